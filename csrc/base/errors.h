@@ -1,0 +1,59 @@
+// The errors that cross the library's border. Each maps to one Python class of vtensor.errors.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace vtensor {
+
+// Messages read "[operation] what was asked, what there is: what to do".
+class Error : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+class InvalidArgument : public Error {
+  using Error::Error;
+};
+
+class CapacityExceeded : public Error {
+  using Error::Error;
+};
+
+class Closed : public Error {
+  using Error::Error;
+};
+
+class OutOfPages : public Error {
+  using Error::Error;
+};
+
+// A driver call that was refused. The driver has undone what the same operation did before it.
+class DriverError : public Error {
+ public:
+  DriverError(std::string call, long code, std::string name, const std::string& message)
+      : Error(message), call(std::move(call)), code(code), name(std::move(name)) {}
+
+  std::string call;  // "mmap", "cuMemMap", ...
+  long code;         // errno or CUresult
+  std::string name;  // "ENOMEM", "CUDA_ERROR_INVALID_VALUE", ...
+};
+
+// The device has no memory left for a new page, whatever the budget says.
+class DeviceOutOfMemory : public DriverError {
+  using DriverError::DriverError;
+};
+
+// A call was refused and so was its undoing. `stuck` holds the indices, within the batch, of the pages
+// whose mapping is no longer known: the caller quarantines them (I8).
+class UndoFailed : public DriverError {
+ public:
+  UndoFailed(const DriverError& cause, std::vector<std::size_t> stuck)
+      : DriverError(cause), stuck(std::move(stuck)) {}
+
+  std::vector<std::size_t> stuck;
+};
+
+}  // namespace vtensor

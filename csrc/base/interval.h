@@ -1,0 +1,26 @@
+// A half-open interval of page slots or positions.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+namespace vtensor {
+
+struct Interval {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+
+  std::size_t size() const { return end - begin; }
+  bool empty() const { return begin >= end; }
+  bool contains(std::size_t i) const { return begin <= i && i < end; }
+  bool contains(Interval o) const { return o.empty() || (begin <= o.begin && o.end <= end); }
+
+  friend bool operator==(const Interval&, const Interval&) = default;
+};
+
+inline Interval intersection(Interval a, Interval b) {
+  const Interval both{std::max(a.begin, b.begin), std::min(a.end, b.end)};
+  return both.empty() ? Interval{} : both;
+}
+
+}  // namespace vtensor
