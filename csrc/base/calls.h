@@ -21,6 +21,7 @@ enum class Call : std::uint8_t {
   pagemap,    // search for parted pages
   // CUDA
   cuInit,
+  cuDeviceGetCount,
   cuDeviceGet,
   cuDeviceGetAttribute,
   cuDevicePrimaryCtxRetain,
@@ -36,6 +37,8 @@ enum class Call : std::uint8_t {
   cuMemSetAccess,
   cuMemsetD8,
   cuMemcpyDtoD,
+  cuCtxGetCurrent,
+  cuCtxSetCurrent,
   cuCtxSynchronize,
   count_,
 };
@@ -51,6 +54,7 @@ inline constexpr std::array<std::string_view, kCallCount> kCallNames = {
     "pwrite",
     "pagemap",
     "cuInit",
+    "cuDeviceGetCount",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDevicePrimaryCtxRetain",
@@ -66,6 +70,8 @@ inline constexpr std::array<std::string_view, kCallCount> kCallNames = {
     "cuMemSetAccess",
     "cuMemsetD8",
     "cuMemcpyDtoD",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
     "cuCtxSynchronize",
 };
 
