@@ -1,0 +1,41 @@
+# Thin names for what scripts/ does. `make demo` and `make test` set everything up by themselves.
+.PHONY: help demo test check bench gpu stubs format clean
+.DEFAULT_GOAL := help
+
+help:  ## print this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+demo:  ## set up, then generate text with a growing KV cache beside the usual ones
+	@scripts/venv.sh demo
+	@scripts/build.sh
+	@scripts/demo.sh
+
+test:  ## set up, then run the Python tests (GPU tests skip without a GPU)
+	@scripts/venv.sh test
+	@scripts/build.sh
+	@scripts/test.sh
+
+check:  ## lint, types, layers, stub, format, C++ tests under the sanitizers (needs doctest)
+	@scripts/venv.sh dev
+	@scripts/build.sh
+	@scripts/check.sh
+
+bench:  ## measure against the baselines, as ratios in one run
+	@scripts/venv.sh test
+	@scripts/build.sh
+	@scripts/bench.sh
+
+gpu:  ## build offline with this machine's own Python and run what needs a GPU
+	@scripts/gpu.sh
+
+stubs:  ## regenerate vtensor/_core.pyi from the extension
+	@scripts/venv.sh dev
+	@scripts/build.sh
+	@scripts/stubs.sh
+
+format:  ## rewrite sources in the house format
+	@scripts/venv.sh dev
+	@scripts/format.sh
+
+clean:  ## remove builds and caches; the virtual environment stays
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

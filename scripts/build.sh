@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# build.sh: brings the installed extension and the simulated libcuda up to date with the sources.
+source "$(dirname "$0")/lib.sh"
+
+extension() {
+  $PYTHON -m pip install -q --no-build-isolation --no-deps -e .
+}
+simulated_libcuda() {
+  cmake --preset simcuda --log-level=WARNING
+  cmake --build --preset simcuda
+}
+
+step "Extension" extension
+step "Simulated libcuda" simulated_libcuda

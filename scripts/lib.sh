@@ -1,0 +1,25 @@
+# Shared by the scripts beside it: sourced, never run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=.venv
+PYTHON=$VENV/bin/python
+JOBS=${JOBS:-$(nproc)}
+export CMAKE_BUILD_PARALLEL_LEVEL=$JOBS
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+# cmake, ninja and the checkers come from the environment, whatever the system has.
+if [ -d $VENV/bin ]; then PATH=$PWD/$VENV/bin:$PATH; fi
+
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# step TITLE COMMAND...: runs the command under a heading and says how long it took.
+step() {
+  local title=$1 start=$SECONDS
+  shift
+  printf '\n== %s\n' "$title"
+  "$@" || die "'$title' failed: $*"
+  printf -- '-- %s: %d s\n' "$title" $((SECONDS - start))
+}
