@@ -1,0 +1,19 @@
+// An immutable, published extent of mapped pages. A torch storage over it keeps it alive; its end is told to
+// the pool from whatever thread drops that storage.
+#pragma once
+
+#include <memory>
+
+#include "base/interval.h"
+
+namespace vtensor {
+
+class Buffer;
+
+struct Generation {
+  std::shared_ptr<Buffer> buffer;
+  Interval slots;              // the same in every row
+  Generation* next = nullptr;  // in the pool's list of ended generations
+};
+
+}  // namespace vtensor

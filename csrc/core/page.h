@@ -1,0 +1,52 @@
+// The record of one page handle: who references it, and what its memory holds.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "driver/driver.h"
+
+namespace vtensor {
+
+struct HandleRun;
+
+struct Page {
+  Handle handle = 0;
+  std::uint32_t references = 0;  // page table entries, and one for ever where quarantined
+  bool resident = false;         // its memory is taken: in use, or kept for the next user
+  bool dirty = false;            // may hold bytes that somebody wrote
+  std::uint64_t last_owner = 0;  // id of the buffer that had it last
+  HandleRun* run = nullptr;      // the run it belongs to, where handles are adjacent
+  Page* older = nullptr;         // neighbours among the kept pages, by the time they were freed
+  Page* newer = nullptr;
+};
+
+// Free pages whose memory is kept, oldest first.
+class KeptPages {
+ public:
+  std::size_t size() const { return size_; }
+  Page* oldest() const { return oldest_; }
+  Page* newest() const { return newest_; }
+
+  void push(Page* page) {
+    page->older = newest_;
+    page->newer = nullptr;
+    (newest_ ? newest_->newer : oldest_) = page;
+    newest_ = page;
+    ++size_;
+  }
+
+  void remove(Page* page) {
+    (page->older ? page->older->newer : oldest_) = page->newer;
+    (page->newer ? page->newer->older : newest_) = page->older;
+    page->older = page->newer = nullptr;
+    --size_;
+  }
+
+ private:
+  Page* oldest_ = nullptr;
+  Page* newest_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+}  // namespace vtensor

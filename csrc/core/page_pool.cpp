@@ -1,0 +1,266 @@
+#include "core/page_pool.h"
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "base/process.h"
+#include "core/buffer.h"
+
+namespace vtensor {
+
+std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver, std::size_t budget,
+                                           ZeroPolicy policy) {
+  const DriverTraits& traits = driver->traits();
+  const std::size_t pages = (budget ? budget : traits.available) / traits.page_size;
+  if (pages == 0) {
+    throw InvalidArgument("[Pool] budget of " + std::to_string(budget ? budget : traits.available) +
+                          " bytes holds no page of " + std::to_string(traits.page_size) +
+                          " bytes: raise budget= or lower page_size=");
+  }
+  return std::shared_ptr<PagePool>(new PagePool(std::move(driver), pages, policy));
+}
+
+PagePool::PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, ZeroPolicy policy)
+    : driver_(std::move(driver)),
+      budget_pages_(budget_pages),
+      policy_(policy),
+      placement_(make_placement(*driver_, kept_)) {}
+
+PagePool::~PagePool() {
+  // Buffers and generations hold the pool, so none is left; only kept memory is.
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  while (Page* page = kept_.oldest()) {
+    try {
+      empty(page, 1);
+    } catch (const Error&) {
+      kept_.remove(page);  // the driver's own end gives it back
+    }
+  }
+}
+
+void PagePool::require_free(const char* operation, std::size_t pages, std::size_t parted) {
+  if (parted_ != 0 && used_ + parted_ + pages > budget_pages_) count_parted();
+  const std::size_t in_use = used_ + parted_ - std::min(parted, parted_);
+  const std::size_t free = budget_pages_ > in_use ? budget_pages_ - in_use : 0;
+  if (pages <= free) return;
+  throw OutOfPages("[" + std::string(operation) + "] need " + std::to_string(pages) + " pages of " +
+                   std::to_string(page_size()) + " bytes, the pool has " + std::to_string(free) + " of " +
+                   std::to_string(budget_pages_) +
+                   " free: free tensors or views, or make the pool with a larger budget=");
+}
+
+Page* PagePool::take(RowHome& home, const Page* previous) {
+  Page* page = placement_->pick(home, previous);
+  if (page->resident) {
+    kept_.remove(page);
+  } else {
+    make_room();
+    page->resident = true;
+  }
+  placement_->taken(page);
+  page->references = 1;
+  ++used_;
+  return page;
+}
+
+void PagePool::make_room() {
+  while (used_ + parted_ + kept_.size() >= budget_pages_ && kept_.oldest()) empty(kept_.oldest(), 1);
+}
+
+// Gives back the memory of `n` kept pages with handles from first->handle on.
+void PagePool::empty(Page* first, std::size_t n) {
+  driver_->destroy(first->handle, n);
+  for (std::size_t i = 0; i < n; ++i) {
+    Page* page = n == 1 ? first : first->run->pages[first->handle - first->run->first + i];
+    kept_.remove(page);
+    page->resident = false;
+    page->dirty = false;
+    placement_->emptied(page);
+  }
+}
+
+void PagePool::drop(Page* page) noexcept {
+  if (--page->references != 0) return;
+  --used_;
+  page->dirty = true;
+  kept_.push(page);
+  placement_->released(page);
+}
+
+void PagePool::quarantine(Page* page) {
+  ++page->references;
+  ++quarantined_;
+}
+
+bool PagePool::must_zero(const Page& page, std::uint64_t owner) const {
+  if (!page.dirty || policy_ == ZeroPolicy::never) return false;
+  return policy_ == ZeroPolicy::always || page.last_owner != owner;
+}
+
+std::uint64_t PagePool::add(Buffer* buffer) {
+  buffers_.insert(buffer);
+  return next_buffer_id_++;
+}
+
+PoolCounts PagePool::counts() {
+  PoolLock lock(shared_from_this());
+  reap();
+  retry();
+  count_parted();
+  PoolCounts counts;
+  for (Buffer* buffer : buffers_) buffer->add_to(counts);
+  counts.parted = parted_;
+  counts.budget_pages = budget_pages_;
+  counts.used = used_ + parted_;
+  counts.kept = kept_.size();
+  counts.quarantined = quarantined_;
+  return counts;
+}
+
+void PagePool::prefill(std::size_t pages) {
+  if (pages == 0) return;
+  PoolLock lock(shared_from_this());
+  reap();
+  if (pages <= kept_.size()) return;
+  const std::size_t wanted = pages - kept_.size();
+  require_free("Pool.prefill", pages);
+  const Address range = driver_->reserve(wanted);
+  RowHome home = placement_->open_home(wanted);
+  std::vector<Page*> taken;
+  const auto give_back = [&] {
+    for (Page* page : taken) drop(page);
+    placement_->close_home(home);
+    driver_->free_range(range, wanted);
+  };
+  try {
+    std::vector<Handle> handles;
+    while (taken.size() < wanted) {
+      taken.push_back(take(home, taken.empty() ? nullptr : taken.back()));
+      handles.push_back(taken.back()->handle);
+    }
+    driver_->map(range, handles, Access::writable);
+    driver_->populate(range, wanted);
+    driver_->unmap(range, handles, Access::writable);
+  } catch (...) {
+    give_back();
+    throw;
+  }
+  // Fresh memory is as the driver made it: only what was dirty before stays so.
+  std::vector<bool> dirty;
+  for (Page* page : taken) dirty.push_back(page->dirty);
+  const std::vector<Page*> pages_taken = taken;
+  give_back();
+  for (std::size_t i = 0; i < pages_taken.size(); ++i) pages_taken[i]->dirty = dirty[i];
+}
+
+std::size_t PagePool::trim() {
+  PoolLock lock(shared_from_this());
+  reap();
+  std::vector<Page*> pages;
+  for (Page* page = kept_.oldest(); page; page = page->newer) pages.push_back(page);
+  std::sort(pages.begin(), pages.end(), [](const Page* a, const Page* b) { return a->handle < b->handle; });
+  for (std::size_t begin = 0, end; begin < pages.size(); begin = end) {
+    end = begin + 1;
+    while (end < pages.size() && pages[begin]->run && pages[end]->run == pages[begin]->run &&
+           pages[end]->handle == pages[end - 1]->handle + 1) {
+      ++end;
+    }
+    empty(pages[begin], end - begin);
+  }
+  return pages.size();
+}
+
+void PagePool::settle() {
+  PoolLock lock(shared_from_this());
+  reap();
+  if (std::exception_ptr refused = retry()) std::rethrow_exception(refused);
+}
+
+void PagePool::check_invariants() {
+  PoolLock lock(shared_from_this());
+  reap();
+  std::unordered_map<const Page*, PageUse> uses;
+  for (Buffer* buffer : buffers_) buffer->check(uses);
+  std::size_t quarantined = 0;
+  for (const auto& [page, use] : uses) {
+    const std::string name = "page " + std::to_string(page->handle);
+    if (page->references < use.entries) {
+      throw Error("I5: " + name + " has " + std::to_string(use.entries) + " page table entries and counts " +
+                  std::to_string(page->references));
+    }
+    quarantined += page->references - use.entries;
+    if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
+  }
+  if (quarantined > quarantined_) throw Error("I5: a page counts more references than it has");
+  if (uses.size() > used_ || used_ - uses.size() > quarantined_) {
+    throw Error("I5: " + std::to_string(used_) + " pages are counted used, page tables hold " +
+                std::to_string(uses.size()));
+  }
+  for (const Page* page = kept_.oldest(); page; page = page->newer) {
+    if (page->references != 0 || !page->resident || uses.contains(page)) {
+      throw Error("I5: kept page " + std::to_string(page->handle) + " is in use");
+    }
+  }
+  if (used_ + kept_.size() > budget_pages_) throw Error("I5: used and kept pages pass the budget");
+}
+
+void PagePool::count_parted() {
+  parted_ = 0;
+  for (Buffer* buffer : buffers_) parted_ += buffer->count_parted();
+}
+
+void PagePool::end(Generation* generation) noexcept {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  const std::shared_ptr<PagePool> self = generation->buffer->pool();
+  generation->next = ended_.load(std::memory_order_relaxed);
+  while (!ended_.compare_exchange_weak(generation->next, generation, std::memory_order_release,
+                                       std::memory_order_relaxed)) {
+  }
+  if (mutex_.try_lock()) {
+    reap();
+    mutex_.unlock();
+  }
+}
+
+void PagePool::retry_later(const std::shared_ptr<Buffer>& buffer) {
+  if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end()) unsettled_.push_back(buffer);
+}
+
+void PagePool::reap() noexcept {
+  Generation* generation = ended_.exchange(nullptr, std::memory_order_acquire);
+  while (generation) {
+    Generation* next = generation->next;
+    const std::shared_ptr<Buffer> buffer = generation->buffer;
+    buffer->forget(generation);
+    delete generation;
+    if (buffer->settle()) retry_later(buffer);
+    generation = next;
+  }
+}
+
+std::exception_ptr PagePool::retry() noexcept {
+  std::exception_ptr first;
+  const std::vector<std::shared_ptr<Buffer>> refused = std::exchange(unsettled_, {});
+  for (const auto& buffer : refused) {
+    if (std::exception_ptr error = buffer->settle()) {
+      if (!first) first = error;
+      retry_later(buffer);
+    }
+  }
+  return first;
+}
+
+PoolLock::~PoolLock() {
+  // A deleter that found the lock taken left its generation to us.
+  do {
+    if (pool_->ended_.load(std::memory_order_acquire)) pool_->reap();
+    lock_.unlock();
+  } while (pool_->ended_.load(std::memory_order_acquire) && lock_.try_lock());
+}
+
+}  // namespace vtensor

@@ -1,0 +1,316 @@
+// Sharing pages between buffers and rows, and parting them again: the copy-on-write half of Buffer.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+#include "core/buffer.h"
+
+namespace vtensor {
+
+// How many pages parting these takes: a page that nobody shares any more is kept.
+std::size_t Buffer::fresh_pages_for(std::span<const Run> guarded) const {
+  std::size_t fresh = 0;
+  for (const Run& run : guarded) {
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+      fresh += table_.at(run.row, slot).page->references > 1;
+    }
+  }
+  return fresh;
+}
+
+std::vector<std::uint8_t> Buffer::find_parted(const Run& run) {
+  std::vector<std::uint8_t> parted(run.slots.size());
+  if (driver_.traits().parts_on_write) driver_.find_parted(address_of(run), parted);
+  return parted;
+}
+
+// Makes `pages` the writable pages of a guarded run.
+void Buffer::adopt(const Run& run, std::span<Page* const> pages) noexcept {
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    Entry& entry = table_.make(run.row, run.slots.begin + i);
+    if (entry.page != pages[i]) pool_->drop(entry.page);
+    pages[i]->last_owner = id_;
+    entry = {pages[i], EntryState::writable};
+  }
+  guarded_ -= pages.size();
+}
+
+// Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable. Whole or
+// nothing, except that pages which the kernel had parted may stay folded: nobody can tell but by the counts.
+void Buffer::part(std::span<const Run> runs) {
+  struct Change {
+    Run run;
+    std::vector<std::uint8_t> parted;
+    std::vector<Page*> to = {};
+    std::vector<Handle> handles = {};  // of `to`
+  };
+  std::vector<Change> changes;
+  const auto page_at = [this](const Run& run, std::size_t i) {
+    return table_.at(run.row, run.slots.begin + i).page;
+  };
+  const auto drop_new = [&](const Change& change) {
+    for (std::size_t i = 0; i < change.to.size(); ++i) {
+      if (change.to[i] != page_at(change.run, i)) pool_->drop(change.to[i]);
+    }
+  };
+  const auto put_back = [&](const Change& change) {
+    if (std::any_of(change.parted.begin(), change.parted.end(), [](auto parted) { return parted != 0; })) {
+      return false;
+    }
+    try {
+      driver_.remap(address_of(change.run), change.handles, Access::writable, handles(change.run),
+                    Access::guarded);
+      return true;
+    } catch (const Error&) {
+      return false;
+    }
+  };
+
+  std::size_t done = 0;
+  try {
+    for (const Run& run : runs) {
+      Change& change = changes.emplace_back(Change{run, find_parted(run)});
+      for (std::size_t i = 0; i < run.slots.size(); ++i) {
+        Page* from = page_at(run, i);
+        const bool alone = from->references == 1;
+        Page* to = alone ? from : pool_->take(homes_[run.row], i ? change.to.back() : nullptr);
+        change.to.push_back(to);
+        change.handles.push_back(to->handle);
+        if (!alone || change.parted[i]) {
+          driver_.copy_page(to->handle, slot_address(run.row, run.slots.begin + i));
+        }
+      }
+    }
+    if (!changes.empty()) driver_.quiesce();
+    for (; done < changes.size(); ++done) {
+      const Change& change = changes[done];
+      driver_.remap(address_of(change.run), handles(change.run), Access::guarded, change.handles,
+                    Access::writable);
+    }
+  } catch (const UndoFailed& error) {
+    const Change& broken = changes[done];
+    for (const std::size_t i : error.stuck) pool_->quarantine(broken.to[i]);
+    for (std::size_t c = 0; c < done; ++c) put_back(changes[c]) ? drop_new(changes[c]) : adopt(changes[c].run, changes[c].to);
+    for (std::size_t c = done; c < changes.size(); ++c) drop_new(changes[c]);
+    quarantine(broken.run, error.stuck);
+    throw;
+  } catch (...) {
+    for (std::size_t c = 0; c < changes.size(); ++c) {
+      if (c < done && !put_back(changes[c])) {
+        adopt(changes[c].run, changes[c].to);
+      } else {
+        drop_new(changes[c]);
+      }
+    }
+    throw;
+  }
+  for (const Change& change : changes) adopt(change.run, change.to);
+}
+
+void Buffer::own(const char* operation, Interval positions) {
+  PoolLock lock(pool_);
+  pool_->reap();
+  std::vector<Run> guarded;
+  for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, slots_of(positions), is_guarded);
+  pool_->require_free(operation, fresh_pages_for(guarded));
+  part(guarded);
+}
+
+std::size_t Buffer::count_parted() {
+  if (guarded_ == 0 || !driver_.traits().parts_on_write) return 0;
+  std::size_t count = 0;
+  std::vector<Run> guarded;
+  for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, {0, row_pages_}, is_guarded);
+  for (const Run& run : guarded) {
+    const std::vector<std::uint8_t> parted = find_parted(run);
+    count += parted.size() - static_cast<std::size_t>(std::count(parted.begin(), parted.end(), 0));
+  }
+  return count;
+}
+
+// Gives the pages that the kernel parted handles of their own, so that they can be shared again (I6).
+void Buffer::fold(const char* operation) {
+  if (guarded_ == 0 || !driver_.traits().parts_on_write) return;
+  std::vector<Run> guarded, folded;
+  for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, extent_, is_guarded);
+  std::size_t pages = 0;
+  for (const Run& run : guarded) {
+    const std::vector<std::uint8_t> parted = find_parted(run);
+    for (std::size_t i = 0; i < parted.size();) {
+      const std::size_t first = i;
+      while (i < parted.size() && parted[i]) ++i;
+      if (i > first) {
+        folded.push_back({run.row, {run.slots.begin + first, run.slots.begin + i}});
+        pages += i - first;
+      } else {
+        ++i;
+      }
+    }
+  }
+  pool_->require_free(operation, fresh_pages_for(folded), pages);
+  part(folded);
+}
+
+// Guards writable runs, which are about to be shared. Whole or nothing.
+void Buffer::guard(std::span<const Run> runs) {
+  if (!runs.empty()) driver_.quiesce();
+  std::size_t done = 0;
+  try {
+    for (; done < runs.size(); ++done) {
+      const auto same = handles(runs[done]);
+      driver_.remap(address_of(runs[done]), same, Access::writable, same,
+                    Access::guarded);
+    }
+  } catch (...) {
+    for (std::size_t i = 0; i < done; ++i) {
+      const auto same = handles(runs[i]);
+      try {
+        driver_.remap(address_of(runs[i]), same, Access::guarded, same,
+                      Access::writable);
+      } catch (const Error&) {
+        // Guarded for good: the next write through us parts it
+        for (std::size_t s = runs[i].slots.begin; s < runs[i].slots.end; ++s) {
+          table_.make(runs[i].row, s).state = EntryState::guarded;
+        }
+        guarded_ += runs[i].slots.size();
+      }
+    }
+    throw;
+  }
+  for (const Run& run : runs) {
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+      table_.make(run.row, slot).state = EntryState::guarded;
+    }
+    guarded_ += run.slots.size();
+  }
+}
+
+std::shared_ptr<Buffer> Buffer::share(const char* operation, const RowShape& shape,
+                                      std::span<const std::size_t> rows, bool exclusive) {
+  std::shared_ptr<Buffer> child = create(pool_, shape);
+  PoolLock lock(pool_);
+  pool_->reap();
+  try {
+    fold(operation);
+    child->table_.reserve(extent_.size());
+    std::vector<Page*> pages;
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+      std::vector<Run> runs;
+      collect(runs, rows[row], extent_, is_mapped);
+      for (const Run& run : runs) {
+        pages.clear();
+        for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+          pages.push_back(table_.at(run.row, slot).page);
+        }
+        const EntryState state = table_.at(run.row, run.slots.begin).state;
+        child->map_shared({row, {run.slots.begin - extent_.begin, run.slots.end - extent_.begin}}, pages,
+                          exclusive ? state : EntryState::guarded);
+      }
+    }
+    if (!exclusive) {
+      std::vector<Run> writable;
+      for (std::size_t row = 0; row < shape_.rows; ++row) collect(writable, row, extent_, is_writable);
+      guard(writable);
+    }
+    child->positions_ = {0, positions_.size()};
+    child->extent_ = child->slots_of(child->positions_);
+  } catch (...) {
+    child->owned_ = false;
+    child->touch({0, extent_.size()});
+    if (child->settle()) pool_->retry_later(child);
+    throw;
+  }
+  return child;
+}
+
+void Buffer::reindex(const char* operation, std::span<const std::size_t> rows) {
+  PoolLock lock(pool_);
+  pool_->reap();
+  fold(operation);
+  driver_.quiesce();
+
+  // Runs in which row i has to change its pages, with what each has now and will have.
+  struct Change {
+    Run run;
+    std::vector<Entry> from;
+    std::vector<Page*> to;
+  };
+  std::vector<Change> changes;
+  for (std::size_t row = 0; row < rows.size(); ++row) {
+    for (std::size_t slot = extent_.begin; slot < extent_.end;) {
+      const auto differs = [&](std::size_t s) { return table_.at(row, s).page != table_.at(rows[row], s).page; };
+      if (!differs(slot)) {
+        ++slot;
+        continue;
+      }
+      Change change{{row, {slot, slot}}, {}, {}};
+      const EntryState state = table_.at(row, slot).state;
+      while (slot < extent_.end && differs(slot) && table_.at(row, slot).state == state) {
+        change.from.push_back(table_.at(row, slot));
+        change.to.push_back(table_.at(rows[row], slot).page);
+        ++slot;
+      }
+      change.run.slots.end = slot;
+      changes.push_back(std::move(change));
+    }
+  }
+  if (changes.empty()) return;
+
+  const auto handles_from = [](const Change& change) {
+    std::vector<Handle> handles;
+    for (const Entry& entry : change.from) handles.push_back(entry.page->handle);
+    return handles;
+  };
+  const auto handles_to = [](const Change& change) {
+    std::vector<Handle> handles;
+    for (const Page* page : change.to) handles.push_back(page->handle);
+    return handles;
+  };
+  // Rows that stay and are now seen by another row as well.
+  std::vector<Run> sources;
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    if (rows[row] == row && std::count(rows.begin(), rows.end(), row) > 1) {
+      collect(sources, row, extent_, is_writable);
+    }
+  }
+  guard(sources);
+
+  std::size_t done = 0;
+  try {
+    for (; done < changes.size(); ++done) {
+      const Change& change = changes[done];
+      driver_.remap(address_of(change.run), handles_from(change),
+                    change.from.front().access(), handles_to(change), Access::guarded);
+    }
+  } catch (const Error& error) {
+    const auto give_up = [this](const Change& change) {
+      for (Page* page : change.to) pool_->quarantine(page);
+      quarantine(change.run);
+    };
+    for (std::size_t i = 0; i < done; ++i) {
+      const Change& change = changes[i];
+      try {
+        driver_.remap(address_of(change.run), handles_to(change), Access::guarded, handles_from(change),
+                      change.from.front().access());
+      } catch (const Error&) {
+        give_up(change);
+      }
+    }
+    if (dynamic_cast<const UndoFailed*>(&error)) give_up(changes[done]);
+    throw;
+  }
+  for (const Change& change : changes) {
+    for (Page* page : change.to) pool_->share(page);
+  }
+  for (const Change& change : changes) {
+    for (std::size_t i = 0; i < change.to.size(); ++i) {
+      Entry& entry = table_.make(change.run.row, change.run.slots.begin + i);
+      if (is_writable(entry)) ++guarded_;
+      pool_->drop(entry.page);
+      entry = {change.to[i], EntryState::guarded};
+    }
+  }
+}
+
+}  // namespace vtensor
