@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# check.sh: everything that does not need a test run of the Python side: lint, format, types, layers, the
+# golden stub, and the C++ tests under the sanitizers.
+source "$(dirname "$0")/lib.sh"
+
+cpp_sources() {
+  git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'tests/*.cpp' 'tests/*.h'
+}
+check_cpp_format() {
+  cpp_sources | xargs clang-format --dry-run -Werror
+}
+check_stub() {
+  pytest -q tests/python/test_stubs.py
+}
+check_architecture() {
+  pytest -q tests/python/test_architecture.py
+}
+
+# The compile commands of the sanitizer build serve clang-tidy too.
+check_tidy() {
+  git ls-files -co --exclude-standard 'csrc/base/*.cpp' 'csrc/driver/*.cpp' 'csrc/core/*.cpp' |
+    xargs -P "$JOBS" -n 4 clang-tidy --quiet -p build/asan-ubsan
+}
+
+# cpp_tests PRESET: configures, builds and runs the C++ tests under one sanitizer.
+cpp_tests() {
+  cmake --preset "$1" --log-level=WARNING
+  cmake --build --preset "$1"
+  # ThreadSanitizer of GCC 12 cannot place its shadow where the kernel randomises addresses widely.
+  setarch "$(uname -m)" -R ctest --preset "$1"
+}
+
+step "ruff check" ruff check .
+step "ruff format" ruff format --check .
+step "mypy" mypy
+step "import-linter" lint-imports
+step "clang-format" check_cpp_format
+step "Golden stub" check_stub
+step "Include rules" check_architecture
+step "C++ tests under ASan and UBSan" cpp_tests asan-ubsan
+step "C++ tests under TSan" cpp_tests tsan
+step "clang-tidy" check_tidy
