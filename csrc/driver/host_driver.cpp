@@ -1,0 +1,475 @@
+// The host: a handle is a page number in one sparse memfd, a mapped page a mapping of it. What is
+// reserved and not mapped is a read-only anonymous mapping, so that a walk over a hole reads zeros.
+#include "driver/host_driver.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "base/process.h"
+#include "driver/host_fork.h"
+#include "driver/host_memory.h"
+
+#ifndef MADV_POPULATE_WRITE  // Linux 5.14
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace vtensor {
+namespace {
+
+constexpr std::size_t kDefaultPageSize = std::size_t{64} << 10;
+// The memfd is sparse, so its size costs nothing; twice this is no longer a file size.
+constexpr std::uint64_t kMemfdSize = std::uint64_t{1} << 62;
+
+std::string errno_name(int error) {
+  static constexpr std::pair<int, const char*> kNames[] = {
+      {EACCES, "EACCES"}, {EAGAIN, "EAGAIN"}, {EBADF, "EBADF"},   {EFAULT, "EFAULT"},
+      {EFBIG, "EFBIG"},   {EINTR, "EINTR"},   {EINVAL, "EINVAL"}, {EMFILE, "EMFILE"},
+      {ENFILE, "ENFILE"}, {ENODEV, "ENODEV"}, {ENOMEM, "ENOMEM"}, {ENOSPC, "ENOSPC"},
+      {ENOSYS, "ENOSYS"}, {EPERM, "EPERM"},
+  };
+  for (const auto& [number, name] : kNames) {
+    if (number == error) return name;
+  }
+  return "errno " + std::to_string(error);
+}
+
+DriverError refused(Call call, int error, const std::string& message) {
+  return {std::string(name_of(call)), error, errno_name(error), message};
+}
+
+std::string count_of(std::size_t pages, std::size_t page_size) {
+  return std::to_string(pages) + " pages of " + std::to_string(page_size) + " bytes";
+}
+
+std::size_t granularity_of_kernel() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+
+// How many handles at the front follow one another: one kernel mapping.
+std::size_t run_length(std::span<const Handle> handles) {
+  std::size_t n = 1;
+  while (n < handles.size() && handles[n] == handles[0] + n) ++n;
+  return n;
+}
+
+std::size_t count_runs(std::span<const Handle> handles) {
+  std::size_t runs = 0;
+  for (; !handles.empty(); ++runs) handles = handles.subspan(run_length(handles));
+  return runs;
+}
+
+std::vector<std::size_t> indices_below(std::size_t n) {
+  std::vector<std::size_t> indices(n);
+  std::iota(indices.begin(), indices.end(), std::size_t{0});
+  return indices;
+}
+
+std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
+  if (asked == 0) return std::max(kDefaultPageSize, granularity);
+  if (is_power_of_two(asked) && asked >= granularity && asked <= kMemfdSize) return asked;
+  throw InvalidArgument("[host driver] asked for page_size=" + std::to_string(asked) +
+                        ", the host takes powers of two from " + std::to_string(granularity) +
+                        ": choose one of these, or leave page_size out");
+}
+
+class HostDriver final : public Driver {
+ public:
+  HostDriver(const HostOptions& options, MapLimit& limit)
+      : hole_protection_(options.strict_holes ? PROT_NONE : PROT_READ), limit_(limit) {
+    refuse_in_forked_child("host driver");
+    const std::size_t granularity = granularity_of_kernel();
+    page_size_ = checked_page_size(options.page_size, granularity);
+    open_memfd();
+    traits_ = {.name = "host",
+               .device = {.type = 1, .index = 0},
+               .page_size = page_size_,
+               .granularity = granularity,
+               .available = available_host_memory() / page_size_ * page_size_,
+               .adjacent_handles = true,
+               .created_zero = true,
+               .parts_on_write = true};
+  }
+
+  ~HostDriver() override { limit_.add(-static_cast<std::ptrdiff_t>(state_.mirror.size())); }
+
+  const DriverTraits& traits() const override { return traits_; }
+
+  Address reserve(std::size_t pages) override {
+    refuse_in_forked_child("host reserve");
+    // Longer by what alignment may need; the surplus stays reserved until the range is freed.
+    const std::size_t surplus = page_size_ - traits_.granularity;
+    const auto asked = checked_multiply(pages, page_size_);
+    std::size_t bytes;
+    if (!asked || __builtin_add_overflow(*asked, surplus, &bytes)) throw too_large(pages);
+
+    const std::lock_guard lock(state_.mutex);
+    limit_.admit(1);
+    state_.mirror.provide(1);
+    const auto reservation = reservations_.try_emplace(0).first;
+    Refusal refusal = ask(Call::mmap);
+    void* start = nullptr;
+    if (!refusal) {
+      start = mmap(nullptr, bytes, hole_protection_, kHoleFlags, -1, 0);
+      if (start == MAP_FAILED) refusal.error = errno;
+    }
+    if (refusal) {
+      reservations_.erase(reservation);
+      throw refusal.error == ENOMEM
+          ? too_large(pages)
+          : refused(Call::mmap, refusal.error,
+                    "[host reserve] addresses for " + count_of(pages, page_size_) +
+                        " were refused with " + errno_name(refusal.error));
+    }
+    const auto base = reinterpret_cast<Address>(start);
+    const Address range = (base + surplus) & ~(page_size_ - 1);
+    auto node = reservations_.extract(reservation);
+    node.key() = range;
+    node.mapped() = {base, bytes};
+    reservations_.insert(std::move(node));
+    record([&] { state_.mirror.assign(base, bytes, MappingKind::hole, 0); });
+    return range;
+  }
+
+  void free_range(Address range, std::size_t pages) override {
+    if (in_forked_child) return;
+    const std::lock_guard lock(state_.mutex);
+    const auto it = reservations_.find(range);
+    const auto [base, bytes] = it->second;
+    state_.mirror.provide(1);
+    Refusal refusal = ask(Call::munmap);
+    if (!refusal && munmap(reinterpret_cast<void*>(base), bytes) != 0) refusal.error = errno;
+    if (refusal) {
+      throw refused(Call::munmap, refusal.error,
+                    "[host free_range] freeing addresses of " + count_of(pages, page_size_) +
+                        " was refused with " + errno_name(refusal.error));
+    }
+    reservations_.erase(it);
+    record([&] { state_.mirror.erase(base, bytes); });
+  }
+
+  Handle create(std::size_t n) override {
+    refuse_in_forked_child("host create");
+    Handle first = next_handle_.load(std::memory_order_relaxed);
+    do {
+      if (n > handles_ - first) {
+        throw DeviceOutOfMemory("ftruncate", ENOSPC, "ENOSPC",
+                                "[host create] need " + std::to_string(n) + " new pages, the memfd has " +
+                                    std::to_string(handles_ - first) + " of " +
+                                    std::to_string(handles_) +
+                                    " left: free tensors, or raise the file size limit (ulimit -f)");
+      }
+    } while (!next_handle_.compare_exchange_weak(first, first + n, std::memory_order_relaxed));
+    return first;
+  }
+
+  void destroy(Handle first, std::size_t n) override {
+    if (in_forked_child) return;
+    Refusal refusal = ask(Call::fallocate);
+    if (!refusal && fallocate(state_.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                              offset_of(first), static_cast<off_t>(n * page_size_)) != 0) {
+      refusal.error = errno;
+    }
+    if (refusal) {
+      throw refused(Call::fallocate, refusal.error,
+                    "[host destroy] giving back " + count_of(n, page_size_) + " was refused with " +
+                        errno_name(refusal.error));
+    }
+  }
+
+  void map(Address at, std::span<const Handle> handles, Access access) override {
+    refuse_in_forked_child("host map");
+    if (handles.empty()) return;
+    const std::lock_guard lock(state_.mutex);
+    const std::size_t runs = count_runs(handles);
+    admit(at, handles.size(), runs);
+    state_.mirror.provide(runs + 1);
+    const Progress progress = map_runs(at, handles, access);
+    if (!progress.refusal) return;
+    const DriverError cause = refused(
+        Call::mmap, progress.refusal.error,
+        "[host map] mapping " + count_of(handles.size(), page_size_) + " was refused with " +
+            errno_name(progress.refusal.error) + ": lower capacity=, or use a larger page_size=");
+    if (progress.touched > 0 && place_hole(at, progress.touched)) {
+      throw UndoFailed(cause, indices_below(progress.touched));
+    }
+    throw cause;
+  }
+
+  void unmap(Address at, std::span<const Handle> handles, Access access) override {
+    if (in_forked_child || handles.empty()) return;
+    const std::lock_guard lock(state_.mutex);
+    state_.mirror.provide(1 + count_runs(handles));
+    const Refusal refusal = place_hole(at, handles.size());
+    if (!refusal) return;
+    const DriverError cause =
+        refused(Call::munmap, refusal.error,
+                "[host unmap] unmapping " + count_of(handles.size(), page_size_) +
+                    " was refused with " + errno_name(refusal.error) +
+                    ": close tensors, or raise the limit with sysctl vm.max_map_count");
+    if (refusal.gone) put_back(at, handles, access, cause);
+    throw cause;
+  }
+
+  void remap(Address at, std::span<const Handle> from, Access from_access,
+             std::span<const Handle> to, Access to_access) override {
+    refuse_in_forked_child("host remap");
+    if (to.empty()) return;
+    const std::lock_guard lock(state_.mutex);
+    const std::size_t runs = count_runs(to);
+    admit(at, to.size(), runs);
+    state_.mirror.provide(runs + count_runs(from));
+    const Progress progress = map_runs(at, to, to_access);
+    if (!progress.refusal) return;
+    const DriverError cause =
+        refused(Call::mmap, progress.refusal.error,
+                "[host remap] remapping " + count_of(to.size(), page_size_) + " was refused with " +
+                    errno_name(progress.refusal.error) + ": use a larger page_size=");
+    put_back(at, from.first(progress.touched), from_access, cause);
+    throw cause;
+  }
+
+  void zero(Address at, std::size_t bytes) override {
+    refuse_in_forked_child("host zero");
+    std::memset(reinterpret_cast<void*>(at), 0, bytes);
+  }
+
+  void copy_page(Handle to, Address from) override {
+    refuse_in_forked_child("host copy_page");
+    for (std::size_t done = 0; done < page_size_;) {
+      Refusal refusal = ask(Call::pwrite);
+      if (!refusal) {
+        const ssize_t n = pwrite(state_.memfd, reinterpret_cast<const char*>(from) + done,
+                                 page_size_ - done, offset_of(to) + static_cast<off_t>(done));
+        if (n > 0) {
+          done += static_cast<std::size_t>(n);
+        } else if (n == 0) {
+          refusal.error = ENOSPC;
+        } else if (errno != EINTR) {
+          refusal.error = errno;
+        }
+      }
+      if (refusal) {
+        throw refused(Call::pwrite, refusal.error,
+                      "[host copy_page] copying " + count_of(1, page_size_) + " was refused with " +
+                          errno_name(refusal.error) + ": free memory");
+      }
+    }
+  }
+
+  void populate(Address at, std::size_t n) override {
+    refuse_in_forked_child("host populate");
+    Refusal refusal = ask(Call::madvise);
+    if (!refusal &&
+        madvise(reinterpret_cast<void*>(at), n * page_size_, MADV_POPULATE_WRITE) != 0 &&
+        errno != EINVAL) {  // EINVAL: a kernel without it; the first touch does it then
+      refusal.error = errno;
+    }
+    if (refusal) {
+      throw refused(Call::madvise, refusal.error,
+                    "[host populate] making " + count_of(n, page_size_) +
+                        " present was refused with " + errno_name(refusal.error) + ": free memory");
+    }
+  }
+
+  void find_parted(Address at, std::span<std::uint8_t> parted) override {
+    refuse_in_forked_child("host find_parted");
+    std::fill(parted.begin(), parted.end(), std::uint8_t{0});
+    // Not knowing costs copies, not correctness.
+    if (!scan_pagemap(at, parted)) std::fill(parted.begin(), parted.end(), std::uint8_t{1});
+  }
+
+  void quiesce() override {}  // nothing on the host runs behind the caller's back
+
+ private:
+  static constexpr int kHoleFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+  struct Refusal {
+    int error = 0;
+    bool gone = false;  // the kernel took away what was mapped there, and then refused
+    explicit operator bool() const { return error != 0; }
+  };
+
+  // How far a loop over runs came.
+  struct Progress {
+    std::size_t touched;  // pages from the first on that are no longer as before
+    Refusal refusal;
+  };
+
+  struct Reservation {
+    Address base;
+    std::size_t bytes;
+  };
+
+  void open_memfd() {
+    int error = meter_.enter(Call::memfd_create) ? EMFILE : 0;
+    if (!error && (state_.memfd = memfd_create("vtensor", MFD_CLOEXEC)) < 0) error = errno;
+    if (error) {
+      throw refused(Call::memfd_create, error,
+                    "[host driver] a pool needs one memfd, which was refused with " +
+                        errno_name(error) +
+                        ": close files or raise the limit on them (ulimit -n), and allow "
+                        "memfd_create where a sandbox filters system calls");
+    }
+    // Past the limit on file sizes the kernel sends a signal instead of an error.
+    rlimit limit{};
+    std::uint64_t size = kMemfdSize;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0) size = std::min<std::uint64_t>(size, limit.rlim_cur);
+    for (;; size /= 2) {
+      handles_ = size / page_size_;
+      if (handles_ == 0) {
+        throw DriverError("ftruncate", EFBIG, "EFBIG",
+                          "[host driver] a memfd of even one page of " + std::to_string(page_size_) +
+                              " bytes was refused: raise the limit on file sizes (ulimit -f)");
+      }
+      if (ftruncate(state_.memfd, static_cast<off_t>(handles_ * page_size_)) == 0) return;
+    }
+  }
+
+  DriverError too_large(std::size_t pages) const {
+    rlimit limit{};
+    const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+    const std::string there_is =
+        limited ? "the process may have " + std::to_string(limit.rlim_cur) +
+                      " bytes of them in all (RLIMIT_AS): lower capacity=, or raise the limit (ulimit -v)"
+                : "which the process has not left: lower capacity=";
+    return refused(Call::mmap, ENOMEM,
+                   "[host reserve] need addresses for " + count_of(pages, page_size_) + ", " + there_is);
+  }
+
+  off_t offset_of(Handle handle) const { return static_cast<off_t>(handle * page_size_); }
+
+  // Goes before every driver call: counts it, and replaces it by a refusal where a test asked for one.
+  Refusal ask(Call call) { return {.error = meter_.enter(call) ? ENOMEM : 0}; }
+
+  // Changes the mirror, and has the limit know.
+  template <typename Change>
+  void record(Change change) {
+    const auto before = static_cast<std::ptrdiff_t>(state_.mirror.size());
+    change();
+    limit_.add(static_cast<std::ptrdiff_t>(state_.mirror.size()) - before);
+  }
+
+  // Throws where `runs` mappings in the place of `pages` pages could pass the limit on mappings.
+  void admit(Address at, std::size_t pages, std::size_t runs) {
+    const std::size_t replaced = state_.mirror.touching(at, pages * page_size_);
+    limit_.admit(static_cast<std::ptrdiff_t>(runs + 2) - static_cast<std::ptrdiff_t>(replaced));
+  }
+
+  // One mmap over [at, at + pages), and its record.
+  Refusal place(Call call, Address at, std::size_t pages, int protection, int flags, MappingKind kind,
+                Handle first) {
+    Refusal refusal = ask(call);
+    if (refusal) return refusal;
+    void* const address = reinterpret_cast<void*>(at);
+    const bool hole = kind == MappingKind::hole;
+    const std::size_t bytes = pages * page_size_;
+    const off_t offset = hole ? 0 : offset_of(first);
+    if (mmap(address, bytes, protection, flags | MAP_FIXED, hole ? -1 : state_.memfd, offset) ==
+        MAP_FAILED) {
+      refusal.error = errno;
+      // Before Linux 6.12 a refusal may come after the old mapping was removed.
+      unsigned char resident;
+      refusal.gone = mincore(address, traits_.granularity, &resident) != 0 && errno == ENOMEM;
+      return refusal;
+    }
+    record([&] { state_.mirror.assign(at, bytes, kind, static_cast<std::uint64_t>(offset)); });
+    return refusal;
+  }
+
+  Refusal place_run(Address at, std::size_t pages, Handle first, Access access) {
+    const bool guarded = access == Access::guarded;
+    return place(Call::mmap, at, pages, PROT_READ | PROT_WRITE,
+                 guarded ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED,
+                 guarded ? MappingKind::guarded : MappingKind::writable, first);
+  }
+
+  Refusal place_hole(Address at, std::size_t pages) {
+    return place(Call::munmap, at, pages, hole_protection_, kHoleFlags, MappingKind::hole, 0);
+  }
+
+  // Maps run after run, up to the first refusal. A guarded page loses its parted content only when its
+  // run is reached.
+  Progress map_runs(Address at, std::span<const Handle> handles, Access access) {
+    for (std::size_t i = 0; i < handles.size();) {
+      const std::size_t n = run_length(handles.subspan(i));
+      if (const Refusal r = place_run(at + i * page_size_, n, handles[i], access)) {
+        return {r.gone ? i + n : i, r};
+      }
+      i += n;
+    }
+    return {handles.size(), {}};
+  }
+
+  // Undoes: maps `handles` again, and throws UndoFailed where some of that is refused.
+  void put_back(Address at, std::span<const Handle> handles, Access access, const DriverError& cause) {
+    std::vector<std::size_t> stuck;
+    for (std::size_t i = 0; i < handles.size();) {
+      const std::size_t n = run_length(handles.subspan(i));
+      if (place_run(at + i * page_size_, n, handles[i], access)) {
+        for (std::size_t k = i; k < i + n; ++k) stuck.push_back(k);
+      }
+      i += n;
+    }
+    if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
+  }
+
+  // False where the kernel does not tell.
+  bool scan_pagemap(Address at, std::span<std::uint8_t> parted) {
+    // Linux, Documentation/admin-guide/mm/pagemap.rst: one 64-bit entry a kernel page.
+    constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61;
+    constexpr std::uint64_t kSwapped = std::uint64_t{1} << 62;
+    constexpr std::uint64_t kPresent = std::uint64_t{1} << 63;
+    const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    if (pagemap < 0) return false;
+    const std::size_t entries_a_page = page_size_ / traits_.granularity;
+    const std::size_t total = parted.size() * entries_a_page;
+    const std::size_t first = at / traits_.granularity;
+    std::array<std::uint64_t, 4096> entries;
+    std::size_t done = 0;
+    while (done < total && !ask(Call::pagemap)) {
+      const std::size_t wanted = std::min(total - done, entries.size());
+      const ssize_t n = pread(pagemap, entries.data(), wanted * sizeof entries[0],
+                              static_cast<off_t>((first + done) * sizeof entries[0]));
+      if (n <= 0) break;
+      for (std::size_t i = 0; i < static_cast<std::size_t>(n) / sizeof entries[0]; ++i, ++done) {
+        if ((entries[i] & (kPresent | kSwapped)) && !(entries[i] & kOfFile)) {
+          parted[done / entries_a_page] = 1;
+        }
+      }
+    }
+    close(pagemap);
+    return done == total;
+  }
+
+  const int hole_protection_;
+  MapLimit& limit_;
+  std::size_t page_size_ = 0;
+  DriverTraits traits_;
+  std::uint64_t handles_ = 0;  // in the memfd
+  std::atomic<Handle> next_handle_{0};
+  std::map<Address, Reservation> reservations_;  // what the kernel knows of each range
+  ForkedState state_;
+};
+
+}  // namespace
+
+std::unique_ptr<Driver> make_host_driver(const HostOptions& options, MapLimit& limit) {
+  return std::make_unique<HostDriver>(options, limit);
+}
+
+std::unique_ptr<Driver> make_host_driver(const HostOptions& options) {
+  return make_host_driver(options, MapLimit::of_process());
+}
+
+}  // namespace vtensor

@@ -1,0 +1,98 @@
+#include "driver/host_memory.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <sstream>
+
+namespace vtensor {
+namespace {
+
+constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
+
+// The number in a file that holds one; "max" and what cannot be read give nothing.
+std::optional<std::size_t> number_in(const std::string& path) {
+  std::ifstream file(path);
+  std::size_t number;
+  if (file >> number) return number;
+  return std::nullopt;
+}
+
+// The number behind `key` in a file of "key number" lines.
+std::optional<std::size_t> field_in(const std::string& path, const std::string& key) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string word;
+    std::size_t number;
+    if (words >> word && word == key && words >> number) return number;
+  }
+  return std::nullopt;
+}
+
+struct CgroupFiles {
+  std::string mount, path;
+  const char *limit, *usage, *reclaimable;  // file names, and a key of memory.stat
+};
+
+std::size_t room_in(const CgroupFiles& files) {
+  std::size_t room = kUnlimited;
+  std::string path = files.path;
+  while (true) {  // a limit of any ancestor holds
+    const std::string folder = files.mount + path + "/";
+    const auto limit = number_in(folder + files.limit);
+    const auto usage = number_in(folder + files.usage);
+    if (limit && usage) {
+      // The page cache counts as usage, but is dropped before anybody is killed.
+      const std::size_t cache = field_in(folder + "memory.stat", files.reclaimable).value_or(0);
+      const std::size_t used = *usage - std::min(*usage, cache);
+      room = std::min(room, *limit - std::min(*limit, used));
+    }
+    if (path.empty()) return room;
+    path.resize(path.rfind('/'));
+  }
+}
+
+// Whether `name` is one of the comma-separated `names`.
+bool lists(const std::string& names, const std::string& name) {
+  std::istringstream words(names);
+  for (std::string word; std::getline(words, word, ',');) {
+    if (word == name) return true;
+  }
+  return false;
+}
+
+std::size_t room_in_cgroups(const std::string& proc, const std::string& cgroups) {
+  std::size_t room = kUnlimited;
+  std::ifstream file(proc + "/self/cgroup");
+  for (std::string line; std::getline(file, line);) {  // hierarchy:controllers:path
+    const std::size_t first = line.find(':');
+    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    std::string path = line.substr(second + 1);
+    if (path.empty() || path.front() != '/') continue;
+    if (path == "/") path.clear();
+    if (controllers.empty()) {
+      room = std::min(
+          room, room_in({cgroups, path, "memory.max", "memory.current", "inactive_file"}));
+    } else if (lists(controllers, "memory")) {
+      room = std::min(room, room_in({cgroups + "/memory", path, "memory.limit_in_bytes",
+                                     "memory.usage_in_bytes", "total_inactive_file"}));
+    }
+  }
+  return room;
+}
+
+}  // namespace
+
+std::size_t available_host_memory(const std::string& proc, const std::string& cgroups) {
+  const auto kilobytes = field_in(proc + "/meminfo", "MemAvailable:");
+  const std::size_t free = kilobytes ? *kilobytes * 1024 : kUnlimited;
+  return std::min(free, room_in_cgroups(proc, cgroups)) / 5 * 4;
+}
+
+}  // namespace vtensor
