@@ -3,4 +3,3 @@
 source "$(dirname "$0")/lib.sh"
 
 $PYTHON -m nanobind.stubgen -q -m vtensor._core -o vtensor/_core.pyi
-ruff format -q vtensor/_core.pyi

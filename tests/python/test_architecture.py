@@ -1,0 +1,152 @@
+"""Who may include and import whom, the words of the code, and the size of its files (DESIGN section 3)."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_LINES = 600
+
+CPP = sorted(ROOT.glob("csrc/*/*.h")) + sorted(ROOT.glob("csrc/*/*.cpp"))
+CORE_PYTHON = sorted(ROOT.glob("vtensor/**/*.py"))
+INTEGRATIONS = sorted(ROOT.glob("integrations/**/*.py"))
+
+# bind -> core -> driver.h -> base. A pattern names the headers of ours that a layer may include.
+MAY_INCLUDE = {
+    "base": r"base/.*",
+    "driver": r"(base|driver)/.*",
+    "core": r"(base|core)/.*|driver/driver\.h",
+    "bind": r"(base|core|bind)/.*|driver/driver\.h",
+}
+FOREIGN = re.compile(r"(Python\.h|nanobind/|pybind11/|torch/|ATen/|c10/|.*dlpack)", re.IGNORECASE)
+TORCH = re.compile(r"(torch/|ATen/|c10/)")
+DRIVERS = ("host", "cuda")
+
+# One page is never called by a word that means something else to an engine or an allocator.
+BANNED_WORDS = {"block", "blocks", "chunk", "chunks", "segment", "segments"}
+BANNED_WORD_EXCEPTIONS: set[str] = set()
+
+
+def includes(path: Path) -> Iterator[tuple[str, str]]:
+    """("<" or '"', header) of each include of a C++ file."""
+    for line in path.read_text().splitlines():
+        if match := re.match(r'\s*#\s*include\s*([<"])([^>"]+)', line):
+            yield match.group(1), match.group(2)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_there_is_something_to_check() -> None:
+    assert {path.parent.name for path in CPP} == set(MAY_INCLUDE)
+    assert CORE_PYTHON and INTEGRATIONS
+
+
+@pytest.mark.parametrize("path", CPP, ids=name)
+def test_cpp_layers(path: Path) -> None:
+    layer = path.parent.name
+    for kind, header in includes(path):
+        assert not TORCH.match(header), f"{header}: one wheel serves every PyTorch"
+        if kind == '"':
+            assert (ROOT / "csrc" / header).exists(), f'"{header}" is not relative to csrc/'
+            assert re.fullmatch(MAY_INCLUDE[layer], header), f"{layer} may not include {header}"
+        if layer != "bind":
+            assert not FOREIGN.match(header), f"{layer} knows nothing of {header}"
+        if header == "cuda.h":
+            assert name(path).startswith("csrc/driver/cuda_"), "cuda.h belongs to the CUDA driver"
+
+
+@pytest.mark.parametrize("path", [path for path in CPP if path.parent.name == "driver"], ids=name)
+def test_drivers_know_nothing_of_each_other(path: Path) -> None:
+    for driver in DRIVERS:
+        others = [f"driver/{other}_" for other in DRIVERS if other != driver]
+        shared = path.name == "driver.h" or not path.name.startswith(DRIVERS)
+        if shared:
+            others.append(f"driver/{driver}_")
+        if shared or path.name.startswith(driver):
+            wrong = [header for _, header in includes(path) if header.startswith(tuple(others))]
+            assert not wrong
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_level(tree: ast.Module) -> ast.Module:
+    """The statements that run at import: not the bodies of functions, nor `if TYPE_CHECKING`."""
+    kept = [
+        node
+        for node in tree.body
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+@pytest.mark.parametrize("path", CORE_PYTHON, ids=name)
+def test_import_of_vtensor_needs_torch_only(path: Path) -> None:
+    tree = module_level(ast.parse(path.read_text()))
+    needed = {module.split(".")[0] for module in imported_modules(tree)}
+    assert needed - set(sys.stdlib_module_names) <= {"torch", "vtensor"}
+
+
+@pytest.mark.parametrize("path", INTEGRATIONS, ids=name)
+def test_integrations_use_the_public_face(path: Path) -> None:
+    private = [
+        module
+        for module in imported_modules(ast.parse(path.read_text()))
+        if module.startswith("vtensor.")
+        and not module.startswith("vtensor.integrations")
+        and any(part.startswith("_") and not part.startswith("__") for part in module.split("."))
+    ]
+    assert not private
+
+
+def test_files_stay_small() -> None:
+    folders = ("csrc", "vtensor", "integrations", "tests", "benchmarks", "scripts")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    lengths = {
+        name(path): path.read_text().count("\n")
+        for path in paths
+        if path.suffix in {".h", ".cpp", ".py", ".sh"}
+    }
+    too_long = {file: lines for file, lines in lengths.items() if lines > MAX_LINES}
+    assert not too_long, f"one subject a file, at most {MAX_LINES} lines"
+
+
+def cpp_identifiers(text: str) -> set[str]:
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
+    text = re.sub(r'"(\\.|[^"\\\n])*"', '""', text)
+    return set(re.findall(r"[A-Za-z_]\w*", text))
+
+
+def python_identifiers(text: str) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}
+
+
+def words_of(identifier: str) -> set[str]:
+    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier)
+    return {word.lower() for word in parted.split("_")}
+
+
+@pytest.mark.parametrize("path", [*CPP, *CORE_PYTHON], ids=name)
+def test_words(path: Path) -> None:
+    text = path.read_text()
+    identifiers = python_identifiers(text) if path.suffix == ".py" else cpp_identifiers(text)
+    wrong = {i for i in identifiers - BANNED_WORD_EXCEPTIONS if words_of(i) & BANNED_WORDS}
+    assert not wrong, "the words for memory are in DESIGN section 2: page, handle, row, slot"

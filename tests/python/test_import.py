@@ -1,0 +1,148 @@
+"""`import vtensor`: fast, touches no GPU, changes nothing in torch; and the wheel it comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMPORT_LIMIT_MS = 60  # the acceptance bound on what `import vtensor` adds to `import torch`
+IMPORT_RUNS = 7
+
+
+def run_python(code: str, cwd: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_loads_no_libcuda(tmp_path: Path) -> None:
+    code = """
+import torch
+before = open("/proc/self/maps").read()
+import vtensor
+after = open("/proc/self/maps").read()
+assert "libcuda.so" in before or "libcuda.so" not in after, "import vtensor loaded libcuda"
+assert "/_core." in after
+"""
+    run_python(code, tmp_path)
+
+
+def test_import_patches_nothing_in_torch(tmp_path: Path) -> None:
+    # Every attribute of every loaded torch module and of every class they define, by identity. What
+    # torch's own submodules add to their parents when they are first imported is torch's, not ours.
+    code = """
+import sys, types
+import torch
+
+def fingerprint():
+    seen = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] != "torch" or module is None:
+            continue
+        for name, value in list(vars(module).items()):
+            seen[module_name, name] = value
+            if isinstance(value, type) and value.__module__.split(".")[0] == "torch":
+                for key, member in list(vars(value).items()):
+                    seen[value.__module__, value.__qualname__, key] = member
+    return seen
+
+before, modules = fingerprint(), set(sys.modules)
+import vtensor
+after = fingerprint()
+
+missing = object()
+changed = [k for k, v in before.items() if after.get(k, missing) is not v]
+new_modules = set(sys.modules) - modules
+added = [
+    k for k, v in after.items()
+    if k not in before and k[0] not in new_modules and not isinstance(v, types.ModuleType)
+]
+assert len(before) > 10_000, len(before)
+assert not changed and not added, (changed, added)
+"""
+    run_python(code, tmp_path)
+
+
+def test_import_brings_in_nothing_but_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+import torch
+before = set(sys.modules)
+import vtensor
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(*sorted(new - set(sys.stdlib_module_names)))
+"""
+    assert set(run_python(code, tmp_path).split()) <= {"vtensor", "torch"}
+
+
+def test_import_is_fast(tmp_path: Path) -> None:
+    # Timed inside the process, after `import torch`: the difference between two whole processes would
+    # drown in the second or two that torch takes.
+    code = """
+import time
+import torch
+start = time.perf_counter()
+import vtensor
+print((time.perf_counter() - start) * 1e3)
+"""
+    added = [float(run_python(code, tmp_path)) for _ in range(IMPORT_RUNS)]
+    assert statistics.median(added) <= IMPORT_LIMIT_MS, f"ms: {[round(ms, 1) for ms in added]}"
+
+
+def copy_of_the_sources(to: Path) -> Path:
+    """What git tracks or would track, so that no earlier build helps this one."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+@pytest.mark.seconds(600)
+def test_wheel_builds_offline(tmp_path: Path) -> None:
+    sources = copy_of_the_sources(tmp_path / "sources")
+    nowhere = "http://127.0.0.1:9"
+    result = subprocess.run(
+        [
+            *[sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"],
+            # Unoptimised: what is in the wheel is asked here, not how fast it is.
+            *["-C", "cmake.build-type=Debug", "-w", str(tmp_path), str(sources)],
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere, "ALL_PROXY": nowhere},
+        capture_output=True,
+        text=True,
+        timeout=590,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+
+    (wheel,) = tmp_path.glob("vtensor-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        extension = next(name for name in names if re.fullmatch(r"vtensor/_core\..*\.so", name))
+        archive.extract(extension, tmp_path)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"vtensor"}
+    for file in ("__init__.py", "py.typed", "_core.pyi", "integrations/__init__.py"):
+        assert f"vtensor/{file}" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    # One wheel serves every PyTorch, and machines without CUDA: the extension links the C++ runtime only.
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(tmp_path / extension)], capture_output=True, text=True, check=True
+    )
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+?)\.so", dynamic.stdout))
+    assert needed <= {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "libdl", "ld-linux-x86-64"}
