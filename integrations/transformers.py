@@ -1,0 +1,302 @@
+"""A Hugging Face cache whose K and V grow in place.
+
+``VTensorCache`` is a ``DynamicCache``: pass it to an unmodified ``model.generate()`` as
+``past_key_values``. What a layer hands to attention is a plain view of exactly the tokens stored, as
+``DynamicCache`` does, so attention masks, kernels and tokens are the same; only the copy of the whole
+past at every token is gone.
+
+Follows ``transformers/cache_utils.py`` of transformers 5.23 (``Cache``, ``DynamicCache``, ``DynamicLayer``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+import vtensor
+from vtensor import CapacityExceeded, InvalidArgument, Pool, VTensor, VTensorError
+
+__all__ = ["VTensorCache", "VTensorLayer"]
+
+
+class VTensorLayer(DynamicLayer):
+    """K and V of one full-attention layer, each a VTensor that grows along the tokens.
+
+    Both are made at the first ``update``, with that batch size, those heads, that dtype and device;
+    ``max_len`` tokens of addresses are reserved, which costs no memory.
+    """
+
+    def __init__(self, max_len: int, pool: Pool | None = None) -> None:
+        self.max_len = max_len
+        self.pool = pool
+        self._owners: tuple[VTensor, VTensor] | None = None
+        super().__init__()
+
+    # ------------------------------------------------------------------ storage
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """K as it is now: a plain view [batch, heads, tokens, head_dim], None before the first update."""
+        return None if self._owners is None else self._view(self._owners[0])
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        self._refuse_assignment("keys", value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """V as it is now: a plain view [batch, heads, tokens, head_dim], None before the first update."""
+        return None if self._owners is None else self._view(self._owners[1])
+
+    @values.setter
+    def values(self, value: None) -> None:
+        self._refuse_assignment("values", value)
+
+    def _refuse_assignment(self, name: str, value: object) -> None:
+        if value is not None or self._owners is not None:  # the base class's __init__ sets None
+            raise InvalidArgument(
+                f"[VTensorLayer.{name}] assignment, but the memory is the layer's own: "
+                "use update(), crop(), reset() or reorder_cache()"
+            )
+
+    @property
+    def _heads_are_rows(self) -> bool:
+        # The host's SDPA is about twice as fast where a head's tokens are adjacent, so there every head is
+        # a row. On CUDA a row costs at least one page of 2 MiB, and FlashAttention reads
+        # [batch, tokens, heads, head_dim] as it is, so there only a sequence is a row.
+        return self.device.type == "cpu"
+
+    def _view(self, owner: VTensor) -> torch.Tensor:
+        snapshot = owner.snapshot()
+        return snapshot if self._heads_are_rows else snapshot.transpose(1, 2)
+
+    def _make_owner(self, states: torch.Tensor) -> VTensor:
+        batch, heads, _, head_dim = states.shape
+        shape, grow_dim = (
+            ((batch, heads, 0, head_dim), 2) if self._heads_are_rows else ((batch, 0, heads, head_dim), 1)
+        )
+        return vtensor.empty(
+            *shape,
+            grow_dim=grow_dim,
+            capacity=self.max_len,
+            dtype=states.dtype,
+            device=states.device,
+            pool=self.pool,
+        )
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes K and V, empty, for states of these shapes [batch, heads, any, head_dim], dtype and device."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        keys = self._make_owner(key_states)
+        try:
+            self._owners = keys, self._make_owner(value_states)
+        except BaseException:
+            keys.close()
+            raise
+        self.is_initialized = True
+
+    # ------------------------------------------------------------------ growth
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends states [batch, heads, new tokens, head_dim] and returns plain views of all of K and V.
+
+        Raises CapacityExceeded past ``max_len`` tokens, OutOfPages where the pool has none left, and
+        InvalidArgument for states that do not fit those before. The layer is then as it was (I8).
+        """
+        length, new = self.get_seq_length(), key_states.shape[-2]
+        if length + new > self.max_len:
+            raise CapacityExceeded(
+                f"[VTensorCache.update] {length} tokens and {new} more, but max_len={self.max_len}: "
+                "make the cache with a larger max_len=, which costs addresses only, no memory"
+            )
+        if value_states.shape[-2] != new:
+            raise InvalidArgument(
+                f"[VTensorCache.update] keys of {new} tokens with values of {value_states.shape[-2]}: "
+                "pass as many of both"
+            )
+        fresh = not self.is_initialized
+        if fresh:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self._owners
+        try:
+            self._append(keys, key_states)
+            self._append(values, value_states)
+        except BaseException:
+            if fresh:
+                self.reset()
+            else:
+                self.truncate(length)
+            raise
+        return self._view(keys), self._view(values)
+
+    def _append(self, owner: VTensor, states: torch.Tensor) -> None:
+        owner.append(states if self._heads_are_rows else states.transpose(1, 2))
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        return 0 if self._owners is None else self._owners[0].length
+
+    def get_max_length(self) -> int:
+        """Tokens that fit: ``max_len``."""
+        return self.max_len
+
+    # ------------------------------------------------------------------ what generate() and its callers do
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first ``length`` tokens. Whole pages behind them go back to the pool."""
+        if self._owners is not None:
+            for owner in self._owners:
+                if owner.length > length:
+                    owner.truncate(length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens (transformers passes zero or a negative number)."""
+        if tokens_to_remove > 0:
+            raise InvalidArgument(
+                f"[VTensorCache.crop] tokens_to_remove={tokens_to_remove}, but it counts from the end: "
+                "pass zero or a negative number"
+            )
+        self.truncate(max(0, self.get_seq_length() + tokens_to_remove))
+
+    def reset(self) -> None:
+        """Gives all memory back. The next ``update`` may bring another batch size, dtype or device."""
+        owners, self._owners = self._owners, None
+        self.is_initialized = False
+        for owner in owners or ():
+            owner.close()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes sequence ``beam_idx[i]`` the i-th: pages are remapped; only partial last ones are copied.
+
+        If the memory for those runs out between K and V the layer is emptied: half a beam is no cache.
+        """
+        if self._owners is None:
+            return
+        try:
+            for owner in self._owners:
+                owner.reindex(beam_idx)
+        except BaseException:
+            self.reset()
+            raise
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence ``repeats`` times; the copies share pages until they are written."""
+        if self._owners is not None:
+            self.reorder_cache(torch.arange(self._owners[0].shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences that ``indices`` selects: positions, or one bool for each sequence."""
+        if self._owners is not None:
+            self.reorder_cache(torch.arange(self._owners[0].shape[0])[torch.as_tensor(indices).cpu()])
+
+    def offload(self) -> None:
+        """Refused: K and V stay on the device where they grow."""
+        raise InvalidArgument(
+            "[VTensorLayer.offload] the memory of a VTensor stays on its device: "
+            "use DynamicCache(offloading=True) where layers must move"
+        )
+
+    def prefetch(self) -> None:
+        """Refused, as ``offload`` is."""
+        self.offload()
+
+    # ------------------------------------------------------------------ copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VTensorLayer:
+        """A layer in the same pool that shares all whole pages until one of the two writes (I6)."""
+        copied = type(self)(self.max_len, self.pool)
+        memo[id(self)] = copied
+        if self._owners is not None:
+            keys = self._owners[0].fork()
+            try:
+                copied._adopt(keys, self._owners[1].fork())
+            except BaseException:
+                keys.close()
+                raise
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Dense copies of K and V. The pool is not saved."""
+        dense = None if self._owners is None else tuple(self._view(owner).clone() for owner in self._owners)
+        return {"max_len": self.max_len, "dense": dense}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        type(self).__init__(self, state["max_len"])
+        if state["dense"] is not None:
+            self.update(*state["dense"])
+
+    def _adopt(self, keys: VTensor, values: VTensor) -> None:
+        self._owners = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+
+class VTensorCache(DynamicCache):
+    """A ``DynamicCache`` for ``model.generate(..., past_key_values=cache)`` that grows in place.
+
+    Layers with full attention are ``VTensorLayer``; the others (sliding window, linear attention, ...) are
+    what ``DynamicCache(config=config)`` makes of them.
+
+    Args:
+        config: the model's config.
+        max_len: the most tokens that a sequence may have, prompt included. Reserves addresses, no memory.
+        pool: where pages come from; the default pool of the device on which the model runs if None.
+
+    ``copy.deepcopy`` shares pages until either side writes. A pickled cache is dense and comes back in the
+    default pool. ``reset()`` gives all memory back.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_len: int, pool: Pool | None = None) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise InvalidArgument(
+                f"[VTensorCache] config is a {type(config).__name__}: pass model.config, which says "
+                "what kind of cache each layer needs"
+            )
+        if isinstance(max_len, bool) or not isinstance(max_len, int) or max_len < 1:
+            raise InvalidArgument(
+                f"[VTensorCache] max_len={max_len!r}: pass the most tokens a sequence may have, prompt included"
+            )
+        super().__init__(config=config)
+        self.max_len = max_len
+        # Only what is exactly a DynamicLayer: its subclasses keep other states beside K and V.
+        self.layers = [
+            VTensorLayer(max_len, pool) if type(layer) is DynamicLayer else layer for layer in self.layers
+        ]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends to one layer, see ``VTensorLayer.update``.
+
+        Where a layer refuses, the layers before it, which took this step's tokens already, are put back
+        too: after an error the cache holds what it held before the forward call, and can go on from there.
+        """
+        try:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except VTensorError:
+            self._truncate_layers(before=layer_idx)
+            raise
+
+    def _truncate_layers(self, before: int) -> None:
+        failed = self.layers[before]
+        if isinstance(failed, VTensorLayer):
+            length = failed.get_seq_length()
+            for layer in self.layers[:before]:
+                if isinstance(layer, VTensorLayer):
+                    layer.truncate(length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorders every layer for beam search; see ``VTensorLayer.reorder_cache``.
+
+        Some beams are gone for good once one layer is reordered, so a failure empties the whole cache.
+        """
+        try:
+            super().reorder_cache(beam_idx)
+        except VTensorError:
+            self.reset()
+            raise
