@@ -1,11 +1,11 @@
-// The entry points of libcuda that the CUDA driver uses, looked up at run time: the library builds, imports
-// and runs on the CPU without CUDA installed.
+// The entry points of libcuda that the CUDA driver uses, looked up at run time: the library builds,
+// imports and runs on the CPU without CUDA installed.
 #pragma once
 
 #include <cuda.h>
 
-// cuda.h renames these by macro to the current version of their binary interface. The table below names the
-// versions itself; the names of Call, declared next, must stay as documented.
+// cuda.h renames these by macro to the current version of their binary interface. The table below
+// names the versions itself; the names of Call, declared next, must stay as documented.
 #undef cuDevicePrimaryCtxRelease
 #undef cuMemGetInfo
 #undef cuMemsetD8
@@ -18,26 +18,26 @@
 namespace vtensor {
 
 // X(documented name, exported symbol)
-#define VTENSOR_CUDA_ENTRIES(X)                                     \
-  X(cuInit, cuInit)                                                 \
-  X(cuDeviceGetCount, cuDeviceGetCount)                             \
-  X(cuDeviceGet, cuDeviceGet)                                       \
-  X(cuDeviceGetAttribute, cuDeviceGetAttribute)                     \
-  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)             \
-  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)        \
-  X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity)   \
-  X(cuMemGetInfo, cuMemGetInfo_v2)                                  \
-  X(cuMemAddressReserve, cuMemAddressReserve)                       \
-  X(cuMemAddressFree, cuMemAddressFree)                             \
-  X(cuMemCreate, cuMemCreate)                                       \
-  X(cuMemRelease, cuMemRelease)                                     \
-  X(cuMemMap, cuMemMap)                                             \
-  X(cuMemUnmap, cuMemUnmap)                                         \
-  X(cuMemSetAccess, cuMemSetAccess)                                 \
-  X(cuMemsetD8, cuMemsetD8_v2)                                      \
-  X(cuMemcpyDtoD, cuMemcpyDtoD_v2)                                  \
-  X(cuCtxGetCurrent, cuCtxGetCurrent)                               \
-  X(cuCtxSetCurrent, cuCtxSetCurrent)                               \
+#define VTENSOR_CUDA_ENTRIES(X)                                   \
+  X(cuInit, cuInit)                                               \
+  X(cuDeviceGetCount, cuDeviceGetCount)                           \
+  X(cuDeviceGet, cuDeviceGet)                                     \
+  X(cuDeviceGetAttribute, cuDeviceGetAttribute)                   \
+  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)           \
+  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)      \
+  X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity) \
+  X(cuMemGetInfo, cuMemGetInfo_v2)                                \
+  X(cuMemAddressReserve, cuMemAddressReserve)                     \
+  X(cuMemAddressFree, cuMemAddressFree)                           \
+  X(cuMemCreate, cuMemCreate)                                     \
+  X(cuMemRelease, cuMemRelease)                                   \
+  X(cuMemMap, cuMemMap)                                           \
+  X(cuMemUnmap, cuMemUnmap)                                       \
+  X(cuMemSetAccess, cuMemSetAccess)                               \
+  X(cuMemsetD8, cuMemsetD8_v2)                                    \
+  X(cuMemcpyDtoD, cuMemcpyDtoD_v2)                                \
+  X(cuCtxGetCurrent, cuCtxGetCurrent)                             \
+  X(cuCtxSetCurrent, cuCtxSetCurrent)                             \
   X(cuCtxSynchronize, cuCtxSynchronize)
 
 template <class Function>
@@ -47,8 +47,8 @@ struct CudaEntry {
 };
 
 struct CudaApi {
-  // Loads `library` for the rest of the process: a loaded libcuda has threads and exit handlers of its own.
-  // Throws DriverError.
+  // Loads `library` for the rest of the process: a loaded libcuda has threads and exit handlers of
+  // its own. Throws DriverError.
   explicit CudaApi(const std::string& library);
 
   // "CUDA_ERROR_INVALID_VALUE"; the number where the loaded libcuda does not know it.

@@ -1,7 +1,8 @@
-// Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory management.
+// Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory
+// management.
 //
-// The VMM calls need no current context and are not ordered with any stream; memset, copy and synchronise
-// run in the device's primary context, the one that PyTorch uses too.
+// The VMM calls need no current context and are not ordered with any stream; memset, copy and
+// synchronise run in the device's primary context, the one that PyTorch uses too.
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -73,11 +74,11 @@ class CudaDriver final : public Driver {
   CUcontext context_ = nullptr;
   CUmemAllocationProp properties_{};
   DriverTraits traits_{};
-  // Some devices know no read-only mappings: what is guarded is then left writable, and only the in-place
-  // operations of VTensor part shared pages (I6: "where the device allows it").
+  // Some devices know no read-only mappings: what is guarded is then left writable, and only the
+  // in-place operations of VTensor part shared pages (I6: "where the device allows it").
   std::atomic<bool> read_only_refused_{false};
 
-  std::mutex records_;  // guards the two below
+  std::mutex records_;                     // guards the two below
   std::map<Address, std::size_t> ranges_;  // pages by address
   std::set<Handle> handles_;
 
@@ -94,12 +95,13 @@ std::vector<std::size_t> all_of(std::size_t n) {
 DriverError CudaDriver::refusal(const char* operation, Call call, CUresult code) const {
   const std::string name = cuda_.name_of(code);
   const std::string message = std::string("[driver.") + operation + "] " +
-                              std::string(name_of(call)) + " on cuda:" +
-                              std::to_string(traits_.device.index) + " answered " + name + " (" +
-                              std::to_string(static_cast<int>(code)) + ")";
+                              std::string(name_of(call)) +
+                              " on cuda:" + std::to_string(traits_.device.index) + " answered " +
+                              name + " (" + std::to_string(static_cast<int>(code)) + ")";
   return DriverError(std::string(name_of(call)), static_cast<long>(code), name,
-                     message + ": what the operation had done is undone; where other CUDA calls fail "
-                               "too, the device is in error and the process must be restarted");
+                     message +
+                         ": what the operation had done is undone; where other CUDA calls fail "
+                         "too, the device is in error and the process must be restarted");
 }
 
 void CudaDriver::open(const CudaOptions& options) {
@@ -158,8 +160,8 @@ CudaDriver::~CudaDriver() {
   } catch (const Error&) {
     // The process is ending or the device is in error: give back what it still takes.
   }
-  // Only the scratch page and ranges with quarantined pages are left. What is mapped in those is not
-  // known, so every page is tried.
+  // Only the scratch page and ranges with quarantined pages are left. What is mapped in those is
+  // not known, so every page is tried.
   for (const auto& [range, pages] : ranges_) {
     for (std::size_t i = 0; i < pages; ++i) {
       if (range != scratch_) {
@@ -207,9 +209,10 @@ Address CudaDriver::reserve(std::size_t pages) {
   refuse_in_forked_child("driver.reserve");
   const auto bytes = checked_multiply(pages, traits_.page_size);
   if (!bytes || *bytes == 0) {
-    throw InvalidArgument("[driver.reserve] " + std::to_string(pages) + " pages of " +
-                          std::to_string(traits_.page_size) +
-                          " bytes were asked for, which no address range can hold: lower capacity=");
+    throw InvalidArgument(
+        "[driver.reserve] " + std::to_string(pages) + " pages of " +
+        std::to_string(traits_.page_size) +
+        " bytes were asked for, which no address range can hold: lower capacity=");
   }
   // Alignments are powers of two; where the page size is none, its largest such factor.
   const std::size_t alignment = traits_.page_size & (~traits_.page_size + 1);
@@ -230,8 +233,9 @@ void CudaDriver::free_range(Address range, std::size_t pages) {
 Handle CudaDriver::create(std::size_t n) {
   refuse_in_forked_child("driver.create");
   if (n != 1) {
-    throw InvalidArgument("[driver.create] " + std::to_string(n) +
-                          " adjacent handles were asked for, CUDA has none: create them one by one");
+    throw InvalidArgument(
+        "[driver.create] " + std::to_string(n) +
+        " adjacent handles were asked for, CUDA has none: create them one by one");
   }
   CUmemGenericAllocationHandle handle = 0;
   const CUresult code = call(cuda_.cuMemCreate, &handle, traits_.page_size, &properties_, 0);
@@ -336,8 +340,8 @@ void CudaDriver::remap(Address at, std::span<const Handle> from, Access from_acc
   }
 }
 
-// Waits for memory work of ours. One refusal is not taken for an answer: the caller of a refused operation
-// may unmap the pages, which work that still runs would fault on.
+// Waits for memory work of ours. One refusal is not taken for an answer: the caller of a refused
+// operation may unmap the pages, which work that still runs would fault on.
 CUresult CudaDriver::finish() {
   const CUresult code = call(cuda_.cuCtxSynchronize);
   return code == CUDA_SUCCESS ? code : call(cuda_.cuCtxSynchronize);
@@ -360,7 +364,8 @@ void CudaDriver::copy_page(Handle to, Address from) {
   refuse_in_forked_child("driver.copy_page");
   std::lock_guard lock(copying_);
   in_context("copy_page", [&] {
-    // The copy runs in the default stream, which does not wait for every stream that may write the source.
+    // The copy runs in the default stream, which does not wait for every stream that may write the
+    // source.
     require("copy_page", cuda_.cuCtxSynchronize);
     if (scratch_ == 0) scratch_ = reserve(1);
     try {

@@ -1,0 +1,158 @@
+#include "sim_control.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <string_view>
+#include <thread>
+
+namespace simcuda {
+namespace {
+
+constexpr std::array<std::string_view, 20> kCalls = {
+    "cuInit",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease",
+    "cuMemGetAllocationGranularity",
+    "cuMemGetInfo",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuMemsetD8",
+    "cuMemcpyDtoD",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+};
+
+struct SettingName {
+  const char* name;
+  const char* variable;
+  std::uint64_t Settings::* value;
+};
+constexpr std::array<SettingName, 6> kSettings = {{
+    {"devices", "SIMCUDA_DEVICES", &Settings::devices},
+    {"memory", "SIMCUDA_MEMORY", &Settings::memory},
+    {"vmm", "SIMCUDA_VMM", &Settings::vmm},
+    {"granularity", "SIMCUDA_GRANULARITY", &Settings::granularity},
+    {"read_only", "SIMCUDA_READ_ONLY", &Settings::read_only},
+    {"rdma", "SIMCUDA_RDMA", &Settings::rdma},
+}};
+
+bool matches(const std::string& pattern, const std::string& call) {
+  return pattern == "*" || pattern == call;
+}
+
+}  // namespace
+
+Settings Settings::from_environment() {
+  Settings settings;
+  for (const SettingName& setting : kSettings) {
+    const char* text = std::getenv(setting.variable);
+    if (text != nullptr && *text != '\0') {
+      settings.*setting.value = std::strtoull(text, nullptr, 0);
+    }
+  }
+  return settings;
+}
+
+std::uint64_t* Settings::find(const std::string& name) {
+  for (const SettingName& setting : kSettings) {
+    if (name == setting.name) return &(this->*setting.value);
+  }
+  return nullptr;
+}
+
+bool CallControl::is_call(const std::string& name) {
+  return name == "*" || std::ranges::find(kCalls, name) != kCalls.end();
+}
+
+void CallControl::fail(const std::string& call, std::uint64_t skip, std::uint64_t refuse,
+                       CUresult code) {
+  failures_.push_back({call, skip, refuse, code});
+}
+
+void CallControl::set_latency(const std::string& call, Latency latency) {
+  for (const std::string_view name : kCalls) {
+    if (matches(call, std::string(name))) latencies_[std::string(name)] = latency;
+  }
+}
+
+CUresult CallControl::enter(const std::string& call) {
+  ++counts_[call];
+  CUresult answer = CUDA_SUCCESS;
+  for (Failure& failure : failures_) {
+    if (!matches(failure.call, call)) continue;
+    if (failure.skip != 0) {
+      --failure.skip;
+    } else if (failure.refuse != 0) {
+      --failure.refuse;
+      answer = failure.code;
+    }
+  }
+  std::erase_if(failures_, [](const Failure& failure) { return failure.refuse == 0; });
+  return answer;
+}
+
+Latency CallControl::latency(const std::string& call) const {
+  const auto found = latencies_.find(call);
+  return found == latencies_.end() ? Latency() : found->second;
+}
+
+void Latency::pass() const {
+  if (microseconds <= 0) return;
+  const auto time = std::chrono::duration<double, std::micro>(microseconds);
+  if (!busy) {
+    std::this_thread::sleep_for(time);
+    return;
+  }
+  const auto end = std::chrono::steady_clock::now() + time;
+  while (std::chrono::steady_clock::now() < end) {
+  }
+}
+
+std::uint64_t CallControl::count(const std::string& call) const {
+  std::uint64_t sum = 0;
+  for (const auto& [name, count] : counts_) {
+    if (matches(call, name)) sum += count;
+  }
+  return sum;
+}
+
+void CallControl::log(bool on) {
+  if (on) lines_.clear();
+  logging_ = on;
+}
+
+const char* error_name(CUresult code) {
+  switch (code) {
+#define SIMCUDA_NAME(code) \
+  case code:               \
+    return #code;
+    SIMCUDA_NAME(CUDA_SUCCESS)
+    SIMCUDA_NAME(CUDA_ERROR_INVALID_VALUE)
+    SIMCUDA_NAME(CUDA_ERROR_OUT_OF_MEMORY)
+    SIMCUDA_NAME(CUDA_ERROR_NOT_INITIALIZED)
+    SIMCUDA_NAME(CUDA_ERROR_NO_DEVICE)
+    SIMCUDA_NAME(CUDA_ERROR_INVALID_DEVICE)
+    SIMCUDA_NAME(CUDA_ERROR_INVALID_CONTEXT)
+    SIMCUDA_NAME(CUDA_ERROR_ILLEGAL_ADDRESS)
+    SIMCUDA_NAME(CUDA_ERROR_CONTEXT_IS_DESTROYED)
+    SIMCUDA_NAME(CUDA_ERROR_NOT_PERMITTED)
+    SIMCUDA_NAME(CUDA_ERROR_NOT_SUPPORTED)
+    SIMCUDA_NAME(CUDA_ERROR_UNKNOWN)
+#undef SIMCUDA_NAME
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace simcuda

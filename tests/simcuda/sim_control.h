@@ -1,0 +1,69 @@
+// What surrounds the model of the simulated libcuda (a test double): settings, failures to inject,
+// latencies, counts and the log of calls.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace simcuda {
+
+struct Settings {
+  std::uint64_t devices = 1;
+  std::uint64_t memory = std::uint64_t{4} << 30;
+  std::uint64_t vmm = 1;
+  std::uint64_t granularity = std::uint64_t{2} << 20;
+  std::uint64_t read_only = 1;
+  std::uint64_t rdma = 1;
+
+  static Settings from_environment();
+  // Null where there is no such setting.
+  std::uint64_t* find(const std::string& name);
+};
+
+struct Latency {
+  double microseconds = 0;
+  bool busy = false;
+
+  void pass() const;
+};
+
+class CallControl {
+ public:
+  static bool is_call(const std::string& name);
+
+  void fail(const std::string& call, std::uint64_t skip, std::uint64_t refuse, CUresult code);
+  void set_latency(const std::string& call, Latency latency);
+
+  // Counts a call; what it must answer without being made, or CUDA_SUCCESS.
+  CUresult enter(const std::string& call);
+  Latency latency(const std::string& call) const;
+  std::uint64_t count(const std::string& call) const;
+
+  void log(bool on);
+  bool logging() const { return logging_; }
+  void record(std::string line) { lines_.push_back(std::move(line)); }
+  const std::vector<std::string>& lines() const { return lines_; }
+
+ private:
+  struct Failure {
+    std::string call;
+    std::uint64_t skip, refuse;
+    CUresult code;
+  };
+  std::map<std::string, std::uint64_t> counts_;
+  std::map<std::string, Latency> latencies_;
+  std::vector<Failure> failures_;
+  bool logging_ = false;
+  std::vector<std::string> lines_;
+};
+
+// "CUDA_ERROR_INVALID_VALUE"; null where the simulation never answers that.
+const char* error_name(CUresult code);
+
+}  // namespace simcuda

@@ -1,0 +1,239 @@
+#include "sim_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+
+namespace simcuda {
+namespace {
+
+// What fresh allocations hold, so that nobody takes them for zeros.
+constexpr unsigned char kStale = 0xA5;
+
+// The simulation itself is broken where the kernel refuses: no test can go on.
+void expect(bool good, const char* what) {
+  if (good) return;
+  std::fprintf(stderr, "simcuda (test double): %s: %s\n", what, std::strerror(errno));
+  std::abort();
+}
+
+void* pointer(Address at) { return reinterpret_cast<void*>(at); }
+
+void make_reserved(Address at, std::size_t size) {
+  expect(mmap(pointer(at), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+              -1, 0) != MAP_FAILED,
+         "mmap of a reserved range");
+}
+
+}  // namespace
+
+SimMemory::SimMemory() : memfd_(memfd_create("simcuda", MFD_CLOEXEC)) {
+  expect(memfd_ >= 0, "memfd_create");
+}
+
+SimMemory::~SimMemory() {
+  for (const auto& [range, size] : ranges_) munmap(pointer(range), size);
+  close(memfd_);
+}
+
+CUresult SimMemory::reserve(Address* range, std::size_t size, std::size_t alignment,
+                            std::size_t granularity) {
+  const bool power_of_two = (alignment & (alignment - 1)) == 0;
+  if (size == 0 || size % granularity != 0 || !power_of_two) return CUDA_ERROR_INVALID_VALUE;
+  alignment = std::max(alignment, granularity);
+  const std::size_t padded = size + alignment;
+  if (padded < size) return CUDA_ERROR_OUT_OF_MEMORY;
+  void* got = mmap(nullptr, padded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (got == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  const Address start = reinterpret_cast<Address>(got);
+  const Address aligned = (start + alignment - 1) / alignment * alignment;
+  if (aligned != start) munmap(got, aligned - start);
+  const std::size_t behind = start + padded - (aligned + size);
+  if (behind != 0) munmap(pointer(aligned + size), behind);
+  ranges_.emplace(aligned, size);
+  *range = aligned;
+  return CUDA_SUCCESS;
+}
+
+CUresult SimMemory::free_range(Address range, std::size_t size) {
+  const auto found = ranges_.find(range);
+  if (found == ranges_.end() || found->second != size) return CUDA_ERROR_INVALID_VALUE;
+  const auto mapping = mappings_.lower_bound(range);
+  if (mapping != mappings_.end() && mapping->first < range + size) return CUDA_ERROR_INVALID_VALUE;
+  expect(munmap(pointer(range), size) == 0, "munmap of a reserved range");
+  ranges_.erase(found);
+  return CUDA_SUCCESS;
+}
+
+CUresult SimMemory::create(std::uint64_t* handle, std::size_t size, int device,
+                           std::uint64_t room) {
+  if (size > room) return CUDA_ERROR_OUT_OF_MEMORY;
+  const Allocation fresh{.size = size, .offset = end_of_file_, .device = device};
+  expect(ftruncate(memfd_, static_cast<off_t>(end_of_file_ + size)) == 0, "ftruncate");
+  end_of_file_ += size;
+  const std::vector<unsigned char> stale(size, kStale);
+  expect(pwrite(memfd_, stale.data(), size, static_cast<off_t>(fresh.offset)) ==
+             static_cast<ssize_t>(size),
+         "pwrite of stale bytes");
+  *handle = next_handle_++;
+  allocations_.emplace(*handle, fresh);
+  used_[device] += size;
+  return CUDA_SUCCESS;
+}
+
+CUresult SimMemory::release(std::uint64_t handle) {
+  const auto found = allocations_.find(handle);
+  if (found == allocations_.end() || found->second.released) return CUDA_ERROR_INVALID_VALUE;
+  found->second.released = true;
+  forget_if_unused(found);
+  return CUDA_SUCCESS;
+}
+
+void SimMemory::forget_if_unused(std::map<std::uint64_t, Allocation>::iterator allocation) {
+  const Allocation& it = allocation->second;
+  if (!it.released || it.mappings != 0) return;
+  expect(fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                   static_cast<off_t>(it.offset), static_cast<off_t>(it.size)) == 0,
+         "fallocate");
+  used_[it.device] -= it.size;
+  allocations_.erase(allocation);
+}
+
+CUresult SimMemory::map(Address at, std::size_t size, std::size_t offset, std::uint64_t handle) {
+  const auto found = allocations_.find(handle);
+  if (found == allocations_.end() || found->second.released) return CUDA_ERROR_INVALID_VALUE;
+  if (offset != 0 || size != found->second.size) return CUDA_ERROR_INVALID_VALUE;
+  if (!inside_one_range(at, size)) return CUDA_ERROR_INVALID_VALUE;
+  const auto next = mappings_.lower_bound(at);
+  if (next != mappings_.end() && next->first < at + size) return CUDA_ERROR_INVALID_VALUE;
+  if (next != mappings_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second.size > at) return CUDA_ERROR_INVALID_VALUE;
+  }
+  // Not accessible before cuMemSetAccess.
+  expect(mmap(pointer(at), size, PROT_NONE, MAP_SHARED | MAP_FIXED, memfd_,
+              static_cast<off_t>(found->second.offset)) != MAP_FAILED,
+         "mmap of an allocation");
+  mappings_.emplace(at, Mapping{.size = size, .handle = handle});
+  ++found->second.mappings;
+  return CUDA_SUCCESS;
+}
+
+CUresult SimMemory::unmap(Address at, std::size_t size) {
+  Mappings::iterator first, last;
+  if (!whole_mappings(at, size, &first, &last)) return CUDA_ERROR_INVALID_VALUE;
+  make_reserved(at, size);
+  for (auto it = first; it != last; ++it) {
+    const auto allocation = allocations_.find(it->second.handle);
+    --allocation->second.mappings;
+    forget_if_unused(allocation);
+  }
+  mappings_.erase(first, last);
+  return CUDA_SUCCESS;
+}
+
+CUresult SimMemory::set_access(Address at, std::size_t size, CUmemAccess_flags access) {
+  Mappings::iterator first, last;
+  if (!whole_mappings(at, size, &first, &last)) return CUDA_ERROR_INVALID_VALUE;
+  const int protection = access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
+                         : access == CU_MEM_ACCESS_FLAGS_PROT_READ    ? PROT_READ
+                                                                      : PROT_NONE;
+  expect(mprotect(pointer(at), size, protection) == 0, "mprotect");
+  for (auto it = first; it != last; ++it) it->second.access = access;
+  return CUDA_SUCCESS;
+}
+
+bool SimMemory::whole_mappings(Address at, std::size_t size, Mappings::iterator* first,
+                               Mappings::iterator* last) {
+  if (size == 0 || !inside_one_range(at, size)) return false;
+  *first = mappings_.find(at);
+  Address covered = at;
+  auto it = *first;
+  while (it != mappings_.end() && it->first == covered && covered < at + size) {
+    covered += it->second.size;
+    ++it;
+  }
+  *last = it;
+  return covered == at + size;
+}
+
+bool SimMemory::inside_one_range(Address at, std::size_t size) const {
+  auto it = ranges_.upper_bound(at);
+  if (it == ranges_.begin()) return false;
+  --it;
+  return at - it->first <= it->second && size <= it->second - (at - it->first);
+}
+
+bool SimMemory::allows(Address at, std::size_t size, CUmemAccess_flags access) const {
+  const Address end = at + size;
+  auto it = mappings_.upper_bound(at);
+  if (it == mappings_.begin()) return false;
+  --it;
+  for (Address covered = at; covered < end; ++it) {
+    if (it == mappings_.end() || it->first > covered) return false;
+    if (it->first + it->second.size <= covered) return false;
+    if ((it->second.access & access) != access) return false;
+    covered = it->first + it->second.size;
+  }
+  return true;
+}
+
+CUresult SimMemory::start_fill(Address at, unsigned char value, std::size_t size) {
+  if (!allows(at, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) return CUDA_ERROR_INVALID_VALUE;
+  started_.push_back({.to = at, .value = value, .size = size});
+  return CUDA_SUCCESS;
+}
+
+CUresult SimMemory::start_copy(Address to, Address from, std::size_t size) {
+  if (!allows(to, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
+      !allows(from, size, CU_MEM_ACCESS_FLAGS_PROT_READ)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  started_.push_back({.to = to, .from = from, .size = size});
+  return CUDA_SUCCESS;
+}
+
+CUresult SimMemory::finish() {
+  std::vector<Work> work;
+  work.swap(started_);
+  for (const Work& item : work) {
+    if (!allows(item.to, item.size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
+        (item.from != 0 && !allows(item.from, item.size, CU_MEM_ACCESS_FLAGS_PROT_READ))) {
+      return CUDA_ERROR_ILLEGAL_ADDRESS;
+    }
+    if (item.from != 0) {
+      std::memmove(pointer(item.to), pointer(item.from), item.size);
+    } else {
+      std::memset(pointer(item.to), item.value, item.size);
+    }
+  }
+  return CUDA_SUCCESS;
+}
+
+std::uint64_t SimMemory::used(int device) const {
+  const auto found = used_.find(device);
+  return found == used_.end() ? 0 : found->second;
+}
+
+std::size_t SimMemory::handles() const {
+  return static_cast<std::size_t>(std::ranges::count_if(
+      allocations_, [](const auto& entry) { return !entry.second.released; }));
+}
+
+std::uint64_t SimMemory::handle_at(Address at, CUmemAccess_flags* access) const {
+  auto it = mappings_.upper_bound(at);
+  if (it == mappings_.begin()) return 0;
+  --it;
+  if (at - it->first >= it->second.size) return 0;
+  *access = it->second.access;
+  return it->second.handle;
+}
+
+}  // namespace simcuda

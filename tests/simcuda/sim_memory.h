@@ -1,0 +1,83 @@
+// The memory of the simulated libcuda (a test double): allocations in one memfd, reserved address
+// ranges, and the mappings between them, under the rules of the real driver as we believe them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace simcuda {
+
+using Address = std::uintptr_t;
+
+class SimMemory {
+ public:
+  SimMemory();
+  ~SimMemory();
+  SimMemory(const SimMemory&) = delete;
+  SimMemory& operator=(const SimMemory&) = delete;
+
+  CUresult reserve(Address* range, std::size_t size, std::size_t alignment,
+                   std::size_t granularity);
+  CUresult free_range(Address range, std::size_t size);
+  // `room`: bytes that the device may still hand out.
+  CUresult create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room);
+  CUresult release(std::uint64_t handle);
+  CUresult map(Address at, std::size_t size, std::size_t offset, std::uint64_t handle);
+  CUresult unmap(Address at, std::size_t size);
+  CUresult set_access(Address at, std::size_t size, CUmemAccess_flags access);
+
+  // Memory work only starts here, as in a stream; `finish` is when its bytes appear. What is
+  // unmapped or made inaccessible before that is an illegal access, and `finish` says so.
+  CUresult start_fill(Address at, unsigned char value, std::size_t size);
+  CUresult start_copy(Address to, Address from, std::size_t size);
+  CUresult finish();
+
+  std::uint64_t used(int device) const;
+  std::size_t handles() const;
+  std::size_t mappings() const { return mappings_.size(); }
+  std::size_t ranges() const { return ranges_.size(); }
+  // 0 where nothing is mapped.
+  std::uint64_t handle_at(Address at, CUmemAccess_flags* access) const;
+
+ private:
+  struct Allocation {
+    std::size_t size = 0;
+    std::size_t offset = 0;  // in the memfd
+    int device = 0;
+    std::size_t mappings = 0;
+    bool released = false;
+  };
+  struct Mapping {
+    std::size_t size = 0;
+    std::uint64_t handle = 0;
+    CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
+  };
+  struct Work {
+    Address to = 0, from = 0;  // from == 0: fill with `value`
+    unsigned char value = 0;
+    std::size_t size = 0;
+  };
+  using Mappings = std::map<Address, Mapping>;
+
+  // [first, last) are the mappings that make up exactly [at, at + size); false where none do.
+  bool whole_mappings(Address at, std::size_t size, Mappings::iterator* first,
+                      Mappings::iterator* last);
+  bool inside_one_range(Address at, std::size_t size) const;
+  bool allows(Address at, std::size_t size, CUmemAccess_flags access) const;
+  void forget_if_unused(std::map<std::uint64_t, Allocation>::iterator allocation);
+
+  int memfd_;
+  std::size_t end_of_file_ = 0;
+  std::uint64_t next_handle_ = 1;
+  std::map<std::uint64_t, Allocation> allocations_;
+  std::map<int, std::uint64_t> used_;  // bytes by device
+  std::map<Address, std::size_t> ranges_;
+  Mappings mappings_;
+  std::vector<Work> started_;
+};
+
+}  // namespace simcuda
