@@ -137,7 +137,7 @@ class HostDriver final : public Driver {
     node.key() = range;
     node.mapped() = {base, bytes};
     reservations_.insert(std::move(node));
-    record([&] { state_.mirror.assign(base, bytes, MappingKind::hole, 0); });
+    record([&] { state_.mirror.assign({base, bytes, 0, MappingKind::hole}); });
     return range;
   }
 
@@ -155,7 +155,7 @@ class HostDriver final : public Driver {
                         " was refused with " + errno_name(refusal.error));
     }
     reservations_.erase(it);
-    record([&] { state_.mirror.erase(base, bytes); });
+    record([&] { state_.mirror.erase(base, base + bytes); });
   }
 
   Handle create(std::size_t n) override {
@@ -163,11 +163,11 @@ class HostDriver final : public Driver {
     Handle first = next_handle_.load(std::memory_order_relaxed);
     do {
       if (n > handles_ - first) {
-        throw DeviceOutOfMemory("ftruncate", ENOSPC, "ENOSPC",
-                                "[host create] need " + std::to_string(n) + " new pages, the memfd has " +
-                                    std::to_string(handles_ - first) + " of " +
-                                    std::to_string(handles_) +
-                                    " left: free tensors, or raise the file size limit (ulimit -f)");
+        throw DeviceOutOfMemory(
+            "ftruncate", ENOSPC, "ENOSPC",
+            "[host create] need " + std::to_string(n) + " new pages, the memfd has " +
+                std::to_string(handles_ - first) + " of " + std::to_string(handles_) +
+                " left: free tensors, or raise the file size limit (ulimit -f)");
       }
     } while (!next_handle_.compare_exchange_weak(first, first + n, std::memory_order_relaxed));
     return first;
@@ -329,7 +329,8 @@ class HostDriver final : public Driver {
       handles_ = size / page_size_;
       if (handles_ == 0) {
         throw DriverError("ftruncate", EFBIG, "EFBIG",
-                          "[host driver] a memfd of even one page of " + std::to_string(page_size_) +
+                          "[host driver] a memfd of even one page of " +
+                              std::to_string(page_size_) +
                               " bytes was refused: raise the limit on file sizes (ulimit -f)");
       }
       if (ftruncate(state_.memfd, static_cast<off_t>(handles_ * page_size_)) == 0) return;
@@ -339,17 +340,20 @@ class HostDriver final : public Driver {
   DriverError too_large(std::size_t pages) const {
     rlimit limit{};
     const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
-    const std::string there_is =
-        limited ? "the process may have " + std::to_string(limit.rlim_cur) +
-                      " bytes of them in all (RLIMIT_AS): lower capacity=, or raise the limit (ulimit -v)"
-                : "which the process has not left: lower capacity=";
-    return refused(Call::mmap, ENOMEM,
-                   "[host reserve] need addresses for " + count_of(pages, page_size_) + ", " + there_is);
+    const std::string there_is = limited
+                                     ? "the process may have " + std::to_string(limit.rlim_cur) +
+                                           " bytes of them in all (RLIMIT_AS): lower capacity=, or "
+                                           "raise the limit (ulimit -v)"
+                                     : "which the process has not left: lower capacity=";
+    return refused(
+        Call::mmap, ENOMEM,
+        "[host reserve] need addresses for " + count_of(pages, page_size_) + ", " + there_is);
   }
 
   off_t offset_of(Handle handle) const { return static_cast<off_t>(handle * page_size_); }
 
-  // Goes before every driver call: counts it, and replaces it by a refusal where a test asked for one.
+  // Goes before every driver call: counts it, and replaces it by a refusal where a test asked for
+  // one.
   Refusal ask(Call call) { return {.error = meter_.enter(call) ? ENOMEM : 0}; }
 
   // Changes the mirror, and has the limit know.
@@ -362,13 +366,13 @@ class HostDriver final : public Driver {
 
   // Throws where `runs` mappings in the place of `pages` pages could pass the limit on mappings.
   void admit(Address at, std::size_t pages, std::size_t runs) {
-    const std::size_t replaced = state_.mirror.touching(at, pages * page_size_);
+    const std::size_t replaced = state_.mirror.touching(at, at + pages * page_size_);
     limit_.admit(static_cast<std::ptrdiff_t>(runs + 2) - static_cast<std::ptrdiff_t>(replaced));
   }
 
   // One mmap over [at, at + pages), and its record.
-  Refusal place(Call call, Address at, std::size_t pages, int protection, int flags, MappingKind kind,
-                Handle first) {
+  Refusal place(Call call, Address at, std::size_t pages, int protection, int flags,
+                MappingKind kind, Handle first) {
     Refusal refusal = ask(call);
     if (refusal) return refusal;
     void* const address = reinterpret_cast<void*>(at);
@@ -383,7 +387,7 @@ class HostDriver final : public Driver {
       refusal.gone = mincore(address, traits_.granularity, &resident) != 0 && errno == ENOMEM;
       return refusal;
     }
-    record([&] { state_.mirror.assign(at, bytes, kind, static_cast<std::uint64_t>(offset)); });
+    record([&] { state_.mirror.assign({at, bytes, static_cast<std::uint64_t>(offset), kind}); });
     return refusal;
   }
 
@@ -398,8 +402,8 @@ class HostDriver final : public Driver {
     return place(Call::munmap, at, pages, hole_protection_, kHoleFlags, MappingKind::hole, 0);
   }
 
-  // Maps run after run, up to the first refusal. A guarded page loses its parted content only when its
-  // run is reached.
+  // Maps run after run, up to the first refusal. A guarded page loses its parted content only when
+  // its run is reached.
   Progress map_runs(Address at, std::span<const Handle> handles, Access access) {
     for (std::size_t i = 0; i < handles.size();) {
       const std::size_t n = run_length(handles.subspan(i));
@@ -412,7 +416,8 @@ class HostDriver final : public Driver {
   }
 
   // Undoes: maps `handles` again, and throws UndoFailed where some of that is refused.
-  void put_back(Address at, std::span<const Handle> handles, Access access, const DriverError& cause) {
+  void put_back(Address at, std::span<const Handle> handles, Access access,
+                const DriverError& cause) {
     std::vector<std::size_t> stuck;
     for (std::size_t i = 0; i < handles.size();) {
       const std::size_t n = run_length(handles.subspan(i));

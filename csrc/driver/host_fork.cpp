@@ -17,8 +17,8 @@ std::mutex registry_mutex;
 ForkedState* registry = nullptr;
 
 // Runs in a forked child, perhaps of a threaded process: system calls only.
-void isolate(Address at, const KernelMapping& mapping, int memfd) {
-  void* const address = reinterpret_cast<void*>(at);
+void isolate(const KernelMapping& mapping, int memfd) {
+  void* const address = reinterpret_cast<void*>(mapping.begin);
   if (mmap(address, mapping.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
            memfd, static_cast<off_t>(mapping.offset)) != MAP_FAILED) {
     return;
@@ -51,10 +51,10 @@ struct ForkHandlers {
     in_forked_child.store(true, std::memory_order_relaxed);
     for (ForkedState* s = registry; s; s = s->next_) {
       if (s->memfd >= 0) {  // else a grandchild, whose mappings are private already
-        for (const auto& [at, mapping] : s->mirror) {
+        s->mirror.for_each([s](const KernelMapping& mapping) {
           // Guarded mappings are private already, and a new one would lose what is parted in it.
-          if (mapping.kind == MappingKind::writable) isolate(at, mapping, s->memfd);
-        }
+          if (mapping.kind == MappingKind::writable) isolate(mapping, s->memfd);
+        });
         close(s->memfd);
         s->memfd = -1;
       }

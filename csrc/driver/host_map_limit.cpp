@@ -53,14 +53,16 @@ void MapLimit::sample(std::ptrdiff_t more) {
   const std::size_t limit = std::min(source_.limit(), kNoLimit);
   const std::size_t count = source_.count();
   const std::size_t headroom = std::min<std::size_t>(512, limit / 16);
-  const auto room = static_cast<std::ptrdiff_t>(limit - headroom) - static_cast<std::ptrdiff_t>(count);
+  const auto room =
+      static_cast<std::ptrdiff_t>(limit - headroom) - static_cast<std::ptrdiff_t>(count);
   if (more > room) {
-    throw DriverError("mmap", ENOMEM, "ENOMEM",
-                      "[host map] need " + std::to_string(more) + " kernel mappings, the process has " +
-                          std::to_string(count) + " of " + std::to_string(limit) +
-                          " (vm.max_map_count), of which " + std::to_string(headroom) +
-                          " are kept back: make a pool with a larger page_size=, or raise the limit "
-                          "with sysctl vm.max_map_count");
+    throw DriverError(
+        "mmap", ENOMEM, "ENOMEM",
+        "[host map] need " + std::to_string(more) + " kernel mappings, the process has " +
+            std::to_string(count) + " of " + std::to_string(limit) +
+            " (vm.max_map_count), of which " + std::to_string(headroom) +
+            " are kept back: make a pool with a larger page_size=, or raise the limit "
+            "with sysctl vm.max_map_count");
   }
   const std::ptrdiff_t ahead = std::max({more, room / 2, std::min(room, kFewestBetweenSamples)});
   const std::ptrdiff_t ours = ours_.load(std::memory_order_relaxed);

@@ -1,5 +1,6 @@
-// Keeps the process away from vm.max_map_count, the kernel's limit on mappings. At the limit even an
-// munmap inside a merged mapping fails, so headroom is kept for what a rollback or a close may split.
+// Keeps the process away from vm.max_map_count, the kernel's limit on mappings. At the limit even
+// an munmap inside a merged mapping fails, so headroom is kept for what a rollback or a close may
+// split.
 #pragma once
 
 #include <atomic>
@@ -24,7 +25,8 @@ class MapLimit {
 
   // Throws DriverError where `more` new mappings would reach into the headroom.
   void admit(std::ptrdiff_t more) {
-    if (ours_.load(std::memory_order_relaxed) + more > known_good_.load(std::memory_order_relaxed)) {
+    if (ours_.load(std::memory_order_relaxed) + more >
+        known_good_.load(std::memory_order_relaxed)) {
       sample(more);
     }
   }
@@ -37,8 +39,8 @@ class MapLimit {
   const Source source_;
   std::mutex sampling_;
   std::atomic<std::ptrdiff_t> ours_{0};
-  // While `ours_` stays below, no look at the kernel's count is needed: half of the room seen last. The
-  // other half is for mappings that others make meanwhile.
+  // While `ours_` stays below, no look at the kernel's count is needed: half of the room seen last.
+  // The other half is for mappings that others make meanwhile.
   std::atomic<std::ptrdiff_t> known_good_{-1};
 };
 

@@ -77,8 +77,8 @@ std::size_t room_in_cgroups(const std::string& proc, const std::string& cgroups)
     if (path.empty() || path.front() != '/') continue;
     if (path == "/") path.clear();
     if (controllers.empty()) {
-      room = std::min(
-          room, room_in({cgroups, path, "memory.max", "memory.current", "inactive_file"}));
+      room =
+          std::min(room, room_in({cgroups, path, "memory.max", "memory.current", "inactive_file"}));
     } else if (lists(controllers, "memory")) {
       room = std::min(room, room_in({cgroups + "/memory", path, "memory.limit_in_bytes",
                                      "memory.usage_in_bytes", "total_inactive_file"}));

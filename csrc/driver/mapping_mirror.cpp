@@ -7,118 +7,118 @@ namespace vtensor {
 namespace {
 
 // An assign strictly inside one mapping leaves three where there was one.
-constexpr std::size_t kNodesPerOperation = 2;
+constexpr std::size_t kEntriesPerOperation = 2;
 constexpr std::size_t kSparesKept = 1024;
 
-// Whether the kernel makes one mapping of `b`, which starts where `a` ends, and `a`.
-bool merges(const KernelMapping& a, const KernelMapping& b) {
-  if (a.kind != b.kind) return false;
+// Whether the kernel makes one mapping of `a` and `b`.
+bool merge(const KernelMapping& a, const KernelMapping& b) {
+  if (a.kind != b.kind || a.end() != b.begin) return false;
   if (a.kind == MappingKind::hole) return true;
   return a.kind == MappingKind::writable && a.offset + a.bytes == b.offset;
 }
 
-// The part of `mapping` that starts `skip` bytes into it.
-KernelMapping rest_of(const KernelMapping& mapping, std::size_t skip) {
+// What is left of `mapping` from `begin` on.
+KernelMapping rest_of(const KernelMapping& mapping, Address begin) {
+  const std::size_t skip = begin - mapping.begin;
   const bool hole = mapping.kind == MappingKind::hole;
-  return {mapping.bytes - skip, hole ? 0 : mapping.offset + skip, mapping.kind};
+  return {begin, mapping.bytes - skip, hole ? 0 : mapping.offset + skip, mapping.kind};
 }
 
 }  // namespace
 
 void MappingMirror::provide(std::size_t operations) {
-  const std::size_t needed = operations * kNodesPerOperation;
+  const std::size_t needed = operations * kEntriesPerOperation;
   if (spares_.size() >= needed) return;
   spares_.reserve(needed);
-  Map maker;
+  Set maker;
   while (spares_.size() < needed) {
-    maker.emplace(0, KernelMapping{});
-    spares_.push_back(maker.extract(maker.begin()));
+    spares_.push_back(maker.extract(maker.emplace().first));
   }
 }
 
-void MappingMirror::assign(Address at, std::size_t bytes, MappingKind kind,
-                           std::uint64_t offset) noexcept {
-  KernelMapping merged{bytes, offset, kind};
-  const auto after = carve(at, at + bytes);
-  if (after != mappings_.end() && after->first == at + bytes && merges(merged, after->second)) {
-    merged.bytes += after->second.bytes;
-    // The node moves down in place of an insertion and a removal.
-    const auto next = std::next(after);
-    auto node = mappings_.extract(after);
-    node.key() = at;
-    node.mapped() = merged;
-    const auto it = mappings_.insert(next, std::move(node));
-    if (it == mappings_.begin()) return;
-    const auto before = std::prev(it);
-    if (before->first + before->second.bytes != at || !merges(before->second, merged)) return;
-    before->second.bytes += merged.bytes;
-    remove(it);
-    return;
-  }
+void MappingMirror::assign(const KernelMapping& mapping) noexcept {
+  const auto after = carve(mapping.begin, mapping.end());
+  const bool merges_after = after != mappings_.end() && merge(mapping, after->mapping);
   if (after != mappings_.begin()) {
     const auto before = std::prev(after);
-    if (before->first + before->second.bytes == at && merges(before->second, merged)) {
-      before->second.bytes += bytes;
+    if (merge(before->mapping, mapping)) {
+      before->mapping.bytes += mapping.bytes;
+      if (merges_after) {
+        before->mapping.bytes += after->mapping.bytes;
+        remove(after);
+      }
+      recent_ = before;
       return;
     }
   }
-  insert(after, at, merged);
+  if (merges_after) {
+    after->mapping = {mapping.begin, mapping.bytes + after->mapping.bytes, mapping.offset,
+                      mapping.kind};
+    recent_ = after;
+  } else {
+    recent_ = insert(after, mapping);
+  }
 }
 
-void MappingMirror::erase(Address at, std::size_t bytes) noexcept { carve(at, at + bytes); }
+void MappingMirror::erase(Address begin, Address end) noexcept { recent_ = carve(begin, end); }
 
-std::size_t MappingMirror::touching(Address at, std::size_t bytes) const {
-  auto it = mappings_.upper_bound(at);
-  if (it != mappings_.begin()) {
-    const auto before = std::prev(it);
-    if (before->first + before->second.bytes > at) it = before;
-  }
+std::size_t MappingMirror::touching(Address begin, Address end) const {
   std::size_t count = 0;
-  for (; it != mappings_.end() && it->first < at + bytes; ++it) ++count;
+  for (auto it = first_ending_after(begin); it != mappings_.end() && it->mapping.begin < end;
+       ++it) {
+    ++count;
+  }
   return count;
 }
 
-// Clears [at, end), splitting what reaches over its edges. Returns the first mapping at or after `end`.
-MappingMirror::Map::iterator MappingMirror::carve(Address at, Address end) noexcept {
-  auto it = mappings_.lower_bound(at);
-  if (it != mappings_.begin()) {
-    const auto before = std::prev(it);
-    KernelMapping& mapping = before->second;
-    if (before->first + mapping.bytes > at) {
-      const std::size_t kept = at - before->first;
-      it = insert(it, at, rest_of(mapping, kept));
-      mapping.bytes = kept;
-    }
+MappingMirror::Set::iterator MappingMirror::first_ending_after(Address at) const {
+  if (recent_ != mappings_.end() && recent_->mapping.begin <= at) {
+    if (at < recent_->mapping.end()) return recent_;
+    const auto next = std::next(recent_);
+    if (next == mappings_.end() || at < next->mapping.end()) return next;
   }
-  while (it != mappings_.end() && it->first < end) {
-    const auto next = std::next(it);
-    if (it->first + it->second.bytes > end) {
-      const KernelMapping rest = rest_of(it->second, end - it->first);
-      auto node = mappings_.extract(it);
-      node.key() = end;
-      node.mapped() = rest;
-      return mappings_.insert(next, std::move(node));
+  const auto it = mappings_.upper_bound(at);
+  if (it == mappings_.begin()) return it;
+  const auto before = std::prev(it);
+  return at < before->mapping.end() ? before : it;
+}
+
+// Clears [begin, end), cutting what reaches over its edges. Returns the first mapping behind it.
+MappingMirror::Set::iterator MappingMirror::carve(Address begin, Address end) noexcept {
+  auto it = first_ending_after(begin);
+  if (it != mappings_.end() && it->mapping.begin < begin) {
+    const KernelMapping whole = it->mapping;
+    it->mapping.bytes = begin - whole.begin;
+    ++it;
+    if (whole.end() > end) return insert(it, rest_of(whole, end));
+  }
+  while (it != mappings_.end() && it->mapping.begin < end) {
+    if (it->mapping.end() > end) {
+      it->mapping = rest_of(it->mapping, end);
+      return it;
     }
-    remove(it);
-    it = next;
+    it = remove(it);
   }
   return it;
 }
 
-MappingMirror::Map::iterator MappingMirror::insert(Map::iterator hint, Address at,
+MappingMirror::Set::iterator MappingMirror::insert(Set::iterator hint,
                                                    const KernelMapping& mapping) noexcept {
   auto node = std::move(spares_.back());
   spares_.pop_back();
-  node.key() = at;
-  node.mapped() = mapping;
+  node.value().mapping = mapping;
   return mappings_.insert(hint, std::move(node));
 }
 
-void MappingMirror::remove(Map::iterator it) noexcept {
+// Returns the mapping behind it.
+MappingMirror::Set::iterator MappingMirror::remove(Set::iterator it) noexcept {
+  const auto next = std::next(it);
+  if (recent_ == it) recent_ = next;
   auto node = mappings_.extract(it);
   if (spares_.size() < spares_.capacity() && spares_.size() < kSparesKept) {
     spares_.push_back(std::move(node));
   }
+  return next;
 }
 
 }  // namespace vtensor

@@ -1,11 +1,11 @@
-// A mirror of the kernel mappings that one host driver has made: an interval map from addresses to what
-// stands behind them, merged and split as the kernel merges and splits. It says how many kernel mappings
-// there are without a system call, and what a forked child must isolate.
+// A mirror of the kernel mappings that one host driver has made: disjoint intervals of addresses
+// with what stands behind each, merged and split as the kernel merges and splits. It says how many
+// kernel mappings there are without a system call, and what a forked child must isolate.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
+#include <set>
 #include <vector>
 
 #include "driver/driver.h"
@@ -19,42 +19,67 @@ enum class MappingKind : std::uint8_t {
 };
 
 struct KernelMapping {
+  Address begin;
   std::size_t bytes;
   std::uint64_t offset;  // in the memfd; 0 for holes
   MappingKind kind;
+
+  Address end() const { return begin + bytes; }
+  friend bool operator==(const KernelMapping&, const KernelMapping&) = default;
 };
 
-// Not thread safe. `provide` allocates ahead, so that `assign` and `erase` cannot fail once the kernel
-// has been told.
+// Not thread safe. `provide` allocates ahead, so that `assign` and `erase` cannot fail once the
+// kernel has been told.
 class MappingMirror {
  public:
+  MappingMirror() = default;
+  MappingMirror(const MappingMirror&) = delete;
+  MappingMirror& operator=(const MappingMirror&) = delete;
+
   // Allocates what `operations` calls of `assign` or `erase` may need.
   void provide(std::size_t operations);
 
-  // Records that [at, at + bytes) is now one mapping of `kind` at `offset`, whatever was there before.
-  // Requires: bytes > 0, and `provide`.
-  void assign(Address at, std::size_t bytes, MappingKind kind, std::uint64_t offset) noexcept;
-  // Records that nothing, not even a reservation, is at [at, at + bytes) any more.
-  void erase(Address at, std::size_t bytes) noexcept;
+  // Records that `mapping` was made, whatever was there before. Requires: bytes > 0, and `provide`.
+  void assign(const KernelMapping& mapping) noexcept;
+  // Records that nothing, not even a reservation, is at [begin, end) any more. Requires: `provide`.
+  void erase(Address begin, Address end) noexcept;
 
-  // Kernel mappings. At most too high: where two guarded mappings meet, the kernel merges them only if
-  // their parted pages allow it, and they are counted as two.
+  // Kernel mappings. At most too many: where guarded mappings meet, the kernel merges them only if
+  // their parted pages allow it, so they are counted apart.
   std::size_t size() const { return mappings_.size(); }
-  // How many of them [at, at + bytes) touches.
-  std::size_t touching(Address at, std::size_t bytes) const;
+  // How many of them have a part in [begin, end).
+  std::size_t touching(Address begin, Address end) const;
 
-  auto begin() const { return mappings_.begin(); }
-  auto end() const { return mappings_.end(); }
+  // In the order of addresses.
+  template <typename Visit>
+  void for_each(Visit visit) const {
+    for (const Entry& entry : mappings_) visit(entry.mapping);
+  }
 
  private:
-  using Map = std::map<Address, KernelMapping>;
+  // Bounds move in place where that keeps the order, which spares the tree a removal and an
+  // insertion.
+  struct Entry {
+    mutable KernelMapping mapping;
+  };
+  struct ByAddress {
+    using is_transparent = void;
+    bool operator()(const Entry& a, const Entry& b) const {
+      return a.mapping.begin < b.mapping.begin;
+    }
+    bool operator()(Address a, const Entry& b) const { return a < b.mapping.begin; }
+    bool operator()(const Entry& a, Address b) const { return a.mapping.begin < b; }
+  };
+  using Set = std::set<Entry, ByAddress>;
 
-  Map::iterator carve(Address at, Address end) noexcept;
-  Map::iterator insert(Map::iterator hint, Address at, const KernelMapping& mapping) noexcept;
-  void remove(Map::iterator it) noexcept;
+  Set::iterator first_ending_after(Address at) const;
+  Set::iterator carve(Address begin, Address end) noexcept;
+  Set::iterator insert(Set::iterator hint, const KernelMapping& mapping) noexcept;
+  Set::iterator remove(Set::iterator it) noexcept;
 
-  Map mappings_;  // by first address
-  std::vector<Map::node_type> spares_;
+  Set mappings_;
+  Set::iterator recent_ = mappings_.end();  // where the next operation probably is
+  std::vector<Set::node_type> spares_;
 };
 
 }  // namespace vtensor

@@ -154,7 +154,8 @@ TEST_CASE_FIXTURE(Fixture, "one handle at two addresses is the same memory") {
   CHECK(byte_at(range + kPage + 17) == 0);
 }
 
-TEST_CASE_FIXTURE(Fixture, "a write to a guarded page parts it, from the handle and from the other") {  // I6
+TEST_CASE_FIXTURE(Fixture,
+                  "a write to a guarded page parts it, from the handle and from the other") {  // I6
   const Address range = driver->reserve(3);
   const Handle h = driver->create(1);
   driver->map(range, {{h}}, Access::writable);
