@@ -363,6 +363,11 @@ void Buffer::zero(Interval positions) {
   }
 }
 
+bool Buffer::guarded() {
+  PoolLock lock(pool_);
+  return guarded_ != 0;
+}
+
 std::size_t Buffer::mapped_pages() {
   PoolLock lock(pool_);
   pool_->reap();

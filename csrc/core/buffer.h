@@ -86,6 +86,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // The owner leaves: pages and addresses go as the generations over them end.
   void abandon() noexcept;
 
+  // Whether a write to some page of ours does not reach its handle.
+  bool guarded();
   std::size_t mapped_pages();
   std::vector<PageRecord> pages();
 

@@ -1,0 +1,12 @@
+// One function per subject; module.cpp calls them in this order.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace vtensor::bind {
+
+void bind_errors(nanobind::module_& module);
+void bind_pool(nanobind::module_& module);
+void bind_tensor(nanobind::module_& module);
+
+}  // namespace vtensor::bind

@@ -1,0 +1,51 @@
+// Carries base/errors.h to the classes of vtensor.errors.
+#include "base/errors.h"
+
+#include <nanobind/stl/string.h>
+
+#include <exception>
+
+#include "bind/bindings.h"
+
+namespace vtensor::bind {
+
+namespace nb = nanobind;
+
+namespace {
+
+void raise(const char* name, const char* message) {
+  nb::object type = nb::module_::import_("vtensor.errors").attr(name);
+  PyErr_SetString(type.ptr(), message);
+}
+
+void raise(const DriverError& error) {
+  nb::object type = nb::module_::import_("vtensor.errors").attr("DriverError");
+  nb::object instance = type(error.what(), error.call, error.code, error.name);
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const DeviceOutOfMemory& error) {
+    raise("OutOfPages", error.what());
+  } catch (const DriverError& error) {
+    raise(error);
+  } catch (const OutOfPages& error) {
+    raise("OutOfPages", error.what());
+  } catch (const CapacityExceeded& error) {
+    raise("CapacityExceeded", error.what());
+  } catch (const InvalidArgument& error) {
+    raise("InvalidArgument", error.what());
+  } catch (const Closed& error) {
+    raise("Closed", error.what());
+  } catch (const Error& error) {
+    raise("VTensorError", error.what());
+  }
+}
+
+}  // namespace
+
+void bind_errors(nb::module_&) { nb::register_exception_translator(translate, nullptr); }
+
+}  // namespace vtensor::bind

@@ -1,0 +1,49 @@
+// Serialises the operations on one tensor. Held while torch is called, so never by the mapper or a deleter, and
+// waited for only with the GIL released (I11).
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "base/errors.h"
+
+namespace vtensor::bind {
+
+class OperationMutex {
+ public:
+  void lock(const char* operation) {
+    if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+      throw Error("[" + std::string(operation) +
+                  "] the tensor is inside another operation of this thread (a finalizer ran in it): call it later");
+    }
+    if (!mutex_.try_lock()) {
+      constexpr std::chrono::seconds bound(60);
+      bool locked;
+      {
+        nanobind::gil_scoped_release released;
+        locked = mutex_.try_lock_for(bound);
+      }
+      if (!locked) {
+        throw Error("[" + std::string(operation) + "] timed out after 60 s: another thread's operation on this " +
+                    "tensor has not ended");
+      }
+    }
+    owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  }
+
+  void unlock() {
+    owner_.store({}, std::memory_order_relaxed);
+    mutex_.unlock();
+  }
+
+ private:
+  std::timed_mutex mutex_;
+  std::atomic<std::thread::id> owner_{};
+};
+
+}  // namespace vtensor::bind

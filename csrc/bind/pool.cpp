@@ -1,0 +1,112 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+
+#include <memory>
+#include <string>
+
+#include "base/errors.h"
+#include "base/process.h"
+#include "bind/bindings.h"
+#include "core/page_pool.h"
+#include "driver/driver.h"
+
+namespace vtensor::bind {
+
+namespace nb = nanobind;
+
+namespace {
+
+// What a binding of a pool does without the GIL, in the process that made it.
+template <typename Body>
+auto in_pool(const char* operation, Body body) {
+  refuse_in_forked_child(operation);
+  nb::gil_scoped_release released;
+  return body();
+}
+
+nb::dict driver_calls(PagePool& pool) {
+  const auto of = [&](ThreadRole role) {
+    nb::dict counts;
+    for (std::size_t i = 0; i < kCallCount; ++i) {
+      const auto call = static_cast<Call>(i);
+      if (const auto count = pool.driver().meter().count(role, call)) counts[nb::cast(name_of(call))] = count;
+    }
+    return counts;
+  };
+  nb::dict calls;
+  calls["caller"] = of(ThreadRole::caller);
+  calls["mapper"] = of(ThreadRole::mapper);
+  return calls;
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& module) {
+  nb::enum_<ZeroPolicy>(module, "ZeroPolicy")
+      .value("never", ZeroPolicy::never)
+      .value("new_owner", ZeroPolicy::new_owner)
+      .value("always", ZeroPolicy::always);
+
+  nb::class_<PoolCounts>(module, "PoolCounts")
+      .def_ro("budget_pages", &PoolCounts::budget_pages)
+      .def_ro("used", &PoolCounts::used)
+      .def_ro("parted", &PoolCounts::parted)
+      .def_ro("kept", &PoolCounts::kept)
+      .def_ro("quarantined", &PoolCounts::quarantined)
+      .def_ro("mapped", &PoolCounts::mapped)
+      .def_ro("needed", &PoolCounts::needed)
+      .def_ro("held", &PoolCounts::held)
+      .def_ro("orphaned", &PoolCounts::orphaned)
+      .def_ro("reserved_pages", &PoolCounts::reserved_pages)
+      .def_ro("buffers", &PoolCounts::buffers);
+
+  nb::class_<PagePool>(module, "PagePool")
+      .def_prop_ro("page_size", &PagePool::page_size)
+      .def_prop_ro("budget_pages", &PagePool::budget_pages)
+      .def_prop_ro("parts_on_write", [](PagePool& pool) { return pool.traits().parts_on_write; })
+      .def_prop_ro("device",
+                   [](PagePool& pool) {
+                     return std::pair(pool.traits().device.type, pool.traits().device.index);
+                   })
+      .def("counts", [](PagePool& pool) { return in_pool("Pool.stats", [&] { return pool.counts(); }); })
+      .def("driver_calls", &driver_calls)
+      .def("prefill",
+           [](PagePool& pool, std::size_t pages) { in_pool("Pool.prefill", [&] { pool.prefill(pages); }); })
+      .def("trim", [](PagePool& pool) { return in_pool("Pool.trim", [&] { return pool.trim(); }); })
+      .def("settle", [](PagePool& pool) { in_pool("Pool.wait_idle", [&] { pool.settle(); }); })
+      .def("check_invariants",
+           [](PagePool& pool) { in_pool("check_invariants", [&] { pool.check_invariants(); }); })
+      .def("fail_after", [](PagePool& pool, std::uint64_t skip,
+                            std::uint64_t refuse) { pool.driver().meter().fail_after(skip, refuse); })
+      .def("disarm", [](PagePool& pool) { pool.driver().meter().disarm(); });
+
+  module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
+
+  module.def(
+      "host_pool",
+      [](std::size_t page_size, std::size_t budget, ZeroPolicy zero, bool strict_holes) {
+        return in_pool("Pool", [&] {
+          return PagePool::create(make_host_driver({.page_size = page_size, .strict_holes = strict_holes}), budget,
+                                  zero);
+        });
+      },
+      nb::arg("page_size"), nb::arg("budget"), nb::arg("zero"), nb::arg("strict_holes"));
+
+  module.def(
+      "cuda_pool",
+      [](int device, std::size_t page_size, std::size_t budget, ZeroPolicy zero, const std::string& library,
+         bool memory_is_host_memory) {
+        return in_pool("Pool", [&] {
+          CudaOptions options{.device = device, .page_size = page_size};
+          if (!library.empty()) options.library = library;
+          options.memory_is_host_memory = memory_is_host_memory;
+          return PagePool::create(make_cuda_driver(options), budget, zero);
+        });
+      },
+      nb::arg("device"), nb::arg("page_size"), nb::arg("budget"), nb::arg("zero"), nb::arg("library"),
+      nb::arg("memory_is_host_memory"));
+}
+
+}  // namespace vtensor::bind

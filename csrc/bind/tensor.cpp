@@ -1,0 +1,88 @@
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
+
+#include "base/process.h"
+#include "bind/bindings.h"
+#include "bind/tensor_core.h"
+
+namespace vtensor::bind {
+
+namespace nb = nanobind;
+
+namespace {
+
+std::vector<PageRecord> pages_of(TensorCore& core) {
+  refuse_in_forked_child("VTensor.pages");
+  if (core.closed()) return {};
+  nb::gil_scoped_release released;
+  return core.buffer()->pages();
+}
+
+std::size_t mapped_bytes(TensorCore& core) {
+  refuse_in_forked_child("VTensor.nbytes_mapped");
+  if (core.closed()) return 0;
+  nb::gil_scoped_release released;
+  return core.buffer()->mapped_pages() * core.buffer()->pool()->page_size();
+}
+
+}  // namespace
+
+void bind_tensor(nb::module_& module) {
+  nb::class_<PageRecord>(module, "PageRecord", "What stands behind one slot of one row of a VTensor.")
+      .def_ro("row", &PageRecord::row)
+      .def_ro("index", &PageRecord::index)
+      .def_ro("address", &PageRecord::address)
+      .def_ro("page_id", &PageRecord::page_id)
+      .def_ro("shared", &PageRecord::shared)
+      .def_ro("state", &PageRecord::state)
+      .def("__repr__", [](const PageRecord& record) {
+        return "PageRecord(row=" + std::to_string(record.row) + ", index=" + std::to_string(record.index) +
+               ", page_id=" + std::to_string(record.page_id) + ", shared=" + std::to_string(record.shared) +
+               ", state='" + record.state + "')";
+      });
+
+  nb::class_<TensorCore>(module, "TensorCore")
+      .def(
+          "__init__",
+          [](TensorCore* core, const std::shared_ptr<PagePool>& pool, std::vector<std::int64_t> sizes,
+             std::size_t grow_dim, std::size_t capacity, nb::object dtype, nb::object device,
+             std::size_t item_size, bool zeroed, bool move_when_full) {
+            new (core) TensorCore(pool, TensorSpec{std::move(sizes), grow_dim, capacity, std::move(dtype),
+                                                   std::move(device), item_size, zeroed, move_when_full});
+          },
+          nb::arg("pool"), nb::arg("sizes"), nb::arg("grow_dim"), nb::arg("capacity"), nb::arg("dtype"),
+          nb::arg("device"), nb::arg("item_size"), nb::arg("zeroed"), nb::arg("move_when_full"))
+      .def("attach", &TensorCore::attach)
+      .def("check_room", &TensorCore::check_room)
+      .def("extend", &TensorCore::extend)
+      .def("append", &TensorCore::append)
+      .def("shrink", [](TensorCore& core, nb::handle self, std::int64_t n,
+                        bool front) { core.shrink(self, n, front, "shrink"); })
+      .def("truncate", &TensorCore::truncate)
+      .def("own", &TensorCore::own)
+      .def("reindex", &TensorCore::reindex)
+      .def("fork", &TensorCore::fork)
+      .def("reallocate", &TensorCore::reallocate)
+      .def("snapshot", &TensorCore::snapshot)
+      .def("close", &TensorCore::close)
+      .def("pages", &pages_of)
+      .def_prop_ro("mapped_bytes", &mapped_bytes)
+      .def_prop_ro("reserved_bytes",
+                   [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->reserved_bytes(); })
+      .def_prop_ro("shares_pages", [](TensorCore& core) { return !core.closed() && core.buffer()->guarded(); })
+      .def_prop_ro("address", &TensorCore::address)
+      .def_prop_ro("length", &TensorCore::length)
+      .def_prop_ro("capacity", &TensorCore::capacity)
+      .def_prop_ro("grow_dim", [](TensorCore& core) { return core.spec().grow_dim; })
+      .def_prop_ro("closed", &TensorCore::closed);
+
+  module.def(
+      "use_exchange_api", [](bool use) { TorchFace::get().use_exchange_api(use); }, nb::arg("use"),
+      "For tests: read tensors by DLPack's C exchange API, or by Python attributes as with older torch.");
+}
+
+}  // namespace vtensor::bind

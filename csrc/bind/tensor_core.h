@@ -1,0 +1,89 @@
+// The half of a VTensor that Python does not see: its buffer, its length, and what torch was told of them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/interval.h"
+#include "bind/operation_lock.h"
+#include "bind/torch_face.h"
+#include "core/buffer.h"
+
+namespace vtensor::bind {
+
+struct TensorSpec {
+  std::vector<std::int64_t> sizes;  // sizes[grow_dim] is the initial length
+  std::size_t grow_dim = 0;
+  std::size_t capacity = 0;
+  nb::object dtype;
+  nb::object device;
+  std::size_t item_size = 0;
+  bool zeroed = false;          // what extend adds reads as zeros
+  bool move_when_full = false;  // where front shrinks used capacity up, move instead of raising
+};
+
+// Methods take the VTensor itself first. They are called with the GIL held.
+class TensorCore {
+ public:
+  TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec);
+  TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length);
+  ~TensorCore();
+  TensorCore(const TensorCore&) = delete;
+  TensorCore& operator=(const TensorCore&) = delete;
+
+  // Puts the tensor over this core's memory and grows it to its initial length.
+  void attach(nb::handle self, std::size_t length);
+
+  // Throws CapacityExceeded where `n` more positions do not fit.
+  void check_room(std::int64_t n);
+  void extend(nb::handle self, std::int64_t n);
+  void append(nb::handle self, nb::handle source);
+  void shrink(nb::handle self, std::int64_t n, bool front, const char* operation);
+  void truncate(nb::handle self, std::int64_t length);
+  void own(nb::handle self, std::int64_t start, std::int64_t stop);
+  void reindex(nb::handle self, const std::vector<std::int64_t>& index);
+  std::unique_ptr<TensorCore> fork(nb::handle self);
+  std::unique_ptr<TensorCore> reallocate(nb::handle self, std::int64_t capacity);
+  nb::object snapshot(nb::handle self);
+  void close(nb::handle self);
+
+  bool closed() const { return closed_; }
+  std::size_t length() const { return positions_.size(); }
+  std::size_t capacity() const { return spec_.capacity; }
+  const TensorSpec& spec() const { return spec_; }
+  Address address() const { return buffer_->address_of(0, positions_.begin); }
+  const std::shared_ptr<Buffer>& buffer() const { return buffer_; }
+
+ private:
+  class Operation;
+
+  nb::object sizes(std::size_t length) const;
+  RowShape row_shape(std::size_t capacity, std::size_t phase) const;
+  std::size_t phase_of_first() const;
+  bool is_ours(nb::handle self);
+  void require_room(const char* operation, std::size_t n) const;
+  template <typename Fill>
+  void grow(nb::handle self, const char* operation, std::size_t n, bool populate, Fill fill);
+  void move_to_front(nb::handle self, const char* operation, std::size_t n, bool populate);
+  void publish(nb::handle self);
+  void reshape(nb::handle self);
+  void detach(nb::handle self);
+  void use(std::shared_ptr<Buffer> buffer);
+  bool fill_from(const TensorFacts& source, std::size_t start, std::size_t n);
+
+  std::shared_ptr<Buffer> buffer_;
+  TensorSpec spec_;
+  nb::object strides_;
+  std::vector<std::int64_t> stride_values_;
+  Interval positions_;
+  Interval published_;         // slots under the tensor's storage
+  std::size_t high_water_ = 0;  // positions from here on were never handed out
+  bool closed_ = false;
+  OperationMutex mutex_;
+  TensorFacts facts_;  // of the last look, under mutex_
+};
+
+}  // namespace vtensor::bind

@@ -1,0 +1,164 @@
+#include "bind/torch_face.h"
+
+#include <memory>
+
+#include "core/buffer.h"
+
+namespace vtensor::bind {
+
+nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments) {
+  PyObject* result = PyObject_Vectorcall(callable.ptr(), arguments.begin(), arguments.size(), nullptr);
+  if (!result) throw nb::python_error();
+  return nb::steal(result);
+}
+
+TorchFace& TorchFace::get() {
+  // Never destroyed: it holds Python objects, and the interpreter may be gone by then.
+  static TorchFace* face = new TorchFace();
+  return *face;
+}
+
+TorchFace::TorchFace() {
+  nb::module_ torch = nb::module_::import_("torch");
+  tensor_type_ = torch.attr("Tensor");
+  parameter_type_ = torch.attr("nn").attr("Parameter");
+  set_ = tensor_type_.attr("set_");
+  as_strided_ = tensor_type_.attr("as_strided_");
+  detach_ = tensor_type_.attr("detach");
+  narrow_ = tensor_type_.attr("narrow");
+  copy_ = tensor_type_.attr("copy_");
+  untyped_storage_ = tensor_type_.attr("untyped_storage");
+  is_neg_ = tensor_type_.attr("is_neg");
+  is_conj_ = tensor_type_.attr("is_conj");
+  from_dlpack_ = torch.attr("_C").attr("_from_dlpack");
+  storage_type_ = torch.attr("UntypedStorage");
+  grad_enabled_ = torch.attr("is_grad_enabled");
+  if (nb::hasattr(tensor_type_, "__dlpack_c_exchange_api__")) {
+    nb::object capsule = tensor_type_.attr("__dlpack_c_exchange_api__");
+    const auto* api = static_cast<const dlpack::ExchangeApi*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (!api) throw nb::python_error();
+    if (api->version.major == 1) available_ = api;
+  }
+  api_ = available_;
+}
+
+void TorchFace::use_exchange_api(bool use) { api_ = use ? available_ : nullptr; }
+
+bool TorchFace::read(nb::handle tensor, TensorFacts& facts) {
+  if (api_) {
+    dlpack::Tensor seen{};
+    if (api_->tensor_from_object(tensor.ptr(), &seen) == 0) {
+      facts.data = static_cast<char*>(seen.data) + seen.byte_offset;
+      facts.device = seen.device;
+      facts.shape.assign(seen.shape, seen.shape + seen.ndim);
+      facts.strides.assign(seen.strides, seen.strides + seen.ndim);
+      return true;
+    }
+    PyErr_Clear();  // a dtype that DLPack has no number for
+  }
+  nb::module_ torch = nb::module_::import_("torch");
+  if (!nb::getattr(tensor, "layout").is(torch.attr("strided"))) return false;
+  const auto integers = [](nb::handle values, std::vector<std::int64_t>& out) {
+    out.clear();
+    for (nb::handle value : values) out.push_back(nb::cast<std::int64_t>(value));
+  };
+  facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+  nb::object device = tensor.attr("device");
+  facts.device.type = nb::cast<std::string_view>(device.attr("type")) == "cpu" ? 1 : 2;
+  nb::object index = device.attr("index");
+  facts.device.index = index.is_none() ? 0 : nb::cast<std::int32_t>(index);
+  integers(tensor.attr("shape"), facts.shape);
+  integers(tensor.attr("stride")(), facts.strides);
+  return true;
+}
+
+namespace {
+
+// What a "dltensor" capsule over a generation points to; dies with the storage made of it.
+struct Export {
+  dlpack::ManagedTensor managed;
+  std::int64_t bytes;
+  std::int64_t stride = 1;
+  Generation* generation;
+};
+
+void end_export(dlpack::ManagedTensor* managed) {
+  std::unique_ptr<Export> exported(static_cast<Export*>(managed->context));
+  exported->generation->buffer->pool()->end(exported->generation);
+}
+
+void end_unused_capsule(PyObject* capsule) {
+  if (auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"))) {
+    end_export(managed);
+  } else {
+    PyErr_Clear();  // torch renamed it when it took it over
+  }
+}
+
+}  // namespace
+
+nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes, Device device) {
+  auto* exported = new Export{};
+  exported->bytes = static_cast<std::int64_t>(bytes);
+  exported->generation = generation;
+  exported->managed.tensor = {reinterpret_cast<void*>(address),
+                              {device.type, device.index},
+                              1,
+                              dlpack::kUint8,
+                              &exported->bytes,
+                              &exported->stride,
+                              0};
+  exported->managed.context = exported;
+  exported->managed.deleter = end_export;
+  PyObject* capsule = PyCapsule_New(&exported->managed, "dltensor", end_unused_capsule);
+  if (!capsule) {
+    end_export(&exported->managed);
+    throw nb::python_error();
+  }
+  nb::object owner = nb::steal(capsule);
+  nb::object extent = call(from_dlpack_, {capsule});
+  return call(untyped_storage_, {extent.ptr()});
+}
+
+nb::object TorchFace::empty_storage(nb::handle device) {
+  return storage_type_(0, nb::arg("device") = device);
+}
+
+void TorchFace::set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
+                    nb::handle strides) {
+  nb::int_ at(offset);
+  call(set_, {tensor.ptr(), storage.ptr(), at.ptr(), sizes.ptr(), strides.ptr()});
+}
+
+void TorchFace::as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides) {
+  call(as_strided_, {tensor.ptr(), sizes.ptr(), strides.ptr()});
+}
+
+void TorchFace::as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides, std::size_t offset) {
+  nb::int_ at(offset);
+  call(as_strided_, {tensor.ptr(), sizes.ptr(), strides.ptr(), at.ptr()});
+}
+
+nb::object TorchFace::detach(nb::handle tensor) { return call(detach_, {tensor.ptr()}); }
+
+void TorchFace::copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length,
+                          nb::handle source) {
+  nb::object plain = detach(tensor);
+  nb::int_ at_dim(dim), at(start), n(length);
+  nb::object target = call(narrow_, {plain.ptr(), at_dim.ptr(), at.ptr(), n.ptr()});
+  call(copy_, {target.ptr(), source.ptr()});
+}
+
+bool TorchFace::is_tensor(nb::handle object) { return PyObject_IsInstance(object.ptr(), tensor_type_.ptr()) == 1; }
+
+bool TorchFace::is_plain(nb::handle object) {
+  const PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
+  return type == tensor_type_.ptr() || type == parameter_type_.ptr();
+}
+
+bool TorchFace::is_negative(nb::handle tensor) { return call(is_neg_, {tensor.ptr()}).is(nb::bool_(true)); }
+bool TorchFace::is_conjugate(nb::handle tensor) { return call(is_conj_, {tensor.ptr()}).is(nb::bool_(true)); }
+bool TorchFace::gradients_enabled() { return call(grad_enabled_, {}).is(nb::bool_(true)); }
+
+}  // namespace vtensor::bind

@@ -1,0 +1,66 @@
+// What the bindings use of torch, through Python and DLPack: no PyTorch header, so one build serves every release.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "bind/dlpack_abi.h"
+#include "core/generation.h"
+#include "driver/driver.h"
+
+namespace vtensor::bind {
+
+namespace nb = nanobind;
+
+// What a torch tensor is at this moment.
+struct TensorFacts {
+  void* data = nullptr;
+  dlpack::Device device{};
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> strides;
+};
+
+// torch's functions, looked up once.
+class TorchFace {
+ public:
+  static TorchFace& get();
+
+  // False where `object` is no strided tensor. Conjugate and negative bits are not looked at.
+  bool read(nb::handle tensor, TensorFacts& facts);
+
+  // A storage over `generation`, which ends with it. `address` and `bytes` are the extent.
+  nb::object storage_over(Generation* generation, Address address, std::size_t bytes, Device device);
+  nb::object empty_storage(nb::handle device);
+
+  void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes, nb::handle strides);
+  void as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides);
+  void as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides, std::size_t offset);
+  nb::object detach(nb::handle tensor);
+  void copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length, nb::handle source);
+
+  bool is_tensor(nb::handle object);
+  // Exactly torch.Tensor or Parameter: reading it has no side effects.
+  bool is_plain(nb::handle object);
+  bool is_negative(nb::handle tensor);
+  bool is_conjugate(nb::handle tensor);
+  bool gradients_enabled();
+
+  // For tests of releases without DLPack's C exchange API: reads by Python attributes instead.
+  void use_exchange_api(bool use);
+
+ private:
+  TorchFace();
+
+  nb::object tensor_type_, parameter_type_;
+  nb::object set_, as_strided_, detach_, narrow_, copy_, untyped_storage_, is_neg_, is_conj_;
+  nb::object from_dlpack_, storage_type_, grad_enabled_;
+  const dlpack::ExchangeApi* available_ = nullptr;
+  const dlpack::ExchangeApi* api_ = nullptr;
+};
+
+// vectorcall that throws python_error
+nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments);
+
+}  // namespace vtensor::bind

@@ -1,0 +1,27 @@
+"""A torch tensor that grows in place: reserved addresses, borrowed pages, no copies."""
+
+from __future__ import annotations
+
+from vtensor.errors import CapacityExceeded, Closed, DriverError, InvalidArgument, OutOfPages, VTensorError
+from vtensor.pool import Pool, PoolStats, default_pool
+from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, zeros
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapacityExceeded",
+    "Closed",
+    "DriverError",
+    "InvalidArgument",
+    "OutOfPages",
+    "PageRecord",
+    "Pool",
+    "PoolStats",
+    "VTensor",
+    "VTensorError",
+    "default_pool",
+    "empty",
+    "empty_like",
+    "from_tensor",
+    "zeros",
+]

@@ -1,0 +1,56 @@
+"""What vtensor raises.
+
+::
+
+    VTensorError (RuntimeError)
+     ├─ InvalidArgument (ValueError)    a size, dtype, device or index that cannot be meant
+     ├─ CapacityExceeded (ValueError)   more positions than the reserved address range holds
+     ├─ OutOfPages (MemoryError)        the pool's budget, or the device, has no page left; the next call works
+     ├─ DriverError                     the operating system or CUDA refused a call; what it did was undone
+     └─ Closed                          the tensor or pool was closed before
+
+Messages read ``[operation] what was asked, what there is: what to do``.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CapacityExceeded", "Closed", "DriverError", "InvalidArgument", "OutOfPages", "VTensorError"]
+
+
+class VTensorError(RuntimeError):
+    """Any error of vtensor."""
+
+
+class InvalidArgument(VTensorError, ValueError):
+    """An argument that cannot be meant: nothing was changed."""
+
+
+class CapacityExceeded(VTensorError, ValueError):
+    """More positions were asked for than the tensor's reserved address range holds."""
+
+
+class OutOfPages(VTensorError, MemoryError):
+    """The budget of the pool, or the memory of its device, has too few pages. Nothing was changed."""
+
+
+class Closed(VTensorError):
+    """The tensor or the pool was closed before."""
+
+
+class DriverError(VTensorError):
+    """A call to the operating system or to CUDA was refused; what the operation had done was undone.
+
+    Attributes:
+        call: the call, such as ``"mmap"`` or ``"cuMemMap"``.
+        code: its errno or CUresult.
+        name: the code's name, such as ``"ENOMEM"``.
+    """
+
+    def __init__(self, message: str, call: str = "", code: int = 0, name: str = "") -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[DriverError], tuple[str, str, int, str]]:
+        return type(self), (str(self), self.call, self.code, self.name)

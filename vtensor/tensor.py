@@ -1,0 +1,509 @@
+"""The tensor that grows in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from vtensor import _core
+from vtensor.errors import Closed, InvalidArgument, VTensorError
+from vtensor.pool import Pool, default_pool
+
+PageRecord = _core.PageRecord
+WhenFull = Literal["raise", "move"]
+
+
+class VTensor(torch.Tensor):
+    """A ``torch.Tensor`` that grows and shrinks in place, at the same address, without a copy.
+
+    It owns a reserved range of addresses and borrows physical pages from a :class:`~vtensor.Pool`. The dimensions
+    before ``grow_dim`` are its rows, each of which grows by itself; a position is one index along ``grow_dim``.
+    Any kernel takes it as the plain strided tensor it is; results of torch operations, and views, are plain
+    tensors. Make one with :func:`~vtensor.empty`, :func:`~vtensor.zeros` or :func:`~vtensor.from_tensor`.
+
+    A view keeps the pages it could see when it was taken, for as long as it lives, and no more: not those that
+    the tensor grows into later, and not the tensor. Readers on other threads use :meth:`snapshot`.
+
+    It is an inference structure: gradients are refused.
+    """
+
+    _core: _core.TensorCore
+    _pool: Pool
+    _registered: object
+
+    # Kernels and operators see a plain tensor, and give plain tensors back.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidArgument("[VTensor] make one with vtensor.empty, vtensor.zeros or vtensor.from_tensor")
+
+    # -- growing and shrinking
+
+    def extend(self, n: int) -> VTensor:
+        """Adds ``n`` positions at the end, mapped and ready to use; returns the tensor.
+
+        New positions show zeros or what this tensor itself had there before (I7); of a tensor made by
+        :func:`~vtensor.zeros`, zeros.
+
+        Raises:
+            CapacityExceeded: there is less room.
+            OutOfPages: the pool has too few free pages.
+            DriverError: a driver call was refused.
+            InvalidArgument: ``n`` is negative.
+        """
+        self._core.extend(self, n)
+        return self
+
+    def prepare(self, n: int) -> VTensor:
+        """Says that the next ``n`` positions will be needed soon; returns the tensor.
+
+        A pool without look-ahead (``ahead=0``) maps nothing before it is needed, so this only checks that there
+        is room.
+
+        Raises:
+            CapacityExceeded: there is less room.
+            InvalidArgument: ``n`` is negative.
+        """
+        self._core.check_room(n)
+        return self
+
+    def append(self, x: torch.Tensor) -> VTensor:
+        """Grows by ``x``'s size along ``grow_dim`` and copies ``x`` there; returns the tensor.
+
+        Args:
+            x: a tensor of the same dtype, device and shape except along ``grow_dim``; any strides, conjugate and
+                negative views, and parts of this very tensor are fine.
+
+        Raises:
+            InvalidArgument: another dtype, device or shape, or a source that requires grad outside ``no_grad``.
+            CapacityExceeded, OutOfPages, DriverError: as for :meth:`extend`.
+        """
+        self._core.append(self, x)
+        return self
+
+    def shrink(self, n: int, front: bool = False) -> VTensor:
+        """Drops the last ``n`` positions, or the first with ``front=True``; returns the tensor.
+
+        Nothing moves: after a front shrink ``data_ptr()`` is the address of the first position kept (I1), and
+        the capacity that it used up comes back only where the tensor was made with ``when_full="move"``, or once
+        it is empty. Pages without a position go back to the pool, once no view holds them.
+
+        Raises:
+            InvalidArgument: ``n`` is negative or above the length.
+        """
+        self._core.shrink(self, n, front)
+        return self
+
+    def truncate(self, length: int) -> VTensor:
+        """Keeps the first ``length`` positions; returns the tensor.
+
+        Raises:
+            InvalidArgument: ``length`` is negative or above the present length.
+        """
+        self._core.truncate(self, length)
+        return self
+
+    def reallocate(self, capacity: int) -> VTensor:
+        """A new tensor of another capacity over the same physical pages; this one is closed.
+
+        No byte is copied. Where views of this tensor are alive, its pages are shared with them copy-on-write.
+
+        Raises:
+            CapacityExceeded: ``capacity`` is below the length, or passes the address space.
+            OutOfPages, DriverError: as for :meth:`fork`.
+        """
+        core = self._core.reallocate(self, capacity)
+        moved = _wrap(core, self._pool, self.dtype, core.length)
+        self.__class__ = _ClosedVTensor
+        return moved
+
+    # -- sharing
+
+    def fork(self) -> VTensor:
+        """A second tensor of the same content and capacity that shares this one's pages copy-on-write.
+
+        It takes no page until somebody writes; then one for each page written to. A write through either is
+        never seen through the other, whoever makes it (I6).
+
+        Raises:
+            OutOfPages: pages that writes have parted since the last fork do not fit the budget.
+            DriverError: a driver call was refused.
+        """
+        forked = _wrap(self._core.fork(self), self._pool, self.dtype, self.length)
+        _watch_writes(self)
+        return forked
+
+    def own(self, start: int, stop: int) -> VTensor:
+        """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of this
+        tensor's own; returns the tensor.
+
+        On CUDA, call it before writing through views of shared pages; on the host the kernel parts them by itself.
+
+        Raises:
+            InvalidArgument: not ``0 <= start <= stop <= length``.
+            OutOfPages, DriverError: nothing was changed.
+        """
+        self._core.own(self, start, stop)
+        _watch_writes(self)
+        return self
+
+    def reindex(self, index: Sequence[int] | torch.Tensor) -> VTensor:
+        """Makes this tensor what ``self[index]`` is along dimension 0, by remapping pages; returns the tensor.
+
+        Rows that several entries name share their pages copy-on-write. The address stays where the number of rows
+        does and no view holds the present extent; otherwise the rows move to a fresh range.
+
+        Args:
+            index: integers in ``[-size(0), size(0))``, any number of them from 1. Needs ``grow_dim > 0``.
+
+        Raises:
+            InvalidArgument: an index out of range, none, or ``grow_dim == 0``.
+            OutOfPages, DriverError: nothing was changed.
+        """
+        rows: Iterable[int] = index.tolist() if isinstance(index, torch.Tensor) else index
+        self._core.reindex(self, list(rows))
+        _watch_writes(self)
+        return self
+
+    # -- reading
+
+    def snapshot(self) -> torch.Tensor:
+        """A plain tensor of this moment over the same memory, for kernels, models and readers on other threads.
+
+        It keeps its shape and its pages whatever this tensor does later.
+        """
+        return self._core.snapshot(self)
+
+    def pages(self) -> list[PageRecord]:
+        """What stands behind this tensor: records of ``row``, ``index`` (of the page in its row), ``address``,
+        ``page_id``, ``shared`` (mappings of that page) and ``state`` (``"mapped"``, ``"shared"``, ``"held"`` by
+        older views only, or ``"quarantined"``)."""
+        return self._core.pages()
+
+    @property
+    def length(self) -> int:
+        """Positions: the size along ``grow_dim``."""
+        return self._core.length
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the reserved range was asked to hold."""
+        return self._core.capacity
+
+    @property
+    def grow_dim(self) -> int:
+        """The dimension that grows."""
+        return self._core.grow_dim
+
+    @property
+    def pool(self) -> Pool:
+        """The pool that lends the pages."""
+        return self._pool
+
+    @property
+    def address(self) -> int:
+        """Address of the first position, also at length 0, where ``data_ptr()`` is 0."""
+        return self._core.address
+
+    @property
+    def nbytes_mapped(self) -> int:
+        """Bytes of pages mapped for this tensor, those that older views hold included."""
+        return self._core.mapped_bytes
+
+    @property
+    def nbytes_reserved(self) -> int:
+        """Bytes of addresses reserved; they cost no memory."""
+        return self._core.reserved_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the tensor was closed, by ``close()``, ``reallocate()`` or its pool."""
+        return self._core.closed
+
+    # -- the end
+
+    def close(self) -> None:
+        """Gives pages and addresses back; every operation on the tensor then raises :class:`~vtensor.Closed`.
+
+        What views hold stays until the last of them is gone. A second call does nothing.
+        """
+        if not self._core.closed:
+            self._core.close(self)
+            self.__class__ = _ClosedVTensor
+
+    def __enter__(self) -> VTensor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- where torch would not be safe
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VTensor:
+        forked = self.fork()
+        memo[id(self)] = forked
+        return forked
+
+    def __copy__(self) -> NoReturn:
+        raise VTensorError("[copy.copy] two tensors cannot own one range: use t.fork(), or t.snapshot() for a view")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Dense and plain: the storage under us is larger than what we show, and a subclass would not load.
+        return self.clone(memory_format=torch.contiguous_format).__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A numpy array over :meth:`snapshot`: it stays good whatever this tensor does later."""
+        return self.snapshot().numpy(force=force)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.snapshot().__dlpack__(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"VTensor({self.snapshot()!r}, length={self.length}, capacity={self.capacity})"
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """As :meth:`snapshot`. Setting it is refused."""
+        return self.snapshot()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _refuse("data")
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Always False: a VTensor keeps no graph. Setting it is refused."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> VTensor:
+        """Refused: a VTensor is an inference structure."""
+        if requires_grad:
+            raise VTensorError("[VTensor.requires_grad] a VTensor keeps no graph: use t.clone().requires_grad_()")
+        return self
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: other processes cannot follow a tensor that grows."""
+        _refuse("share_memory_")
+
+    def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the tensor's own methods change its size."""
+        _refuse("resize_")
+
+    def resize_as_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the tensor's own methods change its size."""
+        _refuse("resize_as_")
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the tensor's storage is vtensor's."""
+        _refuse("set_")
+
+
+def _refuse(operation: str) -> NoReturn:
+    raise VTensorError(
+        f"[VTensor.{operation}] the storage and shape belong to vtensor: use extend, append, shrink, truncate or "
+        "reallocate, or take t.clone() for a tensor of your own"
+    )
+
+
+class _ClosedVTensor(VTensor):
+    """A VTensor after its end: every torch operation raises Closed."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        name = getattr(func, "__name__", str(func))
+        raise Closed(f"[{name}] the VTensor is closed: make a new one, or keep a snapshot() before closing")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "VTensor(closed)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise Closed("[copy.deepcopy] the VTensor is closed")
+
+
+class _GuardedVTensor(VTensor):
+    """A VTensor some of whose pages are shared where a write would fault (CUDA): torch operations that write to it
+    part its pages first."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for written in _written(func, args, kwargs):
+                written.own(0, written.length)
+            return func(*args, **kwargs)
+
+
+def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[VTensor]:
+    """The guarded tensors that a torch function is about to write to, by torch's naming of such functions."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    targets: list[Any] = [args[0]] if in_place and args else []
+    out = kwargs.get("out")
+    targets += out if isinstance(out, (tuple, list)) else [out]
+    return [target for target in targets if isinstance(target, _GuardedVTensor)]
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    ["__setitem__"]
+    + [
+        f"__i{name}__"
+        for name in "add sub mul matmul truediv floordiv div mod pow lshift rshift and or xor".split()
+    ]
+)
+
+
+def _watch_writes(tensor: VTensor) -> None:
+    """Lets torch's writes to `tensor` through `_GuardedVTensor` where a shared page would fault, and only there."""
+    if tensor._pool._core.parts_on_write:
+        return
+    tensor.__class__ = _GuardedVTensor if tensor._core.shares_pages else VTensor
+
+
+def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -> VTensor:
+    # Outside inference mode, because an inference tensor could not be resized later. As a view of a tensor of its own,
+    # because views of views name the first as their base: so no view keeps the VTensor alive.
+    device = torch.device("cpu") if pool._core.device[0] == 1 else pool.device
+    with torch.inference_mode(False):
+        plain = torch.empty(0, dtype=dtype, device=device)
+        tensor = plain.as_subclass(VTensor)
+    tensor._core = core
+    tensor._pool = pool
+    core.attach(tensor, length)
+    pool._register(tensor)
+    _watch_writes(tensor)
+    return tensor
+
+
+def empty(
+    *sizes: int | Sequence[int],
+    grow_dim: int,
+    capacity: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    pool: Pool | None = None,
+    when_full: WhenFull = "raise",
+) -> VTensor:
+    """A tensor that can grow to ``capacity`` positions along ``grow_dim``.
+
+    Args:
+        sizes: the shape; ``sizes[grow_dim]`` is the length to begin with, often 0.
+        grow_dim: the dimension that grows. What stands before it are rows, which grow by themselves.
+        capacity: positions to reserve addresses for. They cost no memory.
+        dtype: any dtype of torch; torch's default unless given.
+        device: ``"cpu"`` unless given, or the pool's.
+        pool: where the pages come from; :func:`~vtensor.default_pool` of the device unless given.
+        when_full: what an ``extend`` does that fits ``capacity`` only without what front shrinks used up:
+            ``"raise"`` CapacityExceeded, or ``"move"`` the pages to a fresh range (nothing is copied, the
+            address changes).
+
+    Raises:
+        InvalidArgument: sizes, ``grow_dim`` or a device that cannot be meant.
+        CapacityExceeded: the initial length passes ``capacity``, or ``capacity`` the address space.
+        OutOfPages: the pool has too few pages for the initial length.
+        DriverError: the addresses could not be reserved.
+    """
+    return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, zeroed=False)
+
+
+def zeros(
+    *sizes: int | Sequence[int],
+    grow_dim: int,
+    capacity: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    pool: Pool | None = None,
+    when_full: WhenFull = "raise",
+) -> VTensor:
+    """As :func:`empty`; every position reads as zeros until written, those added by ``extend`` too."""
+    return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, zeroed=True)
+
+
+def empty_like(t: torch.Tensor, capacity: int | None = None, pool: Pool | None = None, **options: Any) -> VTensor:
+    """A tensor of ``t``'s shape, dtype and device.
+
+    Args:
+        t: a VTensor, whose ``grow_dim``, capacity and pool are taken unless given; or a plain tensor, which
+            needs ``grow_dim=`` and ``capacity=``.
+        capacity, pool, options: as for :func:`empty`.
+    """
+    if isinstance(t, VTensor):
+        options.setdefault("grow_dim", t.grow_dim)
+        capacity = t.capacity if capacity is None else capacity
+        pool = t.pool if pool is None and "device" not in options else pool
+    if capacity is None or "grow_dim" not in options:
+        raise InvalidArgument("[empty_like] of a plain tensor needs grow_dim= and capacity=")
+    options.setdefault("dtype", t.dtype)
+    if pool is None:
+        options.setdefault("device", t.device)
+    return empty(*t.shape, capacity=capacity, pool=pool, **options)
+
+
+def from_tensor(
+    x: torch.Tensor, grow_dim: int, capacity: int, pool: Pool | None = None, when_full: WhenFull = "raise"
+) -> VTensor:
+    """A tensor that begins as a copy of ``x`` and can grow to ``capacity`` positions along ``grow_dim``.
+
+    Raises:
+        As :func:`empty`, and as :meth:`VTensor.append` for a source that requires grad.
+    """
+    dim = _checked_dim(tuple(x.shape), grow_dim)
+    sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]
+    device = None if pool is not None else x.device
+    t = empty(*sizes, grow_dim=dim, capacity=capacity, dtype=x.dtype, device=device, pool=pool, when_full=when_full)
+    try:
+        return t.append(x)
+    except BaseException:
+        t.close()
+        raise
+
+
+def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:
+    if not -len(sizes) <= grow_dim < len(sizes):
+        raise InvalidArgument(f"[empty] grow_dim is {grow_dim}, the shape has {len(sizes)} dimensions")
+    return grow_dim % len(sizes)
+
+
+def _make(
+    sizes: Sequence[int | Sequence[int]],
+    grow_dim: int,
+    capacity: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str | int | None,
+    pool: Pool | None,
+    when_full: WhenFull,
+    zeroed: bool,
+) -> VTensor:
+    shape: tuple[int, ...] = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes  # type: ignore[assignment]
+    dim = _checked_dim(shape, grow_dim)
+    if when_full not in ("raise", "move"):
+        raise InvalidArgument(f"[empty] when_full is {when_full!r}: it must be 'raise' or 'move'")
+    if capacity < 0:
+        raise InvalidArgument(f"[empty] capacity is {capacity}: it must be at least 0")
+    if pool is None:
+        pool = default_pool("cpu" if device is None else device)
+    elif device is not None and torch.device(device).type != pool.device.type:
+        raise InvalidArgument(f"[empty] device is {device}, the pool's {pool.device}: leave one of them out")
+    pool._require_open("empty")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    core = _core.TensorCore(
+        pool=pool._core,
+        sizes=list(shape),
+        grow_dim=dim,
+        capacity=capacity,
+        dtype=dtype,
+        device=torch.device("cpu") if pool._core.device[0] == 1 else pool.device,
+        item_size=dtype.itemsize,
+        zeroed=zeroed,
+        move_when_full=when_full == "move",
+    )
+    return _wrap(core, pool, dtype, shape[dim])

@@ -1,0 +1,74 @@
+"""For tests of code that uses vtensor: pools over test doubles, failure injection, invariant checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from vtensor import _core
+from vtensor.errors import VTensorError
+from vtensor.pool import Pool, ZeroPolicy, checked_sizes, zero_policy
+
+__all__ = ["check_invariants", "fail_after", "host_pool", "simulated_cuda_pool"]
+
+
+def host_pool(
+    page_size: int | None = None,
+    budget: int | None = None,
+    zero: ZeroPolicy = "new_owner",
+    strict_holes: bool = True,
+) -> Pool:
+    """A host pool whose unmapped addresses fault on reads too, so that an over-read is noticed."""
+    core = _core.host_pool(**checked_sizes(page_size, budget), zero=zero_policy(zero), strict_holes=strict_holes)
+    return Pool._over(core, torch.device("cpu"))
+
+
+def simulated_cuda_pool(
+    library: str | os.PathLike[str] | None = None,
+    page_size: int | None = None,
+    budget: int | None = None,
+    zero: ZeroPolicy = "new_owner",
+    device: int = 0,
+) -> Pool:
+    """A pool whose CUDA driver calls a simulated libcuda over host memory: a test double, whose tensors are CPU
+    tensors.
+
+    Args:
+        library: path of the simulated libcuda; ``$VTENSOR_SIMCUDA`` unless given.
+        page_size, budget, zero, device: as for :class:`~vtensor.Pool`.
+
+    Raises:
+        VTensorError: no library was named.
+    """
+    library = library or os.environ.get("VTENSOR_SIMCUDA")
+    if not library:
+        raise VTensorError("[simulated_cuda_pool] no library= and no $VTENSOR_SIMCUDA: build tests/simcuda and name it")
+    core = _core.cuda_pool(
+        device,
+        **checked_sizes(page_size, budget),
+        zero=zero_policy(zero),
+        library=os.fspath(library),
+        memory_is_host_memory=True,
+    )
+    return Pool._over(core, torch.device("cuda", device))
+
+
+@contextmanager
+def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[None]:
+    """Lets `skip` driver calls of `pool` through, then has the next `refuse` refused without being made."""
+    pool._core.fail_after(skip, refuse)
+    try:
+        yield
+    finally:
+        pool._core.disarm()
+
+
+def check_invariants(pool: Pool) -> None:
+    """Raises AssertionError where the page tables, counts and lists of `pool` contradict one another (I3 to I6)."""
+    try:
+        pool._core.check_invariants()
+    except VTensorError as error:
+        raise AssertionError(str(error)) from None
