@@ -8,8 +8,8 @@ python=$(command -v "${PYTHON3:-python3}") || die "no ${PYTHON3:-python3}: name 
 site=$PWD/build/gpu-site
 results=${OUT:-benchmarks/results}
 PATH=$(dirname "$python"):$PATH
-# -P: the source folder vtensor/ must not shadow the installed package.
-export PYTHONPATH=$site PYTHONSAFEPATH=1
+# The installed package comes before the source folder vtensor/, which has no extension in it.
+export PYTHONPATH=$site:$PWD PYTHONSAFEPATH=1
 
 check_machine() {
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is older than Python 3.11"
