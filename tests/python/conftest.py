@@ -1,0 +1,155 @@
+"""Pools for the tests, a bound on each test's time, and a check that each test leaves nothing behind."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+import vtensor
+from support import memfd_mappings, memfds, open_pool, simcuda_library
+from vtensor import testing
+
+KINDS = ("host", "simcuda")
+TEST_SECONDS = 120
+
+# "ci" gives the same examples each time; VTENSOR_HYPOTHESIS=soak looks for new ones, for as long as it takes.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=60,
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+)
+settings.register_profile(
+    "soak",
+    deadline=None,
+    max_examples=2000,
+    stateful_step_count=80,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile(os.environ.get("VTENSOR_HYPOTHESIS", "ci"))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "seconds(n): the most time the test may take")
+    config.addinivalue_line("markers", "keeps_pages: it may leave pages in the default pool")
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """Ends a test that runs past its time: by an exception first, and if C code sits on it, for good."""
+    marker = item.get_closest_marker("seconds")
+    seconds = marker.args[0] if marker else TEST_SECONDS
+    if os.environ.get("VTENSOR_HYPOTHESIS") == "soak":
+        seconds = 24 * 3600
+
+    def give_up(signum, frame):
+        raise TimeoutError(f"the test ran past {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if call.when == "call":
+        item.failed_call = report.failed
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request):
+    """I14: after the test no pages of the default pool, mappings or memfds are left that it added."""
+    default = vtensor.default_pool("cpu")
+    gc.collect()
+    before = default.stats()
+    descriptors = memfds()
+    yield
+    if getattr(request.node, "failed_call", True):
+        return  # the traceback keeps the test's locals alive
+    gc.collect()
+    assert memfds() <= descriptors, "a memfd is left"
+    if request.node.get_closest_marker("keeps_pages") is None:
+        after = default.stats()
+        assert after.pages_used <= before.pages_used, "pages of the default pool are left"
+        assert after.nbytes_reserved <= before.nbytes_reserved, "address ranges are left"
+
+
+@pytest.fixture
+def pool_factory(request):
+    """Makes pools by kind, and at the end checks that each is empty (I14) and sound (I5), and closes it."""
+    mappings = memfd_mappings()
+    opened = []
+
+    def make(kind: str, pages: int = 64, **kw):
+        if kind == "simcuda" and simcuda_library() is None:
+            pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+        pool = open_pool(kind, pages, **kw)
+        opened.append(pool)
+        return pool
+
+    yield make
+    failed = getattr(request.node, "failed_call", True)
+    for pool in opened:
+        if not failed and not pool.closed:
+            gc.collect()
+            testing.check_invariants(pool)
+            stats = pool.stats()
+            left = {
+                name: getattr(stats, name)
+                for name in ("pages_used", "pages_mapped", "nbytes_reserved", "tensors", "pages_quarantined")
+                if getattr(stats, name)
+            }
+            assert not left, f"the test left {left}"
+        pool.close()
+    if not failed:
+        assert memfd_mappings() <= mappings, "mappings of a memfd are left"
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def pool(pool_factory, kind):
+    """64 pages, of the host (4 KiB pages) and of the simulated libcuda in turn."""
+    return pool_factory(kind)
+
+
+@pytest.fixture
+def host(pool_factory):
+    """64 host pages of 4 KiB."""
+    return pool_factory("host")
+
+
+@pytest.fixture
+def simcuda(pool_factory):
+    """64 pages of the simulated libcuda, the smallest it has."""
+    return pool_factory("simcuda")
+
+
+@pytest.fixture
+def strict(request):
+    """64 host pages of 4 KiB, whose holes fault on reads too: a read past the end shows."""
+    with_holes = testing.host_pool(strict_holes=True, page_size=4096, budget=64 * 4096)
+    yield with_holes
+    with_holes.close()

@@ -1,0 +1,174 @@
+"""What several test files need: tensors of a few pages, exact bytes, kernel mappings, subprocesses."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import vtensor
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+# Positions to a page in the tensors that `quarter` makes.
+PER_PAGE = 4
+
+
+def simcuda_library() -> Path | None:
+    """The simulated libcuda, or None where it is not built."""
+    named = os.environ.get("VTENSOR_SIMCUDA")
+    path = Path(named) if named else ROOT / "build" / "tests" / "libsimcuda.so"
+    return path if path.exists() else None
+
+
+def quarter(pool, length=0, *, rows=(), capacity=64, dtype=torch.uint8, make=vtensor.empty, **kw):
+    """A tensor of `length` positions of a quarter page each, in each of `rows` (a shape) rows."""
+    item = pool.page_size // PER_PAGE // dtype.itemsize
+    sizes = (*rows, length, item)
+    return make(*sizes, grow_dim=len(rows), capacity=capacity, dtype=dtype, pool=pool, **kw)
+
+
+def filled(pool, length, value=1, **kw):
+    """As `quarter`, every element `value`."""
+    t = quarter(pool, length, **kw)
+    t.fill_(value)
+    return t
+
+
+def ramp(t) -> torch.Tensor:
+    """A plain tensor of t's shape and dtype whose bytes differ from place to place, NaN-free."""
+    n = t.numel() * t.element_size()
+    data = (torch.arange(n, dtype=torch.int64) * 7 % 113 + 1).to(torch.uint8)
+    return data.view(t.dtype).reshape(t.shape) if n else torch.empty(t.shape, dtype=t.dtype)
+
+
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """A dense copy of t's bytes: what `torch.equal` then compares bit for bit, NaN and -0.0 included."""
+    dense = t.detach().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bytes_of(a), bytes_of(b))
+
+
+def calls(pool) -> dict[str, int]:
+    """The driver calls made by callers so far, by name."""
+    return dict(pool.stats().driver_calls["caller"])
+
+
+def calls_since(pool, before: dict[str, int]) -> dict[str, int]:
+    now = calls(pool)
+    return {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
+
+
+def page_ids(t) -> list[int]:
+    return [record.page_id for record in t.pages()]
+
+
+def kernel_mappings() -> list[tuple[int, int, str]]:
+    """(start, end, permissions) of every mapping of this process."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        extent, permissions = line.split()[:2]
+        start, end = (int(x, 16) for x in extent.split("-"))
+        found.append((start, end, permissions))
+    return found
+
+
+def mappings_within(start: int, end: int) -> list[tuple[int, int, str]]:
+    return [m for m in kernel_mappings() if m[0] < end and start < m[1]]
+
+
+def memfd_mappings() -> int:
+    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def memfds() -> int:
+    """Open file descriptors that are memfds."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            count += "memfd:" in os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the descriptor of the listing itself
+            pass
+    return count
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a snippet ended. `code` is None where it ran past its time, negative for a signal."""
+
+    code: int | None
+    out: str
+    err: str
+
+    def check(self) -> Finished:
+        assert self.code == 0, f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        return self
+
+
+_server: subprocess.Popen | None = None
+
+_PRELUDE = f"""
+import faulthandler, gc, os, sys
+faulthandler.enable()
+sys.path.insert(0, {str(HERE)!r})
+import torch, vtensor
+from vtensor import testing
+from support import *
+"""
+
+
+def run_snippet(code: str, *, timeout: float = 40.0, env: dict[str, str] | None = None) -> Finished:
+    """Runs `code` in a process of its own, with torch, vtensor and this module's names imported.
+
+    The process is a child of a server that has imported torch only (snippet_server.py).
+    """
+    global _server
+    if _server is None or _server.poll() is not None:
+        _server = subprocess.Popen(
+            [sys.executable, str(HERE / "snippet_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(_server.stdin.close)
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        request = {
+            "code": _PRELUDE + textwrap.dedent(code),
+            "stdin": os.devnull,
+            "stdout": out.name,
+            "stderr": err.name,
+            "timeout": timeout,
+            "env": env or {},
+        }
+        _server.stdin.write(json.dumps(request) + "\n")
+        _server.stdin.flush()
+        answer = json.loads(_server.stdout.readline())
+        return Finished(answer["code"], out.read(), err.read())
+
+
+# Makes a pool by its kind in a snippet, as the fixture `pool` does in a test.
+def open_pool(kind: str, pages: int = 64, **kw):
+    """A pool of `pages` pages: kind "host" (4 KiB pages) or "simcuda"."""
+    from vtensor import testing
+
+    if kind == "host":
+        page_size = kw.pop("page_size", 4096)
+        return vtensor.Pool("cpu", page_size=page_size, budget=pages * page_size, **kw)
+    library = simcuda_library()
+    assert library is not None
+    probe = testing.simulated_cuda_pool(str(library), page_size=kw.pop("page_size", None), **kw)
+    page_size = probe.page_size
+    probe.close()
+    return testing.simulated_cuda_pool(str(library), page_size=page_size, budget=pages * page_size, **kw)

@@ -1,0 +1,560 @@
+"""Bad input: the error class that DESIGN names, a message that says what was asked, what there is and what to
+do, and everything as it was (I8)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+
+import vtensor
+from support import filled, page_ids, quarter, run_snippet, same_bytes, simcuda_library
+from vtensor import testing
+
+# "[operation] what was asked, what there is: what to do"
+SHAPE_OF_A_MESSAGE = re.compile(r"^\[[\w.]+\] \S.*: \S.*", re.DOTALL)
+
+
+def state(pool, *tensors):
+    """What an operation that fails may not change."""
+    stats = pool.stats()
+    counts = tuple(
+        getattr(stats, name)
+        for name in (
+            "pages_used",
+            "pages_free",
+            "pages_mapped",
+            "pages_needed",
+            "pages_held",
+            "pages_quarantined",
+            "nbytes_reserved",
+            "tensors",
+        )
+    )
+    return counts, [(t.length, t.capacity, t.address, t.stride(), page_ids(t), t.clone()) for t in tensors]
+
+
+@contextlib.contextmanager
+def refused(error, pool, *tensors, says=()):
+    """The body raises `error`, its message names all of `says`, and nothing has changed by it."""
+    counts, before = state(pool, *tensors)
+    with pytest.raises(error) as caught:
+        yield
+    message = str(caught.value)
+    assert SHAPE_OF_A_MESSAGE.match(message), message
+    for word in says:
+        assert str(word) in message, (word, message)
+    assert isinstance(caught.value, vtensor.VTensorError)
+    counts_after, after = state(pool, *tensors)
+    assert counts_after == counts
+    for (*facts, contents), (*facts_after, contents_after) in zip(before, after, strict=True):
+        assert facts == facts_after and same_bytes(contents, contents_after)
+    testing.check_invariants(pool)
+
+
+# --- lengths and capacities -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [-1, -(2**62), -(2**80)])
+def test_negative_amounts(pool, n):
+    t = filled(pool, 6, 3, rows=(2,))
+    for operation in (t.extend, t.shrink, t.truncate, t.prepare, t.reallocate):
+        with refused((vtensor.InvalidArgument, vtensor.CapacityExceeded), pool, t):
+            operation(n)
+    with refused(vtensor.InvalidArgument, pool, t, says=[-1]):
+        t.extend(-1)
+
+
+@pytest.mark.parametrize("n", [10**6, 2**31, 2**62, 2**63, 2**64 - 1, 2**80])
+def test_huge_amounts(pool, n):
+    t = filled(pool, 6, 3, rows=(2,))
+    with refused((vtensor.CapacityExceeded, vtensor.InvalidArgument), pool, t):
+        t.extend(n)
+    with refused((vtensor.CapacityExceeded, vtensor.InvalidArgument), pool, t):
+        t.prepare(n)
+    with refused((vtensor.CapacityExceeded, vtensor.InvalidArgument), pool, t):
+        t.shrink(n)
+    with refused((vtensor.CapacityExceeded, vtensor.InvalidArgument), pool, t):
+        t.truncate(n)
+    assert t.extend(1).length == 7
+
+
+def test_over_capacity_names_both_and_the_remedy(pool):
+    t = filled(pool, 6, capacity=8)
+    with refused(vtensor.CapacityExceeded, pool, t, says=[9, 8, "reallocate"]) as _:
+        t.extend(3)
+    with refused(vtensor.CapacityExceeded, pool, t, says=[8, "reallocate"]):
+        t.append(torch.ones(3, t.shape[1], dtype=t.dtype))
+    with pytest.raises(ValueError):
+        t.extend(3)
+
+
+def test_shrink_by_more_than_there_is(pool):
+    t = filled(pool, 6)
+    for front in (False, True):
+        with refused(vtensor.InvalidArgument, pool, t, says=[7, 6]):
+            t.shrink(7, front=front)
+    with refused(vtensor.InvalidArgument, pool, t, says=[7, 6]):
+        t.truncate(7)
+
+
+@pytest.mark.parametrize("n", [1.5, "3", None, torch.ones(2), [1]])
+def test_amounts_that_are_no_integers(pool, n):
+    t = filled(pool, 6)
+    for operation in (t.extend, t.shrink, t.truncate, t.prepare, t.reallocate):
+        before = state(pool, t)
+        with pytest.raises((TypeError, vtensor.InvalidArgument)):
+            operation(n)
+        assert state(pool, t)[0] == before[0] and t.length == 6
+
+
+def test_integers_of_other_kinds_are_taken(pool):
+    import numpy as np
+
+    t = quarter(pool)
+    t.extend(np.int64(3)).extend(torch.tensor(2)).extend(True).shrink(np.uint8(1))
+    assert t.length == 5
+
+
+@pytest.mark.parametrize("start, stop", [(-1, 3), (3, 99), (4, 2), (7, 7)])
+def test_own_outside_the_tensor(pool, start, stop):
+    t = filled(pool, 6)
+    with refused(vtensor.InvalidArgument, pool, t, says=[start, stop, 6]):
+        t.own(start, stop)
+
+
+# --- creation ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [2**40, 2**50, 2**61, 2**62, 2**63 - 1, 2**64, 2**100])
+def test_a_capacity_that_overflows(pool, capacity):
+    refusals = (vtensor.CapacityExceeded, vtensor.InvalidArgument, vtensor.DriverError)
+    with refused(refusals, pool, says=["capacity"]):
+        vtensor.empty(4, 0, 2**20, grow_dim=1, capacity=capacity, dtype=torch.float64, pool=pool)
+
+
+def test_sizes_that_overflow(pool):
+    for sizes in ((2**40, 0, 2**40), (2**62, 0, 4), (1, 0, 2**62)):
+        with refused((vtensor.CapacityExceeded, vtensor.InvalidArgument, vtensor.DriverError), pool):
+            vtensor.empty(*sizes, grow_dim=1, capacity=4, dtype=torch.float64, pool=pool)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"capacity": -1},
+        {"capacity": 3},  # below the initial length
+        {"grow_dim": 3},
+        {"grow_dim": -4},
+        {"sizes": (2, -4, 8)},
+        {"sizes": (-2, 4, 8)},
+        {"sizes": ()},
+        {"when_full": "explode"},
+        {"dtype": torch.quint8},
+    ],
+    ids=str,
+)
+def test_creation_with_wrong_arguments(pool, change):
+    arguments = {"sizes": (2, 4, 8), "grow_dim": 1, "capacity": 16, "dtype": torch.float32} | change
+    sizes = arguments.pop("sizes")
+    with refused((vtensor.InvalidArgument, vtensor.CapacityExceeded), pool):
+        vtensor.empty(*sizes, pool=pool, **arguments)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"capacity": 1.5}, {"capacity": None}, {"dtype": "float32"}, {"grow_dim": "1"}, {"sizes": ("a",)}],
+    ids=str,
+)
+def test_creation_with_wrong_types(pool, change):
+    arguments = {"sizes": (2, 4, 8), "grow_dim": 1, "capacity": 16, "dtype": torch.float32} | change
+    sizes = arguments.pop("sizes")
+    with pytest.raises((TypeError, vtensor.InvalidArgument)):
+        vtensor.empty(*sizes, pool=pool, **arguments)
+    assert pool.stats().tensors == 0
+
+
+def test_a_device_that_is_not_the_pools(host):
+    with refused(vtensor.InvalidArgument, host, says=["cuda", "cpu"]):
+        vtensor.empty(2, 4, grow_dim=0, capacity=8, device="cuda", pool=host)
+
+
+def test_creation_that_does_not_fit_the_budget(pool):
+    t = filled(pool, 4)
+    with refused(vtensor.OutOfPages, pool, t, says=[65, 63, 64]):
+        quarter(pool, 65 * 4, capacity=1000)
+    with refused(vtensor.OutOfPages, pool, t):
+        vtensor.from_tensor(torch.ones(65, pool.page_size, dtype=torch.uint8), 0, 100, pool=pool)
+
+
+def test_from_tensor_that_requires_grad(pool):
+    with refused(vtensor.InvalidArgument, pool, says=["grad"]):
+        vtensor.from_tensor(torch.ones(3, 4, requires_grad=True), grow_dim=0, capacity=9, pool=pool)
+
+
+# --- append -----------------------------------------------------------------------------------------------
+
+
+def test_append_of_a_wrong_shape(pool):
+    t = vtensor.zeros(2, 3, 5, 7, grow_dim=1, capacity=100, dtype=torch.float32, pool=pool)
+    wrong = ((2, 1, 5, 6), (2, 1, 7, 5), (1, 1, 5, 7), (3, 1, 5, 7), (2, 5, 7), (2, 1, 5, 7, 1), (), (35,))
+    for shape in wrong:
+        with refused(vtensor.InvalidArgument, pool, t, says=[tuple(shape), 7]):
+            t.append(torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32, torch.complex64], ids=str)
+def test_append_of_a_wrong_dtype(pool, dtype):
+    t = vtensor.zeros(3, 7, grow_dim=0, capacity=100, dtype=torch.float32, pool=pool)
+    with refused(vtensor.InvalidArgument, pool, t, says=[dtype, torch.float32]):
+        t.append(torch.ones(1, 7, dtype=dtype))
+
+
+def test_append_of_a_wrong_device(pool):
+    t = vtensor.zeros(3, 7, grow_dim=0, capacity=100, dtype=torch.float32, pool=pool)
+    with refused(vtensor.InvalidArgument, pool, t, says=["meta", "cpu"]):
+        t.append(torch.ones(1, 7, device="meta"))
+
+
+def test_append_of_no_dense_tensor(pool):
+    t = vtensor.zeros(3, 7, grow_dim=0, capacity=100, dtype=torch.float32, pool=pool)
+    with refused(vtensor.VTensorError, pool, t):
+        t.append(torch.ones(1, 7).to_sparse())
+    for x in ([[1.0] * 7], None, 3.0):
+        with pytest.raises((TypeError, vtensor.InvalidArgument)):
+            t.append(x)
+        assert t.length == 3
+
+
+def test_append_out_of_budget(pool):
+    t = filled(pool, 60 * 4, 1, capacity=400)
+    x = torch.ones(20, t.shape[1], dtype=t.dtype)
+    with refused(vtensor.OutOfPages, pool, t, says=["VTensor.append", 5, 4, 64]):
+        t.append(x)
+    assert t.append(x[:16]).eq(1).all()
+
+
+def test_out_of_pages_at_a_copy_on_write(pool_factory, kind):
+    pool = pool_factory(kind, pages=3)
+    t = filled(pool, 10, 1)
+    f = t.fork()
+    with refused(vtensor.OutOfPages, pool, t, f):
+        f.extend(1)  # the page to grow in is shared: it must be copied
+    with refused(vtensor.OutOfPages, pool, t, f):
+        f.own(0, 10)
+    t.close()
+    assert f.extend(1)[:10].eq(1).all()
+
+
+# --- pools ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 2048, 4095, 4097, 12288, 3 * 65536, -4096, 2**63, 2**70])
+def test_a_host_page_size_that_is_no_power_of_two_from_4096(page_size):
+    with pytest.raises(vtensor.InvalidArgument, match=r"^\[Pool\] .*page_size.*: ") as caught:
+        vtensor.Pool("cpu", page_size=page_size)
+    assert "4096" in str(caught.value) or "4 KiB" in str(caught.value)
+
+
+def test_a_cuda_page_size_that_is_no_multiple_of_the_granularity(simcuda):
+    wrong = simcuda.page_size + simcuda.page_size // 2
+    with pytest.raises(vtensor.InvalidArgument, match="granularity"):
+        testing.simulated_cuda_pool(str(simcuda_library()), page_size=wrong)
+
+
+@pytest.mark.parametrize("budget", [1, 4095, 0, -1, 2**70])
+def test_a_budget_below_one_page_or_beyond_reason(budget):
+    with pytest.raises(vtensor.InvalidArgument, match=r"^\[Pool\] .*budget.*: "):
+        vtensor.Pool("cpu", page_size=4096, budget=budget)
+
+
+def test_a_cuda_budget_below_one_page(simcuda):
+    with pytest.raises(vtensor.InvalidArgument, match="budget"):
+        testing.simulated_cuda_pool(str(simcuda_library()), budget=simcuda.page_size - 1)
+
+
+def test_a_budget_is_whole_pages():
+    pool = vtensor.Pool("cpu", page_size=4096, budget=3 * 4096 + 100)
+    stats = pool.stats()
+    assert stats.pages_free == 3 and stats.pages_used + stats.pages_free == stats.budget // 4096
+    with refused(vtensor.OutOfPages, pool):
+        quarter(pool, 13)
+    pool.close()
+
+
+def test_a_default_budget_is_set_by_what_the_machine_has():
+    pool = vtensor.Pool("cpu")
+    with open("/proc/meminfo") as file:
+        total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal"))
+    assert 0 < pool.budget <= total  # I9: beyond memory there is no error, only the kernel's killer
+    pool.close()
+
+
+@pytest.mark.parametrize("arguments", [{"zero": "sometimes"}, {"ahead": -1}, {"zero": None}])
+def test_wrong_pool_options(arguments):
+    with pytest.raises((vtensor.InvalidArgument, TypeError)):
+        vtensor.Pool("cpu", budget=2**20, **arguments)
+
+
+@pytest.mark.parametrize("device", ["meta", "tpu", "mps", ""])
+def test_a_device_that_has_no_pages(device):
+    with pytest.raises((vtensor.InvalidArgument, RuntimeError)) as caught:
+        vtensor.Pool(device)
+    assert str(caught.value)
+    with pytest.raises((vtensor.InvalidArgument, RuntimeError)):
+        vtensor.empty(2, 3, grow_dim=0, capacity=8, device=device)
+
+
+def test_prefill_of_a_wrong_amount(pool):
+    with refused(vtensor.OutOfPages, pool, says=[64]):
+        pool.prefill(65 * pool.page_size)
+    for wrong in (-1, 2**80):
+        with refused((vtensor.InvalidArgument, vtensor.OutOfPages), pool):
+            pool.prefill(wrong)
+
+
+def test_a_failing_driver_call_names_the_call_and_the_code(pool):
+    t = filled(pool, 6)
+    names = set()
+    for skip in range(10):
+        with contextlib.suppress(vtensor.DriverError), testing.fail_after(pool, skip):
+            try:
+                t.extend(4)
+                break
+            except vtensor.DriverError as error:
+                names.add(error.call)
+                assert error.call in str(error) and error.name in str(error)
+                assert isinstance(error.code, int) and error.code != 0
+                assert t.length == 6 and t.eq(1).all()  # I8
+                raise
+    assert names & {"mmap", "cuMemCreate", "cuMemMap"} and t.length == 10
+
+
+# --- limits of the system, each in a process of its own ---------------------------------------------------
+
+
+def test_address_space_limit():
+    """`ulimit -v`: the reservation is refused, and everything else goes on."""
+    run_snippet(
+        """
+        import resource
+        pool = vtensor.Pool("cpu", page_size=65536, budget=1 << 22)
+        t = quarter(pool, 5); t.fill_(4)
+        now = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
+        for tried in range(3):
+            try:
+                vtensor.empty(0, 1 << 20, grow_dim=0, capacity=1 << 12, dtype=torch.uint8, pool=pool)
+            except vtensor.DriverError as error:
+                assert error.call == "mmap" and error.name == "ENOMEM", (error.call, error.name)
+                assert "ulimit -v" in str(error) or "RLIMIT_AS" in str(error), error
+            else:
+                raise AssertionError("4 GiB were reserved")
+            try:
+                t.reallocate(1 << 24)
+            except vtensor.DriverError as error:
+                assert error.call == "mmap"
+            else:
+                raise AssertionError("256 GiB were reserved")
+            assert not t.closed and t.eq(4).all() and t.length == 5
+            testing.check_invariants(pool)
+        t.extend(3)
+        f = t.fork()
+        assert f[:5].eq(4).all()
+        t.close(); f.close(); pool.close()
+        """
+    ).check()
+
+
+MAP_COUNT = """
+limit = int(open("/proc/sys/vm/max_map_count").read())
+if limit > 200_000:
+    print("SKIP"); raise SystemExit
+def maps():
+    return sum(1 for _ in open("/proc/self/maps"))
+start = maps()
+pool = vtensor.Pool("cpu", page_size=4096, budget=(limit * 2) * 4096)
+"""
+
+
+@pytest.mark.parametrize("way", ["rows", "tensors"])
+def test_max_map_count(way):
+    """Scattered pages until the kernel has no mapping left: an error, and all can still be closed."""
+    result = run_snippet(
+        MAP_COUNT
+        + {
+            "rows": """
+made = []
+def grow():
+    t = vtensor.empty(8000, 0, 4096, grow_dim=1, capacity=2, dtype=torch.uint8, pool=pool)
+    made.append(t)
+    t.extend(1)
+""",
+            "tensors": """
+made = []
+def grow():
+    t = quarter(pool, 0, capacity=2000)
+    made.append(t)
+    for i in range(250):
+        t.extend(8).shrink(4, front=True)
+        made.append(t.fork().shrink(4).extend(4))
+""",
+        }[way]
+        + """
+refused = None
+for i in range(2000):
+    try:
+        grow()
+    except vtensor.VTensorError as error:
+        refused = error
+        break
+assert refused is not None, maps()
+text = str(refused)
+assert "max_map_count" in text and "sysctl" in text, text
+assert isinstance(refused, vtensor.DriverError), type(refused)
+assert maps() > limit // 2, (maps(), limit)
+testing.check_invariants(pool)
+before = pool.stats()
+last = made[-1]
+length = last.length
+for i in range(3):
+    try:
+        last.extend(1)
+    except vtensor.DriverError:
+        assert last.length == length
+    last.truncate(length)
+at_limit = maps()
+# Give back every other one first: holes inside merged mappings need splits of their own.
+for t in made[::2] + made[1::2]:
+    t.close()
+made.clear(); last = None; t = None
+gc.collect()
+stats = pool.stats()
+assert stats.pages_used == 0 and stats.pages_quarantined == 0 and stats.pages_mapped == 0, stats
+pool.close()
+assert maps() <= start + 50, (start, at_limit, maps())
+again = vtensor.Pool("cpu", page_size=4096, budget=1 << 20)
+t = filled(again, 9); assert t.eq(1).all(); t.close(); again.close()
+""",
+        timeout=90,
+    ).check()
+    if result.out.startswith("SKIP"):
+        pytest.skip("vm.max_map_count is raised on this machine")
+
+
+def test_other_code_may_take_the_last_mapping():
+    """Mappings that are not ours count too: ours are refused in time, and rolled back whole."""
+    result = run_snippet(
+        MAP_COUNT
+        + """
+import mmap
+t = quarter(pool, 3); t.fill_(5)
+others = []
+ours = torch.arange(0)
+prot = mmap.PROT_READ
+while maps() < limit - 600:
+    others += [mmap.mmap(-1, 4096, prot=prot if i % 2 else prot | mmap.PROT_WRITE) for i in range(500)]
+refused = 0
+keep = []
+for i in range(2000):
+    try:
+        x = quarter(pool, 0, capacity=64)
+        keep.append(x)
+        x.extend(1)
+    except vtensor.DriverError as error:
+        assert "max_map_count" in str(error), error
+        refused += 1
+        if refused > 3: break
+assert refused > 3, maps()
+assert t.eq(5).all()
+testing.check_invariants(pool)
+keep.clear(); x = None; gc.collect()
+t.close()
+assert pool.stats().pages_mapped == 0
+others.clear()
+pool.close()
+""",
+        timeout=90,
+    ).check()
+    if result.out.startswith("SKIP"):
+        pytest.skip("vm.max_map_count is raised on this machine")
+
+
+def test_memfd_refused():
+    run_snippet(
+        """
+        import resource
+        torch.ones(2).numpy()
+        kept = vtensor.Pool("cpu", page_size=4096, budget=1 << 20)
+        t = filled(kept, 5)
+        before = len(os.listdir("/proc/self/fd"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        for i in range(3):
+            try:
+                vtensor.Pool("cpu", page_size=4096, budget=1 << 20)
+            except vtensor.DriverError as error:
+                assert error.call == "memfd_create" and error.name == "EMFILE", (error.call, error.name)
+                assert "ulimit -n" in str(error) or "RLIMIT_NOFILE" in str(error), error
+            else:
+                raise AssertionError("a memfd was made")
+        t.extend(20)  # a pool that lives needs no new descriptor
+        assert t[:5].eq(1).all()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir("/proc/self/fd")) == before
+        pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20)
+        filled(pool, 5)
+        pool.close(); t.close(); kept.close()
+        """
+    ).check()
+
+
+def test_memory_of_the_file_refused():
+    """RLIMIT_FSIZE stops a memfd from growing: an error to the caller, not a signal."""
+    run_snippet(
+        """
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+        try:
+            pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20)
+            t = quarter(pool, 40)
+            t.fill_(3)
+            f = t.fork(); f.extend(1)
+            assert t.eq(3).all() and f[:40].eq(3).all()
+            t.close(); f.close(); pool.close()
+        except vtensor.DriverError as error:
+            assert error.call and error.code, error
+        """
+    ).check()
+
+
+# --- CUDA that is not there -------------------------------------------------------------------------------
+
+
+def test_no_libcuda():
+    with pytest.raises(vtensor.VTensorError, match="libcuda") as caught:
+        testing.simulated_cuda_pool("libcuda-that-is-not-there.so.1")
+    assert SHAPE_OF_A_MESSAGE.match(str(caught.value))
+
+
+def test_a_library_that_is_no_libcuda():
+    with pytest.raises(vtensor.VTensorError) as caught:
+        testing.simulated_cuda_pool("libc.so.6")
+    assert "cu" in str(caught.value) and SHAPE_OF_A_MESSAGE.match(str(caught.value))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_cuda_pool_without_a_gpu():
+    for make in (
+        lambda: vtensor.Pool("cuda"),
+        lambda: vtensor.default_pool("cuda"),
+        lambda: vtensor.empty(2, 3, grow_dim=0, capacity=8, device="cuda"),
+    ):
+        for _ in range(2):
+            with pytest.raises(vtensor.VTensorError) as caught:
+                make()
+            assert SHAPE_OF_A_MESSAGE.match(str(caught.value)) and 'device="cpu"' in str(caught.value)
+    assert vtensor.empty(1, 3, grow_dim=0, capacity=8).shape == (1, 3)

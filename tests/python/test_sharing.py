@@ -1,0 +1,353 @@
+"""Pages shared by fork, deepcopy and reindex: who writes what is never seen by the other side (I6)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import vtensor
+from support import PER_PAGE, calls, calls_since, filled, page_ids, quarter, ramp, same_bytes
+from vtensor import testing
+
+LENGTH = 10  # two whole pages and a half
+
+
+def base(pool, **kw):
+    t = quarter(pool, LENGTH, dtype=torch.float32, **kw)
+    return t.copy_(ramp(t))
+
+
+def set_item(x):
+    x[0] = 1.0
+
+
+def set_through_numpy(x):
+    x.numpy()[-1] = 2.0
+
+
+def set_through_dlpack(x):
+    torch.from_dlpack(x)[1] = 4.0
+
+
+def add_in_place(x):
+    x += 1
+
+
+# Each changes x in place, by the ways torch and numpy have.
+WRITES = {
+    "fill_": lambda x: x.fill_(3.0),
+    "setitem": set_item,
+    "setitem_mask": lambda x: x.__setitem__(x > 0, 5.0),
+    "iadd": add_in_place,
+    "add_": lambda x: x.add_(1.0),
+    "copy_": lambda x: x.copy_(torch.zeros_like(x)),
+    "zero_": lambda x: x.zero_(),
+    "random": lambda x: x.uniform_(1, 2),
+    "out": lambda x: torch.add(torch.ones(x.shape), 1.0, out=x),
+    "index_copy_": lambda x: x.index_copy_(0, torch.tensor([2]), torch.ones(1, x.shape[1])),
+    "index_put_": lambda x: x.index_put_((torch.tensor([1]),), torch.tensor(9.0)),
+    "masked_fill_": lambda x: x.masked_fill_(x != 0, 8.0),
+    "scatter_": lambda x: x.scatter_(0, torch.zeros(1, 3, dtype=torch.int64), 7.0),
+    "where_out": lambda x: torch.where(x > 0, 6.0, x, out=x),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+}
+ALIASED = {"numpy": set_through_numpy, "dlpack": set_through_dlpack}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("by_child", [True, False], ids=["child_writes", "parent_writes"])
+def test_a_write_to_a_tensor_stays_on_its_side(pool, write, by_child):
+    parent = base(pool)
+    child = parent.fork()
+    writer, other = (child, parent) if by_child else (parent, child)
+    expected = ramp(other)
+    WRITES[write](writer)
+    assert not same_bytes(writer, expected), "the write did nothing"
+    assert same_bytes(other, expected)  # I6
+    plain = expected.clone()
+    if write != "random":
+        WRITES[write](plain)
+        assert same_bytes(writer, plain)
+
+
+@pytest.mark.parametrize("write", [*WRITES, *ALIASED])
+@pytest.mark.parametrize("by_child", [True, False], ids=["child_writes", "parent_writes"])
+@pytest.mark.parametrize("taken", ["before", "after"])
+def test_a_write_through_a_host_view_stays_on_its_side(host, write, by_child, taken):
+    parent = base(host)
+    view = parent[:]
+    child = parent.fork()
+    if by_child:
+        if taken == "before":
+            pytest.skip("no view of a child is older than the fork")
+        view = child[:]
+    elif taken == "after":
+        view = parent[:]
+    writer, other = (child, parent) if by_child else (parent, child)
+    expected = ramp(other)
+    (WRITES | ALIASED)[write](view)
+    assert same_bytes(view, writer) and not same_bytes(writer, expected)
+    assert same_bytes(other, expected)  # I6
+    # What was parted is folded by now, and by the next fork; nothing may change by it.
+    written = writer.clone()
+    assert host.stats().pages_used > 3
+    grandchild = writer.fork()
+    assert same_bytes(grandchild, written) and same_bytes(writer, written) and same_bytes(other, expected)
+    view.fill_(11.0)
+    assert same_bytes(grandchild, written) and writer.eq(11).all() and same_bytes(other, expected)
+
+
+@pytest.mark.parametrize("alias", ALIASED)
+def test_an_alias_taken_from_the_tensor_itself(host, alias):
+    parent = base(host)
+    child = parent.fork()
+    expected = ramp(parent)
+    ALIASED[alias](child)
+    assert same_bytes(parent, expected) and not same_bytes(child, expected)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_through_a_cuda_view_after_own(simcuda, write):
+    parent = base(simcuda)
+    before = parent[:]
+    child = parent.fork()
+    expected = ramp(parent)
+    view = child[:]
+    child.own(0, LENGTH)
+    WRITES[write](view)
+    assert same_bytes(child, view) and not same_bytes(child, expected)
+    assert same_bytes(parent, expected) and same_bytes(before, expected)
+
+
+def test_a_numpy_array_over_the_tensor(host):
+    parent = base(host)
+    array = parent.numpy()
+    child = parent.fork()
+    array[:] = 5
+    assert parent.eq(5).all() and same_bytes(child, ramp(child))
+    child.numpy()[3:] = 6
+    assert parent.eq(5).all() and child[3:].eq(6).all()
+
+
+def test_a_tensor_in_closed_ranks_of_forks(pool):
+    """Nine tensors over the same pages; each writes its own number at its own place."""
+    first = base(pool)
+    family = [first]
+    for i in range(8):
+        family.append(family[i // 2].fork())
+    for i, t in enumerate(family):
+        t[i] = 100.0 + i
+    for i, t in enumerate(family):
+        expected = ramp(t)
+        expected[i] = 100.0 + i
+        assert same_bytes(t, expected)  # I6
+    testing.check_invariants(pool)
+
+
+# --- counts -----------------------------------------------------------------------------------------------
+
+
+def test_a_fork_costs_no_page_until_a_write_and_then_one(pool):
+    parent = filled(pool, 4 * PER_PAGE, rows=(2,))
+    assert pool.stats().pages_used == 8
+    child = parent.fork()
+    stats = pool.stats()
+    assert (stats.pages_used, stats.pages_mapped) == (8, 16)
+    child[1, 5] = 9
+    assert pool.stats().pages_used == 9
+    child[1, 6] = 9  # the same page
+    assert pool.stats().pages_used == 9
+    parent[1, 7] = 8  # the other side of that page: it is the parent's alone by now
+    assert pool.stats().pages_used == 9
+    assert [r.shared for r in child.pages()] == [2, 2, 2, 2, 2, 1, 2, 2]
+    child.close()
+    assert pool.stats().pages_used == 8
+    assert parent[0].eq(1).all() and parent[1, 7].eq(8).all() and parent[1, :7].eq(1).all()
+
+
+def test_reading_costs_no_page(pool):
+    parent = filled(pool, 4 * PER_PAGE)
+    child = parent.fork()
+    assert child.sum() == parent.sum() and child.clone().eq(1).all() and str(child)
+    assert pool.stats().pages_used == 4
+
+
+@pytest.mark.parametrize("first", ["parent", "child"])
+def test_the_last_partial_page_is_copied_by_whoever_appends_first(pool, first):
+    parent = base(pool)
+    child = parent.fork()
+    a, b = (parent, child) if first == "parent" else (child, parent)
+    assert pool.stats().pages_used == 3
+    x = torch.full((1, a.shape[1]), 3.0)
+    a.append(x)
+    assert pool.stats().pages_used == 4
+    b.append(x + 1)
+    assert pool.stats().pages_used == 4
+    assert same_bytes(a, torch.cat([ramp(a[:LENGTH]), x]))  # I6
+    assert same_bytes(b, torch.cat([ramp(b[:LENGTH]), x + 1]))
+
+
+def test_an_append_at_a_page_boundary_copies_nothing(pool):
+    parent = filled(pool, 2 * PER_PAGE)
+    child = parent.fork()
+    before = calls(pool)
+    child.extend(1)
+    made = calls_since(pool, before)
+    assert not made.get("pwrite") and not made.get("cuMemcpyDtoD")
+    assert pool.stats().pages_used == 3 and parent.length == 2 * PER_PAGE
+
+
+def test_extend_after_shrink_within_a_shared_page(pool):
+    """The child's fresh positions lie where the parent still has data."""
+    parent = base(pool)
+    child = parent.fork()
+    child.truncate(LENGTH - 1).extend(1)
+    child[LENGTH - 1] = 5.0
+    assert same_bytes(parent, ramp(parent))  # I6
+    assert same_bytes(child[: LENGTH - 1], ramp(parent)[: LENGTH - 1])
+
+
+def test_front_shrink_of_a_fork(pool):
+    parent = base(pool)
+    child = parent.fork()
+    child.shrink(5, front=True)
+    assert same_bytes(parent, ramp(parent)) and same_bytes(child, ramp(parent)[5:])
+    assert pool.stats().pages_used == 3
+    parent.close()
+    assert pool.stats().pages_used == 2 and same_bytes(child, ramp(parent_like(child))[5:])
+    child.fill_(2.0)
+    assert child.eq(2).all()
+
+
+def parent_like(child) -> torch.Tensor:
+    return torch.empty(LENGTH, child.shape[1])
+
+
+def test_parted_pages_are_folded_and_charged(host):
+    parent = base(host)
+    child = parent.fork()
+    ids = page_ids(parent)
+    view = parent[:]
+    view[0] = 1.0  # one 4 KiB page is parted by the kernel
+    view[9] = 1.0
+    assert host.stats().pages_used == 5
+    assert page_ids(child) == ids
+    assert [mine == old for mine, old in zip(page_ids(parent), ids, strict=True)] == [False, True, False]
+    assert [r.shared for r in parent.pages()] == [1, 2, 1] == [r.shared for r in child.pages()]
+    before = calls(host)
+    host.stats()
+    made = calls_since(host, before)
+    assert not made.get("pwrite"), "folded twice"
+
+
+@pytest.mark.parametrize("then", ["fork", "reallocate", "reindex"])
+def test_parted_pages_are_folded_before(host, then):
+    parent = quarter(host, LENGTH, rows=(2,), dtype=torch.float32)
+    parent.copy_(ramp(parent))
+    child = parent.fork()
+    expected = ramp(parent)
+    for x in (parent[:, 3:7], expected[:, 3:7]):
+        x.fill_(42.0)
+    moved = {
+        "fork": lambda: parent.fork(),
+        "reallocate": lambda: parent.reallocate(100),
+        "reindex": lambda: parent.reindex([0, 1]),
+    }[then]()
+    assert same_bytes(moved, expected)  # I2
+    assert same_bytes(child, ramp(child))
+    moved.fill_(1.0)
+    assert same_bytes(child, ramp(child))
+    assert host.stats().pages_used >= 6 + 4
+
+
+def test_folding_that_does_not_fit_raises_and_loses_nothing(pool_factory):
+    pool = pool_factory("host", pages=8)
+    parent = filled(pool, 5 * PER_PAGE, 1)
+    child = parent.fork()
+    child[:].fill_(2)  # five pages more than the pool has left: the kernel asks nobody
+    with pytest.raises(vtensor.OutOfPages) as caught:
+        child.fork()
+    assert isinstance(caught.value, MemoryError)  # I9
+    assert parent.eq(1).all() and child.eq(2).all() and not child.closed  # I8
+    testing.check_invariants(pool)
+    parent.close()
+    grandchild = child.fork()
+    assert child.eq(2).all() and grandchild.eq(2).all()
+    stats = pool.stats()
+    assert stats.pages_used == 5 and stats.pages_used + stats.pages_free == 8  # I5
+
+
+def test_a_cuda_write_that_does_not_fit_raises_and_changes_nothing(pool_factory):
+    pool = pool_factory("simcuda", pages=6)
+    parent = filled(pool, 5 * PER_PAGE, 1)
+    child = parent.fork()
+    with pytest.raises(vtensor.OutOfPages):
+        child.fill_(2)
+    assert parent.eq(1).all() and child.eq(1).all()  # I8
+    parent.close()
+    child.fill_(2)
+    assert child.eq(2).all()
+
+
+# --- deepcopy and reindex ---------------------------------------------------------------------------------
+
+
+def test_deepcopy_is_a_fork(pool):
+    t = base(pool, rows=(2,), capacity=33)
+    twin = copy.deepcopy(t)
+    assert isinstance(twin, vtensor.VTensor) and page_ids(twin) == page_ids(t)
+    assert (twin.capacity, twin.grow_dim, twin.pool) == (33, 1, pool)
+    twin.zero_()
+    assert same_bytes(t, ramp(t))
+
+
+def test_deepcopy_keeps_identity_within_one_copy(pool):
+    t = base(pool)
+    a, b = copy.deepcopy([t, t])
+    assert a is b and a is not t
+
+
+def test_reindexed_rows_part_at_the_first_write(pool):
+    t = filled(pool, 2 * PER_PAGE, rows=(3,), capacity=64)
+    t.reindex([1, 1, 1])
+    assert pool.stats().pages_used == 2 and {r.shared for r in t.pages()} == {3}
+    t[0] = 5
+    assert t[0].eq(5).all() and t[1:].eq(1).all()  # I6
+    t[2, -1] = 6
+    assert t[1].eq(1).all() and t[2, -1].eq(6).all() and t[0].eq(5).all()
+
+
+def test_reindexed_rows_append_apart(pool):
+    t = filled(pool, LENGTH, rows=(2,), capacity=64)
+    t.reindex([0, 0])
+    x = torch.stack([torch.full((1, t.shape[2]), n, dtype=t.dtype) for n in (7, 8)])
+    t.append(x)
+    assert t[:, :LENGTH].eq(1).all() and same_bytes(t[:, LENGTH:], x)
+
+
+def test_beam_search_in_small(pool):
+    """Beams chosen anew at each step, against plain index_select and cat."""
+    generator = torch.Generator().manual_seed(5)
+    t = quarter(pool, 3, rows=(3,), capacity=64)
+    t.copy_(ramp(t))
+    plain = t.clone()
+    for _ in range(20):
+        index = torch.randint(0, 3, (3,), generator=generator)
+        x = torch.randint(0, 255, (3, 1, plain.shape[2]), generator=generator, dtype=torch.uint8)
+        t.reindex(index).append(x)
+        plain = torch.cat([plain[index], x], 1)
+        assert same_bytes(t, plain)
+    assert pool.stats().pages_used <= 3 * 6
+
+
+def test_both_sides_close_in_any_order(pool):
+    for order in (0, 1):
+        pair = [base(pool)]
+        pair.append(pair[0].fork())
+        pair[order].close()
+        assert same_bytes(pair[1 - order], ramp(pair[1 - order]))
+        pair[1 - order].fill_(1.0)
+        pair[1 - order].close()
+        assert pool.stats().pages_used == 0  # I14

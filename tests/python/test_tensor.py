@@ -1,0 +1,708 @@
+"""The public face of VTensor: every constructor, method and property, on both drivers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+from support import (
+    PER_PAGE,
+    bytes_of,
+    calls,
+    calls_since,
+    filled,
+    mappings_within,
+    page_ids,
+    quarter,
+    ramp,
+    same_bytes,
+)
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+]
+
+
+def slot_of(t, position: int) -> int:
+    """The page of its row in which a position of `quarter` lies."""
+    return position // PER_PAGE
+
+
+# --- creation ---------------------------------------------------------------------------------------------
+
+
+def test_empty_is_a_torch_tensor_of_the_asked_shape(pool):
+    t = vtensor.empty(2, 3, 5, 7, grow_dim=1, capacity=100, dtype=torch.float32, pool=pool)
+    assert isinstance(t, torch.Tensor) and isinstance(t, vtensor.VTensor)
+    assert t.shape == (2, 3, 5, 7) and t.dtype is torch.float32 and t.device.type == "cpu"
+    assert (t.grow_dim, t.length, t.capacity, t.pool, t.closed) == (1, 3, 100, pool, False)
+    assert t.address == t.data_ptr() != 0
+    assert t.address % pool.page_size == 0
+    assert t.nbytes_mapped == 2 * -(-3 * 5 * 7 * 4 // pool.page_size) * pool.page_size
+    row_pages = -(-100 * 5 * 7 * 4 // pool.page_size)
+    assert t.nbytes_reserved >= 2 * row_pages * pool.page_size
+    assert not t.requires_grad
+
+
+@pytest.mark.parametrize("make", [vtensor.empty, vtensor.zeros])
+def test_a_new_tensor_reads_zeros(pool, make):
+    quarter(pool, 20).fill_(255)  # a first owner, gone at once
+    t = quarter(pool, 20, make=make)
+    assert not t.any()  # I7
+    t.fill_(9).extend(20)
+    assert t[:20].eq(9).all() and not t[20:].any()
+
+
+def test_sizes_as_one_sequence_and_default_dtype(host):
+    t = vtensor.empty((2, 0, 3), grow_dim=1, capacity=8, pool=host)
+    assert t.shape == (2, 0, 3) and t.dtype is torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 5), (2, 4, 5), (2, 3, 4, 5)])
+def test_grow_dim_anywhere(pool, sizes):
+    for dim in range(len(sizes)):
+        for named in (dim, dim - len(sizes)):
+            t = vtensor.zeros(*sizes, grow_dim=named, capacity=5000, dtype=torch.int32, pool=pool)
+            assert t.grow_dim == dim
+            more = list(sizes)
+            more[dim] = 3
+            first, second = ramp(t), ramp(torch.empty(more, dtype=torch.int32))
+            t.copy_(first)
+            t.append(second)
+            assert same_bytes(t, torch.cat([first, second], dim))  # I2
+            t.close()
+
+
+def test_rows_are_reservations_of_whole_pages_side_by_side(pool):
+    t = quarter(pool, 5, rows=(2, 3), capacity=9)
+    row = 3 * pool.page_size  # 9 quarters fill three pages
+    assert t.stride() == (3 * row, row, pool.page_size // PER_PAGE, 1)
+    for i in range(2):
+        for j in range(3):
+            assert t[i, j].data_ptr() == t.address + (3 * i + j) * row
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(pool, dtype):
+    t = vtensor.empty(2, 3, 4, grow_dim=1, capacity=40, dtype=dtype, pool=pool)
+    data = ramp(torch.empty(2, 9, 4, dtype=dtype))
+    if dtype is torch.bool:
+        data = data.view(torch.uint8).remainder(2).view(torch.bool)
+    t.copy_(data[:, :3])
+    t.append(data[:, 3:8])
+    t.append(data[:, 8:9])
+    assert t.dtype is dtype
+    assert same_bytes(t, data)
+    t.shrink(2, front=True)
+    t.shrink(1)
+    assert same_bytes(t, data[:, 2:8])
+    other = t.reallocate(80).fork()
+    assert same_bytes(other, data[:, 2:8])
+    assert same_bytes(vtensor.from_tensor(data, grow_dim=1, capacity=9, pool=pool), data)
+
+
+def test_empty_like_takes_all_but_the_contents(pool):
+    t = filled(pool, 6, 3, rows=(2,), capacity=32, dtype=torch.float16)
+    like = vtensor.empty_like(t)
+    assert (like.shape, like.dtype, like.grow_dim, like.capacity, like.pool) == (
+        t.shape,
+        t.dtype,
+        t.grow_dim,
+        t.capacity,
+        t.pool,
+    )
+    assert not like.any() and like.address != t.address
+    assert vtensor.empty_like(t, capacity=50).capacity == 50
+
+
+def test_empty_like_in_another_pool(host, pool_factory):
+    other = pool_factory("host", page_size=16384)
+    t = filled(host, 6)
+    like = vtensor.empty_like(t, pool=other)
+    assert like.pool is other and like.shape == t.shape
+    assert other.stats().pages_used == 1
+
+
+def test_from_tensor_copies(pool):
+    x = torch.arange(60, dtype=torch.float64).reshape(3, 4, 5)
+    t = vtensor.from_tensor(x.transpose(0, 2), grow_dim=1, capacity=10, pool=pool)
+    assert same_bytes(t, x.transpose(0, 2)) and t.length == 4 and t.capacity == 10
+    x.zero_()
+    assert t[0, 1, 0] == 5
+
+
+def test_default_pool_is_one_per_device():
+    t = vtensor.empty(3, 4, grow_dim=0, capacity=10)
+    assert t.pool is vtensor.default_pool("cpu") is vtensor.default_pool("cpu")
+    assert t.pool.page_size == 65536 and str(t.pool.device) == "cpu"
+
+
+# --- growing ----------------------------------------------------------------------------------------------
+
+
+def test_extend_moves_nothing(pool):
+    t = filled(pool, 3, 7, rows=(2,))
+    address, stride = t.data_ptr(), t.stride()
+    for _ in range(20):
+        assert t.extend(1) is t
+        assert t.data_ptr() == address and t.stride() == stride  # I1
+    assert t.shape[1] == t.length == 23
+    assert t[:, :3].eq(7).all() and not t[:, 3:].any()  # I2, I7
+
+
+def test_extend_by_nothing(pool):
+    t = filled(pool, 3)
+    before = calls(pool)
+    assert t.extend(0).length == 3
+    assert calls_since(pool, before) == {}
+
+
+def test_append_returns_the_tensor_and_copies_in(pool):
+    t = quarter(pool)
+    rows = [torch.full((n, t.shape[1]), n, dtype=t.dtype) for n in (1, 2, 5, 1, 8)]
+    for x in rows:
+        assert t.append(x) is t
+    assert same_bytes(t, torch.cat(rows))
+    rows[0].zero_()
+    assert t[0].eq(1).all()
+
+
+def test_append_of_nothing(pool):
+    t = filled(pool, 2)
+    assert t.append(torch.empty(0, t.shape[1], dtype=t.dtype)).length == 2
+
+
+def test_append_takes_any_strides(pool):
+    t = vtensor.empty(2, 0, 6, grow_dim=1, capacity=100, dtype=torch.float32, pool=pool)
+    x = torch.arange(2 * 5 * 6, dtype=torch.float32).reshape(2, 5, 6)
+    sources = [
+        x,
+        x.transpose(1, 2).contiguous().transpose(1, 2),
+        x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+        x[:, ::2],
+        x[:, :1].expand(2, 4, 6),
+        x.flip(1),
+        torch.as_strided(x, (2, 4, 6), (6, 3, 1)),
+    ]
+    for source in sources:
+        t.append(source)
+    assert same_bytes(t, torch.cat(sources, 1))
+
+
+def test_append_takes_conjugate_and_negative_views(pool):
+    t = vtensor.empty(0, 6, grow_dim=0, capacity=100, dtype=torch.complex64, pool=pool)
+    z = torch.randn(3, 6, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    t.append(z.conj()).append(torch._neg_view(z))
+    assert torch.equal(t, torch.cat([z.conj().resolve_conj(), -z]))
+    imaginary = vtensor.empty(0, 6, grow_dim=0, capacity=100, dtype=torch.float32, pool=pool)
+    imaginary.append(z.conj().imag)
+    assert torch.equal(imaginary, -z.imag)
+
+
+def test_append_takes_what_overlaps_the_tensor(pool):
+    t = quarter(pool, 3)
+    t.copy_(ramp(t))
+    expected = t.clone()
+    t.append(t)
+    expected = torch.cat([expected, expected])
+    assert same_bytes(t, expected)
+    t.append(t[1:5])
+    expected = torch.cat([expected, expected[1:5]])
+    assert same_bytes(t, expected)
+    t.append(t[2:3].expand(4, -1))
+    assert same_bytes(t, torch.cat([expected, expected[2:3].expand(4, -1)]))
+
+
+def test_append_of_another_vtensor(pool):
+    a, b = filled(pool, 3, 1, rows=(2,)), filled(pool, 5, 2, rows=(2,))
+    a.append(b)
+    assert a[:, :3].eq(1).all() and a[:, 3:].eq(2).all()
+
+
+def test_append_of_a_source_that_requires_grad(pool):
+    t = vtensor.zeros(1, 4, grow_dim=0, capacity=100, pool=pool)
+    x = torch.ones(1, 4, requires_grad=True)
+    with pytest.raises(vtensor.InvalidArgument, match="no_grad"):
+        t.append(x)
+    assert t.length == 1
+    with torch.no_grad():
+        t.append(x)
+    assert t.length == 2 and t[1].eq(1).all() and not t.requires_grad
+
+
+def test_prepare_leaves_no_driver_call_to_extend(pool):
+    t = filled(pool, 3, rows=(2,))
+    assert t.prepare(9) is t
+    stats = pool.stats()
+    assert t.length == 3 and stats.pages_ahead == 2 * 2  # I4
+    assert stats.pages_mapped == stats.pages_needed + stats.pages_ahead
+    before = calls(pool)
+    t.extend(9)
+    assert calls_since(pool, before) == {}
+    assert pool.stats().pages_ahead == 0
+    assert t[:, :3].eq(1).all() and not t[:, 3:].any()
+
+
+# --- shrinking --------------------------------------------------------------------------------------------
+
+
+def test_shrink_gives_whole_pages_back(pool):
+    t = filled(pool, 10, 5, rows=(3,))
+    address = t.data_ptr()
+    assert t.shrink(1) is t and pool.stats().pages_used == 9
+    t.shrink(1)
+    assert pool.stats().pages_used == 6  # 8 quarters fill two pages
+    assert t.length == 8 and t.data_ptr() == address and t.eq(5).all()
+    t.shrink(8)
+    assert t.length == 0 and pool.stats().pages_used == 0
+    t.extend(2)
+    assert not t.any() and t.data_ptr() == address
+
+
+def test_truncate(pool):
+    t = filled(pool, 10, 5)
+    assert t.truncate(10) is t and t.length == 10
+    assert t.truncate(3) is t and t.shape[0] == 3 and t.eq(5).all()
+    assert pool.stats().pages_used == 1
+    t.truncate(0)
+    assert pool.stats().pages_used == 0
+
+
+def test_front_shrink_leaves_the_rest_where_it_is(pool):
+    t = quarter(pool, 12, rows=(2,), capacity=64)
+    t.copy_(ramp(t))
+    expected = t.clone()
+    address, step = t.data_ptr(), pool.page_size // PER_PAGE
+    for gone in range(1, 12):
+        assert t.shrink(1, front=True) is t
+        assert t.length == 12 - gone
+        assert t.data_ptr() == t.address == address + gone * step  # I1: to the first element kept
+        assert same_bytes(t, expected[:, gone:])
+        assert pool.stats().pages_used == 2 * (3 - slot_of(t, gone))
+    t.extend(3)
+    assert same_bytes(t[:, :1], expected[:, 11:])
+
+
+def test_shrink_both_ends_to_nothing_and_grow_again(pool):
+    t = filled(pool, 9, 1)
+    t.shrink(4, front=True).shrink(5)
+    assert t.length == 0 and pool.stats().pages_mapped == 0
+    t.append(torch.full((6, t.shape[1]), 2, dtype=t.dtype))
+    assert t.eq(2).all() and t.length == 6
+
+
+# --- capacity ---------------------------------------------------------------------------------------------
+
+
+def test_capacity_is_as_asked(pool):
+    t = quarter(pool, capacity=6)
+    t.extend(6)
+    assert t.capacity == 6 and t.nbytes_reserved >= 2 * pool.page_size
+    with pytest.raises(vtensor.CapacityExceeded, match=r"^\[VTensor\.extend\] .*6.*: .*reallocate"):
+        t.extend(1)
+    assert t.length == 6
+
+
+def test_front_shrinks_use_capacity_up_and_then_raise(pool):
+    t = filled(pool, 8, 1, capacity=10)
+    t.shrink(5, front=True)
+    t.extend(2)
+    with pytest.raises(vtensor.CapacityExceeded, match="move"):
+        t.extend(1)
+    assert t.length == 5 and t[:3].eq(1).all()
+
+
+def test_front_shrinks_then_move_where_the_tensor_was_asked_to(pool):
+    t = filled(pool, 8, 1, rows=(2,), capacity=10, when_full="move")
+    expected = ramp(t)
+    t.copy_(expected)
+    t.shrink(5, front=True)
+    t.extend(2)
+    ids = set(page_ids(t))
+    before = calls(pool)
+    t.extend(5)  # 10 positions in all: the capacity, but not behind what the front used up
+    assert t.length == 10 and t.capacity == 10
+    assert same_bytes(t[:, :3], expected[:, 5:])  # I2
+    assert not t[:, 3:].any()
+    assert ids <= set(page_ids(t)), "pages were copied"
+    made = calls_since(pool, before)
+    assert not made.get("pwrite") and not made.get("cuMemcpyDtoD")
+    with pytest.raises(vtensor.CapacityExceeded):
+        t.extend(1)
+    assert t.length == 10
+
+
+def test_a_sliding_window_runs_for_ever(pool):
+    t = quarter(pool, capacity=12, when_full="move")
+    window = []
+    for step in range(100):
+        x = torch.full((1, t.shape[1]), step % 251, dtype=t.dtype)
+        t.append(x)
+        window.append(step % 251)
+        if len(window) > 6:
+            t.shrink(1, front=True)
+            window.pop(0)
+        assert t[:, 0].tolist() == window and t[:, -1].tolist() == window
+        assert pool.stats().pages_used <= 3
+
+
+# --- reallocate -------------------------------------------------------------------------------------------
+
+
+def test_reallocate_keeps_the_pages(pool):
+    t = quarter(pool, 10, rows=(2,), capacity=12)
+    t.copy_(ramp(t))
+    expected, ids, used = t.clone(), page_ids(t), pool.stats().pages_used
+    before = calls(pool)
+    bigger = t.reallocate(40)
+    made = calls_since(pool, before)
+    assert not made.get("pwrite") and not made.get("cuMemcpyDtoD") and not made.get("cuMemCreate")
+    assert t.closed and not bigger.closed
+    assert bigger.capacity == 40 and bigger.length == 10 and bigger.grow_dim == 1
+    assert same_bytes(bigger, expected)  # I2
+    assert page_ids(bigger) == ids and pool.stats().pages_used == used
+    assert same_bytes(bigger.extend(30)[:, :10], expected)
+
+
+def test_reallocate_to_less(pool):
+    t = filled(pool, 10, 3, capacity=60)
+    smaller = t.reallocate(10)
+    assert smaller.capacity == 10 and smaller.eq(3).all()
+    with pytest.raises(vtensor.CapacityExceeded):
+        smaller.reallocate(9)
+    assert not smaller.closed and smaller.eq(3).all()
+
+
+def test_reallocate_after_a_front_shrink_has_the_whole_capacity(pool):
+    t = quarter(pool, 10, capacity=12)
+    t.copy_(ramp(t))
+    expected = t[7:].clone()
+    t.shrink(7, front=True)
+    bigger = t.reallocate(20)
+    bigger.extend(17)
+    assert bigger.length == 20 and same_bytes(bigger[:3], expected)
+
+
+# --- length 0 ---------------------------------------------------------------------------------------------
+
+
+def test_length_zero(pool):
+    t = quarter(pool, rows=(2,), capacity=9)
+    assert t.length == 0 and t.shape[1] == 0 and t.numel() == 0
+    assert t.nbytes_mapped == 0 and pool.stats().pages_used == 0
+    assert t.data_ptr() == 0 and t.address % pool.page_size == 0 and t.address != 0
+    address = t.address
+    assert t.pages() == [] and t.clone().shape == t.shape
+    assert t.fork().length == 0 and t.snapshot().shape == t.shape
+    t.extend(1)
+    assert t.data_ptr() == t.address == address  # I1
+    assert t.truncate(0).reallocate(12).extend(12).length == 12
+
+
+def test_items_of_no_bytes(host):
+    t = vtensor.empty(2, 3, 0, grow_dim=1, capacity=9, pool=host)
+    t.extend(4)
+    t.shrink(2, front=True)
+    assert t.shape == (2, 5, 0) and host.stats().pages_used == 0
+
+
+# --- records and properties -------------------------------------------------------------------------------
+
+
+def test_pages_tells_of_each_mapped_page(pool):
+    t = filled(pool, 9, rows=(2,), capacity=20)
+    records = t.pages()
+    row = t.stride(0)  # in bytes, as the elements are bytes
+    assert [(r.row, r.index, r.address) for r in records] == [
+        (i, j, t.address + i * row + j * pool.page_size) for i in range(2) for j in range(3)
+    ]
+    assert len({r.page_id for r in records}) == 6 and {r.shared for r in records} == {1}
+    assert len({r.state for r in records}) == 1 and all(isinstance(r.state, str) for r in records)
+    f = t.fork()
+    assert {r.shared for r in f.pages()} == {r.shared for r in t.pages()} == {2}
+    t.shrink(5, front=True)
+    assert [r.index for r in t.pages()] == [1, 2, 1, 2]
+
+
+def test_nbytes_mapped_follows_the_length(pool):
+    t = quarter(pool, rows=(3,), capacity=32)
+    reserved = t.nbytes_reserved
+    for length in (1, 4, 5, 17, 32):
+        t.extend(length - t.length)
+        assert t.nbytes_mapped == 3 * -(-length // PER_PAGE) * pool.page_size
+        assert t.nbytes_reserved == reserved == pool.stats().nbytes_reserved
+
+
+def test_results_are_plain_tensors(pool):
+    t = filled(pool, 4, 2, dtype=torch.float32)
+    for result in (t + 1, t[1], t[1:3], t.view(-1), t.clone(), t.float(), t.T, t.detach(), torch.cat([t, t])):
+        assert type(result) is torch.Tensor
+    t += 1
+    assert isinstance(t, vtensor.VTensor) and t.eq(3).all()
+
+
+def test_a_plain_kernel_gives_the_same_bits(pool):
+    t = vtensor.empty(1, 4, 0, 16, grow_dim=2, capacity=64, dtype=torch.float32, pool=pool)
+    k = torch.randn(1, 4, 37, 16, generator=torch.Generator().manual_seed(0))
+    q = torch.randn(1, 4, 2, 16, generator=torch.Generator().manual_seed(1))
+    t.append(k)
+    held = torch.empty(1, 4, 64, 16)[:, :, :37]
+    held.copy_(k)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(sdpa(q, t, t), sdpa(q, held, held))
+
+
+def test_snapshot_is_a_plain_tensor_of_this_moment(pool):
+    t = filled(pool, 5, 4, rows=(2,))
+    s = t.snapshot()
+    assert type(s) is torch.Tensor and s.data_ptr() == t.data_ptr() and s.stride() == t.stride()
+    t.extend(20)
+    assert s.shape[1] == 5 and s.eq(4).all()
+    t.close()
+    assert s.eq(4).all()  # I3
+
+
+def test_own_makes_pages_unshared(pool):
+    t = filled(pool, 12, 6, rows=(2,))
+    f = t.fork()
+    assert f.own(4, 8) is f
+    shared = [r.shared for r in f.pages()]
+    assert shared == [2, 1, 2, 2, 1, 2] and pool.stats().pages_used == 6 + 2
+    f.narrow(1, 4, 4).fill_(9)  # through a view: allowed on CUDA only after own()
+    assert t.eq(6).all() and f[:, 4:8].eq(9).all() and f[:, 8:].eq(6).all()  # I6
+    f.own(0, 12)
+    assert pool.stats().pages_used == 12 and {r.shared for r in t.pages()} == {1}
+
+
+@pytest.mark.parametrize("index", [[1, 0, 2], [2, 2, 2], [0], [1, 1, 0, 2, 0], []])
+def test_reindex(pool, index):
+    t = quarter(pool, 6, rows=(3,), capacity=20)
+    t.copy_(ramp(t))
+    expected = t.clone()[index]
+    assert t.reindex(torch.tensor(index, dtype=torch.int64)) is t
+    assert same_bytes(t, expected)
+    t.extend(3)
+    assert same_bytes(t[:, :6], expected) and t.shape == (len(index), 9, expected.shape[2])
+    t.fill_(3)
+    assert t.eq(3).all()
+
+
+def test_reindex_copies_no_whole_page(pool):
+    t = filled(pool, 8, rows=(4,), capacity=20)  # two whole pages a row
+    ids = page_ids(t)
+    before = calls(pool)
+    t.reindex(torch.tensor([3, 2, 1, 0]))
+    made = calls_since(pool, before)
+    assert not made.get("pwrite") and not made.get("cuMemcpyDtoD")
+    assert sorted(page_ids(t)) == sorted(ids) and page_ids(t) != ids
+
+
+def test_reindex_leaves_an_old_view_alone(pool):
+    t = quarter(pool, 5, rows=(2,))
+    t.copy_(ramp(t))
+    view, expected = t[:, 1:4], t.clone()
+    t.reindex([1, 1])
+    assert same_bytes(view, expected[:, 1:4])  # I3
+    assert same_bytes(t, expected[[1, 1]])
+    t.fill_(77)
+    assert same_bytes(view, expected[:, 1:4])  # I6
+
+
+def test_reindex_wants_rows(pool):
+    t = filled(pool, 5)
+    with pytest.raises(vtensor.InvalidArgument):
+        t.reindex([0])
+    t = filled(pool, 5, rows=(2,))
+    for wrong in ([2], [-3], [[0]], torch.tensor([0.5])):
+        with pytest.raises(vtensor.InvalidArgument):
+            t.reindex(wrong)
+    assert t.eq(1).all()
+
+
+# --- close ------------------------------------------------------------------------------------------------
+
+
+def test_close_gives_everything_back(pool):
+    t = filled(pool, 9, rows=(2,))
+    address, reserved = t.address, t.nbytes_reserved
+    t.close()
+    assert t.closed
+    stats = pool.stats()
+    assert (stats.pages_used, stats.pages_mapped, stats.nbytes_reserved, stats.tensors) == (0, 0, 0, 0)  # I14
+    assert not [m for m in mappings_within(address, address + reserved) if m[2].startswith("rw")]
+    t.close()  # again does nothing
+
+
+def test_every_operation_on_a_closed_tensor_raises_closed(pool):
+    t = filled(pool, 5)
+    x = torch.zeros(1, t.shape[1], dtype=t.dtype)
+    t.close()
+    operations = [
+        lambda: t.extend(1),
+        lambda: t.append(x),
+        lambda: t.shrink(1),
+        lambda: t.truncate(0),
+        lambda: t.prepare(1),
+        lambda: t.reallocate(100),
+        lambda: t.fork(),
+        lambda: t.own(0, 1),
+        lambda: t.reindex([0]),
+        lambda: t.snapshot(),
+        lambda: t.pages(),
+        lambda: t + 1,
+        lambda: t[0],
+        lambda: t.sum(),
+        lambda: t.clone(),
+        lambda: torch.equal(t, t),
+        lambda: t.fill_(1),
+        lambda: t.numpy(),
+        lambda: t.tolist(),
+    ]
+    for operation in operations:
+        with pytest.raises(vtensor.Closed):
+            operation()
+    assert t.closed and "closed" in repr(t).lower()
+
+
+def test_a_tensor_that_dies_gives_its_pages_back(pool):
+    t = filled(pool, 9)
+    assert pool.stats().tensors == 1
+    del t
+    assert pool.stats().pages_used == 0 and pool.stats().tensors == 0
+
+
+# --- pools ------------------------------------------------------------------------------------------------
+
+
+def test_pool_properties_and_stats(pool):
+    assert pool.budget == 64 * pool.page_size and not pool.closed
+    stats = pool.stats()
+    assert stats.page_size == pool.page_size and stats.budget == pool.budget
+    assert (stats.pages_used, stats.pages_free, stats.pages_mapped, stats.tensors) == (0, 64, 0, 0)
+    t = filled(pool, 9, rows=(2,))
+    stats = pool.stats()
+    assert (stats.pages_used, stats.pages_free, stats.pages_needed, stats.tensors) == (6, 58, 6, 1)
+    assert stats.nbytes_mapped == 6 * pool.page_size == t.nbytes_mapped
+    assert (stats.pages_ahead, stats.pages_parked, stats.pages_held, stats.pages_orphaned) == (0, 0, 0, 0)
+    with pytest.raises(AttributeError):
+        stats.pages_used = 0
+    assert set(stats.driver_calls) == {"caller", "mapper"}
+    assert all(isinstance(n, int) for n in stats.driver_calls["caller"].values())
+
+
+def test_budget_is_a_limit_one_can_recover_from(pool):
+    a, b = filled(pool, 64 * 3, 1, capacity=400), filled(pool, 40, 2)
+    before = pool.stats()
+    with pytest.raises(vtensor.OutOfPages, match=r"^\[VTensor\.extend\] .*7.*6.*64.*: .*budget") as caught:
+        a.extend(7 * PER_PAGE)
+    assert isinstance(caught.value, MemoryError)  # I9
+    after = pool.stats()
+    assert (after.pages_used, after.pages_mapped) == (before.pages_used, before.pages_mapped)  # I8
+    assert a.length == 64 * 3 and a.eq(1).all() and b.eq(2).all()
+    b.close()
+    assert a.extend(7 * PER_PAGE)[: 64 * 3].eq(1).all()
+
+
+def test_prefill_and_trim(pool):
+    pool.prefill(5 * pool.page_size)
+    stats = pool.stats()
+    assert stats.pages_cached >= 5 and stats.pages_used == 0
+    t = filled(pool, 4)
+    t.close()
+    pool.trim()
+    assert pool.stats().pages_cached == 0
+    assert not quarter(pool, 8).any()  # I7
+
+
+def test_trim_leaves_live_pages_alone(pool):
+    t = filled(pool, 30, 8)
+    t.truncate(10)
+    pool.trim()
+    assert t.eq(8).all() and pool.stats().pages_used == 3
+
+
+def test_wait_idle_returns_and_has_a_bound(pool):
+    quarter(pool, 9)
+    pool.wait_idle(timeout=1.0)
+    stats = pool.stats()
+    assert stats.pages_mapped == stats.pages_needed  # I4
+
+
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+@pytest.mark.parametrize("zero", ["new_owner", "always", "never"])
+def test_zeroing_policies(pool_factory, kind, zero):
+    pool = pool_factory(kind, zero=zero)
+    filled(pool, 40, 255).close()
+    fresh = quarter(pool, 40)
+    if zero != "never":
+        assert not fresh.any()  # I7
+    assert not quarter(pool, 40, make=vtensor.zeros).any()  # zeros() means zeros under any policy
+
+
+def test_own_pages_come_back_zeroed_where_always_zeroing(pool_factory, kind):
+    pool = pool_factory(kind, zero="always")
+    t = filled(pool, 12, 255)
+    t.truncate(4).extend(8)
+    assert t[:4].eq(255).all() and not t[4:].any()
+
+
+def test_closed_pool_refuses_and_has_closed_its_tensors(pool):
+    t = filled(pool, 5)
+    pool.close()
+    assert pool.closed and t.closed
+    with pytest.raises(vtensor.Closed):
+        quarter(pool, 1)
+    with pytest.raises(vtensor.Closed):
+        t.sum()
+    pool.close()
+
+
+def test_pools_do_not_mix(host, pool_factory):
+    other = pool_factory("host", page_size=8192)
+    a, b = filled(host, 8, 1), filled(other, 8, 2)
+    assert host.stats().pages_used == 2 and other.stats().pages_used == 2
+    f = a.fork()
+    assert f.pool is host
+    a.close()
+    f.close()
+    assert host.stats().pages_used == 0 and b.eq(2).all()
+
+
+def test_strict_holes_fault_and_views_keep_off_them(strict):
+    """The tests' own tool: over strict holes a read past the mapped pages would end this process."""
+    t = filled(strict, 5, 3, rows=(3,), capacity=40)
+    assert bytes_of(t).eq(3).all() and bytes_of(t[:, 2:]).eq(3).all()
+    assert bytes_of(t.extend(10)[:, :5]).eq(3).all()
+    t.close()
+
+
+def test_holes_of_a_host_pool_read_as_zeros(host):
+    t = filled(host, 5, 3, rows=(2,), capacity=40)
+    whole = torch.empty(0, dtype=torch.uint8).set_(t[:, :].untyped_storage())
+    assert whole.numel() > 2 * 2 * host.page_size
+    row = t.stride(0)
+    assert whole[: 5 * 1024].eq(3).all() and not whole[2 * host.page_size : row].any()  # I3
+    assert whole[row : row + 5 * 1024].eq(3).all()
+    t.close()
