@@ -34,12 +34,10 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, Zer
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
   if (in_forked_child.load(std::memory_order_relaxed)) return;
-  while (Page* page = kept_.oldest()) {
-    try {
-      empty(page, 1);
-    } catch (const Error&) {
-      kept_.remove(page);  // the driver's own end gives it back
-    }
+  try {
+    empty_all();
+  } catch (const Error&) {
+    // the driver's own end gives back what it refused here
   }
 }
 
@@ -59,10 +57,14 @@ Page* PagePool::take(RowHome& home, const Page* previous) {
   if (page->resident) {
     kept_.remove(page);
   } else {
-    make_room();
+    try {
+      make_room();
+    } catch (...) {
+      placement_->put_back(page);
+      throw;
+    }
     page->resident = true;
   }
-  placement_->taken(page);
   page->references = 1;
   ++used_;
   return page;
@@ -84,12 +86,28 @@ void PagePool::empty(Page* first, std::size_t n) {
   }
 }
 
+// Gives back the memory of all kept pages, neighbours in one call; returns how many.
+std::size_t PagePool::empty_all() {
+  std::vector<Page*> pages;
+  for (Page* page = kept_.oldest(); page; page = page->newer) pages.push_back(page);
+  std::sort(pages.begin(), pages.end(), [](const Page* a, const Page* b) { return a->handle < b->handle; });
+  for (std::size_t begin = 0, end; begin < pages.size(); begin = end) {
+    end = begin + 1;
+    while (end < pages.size() && pages[begin]->run && pages[end]->run == pages[begin]->run &&
+           pages[end]->handle == pages[end - 1]->handle + 1) {
+      ++end;
+    }
+    empty(pages[begin], end - begin);
+  }
+  return pages.size();
+}
+
 void PagePool::drop(Page* page) noexcept {
   if (--page->references != 0) return;
   --used_;
   page->dirty = true;
   kept_.push(page);
-  placement_->released(page);
+  placement_->put_back(page);
 }
 
 void PagePool::quarantine(Page* page) {
@@ -161,18 +179,7 @@ void PagePool::prefill(std::size_t pages) {
 std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   reap();
-  std::vector<Page*> pages;
-  for (Page* page = kept_.oldest(); page; page = page->newer) pages.push_back(page);
-  std::sort(pages.begin(), pages.end(), [](const Page* a, const Page* b) { return a->handle < b->handle; });
-  for (std::size_t begin = 0, end; begin < pages.size(); begin = end) {
-    end = begin + 1;
-    while (end < pages.size() && pages[begin]->run && pages[end]->run == pages[begin]->run &&
-           pages[end]->handle == pages[end - 1]->handle + 1) {
-      ++end;
-    }
-    empty(pages[begin], end - begin);
-  }
-  return pages.size();
+  return empty_all();
 }
 
 void PagePool::settle() {

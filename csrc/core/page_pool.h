@@ -95,6 +95,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void count_parted();
   void make_room();
   void empty(Page* first, std::size_t n);
+  std::size_t empty_all();
 
   const std::unique_ptr<Driver> driver_;
   const std::size_t budget_pages_;

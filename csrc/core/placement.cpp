@@ -42,17 +42,9 @@ class AdjacentPlacement final : public Placement {
     return pick_from(*home.runs.back(), previous);
   }
 
-  void taken(Page* page) override {
-    HandleRun& run = *page->run;
-    const std::size_t index = page->handle - run.first;
-    run.free_kept.erase(index);
-    run.free_empty.erase(index);
-    ++run.used;
-  }
-
-  void released(Page* page) override {
+  void put_back(Page* page) override {
     HandleRun* run = page->run;
-    run->free_kept.insert(page->handle - run->first);
+    (page->resident ? run->free_kept : run->free_empty).insert(page->handle - run->first);
     if (--run->used == 0 && !run->open) idle_.push_back(run);
   }
 
@@ -68,19 +60,28 @@ class AdjacentPlacement final : public Placement {
   Page* pick_from(HandleRun& run, const Page* previous) {
     const bool has_neighbour = previous && previous->run == &run;
     const std::size_t neighbour = has_neighbour ? previous->handle - run.first + 1 : 0;
+    const auto from = [&run](std::set<std::size_t>& free, std::set<std::size_t>::iterator at) {
+      Page* page = run.pages[*at];
+      free.erase(at);
+      ++run.used;
+      return page;
+    };
     if (!run.free_kept.empty()) {
       const auto at = run.free_kept.find(neighbour);
-      return run.pages[at != run.free_kept.end() ? *at : *run.free_kept.begin()];
+      return from(run.free_kept, at != run.free_kept.end() ? at : run.free_kept.begin());
     }
-    if (has_neighbour && run.free_empty.contains(neighbour)) return run.pages[neighbour];
+    if (has_neighbour && !run.free_empty.empty()) {
+      const auto at = run.free_empty.find(neighbour);
+      if (at != run.free_empty.end()) return from(run.free_empty, at);
+    }
     if (run.pages.size() < run.length) {
       Page* page = new_record(run.first + run.pages.size());
       page->run = &run;
-      run.free_empty.insert(run.pages.size());
       run.pages.push_back(page);
+      ++run.used;
       return page;
     }
-    return run.free_empty.empty() ? nullptr : run.pages[*run.free_empty.begin()];
+    return run.free_empty.empty() ? nullptr : from(run.free_empty, run.free_empty.begin());
   }
 
   HandleRun* open_run(std::size_t pages) {
@@ -153,8 +154,7 @@ class UnorderedPlacement final : public Placement {
     return page;
   }
 
-  void taken(Page*) override {}
-  void released(Page*) override {}
+  void put_back(Page*) override {}
   void emptied(Page* page) override { recycle_record(page); }
 
  private:

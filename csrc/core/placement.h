@@ -37,14 +37,12 @@ class Placement {
 
   virtual RowHome open_home(std::size_t pages) = 0;
   virtual void close_home(RowHome& home) = 0;
-  // A free page for the slot after `previous` (null at a row's start): its memory is kept or empty.
-  // May call Driver::create.
+  // Picks a free page for the slot after `previous` (null at a row's start); it counts as used from then on. Its
+  // memory is kept or empty. May call Driver::create.
   virtual Page* pick(RowHome& home, const Page* previous) = 0;
-
-  // What the pool tells of a page. `released`: its last reference went, its memory is kept. `emptied`: its
-  // memory was given back. `taken`: it was picked and is in use.
-  virtual void taken(Page* page) = 0;
-  virtual void released(Page* page) = 0;
+  // The page is free again, its memory kept or, by `page->resident`, empty.
+  virtual void put_back(Page* page) = 0;
+  // The memory of a free page was given back.
   virtual void emptied(Page* page) = 0;
 
  protected:
