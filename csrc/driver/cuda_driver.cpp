@@ -86,6 +86,9 @@ class CudaDriver final : public Driver {
   Address scratch_ = 0;
 };
 
+// What a forked child gives back is the parent's, and libcuda must not be called there (I13).
+bool is_forked_child() { return in_forked_child.load(std::memory_order_relaxed); }
+
 std::vector<std::size_t> all_of(std::size_t n) {
   std::vector<std::size_t> indices(n);
   std::iota(indices.begin(), indices.end(), 0);
@@ -153,7 +156,7 @@ void CudaDriver::open(const CudaOptions& options) {
 }
 
 CudaDriver::~CudaDriver() {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;  // I13
+  if (is_forked_child()) return;
   meter_.disarm();
   try {
     if (context_ != nullptr) quiesce();
@@ -224,7 +227,7 @@ Address CudaDriver::reserve(std::size_t pages) {
 }
 
 void CudaDriver::free_range(Address range, std::size_t pages) {
-  refuse_in_forked_child("driver.free_range");
+  if (is_forked_child()) return;
   require("free_range", cuda_.cuMemAddressFree, range, pages * traits_.page_size);
   std::lock_guard lock(records_);
   ranges_.erase(range);
@@ -253,7 +256,7 @@ Handle CudaDriver::create(std::size_t n) {
 }
 
 void CudaDriver::destroy(Handle first, std::size_t n) {
-  refuse_in_forked_child("driver.destroy");
+  if (is_forked_child()) return;
   if (n != 1) {
     throw InvalidArgument("[driver.destroy] " + std::to_string(n) +
                           " adjacent handles were named, CUDA has none: destroy them one by one");
@@ -310,7 +313,7 @@ void CudaDriver::map(Address at, std::span<const Handle> handles, Access access)
 }
 
 void CudaDriver::unmap(Address at, std::span<const Handle> handles, Access) {
-  refuse_in_forked_child("driver.unmap");
+  if (is_forked_child()) return;
   if (!handles.empty()) {
     require("unmap", cuda_.cuMemUnmap, at, handles.size() * traits_.page_size);
   }

@@ -1,0 +1,138 @@
+// What the conformance suite runs against: every driver, with a way to look at its memory from
+// outside.
+//
+// A subject has: name; unavailable() (a reason, or empty); prepare(), for the start of a test;
+// open(), a new driver; fill and holds, which go through mapped addresses; stores(at), whether a
+// store there would be let through; leaks(), what is not given back once its drivers are gone
+// (empty: nothing).
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "driver/driver.h"
+#include "simcuda/client.h"
+
+namespace vtensor::conformance {
+
+// Memory that this process reads and writes by pointer.
+struct HostMemory {
+  static void fill(Address at, std::size_t bytes, std::uint8_t value);
+  static bool holds(Address at, std::size_t bytes, std::uint8_t value);
+  static bool stores(Address at);
+};
+
+struct Host : HostMemory {
+  static constexpr const char* name = "host";
+  static constexpr bool is_cuda = false;
+  static std::string unavailable() { return {}; }
+  static void prepare() {}
+  static std::unique_ptr<Driver> open() { return make_host_driver({}); }
+  static std::string leaks();
+};
+
+struct SimulatedCuda : HostMemory {
+  static constexpr const char* name = "CUDA driver over the simulated libcuda";
+  static constexpr bool is_cuda = true;
+  // 64 KiB instead of 2 MiB: what is tested does not depend on it, and it is quicker.
+  static constexpr std::size_t kPageSize = std::size_t{64} << 10;
+  static std::string unavailable() { return {}; }
+  static void prepare();  // starts the simulation anew
+  static std::unique_ptr<Driver> open();
+  static std::string leaks();
+  static const SimcudaControl& control();
+};
+
+struct RealCuda {
+  static constexpr const char* name = "CUDA";
+  static constexpr bool is_cuda = true;
+  static std::string unavailable();
+  static void prepare() {}
+  static std::unique_ptr<Driver> open() { return make_cuda_driver({}); }
+  static void fill(Address at, std::size_t bytes, std::uint8_t value);
+  static bool holds(Address at, std::size_t bytes, std::uint8_t value);
+  static bool stores(Address at);
+  // The device reports free memory to other processes too, so a leak cannot be told from their use.
+  static std::string leaks() { return {}; }
+};
+
+// For the start of every test: says why it is skipped.
+template <class Subject>
+bool is_available() {
+  const std::string reason = Subject::unavailable();
+  if (reason.empty()) return true;
+  MESSAGE("skipped on " << std::string(Subject::name) << ": " << reason);
+  return false;
+}
+
+// A driver with handles to play with, and the checks that look at them.
+template <class Subject>
+class Bench {
+ public:
+  Bench() {
+    Subject::prepare();
+    driver = Subject::open();
+    page_size = driver->traits().page_size;
+  }
+
+  std::vector<Handle> make_handles(std::size_t n, std::uint8_t first_mark) {
+    std::vector<Handle> handles;
+    if (driver->traits().adjacent_handles) {
+      const Handle first = driver->create(n);
+      for (std::size_t i = 0; i < n; ++i) handles.push_back(first + i);
+    } else {
+      for (std::size_t i = 0; i < n; ++i) handles.push_back(driver->create(1));
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+      mark(handles[i], static_cast<std::uint8_t>(first_mark + i));
+    }
+    return handles;
+  }
+
+  // Writes and reads a handle through a mapping of its own.
+  void mark(Handle handle, std::uint8_t value) {
+    with_mapping(handle, [&](Address at) { Subject::fill(at, page_size, value); });
+  }
+  bool is_marked(Handle handle, std::uint8_t value) {
+    bool marked = false;
+    with_mapping(handle, [&](Address at) { marked = Subject::holds(at, page_size, value); });
+    return marked;
+  }
+
+  bool holds(Address range, std::size_t page, std::uint8_t value) {
+    return Subject::holds(range + page * page_size, page_size, value);
+  }
+  void fill(Address range, std::size_t page, std::uint8_t value) {
+    Subject::fill(range + page * page_size, page_size, value);
+  }
+
+  std::uint64_t calls() const {
+    std::uint64_t sum = 0;
+    for (std::size_t i = 0; i < kCallCount; ++i) sum += calls(static_cast<Call>(i));
+    return sum;
+  }
+  std::uint64_t calls(Call call) const {
+    return driver->meter().count(ThreadRole::caller, call) +
+           driver->meter().count(ThreadRole::mapper, call);
+  }
+
+  std::unique_ptr<Driver> driver;
+  std::size_t page_size = 0;
+
+ private:
+  template <class Look>
+  void with_mapping(Handle handle, Look look) {
+    const Address at = driver->reserve(1);
+    driver->map(at, {&handle, 1}, Access::writable);
+    look(at);
+    driver->unmap(at, {&handle, 1}, Access::writable);
+    driver->free_range(at, 1);
+  }
+};
+
+}  // namespace vtensor::conformance

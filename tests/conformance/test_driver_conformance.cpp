@@ -1,0 +1,325 @@
+// What every driver promises in driver/driver.h, for the host, for the CUDA driver over the
+// simulated libcuda, and for real CUDA where there is a GPU.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <limits>
+#include <thread>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "conformance/subject.h"
+
+using namespace vtensor;
+using namespace vtensor::conformance;
+
+#define SUBJECTS Host, SimulatedCuda, RealCuda
+
+TYPE_TO_STRING(Host);
+TYPE_TO_STRING(SimulatedCuda);
+TYPE_TO_STRING(RealCuda);
+
+TEST_CASE_TEMPLATE("traits say what the driver does", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const DriverTraits& traits = bench.driver->traits();
+  CHECK(traits.page_size % traits.granularity == 0);
+  CHECK(traits.available > traits.page_size);
+  CHECK(traits.adjacent_handles == !T::is_cuda);
+  CHECK(traits.parts_on_write == !T::is_cuda);
+  CHECK(traits.name == (T::is_cuda ? "cuda" : "host"));
+}
+
+TEST_CASE_TEMPLATE("reserved ranges are aligned, apart and reusable", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const Address a = bench.driver->reserve(3), b = bench.driver->reserve(1000);
+  CHECK(a % bench.page_size == 0);
+  CHECK(b % bench.page_size == 0);
+  CHECK((a + 3 * bench.page_size <= b || b + 1000 * bench.page_size <= a));
+  CHECK_THROWS_AS(bench.driver->reserve(std::numeric_limits<std::size_t>::max()), Error);
+  CHECK_THROWS_AS(bench.driver->reserve(std::numeric_limits<std::size_t>::max() / bench.page_size),
+                  Error);
+  bench.driver->free_range(a, 3);
+  bench.driver->free_range(b, 1000);
+}
+
+TEST_CASE_TEMPLATE("bytes written through a mapping are its handles' bytes", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  auto handles = bench.make_handles(3, 1);
+  std::swap(handles[0], handles[2]);  // any order
+  const Address range = bench.driver->reserve(4);
+  const Address at = range + bench.page_size;
+  bench.driver->map(at, handles, Access::writable);
+  CHECK(bench.holds(at, 0, 3));
+  CHECK(bench.holds(at, 1, 2));
+  CHECK(bench.holds(at, 2, 1));
+  bench.fill(at, 1, 9);
+  bench.driver->unmap(at, handles, Access::writable);
+  CHECK(bench.is_marked(handles[1], 9));
+  // I2: the memory stays with the handle, and the range takes new mappings.
+  bench.driver->map(range, handles, Access::writable);
+  CHECK(bench.holds(range, 0, 3));
+  CHECK(bench.holds(range, 1, 9));
+  bench.driver->unmap(range, handles, Access::writable);
+  bench.driver->free_range(range, 4);
+}
+
+TEST_CASE_TEMPLATE("part of what was mapped in one call is unmapped alone", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(4, 1);
+  const Address range = bench.driver->reserve(4);
+  bench.driver->map(range, handles, Access::writable);
+  const std::span<const Handle> middle = std::span(handles).subspan(1, 2);
+  bench.driver->unmap(range + bench.page_size, middle, Access::writable);
+  CHECK(bench.holds(range, 0, 1));
+  CHECK(bench.holds(range, 3, 4));
+  bench.driver->map(range + bench.page_size, middle, Access::guarded);
+  for (std::size_t i = 0; i < 4; ++i)
+    CHECK(bench.holds(range, i, static_cast<std::uint8_t>(i + 1)));
+  // One unmap over mappings that were made apart.
+  bench.driver->unmap(range + bench.page_size, middle, Access::guarded);
+  bench.driver->map(range + bench.page_size, middle, Access::writable);
+  bench.driver->unmap(range, handles, Access::writable);
+  bench.driver->free_range(range, 4);
+}
+
+TEST_CASE_TEMPLATE("one handle mapped twice is one memory", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(1, 1);
+  const Address a = bench.driver->reserve(1), b = bench.driver->reserve(1);
+  bench.driver->map(a, handles, Access::writable);
+  bench.driver->map(b, handles, Access::writable);
+  bench.fill(a, 0, 7);
+  CHECK(bench.holds(b, 0, 7));
+  bench.driver->unmap(a, handles, Access::writable);
+  bench.fill(b, 0, 8);
+  CHECK(bench.holds(b, 0, 8));
+  bench.driver->unmap(b, handles, Access::writable);
+  CHECK(bench.is_marked(handles[0], 8));
+  bench.driver->free_range(a, 1);
+  bench.driver->free_range(b, 1);
+}
+
+TEST_CASE_TEMPLATE("a store to a guarded page never reaches the handle", T, SUBJECTS) {  // I6
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(2, 1);
+  const Address a = bench.driver->reserve(2), b = bench.driver->reserve(2);
+  bench.driver->map(a, handles, Access::guarded);
+  bench.driver->map(b, handles, Access::guarded);
+  std::vector<std::uint8_t> parted(2, 0xFF);
+  if (bench.driver->traits().parts_on_write) {
+    bench.fill(a, 1, 9);
+    CHECK(bench.holds(a, 1, 9));
+    bench.driver->find_parted(a, parted);
+    CHECK(parted == std::vector<std::uint8_t>{0, 1});
+    bench.driver->find_parted(b, parted);
+    CHECK(parted == std::vector<std::uint8_t>{0, 0});
+  } else {
+    CHECK_FALSE(T::stores(a));
+    CHECK_FALSE(T::stores(b + bench.page_size));
+  }
+  CHECK(bench.holds(a, 0, 1));
+  CHECK(bench.holds(b, 0, 1));
+  CHECK(bench.holds(b, 1, 2));
+  bench.driver->unmap(a, handles, Access::guarded);
+  bench.driver->unmap(b, handles, Access::guarded);
+  CHECK(bench.is_marked(handles[0], 1));
+  CHECK(bench.is_marked(handles[1], 2));
+  bench.driver->free_range(a, 2);
+  bench.driver->free_range(b, 2);
+}
+
+TEST_CASE_TEMPLATE("remap changes access, handles, or both", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto from = bench.make_handles(3, 1), to = bench.make_handles(3, 11);
+  const Address range = bench.driver->reserve(3);
+  bench.driver->map(range, from, Access::writable);
+  CHECK(T::stores(range));
+
+  bench.driver->remap(range, from, Access::writable, from, Access::guarded);
+  CHECK(bench.holds(range, 2, 3));
+  if (!bench.driver->traits().parts_on_write) CHECK_FALSE(T::stores(range + 2 * bench.page_size));
+
+  bench.driver->remap(range, from, Access::guarded, to, Access::guarded);
+  CHECK(bench.holds(range, 0, 11));
+  CHECK(bench.holds(range, 2, 13));
+
+  bench.driver->remap(range, to, Access::guarded, to, Access::writable);
+  bench.fill(range, 1, 77);
+  CHECK(bench.is_marked(to[1], 77));
+
+  const std::vector<Handle> mixed = {to[2], from[1], to[0]};
+  bench.driver->remap(range, to, Access::writable, mixed, Access::writable);
+  CHECK(bench.holds(range, 0, 13));
+  CHECK(bench.holds(range, 1, 2));
+  CHECK(bench.holds(range, 2, 11));
+  bench.driver->unmap(range, mixed, Access::writable);
+  for (std::size_t i = 0; i < 3; ++i)
+    CHECK(bench.is_marked(from[i], static_cast<std::uint8_t>(i + 1)));
+  bench.driver->free_range(range, 3);
+}
+
+TEST_CASE_TEMPLATE("zero clears what it is told, and is complete on return", T, SUBJECTS) {  // I7
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(3, 1);
+  const Address range = bench.driver->reserve(3);
+  bench.driver->map(range, handles, Access::writable);
+  bench.driver->zero(range + bench.page_size, bench.page_size);
+  CHECK(bench.holds(range, 0, 1));
+  CHECK(bench.holds(range, 1, 0));
+  CHECK(bench.holds(range, 2, 3));
+  bench.driver->zero(range + bench.page_size / 2, bench.page_size + 3);
+  CHECK(T::holds(range, bench.page_size / 2, 1));
+  CHECK(T::holds(range + bench.page_size / 2, bench.page_size + 3, 0));
+  CHECK(bench.holds(range, 2, 3));
+  bench.driver->unmap(range, handles, Access::writable);
+  bench.driver->free_range(range, 3);
+}
+
+TEST_CASE_TEMPLATE("copy_page copies what the mapping shows", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto from = bench.make_handles(2, 1), to = bench.make_handles(2, 11);
+  const Address range = bench.driver->reserve(2);
+  bench.driver->map(range, from, Access::guarded);
+  bench.driver->copy_page(to[0], range + bench.page_size);
+  CHECK(bench.is_marked(to[0], 2));
+  CHECK(bench.holds(range, 1, 2));
+  if (bench.driver->traits().parts_on_write) {
+    bench.fill(range, 0, 9);
+    bench.driver->copy_page(to[1], range);
+    CHECK(bench.is_marked(to[1], 9));
+    CHECK(bench.is_marked(from[0], 1));
+  }
+  bench.driver->unmap(range, from, Access::guarded);
+  bench.driver->map(range, from, Access::writable);
+  bench.fill(range, 0, 33);
+  bench.driver->copy_page(to[1], range);
+  CHECK(bench.is_marked(to[1], 33));
+  bench.driver->unmap(range, from, Access::writable);
+  bench.driver->free_range(range, 2);
+}
+
+TEST_CASE_TEMPLATE("handles are fresh, and zero where the driver says so", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const bool adjacent = bench.driver->traits().adjacent_handles;
+  const Handle a = bench.driver->create(1), b = bench.driver->create(1);
+  CHECK(a != b);
+  if (bench.driver->traits().created_zero) CHECK(bench.is_marked(a, 0));
+  bench.mark(a, 5);
+  bench.mark(b, 6);
+  bench.driver->destroy(a, 1);
+  if (adjacent) CHECK(bench.is_marked(a, 0));  // the number stays good
+  CHECK(bench.is_marked(b, 6));
+  bench.driver->destroy(b, 1);
+}
+
+TEST_CASE_TEMPLATE("populate and quiesce leave memory as it is", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(2, 1);
+  const Address range = bench.driver->reserve(2);
+  bench.driver->map(range, handles, Access::writable);
+  bench.driver->populate(range, 2);
+  bench.driver->quiesce();
+  CHECK(bench.holds(range, 0, 1));
+  CHECK(bench.holds(range, 1, 2));
+  bench.driver->unmap(range, handles, Access::writable);
+  bench.driver->free_range(range, 2);
+}
+
+TEST_CASE_TEMPLATE("the driver's end gives back the handles that are left", T, SUBJECTS) {  // I14
+  if (!is_available<T>()) return;
+  {
+    Bench<T> bench;
+    const auto handles = bench.make_handles(3, 1);
+    const Address range = bench.driver->reserve(1);
+    bench.driver->map(range, std::span(handles).first(1), Access::writable);
+    bench.driver->copy_page(handles[1], range);
+    bench.driver->unmap(range, std::span(handles).first(1), Access::writable);
+    bench.driver->free_range(range, 1);
+  }
+  CHECK(T::leaks() == "");
+}
+
+TEST_CASE_TEMPLATE("threads work on ranges of their own", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(8, 1);
+  std::vector<std::thread> threads;
+  for (std::size_t t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      const std::span<const Handle> mine = std::span(handles).subspan(2 * t, 2);
+      for (int i = 0; i < 25; ++i) {
+        const Address range = bench.driver->reserve(2);
+        bench.driver->map(range, mine, Access::writable);
+        bench.driver->copy_page(mine[1], range);
+        bench.driver->remap(range, mine, Access::writable, mine, Access::guarded);
+        bench.driver->unmap(range, mine, Access::guarded);
+        bench.driver->free_range(range, 2);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (std::size_t i = 0; i < 8; ++i) {
+    CHECK(bench.is_marked(handles[i], static_cast<std::uint8_t>(i / 2 * 2 + 1)));
+  }
+}
+
+TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUBJECTS) {  // I13
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(1, 1);
+  const Address range = bench.driver->reserve(1);
+  bench.driver->map(range, handles, Access::writable);
+
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {  // nothing of doctest here: it must leave by _exit
+    const auto refused = [](auto operation) {
+      try {
+        operation();
+      } catch (const Error&) {
+        return 0;
+      }
+      return 1;
+    };
+    int failures = 0;
+    const std::uint64_t before = bench.calls();
+    Driver& driver = *bench.driver;
+    failures += refused([&] { driver.reserve(1); });
+    failures += refused([&] { driver.create(1); });
+    failures += refused([&] { driver.map(range, handles, Access::writable); });
+    failures +=
+        refused([&] { driver.remap(range, handles, Access::writable, handles, Access::guarded); });
+    failures += refused([&] { driver.zero(range, 1); });
+    failures += refused([&] { driver.copy_page(handles[0], range); });
+    failures += refused([&] { T::open(); });
+    // Giving back is silent: it is the parent's.
+    driver.unmap(range, handles, Access::writable);
+    driver.destroy(handles[0], 1);
+    driver.free_range(range, 1);
+    failures += bench.calls() != before;
+    bench.driver.reset();
+    _exit(failures);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  CHECK(bench.holds(range, 0, 1));
+  bench.driver->unmap(range, handles, Access::writable);
+  bench.driver->free_range(range, 1);
+}

@@ -1,0 +1,256 @@
+// Every operation with a refusal injected at every driver call it makes: whole or not at all (I8),
+// and where the undoing is refused too, exactly the pages that are stuck are named.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+
+#include "base/errors.h"
+#include "conformance/subject.h"
+
+using namespace vtensor;
+using namespace vtensor::conformance;
+
+#define SUBJECTS Host, SimulatedCuda, RealCuda
+
+namespace {
+
+constexpr std::size_t kPages = 4;
+constexpr std::uint64_t kForEver = std::numeric_limits<std::uint64_t>::max() / 2;
+
+enum class Outcome { done, unchanged, stuck };
+
+// A range with pages [1, 3) free to operate on, between two neighbours that must never change.
+template <class T>
+struct Scene : Bench<T> {
+  std::vector<Handle> neighbours = this->make_handles(2, 100);
+  std::vector<Handle> from = this->make_handles(2, 1);
+  std::vector<Handle> to = this->make_handles(2, 11);
+  Address range = this->driver->reserve(kPages);
+  Address at = range + this->page_size;
+
+  Scene() {
+    this->driver->map(range, {&neighbours[0], 1}, Access::writable);
+    this->driver->map(range + 3 * this->page_size, {&neighbours[1], 1}, Access::writable);
+  }
+
+  // `handles` stand at `at`, with that access, and hold marks that count up from `mark`.
+  void check_mapped(const std::vector<Handle>& handles, Access access, std::uint8_t mark) {
+    for (std::size_t i = 0; i < handles.size(); ++i) {
+      const auto value = static_cast<std::uint8_t>(mark + i);
+      CHECK(this->holds(at, i, value));
+      if (access == Access::writable) {
+        this->fill(at, i, 55);
+        CHECK(this->is_marked(handles[i], 55));
+        this->fill(at, i, value);
+      } else if (this->driver->traits().parts_on_write) {
+        CHECK(this->is_marked(handles[i], value));
+      } else {
+        CHECK_FALSE(T::stores(at + i * this->page_size));
+      }
+    }
+    check_neighbours();
+  }
+
+  // Nothing stands at these pages of `at`: they can be mapped.
+  void check_unmapped(std::vector<std::size_t> pages) {
+    for (const std::size_t i : pages) {
+      const Address page = at + i * this->page_size;
+      this->driver->map(page, {&to[i], 1}, Access::writable);
+      CHECK(this->holds(at, i, static_cast<std::uint8_t>(11 + i)));
+      this->driver->unmap(page, {&to[i], 1}, Access::writable);
+    }
+    check_neighbours();
+  }
+
+  void check_neighbours() {
+    CHECK(this->holds(range, 0, 100));
+    CHECK(this->holds(range, 3, 101));
+  }
+};
+
+// The pages of two that are not stuck.
+std::vector<std::size_t> others(const std::vector<std::size_t>& stuck) {
+  std::vector<std::size_t> free;
+  for (std::size_t i = 0; i < 2; ++i) {
+    if (std::ranges::find(stuck, i) == stuck.end()) free.push_back(i);
+  }
+  return free;
+}
+
+// Runs `operate` in a fresh scene that `arrange` made, once for every driver call that it makes,
+// with that call refused (or that one and all after it), until it makes fewer. `verify` gets how it
+// ended.
+template <class T>
+void refuse_each_call(
+    std::function<void(Scene<T>&)> arrange, std::function<void(Scene<T>&)> operate,
+    std::function<void(Scene<T>&, Outcome, const std::vector<std::size_t>&)> verify) {
+  for (const std::uint64_t refuse : {std::uint64_t{1}, std::uint64_t{2}, kForEver}) {
+    bool reached = true;
+    for (std::uint64_t skip = 0; reached; ++skip) {
+      REQUIRE(skip < 100);
+      CAPTURE(skip);
+      CAPTURE(refuse);
+      {
+        Scene<T> scene;
+        arrange(scene);
+        const std::uint64_t before = scene.calls();
+        Outcome outcome = Outcome::done;
+        std::vector<std::size_t> stuck;
+        scene.driver->meter().fail_after(skip, refuse);
+        try {
+          operate(scene);
+        } catch (const UndoFailed& failure) {
+          outcome = Outcome::stuck;
+          stuck = failure.stuck;
+        } catch (const DriverError& failure) {
+          outcome = Outcome::unchanged;
+          CHECK(failure.code != 0);
+          CHECK(std::string(failure.what()).front() == '[');
+        }
+        scene.driver->meter().disarm();
+        reached = scene.calls() - before > skip;
+        if (!reached) CHECK(outcome == Outcome::done);
+        if (outcome == Outcome::stuck) {
+          CHECK(refuse > 1);  // one refusal can always be undone
+          CHECK_FALSE(stuck.empty());
+          CHECK(std::ranges::all_of(stuck, [](std::size_t i) { return i < 2; }));
+        }
+        verify(scene, outcome, stuck);
+      }
+      if (T::is_cuda) CHECK(T::leaks() == "");  // whatever is stuck, the driver's end gives it back
+    }
+  }
+}
+
+template <class T>
+void nothing(Scene<T>&) {}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("map is whole or not at all", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  for (const Access access : {Access::writable, Access::guarded}) {
+    refuse_each_call<T>(
+        nothing<T>, [&](Scene<T>& s) { s.driver->map(s.at, s.from, access); },
+        [&](Scene<T>& s, Outcome outcome, const std::vector<std::size_t>& stuck) {
+          if (outcome == Outcome::done) {
+            s.check_mapped(s.from, access, 1);
+          } else {
+            s.check_unmapped(others(stuck));
+          }
+        });
+  }
+}
+
+TEST_CASE_TEMPLATE("unmap is whole or not at all", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  for (const Access access : {Access::writable, Access::guarded}) {
+    refuse_each_call<T>([&](Scene<T>& s) { s.driver->map(s.at, s.from, access); },
+                        [&](Scene<T>& s) { s.driver->unmap(s.at, s.from, access); },
+                        [&](Scene<T>& s, Outcome outcome, const std::vector<std::size_t>&) {
+                          REQUIRE(outcome != Outcome::stuck);
+                          if (outcome == Outcome::done) {
+                            s.check_unmapped({0, 1});
+                          } else {
+                            s.check_mapped(s.from, access, 1);
+                          }
+                        });
+  }
+}
+
+TEST_CASE_TEMPLATE("remap is whole or not at all", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  for (const bool same_handles : {true, false}) {
+    for (const Access before : {Access::writable, Access::guarded}) {
+      for (const Access after : {Access::writable, Access::guarded}) {
+        refuse_each_call<T>(
+            [&](Scene<T>& s) { s.driver->map(s.at, s.from, before); },
+            [&](Scene<T>& s) {
+              s.driver->remap(s.at, s.from, before, same_handles ? s.from : s.to, after);
+            },
+            [&](Scene<T>& s, Outcome outcome, const std::vector<std::size_t>& stuck) {
+              if (outcome == Outcome::done) {
+                s.check_mapped(same_handles ? s.from : s.to, after, same_handles ? 1 : 11);
+              } else if (outcome == Outcome::unchanged) {
+                s.check_mapped(s.from, before, 1);
+              } else {
+                for (const std::size_t i : others(stuck)) {
+                  CHECK(s.holds(s.at, i, static_cast<std::uint8_t>(1 + i)));
+                }
+                s.check_neighbours();
+              }
+            });
+      }
+    }
+  }
+}
+
+TEST_CASE_TEMPLATE("content operations leave other pages and all mappings alone", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  const auto arrange = [](Scene<T>& s) { s.driver->map(s.at, s.from, Access::writable); };
+  refuse_each_call<T>(
+      arrange, [](Scene<T>& s) { s.driver->zero(s.at, s.page_size); },
+      [](Scene<T>& s, Outcome outcome, const std::vector<std::size_t>&) {
+        if (outcome == Outcome::stuck) return;  // work of ours may still run on it
+        if (outcome == Outcome::unchanged) s.fill(s.at, 0, 0);
+        CHECK(s.holds(s.at, 0, 0));
+        s.fill(s.at, 0, 1);
+        s.check_mapped(s.from, Access::writable, 1);
+      });
+  refuse_each_call<T>(
+      arrange, [](Scene<T>& s) { s.driver->copy_page(s.to[0], s.at); },
+      [](Scene<T>& s, Outcome outcome, const std::vector<std::size_t>&) {
+        if (outcome == Outcome::done) CHECK(s.is_marked(s.to[0], 1));
+        s.check_mapped(s.from, Access::writable, 1);
+        if (outcome == Outcome::stuck) return;
+        // Mapped nowhere: it may be mapped, and copied into again.
+        s.driver->copy_page(s.to[0], s.at + s.page_size);
+        CHECK(s.is_marked(s.to[0], 2));
+      });
+  refuse_each_call<T>(
+      arrange, [](Scene<T>& s) { s.driver->populate(s.at, 2); },
+      [](Scene<T>& s, Outcome outcome, const std::vector<std::size_t>&) {
+        CHECK(outcome != Outcome::stuck);
+        s.check_mapped(s.from, Access::writable, 1);
+      });
+  refuse_each_call<T>(
+      arrange, [](Scene<T>& s) { s.driver->quiesce(); },
+      [](Scene<T>& s, Outcome outcome, const std::vector<std::size_t>&) {
+        CHECK(outcome != Outcome::stuck);
+        s.check_mapped(s.from, Access::writable, 1);
+      });
+}
+
+TEST_CASE_TEMPLATE("a refused create is out of memory, and costs nothing", T, SUBJECTS) {  // I9
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  if (!T::is_cuda) return;  // handles of the host are made without a call
+  bench.driver->meter().fail_after(0);
+  CHECK_THROWS_AS(bench.driver->create(1), DeviceOutOfMemory);
+  const Handle handle = bench.driver->create(1);
+  bench.driver->meter().fail_after(0);
+  CHECK_THROWS_AS(bench.driver->destroy(handle, 1), DriverError);
+  bench.mark(handle, 3);  // still there
+  CHECK(bench.is_marked(handle, 3));
+  bench.driver->destroy(handle, 1);
+}
+
+TEST_CASE_TEMPLATE("refused ranges are as before", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  {
+    Bench<T> bench;
+    bench.driver->meter().fail_after(0);
+    CHECK_THROWS_AS(bench.driver->reserve(2), DriverError);
+    const Address range = bench.driver->reserve(2);
+    bench.driver->meter().fail_after(0);
+    CHECK_THROWS_AS(bench.driver->free_range(range, 2), DriverError);
+    const auto handles = bench.make_handles(2, 1);
+    bench.driver->map(range, handles, Access::writable);
+    CHECK(bench.holds(range, 1, 2));
+    bench.driver->unmap(range, handles, Access::writable);
+    bench.driver->free_range(range, 2);
+  }
+  CHECK(T::leaks() == "");
+}

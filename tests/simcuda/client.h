@@ -1,0 +1,47 @@
+// Loads the simulated libcuda (a test double) into a C++ test: its control interface, and its
+// driver API.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "simcuda/simcuda.h"
+
+inline std::string simcuda_library() {
+  const char* path = std::getenv("VTENSOR_SIMCUDA");
+  return path != nullptr ? path : VTENSOR_SIMCUDA_PATH;
+}
+
+template <class Function>
+Function* simcuda_symbol(const char* name) {
+  static void* const library = dlopen(simcuda_library().c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* symbol = library ? dlsym(library, name) : nullptr;
+  if (symbol == nullptr) throw std::runtime_error(std::string("simcuda: ") + dlerror());
+  return reinterpret_cast<Function*>(symbol);
+}
+
+struct SimcudaControl {
+#define SIMCUDA_ENTRY(name, function) \
+  decltype(::function)* name = simcuda_symbol<decltype(::function)>(#function)
+  SIMCUDA_ENTRY(configure, simcuda_configure);
+  SIMCUDA_ENTRY(reset, simcuda_reset);
+  SIMCUDA_ENTRY(fail, simcuda_fail);
+  SIMCUDA_ENTRY(set_latency, simcuda_set_latency);
+  SIMCUDA_ENTRY(leaks, simcuda_leaks);
+  SIMCUDA_ENTRY(free_memory, simcuda_free_memory);
+  SIMCUDA_ENTRY(mapping_at, simcuda_mapping_at);
+  SIMCUDA_ENTRY(calls, simcuda_calls);
+  SIMCUDA_ENTRY(log, simcuda_log);
+  SIMCUDA_ENTRY(log_lines, simcuda_log_lines);
+  SIMCUDA_ENTRY(log_line, simcuda_log_line);
+#undef SIMCUDA_ENTRY
+
+  std::string line(std::size_t index) const {
+    char text[256];
+    log_line(index, text, sizeof text);
+    return text;
+  }
+};
