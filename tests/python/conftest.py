@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import vtensor
-from support import memfd_mappings, memfds, open_pool, simcuda_library
+from support import memfd_mappings, memfds, open_pool, simcuda_leaks, simcuda_library
 from vtensor import testing
 
 KINDS = ("host", "simcuda")
@@ -44,6 +44,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "keeps_pages: it may leave pages in the default pool")
     if not faulthandler.is_enabled():
         faulthandler.enable()
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # what was imported never dies: collections between tests need not look at it
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -121,6 +126,9 @@ def pool_factory(request):
             assert not left, f"the test left {left}"
         pool.close()
     if not failed:
+        if simcuda_library() is not None:
+            opened.clear()
+            assert not simcuda_leaks(), simcuda_leaks()
         assert memfd_mappings() <= mappings, "mappings of a memfd are left"
 
 
@@ -131,7 +139,7 @@ def kind(request) -> str:
 
 @pytest.fixture
 def pool(pool_factory, kind):
-    """64 pages, of the host (4 KiB pages) and of the simulated libcuda in turn."""
+    """64 pages of 4 KiB, of the host and of the simulated libcuda in turn."""
     return pool_factory(kind)
 
 
@@ -143,7 +151,7 @@ def host(pool_factory):
 
 @pytest.fixture
 def simcuda(pool_factory):
-    """64 pages of the simulated libcuda, the smallest it has."""
+    """64 pages of 4 KiB of the simulated libcuda."""
     return pool_factory("simcuda")
 
 

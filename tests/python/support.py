@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import subprocess
@@ -158,17 +159,41 @@ def run_snippet(code: str, *, timeout: float = 40.0, env: dict[str, str] | None 
         return Finished(answer["code"], out.read(), err.read())
 
 
-# Makes a pool by its kind in a snippet, as the fixture `pool` does in a test.
-def open_pool(kind: str, pages: int = 64, **kw):
-    """A pool of `pages` pages: kind "host" (4 KiB pages) or "simcuda"."""
+def simcuda_control() -> ctypes.CDLL:
+    """The control interface of the simulated libcuda (tests/simcuda/simcuda.h), in this process."""
+    return ctypes.CDLL(str(simcuda_library()))
+
+
+class SimcudaLeaks(ctypes.Structure):
+    """What the simulated driver was not given back."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("handles", "mappings", "ranges", "contexts")]
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name, _ in self._fields_)
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{getattr(self, name)} {name}" for name, _ in self._fields_)
+
+
+def simcuda_leaks() -> SimcudaLeaks:
+    leaks = simcuda_control().simcuda_leaks
+    leaks.restype = SimcudaLeaks
+    return leaks()
+
+
+def open_pool(kind: str, pages: int = 64, page_size: int = 4096, **kw):
+    """A pool of `pages` pages over the host ("host") or the simulated libcuda ("simcuda").
+
+    The simulated device takes 4 KiB pages here, which real ones do not: all else is the same, and small
+    pages make small tests.
+    """
     from vtensor import testing
 
     if kind == "host":
-        page_size = kw.pop("page_size", 4096)
         return vtensor.Pool("cpu", page_size=page_size, budget=pages * page_size, **kw)
-    library = simcuda_library()
-    assert library is not None
-    probe = testing.simulated_cuda_pool(str(library), page_size=kw.pop("page_size", None), **kw)
-    page_size = probe.page_size
-    probe.close()
-    return testing.simulated_cuda_pool(str(library), page_size=page_size, budget=pages * page_size, **kw)
+    control = simcuda_control()
+    control.simcuda_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
+    assert control.simcuda_configure(b"granularity", 4096) == 0
+    library = str(simcuda_library())
+    return testing.simulated_cuda_pool(library, page_size=page_size, budget=pages * page_size, **kw)

@@ -1,0 +1,237 @@
+"""Nothing leaks (I14): at interpreter exit, at Pool.close(), and when the last view goes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+
+import vtensor
+from support import (
+    HERE,
+    PER_PAGE,
+    filled,
+    memfd_mappings,
+    memfds,
+    open_pool,
+    quarter,
+    run_snippet,
+    same_bytes,
+    simcuda_leaks,
+    simcuda_library,
+)
+
+needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+
+
+@pytest.fixture
+def open_kind(kind):
+    if kind == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+    return kind
+
+
+def test_a_closed_pool_leaves_no_descriptor_mapping_or_thread(open_kind):
+    threads = len(os.listdir("/proc/self/task"))
+    before = memfds(), memfd_mappings()
+    pool = open_pool(open_kind, 64)
+    tensors = [filled(pool, 9, i, rows=(2,)) for i in range(3)]
+    tensors.append(tensors[0].fork())
+    pool.close()
+    assert all(t.closed for t in tensors)
+    assert (memfds(), memfd_mappings()) == before  # though `pool` and `tensors` live
+    assert len(os.listdir("/proc/self/task")) <= threads
+    stats = pool.stats()
+    assert (stats.pages_used, stats.pages_mapped, stats.pages_orphaned, stats.tensors) == (0, 0, 0, 0)
+    if open_kind == "simcuda":
+        assert not simcuda_leaks()
+
+
+def test_pages_of_living_views_are_orphaned_and_go_with_the_last(open_kind):
+    before = memfds(), memfd_mappings()
+    pool = open_pool(open_kind, 64)
+    t = filled(pool, 5 * PER_PAGE, 7)
+    views = [t[:2], t[2 * PER_PAGE :], t[1]]
+    filled(pool, 9)
+    pool.close()
+    assert t.closed and pool.closed
+    assert pool.stats().pages_orphaned == 5 and pool.stats().pages_used == 5
+    assert all(view.eq(7).all() for view in views)
+    views[0].fill_(8)
+    assert views[2].eq(8).all()
+    del views[0]
+    views.pop()
+    assert pool.stats().pages_orphaned == 5 and views[0].eq(7).all()
+    views.clear()
+    stats = pool.stats()
+    assert (stats.pages_orphaned, stats.pages_used, stats.pages_mapped, stats.nbytes_reserved) == (0, 0, 0, 0)
+    assert (memfds(), memfd_mappings()) == before
+    if open_kind == "simcuda":
+        assert not simcuda_leaks()
+
+
+def test_a_view_that_outlives_pool_and_tensor(open_kind):
+    before = memfds(), memfd_mappings()
+    pool = open_pool(open_kind, 64)
+    t = filled(pool, 5, 7)
+    view, expected = t[1:4], t[1:4].clone()
+    del t, pool
+    gc.collect()
+    assert same_bytes(view, expected)
+    del view
+    gc.collect()
+    assert (memfds(), memfd_mappings()) == before
+    if open_kind == "simcuda":
+        assert not simcuda_leaks()
+
+
+def test_a_pool_that_is_dropped_lives_while_its_tensors_do(open_kind):
+    before = memfds()
+    t = filled(open_pool(open_kind, 64), 5, 7)
+    gc.collect()
+    assert not t.pool.closed
+    t.extend(5)
+    assert t[:5].eq(7).all()
+    del t
+    gc.collect()
+    assert memfds() == before
+
+
+def test_a_pool_is_a_context_manager(open_kind):
+    with open_pool(open_kind, 8) as pool:
+        t = filled(pool, 3)
+    assert pool.closed and t.closed
+
+
+def test_close_in_the_middle_of_shares(open_kind):
+    pool = open_pool(open_kind, 64)
+    t = filled(pool, 10, 1)
+    f = t.fork()
+    view = f[2:9]
+    pool.close()
+    assert view.eq(1).all() and t.closed and f.closed
+    if open_kind == "host":
+        view.fill_(3)
+        assert view.eq(3).all()
+    del view
+    assert pool.stats().pages_used == 0
+
+
+def test_pools_come_and_go(open_kind):
+    before = memfds(), memfd_mappings()
+    for i in range(30):
+        pool = open_pool(open_kind, 16)
+        t = filled(pool, 9, i)
+        t.fork().fill_(1)
+        t.shrink(3).reallocate(90)
+        pool.close()
+    assert (memfds(), memfd_mappings()) == before
+
+
+def test_a_closed_pool_may_be_replaced_as_default():
+    run_snippet(
+        """
+        first = vtensor.default_pool("cpu")
+        t = vtensor.zeros(3, 4, grow_dim=0, capacity=10)
+        first.close()
+        assert t.closed
+        u = vtensor.zeros(3, 4, grow_dim=0, capacity=10)
+        assert u.pool is vtensor.default_pool("cpu") and u.pool is not first and not u.any()
+        """
+    ).check()
+
+
+# --- interpreter exit -------------------------------------------------------------------------------------
+
+LIVE = """
+pool = open_pool({kind!r}, 64)
+t = filled(pool, 9, 5, rows=(2,))
+view = t[:, 3:5]
+f = t.fork()
+r = f.reallocate(100)
+closed = filled(pool, 3); orphan = closed[:2]; closed.close()
+default = vtensor.zeros(3, 4, grow_dim=0, capacity=10)
+"""
+
+ENDINGS = {
+    "names_live": "",
+    "in_a_cycle": "cycle = [t, view]; cycle.append(cycle); del t, view",
+    "in_a_module": "import types; sys.modules['keeper'] = m = types.ModuleType('keeper'); m.t = t",
+    "in_a_default_argument": "def keep(x=t, y=view): pass",
+    "in_a_torch_module": "m = torch.nn.Linear(2, 2); m.cache = t; m.view = view",
+    "in_a_finalizer": "import weakref; weakref.finalize(os.path, lambda: (t.length, view.sum(), t.close()))",
+    "in_an_atexit_handler": "import atexit; atexit.register(lambda: (t.length, view.sum(), t.extend(1)))",
+    "in_a_del": """
+class Keeper:
+    def __del__(self):
+        self.t.length; self.view.sum()
+keeper = Keeper(); keeper.t = t; keeper.view = view
+""",
+    "in_a_daemon_thread": """
+import threading, time
+def run():
+    while True:
+        t.extend(1); t.shrink(1); time.sleep(0.001)
+threading.Thread(target=run, daemon=True).start(); time.sleep(0.05)
+""",
+    "numpy_lives": "array = t[0].numpy(); dl = torch.from_dlpack(t); del t, view",
+    "exits_with_sys_exit": "sys.exit(0)",
+    "pool_closed_before": "pool.close()",
+    "pool_dropped": "del pool, t, f, r, closed",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_interpreter_exits_with_live(open_kind, ending):
+    finished = run_snippet(LIVE.format(kind=open_kind) + ENDINGS[ending]).check()
+    assert finished.err == "", finished.err
+
+
+@needs_simcuda
+@pytest.mark.parametrize("ending", ["names_live", "in_a_cycle", "in_a_module", "numpy_lives", "pool_dropped"])
+def test_exit_gives_everything_back_to_the_driver(ending):
+    """The simulated driver says at its unloading what it was not given back."""
+    keep_no_views = "\nview = orphan = dl = array = cycle = None; gc.collect()\n"
+    code = (
+        "import sys; sys.path.insert(0, {here!r})\nimport gc, torch, vtensor\nfrom support import *\n"
+        + LIVE.format(kind="simcuda").replace("{", "{{").replace("}", "}}")
+        + ENDINGS[ending].replace("{", "{{").replace("}", "}}")
+        + keep_no_views
+    ).format(here=str(HERE))
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"SIMCUDA_REPORT_LEAKS": "1", "VTENSOR_SIMCUDA": str(simcuda_library())},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr.strip() == "", finished.stderr
+
+
+def test_a_process_of_its_own_exits_clean():
+    """Not through the snippet server: a plain interpreter, live names, no word on stderr."""
+    code = (
+        "import vtensor\n"
+        "t = vtensor.zeros(3, 4, grow_dim=0, capacity=100)\n"
+        "v = t[1:2]\n"
+        "f = t.fork()\n"
+        "f[0] = 1\n"
+        "p = vtensor.Pool('cpu', budget=1 << 20)\n"
+        "u = vtensor.empty(2, 0, 5, grow_dim=1, capacity=9, pool=p)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
+
+
+def test_close_is_final_for_the_tensors_of_the_pool_only(pool_factory):
+    a, b = pool_factory("host"), pool_factory("host")
+    x, y = filled(a, 3), filled(b, 3)
+    a.close()
+    assert x.closed and not y.closed
+    with pytest.raises(vtensor.Closed):
+        quarter(a, 1)
+    assert y.extend(1).length == 4

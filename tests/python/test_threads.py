@@ -1,0 +1,342 @@
+"""Many threads: on tensors of their own over one pool, and on one tensor. Every wait is bounded."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import vtensor
+from support import PER_PAGE, filled, quarter
+from vtensor import testing
+
+THREADS = 6
+SECONDS = 40
+
+
+def run_together(*bodies):
+    """Runs each in a thread of its own, started at one moment; raises the first error, or on a deadlock."""
+    barrier = threading.Barrier(len(bodies))
+    errors = []
+
+    def run(body):
+        try:
+            barrier.wait(SECONDS)
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,), daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    assert not stuck, f"{stuck} did not end within {SECONDS} s"
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture
+def large(pool_factory, kind):
+    return pool_factory(kind, pages=600)
+
+
+def test_tensors_of_one_pool(large):
+    """Each thread grows, shrinks, shares and closes its own, and always sees its own number only."""
+
+    def work(number):
+        def body():
+            for turn in range(25):
+                t = filled(large, 3, number, rows=(2,), when_full="move")
+                t.append(torch.full((2, 7, t.shape[2]), number, dtype=t.dtype))
+                f = t.fork()
+                f.fill_(number + 100)
+                t.shrink(2, front=True).extend(5)[:, -5:].fill_(number)
+                view = t[:, 1:4]
+                r = t.reallocate(100)
+                assert r.eq(number).all() and view.eq(number).all() and f.eq(number + 100).all()
+                r.reindex([1, 0]).truncate(turn % 5)
+                f.close()
+                assert r.eq(number).all()
+
+        return body
+
+    run_together(*(work(i + 1) for i in range(THREADS)))
+    testing.check_invariants(large)
+    assert large.stats().pages_used == 0
+
+
+def test_many_threads_append_to_one_tensor(large):
+    t = quarter(large, capacity=2000)
+    each = 60
+
+    def work(number):
+        def body():
+            x = torch.full((2, t.shape[1]), number, dtype=torch.uint8)
+            for _ in range(each):
+                t.append(x)
+
+        return body
+
+    run_together(*(work(i + 1) for i in range(THREADS)))
+    assert t.length == t.shape[0] == 2 * each * THREADS
+    firsts = t[:, 0].tolist()
+    assert t.eq(t[:, :1]).all(), "two appends wrote one position"
+    for number in range(1, THREADS + 1):
+        assert firsts.count(number) == 2 * each
+    assert firsts[::2] == firsts[1::2], "an append was torn in two"
+
+
+def test_snapshots_beside_growth(large):
+    """Readers take snapshots: shape, address and contents always belong together."""
+    t = vtensor.empty(2, 0, 64, grow_dim=1, capacity=4000, dtype=torch.int64, pool=large)
+    done = threading.Event()
+    seen = []
+
+    def write():
+        try:
+            for i in range(1200):
+                t.append(torch.full((2, 1, 64), i))
+                if i % 100 == 99:
+                    t.shrink(50)
+                    for j in range(50):
+                        t.append(torch.full((2, 1, 64), i - 49 + j))
+        finally:
+            done.set()
+
+    def read():
+        while not done.is_set():
+            s = t.snapshot()
+            n = s.shape[1]
+            assert s.shape == (2, n, 64) and type(s) is torch.Tensor
+            if n > 60:  # the last fifty may be rewritten with what they held
+                head = s[:, : n - 60]
+                assert torch.equal(head, torch.arange(n - 60)[None, :, None].expand(2, -1, 64))
+            seen.append(n)
+
+    run_together(write, read, read)
+    assert t.length == 1200 and max(seen) > 0
+    assert torch.equal(t, torch.arange(1200)[None, :, None].expand(2, -1, 64))
+
+
+def test_close_beside_growth(large):
+    """Whoever comes after the close gets Closed; nobody crashes, and nothing is left."""
+    for _ in range(20):
+        t = filled(large, 3)
+        x = torch.ones(1, t.shape[1], dtype=t.dtype)
+
+        def grow(t=t, x=x):
+            try:
+                for _ in range(200):
+                    t.append(x)
+                    t.shrink(1)
+            except vtensor.Closed:
+                pass
+
+        def close(t=t):
+            time.sleep(0.001)
+            t.close()
+
+        run_together(grow, grow, close)
+        assert t.closed
+    del t, x, grow, close
+    assert large.stats().pages_used == 0
+
+
+def test_pool_close_beside_everything(pool_factory, kind):
+    for _ in range(5):
+        pool = pool_factory(kind, pages=600)
+
+        def work(pool=pool):
+            try:
+                for i in range(300):
+                    t = filled(pool, 3, i % 250)
+                    assert t.extend(4).fork()[:3].eq(i % 250).all()
+            except vtensor.Closed:
+                pass
+
+        def close(pool=pool):
+            time.sleep(0.01)
+            pool.close()
+
+        run_together(work, work, work, close)
+        gc.collect()
+        stats = pool.stats()
+        assert pool.closed and (stats.pages_used, stats.tensors) == (0, 0)
+
+
+def test_budget_is_kept_by_threads_that_compete(pool_factory, kind):
+    pool = pool_factory(kind, pages=20)
+    refused = []
+
+    def work(number):
+        def body():
+            for _ in range(60):
+                try:
+                    t = filled(pool, 5 * PER_PAGE, number)
+                    t.extend(2 * PER_PAGE)
+                    assert t[: 5 * PER_PAGE].eq(number).all() and not t[5 * PER_PAGE :].any()
+                except vtensor.OutOfPages:
+                    refused.append(number)
+
+        return body
+
+    run_together(*(work(i + 1) for i in range(THREADS)))
+    gc.collect()
+    stats = pool.stats()
+    assert stats.pages_used == 0 and stats.pages_free == 20
+    assert len(refused) < THREADS * 60
+
+
+def test_stats_and_invariants_beside_everything(large):
+    done = threading.Event()
+
+    def work():
+        try:
+            for i in range(150):
+                t = filled(large, i % 20 + 1, 3)
+                t.fork()[:1].clone()
+                t.shrink(1)
+        finally:
+            done.set()
+
+    def watch():
+        while not done.is_set():
+            stats = large.stats()
+            assert stats.pages_used + stats.pages_free == 600  # I5
+            assert stats.pages_mapped == stats.pages_needed + stats.pages_held  # I4
+            testing.check_invariants(large)
+
+    run_together(work, work, watch)
+
+
+def test_views_that_die_on_other_threads(large):
+    """Deleters run wherever the last reference goes, beside operations on the same pool (I11)."""
+    handed: list[torch.Tensor] = []
+    lock = threading.Lock()
+    done = threading.Event()
+
+    def make():
+        try:
+            t = filled(large, 4, 1, capacity=4000, when_full="move")
+            for _ in range(300):
+                t.extend(3)
+                with lock:
+                    handed.append(t[-2:])
+                t.shrink(2)
+        finally:
+            done.set()
+
+    def drop():
+        while not done.is_set() or handed:
+            with lock:
+                taken = handed[:]
+                handed.clear()
+            del taken
+
+    run_together(make, drop, drop)
+    gc.collect()
+    assert large.stats().pages_used == 0
+
+
+def test_a_finalizer_inside_an_operation_does_not_deadlock(pool):
+    """The collector may run inside any operation, and close, grow or drop tensors of the same pool."""
+    done = []
+
+    class Node:
+        def __init__(self):
+            self.me = self
+            self.t = filled(pool, 3)
+            self.view = self.t[:2]
+            self.other = filled(pool, 2)
+            weakref.finalize(self, done.append, 1)
+
+        def __del__(self):
+            self.t.extend(1)
+            self.other.close()
+            filled(pool, 2).close()
+            pool.stats()
+
+    old = gc.get_threshold()
+    t = filled(pool, 1, capacity=400)
+    x = torch.ones(1, t.shape[1], dtype=t.dtype)
+
+    def work():
+        for i in range(120):
+            if i % 3 == 0 and pool.stats().pages_free > 20:
+                Node()
+            t.append(x)
+            t.fork()
+            t.shrink(1)
+
+    try:
+        gc.set_threshold(1, 1, 1)
+        run_together(work)
+    finally:
+        gc.set_threshold(*old)
+    gc.collect()
+    assert len(done) > 5 and t.length == 1
+
+
+def test_a_finalizer_of_the_tensor_inside_its_own_operation(pool):
+    """A finalizer that calls an operation of the tensor which is in the middle of one: an error, no deadlock."""
+    t = filled(pool, 1, capacity=400)
+    x = torch.ones(1, t.shape[1], dtype=t.dtype)
+    outcomes = []
+
+    class Node:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            try:
+                t.extend(0)
+                outcomes.append("done")
+            except vtensor.VTensorError:
+                outcomes.append("refused")
+
+    old = gc.get_threshold()
+
+    def work():
+        for _ in range(100):
+            Node()
+            t.append(x)
+            t.shrink(1)
+
+    try:
+        gc.set_threshold(1, 1, 1)
+        run_together(work)
+    finally:
+        gc.set_threshold(*old)
+    gc.collect()
+    assert outcomes and t.length == 1 and t.eq(1).all()
+
+
+def test_the_gil_is_free_while_pages_are_mapped(pool_factory):
+    """A large map runs beside Python of another thread: that one is never stopped for the whole of it."""
+    pool = pool_factory("host", pages=20000)
+    ticks = []
+    done = threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0)
+
+    def grow():
+        try:
+            for _ in range(5):
+                t = vtensor.empty(400, 0, 4096, grow_dim=1, capacity=40, dtype=torch.uint8, pool=pool)
+                t.extend(40)
+                t.close()
+        finally:
+            done.set()
+
+    run_together(grow, tick)
+    assert len(ticks) > 20
