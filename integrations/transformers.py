@@ -32,7 +32,7 @@ class VTensorLayer(DynamicLayer):
     def __init__(self, max_len: int, pool: Pool | None = None) -> None:
         self.max_len = max_len
         self.pool = pool
-        self._owners: tuple[VTensor, VTensor] | None = None
+        self.owners: tuple[VTensor, VTensor] | None = None
         super().__init__()
 
     # ------------------------------------------------------------------ storage
@@ -40,7 +40,7 @@ class VTensorLayer(DynamicLayer):
     @property
     def keys(self) -> torch.Tensor | None:
         """K as it is now: a plain view [batch, heads, tokens, head_dim], None before the first update."""
-        return None if self._owners is None else self._view(self._owners[0])
+        return None if self.owners is None else self._view(self.owners[0])
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -49,14 +49,14 @@ class VTensorLayer(DynamicLayer):
     @property
     def values(self) -> torch.Tensor | None:
         """V as it is now: a plain view [batch, heads, tokens, head_dim], None before the first update."""
-        return None if self._owners is None else self._view(self._owners[1])
+        return None if self.owners is None else self._view(self.owners[1])
 
     @values.setter
     def values(self, value: None) -> None:
         self._refuse_assignment("values", value)
 
     def _refuse_assignment(self, name: str, value: object) -> None:
-        if value is not None or self._owners is not None:  # the base class's __init__ sets None
+        if value is not None or self.owners is not None:  # the base class's __init__ sets None
             raise InvalidArgument(
                 f"[VTensorLayer.{name}] assignment, but the memory is the layer's own: "
                 "use update(), crop(), reset() or reorder_cache()"
@@ -88,15 +88,23 @@ class VTensorLayer(DynamicLayer):
         )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes K and V, empty, for states of these shapes [batch, heads, any, head_dim], dtype and device."""
+        """Makes K and V, empty, for states [batch, heads, any, head_dim] such as these."""
+        self._make_owners(key_states, value_states)
+
+    def _make_owners(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[VTensor, VTensor]:
         self.dtype, self.device = key_states.dtype, key_states.device
         keys = self._make_owner(key_states)
         try:
-            self._owners = keys, self._make_owner(value_states)
+            return self._adopt(keys, self._make_owner(value_states))
         except BaseException:
             keys.close()
             raise
+
+    def _adopt(self, keys: VTensor, values: VTensor) -> tuple[VTensor, VTensor]:
+        self.dtype, self.device = keys.dtype, keys.device
+        self.owners = keys, values
         self.is_initialized = True
+        return self.owners
 
     # ------------------------------------------------------------------ growth
 
@@ -119,10 +127,8 @@ class VTensorLayer(DynamicLayer):
                 f"[VTensorCache.update] keys of {new} tokens with values of {value_states.shape[-2]}: "
                 "pass as many of both"
             )
-        fresh = not self.is_initialized
-        if fresh:
-            self.lazy_initialization(key_states, value_states)
-        keys, values = self._owners
+        fresh = self.owners is None
+        keys, values = self.owners or self._make_owners(key_states, value_states)
         try:
             self._append(keys, key_states)
             self._append(values, value_states)
@@ -139,7 +145,7 @@ class VTensorLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Tokens stored."""
-        return 0 if self._owners is None else self._owners[0].length
+        return 0 if self.owners is None else self.owners[0].length
 
     def get_max_length(self) -> int:
         """Tokens that fit: ``max_len``."""
@@ -149,8 +155,8 @@ class VTensorLayer(DynamicLayer):
 
     def truncate(self, length: int) -> None:
         """Keeps the first ``length`` tokens. Whole pages behind them go back to the pool."""
-        if self._owners is not None:
-            for owner in self._owners:
+        if self.owners is not None:
+            for owner in self.owners:
                 if owner.length > length:
                     owner.truncate(length)
 
@@ -165,7 +171,7 @@ class VTensorLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Gives all memory back. The next ``update`` may bring another batch size, dtype or device."""
-        owners, self._owners = self._owners, None
+        owners, self.owners = self.owners, None
         self.is_initialized = False
         for owner in owners or ():
             owner.close()
@@ -175,10 +181,10 @@ class VTensorLayer(DynamicLayer):
 
         If the memory for those runs out between K and V the layer is emptied: half a beam is no cache.
         """
-        if self._owners is None:
+        if self.owners is None:
             return
         try:
-            for owner in self._owners:
+            for owner in self.owners:
                 owner.reindex(beam_idx)
         except BaseException:
             self.reset()
@@ -186,13 +192,13 @@ class VTensorLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times; the copies share pages until they are written."""
-        if self._owners is not None:
-            self.reorder_cache(torch.arange(self._owners[0].shape[0]).repeat_interleave(repeats))
+        if self.owners is not None:
+            self.reorder_cache(torch.arange(self.owners[0].shape[0]).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences that ``indices`` selects: positions, or one bool for each sequence."""
-        if self._owners is not None:
-            self.reorder_cache(torch.arange(self._owners[0].shape[0])[torch.as_tensor(indices).cpu()])
+        if self.owners is not None:
+            self.reorder_cache(torch.arange(self.owners[0].shape[0])[torch.as_tensor(indices).cpu()])
 
     def offload(self) -> None:
         """Refused: K and V stay on the device where they grow."""
@@ -211,10 +217,10 @@ class VTensorLayer(DynamicLayer):
         """A layer in the same pool that shares all whole pages until one of the two writes (I6)."""
         copied = type(self)(self.max_len, self.pool)
         memo[id(self)] = copied
-        if self._owners is not None:
-            keys = self._owners[0].fork()
+        if self.owners is not None:
+            keys = self.owners[0].fork()
             try:
-                copied._adopt(keys, self._owners[1].fork())
+                copied._adopt(keys, self.owners[1].fork())
             except BaseException:
                 keys.close()
                 raise
@@ -222,18 +228,13 @@ class VTensorLayer(DynamicLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Dense copies of K and V. The pool is not saved."""
-        dense = None if self._owners is None else tuple(self._view(owner).clone() for owner in self._owners)
+        dense = None if self.owners is None else tuple(self._view(owner).clone() for owner in self.owners)
         return {"max_len": self.max_len, "dense": dense}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         type(self).__init__(self, state["max_len"])
         if state["dense"] is not None:
             self.update(*state["dense"])
-
-    def _adopt(self, keys: VTensor, values: VTensor) -> None:
-        self._owners = keys, values
-        self.dtype, self.device = keys.dtype, keys.device
-        self.is_initialized = True
 
 
 class VTensorCache(DynamicCache):
@@ -251,6 +252,8 @@ class VTensorCache(DynamicCache):
     default pool. ``reset()`` gives all memory back.
     """
 
+    layers: list[Any]
+
     def __init__(self, config: PreTrainedConfig, max_len: int, pool: Pool | None = None) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise InvalidArgument(
@@ -259,7 +262,7 @@ class VTensorCache(DynamicCache):
             )
         if isinstance(max_len, bool) or not isinstance(max_len, int) or max_len < 1:
             raise InvalidArgument(
-                f"[VTensorCache] max_len={max_len!r}: pass the most tokens a sequence may have, prompt included"
+                f"[VTensorCache] max_len={max_len!r}: pass the most tokens of a sequence, prompt included"
             )
         super().__init__(config=config)
         self.max_len = max_len
@@ -277,10 +280,13 @@ class VTensorCache(DynamicCache):
         too: after an error the cache holds what it held before the forward call, and can go on from there.
         """
         try:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            states: tuple[torch.Tensor, torch.Tensor] = super().update(
+                key_states, value_states, layer_idx, *args, **kwargs
+            )
         except VTensorError:
             self._truncate_layers(before=layer_idx)
             raise
+        return states
 
     def _truncate_layers(self, before: int) -> None:
         failed = self.layers[before]

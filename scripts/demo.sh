@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# demo.sh [ARGUMENTS]: continues a text with each of Hugging Face's caches and with VTensorCache.
+# demo.sh [ARGUMENTS]: the demo, with its picture under build/; see `python -m vtensor demo --help`.
 source "$(dirname "$0")/lib.sh"
 
-step "Demo" $PYTHON -m vtensor demo "$@"
+exec $PYTHON -m vtensor demo --picture build/demo.png "$@"

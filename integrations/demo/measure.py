@@ -1,0 +1,213 @@
+"""Reads the text and generates with one cache beside the other, through model.generate()."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import Cache, DynamicCache, LlamaForCausalLM, StaticCache
+
+import vtensor
+
+from ..transformers import VTensorCache
+from .meter import Meter
+from .model import PreallocatedCache
+
+OURS = "VTensorCache"
+GROWING = "DynamicCache"
+LIMIT = "preallocated"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of one run."""
+
+    prompt: int  # tokens read
+    new: int  # tokens generated
+    layers: int
+    vocab_size: int
+    max_len: int  # what VTensorCache reserves
+    chunk: int  # tokens that one forward call reads
+    slice: int  # tokens that one cache generates before the next one has its turn
+    page_size: int  # bytes
+
+    @property
+    def final_length(self) -> int:
+        """Tokens in a cache at the end: the last token generated is never fed back."""
+        return self.prompt + self.new - 1
+
+
+FULL = Settings(8192, 128, 2, 4096, 131072, 512, 8, 16384)
+QUICK = Settings(384, 24, 2, 1024, 4096, 128, 4, 4096)
+
+
+@dataclass
+class Row:
+    """What one cache cost. Sizes in bytes."""
+
+    cache: str
+    prefill_seconds: float
+    decode_tokens_per_second: float
+    bytes_copied_for_growth: int
+    kv_mapped: int
+    kv_needed: int
+    kv_peak: int  # with the copy that growth makes beside it
+
+    @property
+    def over_percent(self) -> float:
+        """KV memory mapped beyond what the tokens need."""
+        return 100.0 * (self.kv_mapped / self.kv_needed - 1.0)
+
+
+class Run:
+    """One cache on its way through the text."""
+
+    def __init__(self, name: str, model: LlamaForCausalLM, cache: Cache, mapped: Callable[[], int]) -> None:
+        self.name = name
+        self.model = model
+        self.cache = cache
+        self.meter = Meter(cache, mapped)
+        self.prefill_seconds = 0.0
+        self.logits: list[torch.Tensor] = []
+        self.ids = torch.empty(1, 0, dtype=torch.int64)
+
+    def read(self, prompt: torch.Tensor, chunk: int) -> None:
+        """Reads the prompt and generates the first token."""
+        progress = tqdm(total=prompt.shape[1], desc=f"{self.name}: reading", unit=" tokens", leave=False)
+
+        def after_chunk(module: object, arguments: object, output: object) -> None:
+            self.meter.look()
+            progress.update(self.meter.samples[-1].tokens - progress.n)
+
+        hook = self.model.model.register_forward_hook(after_chunk)
+        self.ids = prompt
+        start = time.perf_counter()
+        try:
+            self.generate(1, prefill_chunk_size=chunk)
+        finally:
+            hook.remove()
+            progress.close()
+        self.prefill_seconds = time.perf_counter() - start
+
+    def generate(self, tokens: int, **kwargs: Any) -> None:
+        """Generates more tokens, greedily, with the cache as it is."""
+        result = self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            past_key_values=self.cache,
+            max_new_tokens=tokens,
+            do_sample=False,
+            streamer=self.meter,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **kwargs,
+        )
+        self.ids = result.sequences
+        self.logits.extend(result.logits)
+
+    def row(self, needed: int) -> Row:
+        return Row(
+            cache=self.name,
+            prefill_seconds=self.prefill_seconds,
+            decode_tokens_per_second=1.0 / statistics.median(self.meter.seconds),
+            bytes_copied_for_growth=self.meter.copied,
+            kv_mapped=self.meter.samples[-1].mapped,
+            kv_needed=needed,
+            kv_peak=max(sample.peak for sample in self.meter.samples),
+        )
+
+
+@dataclass
+class Check:
+    """Whether the caches agree, and whether that says anything."""
+
+    same_tokens: bool
+    distinct_tokens: int  # of those generated
+    smallest_margin: float  # between the best logit and the second best, over all steps
+    largest_difference: dict[str, float]  # of any logit, against DynamicCache
+
+    def failure(self) -> str | None:
+        """What is wrong, if anything."""
+        if not self.same_tokens:
+            return "the caches gave different tokens"
+        if self.largest_difference[OURS] != 0.0:
+            return f"{OURS} and {GROWING} run the same kernels on the same layout, but their logits differ"
+        if self.smallest_margin <= 4 * max(self.largest_difference.values()):
+            return "two logits are so close that equal tokens prove nothing"
+        return None
+
+
+def storage_bytes(cache: Cache) -> int:
+    """Bytes that the storages of a cache's plain K and V occupy."""
+    return sum(
+        states.untyped_storage().nbytes()
+        for layer in cache.layers
+        for states in (layer.keys, layer.values)
+        if states is not None
+    )
+
+
+def make_runs(model: LlamaForCausalLM, settings: Settings, pool: vtensor.Pool) -> list[Run]:
+    """A run for each cache. StaticCache and the limit are told the final length, VTensorCache is not."""
+    config, length = model.config, settings.final_length
+    caches: list[tuple[str, Cache]] = [
+        (GROWING, DynamicCache(config=config)),
+        ("StaticCache", StaticCache(config=config, max_cache_len=length)),
+        (LIMIT, PreallocatedCache(config, length)),
+    ]
+    runs = [Run(name, model, cache, partial(storage_bytes, cache)) for name, cache in caches]
+    ours = VTensorCache(config, max_len=settings.max_len, pool=pool)
+    runs.append(Run(OURS, model, ours, lambda: pool.stats().nbytes_mapped))
+    return runs
+
+
+def measure(runs: list[Run], prompt: torch.Tensor, settings: Settings) -> list[Row]:
+    """Reads the prompt with each cache, then has them generate in turns, so that what else the machine does
+    hits all of them alike."""
+    for run in runs:
+        run.read(prompt, settings.chunk)
+    with tqdm(
+        total=settings.new * len(runs), initial=len(runs), desc="generating", unit=" tokens"
+    ) as progress:
+        for run in runs:
+            run.meter.on_token = progress.update
+        left, turn = settings.new - 1, 0
+        while left:
+            tokens = min(left, settings.slice)
+            for position in range(len(runs)):
+                runs[(turn + position) % len(runs)].generate(tokens)
+            left, turn = left - tokens, turn + 1
+    config = runs[0].model.config
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    return [run.row(settings.final_length * token_bytes) for run in runs]
+
+
+def check(runs: list[Run], settings: Settings) -> Check:
+    """Compares tokens and logits of all runs."""
+    logits = {run.name: torch.cat(run.logits) for run in runs}
+    best = logits[GROWING].topk(2).values
+    return Check(
+        same_tokens=all(torch.equal(run.ids, runs[0].ids) for run in runs),
+        distinct_tokens=runs[0].ids[0, settings.prompt :].unique().numel(),
+        smallest_margin=(best[:, 0] - best[:, 1]).min().item(),
+        largest_difference={
+            name: (values - logits[GROWING]).abs().max().item()
+            for name, values in logits.items()
+            if name != GROWING
+        },
+    )
+
+
+def as_json(settings: Settings, rows: list[Row], checked: Check) -> dict[str, Any]:
+    """Everything measured, for a file or another program."""
+    return {
+        "settings": asdict(settings),
+        "rows": [asdict(row) | {"over_percent": row.over_percent} for row in rows],
+        "check": asdict(checked),
+    }

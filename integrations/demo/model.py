@@ -1,0 +1,71 @@
+"""The model that the demo runs, and the fastest cache there can be, to measure the others against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
+
+SEED = 20
+
+
+def make_llama(layers: int, vocab_size: int) -> LlamaForCausalLM:
+    """A Llama in float32 with the attention of Llama 3.2 1B (32 query heads and 8 KV heads of 64), seeded
+    random weights, and everything that does not touch the cache kept small."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        # Wide enough that attention is peaked and the next token depends on the text, not on the last token.
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=None,  # never stops by itself
+        pad_token_id=None,
+    )
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(config).eval()
+
+
+class PreallocatedLayer(DynamicLayer):
+    """K and V in plain tensors of exactly the final length; attention gets views of the tokens so far."""
+
+    is_initialized: bool
+
+    def __init__(self, max_len: int) -> None:
+        super().__init__()
+        self.max_len = max_len
+        self.length = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            batch, heads, _, _ = key_states.shape
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.all_keys = key_states.new_zeros(batch, heads, self.max_len, key_states.shape[-1])
+            self.all_values = value_states.new_zeros(batch, heads, self.max_len, value_states.shape[-1])
+            self.is_initialized = True
+        start, self.length = self.length, self.length + key_states.shape[-2]
+        self.all_keys[:, :, start : self.length] = key_states
+        self.all_values[:, :, start : self.length] = value_states
+        self.keys = self.all_keys[:, :, : self.length]
+        self.values = self.all_values[:, :, : self.length]
+        return self.keys, self.values
+
+
+class PreallocatedCache(DynamicCache):
+    """The limit: nothing is ever copied, mapped or masked, because the final length is known."""
+
+    layers: list[Any]
+
+    def __init__(self, config: LlamaConfig, max_len: int) -> None:
+        super().__init__(config=config)
+        self.layers = [PreallocatedLayer(max_len) for _ in self.layers]

@@ -1,0 +1,193 @@
+"""The demo's table and its picture."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..transformers import VTensorLayer
+from .measure import LIMIT, OURS, Check, Row, Run, Settings
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MIB = 1 << 20
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
+COLOURS = {"DynamicCache": "#d1495b", "StaticCache": "#7a7f87", OURS: "#00798c"}
+LABELS = {
+    "DynamicCache": "DynamicCache, with the copy beside it",
+    "StaticCache": "StaticCache, told the final length",
+}
+
+
+def table(rows: list[Row]) -> str:
+    """One line for each cache."""
+    heads = (
+        "cache",
+        "prefill s",
+        "decode tokens/s",
+        "copied for growth",
+        "KV mapped",
+        "KV needed",
+        "over",
+        "peak KV",
+    )
+    cells = [
+        (
+            row.cache,
+            f"{row.prefill_seconds:.1f}",
+            f"{row.decode_tokens_per_second:.1f}",
+            f"{row.bytes_copied_for_growth / MIB:,.1f} MiB",
+            f"{row.kv_mapped / MIB:.1f} MiB",
+            f"{row.kv_needed / MIB:.1f} MiB",
+            f"{row.over_percent:.2f} %",
+            f"{row.kv_peak / MIB:.1f} MiB",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in [heads, *cells]) for column in range(len(heads))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in [heads, *cells]
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def notes(settings: Settings, rows: list[Row], checked: Check) -> str:
+    """What the figures say, and what they rest on."""
+    speed = {row.cache: row.decode_tokens_per_second for row in rows}
+    over_dynamic = speed[OURS] / speed["DynamicCache"]
+    to_limit = speed[OURS] / speed[LIMIT]
+    difference = max(checked.largest_difference.values())
+    return (
+        f"{OURS} decodes {over_dynamic:.2f} times as fast as DynamicCache and at {100 * to_limit:.1f} % of "
+        f"the limit.\n"
+        f"'{LIMIT}' is that limit: plain tensors of exactly the final length, known in advance, and exact "
+        f"views of them.\nStaticCache is told the final length too; {OURS} reserves addresses for "
+        f"{settings.max_len:,} tokens.\n"
+        f"All gave the same {settings.new} tokens, {checked.distinct_tokens} of them distinct; "
+        f"{OURS}'s logits are DynamicCache's bit for bit.\n"
+        f"The best logit led by at least {checked.smallest_margin:.1e}; "
+        f"no logit of any cache differed by more than {difference:.1e}."
+    )
+
+
+def save_picture(path: Path, runs: list[Run], rows: list[Row], settings: Settings) -> None:
+    """Draws the page map and the memory over time; the file appears when it is whole."""
+    from matplotlib.figure import Figure
+
+    (ours,) = (run for run in runs if run.name == OURS)
+    figure = Figure(figsize=(12, 8), layout="constrained", facecolor="white")
+    axes = figure.subplot_mosaic([["pages", "pages"], ["memory", "generation"]], height_ratios=[1.25, 1])
+    _draw_pages(axes["pages"], ours, settings)
+    _draw_memory(axes["memory"], runs)
+    _draw_memory_of_generation(axes["generation"], ours, settings, rows[0].kv_needed // settings.final_length)
+    for name in ("memory", "generation"):
+        axes[name].set_xlabel("tokens in the cache")
+        axes[name].set_ylabel("MiB")
+        axes[name].grid(axis="y", color="#eceff1")
+        axes[name].set_axisbelow(True)
+    for panel in axes.values():
+        panel.spines[["top", "right"]].set_visible(False)
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(image.getvalue())
+
+
+def _draw_pages(axes: Axes, ours: Run, settings: Settings) -> None:
+    import numpy as np
+
+    owners = [
+        (f"layer {index} {name}", owner)
+        for index, layer in enumerate(ours.cache.layers)
+        if isinstance(layer, VTensorLayer) and layer.owners is not None
+        for name, owner in zip("KV", layer.owners, strict=True)
+    ]
+    heads = owners[0][1].shape[1]
+    page_tokens = settings.page_size / (owners[0][1].shape[-1] * owners[0][1].element_size())
+    pages = max(record.index for _, owner in owners for record in owner.pages()) + 1
+    shown = pages + max(2, pages // 12)
+    grid = np.full((heads * len(owners), shown), np.nan)
+    for number, (_, owner) in enumerate(owners):
+        for record in owner.pages():
+            grid[number * heads + record.row, record.index] = record.page_id
+    axes.set_facecolor("#eceff1")
+    image = axes.imshow(
+        grid,
+        aspect="auto",
+        cmap="viridis",
+        interpolation="nearest",
+        extent=(0, shown * page_tokens, grid.shape[0], 0),
+    )
+    for number in range(1, len(owners)):
+        axes.axhline(number * heads, color="white", linewidth=2.5)
+    for row in range(grid.shape[0]):
+        axes.axhline(row, color="white", linewidth=0.4)
+    axes.axvline(settings.prompt, color="white", linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.text(
+        settings.prompt, -0.5, f"{settings.prompt:,} tokens read", ha="right", va="bottom", color="#546e7a"
+    )
+    axes.set_yticks([(number + 0.5) * heads for number in range(len(owners))], [name for name, _ in owners])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("tokens")
+    axes.text(
+        (pages + shown) / 2 * page_tokens,
+        grid.shape[0] / 2,
+        f"reserved up to {settings.max_len:,} tokens, no memory",
+        rotation=90,
+        ha="center",
+        va="center",
+        color="#546e7a",
+        fontsize=9,
+    )
+    axes.set_title(
+        f"Pages of {settings.page_size // 1024} KiB behind {OURS}, a row for each of {heads} heads", **TITLE
+    )
+    axes.figure.colorbar(image, ax=axes, pad=0.01, label="page number in the pool")
+
+
+def _draw_memory(axes: Axes, runs: list[Run]) -> None:
+    for run in runs:
+        if run.name in COLOURS:
+            samples = run.meter.samples
+            start = samples[0].mapped if run.name == "StaticCache" else 0  # all of it at once
+            axes.plot(
+                [0, *(sample.tokens for sample in samples)],
+                [start / MIB, *(sample.peak / MIB for sample in samples)],
+                color=COLOURS[run.name],
+                linewidth=2,
+                label=LABELS.get(run.name, run.name),
+            )
+    axes.set_title("KV memory while the text is read and continued", **TITLE)
+    axes.set_ylim(0, 1.4 * axes.dataLim.y1)
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _draw_memory_of_generation(axes: Axes, run: Run, settings: Settings, token_bytes: int) -> None:
+    samples = [sample for sample in run.meter.samples if sample.tokens >= settings.prompt]
+    tokens = [sample.tokens for sample in samples]
+    axes.plot(
+        tokens,
+        [sample.mapped / MIB for sample in samples],
+        color=COLOURS[OURS],
+        linewidth=2,
+        drawstyle="steps-post",
+        label=OURS,
+    )
+    axes.plot(
+        tokens,
+        [length * token_bytes / MIB for length in tokens],
+        color="#263238",
+        linestyle=":",
+        drawstyle="steps-post",
+        label="what the tokens need",
+    )
+    axes.set_title("Close up: the tokens generated", **TITLE)
+    axes.legend(frameon=False, loc="upper left")
+    axes.margins(y=0.25)
+    axes.ticklabel_format(useOffset=False)
