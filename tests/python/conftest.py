@@ -47,6 +47,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
+    if simcuda_library() is not None:
+        simcuda_leaks()  # loads the library, whose own memfd stays
     gc.collect()
     gc.freeze()  # what was imported never dies: collections between tests need not look at it
 

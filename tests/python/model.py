@@ -28,8 +28,8 @@ def family_bytes(family: int, n: int, seed: int) -> torch.Tensor:
     return own[torch.randint(0, len(own), (n,), generator=generator)]
 
 
-def only_of_family(data: torch.Tensor, family: int) -> bool:
-    return bool(((data == 0) | ((data % 16 == family) & (data < TOP))).all())
+def only_of(data: torch.Tensor, families: frozenset[int]) -> bool:
+    return {int(b) % 16 for b in data.unique() if b} <= families and not bool((data >= TOP).any())
 
 
 @dataclass(eq=False)
@@ -80,7 +80,8 @@ class ModelTensor:
     item: tuple[int, ...]  # the dims after it
     dtype: torch.dtype
     capacity: int
-    family: int
+    family: int  # whose bytes it writes now
+    families: frozenset[int]  # whose bytes it may show: its own, and its parent's from before the fork
     front: int = 0
     length: int = 0
     zeroed: bool = False

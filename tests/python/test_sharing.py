@@ -8,7 +8,18 @@ import pytest
 import torch
 
 import vtensor
-from support import PER_PAGE, calls, calls_since, filled, page_ids, quarter, ramp, same_bytes
+from support import (
+    PER_PAGE,
+    calls,
+    calls_since,
+    filled,
+    page_ids,
+    quarter,
+    ramp,
+    run_snippet,
+    same_bytes,
+    simcuda_library,
+)
 from vtensor import testing
 
 LENGTH = 10  # two whole pages and a half
@@ -50,15 +61,22 @@ WRITES = {
     "index_put_": lambda x: x.index_put_((torch.tensor([1]),), torch.tensor(9.0)),
     "masked_fill_": lambda x: x.masked_fill_(x != 0, 8.0),
     "scatter_": lambda x: x.scatter_(0, torch.zeros(1, 3, dtype=torch.int64), 7.0),
-    "where_out": lambda x: torch.where(x > 0, 6.0, x, out=x),
+    "where_out": lambda x: torch.where(x > 0, torch.full(x.shape, 6.0), x, out=x),
     "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "relu_inplace": lambda x: torch.nn.functional.relu(x.neg_(), inplace=True),
+    "threshold_inplace": lambda x: torch.nn.functional.threshold(x, 1e9, 3.0, inplace=True),
+    "by_keyword": lambda x: torch.nn.init.ones_(tensor=x),
+    "max_out": lambda x: torch.max(
+        torch.ones(2, *x.shape), 0, out=(x, torch.empty(x.shape, dtype=torch.int64))
+    ),
+    "running_mean": lambda x: torch.nn.functional.batch_norm(
+        torch.ones(3, x.numel()), x.view(-1), torch.ones(x.numel()), training=True
+    ),
 }
 ALIASED = {"numpy": set_through_numpy, "dlpack": set_through_dlpack}
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("by_child", [True, False], ids=["child_writes", "parent_writes"])
-def test_a_write_to_a_tensor_stays_on_its_side(pool, write, by_child):
+def write_on_one_side(pool, write, by_child):
     parent = base(pool)
     child = parent.fork()
     writer, other = (child, parent) if by_child else (parent, child)
@@ -70,6 +88,30 @@ def test_a_write_to_a_tensor_stays_on_its_side(pool, write, by_child):
     if write != "random":
         WRITES[write](plain)
         assert same_bytes(writer, plain)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("by_child", [True, False], ids=["child_writes", "parent_writes"])
+def test_a_write_to_a_host_tensor_stays_on_its_side(host, write, by_child):
+    write_on_one_side(host, write, by_child)
+
+
+@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+def test_a_write_to_a_cuda_tensor_stays_on_its_side():
+    """In a process of its own: a write that reached a read-only page would end it, as the last name printed."""
+    run_snippet(
+        """
+        from test_sharing import WRITES, write_on_one_side
+        pool = open_pool("simcuda", 64)
+        for write in WRITES:
+            if write == "running_mean":
+                continue  # writes through a view: own() comes first there
+            for by_child in (True, False):
+                print(write, by_child, flush=True)
+                write_on_one_side(pool, write, by_child)
+        pool.close()
+        """
+    ).check()
 
 
 @pytest.mark.parametrize("write", [*WRITES, *ALIASED])
@@ -149,7 +191,8 @@ def test_a_tensor_in_closed_ranks_of_forks(pool):
 # --- counts -----------------------------------------------------------------------------------------------
 
 
-def test_a_fork_costs_no_page_until_a_write_and_then_one(pool):
+def test_a_fork_costs_no_page_until_a_write_and_then_one(host):
+    pool = host
     parent = filled(pool, 4 * PER_PAGE, rows=(2,))
     assert pool.stats().pages_used == 8
     child = parent.fork()
@@ -165,6 +208,20 @@ def test_a_fork_costs_no_page_until_a_write_and_then_one(pool):
     child.close()
     assert pool.stats().pages_used == 8
     assert parent[0].eq(1).all() and parent[1, 7].eq(8).all() and parent[1, :7].eq(1).all()
+
+
+def test_an_in_place_operation_on_a_cuda_tensor_costs_its_shared_pages(simcuda):
+    """Pages cannot part at a fault there: the tensor's own are parted before the write."""
+    parent = filled(simcuda, 4 * PER_PAGE, rows=(2,))
+    child = parent.fork()
+    assert simcuda.stats().pages_used == 8
+    child.own(3, 6)
+    assert simcuda.stats().pages_used == 8 + 2 * 2
+    child[1, 5] = 9
+    assert simcuda.stats().pages_used == 16
+    parent.fill_(3)
+    assert simcuda.stats().pages_used == 16 and {r.shared for r in parent.pages()} == {1}
+    assert child[1, 5].eq(9).all() and child[0].eq(1).all()
 
 
 def test_reading_costs_no_page(pool):

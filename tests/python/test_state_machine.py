@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import vtensor
-from model import FAMILIES, Memory, ModelTensor, ModelView, family_bytes, held_slots, only_of_family
+from model import FAMILIES, Memory, ModelTensor, ModelView, family_bytes, held_slots, only_of
 from support import bytes_of, open_pool, simcuda_library
 from vtensor import testing
 
@@ -138,7 +138,7 @@ class Machine(RuleBasedStateMachine):
         """Takes over what new positions show, after a check of whose bytes they are (I7)."""
         fresh = t.actual.narrow(t.grow_dim, start, t.length - start)
         data = bytes_of(fresh).reshape(t.rows, t.length - start, t.memory.item_bytes)
-        assert only_of_family(data, t.family), "new positions show another owner's bytes"
+        assert only_of(data, t.families), "new positions show another owner's bytes"
         if t.zeroed:
             assert not data.any()
         begin, end = t.front + start, t.front + t.length
@@ -204,8 +204,19 @@ class Machine(RuleBasedStateMachine):
         count = torch.Size(rows).numel()
         cells = torch.zeros(count, length, item_bytes, dtype=torch.uint8)
         memory = Memory(count, item_bytes, pool.page_size, 0, cells)
+        family = self.new_family()
         t = ModelTensor(
-            made, pool, memory, rows, dims, dtype, capacity, self.new_family(), zeroed=zeroed, move=move
+            made,
+            pool,
+            memory,
+            rows,
+            dims,
+            dtype,
+            capacity,
+            family,
+            frozenset({family}),
+            zeroed=zeroed,
+            move=move,
         )
         t.length = length
         self.settle_address(t)
@@ -312,6 +323,10 @@ class Machine(RuleBasedStateMachine):
         if child is REFUSED:
             return
         memory = t.memory.copy(start=t.front)
+        # What either writes from now on is not the other's to see.
+        before = t.families
+        t.family, child_family = self.new_family(), self.new_family()
+        t.families = before | {t.family}
         f = ModelTensor(
             child,
             t.pool,
@@ -320,7 +335,8 @@ class Machine(RuleBasedStateMachine):
             t.item,
             t.dtype,
             t.capacity,
-            t.family,
+            child_family,
+            before | {child_family},
             length=t.length,
             zeroed=t.zeroed,
             move=t.move,

@@ -285,7 +285,7 @@ def test_a_finalizer_inside_an_operation_does_not_deadlock(pool):
 
 
 def test_a_finalizer_of_the_tensor_inside_its_own_operation(pool):
-    """A finalizer that calls an operation of the tensor which is in the middle of one: an error, no deadlock."""
+    """One that calls an operation of the very tensor that is in one: an error, no deadlock."""
     t = filled(pool, 1, capacity=400)
     x = torch.ones(1, t.shape[1], dtype=t.dtype)
     outcomes = []
