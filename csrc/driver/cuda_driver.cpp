@@ -66,8 +66,9 @@ class CudaDriver final : public Driver {
   CUresult set_access(Address at, std::size_t n, Access access);
   void map_or_undo(const char* operation, Address at, std::span<const Handle> handles,
                    Access access);
-  void copy_through_scratch(Handle to, Address from);
-  CUresult finish();
+  void finish(const char* operation);
+  void finish_earlier_work(const char* operation);
+  void release_scratch();
 
   const CudaApi cuda_;
   CUdevice device_ = 0;
@@ -82,8 +83,12 @@ class CudaDriver final : public Driver {
   std::map<Address, std::size_t> ranges_;  // pages by address
   std::set<Handle> handles_;
 
-  std::mutex copying_;  // guards the scratch page
-  Address scratch_ = 0;
+  std::mutex finishing_;  // guards changes of the flag
+  std::atomic<bool> unfinished_{false};
+
+  std::mutex copying_;   // guards the two below
+  Address scratch_ = 0;  // a page of addresses at which copies are made
+  bool scratch_mapped_ = false;
 };
 
 // What a forked child gives back is the parent's, and libcuda must not be called there (I13).
@@ -167,7 +172,7 @@ CudaDriver::~CudaDriver() {
   // not known, so every page is tried.
   for (const auto& [range, pages] : ranges_) {
     for (std::size_t i = 0; i < pages; ++i) {
-      if (range != scratch_) {
+      if (range != scratch_ || scratch_mapped_) {
         call(cuda_.cuMemUnmap, range + i * traits_.page_size, traits_.page_size);
       }
     }
@@ -309,14 +314,16 @@ void CudaDriver::map_or_undo(const char* operation, Address at, std::span<const 
 
 void CudaDriver::map(Address at, std::span<const Handle> handles, Access access) {
   refuse_in_forked_child("driver.map");
-  if (!handles.empty()) map_or_undo("map", at, handles, access);
+  if (handles.empty()) return;
+  finish_earlier_work("map");
+  map_or_undo("map", at, handles, access);
 }
 
 void CudaDriver::unmap(Address at, std::span<const Handle> handles, Access) {
   if (is_forked_child()) return;
-  if (!handles.empty()) {
-    require("unmap", cuda_.cuMemUnmap, at, handles.size() * traits_.page_size);
-  }
+  if (handles.empty()) return;
+  finish_earlier_work("unmap");
+  require("unmap", cuda_.cuMemUnmap, at, handles.size() * traits_.page_size);
 }
 
 void CudaDriver::remap(Address at, std::span<const Handle> from, Access from_access,
@@ -328,6 +335,7 @@ void CudaDriver::remap(Address at, std::span<const Handle> from, Access from_acc
     if (code != CUDA_SUCCESS) throw refusal("remap", Call::cuMemSetAccess, code);
     return;
   }
+  finish_earlier_work("remap");
   require("remap", cuda_.cuMemUnmap, at, from.size() * traits_.page_size);
   try {
     map_or_undo("remap", at, to, to_access);
@@ -343,11 +351,23 @@ void CudaDriver::remap(Address at, std::span<const Handle> from, Access from_acc
   }
 }
 
-// Waits for memory work of ours. One refusal is not taken for an answer: the caller of a refused
-// operation may unmap the pages, which work that still runs would fault on.
-CUresult CudaDriver::finish() {
+// Waits for memory work that was just started. Where that is refused the work may still run.
+void CudaDriver::finish(const char* operation) {
   const CUresult code = call(cuda_.cuCtxSynchronize);
-  return code == CUDA_SUCCESS ? code : call(cuda_.cuCtxSynchronize);
+  if (code == CUDA_SUCCESS) return;
+  std::lock_guard lock(finishing_);
+  unfinished_.store(true, std::memory_order_release);
+  throw refusal(operation, Call::cuCtxSynchronize, code);
+}
+
+// Goes before every change of a mapping: work of ours that could not be waited for would fault on
+// it.
+void CudaDriver::finish_earlier_work(const char* operation) {
+  if (!unfinished_.load(std::memory_order_acquire)) return;
+  std::lock_guard lock(finishing_);
+  if (!unfinished_.load(std::memory_order_relaxed)) return;
+  in_context(operation, [&] { require(operation, cuda_.cuCtxSynchronize); });
+  unfinished_.store(false, std::memory_order_release);
 }
 
 void CudaDriver::zero(Address at, std::size_t bytes) {
@@ -355,46 +375,41 @@ void CudaDriver::zero(Address at, std::size_t bytes) {
   if (bytes == 0) return;
   in_context("zero", [&] {
     require("zero", cuda_.cuMemsetD8, at, 0, bytes);
-    const CUresult code = finish();
-    if (code != CUDA_SUCCESS) {
-      throw UndoFailed(refusal("zero", Call::cuCtxSynchronize, code),
-                       all_of(ceil_div(bytes, traits_.page_size)));
-    }
+    finish("zero");
   });
 }
 
 void CudaDriver::copy_page(Handle to, Address from) {
   refuse_in_forked_child("driver.copy_page");
   std::lock_guard lock(copying_);
+  finish_earlier_work("copy_page");
+  if (scratch_ == 0) scratch_ = reserve(1);
+  release_scratch();
   in_context("copy_page", [&] {
     // The copy runs in the default stream, which does not wait for every stream that may write the
     // source.
     require("copy_page", cuda_.cuCtxSynchronize);
-    if (scratch_ == 0) scratch_ = reserve(1);
     try {
-      copy_through_scratch(to, from);
-    } catch (const UndoFailed&) {
-      scratch_ = 0;  // what is mapped there is not known: the destructor gives it back
-      throw;
+      map_or_undo("copy_page", scratch_, {&to, 1}, Access::writable);
+    } catch (const UndoFailed& failure) {
+      scratch_mapped_ = true;
+      throw DriverError(failure);  // only in our own range: nothing of the caller's is stuck
     }
+    scratch_mapped_ = true;
+    require("copy_page", cuda_.cuMemcpyDtoD, scratch_, from, traits_.page_size);
+    finish("copy_page");
   });
+  try {
+    release_scratch();
+  } catch (const DriverError&) {
+    // The copy is whole; the next one tries again.
+  }
 }
 
-void CudaDriver::copy_through_scratch(Handle to, Address from) {
-  map_or_undo("copy_page", scratch_, {&to, 1}, Access::writable);
-  const CUresult copied = call(cuda_.cuMemcpyDtoD, scratch_, from, traits_.page_size);
-  if (copied == CUDA_SUCCESS) {
-    const CUresult finished = finish();
-    if (finished != CUDA_SUCCESS) {
-      throw UndoFailed(refusal("copy_page", Call::cuCtxSynchronize, finished), {0});
-    }
-  }
-  const CUresult unmapped = call(cuda_.cuMemUnmap, scratch_, traits_.page_size);
-  if (unmapped != CUDA_SUCCESS &&
-      call(cuda_.cuMemUnmap, scratch_, traits_.page_size) != CUDA_SUCCESS) {
-    throw UndoFailed(refusal("copy_page", Call::cuMemUnmap, unmapped), {0});
-  }
-  if (copied != CUDA_SUCCESS) throw refusal("copy_page", Call::cuMemcpyDtoD, copied);
+void CudaDriver::release_scratch() {
+  if (!scratch_mapped_) return;
+  require("copy_page", cuda_.cuMemUnmap, scratch_, traits_.page_size);
+  scratch_mapped_ = false;
 }
 
 void CudaDriver::quiesce() {
