@@ -42,6 +42,8 @@ class PoolStats:
     """Of the used pages, those that the kernel parted at a write to a shared page and that have no handle yet."""
     pages_quarantined: int
     """Of the used pages, those given up after a driver call that could not be undone (I8)."""
+    pages_lent: int
+    """References that forked child processes keep on used pages until they exit (I13)."""
     pages_mapped: int
     """Page table entries: mapped pages, counted once for each place they are mapped at."""
     pages_needed: int
@@ -114,7 +116,7 @@ class Pool:
         return pool
 
     def _adopt(self, core: _core.PagePool, device: torch.device) -> None:
-        self._core = core
+        self._core: _core.PagePool | _core.ClosedPool = core
         self._device = device
         self._tensors: weakref.WeakSet[_Registered] = weakref.WeakSet()
         self._closed = False
@@ -156,6 +158,7 @@ class Pool:
             pages_cached=counts.kept,
             pages_parted=counts.parted,
             pages_quarantined=counts.quarantined,
+            pages_lent=counts.lent,
             pages_mapped=counts.mapped,
             pages_needed=counts.needed,
             pages_ahead=0,
@@ -213,6 +216,8 @@ class Pool:
         for entry in list(self._tensors):
             entry.close()
         self._core.trim()
+        if isinstance(self._core, _core.PagePool):
+            self._core = _core.ClosedPool(self._core)
 
     def __enter__(self) -> Pool:
         return self

@@ -178,8 +178,9 @@ class VTensor(torch.Tensor):
 
     def pages(self) -> list[PageRecord]:
         """What stands behind this tensor: records of ``row``, ``index`` (of the page in its row), ``address``,
-        ``page_id``, ``shared`` (mappings of that page) and ``state`` (``"mapped"``, ``"shared"``, ``"held"`` by
-        older views only, or ``"quarantined"``)."""
+        ``page_id``, ``shared`` (how many page tables, and forked processes, name that page) and ``state``: ``"mapped"``,
+        ``"shared"``, ``"parted"`` (shared once, written since; it has no id until the next fork gives it one, so
+        ``page_id`` is -1), ``"held"`` by older views only, or ``"quarantined"``."""
         return self._core.pages()
 
     @property
@@ -328,45 +329,16 @@ class _ClosedVTensor(VTensor):
         raise Closed("[copy.deepcopy] the VTensor is closed")
 
 
-class _GuardedVTensor(VTensor):
-    """A VTensor some of whose pages are shared where a write would fault (CUDA): torch operations that write to it
-    part its pages first."""
-
-    @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            for written in _written(func, args, kwargs):
-                written.own(0, written.length)
-            return func(*args, **kwargs)
-
-
-def _written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[VTensor]:
-    """The guarded tensors that a torch function is about to write to, by torch's naming of such functions."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
-    targets: list[Any] = [args[0]] if in_place and args else []
-    out = kwargs.get("out")
-    targets += out if isinstance(out, (tuple, list)) else [out]
-    return [target for target in targets if isinstance(target, _GuardedVTensor)]
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    ["__setitem__"]
-    + [
-        f"__i{name}__"
-        for name in "add sub mul matmul truediv floordiv div mod pow lshift rshift and or xor".split()
-    ]
-)
-
-
 def _watch_writes(tensor: VTensor) -> None:
-    """Lets torch's writes to `tensor` through `_GuardedVTensor` where a shared page would fault, and only there."""
+    """Lets torch's writes to `tensor` through `GuardedVTensor` where a shared page would fault, and only there."""
     if tensor._pool._core.parts_on_write:
         return
-    tensor.__class__ = _GuardedVTensor if tensor._core.shares_pages else VTensor
+    if not tensor._core.shares_pages:
+        tensor.__class__ = VTensor
+        return
+    from vtensor._guarded import GuardedVTensor  # costs an import that only CUDA tensors with shared pages need
+
+    tensor.__class__ = GuardedVTensor
 
 
 def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -> VTensor:

@@ -41,6 +41,29 @@ nb::dict driver_calls(PagePool& pool) {
   return calls;
 }
 
+// A pool after close(): it goes with the last view over its pages, and is asked until then.
+struct ClosedPool {
+  explicit ClosedPool(const std::shared_ptr<PagePool>& closed)
+      : pool(closed),
+        page_size(closed->page_size()),
+        budget_pages(closed->budget_pages()),
+        device(closed->traits().device),
+        calls(driver_calls(*closed)) {}
+
+  std::weak_ptr<PagePool> pool;
+  std::size_t page_size, budget_pages;
+  Device device;
+  nb::dict calls;
+};
+
+PoolCounts counts_of(ClosedPool& closed) {
+  refuse_in_forked_child("Pool.stats");
+  const std::shared_ptr<PagePool> pool = closed.pool.lock();
+  if (!pool) return PoolCounts{.budget_pages = closed.budget_pages};
+  nb::gil_scoped_release released;
+  return pool->counts();
+}
+
 }  // namespace
 
 void bind_pool(nb::module_& module) {
@@ -55,6 +78,7 @@ void bind_pool(nb::module_& module) {
       .def_ro("parted", &PoolCounts::parted)
       .def_ro("kept", &PoolCounts::kept)
       .def_ro("quarantined", &PoolCounts::quarantined)
+      .def_ro("lent", &PoolCounts::lent)
       .def_ro("mapped", &PoolCounts::mapped)
       .def_ro("needed", &PoolCounts::needed)
       .def_ro("held", &PoolCounts::held)
@@ -81,6 +105,29 @@ void bind_pool(nb::module_& module) {
       .def("fail_after", [](PagePool& pool, std::uint64_t skip,
                             std::uint64_t refuse) { pool.driver().meter().fail_after(skip, refuse); })
       .def("disarm", [](PagePool& pool) { pool.driver().meter().disarm(); });
+
+  nb::class_<ClosedPool>(module, "ClosedPool")
+      .def("__init__", [](ClosedPool* self, const std::shared_ptr<PagePool>& pool) { new (self) ClosedPool(pool); })
+      .def_ro("page_size", &ClosedPool::page_size)
+      .def_ro("budget_pages", &ClosedPool::budget_pages)
+      .def_prop_ro("device", [](ClosedPool& closed) { return std::pair(closed.device.type, closed.device.index); })
+      .def("counts", &counts_of)
+      .def("driver_calls",
+           [](ClosedPool& closed) {
+             if (const auto pool = closed.pool.lock()) closed.calls = driver_calls(*pool);
+             return closed.calls;
+           })
+      .def("trim",
+           [](ClosedPool& closed) {
+             const auto pool = closed.pool.lock();
+             return pool ? in_pool("Pool.trim", [&] { return pool->trim(); }) : 0;
+           })
+      .def("settle", [](ClosedPool& closed) {
+        if (const auto pool = closed.pool.lock()) in_pool("Pool.wait_idle", [&] { pool->settle(); });
+      })
+      .def("check_invariants", [](ClosedPool& closed) {
+        if (const auto pool = closed.pool.lock()) in_pool("check_invariants", [&] { pool->check_invariants(); });
+      });
 
   module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
 

@@ -482,9 +482,7 @@ std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t
   TensorSpec spec = spec_;
   spec.capacity = static_cast<std::size_t>(capacity);
   auto core = std::make_unique<TensorCore>(std::move(moved), std::move(spec), length());
-  closed_ = true;
-  buffer_->abandon();
-  positions_ = {};
+  leave();
   return core;
 }
 
@@ -500,10 +498,16 @@ void TensorCore::close(nb::handle self) {
       &mutex_, [](OperationMutex* mutex) { mutex->unlock(); });
   if (closed_) return;
   detach(self);
+  leave();
+}
+
+// Lets the buffer, and with it the pool, go.
+void TensorCore::leave() {
   closed_ = true;
   positions_ = {};
+  const std::shared_ptr<Buffer> left = std::move(buffer_);
   nb::gil_scoped_release released;
-  buffer_->abandon();
+  left->abandon();
 }
 
 }  // namespace vtensor::bind

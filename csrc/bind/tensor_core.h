@@ -54,7 +54,7 @@ class TensorCore {
   std::size_t length() const { return positions_.size(); }
   std::size_t capacity() const { return spec_.capacity; }
   const TensorSpec& spec() const { return spec_; }
-  Address address() const { return buffer_->address_of(0, positions_.begin); }
+  Address address() const { return closed_ ? 0 : buffer_->address_of(0, positions_.begin); }
   const std::shared_ptr<Buffer>& buffer() const { return buffer_; }
 
  private:
@@ -71,6 +71,7 @@ class TensorCore {
   void publish(nb::handle self);
   void reshape(nb::handle self);
   void detach(nb::handle self);
+  void leave();
   void use(std::shared_ptr<Buffer> buffer);
   bool fill_from(const TensorFacts& source, std::size_t start, std::size_t n);
 

@@ -377,18 +377,30 @@ std::size_t Buffer::mapped_pages() {
 std::vector<PageRecord> Buffer::pages() {
   PoolLock lock(pool_);
   pool_->reap();
-  const auto state = [this](const Entry& entry, std::size_t slot) {
-    if (entry.state == EntryState::quarantined) return "quarantined";
-    if (!extent_.contains(slot)) return "held";
-    return entry.page->references > 1 ? "shared" : "mapped";
-  };
   std::vector<PageRecord> records;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < row_pages_; ++slot) {
-      const Entry& entry = table_.at(row, slot);
-      if (!entry.page) continue;
-      records.push_back({row, slot, slot_address(row, slot), entry.page->handle, entry.page->references,
-                         state(entry, slot)});
+    std::vector<Run> runs;
+    collect(runs, row, {0, row_pages_}, [](const Entry& entry) { return entry.page != nullptr; });
+    for (const Run& run : runs) {
+      const EntryState state = table_.at(row, run.slots.begin).state;
+      const std::vector<std::uint8_t> parted =
+          state == EntryState::guarded ? find_parted(run) : std::vector<std::uint8_t>(run.slots.size());
+      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+        const Page& page = *table_.at(row, slot).page;
+        PageRecord record{row, slot, slot_address(row, slot), static_cast<std::int64_t>(page.handle),
+                          page.references, page.references > 1 ? "shared" : "mapped"};
+        if (state == EntryState::quarantined) {
+          record.state = "quarantined";
+        } else if (!extent_.contains(slot)) {
+          record.state = "held";
+        }
+        if (parted[slot - run.slots.begin]) {
+          record.page_id = -1;
+          record.shared = 1;
+          record.state = "parted";
+        }
+        records.push_back(record);
+      }
     }
   }
   return records;

@@ -29,9 +29,9 @@ struct PageRecord {
   std::size_t row;
   std::size_t index;  // of the slot in its row
   Address address;
-  Handle page_id;
-  std::uint32_t shared;  // mappings of the page
-  const char* state;     // "mapped", "shared", "held", "quarantined"
+  std::int64_t page_id;  // -1 where the kernel parted it and it has no handle of its own yet
+  std::uint32_t shared;  // references to the page
+  const char* state;     // "mapped", "shared", "parted", "held", "quarantined"
 };
 
 // What page tables say of a page, for PagePool::check_invariants.
@@ -97,6 +97,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Unmaps what neither the extent nor a generation covers, and frees the range after the owner has left.
   std::exception_ptr settle() noexcept;
   std::size_t count_parted();
+  // Guards every page for a child about to be forked, and adds them to `seen`.
+  void guard_for_child(std::vector<Page*>& seen) noexcept;
   void add_to(PoolCounts& counts) const;
   void check(std::unordered_map<const Page*, PageUse>& uses) const;
 

@@ -22,7 +22,9 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver, std::
                           " bytes holds no page of " + std::to_string(traits.page_size) +
                           " bytes: raise budget= or lower page_size=");
   }
-  return std::shared_ptr<PagePool>(new PagePool(std::move(driver), pages, policy));
+  std::shared_ptr<PagePool> pool(new PagePool(std::move(driver), pages, policy));
+  if (pool->traits().parts_on_write) join_forks(pool.get());
+  return pool;
 }
 
 PagePool::PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, ZeroPolicy policy)
@@ -34,6 +36,7 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, Zer
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
   if (in_forked_child.load(std::memory_order_relaxed)) return;
+  if (traits().parts_on_write) leave_forks(this);
   try {
     empty_all();
   } catch (const Error&) {
@@ -137,6 +140,7 @@ PoolCounts PagePool::counts() {
   counts.used = used_ + parted_;
   counts.kept = kept_.size();
   counts.quarantined = quarantined_;
+  counts.lent = lent_.size();
   return counts;
 }
 
@@ -179,6 +183,7 @@ void PagePool::prefill(std::size_t pages) {
 std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   reap();
+  retry();
   return empty_all();
 }
 
@@ -193,18 +198,19 @@ void PagePool::check_invariants() {
   reap();
   std::unordered_map<const Page*, PageUse> uses;
   for (Buffer* buffer : buffers_) buffer->check(uses);
-  std::size_t quarantined = 0;
+  std::size_t extra = 0;
   for (const auto& [page, use] : uses) {
     const std::string name = "page " + std::to_string(page->handle);
     if (page->references < use.entries) {
       throw Error("I5: " + name + " has " + std::to_string(use.entries) + " page table entries and counts " +
                   std::to_string(page->references));
     }
-    quarantined += page->references - use.entries;
+    extra += page->references - use.entries;
     if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
   }
-  if (quarantined > quarantined_) throw Error("I5: a page counts more references than it has");
-  if (uses.size() > used_ || used_ - uses.size() > quarantined_) {
+  const std::size_t given_away = quarantined_ + lent_.size();
+  if (extra > given_away) throw Error("I5: a page counts more references than it has");
+  if (uses.size() > used_ || used_ - uses.size() > given_away) {
     throw Error("I5: " + std::to_string(used_) + " pages are counted used, page tables hold " +
                 std::to_string(uses.size()));
   }
@@ -238,7 +244,24 @@ void PagePool::retry_later(const std::shared_ptr<Buffer>& buffer) {
   if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end()) unsettled_.push_back(buffer);
 }
 
+void PagePool::before_fork() {
+  mutex_.lock();
+  std::vector<Page*> seen;
+  for (Buffer* buffer : buffers_) buffer->guard_for_child(seen);
+  if (!seen.empty() && lent_.lend(seen)) {
+    for (Page* page : seen) share(page);
+  }
+}
+
+void PagePool::after_fork() {
+  lent_.seal();
+  mutex_.unlock();
+}
+
 void PagePool::reap() noexcept {
+  if (!lent_.empty()) {
+    for (Page* page : lent_.returned()) drop(page);
+  }
   Generation* generation = ended_.exchange(nullptr, std::memory_order_acquire);
   while (generation) {
     Generation* next = generation->next;

@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "core/fork_guard.h"
 #include "core/generation.h"
 #include "core/page.h"
 #include "core/placement.h"
@@ -30,6 +31,7 @@ struct PoolCounts {
   std::size_t parted = 0;       // of these, the parted
   std::size_t kept = 0;         // free handles whose memory is kept
   std::size_t quarantined = 0;  // of the used, those given up
+  std::size_t lent = 0;         // references that forked children keep
   std::size_t mapped = 0;       // page table entries
   std::size_t needed = 0;       // of these, what lengths need
   std::size_t held = 0;         // what only old generations hold, or waits to be unmapped
@@ -64,6 +66,10 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
 
   // Told by whoever drops the last reference to a generation. Never blocks, never throws (I11).
   void end(Generation* generation) noexcept;
+
+  // Around fork(2), on a driver that parts pages at a write. The lock is held in between.
+  void before_fork();
+  void after_fork();
 
   // Everything below requires the lock (see PoolLock).
 
@@ -110,6 +116,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::uint64_t next_buffer_id_ = 1;
   std::unordered_set<Buffer*> buffers_;
   std::vector<std::shared_ptr<Buffer>> unsettled_;
+  LentPages lent_;
 
   std::atomic<Generation*> ended_{nullptr};
 };

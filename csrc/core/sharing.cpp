@@ -186,6 +186,21 @@ void Buffer::guard(std::span<const Run> runs) {
   }
 }
 
+void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
+  std::vector<Run> writable;
+  for (std::size_t row = 0; row < shape_.rows; ++row) collect(writable, row, {0, row_pages_}, is_writable);
+  try {
+    guard(writable);
+  } catch (const Error&) {
+    return;  // the child still gets mappings of its own, and may see our later writes
+  }
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    for (std::size_t slot = 0; slot < row_pages_; ++slot) {
+      if (is_guarded(table_.at(row, slot))) seen.push_back(table_.at(row, slot).page);
+    }
+  }
+}
+
 std::shared_ptr<Buffer> Buffer::share(const char* operation, const RowShape& shape,
                                       std::span<const std::size_t> rows, bool exclusive) {
   std::shared_ptr<Buffer> child = create(pool_, shape);

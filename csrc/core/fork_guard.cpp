@@ -1,0 +1,88 @@
+#include "core/fork_guard.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <iterator>
+#include <mutex>
+#include <utility>
+
+#include "base/process.h"
+#include "core/page_pool.h"
+
+namespace vtensor {
+
+LentPages::~LentPages() {
+  for (const Loan& loan : loans_) {
+    close(loan.read_end);
+    if (loan.write_end >= 0) close(loan.write_end);
+  }
+}
+
+std::size_t LentPages::size() const {
+  std::size_t pages = 0;
+  for (const Loan& loan : loans_) pages += loan.pages.size();
+  return pages;
+}
+
+bool LentPages::lend(std::vector<Page*> pages) {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) return false;
+  loans_.push_back({ends[0], ends[1], std::move(pages)});
+  return true;
+}
+
+void LentPages::seal() {
+  for (Loan& loan : loans_) {
+    if (loan.write_end >= 0) close(std::exchange(loan.write_end, -1));
+  }
+}
+
+std::vector<Page*> LentPages::returned() {
+  std::vector<Page*> pages;
+  std::erase_if(loans_, [&pages](const Loan& loan) {
+    pollfd end{loan.read_end, 0, 0};
+    if (poll(&end, 1, 0) != 1 || !(end.revents & POLLHUP)) return false;
+    close(loan.read_end);
+    pages.insert(pages.end(), loan.pages.begin(), loan.pages.end());
+    return true;
+  });
+  return pages;
+}
+
+namespace {
+
+std::mutex registry_mutex;
+std::vector<PagePool*> registry;
+
+void prepare() {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  registry_mutex.lock();
+  for (PagePool* pool : registry) pool->before_fork();
+}
+
+void parent() {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  for (PagePool* pool : registry) pool->after_fork();
+  registry_mutex.unlock();
+}
+
+}  // namespace
+
+void join_forks(PagePool* pool) {
+  static std::once_flag once;
+  // The child needs no handler: its operations are refused before they reach a lock.
+  std::call_once(once, [] { pthread_atfork(prepare, parent, nullptr); });
+  const std::lock_guard lock(registry_mutex);
+  registry.push_back(pool);
+}
+
+void leave_forks(PagePool* pool) {
+  const std::lock_guard lock(registry_mutex);
+  std::erase(registry, pool);
+}
+
+}  // namespace vtensor
