@@ -7,6 +7,7 @@ tell: vtensor is imported in the child only. Requests and answers are lines of J
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,14 +15,13 @@ import sys
 import time
 
 
-def _become_child(request: dict) -> str:
+def _become_child(request: dict) -> dict:
     os.setpgid(0, 0)
     for stream, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         opened = os.open(request[stream], os.O_RDWR)
         os.dup2(opened, fd)
         os.close(opened)
-    os.environ.update(request["env"])
-    return request["code"]
+    return request
 
 
 def _wait(pid: int, timeout: float) -> int | None:
@@ -37,11 +37,13 @@ def _wait(pid: int, timeout: float) -> int | None:
     return None
 
 
-def serve() -> str | None:
-    """Answers requests until stdin ends (None); in a child, the code it is to run."""
+def serve() -> dict | None:
+    """Answers requests until stdin ends (None); in a child, the request it is to fulfil."""
     import numpy  # noqa: F401  (imported here once, so that children need not)
     import torch  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # collections in the children need not look at torch's own objects
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
@@ -52,7 +54,12 @@ def serve() -> str | None:
 
 
 if __name__ == "__main__":
-    snippet = serve()
-    if snippet is not None:
+    request = serve()
+    if request is not None:
+        finalize, code = request["finalize"], compile(request["code"], "<snippet>", "exec")
         # The child's own __main__: nothing of the server is left in it when the interpreter exits.
-        exec(compile(snippet, "<snippet>", "exec"), {"__name__": "__main__"})
+        exec(code, {"__name__": "__main__"})
+        if not finalize:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

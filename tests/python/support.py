@@ -130,10 +130,11 @@ from support import *
 """
 
 
-def run_snippet(code: str, *, timeout: float = 40.0, env: dict[str, str] | None = None) -> Finished:
+def run_snippet(code: str, *, timeout: float = 40.0, finalize: bool = False) -> Finished:
     """Runs `code` in a process of its own, with torch, vtensor and this module's names imported.
 
-    The process is a child of a server that has imported torch only (snippet_server.py).
+    The process is a child of a server that has imported torch only (snippet_server.py). With `finalize` its
+    interpreter exits as others do, which takes a second once torch is imported; otherwise it leaves at once.
     """
     global _server
     if _server is None or _server.poll() is not None:
@@ -151,7 +152,7 @@ def run_snippet(code: str, *, timeout: float = 40.0, env: dict[str, str] | None 
             "stdout": out.name,
             "stderr": err.name,
             "timeout": timeout,
-            "env": env or {},
+            "finalize": finalize,
         }
         _server.stdin.write(json.dumps(request) + "\n")
         _server.stdin.flush()

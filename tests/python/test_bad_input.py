@@ -83,7 +83,7 @@ def test_huge_amounts(pool, n):
 
 def test_over_capacity_names_both_and_the_remedy(pool):
     t = filled(pool, 6, capacity=8)
-    with refused(vtensor.CapacityExceeded, pool, t, says=[9, 8, "reallocate"]) as _:
+    with refused(vtensor.CapacityExceeded, pool, t, says=[3, 6, 8, "reallocate"]):
         t.extend(3)
     with refused(vtensor.CapacityExceeded, pool, t, says=[8, "reallocate"]):
         t.append(torch.ones(3, t.shape[1], dtype=t.dtype))
@@ -201,7 +201,7 @@ def test_append_of_a_wrong_shape(pool):
     t = vtensor.zeros(2, 3, 5, 7, grow_dim=1, capacity=100, dtype=torch.float32, pool=pool)
     wrong = ((2, 1, 5, 6), (2, 1, 7, 5), (1, 1, 5, 7), (3, 1, 5, 7), (2, 5, 7), (2, 1, 5, 7, 1), (), (35,))
     for shape in wrong:
-        with refused(vtensor.InvalidArgument, pool, t, says=[tuple(shape), 7]):
+        with refused(vtensor.InvalidArgument, pool, t, says=[", ".join(map(str, shape)), "(2, 3, 5, 7)"]):
             t.append(torch.ones(shape))
 
 
@@ -253,20 +253,20 @@ def test_out_of_pages_at_a_copy_on_write(pool_factory, kind):
 
 @pytest.mark.parametrize("page_size", [1, 2048, 4095, 4097, 12288, 3 * 65536, -4096, 2**63, 2**70])
 def test_a_host_page_size_that_is_no_power_of_two_from_4096(page_size):
-    with pytest.raises(vtensor.InvalidArgument, match=r"^\[Pool\] .*page_size.*: ") as caught:
+    with pytest.raises(vtensor.InvalidArgument, match=r"^\[.*\] .*page_size.*: ") as caught:
         vtensor.Pool("cpu", page_size=page_size)
     assert "4096" in str(caught.value) or "4 KiB" in str(caught.value)
 
 
 def test_a_cuda_page_size_that_is_no_multiple_of_the_granularity(simcuda):
     wrong = simcuda.page_size + simcuda.page_size // 2
-    with pytest.raises(vtensor.InvalidArgument, match="granularity"):
+    with pytest.raises(vtensor.InvalidArgument, match="page_size.* multiples of 4096"):
         testing.simulated_cuda_pool(str(simcuda_library()), page_size=wrong)
 
 
 @pytest.mark.parametrize("budget", [1, 4095, 0, -1, 2**70])
 def test_a_budget_below_one_page_or_beyond_reason(budget):
-    with pytest.raises(vtensor.InvalidArgument, match=r"^\[Pool\] .*budget.*: "):
+    with pytest.raises(vtensor.InvalidArgument, match=r"^\[.*\] .*budget.*: "):
         vtensor.Pool("cpu", page_size=4096, budget=budget)
 
 
@@ -315,21 +315,23 @@ def test_prefill_of_a_wrong_amount(pool):
             pool.prefill(wrong)
 
 
-def test_a_failing_driver_call_names_the_call_and_the_code(pool):
+def test_a_failing_driver_call_names_the_call_and_the_code(pool, kind):
     t = filled(pool, 6)
     names = set()
-    for skip in range(10):
-        with contextlib.suppress(vtensor.DriverError), testing.fail_after(pool, skip):
-            try:
+    for skip in range(20):
+        try:
+            with testing.fail_after(pool, skip):
                 t.extend(4)
-                break
-            except vtensor.DriverError as error:
-                names.add(error.call)
-                assert error.call in str(error) and error.name in str(error)
-                assert isinstance(error.code, int) and error.code != 0
-                assert t.length == 6 and t.eq(1).all()  # I8
-                raise
-    assert names & {"mmap", "cuMemCreate", "cuMemMap"} and t.length == 10
+            break
+        except vtensor.OutOfPages:
+            names.add("cuMemCreate")  # refused as out of memory: the error one catches for that (I9)
+        except vtensor.DriverError as error:
+            names.add(error.call)
+            assert error.name in str(error) and SHAPE_OF_A_MESSAGE.match(str(error))
+            assert isinstance(error.code, int) and error.code != 0
+        assert t.length == 6 and t.eq(1).all()  # I8
+    assert names >= ({"mmap"} if kind == "host" else {"cuMemCreate", "cuMemMap", "cuMemSetAccess"})
+    assert t.length == 10
 
 
 # --- limits of the system, each in a process of its own ---------------------------------------------------
@@ -525,8 +527,8 @@ def test_memory_of_the_file_refused():
             f = t.fork(); f.extend(1)
             assert t.eq(3).all() and f[:40].eq(3).all()
             t.close(); f.close(); pool.close()
-        except vtensor.DriverError as error:
-            assert error.call and error.code, error
+        except vtensor.OutOfPages as error:
+            assert "ulimit -f" in str(error), error
         """
     ).check()
 

@@ -173,8 +173,11 @@ keeper = Keeper(); keeper.t = t; keeper.view = view
     "in_a_daemon_thread": """
 import threading, time
 def run():
-    while True:
-        t.extend(1); t.shrink(1); time.sleep(0.001)
+    try:
+        while True:
+            t.extend(1); t.shrink(1); time.sleep(0.001)
+    except vtensor.Closed:
+        pass
 threading.Thread(target=run, daemon=True).start(); time.sleep(0.05)
 """,
     "numpy_lives": "array = t[0].numpy(); dl = torch.from_dlpack(t); del t, view",
@@ -186,7 +189,7 @@ threading.Thread(target=run, daemon=True).start(); time.sleep(0.05)
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_interpreter_exits_with_live(open_kind, ending):
-    finished = run_snippet(LIVE.format(kind=open_kind) + ENDINGS[ending]).check()
+    finished = run_snippet(LIVE.format(kind=open_kind) + ENDINGS[ending], finalize=True).check()
     assert finished.err == "", finished.err
 
 
@@ -203,6 +206,7 @@ def test_exit_gives_everything_back_to_the_driver(ending):
     ).format(here=str(HERE))
     finished = subprocess.run(
         [sys.executable, "-c", code],
+        cwd=HERE,
         env=os.environ | {"SIMCUDA_REPORT_LEAKS": "1", "VTENSOR_SIMCUDA": str(simcuda_library())},
         capture_output=True,
         text=True,
@@ -223,7 +227,9 @@ def test_a_process_of_its_own_exits_clean():
         "p = vtensor.Pool('cpu', budget=1 << 20)\n"
         "u = vtensor.empty(2, 0, 5, grow_dim=1, capacity=9, pool=p)\n"
     )
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=60
+    )
     assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
 
 

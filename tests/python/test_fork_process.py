@@ -7,6 +7,8 @@ import pytest
 
 from support import run_snippet, simcuda_library
 
+# Children that leave by sys.exit or fall off the end finalize their interpreter; the parents, of which nothing
+# is asked, do not (see run_snippet).
 # The parent makes tensors of every kind, forks, and lets the child run `child()`; both then check.
 PARENT = """
 import multiprocessing, signal, time, weakref
@@ -324,7 +326,7 @@ def child():
     import subprocess
     code = ("import vtensor; t = vtensor.zeros(3, 4, grow_dim=0, capacity=9); "
             "assert not t.extend(2).any() and t.length == 5")
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True, timeout=60)
 """
     )
 
