@@ -10,6 +10,7 @@ Follows ``transformers/cache_utils.py`` of transformers 5.23 (``Cache``, ``Dynam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,37 +63,26 @@ class VTensorLayer(DynamicLayer):
                 "use update(), crop(), reset() or reorder_cache()"
             )
 
-    @property
-    def _heads_are_rows(self) -> bool:
+    def _view(self, owner: VTensor) -> torch.Tensor:
+        return _heads_first(owner, owner.snapshot())
+
+    def _make_owner(self, states: torch.Tensor) -> VTensor:
+        pool = vtensor.default_pool(states.device) if self.pool is None else self.pool
+        batch, heads, _, head_dim = states.shape
         # The host's SDPA is about twice as fast where a head's tokens are adjacent, so there every head is
         # a row. On CUDA a row costs at least one page of 2 MiB, and FlashAttention reads
         # [batch, tokens, heads, head_dim] as it is, so there only a sequence is a row.
-        return self.device.type == "cpu"
-
-    def _view(self, owner: VTensor) -> torch.Tensor:
-        snapshot = owner.snapshot()
-        return snapshot if self._heads_are_rows else snapshot.transpose(1, 2)
-
-    def _make_owner(self, states: torch.Tensor) -> VTensor:
-        batch, heads, _, head_dim = states.shape
-        shape, grow_dim = (
-            ((batch, heads, 0, head_dim), 2) if self._heads_are_rows else ((batch, 0, heads, head_dim), 1)
-        )
-        return vtensor.empty(
-            *shape,
-            grow_dim=grow_dim,
-            capacity=self.max_len,
-            dtype=states.dtype,
-            device=states.device,
-            pool=self.pool,
-        )
+        if pool.device.type == "cpu":
+            shape, grow_dim = (batch, heads, 0, head_dim), 2
+        else:
+            shape, grow_dim = (batch, 0, heads, head_dim), 1
+        return vtensor.empty(*shape, grow_dim=grow_dim, capacity=self.max_len, dtype=states.dtype, pool=pool)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes K and V, empty, for states [batch, heads, any, head_dim] such as these."""
         self._make_owners(key_states, value_states)
 
     def _make_owners(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[VTensor, VTensor]:
-        self.dtype, self.device = key_states.dtype, key_states.device
         keys = self._make_owner(key_states)
         try:
             return self._adopt(keys, self._make_owner(value_states))
@@ -127,11 +117,12 @@ class VTensorLayer(DynamicLayer):
                 f"[VTensorCache.update] keys of {new} tokens with values of {value_states.shape[-2]}: "
                 "pass as many of both"
             )
+        self.truncate(length)
         fresh = self.owners is None
         keys, values = self.owners or self._make_owners(key_states, value_states)
         try:
-            self._append(keys, key_states)
-            self._append(values, value_states)
+            keys.append(_heads_first(keys, key_states))
+            values.append(_heads_first(values, value_states))
         except BaseException:
             if fresh:
                 self.reset()
@@ -140,12 +131,10 @@ class VTensorLayer(DynamicLayer):
             raise
         return self._view(keys), self._view(values)
 
-    def _append(self, owner: VTensor, states: torch.Tensor) -> None:
-        owner.append(states if self._heads_are_rows else states.transpose(1, 2))
-
     def get_seq_length(self) -> int:
         """Tokens stored."""
-        return 0 if self.owners is None else self.owners[0].length
+        # Of two lengths, where a truncate was refused between K and V, the shorter one counts.
+        return 0 if self.owners is None else min(owner.length for owner in self.owners)
 
     def get_max_length(self) -> int:
         """Tokens that fit: ``max_len``."""
@@ -177,18 +166,20 @@ class VTensorLayer(DynamicLayer):
             owner.close()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes sequence ``beam_idx[i]`` the i-th: pages are remapped; only partial last ones are copied.
+        """Makes sequence ``beam_idx[i]`` the i-th: pages are remapped; only partial last ones are copied, by
+        whoever appends first.
 
-        If the memory for those runs out between K and V the layer is emptied: half a beam is no cache.
+        If it fails between K and V the layer is emptied, because what K held before may be gone.
         """
-        if self.owners is None:
-            return
-        try:
-            for owner in self.owners:
-                owner.reindex(beam_idx)
-        except BaseException:
-            self.reset()
-            raise
+        if self.owners is not None:
+            keys, values = self.owners
+            index = beam_idx.tolist()
+            keys.reindex(index)
+            try:
+                values.reindex(index)
+            except BaseException:
+                self.reset()
+                raise
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times; the copies share pages until they are written."""
@@ -235,6 +226,11 @@ class VTensorLayer(DynamicLayer):
         type(self).__init__(self, state["max_len"])
         if state["dense"] is not None:
             self.update(*state["dense"])
+
+
+def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:
+    """Turns [batch, heads, tokens, head_dim] into the layout of ``owner``, or that layout back into it."""
+    return states if owner.grow_dim == 2 else states.transpose(1, 2)
 
 
 class VTensorCache(DynamicCache):
@@ -297,12 +293,24 @@ class VTensorCache(DynamicCache):
                     layer.truncate(length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders every layer for beam search; see ``VTensorLayer.reorder_cache``.
+        """Reorders every layer for beam search; see ``VTensorLayer.reorder_cache``."""
+        self._change_batch(lambda layer: layer.reorder_cache(beam_idx))
 
-        Some beams are gone for good once one layer is reordered, so a failure empties the whole cache.
-        """
-        try:
-            super().reorder_cache(beam_idx)
-        except VTensorError:
-            self.reset()
-            raise
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence ``repeats`` times, in every layer."""
+        self._change_batch(lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences that ``indices`` selects, in every layer."""
+        self._change_batch(lambda layer: layer.batch_select_indices(indices))
+
+    def _change_batch(self, change: Callable[[Any], None]) -> None:
+        # Sequences that a layer dropped are gone for good: after a failure between two layers, or between K
+        # and V of one, an empty cache is the only whole one.
+        for number, layer in enumerate(self.layers):
+            try:
+                change(layer)
+            except BaseException:
+                if number > 0 or not layer.is_initialized:
+                    self.reset()
+                raise

@@ -11,10 +11,10 @@ from transformers.cache_utils import DynamicLayer
 SEED = 20
 
 
-def make_llama(layers: int, vocab_size: int) -> LlamaForCausalLM:
-    """A Llama in float32 with the attention of Llama 3.2 1B (32 query heads and 8 KV heads of 64), seeded
-    random weights, and everything that does not touch the cache kept small."""
-    config = LlamaConfig(
+def make_config(layers: int, vocab_size: int) -> LlamaConfig:
+    """The attention of Llama 3.2 1B, 32 query heads and 8 KV heads of 64, and everything that does not touch
+    the cache kept small."""
+    return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=512,
         intermediate_size=1024,
@@ -30,8 +30,12 @@ def make_llama(layers: int, vocab_size: int) -> LlamaForCausalLM:
         eos_token_id=None,  # never stops by itself
         pad_token_id=None,
     )
+
+
+def make_llama(layers: int, vocab_size: int) -> LlamaForCausalLM:
+    """A Llama of that config in float32, with seeded random weights."""
     torch.manual_seed(SEED)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(make_config(layers, vocab_size)).eval()
 
 
 class PreallocatedLayer(DynamicLayer):

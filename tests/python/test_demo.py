@@ -1,0 +1,126 @@
+"""The demo as its users start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from vtensor.integrations.demo import measure, model, text
+from vtensor.integrations.transformers import VTensorCache
+
+import vtensor
+
+# One thread: two that wait for each other are slow where the machine is busy.
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "vtensor", *arguments]
+
+
+@pytest.mark.seconds(200)
+def test_quick_demo_reports_and_draws(tmp_path: Path) -> None:
+    result = subprocess.run(
+        command("demo", "--quick", "--json", "--picture", "folder/pages.png"),
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)  # nothing else is on standard output
+    rows = {row["cache"]: row for row in report["rows"]}
+    assert list(rows) == ["DynamicCache", "StaticCache", "preallocated", "VTensorCache"]
+
+    assert report["failure"] is None and report["check"]["same_tokens"]
+    assert report["check"]["largest_difference"]["VTensorCache"] == 0.0
+    assert report["check"]["distinct_tokens"] > 12
+
+    settings = measure.QUICK
+    token, layers = 2 * settings.layers * 8 * 64 * 4, settings.layers
+    grown = [128, 256, *range(settings.prompt, settings.final_length)]  # lengths that torch.cat copied
+    assert rows["DynamicCache"]["bytes_copied_for_growth"] == token * sum(grown)
+    for cache in ("StaticCache", "preallocated", "VTensorCache"):
+        assert rows[cache]["bytes_copied_for_growth"] == 0
+    page_tokens = settings.page_size // (64 * 4)
+    pages = 2 * layers * 8 * -(-settings.final_length // page_tokens)
+    assert rows["VTensorCache"]["kv_mapped"] == rows["VTensorCache"]["kv_peak"] == pages * settings.page_size
+    assert (
+        rows["DynamicCache"]["kv_peak"] > rows["DynamicCache"]["kv_mapped"] == settings.final_length * token
+    )
+    assert all(row["kv_needed"] == settings.final_length * token for row in rows.values())
+    assert all(row["decode_tokens_per_second"] > 0 and row["prefill_seconds"] > 0 for row in rows.values())
+
+    picture = (tmp_path / "folder" / "pages.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert struct.unpack(">II", picture[16:24]) > (1000, 600)
+    assert "generating" in result.stderr  # progress
+
+
+@pytest.mark.seconds(100)
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("demo"),
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        # Whoever runs the tests in the background may have SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert process.stderr is not None
+        seen = b""
+        while b"reading" not in seen:
+            seen += process.stderr.read1()
+            assert process.poll() is None, seen
+        time.sleep(0.5)  # into the first forward call
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert rest.decode().rstrip().endswith("stopped") and "Traceback" not in rest.decode()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_command_shows_the_usage(tmp_path: Path) -> None:
+    result = subprocess.run(command("dmeo"), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "python -m vtensor demo" in result.stderr
+
+
+def test_the_full_demo_reads_8000_tokens_of_a_real_text() -> None:
+    settings = measure.FULL
+    assert settings.prompt >= 8000 and settings.new == 128
+    tokens = text.read_tokens(settings.prompt, settings.vocab_size)
+    assert tokens.shape == (1, settings.prompt) and tokens.max() < settings.vocab_size
+    assert tokens.unique().numel() > 2000
+    with pytest.raises(ValueError, match="ask for fewer"):
+        text.read_tokens(10**6, settings.vocab_size)
+
+
+def test_mapped_kv_is_at_most_2_percent_above_need_at_8k() -> None:
+    settings = measure.FULL
+    pool = vtensor.Pool("cpu", page_size=settings.page_size)
+    config = model.make_config(settings.layers, settings.vocab_size)
+    cache = VTensorCache(config, settings.max_len, pool)
+    read, token = torch.zeros(1, 8, settings.prompt, 64), torch.zeros(1, 8, 1, 64)
+    cache.update(read, read, 0)
+    for length in range(settings.prompt, settings.final_length + 1):
+        needed = 2 * 8 * length * 64 * 4
+        assert needed <= pool.stats().nbytes_mapped <= 1.02 * needed
+        cache.update(token, token, 0)
+    cache.reset()
+    pool.close()
