@@ -61,16 +61,12 @@ Interval Buffer::slots_of(Interval positions) const {
 
 void Buffer::collect(std::vector<Run>& runs, std::size_t row, Interval slots,
                      bool (*wanted)(const Entry&)) const {
-  for (std::size_t slot = slots.begin; slot < slots.end;) {
-    const EntryState state = table_.at(row, slot).state;
-    if (!wanted(table_.at(row, slot))) {
-      ++slot;
-      continue;
-    }
-    const std::size_t first = slot;
-    do {
-      ++slot;
-    } while (slot < slots.end && wanted(table_.at(row, slot)) && table_.at(row, slot).state == state);
+  const std::size_t end = std::min(slots.end, table_.reserved(row));
+  for (std::size_t slot = slots.begin; slot < end;) {
+    const Entry& entry = table_.at(row, slot);
+    const std::size_t first = slot++;
+    if (!wanted(entry)) continue;
+    while (slot < end && table_.at(row, slot).state == entry.state) ++slot;
     runs.push_back({row, {first, slot}});
   }
 }
@@ -136,15 +132,10 @@ void Buffer::grow(const char* operation, Interval positions, bool populate) {
       zero_new(run);
       if (populate) driver_.populate(address_of(run), run.slots.size());
     }
-    part(guarded);
+    if (!guarded.empty()) part(guarded);
   } catch (...) {
     undo_grow(std::span(missing).first(mapped));
     throw;
-  }
-  for (const Run& run : missing) {
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-      table_.make(run.row, slot).page->last_owner = id_;
-    }
   }
   positions_ = positions;
   extent_ = wanted;
@@ -153,25 +144,21 @@ void Buffer::grow(const char* operation, Interval positions, bool populate) {
 // Takes pages for a run of empty entries and maps them.
 void Buffer::map_new(const Run& run) {
   const Page* previous = run.slots.begin ? table_.at(run.row, run.slots.begin - 1).page : nullptr;
-  std::vector<Page*> pages;
-  pages.reserve(run.slots.size());
-  scratch_.clear();
+  std::vector<Page*>& pages = picked_;
+  pages.clear();
+  pool_->take(homes_[run.row], previous, run.slots.size(), pages);
   try {
-    while (pages.size() < run.slots.size()) {
-      Page* page = pool_->take(homes_[run.row], pages.empty() ? previous : pages.back());
-      pages.push_back(page);
-      scratch_.push_back(page->handle);
-    }
+    scratch_.clear();
+    for (const Page* page : pages) scratch_.push_back(page->handle);
     driver_.map(address_of(run), scratch_, Access::writable);
   } catch (const UndoFailed& error) {
-    for (std::size_t i = 0; i < pages.size(); ++i) {
-      if (std::find(error.stuck.begin(), error.stuck.end(), i) == error.stuck.end()) {
-        pool_->drop(pages[i]);
-      } else {
-        table_.make(run.row, run.slots.begin + i) = {pages[i], EntryState::quarantined};
-        pool_->quarantine(pages[i]);
-        ++quarantined_;
-      }
+    for (const std::size_t i : error.stuck) {
+      table_.at(run.row, run.slots.begin + i) = {pages[i], EntryState::quarantined};
+      pool_->quarantine(pages[i]);
+      ++quarantined_;
+    }
+    for (Page* page : pages) {
+      if (page->references == 1) pool_->drop(page);
     }
     throw;
   } catch (...) {
@@ -183,9 +170,8 @@ void Buffer::map_new(const Run& run) {
     }
     throw;
   }
-  for (std::size_t i = 0; i < pages.size(); ++i) {
-    table_.make(run.row, run.slots.begin + i) = {pages[i], EntryState::writable};
-  }
+  Entry* entry = table_.entries(run.row, run.slots.begin);
+  for (Page* page : pages) *entry++ = {page, EntryState::writable};
   mapped_ += pages.size();
 }
 
@@ -195,7 +181,7 @@ void Buffer::map_shared(const Run& run, std::span<Page* const> pages, EntryState
   for (const Page* page : pages) scratch_.push_back(page->handle);
   const auto enter = [&](std::size_t i, EntryState entered) {
     pool_->share(pages[i]);
-    table_.make(run.row, run.slots.begin + i) = {pages[i], entered};
+    table_.at(run.row, run.slots.begin + i) = {pages[i], entered};
   };
   try {
     driver_.map(address_of(run), scratch_, state == EntryState::guarded ? Access::guarded : Access::writable);
@@ -212,16 +198,17 @@ void Buffer::map_shared(const Run& run, std::span<Page* const> pages, EntryState
   if (state == EntryState::guarded) guarded_ += pages.size();
 }
 
+// Zeroes what its last owner left in new pages, and makes them this buffer's.
 void Buffer::zero_new(const Run& run) {
-  for (std::size_t slot = run.slots.begin; slot < run.slots.end;) {
-    const std::size_t first = slot;
-    while (slot < run.slots.end && pool_->must_zero(*table_.at(run.row, slot).page, id_)) ++slot;
-    if (slot > first) {
-      driver_.zero(slot_address(run.row, first), (slot - first) * page_size_);
-    } else {
-      ++slot;
-    }
+  const Entry* entries = table_.entries(run.row, run.slots.begin);
+  const std::size_t n = run.slots.size();
+  for (std::size_t i = 0; i < n; ++i) {
+    if (!pool_->must_zero(*entries[i].page, id_)) continue;
+    const std::size_t first = i;
+    while (i < n && pool_->must_zero(*entries[i].page, id_)) ++i;
+    driver_.zero(slot_address(run.row, run.slots.begin + first), (i - first) * page_size_);
   }
+  for (std::size_t i = 0; i < n; ++i) entries[i].page->last_owner = id_;
 }
 
 // Unmaps pages that nobody saw yet. What cannot be unmapped may hold another's bytes: quarantined (I7, I8).
@@ -247,7 +234,7 @@ void Buffer::unmap(const Run& run) {
     throw;
   }
   for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-    Entry& entry = table_.make(run.row, slot);
+    Entry& entry = table_.at(run.row, slot);
     pool_->drop(entry.page);
     entry = {};
   }
@@ -257,7 +244,7 @@ void Buffer::unmap(const Run& run) {
 
 void Buffer::quarantine(const Run& run, std::span<const std::size_t> stuck) {
   for (const std::size_t i : stuck) {
-    Entry& entry = table_.make(run.row, run.slots.begin + i);
+    Entry& entry = table_.at(run.row, run.slots.begin + i);
     if (entry.state == EntryState::guarded) --guarded_;
     entry.state = EntryState::quarantined;
     pool_->quarantine(entry.page);
@@ -422,7 +409,7 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
   const bool reachable = owned_ || !generations_.empty();
   std::size_t mapped = 0, guarded = 0;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < row_pages_; ++slot) {
+    for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
       const Entry& entry = table_.at(row, slot);
       if (entry.state == EntryState::empty) {
         bool covered = extent_.contains(slot);

@@ -151,6 +151,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::size_t guarded_ = 0;
   std::size_t quarantined_ = 0;
   std::vector<Handle> scratch_;
+  std::vector<Page*> picked_;
 };
 
 }  // namespace vtensor

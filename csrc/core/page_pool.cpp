@@ -55,26 +55,32 @@ void PagePool::require_free(const char* operation, std::size_t pages, std::size_
                    " free: free tensors or views, or make the pool with a larger budget=");
 }
 
-Page* PagePool::take(RowHome& home, const Page* previous) {
-  Page* page = placement_->pick(home, previous);
-  if (page->resident) {
-    kept_.remove(page);
-  } else {
-    try {
-      make_room();
-    } catch (...) {
-      placement_->put_back(page);
-      throw;
+void PagePool::take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) {
+  const std::size_t begin = out.size();
+  std::size_t empty_pages = 0;
+  try {
+    placement_->pick(home, previous, n, out);
+    for (std::size_t i = begin; i < out.size(); ++i) empty_pages += !out[i]->resident;
+    make_room(out.size() - begin, empty_pages);
+  } catch (...) {
+    for (std::size_t i = begin; i < out.size(); ++i) {
+      out[i]->references = 0;
+      if (out[i]->resident) kept_.push(out[i]);
+      placement_->put_back(out[i]);
     }
-    page->resident = true;
+    out.resize(begin);
+    throw;
   }
-  page->references = 1;
-  ++used_;
-  return page;
+  if (empty_pages != 0) {
+    for (std::size_t i = begin; i < out.size(); ++i) out[i]->resident = true;
+  }
+  used_ += n;
 }
 
-void PagePool::make_room() {
-  while (used_ + parted_ + kept_.size() >= budget_pages_ && kept_.oldest()) empty(kept_.oldest(), 1);
+// Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory yet.
+void PagePool::make_room(std::size_t taken, std::size_t fresh) {
+  if (fresh == 0) return;
+  while (used_ + parted_ + taken + kept_.size() > budget_pages_ && kept_.oldest()) empty(kept_.oldest(), 1);
 }
 
 // Gives back the memory of `n` kept pages with handles from first->handle on.
@@ -118,11 +124,6 @@ void PagePool::quarantine(Page* page) {
   ++quarantined_;
 }
 
-bool PagePool::must_zero(const Page& page, std::uint64_t owner) const {
-  if (!page.dirty || policy_ == ZeroPolicy::never) return false;
-  return policy_ == ZeroPolicy::always || page.last_owner != owner;
-}
-
 std::uint64_t PagePool::add(Buffer* buffer) {
   buffers_.insert(buffer);
   return next_buffer_id_++;
@@ -161,10 +162,8 @@ void PagePool::prefill(std::size_t pages) {
   };
   try {
     std::vector<Handle> handles;
-    while (taken.size() < wanted) {
-      taken.push_back(take(home, taken.empty() ? nullptr : taken.back()));
-      handles.push_back(taken.back()->handle);
-    }
+    take(home, nullptr, wanted, taken);
+    for (const Page* page : taken) handles.push_back(page->handle);
     driver_->map(range, handles, Access::writable);
     driver_->populate(range, wanted);
     driver_->unmap(range, handles, Access::writable);

@@ -78,13 +78,17 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void require_free(const char* operation, std::size_t pages, std::size_t parted = 0);
   RowHome open_home(std::size_t pages) { return placement_->open_home(pages); }
   void close_home(RowHome& home) { placement_->close_home(home); }
-  // Takes a free page for the slot after `previous`, with one reference. Throws where the driver refuses.
-  Page* take(RowHome& home, const Page* previous);
+  // Adds to `out` free pages for `n` slots after `previous`, each with one reference. Requires: require_free(n).
+  // Throws where the driver refuses; nothing is taken then.
+  void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out);
   void share(Page* page) { ++page->references; }
   void drop(Page* page) noexcept;
   // The page is counted and reported, and never used again.
   void quarantine(Page* page);
-  bool must_zero(const Page& page, std::uint64_t owner) const;
+  bool must_zero(const Page& page, std::uint64_t owner) const {
+    if (!page.dirty || policy_ == ZeroPolicy::never) return false;
+    return policy_ == ZeroPolicy::always || page.last_owner != owner;
+  }
 
   std::uint64_t add(Buffer* buffer);
   void remove(Buffer* buffer) { buffers_.erase(buffer); }
@@ -99,7 +103,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // Retries what was refused. Returns the first refusal.
   std::exception_ptr retry() noexcept;
   void count_parted();
-  void make_room();
+  void make_room(std::size_t taken, std::size_t fresh);
   void empty(Page* first, std::size_t n);
   std::size_t empty_all();
 

@@ -35,16 +35,13 @@ class PageTable {
   explicit PageTable(std::size_t rows) : rows_(rows) {}
 
   std::size_t rows() const { return rows_.size(); }
-  const Entry& at(std::size_t row, std::size_t slot) const {
-    static constexpr Entry none;
-    return slot < rows_[row].size() ? rows_[row][slot] : none;
-  }
-  // Throws std::bad_alloc; nothing is changed then.
-  Entry& make(std::size_t row, std::size_t slot) {
-    if (slot >= rows_[row].size()) rows_[row].resize(slot + 1);
-    return rows_[row][slot];
-  }
-  // Room for entries up to `slots`, so that `make` below it cannot throw.
+  const Entry& at(std::size_t row, std::size_t slot) const { return rows_[row][slot]; }
+  // Requires: reserved.
+  Entry& at(std::size_t row, std::size_t slot) { return rows_[row][slot]; }
+  Entry* entries(std::size_t row, std::size_t slot) { return rows_[row].data() + slot; }
+  // Slots of `row` below which entries are reserved.
+  std::size_t reserved(std::size_t row) const { return rows_[row].size(); }
+  // Makes entries for the slots below `slots` of every row. Throws std::bad_alloc.
   void reserve(std::size_t slots) {
     for (auto& row : rows_) {
       if (row.size() < slots) row.resize(slots);

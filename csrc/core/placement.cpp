@@ -1,7 +1,6 @@
 #include "core/placement.h"
 
 #include <algorithm>
-#include <iterator>
 
 namespace vtensor {
 
@@ -22,7 +21,7 @@ namespace {
 
 class AdjacentPlacement final : public Placement {
  public:
-  explicit AdjacentPlacement(Driver& driver) : driver_(driver) {}
+  AdjacentPlacement(Driver& driver, KeptPages& kept) : driver_(driver), kept_(kept) {}
 
   RowHome open_home(std::size_t pages) override { return RowHome{pages, {open_run(pages)}}; }
 
@@ -34,61 +33,76 @@ class AdjacentPlacement final : public Placement {
     home.runs.clear();
   }
 
-  Page* pick(RowHome& home, const Page* previous) override {
-    for (HandleRun* run : home.runs) {
-      if (Page* page = pick_from(*run, previous)) return page;
+  void pick(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) override {
+    std::size_t at = 0;
+    while (n != 0) {
+      if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
+      Page* page = pick_from(*home.runs[at], previous);
+      if (!page) {
+        ++at;
+        continue;
+      }
+      page->references = 1;
+      ++page->run->used;
+      out.push_back(page);
+      previous = page;
+      --n;
     }
-    home.runs.push_back(open_run(home.pages));
-    return pick_from(*home.runs.back(), previous);
   }
 
   void put_back(Page* page) override {
     HandleRun* run = page->run;
-    (page->resident ? run->free_kept : run->free_empty).insert(page->handle - run->first);
+    const std::size_t index = page->handle - run->first;
+    if (page->resident) {
+      ++run->free_kept;
+      run->kept_from = std::min(run->kept_from, index);
+    } else {
+      ++run->free_empty;
+      run->empty_from = std::min(run->empty_from, index);
+    }
     if (--run->used == 0 && !run->open) idle_.push_back(run);
   }
 
   void emptied(Page* page) override {
-    const std::size_t index = page->handle - page->run->first;
-    page->run->free_kept.erase(index);
-    page->run->free_empty.insert(index);
+    HandleRun* run = page->run;
+    --run->free_kept;
+    ++run->free_empty;
+    run->empty_from = std::min<std::size_t>(run->empty_from, page->handle - run->first);
   }
 
  private:
   // Memory that is there before memory that must be made; then the neighbour of `previous`, so that the
   // kernel merges the two.
   Page* pick_from(HandleRun& run, const Page* previous) {
-    const bool has_neighbour = previous && previous->run == &run;
-    const std::size_t neighbour = has_neighbour ? previous->handle - run.first + 1 : 0;
-    const auto from = [&run](std::set<std::size_t>& free, std::set<std::size_t>::iterator at) {
-      Page* page = run.pages[*at];
-      free.erase(at);
-      ++run.used;
-      return page;
-    };
-    if (!run.free_kept.empty()) {
-      const auto at = run.free_kept.find(neighbour);
-      return from(run.free_kept, at != run.free_kept.end() ? at : run.free_kept.begin());
+    const std::size_t neighbour = previous && previous->run == &run ? previous->handle - run.first + 1 : run.length;
+    Page* beside = neighbour < run.pages.size() && run.pages[neighbour]->references == 0 ? run.pages[neighbour] : nullptr;
+    if (run.free_kept != 0) {
+      if (!beside || !beside->resident) beside = first_free(run, run.kept_from, true);
+      --run.free_kept;
+      kept_.remove(beside);
+      return beside;
     }
-    if (has_neighbour && !run.free_empty.empty()) {
-      const auto at = run.free_empty.find(neighbour);
-      if (at != run.free_empty.end()) return from(run.free_empty, at);
-    }
-    if (run.pages.size() < run.length) {
+    if (!beside && run.pages.size() < run.length) {
       Page* page = new_record(run.first + run.pages.size());
       page->run = &run;
       run.pages.push_back(page);
-      ++run.used;
       return page;
     }
-    return run.free_empty.empty() ? nullptr : from(run.free_empty, run.free_empty.begin());
+    if (!beside && run.free_empty != 0) beside = first_free(run, run.empty_from, false);
+    if (beside) --run.free_empty;
+    return beside;
+  }
+
+  static Page* first_free(const HandleRun& run, std::size_t& from, bool resident) {
+    while (run.pages[from]->references != 0 || run.pages[from]->resident != resident) ++from;
+    return run.pages[from];
   }
 
   HandleRun* open_run(std::size_t pages) {
     const auto best = std::max_element(
         idle_.begin(), idle_.end(), [pages](const HandleRun* a, const HandleRun* b) {
           const auto rank = [pages](const HandleRun* run) {
-            return run->length < pages ? -1 : static_cast<std::ptrdiff_t>(run->free_kept.size());
+            return run->length < pages ? -1 : static_cast<std::ptrdiff_t>(run->free_kept);
           };
           return rank(a) < rank(b);
         });
@@ -116,42 +130,43 @@ class AdjacentPlacement final : public Placement {
     if (run.pages.size() > pages) {
       rest.pages.assign(run.pages.begin() + static_cast<std::ptrdiff_t>(pages), run.pages.end());
       run.pages.resize(pages);
-      for (Page* page : rest.pages) page->run = &rest;
-      const auto move_tail = [pages](std::set<std::size_t>& from, std::set<std::size_t>& to) {
-        const auto tail = from.lower_bound(pages);
-        std::transform(tail, from.end(), std::inserter(to, to.end()),
-                       [pages](std::size_t index) { return index - pages; });
-        from.erase(tail, from.end());
-      };
-      move_tail(run.free_kept, rest.free_kept);
-      move_tail(run.free_empty, rest.free_empty);
+      for (Page* page : rest.pages) {
+        page->run = &rest;
+        ++(page->resident ? rest.free_kept : rest.free_empty);
+      }
+      run.free_kept -= rest.free_kept;
+      run.free_empty -= rest.free_empty;
+      run.kept_from = run.empty_from = 0;
     }
     idle_.push_back(&rest);
   }
 
   Driver& driver_;
+  KeptPages& kept_;
   std::list<HandleRun> runs_;
   std::vector<HandleRun*> idle_;  // closed, and none of their pages in use
 };
 
 class UnorderedPlacement final : public Placement {
  public:
-  UnorderedPlacement(Driver& driver, const KeptPages& kept) : driver_(driver), kept_(kept) {}
+  UnorderedPlacement(Driver& driver, KeptPages& kept) : driver_(driver), kept_(kept) {}
 
   RowHome open_home(std::size_t pages) override { return RowHome{pages, {}}; }
   void close_home(RowHome&) override {}
 
-  Page* pick(RowHome&, const Page*) override {
-    if (Page* page = kept_.newest()) return page;
-    Page* page = new_record(0);
-    try {
-      page->handle = driver_.create(1);
-    } catch (...) {
-      recycle_record(page);
-      throw;
+  void pick(RowHome&, const Page*, std::size_t n, std::vector<Page*>& out) override {
+    for (; n != 0; --n) {
+      Page* page = kept_.newest();
+      if (page) {
+        kept_.remove(page);
+      } else {
+        page = new_record(driver_.create(1));
+        page->dirty = !driver_.traits().created_zero;
+        page->resident = true;
+      }
+      page->references = 1;
+      out.push_back(page);
     }
-    page->dirty = !driver_.traits().created_zero;
-    return page;
   }
 
   void put_back(Page*) override {}
@@ -159,13 +174,13 @@ class UnorderedPlacement final : public Placement {
 
  private:
   Driver& driver_;
-  const KeptPages& kept_;
+  KeptPages& kept_;
 };
 
 }  // namespace
 
-std::unique_ptr<Placement> make_placement(Driver& driver, const KeptPages& kept) {
-  if (driver.traits().adjacent_handles) return std::make_unique<AdjacentPlacement>(driver);
+std::unique_ptr<Placement> make_placement(Driver& driver, KeptPages& kept) {
+  if (driver.traits().adjacent_handles) return std::make_unique<AdjacentPlacement>(driver, kept);
   return std::make_unique<UnorderedPlacement>(driver, kept);
 }
 

@@ -6,22 +6,24 @@
 #include <deque>
 #include <list>
 #include <memory>
-#include <set>
 #include <vector>
 
 #include "core/page.h"
 
 namespace vtensor {
 
-// Adjacent handles [first, first + length), made as they are first needed.
+// Adjacent handles [first, first + length), whose records are made as they are first needed. A page of it is free
+// while it has no reference, and kept while it is resident besides.
 struct HandleRun {
   Handle first = 0;
   std::size_t length = 0;
-  std::vector<Page*> pages;           // pages[i] has handle first + i
-  std::set<std::size_t> free_kept;    // indices of free pages whose memory is kept
-  std::set<std::size_t> free_empty;   // indices of free pages without memory
+  std::vector<Page*> pages;  // pages[i] has handle first + i
   std::size_t used = 0;
-  bool open = false;  // a row grows through it
+  std::size_t free_kept = 0;
+  std::size_t free_empty = 0;
+  std::size_t kept_from = 0;   // no free kept page lies below
+  std::size_t empty_from = 0;  // no free empty page lies below
+  bool open = false;           // a row grows through it
 };
 
 // The runs that one row grows through; the second and later ones serve where other tensors still hold pages
@@ -37,10 +39,11 @@ class Placement {
 
   virtual RowHome open_home(std::size_t pages) = 0;
   virtual void close_home(RowHome& home) = 0;
-  // Picks a free page for the slot after `previous` (null at a row's start); it counts as used from then on. Its
-  // memory is kept or empty. May call Driver::create.
-  virtual Page* pick(RowHome& home, const Page* previous) = 0;
-  // The page is free again, its memory kept or, by `page->resident`, empty.
+  // Adds to `out` free pages for `n` slots after the one of `previous` (null at a row's start), each with one reference
+  // now and off the pool's list of kept pages; those that are not resident have no memory yet. May call
+  // Driver::create; where it throws, what was added so far stands in `out`.
+  virtual void pick(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) = 0;
+  // The page has no reference any more; it is resident or empty.
   virtual void put_back(Page* page) = 0;
   // The memory of a free page was given back.
   virtual void emptied(Page* page) = 0;
@@ -55,6 +58,6 @@ class Placement {
 };
 
 // `kept` is the pool's list of free pages whose memory is kept.
-std::unique_ptr<Placement> make_placement(Driver& driver, const KeptPages& kept);
+std::unique_ptr<Placement> make_placement(Driver& driver, KeptPages& kept);
 
 }  // namespace vtensor

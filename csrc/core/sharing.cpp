@@ -28,7 +28,7 @@ std::vector<std::uint8_t> Buffer::find_parted(const Run& run) {
 // Makes `pages` the writable pages of a guarded run.
 void Buffer::adopt(const Run& run, std::span<Page* const> pages) noexcept {
   for (std::size_t i = 0; i < pages.size(); ++i) {
-    Entry& entry = table_.make(run.row, run.slots.begin + i);
+    Entry& entry = table_.at(run.row, run.slots.begin + i);
     if (entry.page != pages[i]) pool_->drop(entry.page);
     pages[i]->last_owner = id_;
     entry = {pages[i], EntryState::writable};
@@ -74,8 +74,12 @@ void Buffer::part(std::span<const Run> runs) {
       for (std::size_t i = 0; i < run.slots.size(); ++i) {
         Page* from = page_at(run, i);
         const bool alone = from->references == 1;
-        Page* to = alone ? from : pool_->take(homes_[run.row], i ? change.to.back() : nullptr);
-        change.to.push_back(to);
+        if (alone) {
+          change.to.push_back(from);
+        } else {
+          pool_->take(homes_[run.row], i ? change.to.back() : nullptr, 1, change.to);
+        }
+        Page* to = change.to.back();
         change.handles.push_back(to->handle);
         if (!alone || change.parted[i]) {
           driver_.copy_page(to->handle, slot_address(run.row, run.slots.begin + i));
@@ -171,7 +175,7 @@ void Buffer::guard(std::span<const Run> runs) {
       } catch (const Error&) {
         // Guarded for good: the next write through us parts it
         for (std::size_t s = runs[i].slots.begin; s < runs[i].slots.end; ++s) {
-          table_.make(runs[i].row, s).state = EntryState::guarded;
+          table_.at(runs[i].row, s).state = EntryState::guarded;
         }
         guarded_ += runs[i].slots.size();
       }
@@ -180,7 +184,7 @@ void Buffer::guard(std::span<const Run> runs) {
   }
   for (const Run& run : runs) {
     for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-      table_.make(run.row, slot).state = EntryState::guarded;
+      table_.at(run.row, slot).state = EntryState::guarded;
     }
     guarded_ += run.slots.size();
   }
@@ -195,7 +199,7 @@ void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
     return;  // the child still gets mappings of its own, and may see our later writes
   }
   for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < row_pages_; ++slot) {
+    for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
       if (is_guarded(table_.at(row, slot))) seen.push_back(table_.at(row, slot).page);
     }
   }
@@ -320,7 +324,7 @@ void Buffer::reindex(const char* operation, std::span<const std::size_t> rows) {
   }
   for (const Change& change : changes) {
     for (std::size_t i = 0; i < change.to.size(); ++i) {
-      Entry& entry = table_.make(change.run.row, change.run.slots.begin + i);
+      Entry& entry = table_.at(change.run.row, change.run.slots.begin + i);
       if (is_writable(entry)) ++guarded_;
       pool_->drop(entry.page);
       entry = {change.to[i], EntryState::guarded};
