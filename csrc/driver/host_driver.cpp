@@ -46,8 +46,12 @@ std::string errno_name(int error) {
   return "errno " + std::to_string(error);
 }
 
-DriverError refused(Call call, int error, const std::string& message) {
-  return {std::string(name_of(call)), error, errno_name(error), message};
+// "[operation] what was refused with ENOMEM: remedy".
+DriverError refused(const char* operation, Call call, int error, const std::string& what,
+                    const std::string& remedy) {
+  const std::string name = errno_name(error);
+  return {std::string(name_of(call)), error, name,
+          "[" + std::string(operation) + "] " + what + " was refused with " + name + ": " + remedy};
 }
 
 std::string count_of(std::size_t pages, std::size_t page_size) {
@@ -125,11 +129,12 @@ class HostDriver final : public Driver {
     }
     if (refusal) {
       reservations_.erase(reservation);
-      throw refusal.error == ENOMEM
-          ? too_large(pages)
-          : refused(Call::mmap, refusal.error,
-                    "[host reserve] addresses for " + count_of(pages, page_size_) +
-                        " were refused with " + errno_name(refusal.error));
+      if (refusal.error != ENOMEM) {
+        throw refused("host reserve", Call::mmap, refusal.error,
+                      "reserving " + count_of(pages, page_size_), "lower capacity=");
+      }
+      if (!refusal.injected) limit_.check_now(1);
+      throw too_large(pages);
     }
     const auto base = reinterpret_cast<Address>(start);
     const Address range = (base + surplus) & ~(page_size_ - 1);
@@ -147,12 +152,14 @@ class HostDriver final : public Driver {
     const auto it = reservations_.find(range);
     const auto [base, bytes] = it->second;
     state_.mirror.provide(1);
-    Refusal refusal = ask(Call::munmap);
-    if (!refusal && munmap(reinterpret_cast<void*>(base), bytes) != 0) refusal.error = errno;
+    const Refusal refusal = insist([&, base = base, bytes = bytes] {
+      Refusal r = ask(Call::munmap);
+      if (!r && munmap(reinterpret_cast<void*>(base), bytes) != 0) r.error = errno;
+      return r;
+    });
     if (refusal) {
-      throw refused(Call::munmap, refusal.error,
-                    "[host free_range] freeing addresses of " + count_of(pages, page_size_) +
-                        " was refused with " + errno_name(refusal.error));
+      throw refused("host free_range", Call::munmap, refusal.error,
+                    "freeing the addresses of " + count_of(pages, page_size_), limit_.advice());
     }
     reservations_.erase(it);
     record([&] { state_.mirror.erase(base, base + bytes); });
@@ -181,9 +188,8 @@ class HostDriver final : public Driver {
       refusal.error = errno;
     }
     if (refusal) {
-      throw refused(Call::fallocate, refusal.error,
-                    "[host destroy] giving back " + count_of(n, page_size_) + " was refused with " +
-                        errno_name(refusal.error));
+      throw refused("host destroy", Call::fallocate, refusal.error,
+                    "giving back " + count_of(n, page_size_), "free memory");
     }
   }
 
@@ -196,10 +202,9 @@ class HostDriver final : public Driver {
     state_.mirror.provide(runs + 1);
     const Progress progress = map_runs(at, handles, access);
     if (!progress.refusal) return;
-    const DriverError cause = refused(
-        Call::mmap, progress.refusal.error,
-        "[host map] mapping " + count_of(handles.size(), page_size_) + " was refused with " +
-            errno_name(progress.refusal.error) + ": lower capacity=, or use a larger page_size=");
+    const DriverError cause =
+        refused("host map", Call::mmap, progress.refusal.error,
+                "mapping " + count_of(handles.size(), page_size_), limit_.advice());
     if (progress.touched > 0 && place_hole(at, progress.touched)) {
       throw UndoFailed(cause, indices_below(progress.touched));
     }
@@ -213,10 +218,8 @@ class HostDriver final : public Driver {
     const Refusal refusal = place_hole(at, handles.size());
     if (!refusal) return;
     const DriverError cause =
-        refused(Call::munmap, refusal.error,
-                "[host unmap] unmapping " + count_of(handles.size(), page_size_) +
-                    " was refused with " + errno_name(refusal.error) +
-                    ": close tensors, or raise the limit with sysctl vm.max_map_count");
+        refused("host unmap", Call::munmap, refusal.error,
+                "unmapping " + count_of(handles.size(), page_size_), limit_.advice());
     if (refusal.gone) put_back(at, handles, access, cause);
     throw cause;
   }
@@ -232,9 +235,8 @@ class HostDriver final : public Driver {
     const Progress progress = map_runs(at, to, to_access);
     if (!progress.refusal) return;
     const DriverError cause =
-        refused(Call::mmap, progress.refusal.error,
-                "[host remap] remapping " + count_of(to.size(), page_size_) + " was refused with " +
-                    errno_name(progress.refusal.error) + ": use a larger page_size=");
+        refused("host remap", Call::mmap, progress.refusal.error,
+                "remapping " + count_of(to.size(), page_size_), limit_.advice());
     put_back(at, from.first(progress.touched), from_access, cause);
     throw cause;
   }
@@ -260,9 +262,8 @@ class HostDriver final : public Driver {
         }
       }
       if (refusal) {
-        throw refused(Call::pwrite, refusal.error,
-                      "[host copy_page] copying " + count_of(1, page_size_) + " was refused with " +
-                          errno_name(refusal.error) + ": free memory");
+        throw refused("host copy_page", Call::pwrite, refusal.error,
+                      "copying a page of " + std::to_string(page_size_) + " bytes", "free memory");
       }
     }
   }
@@ -276,9 +277,8 @@ class HostDriver final : public Driver {
       refusal.error = errno;
     }
     if (refusal) {
-      throw refused(Call::madvise, refusal.error,
-                    "[host populate] making " + count_of(n, page_size_) +
-                        " present was refused with " + errno_name(refusal.error) + ": free memory");
+      throw refused("host populate", Call::madvise, refusal.error,
+                    "making " + count_of(n, page_size_) + " present", "free memory");
     }
   }
 
@@ -296,7 +296,8 @@ class HostDriver final : public Driver {
 
   struct Refusal {
     int error = 0;
-    bool gone = false;  // the kernel took away what was mapped there, and then refused
+    bool injected = false;  // the call was not made
+    bool gone = false;      // the kernel took away what was mapped there, and then refused
     explicit operator bool() const { return error != 0; }
   };
 
@@ -315,11 +316,10 @@ class HostDriver final : public Driver {
     int error = meter_.enter(Call::memfd_create) ? EMFILE : 0;
     if (!error && (state_.memfd = memfd_create("vtensor", MFD_CLOEXEC)) < 0) error = errno;
     if (error) {
-      throw refused(Call::memfd_create, error,
-                    "[host driver] a pool needs one memfd, which was refused with " +
-                        errno_name(error) +
-                        ": close files or raise the limit on them (ulimit -n), and allow "
-                        "memfd_create where a sandbox filters system calls");
+      throw refused(
+          "host driver", Call::memfd_create, error, "the memfd that a pool needs",
+          "close files or raise the limit on them (ulimit -n), and allow memfd_create where "
+          "a sandbox filters system calls");
     }
     // Past the limit on file sizes the kernel sends a signal instead of an error.
     rlimit limit{};
@@ -340,21 +340,30 @@ class HostDriver final : public Driver {
   DriverError too_large(std::size_t pages) const {
     rlimit limit{};
     const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
-    const std::string there_is = limited
-                                     ? "the process may have " + std::to_string(limit.rlim_cur) +
-                                           " bytes of them in all (RLIMIT_AS): lower capacity=, or "
-                                           "raise the limit (ulimit -v)"
-                                     : "which the process has not left: lower capacity=";
-    return refused(
-        Call::mmap, ENOMEM,
-        "[host reserve] need addresses for " + count_of(pages, page_size_) + ", " + there_is);
+    const std::string there_is =
+        limited ? "the process may have " + std::to_string(limit.rlim_cur) +
+                      " bytes of them in all (RLIMIT_AS): lower capacity=, or raise the limit "
+                      "(ulimit -v)"
+                : "more than the process has left: lower capacity=";
+    return {"mmap", ENOMEM, "ENOMEM",
+            "[host reserve] need addresses for " + count_of(pages, page_size_) + ", " + there_is};
   }
 
   off_t offset_of(Handle handle) const { return static_cast<off_t>(handle * page_size_); }
 
-  // Goes before every driver call: counts it, and replaces it by a refusal where a test asked for
-  // one.
-  Refusal ask(Call call) { return {.error = meter_.enter(call) ? ENOMEM : 0}; }
+  // Goes before every driver call: counts it, and may put a test's refusal in its place.
+  Refusal ask(Call call) {
+    const bool injected = meter_.enter(call);
+    return {.error = injected ? ENOMEM : 0, .injected = injected};
+  }
+
+  // For calls that take down or undo: tries once more, where the limit on mappings was in the way.
+  template <typename Try>
+  Refusal insist(Try call) {
+    const Refusal refusal = call();
+    const bool again = refusal.error == ENOMEM && !refusal.injected && limit_.throw_off_ballast();
+    return again ? call() : refusal;
+  }
 
   // Changes the mirror, and has the limit know.
   template <typename Change>
@@ -366,8 +375,7 @@ class HostDriver final : public Driver {
 
   // Throws where `runs` mappings in the place of `pages` pages could pass the limit on mappings.
   void admit(Address at, std::size_t pages, std::size_t runs) {
-    const std::size_t replaced = state_.mirror.touching(at, at + pages * page_size_);
-    limit_.admit(static_cast<std::ptrdiff_t>(runs + 2) - static_cast<std::ptrdiff_t>(replaced));
+    limit_.admit(state_.mirror.growth(at, at + pages * page_size_, runs));
   }
 
   // One mmap over [at, at + pages), and its record.
@@ -399,7 +407,9 @@ class HostDriver final : public Driver {
   }
 
   Refusal place_hole(Address at, std::size_t pages) {
-    return place(Call::munmap, at, pages, hole_protection_, kHoleFlags, MappingKind::hole, 0);
+    return insist([&] {
+      return place(Call::munmap, at, pages, hole_protection_, kHoleFlags, MappingKind::hole, 0);
+    });
   }
 
   // Maps run after run, up to the first refusal. A guarded page loses its parted content only when
@@ -421,7 +431,7 @@ class HostDriver final : public Driver {
     std::vector<std::size_t> stuck;
     for (std::size_t i = 0; i < handles.size();) {
       const std::size_t n = run_length(handles.subspan(i));
-      if (place_run(at + i * page_size_, n, handles[i], access)) {
+      if (insist([&] { return place_run(at + i * page_size_, n, handles[i], access); })) {
         for (std::size_t k = i; k < i + n; ++k) stuck.push_back(k);
       }
       i += n;

@@ -1,13 +1,13 @@
 #include "driver/host_map_limit.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
-#include <limits>
 #include <string>
 
 #include "base/errors.h"
@@ -15,8 +15,11 @@
 namespace vtensor {
 namespace {
 
-constexpr std::size_t kNoLimit = std::numeric_limits<std::ptrdiff_t>::max();
+constexpr std::size_t kNoLimit = std::size_t{1} << 40;
 constexpr std::ptrdiff_t kFewestBetweenSamples = 64;
+constexpr std::size_t kBallast = 64;  // mappings
+
+std::size_t kernel_page() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
 std::size_t read_limit() {
   const int fd = open("/proc/sys/vm/max_map_count", O_RDONLY | O_CLOEXEC);
@@ -48,28 +51,51 @@ MapLimit& MapLimit::of_process() {
   return limit;
 }
 
-void MapLimit::sample(std::ptrdiff_t more) {
-  const std::lock_guard lock(sampling_);
+bool MapLimit::throw_off_ballast() {
+  const std::lock_guard lock(mutex_);
+  if (!ballast_) return false;
+  // The edges may have merged with their neighbours, and a split could be refused. Not so inside.
+  const std::size_t unit = kernel_page();
+  munmap(ballast_ + unit, (kBallast - 2) * unit);
+  munmap(ballast_, unit);
+  munmap(ballast_ + (kBallast - 1) * unit, unit);
+  ballast_ = nullptr;
+  known_good_.store(-1, std::memory_order_relaxed);
+  return true;
+}
+
+void MapLimit::take_ballast() {
+  const std::size_t unit = kernel_page();
+  void* const start =
+      mmap(nullptr, kBallast * unit, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (start == MAP_FAILED) return;
+  ballast_ = static_cast<char*>(start);
+  // Where this is refused the ballast is lighter.
+  for (std::size_t i = 1; i < kBallast; i += 2) mprotect(ballast_ + i * unit, unit, PROT_READ);
+}
+
+std::string MapLimit::advice() const {
+  return "the process has " + std::to_string(source_.count()) + " kernel mappings of at most " +
+         std::to_string(source_.limit()) +
+         " (vm.max_map_count): make a pool with a larger page_size=, close tensors, or raise the "
+         "limit "
+         "with sysctl vm.max_map_count";
+}
+
+void MapLimit::check_now(std::ptrdiff_t more) {
+  const std::lock_guard lock(mutex_);
   const std::size_t limit = std::min(source_.limit(), kNoLimit);
-  const std::size_t count = source_.count();
   const std::size_t headroom = std::min<std::size_t>(512, limit / 16);
   const auto room =
-      static_cast<std::ptrdiff_t>(limit - headroom) - static_cast<std::ptrdiff_t>(count);
+      static_cast<std::ptrdiff_t>(limit - headroom) - static_cast<std::ptrdiff_t>(source_.count());
   if (more > room) {
-    throw DriverError(
-        "mmap", ENOMEM, "ENOMEM",
-        "[host map] need " + std::to_string(more) + " kernel mappings, the process has " +
-            std::to_string(count) + " of " + std::to_string(limit) +
-            " (vm.max_map_count), of which " + std::to_string(headroom) +
-            " are kept back: make a pool with a larger page_size=, or raise the limit "
-            "with sysctl vm.max_map_count");
+    throw DriverError("mmap", ENOMEM, "ENOMEM",
+                      "[host map] need " + std::to_string(more) + " kernel mappings more, with " +
+                          std::to_string(headroom) + " to be left free; " + advice());
   }
+  if (!ballast_ && room > static_cast<std::ptrdiff_t>(2 * kBallast) + more) take_ballast();
   const std::ptrdiff_t ahead = std::max({more, room / 2, std::min(room, kFewestBetweenSamples)});
-  const std::ptrdiff_t ours = ours_.load(std::memory_order_relaxed);
-  known_good_.store(ahead < std::numeric_limits<std::ptrdiff_t>::max() - ours
-                        ? ours + ahead
-                        : std::numeric_limits<std::ptrdiff_t>::max(),
-                    std::memory_order_relaxed);
+  known_good_.store(ours_.load(std::memory_order_relaxed) + ahead, std::memory_order_relaxed);
 }
 
 }  // namespace vtensor

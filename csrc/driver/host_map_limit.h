@@ -1,16 +1,18 @@
-// Keeps the process away from vm.max_map_count, the kernel's limit on mappings. At the limit even
-// an munmap inside a merged mapping fails, so headroom is kept for what a rollback or a close may
-// split.
+// Keeps the process away from vm.max_map_count, the kernel's limit on mappings. At the limit the
+// kernel refuses every mmap, one that puts less in the place of more too, and every munmap that
+// splits. So new mappings are refused before it is reached; and for what must not fail there,
+// taking down and undoing, a few mappings are kept as ballast to throw off.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <functional>
 #include <mutex>
+#include <string>
 
 namespace vtensor {
 
-// One for all host drivers of the process.
+// One for all host drivers of the process. Safe from any thread.
 class MapLimit {
  public:
   // Where the facts come from: the kernel, or a test.
@@ -22,26 +24,38 @@ class MapLimit {
   static MapLimit& of_process();
 
   explicit MapLimit(Source source) : source_(std::move(source)) {}
+  ~MapLimit() { throw_off_ballast(); }
+  MapLimit(const MapLimit&) = delete;
+  MapLimit& operator=(const MapLimit&) = delete;
 
   // Throws DriverError where `more` new mappings would reach into the headroom.
   void admit(std::ptrdiff_t more) {
-    if (ours_.load(std::memory_order_relaxed) + more >
-        known_good_.load(std::memory_order_relaxed)) {
-      sample(more);
-    }
+    if (more <= 0) return;
+    const std::ptrdiff_t then = ours_.load(std::memory_order_relaxed) + more;
+    if (then > known_good_.load(std::memory_order_relaxed)) check_now(more);
   }
+  // The same by the kernel's count of this moment; for when it has refused already.
+  void check_now(std::ptrdiff_t more);
   // Tells that host drivers now have `delta` more mappings.
   void add(std::ptrdiff_t delta) { ours_.fetch_add(delta, std::memory_order_relaxed); }
 
+  // Makes room after the kernel has refused; false where there is no ballast left. It is taken on
+  // again when there is room.
+  bool throw_off_ballast();
+
+  // For messages: what there is, and what to do.
+  std::string advice() const;
+
  private:
-  void sample(std::ptrdiff_t more);
+  void take_ballast();
 
   const Source source_;
-  std::mutex sampling_;
+  std::mutex mutex_;
   std::atomic<std::ptrdiff_t> ours_{0};
   // While `ours_` stays below, no look at the kernel's count is needed: half of the room seen last.
   // The other half is for mappings that others make meanwhile.
   std::atomic<std::ptrdiff_t> known_good_{-1};
+  char* ballast_ = nullptr;
 };
 
 }  // namespace vtensor

@@ -62,13 +62,15 @@ void MappingMirror::assign(const KernelMapping& mapping) noexcept {
 
 void MappingMirror::erase(Address begin, Address end) noexcept { recent_ = carve(begin, end); }
 
-std::size_t MappingMirror::touching(Address begin, Address end) const {
-  std::size_t count = 0;
+std::ptrdiff_t MappingMirror::growth(Address begin, Address end, std::size_t runs) const {
+  auto more = static_cast<std::ptrdiff_t>(runs);
   for (auto it = first_ending_after(begin); it != mappings_.end() && it->mapping.begin < end;
        ++it) {
-    ++count;
+    --more;
+    more += it->mapping.begin < begin;  // what is cut stays, on either side
+    more += it->mapping.end() > end;
   }
-  return count;
+  return more;
 }
 
 MappingMirror::Set::iterator MappingMirror::first_ending_after(Address at) const {

@@ -47,8 +47,8 @@ class MappingMirror {
   // Kernel mappings. At most too many: where guarded mappings meet, the kernel merges them only if
   // their parted pages allow it, so they are counted apart.
   std::size_t size() const { return mappings_.size(); }
-  // How many of them have a part in [begin, end).
-  std::size_t touching(Address begin, Address end) const;
+  // How many more there would be, at most, if [begin, end) became `runs` mappings.
+  std::ptrdiff_t growth(Address begin, Address end, std::size_t runs) const;
 
   // In the order of addresses.
   template <typename Visit>

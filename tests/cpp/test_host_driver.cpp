@@ -1,98 +1,47 @@
-// The host driver against the kernel: what is really mapped, shared, parted and given back.
+// The host driver's operations against the kernel: what is really mapped, shared, parted and given
+// back.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <cerrno>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <fstream>
-#include <functional>
-#include <numeric>
-#include <set>
-#include <sstream>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "base/errors.h"
-#include "base/process.h"
-#include "driver/host_driver.h"
+#include "host_fixture.h"
 
 namespace vtensor {
 namespace {
 
-constexpr std::size_t kPage = 65536;
+// Everything that an operation that failed must have left alone (I8).
+struct Picture {
+  std::vector<std::string> maps;
+  std::string content;
 
-char* bytes_at(Address at) { return reinterpret_cast<char*>(at); }
-volatile char& byte_at(Address at) { return *reinterpret_cast<volatile char*>(at); }
-
-std::vector<Handle> adjacent(Handle first, std::size_t n) {
-  std::vector<Handle> handles(n);
-  std::iota(handles.begin(), handles.end(), first);
-  return handles;
-}
-
-// Lines of /proc/self/maps inside [at, at + bytes), as text.
-std::vector<std::string> maps_of(Address at, std::size_t bytes) {
-  std::ifstream file("/proc/self/maps");
-  std::vector<std::string> lines;
-  for (std::string line; std::getline(file, line);) {
-    const Address begin = std::strtoull(line.c_str(), nullptr, 16);
-    const Address end = std::strtoull(line.c_str() + line.find('-') + 1, nullptr, 16);
-    if (begin < at + bytes && end > at) lines.push_back(line);
-  }
-  return lines;
-}
-
-std::size_t mappings_of_memfd(Address at, std::size_t bytes) {
-  std::size_t n = 0;
-  for (const auto& line : maps_of(at, bytes)) n += line.find("memfd:vtensor") != std::string::npos;
-  return n;
-}
-
-std::set<int> memfds() {
-  std::set<int> found;
-  for (int fd = 0; fd < 256; ++fd) {
-    char target[64] = {};
-    const std::string link = "/proc/self/fd/" + std::to_string(fd);
-    if (readlink(link.c_str(), target, sizeof target - 1) > 0 &&
-        std::string(target).find("memfd:vtensor") != std::string::npos) {
-      found.insert(fd);
-    }
-  }
-  return found;
-}
-
-struct Fixture {
-  std::unique_ptr<Driver> driver = make_host_driver({.page_size = kPage, .strict_holes = false});
-
-  std::uint64_t calls(Call call) const { return driver->meter().count(ThreadRole::caller, call); }
-  std::size_t bytes_in_memfd() const {
-    struct stat status {};
-    const auto fds = memfds();
-    REQUIRE(fds.size() == 1);
-    REQUIRE(fstat(*fds.begin(), &status) == 0);
-    return static_cast<std::size_t>(status.st_blocks) * 512;
-  }
+  Picture(Address at, std::size_t pages)
+      : maps(maps_of(at, pages * kPage)), content(bytes_at(at), pages * kPage) {}
+  bool operator==(const Picture&) const = default;
 };
 
-// Runs `body` in a forked child and returns its exit status, or -signal.
-int in_child(const std::function<int()>& body) {
-  std::fflush(nullptr);
-  const pid_t pid = fork();
-  if (pid == 0) _exit(body());
-  int status = 0;
-  REQUIRE(waitpid(pid, &status, 0) == pid);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+int write_to(Address at) {
+  byte_at(at) = 1;
+  return 0;
+}
+
+// Refuses the first driver call of `operation`, then the second, and so on, until it succeeds.
+// Returns how many refusals it took; each must have left [at, at + pages) as it was.
+int refuse_each_call(Driver& driver, Address at, std::size_t pages,
+                     const std::function<void()>& operation) {
+  const Picture before(at, pages);
+  for (int n = 0;; ++n) {
+    CAPTURE(n);
+    driver.meter().fail_after(n);
+    try {
+      operation();
+      driver.meter().disarm();
+      return n;
+    } catch (const DriverError& error) {
+      CHECK(dynamic_cast<const UndoFailed*>(&error) == nullptr);
+      CHECK(error.name == "ENOMEM");
+    }
+    driver.meter().disarm();
+    CHECK(Picture(at, pages) == before);
+  }
 }
 
 }  // namespace
@@ -108,43 +57,91 @@ TEST_CASE("traits") {
   CHECK(traits.available % traits.page_size == 0);
 }
 
-TEST_CASE("page sizes that are no power of two, or below the granularity, are refused") {
+TEST_CASE("a page size is a power of two from the granularity on") {
   for (const std::size_t size : {std::size_t{1}, std::size_t{2048}, std::size_t{12288}, SIZE_MAX}) {
-    CHECK_THROWS_AS(make_host_driver({.page_size = size}), InvalidArgument);
+    const auto error =
+        error_of<InvalidArgument>([&] { make_host_driver(HostOptions{.page_size = size}); });
+    CHECK(contains(error.what(), std::to_string(size)));
   }
-  for (const std::size_t size : {std::size_t{4096}, std::size_t{1} << 21, std::size_t{1} << 30}) {
+  const auto granularity = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  for (const std::size_t size : {granularity, std::size_t{1} << 21, std::size_t{1} << 30}) {
     const auto driver = make_host_driver({.page_size = size});
     const Address range = driver->reserve(2);
     CHECK(range % size == 0);
+    const Handle h = driver->create(2);
+    driver->map(range + size, {{h + 1}}, Access::writable);
+    byte_at(range + size) = 1;
+    CHECK(byte_at(range) == 0);
+    driver->unmap(range + size, {{h + 1}}, Access::writable);
     driver->free_range(range, 2);
   }
 }
 
-TEST_CASE_FIXTURE(Fixture, "a range is aligned, reads as zeros, and is freed whole") {
-  const Address range = driver->reserve(100);
-  CHECK(range % kPage == 0);
-  CHECK(byte_at(range) == 0);
-  CHECK(byte_at(range + 100 * kPage - 1) == 0);
-  driver->free_range(range, 100);
-  CHECK(maps_of(range, 100 * kPage).empty());
+TEST_CASE_FIXTURE(HostFixture, "a range is aligned, and is freed whole") {
+  for (const std::size_t pages : {std::size_t{1}, std::size_t{100}, std::size_t{1} << 24}) {
+    const Address range = driver->reserve(pages);
+    CHECK(range % kPage == 0);
+    driver->free_range(range, pages);
+    CHECK(maps_of(range, kPage).empty());
+  }
 }
 
-TEST_CASE_FIXTURE(Fixture, "adjacent handles at adjacent pages are one mmap and one mapping") {
+TEST_CASE_FIXTURE(HostFixture, "holes read as zeros, and writes to them fault") {
+  const Address range = driver->reserve(3);
+  const Handle h = driver->create(1);
+  driver->map(range + kPage, {{h}}, Access::writable);
+  CHECK(byte_at(range) == 0);
+  CHECK(byte_at(range + 3 * kPage - 1) == 0);
+  CHECK(in_child([&] { return write_to(range); }) == -SIGSEGV);
+  driver->unmap(range + kPage, {{h}}, Access::writable);
+  CHECK(byte_at(range + kPage) == 0);
+  CHECK(in_child([&] { return write_to(range + kPage); }) == -SIGSEGV);
+}
+
+TEST_CASE("strict holes fault on reads too") {
+  const auto driver = make_host_driver({.page_size = kPage, .strict_holes = true});
+  const Address range = driver->reserve(2);
+  const Handle h = driver->create(1);
+  driver->map(range, {{h}}, Access::writable);
+  CHECK(in_child([&] { return byte_at(range + kPage - 1); }) == 0);
+  CHECK(in_child([&] { return byte_at(range + kPage); }) == -SIGSEGV);
+  driver->unmap(range, {{h}}, Access::writable);
+  CHECK(in_child([&] { return byte_at(range); }) == -SIGSEGV);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "adjacent handles at adjacent pages are one mmap and one mapping") {
   const Address range = driver->reserve(1100);
   const auto handles = adjacent(driver->create(1100), 1100);
-  const auto before = calls(Call::mmap);
+  auto before = calls(Call::mmap);
   driver->map(range, std::span(handles).first(1000), Access::writable);
   CHECK(calls(Call::mmap) == before + 1);
-  CHECK(mappings_of_memfd(range, 1100 * kPage) == 1);
-  for (std::size_t i = 1000; i < 1100; ++i) {
-    driver->map(range + i * kPage, std::span(handles).subspan(i, 1), Access::writable);
+  for (std::size_t i = 1000; i < 1100; ++i) {  // a row that grows in order
+    driver->map(range + i * kPage, {{handles[i]}}, Access::writable);
   }
-  CHECK(mappings_of_memfd(range, 1100 * kPage) == 1);
+  CHECK(memfd_mappings(range, 1100 * kPage) == 1);
+
+  before = calls(Call::munmap);
   driver->unmap(range, handles, Access::writable);
+  CHECK(calls(Call::munmap) == before + 1);
+  CHECK(maps_of(range, 1100 * kPage).size() == 1);  // the reservation is one mapping again
   driver->free_range(range, 1100);
 }
 
-TEST_CASE_FIXTURE(Fixture, "one handle at two addresses is the same memory") {
+TEST_CASE_FIXTURE(HostFixture, "one mmap a run, whatever the order of the runs") {
+  const Address range = driver->reserve(6);
+  const Handle h = driver->create(10);
+  const std::vector<Handle> handles = {h + 7, h + 8, h + 2, h + 1, h + 4, h + 5};
+  const auto before = calls(Call::mmap);
+  driver->map(range, handles, Access::writable);
+  CHECK(calls(Call::mmap) == before + 4);
+  for (std::size_t i = 0; i < 6; ++i) byte_at(range + i * kPage) = static_cast<char>(i + 1);
+  driver->remap(range, handles, Access::writable, adjacent(h, 6), Access::writable);
+  CHECK(memfd_mappings(range, 6 * kPage) == 1);
+  const char expected[] = {0, 4, 3, 0, 5, 6};  // what stands behind h, h + 1, ...
+  for (std::size_t i = 0; i < 6; ++i) CHECK(byte_at(range + i * kPage) == expected[i]);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "one handle at two addresses is the same memory") {
   const Address range = driver->reserve(4);
   const Handle h = driver->create(1);
   driver->map(range, {{h}}, Access::writable);
@@ -154,31 +151,239 @@ TEST_CASE_FIXTURE(Fixture, "one handle at two addresses is the same memory") {
   CHECK(byte_at(range + kPage + 17) == 0);
 }
 
-TEST_CASE_FIXTURE(Fixture,
-                  "a write to a guarded page parts it, from the handle and from the other") {  // I6
+TEST_CASE_FIXTURE(HostFixture, "a write to a guarded page parts it, in both directions") {  // I6
   const Address range = driver->reserve(3);
   const Handle h = driver->create(1);
   driver->map(range, {{h}}, Access::writable);
   std::memset(bytes_at(range), 1, kPage);
   driver->remap(range, {{h}}, Access::writable, {{h}}, Access::guarded);
   driver->map(range + kPage, {{h}}, Access::guarded);
-  std::uint8_t parted[2];
-  driver->find_parted(range, parted);
-  CHECK(parted[0] == 0);
-  CHECK(parted[1] == 0);
-
+  const auto parted = [&] {
+    std::uint8_t found[2] = {7, 7};
+    driver->find_parted(range, found);
+    return std::vector<int>(found, found + 2);
+  };
+  CHECK(byte_at(range + kPage) == 1);  // reading parts nothing
+  CHECK(parted() == std::vector{0, 0});
   byte_at(range + 5000) = 2;
   CHECK(byte_at(range + kPage + 5000) == 1);
-  driver->find_parted(range, parted);
-  CHECK(parted[0] == 1);
-  CHECK(parted[1] == 0);
-  byte_at(range + kPage + 5000) = 3;
-  CHECK(byte_at(range + 5000) == 2);
-  driver->find_parted(range, parted);
-  CHECK(parted[1] == 1);
+  CHECK(parted() == std::vector{1, 0});
+  byte_at(range + 2 * kPage - 1) = 3;
+  CHECK(byte_at(range + kPage - 1) == 1);
+  CHECK(parted() == std::vector{1, 1});
 
   driver->map(range + 2 * kPage, {{h}}, Access::writable);
   CHECK(byte_at(range + 2 * kPage + 5000) == 1);
+  CHECK(byte_at(range + 3 * kPage - 1) == 1);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "parted pages are found in spans longer than one read") {
+  constexpr std::size_t kPages = 1000;  // 16,000 entries of pagemap at 4 KiB
+  const Address range = driver->reserve(kPages);
+  driver->map(range, adjacent(driver->create(kPages), kPages), Access::guarded);
+  std::set<std::size_t> written = {0, 255, 256, 257, 700, 999};
+  for (const std::size_t i : written) byte_at(range + (i + 1) * kPage - 1) = 1;
+  std::vector<std::uint8_t> parted(kPages, 7);
+  driver->find_parted(range, parted);
+  for (std::size_t i = 0; i < kPages; ++i) CHECK(parted[i] == written.count(i));
+
+  driver->meter().fail_after(0);  // a pagemap that cannot be read costs copies, not correctness
+  driver->find_parted(range, parted);
+  CHECK(std::accumulate(parted.begin(), parted.end(), 0) == kPages);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "copy_page copies what is seen, parted or not") {
+  const Address range = driver->reserve(3);
+  const Handle h = driver->create(2);
+  driver->map(range, {{h}}, Access::writable);
+  for (std::size_t i = 0; i < kPage; ++i) byte_at(range + i) = static_cast<char>(i % 127);
+  driver->remap(range, {{h}}, Access::writable, {{h}}, Access::guarded);
+  byte_at(range + 9000) = 99;
+  const std::string seen(bytes_at(range), kPage);
+
+  driver->copy_page(h + 1, range);
+  driver->map(range + kPage, {{h + 1}}, Access::writable);
+  CHECK(std::string(bytes_at(range + kPage), kPage) == seen);
+  driver->map(range + 2 * kPage, {{h}}, Access::writable);
+  CHECK(byte_at(range + 2 * kPage + 9000) == 9000 % 127);
+
+  driver->copy_page(h, range);  // folds the page into its own handle
+  CHECK(std::string(bytes_at(range + 2 * kPage), kPage) == seen);
+  driver->remap(range, {{h}}, Access::guarded, {{h}}, Access::writable);
+  CHECK(std::string(bytes_at(range), kPage) == seen);
+  std::uint8_t parted = 7;
+  driver->find_parted(range, {&parted, 1});
+  CHECK(parted == 0);
+}
+
+TEST_CASE_FIXTURE(HostFixture,
+                  "memory comes at the first touch or by populate, and goes by destroy") {
+  const Address range = driver->reserve(10);
+  const auto handles = adjacent(driver->create(10), 10);
+  driver->map(range, handles, Access::writable);
+  CHECK(bytes_in_memfd() == 0);
+  driver->populate(range, 4);
+  CHECK(bytes_in_memfd() == 4 * kPage);
+  CHECK(byte_at(range) == 0);
+  std::memset(bytes_at(range), 5, 10 * kPage);
+  CHECK(bytes_in_memfd() == 10 * kPage);
+  driver->zero(range + 3 * kPage, 2 * kPage);
+  CHECK(byte_at(range + 3 * kPage - 1) == 5);
+  CHECK(byte_at(range + 3 * kPage) == 0);
+  CHECK(byte_at(range + 5 * kPage - 1) == 0);
+  CHECK(byte_at(range + 5 * kPage) == 5);
+
+  driver->unmap(range, handles, Access::writable);
+  const auto before = calls(Call::fallocate);
+  driver->destroy(handles[2], 7);
+  CHECK(calls(Call::fallocate) == before + 1);
+  CHECK(bytes_in_memfd() == 3 * kPage);
+  driver->map(range, handles, Access::writable);
+  CHECK(byte_at(range + kPage) == 5);
+  CHECK(byte_at(range + 2 * kPage) == 0);
+  CHECK(byte_at(range + 9 * kPage) == 5);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "handles are new each time, until the memfd has no more") {
+  const Handle a = driver->create(3);
+  CHECK(driver->create(1) >= a + 3);
+  const auto error = error_of<DeviceOutOfMemory>([&] { driver->create(SIZE_MAX); });
+  CHECK(error.name == "ENOSPC");
+  CHECK(driver->create(1) == a + 4);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it was") {  // I8
+  constexpr std::size_t kPages = 8;
+  const Address range = driver->reserve(kPages);
+  const Handle h = driver->create(100);
+  const std::vector<Handle> first = {h, h + 1, h + 4, h + 6, h + 7, h + 9};
+  const std::vector<Handle> second = {h + 20, h + 22, h + 23, h + 4, h + 30, h + 9};
+
+  SUBCASE("map") {
+    for (const Access access : {Access::writable, Access::guarded}) {
+      CHECK(refuse_each_call(*driver, range, kPages,
+                             [&] { driver->map(range + kPage, first, access); }) == 4);
+      CHECK(memfd_mappings(range, kPages * kPage) == 4);
+      driver->unmap(range + kPage, first, access);
+    }
+  }
+  SUBCASE("unmap of writable pages") {
+    driver->map(range + kPage, first, Access::writable);
+    std::memset(bytes_at(range + kPage), 3, 6 * kPage);
+    CHECK(refuse_each_call(*driver, range, kPages,
+                           [&] { driver->unmap(range + kPage, first, Access::writable); }) == 1);
+    CHECK(memfd_mappings(range, kPages * kPage) == 0);
+  }
+  SUBCASE("unmap of parted pages") {
+    driver->map(range + kPage, first, Access::guarded);
+    std::memset(bytes_at(range + kPage), 3, 6 * kPage);
+    CHECK(refuse_each_call(*driver, range, kPages,
+                           [&] { driver->unmap(range + kPage, first, Access::guarded); }) == 1);
+  }
+  SUBCASE("remap") {
+    driver->map(range + kPage, second, Access::writable);
+    std::memset(bytes_at(range + kPage), 4, 6 * kPage);
+    driver->remap(range + kPage, second, Access::writable, first, Access::writable);
+    std::memset(bytes_at(range + kPage), 3, 6 * kPage);
+    CHECK(refuse_each_call(*driver, range, kPages, [&] {
+            driver->remap(range + kPage, first, Access::writable, second, Access::guarded);
+          }) == 5);
+    CHECK(byte_at(range + kPage) == 4);
+  }
+  SUBCASE("remap of guarded pages keeps what is parted in pages that it did not reach") {
+    driver->map(range + kPage, first, Access::guarded);
+    std::memset(bytes_at(range + 3 * kPage), 3, 4 * kPage);
+    driver->meter().fail_after(1);
+    CHECK_THROWS_AS(driver->remap(range + kPage, first, Access::guarded, second, Access::writable),
+                    DriverError);
+    for (std::size_t i = 3; i < 7; ++i) CHECK(byte_at(range + i * kPage) == 3);
+    CHECK(memfd_mappings(range, kPages * kPage, "rw-p") > 0);
+    CHECK(memfd_mappings(range, kPages * kPage, "rw-s") == 0);
+  }
+  SUBCASE("reserve and free_range") {
+    Address other = 0;
+    CHECK(refuse_each_call(*driver, range, kPages, [&] { other = driver->reserve(5); }) == 1);
+    CHECK(refuse_each_call(*driver, other, 5, [&] { driver->free_range(other, 5); }) == 1);
+    CHECK(maps_of(other, 5 * kPage).empty());
+  }
+  SUBCASE("destroy, copy_page and populate") {
+    driver->map(range, first, Access::writable);
+    byte_at(range) = 9;
+    CHECK(refuse_each_call(*driver, range, kPages, [&] { driver->copy_page(h + 50, range); }) == 1);
+    CHECK(refuse_each_call(*driver, range, kPages, [&] { driver->populate(range, 6); }) == 1);
+    CHECK(bytes_in_memfd() == 7 * kPage);
+    CHECK(refuse_each_call(*driver, range, kPages, [&] { driver->destroy(h + 50, 1); }) == 1);
+    CHECK(bytes_in_memfd() == 6 * kPage);
+  }
+}
+
+TEST_CASE_FIXTURE(HostFixture, "a refused undoing names the pages that are stuck") {  // I8
+  const Address range = driver->reserve(6);
+  const Handle h = driver->create(100);
+  const std::vector<Handle> handles = {h, h + 1, h + 3, h + 10, h + 11, h + 13};
+  const std::vector<Handle> others = {h + 20, h + 22, h + 24, h + 26, h + 28, h + 30};
+  const auto indices = [](std::initializer_list<std::size_t> list) { return std::vector(list); };
+
+  SUBCASE("map") {
+    driver->meter().fail_after(2, 2);
+    const auto error = error_of<UndoFailed>([&] { driver->map(range, handles, Access::writable); });
+    CHECK(error.stuck == indices({0, 1, 2}));
+    CHECK(error.call == "mmap");
+    driver->unmap(range, std::span(handles).first(3), Access::writable);
+  }
+  SUBCASE("remap, with the rest put back") {
+    driver->map(range, handles, Access::writable);
+    std::memset(bytes_at(range), 3, 6 * kPage);
+    driver->meter().fail_after(4, 2);  // the fifth run, and the first of the undoing
+    const auto error = error_of<UndoFailed>(
+        [&] { driver->remap(range, handles, Access::writable, others, Access::writable); });
+    CHECK(error.stuck == indices({0, 1}));
+    CHECK(byte_at(range) == 0);
+    for (std::size_t i = 2; i < 6; ++i) CHECK(byte_at(range + i * kPage) == 3);
+  }
+  driver->meter().disarm();
+  driver->free_range(range, 6);
+  CHECK(maps_of(range, 6 * kPage).empty());
+}
+
+TEST_CASE("a driver that is gone leaves no descriptor and no mapping") {  // I14
+  const auto fds_before = memfds();
+  const auto count_before = MapLimit::kernel().count();
+  {
+    const auto driver = make_host_driver({.page_size = kPage});
+    const Address range = driver->reserve(50);
+    const auto handles = scattered(driver->create(100), 50);
+    driver->map(range, handles, Access::writable);
+    CHECK(memfds().size() == fds_before.size() + 1);
+    CHECK(MapLimit::kernel().count() >= count_before + 50);
+    driver->unmap(range, handles, Access::writable);
+    driver->free_range(range, 50);
+  }
+  CHECK(memfds() == fds_before);
+  CHECK(MapLimit::kernel().count() <= count_before + 3);  // what malloc took meanwhile
+}
+
+TEST_CASE_FIXTURE(HostFixture, "threads work on addresses of their own") {
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int t = 1; t <= 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int round = 0; round < 50; ++round) {
+        const Address range = driver->reserve(8);
+        const auto handles = scattered(driver->create(16), 8);
+        driver->map(range, handles, Access::writable);
+        std::memset(bytes_at(range), t, 8 * kPage);
+        driver->remap(range, handles, Access::writable, handles, Access::guarded);
+        for (std::size_t i = 0; i < 8; ++i) wrong += byte_at(range + i * kPage + 7) != t;
+        driver->unmap(range, handles, Access::guarded);
+        driver->destroy(handles[0], 16);
+        driver->free_range(range, 8);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0);
+  CHECK(bytes_in_memfd() == 0);
 }
 
 }  // namespace vtensor

@@ -1,0 +1,360 @@
+// The host's limits: mappings, addresses, descriptors, file sizes, memory. Each is met by an error
+// that says what to do, before anything has changed.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include <filesystem>
+
+#include "base/process.h"
+#include "driver/host_memory.h"
+#include "host_fixture.h"
+
+namespace vtensor {
+namespace {
+
+// A limit over numbers of our own. Of 1,600 mappings 100 are headroom.
+struct FakeLimit {
+  std::size_t limit = 1600;
+  std::size_t others = 1000;
+  std::size_t drivers = 0;  // what the drivers under test hold
+  int samples = 0;
+  MapLimit checked{{[this] { return limit; },
+                    [this] {
+                      ++samples;
+                      return others + drivers;
+                    }}};
+
+  // Counts with the driver's ranges as the kernel does.
+  void count(Address range, std::size_t pages) { drivers = maps_of(range, pages * kPage).size(); }
+};
+
+// Mappings of our own, up to `count` in the whole process; none of them merge.
+class Filler {
+ public:
+  explicit Filler(std::size_t count) {
+    const std::size_t have = MapLimit::kernel().count();
+    REQUIRE(count > have);
+    const std::size_t wanted = count - have;
+    bytes_ = (wanted + 1) * unit_;
+    start_ = static_cast<char*>(
+        mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    REQUIRE(start_ != MAP_FAILED);
+    for (std::size_t i = 1; i < wanted; i += 2) {
+      if (mprotect(start_ + i * unit_, unit_, PROT_READ) != 0) break;
+    }
+  }
+  ~Filler() { munmap(start_, bytes_); }
+  Filler(const Filler&) = delete;
+
+ private:
+  const std::size_t unit_ = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  char* start_;
+  std::size_t bytes_;
+};
+
+void set_limit(int resource, std::size_t value) {
+  const rlimit limit = {value, value};
+  if (setrlimit(static_cast<__rlimit_resource>(resource), &limit) != 0) std::abort();
+}
+
+std::size_t reserved_bytes_of_process() {
+  std::size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+}
+
+// A tree of files in the place of /proc and /sys/fs/cgroup.
+class FakeRoot {
+ public:
+  FakeRoot() {
+    std::string name = (std::filesystem::temp_directory_path() / "vtensor-XXXXXX").string();
+    REQUIRE(mkdtemp(name.data()) != nullptr);
+    root_ = name;
+  }
+  ~FakeRoot() { std::filesystem::remove_all(root_); }
+  FakeRoot(const FakeRoot&) = delete;
+
+  void write(const std::string& path, const std::string& text) const {
+    const auto file = root_ / path;
+    std::filesystem::create_directories(file.parent_path());
+    std::ofstream(file) << text;
+  }
+  std::size_t available() const {
+    return available_host_memory((root_ / "proc").string(), (root_ / "cgroup").string());
+  }
+
+ private:
+  std::filesystem::path root_;
+};
+
+}  // namespace
+
+TEST_CASE("a map that would pass the limit on mappings is refused, and says so") {
+  FakeLimit limit;
+  const auto driver = make_host_driver({.page_size = kPage}, limit.checked);
+  const Address range = driver->reserve(2000);
+  const Handle h = driver->create(4000);
+  std::size_t mapped = 0;
+  std::string message;
+  try {
+    for (; mapped < 2000; ++mapped) {
+      limit.count(range, 2000);
+      driver->map(range + mapped * kPage, {{h + 2 * mapped}}, Access::writable);
+    }
+  } catch (const DriverError& error) {
+    message = error.what();
+    CHECK(error.call == "mmap");
+    CHECK(error.name == "ENOMEM");
+  }
+  CHECK(mapped > 490);
+  CHECK(mapped < 500);
+  CHECK(contains(message, "at most 1600"));
+  CHECK(contains(message, "larger page_size="));
+  CHECK(contains(message, "sysctl vm.max_map_count"));
+  CHECK(memfd_mappings(range, 2000 * kPage) == mapped);
+  CHECK(limit.samples < 20);
+
+  SUBCASE("what takes no more mappings still goes") {
+    driver->remap(range, scattered(h, mapped), Access::writable, scattered(h + 1, mapped),
+                  Access::writable);
+    driver->unmap(range, scattered(h + 1, mapped), Access::writable);
+  }
+  SUBCASE("after room was made it goes again") {
+    driver->unmap(range, scattered(h, mapped), Access::writable);
+    limit.count(range, 2000);
+    driver->map(range, scattered(h, mapped), Access::writable);
+  }
+  SUBCASE("a raised limit counts at once") {
+    limit.limit = 3200;
+    driver->map(range + mapped * kPage, {{h + 2 * mapped}}, Access::writable);
+  }
+  SUBCASE("a second driver has no room either") {
+    limit.count(range, 2000);
+    limit.others += 10;
+    const auto other = make_host_driver({.page_size = kPage}, limit.checked);
+    CHECK_THROWS_AS(other->reserve(1), DriverError);
+  }
+}
+
+TEST_CASE("a batch over the limit is refused before its first mapping") {
+  FakeLimit limit;
+  const auto driver = make_host_driver({.page_size = kPage}, limit.checked);
+  const Address range = driver->reserve(2000);
+  const Handle h = driver->create(4000);
+  const auto before = driver->meter().count(ThreadRole::caller, Call::mmap);
+  CHECK_THROWS_AS(driver->map(range, scattered(h, 600), Access::writable), DriverError);
+  CHECK(driver->meter().count(ThreadRole::caller, Call::mmap) == before);
+  driver->map(range, adjacent(h, 2000), Access::writable);  // one mapping
+  CHECK_THROWS_AS(driver->remap(range, adjacent(h, 600), Access::writable, scattered(h + 1000, 600),
+                                Access::guarded),
+                  DriverError);
+  CHECK(memfd_mappings(range, 2000 * kPage) == 1);
+}
+
+TEST_CASE("mappings that others make meanwhile are noticed") {
+  FakeLimit limit;
+  const auto driver = make_host_driver({.page_size = kPage}, limit.checked);
+  const Address range = driver->reserve(2000);
+  const Handle h = driver->create(4000);
+  driver->map(range, scattered(h, 100), Access::writable);
+  limit.count(range, 2000);
+  limit.others = 1300;
+  CHECK_THROWS_AS(driver->map(range + 200 * kPage, scattered(h + 400, 300), Access::writable),
+                  DriverError);
+}
+
+// The kernel's own limit. Where it is too high to be reached in a test, there is nothing to see.
+const bool limit_out_of_reach = MapLimit::kernel().limit() > 200000;
+
+TEST_CASE("near the kernel's limit the driver keeps headroom, and can always unmap" *
+          doctest::skip(limit_out_of_reach)) {
+  constexpr std::size_t kPages = 600;
+  const std::size_t limit = MapLimit::kernel().limit();
+  const Filler filler(limit - std::min<std::size_t>(512, limit / 16) - 20);
+  MapLimit checked(MapLimit::kernel());
+  const auto driver = make_host_driver({.page_size = kPage}, checked);
+  const Address range = driver->reserve(2 * kPages);
+  const Handle h = driver->create(4 * kPages);
+  driver->map(range, adjacent(h, kPages), Access::writable);
+  const auto before = maps_of(range, 2 * kPages * kPage);
+  const auto error = error_of<DriverError>([&] {
+    driver->map(range + kPages * kPage, scattered(h + 2 * kPages, 40), Access::writable);
+  });
+  CHECK(contains(error.what(), "vm.max_map_count"));
+  CHECK(maps_of(range, 2 * kPages * kPage) == before);
+  for (std::size_t i = 1; i < 200; i += 2) {  // each splits a merged mapping
+    driver->unmap(range + i * kPage, {{h + i}}, Access::writable);
+  }
+  CHECK(memfd_mappings(range, 2 * kPages * kPage) == 101);
+  driver->free_range(range, 2 * kPages);
+}
+
+// The driver saw a lot of room, and then others took all of it.
+TEST_CASE("at the kernel's limit a refusal leaves all as it was, and taking down works" *
+          doctest::skip(limit_out_of_reach)) {  // I8
+  constexpr std::size_t kPages = 200;
+  MapLimit checked(MapLimit::kernel());
+  const auto driver = make_host_driver({.page_size = kPage}, checked);
+  const Address range = driver->reserve(kPages);
+  const Handle h = driver->create(4 * kPages);
+  const auto from = adjacent(h, 100);
+  const auto to = scattered(h + kPages, 40);
+  driver->map(range, from, Access::writable);
+  std::memset(bytes_at(range), 7, 100 * kPage);
+  const auto before = maps_of(range, kPages * kPage);
+  const auto made_before = driver->meter().count(ThreadRole::caller, Call::mmap);
+  std::function<void()> operation;
+
+  SUBCASE("map") {
+    operation = [&] { driver->map(range + 120 * kPage, to, Access::writable); };
+  }
+  SUBCASE("remap") {
+    operation = [&] {
+      driver->remap(range + 30 * kPage, std::span(from).subspan(30, 40), Access::writable, to,
+                    Access::guarded);
+    };
+  }
+  std::string message;
+  {
+    const Filler filler(MapLimit::kernel().limit() - 10);
+    try {
+      operation();
+    } catch (const UndoFailed&) {
+      message = "the undoing failed";
+    } catch (const DriverError& error) {
+      message = error.what();
+    }
+    CHECK(driver->meter().count(ThreadRole::caller, Call::mmap) > made_before);
+    // Close: first pages out of the middle, then all. More than one can be split off.
+    for (std::size_t i = 1; i < 20; i += 2) {
+      driver->unmap(range + i * kPage, {{from[i]}}, Access::writable);
+    }
+    for (std::size_t i = 0; i < 20; i += 2) {
+      CHECK(byte_at(range + i * kPage) == 7);
+      driver->unmap(range + i * kPage, {{from[i]}}, Access::writable);
+    }
+    for (std::size_t i = 20; i < 100; ++i) CHECK(byte_at(range + i * kPage) == 7);
+  }
+  CHECK(contains(message, "vm.max_map_count"));
+  driver->map(range, std::span(from).first(20), Access::writable);
+  CHECK(maps_of(range, kPages * kPage) == before);
+  driver->unmap(range, from, Access::writable);
+  driver->free_range(range, kPages);
+}
+
+TEST_CASE("too many addresses are refused") {
+  const auto driver = make_host_driver({.page_size = kPage});
+  for (const std::size_t pages :
+       {SIZE_MAX, SIZE_MAX / kPage, SIZE_MAX / kPage + 1, (std::size_t{1} << 47) / kPage}) {
+    const auto error = error_of<DriverError>([&] { driver->reserve(pages); });
+    CHECK(error.call == "mmap");
+    CHECK(error.name == "ENOMEM");
+    CHECK(contains(error.what(), "lower capacity="));
+  }
+  driver->free_range(driver->reserve(1), 1);
+}
+
+TEST_CASE("a limit on addresses is named") {
+  CHECK(in_child([] {
+          in_forked_child = false;  // stands in for a process that was started under ulimit -v
+          const auto driver = make_host_driver({.page_size = kPage});
+          set_limit(RLIMIT_AS, reserved_bytes_of_process() + (std::size_t{1} << 30));
+          const Address range = driver->reserve(1000);
+          try {
+            driver->reserve((std::size_t{4} << 30) / kPage);
+          } catch (const DriverError& error) {
+            if (!contains(error.what(), "RLIMIT_AS") || !contains(error.what(), "ulimit -v"))
+              return 1;
+            if (!contains(error.what(), "lower capacity=")) return 2;
+            const Handle h = driver->create(1000);
+            driver->map(range, adjacent(h, 1000), Access::writable);
+            byte_at(range) = 1;
+            driver->unmap(range, adjacent(h, 1000), Access::writable);
+            return 0;
+          }
+          return 3;
+        }) == 0);
+}
+
+TEST_CASE("a refused memfd is a DriverError with a remedy") {
+  CHECK(in_child([] {
+          in_forked_child = false;
+          set_limit(RLIMIT_NOFILE, 3);
+          try {
+            make_host_driver({.page_size = kPage});
+          } catch (const DriverError& error) {
+            if (error.call != "memfd_create" || error.name != "EMFILE") return 1;
+            return contains(error.what(), "ulimit -n") ? 0 : 2;
+          }
+          return 3;
+        }) == 0);
+}
+
+TEST_CASE("a limit on file sizes bounds the handles, and raises no signal") {
+  CHECK(in_child([] {
+          in_forked_child = false;
+          set_limit(RLIMIT_FSIZE, 10 * kPage + 5);
+          const auto driver = make_host_driver({.page_size = kPage});
+          const Handle h = driver->create(10);
+          const Address range = driver->reserve(10);
+          driver->map(range, adjacent(h, 10), Access::writable);
+          byte_at(range + 9 * kPage) = 1;
+          driver->copy_page(h + 9, range);
+          if (byte_at(range + 9 * kPage) != 0) return 1;
+          try {
+            driver->create(1);
+          } catch (const DeviceOutOfMemory& error) {
+            return contains(error.what(), "ulimit -f") ? 0 : 2;
+          }
+          return 3;
+        }) == 0);
+  CHECK(in_child([] {
+          in_forked_child = false;
+          set_limit(RLIMIT_FSIZE, kPage - 1);
+          try {
+            make_host_driver({.page_size = kPage});
+          } catch (const DriverError& error) {
+            return contains(error.what(), "ulimit -f") ? 0 : 1;
+          }
+          return 2;
+        }) == 0);
+}
+
+TEST_CASE("available memory is 80% of what the machine and all cgroups leave") {
+  const FakeRoot root;
+  root.write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    1000 kB\nCached: 5 kB\n");
+  CHECK(root.available() == 1000 * 1024 / 5 * 4);  // no cgroups
+
+  SUBCASE("version 2") {
+    root.write("proc/self/cgroup", "0::/a/b\n");
+    root.write("cgroup/a/b/memory.max", "max\n");
+    root.write("cgroup/a/b/memory.current", "100\n");
+    CHECK(root.available() == 1000 * 1024 / 5 * 4);
+    root.write("cgroup/a/memory.max", "50000\n");  // an ancestor's limit
+    root.write("cgroup/a/memory.current", "30000\n");
+    CHECK(root.available() == 20000 / 5 * 4);
+    root.write("cgroup/a/memory.stat", "anon 1\ninactive_file 5000\n");
+    CHECK(root.available() == 25000 / 5 * 4);
+    root.write("cgroup/a/b/memory.max", "90\n");  // below what is used
+    CHECK(root.available() == 0);
+  }
+  SUBCASE("version 2, whose path is the host's, seen from a container") {
+    root.write("proc/self/cgroup", "0::/../docker/x\n");
+    root.write("cgroup/memory.max", "40000\n");
+    root.write("cgroup/memory.current", "30000\n");
+    CHECK(root.available() == 10000 / 5 * 4);
+  }
+  SUBCASE("version 1") {
+    root.write("proc/self/cgroup", "3:cpuset:/z\n2:cpu,memory:/a\n0::/\n");
+    root.write("cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    root.write("cgroup/memory/memory.usage_in_bytes", "777\n");
+    CHECK(root.available() == 1000 * 1024 / 5 * 4);
+    root.write("cgroup/memory/a/memory.limit_in_bytes", "70000\n");
+    root.write("cgroup/memory/a/memory.usage_in_bytes", "60000\n");
+    root.write("cgroup/memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 10000\n");
+    CHECK(root.available() == 20000 / 5 * 4);
+  }
+}
+
+}  // namespace vtensor
