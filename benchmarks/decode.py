@@ -1,0 +1,77 @@
+"""Decode steps of the demo's Llama at 8k tokens, with each kind of Hugging Face cache in turn.
+
+The limit is the demo's ``PreallocatedCache``: it has the memory for all tokens beforehand and hands attention
+views of exactly those stored, which is ``StaticCache`` without the part that is not written yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import vtensor
+
+from .harness import Bar, Figure, Settings, Skipped, clock, count, interleave, slowdown, speedup
+
+
+def run(settings: Settings) -> list[Figure]:
+    if settings.device != "cpu":
+        raise Skipped("the demo runs on the CPU")
+    try:
+        from transformers import DynamicCache, StaticCache
+    except ImportError as error:
+        raise Skipped(f"needs transformers ({error})") from error
+    from vtensor.integrations.demo.measure import FULL
+    from vtensor.integrations.demo.model import PreallocatedCache, make_llama
+    from vtensor.integrations.transformers import VTensorCache
+
+    start, steps, warmup = FULL.prompt, settings.pick(FULL.new, 2), settings.pick(3, 1)
+    model = make_llama(FULL.layers, FULL.vocab_size)
+    config = model.config
+    final = start + steps + warmup
+    pool = vtensor.Pool("cpu", page_size=FULL.page_size)
+    ours = VTensorCache(config, max_len=FULL.max_len, pool=pool)
+    caches = {
+        "vtensor": ours,
+        "limit": PreallocatedCache(config, final),
+        "control": PreallocatedCache(config, final),
+        "dynamic": DynamicCache(config=config),
+        "static": StaticCache(config=config, max_cache_len=final),
+    }
+    for layer in range(FULL.layers):
+        keys, values = torch.randn(2, 1, config.num_key_value_heads, start, config.head_dim)
+        for cache in caches.values():
+            cache.update(keys, values, layer)
+
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    token_bytes = FULL.layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    logits: dict[str, torch.Tensor] = {}
+    above: list[float] = []
+
+    def step(name: str) -> float:
+        def forward() -> None:
+            logits[name] = model(token, past_key_values=caches[name]).logits
+
+        seconds = clock(forward)
+        if name == "vtensor":
+            above.append((pool.stats().nbytes_mapped / (ours.get_seq_length() * token_bytes) - 1) * 100)
+        return seconds
+
+    samples: dict[str, Callable[[], float]] = {name: lambda name=name: step(name) for name in caches}
+    with torch.inference_mode():
+        taken = interleave(samples, steps, warmup)
+    differing = sum(not torch.equal(logits[name], logits["limit"]) for name in ("vtensor", "dynamic"))
+    ours.reset()
+    pool.close()
+
+    what = f"decode step at {start:,} tokens"
+    return [
+        slowdown(
+            what, "preallocated, exact views", taken["vtensor"], taken["limit"], taken["control"], Bar(1.03)
+        ),
+        speedup(what, "DynamicCache", taken["vtensor"], taken["dynamic"], bar=Bar(1.0, at_least=True)),
+        speedup(what, "StaticCache", taken["vtensor"], taken["static"]),
+        count("KV mapped, worst step", "what the tokens need", max(above), "% above", Bar(2.0)),
+        count("logits", "preallocated", differing, "caches differ", Bar(0)),
+    ]

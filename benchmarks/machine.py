@@ -1,0 +1,42 @@
+"""The machine that figures come from: what explains them, and nothing that names it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def describe(device: str) -> dict[str, str | int]:
+    facts: dict[str, str | int] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "kernel": platform.release(),
+        "transparent_hugepages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = torch.version.cuda or ""
+    return facts
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _chosen(path: Path) -> str:
+    """The bracketed word of a file such as "always [madvise] never"."""
+    if not path.exists():
+        return "unknown"
+    text = path.read_text()
+    return text[text.find("[") + 1 : text.find("]")]

@@ -1,0 +1,35 @@
+/* The bare loop that mapping pages is measured against: the same calls, at addresses and file offsets of the
+   same kind, and nothing else. */
+#define _GNU_SOURCE
+#include <stddef.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Seconds that `calls` mmap calls of `bytes` each take, `stride` apart in the addresses as in the file, over
+   a reservation. Negative where a call was refused. */
+double bare_mmap(size_t calls, size_t bytes, size_t stride) {
+  const int file = memfd_create("bare", MFD_CLOEXEC);
+  if (file < 0) return -1;
+  const size_t reserved = calls * stride;
+  char* const start = mmap(NULL, reserved, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  double seconds = -1;
+  if (start != MAP_FAILED && ftruncate(file, (off_t)reserved) == 0) {
+    const double begin = now();
+    size_t i = 0;
+    while (i < calls && mmap(start + i * stride, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file,
+                             (off_t)(i * stride)) != MAP_FAILED) {
+      ++i;
+    }
+    if (i == calls) seconds = now() - begin;
+  }
+  if (start != MAP_FAILED) munmap(start, reserved);
+  close(file);
+  return seconds;
+}

@@ -1,0 +1,201 @@
+"""The harness's statistics, and that every benchmark runs and gives the one result format. Counts are gated
+here, times nowhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import vtensor
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))
+
+from benchmarks import BENCHMARKS, harness, report  # noqa: E402
+from benchmarks.harness import Bar, Figure, Settings, Spread  # noqa: E402
+
+
+def test_quantiles_are_linear_between_neighbours():
+    assert [harness.quantile([1.0, 2.0, 4.0], q) for q in (0, 0.25, 0.5, 0.75, 1)] == [1, 1.5, 2, 3, 4]
+    assert harness.quantile([7.0], 0.9) == 7
+    with pytest.raises(ValueError):
+        harness.quantile([], 0.5)
+
+
+def test_a_spread_is_the_median_between_two_percentiles():
+    values = [float(i) for i in reversed(range(101))]
+    assert Spread.of(values) == Spread(50, 10, 90)
+    assert Spread.of(iter([1.0, 1000.0, 2.0])).median == 2
+
+
+def test_comparisons_are_made_inside_each_round():
+    """A machine that is ten times slower in one round changes no ratio."""
+    baseline = [1.0, 10.0, 1.0, 1.0]
+    ours = [2.0, 20.0, 2.0, 2.0]
+    assert harness.slowdown("", "", ours, baseline).value == Spread(2, 2, 2)
+    assert harness.speedup("", "", ours, baseline).value == Spread(0.5, 0.5, 0.5)
+    assert harness.excess("", "", [3e-6, 5e-6], [1e-6, 3e-6]).value.median == pytest.approx(2)
+    figure = harness.slowdown("", "", ours, baseline, control=[1.1, 11.0, 1.1, 1.1])
+    assert figure.control.median == pytest.approx(1.1)
+    assert (figure.ours.median, figure.baseline.median) == (2, 1)
+    with pytest.raises(ValueError):
+        harness.slowdown("", "", [1.0], baseline)
+
+
+def test_a_bar_is_held_by_its_limit_and_judges_the_median():
+    assert Bar(2).holds(2) and Bar(2).holds(1) and not Bar(2).holds(2.01)
+    assert Bar(2, at_least=True).holds(2) and not Bar(2, at_least=True).holds(1.99)
+    spread = Spread(1.0, 0.5, 9.0)
+    assert Figure("", "", "x", spread, bar=Bar(1)).passed is True
+    assert Figure("", "", "x", spread, bar=Bar(0.9)).passed is False
+    assert Figure("", "", "x", spread).passed is None
+
+
+def test_a_control_gives_the_bar_whichever_copy_is_called_the_first():
+    assert harness.within_control([1.0] * 10).limit == 1
+    assert harness.within_control([0.5] * 10).limit == harness.within_control([2.0] * 10).limit == 2
+    # 9 in 10 pairs of copies differ by less.
+    assert harness.within_control([1.0 + i / 100 for i in range(11)]).limit == pytest.approx(1.09)
+
+
+def test_samples_are_interleaved_in_changing_order():
+    order: list[str] = []
+
+    def sample(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    taken = harness.interleave({name: lambda name=name: sample(name) for name in "abc"}, rounds=20, warmup=2)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert len(rounds) == 22 and all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 3
+    # Every sample of the rounds that count, at its place, and none of the warm-up.
+    assert {len(values) for values in taken.values()} == {20}
+    assert sorted(v for values in taken.values() for v in values) == list(range(7, 67))
+    for at in range(20):
+        assert {(taken[name][at] - 1) // 3 for name in "abc"} == {at + 2}
+
+
+def test_steps_are_told_their_number_and_cost_no_less_than_nothing():
+    told: list[int] = []
+    seconds = harness.clock_steps(told.append, 50)
+    assert told == list(range(50)) and len(seconds) == 50 and min(seconds) >= 0
+    assert harness.quantile(sorted(seconds), 0.5) < 1e-4
+
+
+def test_times_include_the_wait_for_the_device():
+    calls: list[str] = []
+    harness.clock(lambda: calls.append("launch"), lambda: calls.append("wait"))
+    harness.clock_steps(lambda i: calls.append(f"launch {i}"), 2, lambda: calls.append("wait"))
+    assert calls == ["launch", "wait", "launch 0", "wait", "launch 1", "wait"]
+
+
+def outcomes() -> list[report.Outcome]:
+    measured = harness.slowdown("step", "limit", [2.0, 2.0], [1.0, 1.0], [1.0, 1.0], Bar(1.5))
+    counted = harness.count("step", "driver calls", 3, "calls", Bar(0))
+    return [
+        report.Outcome("first", 1.0, [measured, counted]),
+        report.Outcome("second", 0.1, skipped="no compiler"),
+        report.Outcome("third", 0.1, error="ValueError: broken"),
+    ]
+
+
+def test_a_quick_run_judges_counts_and_no_times():
+    full, quick = (report.to_dict(Settings(quick), {}, outcomes()) for quick in (False, True))
+    assert [figure["passed"] for figure in full["benchmarks"][0]["figures"]] == [False, False]
+    assert [figure["passed"] for figure in quick["benchmarks"][0]["figures"]] == [None, False]
+
+
+def test_the_table_says_what_was_missed_skipped_and_broken():
+    text = report.table(report.to_dict(Settings(), {"cpu": "a processor"}, outcomes()))
+    lines = text.splitlines()
+    assert lines[0] == "cpu a processor" and lines[-1] == "2 bars, 2 missed"
+    row = next(line for line in lines if "step / limit" in line)
+    assert (
+        row.split() == "step / limit 2.00 s 1.00 s 2.00 x [2.00, 2.00] 1.00 [1.00, 1.00] <= 1.50 MISS".split()
+    )
+    assert any("skipped: no compiler" in line for line in lines)
+    assert any("FAILED: ValueError: broken" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.00"), (1, "1.00"), (12.345, "12.3"), (0.01234, "0.0123"), (99.99, "100."), (12345.6, "12,346")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert report.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(2.5, "2.50 s"), (2.5e-3, "2.50 ms"), (2.5e-6, "2.50 us"), (5e-8, "50.0 ns")]
+)
+def test_seconds_have_a_unit_that_suits_them(value, text):
+    assert report.seconds({"median": value}) == text
+
+
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory) -> tuple[dict, subprocess.CompletedProcess]:
+    """All benchmarks, as a user runs them."""
+    written = tmp_path_factory.mktemp("benchmarks") / "results.json"
+    # The vtensor that the tests use, also where another lies in the current folder.
+    paths = [str(Path(vtensor.__file__).parents[1]), str(ROOT)]
+    finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--quick", "--json", str(written)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert written.exists(), finished.stderr
+    return json.loads(written.read_text()), finished
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_runs(quick_run, name):
+    result, finished = quick_run
+    (benchmark,) = [one for one in result["benchmarks"] if one["name"] == name]
+    assert benchmark["error"] is None, finished.stderr
+    if benchmark["skipped"]:
+        pytest.skip(benchmark["skipped"])
+    assert benchmark["figures"] and benchmark["seconds"] < 30
+    for figure in benchmark["figures"]:
+        assert figure["name"] and figure["against"] and figure["unit"]
+        for spread in (figure["value"], figure["control"], figure["ours"], figure["baseline"]):
+            assert spread is None or spread["p10"] <= spread["median"] <= spread["p90"]
+        assert (figure["passed"] is None) == (figure["bar"] is None or not figure["counted"])
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_count_holds_its_bar(quick_run, name):
+    result, finished = quick_run
+    (benchmark,) = [one for one in result["benchmarks"] if one["name"] == name]
+    missed = [figure for figure in benchmark["figures"] if figure["counted"] and figure["passed"] is False]
+    assert not missed, finished.stdout
+
+
+def test_the_command_shows_progress_a_table_and_the_machine(quick_run):
+    result, finished = quick_run
+    assert f"[1/{len(BENCHMARKS)}] {BENCHMARKS[0]} ..." in finished.stderr
+    assert finished.stdout == report.table(result)
+    assert {"cpu", "cores", "kernel", "torch"} <= set(result["machine"])
+    # Nothing that names a machine or where things lie on it.
+    assert str(ROOT) not in json.dumps(result)
+    assert finished.returncode == int(
+        any(
+            figure["counted"] and figure["passed"] is False
+            for one in result["benchmarks"]
+            for figure in one["figures"]
+        )
+        or any(one["error"] for one in result["benchmarks"])
+    )
+
+
+def test_a_figure_is_a_plain_record():
+    figure = harness.count("a", "b", 1, "calls")
+    assert replace(figure, bar=Bar(0)).passed is False
