@@ -7,11 +7,10 @@ import pytest
 
 from support import run_snippet, simcuda_library
 
-# Children that leave by sys.exit or fall off the end finalize their interpreter; the parents, of which nothing
-# is asked, do not (see run_snippet).
 # The parent makes tensors of every kind, forks, and lets the child run `child()`; both then check.
 PARENT = """
-import multiprocessing, signal, time, weakref
+import multiprocessing, signal, time
+torch.set_num_threads(1)  # torch's own threads do not come through a fork
 pool = open_pool("host", 64)
 t = filled(pool, 9, 5, rows=(2,))
 view = t[:, 2:7]
@@ -142,6 +141,71 @@ quarter(pool, 20).fill_(200)
 os.write(from_parent, b"x")
 assert reap(pid) == 0
 pool.close()
+"""
+    ).check()
+
+
+def test_the_child_keeps_what_it_saw_though_the_parent_gives_the_pages_to_others():
+    run_snippet(
+        PARENT
+        + """
+wake, ready = os.pipe()
+pid = os.fork()
+if pid == 0:
+    os.close(ready)
+    try:
+        os.read(wake, 1)
+        assert contents()
+    except BaseException:
+        import traceback
+        traceback.print_exc(); sys.stderr.flush()
+        os._exit(70)
+    os._exit(0)
+lent = pool.stats()
+assert lent.pages_lent > 0
+for x in (t, parent_of, shared, default): x.close()
+view = array = orphan = None
+gc.collect()
+pool.trim()
+others = [filled(pool, 4, 200) for i in range(10)]  # takes whatever is free
+assert all(o.eq(200).all() for o in others)
+testing.check_invariants(pool)
+os.write(ready, b"x")
+assert reap(pid) == 0
+for o in others: o.close()
+stats = pool.stats()
+assert (stats.pages_lent, stats.pages_used, stats.pages_mapped) == (0, 0, 0), stats
+testing.check_invariants(pool)
+pool.close()
+"""
+    ).check()
+
+
+def test_pages_are_lent_to_a_child_until_it_exits():
+    run_snippet(
+        PARENT
+        + """
+before = pool.stats()
+assert before.pages_lent == 0
+wake, ready = os.pipe()
+children = []
+for i in range(3):
+    pid = os.fork()
+    if pid == 0:
+        os.close(ready)
+        os.read(wake, 1)
+        os._exit(0 if contents() else 1)
+    children.append(pid)
+assert pool.stats().pages_lent > 0
+t.fill_(5)  # parts what the children see
+assert pool.stats().pages_used > before.pages_used
+testing.check_invariants(pool)
+os.write(ready, b"xxx")
+assert [reap(pid) for pid in children] == [0, 0, 0]
+t.own(0, t.length); parent_of.own(0, 10); shared.own(0, 10)
+stats = pool.stats()
+assert stats.pages_lent == 0 and stats.pages_used <= before.pages_used + 3, (before, stats)
+go_on()
 """
     ).check()
 
