@@ -300,7 +300,8 @@ def test_reset_gives_all_memory_back_and_takes_other_shapes(llama, pages):
     ours, _ = filled(llama.config, pages)
     owner = ours.layers[0].owners[0]
     ours.reset()
-    assert owner.closed and pages.stats().pages_used == 0 and ours.get_seq_length() == 0 and not ours.is_initialized
+    assert owner.closed and pages.stats().pages_used == 0
+    assert ours.get_seq_length() == 0 and not ours.is_initialized
     key, value = states(5, 3)
     keys, _ = ours.update(key.double(), value.double(), 0)
     assert torch.equal(keys, key.double())
