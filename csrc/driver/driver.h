@@ -4,7 +4,8 @@
 // Every operation is whole or nothing: where a call is refused, the driver undoes what the operation did
 // so far and throws DriverError; where the undoing is refused too it throws UndoFailed, which names the
 // pages whose mapping is no longer known. Unless stated, operations may be called from any thread, but
-// not two at a time on overlapping addresses. No operation calls Python.
+// not two at a time on overlapping addresses. No operation calls Python. In a forked child (I13) unmap,
+// free_range and destroy, which destructors use, do nothing, and everything else throws.
 #pragma once
 
 #include <cstddef>
