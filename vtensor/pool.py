@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from vtensor import _core
-from vtensor.errors import Closed, InvalidArgument
+from vtensor.errors import Closed, InvalidArgument, VTensorError
 
 if TYPE_CHECKING:
     from vtensor.tensor import VTensor
+
+_MOST_BYTES = 2**62
 
 ZeroPolicy = Literal["never", "new_owner", "always"]
 
@@ -178,10 +180,10 @@ class Pool:
             OutOfPages: the budget has fewer free.
             Closed: the pool is closed.
         """
-        self._require_open("prefill")
+        core = self._open_core("Pool.prefill")
         if nbytes < 0:
             raise InvalidArgument(f"[Pool.prefill] nbytes is {nbytes}: it must be at least 0")
-        self._core.prefill(-(-nbytes // self.page_size))
+        core.prefill(min(-(-nbytes // self.page_size), _MOST_BYTES))
 
     def trim(self) -> int:
         """Gives the memory of all free pages back to the system. Returns the bytes given back.
@@ -210,6 +212,10 @@ class Pool:
         Pages that views still hold are reported as ``pages_orphaned`` and go with the last view. A second
         call does nothing.
         """
+        if _core.in_forked_child():
+            raise VTensorError(
+                "[Pool.close] this process was forked from the one that made the pool: close it there"
+            )
         if self._closed:
             return
         self._closed = True
@@ -225,13 +231,18 @@ class Pool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _require_open(self, operation: str) -> None:
-        if self._closed:
-            raise Closed(f"[Pool.{operation}] the pool is closed: make a new one")
+    def _open_core(self, operation: str) -> _core.PagePool:
+        core = self._core
+        if self._closed or isinstance(core, _core.ClosedPool):
+            raise Closed(f"[{operation}] the pool is closed: make a new one")
+        return core
 
     def _register(self, tensor: VTensor) -> None:
         tensor._registered = _Registered(tensor)
         self._tensors.add(tensor._registered)
+        if self._closed:  # by another thread, meanwhile
+            tensor.close()
+            self._open_core("empty")
 
 
 class _Registered:
@@ -248,10 +259,10 @@ class _Registered:
 
 def checked_sizes(page_size: int | None, budget: int | None) -> dict[str, int]:
     """``page_size`` and ``budget`` as the core takes them, where 0 asks for the default."""
-    if page_size is not None and page_size <= 0:
-        raise InvalidArgument(f"[Pool] page_size is {page_size}: it must be a positive number of bytes")
-    if budget is not None and budget <= 0:
-        raise InvalidArgument(f"[Pool] budget is {budget}: it must hold at least one page")
+    if page_size is not None and not 0 < page_size <= _MOST_BYTES:
+        raise InvalidArgument(f"[Pool] page_size is {page_size} bytes: give a power of two from 4096 (host), or a multiple of the granularity (CUDA)")
+    if budget is not None and not 0 < budget <= _MOST_BYTES:
+        raise InvalidArgument(f"[Pool] budget is {budget} bytes: it must hold a page and fit in an address space")
     return {"page_size": page_size or 0, "budget": budget or 0}
 
 

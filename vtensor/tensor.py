@@ -8,11 +8,14 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor.errors import Closed, InvalidArgument, VTensorError
+from vtensor.errors import CapacityExceeded, Closed, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
 
 PageRecord = _core.PageRecord
 WhenFull = Literal["raise", "move"]
+
+_MOST_POSITIONS = 2**62
+_QUANTIZED = frozenset([torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4])
 
 
 class VTensor(torch.Tensor):
@@ -247,8 +250,8 @@ class VTensor(torch.Tensor):
         memo[id(self)] = forked
         return forked
 
-    def __copy__(self) -> NoReturn:
-        raise VTensorError("[copy.copy] two tensors cannot own one range: use t.fork(), or t.snapshot() for a view")
+    def __copy__(self) -> torch.Tensor:
+        return self._alias()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Dense and plain: the storage under us is larger than what we show, and a subclass would not load.
@@ -256,18 +259,22 @@ class VTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """A numpy array over :meth:`snapshot`: it stays good whatever this tensor does later."""
-        return self.snapshot().numpy(force=force)
+        return self._alias().numpy(force=force)
+
+    def _alias(self) -> torch.Tensor:
+        # A forked child may read, and another thread of its parent may have held the lock that a snapshot takes.
+        return torch.Tensor.detach(self) if _core.in_forked_child() else self.snapshot()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.snapshot().__dlpack__(*args, **kwargs)
+        return self._alias().__dlpack__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"VTensor({self.snapshot()!r}, length={self.length}, capacity={self.capacity})"
+        return f"VTensor({self._alias()!r}, length={self.length}, capacity={self.capacity})"
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """As :meth:`snapshot`. Setting it is refused."""
-        return self.snapshot()
+        return self._alias()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -350,7 +357,11 @@ def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -
         tensor = plain.as_subclass(VTensor)
     tensor._core = core
     tensor._pool = pool
-    core.attach(tensor, length)
+    try:
+        core.attach(tensor, length)
+    except BaseException:
+        core.close(tensor)  # now, and not when the traceback lets it go
+        raise
     pool._register(tensor)
     _watch_writes(tensor)
     return tensor
@@ -441,7 +452,7 @@ def from_tensor(
 
 def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:
     if not -len(sizes) <= grow_dim < len(sizes):
-        raise InvalidArgument(f"[empty] grow_dim is {grow_dim}, the shape has {len(sizes)} dimensions")
+        raise InvalidArgument(f"[empty] grow_dim is {grow_dim}, the shape has {len(sizes)} dimensions: name one of them")
     return grow_dim % len(sizes)
 
 
@@ -461,14 +472,17 @@ def _make(
         raise InvalidArgument(f"[empty] when_full is {when_full!r}: it must be 'raise' or 'move'")
     if capacity < 0:
         raise InvalidArgument(f"[empty] capacity is {capacity}: it must be at least 0")
+    if max(capacity, *shape) > _MOST_POSITIONS:
+        raise CapacityExceeded(f"[empty] sizes {shape} or capacity {capacity} pass the address space: lower them")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
+        raise InvalidArgument(f"[empty] dtype is {dtype!r}: give a torch.dtype that is not quantized")
     if pool is None:
         pool = default_pool("cpu" if device is None else device)
     elif device is not None and torch.device(device).type != pool.device.type:
         raise InvalidArgument(f"[empty] device is {device}, the pool's {pool.device}: leave one of them out")
-    pool._require_open("empty")
-    dtype = torch.get_default_dtype() if dtype is None else dtype
     core = _core.TensorCore(
-        pool=pool._core,
+        pool=pool._open_core("empty"),
         sizes=list(shape),
         grow_dim=dim,
         capacity=capacity,

@@ -111,6 +111,7 @@ void bind_pool(nb::module_& module) {
       .def_ro("page_size", &ClosedPool::page_size)
       .def_ro("budget_pages", &ClosedPool::budget_pages)
       .def_prop_ro("device", [](ClosedPool& closed) { return std::pair(closed.device.type, closed.device.index); })
+      .def_prop_ro("parts_on_write", [](ClosedPool&) { return true; })
       .def("counts", &counts_of)
       .def("driver_calls",
            [](ClosedPool& closed) {

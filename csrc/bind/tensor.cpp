@@ -3,6 +3,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <utility>
 
 #include "base/process.h"
@@ -20,6 +21,16 @@ std::vector<PageRecord> pages_of(TensorCore& core) {
   if (core.closed()) return {};
   nb::gil_scoped_release released;
   return core.buffer()->pages();
+}
+
+// A Python integer of any size, as the nearest 64-bit one: that is out of every range too.
+std::int64_t integer(nb::handle value) {
+  nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  if (!index.is_valid()) throw nb::python_error();
+  int overflow = 0;
+  const long long result = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0) return overflow > 0 ? INT64_MAX : INT64_MIN;
+  return result;
 }
 
 std::size_t mapped_bytes(TensorCore& core) {
@@ -57,16 +68,19 @@ void bind_tensor(nb::module_& module) {
           nb::arg("pool"), nb::arg("sizes"), nb::arg("grow_dim"), nb::arg("capacity"), nb::arg("dtype"),
           nb::arg("device"), nb::arg("item_size"), nb::arg("zeroed"), nb::arg("move_when_full"))
       .def("attach", &TensorCore::attach)
-      .def("check_room", &TensorCore::check_room)
-      .def("extend", &TensorCore::extend)
+      .def("check_room", [](TensorCore& core, nb::handle n) { core.check_room(integer(n)); })
+      .def("extend", [](TensorCore& core, nb::handle self, nb::handle n) { core.extend(self, integer(n)); })
       .def("append", &TensorCore::append)
-      .def("shrink", [](TensorCore& core, nb::handle self, std::int64_t n,
-                        bool front) { core.shrink(self, n, front, "shrink"); })
-      .def("truncate", &TensorCore::truncate)
-      .def("own", &TensorCore::own)
+      .def("shrink", [](TensorCore& core, nb::handle self, nb::handle n,
+                        bool front) { core.shrink(self, integer(n), front, "shrink"); })
+      .def("truncate", [](TensorCore& core, nb::handle self,
+                          nb::handle length) { core.truncate(self, integer(length)); })
+      .def("own", [](TensorCore& core, nb::handle self, nb::handle start,
+                     nb::handle stop) { core.own(self, integer(start), integer(stop)); })
       .def("reindex", &TensorCore::reindex)
       .def("fork", &TensorCore::fork)
-      .def("reallocate", &TensorCore::reallocate)
+      .def("reallocate", [](TensorCore& core, nb::handle self,
+                            nb::handle capacity) { return core.reallocate(self, integer(capacity)); })
       .def("snapshot", &TensorCore::snapshot)
       .def("close", &TensorCore::close)
       .def("pages", &pages_of)

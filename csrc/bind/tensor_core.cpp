@@ -70,7 +70,7 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec) :
   for (std::size_t i = 0; i < spec_.sizes.size(); ++i) {
     if (spec_.sizes[i] < (i == spec_.grow_dim ? 0 : 1)) {
       throw InvalidArgument("[empty] sizes " + shape_text(spec_.sizes) +
-                            " must be at least 1, and at least 0 along grow_dim");
+                            " cannot be: give at least 1 everywhere, and at least 0 along grow_dim");
     }
   }
   if (static_cast<std::size_t>(spec_.sizes[spec_.grow_dim]) > spec_.capacity) {
@@ -274,7 +274,7 @@ void TensorCore::move_to_front(nb::handle self, const char* operation, std::size
 
 void TensorCore::check_room(std::int64_t n) {
   Operation operation(*this, "prepare");
-  if (n < 0) refuse("prepare", "n is " + std::to_string(n) + ": it must be at least 0");
+  if (n < 0) refuse("prepare", "n is " + std::to_string(n) + ": give at least 0");
   require_room("prepare", static_cast<std::size_t>(n));
 }
 
@@ -416,7 +416,7 @@ void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index
   for (std::int64_t i : index) {
     if (i < -batch || i >= batch) {
       refuse("reindex", "index " + std::to_string(i) + " is out of range for dimension 0 of size " +
-                            std::to_string(batch));
+                            std::to_string(batch) + ": give one from -size to size - 1");
     }
     if (i < 0) i += batch;
     for (std::size_t row = 0; row < inner; ++row) rows.push_back(static_cast<std::size_t>(i) * inner + row);

@@ -1,6 +1,9 @@
 #include "bind/torch_face.h"
 
+#include <nanobind/stl/string_view.h>
+
 #include <memory>
+#include <string_view>
 
 #include "core/buffer.h"
 
@@ -65,7 +68,8 @@ bool TorchFace::read(nb::handle tensor, TensorFacts& facts) {
   };
   facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
   nb::object device = tensor.attr("device");
-  facts.device.type = nb::cast<std::string_view>(device.attr("type")) == "cpu" ? 1 : 2;
+  const auto type = nb::cast<std::string_view>(device.attr("type"));
+  facts.device.type = type == "cpu" ? 1 : type == "cuda" ? 2 : 0;
   nb::object index = device.attr("index");
   facts.device.index = index.is_none() ? 0 : nb::cast<std::int32_t>(index);
   integers(tensor.attr("shape"), facts.shape);
