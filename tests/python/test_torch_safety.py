@@ -190,7 +190,8 @@ def skip_unless_built(kind):
         pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
 
 
-# On CUDA the holes between rows fault (I3): what walks the whole storage of a view is not for views there.
+# On CUDA the holes between rows fault (I3): what walks a whole storage is not for views there, and not for who
+# asks the tensor for its storage.
 WALKS_STORAGE = {
     "deepcopy",
     "save_load",
@@ -203,13 +204,18 @@ WALKS_STORAGE = {
 }
 
 
+def skip_where_holes_fault(kind, case, target, rows):
+    walks = case in WALKS_STORAGE and (target == "view" or "storage" in case)
+    if kind == "simcuda" and rows == "rows" and walks:
+        pytest.skip("holes between rows fault on CUDA, by design")
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", RIGHT)
 def test_gives_the_right_answer(kind, case, target, rows):
     skip_unless_built(kind)
-    if kind == "simcuda" and case in WALKS_STORAGE and target == "view" and rows == "rows":
-        pytest.skip("holes between rows fault on CUDA, by design")
+    skip_where_holes_fault(kind, case, target, rows)
     run_case(kind, ROWS[rows], target, RIGHT[case]).check()
 
 
@@ -218,8 +224,7 @@ def test_gives_the_right_answer(kind, case, target, rows):
 @pytest.mark.parametrize("case", REFUSED_OR_NOTICED)
 def test_is_refused_or_noticed(kind, case, target, rows):
     skip_unless_built(kind)
-    if kind == "simcuda" and case in WALKS_STORAGE and target == "view" and rows == "rows":
-        pytest.skip("holes between rows fault on CUDA, by design")
+    skip_where_holes_fault(kind, case, target, rows)
     run_case(kind, ROWS[rows], target, refusing(REFUSED_OR_NOTICED[case])).check()
 
 
@@ -366,7 +371,7 @@ def test_held_pages_are_counted_until_the_last_view_goes(pool):
 
 
 def test_a_view_pins_its_own_generation_only(pool):
-    t = filled(pool, PER_PAGE)
+    t = filled(pool, PER_PAGE, capacity=100)
     view = t[:2]
     t.extend(20 * PER_PAGE)
     t.fill_(9)
