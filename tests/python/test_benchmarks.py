@@ -9,15 +9,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
 import vtensor
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import BENCHMARKS, harness, report  # noqa: E402
-from benchmarks.harness import Bar, Figure, Settings, Spread  # noqa: E402
+from benchmarks import BENCHMARKS, __main__, harness, report  # noqa: E402
+from benchmarks.harness import Bar, Figure, Settings, Skipped, Spread  # noqa: E402
 
 
 def test_quantiles_are_linear_between_neighbours():
@@ -125,7 +127,7 @@ def test_the_table_says_what_was_missed_skipped_and_broken():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0.00"), (1, "1.00"), (12.345, "12.3"), (0.01234, "0.0123"), (99.99, "100."), (12345.6, "12,346")],
+    [(0, "0.00"), (1, "1.00"), (12.345, "12.3"), (0.01234, "0.0123"), (345.6, "346"), (12345.6, "12,346")],
 )
 def test_numbers_have_three_digits(value, text):
     assert report.number(value) == text
@@ -136,6 +138,46 @@ def test_numbers_have_three_digits(value, text):
 )
 def test_seconds_have_a_unit_that_suits_them(value, text):
     assert report.seconds({"median": value}) == text
+
+
+def fake_benchmark(monkeypatch, run) -> None:
+    monkeypatch.setattr(__main__.importlib, "import_module", lambda name: SimpleNamespace(run=run))
+
+
+def test_a_benchmark_that_breaks_or_cannot_run_stops_no_other(monkeypatch):
+    def broken(settings):
+        raise KeyError("k")
+
+    def skipped(settings):
+        raise Skipped("no compiler")
+
+    fake_benchmark(monkeypatch, broken)
+    assert __main__.run_one("extend", Settings()).error == "KeyError: 'k'"
+    fake_benchmark(monkeypatch, skipped)
+    outcome = __main__.run_one("extend", Settings())
+    assert (outcome.skipped, outcome.error, list(outcome.figures)) == ("no compiler", None, [])
+
+
+@pytest.mark.parametrize(("value", "counted", "code"), [(1, True, 0), (3, True, 1), (3, False, 0)])
+def test_the_command_fails_where_a_count_misses_its_bar_and_not_for_a_time(
+    monkeypatch, capsys, value, counted, code
+):
+    figure = Figure("a", "b", "x", Spread(value, value, value), bar=Bar(2), counted=counted)
+    fake_benchmark(monkeypatch, lambda settings: [figure])
+    assert __main__.main(["--only", "extend"]) == code
+    assert ("MISS" in capsys.readouterr().out) == (value == 3)
+
+
+def test_results_are_saved_where_asked_and_never_those_of_a_quick_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(__main__, "RESULTS", tmp_path / "results")
+    fake_benchmark(monkeypatch, lambda settings: [harness.count("a", "b", 1, "calls")])
+    with pytest.raises(SystemExit):
+        __main__.main(["--quick", "--save"])
+    assert __main__.main(["--only", "extend", "--save"]) == 0
+    written, table = sorted((tmp_path / "results").iterdir())
+    date = json.loads(written.read_text())["date"]
+    assert (written.name, table.name) == (f"cpu-{date}.json", f"cpu-{date}.txt")
+    assert table.read_text() in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
