@@ -43,11 +43,11 @@ def _run(options: argparse.Namespace) -> int:
     settings = QUICK if options.quick else FULL
     start = time.perf_counter()
     model = make_llama(settings.layers, settings.vocab_size)
-    prompt = read_tokens(settings.prompt, settings.vocab_size)
+    prompt = read_tokens(settings.prompt - 1, settings.vocab_size)
     pool = vtensor.Pool("cpu", page_size=settings.page_size)
     if not options.json:
         print(
-            f"Reading {settings.prompt:,} tokens of {TEXT.name}, then generating {settings.new}, with a "
+            f"Reading {settings.prompt - 1:,} tokens of {TEXT.name}, then generating {settings.new}, with a "
             f"Llama of {settings.layers} layers, 32 query heads, 8 KV heads of 64, float32, random weights."
         )
     runs = make_runs(model, settings, pool)

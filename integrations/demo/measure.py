@@ -22,13 +22,14 @@ from .model import PreallocatedCache
 OURS = "VTensorCache"
 GROWING = "DynamicCache"
 LIMIT = "preallocated"
+PADDING = 0  # which token stands there is of no matter
 
 
 @dataclass(frozen=True)
 class Settings:
     """Sizes of one run."""
 
-    prompt: int  # tokens read
+    prompt: int  # tokens read, the one of padding before them included
     new: int  # tokens generated
     layers: int
     vocab_size: int
@@ -79,14 +80,17 @@ class Run:
 
     def read(self, prompt: torch.Tensor, chunk: int) -> None:
         """Reads the prompt and generates the first token."""
-        progress = tqdm(total=prompt.shape[1], desc=f"{self.name}: reading", unit=" tokens", leave=False)
+        progress = tqdm(total=prompt.shape[1] + 1, desc=f"{self.name}: reading", unit=" tokens", leave=False)
 
         def after_chunk(module: object, arguments: object, output: object) -> None:
             self.meter.look()
             progress.update(self.meter.samples[-1].tokens - progress.n)
 
         hook = self.model.model.register_forward_hook(after_chunk)
-        self.ids = prompt
+        # A token of padding, as every batch of texts of different lengths has. With a mask there is one for
+        # each cache, as there always is for StaticCache: without, transformers 5.23 has SDPA repeat the KV
+        # heads (enable_gqa), which on the CPU takes a multiple of the time, and kernels would be compared.
+        self.ids = torch.cat([torch.full((1, 1), PADDING), prompt], dim=1)
         start = time.perf_counter()
         try:
             self.generate(1, prefill_chunk_size=chunk)
@@ -99,7 +103,7 @@ class Run:
         """Generates more tokens, greedily, with the cache as it is."""
         result = self.model.generate(
             self.ids,
-            attention_mask=torch.ones_like(self.ids),
+            attention_mask=(torch.arange(self.ids.shape[1]) > 0).long()[None],
             past_key_values=self.cache,
             max_new_tokens=tokens,
             do_sample=False,
