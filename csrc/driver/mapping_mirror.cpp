@@ -115,7 +115,6 @@ MappingMirror::Set::iterator MappingMirror::insert(Set::iterator hint,
 // Returns the mapping behind it.
 MappingMirror::Set::iterator MappingMirror::remove(Set::iterator it) noexcept {
   const auto next = std::next(it);
-  if (recent_ == it) recent_ = next;
   auto node = mappings_.extract(it);
   if (spares_.size() < spares_.capacity() && spares_.size() < kSparesKept) {
     spares_.push_back(std::move(node));
