@@ -37,6 +37,10 @@ class _PartBeforeWrite(TorchDispatchMode):
         super().__init__()
         self._guarded = guarded  # by the address of the storage
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds, at the first use
+
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

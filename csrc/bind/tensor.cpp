@@ -16,11 +16,28 @@ namespace nb = nanobind;
 
 namespace {
 
-std::vector<PageRecord> pages_of(TensorCore& core) {
-  refuse_in_forked_child("VTensor.pages");
-  if (core.closed()) return {};
+// What `ask` says of the core's buffer, or `otherwise` once it is closed. Asked without the GIL, so of a buffer
+// that is held here: another thread may close the tensor meanwhile.
+template <typename Result, typename Ask>
+Result of_buffer(const char* operation, TensorCore& core, Result otherwise, Ask ask) {
+  refuse_in_forked_child(operation);
+  const std::shared_ptr<Buffer> buffer = core.buffer();
+  if (!buffer) return otherwise;
   nb::gil_scoped_release released;
-  return core.buffer()->pages();
+  return ask(*buffer);
+}
+
+std::vector<PageRecord> pages_of(TensorCore& core) {
+  return of_buffer("VTensor.pages", core, std::vector<PageRecord>(), [](Buffer& buffer) { return buffer.pages(); });
+}
+
+std::size_t mapped_bytes(TensorCore& core) {
+  return of_buffer("VTensor.nbytes_mapped", core, std::size_t{0},
+                   [](Buffer& buffer) { return buffer.mapped_pages() * buffer.pool()->page_size(); });
+}
+
+bool shares_pages(TensorCore& core) {
+  return of_buffer("VTensor", core, false, [](Buffer& buffer) { return buffer.guarded(); });
 }
 
 // A Python integer of any size, as the nearest 64-bit one: that is out of every range too.
@@ -31,13 +48,6 @@ std::int64_t integer(nb::handle value) {
   const long long result = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   if (overflow != 0) return overflow > 0 ? INT64_MAX : INT64_MIN;
   return result;
-}
-
-std::size_t mapped_bytes(TensorCore& core) {
-  refuse_in_forked_child("VTensor.nbytes_mapped");
-  if (core.closed()) return 0;
-  nb::gil_scoped_release released;
-  return core.buffer()->mapped_pages() * core.buffer()->pool()->page_size();
 }
 
 }  // namespace
@@ -87,7 +97,7 @@ void bind_tensor(nb::module_& module) {
       .def_prop_ro("mapped_bytes", &mapped_bytes)
       .def_prop_ro("reserved_bytes",
                    [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->reserved_bytes(); })
-      .def_prop_ro("shares_pages", [](TensorCore& core) { return !core.closed() && core.buffer()->guarded(); })
+      .def_prop_ro("shares_pages", &shares_pages)
       .def_prop_ro("address", &TensorCore::address)
       .def_prop_ro("length", &TensorCore::length)
       .def_prop_ro("capacity", &TensorCore::capacity)

@@ -158,8 +158,12 @@ void TensorCore::publish(nb::handle self) {
   }
   const Address first = buffer_->slot_address(0, slots.begin);
   const Address end = buffer_->slot_address(buffer_->shape().rows - 1, slots.end);
-  nb::object storage =
-      torch.storage_over(buffer_->publish(), first, end - first, buffer_->pool()->traits().device);
+  Generation* generation;
+  {
+    nb::gil_scoped_release released;
+    generation = buffer_->publish();
+  }
+  nb::object storage = torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
   torch.set(self, storage, (address() - first) / spec_.item_size, sizes(length()), strides_);
   published_ = slots;
 }
@@ -264,11 +268,10 @@ void TensorCore::move_to_front(nb::handle self, const char* operation, std::size
     publish(self);
     throw;
   }
-  const std::shared_ptr<Buffer> left = std::exchange(buffer_, moved);
+  buffer_->abandon();
   use(std::move(moved));
   positions_ = {0, length + n};
   high_water_ = length + n;
-  left->abandon();
   publish(self);
 }
 
@@ -375,7 +378,10 @@ void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, const char*
   Interval after = front ? Interval{before.begin + count, before.end} : Interval{before.begin, before.end - count};
   if (after.empty()) after = {};  // nothing lives, so all of the capacity is there again
   positions_ = after;
-  buffer_->retract(after);
+  {
+    nb::gil_scoped_release released;
+    buffer_->retract(after);
+  }
   try {
     reshape(self);
   } catch (...) {
@@ -439,11 +445,10 @@ void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index
   }
   if (chosen) {
     spec_.sizes[0] = static_cast<std::int64_t>(index.size());
-    const std::shared_ptr<Buffer> left = buffer_;
+    buffer_->abandon();
     use(std::move(chosen));
     positions_ = {0, length()};
     high_water_ = length();
-    left->abandon();
   }
   publish(self);
 }
@@ -508,6 +513,7 @@ void TensorCore::leave() {
   const std::shared_ptr<Buffer> left = std::move(buffer_);
   nb::gil_scoped_release released;
   left->abandon();
+  const PoolLock settled(left->pool());  // whoever held the lock has settled it by now
 }
 
 }  // namespace vtensor::bind

@@ -86,7 +86,8 @@ void Buffer::touch(Interval slots) {
 }
 
 bool Buffer::grow_within(Interval positions) {
-  PoolLock lock(pool_);
+  const PoolLock lock(pool_, std::try_to_lock);
+  if (!lock) return false;
   const Interval added = slots_of({positions_.end, positions.end});
   if (!extent_.contains(added)) return false;
   if (guarded_ != 0) {
@@ -289,12 +290,15 @@ void Buffer::retract(Interval positions) {
 
 void Buffer::abandon() noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
-  PoolLock lock(pool_);
-  if (!owned_) return;
+  owner_end_->buffer = shared_from_this();
+  owner_end_->is_owner = true;
+  pool_->end(owner_end_.release());
+}
+
+void Buffer::leave() noexcept {
   owned_ = false;
   touch(extent_);
   positions_ = extent_ = {};
-  if (settle()) pool_->retry_later(shared_from_this());
 }
 
 std::vector<Interval> Buffer::uncovered() const {

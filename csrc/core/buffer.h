@@ -62,7 +62,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   Interval slots_of(Interval positions) const;
 
   // Makes `positions` the owner's where that needs no driver call, because what they add is mapped and not
-  // shared. False where it is not; nothing is changed then.
+  // shared. False where it is not, and where another thread holds the lock; nothing is changed then.
   bool grow_within(Interval positions);
   // Makes `positions` the owner's extent: maps what is missing, and parts the pages that the new positions
   // share with another buffer. `populate` makes the memory present now. Whole or nothing (I8).
@@ -83,7 +83,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
                                 bool exclusive);
   // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive.
   void reindex(const char* operation, std::span<const std::size_t> rows);
-  // The owner leaves: pages and addresses go as the generations over them end.
+  // The owner leaves: pages and addresses go as the generations over them end. Never blocks, never throws (I11);
+  // once the lock was free, it has happened. To be called once.
   void abandon() noexcept;
 
   // Whether a write to some page of ours does not reach its handle.
@@ -94,6 +95,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Everything below requires the pool's lock.
 
   void forget(const Generation* generation) noexcept;
+  void leave() noexcept;
   // Unmaps what neither the extent nor a generation covers, and frees the range after the owner has left.
   std::exception_ptr settle() noexcept;
   std::size_t count_parted();
@@ -145,6 +147,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   Interval extent_;  // slots that positions_ need
   Interval touched_;  // slots in which something may be mapped that nobody needs
   std::vector<const Generation*> generations_;
+  std::unique_ptr<Generation> owner_end_ = std::make_unique<Generation>();  // made ahead: leaving cannot fail
   PageTable table_;
   std::vector<RowHome> homes_;
   std::size_t mapped_ = 0;

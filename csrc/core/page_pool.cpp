@@ -265,7 +265,11 @@ void PagePool::reap() noexcept {
   while (generation) {
     Generation* next = generation->next;
     const std::shared_ptr<Buffer> buffer = generation->buffer;
-    buffer->forget(generation);
+    if (generation->is_owner) {
+      buffer->leave();
+    } else {
+      buffer->forget(generation);
+    }
     delete generation;
     if (buffer->settle()) retry_later(buffer);
     generation = next;
@@ -285,6 +289,7 @@ std::exception_ptr PagePool::retry() noexcept {
 }
 
 PoolLock::~PoolLock() {
+  if (!lock_) return;
   // A deleter that found the lock taken left its generation to us.
   do {
     if (pool_->ended_.load(std::memory_order_acquire)) pool_->reap();

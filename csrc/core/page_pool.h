@@ -129,9 +129,11 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
 class PoolLock {
  public:
   explicit PoolLock(const std::shared_ptr<PagePool>& pool) : pool_(pool), lock_(pool->mutex_) {}
+  PoolLock(const std::shared_ptr<PagePool>& pool, std::try_to_lock_t how) : pool_(pool), lock_(pool->mutex_, how) {}
   ~PoolLock();
   PoolLock(const PoolLock&) = delete;
   PoolLock& operator=(const PoolLock&) = delete;
+  explicit operator bool() const { return lock_.owns_lock(); }
 
  private:
   std::shared_ptr<PagePool> pool_;
