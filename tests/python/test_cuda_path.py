@@ -1,0 +1,518 @@
+"""The whole CUDA path, from the tensor to the driver API, over the simulated libcuda: a test double that
+keeps the rules of the real one (tests/simcuda), with host memory. No figure from it is a GPU's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+
+import pytest
+import torch
+
+import vtensor
+from support import (
+    PER_PAGE,
+    calls,
+    calls_since,
+    quarter,
+    ramp,
+    run_snippet,
+    same_bytes,
+    simcuda_control,
+    simcuda_library,
+)
+from vtensor import testing
+
+pytestmark = pytest.mark.skipif(
+    simcuda_library() is None, reason="libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)"
+)
+
+READ, READ_WRITE = 1, 3  # CUmemAccess_flags
+UNKNOWN = 999  # CUresult
+
+
+@contextlib.contextmanager
+def device(**settings: int):
+    """The simulated device with other settings, for as long as it lasts."""
+    control = simcuda_control()
+    control.simcuda_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
+    usual = {"memory": 4 << 30, "devices": 1, "vmm": 1, "read_only": 1, "granularity": 4096}
+    try:
+        for name, value in settings.items():
+            assert control.simcuda_configure(name.encode(), value) == 0
+        yield
+    finally:
+        for name in settings:
+            control.simcuda_configure(name.encode(), usual[name])
+
+
+def mapping_at(address: int) -> tuple[int, int]:
+    """(handle, access) of what the driver has mapped there; handle 0 where nothing is."""
+    look = simcuda_control().simcuda_mapping_at
+    look.argtypes, look.restype = (ctypes.c_uint64, ctypes.POINTER(ctypes.c_int)), ctypes.c_uint64
+    access = ctypes.c_int()
+    return look(address, access), access.value
+
+
+def refuse_in_library(call: str, skip: int, refuse: int, code: int) -> None:
+    fail = simcuda_control().simcuda_fail
+    fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
+    assert fail(call.encode(), skip, refuse, code) == 0
+
+
+def values(length: int, rows: tuple[int, ...] = ()) -> torch.Tensor:
+    """Float32 data for `quarter(pool, dtype=torch.float32)`: a quarter of a 4 KiB page to a position."""
+    return ramp(torch.empty((*rows, length, 256), dtype=torch.float32))
+
+
+def tensor(pool, length: int, rows: tuple[int, ...] = (), **kw) -> vtensor.VTensor:
+    t = quarter(pool, 0, rows=rows, dtype=torch.float32, **kw)
+    return t.append(values(length, rows))
+
+
+def assert_mapped_as_told(t) -> None:
+    """The driver has mapped exactly what pages() says, read-only where shared."""
+    for record in t.pages():
+        handle, access = mapping_at(record.address)
+        assert handle == record.page_id
+        assert access == (READ if record.shared > 1 else READ_WRITE)
+
+
+# -- the life of a tensor
+
+
+@pytest.mark.parametrize("rows", [(), (2, 3)])
+def test_life_cycle(simcuda, rows):  # I1, I2
+    dim = len(rows)
+    data = values(40, rows)
+    t = tensor(simcuda, 5, rows)
+    address = t.address
+    want = values(5, rows)
+    for n in (1, 3, 4, 17):
+        x = data.narrow(dim, t.length % 7, n)
+        t.append(x)
+        want = torch.cat([want, x], dim)
+    assert same_bytes(t, want) and t.data_ptr() == t.address == address
+    assert_mapped_as_told(t)
+
+    t.shrink(6)
+    t.shrink(5, front=True)
+    want = want.narrow(dim, 5, want.shape[dim] - 11)
+    assert same_bytes(t, want) and t.data_ptr() == address + 5 * 1024  # I1
+    assert_mapped_as_told(t)
+
+    fork = t.fork()
+    assert same_bytes(fork, want)
+    assert_mapped_as_told(t)
+    assert_mapped_as_told(fork)
+
+    ids = [record.page_id for record in t.pages()]
+    moved = t.reallocate(100)
+    assert [record.page_id for record in moved.pages()] == ids  # nothing was copied
+    assert same_bytes(moved, want)
+    t.close()
+    fork.close()
+    moved.truncate(1)
+    assert same_bytes(moved, want.narrow(dim, 0, 1))
+    moved.close()
+    assert simcuda.stats().pages_mapped == 0
+    for page in range(64):
+        assert mapping_at(address + page * 4096)[0] == 0
+
+
+def test_fresh_memory_is_zeroed_and_reused_memory_is_too(simcuda):  # I7
+    with tensor(simcuda, 8) as t:
+        assert t.ne(0).any()
+    with quarter(simcuda, 16) as other:  # two reused pages, two fresh ones that hold stale bytes
+        assert not other.any()
+
+
+def test_the_path_serves_every_thread(simcuda):
+    tensors, errors = [], []
+
+    def work(k: int) -> None:
+        try:
+            t = tensor(simcuda, 4)
+            for _ in range(10):
+                t.append(values(3)).shrink(3)
+            f = t.fork().append(values(1))
+            t.add_(k)
+            tensors.append((t, f, k))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not errors
+    for t, f, k in tensors:
+        assert same_bytes(t, values(4) + k) and same_bytes(f[:4], values(4))
+        t.close()
+        f.close()
+
+
+# -- driver calls
+
+
+def test_extend_makes_one_set_access_a_row(simcuda):
+    t = quarter(simcuda, rows=(3,))
+    before = calls(simcuda)
+    t.extend(2 * PER_PAGE)
+    made = calls_since(simcuda, before)
+    assert (made["cuMemCreate"], made["cuMemMap"], made["cuMemSetAccess"]) == (6, 6, 3)
+    assert not {"cuMemUnmap", "cuMemRelease"} & made.keys()
+    assert made["cuMemsetD8"] == 3  # fresh memory holds what others left (I7)
+    t.close()
+
+
+def test_extend_within_mapped_pages_makes_no_call(simcuda):  # I15
+    t = quarter(simcuda, 1)
+    before = calls(simcuda)
+    t.extend(PER_PAGE - 1)
+    assert calls_since(simcuda, before) == {}
+    t.close()
+
+
+def test_kept_memory_is_not_created_again(simcuda):
+    t = quarter(simcuda, 4 * PER_PAGE)
+    before = calls(simcuda)
+    t.shrink(3 * PER_PAGE)
+    made = calls_since(simcuda, before)
+    assert made["cuMemUnmap"] == 1 and "cuMemRelease" not in made
+    t.extend(3 * PER_PAGE)
+    made = calls_since(simcuda, before)
+    assert "cuMemCreate" not in made
+    # The tensor was their last owner: nothing to zero.
+    assert (made["cuMemMap"], made["cuMemSetAccess"], made.get("cuMemsetD8", 0)) == (3, 1, 0)
+    t.close()
+    before = calls(simcuda)
+    simcuda.trim()
+    assert calls_since(simcuda, before)["cuMemRelease"] == 4
+
+
+def test_fork_maps_once_a_row_and_copies_nothing(simcuda):
+    t = tensor(simcuda, 3 * PER_PAGE, rows=(2,))
+    before = calls(simcuda)
+    f = t.fork()
+    made = calls_since(simcuda, before)
+    assert made["cuMemMap"] == 6
+    assert made["cuMemSetAccess"] == 4  # the child's rows, and the parent's that become read-only
+    assert not {"cuMemCreate", "cuMemcpyDtoD", "cuMemUnmap"} & made.keys()
+    f.close()
+    t.close()
+
+
+def test_stats_count_what_the_library_was_called_for(pool_factory):
+    control = simcuda_control()
+    control.simcuda_calls.restype = ctypes.c_uint64
+    names = ("cuMemMap", "cuMemSetAccess", "cuMemCreate")
+    totals = {name: control.simcuda_calls(name.encode()) for name in names}
+    pool = pool_factory("simcuda")
+    t = tensor(pool, 9, rows=(2,))
+    t.fork().close()
+    t.close()
+    for name, before in totals.items():
+        assert control.simcuda_calls(name.encode()) - before == calls(pool)[name]
+
+
+# -- shared pages
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.add_(1),
+        lambda t: t.__setitem__(slice(3, 9), 5.0),
+        lambda t: torch.mul(torch.ones(10, 256), 2.0, out=t),
+        lambda t: t.own(0, 10)[2:7].fill_(3.0),
+    ],
+    ids=["add_", "setitem", "out", "view_after_own"],
+)
+@pytest.mark.parametrize("by_child", [True, False])
+def test_writes_to_shared_pages_stay_on_one_side(simcuda, write, by_child):  # I6
+    parent = tensor(simcuda, 10)
+    child = parent.fork()
+    written, other = (child, parent) if by_child else (parent, child)
+    expected = values(10)
+    if write.__code__.co_consts and "own" in write.__code__.co_names:
+        expected[2:7].fill_(3.0)
+    else:
+        write(expected)
+    write(written)
+    assert same_bytes(written, expected)
+    assert same_bytes(other, values(10))
+    assert_mapped_as_told(written)
+    parent.close()
+    child.close()
+
+
+def test_own_parts_the_pages_behind_its_positions_only(simcuda):
+    parent = tensor(simcuda, 4 * PER_PAGE)
+    child = parent.fork()
+    before = calls(simcuda)
+    child.own(PER_PAGE + 1, 2 * PER_PAGE + 1)
+    assert [record.shared for record in child.pages()] == [2, 1, 1, 2]
+    assert calls_since(simcuda, before)["cuMemcpyDtoD"] == 2
+    assert mapping_at(child.pages()[0].address)[1] == READ
+    assert mapping_at(child.pages()[1].address)[1] == READ_WRITE
+    assert same_bytes(child, parent)
+    parent.close()
+    child.close()
+
+
+def test_without_read_only_mappings_operations_still_part_pages(pool_factory):  # I6
+    with device(read_only=0):
+        pool = pool_factory("simcuda")
+        parent = tensor(pool, 10)
+        child = parent.fork()
+        assert mapping_at(child.address) == (child.pages()[0].page_id, READ_WRITE)
+        child.add_(1)
+        child.append(values(1))
+        assert same_bytes(parent, values(10))
+        assert same_bytes(child[:10], values(10) + 1)
+        parent.close()
+        child.close()
+
+
+# -- refused calls
+
+
+def grow(pool):
+    t = tensor(pool, 5, rows=(2,))
+    return [t], lambda: t.extend(9)
+
+
+def append_to_fork(pool):
+    t = tensor(pool, 6)
+    f = t.fork()
+    return [t, f], lambda: f.append(values(5))
+
+
+def fork(pool):
+    t = tensor(pool, 9, rows=(2,))
+    return [t], lambda: t.fork()
+
+
+def fork_of_fork(pool):
+    t = tensor(pool, 9)
+    f = t.fork().append(values(3))
+    return [t, f], lambda: f.fork()
+
+
+def own(pool):
+    t = tensor(pool, 12)
+    f = t.fork()
+    return [t, f], lambda: f.own(0, 12)
+
+
+def write_in_place(pool):
+    t = tensor(pool, 7)
+    f = t.fork()
+    return [t, f], lambda: f.add_(0)
+
+
+def reindex(pool):
+    t = tensor(pool, 6, rows=(3,))
+    t[1].add_(1)
+    return [t], lambda: t.reindex([2, 0, 2])
+
+
+def make(pool):
+    t = tensor(pool, 3)
+    return [t], lambda: vtensor.empty(2, 7, 256, grow_dim=1, capacity=64, pool=pool)
+
+
+OPERATIONS = [grow, append_to_fork, fork, fork_of_fork, own, write_in_place, reindex, make]
+
+
+def refuse_each(pool_factory, arrange, arm) -> None:
+    """Runs the operation with its first, second, ... driver call refused until it needs no more: each time it
+    happens whole or not at all (I8)."""
+    for skip in range(200):
+        pool = pool_factory("simcuda")
+        tensors, operate = arrange(pool)
+        before = [t.clone() for t in tensors]
+        lengths = [t.length for t in tensors]
+        used = pool.stats().pages_used
+        made = sum(calls(pool).values())
+        with arm(pool, skip):
+            try:
+                result = operate()
+            except (vtensor.DriverError, vtensor.OutOfPages) as error:
+                result = error
+        reached = sum(calls(pool).values()) - made > skip
+        testing.check_invariants(pool)
+        failed = isinstance(result, Exception)
+        if failed:
+            assert reached
+            assert [t.length for t in tensors] == lengths
+            for t, old in zip(tensors, before, strict=True):
+                # What is mapped at a quarantined page is not known: it must not be read.
+                if all(record.state != "quarantined" for record in t.pages()):
+                    assert same_bytes(t, old)
+            stats = pool.stats()
+            assert stats.pages_quarantined or stats.pages_used == used
+            result = None if stats.pages_quarantined else operate()  # and then it works
+        for t in (result, *tensors):
+            if t is not None and not t.closed:
+                t.close()
+        del t, tensors, operate, result
+        testing.check_invariants(pool)
+        pool.close()
+        if not reached:
+            return
+    pytest.fail("200 driver calls")
+
+
+@pytest.mark.seconds(300)
+@pytest.mark.parametrize("arrange", OPERATIONS, ids=lambda f: f.__name__)
+def test_an_operation_refused_at_any_call_happens_whole_or_not_at_all(pool_factory, arrange):
+    refuse_each(pool_factory, arrange, testing.fail_after)
+
+
+@pytest.mark.xfail(
+    run=False, reason="a closed tensor with quarantined pages leaves the pool a dangling buffer"
+)
+@pytest.mark.seconds(300)
+@pytest.mark.parametrize("arrange", [grow, fork, own, reindex], ids=lambda f: f.__name__)
+def test_when_the_undoing_is_refused_too_nothing_is_lost_but_pages(pool_factory, arrange):
+    def arm(pool, skip):
+        return testing.fail_after(pool, skip, refuse=1_000_000)
+
+    refuse_each(pool_factory, arrange, arm)
+
+
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree", "cuCtxSynchronize"])
+def test_refused_giving_back_is_tried_again(simcuda, call):  # I14
+    t = tensor(simcuda, 12)
+    before = t.clone()
+    refuse_in_library(call, 0, 1, UNKNOWN)
+    with contextlib.suppress(vtensor.DriverError):
+        t.shrink(5)
+    assert same_bytes(t, before[: t.length])
+    with contextlib.suppress(vtensor.DriverError):
+        t.close()
+        simcuda.trim()
+    simcuda.wait_idle(timeout=10)
+    simcuda.trim()
+    assert simcuda.stats().pages_mapped == 0
+
+
+def test_a_refusal_names_the_call_and_the_answer(simcuda):
+    t = tensor(simcuda, 1)
+    refuse_in_library("cuMemSetAccess", 0, 1, UNKNOWN)
+    with pytest.raises(vtensor.DriverError, match="cuMemSetAccess.*CUDA_ERROR_UNKNOWN") as raised:
+        t.extend(9)
+    error = raised.value
+    assert (error.call, error.code, error.name) == ("cuMemSetAccess", UNKNOWN, "CUDA_ERROR_UNKNOWN")
+    t.close()
+
+
+# -- a device without room, or without what is needed
+
+
+def test_a_full_device_is_out_of_pages_and_recovers(pool_factory):  # I9
+    with device(memory=6 * 4096):
+        pool = pool_factory("simcuda", pages=64)
+        t = tensor(pool, 4 * PER_PAGE)
+        u = tensor(pool, PER_PAGE)
+        with pytest.raises(vtensor.OutOfPages, match="memory"):
+            u.extend(2 * PER_PAGE)
+        assert u.length == PER_PAGE and same_bytes(u, values(PER_PAGE))
+        t.shrink(2 * PER_PAGE)
+        u.extend(2 * PER_PAGE)
+        assert same_bytes(u[:PER_PAGE], values(PER_PAGE))
+        t.close()
+        u.close()
+
+
+def test_the_default_budget_is_nine_tenths_of_the_free_memory():
+    with device(memory=100 << 20):
+        pool = testing.simulated_cuda_pool(str(simcuda_library()), page_size=4096)
+        assert pool.budget == 90 << 20
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "call"), [({"vmm": 0}, "cuDeviceGetAttribute")], ids=["no virtual memory management"]
+)
+def test_a_device_that_cannot_serve_says_why(settings, call):
+    with device(**settings), pytest.raises(vtensor.DriverError) as raised:
+        testing.simulated_cuda_pool(str(simcuda_library()))
+    assert raised.value.call == call
+
+
+def test_a_missing_library_and_a_missing_device_say_so():
+    with pytest.raises(vtensor.DriverError, match="install the NVIDIA driver") as raised:
+        testing.simulated_cuda_pool("/nowhere/libcuda.so")
+    assert raised.value.call == "dlopen"
+    with pytest.raises(vtensor.InvalidArgument, match="cuda:3"):
+        testing.simulated_cuda_pool(str(simcuda_library()), device=3)
+
+
+# -- the end of the process
+
+
+def end_of(code: str):
+    return run_snippet(
+        f"""
+        os.environ["SIMCUDA_REPORT_LEAKS"] = "1"
+        control = simcuda_control()
+        pool = open_pool("simcuda")
+        {code}
+        """,
+        finalize=True,
+    ).check()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "t = quarter(pool, 9); t.close(); pool.close()",
+        "t = quarter(pool, 9); f = t.fork()",
+        "view = quarter(pool, 9)[2:5]",
+        "t = quarter(pool, 9); t.close(); pool.trim()",
+    ],
+    ids=["closed", "all alive", "only a view alive", "pool alive"],
+)
+def test_nothing_is_left_in_the_driver_at_the_end_of_the_process(code):  # I14
+    assert "leaked" not in end_of(code).err
+
+
+def test_the_leak_report_sees_a_leak():
+    finished = end_of(
+        "import ctypes; r = ctypes.c_uint64(); "
+        "control.cuMemAddressReserve(ctypes.byref(r), ctypes.c_size_t(4096), ctypes.c_size_t(0), "
+        "ctypes.c_uint64(0), ctypes.c_uint64(0))"
+    )
+    assert "leaked 0 handles, 0 mappings, 1 ranges" in finished.err
+
+
+def test_a_forked_child_makes_no_driver_call():  # I13
+    run_snippet(
+        """
+        pool = open_pool("simcuda")
+        t = quarter(pool, 9)
+        child = os.fork()
+        if child == 0:  # any call of the simulated libcuda would abort here
+            library = str(simcuda_library())
+            for operation in (
+                lambda: t.extend(9), lambda: t.fork(), lambda: testing.simulated_cuda_pool(library)
+            ):
+                try:
+                    operation()
+                except vtensor.VTensorError:
+                    continue
+                os._exit(3)
+            del t
+            gc.collect()
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        t.extend(9)
+        t.close()
+        """
+    ).check()
