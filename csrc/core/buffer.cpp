@@ -50,7 +50,7 @@ Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
       row_pages_(row_pages),
       table_(shape.rows) {}
 
-// Nothing to give back: settle() did, or the process is a forked child, or pages in it are quarantined.
+// Nothing to give back: settle() did, or the process is a forked child.
 Buffer::~Buffer() = default;
 
 Interval Buffer::slots_of(Interval positions) const {
@@ -333,7 +333,11 @@ std::exception_ptr Buffer::settle() noexcept {
     }
     if (!refused && generations_.empty()) touched_ = {};
   }
-  if (refused || owned_ || !reserved_ || mapped_ != 0 || quarantined_ != 0) return refused;
+  if (refused || owned_ || !reserved_ || mapped_ != 0) return refused;
+  if (quarantined_ != 0) {
+    pool_->keep_quarantined(shared_from_this());
+    return nullptr;
+  }
   try {
     driver_.free_range(base_, row_pages_ * shape_.rows);
   } catch (const Error&) {

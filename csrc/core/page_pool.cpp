@@ -239,6 +239,12 @@ void PagePool::end(Generation* generation) noexcept {
   }
 }
 
+void PagePool::keep_quarantined(const std::shared_ptr<Buffer>& buffer) {
+  if (std::find(quarantined_buffers_.begin(), quarantined_buffers_.end(), buffer) == quarantined_buffers_.end()) {
+    quarantined_buffers_.push_back(buffer);
+  }
+}
+
 void PagePool::retry_later(const std::shared_ptr<Buffer>& buffer) {
   if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end()) unsettled_.push_back(buffer);
 }
