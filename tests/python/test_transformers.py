@@ -1,45 +1,30 @@
-"""VTensorCache in place of DynamicCache, in unmodified transformers code on tiny random models."""
+"""generate() of unmodified transformers models: VTensorCache gives what DynamicCache gives."""
 
 from __future__ import annotations
-
-import copy
-import io
-import pickle
 
 import pytest
 import torch
 
 import vtensor
-from support import page_ids
 from vtensor import testing
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from transformers import (  # noqa: E402
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from vtensor.integrations.transformers import VTensorCache, VTensorLayer
+
+from tiny_models import (
+    GREEDY,
+    SIZES,
+    assert_same_content,
+    assert_same_output,
+    filled,
+    make_llama,
+    prompt,
+    run,
 )
-from transformers.cache_utils import DynamicSlidingWindowLayer  # noqa: E402
-from vtensor.integrations.transformers import VTensorCache, VTensorLayer  # noqa: E402
 
-VOCAB = 97
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.3,  # so that logits are far apart
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-GREEDY = {"do_sample": False, "max_new_tokens": 20}
 METHODS = {
     "greedy": GREEDY,
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.3, "max_new_tokens": 20},
@@ -57,19 +42,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["sdpa", "eager"])
-def model(request):
-    return make_llama(request.param)
-
-
 @pytest.fixture(scope="module")
 def llama():
     return make_llama("sdpa")
-
-
-def make_llama(attention: str, **changes) -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    return LlamaForCausalLM(LlamaConfig(**SIZES | changes, attn_implementation=attention)).eval()
 
 
 @pytest.fixture
@@ -78,53 +53,9 @@ def pages(pool_factory):
     return pool_factory("host", pages=4096)
 
 
-def prompt(batch: int = 1, length: int = 70, seed: int = 5) -> torch.Tensor:
-    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def run(model, cache, ids, mask=None, **method):
-    torch.manual_seed(11)
-    mask = torch.ones_like(ids) if mask is None else mask
-    return model.generate(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **method,
-    )
-
-
-def assert_same_output(ours, theirs) -> None:
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert len(ours.logits) == len(theirs.logits)
-    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
-        assert torch.equal(a, b), f"logits differ at step {step}"
-
-
-def assert_same_content(ours, theirs) -> None:
-    """K and V of two caches are equal, bit for bit (I2)."""
-    for a, b in zip(ours.layers, theirs.layers, strict=True):
-        assert type(a.keys) is torch.Tensor and type(a.values) is torch.Tensor
-        assert torch.equal(a.keys, b.keys)
-        assert torch.equal(a.values, b.values)
-
-
-def states(batch=1, new=1, seed=0, head_dim=16):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 2, new, head_dim, generator=g), torch.randn(batch, 2, new, 16, generator=g)
-
-
-def filled(config, pool, batch=2, length=70, max_len=256):
-    """A VTensorCache and a DynamicCache of the same content."""
-    ours, theirs = VTensorCache(config, max_len, pool), DynamicCache(config=config)
-    for layer in range(2):
-        for cache in (ours, theirs):
-            cache.update(*states(batch, length, seed=layer), layer)
-    return ours, theirs
-
-
-# ---------------------------------------------------------------------- generate()
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def model(request):
+    return make_llama(request.param)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -192,6 +123,19 @@ def test_prefill_in_parts_and_going_on_with_the_same_cache(llama, pages):
     assert torch.equal(rest.sequences, expected)
 
 
+def test_inference_mode_on_and_off(llama, pages):
+    ids = prompt(2)
+    expected = run(llama, DynamicCache(config=llama.config), ids, **METHODS["beams"]).sequences
+    cache = VTensorCache(llama.config, 128, pages)
+    with torch.inference_mode():
+        first = run(llama, cache, ids, do_sample=False, max_new_tokens=6).sequences
+    rest = run(llama, cache, first, do_sample=False, max_new_tokens=14).sequences
+    assert torch.equal(rest, run(llama, DynamicCache(config=llama.config), ids, **GREEDY).sequences)
+    with torch.inference_mode():
+        beams = run(llama, VTensorCache(llama.config, 128, pages), ids, **METHODS["beams"]).sequences
+    assert torch.equal(beams, expected)
+
+
 def test_tokens_cost_no_copy_and_only_the_pages_they_need(llama, pages):
     cache = VTensorCache(llama.config, 4096, pages)
     run(llama, cache, prompt(1, 64), do_sample=False, max_new_tokens=1)
@@ -242,316 +186,3 @@ def test_sliding_layers_stay_hugging_faces_own(pages):
     assert [type(layer) for layer in cache.layers] == [VTensorLayer, DynamicSlidingWindowLayer]
     expected = run(model, DynamicCache(config=model.config), prompt(2), **GREEDY)
     assert_same_output(run(model, cache, prompt(2), **GREEDY), expected)
-
-
-# ---------------------------------------------------------------------- the cache's methods
-
-
-def test_it_is_a_dynamic_cache_of_plain_views(llama, pages):
-    cache = VTensorCache(llama.config, 256, pages)
-    assert isinstance(cache, DynamicCache) and not cache.is_compileable and cache.is_croppable
-    assert cache.get_seq_length() == 0 and cache.get_max_length() == 256
-    assert cache.layers[0].keys is None and not cache.is_initialized
-    key, value = states(2, 5)
-    keys, values = cache.update(key, value, 0)
-    assert type(keys) is torch.Tensor and type(values) is torch.Tensor
-    assert torch.equal(keys, key) and torch.equal(values, value)
-    assert cache.get_seq_length() == 5 and cache.get_mask_sizes(3, 0) == (8, 0)
-    assert [k is None for k, _, _ in cache] == [False, True]
-
-
-def test_key_and_value_head_sizes_may_differ(llama, pages):
-    cache = VTensorCache(llama.config, 256, pages)
-    keys, values = cache.update(*states(1, 4, head_dim=24), 0)
-    assert keys.shape == (1, 2, 4, 24) and values.shape == (1, 2, 4, 16)
-
-
-def test_early_initialization_maps_nothing(llama, pages):
-    cache = VTensorCache(llama.config, 256, pages)
-    cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
-    assert cache.is_initialized and cache.get_seq_length() == 0
-    assert pages.stats().pages_mapped == 0
-    assert cache.update(*states(2, 3), 0)[0].shape == (2, 2, 3, 16)
-
-
-@pytest.mark.parametrize("remove", [0, 1, 7, 70, 500])
-def test_crop_as_dynamic_cache_does(llama, pages, remove):
-    ours, theirs = filled(llama.config, pages)
-    ours.crop(-remove)
-    theirs.crop(-remove)
-    assert ours.get_seq_length() == theirs.get_seq_length() == max(0, 70 - remove)
-    for cache in (ours, theirs):
-        cache.update(*states(2, 9, seed=9), 0)
-    assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
-    testing.check_invariants(pages)
-
-
-def test_crop_gives_pages_back_and_refuses_a_positive_number(llama, pages):
-    ours, _ = filled(llama.config, pages)
-    before = pages.stats().pages_mapped
-    ours.crop(-10)  # from 70 tokens to 60: the second page of each row
-    assert pages.stats().pages_mapped == before // 2
-    with pytest.raises(ValueError, match="tokens_to_remove=3.*negative"):
-        ours.crop(3)
-    assert ours.get_seq_length() == 60
-
-
-def test_reset_gives_all_memory_back_and_takes_other_shapes(llama, pages):
-    ours, _ = filled(llama.config, pages)
-    owner = ours.layers[0].owners[0]
-    ours.reset()
-    assert owner.closed and pages.stats().pages_used == 0
-    assert ours.get_seq_length() == 0 and not ours.is_initialized
-    key, value = states(5, 3)
-    keys, _ = ours.update(key.double(), value.double(), 0)
-    assert torch.equal(keys, key.double())
-
-
-@pytest.mark.parametrize("order", [[1, 0, 2], [2, 2, 2], [0, 0, 1], [0, 1, 2]])
-def test_reorder_shares_pages_and_parts_them_when_beams_go_on(llama, pages, order):
-    ours, theirs = filled(llama.config, pages, batch=3)
-    address = ours.layers[0].keys.data_ptr()
-    used = pages.stats().pages_used
-    for step in range(3):
-        for cache in (ours, theirs):
-            cache.reorder_cache(torch.tensor(order))
-        assert_same_content(ours, theirs)
-        assert ours.layers[0].keys.data_ptr() == address  # in place: no view is outside
-        assert pages.stats().pages_used <= used  # no page is copied by the reordering itself
-        for layer in range(2):
-            for cache in (ours, theirs):
-                cache.update(*states(3, 2, seed=step), layer)
-        used = pages.stats().pages_used
-    assert_same_content(ours, theirs)  # I6: each beam has its own tokens
-    testing.check_invariants(pages)
-
-
-def test_reorder_leaves_a_view_outside_as_it_was(llama, pages):
-    ours, _ = filled(llama.config, pages, batch=3)
-    view = ours.layers[0].keys
-    kept = view.clone()
-    ours.reorder_cache(torch.tensor([2, 0, 0]))
-    assert torch.equal(view, kept)  # I3
-    assert torch.equal(ours.layers[0].keys, kept[[2, 0, 0]])
-
-
-def test_batch_repeat_interleave_and_select(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    used = pages.stats().pages_used
-    for cache in (ours, theirs):
-        cache.batch_repeat_interleave(3)
-    assert_same_content(ours, theirs)
-    assert pages.stats().pages_used == used  # shared, not copied
-    for cache in (ours, theirs):
-        cache.batch_select_indices(torch.tensor([0, 1, 4]))
-    assert_same_content(ours, theirs)
-    for cache in (ours, theirs):
-        cache.batch_select_indices(torch.tensor([True, False, True]))
-    assert_same_content(ours, theirs)
-    for cache in (ours, theirs):
-        for layer in range(2):
-            cache.update(*states(2, 80, seed=layer), layer)
-    assert_same_content(ours, theirs)
-
-
-def test_batch_operations_before_the_first_token_do_nothing(llama, pages):
-    cache = VTensorCache(llama.config, 256, pages)
-    cache.reorder_cache(torch.tensor([0, 0]))
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([0]))
-    cache.crop(-3)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-
-
-# ---------------------------------------------------------------------- copies
-
-
-def test_deepcopy_shares_until_either_side_writes(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    used = pages.stats().pages_used
-    other = copy.deepcopy(ours)
-    assert type(other) is VTensorCache and other.layers[0].owners[0].pool is pages
-    assert pages.stats().pages_used == used
-    assert page_ids(other.layers[0].owners[0]) == page_ids(ours.layers[0].owners[0])
-    other.update(*states(2, 1, seed=7), 0)
-    ours.update(*states(2, 1, seed=8), 0)
-    other.layers[0].keys[:, :, 0] = 0.0  # I6: a plain write through a view
-    theirs.update(*states(2, 1, seed=8), 0)
-    assert_same_content(ours, theirs)
-    assert torch.equal(other.layers[0].keys[:, :, -1:], states(2, 1, seed=7)[0])
-    assert torch.equal(other.layers[0].keys[:, :, 1:70], theirs.layers[0].keys[:, :, 1:70])
-    testing.check_invariants(pages)
-
-
-def test_deepcopy_in_the_middle_of_generation(llama, pages):
-    ids = prompt()
-    cache = VTensorCache(llama.config, 128, pages)
-    begun = run(llama, cache, ids, do_sample=False, max_new_tokens=5).sequences
-    branch = copy.deepcopy(cache)
-    one = run(llama, cache, begun, **GREEDY).sequences
-    two = run(llama, branch, begun, **GREEDY).sequences
-    assert torch.equal(one, two)
-
-
-@pytest.mark.keeps_pages
-def test_pickle_and_torch_save_are_dense_and_come_back(llama, pages):
-    ours, theirs = filled(llama.config, pages, max_len=8192)
-    data = pickle.dumps(ours)
-    dense = sum(t.nbytes for layer in theirs.layers for t in (layer.keys, layer.values))
-    assert dense < len(data) < 1.2 * dense + 8192
-    buffer = io.BytesIO()
-    torch.save(ours, buffer)
-    buffer.seek(0)
-    for back in (pickle.loads(data), torch.load(buffer, weights_only=False)):
-        assert type(back) is VTensorCache and back.max_len == back.get_max_length() == 8192
-        assert back.layers[0].owners[0].pool is vtensor.default_pool("cpu")
-        assert_same_content(back, theirs)
-        back.update(*states(2, 1), 0)
-        assert back.get_seq_length() == 71 and ours.get_seq_length() == 70
-        back.reset()
-
-
-# ---------------------------------------------------------------------- failures
-
-
-def test_max_len_is_named_when_it_is_passed(llama, pages):
-    cache = VTensorCache(llama.config, 72, pages)
-    with pytest.raises(
-        vtensor.CapacityExceeded, match=r"72 tokens and 1 more, but max_len=72.*larger max_len="
-    ):
-        run(llama, cache, prompt(), **GREEDY)
-    assert [layer.get_seq_length() for layer in cache.layers] == [72, 72]
-
-
-def test_out_of_pages_in_generate_leaves_cache_and_pool_usable(llama, pool_factory):
-    # Two pages a row are needed for 65 tokens, of which the last layer's do not fit.
-    pool = pool_factory("host", pages=13)
-    cache = VTensorCache(llama.config, 4096, pool)
-    with pytest.raises(vtensor.OutOfPages):
-        run(llama, cache, prompt(1, 60), **GREEDY)
-    assert [layer.get_seq_length() for layer in cache.layers] == [64, 64]  # I8: as before that forward call
-    testing.check_invariants(pool)
-    expected = run(llama, DynamicCache(config=llama.config), prompt(1, 60), do_sample=False, max_new_tokens=5)
-    cache.reset()
-    got = run(llama, cache, prompt(1, 60), do_sample=False, max_new_tokens=5)
-    assert_same_output(got, expected)
-
-
-@pytest.mark.parametrize("fits", range(16))
-def test_update_is_whole_or_not_at_all(llama, pool_factory, fits):
-    """I8: whichever of K and V of whichever layer the memory runs out in."""
-    pool = pool_factory("host", pages=fits) if fits else pool_factory("host", pages=1)
-    cache = VTensorCache(llama.config, 4096, pool)
-    with pytest.raises(vtensor.OutOfPages):
-        for layer in range(2):
-            cache.update(*states(2, 80), layer)
-    assert cache.get_seq_length() == 0 and pool.stats().pages_used == 0
-
-
-def test_update_rolls_back_when_v_fails_after_k(llama, pages):
-    ours, theirs = filled(llama.config, pages, batch=1, length=64)
-    reached = 0
-    for skip in range(40):
-        try:
-            with testing.fail_after(pages, skip):
-                ours.update(*states(1, 64, seed=3), 0)
-        except vtensor.VTensorError:
-            reached += 1
-            assert [owner.length for owner in ours.layers[0].owners] == [64, 64]
-            assert_same_content(ours, theirs)
-            testing.check_invariants(pages)
-        else:
-            break
-    assert reached >= 2, "the injected failures must reach V"
-    theirs.update(*states(1, 64, seed=3), 0)
-    assert torch.equal(ours.layers[0].values, theirs.layers[0].values)
-
-
-def test_a_failing_reorder_never_mixes_beams(llama, pages):
-    ours, theirs = filled(llama.config, pages, batch=3)
-    order = torch.tensor([1, 1, 0])
-    emptied = 0
-    for skip in range(40):
-        try:
-            with testing.fail_after(pages, skip):
-                ours.reorder_cache(order)
-        except vtensor.VTensorError:
-            testing.check_invariants(pages)
-            if ours.get_seq_length() == 0:
-                emptied += 1
-                assert not any(layer.is_initialized for layer in ours.layers)
-                ours, _ = filled(llama.config, pages, batch=3)
-            else:
-                assert_same_content(ours, theirs)
-        else:
-            break
-    assert emptied > 0
-    theirs.reorder_cache(order)
-    assert_same_content(ours, theirs)
-
-
-def test_wrong_batch_operation_changes_nothing(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    with pytest.raises(vtensor.InvalidArgument, match="out of range"):
-        ours.reorder_cache(torch.tensor([0, 2]))
-    with pytest.raises(vtensor.InvalidArgument):
-        ours.batch_select_indices(torch.tensor([False, False]))
-    assert_same_content(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        (torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16)),  # another batch
-        (torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 16)),  # another head size
-        (torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 8)),
-        (torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 2, 16)),  # more values than keys
-        (torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16, dtype=torch.float64)),
-    ],
-)
-def test_states_that_do_not_fit_are_refused_whole(llama, pages, key, value):
-    ours, theirs = filled(llama.config, pages)
-    with pytest.raises(vtensor.InvalidArgument):
-        ours.update(key, value, 0)
-    assert_same_content(ours, theirs)
-
-
-def test_gradients_are_refused(llama, pages):
-    cache = VTensorCache(llama.config, 256, pages)
-    with pytest.raises(vtensor.InvalidArgument, match="grad"):
-        llama(prompt(), past_key_values=cache)
-    assert cache.get_seq_length() == 0 and pages.stats().pages_used == 0
-
-
-@pytest.mark.parametrize("max_len", [0, -1, 2.5, "128", True, None])
-def test_bad_max_len(llama, max_len):
-    with pytest.raises(vtensor.InvalidArgument, match="max_len="):
-        VTensorCache(llama.config, max_len)
-
-
-def test_a_model_instead_of_its_config(llama):
-    with pytest.raises(vtensor.InvalidArgument, match="pass model.config"):
-        VTensorCache(llama, 128)
-
-
-def test_offload_and_assignment_are_refused(llama, pages):
-    ours, theirs = filled(llama.config, pages)
-    layer = ours.layers[0]
-    for refused in (layer.offload, layer.prefetch):
-        with pytest.raises(vtensor.InvalidArgument, match="stays on its device"):
-            refused()
-    with pytest.raises(vtensor.InvalidArgument, match="update"):
-        layer.keys = torch.zeros(1)
-    with pytest.raises(vtensor.InvalidArgument, match="update"):
-        layer.values = None
-    assert_same_content(ours, theirs)
-
-
-def test_closed_pool_is_an_error_not_a_crash(llama, pool_factory):
-    pool = pool_factory("host", pages=64)
-    cache = VTensorCache(llama.config, 256, pool)
-    run(llama, cache, prompt(), do_sample=False, max_new_tokens=1)
-    pool.close()
-    with pytest.raises(vtensor.Closed):
-        cache.update(*states(), 0)

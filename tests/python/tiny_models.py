@@ -1,0 +1,74 @@
+"""Tiny random models and what the tests of VTensorCache compare it with."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from vtensor.integrations.transformers import VTensorCache
+
+VOCAB = 97
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.3,  # so that logits are far apart
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
+
+
+def make_llama(attention: str, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | changes, attn_implementation=attention)).eval()
+
+
+def prompt(batch: int = 1, length: int = 70, seed: int = 5) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model, cache, ids, mask=None, **method):
+    torch.manual_seed(11)
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **method,
+    )
+
+
+def assert_same_output(ours, theirs) -> None:
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len(ours.logits) == len(theirs.logits)
+    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        assert torch.equal(a, b), f"logits differ at step {step}"
+
+
+def assert_same_content(ours, theirs) -> None:
+    """K and V of two caches are equal, bit for bit (I2)."""
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        assert type(a.keys) is torch.Tensor and type(a.values) is torch.Tensor
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
+
+
+def states(batch=1, new=1, seed=0, head_dim=16):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 2, new, head_dim, generator=g), torch.randn(batch, 2, new, 16, generator=g)
+
+
+def filled(config, pool, batch=2, length=70, max_len=256):
+    """A VTensorCache and a DynamicCache of the same content."""
+    ours, theirs = VTensorCache(config, max_len, pool), DynamicCache(config=config)
+    for layer in range(2):
+        for cache in (ours, theirs):
+            cache.update(*states(batch, length, seed=layer), layer)
+    return ours, theirs
