@@ -62,7 +62,9 @@ def _run(options: argparse.Namespace) -> int:
             )
         )
     else:
-        print(f"\n{table(rows)}\n\n{notes(settings, rows, checked)}")
+        print(f"\n{table(rows)}\n")
+        if not failure:
+            print(notes(settings, rows, checked))
         print(f"Picture: {options.picture}. All of it took {time.perf_counter() - start:.0f} s.")
     if failure:
         print(f"error: {failure}", file=sys.stderr)
