@@ -121,7 +121,7 @@ class Finished:
 _server: subprocess.Popen | None = None
 
 _PRELUDE = f"""
-import faulthandler, gc, os, sys
+import ctypes, faulthandler, gc, os, sys
 faulthandler.enable()
 sys.path.insert(0, {str(HERE)!r})
 import torch, vtensor

@@ -14,7 +14,7 @@ from support import filled, page_ids, quarter, run_snippet, same_bytes, simcuda_
 from vtensor import testing
 
 # "[operation] what was asked, what there is: what to do"
-SHAPE_OF_A_MESSAGE = re.compile(r"^\[[\w.]+\] \S.*: \S.*", re.DOTALL)
+SHAPE_OF_A_MESSAGE = re.compile(r"^\[[\w. ]+\] \S.*: \S.*", re.DOTALL)
 
 
 def state(pool, *tensors):
@@ -319,6 +319,7 @@ def test_a_failing_driver_call_names_the_call_and_the_code(pool, kind):
     t = filled(pool, 6)
     names = set()
     for skip in range(20):
+        pool.trim()  # or the page that an earlier try made would be there
         try:
             with testing.fail_after(pool, skip):
                 t.extend(4)
@@ -436,7 +437,7 @@ gc.collect()
 stats = pool.stats()
 assert stats.pages_used == 0 and stats.pages_quarantined == 0 and stats.pages_mapped == 0, stats
 pool.close()
-assert maps() <= start + 50, (start, at_limit, maps())
+assert maps() <= start + 50 + 64, (start, at_limit, maps())  # the host drivers keep 64 as ballast
 again = vtensor.Pool("cpu", page_size=4096, budget=1 << 20)
 t = filled(again, 9); assert t.eq(1).all(); t.close(); again.close()
 """,
@@ -560,3 +561,111 @@ def test_a_cuda_pool_without_a_gpu():
                 make()
             assert SHAPE_OF_A_MESSAGE.match(str(caught.value)) and 'device="cpu"' in str(caught.value)
     assert vtensor.empty(1, 3, grow_dim=0, capacity=8).shape == (1, 3)
+
+
+needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+
+SIMULATED = """
+control = simcuda_control()
+control.simcuda_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
+def configure(**settings):
+    for name, value in settings.items():
+        assert control.simcuda_configure(name.encode(), value) == 0
+
+def pool_is_refused(*words):
+    for _ in range(2):
+        try:
+            testing.simulated_cuda_pool(str(simcuda_library()))
+        except vtensor.VTensorError as error:
+            assert all(word in str(error) for word in words), error
+            assert str(error).startswith("[") and ": " in str(error), error
+        else:
+            raise AssertionError("a pool was made")
+        assert not simcuda_leaks(), simcuda_leaks()
+"""
+
+
+@needs_simcuda
+def test_a_driver_without_vmm():
+    run_snippet(
+        SIMULATED
+        + """
+configure(vmm=0)
+pool_is_refused("virtual memory management")
+configure(vmm=1)
+pool = testing.simulated_cuda_pool(str(simcuda_library()), budget=1 << 26)
+assert not quarter(pool, 5).any()
+pool.close()
+"""
+    ).check()
+
+
+@needs_simcuda
+def test_a_driver_without_a_device():
+    run_snippet(
+        SIMULATED
+        + """
+configure(devices=0)
+pool_is_refused('device="cpu"')
+"""
+    ).check()
+
+
+@needs_simcuda
+@pytest.mark.parametrize("device", [1, 7, -1])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(vtensor.VTensorError) as caught:
+        testing.simulated_cuda_pool(str(simcuda_library()), device=device)
+    assert SHAPE_OF_A_MESSAGE.match(str(caught.value)) and str(device) in str(caught.value)
+
+
+@needs_simcuda
+def test_pages_as_real_devices_have_them():
+    run_snippet(
+        SIMULATED
+        + """
+pool = testing.simulated_cuda_pool(str(simcuda_library()), budget=1 << 26)
+assert pool.page_size == 2 << 20 and pool.budget == 1 << 26
+t = vtensor.zeros(2, 0, 8, 128, grow_dim=1, capacity=4096, dtype=torch.bfloat16, pool=pool)
+x = torch.ones(2, 1500, 8, 128, dtype=torch.bfloat16)
+assert t.append(x).eq(1).all() and pool.stats().pages_used == 4
+t.fork().add_(1)
+assert t.eq(1).all()
+t.close(); pool.close()
+for page_size in (1 << 20, 3 << 20, (2 << 20) + 4096):
+    try:
+        testing.simulated_cuda_pool(str(simcuda_library()), page_size=page_size)
+    except vtensor.InvalidArgument as error:
+        assert str(page_size) in str(error) and str(2 << 20) in str(error), error
+    else:
+        raise AssertionError(page_size)
+assert not simcuda_leaks(), simcuda_leaks()
+"""
+    ).check()
+
+
+@needs_simcuda
+def test_the_devices_memory_ends_before_the_budget():
+    run_snippet(
+        SIMULATED
+        + """
+configure(memory=8 << 21)
+pool = testing.simulated_cuda_pool(str(simcuda_library()), budget=100 << 21)
+t = quarter(pool, 5 * PER_PAGE, capacity=400); t.fill_(3)
+for i in range(3):
+    try:
+        t.extend(4 * PER_PAGE)
+    except vtensor.OutOfPages as error:
+        assert isinstance(error, MemoryError) and "memory" in str(error), error
+    else:
+        raise AssertionError("nine pages of eight")
+    assert t.length == 5 * PER_PAGE and t.eq(3).all() and pool.stats().pages_used == 5
+testing.check_invariants(pool)
+t.extend(3 * PER_PAGE)  # what is there can be had
+t.truncate(1)
+u = quarter(pool, 7 * PER_PAGE)
+assert not u.any() and t.eq(3).all()
+pool.close()
+assert not simcuda_leaks(), simcuda_leaks()
+"""
+    ).check()
