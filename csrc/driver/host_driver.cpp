@@ -150,11 +150,11 @@ class HostDriver final : public Driver {
     if (in_forked_child) return;
     const std::lock_guard lock(state_.mutex);
     const auto it = reservations_.find(range);
-    const auto [base, bytes] = it->second;
+    const Reservation freed = it->second;
     state_.mirror.provide(1);
-    const Refusal refusal = insist([&, base = base, bytes = bytes] {
+    const Refusal refusal = insist([&] {
       Refusal r = ask(Call::munmap);
-      if (!r && munmap(reinterpret_cast<void*>(base), bytes) != 0) r.error = errno;
+      if (!r && munmap(reinterpret_cast<void*>(freed.base), freed.bytes) != 0) r.error = errno;
       return r;
     });
     if (refusal) {
@@ -162,7 +162,7 @@ class HostDriver final : public Driver {
                     "freeing the addresses of " + count_of(pages, page_size_), limit_.advice());
     }
     reservations_.erase(it);
-    record([&] { state_.mirror.erase(base, base + bytes); });
+    record([&] { state_.mirror.erase(freed.base, freed.base + freed.bytes); });
   }
 
   Handle create(std::size_t n) override {
