@@ -246,3 +246,24 @@ TEST_CASE("memory is made for GPUDirect RDMA where the device supports it") {
     CHECK(SimulatedCuda::control().line(0).find(wanted) != std::string::npos);
   }
 }
+
+TEST_CASE("no call is made that the driver must refuse, up to the driver's end") {
+  {
+    Bench<SimulatedCuda> bench;
+    SimulatedCuda::control().log(1);
+    const auto handles = bench.make_handles(3, 1);
+    const Address range = bench.driver->reserve(1);
+    bench.driver->map(range, {&handles[0], 1}, Access::writable);
+    bench.driver->copy_page(handles[1], range);
+    bench.driver->unmap(range, {&handles[0], 1}, Access::writable);
+    bench.driver->free_range(range, 1);
+    bench.driver->destroy(handles[1], 1);  // a handle must not be released twice
+  }
+  const std::size_t lines = SimulatedCuda::control().log_lines();
+  CHECK(lines > 20);
+  for (std::size_t i = 0; i < lines; ++i) {
+    const std::string line = SimulatedCuda::control().line(i);
+    CAPTURE(line);
+    CHECK(line.find(") = CUDA_SUCCESS") != std::string::npos);
+  }
+}
