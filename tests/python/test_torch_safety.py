@@ -190,8 +190,8 @@ def skip_unless_built(kind):
         pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
 
 
-# On CUDA the holes between rows fault (I3): what walks a whole storage is not for views there, nor for who asks
-# the tensor for its storage.
+# On CUDA the holes between rows fault (I3): what walks a whole storage is not for views there, nor for who
+# asks the tensor for its storage.
 WALKS_STORAGE = {
     "deepcopy",
     "save_load",
