@@ -131,6 +131,11 @@ class VTensorLayer(DynamicLayer):
             raise
         return self._view(keys), self._view(values)
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether K and V lie in host memory; False before the first update."""
+        return self.owners is not None and self.owners[0].device.type == "cpu"
+
     def get_seq_length(self) -> int:
         """Tokens stored."""
         # Of two lengths, where a truncate was refused between K and V, the shorter one counts.
@@ -266,6 +271,15 @@ class VTensorCache(DynamicCache):
         self.layers = [
             VTensorLayer(max_len, pool) if type(layer) is DynamicLayer else layer for layer in self.layers
         ]
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether transformers makes a mask for steps of one token. On the host it should: without a mask,
+        transformers 5.23 has SDPA read K and V once for each query head (``enable_gqa``), which at 8k tokens
+        takes twice the time. It compiles ``generate()`` on accelerators only, where this is False."""
+        return bool(self.layers) and all(
+            isinstance(layer, VTensorLayer) and layer.is_on_host for layer in self.layers
+        )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -20,6 +20,7 @@ from vtensor.integrations.transformers import VTensorCache
 
 from tiny_models import (
     GREEDY,
+    MaskedDynamicCache,
     assert_same_content,
     assert_same_output,
     filled,
@@ -238,7 +239,9 @@ def test_out_of_pages_in_generate_leaves_cache_and_pool_usable(llama, pool_facto
         run(llama, cache, prompt(1, 60), **GREEDY)
     assert [layer.get_seq_length() for layer in cache.layers] == [64, 64]  # I8: as before that forward call
     testing.check_invariants(pool)
-    expected = run(llama, DynamicCache(config=llama.config), prompt(1, 60), do_sample=False, max_new_tokens=5)
+    expected = run(
+        llama, MaskedDynamicCache(config=llama.config), prompt(1, 60), do_sample=False, max_new_tokens=5
+    )
     cache.reset()
     got = run(llama, cache, prompt(1, 60), do_sample=False, max_new_tokens=5)
     assert_same_output(got, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
 from vtensor.integrations.transformers import VTensorCache
 
 VOCAB = 97
@@ -21,6 +22,15 @@ SIZES = {
     "pad_token_id": 0,
 }
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
+
+
+class MaskedDynamicCache(DynamicCache):
+    """A DynamicCache that asks transformers for a mask where VTensorCache does: one attention kernel reads
+    both, and they can be compared bit for bit."""
+
+    @property
+    def is_compileable(self) -> bool:
+        return bool(self.layers) and all(type(x) is DynamicLayer and x.is_initialized for x in self.layers)
 
 
 def make_llama(attention: str, **changes) -> LlamaForCausalLM:
@@ -67,7 +77,7 @@ def states(batch=1, new=1, seed=0, head_dim=16):
 
 def filled(config, pool, batch=2, length=70, max_len=256):
     """A VTensorCache and a DynamicCache of the same content."""
-    ours, theirs = VTensorCache(config, max_len, pool), DynamicCache(config=config)
+    ours, theirs = VTensorCache(config, max_len, pool), MaskedDynamicCache(config=config)
     for layer in range(2):
         for cache in (ours, theirs):
             cache.update(*states(batch, length, seed=layer), layer)
