@@ -114,7 +114,13 @@ DriverError CudaDriver::refusal(const char* operation, Call call, CUresult code)
 
 void CudaDriver::open(const CudaOptions& options) {
   traits_.device = {options.memory_is_host_memory ? 1 : 2, options.device};
-  require("open", cuda_.cuInit, 0u);
+  const CUresult started = call(cuda_.cuInit, 0u);
+  if (started != CUDA_SUCCESS) {
+    throw DriverError("cuInit", started, cuda_.name_of(started),
+                      "[Pool] a CUDA device was asked for, cuInit answered " +
+                          cuda_.name_of(started) + " (" + std::to_string(started) +
+                          "): check nvidia-smi and CUDA_VISIBLE_DEVICES, or use device=\"cpu\"");
+  }
   int count = 0;
   require("open", cuda_.cuDeviceGetCount, &count);
   if (options.device < 0 || options.device >= count) {

@@ -201,7 +201,7 @@ TEST_CASE("what cannot be opened says why") {
   check_refused<DriverError>(options(), "cuDeviceGetAttribute", "virtual memory management");
   SimulatedCuda::control().reset();
   SimulatedCuda::control().configure("devices", 0);
-  check_refused<DriverError>(options(), "cuInit", "CUDA_ERROR_NO_DEVICE");
+  check_refused<DriverError>(options(), "cuInit", "CUDA_ERROR_NO_DEVICE (100): check nvidia-smi");
 }
 
 TEST_CASE("opening that is refused at any call leaves nothing") {  // I8, I14
