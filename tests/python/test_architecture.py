@@ -162,6 +162,4 @@ def test_words() -> None:
         for identifier in identifiers:
             if words_of(identifier) & BANNED_WORDS:
                 wrong.append(f"{name(path)}: {identifier}")
-    assert not wrong, (
-        "the words for memory are page, page handle, row, slot, address range"
-    )
+    assert not wrong, "the words for memory are page, page handle, row, slot, address range"
