@@ -30,7 +30,7 @@ void MappingMirror::provide(std::size_t operations) {
   const std::size_t needed = operations * kEntriesPerOperation;
   if (spares_.size() >= needed) return;
   spares_.reserve(needed);
-  Set maker;
+  Set maker(&nodes_);
   while (spares_.size() < needed) {
     spares_.push_back(maker.extract(maker.emplace().first));
   }

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory_resource>
 #include <set>
 #include <vector>
 
@@ -70,14 +71,15 @@ class MappingMirror {
     bool operator()(Address a, const Entry& b) const { return a < b.mapping.begin; }
     bool operator()(const Entry& a, Address b) const { return a.mapping.begin < b; }
   };
-  using Set = std::set<Entry, ByAddress>;
+  using Set = std::pmr::set<Entry, ByAddress>;
 
   Set::iterator first_ending_after(Address at) const;
   Set::iterator carve(Address begin, Address end) noexcept;
   Set::iterator insert(Set::iterator hint, const KernelMapping& mapping) noexcept;
   Set::iterator remove(Set::iterator it) noexcept;
 
-  Set mappings_;
+  std::pmr::unsynchronized_pool_resource nodes_;  // many small nodes, made in bulk
+  Set mappings_{&nodes_};
   Set::iterator recent_ = mappings_.end();  // where the next operation probably is
   std::vector<Set::node_type> spares_;
 };

@@ -138,9 +138,7 @@ TEST_CASE_FIXTURE(HostFixture,
               [&] { driver->zero(range, kPage); },
               [&] { driver->copy_page(h + 1, range); },
               [&] { driver->populate(range, 1); },
-              [&] {
-                driver->find_parted(range, {&parted, 1});
-              },
+              [&] { driver->find_parted(range, {&parted, 1}); },
               [&] { make_host_driver(HostOptions{}); },
           });
           if (allowed != -1) return 10 + allowed;
@@ -198,6 +196,7 @@ TEST_CASE_FIXTURE(HostFixture, "what cannot be isolated is taken away from the c
 TEST_CASE("forks beside threads that map and unmap find every driver whole") {
   std::array<std::unique_ptr<Driver>, 2> drivers;
   for (auto& driver : drivers) driver = make_host_driver({.page_size = 4096});
+  constexpr std::size_t kBytes = std::size_t{64} * 4096;
   std::array<Address, 2> ranges;
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
@@ -219,7 +218,7 @@ TEST_CASE("forks beside threads that map and unmap find every driver whole") {
     wrong += in_child([&] {
                int shared = 0;
                for (const Address range : ranges)
-                 shared += memfd_mappings(range, 64 * 4096, "rw-s") != 0;
+                 shared += memfd_mappings(range, kBytes, "rw-s") != 0;
                return shared;
              }) != 0;
   }

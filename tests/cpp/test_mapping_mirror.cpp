@@ -2,7 +2,6 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <sys/mman.h>
 
-#include <optional>
 #include <random>
 
 #include "driver/mapping_mirror.h"
@@ -22,22 +21,22 @@ class Model {
   void assign(std::size_t first, std::size_t units, MappingKind kind, std::uint64_t offset) {
     ++last_made_;
     for (std::size_t i = 0; i < units; ++i) {
-      cells_[first + i] = {{kind, kind == MappingKind::hole ? 0 : offset + i * kUnit,
-                            kind == MappingKind::guarded ? last_made_ : 0}};
+      cells_[first + i] = {true, kind, kind == MappingKind::hole ? 0 : offset + i * kUnit,
+                           kind == MappingKind::guarded ? last_made_ : 0};
     }
   }
   void erase(std::size_t first, std::size_t units) {
-    for (std::size_t i = 0; i < units; ++i) cells_[first + i].reset();
+    for (std::size_t i = 0; i < units; ++i) cells_[first + i] = {};
   }
 
   std::vector<KernelMapping> mappings() const {
     std::vector<KernelMapping> found;
     for (std::size_t i = 0; i < cells_.size(); ++i) {
-      if (!cells_[i]) continue;
-      if (i > 0 && cells_[i - 1] && follows(*cells_[i - 1], *cells_[i])) {
+      if (!cells_[i].there) continue;
+      if (i > 0 && follows(cells_[i - 1], cells_[i])) {
         found.back().bytes += kUnit;
       } else {
-        found.push_back({kBase + i * kUnit, kUnit, cells_[i]->offset, cells_[i]->kind});
+        found.push_back({kBase + i * kUnit, kUnit, cells_[i].offset, cells_[i].kind});
       }
     }
     return found;
@@ -45,16 +44,17 @@ class Model {
 
  private:
   struct Cell {
-    MappingKind kind;
-    std::uint64_t offset;
-    int made;
+    bool there = false;
+    MappingKind kind = MappingKind::hole;
+    std::uint64_t offset = 0;
+    int made = 0;
   };
   static bool follows(const Cell& a, const Cell& b) {
-    return a.kind == b.kind && a.made == b.made &&
+    return a.there && a.kind == b.kind && a.made == b.made &&
            (a.kind == MappingKind::hole || a.offset + kUnit == b.offset);
   }
 
-  std::vector<std::optional<Cell>> cells_;
+  std::vector<Cell> cells_;
   int last_made_ = 0;
 };
 
@@ -86,8 +86,8 @@ TEST_CASE("the mirror agrees with a plain model") {
       } else {
         const auto kind = static_cast<MappingKind>(below(3));
         // Often what would stand there if all were mapped in order, so that neighbours merge.
-        const std::uint64_t offset =
-            kind == MappingKind::hole ? 0 : (first + 100 * (below(4) == 0)) * kUnit;
+        const std::size_t moved = below(4) == 0 ? 100 : 0;
+        const std::uint64_t offset = kind == MappingKind::hole ? 0 : (first + moved) * kUnit;
         mirror.assign({begin, end - begin, offset, kind});
         model.assign(first, units, kind, offset);
       }
@@ -131,7 +131,7 @@ TEST_CASE("the kernel holds as many mappings as the mirror says") {
   MappingMirror mirror;
   mirror.provide(1);
   mirror.assign({begin, kUnits * unit, 0, MappingKind::hole});
-  std::mt19937 random(1);
+  std::minstd_rand random;
   for (int step = 0; step < 500; ++step) {
     CAPTURE(step);
     const std::size_t first = random() % kUnits;
