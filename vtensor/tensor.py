@@ -155,8 +155,8 @@ class VTensor(torch.Tensor):
     def reindex(self, index: Sequence[int] | torch.Tensor) -> VTensor:
         """Makes this tensor what ``self[index]`` is along dimension 0, by remapping pages; returns the tensor.
 
-        Rows that several entries name share their pages copy-on-write. The address stays where the number of rows
-        does and no view holds the present extent; otherwise the rows move to a fresh range.
+        Rows that several entries name share their pages copy-on-write. On the host the address stays where the
+        number of rows does and no view holds the present extent; otherwise the rows move to a fresh range.
 
         Args:
             index: integers in ``[-size(0), size(0))``, any number of them from 1. Needs ``grow_dim > 0``.

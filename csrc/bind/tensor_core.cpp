@@ -432,7 +432,8 @@ void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index
   const std::size_t phase = phase_of_first();
   try {
     nb::gil_scoped_release released;
-    if (rows.size() == buffer_->shape().rows && !buffer_->published()) {
+    const bool in_place = rows.size() == buffer_->shape().rows && buffer_->pool()->traits().remaps_in_one_step;
+    if (in_place && !buffer_->published()) {
       buffer_->reindex("VTensor.reindex", rows);
     } else {
       RowShape shape = row_shape(spec_.capacity, phase);

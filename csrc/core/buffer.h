@@ -81,7 +81,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // in both unless `exclusive`, which is for an owner who leaves this buffer and that no generation covers.
   std::shared_ptr<Buffer> share(const char* operation, const RowShape& shape, std::span<const std::size_t> rows,
                                 bool exclusive);
-  // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive.
+  // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive, and a driver that
+  // remaps in one step, because a page that cannot be put back would leave the owner without it.
   void reindex(const char* operation, std::span<const std::size_t> rows);
   // The owner leaves: pages and addresses go as the generations over them end. Never blocks, never throws (I11);
   // once the lock was free, it has happened. To be called once.

@@ -37,9 +37,10 @@ struct DriverTraits {
   std::size_t page_size;           // bytes; the unit of everything below
   std::size_t granularity;         // the driver's smallest page, bytes
   std::size_t available;           // bytes a pool may take by default
-  bool adjacent_handles;           // h and h + 1 at neighbouring pages merge into one kernel mapping
-  bool created_zero;               // memory behind a handle reads as zeros until first written
-  bool parts_on_write;             // a write to a guarded page parts it silently, instead of faulting
+  bool adjacent_handles = false;   // h and h + 1 at neighbouring pages merge into one kernel mapping
+  bool created_zero = false;       // memory behind a handle reads as zeros until first written
+  bool parts_on_write = false;     // a write to a guarded page parts it silently, instead of faulting
+  bool remaps_in_one_step = false; // remap never leaves a page unmapped, whatever is refused
 };
 
 class Driver {

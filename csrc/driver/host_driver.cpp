@@ -102,7 +102,8 @@ class HostDriver final : public Driver {
                .available = available_host_memory() / page_size_ * page_size_,
                .adjacent_handles = true,
                .created_zero = true,
-               .parts_on_write = true};
+               .parts_on_write = true,
+               .remaps_in_one_step = true};
   }
 
   ~HostDriver() override { limit_.add(-static_cast<std::ptrdiff_t>(state_.mirror.size())); }
@@ -119,7 +120,7 @@ class HostDriver final : public Driver {
 
     const std::lock_guard lock(state_.mutex);
     limit_.admit(1);
-    state_.mirror.provide(1);
+    state_.mirror.provide(2);
     const auto reservation = reservations_.try_emplace(0).first;
     Refusal refusal = ask(Call::mmap);
     void* start = nullptr;
@@ -151,7 +152,7 @@ class HostDriver final : public Driver {
     const std::lock_guard lock(state_.mutex);
     const auto it = reservations_.find(range);
     const Reservation freed = it->second;
-    state_.mirror.provide(1);
+    state_.mirror.provide(2);
     const Refusal refusal = insist([&] {
       Refusal r = ask(Call::munmap);
       if (!r && munmap(reinterpret_cast<void*>(freed.base), freed.bytes) != 0) r.error = errno;
@@ -199,7 +200,7 @@ class HostDriver final : public Driver {
     const std::lock_guard lock(state_.mutex);
     const std::size_t runs = count_runs(handles);
     admit(at, handles.size(), runs);
-    state_.mirror.provide(runs + 1);
+    state_.mirror.provide((runs + 1) + 2);
     const Progress progress = map_runs(at, handles, access);
     if (!progress.refusal) return;
     const DriverError cause =
@@ -214,7 +215,7 @@ class HostDriver final : public Driver {
   void unmap(Address at, std::span<const Handle> handles, Access access) override {
     if (in_forked_child || handles.empty()) return;
     const std::lock_guard lock(state_.mutex);
-    state_.mirror.provide(1 + count_runs(handles));
+    state_.mirror.provide(2 + 2 * count_runs(handles));
     const Refusal refusal = place_hole(at, handles.size());
     if (!refusal) return;
     const DriverError cause =
@@ -231,7 +232,7 @@ class HostDriver final : public Driver {
     const std::lock_guard lock(state_.mutex);
     const std::size_t runs = count_runs(to);
     admit(at, to.size(), runs);
-    state_.mirror.provide(runs + count_runs(from));
+    state_.mirror.provide((runs + 1) + 2 * count_runs(from));
     const Progress progress = map_runs(at, to, to_access);
     if (!progress.refusal) return;
     const DriverError cause =
