@@ -6,8 +6,6 @@
 namespace vtensor {
 namespace {
 
-// An assign strictly inside one mapping leaves three where there was one.
-constexpr std::size_t kEntriesPerOperation = 2;
 constexpr std::size_t kSparesKept = 1024;
 
 // Whether the kernel makes one mapping of `a` and `b`.
@@ -26,14 +24,11 @@ KernelMapping rest_of(const KernelMapping& mapping, Address begin) {
 
 }  // namespace
 
-void MappingMirror::provide(std::size_t operations) {
-  const std::size_t needed = operations * kEntriesPerOperation;
-  if (spares_.size() >= needed) return;
-  spares_.reserve(needed);
+void MappingMirror::provide(std::size_t entries) {
+  if (spares_.size() >= entries) return;
+  spares_.reserve(entries);
   Set maker(&nodes_);
-  while (spares_.size() < needed) {
-    spares_.push_back(maker.extract(maker.emplace().first));
-  }
+  while (spares_.size() < entries) spares_.push_back(maker.extract(maker.emplace().first));
 }
 
 void MappingMirror::assign(const KernelMapping& mapping) noexcept {
@@ -106,10 +101,10 @@ MappingMirror::Set::iterator MappingMirror::carve(Address begin, Address end) no
 
 MappingMirror::Set::iterator MappingMirror::insert(Set::iterator hint,
                                                    const KernelMapping& mapping) noexcept {
-  auto node = std::move(spares_.back());
+  spares_.back().value().mapping = mapping;
+  const auto inserted = mappings_.insert(hint, std::move(spares_.back()));
   spares_.pop_back();
-  node.value().mapping = mapping;
-  return mappings_.insert(hint, std::move(node));
+  return inserted;
 }
 
 // Returns the mapping behind it.

@@ -37,8 +37,9 @@ class MappingMirror {
   MappingMirror(const MappingMirror&) = delete;
   MappingMirror& operator=(const MappingMirror&) = delete;
 
-  // Allocates what `operations` calls of `assign` or `erase` may need.
-  void provide(std::size_t operations);
+  // Allocates `entries` ahead. An operation takes two at most, and one at most where it starts at
+  // the end of the operation before.
+  void provide(std::size_t entries);
 
   // Records that `mapping` was made, whatever was there before. Requires: bytes > 0, and `provide`.
   void assign(const KernelMapping& mapping) noexcept;
