@@ -1,9 +1,10 @@
-"""Releases of torch without DLPack's C exchange API (before 2.10): tensors are read by their Python attributes."""
+"""Releases of torch without DLPack's C exchange API (before 2.10): tensors are read by attributes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
 import vtensor
 from vtensor import _core, testing
 
@@ -15,9 +16,10 @@ def without_exchange_api():
     _core.use_exchange_api(True)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool]
-)
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tensor_lives_as_with_it(dtype):
     pool = vtensor.Pool("cpu", page_size=4096)
     x = torch.randint(0, 2, (2, 700, 3)).to(dtype)
