@@ -117,7 +117,7 @@ def test_an_operation_refused_at_any_call_happens_whole_or_not_at_all(pool_facto
 
 
 @pytest.mark.xfail(
-    run=False, reason="a closed tensor with quarantined pages leaves the pool a dangling buffer"
+    run=False, reason="a buffer kept for its quarantined pages keeps its pool, which then never ends (I14)"
 )
 @pytest.mark.seconds(300)
 @pytest.mark.parametrize("arrange", [grow, fork, own, reindex], ids=lambda f: f.__name__)
