@@ -18,8 +18,8 @@ from vtensor import testing
 KINDS = ("host", "simcuda")
 TEST_SECONDS = 120
 
-# "ci" gives the same examples each time, and a failure as it was found; VTENSOR_HYPOTHESIS=soak looks for new ones,
-# and for the shortest that fails, for as long as it takes.
+# "ci" gives the same examples each time, and a failure as it was found; VTENSOR_HYPOTHESIS=soak looks for new
+# ones, and for the shortest that fails, for as long as it takes.
 settings.register_profile(
     "ci",
     derandomize=True,
