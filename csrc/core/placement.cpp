@@ -6,12 +6,16 @@ namespace vtensor {
 
 Page* Placement::new_record(Handle handle) {
   Page* page;
-  if (spare_.empty()) {
-    page = &records_.emplace_back();
-  } else {
+  if (!spare_.empty()) {
     page = spare_.back();
     spare_.pop_back();
     *page = Page{};
+  } else {
+    if (records_used_ == kRecordsAtOnce) {
+      records_.push_back(std::make_unique<Page[]>(kRecordsAtOnce));
+      records_used_ = 0;
+    }
+    page = &records_.back()[records_used_++];
   }
   page->handle = handle;
   return page;

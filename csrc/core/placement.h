@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <list>
 #include <memory>
 #include <vector>
@@ -53,7 +52,9 @@ class Placement {
   void recycle_record(Page* page) { spare_.push_back(page); }
 
  private:
-  std::deque<Page> records_;
+  static constexpr std::size_t kRecordsAtOnce = 256;
+  std::vector<std::unique_ptr<Page[]>> records_;
+  std::size_t records_used_ = kRecordsAtOnce;  // of the last array
   std::vector<Page*> spare_;
 };
 
