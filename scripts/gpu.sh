@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # gpu.sh: builds vtensor with this machine's own Python (PYTHON3=, default python3), which has PyTorch,
-# nanobind, scikit-build-core, cmake and ninja; downloads nothing. Then runs the GPU tests, and keeps what
-# they print under $OUT, or benchmarks/results where OUT is not set.
+# nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. Then runs the GPU tests and, where
+# there is a GPU, the benchmarks on it; keeps what they print under $OUT, or benchmarks/results where OUT is
+# not set.
 source "$(dirname "$0")/lib.sh"
 
 python=$(command -v "${PYTHON3:-python3}") || die "no ${PYTHON3:-python3}: name a Python with PYTHON3="
@@ -26,7 +27,15 @@ gpu_tests() {
   mkdir -p "$results"
   "$python" -m pytest -ra tests/gpu 2>&1 | tee "$results/gpu-tests.txt"
 }
+has_gpu() {
+  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+}
+gpu_benchmarks() {
+  "$python" -m benchmarks --device cuda --json "$results/benchmarks-cuda.json" |
+    tee "$results/benchmarks-cuda.txt"
+}
 
 step "Python" check_machine
 step "Offline build" build
 step "GPU tests" gpu_tests
+if has_gpu; then step "GPU benchmarks" gpu_benchmarks; fi
