@@ -4,30 +4,10 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <memory_resource>
-#include <set>
-#include <vector>
 
-#include "driver/driver.h"
+#include "driver/mapping_sequence.h"
 
 namespace vtensor {
-
-enum class MappingKind : std::uint8_t {
-  hole,      // reserved, nothing mapped
-  writable,  // shared mapping of the memfd
-  guarded,   // private mapping of the memfd
-};
-
-struct KernelMapping {
-  Address begin;
-  std::size_t bytes;
-  std::uint64_t offset;  // in the memfd; 0 for holes
-  MappingKind kind;
-
-  Address end() const { return begin + bytes; }
-  friend bool operator==(const KernelMapping&, const KernelMapping&) = default;
-};
 
 // Not thread safe. `provide` allocates ahead, so that `assign` and `erase` cannot fail once the
 // kernel has been told.
@@ -55,34 +35,15 @@ class MappingMirror {
   // In the order of addresses.
   template <typename Visit>
   void for_each(Visit visit) const {
-    for (const Entry& entry : mappings_) visit(entry.mapping);
+    for (auto at = mappings_.begin(); at != mappings_.end(); at = mappings_.next(at)) visit(mappings_[at]);
   }
 
  private:
-  // Bounds move in place where that keeps the order, which spares the tree a removal and an
-  // insertion.
-  struct Entry {
-    mutable KernelMapping mapping;
-  };
-  struct ByAddress {
-    using is_transparent = void;
-    bool operator()(const Entry& a, const Entry& b) const {
-      return a.mapping.begin < b.mapping.begin;
-    }
-    bool operator()(Address a, const Entry& b) const { return a < b.mapping.begin; }
-    bool operator()(const Entry& a, Address b) const { return a.mapping.begin < b; }
-  };
-  using Set = std::pmr::set<Entry, ByAddress>;
+  using Position = MappingSequence::Position;
 
-  Set::iterator first_ending_after(Address at) const;
-  Set::iterator carve(Address begin, Address end) noexcept;
-  Set::iterator insert(Set::iterator hint, const KernelMapping& mapping) noexcept;
-  Set::iterator remove(Set::iterator it) noexcept;
+  Position carve(Address begin, Address end) noexcept;
 
-  std::pmr::unsynchronized_pool_resource nodes_;  // many small nodes, made in bulk
-  Set mappings_{&nodes_};
-  Set::iterator recent_ = mappings_.end();  // where the next operation probably is
-  std::vector<Set::node_type> spares_;
+  MappingSequence mappings_;
 };
 
 }  // namespace vtensor
