@@ -115,7 +115,7 @@ def test_wheel_builds_offline(tmp_path: Path) -> None:
         [
             *[sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"],
             # Unoptimised: what is in the wheel is asked here, not how fast it is.
-            *["-C", "cmake.build-type=Debug", "-w", str(tmp_path), str(sources)],
+            *["--config-settings=cmake.build-type=Debug", "-w", str(tmp_path), str(sources)],
         ],
         cwd=tmp_path,
         env={**os.environ, "HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere, "ALL_PROXY": nowhere},
