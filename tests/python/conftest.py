@@ -26,8 +26,8 @@ settings.register_profile(
     deadline=None,
     database=None,
     phases=[Phase.explicit, Phase.generate],
-    max_examples=120,
-    stateful_step_count=40,
+    max_examples=100,
+    stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )
 settings.register_profile(

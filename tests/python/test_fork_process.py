@@ -116,6 +116,32 @@ def child():
     )
 
 
+def test_the_childs_writes_stay_in_the_child_where_the_parent_could_not_guard_its_pages():
+    run_snippet(
+        PARENT
+        + """
+with testing.fail_after(pool, 0, 1000):
+    pid = os.fork()
+if pid == 0:
+    try:
+        assert contents()
+        t.fill_(1); view[:, 1] = 2; parent_of.zero_(); shared.add_(1); orphan.zero_()
+        assert t[0, 0].eq(1).all() and view[:, 1].eq(2).all() and shared.eq(7).all() and not parent_of.any()
+    except BaseException:
+        import traceback
+        traceback.print_exc(); sys.stderr.flush()
+        os._exit(70)
+    os._exit(0)
+assert reap(pid) == 0
+go_on()
+for x in (t, parent_of, shared, default): x.close()
+view = array = orphan = None
+assert pool.stats().pages_used == 0
+pool.close()
+"""
+    ).check()
+
+
 def test_the_parents_writes_stay_in_the_parent():
     run_snippet(
         PARENT
