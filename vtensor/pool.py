@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -216,14 +217,22 @@ class Pool:
             raise VTensorError(
                 "[Pool.close] this process was forked from the one that made the pool: close it there"
             )
-        if self._closed:
+        self._closed = True  # nothing new from here on
+        core = self._core
+        if isinstance(core, _core.ClosedPool):
             return
-        self._closed = True
+        first: BaseException | None = None
         for entry in list(self._tensors):
-            entry.close()
-        self._core.trim()
-        if isinstance(self._core, _core.PagePool):
-            self._core = _core.ClosedPool(self._core)
+            try:
+                entry.close()
+            except VTensorError as error:
+                first = first or error
+        if first is not None:
+            raise first  # what could be closed is; a second call closes the rest
+        try:
+            core.trim()
+        finally:
+            self._core = _core.ClosedPool(core)
 
     def __enter__(self) -> Pool:
         return self
@@ -306,4 +315,5 @@ def _close_pools() -> None:
     if _core.in_forked_child():
         return
     for pool in list(_pools):
-        pool.close()
+        with suppress(VTensorError):  # the process ends: the others are to be closed all the same
+            pool.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -56,7 +57,12 @@ class VTensor(torch.Tensor):
             DriverError: a driver call was refused.
             InvalidArgument: ``n`` is negative.
         """
-        self._core.extend(self, n)
+        try:
+            if self._core.extend(self, n):
+                _watch_writes(self)
+        except BaseException:
+            _watch_writes(self)
+            raise
         return self
 
     def prepare(self, n: int) -> VTensor:
@@ -83,7 +89,12 @@ class VTensor(torch.Tensor):
             InvalidArgument: another dtype, device or shape, or a source that requires grad outside ``no_grad``.
             CapacityExceeded, OutOfPages, DriverError: as for :meth:`extend`.
         """
-        self._core.append(self, x)
+        try:
+            if self._core.append(self, x):
+                _watch_writes(self)
+        except BaseException:
+            _watch_writes(self)
+            raise
         return self
 
     def shrink(self, n: int, front: bool = False) -> VTensor:
@@ -117,7 +128,8 @@ class VTensor(torch.Tensor):
             CapacityExceeded: ``capacity`` is below the length, or passes the address space.
             OutOfPages, DriverError: as for :meth:`fork`.
         """
-        core = self._core.reallocate(self, capacity)
+        with _watched(self):
+            core = self._core.reallocate(self, capacity)
         moved = _wrap(core, self._pool, self.dtype, core.length)
         self.__class__ = _ClosedVTensor
         return moved
@@ -134,9 +146,9 @@ class VTensor(torch.Tensor):
             OutOfPages: pages that writes have parted since the last fork do not fit the budget.
             DriverError: a driver call was refused.
         """
-        forked = _wrap(self._core.fork(self), self._pool, self.dtype, self.length)
-        _watch_writes(self)
-        return forked
+        with _watched(self):
+            core = self._core.fork(self)
+        return _wrap(core, self._pool, self.dtype, core.length)
 
     def own(self, start: int, stop: int) -> VTensor:
         """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of this
@@ -148,8 +160,8 @@ class VTensor(torch.Tensor):
             InvalidArgument: not ``0 <= start <= stop <= length``.
             OutOfPages, DriverError: nothing was changed.
         """
-        self._core.own(self, start, stop)
-        _watch_writes(self)
+        with _watched(self):
+            self._core.own(self, start, stop)
         return self
 
     def reindex(self, index: Sequence[int] | torch.Tensor) -> VTensor:
@@ -165,9 +177,11 @@ class VTensor(torch.Tensor):
             InvalidArgument: an index out of range, none, or ``grow_dim == 0``.
             OutOfPages, DriverError: nothing was changed.
         """
+        if isinstance(index, torch.Tensor) and (index.dtype == torch.bool or index.is_floating_point()):
+            raise InvalidArgument(f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does")
         rows: Iterable[int] = index.tolist() if isinstance(index, torch.Tensor) else index
-        self._core.reindex(self, list(rows))
-        _watch_writes(self)
+        with _watched(self):
+            self._core.reindex(self, list(rows))
         return self
 
     # -- reading
@@ -338,7 +352,7 @@ class _ClosedVTensor(VTensor):
 
 def _watch_writes(tensor: VTensor) -> None:
     """Lets torch's writes to `tensor` through `GuardedVTensor` where a shared page would fault, and only there."""
-    if tensor._pool._core.parts_on_write:
+    if tensor._pool._core.parts_on_write or tensor._core.closed:
         return
     if not tensor._core.shares_pages:
         tensor.__class__ = VTensor
@@ -346,6 +360,15 @@ def _watch_writes(tensor: VTensor) -> None:
     from vtensor._guarded import GuardedVTensor  # costs an import that only CUDA tensors with shared pages need
 
     tensor.__class__ = GuardedVTensor
+
+
+@contextmanager
+def _watched(tensor: VTensor) -> Iterator[None]:
+    """Around what may share or part pages, and may have done so when it raises."""
+    try:
+        yield
+    finally:
+        _watch_writes(tensor)
 
 
 def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -> VTensor:
@@ -456,6 +479,10 @@ def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:
     return grow_dim % len(sizes)
 
 
+def _same_device(asked: torch.device, of_pool: torch.device) -> bool:
+    return asked.type == of_pool.type and (asked.index is None or asked.index == (of_pool.index or 0))
+
+
 def _make(
     sizes: Sequence[int | Sequence[int]],
     grow_dim: int,
@@ -479,7 +506,7 @@ def _make(
         raise InvalidArgument(f"[empty] dtype is {dtype!r}: give a torch.dtype that is not quantized")
     if pool is None:
         pool = default_pool("cpu" if device is None else device)
-    elif device is not None and torch.device(device).type != pool.device.type:
+    elif device is not None and not _same_device(torch.device(device), pool.device):
         raise InvalidArgument(f"[empty] device is {device}, the pool's {pool.device}: leave one of them out")
     core = _core.TensorCore(
         pool=pool._open_core("empty"),

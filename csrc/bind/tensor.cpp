@@ -53,6 +53,8 @@ std::int64_t integer(nb::handle value) {
 }  // namespace
 
 void bind_tensor(nb::module_& module) {
+  TorchFace::get();  // now, because another thread could not wait for it without letting the GIL go
+
   nb::class_<PageRecord>(module, "PageRecord", "What stands behind one slot of one row of a VTensor.")
       .def_ro("row", &PageRecord::row)
       .def_ro("index", &PageRecord::index)

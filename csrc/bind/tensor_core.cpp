@@ -87,8 +87,9 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec) :
   use(std::move(buffer));
 }
 
-TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length)
-    : spec_(std::move(spec)), positions_{0, length}, high_water_(length) {
+TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool foreign)
+    : spec_(std::move(spec)), positions_{0, length} {
+  if (foreign || spec_.zeroed) stale_until_ = buffer->reach(positions_);
   use(std::move(buffer));
 }
 
@@ -100,7 +101,7 @@ RowShape TensorCore::row_shape(std::size_t capacity, std::size_t phase) const {
   const std::span<const std::int64_t> sizes(spec_.sizes);
   const auto item = checked_multiply(product(sizes.subspan(spec_.grow_dim + 1)), spec_.item_size);
   if (!item) throw CapacityExceeded("[empty] sizes " + shape_text(sizes) + " overflow: lower them");
-  return {product(sizes.first(spec_.grow_dim)), *item, capacity, phase};
+  return {product(sizes.first(spec_.grow_dim)), *item, capacity, phase, spec_.zeroed};
 }
 
 std::size_t TensorCore::phase_of_first() const {
@@ -206,31 +207,35 @@ void TensorCore::require_room(const char* operation, std::size_t n) const {
                          ": make it with a larger capacity=, or move it with t.reallocate(capacity)");
 }
 
-// Adds `n` positions. `fill(start)` writes them before torch is told of them. Whole or nothing.
+// What of `added` positions must be zeroed: of a forked tensor what its parent had truncated, of one made by zeros()
+// also what it had itself there.
+Interval TensorCore::stale_in(Interval added) const {
+  if (buffer_->pool()->zero_policy() == ZeroPolicy::never) return spec_.zeroed ? added : Interval{};
+  return intersection(added, {0, stale_until_});
+}
+
+// Adds `n` positions. `fill(start)` writes them before torch is told of them. Whole or nothing. True where the tensor
+// moved.
 template <typename Fill>
-void TensorCore::grow(nb::handle self, const char* operation, std::size_t n, bool populate, Fill fill) {
+bool TensorCore::grow(nb::handle self, const char* operation, std::size_t n, bool populate, Fill fill) {
   require_room(operation, n);
-  if (n == 0) return;
+  if (n == 0) return false;
   if (positions_.end + n > spec_.capacity) {
     move_to_front(self, operation, n, populate);
     fill(positions_.end - n);
-    return;
+    return true;
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
-  const bool within = !before.empty() && buffer_->grow_within(after);
+  const Interval stale = stale_in({before.end, after.end});
+  const bool within = stale.empty() && !before.empty() && buffer_->grow_within(after);
   if (!within) {
     const std::string name = name_of(operation);
     nb::gil_scoped_release released;
-    buffer_->grow(name.c_str(), after, populate);
+    buffer_->grow(name.c_str(), after, populate, stale);
   }
   positions_ = after;
   try {
-    if (spec_.zeroed) {
-      // Above the high water a page is as the pool's policy left it
-      const bool clean = buffer_->pool()->zero_policy() != ZeroPolicy::never;
-      buffer_->zero({before.end, clean ? std::max(before.end, std::min(after.end, high_water_)) : after.end});
-    }
     fill(before.end);
     if (within) {
       TorchFace::get().as_strided(self, sizes(length()), strides_);
@@ -242,13 +247,16 @@ void TensorCore::grow(nb::handle self, const char* operation, std::size_t n, boo
     buffer_->retract(before);
     throw;
   }
-  high_water_ = std::max(high_water_, after.end);
+  if (spec_.zeroed) stale_until_ = std::max(stale_until_, after.end);
+  return false;
 }
 
 // Moves the tensor to the start of a fresh range, which gives back what front shrinks used up, and adds `n`.
 void TensorCore::move_to_front(nb::handle self, const char* operation, std::size_t n, bool populate) {
   const std::string name = name_of(operation);
   const std::size_t length = positions_.size();
+  // Of a tensor made by zeros() all that is new; else what the pages hold of a parent's, now counted from the front.
+  const std::size_t stale = spec_.zeroed ? length + n : stale_until_ - std::min(stale_until_, positions_.begin);
   detach(self);
   std::shared_ptr<Buffer> moved;
   try {
@@ -259,7 +267,7 @@ void TensorCore::move_to_front(nb::handle self, const char* operation, std::size
     moved = buffer_->share(name.c_str(), shape, rows, !buffer_->published());
     try {
       moved->grow(name.c_str(), {0, length + n}, populate);
-      if (spec_.zeroed) moved->zero({length, length + n});
+      moved->zero({length, std::max(length, std::min(length + n, stale))});
     } catch (...) {
       moved->abandon();
       throw;
@@ -271,7 +279,7 @@ void TensorCore::move_to_front(nb::handle self, const char* operation, std::size
   buffer_->abandon();
   use(std::move(moved));
   positions_ = {0, length + n};
-  high_water_ = length + n;
+  stale_until_ = stale;
   publish(self);
 }
 
@@ -281,17 +289,17 @@ void TensorCore::check_room(std::int64_t n) {
   require_room("prepare", static_cast<std::size_t>(n));
 }
 
-void TensorCore::extend(nb::handle self, std::int64_t n) {
+bool TensorCore::extend(nb::handle self, std::int64_t n) {
   Operation operation(*this, "extend", self);
   if (n < 0) refuse("extend", "n is " + std::to_string(n) + ": it must be at least 0; t.shrink(n) makes it shorter");
-  grow(self, "extend", static_cast<std::size_t>(n), false, [](std::size_t) {});
+  return grow(self, "extend", static_cast<std::size_t>(n), false, [](std::size_t) {});
 }
 
 // Copies `n` positions at `start` by memcpy; false where the source's layout or size asks for torch's copy.
 bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::size_t n) {
   const RowShape& shape = buffer_->shape();
   const std::size_t bytes = n * shape.item_bytes;
-  if (source.device.type != 1 || buffer_->pool()->traits().device.type != 1 || shape.rows * bytes > kMemcpyLimit) {
+  if (!source.data || source.device.type != 1 || buffer_->pool()->traits().device.type != 1 || shape.rows * bytes > kMemcpyLimit) {
     return false;
   }
   std::int64_t dense = 1;
@@ -313,7 +321,7 @@ bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::si
   return true;
 }
 
-void TensorCore::append(nb::handle self, nb::handle source) {
+bool TensorCore::append(nb::handle self, nb::handle source) {
   TorchFace& torch = TorchFace::get();
   Operation operation(*this, "append", self);
   if (!torch.is_tensor(source)) refuse("append", "need a torch.Tensor: torch.as_tensor(x) makes one");
@@ -355,8 +363,9 @@ void TensorCore::append(nb::handle self, nb::handle source) {
   }
   const std::size_t before = length();
   bool copied = n == 0;
-  grow(self, "append", n, true, [&](std::size_t start) { copied = resolved && fill_from(from, start, n); });
-  if (copied) return;
+  const bool moved =
+      grow(self, "append", n, true, [&](std::size_t start) { copied = resolved && fill_from(from, start, n); });
+  if (copied) return moved;
   try {
     torch.copy_into(self, spec_.grow_dim, before, n, kept);
   } catch (...) {
@@ -365,6 +374,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
     reshape(self);
     throw;
   }
+  return moved;
 }
 
 void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, const char* name) {
@@ -448,8 +458,9 @@ void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index
     spec_.sizes[0] = static_cast<std::int64_t>(index.size());
     buffer_->abandon();
     use(std::move(chosen));
+    const std::size_t reached = stale_until_ - std::min(stale_until_, positions_.begin);
     positions_ = {0, length()};
-    high_water_ = length();
+    stale_until_ = spec_.zeroed ? buffer_->reach(positions_) : reached;
   }
   publish(self);
 }
@@ -464,7 +475,7 @@ std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self) {
     nb::gil_scoped_release released;
     child = buffer_->share("VTensor.fork", shape, rows, false);
   }
-  return std::make_unique<TensorCore>(std::move(child), spec_, length());
+  return std::make_unique<TensorCore>(std::move(child), spec_, length(), true);
 }
 
 std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t capacity) {
@@ -487,7 +498,7 @@ std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t
   }
   TensorSpec spec = spec_;
   spec.capacity = static_cast<std::size_t>(capacity);
-  auto core = std::make_unique<TensorCore>(std::move(moved), std::move(spec), length());
+  auto core = std::make_unique<TensorCore>(std::move(moved), std::move(spec), length(), stale_until_ > positions_.end);
   leave();
   return core;
 }

@@ -29,7 +29,8 @@ struct TensorSpec {
 class TensorCore {
  public:
   TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec);
-  TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length);
+  // Over pages shared with another buffer. `foreign`: what they hold behind `length` is not this tensor's (I7).
+  TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool foreign);
   ~TensorCore();
   TensorCore(const TensorCore&) = delete;
   TensorCore& operator=(const TensorCore&) = delete;
@@ -39,8 +40,9 @@ class TensorCore {
 
   // Throws CapacityExceeded where `n` more positions do not fit.
   void check_room(std::int64_t n);
-  void extend(nb::handle self, std::int64_t n);
-  void append(nb::handle self, nb::handle source);
+  // Both return whether the tensor moved to another range.
+  bool extend(nb::handle self, std::int64_t n);
+  bool append(nb::handle self, nb::handle source);
   void shrink(nb::handle self, std::int64_t n, bool front, const char* operation);
   void truncate(nb::handle self, std::int64_t length);
   void own(nb::handle self, std::int64_t start, std::int64_t stop);
@@ -62,11 +64,12 @@ class TensorCore {
 
   nb::object sizes(std::size_t length) const;
   RowShape row_shape(std::size_t capacity, std::size_t phase) const;
+  Interval stale_in(Interval added) const;
   std::size_t phase_of_first() const;
   bool is_ours(nb::handle self);
   void require_room(const char* operation, std::size_t n) const;
   template <typename Fill>
-  void grow(nb::handle self, const char* operation, std::size_t n, bool populate, Fill fill);
+  bool grow(nb::handle self, const char* operation, std::size_t n, bool populate, Fill fill);
   void move_to_front(nb::handle self, const char* operation, std::size_t n, bool populate);
   void publish(nb::handle self);
   void reshape(nb::handle self);
@@ -81,7 +84,7 @@ class TensorCore {
   std::vector<std::int64_t> stride_values_;
   Interval positions_;
   Interval published_;         // slots under the tensor's storage
-  std::size_t high_water_ = 0;  // positions from here on were never handed out
+  std::size_t stale_until_ = 0;  // positions below may hold bytes that growth must not show
   bool closed_ = false;
   OperationMutex mutex_;
   TensorFacts facts_;  // of the last look, under mutex_

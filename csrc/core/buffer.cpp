@@ -101,10 +101,11 @@ bool Buffer::grow_within(Interval positions) {
   return true;
 }
 
-void Buffer::grow(const char* operation, Interval positions, bool populate) {
+void Buffer::grow(const char* operation, Interval positions, bool populate, Interval stale) {
   PoolLock lock(pool_);
   pool_->reap();
   const Interval wanted = slots_of(positions);
+  require_whole(operation);
   const Interval added = slots_of({std::max(positions_.end, positions.begin), positions.end});
   table_.reserve(wanted.end);
 
@@ -133,7 +134,7 @@ void Buffer::grow(const char* operation, Interval positions, bool populate) {
       zero_new(run);
       if (populate) driver_.populate(address_of(run), run.slots.size());
     }
-    if (!guarded.empty()) part(guarded);
+    part(guarded, stale);
   } catch (...) {
     undo_grow(std::span(missing).first(mapped));
     throw;
@@ -203,10 +204,11 @@ void Buffer::map_shared(const Run& run, std::span<Page* const> pages, EntryState
 void Buffer::zero_new(const Run& run) {
   const Entry* entries = table_.entries(run.row, run.slots.begin);
   const std::size_t n = run.slots.size();
+  const std::uint64_t owner = shape_.zeroed ? kNobody : id_;
   for (std::size_t i = 0; i < n; ++i) {
-    if (!pool_->must_zero(*entries[i].page, id_)) continue;
+    if (!pool_->must_zero(*entries[i].page, owner)) continue;
     const std::size_t first = i;
-    while (i < n && pool_->must_zero(*entries[i].page, id_)) ++i;
+    while (i < n && pool_->must_zero(*entries[i].page, owner)) ++i;
     driver_.zero(slot_address(run.row, run.slots.begin + first), (i - first) * page_size_);
   }
   for (std::size_t i = 0; i < n; ++i) entries[i].page->last_owner = id_;
@@ -219,7 +221,7 @@ void Buffer::undo_grow(std::span<const Run> mapped) noexcept {
       unmap(run);
     } catch (const UndoFailed&) {
       // unmap() has quarantined what is stuck
-    } catch (const Error&) {
+    } catch (...) {
       quarantine(run);
     }
   }
@@ -319,29 +321,33 @@ std::vector<Interval> Buffer::uncovered() const {
 }
 
 std::exception_ptr Buffer::settle() noexcept {
-  std::exception_ptr refused;
-  if (!touched_.empty()) {
-    std::vector<Run> runs;
-    for (const Interval slots : uncovered()) {
-      for (std::size_t row = 0; row < shape_.rows; ++row) collect(runs, row, slots, is_mapped);
-    }
-    try {
+  try {
+    if (!touched_.empty()) {
+      std::vector<Run> runs;
+      for (const Interval slots : uncovered()) {
+        for (std::size_t row = 0; row < shape_.rows; ++row) collect(runs, row, slots, is_mapped);
+      }
       if (!runs.empty()) driver_.quiesce();
       for (const Run& run : runs) unmap(run);
-    } catch (const Error&) {
-      refused = std::current_exception();
+      if (generations_.empty()) touched_ = {};
     }
-    if (!refused && generations_.empty()) touched_ = {};
+  } catch (...) {
+    return std::current_exception();  // memory for the lists included
   }
-  if (refused || owned_ || !reserved_ || mapped_ != 0) return refused;
+  if (owned_ || !reserved_ || mapped_ != 0 || !generations_.empty()) return nullptr;
   if (quarantined_ != 0) {
-    pool_->keep_quarantined(shared_from_this());
-    return nullptr;
-  }
-  try {
-    driver_.free_range(base_, row_pages_ * shape_.rows);
-  } catch (const Error&) {
-    return std::current_exception();
+    // The range is left to the driver's end, the pages to the reference that their quarantine holds.
+    for (std::size_t row = 0; row < shape_.rows; ++row) {
+      for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
+        if (Page* page = table_.at(row, slot).page) pool_->drop(page);
+      }
+    }
+  } else {
+    try {
+      driver_.free_range(base_, row_pages_ * shape_.rows);
+    } catch (...) {
+      return std::current_exception();
+    }
   }
   for (RowHome& home : homes_) pool_->close_home(home);
   homes_.clear();
@@ -351,8 +357,12 @@ std::exception_ptr Buffer::settle() noexcept {
 }
 
 void Buffer::zero(Interval positions) {
-  if (positions.empty()) return;
   PoolLock lock(pool_);
+  zero_positions(positions);
+}
+
+void Buffer::zero_positions(Interval positions) {
+  if (positions.empty()) return;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
     driver_.zero(address_of(row, positions.begin), positions.size() * shape_.item_bytes);
   }
@@ -401,10 +411,40 @@ std::vector<PageRecord> Buffer::pages() {
   return records;
 }
 
+std::vector<Page*> Buffer::contents() const {
+  std::vector<Page*> pages;
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
+      if (table_.at(row, slot).mapped()) pages.push_back(table_.at(row, slot).page);
+    }
+  }
+  return pages;
+}
+
+// Pages of the extent that are quarantined.
+std::size_t Buffer::lost_pages() const {
+  std::size_t lost = 0;
+  if (quarantined_ == 0) return lost;
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    for (std::size_t slot = extent_.begin; slot < extent_.end; ++slot) {
+      lost += table_.at(row, slot).state == EntryState::quarantined;
+    }
+  }
+  return lost;
+}
+
+void Buffer::require_whole(const char* operation) const {
+  if (const std::size_t lost = lost_pages()) {
+    throw Error("[" + std::string(operation) + "] " + std::to_string(lost) +
+                " pages of the tensor were lost in a driver call that could not be undone: close it");
+  }
+}
+
 void Buffer::add_to(PoolCounts& counts) const {
+  const std::size_t needed = extent_.size() * shape_.rows - lost_pages();
   counts.mapped += mapped_;
-  counts.needed += extent_.size() * shape_.rows;
-  counts.held += mapped_ - extent_.size() * shape_.rows;
+  counts.needed += needed;
+  counts.held += mapped_ - needed;
   if (owned_) {
     ++counts.buffers;
   } else {

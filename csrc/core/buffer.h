@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/align.h"
 #include "base/interval.h"
 #include "core/generation.h"
 #include "core/page_pool.h"
@@ -23,6 +24,7 @@ struct RowShape {
   std::size_t item_bytes = 0;  // of one position in one row
   std::size_t capacity = 0;    // positions
   std::size_t phase = 0;       // bytes before position 0 in a row's first page
+  bool zeroed = false;         // pages are zeroed even where they come back to this buffer
 };
 
 struct PageRecord {
@@ -60,13 +62,17 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     return base_ + row * row_bytes() + slot * page_size_;
   }
   Interval slots_of(Interval positions) const;
+  // The first position that lies wholly behind the pages of `positions`.
+  std::size_t reach(Interval positions) const {
+    return ceil_div(slots_of(positions).end * page_size_ - shape_.phase, shape_.item_bytes);
+  }
 
   // Makes `positions` the owner's where that needs no driver call, because what they add is mapped and not
   // shared. False where it is not, and where another thread holds the lock; nothing is changed then.
   bool grow_within(Interval positions);
-  // Makes `positions` the owner's extent: maps what is missing, and parts the pages that the new positions
-  // share with another buffer. `populate` makes the memory present now. Whole or nothing (I8).
-  void grow(const char* operation, Interval positions, bool populate);
+  // Makes `positions` the owner's extent: maps what is missing, parts the pages that the new positions share with
+  // another buffer, and zeroes `stale` positions. `populate` makes new memory present now. Whole or nothing (I8).
+  void grow(const char* operation, Interval positions, bool populate, Interval stale = {});
   // Makes a smaller extent the owner's. What no generation covers is unmapped.
   void retract(Interval positions);
   // A generation over the present extent.
@@ -100,6 +106,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Unmaps what neither the extent nor a generation covers, and frees the range after the owner has left.
   std::exception_ptr settle() noexcept;
   std::size_t count_parted();
+  std::vector<Page*> contents() const;
   // Guards every page for a child about to be forked, and adds them to `seen`.
   void guard_for_child(std::vector<Page*>& seen) noexcept;
   void add_to(PoolCounts& counts) const;
@@ -125,9 +132,14 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void quarantine(const Run& run, std::span<const std::size_t> stuck);
   void quarantine(const Run& run) noexcept;
   void undo_grow(std::span<const Run> mapped) noexcept;
+  // Throws where pages of the extent are quarantined.
+  void require_whole(const char* operation) const;
+  std::size_t lost_pages() const;
   std::size_t fresh_pages_for(std::span<const Run> guarded) const;
+  std::size_t parted_pages_in(std::span<const Run> guarded);
   std::vector<std::uint8_t> find_parted(const Run& run);
-  void part(std::span<const Run> runs);
+  void part(std::span<const Run> runs, Interval stale = {});
+  void zero_positions(Interval positions);
   void adopt(const Run& run, std::span<Page* const> pages) noexcept;
   void fold(const char* operation);
   void guard(std::span<const Run> runs);

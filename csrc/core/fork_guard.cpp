@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <iterator>
 #include <mutex>
 #include <utility>
 
@@ -17,7 +16,7 @@ namespace vtensor {
 
 LentPages::~LentPages() {
   for (const Loan& loan : loans_) {
-    close(loan.read_end);
+    if (loan.read_end >= 0) close(loan.read_end);
     if (loan.write_end >= 0) close(loan.write_end);
   }
 }
@@ -28,11 +27,10 @@ std::size_t LentPages::size() const {
   return pages;
 }
 
-bool LentPages::lend(std::vector<Page*> pages) {
-  int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) return false;
+void LentPages::lend(std::vector<Page*> pages) {
+  int ends[2] = {-1, -1};
+  if (pipe2(ends, O_CLOEXEC) != 0) ends[0] = ends[1] = -1;
   loans_.push_back({ends[0], ends[1], std::move(pages)});
-  return true;
 }
 
 void LentPages::seal() {
@@ -41,16 +39,20 @@ void LentPages::seal() {
   }
 }
 
-std::vector<Page*> LentPages::returned() {
-  std::vector<Page*> pages;
-  std::erase_if(loans_, [&pages](const Loan& loan) {
-    pollfd end{loan.read_end, 0, 0};
-    if (poll(&end, 1, 0) != 1 || !(end.revents & POLLHUP)) return false;
-    close(loan.read_end);
-    pages.insert(pages.end(), loan.pages.begin(), loan.pages.end());
-    return true;
-  });
-  return pages;
+Page* LentPages::take_back() noexcept {
+  for (Loan& loan : loans_) {
+    pollfd end{loan.read_end, 0, 0};  // a negative one is never ready
+    if (poll(&end, 1, 0) != 1 || !(end.revents & POLLHUP)) continue;
+    Page* page = loan.pages.back();
+    loan.pages.pop_back();
+    if (loan.pages.empty()) {
+      close(loan.read_end);
+      std::swap(loan, loans_.back());
+      loans_.pop_back();
+    }
+    return page;
+  }
+  return nullptr;
 }
 
 namespace {

@@ -23,16 +23,17 @@ class LentPages {
 
   bool empty() const { return loans_.empty(); }
   std::size_t size() const;
-  // Before fork(2). False where the process has no file descriptor left: nothing is lent then.
-  bool lend(std::vector<Page*> pages);
+  // Before fork(2). Where the process has no file descriptor left, nothing tells when the child is gone: the pages
+  // are lent for good.
+  void lend(std::vector<Page*> pages);
   // After fork(2), in the parent: the child alone holds the write end now.
   void seal();
-  // Pages whose child is gone.
-  std::vector<Page*> returned();
+  // One page whose child is gone, or null.
+  Page* take_back() noexcept;
 
  private:
   struct Loan {
-    int read_end;
+    int read_end;   // -1 where there is no pipe
     int write_end;  // -1 once sealed
     std::vector<Page*> pages;
   };

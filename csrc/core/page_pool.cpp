@@ -39,7 +39,7 @@ PagePool::~PagePool() {
   if (traits().parts_on_write) leave_forks(this);
   try {
     empty_all();
-  } catch (const Error&) {
+  } catch (...) {
     // the driver's own end gives back what it refused here
   }
 }
@@ -126,6 +126,7 @@ void PagePool::quarantine(Page* page) {
 
 std::uint64_t PagePool::add(Buffer* buffer) {
   buffers_.insert(buffer);
+  unsettled_.reserve(buffers_.size());  // so that retry_later cannot fail
   return next_buffer_id_++;
 }
 
@@ -147,36 +148,22 @@ PoolCounts PagePool::counts() {
 
 void PagePool::prefill(std::size_t pages) {
   if (pages == 0) return;
-  PoolLock lock(shared_from_this());
-  reap();
-  if (pages <= kept_.size()) return;
-  const std::size_t wanted = pages - kept_.size();
-  require_free("Pool.prefill", pages);
-  const Address range = driver_->reserve(wanted);
-  RowHome home = placement_->open_home(wanted);
-  std::vector<Page*> taken;
-  const auto give_back = [&] {
-    for (Page* page : taken) drop(page);
-    placement_->close_home(home);
-    driver_->free_range(range, wanted);
-  };
+  const auto buffer = Buffer::create(shared_from_this(), {.rows = 1, .item_bytes = page_size(), .capacity = pages});
   try {
-    std::vector<Handle> handles;
-    take(home, nullptr, wanted, taken);
-    for (const Page* page : taken) handles.push_back(page->handle);
-    driver_->map(range, handles, Access::writable);
-    driver_->populate(range, wanted);
-    driver_->unmap(range, handles, Access::writable);
+    buffer->grow("Pool.prefill", {0, pages}, true);
   } catch (...) {
-    give_back();
+    buffer->abandon();
     throw;
   }
-  // Fresh memory is as the driver made it: only what was dirty before stays so.
-  std::vector<bool> dirty;
-  for (Page* page : taken) dirty.push_back(page->dirty);
-  const std::vector<Page*> pages_taken = taken;
-  give_back();
-  for (std::size_t i = 0; i < pages_taken.size(); ++i) pages_taken[i]->dirty = dirty[i];
+  PoolLock lock(shared_from_this());
+  const std::vector<Page*> made = buffer->contents();
+  buffer->leave();
+  if (buffer->settle()) {
+    retry_later(buffer);
+    return;
+  }
+  if (policy_ == ZeroPolicy::never) return;
+  for (Page* page : made) page->dirty = false;  // nobody wrote to them
 }
 
 std::size_t PagePool::trim() {
@@ -233,15 +220,10 @@ void PagePool::end(Generation* generation) noexcept {
   while (!ended_.compare_exchange_weak(generation->next, generation, std::memory_order_release,
                                        std::memory_order_relaxed)) {
   }
-  if (mutex_.try_lock()) {
+  // Whoever holds the lock looks again after letting it go, as we do.
+  while (ended_.load(std::memory_order_acquire) && mutex_.try_lock()) {
     reap();
     mutex_.unlock();
-  }
-}
-
-void PagePool::keep_quarantined(const std::shared_ptr<Buffer>& buffer) {
-  if (std::find(quarantined_buffers_.begin(), quarantined_buffers_.end(), buffer) == quarantined_buffers_.end()) {
-    quarantined_buffers_.push_back(buffer);
   }
 }
 
@@ -253,9 +235,8 @@ void PagePool::before_fork() {
   mutex_.lock();
   std::vector<Page*> seen;
   for (Buffer* buffer : buffers_) buffer->guard_for_child(seen);
-  if (!seen.empty() && lent_.lend(seen)) {
-    for (Page* page : seen) share(page);
-  }
+  for (Page* page : seen) share(page);
+  if (!seen.empty()) lent_.lend(std::move(seen));
 }
 
 void PagePool::after_fork() {
@@ -264,9 +245,7 @@ void PagePool::after_fork() {
 }
 
 void PagePool::reap() noexcept {
-  if (!lent_.empty()) {
-    for (Page* page : lent_.returned()) drop(page);
-  }
+  while (Page* page = lent_.take_back()) drop(page);
   Generation* generation = ended_.exchange(nullptr, std::memory_order_acquire);
   while (generation) {
     Generation* next = generation->next;
@@ -284,13 +263,11 @@ void PagePool::reap() noexcept {
 
 std::exception_ptr PagePool::retry() noexcept {
   std::exception_ptr first;
-  const std::vector<std::shared_ptr<Buffer>> refused = std::exchange(unsettled_, {});
-  for (const auto& buffer : refused) {
-    if (std::exception_ptr error = buffer->settle()) {
-      if (!first) first = error;
-      retry_later(buffer);
-    }
-  }
+  std::erase_if(unsettled_, [&first](const std::shared_ptr<Buffer>& buffer) {
+    std::exception_ptr error = buffer->settle();
+    if (error && !first) first = error;
+    return !error;
+  });
   return first;
 }
 

@@ -87,15 +87,13 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void quarantine(Page* page);
   bool must_zero(const Page& page, std::uint64_t owner) const {
     if (!page.dirty || policy_ == ZeroPolicy::never) return false;
-    return policy_ == ZeroPolicy::always || page.last_owner != owner;
+    return policy_ == ZeroPolicy::always || owner == kNobody || page.last_owner != owner;
   }
 
   std::uint64_t add(Buffer* buffer);
   void remove(Buffer* buffer) { buffers_.erase(buffer); }
   // `buffer` still has pages or its range to give back: it is kept and tried again later.
   void retry_later(const std::shared_ptr<Buffer>& buffer);
-  // `buffer` has pages that may be mapped still: it is kept for good, and its addresses with it.
-  void keep_quarantined(const std::shared_ptr<Buffer>& buffer);
   // Gives back what ended generations held. What the driver refuses is left to `retry`.
   void reap() noexcept;
 
@@ -122,7 +120,6 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::uint64_t next_buffer_id_ = 1;
   std::unordered_set<Buffer*> buffers_;
   std::vector<std::shared_ptr<Buffer>> unsettled_;
-  std::vector<std::shared_ptr<Buffer>> quarantined_buffers_;
   LentPages lent_;
 
   std::atomic<Generation*> ended_{nullptr};

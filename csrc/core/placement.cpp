@@ -1,6 +1,7 @@
 #include "core/placement.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace vtensor {
 
@@ -27,7 +28,13 @@ class AdjacentPlacement final : public Placement {
  public:
   AdjacentPlacement(Driver& driver, KeptPages& kept) : driver_(driver), kept_(kept) {}
 
-  RowHome open_home(std::size_t pages) override { return RowHome{pages, {open_run(pages)}}; }
+  RowHome open_home(std::size_t pages) override {
+    RowHome home{pages, {}};
+    home.runs.reserve(2);
+    if (HandleRun* run = adopt_idle(pages)) home.runs.push_back(run);
+    if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(make_run(pages));
+    return home;
+  }
 
   void close_home(RowHome& home) override {
     for (HandleRun* run : home.runs) {
@@ -40,7 +47,7 @@ class AdjacentPlacement final : public Placement {
   void pick(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) override {
     std::size_t at = 0;
     while (n != 0) {
-      if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
+      if (at == home.runs.size()) home.runs.push_back(make_run(home.pages));
       Page* page = pick_from(*home.runs[at], previous);
       if (!page) {
         ++at;
@@ -102,31 +109,30 @@ class AdjacentPlacement final : public Placement {
     return run.pages[from];
   }
 
-  HandleRun* open_run(std::size_t pages) {
-    const auto best = std::max_element(
-        idle_.begin(), idle_.end(), [pages](const HandleRun* a, const HandleRun* b) {
-          const auto rank = [pages](const HandleRun* run) {
-            return run->length < pages ? -1 : static_cast<std::ptrdiff_t>(run->free_kept);
-          };
-          return rank(a) < rank(b);
-        });
-    HandleRun* run;
-    if (best != idle_.end() && (*best)->length >= pages) {
-      run = *best;
-      idle_.erase(best);
-      split(*run, pages);
-    } else {
-      run = &runs_.emplace_back();
-      run->first = driver_.create(pages);
-      run->length = pages;
-    }
+  // The idle run with the most kept memory, or else one that is long enough, cut to `pages`; null where none is.
+  HandleRun* adopt_idle(std::size_t pages) {
+    const auto rank = [pages](const HandleRun* run) { return std::pair(run->free_kept, run->length >= pages); };
+    const auto best = std::max_element(idle_.begin(), idle_.end(), [&](const HandleRun* a, const HandleRun* b) {
+      return rank(a) < rank(b);
+    });
+    if (best == idle_.end() || rank(*best) == std::pair(std::size_t{0}, false)) return nullptr;
+    HandleRun* run = *best;
+    idle_.erase(best);
+    if (run->length > pages) split(*run, pages);
+    run->open = true;
+    return run;
+  }
+
+  HandleRun* make_run(std::size_t pages) {
+    HandleRun* run = &runs_.emplace_back();
+    run->first = driver_.create(pages);
+    run->length = pages;
     run->open = true;
     return run;
   }
 
   // Leaves `pages` pages in the run and makes an idle run of what lies behind them.
   void split(HandleRun& run, std::size_t pages) {
-    if (run.length == pages) return;
     HandleRun& rest = runs_.emplace_back();
     rest.first = run.first + pages;
     rest.length = run.length - pages;

@@ -37,8 +37,9 @@ void Buffer::adopt(const Run& run, std::span<Page* const> pages) noexcept {
 }
 
 // Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable. Whole or
-// nothing, except that pages which the kernel had parted may stay folded: nobody can tell but by the counts.
-void Buffer::part(std::span<const Run> runs) {
+// nothing, except that pages which the kernel had parted may stay folded: nobody can tell but by the counts. Zeroes
+// the positions `stale` at the end.
+void Buffer::part(std::span<const Run> runs, Interval stale) {
   struct Change {
     Run run;
     std::vector<std::uint8_t> parted;
@@ -70,20 +71,31 @@ void Buffer::part(std::span<const Run> runs) {
   std::size_t done = 0;
   try {
     for (const Run& run : runs) {
-      Change& change = changes.emplace_back(Change{run, find_parted(run)});
-      for (std::size_t i = 0; i < run.slots.size(); ++i) {
-        Page* from = page_at(run, i);
+      const std::vector<std::uint8_t> parted = find_parted(run);
+      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+        const bool was_parted = parted[slot - run.slots.begin];
+        Page* from = table_.at(run.row, slot).page;
         const bool alone = from->references == 1;
+        std::vector<Page*> taken;
         if (alone) {
-          change.to.push_back(from);
+          taken.push_back(from);
         } else {
-          pool_->take(homes_[run.row], i ? change.to.back() : nullptr, 1, change.to);
+          const bool first = changes.empty() || changes.back().run.row != run.row;
+          pool_->take(homes_[run.row], first ? nullptr : changes.back().to.back(), 1, taken);
+          taken.back()->last_owner = kNobody;  // from here on it holds neither its last owner's bytes nor all of ours
         }
-        Page* to = change.to.back();
+        Page* to = taken.back();
+        // What the kernel parted cannot be put back, so a refused remap must leave it whole: one kernel mapping each.
+        const bool continues = slot > run.slots.begin && changes.back().handles.back() + 1 == to->handle;
+        if (slot == run.slots.begin || (driver_.traits().adjacent_handles && !continues)) {
+          changes.push_back({{run.row, {slot, slot}}, {}});
+        }
+        Change& change = changes.back();
+        change.run.slots.end = slot + 1;
+        change.parted.push_back(was_parted);
+        change.to.push_back(to);
         change.handles.push_back(to->handle);
-        if (!alone || change.parted[i]) {
-          driver_.copy_page(to->handle, slot_address(run.row, run.slots.begin + i));
-        }
+        if (!alone || was_parted) driver_.copy_page(to->handle, slot_address(run.row, slot));
       }
     }
     if (!changes.empty()) driver_.quiesce();
@@ -92,6 +104,7 @@ void Buffer::part(std::span<const Run> runs) {
       driver_.remap(address_of(change.run), handles(change.run), Access::guarded, change.handles,
                     Access::writable);
     }
+    zero_positions(stale);
   } catch (const UndoFailed& error) {
     const Change& broken = changes[done];
     for (const std::size_t i : error.stuck) pool_->quarantine(broken.to[i]);
@@ -115,22 +128,27 @@ void Buffer::part(std::span<const Run> runs) {
 void Buffer::own(const char* operation, Interval positions) {
   PoolLock lock(pool_);
   pool_->reap();
+  require_whole(operation);
   std::vector<Run> guarded;
   for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, slots_of(positions), is_guarded);
-  pool_->require_free(operation, fresh_pages_for(guarded));
+  pool_->require_free(operation, fresh_pages_for(guarded), parted_pages_in(guarded));
   part(guarded);
 }
 
-std::size_t Buffer::count_parted() {
-  if (guarded_ == 0 || !driver_.traits().parts_on_write) return 0;
+std::size_t Buffer::parted_pages_in(std::span<const Run> guarded) {
   std::size_t count = 0;
-  std::vector<Run> guarded;
-  for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, {0, row_pages_}, is_guarded);
   for (const Run& run : guarded) {
     const std::vector<std::uint8_t> parted = find_parted(run);
     count += parted.size() - static_cast<std::size_t>(std::count(parted.begin(), parted.end(), 0));
   }
   return count;
+}
+
+std::size_t Buffer::count_parted() {
+  if (guarded_ == 0 || !driver_.traits().parts_on_write) return 0;
+  std::vector<Run> guarded;
+  for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, {0, row_pages_}, is_guarded);
+  return parted_pages_in(guarded);
 }
 
 // Gives the pages that the kernel parted handles of their own, so that they can be shared again (I6).
@@ -191,11 +209,12 @@ void Buffer::guard(std::span<const Run> runs) {
 }
 
 void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
-  std::vector<Run> writable;
-  for (std::size_t row = 0; row < shape_.rows; ++row) collect(writable, row, {0, row_pages_}, is_writable);
   try {
+    std::vector<Run> writable;
+    for (std::size_t row = 0; row < shape_.rows; ++row) collect(writable, row, {0, row_pages_}, is_writable);
+    seen.reserve(seen.size() + mapped_);
     guard(writable);
-  } catch (const Error&) {
+  } catch (...) {
     return;  // the child still gets mappings of its own, and may see our later writes
   }
   for (std::size_t row = 0; row < shape_.rows; ++row) {
@@ -211,6 +230,7 @@ std::shared_ptr<Buffer> Buffer::share(const char* operation, const RowShape& sha
   PoolLock lock(pool_);
   pool_->reap();
   try {
+    require_whole(operation);
     fold(operation);
     child->table_.reserve(extent_.size());
     std::vector<Page*> pages;
@@ -246,6 +266,7 @@ std::shared_ptr<Buffer> Buffer::share(const char* operation, const RowShape& sha
 void Buffer::reindex(const char* operation, std::span<const std::size_t> rows) {
   PoolLock lock(pool_);
   pool_->reap();
+  require_whole(operation);
   fold(operation);
   driver_.quiesce();
 
