@@ -1,4 +1,5 @@
-"""Torch's writes to tensors whose shared pages are mapped read-only (CUDA): what they write to is parted first (I6)."""
+"""Torch's writes to tensors whose shared pages are mapped read-only (CUDA): what they write to is parted
+first (I6)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ class GuardedVTensor(VTensor):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():

@@ -5,7 +5,8 @@
     VTensorError (RuntimeError)
      ├─ InvalidArgument (ValueError)    a size, dtype, device or index that cannot be meant
      ├─ CapacityExceeded (ValueError)   more positions than the reserved address range holds
-     ├─ OutOfPages (MemoryError)        the pool's budget, or the device, has no page left; the next call works
+     ├─ OutOfPages (MemoryError)        the pool's budget, or the device, has no page left; the next call
+     works
      ├─ DriverError                     the operating system or CUDA refused a call; what it did was undone
      └─ Closed                          the tensor or pool was closed before
 

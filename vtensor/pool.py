@@ -42,7 +42,8 @@ class PoolStats:
     pages_cached: int
     """Of the free pages, those whose memory is kept for the next user; ``trim()`` gives it back."""
     pages_parted: int
-    """Of the used pages, those that the kernel parted at a write to a shared page and that have no handle yet."""
+    """Of the used pages, those that the kernel parted at a write to a shared page and that have no handle
+    yet."""
     pages_quarantined: int
     """Of the used pages, those given up after a driver call that could not be undone (I8)."""
     pages_lent: int
@@ -74,7 +75,8 @@ class Pool:
 
     Args:
         device: ``"cpu"`` (memfd and mmap), or a CUDA device (CUDA virtual memory management).
-        page_size: bytes; the unit of mapping. Host: a power of two from 4 KiB, 64 KiB unless given. CUDA: a multiple
+        page_size: bytes; the unit of mapping. Host: a power of two from 4 KiB, 64 KiB unless given. CUDA:
+        a multiple
             of the device's granularity, 2 MiB unless given.
         budget: bytes of pages that may be in use. Unless given, 80% of what the machine or its cgroup has
             free (host), or 90% of the free device memory (CUDA).
@@ -97,7 +99,9 @@ class Pool:
     ) -> None:
         device = torch.device(device)
         if ahead != 0:
-            raise InvalidArgument(f"[Pool] ahead is {ahead}: only 0 is supported, pages are mapped when needed")
+            raise InvalidArgument(
+                f"[Pool] ahead is {ahead}: only 0 is supported, pages are mapped when needed"
+            )
         sizes = checked_sizes(page_size, budget)
         policy = zero_policy(zero)
         if device.type == "cpu":
@@ -211,7 +215,7 @@ class Pool:
         """Closes the pool's tensors and gives free memory back.
 
         Pages that views still hold are reported as ``pages_orphaned`` and go with the last view. A second
-        call does nothing.
+        call tries again what the driver refused in the first.
         """
         if _core.in_forked_child():
             raise VTensorError(
@@ -220,6 +224,7 @@ class Pool:
         self._closed = True  # nothing new from here on
         core = self._core
         if isinstance(core, _core.ClosedPool):
+            core.trim()  # tries again what was refused
             return
         first: BaseException | None = None
         for entry in list(self._tensors):
@@ -255,7 +260,8 @@ class Pool:
 
 
 class _Registered:
-    """A pool's way to a tensor. Owned by the tensor, because a WeakSet of tensors would compare them by ``==``."""
+    """A pool's way to a tensor. Owned by the tensor, because a WeakSet of tensors would compare them by
+    ``==``."""
 
     def __init__(self, tensor: VTensor) -> None:
         self._tensor = weakref.ref(tensor)
@@ -269,9 +275,14 @@ class _Registered:
 def checked_sizes(page_size: int | None, budget: int | None) -> dict[str, int]:
     """``page_size`` and ``budget`` as the core takes them, where 0 asks for the default."""
     if page_size is not None and not 0 < page_size <= _MOST_BYTES:
-        raise InvalidArgument(f"[Pool] page_size is {page_size} bytes: give a power of two from 4096 (host), or a multiple of the granularity (CUDA)")
+        raise InvalidArgument(
+            f"[Pool] page_size is {page_size} bytes: give a power of two from 4096 (host), or a multiple of "
+            "the granularity (CUDA)"
+        )
     if budget is not None and not 0 < budget <= _MOST_BYTES:
-        raise InvalidArgument(f"[Pool] budget is {budget} bytes: it must hold a page and fit in an address space")
+        raise InvalidArgument(
+            f"[Pool] budget is {budget} bytes: it must hold a page and fit in an address space"
+        )
     return {"page_size": page_size or 0, "budget": budget or 0}
 
 

@@ -22,12 +22,15 @@ _QUANTIZED = frozenset([torch.quint8, torch.qint8, torch.qint32, torch.quint4x2,
 class VTensor(torch.Tensor):
     """A ``torch.Tensor`` that grows and shrinks in place, at the same address, without a copy.
 
-    It owns a reserved range of addresses and borrows physical pages from a :class:`~vtensor.Pool`. The dimensions
-    before ``grow_dim`` are its rows, each of which grows by itself; a position is one index along ``grow_dim``.
+    It owns a reserved range of addresses and borrows physical pages from a :class:`~vtensor.Pool`. The
+    dimensions
+    before ``grow_dim`` are its rows, each of which grows by itself; a position is one index along
+    ``grow_dim``.
     Any kernel takes it as the plain strided tensor it is; results of torch operations, and views, are plain
     tensors. Make one with :func:`~vtensor.empty`, :func:`~vtensor.zeros` or :func:`~vtensor.from_tensor`.
 
-    A view keeps the pages it could see when it was taken, for as long as it lives, and no more: not those that
+    A view keeps the pages it could see when it was taken, for as long as it lives, and no more: not those
+    that
     the tensor grows into later, and not the tensor. Readers on other threads use :meth:`snapshot`.
 
     It is an inference structure: gradients are refused.
@@ -68,7 +71,8 @@ class VTensor(torch.Tensor):
     def prepare(self, n: int) -> VTensor:
         """Says that the next ``n`` positions will be needed soon; returns the tensor.
 
-        A pool without look-ahead (``ahead=0``) maps nothing before it is needed, so this only checks that there
+        A pool without look-ahead (``ahead=0``) maps nothing before it is needed, so this only checks that
+        there
         is room.
 
         Raises:
@@ -82,11 +86,13 @@ class VTensor(torch.Tensor):
         """Grows by ``x``'s size along ``grow_dim`` and copies ``x`` there; returns the tensor.
 
         Args:
-            x: a tensor of the same dtype, device and shape except along ``grow_dim``; any strides, conjugate and
+            x: a tensor of the same dtype, device and shape except along ``grow_dim``; any strides,
+            conjugate and
                 negative views, and parts of this very tensor are fine.
 
         Raises:
-            InvalidArgument: another dtype, device or shape, or a source that requires grad outside ``no_grad``.
+            InvalidArgument: another dtype, device or shape, or a source that requires grad outside
+            ``no_grad``.
             CapacityExceeded, OutOfPages, DriverError: as for :meth:`extend`.
         """
         try:
@@ -101,7 +107,8 @@ class VTensor(torch.Tensor):
         """Drops the last ``n`` positions, or the first with ``front=True``; returns the tensor.
 
         Nothing moves: after a front shrink ``data_ptr()`` is the address of the first position kept (I1), and
-        the capacity that it used up comes back only where the tensor was made with ``when_full="move"``, or once
+        the capacity that it used up comes back only where the tensor was made with ``when_full="move"``,
+        or once
         it is empty. Pages without a position go back to the pool, once no view holds them.
 
         Raises:
@@ -130,8 +137,12 @@ class VTensor(torch.Tensor):
         """
         with _watched(self):
             core = self._core.reallocate(self, capacity)
-        moved = _wrap(core, self._pool, self.dtype, core.length)
-        self.__class__ = _ClosedVTensor
+            try:
+                moved = _wrap(core, self._pool, self.dtype, core.length)
+            except BaseException:
+                self._core.restore(self)
+                raise
+            self.close()
         return moved
 
     # -- sharing
@@ -151,10 +162,12 @@ class VTensor(torch.Tensor):
         return _wrap(core, self._pool, self.dtype, core.length)
 
     def own(self, start: int, stop: int) -> VTensor:
-        """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of this
+        """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of
+        this
         tensor's own; returns the tensor.
 
-        On CUDA, call it before writing through views of shared pages; on the host the kernel parts them by itself.
+        On CUDA, call it before writing through views of shared pages; on the host the kernel parts them by
+        itself.
 
         Raises:
             InvalidArgument: not ``0 <= start <= stop <= length``.
@@ -165,9 +178,11 @@ class VTensor(torch.Tensor):
         return self
 
     def reindex(self, index: Sequence[int] | torch.Tensor) -> VTensor:
-        """Makes this tensor what ``self[index]`` is along dimension 0, by remapping pages; returns the tensor.
+        """Makes this tensor what ``self[index]`` is along dimension 0, by remapping pages; returns the
+        tensor.
 
-        Rows that several entries name share their pages copy-on-write. On the host the address stays where the
+        Rows that several entries name share their pages copy-on-write. On the host the address stays where
+        the
         number of rows does and no view holds the present extent; otherwise the rows move to a fresh range.
 
         Args:
@@ -178,7 +193,9 @@ class VTensor(torch.Tensor):
             OutOfPages, DriverError: nothing was changed.
         """
         if isinstance(index, torch.Tensor) and (index.dtype == torch.bool or index.is_floating_point()):
-            raise InvalidArgument(f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does")
+            raise InvalidArgument(
+                f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
+            )
         rows: Iterable[int] = index.tolist() if isinstance(index, torch.Tensor) else index
         with _watched(self):
             self._core.reindex(self, list(rows))
@@ -187,16 +204,21 @@ class VTensor(torch.Tensor):
     # -- reading
 
     def snapshot(self) -> torch.Tensor:
-        """A plain tensor of this moment over the same memory, for kernels, models and readers on other threads.
+        """A plain tensor of this moment over the same memory, for kernels, models and readers on other
+        threads.
 
         It keeps its shape and its pages whatever this tensor does later.
         """
-        return self._core.snapshot(self)
+        alias: torch.Tensor = self._core.snapshot(self)
+        return alias
 
     def pages(self) -> list[PageRecord]:
-        """What stands behind this tensor: records of ``row``, ``index`` (of the page in its row), ``address``,
-        ``page_id``, ``shared`` (how many page tables, and forked processes, name that page) and ``state``: ``"mapped"``,
-        ``"shared"``, ``"parted"`` (shared once, written since; it has no id until the next fork gives it one, so
+        """What stands behind this tensor: records of ``row``, ``index`` (of the page in its row),
+        ``address``,
+        ``page_id``, ``shared`` (how many page tables, and forked processes, name that page) and ``state``:
+        ``"mapped"``,
+        ``"shared"``, ``"parted"`` (shared once, written since; it has no id until the next fork gives it
+        one, so
         ``page_id`` is -1), ``"held"`` by older views only, or ``"quarantined"``."""
         return self._core.pages()
 
@@ -276,7 +298,8 @@ class VTensor(torch.Tensor):
         return self._alias().numpy(force=force)
 
     def _alias(self) -> torch.Tensor:
-        # A forked child may read, and another thread of its parent may have held the lock that a snapshot takes.
+        # A forked child may read, and another thread of its parent may have held the lock that a snapshot
+        # takes.
         return torch.Tensor.detach(self) if _core.in_forked_child() else self.snapshot()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,7 +329,9 @@ class VTensor(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> VTensor:
         """Refused: a VTensor is an inference structure."""
         if requires_grad:
-            raise VTensorError("[VTensor.requires_grad] a VTensor keeps no graph: use t.clone().requires_grad_()")
+            raise VTensorError(
+                "[VTensor.requires_grad] a VTensor keeps no graph: use t.clone().requires_grad_()"
+            )
         return self
 
     def share_memory_(self) -> NoReturn:
@@ -328,8 +353,8 @@ class VTensor(torch.Tensor):
 
 def _refuse(operation: str) -> NoReturn:
     raise VTensorError(
-        f"[VTensor.{operation}] the storage and shape belong to vtensor: use extend, append, shrink, truncate or "
-        "reallocate, or take t.clone() for a tensor of your own"
+        f"[VTensor.{operation}] the storage and shape belong to vtensor: use extend, append, shrink, "
+        "truncate or reallocate, or take t.clone() for a tensor of your own"
     )
 
 
@@ -338,7 +363,11 @@ class _ClosedVTensor(VTensor):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
         name = getattr(func, "__name__", str(func))
         raise Closed(f"[{name}] the VTensor is closed: make a new one, or keep a snapshot() before closing")
@@ -351,13 +380,16 @@ class _ClosedVTensor(VTensor):
 
 
 def _watch_writes(tensor: VTensor) -> None:
-    """Lets torch's writes to `tensor` through `GuardedVTensor` where a shared page would fault, and only there."""
+    """Lets torch's writes to `tensor` through `GuardedVTensor` where a shared page would fault, and only
+    there."""
     if tensor._pool._core.parts_on_write or tensor._core.closed:
         return
     if not tensor._core.shares_pages:
         tensor.__class__ = VTensor
         return
-    from vtensor._guarded import GuardedVTensor  # costs an import that only CUDA tensors with shared pages need
+    from vtensor._guarded import (
+        GuardedVTensor,
+    )  # costs an import that only CUDA tensors with shared pages need
 
     tensor.__class__ = GuardedVTensor
 
@@ -372,7 +404,8 @@ def _watched(tensor: VTensor) -> Iterator[None]:
 
 
 def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -> VTensor:
-    # Outside inference mode, because an inference tensor could not be resized later. As a view of a tensor of its own,
+    # Outside inference mode, because an inference tensor could not be resized later. As a view of a tensor
+    # of its own,
     # because views of views name the first as their base: so no view keeps the VTensor alive.
     device = torch.device("cpu") if pool._core.device[0] == 1 else pool.device
     with torch.inference_mode(False):
@@ -434,7 +467,9 @@ def zeros(
     return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, zeroed=True)
 
 
-def empty_like(t: torch.Tensor, capacity: int | None = None, pool: Pool | None = None, **options: Any) -> VTensor:
+def empty_like(
+    t: torch.Tensor, capacity: int | None = None, pool: Pool | None = None, **options: Any
+) -> VTensor:
     """A tensor of ``t``'s shape, dtype and device.
 
     Args:
@@ -465,7 +500,9 @@ def from_tensor(
     dim = _checked_dim(tuple(x.shape), grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]
     device = None if pool is not None else x.device
-    t = empty(*sizes, grow_dim=dim, capacity=capacity, dtype=x.dtype, device=device, pool=pool, when_full=when_full)
+    t = empty(
+        *sizes, grow_dim=dim, capacity=capacity, dtype=x.dtype, device=device, pool=pool, when_full=when_full
+    )
     try:
         return t.append(x)
     except BaseException:
@@ -475,7 +512,9 @@ def from_tensor(
 
 def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:
     if not -len(sizes) <= grow_dim < len(sizes):
-        raise InvalidArgument(f"[empty] grow_dim is {grow_dim}, the shape has {len(sizes)} dimensions: name one of them")
+        raise InvalidArgument(
+            f"[empty] grow_dim is {grow_dim}, the shape has {len(sizes)} dimensions: name one of them"
+        )
     return grow_dim % len(sizes)
 
 
@@ -500,7 +539,9 @@ def _make(
     if capacity < 0:
         raise InvalidArgument(f"[empty] capacity is {capacity}: it must be at least 0")
     if max(capacity, *shape) > _MOST_POSITIONS:
-        raise CapacityExceeded(f"[empty] sizes {shape} or capacity {capacity} pass the address space: lower them")
+        raise CapacityExceeded(
+            f"[empty] sizes {shape} or capacity {capacity} pass the address space: lower them"
+        )
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
         raise InvalidArgument(f"[empty] dtype is {dtype!r}: give a torch.dtype that is not quantized")

@@ -22,7 +22,9 @@ def host_pool(
     strict_holes: bool = True,
 ) -> Pool:
     """A host pool whose unmapped addresses fault on reads too, so that an over-read is noticed."""
-    core = _core.host_pool(**checked_sizes(page_size, budget), zero=zero_policy(zero), strict_holes=strict_holes)
+    core = _core.host_pool(
+        **checked_sizes(page_size, budget), zero=zero_policy(zero), strict_holes=strict_holes
+    )
     return Pool._over(core, torch.device("cpu"))
 
 
@@ -33,7 +35,8 @@ def simulated_cuda_pool(
     zero: ZeroPolicy = "new_owner",
     device: int = 0,
 ) -> Pool:
-    """A pool whose CUDA driver calls a simulated libcuda over host memory: a test double, whose tensors are CPU
+    """A pool whose CUDA driver calls a simulated libcuda over host memory: a test double, whose tensors
+    are CPU
     tensors.
 
     Args:
@@ -45,7 +48,9 @@ def simulated_cuda_pool(
     """
     library = library or os.environ.get("VTENSOR_SIMCUDA")
     if not library:
-        raise VTensorError("[simulated_cuda_pool] no library= and no $VTENSOR_SIMCUDA: build tests/simcuda and name it")
+        raise VTensorError(
+            "[simulated_cuda_pool] no library= and no $VTENSOR_SIMCUDA: build tests/simcuda and name it"
+        )
     core = _core.cuda_pool(
         device,
         **checked_sizes(page_size, budget),
@@ -59,15 +64,17 @@ def simulated_cuda_pool(
 @contextmanager
 def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[None]:
     """Lets `skip` driver calls of `pool` through, then has the next `refuse` refused without being made."""
-    pool._core.fail_after(skip, refuse)
+    core = pool._open_core("fail_after")
+    core.fail_after(skip, refuse)
     try:
         yield
     finally:
-        pool._core.disarm()
+        core.disarm()
 
 
 def check_invariants(pool: Pool) -> None:
-    """Raises AssertionError where the page tables, counts and lists of `pool` contradict one another (I3 to I6)."""
+    """Raises AssertionError where the page tables, counts and lists of `pool` contradict one another (I3
+    to I6)."""
     try:
         pool._core.check_invariants()
     except VTensorError as error:

@@ -8,7 +8,9 @@ namespace vtensor {
 
 constexpr bool is_power_of_two(std::size_t n) { return n != 0 && (n & (n - 1)) == 0; }
 
-constexpr std::size_t ceil_div(std::size_t n, std::size_t unit) { return n / unit + (n % unit != 0); }
+constexpr std::size_t ceil_div(std::size_t n, std::size_t unit) {
+  return n / unit + (n % unit != 0);
+}
 
 // `a * b`, or nothing where the product passes SIZE_MAX.
 inline std::optional<std::size_t> checked_multiply(std::size_t a, std::size_t b) {

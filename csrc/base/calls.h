@@ -85,8 +85,8 @@ inline thread_local ThreadRole thread_role = ThreadRole::caller;
 // One per driver. `enter` is called before every driver call.
 class CallMeter {
  public:
-  // Counts the call. True where an injected failure replaces it: the driver must then not make the call
-  // and must behave as if it had been refused.
+  // Counts the call. True where an injected failure replaces it: the driver must then not make the
+  // call and must behave as if it had been refused.
   bool enter(Call call) {
     counts_[static_cast<std::size_t>(thread_role)][static_cast<std::size_t>(call)].fetch_add(
         1, std::memory_order_relaxed);

@@ -46,8 +46,8 @@ class DeviceOutOfMemory : public DriverError {
   using DriverError::DriverError;
 };
 
-// A call was refused and so was its undoing. `stuck` holds the indices, within the batch, of the pages
-// whose mapping is no longer known: the caller quarantines them (I8).
+// A call was refused and so was its undoing. `stuck` holds the indices, within the batch, of the
+// pages whose mapping is no longer known: the caller quarantines them (I8).
 class UndoFailed : public DriverError {
  public:
   UndoFailed(const DriverError& cause, std::vector<std::size_t> stuck)

@@ -12,16 +12,18 @@ namespace vtensor {
 void watch_forks() {
   static std::once_flag once;
   std::call_once(once, [] {
-    pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true, std::memory_order_relaxed); });
+    pthread_atfork(nullptr, nullptr,
+                   [] { in_forked_child.store(true, std::memory_order_relaxed); });
   });
 }
 
 void refuse_in_forked_child(const char* operation) {
   if (in_forked_child.load(std::memory_order_relaxed)) {
-    throw Error(std::string("[") + operation +
-                "] this process was forked from the one that made the tensor: what it holds here is a "
-                "private snapshot that can be read but not changed in size; copy it with clone(), or "
-                "make new tensors in a process started by spawn");
+    throw Error(
+        std::string("[") + operation +
+        "] this process was forked from the one that made the tensor: what it holds here is a "
+        "private snapshot that can be read but not changed in size; copy it with clone(), or "
+        "make new tensors in a process started by spawn");
   }
 }
 

@@ -1,5 +1,5 @@
-// The part of DLPack's C ABI that crosses to torch (DLPack 1.x; numbers and layouts as its specification gives
-// them, https://dmlc.github.io/dlpack/latest/c_api.html).
+// The part of DLPack's C ABI that crosses to torch (DLPack 1.x; numbers and layouts as its
+// specification gives them, https://dmlc.github.io/dlpack/latest/c_api.html).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Serialises the operations on one tensor. Held while torch is called, so never by the mapper or a deleter, and
-// waited for only with the GIL released (I11).
+// Serialises the operations on one tensor. Held while torch is called, so never by the mapper or a
+// deleter, and waited for only with the GIL released (I11).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,7 +19,8 @@ class OperationMutex {
   void lock(const char* operation) {
     if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
       throw Error("[" + std::string(operation) +
-                  "] the tensor is inside another operation of this thread (a finalizer ran in it): call it later");
+                  "] the tensor is inside another operation of this thread (a finalizer ran in "
+                  "it): call it later");
     }
     if (!mutex_.try_lock()) {
       constexpr std::chrono::seconds bound(60);
@@ -29,7 +30,8 @@ class OperationMutex {
         locked = mutex_.try_lock_for(bound);
       }
       if (!locked) {
-        throw Error("[" + std::string(operation) + "] timed out after 60 s: another thread's operation on this " +
+        throw Error("[" + std::string(operation) +
+                    "] timed out after 60 s: another thread's operation on this " +
                     "tensor has not ended");
       }
     }

@@ -31,7 +31,8 @@ nb::dict driver_calls(PagePool& pool) {
     nb::dict counts;
     for (std::size_t i = 0; i < kCallCount; ++i) {
       const auto call = static_cast<Call>(i);
-      if (const auto count = pool.driver().meter().count(role, call)) counts[nb::cast(name_of(call))] = count;
+      if (const auto count = pool.driver().meter().count(role, call))
+        counts[nb::cast(name_of(call))] = count;
     }
     return counts;
   };
@@ -94,23 +95,31 @@ void bind_pool(nb::module_& module) {
                    [](PagePool& pool) {
                      return std::pair(pool.traits().device.type, pool.traits().device.index);
                    })
-      .def("counts", [](PagePool& pool) { return in_pool("Pool.stats", [&] { return pool.counts(); }); })
+      .def("counts",
+           [](PagePool& pool) { return in_pool("Pool.stats", [&] { return pool.counts(); }); })
       .def("driver_calls", &driver_calls)
       .def("prefill",
-           [](PagePool& pool, std::size_t pages) { in_pool("Pool.prefill", [&] { pool.prefill(pages); }); })
+           [](PagePool& pool, std::size_t pages) {
+             in_pool("Pool.prefill", [&] { pool.prefill(pages); });
+           })
       .def("trim", [](PagePool& pool) { return in_pool("Pool.trim", [&] { return pool.trim(); }); })
       .def("settle", [](PagePool& pool) { in_pool("Pool.wait_idle", [&] { pool.settle(); }); })
       .def("check_invariants",
            [](PagePool& pool) { in_pool("check_invariants", [&] { pool.check_invariants(); }); })
-      .def("fail_after", [](PagePool& pool, std::uint64_t skip,
-                            std::uint64_t refuse) { pool.driver().meter().fail_after(skip, refuse); })
+      .def("fail_after",
+           [](PagePool& pool, std::uint64_t skip, std::uint64_t refuse) {
+             pool.driver().meter().fail_after(skip, refuse);
+           })
       .def("disarm", [](PagePool& pool) { pool.driver().meter().disarm(); });
 
   nb::class_<ClosedPool>(module, "ClosedPool")
-      .def("__init__", [](ClosedPool* self, const std::shared_ptr<PagePool>& pool) { new (self) ClosedPool(pool); })
+      .def("__init__", [](ClosedPool* self,
+                          const std::shared_ptr<PagePool>& pool) { new (self) ClosedPool(pool); })
       .def_ro("page_size", &ClosedPool::page_size)
       .def_ro("budget_pages", &ClosedPool::budget_pages)
-      .def_prop_ro("device", [](ClosedPool& closed) { return std::pair(closed.device.type, closed.device.index); })
+      .def_prop_ro(
+          "device",
+          [](ClosedPool& closed) { return std::pair(closed.device.type, closed.device.index); })
       .def_prop_ro("parts_on_write", [](ClosedPool&) { return true; })
       .def("counts", &counts_of)
       .def("driver_calls",
@@ -123,11 +132,14 @@ void bind_pool(nb::module_& module) {
              const auto pool = closed.pool.lock();
              return pool ? in_pool("Pool.trim", [&] { return pool->trim(); }) : 0;
            })
-      .def("settle", [](ClosedPool& closed) {
-        if (const auto pool = closed.pool.lock()) in_pool("Pool.wait_idle", [&] { pool->settle(); });
-      })
+      .def("settle",
+           [](ClosedPool& closed) {
+             if (const auto pool = closed.pool.lock())
+               in_pool("Pool.wait_idle", [&] { pool->settle(); });
+           })
       .def("check_invariants", [](ClosedPool& closed) {
-        if (const auto pool = closed.pool.lock()) in_pool("check_invariants", [&] { pool->check_invariants(); });
+        if (const auto pool = closed.pool.lock())
+          in_pool("check_invariants", [&] { pool->check_invariants(); });
       });
 
   module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
@@ -136,16 +148,17 @@ void bind_pool(nb::module_& module) {
       "host_pool",
       [](std::size_t page_size, std::size_t budget, ZeroPolicy zero, bool strict_holes) {
         return in_pool("Pool", [&] {
-          return PagePool::create(make_host_driver({.page_size = page_size, .strict_holes = strict_holes}), budget,
-                                  zero);
+          return PagePool::create(
+              make_host_driver({.page_size = page_size, .strict_holes = strict_holes}), budget,
+              zero);
         });
       },
       nb::arg("page_size"), nb::arg("budget"), nb::arg("zero"), nb::arg("strict_holes"));
 
   module.def(
       "cuda_pool",
-      [](int device, std::size_t page_size, std::size_t budget, ZeroPolicy zero, const std::string& library,
-         bool memory_is_host_memory) {
+      [](int device, std::size_t page_size, std::size_t budget, ZeroPolicy zero,
+         const std::string& library, bool memory_is_host_memory) {
         return in_pool("Pool", [&] {
           CudaOptions options{.device = device, .page_size = page_size};
           if (!library.empty()) options.library = library;
@@ -153,8 +166,8 @@ void bind_pool(nb::module_& module) {
           return PagePool::create(make_cuda_driver(options), budget, zero);
         });
       },
-      nb::arg("device"), nb::arg("page_size"), nb::arg("budget"), nb::arg("zero"), nb::arg("library"),
-      nb::arg("memory_is_host_memory"));
+      nb::arg("device"), nb::arg("page_size"), nb::arg("budget"), nb::arg("zero"),
+      nb::arg("library"), nb::arg("memory_is_host_memory"));
 }
 
 }  // namespace vtensor::bind

@@ -16,8 +16,8 @@ namespace nb = nanobind;
 
 namespace {
 
-// What `ask` says of the core's buffer, or `otherwise` once it is closed. Asked without the GIL, so of a buffer
-// that is held here: another thread may close the tensor meanwhile.
+// What `ask` says of the core's buffer, or `otherwise` once it is closed. Asked without the GIL, so
+// of a buffer that is held here: another thread may close the tensor meanwhile.
 template <typename Result, typename Ask>
 Result of_buffer(const char* operation, TensorCore& core, Result otherwise, Ask ask) {
   refuse_in_forked_child(operation);
@@ -28,12 +28,14 @@ Result of_buffer(const char* operation, TensorCore& core, Result otherwise, Ask 
 }
 
 std::vector<PageRecord> pages_of(TensorCore& core) {
-  return of_buffer("VTensor.pages", core, std::vector<PageRecord>(), [](Buffer& buffer) { return buffer.pages(); });
+  return of_buffer("VTensor.pages", core, std::vector<PageRecord>(),
+                   [](Buffer& buffer) { return buffer.pages(); });
 }
 
 std::size_t mapped_bytes(TensorCore& core) {
-  return of_buffer("VTensor.nbytes_mapped", core, std::size_t{0},
-                   [](Buffer& buffer) { return buffer.mapped_pages() * buffer.pool()->page_size(); });
+  return of_buffer("VTensor.nbytes_mapped", core, std::size_t{0}, [](Buffer& buffer) {
+    return buffer.mapped_pages() * buffer.pool()->page_size();
+  });
 }
 
 bool shares_pages(TensorCore& core) {
@@ -55,7 +57,8 @@ std::int64_t integer(nb::handle value) {
 void bind_tensor(nb::module_& module) {
   TorchFace::get();  // now, because another thread could not wait for it without letting the GIL go
 
-  nb::class_<PageRecord>(module, "PageRecord", "What stands behind one slot of one row of a VTensor.")
+  nb::class_<PageRecord>(module, "PageRecord",
+                         "What stands behind one slot of one row of a VTensor.")
       .def_ro("row", &PageRecord::row)
       .def_ro("index", &PageRecord::index)
       .def_ro("address", &PageRecord::address)
@@ -63,25 +66,30 @@ void bind_tensor(nb::module_& module) {
       .def_ro("shared", &PageRecord::shared)
       .def_ro("state", &PageRecord::state)
       .def("__repr__", [](const PageRecord& record) {
-        return "PageRecord(row=" + std::to_string(record.row) + ", index=" + std::to_string(record.index) +
-               ", page_id=" + std::to_string(record.page_id) + ", shared=" + std::to_string(record.shared) +
-               ", state='" + record.state + "')";
+        return "PageRecord(row=" + std::to_string(record.row) +
+               ", index=" + std::to_string(record.index) +
+               ", page_id=" + std::to_string(record.page_id) +
+               ", shared=" + std::to_string(record.shared) + ", state='" + record.state + "')";
       });
 
   nb::class_<TensorCore>(module, "TensorCore")
       .def(
           "__init__",
-          [](TensorCore* core, const std::shared_ptr<PagePool>& pool, std::vector<std::int64_t> sizes,
-             std::size_t grow_dim, std::size_t capacity, nb::object dtype, nb::object device,
-             std::size_t item_size, bool zeroed, bool move_when_full) {
-            new (core) TensorCore(pool, TensorSpec{std::move(sizes), grow_dim, capacity, std::move(dtype),
-                                                   std::move(device), item_size, zeroed, move_when_full});
+          [](TensorCore* core, const std::shared_ptr<PagePool>& pool,
+             std::vector<std::int64_t> sizes, std::size_t grow_dim, std::size_t capacity,
+             nb::object dtype, nb::object device, std::size_t item_size, bool zeroed,
+             bool move_when_full) {
+            new (core)
+                TensorCore(pool, TensorSpec{std::move(sizes), grow_dim, capacity, std::move(dtype),
+                                            std::move(device), item_size, zeroed, move_when_full});
           },
-          nb::arg("pool"), nb::arg("sizes"), nb::arg("grow_dim"), nb::arg("capacity"), nb::arg("dtype"),
-          nb::arg("device"), nb::arg("item_size"), nb::arg("zeroed"), nb::arg("move_when_full"))
+          nb::arg("pool"), nb::arg("sizes"), nb::arg("grow_dim"), nb::arg("capacity"),
+          nb::arg("dtype"), nb::arg("device"), nb::arg("item_size"), nb::arg("zeroed"),
+          nb::arg("move_when_full"))
       .def("attach", &TensorCore::attach)
       .def("check_room", [](TensorCore& core, nb::handle n) { core.check_room(integer(n)); })
-      .def("extend", [](TensorCore& core, nb::handle self, nb::handle n) { core.extend(self, integer(n)); })
+      .def("extend",
+           [](TensorCore& core, nb::handle self, nb::handle n) { return core.extend(self, integer(n)); })
       .def("append", &TensorCore::append)
       .def("shrink", [](TensorCore& core, nb::handle self, nb::handle n,
                         bool front) { core.shrink(self, integer(n), front, "shrink"); })
@@ -91,14 +99,18 @@ void bind_tensor(nb::module_& module) {
                      nb::handle stop) { core.own(self, integer(start), integer(stop)); })
       .def("reindex", &TensorCore::reindex)
       .def("fork", &TensorCore::fork)
-      .def("reallocate", [](TensorCore& core, nb::handle self,
-                            nb::handle capacity) { return core.reallocate(self, integer(capacity)); })
+      .def("reallocate",
+           [](TensorCore& core, nb::handle self, nb::handle capacity) {
+             return core.reallocate(self, integer(capacity));
+           })
+      .def("restore", &TensorCore::restore)
       .def("snapshot", &TensorCore::snapshot)
       .def("close", &TensorCore::close)
       .def("pages", &pages_of)
       .def_prop_ro("mapped_bytes", &mapped_bytes)
-      .def_prop_ro("reserved_bytes",
-                   [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->reserved_bytes(); })
+      .def_prop_ro(
+          "reserved_bytes",
+          [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->reserved_bytes(); })
       .def_prop_ro("shares_pages", &shares_pages)
       .def_prop_ro("address", &TensorCore::address)
       .def_prop_ro("length", &TensorCore::length)
@@ -108,7 +120,8 @@ void bind_tensor(nb::module_& module) {
 
   module.def(
       "use_exchange_api", [](bool use) { TorchFace::get().use_exchange_api(use); }, nb::arg("use"),
-      "For tests: read tensors by DLPack's C exchange API, or by Python attributes as with older torch.");
+      "For tests: read tensors by DLPack's C exchange API, or by Python attributes as with older "
+      "torch.");
 }
 
 }  // namespace vtensor::bind

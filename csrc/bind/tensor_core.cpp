@@ -32,7 +32,8 @@ std::size_t product(std::span<const std::int64_t> sizes) {
   std::size_t result = 1;
   for (const std::int64_t size : sizes) {
     const auto next = checked_multiply(result, static_cast<std::size_t>(size));
-    if (!next) throw CapacityExceeded("[empty] sizes " + shape_text(sizes) + " overflow: lower them");
+    if (!next)
+      throw CapacityExceeded("[empty] sizes " + shape_text(sizes) + " overflow: lower them");
     result = *next;
   }
   return result;
@@ -40,7 +41,8 @@ std::size_t product(std::span<const std::int64_t> sizes) {
 
 }  // namespace
 
-// One operation on one tensor: refused in a forked child, on a closed tensor and beside another operation.
+// One operation on one tensor: refused in a forked child, on a closed tensor and beside another
+// operation.
 class TensorCore::Operation {
  public:
   Operation(TensorCore& core, const char* name) : core_(core) {
@@ -57,7 +59,8 @@ class TensorCore::Operation {
     core.publish(self);
     throw Error("[VTensor." + std::string(name) +
                 "] the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
-                "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the call, and use "
+                "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the "
+                "call, and use "
                 "t.snapshot() or t.clone() for what changes tensors in place");
   }
   ~Operation() { core_.mutex_.unlock(); }
@@ -66,16 +69,19 @@ class TensorCore::Operation {
   TensorCore& core_;
 };
 
-TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec) : spec_(std::move(spec)) {
+TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
+    : spec_(std::move(spec)) {
   for (std::size_t i = 0; i < spec_.sizes.size(); ++i) {
     if (spec_.sizes[i] < (i == spec_.grow_dim ? 0 : 1)) {
-      throw InvalidArgument("[empty] sizes " + shape_text(spec_.sizes) +
-                            " cannot be: give at least 1 everywhere, and at least 0 along grow_dim");
+      throw InvalidArgument(
+          "[empty] sizes " + shape_text(spec_.sizes) +
+          " cannot be: give at least 1 everywhere, and at least 0 along grow_dim");
     }
   }
   if (static_cast<std::size_t>(spec_.sizes[spec_.grow_dim]) > spec_.capacity) {
     throw CapacityExceeded("[empty] length of " + std::to_string(spec_.sizes[spec_.grow_dim]) +
-                           " passes capacity of " + std::to_string(spec_.capacity) + ": raise capacity=");
+                           " passes capacity of " + std::to_string(spec_.capacity) +
+                           ": raise capacity=");
   }
   refuse_in_forked_child("empty");
   const RowShape shape = row_shape(spec_.capacity, 0);
@@ -87,7 +93,8 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec) :
   use(std::move(buffer));
 }
 
-TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool foreign)
+TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length,
+                       bool foreign)
     : spec_(std::move(spec)), positions_{0, length} {
   if (foreign || spec_.zeroed) stale_until_ = buffer->reach(positions_);
   use(std::move(buffer));
@@ -123,7 +130,8 @@ void TensorCore::use(std::shared_ptr<Buffer> buffer) {
   }
   nb::object strides = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(dims)));
   for (std::size_t dim = 0; dim < dims; ++dim) {
-    PyTuple_SET_ITEM(strides.ptr(), static_cast<Py_ssize_t>(dim), PyLong_FromLongLong(stride_values_[dim]));
+    PyTuple_SET_ITEM(strides.ptr(), static_cast<Py_ssize_t>(dim),
+                     PyLong_FromLongLong(stride_values_[dim]));
   }
   strides_ = std::move(strides);
 }
@@ -139,11 +147,14 @@ nb::object TensorCore::sizes(std::size_t length) const {
 }
 
 bool TensorCore::is_ours(nb::handle self) {
-  if (!TorchFace::get().read(self, facts_) || facts_.shape.size() != spec_.sizes.size()) return false;
+  if (!TorchFace::get().read(self, facts_) || facts_.shape.size() != spec_.sizes.size())
+    return false;
   for (std::size_t dim = 0; dim < facts_.shape.size(); ++dim) {
-    const auto size = dim == spec_.grow_dim ? static_cast<std::int64_t>(length()) : spec_.sizes[dim];
+    const auto size =
+        dim == spec_.grow_dim ? static_cast<std::int64_t>(length()) : spec_.sizes[dim];
     // torch leaves the stride of a dimension of size 1 open
-    if (facts_.shape[dim] != size || (size > 1 && facts_.strides[dim] != stride_values_[dim])) return false;
+    if (facts_.shape[dim] != size || (size > 1 && facts_.strides[dim] != stride_values_[dim]))
+      return false;
   }
   return length() == 0 || reinterpret_cast<Address>(facts_.data) == address();
 }
@@ -164,7 +175,8 @@ void TensorCore::publish(nb::handle self) {
     nb::gil_scoped_release released;
     generation = buffer_->publish();
   }
-  nb::object storage = torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
+  nb::object storage =
+      torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
   torch.set(self, storage, (address() - first) / spec_.item_size, sizes(length()), strides_);
   published_ = slots;
 }
@@ -177,7 +189,8 @@ void TensorCore::reshape(nb::handle self) {
     return;
   }
   const Address first = buffer_->slot_address(0, slots.begin);
-  TorchFace::get().as_strided(self, sizes(length()), strides_, (address() - first) / spec_.item_size);
+  TorchFace::get().as_strided(self, sizes(length()), strides_,
+                              (address() - first) / spec_.item_size);
 }
 
 // Takes the tensor off its storage, so that only views hold generations of the buffer.
@@ -201,23 +214,25 @@ void TensorCore::require_room(const char* operation, std::size_t n) const {
   const std::size_t used_up = spec_.move_when_full ? 0 : positions_.begin;
   const std::size_t room = spec_.capacity - used_up - length();
   if (n <= room) return;
-  throw CapacityExceeded("[" + name_of(operation) + "] need " + std::to_string(n) + " more positions, length is " +
-                         std::to_string(length()) + " of capacity " + std::to_string(spec_.capacity) +
-                         (used_up ? ", " + std::to_string(used_up) + " used up by front shrinks" : "") +
-                         ": make it with a larger capacity=, or move it with t.reallocate(capacity)");
+  throw CapacityExceeded(
+      "[" + name_of(operation) + "] need " + std::to_string(n) + " more positions, length is " +
+      std::to_string(length()) + " of capacity " + std::to_string(spec_.capacity) +
+      (used_up ? ", " + std::to_string(used_up) + " used up by front shrinks" : "") +
+      ": make it with a larger capacity=, or move it with t.reallocate(capacity)");
 }
 
-// What of `added` positions must be zeroed: of a forked tensor what its parent had truncated, of one made by zeros()
-// also what it had itself there.
+// What of `added` positions must be zeroed: of a forked tensor what its parent had truncated, of
+// one made by zeros() also what it had itself there.
 Interval TensorCore::stale_in(Interval added) const {
   if (buffer_->pool()->zero_policy() == ZeroPolicy::never) return spec_.zeroed ? added : Interval{};
   return intersection(added, {0, stale_until_});
 }
 
-// Adds `n` positions. `fill(start)` writes them before torch is told of them. Whole or nothing. True where the tensor
-// moved.
+// Adds `n` positions. `fill(start)` writes them before torch is told of them. Whole or nothing.
+// True where the tensor moved.
 template <typename Fill>
-bool TensorCore::grow(nb::handle self, const char* operation, std::size_t n, bool populate, Fill fill) {
+bool TensorCore::grow(nb::handle self, const char* operation, std::size_t n, bool populate,
+                      Fill fill) {
   require_room(operation, n);
   if (n == 0) return false;
   if (positions_.end + n > spec_.capacity) {
@@ -251,12 +266,16 @@ bool TensorCore::grow(nb::handle self, const char* operation, std::size_t n, boo
   return false;
 }
 
-// Moves the tensor to the start of a fresh range, which gives back what front shrinks used up, and adds `n`.
-void TensorCore::move_to_front(nb::handle self, const char* operation, std::size_t n, bool populate) {
+// Moves the tensor to the start of a fresh range, which gives back what front shrinks used up, and
+// adds `n`.
+void TensorCore::move_to_front(nb::handle self, const char* operation, std::size_t n,
+                               bool populate) {
   const std::string name = name_of(operation);
   const std::size_t length = positions_.size();
-  // Of a tensor made by zeros() all that is new; else what the pages hold of a parent's, now counted from the front.
-  const std::size_t stale = spec_.zeroed ? length + n : stale_until_ - std::min(stale_until_, positions_.begin);
+  // Of a tensor made by zeros() all that is new; else what the pages hold of a parent's, now
+  // counted from the front.
+  const std::size_t stale =
+      spec_.zeroed ? length + n : stale_until_ - std::min(stale_until_, positions_.begin);
   detach(self);
   std::shared_ptr<Buffer> moved;
   try {
@@ -291,15 +310,19 @@ void TensorCore::check_room(std::int64_t n) {
 
 bool TensorCore::extend(nb::handle self, std::int64_t n) {
   Operation operation(*this, "extend", self);
-  if (n < 0) refuse("extend", "n is " + std::to_string(n) + ": it must be at least 0; t.shrink(n) makes it shorter");
+  if (n < 0)
+    refuse("extend",
+           "n is " + std::to_string(n) + ": it must be at least 0; t.shrink(n) makes it shorter");
   return grow(self, "extend", static_cast<std::size_t>(n), false, [](std::size_t) {});
 }
 
-// Copies `n` positions at `start` by memcpy; false where the source's layout or size asks for torch's copy.
+// Copies `n` positions at `start` by memcpy; false where the source's layout or size asks for
+// torch's copy.
 bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::size_t n) {
   const RowShape& shape = buffer_->shape();
   const std::size_t bytes = n * shape.item_bytes;
-  if (!source.data || source.device.type != 1 || buffer_->pool()->traits().device.type != 1 || shape.rows * bytes > kMemcpyLimit) {
+  if (!source.data || source.device.type != 1 || buffer_->pool()->traits().device.type != 1 ||
+      shape.rows * bytes > kMemcpyLimit) {
     return false;
   }
   std::int64_t dense = 1;
@@ -315,8 +338,10 @@ bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::si
       offset += static_cast<std::int64_t>(rest % size) * source.strides[dim];
       rest /= size;
     }
-    std::memmove(reinterpret_cast<void*>(buffer_->address_of(row, start)),
-                 static_cast<const char*>(source.data) + offset * static_cast<std::int64_t>(spec_.item_size), bytes);
+    std::memmove(
+        reinterpret_cast<void*>(buffer_->address_of(row, start)),
+        static_cast<const char*>(source.data) + offset * static_cast<std::int64_t>(spec_.item_size),
+        bytes);
   }
   return true;
 }
@@ -324,37 +349,43 @@ bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::si
 bool TensorCore::append(nb::handle self, nb::handle source) {
   TorchFace& torch = TorchFace::get();
   Operation operation(*this, "append", self);
-  if (!torch.is_tensor(source)) refuse("append", "need a torch.Tensor: torch.as_tensor(x) makes one");
+  if (!torch.is_tensor(source))
+    refuse("append", "need a torch.Tensor: torch.as_tensor(x) makes one");
   nb::object dtype = nb::getattr(source, "dtype");
   if (!dtype.is(spec_.dtype)) {
-    refuse("append", "the tensor holds " + std::string(nb::str(spec_.dtype).c_str()) + ", the source " +
-                         nb::str(dtype).c_str() + ": convert it with x.to(t.dtype)");
+    refuse("append", "the tensor holds " + std::string(nb::str(spec_.dtype).c_str()) +
+                         ", the source " + nb::str(dtype).c_str() +
+                         ": convert it with x.to(t.dtype)");
   }
   TensorFacts from;
-  if (!torch.read(source, from)) refuse("append", "the source is not strided: make it dense with x.to_dense()");
+  if (!torch.read(source, from))
+    refuse("append", "the source is not strided: make it dense with x.to_dense()");
   bool fits = from.shape.size() == spec_.sizes.size();
   for (std::size_t dim = 0; fits && dim < from.shape.size(); ++dim) {
     fits = dim == spec_.grow_dim || from.shape[dim] == spec_.sizes[dim];
   }
   if (!fits) {
     refuse("append", "the source has shape " + shape_text(from.shape) + ", the tensor " +
-                         shape_text(facts_.shape) + ": all but dimension " + std::to_string(spec_.grow_dim) +
-                         " must agree");
+                         shape_text(facts_.shape) + ": all but dimension " +
+                         std::to_string(spec_.grow_dim) + " must agree");
   }
   const Device device = buffer_->pool()->traits().device;
   if (from.device.type != device.type || from.device.index != device.index) {
-    refuse("append", "the tensor is on " + std::string(nb::str(spec_.device).c_str()) + ", the source on " +
-                         nb::str(nb::getattr(source, "device")).c_str() + ": move it with x.to(t.device)");
+    refuse("append", "the tensor is on " + std::string(nb::str(spec_.device).c_str()) +
+                         ", the source on " + nb::str(nb::getattr(source, "device")).c_str() +
+                         ": move it with x.to(t.device)");
   }
   nb::object kept = nb::borrow(source);
   if (nb::getattr(source, "requires_grad").is(nb::bool_(true))) {
     if (torch.gradients_enabled()) {
-      refuse("append", "the source requires grad, and a VTensor keeps no graph: append(x.detach()), or work "
-                       "under torch.no_grad()");
+      refuse("append",
+             "the source requires grad, and a VTensor keeps no graph: append(x.detach()), or work "
+             "under torch.no_grad()");
     }
     kept = torch.detach(source);
   }
-  const bool resolved = torch.is_plain(source) && !torch.is_negative(source) && !torch.is_conjugate(source);
+  const bool resolved =
+      torch.is_plain(source) && !torch.is_negative(source) && !torch.is_conjugate(source);
   const auto n = static_cast<std::size_t>(from.shape[spec_.grow_dim]);
   const auto source_at = reinterpret_cast<Address>(from.data);
   if (source_at - buffer_->slot_address(0, 0) < buffer_->reserved_bytes()) {
@@ -363,8 +394,9 @@ bool TensorCore::append(nb::handle self, nb::handle source) {
   }
   const std::size_t before = length();
   bool copied = n == 0;
-  const bool moved =
-      grow(self, "append", n, true, [&](std::size_t start) { copied = resolved && fill_from(from, start, n); });
+  const bool moved = grow(self, "append", n, true, [&](std::size_t start) {
+    copied = resolved && fill_from(from, start, n);
+  });
   if (copied) return moved;
   try {
     torch.copy_into(self, spec_.grow_dim, before, n, kept);
@@ -385,7 +417,8 @@ void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, const char*
   }
   const auto count = static_cast<std::size_t>(n);
   const Interval before = positions_;
-  Interval after = front ? Interval{before.begin + count, before.end} : Interval{before.begin, before.end - count};
+  Interval after = front ? Interval{before.begin + count, before.end}
+                         : Interval{before.begin, before.end - count};
   if (after.empty()) after = {};  // nothing lives, so all of the capacity is there again
   positions_ = after;
   {
@@ -396,7 +429,8 @@ void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, const char*
     reshape(self);
   } catch (...) {
     positions_ = before;
-    buffer_->grow(name, before, false);  // makes no driver call: the tensor's storage still holds the pages
+    buffer_->grow(name, before,
+                  false);  // makes no driver call: the tensor's storage still holds the pages
     throw;
   }
 }
@@ -404,7 +438,8 @@ void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, const char*
 void TensorCore::truncate(nb::handle self, std::int64_t length) {
   const auto now = static_cast<std::int64_t>(this->length());
   if (length < 0 || length > now) {
-    refuse("truncate", "length is " + std::to_string(length) + ", the tensor's " + std::to_string(now) +
+    refuse("truncate", "length is " + std::to_string(length) + ", the tensor's " +
+                           std::to_string(now) +
                            ": it must lie between 0 and that; t.extend(n) makes it longer");
   }
   shrink(self, now - length, false, "truncate");
@@ -413,8 +448,9 @@ void TensorCore::truncate(nb::handle self, std::int64_t length) {
 void TensorCore::own(nb::handle self, std::int64_t start, std::int64_t stop) {
   Operation operation(*this, "own", self);
   if (start < 0 || stop < start || static_cast<std::size_t>(stop) > length()) {
-    refuse("own", "start, stop are " + std::to_string(start) + ", " + std::to_string(stop) + ", the length " +
-                      std::to_string(length()) + ": need 0 <= start <= stop <= length");
+    refuse("own", "start, stop are " + std::to_string(start) + ", " + std::to_string(stop) +
+                      ", the length " + std::to_string(length()) +
+                      ": need 0 <= start <= stop <= length");
   }
   const Interval positions{positions_.begin + static_cast<std::size_t>(start),
                            positions_.begin + static_cast<std::size_t>(stop)};
@@ -424,7 +460,8 @@ void TensorCore::own(nb::handle self, std::int64_t start, std::int64_t stop) {
 
 void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index) {
   Operation operation(*this, "reindex", self);
-  if (spec_.grow_dim == 0) refuse("reindex", "dimension 0 is the one that grows: there are no rows to choose from");
+  if (spec_.grow_dim == 0)
+    refuse("reindex", "dimension 0 is the one that grows: there are no rows to choose from");
   if (index.empty()) refuse("reindex", "the index is empty: a tensor has at least one row");
   const std::int64_t batch = spec_.sizes[0];
   const std::size_t inner = buffer_->shape().rows / static_cast<std::size_t>(batch);
@@ -435,14 +472,16 @@ void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index
                             std::to_string(batch) + ": give one from -size to size - 1");
     }
     if (i < 0) i += batch;
-    for (std::size_t row = 0; row < inner; ++row) rows.push_back(static_cast<std::size_t>(i) * inner + row);
+    for (std::size_t row = 0; row < inner; ++row)
+      rows.push_back(static_cast<std::size_t>(i) * inner + row);
   }
   detach(self);
   std::shared_ptr<Buffer> chosen;
   const std::size_t phase = phase_of_first();
   try {
     nb::gil_scoped_release released;
-    const bool in_place = rows.size() == buffer_->shape().rows && buffer_->pool()->traits().remaps_in_one_step;
+    const bool in_place =
+        rows.size() == buffer_->shape().rows && buffer_->pool()->traits().remaps_in_one_step;
     if (in_place && !buffer_->published()) {
       buffer_->reindex("VTensor.reindex", rows);
     } else {
@@ -482,7 +521,8 @@ std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t
   Operation operation(*this, "reallocate", self);
   if (capacity < 0 || static_cast<std::size_t>(capacity) < length()) {
     throw CapacityExceeded("[VTensor.reallocate] capacity of " + std::to_string(capacity) +
-                           " does not hold the length of " + std::to_string(length()) + ": raise it");
+                           " does not hold the length of " + std::to_string(length()) +
+                           ": raise it");
   }
   const RowShape shape = row_shape(static_cast<std::size_t>(capacity), phase_of_first());
   std::vector<std::size_t> rows(shape.rows);
@@ -498,9 +538,13 @@ std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t
   }
   TensorSpec spec = spec_;
   spec.capacity = static_cast<std::size_t>(capacity);
-  auto core = std::make_unique<TensorCore>(std::move(moved), std::move(spec), length(), stale_until_ > positions_.end);
-  leave();
-  return core;
+  return std::make_unique<TensorCore>(std::move(moved), std::move(spec), length(),
+                                      stale_until_ > positions_.end);
+}
+
+void TensorCore::restore(nb::handle self) {
+  Operation operation(*this, "restore");
+  publish(self);
 }
 
 nb::object TensorCore::snapshot(nb::handle self) {

@@ -1,4 +1,5 @@
-// The half of a VTensor that Python does not see: its buffer, its length, and what torch was told of them.
+// The half of a VTensor that Python does not see: its buffer, its length, and what torch was told
+// of them.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -29,7 +30,8 @@ struct TensorSpec {
 class TensorCore {
  public:
   TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec);
-  // Over pages shared with another buffer. `foreign`: what they hold behind `length` is not this tensor's (I7).
+  // Over pages shared with another buffer. `foreign`: what they hold behind `length` is not this
+  // tensor's (I7).
   TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool foreign);
   ~TensorCore();
   TensorCore(const TensorCore&) = delete;
@@ -48,7 +50,10 @@ class TensorCore {
   void own(nb::handle self, std::int64_t start, std::int64_t stop);
   void reindex(nb::handle self, const std::vector<std::int64_t>& index);
   std::unique_ptr<TensorCore> fork(nb::handle self);
+  // Takes the tensor off its storage. Once the new one stands, this one is to be closed; else
+  // restored.
   std::unique_ptr<TensorCore> reallocate(nb::handle self, std::int64_t capacity);
+  void restore(nb::handle self);
   nb::object snapshot(nb::handle self);
   void close(nb::handle self);
 
@@ -83,7 +88,7 @@ class TensorCore {
   nb::object strides_;
   std::vector<std::int64_t> stride_values_;
   Interval positions_;
-  Interval published_;         // slots under the tensor's storage
+  Interval published_;           // slots under the tensor's storage
   std::size_t stale_until_ = 0;  // positions below may hold bytes that growth must not show
   bool closed_ = false;
   OperationMutex mutex_;

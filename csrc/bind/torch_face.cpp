@@ -10,7 +10,8 @@
 namespace vtensor::bind {
 
 nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments) {
-  PyObject* result = PyObject_Vectorcall(callable.ptr(), arguments.begin(), arguments.size(), nullptr);
+  PyObject* result =
+      PyObject_Vectorcall(callable.ptr(), arguments.begin(), arguments.size(), nullptr);
   if (!result) throw nb::python_error();
   return nb::steal(result);
 }
@@ -93,7 +94,8 @@ void end_export(dlpack::ManagedTensor* managed) {
 }
 
 void end_unused_capsule(PyObject* capsule) {
-  if (auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"))) {
+  if (auto* managed =
+          static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"))) {
     end_export(managed);
   } else {
     PyErr_Clear();  // torch renamed it when it took it over
@@ -102,7 +104,8 @@ void end_unused_capsule(PyObject* capsule) {
 
 }  // namespace
 
-nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes, Device device) {
+nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes,
+                                   Device device) {
   auto* exported = new Export{};
   exported->bytes = static_cast<std::int64_t>(bytes);
   exported->generation = generation;
@@ -139,7 +142,8 @@ void TorchFace::as_strided(nb::handle tensor, nb::handle sizes, nb::handle strid
   call(as_strided_, {tensor.ptr(), sizes.ptr(), strides.ptr()});
 }
 
-void TorchFace::as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides, std::size_t offset) {
+void TorchFace::as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides,
+                           std::size_t offset) {
   nb::int_ at(offset);
   call(as_strided_, {tensor.ptr(), sizes.ptr(), strides.ptr(), at.ptr()});
 }
@@ -154,15 +158,21 @@ void TorchFace::copy_into(nb::handle tensor, std::size_t dim, std::size_t start,
   call(copy_, {target.ptr(), source.ptr()});
 }
 
-bool TorchFace::is_tensor(nb::handle object) { return PyObject_IsInstance(object.ptr(), tensor_type_.ptr()) == 1; }
+bool TorchFace::is_tensor(nb::handle object) {
+  return PyObject_IsInstance(object.ptr(), tensor_type_.ptr()) == 1;
+}
 
 bool TorchFace::is_plain(nb::handle object) {
   const PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
   return type == tensor_type_.ptr() || type == parameter_type_.ptr();
 }
 
-bool TorchFace::is_negative(nb::handle tensor) { return call(is_neg_, {tensor.ptr()}).is(nb::bool_(true)); }
-bool TorchFace::is_conjugate(nb::handle tensor) { return call(is_conj_, {tensor.ptr()}).is(nb::bool_(true)); }
+bool TorchFace::is_negative(nb::handle tensor) {
+  return call(is_neg_, {tensor.ptr()}).is(nb::bool_(true));
+}
+bool TorchFace::is_conjugate(nb::handle tensor) {
+  return call(is_conj_, {tensor.ptr()}).is(nb::bool_(true));
+}
 bool TorchFace::gradients_enabled() { return call(grad_enabled_, {}).is(nb::bool_(true)); }
 
 }  // namespace vtensor::bind

@@ -1,4 +1,5 @@
-// What the bindings use of torch, through Python and DLPack: no PyTorch header, so one build serves every release.
+// What the bindings use of torch, through Python and DLPack: no PyTorch header, so one build serves
+// every release.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -31,14 +32,17 @@ class TorchFace {
   bool read(nb::handle tensor, TensorFacts& facts);
 
   // A storage over `generation`, which ends with it. `address` and `bytes` are the extent.
-  nb::object storage_over(Generation* generation, Address address, std::size_t bytes, Device device);
+  nb::object storage_over(Generation* generation, Address address, std::size_t bytes,
+                          Device device);
   nb::object empty_storage(nb::handle device);
 
-  void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes, nb::handle strides);
+  void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
+           nb::handle strides);
   void as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides);
   void as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides, std::size_t offset);
   nb::object detach(nb::handle tensor);
-  void copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length, nb::handle source);
+  void copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length,
+                 nb::handle source);
 
   bool is_tensor(nb::handle object);
   // Exactly torch.Tensor or Parameter: reading it has no side effects.

@@ -10,12 +10,14 @@
 
 namespace vtensor {
 
-std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, const RowShape& shape) {
+std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool,
+                                       const RowShape& shape) {
   const std::size_t page = pool->page_size();
   const auto bytes = checked_multiply(shape.capacity, shape.item_bytes);
   const auto too_large = [&] {
-    return CapacityExceeded("[empty] capacity of " + std::to_string(shape.capacity) + " positions of " +
-                            std::to_string(shape.item_bytes) + " bytes in " + std::to_string(shape.rows) +
+    return CapacityExceeded("[empty] capacity of " + std::to_string(shape.capacity) +
+                            " positions of " + std::to_string(shape.item_bytes) + " bytes in " +
+                            std::to_string(shape.rows) +
                             " rows passes the address space: lower capacity=");
   };
   // 2^47 bytes are the addresses of a process on x86-64.
@@ -33,7 +35,8 @@ std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, co
   buffer->id_ = pool->add(buffer.get());
   try {
     buffer->homes_.reserve(shape.rows);
-    for (std::size_t row = 0; row < shape.rows; ++row) buffer->homes_.push_back(pool->open_home(row_pages));
+    for (std::size_t row = 0; row < shape.rows; ++row)
+      buffer->homes_.push_back(pool->open_home(row_pages));
   } catch (...) {
     buffer->owned_ = false;
     if (buffer->settle()) pool->retry_later(buffer);
@@ -82,7 +85,8 @@ std::span<const Handle> Buffer::handles(const Run& run) {
 void Buffer::touch(Interval slots) {
   if (slots.empty()) return;
   touched_ = touched_.empty() ? slots
-                              : Interval{std::min(touched_.begin, slots.begin), std::max(touched_.end, slots.end)};
+                              : Interval{std::min(touched_.begin, slots.begin),
+                                         std::max(touched_.end, slots.end)};
 }
 
 bool Buffer::grow_within(Interval positions) {
@@ -118,10 +122,11 @@ void Buffer::grow(const char* operation, Interval positions, bool populate, Inte
   }
   for (const Run& run : missing) {
     if (table_.at(run.row, run.slots.begin).state == EntryState::quarantined) {
-      throw Error("[" + std::string(operation) + "] page " + std::to_string(run.slots.begin) + " of row " +
-                  std::to_string(run.row) +
-                  " is quarantined after a driver call that could not be undone: move the tensor to a new "
-                  "range with reallocate(capacity)");
+      throw Error(
+          "[" + std::string(operation) + "] page " + std::to_string(run.slots.begin) + " of row " +
+          std::to_string(run.row) +
+          " is quarantined after a driver call that could not be undone: move the tensor to a new "
+          "range with reallocate(capacity)");
     }
     missing_pages += run.slots.size();
   }
@@ -186,7 +191,8 @@ void Buffer::map_shared(const Run& run, std::span<Page* const> pages, EntryState
     table_.at(run.row, run.slots.begin + i) = {pages[i], entered};
   };
   try {
-    driver_.map(address_of(run), scratch_, state == EntryState::guarded ? Access::guarded : Access::writable);
+    driver_.map(address_of(run), scratch_,
+                state == EntryState::guarded ? Access::guarded : Access::writable);
   } catch (const UndoFailed& error) {
     for (const std::size_t i : error.stuck) {
       enter(i, EntryState::quarantined);
@@ -214,7 +220,8 @@ void Buffer::zero_new(const Run& run) {
   for (std::size_t i = 0; i < n; ++i) entries[i].page->last_owner = id_;
 }
 
-// Unmaps pages that nobody saw yet. What cannot be unmapped may hold another's bytes: quarantined (I7, I8).
+// Unmaps pages that nobody saw yet. What cannot be unmapped may hold another's bytes: quarantined
+// (I7, I8).
 void Buffer::undo_grow(std::span<const Run> mapped) noexcept {
   for (const Run& run : mapped) {
     try {
@@ -336,7 +343,8 @@ std::exception_ptr Buffer::settle() noexcept {
   }
   if (owned_ || !reserved_ || mapped_ != 0 || !generations_.empty()) return nullptr;
   if (quarantined_ != 0) {
-    // The range is left to the driver's end, the pages to the reference that their quarantine holds.
+    // The range is left to the driver's end, the pages to the reference that their quarantine
+    // holds.
     for (std::size_t row = 0; row < shape_.rows; ++row) {
       for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
         if (Page* page = table_.at(row, slot).page) pool_->drop(page);
@@ -388,12 +396,17 @@ std::vector<PageRecord> Buffer::pages() {
     collect(runs, row, {0, row_pages_}, [](const Entry& entry) { return entry.page != nullptr; });
     for (const Run& run : runs) {
       const EntryState state = table_.at(row, run.slots.begin).state;
-      const std::vector<std::uint8_t> parted =
-          state == EntryState::guarded ? find_parted(run) : std::vector<std::uint8_t>(run.slots.size());
+      const std::vector<std::uint8_t> parted = state == EntryState::guarded
+                                                   ? find_parted(run)
+                                                   : std::vector<std::uint8_t>(run.slots.size());
       for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
         const Page& page = *table_.at(row, slot).page;
-        PageRecord record{row, slot, slot_address(row, slot), static_cast<std::int64_t>(page.handle),
-                          page.references, page.references > 1 ? "shared" : "mapped"};
+        PageRecord record{row,
+                          slot,
+                          slot_address(row, slot),
+                          static_cast<std::int64_t>(page.handle),
+                          page.references,
+                          page.references > 1 ? "shared" : "mapped"};
         if (state == EntryState::quarantined) {
           record.state = "quarantined";
         } else if (!extent_.contains(slot)) {
@@ -435,8 +448,9 @@ std::size_t Buffer::lost_pages() const {
 
 void Buffer::require_whole(const char* operation) const {
   if (const std::size_t lost = lost_pages()) {
-    throw Error("[" + std::string(operation) + "] " + std::to_string(lost) +
-                " pages of the tensor were lost in a driver call that could not be undone: close it");
+    throw Error(
+        "[" + std::string(operation) + "] " + std::to_string(lost) +
+        " pages of the tensor were lost in a driver call that could not be undone: close it");
   }
 }
 
@@ -461,7 +475,8 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
       const Entry& entry = table_.at(row, slot);
       if (entry.state == EntryState::empty) {
         bool covered = extent_.contains(slot);
-        for (const Generation* generation : generations_) covered |= generation->slots.contains(slot);
+        for (const Generation* generation : generations_)
+          covered |= generation->slots.contains(slot);
         if (covered || entry.page) {
           throw Error("I3: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
                       " is covered by an extent or a generation and is not mapped");
@@ -478,7 +493,8 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
       guarded += is_guarded(entry);
     }
   }
-  if (mapped != mapped_ || guarded != guarded_) throw Error("I4: the counts of mapped pages are wrong");
+  if (mapped != mapped_ || guarded != guarded_)
+    throw Error("I4: the counts of mapped pages are wrong");
 }
 
 }  // namespace vtensor

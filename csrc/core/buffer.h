@@ -1,5 +1,6 @@
-// One reservation of addresses, divided into rows that grow together, and the pages behind it. What stays
-// mapped is the owner's extent and what published generations cover; everything else is given back.
+// One reservation of addresses, divided into rows that grow together, and the pages behind it. What
+// stays mapped is the owner's extent and what published generations cover; everything else is given
+// back.
 #pragma once
 
 #include <cstddef>
@@ -46,7 +47,8 @@ struct PageUse {
 class Buffer : public std::enable_shared_from_this<Buffer> {
  public:
   // Throws InvalidArgument, CapacityExceeded where the sizes overflow, DriverError.
-  static std::shared_ptr<Buffer> create(const std::shared_ptr<PagePool>& pool, const RowShape& shape);
+  static std::shared_ptr<Buffer> create(const std::shared_ptr<PagePool>& pool,
+                                        const RowShape& shape);
   ~Buffer();
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -67,11 +69,13 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     return ceil_div(slots_of(positions).end * page_size_ - shape_.phase, shape_.item_bytes);
   }
 
-  // Makes `positions` the owner's where that needs no driver call, because what they add is mapped and not
-  // shared. False where it is not, and where another thread holds the lock; nothing is changed then.
+  // Makes `positions` the owner's where that needs no driver call, because what they add is mapped
+  // and not shared. False where it is not, and where another thread holds the lock; nothing is
+  // changed then.
   bool grow_within(Interval positions);
-  // Makes `positions` the owner's extent: maps what is missing, parts the pages that the new positions share with
-  // another buffer, and zeroes `stale` positions. `populate` makes new memory present now. Whole or nothing (I8).
+  // Makes `positions` the owner's extent: maps what is missing, parts the pages that the new
+  // positions share with another buffer, and zeroes `stale` positions. `populate` makes new memory
+  // present now. Whole or nothing (I8).
   void grow(const char* operation, Interval positions, bool populate, Interval stale = {});
   // Makes a smaller extent the owner's. What no generation covers is unmapped.
   void retract(Interval positions);
@@ -83,15 +87,17 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void own(const char* operation, Interval positions);
   // Zeroes `positions` of every row; they are mapped and owned.
   void zero(Interval positions);
-  // A buffer of `shape` whose row i has the pages of row rows[i]. No byte is copied; the pages are guarded
-  // in both unless `exclusive`, which is for an owner who leaves this buffer and that no generation covers.
-  std::shared_ptr<Buffer> share(const char* operation, const RowShape& shape, std::span<const std::size_t> rows,
-                                bool exclusive);
-  // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive, and a driver that
-  // remaps in one step, because a page that cannot be put back would leave the owner without it.
+  // A buffer of `shape` whose row i has the pages of row rows[i]. No byte is copied; the pages are
+  // guarded in both unless `exclusive`, which is for an owner who leaves this buffer and that no
+  // generation covers.
+  std::shared_ptr<Buffer> share(const char* operation, const RowShape& shape,
+                                std::span<const std::size_t> rows, bool exclusive);
+  // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive,
+  // and a driver that remaps in one step, because a page that cannot be put back would leave the
+  // owner without it.
   void reindex(const char* operation, std::span<const std::size_t> rows);
-  // The owner leaves: pages and addresses go as the generations over them end. Never blocks, never throws (I11);
-  // once the lock was free, it has happened. To be called once.
+  // The owner leaves: pages and addresses go as the generations over them end. Never blocks, never
+  // throws (I11); once the lock was free, it has happened. To be called once.
   void abandon() noexcept;
 
   // Whether a write to some page of ours does not reach its handle.
@@ -103,7 +109,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   void forget(const Generation* generation) noexcept;
   void leave() noexcept;
-  // Unmaps what neither the extent nor a generation covers, and frees the range after the owner has left.
+  // Unmaps what neither the extent nor a generation covers, and frees the range after the owner has
+  // left.
   std::exception_ptr settle() noexcept;
   std::size_t count_parted();
   std::vector<Page*> contents() const;
@@ -121,7 +128,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
   // Maximal runs in `slots` of `row` whose entries are `wanted` and have one state.
-  void collect(std::vector<Run>& runs, std::size_t row, Interval slots, bool (*wanted)(const Entry&)) const;
+  void collect(std::vector<Run>& runs, std::size_t row, Interval slots,
+               bool (*wanted)(const Entry&)) const;
   // Valid until the next call.
   std::span<const Handle> handles(const Run& run);
   Address address_of(const Run& run) const { return slot_address(run.row, run.slots.begin); }
@@ -157,10 +165,11 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool owned_ = true;      // the owner has not left
   bool reserved_ = false;  // the range is ours
   Interval positions_;
-  Interval extent_;  // slots that positions_ need
+  Interval extent_;   // slots that positions_ need
   Interval touched_;  // slots in which something may be mapped that nobody needs
   std::vector<const Generation*> generations_;
-  std::unique_ptr<Generation> owner_end_ = std::make_unique<Generation>();  // made ahead: leaving cannot fail
+  std::unique_ptr<Generation> owner_end_ =
+      std::make_unique<Generation>();  // made ahead: leaving cannot fail
   PageTable table_;
   std::vector<RowHome> homes_;
   std::size_t mapped_ = 0;

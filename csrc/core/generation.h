@@ -1,5 +1,6 @@
-// An immutable, published extent of mapped pages. A torch storage over it keeps it alive; its end is told to
-// the pool from whatever thread drops that storage. The leaving of a buffer's owner is told in the same way.
+// An immutable, published extent of mapped pages. A torch storage over it keeps it alive; its end
+// is told to the pool from whatever thread drops that storage. The leaving of a buffer's owner is
+// told in the same way.
 #pragma once
 
 #include <memory>

@@ -14,12 +14,12 @@ inline constexpr std::uint64_t kNobody = 0;  // as the owner of a page: no buffe
 
 struct Page {
   Handle handle = 0;
-  std::uint32_t references = 0;  // page table entries, and one for ever where quarantined
-  bool resident = false;         // its memory is taken: in use, or kept for the next user
-  bool dirty = false;            // may hold bytes that somebody wrote
+  std::uint32_t references = 0;        // page table entries, and one for ever where quarantined
+  bool resident = false;               // its memory is taken: in use, or kept for the next user
+  bool dirty = false;                  // may hold bytes that somebody wrote
   std::uint64_t last_owner = kNobody;  // id of the buffer that had it last
-  HandleRun* run = nullptr;      // the run it belongs to, where handles are adjacent
-  Page* older = nullptr;         // neighbours among the kept pages, by the time they were freed
+  HandleRun* run = nullptr;            // the run it belongs to, where handles are adjacent
+  Page* older = nullptr;  // neighbours among the kept pages, by the time they were freed
   Page* newer = nullptr;
 };
 

@@ -50,8 +50,8 @@ void PagePool::require_free(const char* operation, std::size_t pages, std::size_
   const std::size_t free = budget_pages_ > in_use ? budget_pages_ - in_use : 0;
   if (pages <= free) return;
   throw OutOfPages("[" + std::string(operation) + "] need " + std::to_string(pages) + " pages of " +
-                   std::to_string(page_size()) + " bytes, the pool has " + std::to_string(free) + " of " +
-                   std::to_string(budget_pages_) +
+                   std::to_string(page_size()) + " bytes, the pool has " + std::to_string(free) +
+                   " of " + std::to_string(budget_pages_) +
                    " free: free tensors or views, or make the pool with a larger budget=");
 }
 
@@ -77,10 +77,12 @@ void PagePool::take(RowHome& home, const Page* previous, std::size_t n, std::vec
   used_ += n;
 }
 
-// Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory yet.
+// Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory
+// yet.
 void PagePool::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
-  while (used_ + parted_ + taken + kept_.size() > budget_pages_ && kept_.oldest()) empty(kept_.oldest(), 1);
+  while (used_ + parted_ + taken + kept_.size() > budget_pages_ && kept_.oldest())
+    empty(kept_.oldest(), 1);
 }
 
 // Gives back the memory of `n` kept pages with handles from first->handle on.
@@ -99,7 +101,8 @@ void PagePool::empty(Page* first, std::size_t n) {
 std::size_t PagePool::empty_all() {
   std::vector<Page*> pages;
   for (Page* page = kept_.oldest(); page; page = page->newer) pages.push_back(page);
-  std::sort(pages.begin(), pages.end(), [](const Page* a, const Page* b) { return a->handle < b->handle; });
+  std::sort(pages.begin(), pages.end(),
+            [](const Page* a, const Page* b) { return a->handle < b->handle; });
   for (std::size_t begin = 0, end; begin < pages.size(); begin = end) {
     end = begin + 1;
     while (end < pages.size() && pages[begin]->run && pages[end]->run == pages[begin]->run &&
@@ -148,7 +151,13 @@ PoolCounts PagePool::counts() {
 
 void PagePool::prefill(std::size_t pages) {
   if (pages == 0) return;
-  const auto buffer = Buffer::create(shared_from_this(), {.rows = 1, .item_bytes = page_size(), .capacity = pages});
+  {
+    PoolLock lock(shared_from_this());
+    reap();
+    require_free("Pool.prefill", pages);
+  }
+  const auto buffer =
+      Buffer::create(shared_from_this(), {.rows = 1, .item_bytes = page_size(), .capacity = pages});
   try {
     buffer->grow("Pool.prefill", {0, pages}, true);
   } catch (...) {
@@ -188,8 +197,8 @@ void PagePool::check_invariants() {
   for (const auto& [page, use] : uses) {
     const std::string name = "page " + std::to_string(page->handle);
     if (page->references < use.entries) {
-      throw Error("I5: " + name + " has " + std::to_string(use.entries) + " page table entries and counts " +
-                  std::to_string(page->references));
+      throw Error("I5: " + name + " has " + std::to_string(use.entries) +
+                  " page table entries and counts " + std::to_string(page->references));
     }
     extra += page->references - use.entries;
     if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
@@ -228,7 +237,8 @@ void PagePool::end(Generation* generation) noexcept {
 }
 
 void PagePool::retry_later(const std::shared_ptr<Buffer>& buffer) {
-  if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end()) unsettled_.push_back(buffer);
+  if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end())
+    unsettled_.push_back(buffer);
 }
 
 void PagePool::before_fork() {

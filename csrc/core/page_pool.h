@@ -1,5 +1,6 @@
-// The owner of all page handles of one device and one page size: budget, reuse, reference counts, zeroing
-// policy. Its lock is the one lock of the core: page tables and generations of its buffers stand under it too.
+// The owner of all page handles of one device and one page size: budget, reuse, reference counts,
+// zeroing policy. Its lock is the one lock of the core: page tables and generations of its buffers
+// stand under it too.
 #pragma once
 
 #include <atomic>
@@ -27,9 +28,9 @@ enum class ZeroPolicy : std::uint8_t {
 
 struct PoolCounts {
   std::size_t budget_pages = 0;
-  std::size_t used = 0;         // handles in use, and pages that the kernel parted from shared handles
-  std::size_t parted = 0;       // of these, the parted
-  std::size_t kept = 0;         // free handles whose memory is kept
+  std::size_t used = 0;    // handles in use, and pages that the kernel parted from shared handles
+  std::size_t parted = 0;  // of these, the parted
+  std::size_t kept = 0;    // free handles whose memory is kept
   std::size_t quarantined = 0;  // of the used, those given up
   std::size_t lent = 0;         // references that forked children keep
   std::size_t mapped = 0;       // page table entries
@@ -37,13 +38,15 @@ struct PoolCounts {
   std::size_t held = 0;         // what only old generations hold, or waits to be unmapped
   std::size_t orphaned = 0;     // of the held, what belongs to no tensor any more
   std::size_t reserved_pages = 0;
-  std::size_t buffers = 0;      // whose tensor is open
+  std::size_t buffers = 0;  // whose tensor is open
 };
 
 class PagePool : public std::enable_shared_from_this<PagePool> {
  public:
-  // `budget` in bytes; 0 takes what the driver says is available. Throws InvalidArgument below one page.
-  static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver, std::size_t budget, ZeroPolicy policy);
+  // `budget` in bytes; 0 takes what the driver says is available. Throws InvalidArgument below one
+  // page.
+  static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver, std::size_t budget,
+                                          ZeroPolicy policy);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
@@ -73,13 +76,13 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
 
   // Everything below requires the lock (see PoolLock).
 
-  // Throws OutOfPages where fewer than `pages` pages are free, not counting `parted` pages that the kernel
-  // parted and that these are to replace.
+  // Throws OutOfPages where fewer than `pages` pages are free, not counting `parted` pages that the
+  // kernel parted and that these are to replace.
   void require_free(const char* operation, std::size_t pages, std::size_t parted = 0);
   RowHome open_home(std::size_t pages) { return placement_->open_home(pages); }
   void close_home(RowHome& home) { placement_->close_home(home); }
-  // Adds to `out` free pages for `n` slots after `previous`, each with one reference. Requires: require_free(n).
-  // Throws where the driver refuses; nothing is taken then.
+  // Adds to `out` free pages for `n` slots after `previous`, each with one reference. Requires:
+  // require_free(n). Throws where the driver refuses; nothing is taken then.
   void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out);
   void share(Page* page) { ++page->references; }
   void drop(Page* page) noexcept;
@@ -129,7 +132,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
 class PoolLock {
  public:
   explicit PoolLock(const std::shared_ptr<PagePool>& pool) : pool_(pool), lock_(pool->mutex_) {}
-  PoolLock(const std::shared_ptr<PagePool>& pool, std::try_to_lock_t how) : pool_(pool), lock_(pool->mutex_, how) {}
+  PoolLock(const std::shared_ptr<PagePool>& pool, std::try_to_lock_t how)
+      : pool_(pool), lock_(pool->mutex_, how) {}
   ~PoolLock();
   PoolLock(const PoolLock&) = delete;
   PoolLock& operator=(const PoolLock&) = delete;

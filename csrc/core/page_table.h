@@ -22,7 +22,9 @@ struct Entry {
   EntryState state = EntryState::empty;
 
   bool mapped() const { return state == EntryState::writable || state == EntryState::guarded; }
-  Access access() const { return state == EntryState::guarded ? Access::guarded : Access::writable; }
+  Access access() const {
+    return state == EntryState::guarded ? Access::guarded : Access::writable;
+  }
 };
 
 inline bool is_mapped(const Entry& entry) { return entry.mapped(); }

@@ -82,11 +82,14 @@ class AdjacentPlacement final : public Placement {
   }
 
  private:
-  // Memory that is there before memory that must be made; then the neighbour of `previous`, so that the
-  // kernel merges the two.
+  // Memory that is there before memory that must be made; then the neighbour of `previous`, so that
+  // the kernel merges the two.
   Page* pick_from(HandleRun& run, const Page* previous) {
-    const std::size_t neighbour = previous && previous->run == &run ? previous->handle - run.first + 1 : run.length;
-    Page* beside = neighbour < run.pages.size() && run.pages[neighbour]->references == 0 ? run.pages[neighbour] : nullptr;
+    const std::size_t neighbour =
+        previous && previous->run == &run ? previous->handle - run.first + 1 : run.length;
+    Page* beside = neighbour < run.pages.size() && run.pages[neighbour]->references == 0
+                       ? run.pages[neighbour]
+                       : nullptr;
     if (run.free_kept != 0) {
       if (!beside || !beside->resident) beside = first_free(run, run.kept_from, true);
       --run.free_kept;
@@ -109,12 +112,15 @@ class AdjacentPlacement final : public Placement {
     return run.pages[from];
   }
 
-  // The idle run with the most kept memory, or else one that is long enough, cut to `pages`; null where none is.
+  // The idle run with the most kept memory, or else one that is long enough, cut to `pages`; null
+  // where none is.
   HandleRun* adopt_idle(std::size_t pages) {
-    const auto rank = [pages](const HandleRun* run) { return std::pair(run->free_kept, run->length >= pages); };
-    const auto best = std::max_element(idle_.begin(), idle_.end(), [&](const HandleRun* a, const HandleRun* b) {
-      return rank(a) < rank(b);
-    });
+    const auto rank = [pages](const HandleRun* run) {
+      return std::pair(run->free_kept, run->length >= pages);
+    };
+    const auto best =
+        std::max_element(idle_.begin(), idle_.end(),
+                         [&](const HandleRun* a, const HandleRun* b) { return rank(a) < rank(b); });
     if (best == idle_.end() || rank(*best) == std::pair(std::size_t{0}, false)) return nullptr;
     HandleRun* run = *best;
     idle_.erase(best);

@@ -1,5 +1,6 @@
-// Which free page a row gets next. On the host, neighbouring handles at neighbouring slots merge into one
-// kernel mapping, so every row grows through a run of handles of its own; on CUDA handles have no order.
+// Which free page a row gets next. On the host, neighbouring handles at neighbouring slots merge
+// into one kernel mapping, so every row grows through a run of handles of its own; on CUDA handles
+// have no order.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +12,8 @@
 
 namespace vtensor {
 
-// Adjacent handles [first, first + length), whose records are made as they are first needed. A page of it is free
-// while it has no reference, and kept while it is resident besides.
+// Adjacent handles [first, first + length), whose records are made as they are first needed. A page
+// of it is free while it has no reference, and kept while it is resident besides.
 struct HandleRun {
   Handle first = 0;
   std::size_t length = 0;
@@ -25,8 +26,8 @@ struct HandleRun {
   bool open = false;           // a row grows through it
 };
 
-// The runs that one row grows through; the second and later ones serve where other tensors still hold pages
-// of the first.
+// The runs that one row grows through; the second and later ones serve where other tensors still
+// hold pages of the first.
 struct RowHome {
   std::size_t pages = 0;
   std::vector<HandleRun*> runs;
@@ -38,10 +39,12 @@ class Placement {
 
   virtual RowHome open_home(std::size_t pages) = 0;
   virtual void close_home(RowHome& home) = 0;
-  // Adds to `out` free pages for `n` slots after the one of `previous` (null at a row's start), each with one reference
-  // now and off the pool's list of kept pages; those that are not resident have no memory yet. May call
-  // Driver::create; where it throws, what was added so far stands in `out`.
-  virtual void pick(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) = 0;
+  // Adds to `out` free pages for `n` slots after the one of `previous` (null at a row's start),
+  // each with one reference now and off the pool's list of kept pages; those that are not resident
+  // have no memory yet. May call Driver::create; where it throws, what was added so far stands in
+  // `out`.
+  virtual void pick(RowHome& home, const Page* previous, std::size_t n,
+                    std::vector<Page*>& out) = 0;
   // The page has no reference any more; it is resident or empty.
   virtual void put_back(Page* page) = 0;
   // The memory of a free page was given back.

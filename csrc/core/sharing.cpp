@@ -36,9 +36,9 @@ void Buffer::adopt(const Run& run, std::span<Page* const> pages) noexcept {
   guarded_ -= pages.size();
 }
 
-// Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable. Whole or
-// nothing, except that pages which the kernel had parted may stay folded: nobody can tell but by the counts. Zeroes
-// the positions `stale` at the end.
+// Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable.
+// Whole or nothing, except that pages which the kernel had parted may stay folded: nobody can tell
+// but by the counts. Zeroes the positions `stale` at the end.
 void Buffer::part(std::span<const Run> runs, Interval stale) {
   struct Change {
     Run run;
@@ -56,7 +56,8 @@ void Buffer::part(std::span<const Run> runs, Interval stale) {
     }
   };
   const auto put_back = [&](const Change& change) {
-    if (std::any_of(change.parted.begin(), change.parted.end(), [](auto parted) { return parted != 0; })) {
+    if (std::any_of(change.parted.begin(), change.parted.end(),
+                    [](auto parted) { return parted != 0; })) {
       return false;
     }
     try {
@@ -82,11 +83,14 @@ void Buffer::part(std::span<const Run> runs, Interval stale) {
         } else {
           const bool first = changes.empty() || changes.back().run.row != run.row;
           pool_->take(homes_[run.row], first ? nullptr : changes.back().to.back(), 1, taken);
-          taken.back()->last_owner = kNobody;  // from here on it holds neither its last owner's bytes nor all of ours
+          taken.back()->last_owner =
+              kNobody;  // from here on it holds neither its last owner's bytes nor all of ours
         }
         Page* to = taken.back();
-        // What the kernel parted cannot be put back, so a refused remap must leave it whole: one kernel mapping each.
-        const bool continues = slot > run.slots.begin && changes.back().handles.back() + 1 == to->handle;
+        // What the kernel parted cannot be put back, so a refused remap must leave it whole: one
+        // kernel mapping each.
+        const bool continues =
+            slot > run.slots.begin && changes.back().handles.back() + 1 == to->handle;
         if (slot == run.slots.begin || (driver_.traits().adjacent_handles && !continues)) {
           changes.push_back({{run.row, {slot, slot}}, {}});
         }
@@ -108,7 +112,8 @@ void Buffer::part(std::span<const Run> runs, Interval stale) {
   } catch (const UndoFailed& error) {
     const Change& broken = changes[done];
     for (const std::size_t i : error.stuck) pool_->quarantine(broken.to[i]);
-    for (std::size_t c = 0; c < done; ++c) put_back(changes[c]) ? drop_new(changes[c]) : adopt(changes[c].run, changes[c].to);
+    for (std::size_t c = 0; c < done; ++c)
+      put_back(changes[c]) ? drop_new(changes[c]) : adopt(changes[c].run, changes[c].to);
     for (std::size_t c = done; c < changes.size(); ++c) drop_new(changes[c]);
     quarantine(broken.run, error.stuck);
     throw;
@@ -130,7 +135,8 @@ void Buffer::own(const char* operation, Interval positions) {
   pool_->reap();
   require_whole(operation);
   std::vector<Run> guarded;
-  for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, slots_of(positions), is_guarded);
+  for (std::size_t row = 0; row < shape_.rows; ++row)
+    collect(guarded, row, slots_of(positions), is_guarded);
   pool_->require_free(operation, fresh_pages_for(guarded), parted_pages_in(guarded));
   part(guarded);
 }
@@ -147,11 +153,13 @@ std::size_t Buffer::parted_pages_in(std::span<const Run> guarded) {
 std::size_t Buffer::count_parted() {
   if (guarded_ == 0 || !driver_.traits().parts_on_write) return 0;
   std::vector<Run> guarded;
-  for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, {0, row_pages_}, is_guarded);
+  for (std::size_t row = 0; row < shape_.rows; ++row)
+    collect(guarded, row, {0, row_pages_}, is_guarded);
   return parted_pages_in(guarded);
 }
 
-// Gives the pages that the kernel parted handles of their own, so that they can be shared again (I6).
+// Gives the pages that the kernel parted handles of their own, so that they can be shared again
+// (I6).
 void Buffer::fold(const char* operation) {
   if (guarded_ == 0 || !driver_.traits().parts_on_write) return;
   std::vector<Run> guarded, folded;
@@ -181,15 +189,13 @@ void Buffer::guard(std::span<const Run> runs) {
   try {
     for (; done < runs.size(); ++done) {
       const auto same = handles(runs[done]);
-      driver_.remap(address_of(runs[done]), same, Access::writable, same,
-                    Access::guarded);
+      driver_.remap(address_of(runs[done]), same, Access::writable, same, Access::guarded);
     }
   } catch (...) {
     for (std::size_t i = 0; i < done; ++i) {
       const auto same = handles(runs[i]);
       try {
-        driver_.remap(address_of(runs[i]), same, Access::guarded, same,
-                      Access::writable);
+        driver_.remap(address_of(runs[i]), same, Access::guarded, same, Access::writable);
       } catch (const Error&) {
         // Guarded for good: the next write through us parts it
         for (std::size_t s = runs[i].slots.begin; s < runs[i].slots.end; ++s) {
@@ -211,7 +217,8 @@ void Buffer::guard(std::span<const Run> runs) {
 void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
   try {
     std::vector<Run> writable;
-    for (std::size_t row = 0; row < shape_.rows; ++row) collect(writable, row, {0, row_pages_}, is_writable);
+    for (std::size_t row = 0; row < shape_.rows; ++row)
+      collect(writable, row, {0, row_pages_}, is_writable);
     seen.reserve(seen.size() + mapped_);
     guard(writable);
   } catch (...) {
@@ -243,13 +250,14 @@ std::shared_ptr<Buffer> Buffer::share(const char* operation, const RowShape& sha
           pages.push_back(table_.at(run.row, slot).page);
         }
         const EntryState state = table_.at(run.row, run.slots.begin).state;
-        child->map_shared({row, {run.slots.begin - extent_.begin, run.slots.end - extent_.begin}}, pages,
-                          exclusive ? state : EntryState::guarded);
+        child->map_shared({row, {run.slots.begin - extent_.begin, run.slots.end - extent_.begin}},
+                          pages, exclusive ? state : EntryState::guarded);
       }
     }
     if (!exclusive) {
       std::vector<Run> writable;
-      for (std::size_t row = 0; row < shape_.rows; ++row) collect(writable, row, extent_, is_writable);
+      for (std::size_t row = 0; row < shape_.rows; ++row)
+        collect(writable, row, extent_, is_writable);
       guard(writable);
     }
     child->positions_ = {0, positions_.size()};
@@ -279,7 +287,9 @@ void Buffer::reindex(const char* operation, std::span<const std::size_t> rows) {
   std::vector<Change> changes;
   for (std::size_t row = 0; row < rows.size(); ++row) {
     for (std::size_t slot = extent_.begin; slot < extent_.end;) {
-      const auto differs = [&](std::size_t s) { return table_.at(row, s).page != table_.at(rows[row], s).page; };
+      const auto differs = [&](std::size_t s) {
+        return table_.at(row, s).page != table_.at(rows[row], s).page;
+      };
       if (!differs(slot)) {
         ++slot;
         continue;
@@ -320,8 +330,8 @@ void Buffer::reindex(const char* operation, std::span<const std::size_t> rows) {
   try {
     for (; done < changes.size(); ++done) {
       const Change& change = changes[done];
-      driver_.remap(address_of(change.run), handles_from(change),
-                    change.from.front().access(), handles_to(change), Access::guarded);
+      driver_.remap(address_of(change.run), handles_from(change), change.from.front().access(),
+                    handles_to(change), Access::guarded);
     }
   } catch (const Error& error) {
     const auto give_up = [this](const Change& change) {
@@ -331,8 +341,8 @@ void Buffer::reindex(const char* operation, std::span<const std::size_t> rows) {
     for (std::size_t i = 0; i < done; ++i) {
       const Change& change = changes[i];
       try {
-        driver_.remap(address_of(change.run), handles_to(change), Access::guarded, handles_from(change),
-                      change.from.front().access());
+        driver_.remap(address_of(change.run), handles_to(change), Access::guarded,
+                      handles_from(change), change.from.front().access());
       } catch (const Error&) {
         give_up(change);
       }

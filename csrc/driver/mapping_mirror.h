@@ -35,7 +35,8 @@ class MappingMirror {
   // In the order of addresses.
   template <typename Visit>
   void for_each(Visit visit) const {
-    for (auto at = mappings_.begin(); at != mappings_.end(); at = mappings_.next(at)) visit(mappings_[at]);
+    for (auto at = mappings_.begin(); at != mappings_.end(); at = mappings_.next(at))
+      visit(mappings_[at]);
   }
 
  private:

@@ -10,19 +10,21 @@ constexpr std::size_t kSparesKept = 64;
 }  // namespace
 
 void MappingSequence::provide(std::size_t n) {
-  // A leaf is split when full, and its halves not before they are full again.
-  const std::size_t splits = 1 + n / (kLeaf / 2);
+  // Each leaf that is there may be split once, and its halves not before they are full again.
+  const std::size_t splits = std::min(n, leaves_.size()) + n / (kLeaf / 2) + 2;
   leaves_.reserve(leaves_.size() + splits);
   spares_.reserve(std::max(splits, kSparesKept));
   while (spares_.size() < splits) spares_.push_back(std::make_unique<Leaf>());
 }
 
 MappingSequence::Position MappingSequence::next(Position at) const {
-  return at.index + 1 < leaves_[at.leaf]->size ? Position{at.leaf, at.index + 1} : Position{at.leaf + 1, 0};
+  return at.index + 1 < leaves_[at.leaf]->size ? Position{at.leaf, at.index + 1}
+                                               : Position{at.leaf + 1, 0};
 }
 
 MappingSequence::Position MappingSequence::previous(Position at) const {
-  return at.index != 0 ? Position{at.leaf, at.index - 1} : Position{at.leaf - 1, leaves_[at.leaf - 1]->size - 1};
+  return at.index != 0 ? Position{at.leaf, at.index - 1}
+                       : Position{at.leaf - 1, leaves_[at.leaf - 1]->size - 1};
 }
 
 // The last leaf that begins at or before `at`, else the first.
@@ -32,8 +34,9 @@ std::size_t MappingSequence::leaf_of(Address at) const {
       (recent_ + 1 == leaves_.size() || !begins_by(recent_ + 1))) {
     return recent_;
   }
-  const auto behind = std::partition_point(leaves_.begin(), leaves_.end(),
-                                           [&](const auto& leaf) { return leaf->mappings[0].begin <= at; });
+  const auto behind = std::partition_point(leaves_.begin(), leaves_.end(), [&](const auto& leaf) {
+    return leaf->mappings[0].begin <= at;
+  });
   return behind == leaves_.begin() ? 0 : static_cast<std::size_t>(behind - leaves_.begin()) - 1;
 }
 
@@ -42,8 +45,9 @@ MappingSequence::Position MappingSequence::first_ending_after(Address at) const 
   recent_ = leaf_of(at);
   const Leaf& leaf = *leaves_[recent_];
   const auto first = leaf.mappings.begin();
-  const auto behind = std::partition_point(first, first + static_cast<std::ptrdiff_t>(leaf.size),
-                                           [at](const KernelMapping& mapping) { return mapping.begin <= at; });
+  const auto behind =
+      std::partition_point(first, first + static_cast<std::ptrdiff_t>(leaf.size),
+                           [at](const KernelMapping& mapping) { return mapping.begin <= at; });
   if (behind == first) return {recent_, 0};
   const Position candidate{recent_, static_cast<std::size_t>(behind - first) - 1};
   return at < (*this)[candidate].end() ? candidate : next(candidate);
@@ -56,16 +60,22 @@ std::size_t MappingSequence::add_leaf(std::size_t at) noexcept {
   return at;
 }
 
-MappingSequence::Position MappingSequence::insert(Position before, const KernelMapping& mapping) noexcept {
-  // At the end of a leaf rather than at the start of the next one.
-  if (before.index == 0 && before.leaf != 0) before = {before.leaf - 1, leaves_[before.leaf - 1]->size};
+MappingSequence::Position MappingSequence::insert(Position before,
+                                                  const KernelMapping& mapping) noexcept {
+  // At the end of a leaf rather than at the start of the next one, if there is room, or no next
+  // one.
+  if (before.index == 0 && before.leaf != 0 &&
+      (before.leaf == leaves_.size() || leaves_[before.leaf - 1]->size < kLeaf)) {
+    before = {before.leaf - 1, leaves_[before.leaf - 1]->size};
+  }
   if (leaves_.empty()) add_leaf(0);
   if (leaves_[before.leaf]->size == kLeaf) {
     Leaf& full = *leaves_[before.leaf];
     Leaf& rest = *leaves_[add_leaf(before.leaf + 1)];
     // Growth in order fills leaf after leaf; anything else halves them.
     const std::size_t kept = before.index == kLeaf ? kLeaf : kLeaf / 2;
-    std::copy(full.mappings.begin() + static_cast<std::ptrdiff_t>(kept), full.mappings.end(), rest.mappings.begin());
+    std::copy(full.mappings.begin() + static_cast<std::ptrdiff_t>(kept), full.mappings.end(),
+              rest.mappings.begin());
     rest.size = kLeaf - kept;
     full.size = kept;
     if (before.index >= kept) before = {before.leaf + 1, before.index - kept};

@@ -1,5 +1,5 @@
-// Kernel mappings in the order of their addresses: short sorted arrays in a sorted array, so that a change in
-// the middle moves a few neighbours and allocates nothing.
+// Kernel mappings in the order of their addresses: short sorted arrays in a sorted array, so that a
+// change in the middle moves a few neighbours and allocates nothing.
 #pragma once
 
 #include <array>
@@ -46,7 +46,9 @@ class MappingSequence {
   Position next(Position at) const;
   Position previous(Position at) const;
   KernelMapping& operator[](Position at) { return leaves_[at.leaf]->mappings[at.index]; }
-  const KernelMapping& operator[](Position at) const { return leaves_[at.leaf]->mappings[at.index]; }
+  const KernelMapping& operator[](Position at) const {
+    return leaves_[at.leaf]->mappings[at.index];
+  }
 
   Position first_ending_after(Address at) const;
   // Returns where it is. Requires: `provide`, and that the order is kept.

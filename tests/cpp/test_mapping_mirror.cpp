@@ -67,17 +67,19 @@ std::vector<KernelMapping> all_of(const MappingMirror& mirror) {
 }  // namespace
 
 TEST_CASE("the mirror agrees with a plain model") {
-  constexpr std::size_t kUnits = 60;
-  for (unsigned seed = 0; seed < 40; ++seed) {
+  for (unsigned seed = 0; seed < 44; ++seed) {
     CAPTURE(seed);
+    // The last few so large that the mappings fill many of the sequence's arrays.
+    const std::size_t units_in_all = seed < 40 ? 60 : 900, most = seed < 40 ? 12 : 2;
+    const int steps = seed < 40 ? 400 : 3000;
     std::mt19937 random(seed);
     const auto below = [&](std::size_t n) { return random() % n; };
     MappingMirror mirror;
-    Model model(kUnits);
-    for (int step = 0; step < 400; ++step) {
+    Model model(units_in_all);
+    for (int step = 0; step < steps; ++step) {
       CAPTURE(step);
-      const std::size_t first = below(kUnits);
-      const std::size_t units = 1 + below(std::min<std::size_t>(kUnits - first, 12));
+      const std::size_t first = below(units_in_all);
+      const std::size_t units = 1 + below(std::min<std::size_t>(units_in_all - first, most));
       const Address begin = kBase + first * kUnit, end = begin + units * kUnit;
       mirror.provide(2);
       if (below(12) == 0) {
@@ -94,11 +96,11 @@ TEST_CASE("the mirror agrees with a plain model") {
       const auto expected = model.mappings();
       REQUIRE(all_of(mirror) == expected);
       REQUIRE(mirror.size() == expected.size());
-      const Address from = kBase + below(kUnits) * kUnit, to = from + kUnit * (1 + below(20));
+      const Address from = kBase + below(units_in_all) * kUnit, to = from + kUnit * (1 + below(20));
       const std::size_t runs = below(5);
       Model then = model;  // of runs that merge with nothing
       const std::size_t from_unit = (from - kBase) / kUnit;
-      then.erase(from_unit, std::min((to - from) / kUnit, kUnits - from_unit));
+      then.erase(from_unit, std::min((to - from) / kUnit, units_in_all - from_unit));
       REQUIRE(mirror.growth(from, to, runs) ==
               static_cast<std::ptrdiff_t>(then.mappings().size() + runs - expected.size()));
     }

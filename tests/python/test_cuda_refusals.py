@@ -116,9 +116,6 @@ def test_an_operation_refused_at_any_call_happens_whole_or_not_at_all(pool_facto
     refuse_each(pool_factory, arrange, testing.fail_after)
 
 
-@pytest.mark.xfail(
-    run=False, reason="a buffer kept for its quarantined pages keeps its pool, which then never ends (I14)"
-)
 @pytest.mark.seconds(300)
 @pytest.mark.parametrize("arrange", [grow, fork, own, reindex], ids=lambda f: f.__name__)
 def test_when_the_undoing_is_refused_too_nothing_is_lost_but_pages(pool_factory, arrange):

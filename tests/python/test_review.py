@@ -1,0 +1,164 @@
+"""Defects that a review found, each of which the rest of the tests had let pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+from support import simcuda_library
+from vtensor import testing
+
+PAGE = 1024  # float32 in 4 KiB
+
+
+def empty(pool, length=0, make=vtensor.empty, **options):
+    t = make(0, grow_dim=0, capacity=64 * PAGE, pool=pool, **options)
+    return t.extend(length)
+
+
+@pytest.fixture
+def small():
+    pool = vtensor.Pool("cpu", page_size=4096)
+    yield pool
+    testing.check_invariants(pool)
+    pool.close()
+
+
+@pytest.fixture
+def cuda():
+    if simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+    pool = testing.simulated_cuda_pool(str(simcuda_library()))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("operation", ["fork", "own"])
+def test_parted_bytes_survive_a_refused_remap(small, operation):
+    """I2, I8: what the kernel parted lies in no handle, so it cannot be put back from one."""
+    refused = 0
+    for skip in range(25):
+        t = empty(small, 3 * PAGE)
+        t.fill_(1)
+        f = t.fork()
+        t.fill_(2)
+        f.truncate(PAGE)  # the first page is shared and parted, the others parted alone
+        try:
+            with testing.fail_after(small, skip):
+                t.fork().close() if operation == "fork" else t.own(0, t.length)
+        except vtensor.VTensorError:
+            refused += 1
+        assert t.eq(2).all() and f.eq(1).all(), skip
+        t.close(), f.close()
+    assert refused > 2
+
+
+def test_a_fork_shows_nothing_that_its_parent_truncated(pool):
+    """I7: a fork is a new owner of what it grows into."""
+    t = empty(pool, 10)
+    t.fill_(9)
+    f = t.truncate(2).fork().extend(5)
+    assert f.tolist() == [9, 9, 0, 0, 0, 0, 0]
+    assert t.extend(2).tolist() == [9, 9, 9, 9]  # its own bytes
+    t.close(), f.close()
+
+
+@pytest.mark.parametrize("derive", ["same", "fork", "reallocate", "reindex"])
+def test_zeros_extend_with_zeros(pool, derive):
+    page = pool.page_size // 4
+    t = vtensor.zeros(2, 0, grow_dim=1, capacity=64 * page, pool=pool)
+    t.extend(3 * page).fill_(7)
+    t.truncate(2 * page + 5)
+    derived = {
+        "same": lambda: t,
+        "fork": lambda: t.fork(),
+        "reallocate": lambda: t.reallocate(128 * page),
+        "reindex": lambda: t.reindex([0, 1, 1]),
+    }[derive]()
+    length = derived.length
+    derived.extend(4 * page)
+    assert derived[:, :length].eq(7).all() and derived[:, length:].eq(0).all()
+    derived.close(), t.close()
+
+
+def test_zeros_extend_with_zeros_after_a_front_shrink(pool):
+    page = pool.page_size // 4
+    t = vtensor.zeros(0, grow_dim=0, capacity=64 * page, pool=pool).extend(3 * page)
+    t.fill_(7)
+    t.shrink(2 * page, front=True).extend(2 * page)  # the pages given back come again, at other slots
+    assert t[:page].eq(7).all() and t[page:].eq(0).all()
+    t.close()
+
+
+def test_a_tensor_that_moved_with_a_view_alive_can_be_written(cuda):
+    """I6 on CUDA: its pages are shared with the view, and a write to it parts them."""
+    page = cuda.page_size // 4
+    t = vtensor.empty(0, grow_dim=0, capacity=8 * page, pool=cuda, when_full="move").extend(6 * page)
+    t.fill_(1)
+    t.shrink(2 * page, front=True)
+    view = t[:10]
+    t.extend(3 * page).fill_(3)
+    assert t.eq(3).all() and view.eq(1).all()
+    t.close()
+
+
+def test_a_failed_own_leaves_its_bytes_to_nobody(cuda):
+    """I7: a page that got our bytes and was put back is zeroed for whoever had it before."""
+    page = cuda.page_size // 4
+    for skip in range(30):
+        other = vtensor.empty(0, grow_dim=0, capacity=8 * page, pool=cuda).extend(page)
+        other.fill_(5)
+        other.truncate(0)
+        t = vtensor.empty(0, grow_dim=0, capacity=8 * page, pool=cuda).extend(page)
+        t.fill_(1234)
+        f = t.fork()
+        other.extend(page).truncate(0)
+        try:
+            with testing.fail_after(cuda, skip):
+                t.own(0, page)
+            done = True
+        except vtensor.VTensorError:
+            done = False
+        other.extend(page)
+        assert not other.eq(1234).any(), skip
+        t.close(), f.close(), other.close()
+        if done:
+            break
+    assert done and skip > 2
+
+
+def test_prefilled_memory_serves_larger_tensors(small):
+    small.prefill(10 * 4096)
+    assert small.stats().pages_cached == 10
+    small.prefill(20 * 4096)
+    assert small.stats().pages_cached == 20
+    t = empty(small, 5 * PAGE)
+    assert small.stats().pages_cached == 15 and t.eq(0).all()
+    t.close()
+
+
+def test_a_pool_closes_all_it_can_and_closes_again(small):
+    t, u = empty(small, 3), empty(small, 3)
+    with testing.fail_after(small, 0, refuse=1000):
+        small.close()
+    assert t.closed and u.closed and small.closed
+    small.close()
+
+
+def test_a_reallocation_that_cannot_be_published_leaves_the_tensor(small, monkeypatch):
+    t = empty(small, 7)
+    t.fill_(3)
+    with monkeypatch.context() as patch:
+        patch.setattr("vtensor.tensor._wrap", lambda *args: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            t.reallocate(1 << 20)
+    assert not t.closed and t.tolist() == [3] * 7 and t.extend(1).length == 8
+    t.close()
+
+
+def test_a_mask_is_no_index(small):
+    t = vtensor.empty(2, 3, grow_dim=1, capacity=8, pool=small)
+    with pytest.raises(vtensor.InvalidArgument, match="nonzero"):
+        t.reindex(torch.tensor([True, False]))
+    t.close()
