@@ -1,4 +1,4 @@
-"""Limits of the system, each reached in a process of its own: addresses, kernel mappings, descriptors, memory."""
+"""Limits of the system, each reached in a process of its own: addresses, mappings, descriptors, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects that a review found, each of which the rest of the tests had let pass."""
+"""Defects that the rest of the tests had once let pass."""
 
 from __future__ import annotations
 
