@@ -88,8 +88,8 @@ void bind_tensor(nb::module_& module) {
           nb::arg("move_when_full"))
       .def("attach", &TensorCore::attach)
       .def("check_room", [](TensorCore& core, nb::handle n) { core.check_room(integer(n)); })
-      .def("extend",
-           [](TensorCore& core, nb::handle self, nb::handle n) { return core.extend(self, integer(n)); })
+      .def("extend", [](TensorCore& core, nb::handle self,
+                        nb::handle n) { return core.extend(self, integer(n)); })
       .def("append", &TensorCore::append)
       .def("shrink", [](TensorCore& core, nb::handle self, nb::handle n,
                         bool front) { core.shrink(self, integer(n), front, "shrink"); })
