@@ -64,7 +64,7 @@ Interval Buffer::slots_of(Interval positions) const {
 
 void Buffer::collect(std::vector<Run>& runs, std::size_t row, Interval slots,
                      bool (*wanted)(const Entry&)) const {
-  const std::size_t end = std::min(slots.end, table_.reserved(row));
+  const std::size_t end = std::min(slots.end, table_.reserved());
   for (std::size_t slot = slots.begin; slot < end;) {
     const Entry& entry = table_.at(row, slot);
     const std::size_t first = slot++;
@@ -346,7 +346,7 @@ std::exception_ptr Buffer::settle() noexcept {
     // The range is left to the driver's end, the pages to the reference that their quarantine
     // holds.
     for (std::size_t row = 0; row < shape_.rows; ++row) {
-      for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
+      for (std::size_t slot = 0; slot < table_.reserved(); ++slot) {
         if (Page* page = table_.at(row, slot).page) pool_->drop(page);
       }
     }
@@ -427,7 +427,7 @@ std::vector<PageRecord> Buffer::pages() {
 std::vector<Page*> Buffer::contents() const {
   std::vector<Page*> pages;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
+    for (std::size_t slot = 0; slot < table_.reserved(); ++slot) {
       if (table_.at(row, slot).mapped()) pages.push_back(table_.at(row, slot).page);
     }
   }
@@ -471,7 +471,7 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
   const bool reachable = owned_ || !generations_.empty();
   std::size_t mapped = 0, guarded = 0;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
+    for (std::size_t slot = 0; slot < table_.reserved(); ++slot) {
       const Entry& entry = table_.at(row, slot);
       if (entry.state == EntryState::empty) {
         bool covered = extent_.contains(slot);

@@ -1,6 +1,7 @@
 // Which page stands behind which slot of a buffer, row by row.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -36,22 +37,35 @@ class PageTable {
  public:
   explicit PageTable(std::size_t rows) : rows_(rows) {}
 
-  std::size_t rows() const { return rows_.size(); }
-  const Entry& at(std::size_t row, std::size_t slot) const { return rows_[row][slot]; }
-  // Requires: reserved.
-  Entry& at(std::size_t row, std::size_t slot) { return rows_[row][slot]; }
-  Entry* entries(std::size_t row, std::size_t slot) { return rows_[row].data() + slot; }
-  // Slots of `row` below which entries are reserved.
-  std::size_t reserved(std::size_t row) const { return rows_[row].size(); }
-  // Makes entries for the slots below `slots` of every row. Throws std::bad_alloc.
+  // Slots of every row below which there are entries.
+  std::size_t reserved() const { return stride_; }
+  // Makes entries for the slots below `slots`, and some more. Throws std::bad_alloc; nothing is
+  // changed then.
   void reserve(std::size_t slots) {
-    for (auto& row : rows_) {
-      if (row.size() < slots) row.resize(slots);
+    if (slots <= stride_) return;
+    const std::size_t stride = std::max(slots, 2 * stride_);
+    std::vector<Entry> entries(rows_ * stride);
+    for (std::size_t row = 0; row < rows_; ++row) {
+      std::copy_n(entries_.begin() + static_cast<std::ptrdiff_t>(row * stride_), stride_,
+                  entries.begin() + static_cast<std::ptrdiff_t>(row * stride));
     }
+    entries_.swap(entries);
+    stride_ = stride;
+  }
+
+  // Requires: reserved.
+  const Entry& at(std::size_t row, std::size_t slot) const {
+    return entries_[row * stride_ + slot];
+  }
+  Entry& at(std::size_t row, std::size_t slot) { return entries_[row * stride_ + slot]; }
+  Entry* entries(std::size_t row, std::size_t slot) {
+    return entries_.data() + row * stride_ + slot;
   }
 
  private:
-  std::vector<std::vector<Entry>> rows_;
+  const std::size_t rows_;
+  std::size_t stride_ = 0;
+  std::vector<Entry> entries_;  // row after row
 };
 
 }  // namespace vtensor

@@ -225,7 +225,7 @@ void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
     return;  // the child still gets mappings of its own, and may see our later writes
   }
   for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < table_.reserved(row); ++slot) {
+    for (std::size_t slot = 0; slot < table_.reserved(); ++slot) {
       if (is_guarded(table_.at(row, slot))) seen.push_back(table_.at(row, slot).page);
     }
   }
