@@ -29,11 +29,6 @@ MappingSequence::Position MappingSequence::previous(Position at) const {
 
 // The last leaf that begins at or before `at`, else the first.
 std::size_t MappingSequence::leaf_of(Address at) const {
-  const auto begins_by = [&](std::size_t leaf) { return leaves_[leaf]->mappings[0].begin <= at; };
-  if (recent_ < leaves_.size() && begins_by(recent_) &&
-      (recent_ + 1 == leaves_.size() || !begins_by(recent_ + 1))) {
-    return recent_;
-  }
   const auto behind = std::partition_point(leaves_.begin(), leaves_.end(), [&](const auto& leaf) {
     return leaf->mappings[0].begin <= at;
   });
@@ -42,15 +37,21 @@ std::size_t MappingSequence::leaf_of(Address at) const {
 
 MappingSequence::Position MappingSequence::first_ending_after(Address at) const {
   if (leaves_.empty()) return end();
-  recent_ = leaf_of(at);
-  const Leaf& leaf = *leaves_[recent_];
+  if (recent_.leaf < leaves_.size() && recent_.index < leaves_[recent_.leaf]->size &&
+      (*this)[recent_].begin <= at) {
+    if (at < (*this)[recent_].end()) return recent_;
+    const Position behind = next(recent_);
+    if (behind == end() || at < (*this)[behind].end()) return behind;
+  }
+  const std::size_t number = leaf_of(at);
+  const Leaf& leaf = *leaves_[number];
   const auto first = leaf.mappings.begin();
   const auto behind =
       std::partition_point(first, first + static_cast<std::ptrdiff_t>(leaf.size),
                            [at](const KernelMapping& mapping) { return mapping.begin <= at; });
-  if (behind == first) return {recent_, 0};
-  const Position candidate{recent_, static_cast<std::size_t>(behind - first) - 1};
-  return at < (*this)[candidate].end() ? candidate : next(candidate);
+  if (behind == first) return {number, 0};
+  recent_ = {number, static_cast<std::size_t>(behind - first) - 1};
+  return at < (*this)[recent_].end() ? recent_ : next(recent_);
 }
 
 std::size_t MappingSequence::add_leaf(std::size_t at) noexcept {
@@ -87,7 +88,7 @@ MappingSequence::Position MappingSequence::insert(Position before,
   *at = mapping;
   ++leaf.size;
   ++size_;
-  recent_ = before.leaf;
+  recent_ = before;
   return before;
 }
 
@@ -97,7 +98,7 @@ MappingSequence::Position MappingSequence::erase(Position at) noexcept {
   std::copy(first + 1, leaf.mappings.begin() + static_cast<std::ptrdiff_t>(leaf.size), first);
   --leaf.size;
   --size_;
-  recent_ = at.leaf;
+  recent_ = at.index != 0 ? Position{at.leaf, at.index - 1} : at;
   if (leaf.size == 0) {
     if (spares_.size() < spares_.capacity()) spares_.push_back(std::move(leaves_[at.leaf]));
     leaves_.erase(leaves_.begin() + static_cast<std::ptrdiff_t>(at.leaf));

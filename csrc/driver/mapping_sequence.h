@@ -69,7 +69,7 @@ class MappingSequence {
   std::vector<std::unique_ptr<Leaf>> leaves_;  // none is empty
   std::vector<std::unique_ptr<Leaf>> spares_;
   std::size_t size_ = 0;
-  mutable std::size_t recent_ = 0;  // leaf where the next look-up probably ends
+  mutable Position recent_{0, 0};  // the next look-up probably ends here or just behind
 };
 
 }  // namespace vtensor
