@@ -12,6 +12,7 @@ constexpr std::size_t kSparesKept = 64;
 void MappingSequence::provide(std::size_t n) {
   // Each leaf that is there may be split once, and its halves not before they are full again.
   const std::size_t splits = std::min(n, leaves_.size()) + n / (kLeaf / 2) + 2;
+  if (spares_.size() >= splits && leaves_.capacity() - leaves_.size() >= splits) return;
   leaves_.reserve(leaves_.size() + splits);
   spares_.reserve(std::max(splits, kSparesKept));
   while (spares_.size() < splits) spares_.push_back(std::make_unique<Leaf>());
