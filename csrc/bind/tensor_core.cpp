@@ -39,6 +39,12 @@ std::size_t product(std::span<const std::int64_t> sizes) {
   return result;
 }
 
+std::vector<std::size_t> every_row(const RowShape& shape) {
+  std::vector<std::size_t> rows(shape.rows);
+  std::iota(rows.begin(), rows.end(), std::size_t{0});
+  return rows;
+}
+
 }  // namespace
 
 // One operation on one tensor: refused in a forked child, on a closed tensor and beside another
@@ -60,8 +66,7 @@ class TensorCore::Operation {
     throw Error("[VTensor." + std::string(name) +
                 "] the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
                 "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the "
-                "call, and use "
-                "t.snapshot() or t.clone() for what changes tensors in place");
+                "call, and use t.snapshot() or t.clone() for what changes tensors in place");
   }
   ~Operation() { core_.mutex_.unlock(); }
 
@@ -161,11 +166,9 @@ bool TensorCore::is_ours(nb::handle self) {
 
 // Puts a new generation under the tensor.
 void TensorCore::publish(nb::handle self) {
-  TorchFace& torch = TorchFace::get();
   const Interval slots = buffer_->slots_of(positions_);
   if (slots.empty()) {
-    torch.set(self, torch.empty_storage(spec_.device), 0, sizes(0), strides_);
-    published_ = {};
+    detach(self);
     return;
   }
   const Address first = buffer_->slot_address(0, slots.begin);
@@ -175,6 +178,7 @@ void TensorCore::publish(nb::handle self) {
     nb::gil_scoped_release released;
     generation = buffer_->publish();
   }
+  TorchFace& torch = TorchFace::get();
   nb::object storage =
       torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
   torch.set(self, storage, (address() - first) / spec_.item_size, sizes(length()), strides_);
@@ -280,8 +284,7 @@ void TensorCore::move_to_front(nb::handle self, const char* operation, std::size
   std::shared_ptr<Buffer> moved;
   try {
     const RowShape shape = row_shape(spec_.capacity, phase_of_first());
-    std::vector<std::size_t> rows(shape.rows);
-    std::iota(rows.begin(), rows.end(), 0);
+    const std::vector<std::size_t> rows = every_row(shape);
     nb::gil_scoped_release released;
     moved = buffer_->share(name.c_str(), shape, rows, !buffer_->published());
     try {
@@ -507,8 +510,7 @@ void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index
 std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self) {
   Operation operation(*this, "fork", self);
   const RowShape shape = row_shape(spec_.capacity, phase_of_first());
-  std::vector<std::size_t> rows(shape.rows);
-  std::iota(rows.begin(), rows.end(), 0);
+  const std::vector<std::size_t> rows = every_row(shape);
   std::shared_ptr<Buffer> child;
   {
     nb::gil_scoped_release released;
@@ -525,8 +527,7 @@ std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t
                            ": raise it");
   }
   const RowShape shape = row_shape(static_cast<std::size_t>(capacity), phase_of_first());
-  std::vector<std::size_t> rows(shape.rows);
-  std::iota(rows.begin(), rows.end(), 0);
+  const std::vector<std::size_t> rows = every_row(shape);
   detach(self);
   std::shared_ptr<Buffer> moved;
   try {
