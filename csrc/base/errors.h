@@ -1,6 +1,7 @@
 // The errors that cross the library's border. Each maps to one Python class of vtensor.errors.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <stdexcept>
 #include <string>
@@ -27,6 +28,24 @@ class Closed : public Error {
 };
 
 class OutOfPages : public Error {
+  using Error::Error;
+};
+
+// The device has memory, and it is to be left to others.
+class ReserveReached : public OutOfPages {
+  using OutOfPages::OutOfPages;
+};
+
+// "60 s", "0.25 s".
+inline std::string seconds_text(std::chrono::nanoseconds time) {
+  std::string text = std::to_string(std::chrono::duration<double>(time).count());
+  text.erase(text.find_last_not_of('0') + 1);
+  if (text.back() == '.') text.pop_back();
+  return text + " s";
+}
+
+// A wait that reached its bound (I12).
+class TimedOut : public Error {
   using Error::Error;
 };
 

@@ -1,0 +1,95 @@
+// The points of the trace (I16): what the core and its drivers tell of themselves, for the
+// notebook, for Perfetto, and for finding out why a step was slow. Off unless somebody records:
+// then a point costs one relaxed load. No allocation, no lock, no Python. base/recording.h is the
+// other side.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "base/calls.h"
+
+namespace vtensor::trace {
+
+enum class What : std::uint8_t {
+  driver_call,  // `call` says which
+  extend,       // a tensor's length grew
+  shrink,       // or went back, `close` included
+  prepare,      // growth was announced
+  fork,         // pages became shared
+  part,         // shared pages became a tensor's own
+  map,          // pages came to stand behind addresses
+  unmap,        // and left them
+  retire,       // pages wait for a fence or for the mapper
+  revive,       // waiting or prepared pages were taken into use, without a driver call
+  zero,
+  copy,
+  populate,
+  park,   // a closed tensor left its mapped pages for the next one
+  adopt,  // which took them
+  lease,
+  wait,  // a thread waited: for a fence, for the mapper, for pages
+  out_of_memory,
+  error,  // of the mapper, not yet raised
+  count_,
+};
+
+constexpr std::size_t kWhatCount = static_cast<std::size_t>(What::count_);
+
+inline constexpr std::array<std::string_view, kWhatCount> kWhatNames = {
+    "driver_call", "extend", "shrink", "prepare",       "fork", "part",     "map",
+    "unmap",       "retire", "revive", "zero",          "copy", "populate", "park",
+    "adopt",       "lease",  "wait",   "out_of_memory", "error"};
+static_assert(!kWhatNames.back().empty(), "each has a name");
+
+constexpr std::string_view name_of(What what) { return kWhatNames[static_cast<std::size_t>(what)]; }
+
+// Whether somebody records. Set by Recording alone.
+inline std::atomic<bool> on{false};
+
+inline bool recording() { return on.load(std::memory_order_relaxed); }
+
+// Nanoseconds of CLOCK_MONOTONIC: no step of the wall clock shows in a duration. A Recording
+// carries them to the clock of torch's profiler.
+std::uint64_t now() noexcept;
+
+// Puts one event of the calling thread in the ring, where somebody records. `subject` is the first
+// address of the tensor's range (0: no tensor), `bytes` what it was about. `begin` and `end` as
+// now() gives them; equal for what has no duration.
+void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t address,
+            std::uint64_t bytes, std::uint64_t subject = 0, Call call = Call::count_) noexcept;
+
+inline void event(What what, std::uint64_t address, std::uint64_t bytes,
+                  std::uint64_t subject = 0) noexcept {
+  if (!recording()) return;
+  const std::uint64_t time = now();
+  record(what, time, time, address, bytes, subject);
+}
+
+// What happens from its making to its end, whether that is a return or a throw.
+class Span {
+ public:
+  Span(What what, std::uint64_t address, std::uint64_t bytes, std::uint64_t subject = 0,
+       Call call = Call::count_) noexcept
+      : begin_(recording() ? now() : 0),
+        address_(address),
+        bytes_(bytes),
+        subject_(subject),
+        what_(what),
+        call_(call) {}
+  ~Span() {
+    if (begin_ != 0) record(what_, begin_, now(), address_, bytes_, subject_, call_);
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+ private:
+  const std::uint64_t begin_, address_, bytes_, subject_;
+  const What what_;
+  const Call call_;
+};
+
+}  // namespace vtensor::trace
