@@ -8,8 +8,17 @@
 // names the versions itself; the names of Call, declared next, must stay as documented.
 #undef cuDevicePrimaryCtxRelease
 #undef cuMemGetInfo
-#undef cuMemsetD8
-#undef cuMemcpyDtoD
+#undef cuMemcpyDtoDAsync
+#undef cuStreamDestroy
+#undef cuStreamGetCaptureInfo
+#undef cuEventDestroy
+
+// In every libcuda since 11.3, but declared by the headers of CUDA 12 alone.
+extern "C" CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream stream,
+                                                      CUstreamCaptureStatus* status, cuuint64_t* id,
+                                                      CUgraph* graph,
+                                                      const CUgraphNode** dependencies,
+                                                      size_t* dependency_count);
 
 #include <string>
 
@@ -18,27 +27,41 @@
 namespace vtensor {
 
 // X(documented name, exported symbol)
-#define VTENSOR_CUDA_ENTRIES(X)                                   \
-  X(cuInit, cuInit)                                               \
-  X(cuDeviceGetCount, cuDeviceGetCount)                           \
-  X(cuDeviceGet, cuDeviceGet)                                     \
-  X(cuDeviceGetAttribute, cuDeviceGetAttribute)                   \
-  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)           \
-  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)      \
-  X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity) \
-  X(cuMemGetInfo, cuMemGetInfo_v2)                                \
-  X(cuMemAddressReserve, cuMemAddressReserve)                     \
-  X(cuMemAddressFree, cuMemAddressFree)                           \
-  X(cuMemCreate, cuMemCreate)                                     \
-  X(cuMemRelease, cuMemRelease)                                   \
-  X(cuMemMap, cuMemMap)                                           \
-  X(cuMemUnmap, cuMemUnmap)                                       \
-  X(cuMemSetAccess, cuMemSetAccess)                               \
-  X(cuMemsetD8, cuMemsetD8_v2)                                    \
-  X(cuMemcpyDtoD, cuMemcpyDtoD_v2)                                \
-  X(cuCtxGetCurrent, cuCtxGetCurrent)                             \
-  X(cuCtxSetCurrent, cuCtxSetCurrent)                             \
-  X(cuCtxSynchronize, cuCtxSynchronize)
+#define VTENSOR_CUDA_ENTRIES(X)                                           \
+  X(cuInit, cuInit)                                                       \
+  X(cuDeviceGetCount, cuDeviceGetCount)                                   \
+  X(cuDeviceGet, cuDeviceGet)                                             \
+  X(cuDeviceGetAttribute, cuDeviceGetAttribute)                           \
+  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)                   \
+  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)              \
+  X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity)         \
+  X(cuMemGetInfo, cuMemGetInfo_v2)                                        \
+  X(cuMemAddressReserve, cuMemAddressReserve)                             \
+  X(cuMemAddressFree, cuMemAddressFree)                                   \
+  X(cuMemCreate, cuMemCreate)                                             \
+  X(cuMemRelease, cuMemRelease)                                           \
+  X(cuMemMap, cuMemMap)                                                   \
+  X(cuMemUnmap, cuMemUnmap)                                               \
+  X(cuMemSetAccess, cuMemSetAccess)                                       \
+  X(cuMemsetD8Async, cuMemsetD8Async)                                     \
+  X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2)                              \
+  X(cuCtxGetCurrent, cuCtxGetCurrent)                                     \
+  X(cuCtxSetCurrent, cuCtxSetCurrent)                                     \
+  X(cuCtxSynchronize, cuCtxSynchronize)                                   \
+  X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode) \
+  X(cuStreamCreate, cuStreamCreate)                                       \
+  X(cuStreamDestroy, cuStreamDestroy_v2)                                  \
+  X(cuStreamQuery, cuStreamQuery)                                         \
+  X(cuStreamWaitEvent, cuStreamWaitEvent)                                 \
+  X(cuStreamIsCapturing, cuStreamIsCapturing)                             \
+  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v2)                    \
+  X(cuEventCreate, cuEventCreate)                                         \
+  X(cuEventDestroy, cuEventDestroy_v2)                                    \
+  X(cuEventRecord, cuEventRecord)                                         \
+  X(cuEventQuery, cuEventQuery)                                           \
+  X(cuUserObjectCreate, cuUserObjectCreate)                               \
+  X(cuUserObjectRelease, cuUserObjectRelease)                             \
+  X(cuGraphRetainUserObject, cuGraphRetainUserObject)
 
 template <class Function>
 struct CudaEntry {

@@ -4,11 +4,12 @@
 // Every operation is whole or nothing: where a call is refused, the driver undoes what the
 // operation did so far and throws DriverError; where the undoing is refused too it throws
 // UndoFailed, which names the pages whose mapping is no longer known. Unless stated, operations may
-// be called from any thread, but not two at a time on overlapping addresses. No operation calls
-// Python. In a forked child (I13) unmap, free_range and destroy, which destructors use, do nothing,
-// and everything else throws.
+// be called from any thread, but not two at a time on overlapping addresses, and wait for nothing
+// on the device. No operation calls Python. In a forked child (I13) unmap, free_range and destroy,
+// which destructors use, do nothing, and everything else throws.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -21,6 +22,28 @@ namespace vtensor {
 
 using Address = std::uintptr_t;
 using Handle = std::uint64_t;  // the physical memory of one page
+using Stream =
+    std::uintptr_t;  // a CUstream; 0 is the legacy default stream. The host has no streams.
+
+// Neighbouring pages: handles[i] stands at `at + i * page_size`.
+struct PageRun {
+  Address at;
+  std::span<const Handle> handles;
+};
+
+// The bytes seen through a mapped page, to be copied into a handle.
+struct PageCopy {
+  Handle to;
+  Address from;
+};
+
+// A point in a stream's work. Shared, because several page runs may wait for one; its end gives the
+// driver's event back, from any thread.
+class Fence {
+ public:
+  virtual ~Fence() = default;
+};
+using FencePtr = std::shared_ptr<const Fence>;
 
 enum class Access : std::uint8_t {
   writable,  // stores reach the handle
@@ -42,6 +65,7 @@ struct DriverTraits {
   bool adjacent_handles = false;  // h and h + 1 at neighbouring pages merge into one kernel mapping
   bool created_zero = false;      // memory behind a handle reads as zeros until first written
   bool parts_on_write = false;  // a write to a guarded page parts it silently, instead of faulting
+  bool asynchronous = false;    // kernels run in streams, behind their callers' backs
   bool remaps_in_one_step = false;  // remap never leaves a page unmapped, whatever is refused
 };
 
@@ -64,31 +88,57 @@ class Driver {
   // numbers stay good and read as zeros again; otherwise they are gone.
   virtual void destroy(Handle first, std::size_t n) = 0;
 
-  // Maps handles[i] at `at + i * page_size`. Requires: inside one reserved range, nothing mapped
-  // there.
-  virtual void map(Address at, std::span<const Handle> handles, Access access) = 0;
-  // Unmaps `n` mapped pages: all of them, whatever the access. The range stays reserved. `handles`
+  // Maps runs of pages, in any number of reserved ranges. Requires: nothing is mapped there.
+  // UndoFailed counts the pages through all runs in their order.
+  virtual void map(std::span<const PageRun> runs, Access access) = 0;
+  // Unmaps mapped pages: all of them, whatever the access. The ranges stay reserved. The handles
   // and `access` are what is mapped there, for undoing. Requires: no work, launched or about to be,
   // touches them.
-  virtual void unmap(Address at, std::span<const Handle> handles, Access access) = 0;
+  virtual void unmap(std::span<const PageRun> runs, Access access) = 0;
   // Replaces what stands behind mapped pages, all of one access. A guarded page that was parted
   // loses its parted content. Requires: as unmap.
   virtual void remap(Address at, std::span<const Handle> from, Access from_access,
                      std::span<const Handle> to, Access to_access) = 0;
 
-  // Content. Requires: [at, at + bytes) is mapped writable; complete on return.
-  virtual void zero(Address at, std::size_t bytes) = 0;
-  // Copies what is seen through the mapped page at `from` into `to`, which is mapped nowhere;
-  // complete on return. With parts_on_write, `to` may also be the handle mapped guarded at `from`
-  // alone.
-  virtual void copy_page(Handle to, Address from) = 0;
+  // Zeroes what is mapped writable in [at, at + bytes), in the order of the stream's work. On the
+  // host, complete on return.
+  virtual void zero(Address at, std::size_t bytes, Stream stream) = 0;
+  // Copies pages on the side stream, after the fences; complete on return. Each `to` is mapped
+  // nowhere; with parts_on_write it may also be the handle mapped guarded at `from` alone. Throws
+  // TimedOut where the device does not finish.
+  virtual void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) = 0;
   // Has the memory of `n` pages, mapped writable at `at`, made present now instead of at first
   // touch.
   virtual void populate(Address at, std::size_t n) = 0;
+  // Has the memory behind `n` handles made present now, mapped or not.
+  virtual void fill(Handle first, std::size_t n) = 0;
   // Sets parted[i] for each of the guarded pages at `at` that a write has parted from its handle.
   virtual void find_parted(Address at, std::span<std::uint8_t> parted) = 0;
 
-  // Returns once no work launched so far can touch this device's memory.
+  // Bytes of the device's memory that nobody has taken, other processes included.
+  virtual std::size_t free_memory() = 0;
+
+  // Order between what streams do and what the core does. On the host all work is done by the
+  // threads that call, so there every fence is null, which has passed.
+
+  // Our own stream, beside those of the callers.
+  virtual Stream side_stream() = 0;
+  // A point behind all work launched in `stream` so far; null where there is nothing to wait for.
+  virtual FencePtr fence(Stream stream) = 0;
+  // Whether that work is done. Never blocks.
+  virtual bool passed(const Fence& fence) = 0;
+  // What is launched in `stream` from now on starts only after the fence. Never blocks.
+  virtual void order(Stream stream, const Fence& fence) = 0;
+  // Whether `stream` is being captured into a graph: then nothing of ours may be launched in it.
+  virtual bool capturing(Stream stream) = 0;
+  // Calls `release(argument)` once, when the graph being captured in `stream`, and everything made
+  // from it, is gone; from any thread, and `release` may make no driver call.
+  virtual void keep_for_graph(Stream stream, void (*release)(void*), void* argument) = 0;
+  // Called first by a thread that works for the core alone: captures by others do not refuse its
+  // calls.
+  virtual void enter_worker() = 0;
+  // Returns once no work launched so far can touch this device's memory. Unbounded: for the
+  // driver's end, and where a fence cannot be made.
   virtual void quiesce() = 0;
 
  protected:
@@ -106,6 +156,7 @@ struct CudaOptions {
   std::size_t page_size = 0;             // 0: the device's recommended granularity, at least 2 MiB
   std::string library = "libcuda.so.1";  // loaded now, not at import
   bool memory_is_host_memory = false;  // a simulated libcuda: tensors are handed out as CPU tensors
+  std::chrono::milliseconds copy_timeout{60'000};  // after which copy_pages gives the device up
 };
 std::unique_ptr<Driver> make_cuda_driver(const CudaOptions& options);
 

@@ -12,13 +12,13 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
-#include <numeric>
 #include <optional>
 #include <utility>
 
 #include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
+#include "base/trace.h"
 #include "driver/host_fork.h"
 #include "driver/host_memory.h"
 
@@ -60,23 +60,23 @@ std::string count_of(std::size_t pages, std::size_t page_size) {
 
 std::size_t granularity_of_kernel() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
-// How many handles at the front follow one another: one kernel mapping.
-std::size_t run_length(std::span<const Handle> handles) {
+// How many handles at the front follow one another: one kernel mapping, called a piece here.
+std::size_t piece_length(std::span<const Handle> handles) {
   std::size_t n = 1;
   while (n < handles.size() && handles[n] == handles[0] + n) ++n;
   return n;
 }
 
-std::size_t count_runs(std::span<const Handle> handles) {
-  std::size_t runs = 0;
-  for (; !handles.empty(); ++runs) handles = handles.subspan(run_length(handles));
-  return runs;
+std::size_t count_pieces(std::span<const Handle> handles) {
+  std::size_t pieces = 0;
+  for (; !handles.empty(); ++pieces) handles = handles.subspan(piece_length(handles));
+  return pieces;
 }
 
-std::vector<std::size_t> indices_below(std::size_t n) {
-  std::vector<std::size_t> indices(n);
-  std::iota(indices.begin(), indices.end(), std::size_t{0});
-  return indices;
+std::size_t pages_in(std::span<const PageRun> runs) {
+  std::size_t pages = 0;
+  for (const PageRun& run : runs) pages += run.handles.size();
+  return pages;
 }
 
 std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
@@ -99,14 +99,21 @@ class HostDriver final : public Driver {
                .device = {.type = 1, .index = 0},
                .page_size = page_size_,
                .granularity = granularity,
-               .available = available_host_memory() / page_size_ * page_size_,
+               .available = default_host_budget() / page_size_ * page_size_,
                .adjacent_handles = true,
                .created_zero = true,
                .parts_on_write = true,
                .remaps_in_one_step = true};
   }
 
-  ~HostDriver() override { limit_.add(-static_cast<std::ptrdiff_t>(state_.mirror.size())); }
+  ~HostDriver() override {
+    // What is left holds quarantined pages, and nobody can reach it any more.
+    if (!in_forked_child) {
+      for (const auto& [range, left] : reservations_)
+        munmap(reinterpret_cast<void*>(left.base), left.bytes);
+    }
+    limit_.add(-static_cast<std::ptrdiff_t>(state_.mirror.size()));
+  }
 
   const DriverTraits& traits() const override { return traits_; }
 
@@ -122,6 +129,7 @@ class HostDriver final : public Driver {
     limit_.admit(1);
     state_.mirror.provide(2);
     const auto reservation = reservations_.try_emplace(0).first;
+    const trace::Span span(trace::What::driver_call, 0, bytes, 0, Call::mmap);
     Refusal refusal = ask(Call::mmap);
     void* start = nullptr;
     if (!refusal) {
@@ -154,6 +162,7 @@ class HostDriver final : public Driver {
     const Reservation freed = it->second;
     state_.mirror.provide(2);
     const Refusal refusal = insist([&] {
+      const trace::Span span(trace::What::driver_call, freed.base, freed.bytes, 0, Call::munmap);
       Refusal r = ask(Call::munmap);
       if (!r && munmap(reinterpret_cast<void*>(freed.base), freed.bytes) != 0) r.error = errno;
       return r;
@@ -183,6 +192,7 @@ class HostDriver final : public Driver {
 
   void destroy(Handle first, std::size_t n) override {
     if (in_forked_child) return;
+    const trace::Span span(trace::What::driver_call, 0, n * page_size_, 0, Call::fallocate);
     Refusal refusal = ask(Call::fallocate);
     if (!refusal && fallocate(state_.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                               offset_of(first), static_cast<off_t>(n * page_size_)) != 0) {
@@ -194,35 +204,45 @@ class HostDriver final : public Driver {
     }
   }
 
-  void map(Address at, std::span<const Handle> handles, Access access) override {
+  void map(std::span<const PageRun> runs, Access access) override {
     refuse_in_forked_child("host map");
-    if (handles.empty()) return;
     const std::lock_guard lock(state_.mutex);
-    const std::size_t runs = count_runs(handles);
-    admit(at, handles.size(), runs);
-    state_.mirror.provide((runs + 1) + 2);
-    const Progress progress = map_runs(at, handles, access);
-    if (!progress.refusal) return;
-    const DriverError cause =
-        refused("host map", Call::mmap, progress.refusal.error,
-                "mapping " + count_of(handles.size(), page_size_), limit_.advice());
-    if (progress.touched > 0 && place_hole(at, progress.touched)) {
-      throw UndoFailed(cause, indices_below(progress.touched));
+    std::size_t pieces = 0;
+    std::ptrdiff_t growth = 0;
+    for (const PageRun& run : runs) {
+      const std::size_t of_run = count_pieces(run.handles);
+      growth += mirror_growth(run.at, run.handles.size(), of_run);
+      pieces += of_run + 1;
     }
-    throw cause;
+    limit_.admit(growth);
+    state_.mirror.provide(pieces + 2 * runs.size());
+    for (std::size_t done = 0; done < runs.size(); ++done) {
+      const Progress progress = map_run(runs[done], access);
+      if (!progress.refusal) continue;
+      const DriverError cause =
+          refused("host map", Call::mmap, progress.refusal.error,
+                  "mapping " + count_of(pages_in(runs), page_size_), limit_.advice());
+      take_down(runs.first(done), runs[done], progress.touched, cause);
+      throw cause;
+    }
   }
 
-  void unmap(Address at, std::span<const Handle> handles, Access access) override {
-    if (in_forked_child || handles.empty()) return;
+  void unmap(std::span<const PageRun> runs, Access access) override {
+    if (in_forked_child) return;
     const std::lock_guard lock(state_.mutex);
-    state_.mirror.provide(2 + 2 * count_runs(handles));
-    const Refusal refusal = place_hole(at, handles.size());
-    if (!refusal) return;
-    const DriverError cause =
-        refused("host unmap", Call::munmap, refusal.error,
-                "unmapping " + count_of(handles.size(), page_size_), limit_.advice());
-    if (refusal.gone) put_back(at, handles, access, cause);
-    throw cause;
+    std::size_t pieces = 0;
+    for (const PageRun& run : runs) pieces += count_pieces(run.handles) + 1;
+    state_.mirror.provide(2 * runs.size() + pieces);
+    for (std::size_t done = 0; done < runs.size(); ++done) {
+      if (runs[done].handles.empty()) continue;
+      const Refusal refusal = place_hole(runs[done].at, runs[done].handles.size());
+      if (!refusal) continue;
+      const DriverError cause =
+          refused("host unmap", Call::munmap, refusal.error,
+                  "unmapping " + count_of(pages_in(runs), page_size_), limit_.advice());
+      put_back(runs.first(done + refusal.gone), access, cause);
+      throw cause;
+    }
   }
 
   void remap(Address at, std::span<const Handle> from, Access from_access,
@@ -230,47 +250,32 @@ class HostDriver final : public Driver {
     refuse_in_forked_child("host remap");
     if (to.empty()) return;
     const std::lock_guard lock(state_.mutex);
-    const std::size_t runs = count_runs(to);
-    admit(at, to.size(), runs);
-    state_.mirror.provide((runs + 1) + 2 * count_runs(from));
-    const Progress progress = map_runs(at, to, to_access);
+    const std::size_t pieces = count_pieces(to);
+    limit_.admit(mirror_growth(at, to.size(), pieces));
+    state_.mirror.provide((pieces + 1) + 2 * count_pieces(from));
+    const Progress progress = map_run({at, to}, to_access);
     if (!progress.refusal) return;
     const DriverError cause =
         refused("host remap", Call::mmap, progress.refusal.error,
                 "remapping " + count_of(to.size(), page_size_), limit_.advice());
-    put_back(at, from.first(progress.touched), from_access, cause);
+    const PageRun touched{at, from.first(progress.touched)};
+    put_back({&touched, 1}, from_access, cause);
     throw cause;
   }
 
-  void zero(Address at, std::size_t bytes) override {
+  void zero(Address at, std::size_t bytes, Stream) override {
     refuse_in_forked_child("host zero");
     std::memset(reinterpret_cast<void*>(at), 0, bytes);
   }
 
-  void copy_page(Handle to, Address from) override {
-    refuse_in_forked_child("host copy_page");
-    for (std::size_t done = 0; done < page_size_;) {
-      Refusal refusal = ask(Call::pwrite);
-      if (!refusal) {
-        const ssize_t n = pwrite(state_.memfd, reinterpret_cast<const char*>(from) + done,
-                                 page_size_ - done, offset_of(to) + static_cast<off_t>(done));
-        if (n > 0) {
-          done += static_cast<std::size_t>(n);
-        } else if (n == 0) {
-          refusal.error = ENOSPC;
-        } else if (errno != EINTR) {
-          refusal.error = errno;
-        }
-      }
-      if (refusal) {
-        throw refused("host copy_page", Call::pwrite, refusal.error,
-                      "copying a page of " + std::to_string(page_size_) + " bytes", "free memory");
-      }
-    }
+  void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr>) override {
+    refuse_in_forked_child("host copy_pages");
+    for (const PageCopy& copy : copies) copy_page(copy);
   }
 
   void populate(Address at, std::size_t n) override {
     refuse_in_forked_child("host populate");
+    const trace::Span span(trace::What::driver_call, at, n * page_size_, 0, Call::madvise);
     Refusal refusal = ask(Call::madvise);
     if (!refusal &&
         madvise(reinterpret_cast<void*>(at), n * page_size_, MADV_POPULATE_WRITE) != 0 &&
@@ -283,6 +288,20 @@ class HostDriver final : public Driver {
     }
   }
 
+  void fill(Handle first, std::size_t n) override {
+    refuse_in_forked_child("host fill");
+    const trace::Span span(trace::What::driver_call, 0, n * page_size_, 0, Call::fallocate);
+    Refusal refusal = ask(Call::fallocate);
+    if (!refusal && fallocate(state_.memfd, FALLOC_FL_KEEP_SIZE, offset_of(first),
+                              static_cast<off_t>(n * page_size_)) != 0) {
+      refusal.error = errno;
+    }
+    if (refusal) {
+      throw refused("host fill", Call::fallocate, refusal.error,
+                    "making " + count_of(n, page_size_) + " present", "free memory");
+    }
+  }
+
   void find_parted(Address at, std::span<std::uint8_t> parted) override {
     refuse_in_forked_child("host find_parted");
     std::fill(parted.begin(), parted.end(), std::uint8_t{0});
@@ -290,7 +309,17 @@ class HostDriver final : public Driver {
     if (!scan_pagemap(at, parted)) std::fill(parted.begin(), parted.end(), std::uint8_t{1});
   }
 
-  void quiesce() override {}  // nothing on the host runs behind the caller's back
+  std::size_t free_memory() override { return free_host_memory(); }
+
+  // Nothing on the host runs behind the caller's back.
+  Stream side_stream() override { return 0; }
+  FencePtr fence(Stream) override { return nullptr; }
+  bool passed(const Fence&) override { return true; }
+  void order(Stream, const Fence&) override {}
+  bool capturing(Stream) override { return false; }
+  void keep_for_graph(Stream, void (*)(void*), void*) override {}
+  void enter_worker() override {}
+  void quiesce() override {}
 
  private:
   static constexpr int kHoleFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -374,19 +403,20 @@ class HostDriver final : public Driver {
     limit_.add(static_cast<std::ptrdiff_t>(state_.mirror.size()) - before);
   }
 
-  // Throws where `runs` mappings in the place of `pages` pages could pass the limit on mappings.
-  void admit(Address at, std::size_t pages, std::size_t runs) {
-    limit_.admit(state_.mirror.growth(at, at + pages * page_size_, runs));
+  // By how many mappings `pieces` in the place of `pages` pages could grow their number.
+  std::ptrdiff_t mirror_growth(Address at, std::size_t pages, std::size_t pieces) {
+    return state_.mirror.growth(at, at + pages * page_size_, pieces);
   }
 
   // One mmap over [at, at + pages), and its record.
   Refusal place(Call call, Address at, std::size_t pages, int protection, int flags,
                 MappingKind kind, Handle first) {
+    const std::size_t bytes = pages * page_size_;
+    const trace::Span span(trace::What::driver_call, at, bytes, 0, call);
     Refusal refusal = ask(call);
     if (refusal) return refusal;
     void* const address = reinterpret_cast<void*>(at);
     const bool hole = kind == MappingKind::hole;
-    const std::size_t bytes = pages * page_size_;
     const off_t offset = hole ? 0 : offset_of(first);
     if (mmap(address, bytes, protection, flags | MAP_FIXED, hole ? -1 : state_.memfd, offset) ==
         MAP_FAILED) {
@@ -400,7 +430,7 @@ class HostDriver final : public Driver {
     return refusal;
   }
 
-  Refusal place_run(Address at, std::size_t pages, Handle first, Access access) {
+  Refusal place_piece(Address at, std::size_t pages, Handle first, Access access) {
     const bool guarded = access == Access::guarded;
     return place(Call::mmap, at, pages, PROT_READ | PROT_WRITE,
                  guarded ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED,
@@ -413,31 +443,75 @@ class HostDriver final : public Driver {
     });
   }
 
-  // Maps run after run, up to the first refusal. A guarded page loses its parted content only when
-  // its run is reached.
-  Progress map_runs(Address at, std::span<const Handle> handles, Access access) {
-    for (std::size_t i = 0; i < handles.size();) {
-      const std::size_t n = run_length(handles.subspan(i));
-      if (const Refusal r = place_run(at + i * page_size_, n, handles[i], access)) {
+  // Maps piece after piece, up to the first refusal. A guarded page loses its parted content only
+  // when its piece is reached.
+  Progress map_run(const PageRun& run, Access access) {
+    for (std::size_t i = 0; i < run.handles.size();) {
+      const std::size_t n = piece_length(run.handles.subspan(i));
+      if (const Refusal r = place_piece(run.at + i * page_size_, n, run.handles[i], access)) {
         return {r.gone ? i + n : i, r};
       }
       i += n;
     }
-    return {handles.size(), {}};
+    return {run.handles.size(), {}};
   }
 
-  // Undoes: maps `handles` again, and throws UndoFailed where some of that is refused.
-  void put_back(Address at, std::span<const Handle> handles, Access access,
-                const DriverError& cause) {
+  // Undoes a map: unmaps the runs `whole` and the first `touched` pages of `begun`, and throws
+  // UndoFailed where some of that is refused.
+  void take_down(std::span<const PageRun> whole, const PageRun& begun, std::size_t touched,
+                 const DriverError& cause) {
     std::vector<std::size_t> stuck;
-    for (std::size_t i = 0; i < handles.size();) {
-      const std::size_t n = run_length(handles.subspan(i));
-      if (insist([&] { return place_run(at + i * page_size_, n, handles[i], access); })) {
-        for (std::size_t k = i; k < i + n; ++k) stuck.push_back(k);
+    std::size_t index = 0;
+    const auto take = [&](Address at, std::size_t pages) {
+      if (pages != 0 && place_hole(at, pages)) {
+        for (std::size_t i = 0; i < pages; ++i) stuck.push_back(index + i);
       }
-      i += n;
+      index += pages;
+    };
+    for (const PageRun& run : whole) take(run.at, run.handles.size());
+    take(begun.at, touched);
+    if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
+  }
+
+  // Undoes an unmap or a remap: maps `runs` again, and throws UndoFailed where some of that is
+  // refused.
+  void put_back(std::span<const PageRun> runs, Access access, const DriverError& cause) {
+    std::vector<std::size_t> stuck;
+    std::size_t index = 0;
+    for (const PageRun& run : runs) {
+      for (std::size_t i = 0; i < run.handles.size();) {
+        const std::size_t n = piece_length(run.handles.subspan(i));
+        const Address at = run.at + i * page_size_;
+        if (insist([&] { return place_piece(at, n, run.handles[i], access); })) {
+          for (std::size_t k = i; k < i + n; ++k) stuck.push_back(index + k);
+        }
+        i += n;
+      }
+      index += run.handles.size();
     }
     if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
+  }
+
+  void copy_page(const PageCopy& copy) {
+    const trace::Span span(trace::What::driver_call, copy.from, page_size_, 0, Call::pwrite);
+    for (std::size_t done = 0; done < page_size_;) {
+      Refusal refusal = ask(Call::pwrite);
+      if (!refusal) {
+        const ssize_t n = pwrite(state_.memfd, reinterpret_cast<const char*>(copy.from) + done,
+                                 page_size_ - done, offset_of(copy.to) + static_cast<off_t>(done));
+        if (n > 0) {
+          done += static_cast<std::size_t>(n);
+        } else if (n == 0) {
+          refusal.error = ENOSPC;
+        } else if (errno != EINTR) {
+          refusal.error = errno;
+        }
+      }
+      if (refusal) {
+        throw refused("host copy_pages", Call::pwrite, refusal.error,
+                      "copying a page of " + std::to_string(page_size_) + " bytes", "free memory");
+      }
+    }
   }
 
   // False where the kernel does not tell.

@@ -89,10 +89,10 @@ std::size_t room_in_cgroups(const std::string& proc, const std::string& cgroups)
 
 }  // namespace
 
-std::size_t available_host_memory(const std::string& proc, const std::string& cgroups) {
+std::size_t free_host_memory(const std::string& proc, const std::string& cgroups) {
   const auto kilobytes = field_in(proc + "/meminfo", "MemAvailable:");
   const std::size_t free = kilobytes ? *kilobytes * 1024 : kUnlimited;
-  return std::min(free, room_in_cgroups(proc, cgroups)) / 5 * 4;
+  return std::min(free, room_in_cgroups(proc, cgroups));
 }
 
 }  // namespace vtensor

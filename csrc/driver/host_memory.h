@@ -7,9 +7,12 @@
 
 namespace vtensor {
 
-// 80% of the smaller of MemAvailable and the room in this process's memory cgroup (v2 or v1, with
-// all its ancestors), bytes. What cannot be read is left out. The roots are for tests.
-std::size_t available_host_memory(const std::string& proc = "/proc",
-                                  const std::string& cgroups = "/sys/fs/cgroup");
+// The smaller of MemAvailable and the room in this process's memory cgroup (v2 or v1, with all its
+// ancestors), bytes. What cannot be read is left out. The roots are for tests.
+std::size_t free_host_memory(const std::string& proc = "/proc",
+                             const std::string& cgroups = "/sys/fs/cgroup");
+
+// What a pool takes by default.
+inline std::size_t default_host_budget() { return free_host_memory() / 5 * 4; }
 
 }  // namespace vtensor

@@ -82,16 +82,18 @@ bool HostMemory::stores(Address at) {
 }
 
 std::string Host::leaks() {
+  int files = 0, mappings = 0;
   for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code gone;  // the iterator's own is listed too
     const auto target = std::filesystem::read_symlink(file, gone).string();
-    if (target.find("memfd:vtensor") != std::string::npos) return "open file " + target;
+    files += target.find("memfd:vtensor") != std::string::npos;
   }
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
-    if (line.find("memfd:vtensor") != std::string::npos) return "mapping " + line;
+    mappings += line.find("memfd:vtensor") != std::string::npos;
   }
-  return {};
+  if (files + mappings == 0) return {};
+  return std::to_string(files) + " files, " + std::to_string(mappings) + " mappings";
 }
 
 const SimcudaControl& SimulatedCuda::control() {
@@ -102,6 +104,18 @@ const SimcudaControl& SimulatedCuda::control() {
 void SimulatedCuda::prepare() {
   control().reset();
   control().configure("granularity", kPageSize);
+  control().configure("eager", 0);
+  control().configure("sync_timeout", 2'000);
+}
+
+void SimulatedCuda::fill(Address at, std::size_t bytes, std::uint8_t value) {
+  control().run();
+  HostMemory::fill(at, bytes, value);
+}
+
+bool SimulatedCuda::holds(Address at, std::size_t bytes, std::uint8_t value) {
+  control().run();
+  return HostMemory::holds(at, bytes, value);
 }
 
 std::unique_ptr<Driver> SimulatedCuda::open() {
@@ -115,7 +129,8 @@ std::string SimulatedCuda::leaks() {
     return n != 0 ? std::to_string(n) + " " + what + " " : std::string();
   };
   return count(left.handles, "handles") + count(left.mappings, "mappings") +
-         count(left.ranges, "ranges") + count(left.contexts, "context references");
+         count(left.ranges, "ranges") + count(left.contexts, "context references") +
+         count(left.streams, "streams") + count(left.events, "events");
 }
 
 std::string RealCuda::unavailable() {

@@ -43,8 +43,12 @@ struct SimulatedCuda : HostMemory {
   static constexpr std::size_t kPageSize = std::size_t{64} << 10;
   static std::string unavailable() { return {}; }
   static void prepare();  // starts the simulation anew
+  // Work in streams runs as late as it may: these have it run first.
+  static void fill(Address at, std::size_t bytes, std::uint8_t value);
+  static bool holds(Address at, std::size_t bytes, std::uint8_t value);
   static std::unique_ptr<Driver> open();
   static std::string leaks();
+  static std::string library() { return simcuda_library(); }
   static const SimcudaControl& control();
 };
 
@@ -52,6 +56,7 @@ struct RealCuda {
   static constexpr const char* name = "CUDA";
   static constexpr bool is_cuda = true;
   static std::string unavailable();
+  static std::string library() { return "libcuda.so.1"; }
   static void prepare() {}
   static std::unique_ptr<Driver> open() { return make_cuda_driver({}); }
   static void fill(Address at, std::size_t bytes, std::uint8_t value);
@@ -68,6 +73,25 @@ bool is_available() {
   if (reason.empty()) return true;
   MESSAGE("skipped on " << std::string(Subject::name) << ": " << reason);
   return false;
+}
+
+// One run or one page at a time.
+inline void map_run(Driver& driver, Address at, std::span<const Handle> handles, Access access) {
+  const PageRun run{at, handles};
+  driver.map({&run, 1}, access);
+}
+inline void unmap_run(Driver& driver, Address at, std::span<const Handle> handles, Access access) {
+  const PageRun run{at, handles};
+  driver.unmap({&run, 1}, access);
+}
+inline void copy_page(Driver& driver, Handle to, Address from) {
+  const PageCopy copy{to, from};
+  driver.copy_pages({&copy, 1}, {});
+}
+// Complete on return.
+inline void zero_now(Driver& driver, Address at, std::size_t bytes) {
+  driver.zero(at, bytes, driver.side_stream());
+  driver.quiesce();
 }
 
 // A driver with handles to play with, and the checks that look at them.
@@ -111,6 +135,13 @@ class Bench {
     Subject::fill(range + page * page_size, page_size, value);
   }
 
+  void map(Address at, std::span<const Handle> handles, Access access) {
+    map_run(*driver, at, handles, access);
+  }
+  void unmap(Address at, std::span<const Handle> handles, Access access) {
+    unmap_run(*driver, at, handles, access);
+  }
+
   std::uint64_t calls() const {
     std::uint64_t sum = 0;
     for (std::size_t i = 0; i < kCallCount; ++i) sum += calls(static_cast<Call>(i));
@@ -128,9 +159,9 @@ class Bench {
   template <class Look>
   void with_mapping(Handle handle, Look look) {
     const Address at = driver->reserve(1);
-    driver->map(at, {&handle, 1}, Access::writable);
+    this->map(at, {&handle, 1}, Access::writable);
     look(at);
-    driver->unmap(at, {&handle, 1}, Access::writable);
+    this->unmap(at, {&handle, 1}, Access::writable);
     driver->free_range(at, 1);
   }
 };

@@ -37,6 +37,16 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(log, simcuda_log);
   SIMCUDA_ENTRY(log_lines, simcuda_log_lines);
   SIMCUDA_ENTRY(log_line, simcuda_log_line);
+  SIMCUDA_ENTRY(hold, simcuda_hold);
+  SIMCUDA_ENTRY(release, simcuda_release);
+  SIMCUDA_ENTRY(step, simcuda_step);
+  SIMCUDA_ENTRY(late_events, simcuda_late_events);
+  SIMCUDA_ENTRY(launch, simcuda_launch);
+  SIMCUDA_ENTRY(make_stream, simcuda_make_stream);
+  SIMCUDA_ENTRY(destroy_stream, simcuda_destroy_stream);
+  SIMCUDA_ENTRY(pending, simcuda_pending);
+  SIMCUDA_ENTRY(run, simcuda_run);
+  SIMCUDA_ENTRY(illegal_accesses, simcuda_illegal_accesses);
 #undef SIMCUDA_ENTRY
 
   std::string line(std::size_t index) const {

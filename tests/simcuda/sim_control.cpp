@@ -10,7 +10,7 @@
 namespace simcuda {
 namespace {
 
-constexpr std::array<std::string_view, 20> kCalls = {
+constexpr std::array<std::string_view, 44> kCalls = {
     "cuInit",
     "cuDeviceGetCount",
     "cuDeviceGet",
@@ -28,9 +28,33 @@ constexpr std::array<std::string_view, 20> kCalls = {
     "cuMemSetAccess",
     "cuMemsetD8",
     "cuMemcpyDtoD",
+    "cuMemsetD8Async",
+    "cuMemcpyDtoDAsync",
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamCreate",
+    "cuStreamDestroy",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+    "cuStreamGetCaptureInfo",
+    "cuStreamBeginCapture",
+    "cuStreamEndCapture",
+    "cuEventCreate",
+    "cuEventDestroy",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuUserObjectCreate",
+    "cuUserObjectRelease",
+    "cuGraphRetainUserObject",
+    "cuGraphDestroy",
+    "cuGraphInstantiate",
+    "cuGraphExecDestroy",
+    "cuGraphLaunch",
 };
 
 struct SettingName {
@@ -38,13 +62,15 @@ struct SettingName {
   const char* variable;
   std::uint64_t Settings::* value;
 };
-constexpr std::array<SettingName, 6> kSettings = {{
+constexpr std::array<SettingName, 8> kSettings = {{
     {"devices", "SIMCUDA_DEVICES", &Settings::devices},
     {"memory", "SIMCUDA_MEMORY", &Settings::memory},
     {"vmm", "SIMCUDA_VMM", &Settings::vmm},
     {"granularity", "SIMCUDA_GRANULARITY", &Settings::granularity},
     {"read_only", "SIMCUDA_READ_ONLY", &Settings::read_only},
     {"rdma", "SIMCUDA_RDMA", &Settings::rdma},
+    {"eager", "SIMCUDA_EAGER", &Settings::eager},
+    {"sync_timeout", "SIMCUDA_SYNC_TIMEOUT", &Settings::sync_timeout},
 }};
 
 bool matches(const std::string& pattern, const std::string& call) {
@@ -148,6 +174,18 @@ const char* error_name(CUresult code) {
     SIMCUDA_NAME(CUDA_ERROR_CONTEXT_IS_DESTROYED)
     SIMCUDA_NAME(CUDA_ERROR_NOT_PERMITTED)
     SIMCUDA_NAME(CUDA_ERROR_NOT_SUPPORTED)
+    SIMCUDA_NAME(CUDA_ERROR_INVALID_HANDLE)
+    SIMCUDA_NAME(CUDA_ERROR_ILLEGAL_STATE)
+    SIMCUDA_NAME(CUDA_ERROR_NOT_READY)
+    SIMCUDA_NAME(CUDA_ERROR_LAUNCH_TIMEOUT)
+    SIMCUDA_NAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+    SIMCUDA_NAME(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+    SIMCUDA_NAME(CUDA_ERROR_STREAM_CAPTURE_MERGE)
+    SIMCUDA_NAME(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
+    SIMCUDA_NAME(CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
+    SIMCUDA_NAME(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+    SIMCUDA_NAME(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
+    SIMCUDA_NAME(CUDA_ERROR_CAPTURED_EVENT)
     SIMCUDA_NAME(CUDA_ERROR_UNKNOWN)
 #undef SIMCUDA_NAME
     default:

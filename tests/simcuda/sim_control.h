@@ -20,6 +20,8 @@ struct Settings {
   std::uint64_t granularity = std::uint64_t{2} << 20;
   std::uint64_t read_only = 1;
   std::uint64_t rdma = 1;
+  std::uint64_t eager = 1;
+  std::uint64_t sync_timeout = 10'000;
 
   static Settings from_environment();
   // Null where there is no such setting.

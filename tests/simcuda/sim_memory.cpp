@@ -48,15 +48,26 @@ CUresult SimMemory::reserve(Address* range, std::size_t size, std::size_t alignm
   const bool power_of_two = (alignment & (alignment - 1)) == 0;
   if (size == 0 || size % granularity != 0 || !power_of_two) return CUDA_ERROR_INVALID_VALUE;
   alignment = std::max(alignment, granularity);
-  const std::size_t padded = size + alignment;
-  if (padded < size) return CUDA_ERROR_OUT_OF_MEMORY;
-  void* got = mmap(nullptr, padded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const auto reserve_pages = [](Address wish, std::size_t bytes) {
+    return mmap(pointer(wish), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                0);
+  };
+  // Next to another where there is room: the driver must not take the two for one range.
+  void* got = reserve_pages(ranges_.empty() ? 0 : ranges_.begin()->first - size, size);
   if (got == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-  const Address start = reinterpret_cast<Address>(got);
-  const Address aligned = (start + alignment - 1) / alignment * alignment;
-  if (aligned != start) munmap(got, aligned - start);
-  const std::size_t behind = start + padded - (aligned + size);
-  if (behind != 0) munmap(pointer(aligned + size), behind);
+  Address aligned = reinterpret_cast<Address>(got);
+  if (aligned % alignment != 0) {
+    munmap(got, size);
+    const std::size_t padded = size + alignment;
+    if (padded < size) return CUDA_ERROR_OUT_OF_MEMORY;
+    got = reserve_pages(0, padded);
+    if (got == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    const Address start = reinterpret_cast<Address>(got);
+    aligned = (start + alignment - 1) / alignment * alignment;
+    if (aligned != start) munmap(got, aligned - start);
+    const std::size_t behind = start + padded - (aligned + size);
+    if (behind != 0) munmap(pointer(aligned + size), behind);
+  }
   ranges_.emplace(aligned, size);
   *range = aligned;
   return CUDA_SUCCESS;
@@ -121,7 +132,7 @@ CUresult SimMemory::map(Address at, std::size_t size, std::size_t offset, std::u
   expect(mmap(pointer(at), size, PROT_NONE, MAP_SHARED | MAP_FIXED, memfd_,
               static_cast<off_t>(found->second.offset)) != MAP_FAILED,
          "mmap of an allocation");
-  mappings_.emplace(at, Mapping{.size = size, .handle = handle});
+  mappings_.emplace(at, Mapping{.size = size, .handle = handle, .number = next_mapping_++});
   ++found->second.mappings;
   return CUDA_SUCCESS;
 }
@@ -185,36 +196,20 @@ bool SimMemory::allows(Address at, std::size_t size, CUmemAccess_flags access) c
   return true;
 }
 
-CUresult SimMemory::start_fill(Address at, unsigned char value, std::size_t size) {
-  if (!allows(at, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) return CUDA_ERROR_INVALID_VALUE;
-  started_.push_back({.to = at, .value = value, .size = size});
-  return CUDA_SUCCESS;
+std::vector<std::uint64_t> SimMemory::mappings_of(Address at, std::size_t size) const {
+  std::vector<std::uint64_t> numbers;
+  auto it = mappings_.upper_bound(at);
+  if (it != mappings_.begin() && std::prev(it)->first + std::prev(it)->second.size > at) --it;
+  for (; it != mappings_.end() && it->first < at + size; ++it) numbers.push_back(it->second.number);
+  return numbers;
 }
 
-CUresult SimMemory::start_copy(Address to, Address from, std::size_t size) {
-  if (!allows(to, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
-      !allows(from, size, CU_MEM_ACCESS_FLAGS_PROT_READ)) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  started_.push_back({.to = to, .from = from, .size = size});
-  return CUDA_SUCCESS;
+void SimMemory::fill(Address at, unsigned char value, std::size_t size) {
+  std::memset(pointer(at), value, size);
 }
 
-CUresult SimMemory::finish() {
-  std::vector<Work> work;
-  work.swap(started_);
-  for (const Work& item : work) {
-    if (!allows(item.to, item.size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
-        (item.from != 0 && !allows(item.from, item.size, CU_MEM_ACCESS_FLAGS_PROT_READ))) {
-      return CUDA_ERROR_ILLEGAL_ADDRESS;
-    }
-    if (item.from != 0) {
-      std::memmove(pointer(item.to), pointer(item.from), item.size);
-    } else {
-      std::memset(pointer(item.to), item.value, item.size);
-    }
-  }
-  return CUDA_SUCCESS;
+void SimMemory::copy(Address to, Address from, std::size_t size) {
+  std::memmove(pointer(to), pointer(from), size);
 }
 
 std::uint64_t SimMemory::used(int device) const {

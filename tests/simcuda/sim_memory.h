@@ -30,11 +30,13 @@ class SimMemory {
   CUresult unmap(Address at, std::size_t size);
   CUresult set_access(Address at, std::size_t size, CUmemAccess_flags access);
 
-  // Memory work only starts here, as in a stream; `finish` is when its bytes appear. What is
-  // unmapped or made inaccessible before that is an illegal access, and `finish` says so.
-  CUresult start_fill(Address at, unsigned char value, std::size_t size);
-  CUresult start_copy(Address to, Address from, std::size_t size);
-  CUresult finish();
+  // Whether all of [at, at + size) is mapped with that access.
+  bool allows(Address at, std::size_t size, CUmemAccess_flags access) const;
+  // The mappings in [at, at + size), each a number that never comes back.
+  std::vector<std::uint64_t> mappings_of(Address at, std::size_t size) const;
+  // What the device does. The caller has asked `allows`.
+  void fill(Address at, unsigned char value, std::size_t size);
+  void copy(Address to, Address from, std::size_t size);
 
   std::uint64_t used(int device) const;
   std::size_t handles() const;
@@ -55,11 +57,7 @@ class SimMemory {
     std::size_t size = 0;
     std::uint64_t handle = 0;
     CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
-  };
-  struct Work {
-    Address to = 0, from = 0;  // from == 0: fill with `value`
-    unsigned char value = 0;
-    std::size_t size = 0;
+    std::uint64_t number = 0;
   };
   using Mappings = std::map<Address, Mapping>;
 
@@ -67,7 +65,6 @@ class SimMemory {
   bool whole_mappings(Address at, std::size_t size, Mappings::iterator* first,
                       Mappings::iterator* last);
   bool inside_one_range(Address at, std::size_t size) const;
-  bool allows(Address at, std::size_t size, CUmemAccess_flags access) const;
   void forget_if_unused(std::map<std::uint64_t, Allocation>::iterator allocation);
 
   int memfd_;
@@ -77,7 +74,7 @@ class SimMemory {
   std::map<int, std::uint64_t> used_;  // bytes by device
   std::map<Address, std::size_t> ranges_;
   Mappings mappings_;
-  std::vector<Work> started_;
+  std::uint64_t next_mapping_ = 1;
 };
 
 }  // namespace simcuda

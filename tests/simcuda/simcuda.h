@@ -9,6 +9,11 @@
 //   granularity  SIMCUDA_GRANULARITY  bytes, minimum and recommended (2 MiB, as on real devices)
 //   read_only    SIMCUDA_READ_ONLY    1 where cuMemSetAccess takes PROT_READ (1)
 //   rdma         SIMCUDA_RDMA         1 where cuMemCreate takes the GPUDirect RDMA flag (1)
+//   eager        SIMCUDA_EAGER        1 where work that may run does so when it is launched, 0
+//   where
+//                                     only when somebody asks about it: harder on the driver (1)
+//   sync_timeout SIMCUDA_SYNC_TIMEOUT milliseconds after which synchronising with work that is held
+//                                     back answers CUDA_ERROR_LAUNCH_TIMEOUT (10,000)
 // SIMCUDA_REPORT_LEAKS=1 has the library say on stderr, when it is unloaded, what was not given
 // back.
 //
@@ -39,6 +44,9 @@ typedef struct {
   uint64_t mappings;  // cuMemMap without cuMemUnmap
   uint64_t ranges;    // cuMemAddressReserve without cuMemAddressFree
   uint64_t contexts;  // cuDevicePrimaryCtxRetain without release
+  uint64_t streams;   // cuStreamCreate without cuStreamDestroy
+  uint64_t events;    // cuEventCreate without cuEventDestroy
+  uint64_t objects;   // cuUserObjectCreate, and references left
 } SimcudaLeaks;
 SimcudaLeaks simcuda_leaks(void);
 // Bytes of a device that no allocation takes.
@@ -55,6 +63,36 @@ void simcuda_log(int on);  // off at first; turning it on empties it
 size_t simcuda_log_lines(void);
 // Copies a line with its ending zero into `line`; returns its length without it, as snprintf does.
 size_t simcuda_log_line(size_t index, char* line, size_t size);
+
+// Streams are CUstream values, and 0 the default stream of device 0 or of the thread's context.
+// What returns an int returns 0, or -1 where there is no such stream.
+#define SIMCUDA_ALL_STREAMS UINT64_MAX
+
+// A held stream executes nothing until it is released: its kernels "run", its events do not pass.
+// SIMCUDA_ALL_STREAMS holds those made later too.
+int simcuda_hold(uint64_t stream);
+int simcuda_release(uint64_t stream);
+// Has a held stream execute one item: a launch, a wait or an event.
+int simcuda_step(uint64_t stream);
+// Events recorded from now on pass only after so many cuEventQuery, and so much time, too late:
+// UINT64_MAX queries is never. (0, 0) ends that, for those that were recorded as well.
+void simcuda_late_events(uint64_t queries, double milliseconds);
+
+// Launches a kernel that reads [address, address + size), or stores the byte `writes` there where
+// that is not 0. What it finds when it is executed counts: memory that is not accessible, or is not
+// what was mapped at the launch, is an illegal access, and all later calls answer that. Returns a
+// CUresult. In a stream that is being captured it becomes part of the graph.
+int simcuda_launch(uint64_t stream, uint64_t address, uint64_t size, int writes);
+
+// A stream for tests that make no driver calls of their own.
+uint64_t simcuda_make_stream(int blocking);
+int simcuda_destroy_stream(uint64_t stream);
+// Items that a stream has not executed yet.
+uint64_t simcuda_pending(uint64_t stream);
+// Executes what may be executed.
+void simcuda_run(void);
+// Illegal accesses, and mappings that were removed or changed under work that has not run yet.
+uint64_t simcuda_illegal_accesses(void);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,69 @@
+#include "driver/cuda_calls.h"
+
+namespace vtensor {
+namespace {
+
+thread_local bool is_relaxed = false;
+// The context that enter_worker made current in this thread for good.
+thread_local CUcontext worker_context = nullptr;
+
+}  // namespace
+
+DriverError CudaCalls::refusal(const char* operation, Call call, CUresult code) const {
+  const std::string name = CudaApi::name_of(code);
+  const std::string message = std::string("[driver.") + operation + "] " +
+                              std::string(vtensor::name_of(call)) +
+                              " on cuda:" + std::to_string(device) + " answered " + name + " (" +
+                              std::to_string(static_cast<int>(code)) + ")";
+  return DriverError(std::string(vtensor::name_of(call)), static_cast<long>(code), name,
+                     message +
+                         ": what the operation had done is undone; where other CUDA calls fail "
+                         "too, the device is in error and the process must be restarted");
+}
+
+void CudaCalls::enter_worker() {
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  require("enter_worker", cuThreadExchangeStreamCaptureMode, &mode);
+  const CUresult code = call(cuCtxSetCurrent, context);
+  if (code != CUDA_SUCCESS) {
+    call(cuThreadExchangeStreamCaptureMode, &mode);
+    throw refusal("enter_worker", Call::cuCtxSetCurrent, code);
+  }
+  is_relaxed = true;
+  worker_context = context;
+}
+
+RelaxedCapture::RelaxedCapture(CudaCalls& cuda, const char* operation)
+    : cuda_(cuda), exchanged_(!is_relaxed) {
+  if (!exchanged_) return;
+  cuda_.require(operation, cuda_.cuThreadExchangeStreamCaptureMode, &before_);
+  is_relaxed = true;
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (!exchanged_) return;
+  // What the operation did stands; a refusal here, tried twice, leaves the thread relaxed.
+  const auto restore = [&] {
+    CUstreamCaptureMode mode = before_;
+    return cuda_.call(cuda_.cuThreadExchangeStreamCaptureMode, &mode);
+  };
+  if (restore() != CUDA_SUCCESS) restore();
+  is_relaxed = false;
+}
+
+PrimaryContext::PrimaryContext(CudaCalls& cuda, const char* operation) : cuda_(cuda) {
+  if (worker_context == cuda_.context) return;
+  cuda_.require(operation, cuda_.cuCtxGetCurrent, &before_);
+  if (before_ == cuda_.context) return;
+  cuda_.require(operation, cuda_.cuCtxSetCurrent, cuda_.context);
+  changed_ = true;
+}
+
+PrimaryContext::~PrimaryContext() {
+  if (!changed_) return;
+  if (cuda_.call(cuda_.cuCtxSetCurrent, before_) != CUDA_SUCCESS) {
+    cuda_.call(cuda_.cuCtxSetCurrent, before_);
+  }
+}
+
+}  // namespace vtensor

@@ -1,0 +1,87 @@
+// How the CUDA driver calls libcuda: every call counted and traced, refusals as errors, and what a
+// thread needs before it calls.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/calls.h"
+#include "base/errors.h"
+#include "base/trace.h"
+#include "driver/cuda_api.h"
+
+namespace vtensor {
+
+class CudaCalls : public CudaApi {
+ public:
+  CudaCalls(const std::string& library, int device, CallMeter& meter)
+      : CudaApi(library), device(device), meter_(meter) {}
+
+  template <class Function, class... Args>
+  CUresult call(const CudaEntry<Function>& entry, Args... args) {
+    return call_at(entry, 0, 0, args...);
+  }
+  // A call about `bytes` bytes at `address`, for the trace.
+  template <class Function, class... Args>
+  CUresult call_at(const CudaEntry<Function>& entry, std::uint64_t address, std::uint64_t bytes,
+                   Args... args) {
+    const trace::Span span(trace::What::driver_call, address, bytes, 0, entry.call);
+    if (meter_.enter(entry.call)) {
+      return entry.call == Call::cuMemCreate ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_UNKNOWN;
+    }
+    return entry.function(args...);
+  }
+
+  // As `call`; throws DriverError in the name of `operation` where it is refused.
+  template <class Function, class... Args>
+  void require(const char* operation, const CudaEntry<Function>& entry, Args... args) {
+    require_at(operation, entry, 0, 0, args...);
+  }
+  template <class Function, class... Args>
+  void require_at(const char* operation, const CudaEntry<Function>& entry, std::uint64_t address,
+                  std::uint64_t bytes, Args... args) {
+    const CUresult code = call_at(entry, address, bytes, args...);
+    if (code != CUDA_SUCCESS) throw refusal(operation, entry.call, code);
+  }
+  DriverError refusal(const char* operation, Call call, CUresult code) const;
+
+  // Does for good what the two classes below do for an operation. For threads of our own.
+  void enter_worker();
+
+  const int device;
+  CUcontext context = nullptr;  // the device's primary one, which PyTorch uses too
+
+ private:
+  CallMeter& meter_;
+};
+
+// For its length a stream capture, in whatever thread, neither refuses this thread's calls nor is
+// invalidated by them.
+class RelaxedCapture {
+ public:
+  RelaxedCapture(CudaCalls& cuda, const char* operation);
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  CudaCalls& cuda_;
+  const bool exchanged_;
+  CUstreamCaptureMode before_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+// For its length the primary context is current: memory work, streams and events need one.
+class PrimaryContext {
+ public:
+  PrimaryContext(CudaCalls& cuda, const char* operation);
+  ~PrimaryContext();
+  PrimaryContext(const PrimaryContext&) = delete;
+  PrimaryContext& operator=(const PrimaryContext&) = delete;
+
+ private:
+  CudaCalls& cuda_;
+  CUcontext before_ = nullptr;
+  bool changed_ = false;
+};
+
+}  // namespace vtensor

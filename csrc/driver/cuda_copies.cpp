@@ -1,0 +1,129 @@
+#include "driver/cuda_copies.h"
+
+#include <algorithm>
+#include <string>
+
+namespace vtensor {
+namespace {
+
+constexpr const char* kOperation = "copy_pages";
+// One set-access and one wait for so many pages; their addresses cost nothing.
+constexpr std::size_t kScratchPages = 32;
+
+}  // namespace
+
+void CudaCopies::open(std::size_t page_size, std::chrono::milliseconds timeout) {
+  page_size_ = page_size;
+  timeout_ = timeout;
+}
+
+bool CudaCopies::close() {
+  if (scratch_ != 0) {
+    try_release_scratch();
+    if (mapped_.empty()) {
+      try {
+        mappings_.free_range(scratch_, kScratchPages);
+      } catch (const DriverError&) {
+        // Left to the end of the mappings.
+      }
+    }
+  }
+  if (quarantined_.empty()) return true;
+  const bool over = streams_.side_is_idle();
+  for (const Address range : quarantined_) {
+    over ? mappings_.give_back(range) : mappings_.abandon(range);
+  }
+  return over;
+}
+
+void CudaCopies::copy(std::span<const PageCopy> copies, std::span<const FencePtr> after) {
+  if (copies.empty()) return;
+  const std::lock_guard lock(mutex_);
+  const auto deadline = std::chrono::steady_clock::now() + timeout_;
+  const RelaxedCapture relaxed(cuda_, kOperation);
+  const PrimaryContext context(cuda_, kOperation);
+  for (const FencePtr& fence : after) {
+    if (fence != nullptr) streams_.let_wait(kOperation, streams_.side(), *fence);
+  }
+  while (!copies.empty()) {
+    const std::size_t n = std::min(copies.size(), kScratchPages);
+    copy_some(copies.first(n), deadline);
+    copies = copies.subspan(n);
+  }
+}
+
+void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadline deadline) {
+  if (scratch_ == 0) scratch_ = mappings_.reserve(kScratchPages);
+  release_scratch();  // of an earlier copy, where that was refused
+  std::vector<Handle> to;
+  for (const PageCopy& copy : copies) to.push_back(copy.to);
+  const PageRun run{scratch_, to};
+  try {
+    mappings_.map(kOperation, {&run, 1}, Access::writable);
+  } catch (const UndoFailed& failure) {
+    // Only in our own range: nothing of the caller's is stuck.
+    to.resize(failure.stuck.size());
+    mapped_ = std::move(to);
+    throw DriverError(failure);
+  }
+  mapped_ = std::move(to);
+
+  bool over = false;
+  std::string found =
+      "the device did not finish within " + std::to_string(timeout_.count()) + " ms";
+  std::size_t launched = 0;
+  try {
+    for (; launched < copies.size(); ++launched) {
+      const Address at = scratch_ + launched * page_size_;
+      cuda_.require_at(kOperation, cuda_.cuMemcpyDtoDAsync, at, page_size_, at,
+                       copies[launched].from, page_size_,
+                       reinterpret_cast<CUstream>(streams_.side()));
+    }
+    over = streams_.wait(kOperation, *streams_.record(kOperation, streams_.side()), deadline);
+  } catch (const DriverError& refusal) {
+    // Copies that were launched before the refusal must not find their pages unmapped.
+    if (launched == 0 || is_over(deadline)) {
+      try_release_scratch();
+      throw;
+    }
+    found = refusal.call + " answered " + refusal.name +
+            ", and what was launched before it could not be waited for";
+  }
+  if (!over) {
+    quarantined_.push_back(scratch_);
+    scratch_ = 0;
+    mapped_.clear();
+    throw TimedOut("[driver.copy_pages] " + std::to_string(copies.size()) +
+                   " pages were to be copied on cuda:" + std::to_string(cuda_.device) + ", " +
+                   found +
+                   ": look for a kernel that does not end in the streams that use these pages; "
+                   "what the copies may still write is not used again");
+  }
+  try_release_scratch();
+}
+
+// Whether nothing launched so far on the side stream runs any more. Waits.
+bool CudaCopies::is_over(CudaStreams::Deadline deadline) {
+  try {
+    return streams_.wait(kOperation, *streams_.record(kOperation, streams_.side()), deadline);
+  } catch (const DriverError&) {
+    return false;
+  }
+}
+
+void CudaCopies::release_scratch() {
+  if (mapped_.empty()) return;
+  const PageRun run{scratch_, mapped_};
+  mappings_.unmap(kOperation, {&run, 1}, Access::writable);
+  mapped_.clear();
+}
+
+void CudaCopies::try_release_scratch() {
+  try {
+    release_scratch();
+  } catch (const DriverError&) {
+    // The next copy tries again.
+  }
+}
+
+}  // namespace vtensor

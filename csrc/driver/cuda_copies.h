@@ -1,0 +1,41 @@
+// Copies between pages: on the driver's own stream, behind the fences of those who wrote them.
+#pragma once
+
+#include <chrono>
+#include <mutex>
+#include <vector>
+
+#include "driver/cuda_mappings.h"
+#include "driver/cuda_streams.h"
+
+namespace vtensor {
+
+class CudaCopies {
+ public:
+  CudaCopies(CudaCalls& cuda, CudaMappings& mappings, CudaStreams& streams)
+      : cuda_(cuda), mappings_(mappings), streams_(streams) {}
+  void open(std::size_t page_size, std::chrono::milliseconds timeout);
+  // The driver's end. False where a copy still runs: what it writes stays mapped for good.
+  bool close();
+
+  void copy(std::span<const PageCopy> copies, std::span<const FencePtr> after);
+
+ private:
+  void copy_some(std::span<const PageCopy> copies, CudaStreams::Deadline deadline);
+  bool is_over(CudaStreams::Deadline deadline);
+  void release_scratch();
+  void try_release_scratch();
+
+  CudaCalls& cuda_;
+  CudaMappings& mappings_;
+  CudaStreams& streams_;
+  std::size_t page_size_ = 0;
+  std::chrono::milliseconds timeout_{};
+
+  std::mutex mutex_;                  // guards what follows
+  Address scratch_ = 0;               // addresses at which copies are made
+  std::vector<Handle> mapped_;        // what is mapped there
+  std::vector<Address> quarantined_;  // scratch ranges of copies that did not finish
+};
+
+}  // namespace vtensor

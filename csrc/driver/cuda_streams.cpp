@@ -1,0 +1,220 @@
+#include "driver/cuda_streams.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/process.h"
+
+namespace vtensor {
+
+// All events of a driver. Shared with the fences, which may outlive the driver: its end destroys
+// the events, lent or not.
+class CudaEvents {
+ public:
+  // Null where none is free: the caller makes one and adds it.
+  CUevent take() {
+    const std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      const CUevent event = free_.back();
+      free_.pop_back();
+      return event;
+    }
+    // Room now, so that nothing allocates when a fence ends.
+    ++made_;
+    if (all_.capacity() < made_) {
+      all_.reserve(2 * made_);
+      free_.reserve(2 * made_);
+    }
+    return nullptr;
+  }
+  void add(CUevent event) {
+    const std::lock_guard lock(mutex_);
+    all_.push_back(event);
+  }
+  void give_back(CUevent event) noexcept {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(event);
+  }
+  std::vector<CUevent> all() {
+    const std::lock_guard lock(mutex_);
+    return all_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<CUevent> all_, free_;
+  std::size_t made_ = 0;
+};
+
+namespace {
+
+class CudaFence final : public Fence {
+ public:
+  CudaFence(std::shared_ptr<CudaEvents> events, CUevent event)
+      : event(event), events_(std::move(events)) {}
+  ~CudaFence() override {
+    // In a forked child another thread's copy of the lock may be held for ever.
+    if (!in_forked_child.load(std::memory_order_relaxed)) events_->give_back(event);
+  }
+
+  const CUevent event;
+  mutable std::atomic<bool> passed{false};  // seen once, true for ever
+
+ private:
+  const std::shared_ptr<CudaEvents> events_;
+};
+
+const CudaFence& cuda_fence(const Fence& fence) { return static_cast<const CudaFence&>(fence); }
+
+CUstream handle_of(Stream stream) { return reinterpret_cast<CUstream>(stream); }
+
+// What a graph's user object calls in the end, unless keeping it failed half way.
+struct Kept {
+  void (*release)(void*);
+  void* argument;
+};
+
+void CUDA_CB release_kept(void* pointer) {
+  const std::unique_ptr<const Kept> kept(static_cast<const Kept*>(pointer));
+  if (kept->release != nullptr) kept->release(kept->argument);
+}
+
+}  // namespace
+
+CudaStreams::CudaStreams(CudaCalls& cuda) : cuda_(cuda), events_(std::make_shared<CudaEvents>()) {}
+
+void CudaStreams::open() {
+  const PrimaryContext context(cuda_, "open");
+  // Non-blocking: it must not wait for the legacy default stream, nor that one for it.
+  CUstream side = nullptr;
+  cuda_.require("open", cuda_.cuStreamCreate, &side, CU_STREAM_NON_BLOCKING);
+  side_ = side;
+}
+
+void CudaStreams::close() {
+  // Both may still be in use on the device: CUDA then frees them later.
+  for (const CUevent event : events_->all()) cuda_.call(cuda_.cuEventDestroy, event);
+  if (side_ != nullptr) cuda_.call(cuda_.cuStreamDestroy, side_);
+}
+
+bool CudaStreams::side_is_idle() {
+  try {
+    const RelaxedCapture relaxed(cuda_, "close");
+    const PrimaryContext context(cuda_, "close");
+    return cuda_.call(cuda_.cuStreamQuery, side_) == CUDA_SUCCESS;
+  } catch (const DriverError&) {
+    return false;
+  }
+}
+
+FencePtr CudaStreams::fence(Stream stream) {
+  const RelaxedCapture relaxed(cuda_, "fence");
+  const PrimaryContext context(cuda_, "fence");
+  refuse_capture("fence", stream);
+  return record("fence", stream);
+}
+
+FencePtr CudaStreams::record(const char* operation, Stream stream) {
+  CUevent event = events_->take();
+  if (event == nullptr) {
+    cuda_.require(operation, cuda_.cuEventCreate, &event, CU_EVENT_DISABLE_TIMING);
+    events_->add(event);
+  }
+  auto fence = std::make_shared<const CudaFence>(events_, event);
+  cuda_.require(operation, cuda_.cuEventRecord, event, handle_of(stream));
+  return fence;
+}
+
+bool CudaStreams::passed(const Fence& fence) {
+  if (cuda_fence(fence).passed.load(std::memory_order_acquire)) return true;
+  const RelaxedCapture relaxed(cuda_, "passed");
+  return query("passed", fence);
+}
+
+bool CudaStreams::query(const char* operation, const Fence& fence) {
+  const CudaFence& it = cuda_fence(fence);
+  const CUresult code = cuda_.call(cuda_.cuEventQuery, it.event);
+  if (code == CUDA_ERROR_NOT_READY) return false;
+  if (code != CUDA_SUCCESS) throw cuda_.refusal(operation, Call::cuEventQuery, code);
+  it.passed.store(true, std::memory_order_release);
+  return true;
+}
+
+bool CudaStreams::wait(const char* operation, const Fence& fence, Deadline deadline) {
+  constexpr std::chrono::microseconds kLongest{500};
+  std::chrono::microseconds pause{5};  // about what a page takes to copy
+  while (!query(operation, fence)) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongest);
+  }
+  return true;
+}
+
+void CudaStreams::order(Stream stream, const Fence& fence) {
+  if (cuda_fence(fence).passed.load(std::memory_order_acquire)) return;
+  const PrimaryContext context(cuda_, "order");
+  refuse_capture("order", stream);
+  let_wait("order", stream, fence);
+}
+
+void CudaStreams::let_wait(const char* operation, Stream stream, const Fence& fence) {
+  cuda_.require(operation, cuda_.cuStreamWaitEvent, handle_of(stream), cuda_fence(fence).event,
+                CU_EVENT_WAIT_DEFAULT);
+}
+
+bool CudaStreams::capturing(const char* operation, Stream stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  const CUresult code = cuda_.call(cuda_.cuStreamIsCapturing, handle_of(stream), &status);
+  // The legacy default stream while one that waits for it captures: use of it would end the
+  // capture.
+  if (code == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return true;
+  if (code != CUDA_SUCCESS) throw cuda_.refusal(operation, Call::cuStreamIsCapturing, code);
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+void CudaStreams::refuse_capture(const char* operation, Stream stream) {
+  if (!capturing(operation, stream)) return;
+  throw DriverError("cuStreamIsCapturing", CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+                    cuda_.name_of(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
+                    std::string("[driver.") + operation +
+                        "] work in a stream was asked for that is being captured into a CUDA "
+                        "graph: do this before the capture or after it");
+}
+
+void CudaStreams::keep_for_graph(Stream stream, void (*release)(void*), void* argument) {
+  const char* const operation = "keep_for_graph";
+  const RelaxedCapture relaxed(cuda_, operation);
+  const PrimaryContext context(cuda_, operation);
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  CUgraph graph = nullptr;
+  cuda_.require(operation, cuda_.cuStreamGetCaptureInfo, handle_of(stream), &status, nullptr,
+                &graph, nullptr, nullptr);
+  if (status != CU_STREAM_CAPTURE_STATUS_ACTIVE) {
+    throw InvalidArgument(
+        "[driver.keep_for_graph] a stream was named that is not being captured, or whose capture "
+        "was invalidated: call it between the begin and the end of a capture");
+  }
+  auto kept = std::make_unique<Kept>(release, argument);
+  CUuserObject object = nullptr;
+  cuda_.require(operation, cuda_.cuUserObjectCreate, &object, kept.get(), &release_kept, 1u,
+                CU_USER_OBJECT_NO_DESTRUCTOR_SYNC);
+  Kept* const owned = kept.release();
+  const CUresult code =
+      cuda_.call(cuda_.cuGraphRetainUserObject, graph, object, 1u, CU_GRAPH_USER_OBJECT_MOVE);
+  if (code == CUDA_SUCCESS) return;
+  // This operation has not happened: the object's end must not release anything. Where even that
+  // end is refused, twice, the object stays for good and never calls.
+  owned->release = nullptr;
+  if (cuda_.call(cuda_.cuUserObjectRelease, object, 1u) != CUDA_SUCCESS &&
+      cuda_.call(cuda_.cuUserObjectRelease, object, 1u) != CUDA_SUCCESS) {
+    delete owned;
+  }
+  throw cuda_.refusal(operation, Call::cuGraphRetainUserObject, code);
+}
+
+}  // namespace vtensor

@@ -1,0 +1,365 @@
+// Fences, copies and time-outs of the CUDA driver over streams of the simulated libcuda that tests
+// hold back.
+#include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <thread>
+
+#include "base/errors.h"
+#include "conformance/streams.h"
+#include "conformance/subject.h"
+
+using namespace vtensor;
+using namespace vtensor::conformance;
+
+namespace {
+
+constexpr std::size_t kPageSize = SimulatedCuda::kPageSize;
+
+// Gives copies up soon.
+struct Hasty : SimulatedCuda {
+  static std::unique_ptr<Driver> open() {
+    return make_cuda_driver({.page_size = kPageSize,
+                             .library = simcuda_library(),
+                             .memory_is_host_memory = true,
+                             .copy_timeout = std::chrono::milliseconds(50)});
+  }
+};
+
+// Two pages mapped side by side, and two streams of a caller.
+template <class T>
+struct SceneOf : Bench<T> {
+  const SimcudaControl& control = SimulatedCuda::control();
+  Caller caller{simcuda_library()};
+  CallerStream one{caller}, two{caller};
+  std::vector<Handle> handles = this->make_handles(2, 1);
+  Address range = this->driver->reserve(2);
+
+  SceneOf() { this->map(range, handles, Access::writable); }
+  ~SceneOf() { control.release(SIMCUDA_ALL_STREAMS); }
+
+  // A kernel that stores `value` in a page.
+  void launch(const CallerStream& stream, std::size_t page, int value) {
+    CHECK(control.launch(stream.number(), range + page * kPageSize, kPageSize, value) ==
+          CUDA_SUCCESS);
+  }
+};
+using Scene = SceneOf<SimulatedCuda>;
+
+}  // namespace
+
+TEST_CASE("a fence passes when its stream's work is done, in no order with other streams") {
+  Scene s;
+  s.control.hold(s.one.number());
+  s.control.hold(s.two.number());
+  s.launch(s.one, 0, 7);
+  s.launch(s.two, 1, 8);
+  const FencePtr first = s.driver->fence(s.one.stream());
+  const FencePtr second = s.driver->fence(s.two.stream());
+  s.launch(s.one, 0, 9);  // behind the fence: not waited for
+  CHECK_FALSE(s.driver->passed(*first));
+  s.control.release(s.two.number());
+  CHECK(s.driver->passed(*second));
+  CHECK_FALSE(s.driver->passed(*first));
+  s.control.step(s.one.number());  // the kernel
+  CHECK_FALSE(s.driver->passed(*first));
+  s.control.step(s.one.number());  // the event
+  CHECK(s.driver->passed(*first));
+  CHECK(s.control.pending(s.one.number()) == 1);
+
+  // What has passed is not asked for again.
+  const std::uint64_t calls = s.calls();
+  CHECK(s.driver->passed(*first));
+  s.driver->order(s.two.stream(), *first);
+  CHECK(s.calls() == calls);
+}
+
+TEST_CASE("a fence of the default stream waits for blocking streams, and for no others") {
+  Scene s;
+  const CallerStream blocking(s.caller, CU_STREAM_DEFAULT);
+  s.control.hold(s.one.number());
+  s.control.hold(blocking.number());
+  s.launch(s.one, 0, 7);
+  s.launch(blocking, 1, 8);
+  const FencePtr fence = s.driver->fence(0);
+  CHECK_FALSE(s.driver->passed(*fence));
+  s.control.release(blocking.number());
+  CHECK(s.driver->passed(*fence));
+}
+
+TEST_CASE("the driver's own stream and the default stream do not wait for each other") {
+  Scene s;
+  s.control.hold(0);
+  CHECK(s.control.launch(0, s.range, kPageSize, 7) == CUDA_SUCCESS);
+  const FencePtr own = s.driver->fence(s.driver->side_stream());
+  CHECK(s.driver->passed(*own));
+  s.control.release(0);
+  s.control.hold(s.driver->side_stream());
+  s.driver->zero(s.range + kPageSize, kPageSize, s.driver->side_stream());
+  const FencePtr theirs = s.driver->fence(0);
+  CHECK(s.driver->passed(*theirs));
+  s.control.release(s.driver->side_stream());
+}
+
+TEST_CASE("order holds a stream's later work back until the fence has passed") {
+  Scene s;
+  s.control.hold(s.one.number());
+  s.launch(s.one, 0, 7);
+  const FencePtr fence = s.driver->fence(s.one.stream());
+  s.launch(s.two, 1, 4);  // before the order: free to run
+  s.driver->order(s.two.stream(), *fence);
+  s.launch(s.two, 0, 8);
+  s.control.run();
+  CHECK(HostMemory::holds(s.range + kPageSize, kPageSize, 4));
+  CHECK(HostMemory::holds(s.range, kPageSize, 1));
+  s.control.release(s.one.number());
+  CHECK(s.holds(s.range, 0, 8));
+}
+
+TEST_CASE("fences pass late, or never") {
+  Scene s;
+  s.control.late_events(3, 0);
+  const FencePtr asked = s.driver->fence(s.one.stream());
+  for (int i = 0; i < 3; ++i) CHECK_FALSE(s.driver->passed(*asked));
+  CHECK(s.driver->passed(*asked));
+
+  s.control.late_events(0, 20);
+  const auto start = std::chrono::steady_clock::now();
+  const FencePtr later = s.driver->fence(s.one.stream());
+  CHECK_FALSE(s.driver->passed(*later));
+  CHECK(comes_true([&] { return s.driver->passed(*later); }));
+  CHECK(std::chrono::steady_clock::now() - start >= std::chrono::milliseconds(20));
+
+  s.control.late_events(SIMCUDA_ALL_STREAMS, 0);
+  const FencePtr never = s.driver->fence(s.one.stream());
+  for (int i = 0; i < 100; ++i) CHECK_FALSE(s.driver->passed(*never));
+  s.control.late_events(0, 0);
+  CHECK(s.driver->passed(*never));
+}
+
+TEST_CASE("events are used again, and what waited for one still does") {
+  Scene s;
+  s.control.hold(s.one.number());
+  s.launch(s.one, 0, 7);
+  FencePtr fence = s.driver->fence(s.one.stream());
+  s.driver->order(s.two.stream(), *fence);
+  s.launch(s.two, 0, 8);
+  const std::uint64_t made = s.calls(Call::cuEventCreate);
+  fence.reset();
+  const FencePtr other = s.driver->fence(s.driver->side_stream());  // takes its event
+  CHECK(s.calls(Call::cuEventCreate) == made);
+  CHECK(s.driver->passed(*other));
+  CHECK(s.control.pending(s.two.number()) != 0);
+  const FencePtr third = s.driver->fence(s.driver->side_stream());
+  CHECK(s.calls(Call::cuEventCreate) == made + 1);
+  s.control.release(s.one.number());
+  CHECK(s.holds(s.range, 0, 8));
+}
+
+TEST_CASE("zero waits for its turn in the stream, and for nothing itself") {
+  Scene s;
+  s.control.hold(s.one.number());
+  s.launch(s.one, 0, 7);
+  s.driver->zero(s.range, kPageSize, s.one.stream());
+  s.control.run();
+  CHECK(HostMemory::holds(s.range, kPageSize, 1));
+  CHECK(s.calls(Call::cuCtxSynchronize) == 0);
+  s.control.release(s.one.number());
+  CHECK(s.holds(s.range, 0, 0));
+}
+
+TEST_CASE("copies start behind the fences, and are whole on return") {
+  Scene s;
+  const Handle to = s.driver->create(1);
+  s.control.hold(s.one.number());
+  s.launch(s.one, 0, 7);
+  const FencePtr fences[] = {nullptr, s.driver->fence(s.one.stream())};
+  std::thread releases([&] {
+    // Not before the copy is launched and waits.
+    CHECK(comes_true([&] { return s.control.pending(s.driver->side_stream()) >= 3; }));
+    s.control.release(s.one.number());
+  });
+  const PageCopy copy{to, s.range};
+  s.driver->copy_pages({&copy, 1}, fences);
+  releases.join();
+  CHECK(s.is_marked(to, 7));
+  CHECK(s.control.illegal_accesses() == 0);
+}
+
+TEST_CASE("copies go in groups: a set-access, an event and an unmap each, no synchronising") {
+  Scene s;
+  const auto to = s.make_handles(70, 1);
+  std::vector<PageCopy> copies;
+  for (const Handle handle : to) copies.push_back({handle, s.range});
+  const Call counted[] = {Call::cuMemSetAccess, Call::cuMemUnmap, Call::cuEventRecord,
+                          Call::cuMemcpyDtoDAsync, Call::cuCtxSynchronize};
+  std::vector<std::uint64_t> counts;
+  for (const Call call : counted) counts.push_back(s.calls(call));
+  s.driver->copy_pages(copies, {});
+  for (std::size_t i = 0; i < counts.size(); ++i) counts[i] = s.calls(counted[i]) - counts[i];
+  CHECK(counts == std::vector<std::uint64_t>{3, 3, 3, 70, 0});
+}
+
+TEST_CASE("a copy that does not finish times out, and what it may write is set aside") {  // I12
+  SceneOf<Hasty> s;
+  const Handle to = s.driver->create(1), next = s.driver->create(1);
+  s.control.hold(s.one.number());
+  s.launch(s.one, 0, 7);
+  const FencePtr fence = s.driver->fence(s.one.stream());
+  const std::uint64_t mappings = s.control.leaks().mappings;
+  const auto start = std::chrono::steady_clock::now();
+  const PageCopy copy{to, s.range};
+  try {
+    s.driver->copy_pages({&copy, 1}, {&fence, 1});
+    FAIL("the copy returned");
+  } catch (const TimedOut& error) {
+    CHECK(std::string(error.what()).find("did not finish within 50 ms") != std::string::npos);
+  }
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(2));
+  CHECK(s.control.leaks().mappings == mappings + 1);  // not unmapped under the copy
+
+  // The stream is still taken, so that this one times out too, elsewhere.
+  const PageCopy another{next, s.range + kPageSize};
+  CHECK_THROWS_AS(s.driver->copy_pages({&another, 1}, {}), TimedOut);
+  CHECK(s.control.leaks().mappings == mappings + 2);
+
+  s.control.release(s.one.number());
+  const Handle last = s.driver->create(1);
+  copy_page(*s.driver, last, s.range);
+  CHECK(s.is_marked(last, 7));
+  CHECK(s.is_marked(to, 7));  // late, and in nobody's way
+  CHECK(s.control.leaks().mappings == mappings + 2);
+  CHECK(s.control.illegal_accesses() == 0);
+}
+
+TEST_CASE("the driver's end gives back what a late copy had, or leaves it to a copy that runs on") {
+  for (const bool is_over : {true, false}) {
+    CAPTURE(is_over);
+    const SimcudaControl& control = SimulatedCuda::control();
+    SimcudaLeaks leaks;
+    {
+      Bench<Hasty> bench;
+      const std::uint64_t stream = control.make_stream(0);
+      const auto handles = bench.make_handles(2, 1);
+      const Address range = bench.driver->reserve(1);
+      bench.map(range, {&handles[0], 1}, Access::writable);
+      control.hold(stream);
+      {
+        const FencePtr fence = bench.driver->fence(stream);
+        const PageCopy copy{handles[1], range};
+        CHECK_THROWS_AS(bench.driver->copy_pages({&copy, 1}, {&fence, 1}), TimedOut);
+      }
+      if (is_over) {
+        control.release(stream);
+        const FencePtr fence = bench.driver->fence(bench.driver->side_stream());
+        CHECK(bench.driver->passed(*fence));  // what reads the source
+        bench.unmap(range, {&handles[0], 1}, Access::writable);
+        bench.driver->free_range(range, 1);
+      }
+      const auto start = std::chrono::steady_clock::now();
+      if (!is_over) control.configure("sync_timeout", 100);  // the caller's range is still there
+      bench.driver.reset();
+      CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
+      leaks = control.leaks();
+      control.destroy_stream(stream);
+    }
+    CHECK(leaks.handles == 0);
+    CHECK(leaks.mappings == (is_over ? 0 : 1));
+    CHECK(leaks.ranges == (is_over ? 0 : 1));
+    CHECK(leaks.contexts == (is_over ? 0 : 1));
+    CHECK(leaks.events == 0);
+  }
+}
+
+TEST_CASE("a clean end does not wait for the device") {
+  Scene s;
+  s.control.hold(s.one.number());
+  CHECK(s.control.launch(s.one.number(), s.range, 0, 0) == CUDA_SUCCESS);
+  copy_page(*s.driver, s.driver->create(1), s.range);
+  s.unmap(s.range, s.handles, Access::writable);
+  s.driver->free_range(s.range, 2);
+  const std::uint64_t before = s.control.calls("cuCtxSynchronize");
+  s.driver.reset();
+  CHECK(s.control.calls("cuCtxSynchronize") == before);
+  CHECK(s.control.leaks().ranges == 0);
+}
+
+TEST_CASE("what is unmapped too early is seen") {
+  Scene s;
+  s.control.hold(s.one.number());
+  s.launch(s.one, 0, 7);
+  const FencePtr fence = s.driver->fence(s.one.stream());
+  s.unmap(s.range + kPageSize, {&s.handles[1], 1}, Access::writable);  // nobody is there
+  CHECK(s.control.illegal_accesses() == 0);
+  s.unmap(s.range, {&s.handles[0], 1}, Access::writable);
+  CHECK(s.control.illegal_accesses() == 1);
+  s.control.release(s.one.number());
+  CHECK_THROWS_AS(s.driver->passed(*fence), DriverError);
+  CHECK(s.control.illegal_accesses() == 2);
+}
+
+TEST_CASE("a worker's query is one call, and leaves the thread relaxed") {
+  Scene s;
+  s.control.hold(s.one.number());
+  const FencePtr fence = s.driver->fence(s.one.stream());
+  std::thread([&] {
+    s.driver->enter_worker();
+    const std::uint64_t calls = s.calls();
+    CHECK_FALSE(s.driver->passed(*fence));
+    CHECK(s.calls() == calls + 1);
+    s.driver->fence(s.two.stream());
+    const std::uint64_t fenced = s.calls();
+    s.driver->fence(s.two.stream());  // whether it is captured, and the event
+    CHECK(s.calls() == fenced + 2);
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    CHECK(s.caller.api.cuThreadExchangeStreamCaptureMode.function(&mode) == CUDA_SUCCESS);
+    CHECK(mode == CU_STREAM_CAPTURE_MODE_RELAXED);
+  }).join();
+  // One that was refused is as before.
+  std::thread([&] {
+    s.driver->meter().fail_after(1);
+    CHECK_THROWS_AS(s.driver->enter_worker(), DriverError);
+    s.driver->meter().disarm();
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    CHECK(s.caller.api.cuThreadExchangeStreamCaptureMode.function(&mode) == CUDA_SUCCESS);
+    CHECK(mode == CU_STREAM_CAPTURE_MODE_GLOBAL);
+    const std::uint64_t calls = s.calls();
+    CHECK_FALSE(s.driver->passed(*fence));
+    CHECK(s.calls() == calls + 3);
+  }).join();
+  // Others keep the mode they had.
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+  CHECK(s.caller.api.cuThreadExchangeStreamCaptureMode.function(&mode) == CUDA_SUCCESS);
+  CHECK(mode == CU_STREAM_CAPTURE_MODE_GLOBAL);
+  s.driver->passed(*fence);
+  mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  CHECK(s.caller.api.cuThreadExchangeStreamCaptureMode.function(&mode) == CUDA_SUCCESS);
+  CHECK(mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+}
+
+TEST_CASE("a forked child drops fences without a driver call, whatever locks were held") {  // I13
+  Scene s;
+  FencePtr fence = s.driver->fence(s.one.stream());
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    fence.reset();
+    s.driver.reset();
+    _exit(0);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
+  CHECK(s.driver->passed(*fence));
+}
+
+TEST_CASE("quiesce is no way to wait beside a capture") {
+  Scene s;
+  REQUIRE(s.caller.begin_capture(s.one.handle, CU_STREAM_CAPTURE_MODE_RELAXED) == CUDA_SUCCESS);
+  CHECK_THROWS_AS(s.driver->quiesce(), DriverError);
+  CUgraph graph = nullptr;
+  CHECK(s.caller.end_capture(s.one.handle, &graph) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+}

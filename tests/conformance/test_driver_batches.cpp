@@ -1,0 +1,145 @@
+// map and unmap of many runs at once: in several ranges, side by side, whole or not at all (I8).
+#include <doctest/doctest.h>
+
+#include <algorithm>
+
+#include "base/errors.h"
+#include "conformance/refusals.h"
+#include "conformance/subject.h"
+
+using namespace vtensor;
+using namespace vtensor::conformance;
+
+#define SUBJECTS Host, SimulatedCuda, RealCuda
+
+namespace {
+
+// Five pages in two ranges: two runs that touch, one run of two apart from them, one elsewhere.
+template <class T>
+struct Batch : Bench<T> {
+  static constexpr std::size_t kPages = 5;
+  std::vector<Handle> handles = this->make_handles(kPages, 1);
+  Address first = this->driver->reserve(6), second = this->driver->reserve(3);
+  std::vector<Address> places = {this->page(first, 0), this->page(first, 1), this->page(first, 3),
+                                 this->page(first, 4), this->page(second, 1)};
+
+  Address page(Address range, std::size_t i) const { return range + i * this->page_size; }
+
+  std::vector<PageRun> runs() const {
+    const std::span<const Handle> all(handles);
+    return {{places[0], all.subspan(0, 1)},
+            {places[1], all.subspan(1, 1)},
+            {places[2], {}},
+            {places[2], all.subspan(2, 2)},
+            {places[4], all.subspan(4, 1)}};
+  }
+  void map_all(Access access) { this->driver->map(runs(), access); }
+
+  void check_mapped(Access access) {
+    for (std::size_t i = 0; i < kPages; ++i) {
+      CAPTURE(i);
+      CHECK(this->holds(places[i], 0, static_cast<std::uint8_t>(1 + i)));
+      if (access == Access::writable) CHECK(T::stores(places[i]));
+      if (access == Access::guarded && T::is_cuda) CHECK_FALSE(T::stores(places[i]));
+    }
+  }
+  // Of those that are not stuck: nothing is mapped there.
+  void check_unmapped(const std::vector<std::size_t>& stuck) {
+    for (std::size_t i = 0; i < kPages; ++i) {
+      if (std::ranges::find(stuck, i) != stuck.end()) continue;
+      CAPTURE(i);
+      this->map(places[i], {&handles[i], 1}, Access::writable);
+      CHECK(this->holds(places[i], 0, static_cast<std::uint8_t>(1 + i)));
+      this->unmap(places[i], {&handles[i], 1}, Access::writable);
+    }
+  }
+};
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("a batch maps and unmaps runs in several ranges", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Batch<T> batch;
+  for (const Access access : {Access::writable, Access::guarded}) {
+    batch.map_all(access);
+    batch.check_mapped(access);
+    batch.driver->unmap(batch.runs(), access);
+    batch.check_unmapped({});
+  }
+  // Divided otherwise, and in another order.
+  batch.map_all(Access::writable);
+  const std::span<const Handle> handles(batch.handles);
+  const std::vector<PageRun> runs = {{batch.places[4], handles.subspan(4, 1)},
+                                     {batch.places[3], handles.subspan(3, 1)},
+                                     {batch.places[0], handles.subspan(0, 2)},
+                                     {batch.places[2], handles.subspan(2, 1)}};
+  batch.driver->unmap(runs, Access::writable);
+  batch.check_unmapped({});
+  batch.driver->map(runs, Access::writable);
+  batch.check_mapped(Access::writable);
+  batch.driver->unmap(runs, Access::writable);
+  batch.driver->map({}, Access::writable);
+  batch.driver->unmap({}, Access::writable);
+  batch.driver->free_range(batch.first, 6);
+  batch.driver->free_range(batch.second, 3);
+}
+
+TEST_CASE_TEMPLATE("a batch is mapped whole or not at all", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  for (const Access access : {Access::writable, Access::guarded}) {
+    refuse_each_call<T, Batch<T>>(
+        [](Batch<T>&) {}, [&](Batch<T>& b) { b.map_all(access); },
+        [&](Batch<T>& b, Outcome outcome, const std::vector<std::size_t>& stuck) {
+          if (outcome == Outcome::done) {
+            b.check_mapped(access);
+          } else {
+            b.check_unmapped(stuck);
+          }
+        });
+  }
+}
+
+TEST_CASE_TEMPLATE("a batch is unmapped whole or not at all", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  for (const Access access : {Access::writable, Access::guarded}) {
+    refuse_each_call<T, Batch<T>>(
+        [&](Batch<T>& b) { b.map_all(access); },
+        [&](Batch<T>& b) { b.driver->unmap(b.runs(), access); },
+        [&](Batch<T>& b, Outcome outcome, const std::vector<std::size_t>& stuck) {
+          if (outcome == Outcome::done) {
+            b.check_unmapped({});
+          } else if (outcome == Outcome::unchanged) {
+            b.check_mapped(access);
+          } else {
+            for (std::size_t i = 0; i < Batch<T>::kPages; ++i) {
+              if (std::ranges::find(stuck, i) != stuck.end()) continue;
+              CHECK(b.holds(b.places[i], 0, static_cast<std::uint8_t>(1 + i)));
+            }
+          }
+        });
+  }
+}
+
+TEST_CASE("runs that touch share a set-access and an unmap, ranges that touch do not") {
+  Batch<SimulatedCuda> batch;
+  const auto count = [&](Call call, auto operation) {
+    const std::uint64_t before = batch.calls(call);
+    operation();
+    return batch.calls(call) - before;
+  };
+  CHECK(count(Call::cuMemSetAccess, [&] { batch.map_all(Access::writable); }) == 3);
+  CHECK(count(Call::cuMemUnmap, [&] { batch.driver->unmap(batch.runs(), Access::writable); }) == 3);
+
+  // The simulation puts ranges next to each other where it can.
+  std::vector<Address> ranges;
+  for (int i = 0; i < 8; ++i) ranges.push_back(batch.driver->reserve(1));
+  std::ranges::sort(ranges);
+  const auto next = std::ranges::adjacent_find(
+      ranges, [&](Address a, Address b) { return a + batch.page_size == b; });
+  REQUIRE(next != ranges.end());
+  const std::span<const Handle> handles(batch.handles);
+  const std::vector<PageRun> runs = {{*next, handles.subspan(0, 1)},
+                                     {*(next + 1), handles.subspan(1, 1)}};
+  CHECK(count(Call::cuMemSetAccess, [&] { batch.driver->map(runs, Access::writable); }) == 2);
+  CHECK(count(Call::cuMemUnmap, [&] { batch.driver->unmap(runs, Access::writable); }) == 2);
+}

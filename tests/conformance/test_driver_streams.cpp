@@ -1,0 +1,303 @@
+// What every driver promises of fences, of its own stream and of captures; on the host, where
+// nothing runs behind the caller's back, all fences are null.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "base/errors.h"
+#include "conformance/refusals.h"
+#include "conformance/streams.h"
+#include "conformance/subject.h"
+
+using namespace vtensor;
+using namespace vtensor::conformance;
+
+#define SUBJECTS Host, SimulatedCuda, RealCuda
+#define CUDA_SUBJECTS SimulatedCuda, RealCuda
+
+TEST_CASE_TEMPLATE("behind a fence the work is done", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  Driver& driver = *bench.driver;
+  const auto handles = bench.make_handles(2, 1);
+  const Address range = driver.reserve(2);
+  bench.map(range, handles, Access::writable);
+  CHECK_FALSE(driver.capturing(driver.side_stream()));
+  for (const Stream stream : {driver.side_stream(), Stream{0}}) {
+    bench.fill(range, 0, 5);
+    driver.zero(range, bench.page_size, stream);
+    const FencePtr fence = driver.fence(stream);
+    if (fence != nullptr) {
+      driver.order(driver.side_stream(), *fence);
+      CHECK(comes_true([&] { return driver.passed(*fence); }));
+      CHECK(driver.passed(*fence));
+      driver.order(driver.side_stream(), *fence);  // passed already
+    }
+    CHECK(bench.holds(range, 0, 0));
+    CHECK(bench.holds(range, 1, 2));
+  }
+  CHECK((driver.fence(0) == nullptr) == !T::is_cuda);
+  bench.unmap(range, handles, Access::writable);
+  driver.free_range(range, 2);
+}
+
+TEST_CASE_TEMPLATE("copy_pages copies many pages behind the fences it is given", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  constexpr std::size_t kPages = 70;  // more than are copied at a time
+  Bench<T> bench;
+  Driver& driver = *bench.driver;
+  const auto from = bench.make_handles(kPages, 1), to = bench.make_handles(kPages, 101);
+  const Address range = driver.reserve(kPages);
+  bench.map(range, from, Access::writable);
+  driver.zero(range, bench.page_size, 0);
+  std::vector<PageCopy> copies;
+  for (std::size_t i = 0; i < kPages; ++i) copies.push_back({to[i], range + i * bench.page_size});
+  const std::vector<FencePtr> after = {driver.fence(0), nullptr};
+  driver.copy_pages(copies, after);
+  CHECK(bench.is_marked(to[0], 0));
+  for (std::size_t i = 1; i < kPages; ++i) {
+    CHECK(bench.is_marked(to[i], static_cast<std::uint8_t>(1 + i)));
+  }
+  driver.copy_pages({}, after);
+  bench.unmap(range, from, Access::writable);
+  driver.free_range(range, kPages);
+}
+
+TEST_CASE_TEMPLATE("free memory is told, and fill changes nothing", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(2, 1);
+  bench.driver->fill(handles[0], 1);
+  if (bench.driver->traits().adjacent_handles) bench.driver->fill(handles[0], 2);
+  CHECK(bench.is_marked(handles[0], 1));
+  CHECK(bench.driver->free_memory() >= bench.page_size);
+}
+
+TEST_CASE_TEMPLATE("a worker does all that another thread does", T, SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const auto handles = bench.make_handles(2, 1);
+  std::thread([&] {
+    Driver& driver = *bench.driver;
+    driver.enter_worker();
+    const Address range = driver.reserve(1);
+    bench.map(range, {&handles[0], 1}, Access::writable);
+    driver.zero(range, bench.page_size, driver.side_stream());
+    copy_page(driver, handles[1], range);
+    const FencePtr fence = driver.fence(driver.side_stream());
+    if (fence != nullptr) CHECK(comes_true([&] { return driver.passed(*fence); }));
+    bench.unmap(range, {&handles[0], 1}, Access::writable);
+    driver.free_range(range, 1);
+  }).join();
+  CHECK(bench.is_marked(handles[0], 0));
+  CHECK(bench.is_marked(handles[1], 0));
+}
+
+TEST_CASE_TEMPLATE("fences are made and dropped by many threads, and outlive the driver", T,
+                   SUBJECTS) {
+  if (!is_available<T>()) return;
+  T::prepare();
+  const std::string before = T::leaks();
+  Bench<T> bench;
+  std::vector<FencePtr> left(4);
+  std::atomic<bool> go{false};
+  std::vector<std::thread> threads;
+  for (std::size_t t = 0; t < left.size(); ++t) {
+    threads.emplace_back([&, t] {
+      Driver& driver = *bench.driver;
+      std::vector<FencePtr> mine;
+      for (int i = 0; i < 50; ++i) {
+        mine.push_back(driver.fence(driver.side_stream()));
+        if (mine.back() != nullptr) {
+          driver.order(0, *mine.back());
+          driver.passed(*mine.front());
+        }
+        if (i % 7 == 0) mine.clear();
+      }
+      left[t] = driver.fence(0);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  threads.clear();
+  // The driver's end beside theirs.
+  for (FencePtr& fence : left) {
+    threads.emplace_back([&go, fence = std::move(fence)]() mutable {
+      while (!go) std::this_thread::yield();
+      fence.reset();
+    });
+  }
+  go = true;
+  bench.driver.reset();
+  for (std::thread& thread : threads) thread.join();
+  CHECK(T::leaks() == before);
+}
+
+TEST_CASE_TEMPLATE("nothing is launched in a stream that is being captured", T, CUDA_SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  Driver& driver = *bench.driver;
+  const Caller caller(T::library());
+  const CallerStream captured(caller);
+  const auto handles = bench.make_handles(1, 1);
+  const Address range = driver.reserve(1);
+  bench.map(range, handles, Access::writable);
+  const FencePtr fence = driver.fence(driver.side_stream());
+  REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
+  CHECK(driver.capturing(captured.stream()));
+  CHECK_FALSE(driver.capturing(driver.side_stream()));
+  CHECK_THROWS_AS(driver.zero(range, 1, captured.stream()), DriverError);
+  CHECK_THROWS_AS(driver.fence(captured.stream()), DriverError);
+  CHECK_THROWS_AS(driver.order(captured.stream(), *fence), DriverError);
+  // The capture has not noticed.
+  CHECK(caller.destroy_graph(caller.end(captured.handle)) == CUDA_SUCCESS);
+  CHECK_FALSE(driver.capturing(captured.stream()));
+  CHECK(bench.holds(range, 0, 1));
+  bench.unmap(range, handles, Access::writable);
+  driver.free_range(range, 1);
+}
+
+TEST_CASE_TEMPLATE("a blocking stream's capture keeps the default stream to itself", T,
+                   CUDA_SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const Caller caller(T::library());
+  const CallerStream captured(caller, CU_STREAM_DEFAULT);
+  REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_RELAXED) == CUDA_SUCCESS);
+  CHECK(bench.driver->capturing(0));
+  CHECK_THROWS_AS(bench.driver->fence(0), DriverError);
+  CHECK(caller.destroy_graph(caller.end(captured.handle)) == CUDA_SUCCESS);
+  CHECK_FALSE(bench.driver->capturing(0));
+}
+
+TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does not harm it", T,
+                   CUDA_SUBJECTS) {
+  if (!is_available<T>()) return;
+  for (const bool in_worker : {false, true}) {
+    CAPTURE(in_worker);
+    Bench<T> bench;
+    const Caller caller(T::library());
+    const CallerStream captured(caller);
+    REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
+    const auto work = [&] {
+      Driver& driver = *bench.driver;
+      if (in_worker) driver.enter_worker();
+      const Address range = driver.reserve(1);
+      const Handle handles[] = {driver.create(1), driver.create(1)};
+      bench.map(range, {handles, 1}, Access::writable);
+      driver.zero(range, bench.page_size, driver.side_stream());
+      const FencePtr fence = driver.fence(driver.side_stream());
+      driver.order(driver.side_stream(), *fence);
+      CHECK(comes_true([&] { return driver.passed(*fence); }));
+      const PageCopy copy{handles[1], range};
+      driver.copy_pages({&copy, 1}, {&fence, 1});
+      driver.remap(range, {handles, 1}, Access::writable, {handles, 1}, Access::guarded);
+      bench.unmap(range, {handles, 1}, Access::guarded);
+      driver.free_range(range, 1);
+      CHECK(driver.free_memory() > 0);
+      driver.destroy(handles[0], 1);
+      T::open();
+    };
+    in_worker ? std::thread(work).join() : work();
+    CHECK(caller.destroy_graph(caller.end(captured.handle)) == CUDA_SUCCESS);
+  }
+}
+
+TEST_CASE_TEMPLATE("what a graph keeps is released once, after all that was made from it", T,
+                   CUDA_SUBJECTS) {
+  if (!is_available<T>()) return;
+  Bench<T> bench;
+  const Caller caller(T::library());
+  const CallerStream captured(caller);
+  std::atomic<int> released{0};
+  const auto release = [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); };
+  CHECK_THROWS_AS(bench.driver->keep_for_graph(captured.stream(), release, &released),
+                  InvalidArgument);
+  REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
+  bench.driver->keep_for_graph(captured.stream(), release, &released);
+  const CUgraph graph = caller.end(captured.handle);
+  CUgraphExec executable = nullptr;
+  CHECK(caller.instantiate(&executable, graph, 0) == CUDA_SUCCESS);
+  CHECK(caller.destroy_graph(graph) == CUDA_SUCCESS);
+  CHECK(caller.launch(executable, captured.handle) == CUDA_SUCCESS);
+  bench.driver->quiesce();
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK(released == 0);
+  bench.driver.reset();  // needed no longer
+  CHECK(caller.destroy_executable(executable) == CUDA_SUCCESS);
+  CHECK(comes_true([&] { return released == 1; }));
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK(released == 1);
+}
+
+namespace {
+
+// A capture in progress, and what is to be kept for its graph.
+template <class T>
+struct CaptureScene : Bench<T> {
+  static constexpr std::size_t kPages = 0;
+  Caller caller{T::library()};
+  CallerStream captured{caller};
+  std::atomic<int> released{0};
+
+  CaptureScene() {
+    CHECK(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
+  }
+};
+
+template <class T>
+struct FenceScene : Bench<T> {
+  static constexpr std::size_t kPages = 0;
+  FencePtr fence = this->driver->fence(0);
+};
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("a refused keep_for_graph keeps nothing", T, CUDA_SUBJECTS) {  // I8
+  if (!is_available<T>()) return;
+  const auto release = [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); };
+  refuse_each_call<T, CaptureScene<T>>(
+      [](CaptureScene<T>&) {},
+      [&](CaptureScene<T>& s) {
+        s.driver->keep_for_graph(s.captured.stream(), release, &s.released);
+      },
+      [&](CaptureScene<T>& s, Outcome outcome, const std::vector<std::size_t>&) {
+        CHECK(outcome != Outcome::stuck);
+        CHECK(s.released == 0);
+        CHECK(s.caller.destroy_graph(s.caller.end(s.captured.handle)) == CUDA_SUCCESS);
+        const int wanted = outcome == Outcome::done ? 1 : 0;
+        CHECK(comes_true([&] { return s.released == wanted; }));
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        CHECK(s.released == wanted);
+      });
+}
+
+TEST_CASE_TEMPLATE("refused fences and orders leave the driver as it was", T, CUDA_SUBJECTS) {
+  if (!is_available<T>()) return;
+  const auto works = [](FenceScene<T>& s, Outcome outcome, const std::vector<std::size_t>&) {
+    CHECK(outcome != Outcome::stuck);
+    const FencePtr fence = s.driver->fence(s.driver->side_stream());
+    CHECK(comes_true([&] { return s.driver->passed(*fence); }));
+  };
+  const auto each = [&](auto operation) {
+    refuse_each_call<T, FenceScene<T>>([](FenceScene<T>&) {}, operation, works);
+  };
+  each([](FenceScene<T>& s) { s.driver->fence(0); });
+  each([](FenceScene<T>& s) { s.driver->passed(*s.fence); });
+  each([](FenceScene<T>& s) { s.driver->order(s.driver->side_stream(), *s.fence); });
+  each([](FenceScene<T>& s) { s.driver->capturing(0); });
+  each([](FenceScene<T>& s) { s.driver->free_memory(); });
+  each([](FenceScene<T>& s) {
+    // In a thread of its own, which it changes for good.
+    std::exception_ptr raised;
+    std::thread([&] {
+      try {
+        s.driver->enter_worker();
+      } catch (...) {
+        raised = std::current_exception();
+      }
+    }).join();
+    if (raised) std::rethrow_exception(raised);
+  });
+}

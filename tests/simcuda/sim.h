@@ -1,0 +1,137 @@
+// The one simulated libcuda of the process (a test double), and what every entry point goes
+// through.
+#pragma once
+
+#include <cuda.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "sim_control.h"
+#include "sim_graphs.h"
+#include "sim_memory.h"
+#include "sim_streams.h"
+#include "simcuda.h"
+
+#define SIMCUDA_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace simcuda {
+
+constexpr std::uint64_t kMaxDevices = 64;
+
+struct Context {
+  int retained = 0;
+};
+
+// What reset() makes anew. Destroyed in the reverse order.
+struct Model {
+  SimMemory memory;
+  SimStreams streams{memory};
+  SimGraphs graphs;
+
+  explicit Model(Destructors& destructors) : graphs(destructors) {}
+};
+
+struct Sim {
+  std::mutex mutex;
+  pid_t process = getpid();
+  Settings settings = Settings::from_environment();
+  CallControl control;
+  Destructors destructors;
+  std::unique_ptr<Model> model = std::make_unique<Model>(destructors);
+  std::array<Context, kMaxDevices> contexts;
+  bool initialised = false;
+
+  bool has_device(int device) const {
+    return device >= 0 &&
+           static_cast<std::size_t>(device) < std::min(settings.devices, kMaxDevices);
+  }
+  // Null where the handle names no context that is alive.
+  Context* find(CUcontext context);
+  int device_of(CUcontext context) const {
+    return static_cast<int>(reinterpret_cast<const Context*>(context) - contexts.data());
+  }
+  // Of the current context; the first where there is none.
+  int device() const;
+  std::uint64_t free_memory(int device) const;
+  SimcudaLeaks leaks() const;
+};
+
+inline thread_local CUcontext current_context = nullptr;
+inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+// Never destroyed: a process that ends may still call. Aborts in a forked child.
+Sim& sim();
+
+struct Argument {
+  const char* name;
+  unsigned long long value;
+};
+
+// What a call gives back through its pointer, for the log.
+using Result = std::optional<unsigned long long>;
+
+std::string describe(const char* call, std::initializer_list<Argument> arguments, CUresult code,
+                     const Result& result);
+
+template <class Handle>
+unsigned long long number(Handle handle) {
+  return reinterpret_cast<unsigned long long>(handle);
+}
+
+enum class Needs { nothing, vmm, context };
+// Which stream captures the call is allowed beside. By default what needs nothing is allowed beside
+// any, and all else is taken to be unsafe.
+enum class During { any_capture, no_capture };
+
+// The answer before the model is asked, where that is not CUDA_SUCCESS.
+CUresult refusal(Sim& s, const char* call, Needs needs, During during);
+
+// Every entry point: counts, delays, refuses where asked to or where the rules say so, or has
+// `model(sim, result, lock)` answer; then logs.
+template <class Model>
+CUresult answer_waiting(const char* call, Needs needs, During during,
+                        std::initializer_list<Argument> arguments, Model model) {
+  if (Destructors::is_calling()) return CUDA_ERROR_NOT_PERMITTED;
+  Sim& s = sim();
+  std::unique_lock lock(s.mutex);
+  CUresult code = s.control.enter(call);
+  const Latency latency = s.control.latency(call);
+  lock.unlock();
+  latency.pass();
+  lock.lock();
+
+  Result result;
+  if (code == CUDA_SUCCESS) code = refusal(s, call, needs, during);
+  if (code == CUDA_SUCCESS) code = model(s, result, lock);
+  if (s.control.logging()) s.control.record(describe(call, arguments, code, result));
+  return code;
+}
+
+template <class Model>
+CUresult answer(const char* call, Needs needs, During during,
+                std::initializer_list<Argument> arguments, Model model) {
+  return answer_waiting(
+      call, needs, during, arguments,
+      [&](Sim& s, Result& result, std::unique_lock<std::mutex>&) { return model(s, result); });
+}
+
+template <class Model>
+CUresult answer(const char* call, Needs needs, std::initializer_list<Argument> arguments,
+                Model model) {
+  const During during = needs == Needs::nothing ? During::any_capture : During::no_capture;
+  return answer(call, needs, during, arguments, model);
+}
+
+// Has a stream do something: at once, when asked about it, or when a graph is launched.
+CUresult submit(Sim& s, CUstream stream, Work work);
+
+}  // namespace simcuda

@@ -1,0 +1,93 @@
+// Stream captures, graphs and user objects of the simulated libcuda (a test double).
+#pragma once
+
+#include <cuda.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "sim_streams.h"
+
+namespace simcuda {
+
+// Calls the destructors of user objects in a thread of its own, as the real driver does.
+class Destructors {
+ public:
+  void call(CUhostFn destructor, void* argument);
+  // Whether this thread is inside a destructor: it may make no driver call.
+  static bool is_calling();
+
+ private:
+  void work();
+
+  std::mutex mutex_;
+  std::condition_variable more_;
+  std::deque<std::pair<CUhostFn, void*>> waiting_;
+  bool started_ = false;
+};
+
+// The work and the references of a graph, or of an executable made from one.
+struct Graph {
+  std::vector<Work> nodes;
+  std::map<CUuserObject, unsigned> kept;
+};
+
+// A capture in progress, or one that events still remember.
+struct Capture {
+  std::uint64_t id = 0;
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  std::thread::id thread;
+  std::shared_ptr<SimStreams::Stream> origin;
+  std::vector<std::shared_ptr<SimStreams::Stream>> joined;  // by waiting for an event of it
+  CUgraph graph = nullptr;
+  bool invalidated = false;
+};
+
+class SimGraphs {
+ public:
+  explicit SimGraphs(Destructors& destructors) : destructors_(destructors) {}
+
+  CUresult begin(const std::shared_ptr<SimStreams::Stream>& stream, CUstreamCaptureMode mode);
+  CUresult end(const std::shared_ptr<SimStreams::Stream>& stream, CUgraph* graph);
+  // Whether a thread in that mode may make a call that captures must not overlap. Where not, the
+  // captures in its way are invalidated.
+  CUresult allow_unsafe_call(CUstreamCaptureMode mode);
+  // Invalidates all captures on a device; whether there were any.
+  bool invalidate_all(int device);
+
+  Graph* find(CUgraph graph);
+  CUresult destroy(CUgraph graph);
+  CUresult instantiate(CUgraphExec* executable, CUgraph graph);
+  Graph* find(CUgraphExec executable);
+  CUresult destroy(CUgraphExec executable);
+
+  CUresult make_object(CUuserObject* object, void* pointer, CUhostFn destructor,
+                       unsigned references, unsigned flags);
+  CUresult release_object(CUuserObject object, unsigned references);
+  CUresult keep(CUgraph graph, CUuserObject object, unsigned references, unsigned flags);
+  std::size_t objects() const { return objects_.size(); }
+
+ private:
+  struct Object {
+    void* pointer = nullptr;
+    CUhostFn destructor = nullptr;
+    unsigned references = 0;
+  };
+  void let_go(const Graph& graph);
+
+  Destructors& destructors_;
+  std::vector<std::shared_ptr<Capture>> captures_;
+  std::map<CUgraph, std::unique_ptr<Graph>> graphs_;
+  std::map<CUgraphExec, std::unique_ptr<Graph>> executables_;
+  std::map<CUuserObject, std::unique_ptr<Object>> objects_;
+  std::uint64_t next_capture_ = 1;
+};
+
+}  // namespace simcuda

@@ -1,0 +1,254 @@
+#include "sim_streams.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace simcuda {
+
+SimStreams::~SimStreams() {
+  for (const auto& [name, stream] : streams_) stream->queue.clear();
+  for (const auto& [device, stream] : defaults_) {
+    if (stream != nullptr) stream->queue.clear();
+  }
+}
+
+CUstream SimStreams::make(int device, bool blocking) {
+  auto stream = std::make_shared<Stream>();
+  stream->device = device;
+  stream->blocking = blocking;
+  stream->held = hold_new_;
+  const auto name = reinterpret_cast<CUstream>(stream.get());
+  streams_.emplace(name, std::move(stream));
+  return name;
+}
+
+std::shared_ptr<SimStreams::Stream> SimStreams::find(CUstream stream, int device) {
+  // 0, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD: the last is not simulated apart.
+  if (reinterpret_cast<std::uintptr_t>(stream) <= 2) {
+    auto& only = defaults_[device];
+    if (only == nullptr) {
+      only = std::make_shared<Stream>();
+      only->device = device;
+      only->held = hold_new_;
+    }
+    return only;
+  }
+  const auto found = streams_.find(stream);
+  return found == streams_.end() || found->second->destroyed ? nullptr : found->second;
+}
+
+bool SimStreams::destroy(CUstream stream) {
+  const auto found = streams_.find(stream);
+  if (found == streams_.end() || found->second->destroyed) return false;
+  found->second->destroyed = true;  // forgotten once its work is done
+  return true;
+}
+
+CUevent SimStreams::make_event() {
+  auto event = std::make_unique<Event>();
+  const auto name = reinterpret_cast<CUevent>(event.get());
+  events_.emplace(name, std::move(event));
+  return name;
+}
+
+SimStreams::Event* SimStreams::find(CUevent event) {
+  const auto found = events_.find(event);
+  return found == events_.end() ? nullptr : found->second.get();
+}
+
+bool SimStreams::destroy(CUevent event) { return events_.erase(event) != 0; }
+
+std::size_t SimStreams::streams() const {
+  return static_cast<std::size_t>(
+      std::ranges::count_if(streams_, [](const auto& entry) { return !entry.second->destroyed; }));
+}
+
+std::shared_ptr<SimStreams::Stream> SimStreams::blocking_capture(int device) const {
+  for (const auto& [name, stream] : streams_) {
+    if (stream->device == device && stream->blocking && stream->capture != nullptr) return stream;
+  }
+  return nullptr;
+}
+
+void SimStreams::enqueue(const std::shared_ptr<Stream>& stream, Item item) {
+  // The default stream and the blocking ones wait for each other.
+  const auto& legacy = defaults_[stream->device];
+  const auto wait_for = [&](const std::shared_ptr<Stream>& other) {
+    if (other != nullptr && other->done != other->given()) {
+      item.behind.push_back({other, other->given()});
+    }
+  };
+  if (stream == legacy) {
+    for (const auto& [name, other] : streams_) {
+      if (other->blocking && other->device == stream->device) wait_for(other);
+    }
+  } else if (stream->blocking) {
+    wait_for(legacy);
+  }
+  stream->queue.push_back(std::move(item));
+}
+
+void SimStreams::launch(const std::shared_ptr<Stream>& stream, Work work) {
+  work.mappings = memory_.mappings_of(work.at, work.size);
+  if (work.kind == Work::Kind::copy) {
+    const auto source = memory_.mappings_of(work.from, work.size);
+    work.mappings.insert(work.mappings.end(), source.begin(), source.end());
+  }
+  Item item;
+  item.work = std::move(work);
+  enqueue(stream, std::move(item));
+}
+
+void SimStreams::wait(const std::shared_ptr<Stream>& stream, const Event& event) {
+  Item item;
+  item.kind = Item::Kind::wait;
+  item.behind = {event.point};
+  enqueue(stream, std::move(item));
+}
+
+void SimStreams::record(const std::shared_ptr<Stream>& stream, Event* event) {
+  Item item;
+  item.kind = Item::Kind::record;
+  item.queries = late_queries_;
+  item.earliest = std::chrono::steady_clock::now() + late_;
+  enqueue(stream, std::move(item));
+  event->point = {stream, stream->given()};
+  event->capture = nullptr;
+}
+
+bool SimStreams::passed(Event& event) {
+  run();
+  if (event.point.reached()) return true;
+  Stream& stream = *event.point.stream;
+  Item& item = stream.queue[event.point.items - stream.done - 1];
+  if (item.queries != 0 && item.queries != kNever) --item.queries;
+  return false;
+}
+
+bool SimStreams::idle(const std::shared_ptr<Stream>& stream) {
+  run();
+  if (!stream->queue.empty()) return false;
+  // What the default stream has done includes what the blocking ones have.
+  if (stream != defaults_[stream->device]) return true;
+  return std::ranges::none_of(streams_, [&](const auto& entry) {
+    return entry.second->blocking && entry.second->device == stream->device &&
+           !entry.second->queue.empty();
+  });
+}
+
+bool SimStreams::idle(int device) {
+  run();
+  const auto is_busy = [&](const auto& entry) {
+    return entry.second != nullptr && entry.second->device == device &&
+           !entry.second->queue.empty();
+  };
+  return std::ranges::none_of(streams_, is_busy) && std::ranges::none_of(defaults_, is_busy);
+}
+
+void SimStreams::wait_out_queries(int device) {
+  const auto wait_out = [&](const auto& entry) {
+    if (entry.second == nullptr || entry.second->device != device) return;
+    for (Item& item : entry.second->queue) {
+      if (item.queries != kNever) item.queries = 0;
+    }
+  };
+  std::ranges::for_each(streams_, wait_out);
+  std::ranges::for_each(defaults_, wait_out);
+}
+
+void SimStreams::hold_all(bool held) {
+  hold_new_ = held;
+  for (const auto& [name, stream] : streams_) hold(*stream, held);
+  for (const auto& [device, stream] : defaults_) {
+    if (stream != nullptr) hold(*stream, held);
+  }
+}
+
+void SimStreams::set_late(std::uint64_t queries, double milliseconds) {
+  late_queries_ = queries;
+  late_ = std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+      std::chrono::duration<double, std::milli>(milliseconds));
+  if (queries != 0 || milliseconds > 0) return;
+  const auto in_time = [](const auto& entry) {
+    if (entry.second == nullptr) return;
+    for (Item& item : entry.second->queue) {
+      item.queries = 0;
+      item.earliest = {};
+    }
+  };
+  std::ranges::for_each(streams_, in_time);
+  std::ranges::for_each(defaults_, in_time);
+}
+
+// Executes the first item of a stream; false where it may not be executed yet.
+bool SimStreams::run_next(Stream& stream) {
+  if (stream.queue.empty() || (stream.held && stream.steps == 0)) return false;
+  const Item& item = stream.queue.front();
+  if (!std::ranges::all_of(item.behind, &Point::reached)) return false;
+  if (item.queries != 0 || std::chrono::steady_clock::now() < item.earliest) return false;
+  if (item.kind == Item::Kind::work) execute(item.work);
+  stream.queue.pop_front();
+  ++stream.done;
+  if (stream.held) --stream.steps;
+  return true;
+}
+
+void SimStreams::run() {
+  for (bool moved = true; moved && error_ == CUDA_SUCCESS;) {
+    moved = false;
+    for (const auto& [name, stream] : streams_) {
+      while (error_ == CUDA_SUCCESS && run_next(*stream)) moved = true;
+    }
+    for (const auto& [device, stream] : defaults_) {
+      while (error_ == CUDA_SUCCESS && stream != nullptr && run_next(*stream)) moved = true;
+    }
+  }
+  std::erase_if(streams_, [](const auto& entry) {
+    return entry.second->destroyed && entry.second->queue.empty();
+  });
+}
+
+void SimStreams::execute(const Work& work) {
+  const bool writes = work.kind != Work::Kind::read;
+  bool allowed =
+      memory_.allows(work.at, work.size,
+                     writes ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ);
+  // What was mapped at the launch must still be: a kernel does not see that it was replaced.
+  std::vector<std::uint64_t> now = memory_.mappings_of(work.at, work.size);
+  if (work.kind == Work::Kind::copy) {
+    allowed = allowed && memory_.allows(work.from, work.size, CU_MEM_ACCESS_FLAGS_PROT_READ);
+    const auto source = memory_.mappings_of(work.from, work.size);
+    now.insert(now.end(), source.begin(), source.end());
+  }
+  const auto is_there = [&](std::uint64_t mapping) {
+    return std::ranges::find(now, mapping) != now.end();
+  };
+  if (!allowed || !std::ranges::all_of(work.mappings, is_there)) {
+    ++illegal_accesses_;
+    error_ = CUDA_ERROR_ILLEGAL_ADDRESS;
+    return;
+  }
+  switch (work.kind) {
+    case Work::Kind::fill:
+      memory_.fill(work.at, work.value, work.size);
+      break;
+    case Work::Kind::copy:
+      memory_.copy(work.at, work.from, work.size);
+      break;
+    case Work::Kind::read:
+      break;
+  }
+}
+
+bool SimStreams::touches(Address at, std::size_t size) const {
+  const std::vector<std::uint64_t> mappings = memory_.mappings_of(at, size);
+  const auto is_touching = [&](const auto& entry) {
+    if (entry.second == nullptr) return false;
+    return std::ranges::any_of(entry.second->queue, [&](const Item& item) {
+      return std::ranges::find_first_of(item.work.mappings, mappings) != item.work.mappings.end();
+    });
+  };
+  return std::ranges::any_of(streams_, is_touching) || std::ranges::any_of(defaults_, is_touching);
+}
+
+}  // namespace simcuda

@@ -1,0 +1,135 @@
+// The streams of the simulated libcuda (a test double): queues of work, events, and what tests hold
+// back.
+//
+// Work is executed in the order of its stream, and behind what it was told to wait for: at once
+// where `eager` is set, otherwise when somebody asks about it. What a stream that is held was given
+// stays "running". Work that finds its memory not mapped, not accessible or replaced since its
+// launch is an illegal access.
+#pragma once
+
+#include <cuda.h>
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "sim_memory.h"
+
+namespace simcuda {
+
+struct Capture;
+
+// What a stream was given to do.
+struct Work {
+  enum class Kind : std::uint8_t { fill, copy, read } kind = Kind::read;
+  Address at = 0;
+  std::size_t size = 0;
+  unsigned char value = 0;  // fill
+  Address from = 0;         // copy
+  // The mappings that were there at the launch.
+  std::vector<std::uint64_t> mappings{};
+};
+
+class SimStreams {
+ public:
+  static constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
+
+  struct Stream;
+  // A place in a stream: reached once so many of its items were executed.
+  struct Point {
+    std::shared_ptr<Stream> stream;  // null: always reached
+    std::uint64_t items = 0;
+
+    bool reached() const { return stream == nullptr || stream->done >= items; }
+  };
+  struct Item {
+    enum class Kind : std::uint8_t { work, wait, record } kind = Kind::work;
+    Work work{};
+    std::vector<Point> behind{};
+    // record: passes only after so many queries and not before that time
+    std::uint64_t queries = 0;
+    std::chrono::steady_clock::time_point earliest{};
+  };
+  struct Stream {
+    int device = 0;
+    bool blocking = true;  // in step with the device's default stream
+    bool held = false;
+    bool destroyed = false;
+    std::uint64_t steps = 0;  // items that a held stream may still execute
+    std::uint64_t done = 0;
+    std::deque<Item> queue;
+    std::shared_ptr<Capture> capture;
+
+    std::uint64_t given() const { return done + queue.size(); }
+  };
+  struct Event {
+    Point point;
+    std::shared_ptr<Capture> capture;  // where it was last recorded in one
+  };
+
+  explicit SimStreams(SimMemory& memory) : memory_(memory) {}
+  // What is queued names the streams that it waits for, which may wait for each other.
+  ~SimStreams();
+  SimStreams(const SimStreams&) = delete;
+  SimStreams& operator=(const SimStreams&) = delete;
+
+  CUstream make(int device, bool blocking);
+  // Null where there is none of that name. `device`: of the default stream.
+  std::shared_ptr<Stream> find(CUstream stream, int device);
+  bool destroy(CUstream stream);
+  CUevent make_event();
+  Event* find(CUevent event);
+  bool destroy(CUevent event);
+  std::size_t streams() const;
+  std::size_t events() const { return events_.size(); }
+  // A blocking stream of the device that is being captured, or null.
+  std::shared_ptr<Stream> blocking_capture(int device) const;
+
+  void launch(const std::shared_ptr<Stream>& stream, Work work);
+  void wait(const std::shared_ptr<Stream>& stream, const Event& event);
+  void record(const std::shared_ptr<Stream>& stream, Event* event);
+  // Counts as one query of the event.
+  bool passed(Event& event);
+  bool idle(const std::shared_ptr<Stream>& stream);
+  bool idle(int device);
+  // Synchronising waits events out that only want to be queried more often.
+  void wait_out_queries(int device);
+
+  void hold(Stream& stream, bool held) {
+    stream.held = held;
+    stream.steps = 0;
+  }
+  void hold_all(bool held);
+  void step(Stream& stream) { ++stream.steps; }
+  void set_late(std::uint64_t queries, double milliseconds);
+
+  // Executes what may be executed.
+  void run();
+  // Whether work that has not run yet was launched over a mapping in [at, at + size).
+  bool touches(Address at, std::size_t size) const;
+  std::uint64_t illegal_accesses() const { return illegal_accesses_; }
+  void count_illegal_access() { ++illegal_accesses_; }
+  // What the device is in error with, or CUDA_SUCCESS.
+  CUresult error() const { return error_; }
+
+ private:
+  bool run_next(Stream& stream);
+  void enqueue(const std::shared_ptr<Stream>& stream, Item item);
+  void execute(const Work& work);
+
+  SimMemory& memory_;
+  std::map<CUstream, std::shared_ptr<Stream>> streams_;
+  std::map<int, std::shared_ptr<Stream>> defaults_;
+  std::map<CUevent, std::unique_ptr<Event>> events_;
+  bool hold_new_ = false;
+  std::uint64_t late_queries_ = 0;
+  std::chrono::steady_clock::duration late_{};
+  std::uint64_t illegal_accesses_ = 0;
+  CUresult error_ = CUDA_SUCCESS;
+};
+
+}  // namespace simcuda

@@ -1,0 +1,401 @@
+// The entry points of the simulated libcuda (a test double) for streams, events, stream captures
+// and graphs.
+#include <cuda.h>
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "sim.h"
+
+using simcuda::answer;
+using simcuda::During;
+using simcuda::Needs;
+using simcuda::number;
+using simcuda::Result;
+using simcuda::Sim;
+using simcuda::SimStreams;
+using simcuda::Work;
+using StreamPtr = std::shared_ptr<SimStreams::Stream>;
+
+namespace {
+
+bool is_default(CUstream stream) { return reinterpret_cast<std::uintptr_t>(stream) <= 2; }
+
+// Finds a stream that something is asked of, under the rules of captures.
+CUresult enter_stream(Sim& s, CUstream name, StreamPtr* stream) {
+  *stream = s.model->streams.find(name, s.device());
+  if (*stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  if (is_default(name)) {
+    if (const StreamPtr capturing = s.model->streams.blocking_capture((*stream)->device)) {
+      capturing->capture->invalidated = true;
+      return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    }
+  }
+  const auto& capture = (*stream)->capture;
+  if (capture != nullptr && capture->invalidated) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  return CUDA_SUCCESS;
+}
+
+void run_if_eager(Sim& s) {
+  if (s.settings.eager) s.model->streams.run();
+}
+
+// What asks whether work is done is refused while that work is only being captured.
+CUresult refuse_captured(const std::shared_ptr<simcuda::Capture>& capture, CUresult code) {
+  if (capture == nullptr) return CUDA_SUCCESS;
+  capture->invalidated = true;
+  return code;
+}
+
+// Returns when `is_done` says so, without keeping others from calling.
+template <class IsDone>
+CUresult wait_until(Sim& s, int device, std::unique_lock<std::mutex>& lock, IsDone is_done) {
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(s.settings.sync_timeout);
+  s.model->streams.wait_out_queries(device);
+  while (!is_done()) {
+    if (s.model->streams.error() != CUDA_SUCCESS) break;
+    if (std::chrono::steady_clock::now() >= deadline) return CUDA_ERROR_LAUNCH_TIMEOUT;
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    lock.lock();
+  }
+  return s.model->streams.error();
+}
+
+CUresult fill(Sim& s, CUstream stream, CUdeviceptr ptr, unsigned char value, std::size_t size) {
+  if (!s.model->memory.allows(ptr, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  return simcuda::submit(s, stream,
+                         {.kind = Work::Kind::fill, .at = ptr, .size = size, .value = value});
+}
+
+CUresult copy(Sim& s, CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t size) {
+  if (!s.model->memory.allows(to, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
+      !s.model->memory.allows(from, size, CU_MEM_ACCESS_FLAGS_PROT_READ)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  return simcuda::submit(s, stream,
+                         {.kind = Work::Kind::copy, .at = to, .size = size, .from = from});
+}
+
+}  // namespace
+
+CUresult simcuda::submit(Sim& s, CUstream stream, Work work) {
+  StreamPtr found;
+  const CUresult code = enter_stream(s, stream, &found);
+  if (code != CUDA_SUCCESS) return code;
+  if (found->capture != nullptr) {
+    s.model->graphs.find(found->capture->graph)->nodes.push_back(std::move(work));
+    return CUDA_SUCCESS;
+  }
+  s.model->streams.launch(found, std::move(work));
+  run_if_eager(s);
+  return CUDA_SUCCESS;
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuMemsetD8(CUdeviceptr ptr, unsigned char value, size_t size) {
+  return answer("cuMemsetD8", Needs::context, {{"ptr", ptr}, {"value", value}, {"size", size}},
+                [&](Sim& s, Result&) { return fill(s, nullptr, ptr, value, size); });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr ptr, unsigned char value, size_t size,
+                                                CUstream stream) {
+  return answer("cuMemsetD8Async", Needs::context, During::any_capture,
+                {{"ptr", ptr}, {"value", value}, {"size", size}, {"stream", number(stream)}},
+                [&](Sim& s, Result&) { return fill(s, stream, ptr, value, size); });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t size) {
+  return answer("cuMemcpyDtoD", Needs::context,
+                {{"to_ptr", to}, {"from_ptr", from}, {"size", size}},
+                [&](Sim& s, Result&) { return copy(s, nullptr, to, from, size); });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size,
+                                                  CUstream stream) {
+  return answer("cuMemcpyDtoDAsync", Needs::context, During::any_capture,
+                {{"to_ptr", to}, {"from_ptr", from}, {"size", size}, {"stream", number(stream)}},
+                [&](Sim& s, Result&) { return copy(s, stream, to, from, size); });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuCtxSynchronize(void) {
+  return simcuda::answer_waiting("cuCtxSynchronize", Needs::context, During::no_capture, {},
+                                 [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+                                   const int device = s.device();
+                                   // A context with a capture in it cannot be asked, whatever the
+                                   // thread's mode.
+                                   if (s.model->graphs.invalidate_all(device))
+                                     return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+                                   return wait_until(s, device, lock,
+                                                     [&] { return s.model->streams.idle(device); });
+                                 });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  return answer("cuThreadExchangeStreamCaptureMode", Needs::nothing,
+                {{"mode", static_cast<unsigned long long>(*mode)}}, [&](Sim&, Result&) {
+                  std::swap(*mode, simcuda::capture_mode);
+                  return CUDA_SUCCESS;
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamCreate(CUstream* stream, unsigned int flags) {
+  return answer("cuStreamCreate", Needs::context, {{"flags", flags}}, [&](Sim& s, Result& result) {
+    *stream = s.model->streams.make(s.device(), (flags & CU_STREAM_NON_BLOCKING) == 0);
+    result = number(*stream);
+    return CUDA_SUCCESS;
+  });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
+  return answer(
+      "cuStreamDestroy", Needs::nothing, {{"stream", number(stream)}}, [&](Sim& s, Result&) {
+        return s.model->streams.destroy(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+      });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamQuery(CUstream stream) {
+  return answer("cuStreamQuery", Needs::context, {{"stream", number(stream)}},
+                [&](Sim& s, Result&) {
+                  StreamPtr found;
+                  CUresult code = enter_stream(s, stream, &found);
+                  if (code != CUDA_SUCCESS) return code;
+                  code = refuse_captured(found->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+                  if (code != CUDA_SUCCESS) return code;
+                  if (s.model->streams.idle(found)) return CUDA_SUCCESS;
+                  const CUresult error = s.model->streams.error();
+                  return error != CUDA_SUCCESS ? error : CUDA_ERROR_NOT_READY;
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
+  return simcuda::answer_waiting(
+      "cuStreamSynchronize", Needs::context, During::no_capture, {{"stream", number(stream)}},
+      [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+        StreamPtr found;
+        CUresult code = enter_stream(s, stream, &found);
+        if (code != CUDA_SUCCESS) return code;
+        code = refuse_captured(found->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+        if (code != CUDA_SUCCESS) return code;
+        return wait_until(s, found->device, lock, [&] { return s.model->streams.idle(found); });
+      });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event,
+                                                  unsigned int flags) {
+  return answer("cuStreamWaitEvent", Needs::context, During::any_capture,
+                {{"stream", number(stream)}, {"event", number(event)}, {"flags", flags}},
+                [&](Sim& s, Result&) {
+                  StreamPtr found;
+                  const CUresult code = enter_stream(s, stream, &found);
+                  if (code != CUDA_SUCCESS) return code;
+                  const auto* const it = s.model->streams.find(event);
+                  if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  const auto& capture = it->capture;
+                  if (capture == nullptr) {
+                    if (found->capture != nullptr) {
+                      found->capture->invalidated = true;
+                      return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+                    }
+                    s.model->streams.wait(found, *it);
+                    run_if_eager(s);
+                    return CUDA_SUCCESS;
+                  }
+                  if (capture->origin == nullptr)
+                    return CUDA_ERROR_CAPTURED_EVENT;  // that capture is over
+                  if (found->capture == nullptr) {
+                    found->capture = capture;
+                    capture->joined.push_back(found);
+                  }
+                  return found->capture == capture ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_MERGE;
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned int flags) {
+  return answer("cuEventCreate", Needs::context, {{"flags", flags}}, [&](Sim& s, Result& result) {
+    *event = s.model->streams.make_event();
+    result = number(*event);
+    return CUDA_SUCCESS;
+  });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuEventDestroy(CUevent event) {
+  return answer("cuEventDestroy", Needs::nothing, {{"event", number(event)}}, [&](Sim& s, Result&) {
+    return s.model->streams.destroy(event) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+  });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
+  return answer("cuEventRecord", Needs::context, During::any_capture,
+                {{"event", number(event)}, {"stream", number(stream)}}, [&](Sim& s, Result&) {
+                  StreamPtr found;
+                  const CUresult code = enter_stream(s, stream, &found);
+                  if (code != CUDA_SUCCESS) return code;
+                  auto* const it = s.model->streams.find(event);
+                  if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  if (found->capture != nullptr) {
+                    it->capture = found->capture;
+                    return CUDA_SUCCESS;
+                  }
+                  s.model->streams.record(found, it);
+                  run_if_eager(s);
+                  return CUDA_SUCCESS;
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuEventQuery(CUevent event) {
+  return answer("cuEventQuery", Needs::nothing, During::no_capture, {{"event", number(event)}},
+                [&](Sim& s, Result&) {
+                  auto* const it = s.model->streams.find(event);
+                  if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  const CUresult code = refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
+                  if (code != CUDA_SUCCESS) return code;
+                  if (s.model->streams.passed(*it)) return CUDA_SUCCESS;
+                  const CUresult error = s.model->streams.error();
+                  return error != CUDA_SUCCESS ? error : CUDA_ERROR_NOT_READY;
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuEventSynchronize(CUevent event) {
+  return simcuda::answer_waiting(
+      "cuEventSynchronize", Needs::nothing, During::no_capture, {{"event", number(event)}},
+      [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+        const auto* const it = s.model->streams.find(event);
+        if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+        const CUresult code = refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
+        if (code != CUDA_SUCCESS || it->point.reached()) return code;
+        const SimStreams::Point point = it->point;
+        return wait_until(s, point.stream->device, lock, [&] {
+          s.model->streams.run();
+          return point.reached();
+        });
+      });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamIsCapturing(CUstream stream,
+                                                    CUstreamCaptureStatus* status) {
+  return answer("cuStreamIsCapturing", Needs::context, During::any_capture,
+                {{"stream", number(stream)}}, [&](Sim& s, Result& result) {
+                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  if (is_default(stream) && s.model->streams.blocking_capture(found->device)) {
+                    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+                  }
+                  *status = found->capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
+                            : found->capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                                          : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+                  result = static_cast<unsigned long long>(*status);
+                  return CUDA_SUCCESS;
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream stream,
+                                                          CUstreamCaptureStatus* status,
+                                                          cuuint64_t* id, CUgraph* graph,
+                                                          const CUgraphNode** dependencies,
+                                                          size_t* dependency_count) {
+  return answer("cuStreamGetCaptureInfo", Needs::context, During::any_capture,
+                {{"stream", number(stream)}}, [&](Sim& s, Result&) {
+                  // Nodes are not simulated.
+                  if (dependencies != nullptr || dependency_count != nullptr) {
+                    return CUDA_ERROR_NOT_SUPPORTED;
+                  }
+                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  if (is_default(stream) && s.model->streams.blocking_capture(found->device)) {
+                    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+                  }
+                  const auto& capture = found->capture;
+                  *status = capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
+                            : capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                                   : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+                  if (*status != CU_STREAM_CAPTURE_STATUS_ACTIVE) return CUDA_SUCCESS;
+                  if (id != nullptr) *id = capture->id;
+                  if (graph != nullptr) *graph = capture->graph;
+                  return CUDA_SUCCESS;
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
+  return answer("cuStreamBeginCapture", Needs::context, During::any_capture,
+                {{"stream", number(stream)}, {"mode", static_cast<unsigned long long>(mode)}},
+                [&](Sim& s, Result&) {
+                  if (is_default(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  return s.model->graphs.begin(found, mode);
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph* graph) {
+  return answer("cuStreamEndCapture", Needs::context, During::any_capture,
+                {{"stream", number(stream)}}, [&](Sim& s, Result&) {
+                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  return s.model->graphs.end(found, graph);
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuUserObjectCreate(CUuserObject* object, void* pointer,
+                                                   CUhostFn destructor, unsigned int references,
+                                                   unsigned int flags) {
+  return answer("cuUserObjectCreate", Needs::nothing,
+                {{"references", references}, {"flags", flags}}, [&](Sim& s, Result& result) {
+                  const CUresult code =
+                      s.model->graphs.make_object(object, pointer, destructor, references, flags);
+                  if (code == CUDA_SUCCESS) result = number(*object);
+                  return code;
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuUserObjectRelease(CUuserObject object, unsigned int references) {
+  return answer("cuUserObjectRelease", Needs::nothing,
+                {{"object", number(object)}, {"references", references}}, [&](Sim& s, Result&) {
+                  return s.model->graphs.release_object(object, references);
+                });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuGraphRetainUserObject(CUgraph graph, CUuserObject object,
+                                                        unsigned int references,
+                                                        unsigned int flags) {
+  return answer(
+      "cuGraphRetainUserObject", Needs::nothing,
+      {{"graph", number(graph)},
+       {"object", number(object)},
+       {"references", references},
+       {"flags", flags}},
+      [&](Sim& s, Result&) { return s.model->graphs.keep(graph, object, references, flags); });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuGraphDestroy(CUgraph graph) {
+  return answer("cuGraphDestroy", Needs::nothing, {{"graph", number(graph)}},
+                [&](Sim& s, Result&) { return s.model->graphs.destroy(graph); });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuGraphInstantiate(CUgraphExec* executable, CUgraph graph,
+                                                   unsigned long long flags) {
+  return answer("cuGraphInstantiate", Needs::context, {{"graph", number(graph)}, {"flags", flags}},
+                [&](Sim& s, Result&) { return s.model->graphs.instantiate(executable, graph); });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec executable) {
+  return answer("cuGraphExecDestroy", Needs::nothing, {{"executable", number(executable)}},
+                [&](Sim& s, Result&) { return s.model->graphs.destroy(executable); });
+}
+
+SIMCUDA_EXPORT CUresult CUDAAPI cuGraphLaunch(CUgraphExec executable, CUstream stream) {
+  return answer("cuGraphLaunch", Needs::context, During::any_capture,
+                {{"executable", number(executable)}, {"stream", number(stream)}},
+                [&](Sim& s, Result&) {
+                  const simcuda::Graph* const graph = s.model->graphs.find(executable);
+                  if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+                  for (const Work& node : graph->nodes) {
+                    const CUresult code = simcuda::submit(s, stream, node);
+                    if (code != CUDA_SUCCESS) return code;
+                  }
+                  return CUDA_SUCCESS;
+                });
+}
