@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from vtensor.errors import CapacityExceeded, Closed, DriverError, InvalidArgument, OutOfPages, VTensorError
+from vtensor import trace
+from vtensor.errors import (
+    CapacityExceeded,
+    Closed,
+    DriverError,
+    InvalidArgument,
+    OutOfPages,
+    TimedOut,
+    VTensorError,
+)
+from vtensor.lease import lease, prepare
 from vtensor.pool import Pool, PoolStats, default_pool
 from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, zeros
 
@@ -17,11 +27,15 @@ __all__ = [
     "PageRecord",
     "Pool",
     "PoolStats",
+    "TimedOut",
     "VTensor",
     "VTensorError",
     "default_pool",
     "empty",
     "empty_like",
     "from_tensor",
+    "lease",
+    "prepare",
+    "trace",
     "zeros",
 ]

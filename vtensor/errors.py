@@ -5,9 +5,9 @@
     VTensorError (RuntimeError)
      ├─ InvalidArgument (ValueError)    a size, dtype, device or index that cannot be meant
      ├─ CapacityExceeded (ValueError)   more positions than the reserved address range holds
-     ├─ OutOfPages (MemoryError)        the pool's budget, or the device, has no page left; the next call
-     works
+     ├─ OutOfPages (MemoryError)        the pool's budget, or the device, has no page left
      ├─ DriverError                     the operating system or CUDA refused a call; what it did was undone
+     ├─ TimedOut (TimeoutError)         work on the device, or another thread, did not end within the bound
      └─ Closed                          the tensor or pool was closed before
 
 Messages read ``[operation] what was asked, what there is: what to do``.
@@ -15,7 +15,15 @@ Messages read ``[operation] what was asked, what there is: what to do``.
 
 from __future__ import annotations
 
-__all__ = ["CapacityExceeded", "Closed", "DriverError", "InvalidArgument", "OutOfPages", "VTensorError"]
+__all__ = [
+    "CapacityExceeded",
+    "Closed",
+    "DriverError",
+    "InvalidArgument",
+    "OutOfPages",
+    "TimedOut",
+    "VTensorError",
+]
 
 
 class VTensorError(RuntimeError):
@@ -32,6 +40,10 @@ class CapacityExceeded(VTensorError, ValueError):
 
 class OutOfPages(VTensorError, MemoryError):
     """The budget of the pool, or the memory of its device, has too few pages. Nothing was changed."""
+
+
+class TimedOut(VTensorError, TimeoutError):
+    """A wait reached its bound (I12). What was waited for stays as it is, and is looked at again."""
 
 
 class Closed(VTensorError):

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from vtensor import _core
-from vtensor.errors import Closed, InvalidArgument, VTensorError
+from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
 if TYPE_CHECKING:
     from vtensor.tensor import VTensor
 
 _MOST_BYTES = 2**62
+_MOST_SECONDS = 10**9
+_AHEAD = 64 << 20
+_CLOSE_SECONDS = 10.0
 
 ZeroPolicy = Literal["never", "new_owner", "always"]
 
@@ -66,6 +69,18 @@ class PoolStats:
     """Bytes of addresses reserved; they cost no memory."""
     tensors: int
     """Open tensors."""
+    growths_ready: int
+    """Growths into new pages, since the pool was made, that found them ready and made no driver call."""
+    growths_mapped: int
+    """Growths into new pages that had to map them."""
+    pages_recycled: int
+    """Pages taken whose memory was there already."""
+    pages_fresh: int
+    """Pages taken whose memory had to be made."""
+    tensors_adopted: int
+    """Tensors that began on the mapped pages of a freed one of their shape."""
+    tensors_fresh: int
+    """Tensors that began with nothing mapped."""
     driver_calls: dict[str, dict[str, int]]
     """Calls made so far: ``"caller"`` and ``"mapper"`` (the thread), each from a call's name to a count."""
 
@@ -75,14 +90,22 @@ class Pool:
 
     Args:
         device: ``"cpu"`` (memfd and mmap), or a CUDA device (CUDA virtual memory management).
-        page_size: bytes; the unit of mapping. Host: a power of two from 4 KiB, 64 KiB unless given. CUDA:
-        a multiple
-            of the device's granularity, 2 MiB unless given.
+        page_size: bytes; the unit of mapping. Host: a power of two from 4 KiB, 64 KiB unless given. CUDA: a
+            multiple of the device's granularity, 2 MiB unless given.
         budget: bytes of pages that may be in use. Unless given, 80% of what the machine or its cgroup has
             free (host), or 90% of the free device memory (CUDA).
         zero: when a reused page is zeroed: ``"new_owner"`` (before another tensor sees it), ``"always"``, or
             ``"never"`` (tensors may then see what others left).
-        ahead: bytes to map ahead of need for each tensor. Look-ahead is not there yet: only 0 is taken.
+        ahead: bytes that each tensor may have mapped ahead of need, by the pool's mapper, as far as the rate
+            at which it grows asks for; 64 MiB unless given. 0 turns that off, and the mapper then runs only
+            for what :meth:`VTensor.prepare` asks for and for what must wait for the device.
+        park: bytes that freed tensors may leave mapped for the next tensor of the same shape, which then
+            begins without a driver call; a quarter of the budget unless given, and 0 where ``ahead`` is 0.
+        low: bytes of free memory that the mapper keeps made, so that growth finds it.
+        high: bytes of free memory kept at most; no limit unless given.
+        max_age: seconds after which free memory goes back to the system; never unless given.
+        reserve: bytes of the device's memory that are left to others: growth that would pass into them
+            raises ``OutOfPages``.
 
     Raises:
         InvalidArgument: a page size, budget or policy that cannot be meant.
@@ -95,23 +118,26 @@ class Pool:
         page_size: int | None = None,
         budget: int | None = None,
         zero: ZeroPolicy = "new_owner",
-        ahead: int = 0,
+        ahead: int | None = None,
+        park: int | None = None,
+        low: int = 0,
+        high: int | None = None,
+        max_age: float | None = None,
+        reserve: int = 0,
     ) -> None:
         device = torch.device(device)
-        if ahead != 0:
-            raise InvalidArgument(
-                f"[Pool] ahead is {ahead}: only 0 is supported, pages are mapped when needed"
-            )
-        sizes = checked_sizes(page_size, budget)
-        policy = zero_policy(zero)
+        size = checked_page_size(page_size)
+        options = pool_options(budget, zero, ahead, park, low, high, max_age, reserve)
         if device.type == "cpu":
-            core = _core.host_pool(**sizes, zero=policy, strict_holes=False)
+            core = _core.host_pool(page_size=size, strict_holes=False, options=options)
         elif device.type == "cuda":
             index = device.index
             if index is None:
                 index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
             device = torch.device("cuda", index)
-            core = _core.cuda_pool(index, **sizes, zero=policy, library="", memory_is_host_memory=False)
+            core = _core.cuda_pool(
+                index, page_size=size, library="", memory_is_host_memory=False, options=options
+            )
         else:
             raise InvalidArgument(f"[Pool] device is {device}: vtensor has drivers for cpu and cuda")
         self._adopt(core, device)
@@ -127,6 +153,9 @@ class Pool:
         self._device = device
         self._tensors: weakref.WeakSet[_Registered] = weakref.WeakSet()
         self._closed = False
+        # What freed tensors left parked would keep the pool alive without an owner.
+        self._retired = weakref.finalize(self, _retire, core)
+        self._retired.atexit = False
         _pools.add(self)
 
     def __repr__(self) -> str:
@@ -145,8 +174,21 @@ class Pool:
 
     @property
     def budget(self) -> int:
-        """Bytes of pages that may be in use; a multiple of the page size."""
+        """Bytes of pages that may be in use; a multiple of the page size. It can be raised and lowered at any
+        time: lowering takes back what is parked, ahead and free.
+
+        Raises:
+            OutOfPages: on setting, where more is in use; nothing is changed then.
+        """
         return self._core.budget_pages * self._core.page_size
+
+    @budget.setter
+    def budget(self, nbytes: int) -> None:
+        if not 0 < nbytes <= _MOST_BYTES:
+            raise InvalidArgument(
+                f"[Pool.budget] {nbytes} bytes asked for: it must hold a page and fit in an address space"
+            )
+        self._open_core("Pool.budget").set_budget(nbytes)
 
     @property
     def closed(self) -> bool:
@@ -156,6 +198,7 @@ class Pool:
     def stats(self) -> PoolStats:
         """Counts of this moment. Looks for pages that writes have parted, and changes nothing."""
         counts = self._core.counts()
+        events = self._core.events()
         size = self._core.page_size
         return PoolStats(
             page_size=size,
@@ -168,13 +211,19 @@ class Pool:
             pages_lent=counts.lent,
             pages_mapped=counts.mapped,
             pages_needed=counts.needed,
-            pages_ahead=0,
-            pages_parked=0,
+            pages_ahead=counts.ahead,
+            pages_parked=counts.parked,
             pages_held=counts.held,
             pages_orphaned=counts.orphaned,
             nbytes_mapped=counts.mapped * size,
             nbytes_reserved=counts.reserved_pages * size,
             tensors=counts.buffers,
+            growths_ready=events.growths_ready,
+            growths_mapped=events.growths_mapped,
+            pages_recycled=events.pages_recycled,
+            pages_fresh=events.pages_fresh,
+            tensors_adopted=events.tensors_adopted,
+            tensors_fresh=events.tensors_fresh,
             driver_calls=self._core.driver_calls(),
         )
 
@@ -199,17 +248,20 @@ class Pool:
         return self._core.trim() * self.page_size
 
     def wait_idle(self, timeout: float = 60.0) -> None:
-        """Returns once no page waits to be unmapped.
+        """Returns once nothing is left to do in the background: what was prepared is ready, and no page waits
+        to be unmapped.
 
         Args:
-            timeout: seconds. Unmapping happens inside the call, so nothing is waited for yet.
+            timeout: seconds.
 
         Raises:
-            DriverError: a page could still not be unmapped; it stays counted as held and is tried again.
+            DriverError: a page could still not be unmapped, and stays counted as held and is tried again; or
+                what the mapper met for some tensor, raised once.
+            TimedOut: work on the device that may use the pages has not ended.
         """
-        if timeout <= 0:
+        if not 0 < timeout <= _MOST_SECONDS:
             raise InvalidArgument(f"[Pool.wait_idle] timeout is {timeout}: it must be above 0 seconds")
-        self._core.settle()
+        self._core.wait_idle(timeout)
 
     def close(self) -> None:
         """Closes the pool's tensors and gives free memory back.
@@ -234,10 +286,17 @@ class Pool:
                 first = first or error
         if first is not None:
             raise first  # what could be closed is; a second call closes the rest
+        core.retire()
         try:
+            # What the device still uses is never unmapped under it, and what the driver refuses stays held.
+            with suppress(TimedOut, DriverError):
+                core.wait_idle(_CLOSE_SECONDS)
             core.trim()
         finally:
-            self._core = _core.ClosedPool(core)
+            self._retired.detach()
+            closed = self._core = _core.ClosedPool(core)
+            del core
+            closed.leave_mapper()  # which may have the last hold on the pool
 
     def __enter__(self) -> Pool:
         return self
@@ -259,6 +318,11 @@ class Pool:
             self._open_core("empty")
 
 
+def _retire(core: _core.PagePool) -> None:
+    if not _core.in_forked_child():
+        core.retire()
+
+
 class _Registered:
     """A pool's way to a tensor. Owned by the tensor, because a WeakSet of tensors would compare them by
     ``==``."""
@@ -272,22 +336,32 @@ class _Registered:
             tensor.close()
 
 
-def checked_sizes(page_size: int | None, budget: int | None) -> dict[str, int]:
-    """``page_size`` and ``budget`` as the core takes them, where 0 asks for the default."""
+def checked_page_size(page_size: int | None) -> int:
+    """As the core takes it, where 0 asks for the default."""
     if page_size is not None and not 0 < page_size <= _MOST_BYTES:
         raise InvalidArgument(
             f"[Pool] page_size is {page_size} bytes: give a power of two from 4096 (host), or a multiple of "
             "the granularity (CUDA)"
         )
+    return page_size or 0
+
+
+def pool_options(
+    budget: int | None = None,
+    zero: str = "new_owner",
+    ahead: int | None = 0,
+    park: int | None = None,
+    low: int = 0,
+    high: int | None = None,
+    max_age: float | None = None,
+    reserve: int = 0,
+    patience: float = 60.0,
+) -> _core.PoolOptions:
+    """The core's options, from those of :class:`Pool`; ``patience`` is the bound of its waits, in seconds."""
     if budget is not None and not 0 < budget <= _MOST_BYTES:
         raise InvalidArgument(
             f"[Pool] budget is {budget} bytes: it must hold a page and fit in an address space"
         )
-    return {"page_size": page_size or 0, "budget": budget or 0}
-
-
-def zero_policy(zero: str) -> _core.ZeroPolicy:
-    """The core's name of a zeroing policy."""
     policies = {
         "never": _core.ZeroPolicy.never,
         "new_owner": _core.ZeroPolicy.new_owner,
@@ -295,7 +369,27 @@ def zero_policy(zero: str) -> _core.ZeroPolicy:
     }
     if zero not in policies:
         raise InvalidArgument(f"[Pool] zero is {zero!r}: it must be one of {', '.join(map(repr, policies))}")
-    return policies[zero]
+    for name, value in (("ahead", ahead), ("park", park), ("low", low), ("high", high), ("reserve", reserve)):
+        if value is not None and not 0 <= value <= _MOST_BYTES:
+            raise InvalidArgument(f"[Pool] {name} is {value} bytes: it must be at least 0 and fit in memory")
+    if high is not None and low > high:
+        raise InvalidArgument(f"[Pool] low is {low} bytes and high {high}: low must not pass high")
+    if max_age is not None and not 0 < max_age <= _MOST_SECONDS:
+        raise InvalidArgument(f"[Pool] max_age is {max_age} seconds: it must be above 0; None means for ever")
+    ahead = _AHEAD if ahead is None else ahead
+    if park is None:
+        park = 0 if ahead == 0 else _core.PARK_BY_BUDGET
+    return _core.PoolOptions(
+        budget=budget or 0,
+        zero=policies[zero],
+        ahead=ahead,
+        park=park,
+        low=low,
+        high=_core.NO_LIMIT if high is None else high,
+        max_age=max_age or 0.0,
+        reserve=reserve,
+        patience=patience,
+    )
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

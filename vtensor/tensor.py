@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
+from vtensor._streams import Stream, stream_handle
 from vtensor.errors import CapacityExceeded, Closed, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
 
@@ -23,15 +24,13 @@ class VTensor(torch.Tensor):
     """A ``torch.Tensor`` that grows and shrinks in place, at the same address, without a copy.
 
     It owns a reserved range of addresses and borrows physical pages from a :class:`~vtensor.Pool`. The
-    dimensions
-    before ``grow_dim`` are its rows, each of which grows by itself; a position is one index along
-    ``grow_dim``.
-    Any kernel takes it as the plain strided tensor it is; results of torch operations, and views, are plain
-    tensors. Make one with :func:`~vtensor.empty`, :func:`~vtensor.zeros` or :func:`~vtensor.from_tensor`.
+    dimensions before ``grow_dim`` are its rows, each of which grows by itself; a position is one index along
+    ``grow_dim``. Any kernel takes it as the plain strided tensor it is; results of torch operations, and
+    views, are plain tensors. Make one with :func:`~vtensor.empty`, :func:`~vtensor.zeros` or
+    :func:`~vtensor.from_tensor`.
 
     A view keeps the pages it could see when it was taken, for as long as it lives, and no more: not those
-    that
-    the tensor grows into later, and not the tensor. Readers on other threads use :meth:`snapshot`.
+    that the tensor grows into later, and not the tensor. Readers on other threads use :meth:`snapshot`.
 
     It is an inference structure: gradients are refused.
     """
@@ -69,30 +68,30 @@ class VTensor(torch.Tensor):
         return self
 
     def prepare(self, n: int) -> VTensor:
-        """Says that the next ``n`` positions will be needed soon; returns the tensor.
+        """Has the next ``n`` positions made ready in the background, and returns the tensor at once.
 
-        A pool without look-ahead (``ahead=0``) maps nothing before it is needed, so this only checks that
-        there
-        is room.
+        The pool's mapper maps, populates and zeroes what is missing; the ``extend`` to come then makes no
+        driver call. What is prepared and not used stays mapped until the tensor shrinks or another needs the
+        pages.
 
         Raises:
             CapacityExceeded: there is less room.
             InvalidArgument: ``n`` is negative.
+            DriverError: what the mapper met for this tensor before; raised once.
         """
-        self._core.check_room(n)
+        self._core.prepare(n)
         return self
 
     def append(self, x: torch.Tensor) -> VTensor:
         """Grows by ``x``'s size along ``grow_dim`` and copies ``x`` there; returns the tensor.
 
         Args:
-            x: a tensor of the same dtype, device and shape except along ``grow_dim``; any strides,
-            conjugate and
-                negative views, and parts of this very tensor are fine.
+            x: a tensor of the same dtype, device and shape except along ``grow_dim``; any strides, conjugate
+                and negative views, and parts of this very tensor are fine.
 
         Raises:
             InvalidArgument: another dtype, device or shape, or a source that requires grad outside
-            ``no_grad``.
+                ``no_grad``.
             CapacityExceeded, OutOfPages, DriverError: as for :meth:`extend`.
         """
         try:
@@ -103,27 +102,27 @@ class VTensor(torch.Tensor):
             raise
         return self
 
-    def shrink(self, n: int, front: bool = False) -> VTensor:
+    def shrink(self, n: int, front: bool = False, stream: Stream | None = None) -> VTensor:
         """Drops the last ``n`` positions, or the first with ``front=True``; returns the tensor.
 
         Nothing moves: after a front shrink ``data_ptr()`` is the address of the first position kept (I1), and
-        the capacity that it used up comes back only where the tensor was made with ``when_full="move"``,
-        or once
-        it is empty. Pages without a position go back to the pool, once no view holds them.
+        the capacity that it used up comes back only where the tensor was made with ``when_full="move"``, or
+        once it is empty. Pages without a position go back to the pool, once no view holds them and the work
+        that was launched in ``stream`` (torch's current one unless given) has passed.
 
         Raises:
             InvalidArgument: ``n`` is negative or above the length.
         """
-        self._core.shrink(self, n, front)
+        self._core.shrink(self, n, front, stream_handle("VTensor.shrink", stream))
         return self
 
-    def truncate(self, length: int) -> VTensor:
-        """Keeps the first ``length`` positions; returns the tensor.
+    def truncate(self, length: int, stream: Stream | None = None) -> VTensor:
+        """Keeps the first ``length`` positions; returns the tensor. ``stream`` as for :meth:`shrink`.
 
         Raises:
             InvalidArgument: ``length`` is negative or above the present length.
         """
-        self._core.truncate(self, length)
+        self._core.truncate(self, length, stream_handle("VTensor.truncate", stream))
         return self
 
     def reallocate(self, capacity: int) -> VTensor:
@@ -147,24 +146,25 @@ class VTensor(torch.Tensor):
 
     # -- sharing
 
-    def fork(self) -> VTensor:
+    def fork(self, stream: Stream | None = None) -> VTensor:
         """A second tensor of the same content and capacity that shares this one's pages copy-on-write.
 
         It takes no page until somebody writes; then one for each page written to. A write through either is
-        never seen through the other, whoever makes it (I6).
+        never seen through the other, whoever makes it (I6). On CUDA it waits for the work that was launched
+        on this tensor, in ``stream`` (torch's current one unless given) and in those of its leases.
 
         Raises:
             OutOfPages: pages that writes have parted since the last fork do not fit the budget.
             DriverError: a driver call was refused.
+            TimedOut: that work has not ended in 60 s.
         """
         with _watched(self):
-            core = self._core.fork(self)
+            core = self._core.fork(self, stream_handle("VTensor.fork", stream))
         return _wrap(core, self._pool, self.dtype, core.length)
 
     def own(self, start: int, stop: int) -> VTensor:
         """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of
-        this
-        tensor's own; returns the tensor.
+        this tensor's own; returns the tensor.
 
         On CUDA, call it before writing through views of shared pages; on the host the kernel parts them by
         itself.
@@ -182,8 +182,8 @@ class VTensor(torch.Tensor):
         tensor.
 
         Rows that several entries name share their pages copy-on-write. On the host the address stays where
-        the
-        number of rows does and no view holds the present extent; otherwise the rows move to a fresh range.
+        the number of rows does and no view holds the present extent; otherwise the rows move to a fresh
+        range.
 
         Args:
             index: integers in ``[-size(0), size(0))``, any number of them from 1. Needs ``grow_dim > 0``.
@@ -213,13 +213,14 @@ class VTensor(torch.Tensor):
         return alias
 
     def pages(self) -> list[PageRecord]:
-        """What stands behind this tensor: records of ``row``, ``index`` (of the page in its row),
-        ``address``,
-        ``page_id``, ``shared`` (how many page tables, and forked processes, name that page) and ``state``:
-        ``"mapped"``,
-        ``"shared"``, ``"parted"`` (shared once, written since; it has no id until the next fork gives it
-        one, so
-        ``page_id`` is -1), ``"held"`` by older views only, or ``"quarantined"``."""
+        """What stands behind this tensor.
+
+        Records of ``row``, ``index`` (of the page in its row), ``address``, ``page_id``, ``shared`` (how many
+        page tables, and forked processes, name that page) and ``state``: ``"mapped"``, ``"shared"``,
+        ``"ahead"`` of need, ``"parted"`` (shared once, written since; it has no id until the next fork gives
+        it one, so ``page_id`` is -1), ``"held"`` by older views or by work that may use it, or
+        ``"quarantined"``.
+        """
         return self._core.pages()
 
     @property
@@ -262,15 +263,29 @@ class VTensor(torch.Tensor):
         """Whether the tensor was closed, by ``close()``, ``reallocate()`` or its pool."""
         return self._core.closed
 
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        """Says that work in ``stream`` uses the tensor: its pages are unmapped only after it.
+
+        As ``torch.Tensor.record_stream``; a :class:`~vtensor.lease` says it for one piece of work.
+
+        Raises:
+            InvalidArgument: it is no stream.
+        """
+        handle = stream_handle("VTensor.record_stream", stream)
+        if handle is None:
+            raise InvalidArgument("[VTensor.record_stream] stream is None: name one")
+        self._core.record_stream(handle)
+
     # -- the end
 
-    def close(self) -> None:
+    def close(self, stream: Stream | None = None) -> None:
         """Gives pages and addresses back; every operation on the tensor then raises :class:`~vtensor.Closed`.
 
-        What views hold stays until the last of them is gone. A second call does nothing.
+        What views hold stays until the last of them is gone, and what work in ``stream`` (torch's current one
+        unless given) may use until that has passed. A second call does nothing.
         """
         if not self._core.closed:
-            self._core.close(self)
+            self._core.close(self, stream_handle("VTensor.close", stream))
             self.__class__ = _ClosedVTensor
 
     def __enter__(self) -> VTensor:
@@ -404,9 +419,8 @@ def _watched(tensor: VTensor) -> Iterator[None]:
 
 
 def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -> VTensor:
-    # Outside inference mode, because an inference tensor could not be resized later. As a view of a tensor
-    # of its own,
-    # because views of views name the first as their base: so no view keeps the VTensor alive.
+    # Outside inference mode, because an inference tensor could not be resized later. As a view of a tensor of
+    # its own, because views of views name the first as their base: so no view keeps the VTensor alive.
     device = torch.device("cpu") if pool._core.device[0] == 1 else pool.device
     with torch.inference_mode(False):
         plain = torch.empty(0, dtype=dtype, device=device)

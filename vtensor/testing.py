@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from vtensor import _core
 from vtensor.errors import VTensorError
-from vtensor.pool import Pool, ZeroPolicy, checked_sizes, zero_policy
+from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
 
 __all__ = ["check_invariants", "fail_after", "host_pool", "simulated_cuda_pool"]
 
@@ -20,10 +21,20 @@ def host_pool(
     budget: int | None = None,
     zero: ZeroPolicy = "new_owner",
     strict_holes: bool = True,
+    **options: Any,
 ) -> Pool:
-    """A host pool whose unmapped addresses fault on reads too, so that an over-read is noticed."""
+    """A host pool whose unmapped addresses fault on reads too, so that an over-read is noticed.
+
+    Args:
+        page_size, budget, zero: as for :class:`~vtensor.Pool`.
+        strict_holes: whether reading unmapped addresses faults.
+        options: as for :class:`~vtensor.Pool`, except that ``ahead`` is 0 unless given; and ``patience``, the
+            seconds after which the pool's waits time out.
+    """
     core = _core.host_pool(
-        **checked_sizes(page_size, budget), zero=zero_policy(zero), strict_holes=strict_holes
+        page_size=checked_page_size(page_size),
+        strict_holes=strict_holes,
+        options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cpu"))
 
@@ -34,14 +45,15 @@ def simulated_cuda_pool(
     budget: int | None = None,
     zero: ZeroPolicy = "new_owner",
     device: int = 0,
+    **options: Any,
 ) -> Pool:
-    """A pool whose CUDA driver calls a simulated libcuda over host memory: a test double, whose tensors
-    are CPU
-    tensors.
+    """A pool whose CUDA driver calls a simulated libcuda over host memory: a test double, whose tensors are
+    CPU tensors.
 
     Args:
         library: path of the simulated libcuda; ``$VTENSOR_SIMCUDA`` unless given.
         page_size, budget, zero, device: as for :class:`~vtensor.Pool`.
+        options: as for :func:`host_pool`.
 
     Raises:
         VTensorError: no library was named.
@@ -53,10 +65,10 @@ def simulated_cuda_pool(
         )
     core = _core.cuda_pool(
         device,
-        **checked_sizes(page_size, budget),
-        zero=zero_policy(zero),
+        page_size=checked_page_size(page_size),
         library=os.fspath(library),
         memory_is_host_memory=True,
+        options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cuda", device))
 

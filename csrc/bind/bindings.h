@@ -8,5 +8,7 @@ namespace vtensor::bind {
 void bind_errors(nanobind::module_& module);
 void bind_pool(nanobind::module_& module);
 void bind_tensor(nanobind::module_& module);
+void bind_lease(nanobind::module_& module);
+void bind_trace(nanobind::module_& module);
 
 }  // namespace vtensor::bind

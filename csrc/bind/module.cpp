@@ -9,4 +9,6 @@ NB_MODULE(_core, module) {
   vtensor::bind::bind_errors(module);
   vtensor::bind::bind_pool(module);
   vtensor::bind::bind_tensor(module);
+  vtensor::bind::bind_lease(module);
+  vtensor::bind::bind_trace(module);
 }

@@ -30,9 +30,9 @@ class OperationMutex {
         locked = mutex_.try_lock_for(bound);
       }
       if (!locked) {
-        throw Error("[" + std::string(operation) +
-                    "] timed out after 60 s: another thread's operation on this " +
-                    "tensor has not ended");
+        throw TimedOut("[" + std::string(operation) +
+                       "] timed out after 60 s: another thread's operation on this " +
+                       "tensor has not ended");
       }
     }
     owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);

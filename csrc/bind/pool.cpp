@@ -3,12 +3,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
+#include <chrono>
+#include <limits>
 #include <memory>
 #include <string>
 
 #include "base/errors.h"
 #include "base/process.h"
 #include "bind/bindings.h"
+#include "bind/operation.h"
 #include "core/page_pool.h"
 #include "driver/driver.h"
 
@@ -24,6 +27,10 @@ auto in_pool(const char* operation, Body body) {
   refuse_in_forked_child(operation);
   nb::gil_scoped_release released;
   return body();
+}
+
+std::chrono::nanoseconds seconds(double time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(time));
 }
 
 nb::dict driver_calls(PagePool& pool) {
@@ -49,12 +56,16 @@ struct ClosedPool {
         page_size(closed->page_size()),
         budget_pages(closed->budget_pages()),
         device(closed->traits().device),
-        calls(driver_calls(*closed)) {}
+        calls(driver_calls(*closed)),
+        events(closed->events()),
+        mapper(closed->waker()) {}
 
   std::weak_ptr<PagePool> pool;
   std::size_t page_size, budget_pages;
   Device device;
   nb::dict calls;
+  PoolEvents events;
+  Mapper::Waker mapper;
 };
 
 PoolCounts counts_of(ClosedPool& closed) {
@@ -82,10 +93,33 @@ void bind_pool(nb::module_& module) {
       .def_ro("lent", &PoolCounts::lent)
       .def_ro("mapped", &PoolCounts::mapped)
       .def_ro("needed", &PoolCounts::needed)
+      .def_ro("ahead", &PoolCounts::ahead)
+      .def_ro("parked", &PoolCounts::parked)
       .def_ro("held", &PoolCounts::held)
       .def_ro("orphaned", &PoolCounts::orphaned)
       .def_ro("reserved_pages", &PoolCounts::reserved_pages)
       .def_ro("buffers", &PoolCounts::buffers);
+
+  nb::class_<PoolEvents>(module, "PoolEvents")
+      .def_ro("growths_ready", &PoolEvents::growths_ready)
+      .def_ro("growths_mapped", &PoolEvents::growths_mapped)
+      .def_ro("pages_recycled", &PoolEvents::pages_recycled)
+      .def_ro("pages_fresh", &PoolEvents::pages_fresh)
+      .def_ro("tensors_adopted", &PoolEvents::tensors_adopted)
+      .def_ro("tensors_fresh", &PoolEvents::tensors_fresh);
+
+  nb::class_<PoolOptions>(module, "PoolOptions")
+      .def(
+          "__init__",
+          [](PoolOptions* options, std::size_t budget, ZeroPolicy zero, std::size_t ahead,
+             std::size_t park, std::size_t low, std::size_t high, double max_age,
+             std::size_t reserve, double patience) {
+            new (options) PoolOptions{
+                budget, zero, ahead, park, low, high, seconds(max_age), reserve, seconds(patience)};
+          },
+          nb::kw_only(), nb::arg("budget"), nb::arg("zero"), nb::arg("ahead"), nb::arg("park"),
+          nb::arg("low"), nb::arg("high"), nb::arg("max_age"), nb::arg("reserve"),
+          nb::arg("patience"), "Sizes in bytes, times in seconds.");
 
   nb::class_<PagePool>(module, "PagePool")
       .def_prop_ro("page_size", &PagePool::page_size)
@@ -97,13 +131,24 @@ void bind_pool(nb::module_& module) {
                    })
       .def("counts",
            [](PagePool& pool) { return in_pool("Pool.stats", [&] { return pool.counts(); }); })
+      .def("events",
+           [](PagePool& pool) { return in_pool("Pool.stats", [&] { return pool.events(); }); })
       .def("driver_calls", &driver_calls)
+      .def("set_budget",
+           [](PagePool& pool, std::size_t bytes) {
+             in_pool("Pool.budget", [&] { pool.set_budget(bytes); });
+           })
       .def("prefill",
            [](PagePool& pool, std::size_t pages) {
-             in_pool("Pool.prefill", [&] { pool.prefill(pages); });
+             refuse_in_forked_child("Pool.prefill");
+             with_memory(pool, {"Pool.prefill"}, [&] { pool.prefill(pages); });
            })
       .def("trim", [](PagePool& pool) { return in_pool("Pool.trim", [&] { return pool.trim(); }); })
-      .def("settle", [](PagePool& pool) { in_pool("Pool.wait_idle", [&] { pool.settle(); }); })
+      .def("wait_idle",
+           [](PagePool& pool, double timeout) {
+             in_pool("Pool.wait_idle", [&] { pool.wait_idle(seconds(timeout)); });
+           })
+      .def("retire", [](PagePool& pool) { in_pool("Pool.close", [&] { pool.retire(); }); })
       .def("check_invariants",
            [](PagePool& pool) { in_pool("check_invariants", [&] { pool.check_invariants(); }); })
       .def("fail_after",
@@ -127,15 +172,25 @@ void bind_pool(nb::module_& module) {
              if (const auto pool = closed.pool.lock()) closed.calls = driver_calls(*pool);
              return closed.calls;
            })
+      .def("leave_mapper",
+           [](ClosedPool& closed) {
+             nb::gil_scoped_release released;
+             closed.mapper.outwait(std::chrono::seconds(10));
+           })
       .def("trim",
            [](ClosedPool& closed) {
              const auto pool = closed.pool.lock();
              return pool ? in_pool("Pool.trim", [&] { return pool->trim(); }) : 0;
            })
-      .def("settle",
-           [](ClosedPool& closed) {
+      .def("wait_idle",
+           [](ClosedPool& closed, double timeout) {
              if (const auto pool = closed.pool.lock())
-               in_pool("Pool.wait_idle", [&] { pool->settle(); });
+               in_pool("Pool.wait_idle", [&] { pool->wait_idle(seconds(timeout)); });
+           })
+      .def("events",
+           [](ClosedPool& closed) {
+             const auto pool = closed.pool.lock();
+             return pool ? in_pool("Pool.stats", [&] { return pool->events(); }) : closed.events;
            })
       .def("check_invariants", [](ClosedPool& closed) {
         if (const auto pool = closed.pool.lock())
@@ -144,30 +199,34 @@ void bind_pool(nb::module_& module) {
 
   module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
 
+  module.attr("NO_LIMIT") = std::numeric_limits<std::size_t>::max();
+  module.attr("PARK_BY_BUDGET") = kParkByBudget;
+
   module.def(
       "host_pool",
-      [](std::size_t page_size, std::size_t budget, ZeroPolicy zero, bool strict_holes) {
+      [](std::size_t page_size, bool strict_holes, const PoolOptions& options) {
         return in_pool("Pool", [&] {
           return PagePool::create(
-              make_host_driver({.page_size = page_size, .strict_holes = strict_holes}), budget,
-              zero);
+              make_host_driver({.page_size = page_size, .strict_holes = strict_holes}), options);
         });
       },
-      nb::arg("page_size"), nb::arg("budget"), nb::arg("zero"), nb::arg("strict_holes"));
+      nb::arg("page_size"), nb::arg("strict_holes"), nb::arg("options"));
 
   module.def(
       "cuda_pool",
-      [](int device, std::size_t page_size, std::size_t budget, ZeroPolicy zero,
-         const std::string& library, bool memory_is_host_memory) {
+      [](int device, std::size_t page_size, const std::string& library, bool memory_is_host_memory,
+         const PoolOptions& options) {
         return in_pool("Pool", [&] {
-          CudaOptions options{.device = device, .page_size = page_size};
-          if (!library.empty()) options.library = library;
-          options.memory_is_host_memory = memory_is_host_memory;
-          return PagePool::create(make_cuda_driver(options), budget, zero);
+          CudaOptions cuda{.device = device, .page_size = page_size};
+          if (!library.empty()) cuda.library = library;
+          cuda.memory_is_host_memory = memory_is_host_memory;
+          cuda.copy_timeout =
+              std::chrono::duration_cast<std::chrono::milliseconds>(options.patience);
+          return PagePool::create(make_cuda_driver(cuda), options);
         });
       },
-      nb::arg("device"), nb::arg("page_size"), nb::arg("budget"), nb::arg("zero"),
-      nb::arg("library"), nb::arg("memory_is_host_memory"));
+      nb::arg("device"), nb::arg("page_size"), nb::arg("library"), nb::arg("memory_is_host_memory"),
+      nb::arg("options"));
 }
 
 }  // namespace vtensor::bind

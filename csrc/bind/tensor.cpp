@@ -1,9 +1,11 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "base/process.h"
@@ -87,25 +89,33 @@ void bind_tensor(nb::module_& module) {
           nb::arg("dtype"), nb::arg("device"), nb::arg("item_size"), nb::arg("zeroed"),
           nb::arg("move_when_full"))
       .def("attach", &TensorCore::attach)
-      .def("check_room", [](TensorCore& core, nb::handle n) { core.check_room(integer(n)); })
+      .def("prepare", [](TensorCore& core, nb::handle n) { core.prepare(integer(n)); })
       .def("extend", [](TensorCore& core, nb::handle self,
                         nb::handle n) { return core.extend(self, integer(n)); })
       .def("append", &TensorCore::append)
-      .def("shrink", [](TensorCore& core, nb::handle self, nb::handle n,
-                        bool front) { core.shrink(self, integer(n), front, "shrink"); })
-      .def("truncate", [](TensorCore& core, nb::handle self,
-                          nb::handle length) { core.truncate(self, integer(length)); })
+      .def(
+          "shrink",
+          [](TensorCore& core, nb::handle self, nb::handle n, bool front,
+             std::optional<Stream> stream) { core.shrink(self, integer(n), front, stream); },
+          nb::arg("tensor"), nb::arg("n"), nb::arg("front"), nb::arg("stream") = nb::none())
+      .def(
+          "truncate",
+          [](TensorCore& core, nb::handle self, nb::handle length, std::optional<Stream> stream) {
+            core.truncate(self, integer(length), stream);
+          },
+          nb::arg("tensor"), nb::arg("length"), nb::arg("stream") = nb::none())
       .def("own", [](TensorCore& core, nb::handle self, nb::handle start,
                      nb::handle stop) { core.own(self, integer(start), integer(stop)); })
       .def("reindex", &TensorCore::reindex)
-      .def("fork", &TensorCore::fork)
+      .def("fork", &TensorCore::fork, nb::arg("tensor"), nb::arg("stream") = nb::none())
       .def("reallocate",
            [](TensorCore& core, nb::handle self, nb::handle capacity) {
              return core.reallocate(self, integer(capacity));
            })
       .def("restore", &TensorCore::restore)
       .def("snapshot", &TensorCore::snapshot)
-      .def("close", &TensorCore::close)
+      .def("close", &TensorCore::close, nb::arg("tensor"), nb::arg("stream") = nb::none())
+      .def("record_stream", &TensorCore::record_stream)
       .def("pages", &pages_of)
       .def_prop_ro("mapped_bytes", &mapped_bytes)
       .def_prop_ro(

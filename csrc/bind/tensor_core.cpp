@@ -8,6 +8,8 @@
 
 #include "base/align.h"
 #include "base/process.h"
+#include "base/trace.h"
+#include "bind/operation.h"
 
 namespace vtensor::bind {
 
@@ -15,12 +17,6 @@ namespace {
 
 // Above this, torch's parallel copy is faster than one memcpy a row.
 constexpr std::size_t kMemcpyLimit = std::size_t{256} << 10;
-
-[[noreturn]] void refuse(const char* operation, const std::string& message) {
-  throw InvalidArgument("[VTensor." + std::string(operation) + "] " + message);
-}
-
-std::string name_of(const char* operation) { return "VTensor." + std::string(operation); }
 
 std::string shape_text(std::span<const std::int64_t> shape) {
   std::string text = "(";
@@ -39,40 +35,7 @@ std::size_t product(std::span<const std::int64_t> sizes) {
   return result;
 }
 
-std::vector<std::size_t> every_row(const RowShape& shape) {
-  std::vector<std::size_t> rows(shape.rows);
-  std::iota(rows.begin(), rows.end(), std::size_t{0});
-  return rows;
-}
-
 }  // namespace
-
-// One operation on one tensor: refused in a forked child, on a closed tensor and beside another
-// operation.
-class TensorCore::Operation {
- public:
-  Operation(TensorCore& core, const char* name) : core_(core) {
-    refuse_in_forked_child(name);
-    core.mutex_.lock(name);
-    if (core.closed_) {
-      core.mutex_.unlock();
-      throw Closed("[VTensor." + std::string(name) + "] the tensor is closed: make a new one");
-    }
-  }
-  // Also notices where the tensor's storage or shape was changed behind our back, and puts it back.
-  Operation(TensorCore& core, const char* name, nb::handle self) : Operation(core, name) {
-    if (core.is_ours(self)) return;
-    core.publish(self);
-    throw Error("[VTensor." + std::string(name) +
-                "] the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
-                "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the "
-                "call, and use t.snapshot() or t.clone() for what changes tensors in place");
-  }
-  ~Operation() { core_.mutex_.unlock(); }
-
- private:
-  TensorCore& core_;
-};
 
 TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
     : spec_(std::move(spec)) {
@@ -90,11 +53,9 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
   }
   refuse_in_forked_child("empty");
   const RowShape shape = row_shape(spec_.capacity, 0);
+  const Caller caller{"empty", TorchFace::get().current_stream(pool->traits().device)};
   std::shared_ptr<Buffer> buffer;
-  {
-    nb::gil_scoped_release released;
-    buffer = Buffer::create(pool, shape);
-  }
+  with_memory(*pool, caller, [&] { buffer = Buffer::create(pool, shape, caller); });
   use(std::move(buffer));
 }
 
@@ -109,6 +70,10 @@ TensorCore::~TensorCore() {
   if (!closed_) buffer_->abandon();
 }
 
+Caller TensorCore::caller(const char* operation, std::optional<Stream> stream) const {
+  return caller_of(operation, stream, buffer_->pool()->traits().device);
+}
+
 RowShape TensorCore::row_shape(std::size_t capacity, std::size_t phase) const {
   const std::span<const std::int64_t> sizes(spec_.sizes);
   const auto item = checked_multiply(product(sizes.subspan(spec_.grow_dim + 1)), spec_.item_size);
@@ -119,6 +84,13 @@ RowShape TensorCore::row_shape(std::size_t capacity, std::size_t phase) const {
 std::size_t TensorCore::phase_of_first() const {
   const RowShape& shape = buffer_->shape();
   return (shape.phase + positions_.begin * shape.item_bytes) % buffer_->pool()->page_size();
+}
+
+// `n` positions of every row, from `first` on in the first.
+trace::Span TensorCore::traced(trace::What what, std::size_t first, std::size_t n) const {
+  const RowShape& shape = buffer_->shape();
+  return {what, buffer_->address_of(0, first), n * shape.rows * shape.item_bytes,
+          buffer_->slot_address(0, 0)};
 }
 
 // Takes over a buffer, and the strides that its rows make.
@@ -206,9 +178,10 @@ void TensorCore::detach(nb::handle self) {
 
 void TensorCore::attach(nb::handle self, std::size_t length) {
   Operation operation(*this, "empty");
+  const Caller caller = this->caller("empty");
   if (positions_.empty() && length != 0) {
     detach(self);
-    grow(self, "empty", length, false, [](std::size_t) {});
+    grow(self, caller, length, false, [](std::size_t) {});
   } else {
     publish(self);
   }
@@ -219,7 +192,7 @@ void TensorCore::require_room(const char* operation, std::size_t n) const {
   const std::size_t room = spec_.capacity - used_up - length();
   if (n <= room) return;
   throw CapacityExceeded(
-      "[" + name_of(operation) + "] need " + std::to_string(n) + " more positions, length is " +
+      "[" + std::string(operation) + "] need " + std::to_string(n) + " more positions, length is " +
       std::to_string(length()) + " of capacity " + std::to_string(spec_.capacity) +
       (used_up ? ", " + std::to_string(used_up) + " used up by front shrinks" : "") +
       ": make it with a larger capacity=, or move it with t.reallocate(capacity)");
@@ -235,88 +208,53 @@ Interval TensorCore::stale_in(Interval added) const {
 // Adds `n` positions. `fill(start)` writes them before torch is told of them. Whole or nothing.
 // True where the tensor moved.
 template <typename Fill>
-bool TensorCore::grow(nb::handle self, const char* operation, std::size_t n, bool populate,
+bool TensorCore::grow(nb::handle self, const Caller& caller, std::size_t n, bool populate,
                       Fill fill) {
-  require_room(operation, n);
+  require_room(caller.operation, n);
   if (n == 0) return false;
+  const trace::Span span = traced(trace::What::extend, positions_.end, n);
   if (positions_.end + n > spec_.capacity) {
-    move_to_front(self, operation, n, populate);
+    move_to_front(self, caller, n, populate);
     fill(positions_.end - n);
     return true;
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
   const Interval stale = stale_in({before.end, after.end});
-  const bool within = stale.empty() && !before.empty() && buffer_->grow_within(after);
+  const bool within = stale.empty() && buffer_->grow_within(caller, after);
   if (!within) {
-    const std::string name = name_of(operation);
-    nb::gil_scoped_release released;
-    buffer_->grow(name.c_str(), after, populate, stale);
+    with_memory(*buffer_->pool(), caller, [&] { buffer_->grow(caller, after, populate, stale); });
   }
   positions_ = after;
   try {
     fill(before.end);
-    if (within) {
-      TorchFace::get().as_strided(self, sizes(length()), strides_);
-    } else {
-      reshape(self);
-    }
+    reshape(self);
   } catch (...) {
     positions_ = before;
-    buffer_->retract(before);
+    retract(caller);
     throw;
   }
   if (spec_.zeroed) stale_until_ = std::max(stale_until_, after.end);
   return false;
 }
 
-// Moves the tensor to the start of a fresh range, which gives back what front shrinks used up, and
-// adds `n`.
-void TensorCore::move_to_front(nb::handle self, const char* operation, std::size_t n,
-                               bool populate) {
-  const std::string name = name_of(operation);
-  const std::size_t length = positions_.size();
-  // Of a tensor made by zeros() all that is new; else what the pages hold of a parent's, now
-  // counted from the front.
-  const std::size_t stale =
-      spec_.zeroed ? length + n : stale_until_ - std::min(stale_until_, positions_.begin);
-  detach(self);
-  std::shared_ptr<Buffer> moved;
-  try {
-    const RowShape shape = row_shape(spec_.capacity, phase_of_first());
-    const std::vector<std::size_t> rows = every_row(shape);
-    nb::gil_scoped_release released;
-    moved = buffer_->share(name.c_str(), shape, rows, !buffer_->published());
-    try {
-      moved->grow(name.c_str(), {0, length + n}, populate);
-      moved->zero({length, std::max(length, std::min(length + n, stale))});
-    } catch (...) {
-      moved->abandon();
-      throw;
-    }
-  } catch (...) {
-    publish(self);
-    throw;
-  }
-  buffer_->abandon();
-  use(std::move(moved));
-  positions_ = {0, length + n};
-  stale_until_ = stale;
-  publish(self);
-}
-
-void TensorCore::check_room(std::int64_t n) {
-  Operation operation(*this, "prepare");
-  if (n < 0) refuse("prepare", "n is " + std::to_string(n) + ": give at least 0");
-  require_room("prepare", static_cast<std::size_t>(n));
+void TensorCore::prepare(std::int64_t n) {
+  Operation operation(*this, "VTensor.prepare");
+  if (n < 0) refuse("VTensor.prepare", "n is " + std::to_string(n) + ": give at least 0");
+  require_room("VTensor.prepare", static_cast<std::size_t>(n));
+  const std::size_t end = positions_.end + static_cast<std::size_t>(n);
+  if (end > spec_.capacity) return;  // it will move to another range, where nothing can be ready
+  nb::gil_scoped_release released;
+  buffer_->prepare(end);
 }
 
 bool TensorCore::extend(nb::handle self, std::int64_t n) {
-  Operation operation(*this, "extend", self);
+  Operation operation(*this, "VTensor.extend", self);
   if (n < 0)
-    refuse("extend",
+    refuse("VTensor.extend",
            "n is " + std::to_string(n) + ": it must be at least 0; t.shrink(n) makes it shorter");
-  return grow(self, "extend", static_cast<std::size_t>(n), false, [](std::size_t) {});
+  return grow(self, caller("VTensor.extend"), static_cast<std::size_t>(n), false,
+              [](std::size_t) {});
 }
 
 // Copies `n` positions at `start` by memcpy; false where the source's layout or size asks for
@@ -351,37 +289,38 @@ bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::si
 
 bool TensorCore::append(nb::handle self, nb::handle source) {
   TorchFace& torch = TorchFace::get();
-  Operation operation(*this, "append", self);
+  Operation operation(*this, "VTensor.append", self);
+  const Caller caller = this->caller("VTensor.append");
   if (!torch.is_tensor(source))
-    refuse("append", "need a torch.Tensor: torch.as_tensor(x) makes one");
+    refuse("VTensor.append", "need a torch.Tensor: torch.as_tensor(x) makes one");
   nb::object dtype = nb::getattr(source, "dtype");
   if (!dtype.is(spec_.dtype)) {
-    refuse("append", "the tensor holds " + std::string(nb::str(spec_.dtype).c_str()) +
-                         ", the source " + nb::str(dtype).c_str() +
-                         ": convert it with x.to(t.dtype)");
+    refuse("VTensor.append", "the tensor holds " + std::string(nb::str(spec_.dtype).c_str()) +
+                                 ", the source " + nb::str(dtype).c_str() +
+                                 ": convert it with x.to(t.dtype)");
   }
   TensorFacts from;
   if (!torch.read(source, from))
-    refuse("append", "the source is not strided: make it dense with x.to_dense()");
+    refuse("VTensor.append", "the source is not strided: make it dense with x.to_dense()");
   bool fits = from.shape.size() == spec_.sizes.size();
   for (std::size_t dim = 0; fits && dim < from.shape.size(); ++dim) {
     fits = dim == spec_.grow_dim || from.shape[dim] == spec_.sizes[dim];
   }
   if (!fits) {
-    refuse("append", "the source has shape " + shape_text(from.shape) + ", the tensor " +
-                         shape_text(facts_.shape) + ": all but dimension " +
-                         std::to_string(spec_.grow_dim) + " must agree");
+    refuse("VTensor.append", "the source has shape " + shape_text(from.shape) + ", the tensor " +
+                                 shape_text(facts_.shape) + ": all but dimension " +
+                                 std::to_string(spec_.grow_dim) + " must agree");
   }
   const Device device = buffer_->pool()->traits().device;
   if (from.device.type != device.type || from.device.index != device.index) {
-    refuse("append", "the tensor is on " + std::string(nb::str(spec_.device).c_str()) +
-                         ", the source on " + nb::str(nb::getattr(source, "device")).c_str() +
-                         ": move it with x.to(t.device)");
+    refuse("VTensor.append",
+           "the tensor is on " + std::string(nb::str(spec_.device).c_str()) + ", the source on " +
+               nb::str(nb::getattr(source, "device")).c_str() + ": move it with x.to(t.device)");
   }
   nb::object kept = nb::borrow(source);
   if (nb::getattr(source, "requires_grad").is(nb::bool_(true))) {
     if (torch.gradients_enabled()) {
-      refuse("append",
+      refuse("VTensor.append",
              "the source requires grad, and a VTensor keeps no graph: append(x.detach()), or work "
              "under torch.no_grad()");
     }
@@ -393,11 +332,11 @@ bool TensorCore::append(nb::handle self, nb::handle source) {
   const auto source_at = reinterpret_cast<Address>(from.data);
   if (source_at - buffer_->slot_address(0, 0) < buffer_->reserved_bytes()) {
     kept = nb::borrow(kept).attr("clone")();  // it may lie where the new positions come to lie
-    if (!torch.read(kept, from)) refuse("append", "the source cannot be read");
+    if (!torch.read(kept, from)) refuse("VTensor.append", "the source cannot be read");
   }
   const std::size_t before = length();
   bool copied = n == 0;
-  const bool moved = grow(self, "append", n, true, [&](std::size_t start) {
+  const bool moved = grow(self, caller, n, true, [&](std::size_t start) {
     copied = resolved && fill_from(from, start, n);
   });
   if (copied) return moved;
@@ -405,161 +344,83 @@ bool TensorCore::append(nb::handle self, nb::handle source) {
     torch.copy_into(self, spec_.grow_dim, before, n, kept);
   } catch (...) {
     positions_.end -= n;
-    buffer_->retract(positions_);
+    retract(caller);
     reshape(self);
     throw;
   }
   return moved;
 }
 
-void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, const char* name) {
-  Operation operation(*this, name, self);
+void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, std::optional<Stream> stream) {
+  Operation operation(*this, "VTensor.shrink", self);
   if (n < 0 || static_cast<std::size_t>(n) > length()) {
-    refuse(name, "n is " + std::to_string(n) + ", the length " + std::to_string(length()) +
-                     ": it must lie between 0 and the length");
+    refuse("VTensor.shrink", "n is " + std::to_string(n) + ", the length " +
+                                 std::to_string(length()) +
+                                 ": it must lie between 0 and the length");
   }
+  drop_positions(self, caller("VTensor.shrink", stream), n, front);
+}
+
+void TensorCore::truncate(nb::handle self, std::int64_t length, std::optional<Stream> stream) {
+  Operation operation(*this, "VTensor.truncate", self);
+  const auto now = static_cast<std::int64_t>(this->length());
+  if (length < 0 || length > now) {
+    refuse("VTensor.truncate", "length is " + std::to_string(length) + ", the tensor's " +
+                                   std::to_string(now) +
+                                   ": it must lie between 0 and that; t.extend(n) makes it longer");
+  }
+  drop_positions(self, caller("VTensor.truncate", stream), now - length, false);
+}
+
+void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::int64_t n, bool front) {
   const auto count = static_cast<std::size_t>(n);
   const Interval before = positions_;
   Interval after = front ? Interval{before.begin + count, before.end}
                          : Interval{before.begin, before.end - count};
+  const trace::Span span = traced(trace::What::shrink, front ? before.begin : after.end, count);
   if (after.empty()) after = {};  // nothing lives, so all of the capacity is there again
   positions_ = after;
-  {
-    nb::gil_scoped_release released;
-    buffer_->retract(after);
-  }
+  retract(caller);
   try {
     reshape(self);
   } catch (...) {
     positions_ = before;
-    buffer_->grow(name, before,
-                  false);  // makes no driver call: the tensor's storage still holds the pages
+    // Makes no driver call: the tensor's storage still holds the pages.
+    nb::gil_scoped_release released;
+    buffer_->grow(caller, before, false);
     throw;
   }
 }
 
-void TensorCore::truncate(nb::handle self, std::int64_t length) {
-  const auto now = static_cast<std::int64_t>(this->length());
-  if (length < 0 || length > now) {
-    refuse("truncate", "length is " + std::to_string(length) + ", the tensor's " +
-                           std::to_string(now) +
-                           ": it must lie between 0 and that; t.extend(n) makes it longer");
-  }
-  shrink(self, now - length, false, "truncate");
-}
-
-void TensorCore::own(nb::handle self, std::int64_t start, std::int64_t stop) {
-  Operation operation(*this, "own", self);
-  if (start < 0 || stop < start || static_cast<std::size_t>(stop) > length()) {
-    refuse("own", "start, stop are " + std::to_string(start) + ", " + std::to_string(stop) +
-                      ", the length " + std::to_string(length()) +
-                      ": need 0 <= start <= stop <= length");
-  }
-  const Interval positions{positions_.begin + static_cast<std::size_t>(start),
-                           positions_.begin + static_cast<std::size_t>(stop)};
+void TensorCore::retract(const Caller& caller) {
   nb::gil_scoped_release released;
-  buffer_->own("VTensor.own", positions);
-}
-
-void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index) {
-  Operation operation(*this, "reindex", self);
-  if (spec_.grow_dim == 0)
-    refuse("reindex", "dimension 0 is the one that grows: there are no rows to choose from");
-  if (index.empty()) refuse("reindex", "the index is empty: a tensor has at least one row");
-  const std::int64_t batch = spec_.sizes[0];
-  const std::size_t inner = buffer_->shape().rows / static_cast<std::size_t>(batch);
-  std::vector<std::size_t> rows;
-  for (std::int64_t i : index) {
-    if (i < -batch || i >= batch) {
-      refuse("reindex", "index " + std::to_string(i) + " is out of range for dimension 0 of size " +
-                            std::to_string(batch) + ": give one from -size to size - 1");
-    }
-    if (i < 0) i += batch;
-    for (std::size_t row = 0; row < inner; ++row)
-      rows.push_back(static_cast<std::size_t>(i) * inner + row);
-  }
-  detach(self);
-  std::shared_ptr<Buffer> chosen;
-  const std::size_t phase = phase_of_first();
-  try {
-    nb::gil_scoped_release released;
-    const bool in_place =
-        rows.size() == buffer_->shape().rows && buffer_->pool()->traits().remaps_in_one_step;
-    if (in_place && !buffer_->published()) {
-      buffer_->reindex("VTensor.reindex", rows);
-    } else {
-      RowShape shape = row_shape(spec_.capacity, phase);
-      shape.rows = rows.size();
-      chosen = buffer_->share("VTensor.reindex", shape, rows, false);
-    }
-  } catch (...) {
-    publish(self);
-    throw;
-  }
-  if (chosen) {
-    spec_.sizes[0] = static_cast<std::int64_t>(index.size());
-    buffer_->abandon();
-    use(std::move(chosen));
-    const std::size_t reached = stale_until_ - std::min(stale_until_, positions_.begin);
-    positions_ = {0, length()};
-    stale_until_ = spec_.zeroed ? buffer_->reach(positions_) : reached;
-  }
-  publish(self);
-}
-
-std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self) {
-  Operation operation(*this, "fork", self);
-  const RowShape shape = row_shape(spec_.capacity, phase_of_first());
-  const std::vector<std::size_t> rows = every_row(shape);
-  std::shared_ptr<Buffer> child;
-  {
-    nb::gil_scoped_release released;
-    child = buffer_->share("VTensor.fork", shape, rows, false);
-  }
-  return std::make_unique<TensorCore>(std::move(child), spec_, length(), true);
-}
-
-std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t capacity) {
-  Operation operation(*this, "reallocate", self);
-  if (capacity < 0 || static_cast<std::size_t>(capacity) < length()) {
-    throw CapacityExceeded("[VTensor.reallocate] capacity of " + std::to_string(capacity) +
-                           " does not hold the length of " + std::to_string(length()) +
-                           ": raise it");
-  }
-  const RowShape shape = row_shape(static_cast<std::size_t>(capacity), phase_of_first());
-  const std::vector<std::size_t> rows = every_row(shape);
-  detach(self);
-  std::shared_ptr<Buffer> moved;
-  try {
-    nb::gil_scoped_release released;
-    moved = buffer_->share("VTensor.reallocate", shape, rows, !buffer_->published());
-  } catch (...) {
-    publish(self);
-    throw;
-  }
-  TensorSpec spec = spec_;
-  spec.capacity = static_cast<std::size_t>(capacity);
-  return std::make_unique<TensorCore>(std::move(moved), std::move(spec), length(),
-                                      stale_until_ > positions_.end);
-}
-
-void TensorCore::restore(nb::handle self) {
-  Operation operation(*this, "restore");
-  publish(self);
+  buffer_->retract(caller, positions_);
 }
 
 nb::object TensorCore::snapshot(nb::handle self) {
-  Operation operation(*this, "snapshot", self);
+  Operation operation(*this, "VTensor.snapshot", self);
   return TorchFace::get().detach(self);
 }
 
-void TensorCore::close(nb::handle self) {
+void TensorCore::record_stream(Stream stream) {
+  Operation operation(*this, "VTensor.record_stream");
+  nb::gil_scoped_release released;
+  buffer_->use({"VTensor.record_stream", stream});
+}
+
+void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   refuse_in_forked_child("VTensor.close");
   mutex_.lock("VTensor.close");
   const std::unique_ptr<OperationMutex, void (*)(OperationMutex*)> unlock(
       &mutex_, [](OperationMutex* mutex) { mutex->unlock(); });
   if (closed_) return;
+  const Caller caller = this->caller("VTensor.close", stream);
+  const trace::Span span = traced(trace::What::shrink, positions_.begin, length());
   detach(self);
+  {
+    nb::gil_scoped_release released;
+    buffer_->use(caller);
+  }
   leave();
 }
 

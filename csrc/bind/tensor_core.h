@@ -6,9 +6,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/interval.h"
+#include "base/trace.h"
 #include "bind/operation_lock.h"
 #include "bind/torch_face.h"
 #include "core/buffer.h"
@@ -40,22 +42,26 @@ class TensorCore {
   // Puts the tensor over this core's memory and grows it to its initial length.
   void attach(nb::handle self, std::size_t length);
 
-  // Throws CapacityExceeded where `n` more positions do not fit.
-  void check_room(std::int64_t n);
+  // Streams are optional: torch's current one where none is named.
+
+  // Has the mapper make the next `n` positions ready.
+  void prepare(std::int64_t n);
   // Both return whether the tensor moved to another range.
   bool extend(nb::handle self, std::int64_t n);
   bool append(nb::handle self, nb::handle source);
-  void shrink(nb::handle self, std::int64_t n, bool front, const char* operation);
-  void truncate(nb::handle self, std::int64_t length);
+  void shrink(nb::handle self, std::int64_t n, bool front, std::optional<Stream> stream);
+  void truncate(nb::handle self, std::int64_t length, std::optional<Stream> stream);
   void own(nb::handle self, std::int64_t start, std::int64_t stop);
   void reindex(nb::handle self, const std::vector<std::int64_t>& index);
-  std::unique_ptr<TensorCore> fork(nb::handle self);
+  std::unique_ptr<TensorCore> fork(nb::handle self, std::optional<Stream> stream);
   // Takes the tensor off its storage. Once the new one stands, this one is to be closed; else
   // restored.
   std::unique_ptr<TensorCore> reallocate(nb::handle self, std::int64_t capacity);
   void restore(nb::handle self);
   nb::object snapshot(nb::handle self);
-  void close(nb::handle self);
+  void close(nb::handle self, std::optional<Stream> stream);
+  // Work in `stream` uses the tensor: its pages are unmapped only after it.
+  void record_stream(Stream stream);
 
   bool closed() const { return closed_; }
   std::size_t length() const { return positions_.size(); }
@@ -67,15 +73,19 @@ class TensorCore {
  private:
   class Operation;
 
+  Caller caller(const char* operation, std::optional<Stream> stream = {}) const;
+  void retract(const Caller& caller);
+  void drop_positions(nb::handle self, const Caller& caller, std::int64_t n, bool front);
   nb::object sizes(std::size_t length) const;
   RowShape row_shape(std::size_t capacity, std::size_t phase) const;
   Interval stale_in(Interval added) const;
   std::size_t phase_of_first() const;
+  trace::Span traced(trace::What what, std::size_t first, std::size_t n) const;
   bool is_ours(nb::handle self);
   void require_room(const char* operation, std::size_t n) const;
   template <typename Fill>
-  bool grow(nb::handle self, const char* operation, std::size_t n, bool populate, Fill fill);
-  void move_to_front(nb::handle self, const char* operation, std::size_t n, bool populate);
+  bool grow(nb::handle self, const Caller& caller, std::size_t n, bool populate, Fill fill);
+  void move_to_front(nb::handle self, const Caller& caller, std::size_t n, bool populate);
   void publish(nb::handle self);
   void reshape(nb::handle self);
   void detach(nb::handle self);

@@ -37,6 +37,9 @@ TorchFace::TorchFace() {
   from_dlpack_ = torch.attr("_C").attr("_from_dlpack");
   storage_type_ = torch.attr("UntypedStorage");
   grad_enabled_ = torch.attr("is_grad_enabled");
+  cuda_ = torch.attr("cuda");
+  // Only builds with CUDA have it.
+  current_stream_ = nb::getattr(torch.attr("_C"), "_cuda_getCurrentRawStream", nb::none());
   if (nb::hasattr(tensor_type_, "__dlpack_c_exchange_api__")) {
     nb::object capsule = tensor_type_.attr("__dlpack_c_exchange_api__");
     const auto* api = static_cast<const dlpack::ExchangeApi*>(
@@ -48,6 +51,20 @@ TorchFace::TorchFace() {
 }
 
 void TorchFace::use_exchange_api(bool use) { api_ = use ? available_ : nullptr; }
+
+Stream TorchFace::current_stream(Device device) {
+  if (device.type != 2) return 0;
+  if (api_ && api_->current_stream) {
+    void* stream = nullptr;
+    if (api_->current_stream(device.type, device.index, &stream) != 0) throw nb::python_error();
+    return reinterpret_cast<Stream>(stream);
+  }
+  if (current_stream_.is_none()) return 0;
+  nb::int_ index(device.index);
+  return nb::cast<Stream>(call(current_stream_, {index.ptr()}));
+}
+
+void TorchFace::empty_cache() { cuda_.attr("empty_cache")(); }
 
 bool TorchFace::read(nb::handle tensor, TensorFacts& facts) {
   if (api_) {

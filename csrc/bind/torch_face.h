@@ -51,6 +51,11 @@ class TorchFace {
   bool is_conjugate(nb::handle tensor);
   bool gradients_enabled();
 
+  // torch's current stream of a CUDA device; 0 for others.
+  Stream current_stream(Device device);
+  // Has torch's caching allocator give back what it keeps for later.
+  void empty_cache();
+
   // For tests of releases without DLPack's C exchange API: reads by Python attributes instead.
   void use_exchange_api(bool use);
 
@@ -59,6 +64,7 @@ class TorchFace {
 
   nb::object tensor_type_, parameter_type_;
   nb::object set_, as_strided_, detach_, narrow_, copy_, untyped_storage_, is_neg_, is_conj_;
+  nb::object current_stream_, cuda_;
   nb::object from_dlpack_, storage_type_, grad_enabled_;
   const dlpack::ExchangeApi* available_ = nullptr;
   const dlpack::ExchangeApi* api_ = nullptr;

@@ -1,19 +1,24 @@
 // One reservation of addresses, divided into rows that grow together, and the pages behind it. What
-// stays mapped is the owner's extent and what published generations cover; everything else is given
-// back.
+// stays mapped is the owner's extent, what published generations cover, and what is ready ahead of
+// the extent; everything else is given back, once the work that may touch it is done.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/align.h"
 #include "base/interval.h"
+#include "core/caller.h"
 #include "core/generation.h"
+#include "core/look_ahead.h"
 #include "core/page_pool.h"
 #include "core/page_table.h"
 
@@ -26,6 +31,8 @@ struct RowShape {
   std::size_t capacity = 0;    // positions
   std::size_t phase = 0;       // bytes before position 0 in a row's first page
   bool zeroed = false;         // pages are zeroed even where they come back to this buffer
+
+  friend bool operator==(const RowShape&, const RowShape&) = default;
 };
 
 struct PageRecord {
@@ -34,7 +41,7 @@ struct PageRecord {
   Address address;
   std::int64_t page_id;  // -1 where the kernel parted it and it has no handle of its own yet
   std::uint32_t shared;  // references to the page
-  const char* state;     // "mapped", "shared", "parted", "held", "quarantined"
+  const char* state;     // "mapped", "shared", "ahead", "parted", "held", "quarantined"
 };
 
 // What page tables say of a page, for PagePool::check_invariants.
@@ -46,9 +53,41 @@ struct PageUse {
 
 class Buffer : public std::enable_shared_from_this<Buffer> {
  public:
-  // Throws InvalidArgument, CapacityExceeded where the sizes overflow, DriverError.
+  // Neighbouring slots of one row.
+  struct Run {
+    std::size_t row;
+    Interval slots;
+  };
+
+  // Pages on their way to empty slots: claimed with the lock, mapped without it, entered or given
+  // back with it.
+  struct Arrival {
+    std::vector<Run> runs;
+    std::vector<Page*> pages;        // run after run
+    std::exception_ptr error;        // nothing of it is mapped, but what is stuck
+    std::vector<std::size_t> stuck;  // indices in `pages`
+    bool ahead = false;              // for the mapper, which zeroes on the side stream
+    bool zeroing = false;            // some of it had to be zeroed
+    FencePtr zeroed;                 // null where that is complete
+  };
+
+  // Pages on their way out, in the same steps.
+  struct Departure {
+    std::vector<Run> runs;        // the writable ones first
+    std::size_t writable = 0;     // of the runs
+    std::vector<Handle> handles;  // run after run
+    std::size_t done = 0;         // of the runs
+    std::exception_ptr error;
+    std::vector<std::size_t> stuck;  // pages in runs[done...]
+  };
+
+  // Takes a parked buffer of this shape, or makes one. Throws InvalidArgument, CapacityExceeded
+  // where the sizes overflow, DriverError.
   static std::shared_ptr<Buffer> create(const std::shared_ptr<PagePool>& pool,
-                                        const RowShape& shape);
+                                        const RowShape& shape, const Caller& caller);
+  // Makes one. Throws as `create`.
+  static std::shared_ptr<Buffer> make(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
+                                      const Caller& caller);
   ~Buffer();
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -69,35 +108,48 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     return ceil_div(slots_of(positions).end * page_size_ - shape_.phase, shape_.item_bytes);
   }
 
-  // Makes `positions` the owner's where that needs no driver call, because what they add is mapped
-  // and not shared. False where it is not, and where another thread holds the lock; nothing is
-  // changed then.
-  bool grow_within(Interval positions);
+  // Throws, once, what the mapper met while it worked for this buffer (I10).
+  void raise_error();
+
+  // Makes `positions` the owner's where that needs no driver call, because what they add is mapped,
+  // ready and not shared. False where it is not, and where another thread holds the lock; nothing
+  // is changed then.
+  bool grow_within(const Caller& caller, Interval positions);
   // Makes `positions` the owner's extent: maps what is missing, parts the pages that the new
   // positions share with another buffer, and zeroes `stale` positions. `populate` makes new memory
   // present now. Whole or nothing (I8).
-  void grow(const char* operation, Interval positions, bool populate, Interval stale = {});
-  // Makes a smaller extent the owner's. What no generation covers is unmapped.
-  void retract(Interval positions);
+  void grow(const Caller& caller, Interval positions, bool populate, Interval stale = {});
+  // Has the mapper make the positions below `end` ready, and returns at once.
+  void prepare(std::size_t end);
+  // Makes a smaller extent the owner's. What no generation covers is unmapped, once the caller's
+  // stream and all others that used it have passed this point.
+  void retract(const Caller& caller, Interval positions);
   // A generation over the present extent.
   Generation* publish();
   bool published();
+  // Work in the caller's stream uses the pages: they are unmapped only after it.
+  void use(const Caller& caller);
+  // As `publish`, for work that will be launched in the caller's stream.
+  Generation* lease(const Caller& caller);
+  // All of that work is launched. `after` is a point behind it where the caller named the stream;
+  // null where the work was captured into a graph.
+  void end_lease(const Caller& caller, FencePtr after);
 
   // Parts the shared pages behind `positions`, so that writes there reach the page.
-  void own(const char* operation, Interval positions);
+  void own(const Caller& caller, Interval positions);
   // Zeroes `positions` of every row; they are mapped and owned.
-  void zero(Interval positions);
+  void zero(const Caller& caller, Interval positions);
   // A buffer of `shape` whose row i has the pages of row rows[i]. No byte is copied; the pages are
   // guarded in both unless `exclusive`, which is for an owner who leaves this buffer and that no
-  // generation covers.
-  std::shared_ptr<Buffer> share(const char* operation, const RowShape& shape,
+  // generation covers. Waits for the work of all streams that use this buffer.
+  std::shared_ptr<Buffer> share(const Caller& caller, const RowShape& shape,
                                 std::span<const std::size_t> rows, bool exclusive);
   // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive,
   // and a driver that remaps in one step, because a page that cannot be put back would leave the
   // owner without it.
-  void reindex(const char* operation, std::span<const std::size_t> rows);
-  // The owner leaves: pages and addresses go as the generations over them end. Never blocks, never
-  // throws (I11); once the lock was free, it has happened. To be called once.
+  void reindex(const Caller& caller, std::span<const std::size_t> rows);
+  // The owner leaves: pages and addresses go as the generations over them end, or are parked. Never
+  // blocks, never throws (I11); once the lock was free, it has happened. To be called once.
   void abandon() noexcept;
 
   // Whether a write to some page of ours does not reach its handle.
@@ -109,22 +161,50 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   void forget(const Generation* generation) noexcept;
   void leave() noexcept;
-  // Unmaps what neither the extent nor a generation covers, and frees the range after the owner has
-  // left.
-  std::exception_ptr settle() noexcept;
+  // Unmaps what neither the extent nor a generation covers, where its fences have passed, and frees
+  // the range after the owner has left. False where something is left to do; `refusal` says then
+  // what the driver refused, if it did.
+  bool settle() noexcept;
+  const std::exception_ptr& refusal() const { return refusal_; }
+  std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
+  // Has what nobody needs any more given back: now, or as soon as it may be.
+  void give_back_unused() noexcept;
+  // Not for the mapper to touch: somebody is at it, or waits to be.
+  bool busy() const { return busy_ || waiting_ != 0; }
+  // Gives up what is ready ahead of the extent; returns the number of pages.
+  std::size_t drop_ahead();
+  // Parked pages are to go.
+  void unpark();
+  // Whether it is parked, and nothing else is mapped: what is on its way out would come back as the
+  // next owner's (I7).
+  bool adoptable() const;
+  // A parked buffer gets a new owner, whose growth waits for the work of the last one. Requires:
+  // adoptable. Throws where the driver refuses; it stays parked then.
+  void adopt(const Caller& caller);
+
+  // What the mapper does for this buffer. Between claiming and entering it is busy.
+  bool claim_ahead(Arrival& arrival, std::size_t pages);
+  std::size_t missing_ahead() const;
+  bool wants() const { return wanting_; }
+  enum class Claim : std::uint8_t { claimed, waits, refused, done };
+  Claim claim_back(Departure& departure) noexcept;
+  bool claim_cleaning(std::vector<Run>& runs, std::size_t pages);
+  bool to_clean() const;
+  void enter_ahead(Arrival& arrival);
+  void enter_back(Departure& departure);
+  void enter_cleaning(std::span<const Run> runs, FencePtr zeroed, std::exception_ptr error);
+  // The steps without the lock; they never throw.
+  void carry_out(Arrival& arrival, Stream stream, bool populate) noexcept;
+  void carry_out(Departure& departure) noexcept;
+  FencePtr clean(std::span<const Run> runs);
+
   std::size_t count_parted();
-  std::vector<Page*> contents() const;
   // Guards every page for a child about to be forked, and adds them to `seen`.
   void guard_for_child(std::vector<Page*>& seen) noexcept;
   void add_to(PoolCounts& counts) const;
   void check(std::unordered_map<const Page*, PageUse>& uses) const;
 
  private:
-  struct Run {  // neighbouring slots of one row
-    std::size_t row;
-    Interval slots;
-  };
-
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
   // Maximal runs in `slots` of `row` whose entries are `wanted` and have one state.
@@ -133,26 +213,78 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Valid until the next call.
   std::span<const Handle> handles(const Run& run);
   Address address_of(const Run& run) const { return slot_address(run.row, run.slots.begin); }
-  void map_new(const Run& run);
+  void claim(Arrival& arrival);
+  void enter(Arrival& arrival);
+  void enter(Departure& departure);
+  Departure departing(std::vector<Run> runs, std::size_t writable);
   void map_shared(const Run& run, std::span<Page* const> pages, EntryState state);
-  void zero_new(const Run& run);
-  void unmap(const Run& run);
+  std::vector<Run> foreign_in(Interval slots) const;
+  void zero_foreign(const Caller& caller, std::span<const Run> runs);
   void quarantine(const Run& run, std::span<const std::size_t> stuck);
   void quarantine(const Run& run) noexcept;
-  void undo_grow(std::span<const Run> mapped) noexcept;
   // Throws where pages of the extent are quarantined.
   void require_whole(const char* operation) const;
+  // Throws where `stream` is being captured: driver work would become part of the graph, or break
+  // it.
+  void require_no_capture(const Caller& caller);
   std::size_t lost_pages() const;
   std::size_t fresh_pages_for(std::span<const Run> guarded) const;
   std::size_t parted_pages_in(std::span<const Run> guarded);
   std::vector<std::uint8_t> find_parted(const Run& run);
-  void part(std::span<const Run> runs, Interval stale = {});
-  void zero_positions(Interval positions);
+  void part(PoolLock& lock, const Caller& caller, std::span<const Run> runs, Interval stale = {});
+  void zero_positions(Interval positions, Stream stream);
   void adopt(const Run& run, std::span<Page* const> pages) noexcept;
-  void fold(const char* operation);
+  std::vector<Run> parted_in_extent();
+  std::vector<Run> quieten(PoolLock& lock, const Caller& caller);
   void guard(std::span<const Run> runs);
+  void unguard(std::span<const Run> runs);
+
+  // Where the slots behind the extent begin.
+  std::size_t extent_end() const { return extent_.empty() ? 0 : extent_.end; }
+  // Whether the page shows nothing of an owner before this one.
+  bool clean(const Page& page) const { return !page.dirty || page.last_owner == id_; }
+  // The slots from `begin` on, up to `end`, that are mapped writable in every row and clean.
+  Interval usable(std::size_t begin, std::size_t end) const;
+  std::size_t count_mapped(Interval slots) const;
+  std::size_t limit_lead(std::size_t position) const;
+  void mark_pace();
+  void look_ahead();
+  void want(std::size_t slots_end);
   std::vector<Interval> uncovered() const;
   void touch(Interval slots);
+  void set_ready(Interval slots);
+  void revive(Interval slots);
+  void note(Stream stream);
+  void note(const Caller& caller);
+  std::vector<FencePtr> fences();
+  bool is_quiet();
+  bool await(const FencePtr& fence);
+  bool await_work(PoolLock& lock, Stream stream) noexcept;
+  // Waits until nobody makes driver calls for us, and has the mapper keep off meanwhile.
+  void await_turn(PoolLock& lock, const Caller& caller);
+  void await_streams(PoolLock& lock, const Caller& caller);
+  bool begin_retirement();
+  bool claim_departure(Departure& departure);
+  void try_to_park();
+  bool release_range();
+  bool all_passed(std::vector<FencePtr>& fences);
+  void undo(PoolLock& lock, const Caller& caller, const Arrival& arrival) noexcept;
+  void refused() noexcept;
+  // Has memory for what `missing` counts, with the lock held since it was last asked. Requires: not
+  // busy, so that what this buffer itself no longer needs may go meanwhile.
+  void require_ready(PoolLock& lock, const Caller& caller,
+                     const std::function<std::pair<std::size_t, std::size_t>()>& missing);
+  Interval ahead() const;
+
+  // Marks the buffer busy, so that the mapper keeps off and the lock can be let go.
+  class Busy {
+   public:
+    Busy(Buffer& buffer, PoolLock& lock, const Caller& caller);
+    ~Busy();
+
+   private:
+    Buffer& buffer_;
+  };
 
   const std::shared_ptr<PagePool> pool_;
   Driver& driver_;
@@ -166,7 +298,22 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool reserved_ = false;  // the range is ours
   Interval positions_;
   Interval extent_;   // slots that positions_ need
+  Interval ready_;    // slots behind the extent, mapped and clean in every row
+  Interval foreign_;  // slots of an adopted buffer that may hold its last owner's bytes
+  Interval parked_;   // slots that wait for the next owner
   Interval touched_;  // slots in which something may be mapped that nobody needs
+  // What is about to be unmapped, and the work that must be done before. Slots that come into use
+  // again are taken out.
+  std::vector<Interval> retiring_;
+  std::vector<FencePtr> retiring_after_;
+  std::vector<FencePtr> parked_after_;
+  // What must be done before slots behind the extent are used: zeroing on the side stream, and the
+  // work of an adopted buffer's last owner.
+  std::vector<FencePtr> ready_after_;
+  FencePtr cleaned_after_;       // the zeroing of parked pages; null where it is complete
+  std::vector<Stream> streams_;  // torch's and our own, in which work may use the pages
+  std::vector<Stream> leased_;   // named by leases that have not ended
+  std::vector<FencePtr> after_;  // points behind work in other streams that used the pages
   std::vector<const Generation*> generations_;
   std::unique_ptr<Generation> owner_end_ =
       std::make_unique<Generation>();  // made ahead: leaving cannot fail
@@ -175,8 +322,17 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::size_t mapped_ = 0;
   std::size_t guarded_ = 0;
   std::size_t quarantined_ = 0;
+  bool busy_ = false;         // somebody makes driver calls for us without the lock
+  std::size_t waiting_ = 0;   // callers, for that to end; the mapper lets them go first
+  bool wanting_ = false;      // on the pool's list
+  bool may_park_ = true;      // once, when the owner has left
+  std::size_t want_end_ = 0;  // slots below are wanted ready
+  LookAhead pace_;
+  std::size_t ready_until_ = 0;  // positions below lie in the extent or in what is ready
+  std::exception_ptr error_;     // of the mapper, not yet raised
+  std::exception_ptr refusal_;   // of a fence or an unmap
+  std::chrono::steady_clock::time_point retry_at_;  // when the mapper tries that again
   std::vector<Handle> scratch_;
-  std::vector<Page*> picked_;
 };
 
 }  // namespace vtensor

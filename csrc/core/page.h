@@ -18,6 +18,7 @@ struct Page {
   bool resident = false;               // its memory is taken: in use, or kept for the next user
   bool dirty = false;                  // may hold bytes that somebody wrote
   std::uint64_t last_owner = kNobody;  // id of the buffer that had it last
+  std::uint64_t freed_at = 0;          // on the steady clock, ns; only where the pool trims by age
   HandleRun* run = nullptr;            // the run it belongs to, where handles are adjacent
   Page* older = nullptr;  // neighbours among the kept pages, by the time they were freed
   Page* newer = nullptr;

@@ -9,33 +9,44 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
+#include "base/trace.h"
 #include "core/buffer.h"
 
 namespace vtensor {
 
-std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver, std::size_t budget,
-                                           ZeroPolicy policy) {
+using std::chrono::steady_clock;
+
+std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
+                                           const PoolOptions& options) {
   const DriverTraits& traits = driver->traits();
-  const std::size_t pages = (budget ? budget : traits.available) / traits.page_size;
+  const std::size_t budget = options.budget ? options.budget : traits.available;
+  const std::size_t pages = budget / traits.page_size;
   if (pages == 0) {
-    throw InvalidArgument("[Pool] budget of " + std::to_string(budget ? budget : traits.available) +
+    throw InvalidArgument("[Pool] budget of " + std::to_string(budget) +
                           " bytes holds no page of " + std::to_string(traits.page_size) +
                           " bytes: raise budget= or lower page_size=");
   }
-  std::shared_ptr<PagePool> pool(new PagePool(std::move(driver), pages, policy));
+  std::shared_ptr<PagePool> pool(new PagePool(std::move(driver), pages, options));
   if (pool->traits().parts_on_write) join_forks(pool.get());
+  // Now, and not when memory or mappings are short: a thread that cannot have its own ends the
+  // process.
+  if (pool->looks_ahead() || options.low != 0) pool->ensure_mapper();
   return pool;
 }
 
-PagePool::PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, ZeroPolicy policy)
+PagePool::PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages,
+                   const PoolOptions& options)
     : driver_(std::move(driver)),
       budget_pages_(budget_pages),
-      policy_(policy),
+      options_(options),
+      low_(options.low / driver_->traits().page_size),
+      high_(options.high / driver_->traits().page_size),
       placement_(make_placement(*driver_, kept_)) {}
 
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
   if (in_forked_child.load(std::memory_order_relaxed)) return;
+  mapper_.stop();
   if (traits().parts_on_write) leave_forks(this);
   try {
     empty_all();
@@ -44,82 +55,82 @@ PagePool::~PagePool() {
   }
 }
 
-void PagePool::require_free(const char* operation, std::size_t pages, std::size_t parted) {
-  if (parted_ != 0 && used_ + parted_ + pages > budget_pages_) count_parted();
-  const std::size_t in_use = used_ + parted_ - std::min(parted, parted_);
-  const std::size_t free = budget_pages_ > in_use ? budget_pages_ - in_use : 0;
-  if (pages <= free) return;
-  throw OutOfPages("[" + std::string(operation) + "] need " + std::to_string(pages) + " pages of " +
-                   std::to_string(page_size()) + " bytes, the pool has " + std::to_string(free) +
-                   " of " + std::to_string(budget_pages_) +
-                   " free: free tensors or views, or make the pool with a larger budget=");
+std::size_t PagePool::spare_pages() const {
+  const std::size_t in_use = used_ + parted_ + promised_;
+  return budget_pages() > in_use ? budget_pages() - in_use : 0;
 }
 
-void PagePool::take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) {
-  const std::size_t begin = out.size();
-  std::size_t empty_pages = 0;
-  try {
-    placement_->pick(home, previous, n, out);
-    for (std::size_t i = begin; i < out.size(); ++i) empty_pages += !out[i]->resident;
-    make_room(out.size() - begin, empty_pages);
-  } catch (...) {
-    for (std::size_t i = begin; i < out.size(); ++i) {
-      out[i]->references = 0;
-      if (out[i]->resident) kept_.push(out[i]);
-      placement_->put_back(out[i]);
+std::size_t PagePool::free_pages(std::size_t pages, std::size_t parted) {
+  if (parted_ != 0 && used_ + parted_ + pages > budget_pages()) count_parted();
+  const std::size_t in_use = used_ + promised_ + parted_ - std::min(parted, parted_);
+  return budget_pages() > in_use ? budget_pages() - in_use : 0;
+}
+
+bool PagePool::require_free(PoolLock& lock, const char* operation, std::size_t pages,
+                            std::size_t parted) {
+  bool looked_away = false;
+  const std::string need = std::string("[") + operation + "] need " + std::to_string(pages) +
+                           " pages of " + std::to_string(page_size()) + " bytes, ";
+  if (pages > free_pages(pages, parted)) {
+    const auto until = steady_clock::now() + options_.patience;
+    while (pages > free_pages(pages, parted) && take_back(lock, until)) looked_away = true;
+    const std::size_t free = free_pages(pages, parted);
+    if (pages > free) {
+      trace::event(trace::What::out_of_memory, 0, pages * page_size());
+      throw OutOfPages(need + "the pool has " + std::to_string(free) + " of " +
+                       std::to_string(budget_pages()) +
+                       " free: free tensors or views, or raise the pool's budget");
     }
-    out.resize(begin);
-    throw;
   }
-  if (empty_pages != 0) {
-    for (std::size_t i = begin; i < out.size(); ++i) out[i]->resident = true;
+  while (options_.reserve != 0 && pages > kept_.size()) {
+    const std::size_t fresh = (pages - kept_.size()) * page_size();
+    const std::size_t there = driver_->free_memory();
+    if (there >= fresh && there - fresh >= options_.reserve) break;
+    looked_away = true;
+    if (give_up_spare()) continue;
+    trace::event(trace::What::out_of_memory, 0, fresh);
+    throw ReserveReached(need + "the device has " + std::to_string(there) +
+                         " bytes free, of which reserve= leaves " +
+                         std::to_string(options_.reserve) +
+                         " to others: free memory, or lower the pool's reserve");
   }
-  used_ += n;
+  return looked_away;
 }
 
-// Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory
-// yet.
-void PagePool::make_room(std::size_t taken, std::size_t fresh) {
-  if (fresh == 0) return;
-  while (used_ + parted_ + taken + kept_.size() > budget_pages_ && kept_.oldest())
-    empty(kept_.oldest(), 1);
-}
-
-// Gives back the memory of `n` kept pages with handles from first->handle on.
-void PagePool::empty(Page* first, std::size_t n) {
-  driver_->destroy(first->handle, n);
-  for (std::size_t i = 0; i < n; ++i) {
-    Page* page = n == 1 ? first : first->run->pages[first->handle - first->run->first + i];
-    kept_.remove(page);
-    page->resident = false;
-    page->dirty = false;
-    placement_->emptied(page);
-  }
-}
-
-// Gives back the memory of all kept pages, neighbours in one call; returns how many.
-std::size_t PagePool::empty_all() {
-  std::vector<Page*> pages;
-  for (Page* page = kept_.oldest(); page; page = page->newer) pages.push_back(page);
-  std::sort(pages.begin(), pages.end(),
-            [](const Page* a, const Page* b) { return a->handle < b->handle; });
-  for (std::size_t begin = 0, end; begin < pages.size(); begin = end) {
-    end = begin + 1;
-    while (end < pages.size() && pages[begin]->run && pages[end]->run == pages[begin]->run &&
-           pages[end]->handle == pages[end - 1]->handle + 1) {
-      ++end;
+bool PagePool::require_ready(PoolLock& lock, const char* operation, std::size_t pages,
+                             std::size_t parted) {
+  if (pages == 0) return false;
+  for (bool looked_away = false;;) {
+    looked_away |= require_free(lock, operation, pages, parted);
+    try {
+      if (!make_ready(lock, pages)) return looked_away;
+    } catch (const DeviceOutOfMemory&) {
+      if (!give_up_spare()) throw;
     }
-    empty(pages[begin], end - begin);
+    looked_away = true;
   }
-  return pages.size();
 }
 
-void PagePool::drop(Page* page) noexcept {
-  if (--page->references != 0) return;
-  --used_;
-  page->dirty = true;
-  kept_.push(page);
-  placement_->put_back(page);
+bool PagePool::give_up_spare() {
+  bool any = unpark_oldest();
+  for (auto buffer = buffers_.begin(); !any && buffer != buffers_.end(); ++buffer)
+    any = (*buffer)->drop_ahead() != 0;
+  if (any) settle_all();
+  return any;
+}
+
+bool PagePool::take_back(PoolLock& lock, steady_clock::time_point until) {
+  const std::size_t before = used_;
+  settle_all();
+  if (used_ < before) return true;
+  if (give_up_spare()) return true;
+  // What is left to hope for is work of the mapper, or on the device.
+  const bool waits = std::any_of(unsettled_.begin(), unsettled_.end(),
+                                 [](const auto& buffer) { return !buffer->refusal(); });
+  if ((in_flight_ == 0 && !waits) || steady_clock::now() >= until) return false;
+  const trace::Span span(trace::What::wait, 0, 0);
+  changed_.wait_for(lock.lock_, std::chrono::milliseconds(1));
+  return true;
 }
 
 void PagePool::quarantine(Page* page) {
@@ -129,19 +140,119 @@ void PagePool::quarantine(Page* page) {
 
 std::uint64_t PagePool::add(Buffer* buffer) {
   buffers_.insert(buffer);
-  unsettled_.reserve(buffers_.size());  // so that retry_later cannot fail
-  return next_buffer_id_++;
+  // So that listing one cannot fail.
+  unsettled_.reserve(buffers_.size());
+  wanting_.reserve(buffers_.size());
+  idle_.reserve(buffers_.size());
+  return next_id();
+}
+
+void PagePool::settle_later(const std::shared_ptr<Buffer>& buffer) {
+  if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end())
+    unsettled_.push_back(buffer);
+  // What was refused is not worth a thread of its own: it is tried again when somebody asks.
+  if (!buffer->refusal() || looks_ahead()) start_mapper_if_needed();
+}
+
+void PagePool::want(const std::shared_ptr<Buffer>& buffer) {
+  wanting_.push_back(buffer);
+  start_mapper_if_needed();
+}
+
+void PagePool::start_mapper_if_needed() noexcept {
+  wake_mapper_ = true;
+  try {
+    start_mapper();
+  } catch (const std::exception&) {
+    // No thread to be had: whoever needs pages makes the calls himself, and trim() the rest.
+  }
+}
+
+void PagePool::ensure_mapper() {
+  const PoolLock lock(shared_from_this());
+  start_mapper();
+}
+
+void PagePool::start_mapper() {
+  if (!mapper_.running()) mapper_.start(weak_from_this());
+}
+
+bool PagePool::may_park(std::size_t pages) {
+  const std::size_t most =
+      options_.park == kParkByBudget ? budget_pages() / 4 : in_pages(options_.park);
+  if (pages > most) return false;
+  while (parked_ + pages > most) unpark_oldest();
+  return true;
+}
+
+void PagePool::park(const std::shared_ptr<Buffer>& buffer, std::size_t pages) {
+  idle_.push_back(buffer);
+  parked_ += pages;
+  if (options_.zero != ZeroPolicy::never) start_mapper_if_needed();
+}
+
+std::shared_ptr<Buffer> PagePool::find_parked(const RowShape& shape) {
+  std::shared_ptr<Buffer> busy;
+  for (auto at = idle_.rbegin(); at != idle_.rend(); ++at) {
+    if ((*at)->shape() != shape || !(*at)->adoptable()) continue;
+    if (!(*at)->busy()) return *at;
+    if (!busy) busy = *at;
+  }
+  return busy;
+}
+
+void PagePool::unpark(Buffer& buffer, std::size_t pages) {
+  std::erase_if(idle_, [&buffer](const auto& other) { return other.get() == &buffer; });
+  parked_ -= pages;
+}
+
+bool PagePool::unpark_oldest() {
+  if (idle_.empty()) return false;
+  const std::shared_ptr<Buffer> oldest = idle_.front();
+  oldest->unpark();
+  return true;
+}
+
+bool PagePool::unpark_all() noexcept {
+  bool any = false;
+  while (unpark_oldest()) any = true;
+  return any;
+}
+
+bool PagePool::relieve() noexcept {
+  PoolLock lock(shared_from_this());
+  reap();
+  if (!unpark_all() && unsettled_.empty()) return false;
+  settle_all();
+  return true;
+}
+
+void PagePool::give_all_back() noexcept {
+  PoolLock lock(shared_from_this());
+  reap();
+  while (give_up_spare()) {
+  }
+  settle_all();
+}
+
+void PagePool::await(PoolLock& lock, const char* operation, const char* what,
+                     const std::function<bool()>& done) {
+  if (done()) return;
+  const trace::Span span(trace::What::wait, 0, 0);
+  if (changed_.wait_for(lock.lock_, options_.patience, done)) return;
+  throw TimedOut("[" + std::string(operation) + "] timed out after " +
+                 seconds_text(options_.patience) + ": " + what + " has not ended");
 }
 
 PoolCounts PagePool::counts() {
   PoolLock lock(shared_from_this());
   reap();
-  retry();
+  if (!looks_ahead()) settle_all();
   count_parted();
   PoolCounts counts;
   for (Buffer* buffer : buffers_) buffer->add_to(counts);
   counts.parted = parted_;
-  counts.budget_pages = budget_pages_;
+  counts.budget_pages = budget_pages();
   counts.used = used_ + parted_;
   counts.kept = kept_.size();
   counts.quarantined = quarantined_;
@@ -149,48 +260,80 @@ PoolCounts PagePool::counts() {
   return counts;
 }
 
-void PagePool::prefill(std::size_t pages) {
-  if (pages == 0) return;
-  {
-    PoolLock lock(shared_from_this());
-    reap();
-    require_free("Pool.prefill", pages);
-  }
-  const auto buffer =
-      Buffer::create(shared_from_this(), {.rows = 1, .item_bytes = page_size(), .capacity = pages});
-  try {
-    buffer->grow("Pool.prefill", {0, pages}, true);
-  } catch (...) {
-    buffer->abandon();
-    throw;
-  }
+PoolEvents PagePool::events() {
   PoolLock lock(shared_from_this());
-  const std::vector<Page*> made = buffer->contents();
-  buffer->leave();
-  if (buffer->settle()) {
-    retry_later(buffer);
-    return;
+  return counted;
+}
+
+void PagePool::set_budget(std::size_t bytes) {
+  const std::size_t pages = in_pages(bytes);
+  PoolLock lock(shared_from_this());
+  reap();
+  count_parted();
+  const auto until = steady_clock::now() + options_.patience;
+  while (used_ + parted_ > pages && take_back(lock, until)) {
   }
-  if (policy_ == ZeroPolicy::never) return;
-  for (Page* page : made) page->dirty = false;  // nobody wrote to them
+  if (pages == 0 || used_ + parted_ > pages) {
+    throw OutOfPages("[Pool.budget] need a budget of at least " +
+                     std::to_string(std::max<std::size_t>(used_ + parted_, 1) * page_size()) +
+                     " bytes for what is in use, " + std::to_string(bytes) +
+                     " bytes were asked for: free tensors or views first");
+  }
+  while (used_ + parted_ + kept_.size() > pages && kept_.oldest()) empty(kept_.oldest(), 1);
+  budget_pages_ = pages;
 }
 
 std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   reap();
-  retry();
+  unpark_all();
+  await(lock, "Pool.trim", "the mapper's driver calls", [this] { return in_flight_ == 0; });
+  settle_all();
   return empty_all();
 }
 
-void PagePool::settle() {
+bool PagePool::idle() const {
+  return in_flight_ == 0 && (wanting_.empty() || !mapper_.running()) &&
+         std::all_of(unsettled_.begin(), unsettled_.end(),
+                     [](const auto& buffer) { return buffer->refusal() != nullptr; }) &&
+         (options_.zero == ZeroPolicy::never || !mapper_.running() ||
+          std::none_of(idle_.begin(), idle_.end(),
+                       [](const auto& buffer) { return buffer->to_clean(); }));
+}
+
+void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
+  const auto until = steady_clock::now() + timeout;
   PoolLock lock(shared_from_this());
   reap();
-  if (std::exception_ptr refused = retry()) std::rethrow_exception(refused);
+  std::exception_ptr refused = settle_all();  // what was refused is tried again, here
+  while (!refused && !idle()) {
+    if (steady_clock::now() >= until) {
+      throw TimedOut("[Pool.wait_idle] timed out after " + seconds_text(timeout) + ": " +
+                     std::to_string(unsettled_.size()) +
+                     " tensors have pages that work on the device may still use, or the mapper is "
+                     "busy; they stay held, and go once that has ended");
+    }
+    changed_.wait_for(lock.lock_, std::chrono::milliseconds(1));
+    reap();
+    refused = settle_all();
+  }
+  for (Buffer* buffer : buffers_) {
+    if (!refused) refused = buffer->take_error();
+  }
+  if (refused) std::rethrow_exception(refused);
+}
+
+void PagePool::retire() noexcept {
+  PoolLock lock(shared_from_this());
+  options_.park = low_ = 0;
+  reap();
+  unpark_all();
 }
 
 void PagePool::check_invariants() {
   PoolLock lock(shared_from_this());
   reap();
+  await(lock, "check_invariants", "the mapper's driver calls", [this] { return in_flight_ == 0; });
   std::unordered_map<const Page*, PageUse> uses;
   for (Buffer* buffer : buffers_) buffer->check(uses);
   std::size_t extra = 0;
@@ -214,7 +357,10 @@ void PagePool::check_invariants() {
       throw Error("I5: kept page " + std::to_string(page->handle) + " is in use");
     }
   }
-  if (used_ + kept_.size() > budget_pages_) throw Error("I5: used and kept pages pass the budget");
+  if (used_ + kept_.size() > budget_pages()) {
+    throw Error("I5: " + std::to_string(used_) + " used and " + std::to_string(kept_.size()) +
+                " kept pages pass the budget of " + std::to_string(budget_pages()));
+  }
 }
 
 void PagePool::count_parted() {
@@ -222,27 +368,38 @@ void PagePool::count_parted() {
   for (Buffer* buffer : buffers_) parted_ += buffer->count_parted();
 }
 
-void PagePool::end(Generation* generation) noexcept {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
-  const std::shared_ptr<PagePool> self = generation->buffer->pool();
+void PagePool::push(Generation* generation) noexcept {
   generation->next = ended_.load(std::memory_order_relaxed);
   while (!ended_.compare_exchange_weak(generation->next, generation, std::memory_order_release,
                                        std::memory_order_relaxed)) {
   }
+}
+
+void PagePool::end(Generation* generation) noexcept {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  const std::shared_ptr<PagePool> self = generation->buffer->pool();
+  push(generation);
   // Whoever holds the lock looks again after letting it go, as we do.
   while (ended_.load(std::memory_order_acquire) && mutex_.try_lock()) {
     reap();
+    const bool wake = std::exchange(wake_mapper_, false);
     mutex_.unlock();
+    if (wake) mapper_.wake();
   }
 }
 
-void PagePool::retry_later(const std::shared_ptr<Buffer>& buffer) {
-  if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end())
-    unsettled_.push_back(buffer);
+void PagePool::end_later(Generation* generation) noexcept {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  // From here on the mapper may end the pool: then not in this thread.
+  const Mapper::Waker waker = mapper_.waker();
+  push(generation);
+  waker.wake();
 }
 
 void PagePool::before_fork() {
-  mutex_.lock();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return in_flight_ == 0; });
+  lock.release();
   std::vector<Page*> seen;
   for (Buffer* buffer : buffers_) buffer->guard_for_child(seen);
   for (Page* page : seen) share(page);
@@ -266,28 +423,33 @@ void PagePool::reap() noexcept {
       buffer->forget(generation);
     }
     delete generation;
-    if (buffer->settle()) retry_later(buffer);
+    buffer->give_back_unused();
     generation = next;
   }
 }
 
-std::exception_ptr PagePool::retry() noexcept {
+std::exception_ptr PagePool::settle_all() noexcept {
   std::exception_ptr first;
-  std::erase_if(unsettled_, [&first](const std::shared_ptr<Buffer>& buffer) {
-    std::exception_ptr error = buffer->settle();
-    if (error && !first) first = error;
-    return !error;
-  });
+  const std::vector<std::shared_ptr<Buffer>> all = std::exchange(unsettled_, {});
+  unsettled_.reserve(buffers_.size());
+  for (const std::shared_ptr<Buffer>& buffer : all) {
+    if (buffer->settle()) continue;
+    unsettled_.push_back(buffer);
+    if (!first) first = buffer->refusal();
+  }
   return first;
 }
 
-PoolLock::~PoolLock() {
+void PoolLock::let_go() noexcept {
   if (!lock_) return;
   // A deleter that found the lock taken left its generation to us.
+  bool wake = false;
   do {
     if (pool_->ended_.load(std::memory_order_acquire)) pool_->reap();
+    wake |= std::exchange(pool_->wake_mapper_, false);
     lock_.unlock();
   } while (pool_->ended_.load(std::memory_order_acquire) && lock_.try_lock());
+  if (wake) pool_->mapper_.wake();
 }
 
 }  // namespace vtensor

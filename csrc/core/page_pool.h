@@ -1,19 +1,26 @@
 // The owner of all page handles of one device and one page size: budget, reuse, reference counts,
 // zeroing policy. Its lock is the one lock of the core: page tables and generations of its buffers
-// stand under it too.
+// stand under it too. Driver calls that take long are made without it, by whoever has marked the
+// buffer busy.
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <unordered_set>
 #include <vector>
 
+#include "core/caller.h"
 #include "core/fork_guard.h"
 #include "core/generation.h"
+#include "core/mapper.h"
 #include "core/page.h"
 #include "core/placement.h"
 #include "driver/driver.h"
@@ -26,6 +33,25 @@ enum class ZeroPolicy : std::uint8_t {
   always,     // whenever it is taken
 };
 
+inline constexpr std::size_t kParkByBudget = std::numeric_limits<std::size_t>::max();
+
+// Sizes in bytes.
+struct PoolOptions {
+  std::size_t budget = 0;  // 0: what the driver says is available
+  ZeroPolicy zero = ZeroPolicy::new_owner;
+  // What a tensor may have mapped ahead of need. 0: nothing is done in the background but what
+  // somebody prepares, and what has to wait for a fence.
+  std::size_t ahead = 0;
+  // What freed tensors may leave mapped for the next of the same shape. kParkByBudget: a quarter of
+  // the budget.
+  std::size_t park = 0;
+  std::size_t low = 0;  // free memory that the mapper keeps made
+  std::size_t high = std::numeric_limits<std::size_t>::max();  // free memory kept at most
+  std::chrono::nanoseconds max_age{0};                         // of free memory; 0: any
+  std::size_t reserve = 0;  // of the device's memory, left to others
+  std::chrono::nanoseconds patience = std::chrono::seconds(60);  // the bound of every wait (I12)
+};
+
 struct PoolCounts {
   std::size_t budget_pages = 0;
   std::size_t used = 0;    // handles in use, and pages that the kernel parted from shared handles
@@ -35,18 +61,32 @@ struct PoolCounts {
   std::size_t lent = 0;         // references that forked children keep
   std::size_t mapped = 0;       // page table entries
   std::size_t needed = 0;       // of these, what lengths need
+  std::size_t ahead = 0;        // what is ready beyond that
+  std::size_t parked = 0;       // what freed tensors left for the next one
   std::size_t held = 0;         // what only old generations hold, or waits to be unmapped
   std::size_t orphaned = 0;     // of the held, what belongs to no tensor any more
   std::size_t reserved_pages = 0;
   std::size_t buffers = 0;  // whose tensor is open
 };
 
+// Since the pool was made.
+struct PoolEvents {
+  std::uint64_t growths_ready = 0;    // growths into new pages that found them ready
+  std::uint64_t growths_mapped = 0;   // and that had to make driver calls
+  std::uint64_t pages_recycled = 0;   // pages taken whose memory was there
+  std::uint64_t pages_fresh = 0;      // and was not
+  std::uint64_t tensors_adopted = 0;  // tensors that began on a parked tensor's pages
+  std::uint64_t tensors_fresh = 0;
+};
+
+class PoolLock;
+struct RowShape;
+
 class PagePool : public std::enable_shared_from_this<PagePool> {
  public:
-  // `budget` in bytes; 0 takes what the driver says is available. Throws InvalidArgument below one
-  // page.
-  static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver, std::size_t budget,
-                                          ZeroPolicy policy);
+  // Throws InvalidArgument where the budget is below one page.
+  static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver,
+                                          const PoolOptions& options);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
@@ -54,21 +94,43 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   Driver& driver() { return *driver_; }
   const DriverTraits& traits() const { return driver_->traits(); }
   std::size_t page_size() const { return traits().page_size; }
-  std::size_t budget_pages() const { return budget_pages_; }
-  ZeroPolicy zero_policy() const { return policy_; }
+  std::size_t budget_pages() const { return budget_pages_.load(std::memory_order_relaxed); }
+  const PoolOptions& options() const { return options_; }
+  ZeroPolicy zero_policy() const { return options_.zero; }
+  bool looks_ahead() const { return options_.ahead != 0; }
 
   PoolCounts counts();
+  PoolEvents events();
+  // Throws OutOfPages where more is in use and cannot be given back; nothing is changed then.
+  void set_budget(std::size_t bytes);
   // Makes the memory of `pages` free pages present, for rows to come. Throws OutOfPages.
   void prefill(std::size_t pages);
-  // Gives the memory of free pages back; returns how many. What waits to be unmapped goes first.
+  // Gives parked and free memory back; returns how many pages. What waits to be unmapped goes
+  // first.
   std::size_t trim();
-  // Unmaps what waits for it. Throws the driver's error where that is refused again.
-  void settle();
+  // Returns once nothing is left to do in the background. Throws the driver's error where
+  // something cannot be unmapped, and TimedOut.
+  void wait_idle(std::chrono::nanoseconds timeout);
+  // Gives back, now and in this thread, what is parked or waits to be unmapped: it holds addresses
+  // and kernel mappings too. False where there was nothing.
+  bool relieve() noexcept;
+  // The same, and what is ahead: for want of memory.
+  void give_all_back() noexcept;
   // Throws an Error that names the violated invariant.
   void check_invariants();
+  // The pool's owner leaves: nothing is parked or mapped ahead from here on, and the mapper ends
+  // once what waits for fences is gone.
+  void retire() noexcept;
+
+  // Of the mapper, for those who may outlive the pool.
+  Mapper::Waker waker() const { return mapper_.waker(); }
 
   // Told by whoever drops the last reference to a generation. Never blocks, never throws (I11).
   void end(Generation* generation) noexcept;
+  // The same, and makes no driver call whatever the options: for the callbacks of a driver.
+  void end_later(Generation* generation) noexcept;
+  // So that `end_later` finds the mapper running. Throws std::system_error.
+  void ensure_mapper();
 
   // Around fork(2), on a driver that parts pages at a write. The lock is held in between.
   void before_fork();
@@ -76,9 +138,19 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
 
   // Everything below requires the lock (see PoolLock).
 
-  // Throws OutOfPages where fewer than `pages` pages are free, not counting `parted` pages that the
-  // kernel parted and that these are to replace.
-  void require_free(const char* operation, std::size_t pages, std::size_t parted = 0);
+  // Returns with `pages` pages free, not counting `parted` pages that the kernel parted and that
+  // these are to replace, and with their memory made where the driver takes long for that. Takes
+  // back what is parked or ahead elsewhere; lets the lock go meanwhile, and to wait for fences.
+  // True where it did: others may have taken pages, or given some back. Throws OutOfPages,
+  // DeviceOutOfMemory.
+  bool require_ready(PoolLock& lock, const char* operation, std::size_t pages,
+                     std::size_t parted = 0);
+  // Has the memory of `pages` free pages made, where the driver takes long for that. True where it
+  // let the lock go.
+  bool make_ready(PoolLock& lock, std::size_t pages);
+  // Keeps `pages` of those that require_ready found for the same operation, which is about to let
+  // the lock go; given back by promise(-pages).
+  void promise(std::ptrdiff_t pages) { promised_ += static_cast<std::size_t>(pages); }
   RowHome open_home(std::size_t pages) { return placement_->open_home(pages); }
   void close_home(RowHome& home) { placement_->close_home(home); }
   // Adds to `out` free pages for `n` slots after `previous`, each with one reference. Requires:
@@ -89,43 +161,97 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // The page is counted and reported, and never used again.
   void quarantine(Page* page);
   bool must_zero(const Page& page, std::uint64_t owner) const {
-    if (!page.dirty || policy_ == ZeroPolicy::never) return false;
-    return policy_ == ZeroPolicy::always || owner == kNobody || page.last_owner != owner;
+    if (!page.dirty || options_.zero == ZeroPolicy::never) return false;
+    return options_.zero == ZeroPolicy::always || owner == kNobody || page.last_owner != owner;
   }
+  // Pages that can be taken without taking anything back.
+  std::size_t spare_pages() const;
 
   std::uint64_t add(Buffer* buffer);
   void remove(Buffer* buffer) { buffers_.erase(buffer); }
-  // `buffer` still has pages or its range to give back: it is kept and tried again later.
-  void retry_later(const std::shared_ptr<Buffer>& buffer);
-  // Gives back what ended generations held. What the driver refuses is left to `retry`.
+  std::uint64_t next_id() { return next_buffer_id_++; }
+  // `buffer` has pages or its range to give back: it is kept until it has.
+  void settle_later(const std::shared_ptr<Buffer>& buffer);
+  // The mapper is to look at what `buffer` wants.
+  void want(const std::shared_ptr<Buffer>& buffer);
+  // Gives back what ended generations held, or has the mapper do it.
   void reap() noexcept;
+
+  // Whether a freed buffer with `pages` pages may stay mapped, after older ones have made room.
+  bool may_park(std::size_t pages);
+  void park(const std::shared_ptr<Buffer>& buffer, std::size_t pages);
+  // A parked buffer of exactly this shape, the last one freed; null where there is none.
+  std::shared_ptr<Buffer> find_parked(const RowShape& shape);
+  void unpark(Buffer& buffer, std::size_t pages);
+
+  // Lets the lock go until `done`, told by `changed`, or for as long as the patience lasts; then
+  // throws TimedOut: "[operation] timed out after 60 s: what".
+  void await(PoolLock& lock, const char* operation, const char* what,
+             const std::function<bool()>& done);
+  void changed() { changed_.notify_all(); }
+  // Keeps free memory between the pool's marks; returns when to look again.
+  std::chrono::steady_clock::time_point tend_kept(PoolLock& lock);
+  // Around driver calls without the lock; fork(2) waits for their end.
+  void depart() { ++in_flight_; }
+  void arrive() {
+    --in_flight_;
+    changed();
+  }
+
+  PoolEvents counted;  // what happened so far
 
  private:
   friend class PoolLock;
-  PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, ZeroPolicy policy);
-  // Retries what was refused. Returns the first refusal.
-  std::exception_ptr retry() noexcept;
+  friend class Mapper;
+  PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, const PoolOptions& options);
+  std::size_t in_pages(std::size_t bytes) const { return bytes / page_size(); }
+  std::size_t free_pages(std::size_t pages, std::size_t parted);
+  // Gives up what is parked, or ahead of some tensor; false where there is neither.
+  bool give_up_spare();
+  // One step of taking back; false where there is nothing more to take.
+  bool take_back(PoolLock& lock, std::chrono::steady_clock::time_point until);
+  void start_mapper();
+  void start_mapper_if_needed() noexcept;
+  // Settles what waits for it. Returns the first refusal.
+  std::exception_ptr settle_all() noexcept;
   void count_parted();
+  void stock(PoolLock& lock, std::size_t pages);
   void make_room(std::size_t taken, std::size_t fresh);
   void empty(Page* first, std::size_t n);
   std::size_t empty_all();
+  bool unpark_oldest();
+  bool unpark_all() noexcept;
+  // True where it let the lock go.
+  bool require_free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t parted);
+  bool idle() const;
+  void push(Generation* generation) noexcept;
 
   const std::unique_ptr<Driver> driver_;
-  const std::size_t budget_pages_;
-  const ZeroPolicy policy_;
+  std::atomic<std::size_t> budget_pages_;
+  PoolOptions options_;
+  std::size_t low_, high_;  // marks of kept pages
 
   std::mutex mutex_;
+  std::condition_variable changed_;
   KeptPages kept_;
   const std::unique_ptr<Placement> placement_;
   std::size_t used_ = 0;
-  std::size_t parted_ = 0;  // as last counted
+  std::size_t promised_ = 0;   // to operations that have let the lock go before they take them
+  std::size_t just_made_ = 0;  // of the kept pages, those made for a growth under way
+  std::size_t parted_ = 0;     // as last counted
   std::size_t quarantined_ = 0;
+  std::size_t parked_ = 0;     // pages of parked buffers
+  std::size_t in_flight_ = 0;  // operations that make driver calls without the lock
   std::uint64_t next_buffer_id_ = 1;
   std::unordered_set<Buffer*> buffers_;
-  std::vector<std::shared_ptr<Buffer>> unsettled_;
+  std::vector<std::shared_ptr<Buffer>> unsettled_;  // have something to give back
+  std::vector<std::shared_ptr<Buffer>> wanting_;    // want pages ahead
+  std::vector<std::shared_ptr<Buffer>> idle_;       // parked, oldest first
+  bool wake_mapper_ = false;                        // once the lock is free
   LentPages lent_;
 
   std::atomic<Generation*> ended_{nullptr};
+  Mapper mapper_;
 };
 
 // Holds a pool's lock, and the pool. Generations that end meanwhile are reaped before it lets go.
@@ -134,12 +260,16 @@ class PoolLock {
   explicit PoolLock(const std::shared_ptr<PagePool>& pool) : pool_(pool), lock_(pool->mutex_) {}
   PoolLock(const std::shared_ptr<PagePool>& pool, std::try_to_lock_t how)
       : pool_(pool), lock_(pool->mutex_, how) {}
-  ~PoolLock();
+  ~PoolLock() { let_go(); }
   PoolLock(const PoolLock&) = delete;
   PoolLock& operator=(const PoolLock&) = delete;
   explicit operator bool() const { return lock_.owns_lock(); }
 
+  void let_go() noexcept;
+  void take_again() { lock_.lock(); }
+
  private:
+  friend class PagePool;
   std::shared_ptr<PagePool> pool_;
   std::unique_lock<std::mutex> lock_;
 };

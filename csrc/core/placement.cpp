@@ -31,8 +31,11 @@ class AdjacentPlacement final : public Placement {
   RowHome open_home(std::size_t pages) override {
     RowHome home{pages, {}};
     home.runs.reserve(2);
-    if (HandleRun* run = adopt_idle(pages)) home.runs.push_back(run);
-    if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(make_run(pages));
+    if (HandleRun* run = adopt_idle(pages, 1)) home.runs.push_back(run);
+    if (home.runs.empty() || home.runs[0]->length < pages) {
+      HandleRun* run = adopt_idle(pages, pages);
+      home.runs.push_back(run ? run : make_run(pages));
+    }
     return home;
   }
 
@@ -60,6 +63,8 @@ class AdjacentPlacement final : public Placement {
       --n;
     }
   }
+
+  Page* adopt(Handle) override { return nullptr; }
 
   void put_back(Page* page) override {
     HandleRun* run = page->run;
@@ -112,10 +117,11 @@ class AdjacentPlacement final : public Placement {
     return run.pages[from];
   }
 
-  // The idle run with the most kept memory, or else one that is long enough, cut to `pages`; null
-  // where none is.
-  HandleRun* adopt_idle(std::size_t pages) {
-    const auto rank = [pages](const HandleRun* run) {
+  // Of the idle runs of `least` pages or more that with the most kept memory, or else one that is
+  // long enough, cut to `pages`; null where none is.
+  HandleRun* adopt_idle(std::size_t pages, std::size_t least) {
+    const auto rank = [pages, least](const HandleRun* run) {
+      if (run->length < least) return std::pair(std::size_t{0}, false);
       return std::pair(run->free_kept, run->length >= pages);
     };
     const auto best =
@@ -176,13 +182,18 @@ class UnorderedPlacement final : public Placement {
       if (page) {
         kept_.remove(page);
       } else {
-        page = new_record(driver_.create(1));
-        page->dirty = !driver_.traits().created_zero;
-        page->resident = true;
+        page = adopt(driver_.create(1));
       }
       page->references = 1;
       out.push_back(page);
     }
+  }
+
+  Page* adopt(Handle handle) override {
+    Page* page = new_record(handle);
+    page->dirty = !driver_.traits().created_zero;
+    page->resident = true;
+    return page;
   }
 
   void put_back(Page*) override {}

@@ -45,6 +45,9 @@ class Placement {
   // `out`.
   virtual void pick(RowHome& home, const Page* previous, std::size_t n,
                     std::vector<Page*>& out) = 0;
+  // Takes in a page that the driver made meanwhile, so that `pick` need not make one. Null where
+  // handles cost nothing until they are used.
+  virtual Page* adopt(Handle handle) = 0;
   // The page has no reference any more; it is resident or empty.
   virtual void put_back(Page* page) = 0;
   // The memory of a free page was given back.

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/trace.h"
 #include "core/buffer.h"
 
 namespace vtensor {
@@ -38,8 +39,9 @@ void Buffer::adopt(const Run& run, std::span<Page* const> pages) noexcept {
 
 // Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable.
 // Whole or nothing, except that pages which the kernel had parted may stay folded: nobody can tell
-// but by the counts. Zeroes the positions `stale` at the end.
-void Buffer::part(std::span<const Run> runs, Interval stale) {
+// but by the counts. Zeroes the positions `stale` at the end. Lets the lock go while the device
+// copies. Requires: busy.
+void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Run> runs, Interval stale) {
   struct Change {
     Run run;
     std::vector<std::uint8_t> parted;
@@ -47,6 +49,7 @@ void Buffer::part(std::span<const Run> runs, Interval stale) {
     std::vector<Handle> handles = {};  // of `to`
   };
   std::vector<Change> changes;
+  std::vector<PageCopy> copies;
   const auto page_at = [this](const Run& run, std::size_t i) {
     return table_.at(run.row, run.slots.begin + i).page;
   };
@@ -58,14 +61,30 @@ void Buffer::part(std::span<const Run> runs, Interval stale) {
   const auto put_back = [&](const Change& change) {
     if (std::any_of(change.parted.begin(), change.parted.end(),
                     [](auto parted) { return parted != 0; })) {
-      return false;
+      return adopt(change.run, change.to);
     }
     try {
       driver_.remap(address_of(change.run), change.handles, Access::writable, handles(change.run),
                     Access::guarded);
-      return true;
+      drop_new(change);
+    } catch (const UndoFailed& error) {
+      auto stuck = error.stuck.begin();
+      for (std::size_t i = 0; i < change.to.size(); ++i) {
+        if (stuck == error.stuck.end() || *stuck != i) {
+          const std::size_t slot = change.run.slots.begin + i;
+          adopt({change.run.row, {slot, slot + 1}}, {&change.to[i], 1});
+          continue;
+        }
+        ++stuck;
+        // Its old page is the entry's; which of the two is mapped here, nobody knows.
+        if (change.to[i] != page_at(change.run, i)) {
+          pool_->quarantine(change.to[i]);
+          pool_->drop(change.to[i]);
+        }
+        quarantine(change.run, std::span(&i, 1));
+      }
     } catch (const Error&) {
-      return false;
+      adopt(change.run, change.to);
     }
   };
 
@@ -83,8 +102,6 @@ void Buffer::part(std::span<const Run> runs, Interval stale) {
         } else {
           const bool first = changes.empty() || changes.back().run.row != run.row;
           pool_->take(homes_[run.row], first ? nullptr : changes.back().to.back(), 1, taken);
-          taken.back()->last_owner =
-              kNobody;  // from here on it holds neither its last owner's bytes nor all of ours
         }
         Page* to = taken.back();
         // What the kernel parted cannot be put back, so a refused remap must leave it whole: one
@@ -99,30 +116,64 @@ void Buffer::part(std::span<const Run> runs, Interval stale) {
         change.parted.push_back(was_parted);
         change.to.push_back(to);
         change.handles.push_back(to->handle);
-        if (!alone || was_parted) driver_.copy_page(to->handle, slot_address(run.row, slot));
+        if (!alone || was_parted) {
+          // From here on it holds neither its last owner's bytes nor, until all is copied, ours.
+          to->last_owner = kNobody;
+          copies.push_back({to->handle, slot_address(run.row, slot)});
+        }
       }
     }
-    if (!changes.empty()) driver_.quiesce();
+    if (!copies.empty()) {
+      const trace::Span span(trace::What::copy, copies.front().from, copies.size() * page_size_,
+                             base_);
+      std::exception_ptr refused;
+      pool_->depart();
+      lock.let_go();
+      try {
+        driver_.copy_pages(copies, {});
+      } catch (...) {
+        refused = std::current_exception();
+      }
+      lock.take_again();
+      pool_->arrive();
+      if (refused) std::rethrow_exception(refused);
+    }
     for (; done < changes.size(); ++done) {
       const Change& change = changes[done];
       driver_.remap(address_of(change.run), handles(change.run), Access::guarded, change.handles,
                     Access::writable);
     }
-    zero_positions(stale);
+    zero_positions(stale, caller.stream);
   } catch (const UndoFailed& error) {
     const Change& broken = changes[done];
-    for (const std::size_t i : error.stuck) pool_->quarantine(broken.to[i]);
-    for (std::size_t c = 0; c < done; ++c)
-      put_back(changes[c]) ? drop_new(changes[c]) : adopt(changes[c].run, changes[c].to);
+    for (const std::size_t i : error.stuck) {
+      if (broken.to[i] != page_at(broken.run, i)) pool_->quarantine(broken.to[i]);
+    }
+    for (std::size_t c = 0; c < done; ++c) put_back(changes[c]);
     for (std::size_t c = done; c < changes.size(); ++c) drop_new(changes[c]);
     quarantine(broken.run, error.stuck);
     throw;
+  } catch (const TimedOut&) {
+    // The copies may still run: what they write to is nobody's any more, and what they read stays
+    // mapped until the side stream has passed.
+    note(driver_.side_stream());
+    for (const Change& change : changes) {
+      for (std::size_t i = 0; i < change.to.size(); ++i) {
+        if (change.to[i] != page_at(change.run, i)) pool_->quarantine(change.to[i]);
+      }
+      drop_new(change);
+    }
+    throw;
   } catch (...) {
+    // Where the zeroing of some positions may still run, their pages stay as they are.
+    const bool over = done < changes.size() || stale.empty() || await_work(lock, caller.stream);
     for (std::size_t c = 0; c < changes.size(); ++c) {
-      if (c < done && !put_back(changes[c])) {
-        adopt(changes[c].run, changes[c].to);
-      } else {
+      if (c >= done) {
         drop_new(changes[c]);
+      } else if (over) {
+        put_back(changes[c]);
+      } else {
+        adopt(changes[c].run, changes[c].to);
       }
     }
     throw;
@@ -130,15 +181,32 @@ void Buffer::part(std::span<const Run> runs, Interval stale) {
   for (const Change& change : changes) adopt(change.run, change.to);
 }
 
-void Buffer::own(const char* operation, Interval positions) {
+void Buffer::own(const Caller& caller, Interval positions) {
   PoolLock lock(pool_);
   pool_->reap();
-  require_whole(operation);
   std::vector<Run> guarded;
-  for (std::size_t row = 0; row < shape_.rows; ++row)
-    collect(guarded, row, slots_of(positions), is_guarded);
-  pool_->require_free(operation, fresh_pages_for(guarded), parted_pages_in(guarded));
-  part(guarded);
+  std::size_t fresh = 0;
+  const auto look = [&] {
+    require_whole(caller.operation);
+    guarded.clear();
+    for (std::size_t row = 0; row < shape_.rows; ++row)
+      collect(guarded, row, slots_of(positions), is_guarded);
+    fresh = fresh_pages_for(guarded);
+  };
+  look();
+  if (guarded.empty()) return;
+  require_no_capture(caller);
+  {
+    const Busy busy(*this, lock, caller);
+    await_streams(lock, caller);
+  }
+  require_ready(lock, caller, [&] {
+    look();
+    return std::pair(fresh, parted_pages_in(guarded));
+  });
+  const Busy busy(*this, lock, caller);
+  part(lock, caller, guarded);
+  trace::event(trace::What::part, address_of(guarded.front()), fresh * page_size_, base_);
 }
 
 std::size_t Buffer::parted_pages_in(std::span<const Run> guarded) {
@@ -158,13 +226,11 @@ std::size_t Buffer::count_parted() {
   return parted_pages_in(guarded);
 }
 
-// Gives the pages that the kernel parted handles of their own, so that they can be shared again
-// (I6).
-void Buffer::fold(const char* operation) {
-  if (guarded_ == 0 || !driver_.traits().parts_on_write) return;
+// Runs of pages of the extent that the kernel parted.
+std::vector<Buffer::Run> Buffer::parted_in_extent() {
   std::vector<Run> guarded, folded;
+  if (guarded_ == 0 || !driver_.traits().parts_on_write) return folded;
   for (std::size_t row = 0; row < shape_.rows; ++row) collect(guarded, row, extent_, is_guarded);
-  std::size_t pages = 0;
   for (const Run& run : guarded) {
     const std::vector<std::uint8_t> parted = find_parted(run);
     for (std::size_t i = 0; i < parted.size();) {
@@ -172,38 +238,68 @@ void Buffer::fold(const char* operation) {
       while (i < parted.size() && parted[i]) ++i;
       if (i > first) {
         folded.push_back({run.row, {run.slots.begin + first, run.slots.begin + i}});
-        pages += i - first;
       } else {
         ++i;
       }
     }
   }
-  pool_->require_free(operation, fresh_pages_for(folded), pages);
-  part(folded);
+  return folded;
 }
 
-// Guards writable runs, which are about to be shared. Whole or nothing.
+// Before pages are shared, or change their rows: no work is left that may write to them, and there
+// is memory for what the kernel parted, which is returned.
+std::vector<Buffer::Run> Buffer::quieten(PoolLock& lock, const Caller& caller) {
+  {
+    const Busy busy(*this, lock, caller);
+    require_no_capture(caller);
+    await_streams(lock, caller);
+  }
+  std::vector<Run> parted;
+  require_ready(lock, caller, [&] {
+    require_whole(caller.operation);
+    parted = parted_in_extent();
+    std::size_t pages = 0;
+    for (const Run& run : parted) pages += run.slots.size();
+    return std::pair(fresh_pages_for(parted), pages);
+  });
+  return parted;
+}
+
+// Makes runs writable again that were guarded a moment ago, and are shared with nobody.
+void Buffer::unguard(std::span<const Run> runs) {
+  for (const Run& run : runs) {
+    const auto same = handles(run);
+    std::vector<std::size_t> stuck;
+    try {
+      driver_.remap(address_of(run), same, Access::guarded, same, Access::writable);
+      continue;
+    } catch (const UndoFailed& error) {
+      stuck = error.stuck;
+    } catch (const Error&) {
+    }
+    // Guarded for good: the next write through us parts it.
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
+      table_.at(run.row, slot).state = EntryState::guarded;
+    guarded_ += run.slots.size();
+    quarantine(run, stuck);
+  }
+}
+
+// Guards writable runs, which are about to be shared. Whole or nothing. Requires: no work that may
+// write to them is left in any stream.
 void Buffer::guard(std::span<const Run> runs) {
-  if (!runs.empty()) driver_.quiesce();
   std::size_t done = 0;
   try {
     for (; done < runs.size(); ++done) {
       const auto same = handles(runs[done]);
       driver_.remap(address_of(runs[done]), same, Access::writable, same, Access::guarded);
     }
+  } catch (const UndoFailed& error) {
+    quarantine(runs[done], error.stuck);  // guarded or not, nobody knows
+    unguard(runs.first(done));
+    throw;
   } catch (...) {
-    for (std::size_t i = 0; i < done; ++i) {
-      const auto same = handles(runs[i]);
-      try {
-        driver_.remap(address_of(runs[i]), same, Access::guarded, same, Access::writable);
-      } catch (const Error&) {
-        // Guarded for good: the next write through us parts it
-        for (std::size_t s = runs[i].slots.begin; s < runs[i].slots.end; ++s) {
-          table_.at(runs[i].row, s).state = EntryState::guarded;
-        }
-        guarded_ += runs[i].slots.size();
-      }
-    }
+    unguard(runs.first(done));
     throw;
   }
   for (const Run& run : runs) {
@@ -231,14 +327,16 @@ void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
   }
 }
 
-std::shared_ptr<Buffer> Buffer::share(const char* operation, const RowShape& shape,
+std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shape,
                                       std::span<const std::size_t> rows, bool exclusive) {
-  std::shared_ptr<Buffer> child = create(pool_, shape);
+  std::shared_ptr<Buffer> child = make(pool_, shape, caller);
   PoolLock lock(pool_);
   pool_->reap();
   try {
-    require_whole(operation);
-    fold(operation);
+    // Parted pages get handles of their own, so that they can be shared again (I6).
+    const std::vector<Run> parted = quieten(lock, caller);
+    const Busy busy(*this, lock, caller);
+    part(lock, caller, parted);
     child->table_.reserve(extent_.size());
     std::vector<Page*> pages;
     for (std::size_t row = 0; row < rows.size(); ++row) {
@@ -262,21 +360,24 @@ std::shared_ptr<Buffer> Buffer::share(const char* operation, const RowShape& sha
     }
     child->positions_ = {0, positions_.size()};
     child->extent_ = child->slots_of(child->positions_);
+    child->set_ready({});
+    trace::event(trace::What::fork, slot_address(0, extent_end()),
+                 extent_.size() * shape_.rows * page_size_, base_);
   } catch (...) {
     child->owned_ = false;
     child->touch({0, extent_.size()});
-    if (child->settle()) pool_->retry_later(child);
+    if (!child->settle()) pool_->settle_later(child);
     throw;
   }
   return child;
 }
 
-void Buffer::reindex(const char* operation, std::span<const std::size_t> rows) {
+void Buffer::reindex(const Caller& caller, std::span<const std::size_t> rows) {
   PoolLock lock(pool_);
   pool_->reap();
-  require_whole(operation);
-  fold(operation);
-  driver_.quiesce();
+  const std::vector<Run> parted = quieten(lock, caller);
+  const Busy busy(*this, lock, caller);
+  part(lock, caller, parted);
 
   // Runs in which row i has to change its pages, with what each has now and will have.
   struct Change {

@@ -16,6 +16,7 @@
 #include <memory>
 #include <numeric>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,20 @@ constexpr std::size_t kPage = 65536;
 
 inline char* bytes_at(Address at) { return reinterpret_cast<char*>(at); }
 inline volatile char& byte_at(Address at) { return *reinterpret_cast<volatile char*>(at); }
+
+// The driver's calls for one run of pages, and for one page.
+inline void map_run(Driver& driver, Address at, std::span<const Handle> handles, Access access) {
+  const PageRun run{at, handles};
+  driver.map({&run, 1}, access);
+}
+inline void unmap_run(Driver& driver, Address at, std::span<const Handle> handles, Access access) {
+  const PageRun run{at, handles};
+  driver.unmap({&run, 1}, access);
+}
+inline void copy_page(Driver& driver, Handle to, Address from) {
+  const PageCopy copy{to, from};
+  driver.copy_pages({&copy, 1}, {});
+}
 
 inline std::vector<Handle> adjacent(Handle first, std::size_t n) {
   std::vector<Handle> handles(n);

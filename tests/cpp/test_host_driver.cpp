@@ -69,10 +69,10 @@ TEST_CASE("a page size is a power of two from the granularity on") {
     const Address range = driver->reserve(2);
     CHECK(range % size == 0);
     const Handle h = driver->create(2);
-    driver->map(range + size, {{h + 1}}, Access::writable);
+    map_run(*driver, range + size, {{h + 1}}, Access::writable);
     byte_at(range + size) = 1;
     CHECK(byte_at(range) == 0);
-    driver->unmap(range + size, {{h + 1}}, Access::writable);
+    unmap_run(*driver, range + size, {{h + 1}}, Access::writable);
     driver->free_range(range, 2);
   }
 }
@@ -89,11 +89,11 @@ TEST_CASE_FIXTURE(HostFixture, "a range is aligned, and is freed whole") {
 TEST_CASE_FIXTURE(HostFixture, "holes read as zeros, and writes to them fault") {
   const Address range = driver->reserve(3);
   const Handle h = driver->create(1);
-  driver->map(range + kPage, {{h}}, Access::writable);
+  map_run(*driver, range + kPage, {{h}}, Access::writable);
   CHECK(byte_at(range) == 0);
   CHECK(byte_at(range + 3 * kPage - 1) == 0);
   CHECK(in_child([&] { return write_to(range); }) == -SIGSEGV);
-  driver->unmap(range + kPage, {{h}}, Access::writable);
+  unmap_run(*driver, range + kPage, {{h}}, Access::writable);
   CHECK(byte_at(range + kPage) == 0);
   CHECK(in_child([&] { return write_to(range + kPage); }) == -SIGSEGV);
 }
@@ -102,10 +102,10 @@ TEST_CASE("strict holes fault on reads too") {
   const auto driver = make_host_driver({.page_size = kPage, .strict_holes = true});
   const Address range = driver->reserve(2);
   const Handle h = driver->create(1);
-  driver->map(range, {{h}}, Access::writable);
+  map_run(*driver, range, {{h}}, Access::writable);
   CHECK(in_child([&] { return byte_at(range + kPage - 1); }) == 0);
   CHECK(in_child([&] { return byte_at(range + kPage); }) == -SIGSEGV);
-  driver->unmap(range, {{h}}, Access::writable);
+  unmap_run(*driver, range, {{h}}, Access::writable);
   CHECK(in_child([&] { return byte_at(range); }) == -SIGSEGV);
 }
 
@@ -113,15 +113,15 @@ TEST_CASE_FIXTURE(HostFixture, "adjacent handles at adjacent pages are one mmap 
   const Address range = driver->reserve(1100);
   const auto handles = adjacent(driver->create(1100), 1100);
   auto before = calls(Call::mmap);
-  driver->map(range, std::span(handles).first(1000), Access::writable);
+  map_run(*driver, range, std::span(handles).first(1000), Access::writable);
   CHECK(calls(Call::mmap) == before + 1);
   for (std::size_t i = 1000; i < 1100; ++i) {  // a row that grows in order
-    driver->map(range + i * kPage, {{handles[i]}}, Access::writable);
+    map_run(*driver, range + i * kPage, {{handles[i]}}, Access::writable);
   }
   CHECK(memfd_mappings(range, 1100 * kPage) == 1);
 
   before = calls(Call::munmap);
-  driver->unmap(range, handles, Access::writable);
+  unmap_run(*driver, range, handles, Access::writable);
   CHECK(calls(Call::munmap) == before + 1);
   CHECK(maps_of(range, 1100 * kPage).size() == 1);  // the reservation is one mapping again
   driver->free_range(range, 1100);
@@ -132,7 +132,7 @@ TEST_CASE_FIXTURE(HostFixture, "one mmap a run, whatever the order of the runs")
   const Handle h = driver->create(10);
   const std::vector<Handle> handles = {h + 7, h + 8, h + 2, h + 1, h + 4, h + 5};
   const auto before = calls(Call::mmap);
-  driver->map(range, handles, Access::writable);
+  map_run(*driver, range, handles, Access::writable);
   CHECK(calls(Call::mmap) == before + 4);
   for (std::size_t i = 0; i < 6; ++i) byte_at(range + i * kPage) = static_cast<char>(i + 1);
   driver->remap(range, handles, Access::writable, adjacent(h, 6), Access::writable);
@@ -144,8 +144,8 @@ TEST_CASE_FIXTURE(HostFixture, "one mmap a run, whatever the order of the runs")
 TEST_CASE_FIXTURE(HostFixture, "one handle at two addresses is the same memory") {
   const Address range = driver->reserve(4);
   const Handle h = driver->create(1);
-  driver->map(range, {{h}}, Access::writable);
-  driver->map(range + 3 * kPage, {{h}}, Access::writable);
+  map_run(*driver, range, {{h}}, Access::writable);
+  map_run(*driver, range + 3 * kPage, {{h}}, Access::writable);
   byte_at(range + 17) = 42;
   CHECK(byte_at(range + 3 * kPage + 17) == 42);
   CHECK(byte_at(range + kPage + 17) == 0);
@@ -154,10 +154,10 @@ TEST_CASE_FIXTURE(HostFixture, "one handle at two addresses is the same memory")
 TEST_CASE_FIXTURE(HostFixture, "a write to a guarded page parts it, in both directions") {  // I6
   const Address range = driver->reserve(3);
   const Handle h = driver->create(1);
-  driver->map(range, {{h}}, Access::writable);
+  map_run(*driver, range, {{h}}, Access::writable);
   std::memset(bytes_at(range), 1, kPage);
   driver->remap(range, {{h}}, Access::writable, {{h}}, Access::guarded);
-  driver->map(range + kPage, {{h}}, Access::guarded);
+  map_run(*driver, range + kPage, {{h}}, Access::guarded);
   const auto parted = [&] {
     std::uint8_t found[2] = {7, 7};
     driver->find_parted(range, found);
@@ -172,7 +172,7 @@ TEST_CASE_FIXTURE(HostFixture, "a write to a guarded page parts it, in both dire
   CHECK(byte_at(range + kPage - 1) == 1);
   CHECK(parted() == std::vector{1, 1});
 
-  driver->map(range + 2 * kPage, {{h}}, Access::writable);
+  map_run(*driver, range + 2 * kPage, {{h}}, Access::writable);
   CHECK(byte_at(range + 2 * kPage + 5000) == 1);
   CHECK(byte_at(range + 3 * kPage - 1) == 1);
 }
@@ -180,7 +180,7 @@ TEST_CASE_FIXTURE(HostFixture, "a write to a guarded page parts it, in both dire
 TEST_CASE_FIXTURE(HostFixture, "parted pages are found in spans longer than one read") {
   constexpr std::size_t kPages = 1000;  // 16,000 entries of pagemap at 4 KiB
   const Address range = driver->reserve(kPages);
-  driver->map(range, adjacent(driver->create(kPages), kPages), Access::guarded);
+  map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::guarded);
   std::set<std::size_t> written = {0, 255, 256, 257, 700, 999};
   for (const std::size_t i : written) byte_at(range + (i + 1) * kPage - 1) = 1;
   std::vector<std::uint8_t> parted(kPages, 7);
@@ -195,19 +195,19 @@ TEST_CASE_FIXTURE(HostFixture, "parted pages are found in spans longer than one 
 TEST_CASE_FIXTURE(HostFixture, "copy_page copies what is seen, parted or not") {
   const Address range = driver->reserve(3);
   const Handle h = driver->create(2);
-  driver->map(range, {{h}}, Access::writable);
+  map_run(*driver, range, {{h}}, Access::writable);
   for (std::size_t i = 0; i < kPage; ++i) byte_at(range + i) = static_cast<char>(i % 127);
   driver->remap(range, {{h}}, Access::writable, {{h}}, Access::guarded);
   byte_at(range + 9000) = 99;
   const std::string seen(bytes_at(range), kPage);
 
-  driver->copy_page(h + 1, range);
-  driver->map(range + kPage, {{h + 1}}, Access::writable);
+  copy_page(*driver, h + 1, range);
+  map_run(*driver, range + kPage, {{h + 1}}, Access::writable);
   CHECK(std::string(bytes_at(range + kPage), kPage) == seen);
-  driver->map(range + 2 * kPage, {{h}}, Access::writable);
+  map_run(*driver, range + 2 * kPage, {{h}}, Access::writable);
   CHECK(byte_at(range + 2 * kPage + 9000) == 9000 % 127);
 
-  driver->copy_page(h, range);  // folds the page into its own handle
+  copy_page(*driver, h, range);  // folds the page into its own handle
   CHECK(std::string(bytes_at(range + 2 * kPage), kPage) == seen);
   driver->remap(range, {{h}}, Access::guarded, {{h}}, Access::writable);
   CHECK(std::string(bytes_at(range), kPage) == seen);
@@ -220,25 +220,25 @@ TEST_CASE_FIXTURE(HostFixture,
                   "memory comes at the first touch or by populate, and goes by destroy") {
   const Address range = driver->reserve(10);
   const auto handles = adjacent(driver->create(10), 10);
-  driver->map(range, handles, Access::writable);
+  map_run(*driver, range, handles, Access::writable);
   CHECK(bytes_in_memfd() == 0);
   driver->populate(range, 4);
   CHECK(bytes_in_memfd() == 4 * kPage);
   CHECK(byte_at(range) == 0);
   std::memset(bytes_at(range), 5, 10 * kPage);
   CHECK(bytes_in_memfd() == 10 * kPage);
-  driver->zero(range + 3 * kPage, 2 * kPage);
+  driver->zero(range + 3 * kPage, 2 * kPage, 0);
   CHECK(byte_at(range + 3 * kPage - 1) == 5);
   CHECK(byte_at(range + 3 * kPage) == 0);
   CHECK(byte_at(range + 5 * kPage - 1) == 0);
   CHECK(byte_at(range + 5 * kPage) == 5);
 
-  driver->unmap(range, handles, Access::writable);
+  unmap_run(*driver, range, handles, Access::writable);
   const auto before = calls(Call::fallocate);
   driver->destroy(handles[2], 7);
   CHECK(calls(Call::fallocate) == before + 1);
   CHECK(bytes_in_memfd() == 3 * kPage);
-  driver->map(range, handles, Access::writable);
+  map_run(*driver, range, handles, Access::writable);
   CHECK(byte_at(range + kPage) == 5);
   CHECK(byte_at(range + 2 * kPage) == 0);
   CHECK(byte_at(range + 9 * kPage) == 5);
@@ -262,26 +262,28 @@ TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it wa
   SUBCASE("map") {
     for (const Access access : {Access::writable, Access::guarded}) {
       CHECK(refuse_each_call(*driver, range, kPages,
-                             [&] { driver->map(range + kPage, first, access); }) == 4);
+                             [&] { map_run(*driver, range + kPage, first, access); }) == 4);
       CHECK(memfd_mappings(range, kPages * kPage) == 4);
-      driver->unmap(range + kPage, first, access);
+      unmap_run(*driver, range + kPage, first, access);
     }
   }
   SUBCASE("unmap of writable pages") {
-    driver->map(range + kPage, first, Access::writable);
+    map_run(*driver, range + kPage, first, Access::writable);
     std::memset(bytes_at(range + kPage), 3, 6 * kPage);
-    CHECK(refuse_each_call(*driver, range, kPages,
-                           [&] { driver->unmap(range + kPage, first, Access::writable); }) == 1);
+    CHECK(refuse_each_call(*driver, range, kPages, [&] {
+            unmap_run(*driver, range + kPage, first, Access::writable);
+          }) == 1);
     CHECK(memfd_mappings(range, kPages * kPage) == 0);
   }
   SUBCASE("unmap of parted pages") {
-    driver->map(range + kPage, first, Access::guarded);
+    map_run(*driver, range + kPage, first, Access::guarded);
     std::memset(bytes_at(range + kPage), 3, 6 * kPage);
-    CHECK(refuse_each_call(*driver, range, kPages,
-                           [&] { driver->unmap(range + kPage, first, Access::guarded); }) == 1);
+    CHECK(refuse_each_call(*driver, range, kPages, [&] {
+            unmap_run(*driver, range + kPage, first, Access::guarded);
+          }) == 1);
   }
   SUBCASE("remap") {
-    driver->map(range + kPage, second, Access::writable);
+    map_run(*driver, range + kPage, second, Access::writable);
     std::memset(bytes_at(range + kPage), 4, 6 * kPage);
     driver->remap(range + kPage, second, Access::writable, first, Access::writable);
     std::memset(bytes_at(range + kPage), 3, 6 * kPage);
@@ -291,7 +293,7 @@ TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it wa
     CHECK(byte_at(range + kPage) == 4);
   }
   SUBCASE("remap of guarded pages keeps what is parted in pages that it did not reach") {
-    driver->map(range + kPage, first, Access::guarded);
+    map_run(*driver, range + kPage, first, Access::guarded);
     std::memset(bytes_at(range + 3 * kPage), 3, 4 * kPage);
     driver->meter().fail_after(1);
     CHECK_THROWS_AS(driver->remap(range + kPage, first, Access::guarded, second, Access::writable),
@@ -307,9 +309,10 @@ TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it wa
     CHECK(maps_of(other, 5 * kPage).empty());
   }
   SUBCASE("destroy, copy_page and populate") {
-    driver->map(range, first, Access::writable);
+    map_run(*driver, range, first, Access::writable);
     byte_at(range) = 9;
-    CHECK(refuse_each_call(*driver, range, kPages, [&] { driver->copy_page(h + 50, range); }) == 1);
+    CHECK(refuse_each_call(*driver, range, kPages, [&] { copy_page(*driver, h + 50, range); }) ==
+          1);
     CHECK(refuse_each_call(*driver, range, kPages, [&] { driver->populate(range, 6); }) == 1);
     CHECK(bytes_in_memfd() == 7 * kPage);
     CHECK(refuse_each_call(*driver, range, kPages, [&] { driver->destroy(h + 50, 1); }) == 1);
@@ -326,13 +329,14 @@ TEST_CASE_FIXTURE(HostFixture, "a refused undoing names the pages that are stuck
 
   SUBCASE("map") {
     driver->meter().fail_after(2, 2);
-    const auto error = error_of<UndoFailed>([&] { driver->map(range, handles, Access::writable); });
+    const auto error =
+        error_of<UndoFailed>([&] { map_run(*driver, range, handles, Access::writable); });
     CHECK(error.stuck == indices({0, 1, 2}));
     CHECK(error.call == "mmap");
-    driver->unmap(range, std::span(handles).first(3), Access::writable);
+    unmap_run(*driver, range, std::span(handles).first(3), Access::writable);
   }
   SUBCASE("remap, with the rest put back") {
-    driver->map(range, handles, Access::writable);
+    map_run(*driver, range, handles, Access::writable);
     std::memset(bytes_at(range), 3, 6 * kPage);
     driver->meter().fail_after(4, 2);  // the fifth run, and the first of the undoing
     const auto error = error_of<UndoFailed>(
@@ -354,10 +358,10 @@ TEST_CASE("a driver that is gone leaves no descriptor and no mapping") {  // I14
     const auto driver = make_host_driver({.page_size = kPage});
     range = driver->reserve(50);
     const auto handles = scattered(driver->create(100), 50);
-    driver->map(range, handles, Access::writable);
+    map_run(*driver, range, handles, Access::writable);
     CHECK(memfds().size() == fds_before.size() + 1);
     CHECK(memfd_mappings(range, 50 * kPage) == 50);
-    driver->unmap(range, handles, Access::writable);
+    unmap_run(*driver, range, handles, Access::writable);
     driver->free_range(range, 50);
   }
   CHECK(memfds() == fds_before);
@@ -373,11 +377,11 @@ TEST_CASE_FIXTURE(HostFixture, "threads work on addresses of their own") {
       for (int round = 0; round < 50; ++round) {
         const Address range = driver->reserve(8);
         const auto handles = scattered(driver->create(16), 8);
-        driver->map(range, handles, Access::writable);
+        map_run(*driver, range, handles, Access::writable);
         std::memset(bytes_at(range), t, 8 * kPage);
         driver->remap(range, handles, Access::writable, handles, Access::guarded);
         for (std::size_t i = 0; i < 8; ++i) wrong += byte_at(range + i * kPage + 7) != t;
-        driver->unmap(range, handles, Access::guarded);
+        unmap_run(*driver, range, handles, Access::guarded);
         driver->destroy(handles[0], 16);
         driver->free_range(range, 8);
       }

@@ -58,8 +58,8 @@ TEST_CASE_FIXTURE(HostFixture, "a child sees what was there, and its writes stay
   const Address range = driver->reserve(40);
   const Handle h = driver->create(100);
   const auto handles = scattered(h, 10);
-  driver->map(range, adjacent(h + 50, 20), Access::writable);
-  driver->map(range + 20 * kPage, handles, Access::writable);
+  map_run(*driver, range, adjacent(h + 50, 20), Access::writable);
+  map_run(*driver, range + 20 * kPage, handles, Access::writable);
   std::memset(bytes_at(range), 1, 30 * kPage);
   CHECK(in_child([&] {
           for (std::size_t i = 0; i < 30; ++i) {
@@ -79,7 +79,7 @@ TEST_CASE_FIXTURE(HostFixture,
                   "what the parent writes later does not reach what is the child's own") {
   const Address range = driver->reserve(3);
   const Handle h = driver->create(3);
-  driver->map(range, adjacent(h, 3), Access::writable);
+  map_run(*driver, range, adjacent(h, 3), Access::writable);
   std::memset(bytes_at(range), 1, 3 * kPage);
   driver->remap(range + kPage, {{h + 1}}, Access::writable, {{h + 1}}, Access::guarded);
   byte_at(range + kPage) = 2;  // parted before the fork
@@ -107,8 +107,8 @@ TEST_CASE_FIXTURE(HostFixture,
                   "parted content of guarded pages stays with parent and child apart") {
   const Address range = driver->reserve(2);
   const Handle h = driver->create(1);
-  driver->map(range, {{h}}, Access::guarded);
-  driver->map(range + kPage, {{h}}, Access::guarded);
+  map_run(*driver, range, {{h}}, Access::guarded);
+  map_run(*driver, range + kPage, {{h}}, Access::guarded);
   byte_at(range) = 5;
   CHECK(in_child([&] {
           if (byte_at(range) != 5 || byte_at(range + kPage) != 0) return 1;
@@ -125,7 +125,7 @@ TEST_CASE_FIXTURE(HostFixture,
   const Address range = driver->reserve(4);
   const Handle h = driver->create(4);
   const std::vector<Handle> one = {h};
-  driver->map(range, one, Access::writable);
+  map_run(*driver, range, one, Access::writable);
   byte_at(range) = 1;
   CHECK(in_child([&] {
           const auto calls_before = calls(Call::mmap) + calls(Call::munmap) + calls(Call::pwrite);
@@ -133,17 +133,17 @@ TEST_CASE_FIXTURE(HostFixture,
           const int allowed = first_allowed({
               [&] { driver->reserve(1); },
               [&] { driver->create(1); },
-              [&] { driver->map(range + kPage, {{h + 1}}, Access::writable); },
+              [&] { map_run(*driver, range + kPage, {{h + 1}}, Access::writable); },
               [&] { driver->remap(range, one, Access::writable, {{h + 1}}, Access::writable); },
-              [&] { driver->zero(range, kPage); },
-              [&] { driver->copy_page(h + 1, range); },
+              [&] { driver->zero(range, kPage, 0); },
+              [&] { copy_page(*driver, h + 1, range); },
               [&] { driver->populate(range, 1); },
               [&] { driver->find_parted(range, {&parted, 1}); },
               [&] { make_host_driver(HostOptions{}); },
           });
           if (allowed != -1) return 10 + allowed;
           // What destructors use does nothing.
-          driver->unmap(range, one, Access::writable);
+          unmap_run(*driver, range, one, Access::writable);
           driver->destroy(h, 1);
           driver->free_range(range, 4);
           if (byte_at(range) != 1) return 1;
@@ -155,14 +155,14 @@ TEST_CASE_FIXTURE(HostFixture,
   CHECK(byte_at(range) == 1);
   CHECK(bytes_in_memfd() > 0);
   byte_at(range + 1) = 2;
-  driver->unmap(range, one, Access::writable);
-  driver->map(range, one, Access::writable);
+  unmap_run(*driver, range, one, Access::writable);
+  map_run(*driver, range, one, Access::writable);
   CHECK(byte_at(range + 1) == 2);
 }
 
 TEST_CASE_FIXTURE(HostFixture, "a grandchild is apart from both") {
   const Address range = driver->reserve(1);
-  driver->map(range, {{driver->create(1)}}, Access::writable);
+  map_run(*driver, range, {{driver->create(1)}}, Access::writable);
   byte_at(range) = 1;
   CHECK(in_child([&] {
           byte_at(range) = 2;
@@ -179,7 +179,7 @@ TEST_CASE_FIXTURE(HostFixture, "a grandchild is apart from both") {
 
 TEST_CASE_FIXTURE(HostFixture, "what cannot be isolated is taken away from the child") {
   const Address range = driver->reserve(2);
-  driver->map(range, {{driver->create(1)}}, Access::writable);
+  map_run(*driver, range, {{driver->create(1)}}, Access::writable);
   byte_at(range) = 1;
   const int memfd = *memfds().begin();
   const int kept = dup(memfd);
@@ -206,10 +206,10 @@ TEST_CASE("forks beside threads that map and unmap find every driver whole") {
       Driver& driver = *drivers[t];
       const Handle h = driver.create(128);
       while (!stop) {
-        driver.map(ranges[t], scattered(h, 64), Access::writable);
+        map_run(driver, ranges[t], scattered(h, 64), Access::writable);
         driver.remap(ranges[t], scattered(h, 64), Access::writable, adjacent(h, 64),
                      Access::writable);
-        driver.unmap(ranges[t], adjacent(h, 64), Access::writable);
+        unmap_run(driver, ranges[t], adjacent(h, 64), Access::writable);
       }
     });
   }

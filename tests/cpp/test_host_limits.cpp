@@ -92,7 +92,7 @@ class FakeRoot {
     std::ofstream(file) << text;
   }
   std::size_t available() const {
-    return available_host_memory((root_ / "proc").string(), (root_ / "cgroup").string());
+    return free_host_memory((root_ / "proc").string(), (root_ / "cgroup").string()) / 5 * 4;
   }
 
  private:
@@ -111,7 +111,7 @@ TEST_CASE("a map that would pass the limit on mappings is refused, and says so")
   try {
     for (; mapped < 2000; ++mapped) {
       limit.count(range, 2000);
-      driver->map(range + mapped * kPage, {{h + 2 * mapped}}, Access::writable);
+      map_run(*driver, range + mapped * kPage, {{h + 2 * mapped}}, Access::writable);
     }
   } catch (const DriverError& error) {
     message = error.what();
@@ -129,16 +129,16 @@ TEST_CASE("a map that would pass the limit on mappings is refused, and says so")
   SUBCASE("what takes no more mappings still goes") {
     driver->remap(range, scattered(h, mapped), Access::writable, scattered(h + 1, mapped),
                   Access::writable);
-    driver->unmap(range, scattered(h + 1, mapped), Access::writable);
+    unmap_run(*driver, range, scattered(h + 1, mapped), Access::writable);
   }
   SUBCASE("after room was made it goes again") {
-    driver->unmap(range, scattered(h, mapped), Access::writable);
+    unmap_run(*driver, range, scattered(h, mapped), Access::writable);
     limit.count(range, 2000);
-    driver->map(range, scattered(h, mapped), Access::writable);
+    map_run(*driver, range, scattered(h, mapped), Access::writable);
   }
   SUBCASE("a raised limit counts at once") {
     limit.limit = 3200;
-    driver->map(range + mapped * kPage, {{h + 2 * mapped}}, Access::writable);
+    map_run(*driver, range + mapped * kPage, {{h + 2 * mapped}}, Access::writable);
   }
   SUBCASE("a second driver has no room either") {
     limit.count(range, 2000);
@@ -154,9 +154,9 @@ TEST_CASE("a batch over the limit is refused before its first mapping") {
   const Address range = driver->reserve(2000);
   const Handle h = driver->create(4000);
   const auto before = driver->meter().count(ThreadRole::caller, Call::mmap);
-  CHECK_THROWS_AS(driver->map(range, scattered(h, 600), Access::writable), DriverError);
+  CHECK_THROWS_AS(map_run(*driver, range, scattered(h, 600), Access::writable), DriverError);
   CHECK(driver->meter().count(ThreadRole::caller, Call::mmap) == before);
-  driver->map(range, adjacent(h, 2000), Access::writable);  // one mapping
+  map_run(*driver, range, adjacent(h, 2000), Access::writable);  // one mapping
   CHECK_THROWS_AS(driver->remap(range, adjacent(h, 600), Access::writable, scattered(h + 1000, 600),
                                 Access::guarded),
                   DriverError);
@@ -168,10 +168,10 @@ TEST_CASE("mappings that others make meanwhile are noticed") {
   const auto driver = make_host_driver({.page_size = kPage}, limit.checked);
   const Address range = driver->reserve(2000);
   const Handle h = driver->create(4000);
-  driver->map(range, scattered(h, 100), Access::writable);
+  map_run(*driver, range, scattered(h, 100), Access::writable);
   limit.count(range, 2000);
   limit.others = 1300;
-  CHECK_THROWS_AS(driver->map(range + 200 * kPage, scattered(h + 400, 300), Access::writable),
+  CHECK_THROWS_AS(map_run(*driver, range + 200 * kPage, scattered(h + 400, 300), Access::writable),
                   DriverError);
 }
 
@@ -184,15 +184,15 @@ TEST_CASE("near the kernel's limit the driver keeps headroom, and can always unm
   const auto driver = make_host_driver({.page_size = kPage}, checked);
   const Address range = driver->reserve(2 * kPages);
   const Handle h = driver->create(4 * kPages);
-  driver->map(range, adjacent(h, kPages), Access::writable);
+  map_run(*driver, range, adjacent(h, kPages), Access::writable);
   const auto before = maps_of(range, 2 * kPages * kPage);
   const auto error = error_of<DriverError>([&] {
-    driver->map(range + kPages * kPage, scattered(h + 2 * kPages, 40), Access::writable);
+    map_run(*driver, range + kPages * kPage, scattered(h + 2 * kPages, 40), Access::writable);
   });
   CHECK(contains(error.what(), "vm.max_map_count"));
   CHECK(maps_of(range, 2 * kPages * kPage) == before);
   for (std::size_t i = 1; i < 200; i += 2) {  // each splits a merged mapping
-    driver->unmap(range + i * kPage, {{h + i}}, Access::writable);
+    unmap_run(*driver, range + i * kPage, {{h + i}}, Access::writable);
   }
   CHECK(memfd_mappings(range, 2 * kPages * kPage) == 101);
   driver->free_range(range, 2 * kPages);
@@ -208,14 +208,14 @@ TEST_CASE("at the kernel's limit a refusal leaves all as it was, and taking down
   const Handle h = driver->create(4 * kPages);
   const auto from = adjacent(h, 100);
   const auto to = scattered(h + kPages, 40);
-  driver->map(range, from, Access::writable);
+  map_run(*driver, range, from, Access::writable);
   std::memset(bytes_at(range), 7, 100 * kPage);
   const auto before = maps_of(range, kPages * kPage);
   const auto made_before = driver->meter().count(ThreadRole::caller, Call::mmap);
   std::function<void()> operation;
 
   SUBCASE("map") {
-    operation = [&] { driver->map(range + 120 * kPage, to, Access::writable); };
+    operation = [&] { map_run(*driver, range + 120 * kPage, to, Access::writable); };
   }
   SUBCASE("remap") {
     operation = [&] {
@@ -236,18 +236,18 @@ TEST_CASE("at the kernel's limit a refusal leaves all as it was, and taking down
     CHECK(driver->meter().count(ThreadRole::caller, Call::mmap) > made_before);
     // Close: first pages out of the middle, then all. More than one can be split off.
     for (std::size_t i = 1; i < 20; i += 2) {
-      driver->unmap(range + i * kPage, {{from[i]}}, Access::writable);
+      unmap_run(*driver, range + i * kPage, {{from[i]}}, Access::writable);
     }
     for (std::size_t i = 0; i < 20; i += 2) {
       CHECK(byte_at(range + i * kPage) == 7);
-      driver->unmap(range + i * kPage, {{from[i]}}, Access::writable);
+      unmap_run(*driver, range + i * kPage, {{from[i]}}, Access::writable);
     }
     for (std::size_t i = 20; i < 100; ++i) CHECK(byte_at(range + i * kPage) == 7);
   }
   CHECK(contains(message, "vm.max_map_count"));
-  driver->map(range, std::span(from).first(20), Access::writable);
+  map_run(*driver, range, std::span(from).first(20), Access::writable);
   CHECK(maps_of(range, kPages * kPage) == before);
-  driver->unmap(range, from, Access::writable);
+  unmap_run(*driver, range, from, Access::writable);
   driver->free_range(range, kPages);
 }
 
@@ -276,9 +276,9 @@ TEST_CASE("a limit on addresses is named") {
               return 1;
             if (!contains(error.what(), "lower capacity=")) return 2;
             const Handle h = driver->create(1000);
-            driver->map(range, adjacent(h, 1000), Access::writable);
+            map_run(*driver, range, adjacent(h, 1000), Access::writable);
             byte_at(range) = 1;
-            driver->unmap(range, adjacent(h, 1000), Access::writable);
+            unmap_run(*driver, range, adjacent(h, 1000), Access::writable);
             return 0;
           }
           return 3;
@@ -306,9 +306,9 @@ TEST_CASE("a limit on file sizes bounds the handles, and raises no signal") {
           const auto driver = make_host_driver({.page_size = kPage});
           const Handle h = driver->create(10);
           const Address range = driver->reserve(10);
-          driver->map(range, adjacent(h, 10), Access::writable);
+          map_run(*driver, range, adjacent(h, 10), Access::writable);
           byte_at(range + 9 * kPage) = 1;
-          driver->copy_page(h + 9, range);
+          copy_page(*driver, h + 9, range);
           if (byte_at(range + 9 * kPage) != 0) return 1;
           try {
             driver->create(1);

@@ -160,7 +160,7 @@ TEST_CASE("memory is accessible only as far as cuMemSetAccess says") {
   CHECK(sim.set_access(range, 1, CU_MEM_ACCESS_FLAGS_PROT_READ) == CUDA_SUCCESS);
   CHECK(signal_of(load) == 0);
   CHECK(signal_of(store) != 0);
-  CHECK(sim.api.cuMemsetD8.function(range, 0, 1) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.api.cuMemsetD8Async.function(range, 0, 1, nullptr) == CUDA_ERROR_INVALID_VALUE);
   CHECK(sim.set_access(range, 1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CUDA_SUCCESS);
   CHECK(signal_of(store) == 0);
   CHECK(sim.api.cuMemUnmap.function(range, kPage) == CUDA_SUCCESS);
@@ -218,8 +218,8 @@ TEST_CASE("memory work needs a context, virtual memory management none") {
   sim.api.cuCtxSetCurrent.function(nullptr);
   const CUdeviceptr range = sim.mapped(1);
   std::size_t free = 0, total = 0;
-  CHECK(sim.api.cuMemsetD8.function(range, 0, kPage) == CUDA_ERROR_INVALID_CONTEXT);
-  CHECK(sim.api.cuMemcpyDtoD.function(range, range, 1) == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(sim.api.cuMemsetD8Async.function(range, 0, kPage, nullptr) == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(sim.api.cuMemcpyDtoDAsync.function(range, range, 1, nullptr) == CUDA_ERROR_INVALID_CONTEXT);
   CHECK(sim.api.cuMemGetInfo.function(&free, &total) == CUDA_ERROR_INVALID_CONTEXT);
   CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_INVALID_CONTEXT);
   CHECK(sim.api.cuCtxSetCurrent.function(sim.context) == CUDA_SUCCESS);
@@ -231,15 +231,16 @@ TEST_CASE("memory work needs a context, virtual memory management none") {
 
 TEST_CASE("memory work appears when it is waited for, and must still be mapped then") {
   Simulation sim;
+  sim.control.configure("eager", 0);
   const CUdeviceptr range = sim.mapped(2);
-  CHECK(sim.api.cuMemsetD8.function(range, 3, kPage) == CUDA_SUCCESS);
-  CHECK(sim.api.cuMemcpyDtoD.function(range + kPage, range, kPage) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemsetD8Async.function(range, 3, kPage, nullptr) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemcpyDtoDAsync.function(range + kPage, range, kPage, nullptr) == CUDA_SUCCESS);
   CHECK(byte(range) != 3);
   CHECK(sim.api.cuCtxSynchronize.function() == CUDA_SUCCESS);
   CHECK(byte(range) == 3);
   CHECK(byte(range + 2 * kPage - 1) == 3);
 
-  CHECK(sim.api.cuMemsetD8.function(range, 4, kPage) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemsetD8Async.function(range, 4, kPage, nullptr) == CUDA_SUCCESS);
   CHECK(sim.api.cuMemUnmap.function(range, kPage) == CUDA_SUCCESS);  // too early
   CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_ILLEGAL_ADDRESS);
   CHECK(sim.api.cuMemUnmap.function(range + kPage, kPage) == CUDA_ERROR_ILLEGAL_ADDRESS);
@@ -281,6 +282,24 @@ TEST_CASE("what is not given back is told") {
   CHECK(leaks.mappings == 2);
   CHECK(leaks.ranges == 1);
   CHECK(leaks.contexts == 1);
+  CHECK(leaks.streams + leaks.events + leaks.objects == 0);
+  CUstream stream = nullptr;
+  CUevent event = nullptr;
+  CUuserObject object = nullptr;
+  CHECK(sim.api.cuStreamCreate.function(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
+  CHECK(sim.api.cuEventCreate.function(&event, 0) == CUDA_SUCCESS);
+  CHECK(sim.api.cuUserObjectCreate.function(
+            &object, nullptr, [](void*) {}, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC) == CUDA_SUCCESS);
+  CHECK(sim.control.leaks().streams == 1);
+  CHECK(sim.control.leaks().events == 1);
+  CHECK(sim.control.leaks().objects == 1);
+  CHECK(sim.api.cuStreamDestroy.function(stream) == CUDA_SUCCESS);
+  CHECK(sim.api.cuStreamDestroy.function(stream) == CUDA_ERROR_INVALID_HANDLE);
+  CHECK(sim.api.cuEventDestroy.function(event) == CUDA_SUCCESS);
+  CHECK(sim.api.cuEventQuery.function(event) == CUDA_ERROR_INVALID_HANDLE);
+  CHECK(sim.api.cuUserObjectRelease.function(object, 2) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.api.cuUserObjectRelease.function(object, 1) == CUDA_SUCCESS);
+  CHECK(sim.control.leaks().streams + sim.control.leaks().events == 0);
 }
 
 TEST_CASE("a forked child that calls it ends at once") {

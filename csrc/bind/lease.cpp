@@ -1,0 +1,115 @@
+#include "bind/lease.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <exception>
+#include <utility>
+
+#include "base/process.h"
+#include "base/trace.h"
+#include "bind/bindings.h"
+#include "bind/operation.h"
+
+namespace vtensor::bind {
+
+namespace {
+
+// Runs on a thread of CUDA's own, which may make no driver call.
+void end_with_graph(void* held) {
+  auto* generation = static_cast<Generation*>(held);
+  generation->buffer->pool()->end_later(generation);
+}
+
+// What is known of a stream in the pool asked about last: most leases are of one pool.
+struct Launched {
+  const PagePool* pool = nullptr;
+  Stream stream = 0;
+  bool captured = false;
+  FencePtr after;
+};
+
+void look_at(PagePool& pool, const Caller& caller, Launched& launched) {
+  if (launched.pool == &pool && launched.stream == caller.stream) return;
+  launched = {};
+  if (pool.traits().asynchronous) {
+    launched.captured = pool.driver().capturing(caller.stream);
+    if (caller.named && !launched.captured) launched.after = pool.driver().fence(caller.stream);
+  }
+  launched.pool = &pool;
+  launched.stream = caller.stream;
+}
+
+void end_one(Generation* generation, const Caller& caller, Launched& launched) {
+  const std::shared_ptr<Buffer> buffer = generation->buffer;
+  PagePool& pool = *buffer->pool();
+  trace::event(trace::What::lease, buffer->slot_address(0, generation->slots.begin),
+               generation->slots.size() * buffer->shape().rows * pool.page_size());
+  look_at(pool, caller, launched);
+  if (launched.captured) {
+    pool.ensure_mapper();
+    buffer->end_lease(caller, nullptr);
+    pool.driver().keep_for_graph(caller.stream, end_with_graph, generation);
+  } else {
+    buffer->end_lease(caller, launched.after);
+    pool.end(generation);
+  }
+}
+
+}  // namespace
+
+Lease::Lease(const std::vector<TensorCore*>& tensors, std::optional<Stream> stream)
+    : stream_(stream) {
+  refuse_in_forked_child("lease");
+  std::vector<std::pair<std::shared_ptr<Buffer>, Caller>> leased;
+  for (TensorCore* tensor : tensors) {
+    if (tensor->closed()) throw Closed("[lease] a tensor is closed: make a new one");
+    const Device device = tensor->buffer()->pool()->traits().device;
+    leased.emplace_back(tensor->buffer(), caller_of("lease", stream_, device));
+  }
+  nb::gil_scoped_release released;
+  generations_.reserve(leased.size());
+  for (const auto& [buffer, caller] : leased) generations_.push_back(buffer->lease(caller));
+}
+
+void Lease::end() {
+  refuse_in_forked_child("lease");
+  std::vector<Caller> callers;
+  for (const Generation* generation : generations_) {
+    const Device device = generation->buffer->pool()->traits().device;
+    callers.push_back(caller_of("lease", stream_, device));
+  }
+  const std::vector<Generation*> held = std::exchange(generations_, {});
+  std::vector<Generation*> left;
+  std::exception_ptr error;
+  {
+    nb::gil_scoped_release released;
+    Launched launched;
+    for (std::size_t i = 0; i < held.size(); ++i) {
+      try {
+        end_one(held[i], callers[i], launched);
+      } catch (...) {
+        error = std::current_exception();
+        left.push_back(held[i]);
+      }
+    }
+  }
+  generations_ = std::move(left);
+  if (error) std::rethrow_exception(error);
+}
+
+void bind_lease(nb::module_& module) {
+  nb::class_<Lease>(module, "Lease")
+      .def(nb::init<const std::vector<TensorCore*>&, std::optional<Stream>>(), nb::arg("tensors"),
+           nb::arg("stream") = nb::none())
+      .def("end", &Lease::end);
+
+  module.def(
+      "prepare",
+      [](const std::vector<TensorCore*>& tensors, std::int64_t n) {
+        for (TensorCore* tensor : tensors) tensor->prepare(n);
+      },
+      nb::arg("tensors"), nb::arg("n"));
+}
+
+}  // namespace vtensor::bind

@@ -1,0 +1,96 @@
+// What every operation on a VTensor does first, and how it asks the core for memory.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "base/errors.h"
+#include "base/process.h"
+#include "bind/tensor_core.h"
+
+namespace vtensor::bind {
+
+[[noreturn]] inline void refuse(const char* operation, const std::string& message) {
+  throw InvalidArgument("[" + std::string(operation) + "] " + message);
+}
+
+// One operation on one tensor: refused in a forked child, on a closed tensor and beside another
+// operation.
+class TensorCore::Operation {
+ public:
+  Operation(TensorCore& core, const char* name) : core_(core) {
+    refuse_in_forked_child(name);
+    core.mutex_.lock(name);
+    if (core.closed_) {
+      core.mutex_.unlock();
+      throw Closed("[" + std::string(name) + "] the tensor is closed: make a new one");
+    }
+    try {
+      core.buffer_->raise_error();
+    } catch (...) {
+      core.mutex_.unlock();
+      throw;
+    }
+  }
+  // Also notices where the tensor's storage or shape was changed behind our back, and puts it back.
+  Operation(TensorCore& core, const char* name, nb::handle self) : Operation(core, name) {
+    if (core.is_ours(self)) return;
+    core.publish(self);
+    throw Error("[" + std::string(name) +
+                "] the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
+                "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the "
+                "call, and use t.snapshot() or t.clone() for what changes tensors in place");
+  }
+  ~Operation() { core_.mutex_.unlock(); }
+
+ private:
+  TensorCore& core_;
+};
+
+// Who asks, in the stream that he named or else torch's current one.
+inline Caller caller_of(const char* operation, std::optional<Stream> stream, Device device) {
+  return {operation, stream ? *stream : TorchFace::get().current_stream(device),
+          stream.has_value()};
+}
+
+// Runs `body` without the GIL. Where the driver refuses, what is parked or about to be unmapped is
+// given back first; where the device has no memory left, also what is ahead and what torch caches;
+// and then once more. No lock that the mapper or a deleter takes is held meanwhile (I11).
+template <typename Body>
+void with_memory(PagePool& pool, const Caller& caller, Body body) {
+  const auto attempt = [&body] {
+    nb::gil_scoped_release released;
+    body();
+  };
+  const auto find_memory = [&pool] {
+    {
+      nb::gil_scoped_release released;
+      pool.give_all_back();
+    }
+    if (pool.traits().asynchronous) TorchFace::get().empty_cache();
+  };
+  try {
+    return attempt();
+  } catch (const UndoFailed&) {
+    throw;
+  } catch (const DeviceOutOfMemory&) {
+    find_memory();
+  } catch (const ReserveReached&) {
+    find_memory();
+  } catch (const DriverError&) {
+    nb::gil_scoped_release released;
+    if (!pool.relieve()) throw;
+  }
+  try {
+    attempt();
+  } catch (const DeviceOutOfMemory& refusal) {
+    if (!pool.traits().asynchronous) throw;
+    throw OutOfPages("[" + std::string(caller.operation) + "] need a page of " +
+                     std::to_string(pool.page_size()) + " bytes, the device has no memory left: " +
+                     std::to_string(pool.driver().free_memory()) +
+                     " bytes free after torch gave back its cache (" + refusal.name +
+                     "): free tensors, here or in other processes, or lower budget=");
+  }
+}
+
+}  // namespace vtensor::bind

@@ -1,0 +1,161 @@
+// The operations of a VTensor that share its pages with another, or move them to another range.
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "bind/operation.h"
+#include "bind/tensor_core.h"
+
+namespace vtensor::bind {
+
+namespace {
+
+std::vector<std::size_t> every_row(const RowShape& shape) {
+  std::vector<std::size_t> rows(shape.rows);
+  std::iota(rows.begin(), rows.end(), std::size_t{0});
+  return rows;
+}
+
+}  // namespace
+
+// Moves the tensor to the start of a fresh range, which gives back what front shrinks used up, and
+// adds `n`.
+void TensorCore::move_to_front(nb::handle self, const Caller& caller, std::size_t n,
+                               bool populate) {
+  const std::size_t length = positions_.size();
+  // Of a tensor made by zeros() all that is new; else what the pages hold of a parent's, now
+  // counted from the front.
+  const std::size_t stale =
+      spec_.zeroed ? length + n : stale_until_ - std::min(stale_until_, positions_.begin);
+  detach(self);
+  std::shared_ptr<Buffer> moved;
+  try {
+    const RowShape shape = row_shape(spec_.capacity, phase_of_first());
+    const std::vector<std::size_t> rows = every_row(shape);
+    with_memory(*buffer_->pool(), caller, [&] {
+      moved = buffer_->share(caller, shape, rows, !buffer_->published());
+      try {
+        moved->grow(caller, {0, length + n}, populate);
+        moved->zero(caller, {length, std::max(length, std::min(length + n, stale))});
+      } catch (...) {
+        moved->abandon();
+        throw;
+      }
+    });
+  } catch (...) {
+    publish(self);
+    throw;
+  }
+  buffer_->abandon();
+  use(std::move(moved));
+  positions_ = {0, length + n};
+  stale_until_ = stale;
+  publish(self);
+}
+
+void TensorCore::own(nb::handle self, std::int64_t start, std::int64_t stop) {
+  Operation operation(*this, "VTensor.own", self);
+  if (start < 0 || stop < start || static_cast<std::size_t>(stop) > length()) {
+    refuse("VTensor.own", "start, stop are " + std::to_string(start) + ", " + std::to_string(stop) +
+                              ", the length " + std::to_string(length()) +
+                              ": need 0 <= start <= stop <= length");
+  }
+  const Interval positions{positions_.begin + static_cast<std::size_t>(start),
+                           positions_.begin + static_cast<std::size_t>(stop)};
+  const Caller caller = this->caller("VTensor.own");
+  with_memory(*buffer_->pool(), caller, [&] { buffer_->own(caller, positions); });
+}
+
+void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index) {
+  Operation operation(*this, "VTensor.reindex", self);
+  if (spec_.grow_dim == 0)
+    refuse("VTensor.reindex",
+           "dimension 0 is the one that grows: there are no rows to choose from");
+  if (index.empty()) refuse("VTensor.reindex", "the index is empty: a tensor has at least one row");
+  const std::int64_t batch = spec_.sizes[0];
+  const std::size_t inner = buffer_->shape().rows / static_cast<std::size_t>(batch);
+  std::vector<std::size_t> rows;
+  for (std::int64_t i : index) {
+    if (i < -batch || i >= batch) {
+      refuse("VTensor.reindex", "index " + std::to_string(i) +
+                                    " is out of range for dimension 0 of size " +
+                                    std::to_string(batch) + ": give one from -size to size - 1");
+    }
+    if (i < 0) i += batch;
+    for (std::size_t row = 0; row < inner; ++row)
+      rows.push_back(static_cast<std::size_t>(i) * inner + row);
+  }
+  detach(self);
+  std::shared_ptr<Buffer> chosen;
+  const std::size_t phase = phase_of_first();
+  const Caller caller = this->caller("VTensor.reindex");
+  try {
+    RowShape shape = row_shape(spec_.capacity, phase);
+    shape.rows = rows.size();
+    with_memory(*buffer_->pool(), caller, [&] {
+      const bool in_place =
+          rows.size() == buffer_->shape().rows && buffer_->pool()->traits().remaps_in_one_step;
+      if (in_place && !buffer_->published()) {
+        buffer_->reindex(caller, rows);
+      } else {
+        chosen = buffer_->share(caller, shape, rows, false);
+      }
+    });
+  } catch (...) {
+    publish(self);
+    throw;
+  }
+  if (chosen) {
+    spec_.sizes[0] = static_cast<std::int64_t>(index.size());
+    buffer_->abandon();
+    use(std::move(chosen));
+    const std::size_t reached = stale_until_ - std::min(stale_until_, positions_.begin);
+    positions_ = {0, length()};
+    stale_until_ = spec_.zeroed ? buffer_->reach(positions_) : reached;
+  }
+  publish(self);
+}
+
+std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stream> stream) {
+  Operation operation(*this, "VTensor.fork", self);
+  const Caller caller = this->caller("VTensor.fork", stream);
+  const RowShape shape = row_shape(spec_.capacity, phase_of_first());
+  const std::vector<std::size_t> rows = every_row(shape);
+  std::shared_ptr<Buffer> child;
+  with_memory(*buffer_->pool(), caller,
+              [&] { child = buffer_->share(caller, shape, rows, false); });
+  return std::make_unique<TensorCore>(std::move(child), spec_, length(), true);
+}
+
+std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t capacity) {
+  Operation operation(*this, "VTensor.reallocate", self);
+  const Caller caller = this->caller("VTensor.reallocate");
+  if (capacity < 0 || static_cast<std::size_t>(capacity) < length()) {
+    throw CapacityExceeded("[VTensor.reallocate] capacity of " + std::to_string(capacity) +
+                           " does not hold the length of " + std::to_string(length()) +
+                           ": raise it");
+  }
+  const RowShape shape = row_shape(static_cast<std::size_t>(capacity), phase_of_first());
+  const std::vector<std::size_t> rows = every_row(shape);
+  detach(self);
+  std::shared_ptr<Buffer> moved;
+  try {
+    with_memory(*buffer_->pool(), caller,
+                [&] { moved = buffer_->share(caller, shape, rows, !buffer_->published()); });
+  } catch (...) {
+    publish(self);
+    throw;
+  }
+  TensorSpec spec = spec_;
+  spec.capacity = static_cast<std::size_t>(capacity);
+  return std::make_unique<TensorCore>(std::move(moved), std::move(spec), length(),
+                                      stale_until_ > positions_.end);
+}
+
+void TensorCore::restore(nb::handle self) {
+  Operation operation(*this, "VTensor.reallocate");
+  publish(self);
+}
+
+}  // namespace vtensor::bind

@@ -1,0 +1,60 @@
+// The trace's reading side. vtensor/trace.py makes it a context manager.
+#include "base/trace.h"
+
+#include <array>
+#include <string_view>
+#include <vector>
+
+#include "base/recording.h"
+#include "bind/bindings.h"
+
+namespace vtensor::bind {
+
+namespace nb = nanobind;
+
+namespace {
+
+template <std::size_t size>
+nb::list strings(const std::array<std::string_view, size>& names) {
+  nb::list list;
+  for (const std::string_view name : names) list.append(nb::str(name.data(), name.size()));
+  return list;
+}
+
+// Rows in the order of the fields of vtensor.trace.Event. Names are one object each: there may be a
+// million rows.
+nb::list rows(trace::Recording& recording) {
+  std::vector<trace::Event> events;
+  {
+    nb::gil_scoped_release released;
+    events = recording.events();
+  }
+  const nb::list whats = strings(trace::kWhatNames);
+  const nb::list roles = strings(std::array<std::string_view, 2>{"caller", "mapper"});
+  nb::list calls = strings(kCallNames);
+  calls.append("");  // Call::count_
+  nb::list rows;
+  for (const trace::Event& event : events) {
+    rows.append(
+        nb::make_tuple(event.begin, event.duration, whats[static_cast<std::size_t>(event.what)],
+                       calls[static_cast<std::size_t>(event.call)], event.address, event.bytes,
+                       event.subject, event.thread, roles[static_cast<std::size_t>(event.role)]));
+  }
+  return rows;
+}
+
+}  // namespace
+
+void bind_trace(nb::module_& module) {
+  using trace::Recording;
+  const auto released = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Recording>(module, "TraceRecording")
+      .def(nb::init<std::size_t>(), nb::arg("capacity"), released)
+      .def("stop", &Recording::stop, released)
+      .def("events", &rows)
+      .def_prop_ro("dropped", &Recording::dropped, released)
+      .def_prop_ro("capacity", &Recording::capacity)
+      .def_prop_ro("started", &Recording::started);
+}
+
+}  // namespace vtensor::bind

@@ -1,0 +1,156 @@
+// Looking ahead: which slots should be ready before they are needed, and what the mapper does for
+// that.
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/trace.h"
+#include "core/buffer.h"
+
+namespace vtensor {
+
+// The slots behind the extent that are kept or made ready.
+Interval Buffer::ahead() const {
+  if (!owned_) return {};
+  const Interval slots{extent_end(), std::max({ready_.end, want_end_, foreign_.end})};
+  return slots.empty() ? Interval{} : slots;
+}
+
+void Buffer::set_ready(Interval slots) {
+  ready_ = slots.empty() ? Interval{} : slots;
+  revive(ready_);
+  const std::size_t end = std::max(extent_end(), ready_.end);
+  ready_until_ = end == 0 ? 0 : (end * page_size_ - shape_.phase) / shape_.item_bytes;
+}
+
+// The slots from `begin` on, up to `end`, that are mapped writable in every row and show nothing
+// of others.
+Interval Buffer::usable(std::size_t begin, std::size_t end) const {
+  end = std::min(end, table_.reserved());
+  for (std::size_t row = 0; row < shape_.rows && begin < end; ++row) {
+    std::size_t slot = begin;
+    while (slot < end && is_writable(table_.at(row, slot)) && clean(*table_.at(row, slot).page))
+      ++slot;
+    end = slot;
+  }
+  return begin < end ? Interval{begin, end} : Interval{};
+}
+
+// The last position to look ahead to: within the capacity, and what the pool allows a tensor.
+std::size_t Buffer::limit_lead(std::size_t position) const {
+  const std::size_t slots = pool_->options().ahead / (shape_.rows * page_size_);
+  const std::size_t end = (extent_end() + slots) * page_size_;
+  const std::size_t allowed = end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
+  return std::max(positions_.end, std::min({position, shape_.capacity, allowed}));
+}
+
+void Buffer::mark_pace() {
+  if (!pool_->looks_ahead()) return;
+  pace_.mark(positions_.end, static_cast<std::uint64_t>(
+                                 std::chrono::steady_clock::now().time_since_epoch().count()));
+}
+
+// Asks for more where the growth to come would pass what is ready.
+void Buffer::look_ahead() {
+  if (!pool_->looks_ahead() || positions_.end + pace_.lead() <= ready_until_) return;
+  want(slots_of({positions_.begin, limit_lead(positions_.end + pace_.lead())}).end);
+}
+
+void Buffer::want(std::size_t slots_end) {
+  if (slots_end <= std::max(extent_end(), ready_.end)) return;
+  try {
+    table_.reserve(slots_end);
+    if (!wanting_) pool_->want(shared_from_this());
+    wanting_ = true;
+    want_end_ = std::max(want_end_, slots_end);
+  } catch (const std::bad_alloc&) {
+    // Whoever needs the pages will say.
+  }
+}
+
+void Buffer::prepare(std::size_t end) {
+  PoolLock lock(pool_);
+  trace::event(trace::What::prepare, slot_address(0, extent_end()),
+               (end - positions_.end) * shape_.item_bytes * shape_.rows, base_);
+  if (end > positions_.begin) want(slots_of({positions_.begin, end}).end);
+}
+
+std::size_t Buffer::missing_ahead() const {
+  const Interval wanted{std::max(extent_end(), ready_.end), std::max(want_end_, ready_.end)};
+  return wanted.empty() ? 0 : wanted.size() * shape_.rows - count_mapped(wanted);
+}
+
+// Takes up to `pages` pages for wanted slots. False where nothing is left to do, or to do it with.
+bool Buffer::claim_ahead(Arrival& arrival, std::size_t pages) {
+  const auto give_up = [this] {
+    wanting_ = false;
+    touch(ahead());  // rows that came part of the way
+    const std::size_t end = std::max(ready_.end, std::exchange(want_end_, 0));
+    if (owned_) set_ready(usable(extent_end(), end));
+    give_back_unused();
+    return false;
+  };
+  if (!owned_) return give_up();
+  try {
+    std::vector<Run> missing;
+    const Interval wanted{std::max(extent_end(), ready_.end), want_end_};
+    revive(wanted);
+    for (std::size_t row = 0; row < shape_.rows && pages != 0; ++row) {
+      missing.clear();
+      collect(missing, row, wanted, is_unmapped);
+      for (Run& run : missing) {
+        if (table_.at(row, run.slots.begin).state != EntryState::empty) return give_up();
+        run.slots.end = std::min(run.slots.end, run.slots.begin + pages);
+        pages -= run.slots.size();
+        if (!run.slots.empty()) arrival.runs.push_back(run);
+      }
+    }
+    if (arrival.runs.empty()) return give_up();
+    arrival.ahead = true;
+    busy_ = true;
+    claim(arrival);
+  } catch (const DeviceOutOfMemory&) {
+    busy_ = false;
+    return give_up();  // whoever needs the pages will say
+  } catch (...) {
+    busy_ = false;
+    error_ = std::current_exception();
+    return give_up();
+  }
+  return true;
+}
+
+void Buffer::enter_ahead(Arrival& arrival) {
+  busy_ = false;
+  enter(arrival);
+  for (const Run& run : arrival.runs) touch(run.slots);  // in case nobody wants them any more
+  touch(ahead());                                        // nor what came before them
+  if (arrival.zeroing) note(driver_.side_stream());
+  if (arrival.error) {
+    error_ = arrival.error;
+    trace::event(trace::What::error, address_of(arrival.runs.front()), 0, base_);
+    want_end_ = 0;
+  }
+  if (owned_) {
+    set_ready(usable(extent_end(), std::max(ready_.end, want_end_)));
+    if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
+    if (ready_.end >= want_end_) want_end_ = 0;
+  }
+  wanting_ = want_end_ != 0;
+  pool_->changed();
+  give_back_unused();
+}
+
+std::size_t Buffer::drop_ahead() {
+  if (busy_ || !owned_ || ahead().empty()) return 0;
+  const std::size_t pages = count_mapped(ahead());
+  touch(ahead());
+  want_end_ = 0;
+  foreign_ = {};
+  set_ready({});
+  if (pages != 0) give_back_unused();
+  return pages;
+}
+
+}  // namespace vtensor

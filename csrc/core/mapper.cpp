@@ -1,0 +1,290 @@
+#include "core/mapper.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "base/process.h"
+#include "base/trace.h"
+#include "core/buffer.h"
+#include "core/page_pool.h"
+
+namespace vtensor {
+
+namespace {
+
+// What is mapped, zeroed or unmapped between two looks at the lists: a caller who overtakes the
+// mapper waits for no more than this.
+constexpr std::size_t kStepBytes = std::size_t{2} << 20;
+constexpr std::chrono::nanoseconds kShortestPause = std::chrono::microseconds(20);
+constexpr std::chrono::nanoseconds kLongestPause = std::chrono::milliseconds(1);
+constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
+
+}  // namespace
+
+void Mapper::start(std::weak_ptr<PagePool> pool) {
+  auto signal = std::make_shared<Signal>();
+  // Signals are for the threads that the program knows.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread_ =
+        std::make_unique<std::thread>([pool = std::move(pool), signal] { run(pool, signal); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  signal_ = std::move(signal);
+  running_.store(true, std::memory_order_release);
+}
+
+void Mapper::Signal::wake() noexcept {
+  if (woken.exchange(true, std::memory_order_acq_rel)) return;
+  {
+    const std::lock_guard lock(mutex);
+  }  // it is asleep, or has not looked yet
+  changed.notify_one();
+}
+
+void Mapper::wake() noexcept {
+  if (running()) signal_->wake();
+}
+
+void Mapper::stop() noexcept {
+  if (!thread_) return;
+  if (in_forked_child.load(std::memory_order_relaxed)) {
+    static_cast<void>(thread_.release());  // the thread is the parent's
+    return;
+  }
+  {
+    const std::lock_guard lock(signal_->mutex);
+    signal_->stopping.store(true, std::memory_order_release);
+  }
+  signal_->changed.notify_one();
+  if (thread_->get_id() == std::this_thread::get_id()) {
+    thread_->detach();
+  } else {
+    thread_->join();
+  }
+  thread_.reset();
+  running_.store(false, std::memory_order_release);
+}
+
+void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Signal>& signal) {
+  thread_role = ThreadRole::mapper;
+  pthread_setname_np(pthread_self(), "vtensor-mapper");
+  bool entered = false;
+  std::chrono::nanoseconds pause = kShortestPause;
+  while (!signal->stopping.load(std::memory_order_acquire)) {
+    Time next;
+    {
+      const std::lock_guard at_work(signal->at_work);
+      const std::shared_ptr<PagePool> pool = weak.lock();
+      if (!pool) return;
+      signal->woken.exchange(false, std::memory_order_acq_rel);
+      try {
+        if (!entered) pool->driver().enter_worker();
+        entered = true;
+        next = serve(pool, *signal, pause);
+      } catch (const std::exception&) {
+        next = std::chrono::steady_clock::now() + kLongestPause;  // refused, or no memory
+      }
+    }  // the pool may end here, in this thread
+    std::unique_lock lock(signal->mutex);
+    const auto called = [&signal] {
+      return signal->woken.load(std::memory_order_acquire) ||
+             signal->stopping.load(std::memory_order_acquire);
+    };
+    if (next == Time::max()) {
+      signal->changed.wait(lock, called);
+    } else {
+      signal->changed.wait_until(lock, next, called);
+    }
+  }
+}
+
+// What is done between two looks at the lists: claimed with the lock, carried out without it, and
+// entered with it again. Of one kind at a time, for as many tensors as there is room for.
+class Mapper::Step {
+ public:
+  explicit Step(PagePool& pool)
+      : pool_(pool), most_(std::max<std::size_t>(1, kStepBytes / pool.page_size())) {}
+
+  // Something waits for the device, or for a caller's operation.
+  bool waits() const { return waits_; }
+  // The driver refused something that is tried again later.
+  bool refused() const { return refused_; }
+
+  bool claim_ahead(PoolLock& lock) {
+    if (pool_.wanting_.empty()) return false;
+    std::size_t pages = std::min(most_, pool_.spare_pages());
+    make_ready(lock, pages);
+    pages = std::min(pages, pool_.spare_pages());  // others may have taken some meanwhile
+    ahead_.reserve(pool_.wanting_.size());
+    for (std::size_t i = 0; i < pool_.wanting_.size();) {
+      const std::shared_ptr<Buffer> buffer = pool_.wanting_[i];
+      if (buffer->busy() || (pages == 0 && !ahead_.empty())) {
+        waits_ |= buffer->busy();
+        ++i;
+        continue;
+      }
+      Ahead job{buffer, {}};
+      if (!buffer->claim_ahead(job.arrival, pages)) {
+        pool_.wanting_.erase(pool_.wanting_.begin() + static_cast<std::ptrdiff_t>(i));
+        continue;
+      }
+      pages -= job.arrival.pages.size();
+      ahead_.push_back(std::move(job));
+      ++i;  // there may be more to do for it
+    }
+    return !ahead_.empty();
+  }
+
+  bool claim_back() {
+    std::size_t pages = 0;
+    back_.reserve(pool_.unsettled_.size());
+    for (std::size_t i = 0; i < pool_.unsettled_.size() && pages < most_;) {
+      const std::shared_ptr<Buffer> buffer = pool_.unsettled_[i];
+      Back job{buffer, {}};
+      switch (buffer->claim_back(job.departure)) {
+        case Buffer::Claim::done:
+          std::erase(pool_.unsettled_, buffer);
+          continue;
+        case Buffer::Claim::claimed:
+          pages += job.departure.handles.size();
+          back_.push_back(std::move(job));
+          break;
+        case Buffer::Claim::waits:
+          waits_ = true;
+          break;
+        case Buffer::Claim::refused:
+          refused_ = true;
+          break;
+      }
+      ++i;
+    }
+    return !back_.empty();
+  }
+
+  bool claim_cleaning() {
+    if (pool_.options_.zero == ZeroPolicy::never) return false;
+    cleanings_.reserve(1);
+    for (const std::shared_ptr<Buffer>& buffer : pool_.idle_) {
+      Cleaning job{buffer, {}, nullptr, nullptr};
+      if (buffer->claim_cleaning(job.runs, most_)) {
+        cleanings_.push_back(std::move(job));
+        return true;
+      }
+      waits_ |= buffer->to_clean();
+    }
+    return false;
+  }
+
+  void carry_out() noexcept {
+    const Stream side = pool_.driver().side_stream();
+    for (Ahead& job : ahead_) job.buffer->carry_out(job.arrival, side, true);
+    for (Back& job : back_) job.buffer->carry_out(job.departure);
+    for (Cleaning& job : cleanings_) {
+      try {
+        job.zeroed = job.buffer->clean(job.runs);
+      } catch (...) {
+        job.error = std::current_exception();
+      }
+    }
+  }
+
+  void enter() {
+    for (Ahead& job : ahead_) {
+      job.buffer->enter_ahead(job.arrival);
+      if (!job.buffer->wants()) std::erase(pool_.wanting_, job.buffer);
+    }
+    for (Back& job : back_) {
+      job.buffer->enter_back(job.departure);
+      if (!job.departure.error)
+        job.buffer->give_back_unused();  // the owner may have left meanwhile
+    }
+    for (Cleaning& job : cleanings_)
+      job.buffer->enter_cleaning(job.runs, std::move(job.zeroed), job.error);
+  }
+
+ private:
+  struct Ahead {
+    std::shared_ptr<Buffer> buffer;
+    Buffer::Arrival arrival;
+  };
+  struct Back {
+    std::shared_ptr<Buffer> buffer;
+    Buffer::Departure departure;
+  };
+  struct Cleaning {
+    std::shared_ptr<Buffer> buffer;
+    std::vector<Buffer::Run> runs;
+    FencePtr zeroed;
+    std::exception_ptr error;
+  };
+
+  // Has handles made in one go, where the driver takes long for them.
+  void make_ready(PoolLock& lock, std::size_t pages) {
+    std::size_t wanted = 0;
+    for (const std::shared_ptr<Buffer>& buffer : pool_.wanting_) wanted += buffer->missing_ahead();
+    try {
+      pool_.make_ready(lock, std::min(wanted, pages));
+    } catch (...) {
+      // Taking the pages meets it again, for the tensor that wants them.
+    }
+  }
+
+  PagePool& pool_;
+  const std::size_t most_;
+  bool waits_ = false;
+  bool refused_ = false;
+  std::vector<Ahead> ahead_;
+  std::vector<Back> back_;
+  std::vector<Cleaning> cleanings_;
+};
+
+Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& signal,
+                           std::chrono::nanoseconds& pause) {
+  PoolLock lock(pool);
+  Time next = Time::max();
+  for (bool back_first = false; !signal.stopping.load(std::memory_order_acquire);
+       back_first = !back_first) {
+    pool->reap();
+    Step step(*pool);
+    const bool claimed = (back_first && step.claim_back()) || step.claim_ahead(lock) ||
+                         (!back_first && step.claim_back()) || step.claim_cleaning();
+    if (!claimed) {
+      next = pool->tend_kept(lock);
+      if (next <= std::chrono::steady_clock::now()) {
+        lock.let_go();  // others come in between
+        lock.take_again();
+        continue;
+      }
+      if (step.refused()) next = std::min(next, std::chrono::steady_clock::now() + kRetryPause);
+      if (!step.waits()) {
+        pause = kShortestPause;
+      } else {
+        next = std::min(next, std::chrono::steady_clock::now() + pause);
+        pause = std::min(2 * pause, kLongestPause);
+      }
+      break;
+    }
+    pause = kShortestPause;
+    pool->depart();
+    lock.let_go();
+    step.carry_out();
+    lock.take_again();
+    pool->arrive();
+    step.enter();
+  }
+  pool->changed();
+  return next;
+}
+
+}  // namespace vtensor

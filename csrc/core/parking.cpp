@@ -1,0 +1,140 @@
+// Parking: a freed buffer stays mapped for the next tensor of its shape, which takes it whole.
+#include <algorithm>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/trace.h"
+#include "core/buffer.h"
+
+namespace vtensor {
+
+// Keeps the pages that a new owner could use: those mapped from the first slot on, in every row,
+// and shared with nobody.
+void Buffer::try_to_park() {
+  if (quarantined_ != 0 || shape_.phase != 0 || !reserved_) return;
+  std::size_t end = table_.reserved();
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    std::size_t slot = 0;
+    while (slot < end && is_writable(table_.at(row, slot)) &&
+           table_.at(row, slot).page->references == 1) {
+      ++slot;
+    }
+    end = slot;
+  }
+  const std::size_t pages = end * shape_.rows;
+  if (pages == 0 || !pool_->may_park(pages)) return;
+  try {
+    parked_after_ = fences();
+    pool_->park(shared_from_this(), pages);
+  } catch (...) {
+    return;  // then they go
+  }
+  parked_ = {0, end};
+  revive(parked_);
+  const bool dirty = pool_->options().zero != ZeroPolicy::never;
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    for (std::size_t slot = 0; slot < end; ++slot) table_.at(row, slot).page->dirty = dirty;
+  }
+  trace::event(trace::What::park, slot_address(0, 0), pages * page_size_, base_);
+}
+
+void Buffer::unpark() {
+  touch(parked_);
+  pool_->unpark(*this, parked_.size() * shape_.rows);
+  parked_ = {};
+  parked_after_.clear();
+  give_back_unused();
+}
+
+bool Buffer::to_clean() const {
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    for (std::size_t slot = parked_.begin; slot < parked_.end; ++slot) {
+      if (table_.at(row, slot).page->dirty) return true;
+    }
+  }
+  return false;
+}
+
+// Up to `pages` parked pages that are to be zeroed, once the last owner's work is done.
+bool Buffer::claim_cleaning(std::vector<Run>& runs, std::size_t pages) {
+  if (busy()) return false;
+  try {
+    if (!all_passed(parked_after_)) return false;
+  } catch (const Error&) {
+    return false;  // the last owner's work cannot be asked about now
+  }
+  for (std::size_t row = 0; row < shape_.rows && pages != 0; ++row) {
+    for (std::size_t slot = parked_.begin; slot < parked_.end && pages != 0; ++slot) {
+      const std::size_t first = slot;
+      while (slot < parked_.end && pages != 0 && table_.at(row, slot).page->dirty) {
+        ++slot;
+        --pages;
+      }
+      if (slot > first) runs.push_back({row, {first, slot}});
+    }
+  }
+  busy_ = !runs.empty();
+  return busy_;
+}
+
+FencePtr Buffer::clean(std::span<const Run> runs) {
+  const Stream stream = driver_.side_stream();
+  for (const Run& run : runs) {
+    const trace::Span span(trace::What::zero, address_of(run), run.slots.size() * page_size_,
+                           base_);
+    driver_.zero(address_of(run), run.slots.size() * page_size_, stream);
+  }
+  return driver_.fence(stream);
+}
+
+void Buffer::enter_cleaning(std::span<const Run> runs, FencePtr zeroed, std::exception_ptr error) {
+  busy_ = false;
+  note(driver_.side_stream());
+  if (error) {
+    if (!parked_.empty()) unpark();  // its zeroing is refused: not for the next owner
+  } else {
+    for (const Run& run : runs) {
+      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
+        table_.at(run.row, slot).page->dirty = false;
+    }
+    if (zeroed) cleaned_after_ = std::move(zeroed);
+  }
+  pool_->changed();
+  give_back_unused();
+}
+
+bool Buffer::adoptable() const {
+  return !parked_.empty() && quarantined_ == 0 && mapped_ == parked_.size() * shape_.rows;
+}
+
+void Buffer::adopt(const Caller& caller) {
+  is_quiet();
+  touched_ = {};
+  retiring_.clear();
+  owner_end_ = std::make_unique<Generation>();
+  owned_ = may_park_ = true;
+  id_ = pool_->next_id();
+  pace_ = {};
+  error_ = nullptr;
+  // The last owner's streams are done with, but for what these say.
+  ready_after_ = std::exchange(parked_after_, {});
+  if (cleaned_after_) ready_after_.push_back(std::exchange(cleaned_after_, nullptr));
+  after_.clear();
+  streams_.clear();
+  note(caller.stream);
+  std::size_t clean = parked_.end;
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    std::size_t slot = 0;
+    while (slot < clean && !table_.at(row, slot).page->dirty) ++slot;
+    clean = slot;
+  }
+  if (clean < parked_.end) foreign_ = {clean, parked_.end};
+  trace::event(trace::What::adopt, slot_address(0, 0), parked_.size() * shape_.rows * page_size_,
+               base_);
+  pool_->unpark(*this, parked_.size() * shape_.rows);
+  parked_ = {};
+  set_ready({0, clean});
+  if (!ready_after_.empty()) pool_->settle_later(shared_from_this());
+}
+
+}  // namespace vtensor

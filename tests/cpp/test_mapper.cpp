@@ -1,0 +1,396 @@
+// The mapper beside callers: C++ threads drive buffers as tensors do, while the mapper maps ahead,
+// gives back and zeroes, and calls are refused now and then. Under ThreadSanitizer and
+// AddressSanitizer.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/errors.h"
+#include "core/buffer.h"
+#include "core/page_pool.h"
+#include "driver/driver.h"
+
+namespace vtensor {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr std::size_t kBytes = 4096;  // of a page
+constexpr std::chrono::seconds kPatience(20);
+const Caller kCaller{"test"};
+
+std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
+  options.budget = pages * kBytes;
+  options.patience = kPatience;
+  return PagePool::create(make_host_driver({.page_size = kBytes}), options);
+}
+
+// An owner as TensorCore is one: its operations follow one another. A position is half a page, and
+// holds the owner's number.
+class Owner {
+ public:
+  Owner(const std::shared_ptr<PagePool>& pool, std::size_t rows, char number)
+      : pool_(pool),
+        rows_(rows),
+        number_(number),
+        buffer_(Buffer::create(pool, {rows, kBytes / 2, kCapacity, 0, false}, kCaller)) {}
+  ~Owner() { buffer_->abandon(); }
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+
+  static constexpr std::size_t kCapacity = 64;
+  std::size_t length() const { return positions_.size(); }
+
+  // I7: what is new shows zeros or what this owner wrote there.
+  void grow(std::size_t n) {
+    buffer_->raise_error();
+    const Interval after{positions_.begin, std::min(kCapacity, positions_.end + n)};
+    if (!buffer_->grow_within(kCaller, after)) buffer_->grow(kCaller, after, (n & 1) != 0);
+    for (std::size_t row = 0; row < rows_; ++row) {
+      for (std::size_t i = positions_.end; i < after.end; ++i) {
+        char* const at = bytes(row, i);
+        if ((*at != 0 && *at != number_) ||
+            (at[kBytes / 2 - 1] != 0 && at[kBytes / 2 - 1] != number_))
+          ++strangers;
+        std::memset(at, number_, kBytes / 2);
+      }
+    }
+    positions_ = after;
+  }
+  void shrink(std::size_t n, bool front) {
+    n = std::min(n, length());
+    positions_ = front ? Interval{positions_.begin + n, positions_.end}
+                       : Interval{positions_.begin, positions_.end - n};
+    if (positions_.empty()) positions_ = {};
+    buffer_->retract(kCaller, positions_);
+  }
+  void prepare(std::size_t n) { buffer_->prepare(std::min(kCapacity, positions_.end + n)); }
+  Generation* publish() { return buffer_->publish(); }
+  // I2: all of it is as written.
+  bool whole() {
+    for (std::size_t row = 0; row < rows_; ++row) {
+      for (std::size_t i = positions_.begin; i < positions_.end; ++i) {
+        if (*bytes(row, i) != number_ || bytes(row, i)[kBytes / 2 - 1] != number_) return false;
+      }
+    }
+    return true;
+  }
+
+  std::size_t strangers = 0;
+
+ private:
+  char* bytes(std::size_t row, std::size_t i) {
+    return reinterpret_cast<char*>(buffer_->address_of(row, i));
+  }
+
+  const std::shared_ptr<PagePool> pool_;
+  const std::size_t rows_;
+  const char number_;
+  const std::shared_ptr<Buffer> buffer_;
+  Interval positions_;
+};
+
+// What threads hand one another: generations to end, as views that die elsewhere.
+class Views {
+ public:
+  explicit Views(PagePool& pool) : pool_(pool) {}
+  void hand(Generation* generation) {
+    const std::lock_guard lock(mutex_);
+    views_.push_back(generation);
+  }
+  bool drop() {
+    Generation* last = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      if (views_.empty()) return false;
+      last = views_.back();
+      views_.pop_back();
+    }
+    pool_.end(last);
+    return true;
+  }
+
+ private:
+  PagePool& pool_;
+  std::mutex mutex_;
+  std::vector<Generation*> views_;
+};
+
+struct Outcome {
+  std::size_t wrong = 0;    // contents that changed, or were another's
+  std::size_t refused = 0;  // operations that raised
+};
+
+// Random operations of one thread on a tensor after another.
+Outcome drive(const std::shared_ptr<PagePool>& pool, Views& views, unsigned seed,
+              std::size_t steps) {
+  std::mt19937 random(seed);
+  Outcome outcome;
+  std::unique_ptr<Owner> owner;
+  for (std::size_t step = 0; step < steps; ++step) {
+    try {
+      if (!owner) {
+        owner =
+            std::make_unique<Owner>(pool, 1 + random() % 3, static_cast<char>(1 + random() % 120));
+      }
+      const std::size_t n = random() % 12;
+      switch (random() % 10) {
+        case 0:
+          owner.reset();
+          break;
+        case 1:
+        case 2:
+          owner->prepare(2 * n);
+          break;
+        case 3:
+          owner->shrink(n, false);
+          break;
+        case 4:
+          owner->shrink(n / 2, true);
+          break;
+        case 5:
+          views.hand(owner->publish());
+          break;
+        case 6:
+          views.drop();
+          break;
+        default:
+          owner->grow(n);
+      }
+    } catch (const OutOfPages&) {
+      ++outcome.refused;
+    } catch (const DriverError&) {
+      ++outcome.refused;
+    } catch (const Error&) {
+      ++outcome.refused;
+      owner.reset();  // pages of it were lost for good
+    }
+    if (owner) {
+      outcome.wrong += owner->strangers + !owner->whole();
+      owner->strangers = 0;
+    }
+  }
+  return outcome;
+}
+
+struct Load {
+  PoolOptions options;
+  std::size_t pages = 256;
+  bool refuse = false;  // some driver calls
+};
+
+void hammer(const Load& load) {
+  const std::shared_ptr<PagePool> pool = open_pool(load.pages, load.options);
+  Views views(*pool);
+  std::atomic<bool> done{false};
+  std::vector<Outcome> outcomes(3);
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < outcomes.size(); ++i) {
+    threads.emplace_back([&, i] { outcomes[i] = drive(pool, views, i, 1500); });
+  }
+  std::thread watcher([&] {
+    for (unsigned i = 0; !done; ++i) {
+      const PoolCounts counts = pool->counts();
+      CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);  // I4
+      CHECK_NOTHROW(pool->check_invariants());
+      try {
+        if (i % 8 == 0) pool->trim();
+      } catch (const DriverError&) {
+        CHECK(load.refuse);
+      }
+      if (load.refuse) pool->driver().meter().fail_after(i % 16, 1 + i % 3);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  for (std::thread& thread : threads) thread.join();
+  done = true;
+  watcher.join();
+  pool->driver().meter().disarm();
+
+  for (const Outcome& outcome : outcomes) CHECK(outcome.wrong == 0);
+  while (views.drop()) {
+  }
+  for (int tries = 0; tries < 100; ++tries) {  // what the mapper met is raised, an error at a time
+    try {
+      pool->wait_idle(kPatience);
+      break;
+    } catch (const DriverError&) {
+    }
+  }
+  pool->retire();
+  pool->wait_idle(kPatience);
+  pool->check_invariants();
+  const PoolCounts left = pool->counts();
+  CHECK(left.mapped == 0);  // I14
+  CHECK(left.used == left.quarantined);
+  CHECK((left.quarantined == 0 || load.refuse));
+}
+
+// Waits, with a bound, until the mapper came to rest.
+bool settled(PagePool& pool, const std::function<bool()>& done) {
+  const auto until = steady_clock::now() + kPatience;
+  while (!done()) {
+    if (steady_clock::now() > until) return false;
+    pool.counts();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST_CASE("threads beside a mapper that looks ahead and parks") {
+  hammer({.options = {.ahead = 64 * kBytes, .park = 48 * kBytes}});
+}
+
+TEST_CASE("threads beside a mapper that works only when asked") { hammer({.options = {}}); }
+
+TEST_CASE("threads and mapper that compete for the last pages") {
+  hammer({.options = {.ahead = 64 * kBytes, .park = 16 * kBytes, .low = 8 * kBytes}, .pages = 64});
+}
+
+TEST_CASE("threads beside a mapper whose calls are refused now and then") {
+  hammer({.options = {.ahead = 64 * kBytes, .park = 48 * kBytes}, .refuse = true});
+  hammer({.options = {}, .refuse = true});
+}
+
+TEST_CASE("what is prepared in the place of pages on their way out is there") {
+  const auto pool = open_pool(256, {.ahead = 64 * kBytes});
+  for (int i = 0; i < 200; ++i) {
+    Owner owner(pool, 1 + i % 2, 7);
+    owner.grow(40);
+    owner.shrink(36, false);
+    owner.prepare(30);
+    if (i % 2) std::this_thread::sleep_for(std::chrono::microseconds(20 * (i % 10)));
+    if (i % 3) owner.shrink(1, false);
+    CHECK_NOTHROW(pool->check_invariants());  // I3
+    owner.grow(24);
+    CHECK((owner.whole() && owner.strangers == 0));
+  }
+}
+
+TEST_CASE("a caller who overtakes the mapper waits for no more than a step of its") {
+  const auto pool = open_pool(1 << 16, {.ahead = 64 * kBytes});
+  const RowShape shape{1, kBytes, 1 << 15, 0, false};
+  const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
+  buffer->prepare(1 << 15);
+  CHECK(settled(*pool, [&] { return pool->counts().ahead > 0; }));
+  buffer->grow(kCaller, {0, 2048}, false);         // ready or not
+  CHECK(pool->counts().ahead < (1 << 15) - 2048);  // the mapper had not come to the end
+  buffer->abandon();
+}
+
+TEST_CASE("an owner whose own pages are on their way out gets them back as others") {
+  const auto pool = open_pool(64, {.ahead = 64 * kBytes});
+  Owner owner(pool, 1, 3);
+  owner.grow(64);
+  owner.shrink(64, false);
+  const RowShape shape{1, kBytes, 128, 0, false};
+  const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
+  buffer->grow(kCaller, {0, 60}, false);
+  buffer->retract(kCaller, {50, 60});
+  const auto begin = steady_clock::now();
+  CHECK_NOTHROW(buffer->grow(kCaller, {50, 110}, false));
+  CHECK(steady_clock::now() - begin < kPatience / 2);
+  buffer->abandon();
+}
+
+TEST_CASE("a new owner never finds what is on its way out of an adopted buffer (I7)") {
+  const auto pool = open_pool(512, {.ahead = 64 * kBytes, .park = 256 * kBytes});
+  const RowShape shape{1, kBytes, 16, 0, false};
+  const std::size_t rows[] = {0};
+  for (int i = 0; i < 300; ++i) {
+    const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
+    first->grow(kCaller, {0, 8}, false);
+    std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 8 * kBytes);
+    const std::shared_ptr<Buffer> fork = first->share(kCaller, shape, rows, false);
+    first->own(kCaller, {0, 2});
+    first->abandon();
+    const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
+    second->grow(kCaller, {0, 8}, false);
+    for (std::size_t page = 0; page < 8; ++page)
+      CHECK(*reinterpret_cast<char*>(second->address_of(0, page)) == 0);
+    second->abandon();
+    fork->abandon();
+  }
+}
+
+TEST_CASE("foreign pages whose unmapping is refused are zeroed all the same (I7)") {
+  const auto pool = open_pool(32, {.ahead = 64 * kBytes, .park = 32 * kBytes});
+  const RowShape shape{1, kBytes, 64, 0, false};
+  for (int i = 0; i < 100; ++i) {
+    const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
+    first->grow(kCaller, {0, 24}, false);
+    std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 24 * kBytes);
+    first->abandon();
+    const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
+    const std::shared_ptr<Buffer> other = Buffer::create(pool, shape, kCaller);
+    pool->driver().meter().fail_after(0, 1000);
+    try {
+      other->grow(kCaller, {0, 20}, false);  // which `second` is to give way to
+    } catch (const Error&) {
+    }
+    pool->driver().meter().disarm();
+    other->abandon();
+    second->grow(kCaller, {0, 8}, false);
+    for (std::size_t page = 0; page < 8; ++page)
+      CHECK(*reinterpret_cast<char*>(second->address_of(0, page)) == 0);
+    second->abandon();
+    pool->trim();
+  }
+}
+
+TEST_CASE("rows that were prepared half way and then refused are given back") {
+  const RowShape shape{2, kBytes, 512, 0, false};
+  for (std::uint64_t skip = 0; skip < 6; ++skip) {
+    // The second of the mapper's steps finds 38 pages left for the second row.
+    const auto pool = open_pool(550, {});
+    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
+    pool->driver().meter().fail_after(skip, 1);
+    buffer->prepare(512);
+    try {
+      pool->wait_idle(kPatience);
+    } catch (const DriverError&) {
+    }
+    pool->driver().meter().disarm();
+    buffer->abandon();
+    CHECK_NOTHROW(pool->wait_idle(std::chrono::seconds(2)));
+    CHECK(pool->counts().mapped == 0);
+    CHECK(pool->counts().reserved_pages == 0);
+  }
+}
+
+TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped") {
+  const auto pool = open_pool(256, {.ahead = 64 * kBytes});
+  const RowShape shape{1, kBytes, 64, 0, false};
+  for (int i = 0; i < 100; ++i) {
+    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
+    buffer->grow(kCaller, {0, 4}, false);
+    Generation* view = buffer->publish();
+    buffer->grow(kCaller, {0, 16}, false);
+    buffer->prepare(32);
+    buffer->abandon();
+    CHECK(settled(*pool, [&] { return pool->counts().mapped == 4; }));  // the view's
+    CHECK_NOTHROW(pool->check_invariants());
+    pool->end(view);
+    CHECK(settled(*pool, [&] { return pool->counts().mapped == 0; }));
+  }
+}
+
+TEST_CASE("two threads may ask for the mapper at once") {
+  for (int i = 0; i < 50; ++i) {
+    const auto pool = open_pool(16, {});
+    std::vector<std::thread> threads;
+    for (int k = 0; k < 3; ++k) threads.emplace_back([&pool] { pool->ensure_mapper(); });
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+}  // namespace vtensor

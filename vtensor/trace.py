@@ -1,0 +1,305 @@
+"""What vtensor did, and when: every driver call and every change of state, as rows and as a timeline.
+
+::
+
+    with vtensor.trace.record() as recording:
+        model.generate(...)
+
+    print(recording.summary())
+    table = pandas.DataFrame(recording.events())
+    recording.export("trace.json.gz")  # for https://ui.perfetto.dev and chrome://tracing
+
+Beside torch's profiler, in one timeline, each thread's operators around what they caused::
+
+    with torch.profiler.profile() as profiler, vtensor.trace.record() as recording:
+        model.generate(...)
+    recording.export("trace.json.gz", profile=profiler)
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from vtensor import _core
+from vtensor.errors import InvalidArgument, VTensorError
+
+__all__ = ["Event", "Recording", "record"]
+
+_MOST_EVENTS = 2**28
+
+
+class Profiler(Protocol):
+    """What is asked of torch's profiler."""
+
+    def export_chrome_trace(self, path: str) -> object: ...
+
+
+class Event(NamedTuple):
+    """One row. Times are nanoseconds, sizes bytes."""
+
+    time_ns: int
+    """When it began: Unix time, on the clock that torch's profiler writes and ``time.time_ns()`` reads."""
+    duration_ns: int
+    """0 for what happens at once."""
+    what: str
+    """``"driver_call"``, ``"extend"``, ``"shrink"``, ``"prepare"``, ``"fork"``, ``"part"``, ``"map"``,
+    ``"unmap"``, ``"retire"``, ``"revive"``, ``"zero"``, ``"copy"``, ``"populate"``, ``"park"``, ``"adopt"``,
+    ``"lease"``, ``"wait"``, ``"out_of_memory"`` or ``"error"``."""
+    call: str
+    """Of a driver call, which: ``"mmap"``, ``"cuMemMap"``, ... Empty otherwise."""
+    address: int
+    """Where it begins; 0 where that means nothing."""
+    nbytes: int
+    """What it is about; for ``extend`` and ``shrink`` all rows together."""
+    tensor: int
+    """The first address of the tensor's range, which stays the same for as long as it lives; 0 for none."""
+    thread: int
+    """As ``threading.get_native_id()`` and torch's profiler number it."""
+    role: str
+    """``"caller"``, or ``"mapper"`` for the pool's own thread."""
+
+
+class Recording:
+    """What vtensor does while this context manager is open. Made by :func:`record`.
+
+    It holds what began and ended inside the ``with``. Afterwards it holds the same for as long as it lives.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self._asked = capacity or 0
+        self._core: _core.TraceRecording | None = None
+
+    def __enter__(self) -> Recording:
+        if self._core is not None:
+            raise VTensorError("[trace.record] this recording was used before: make another with record()")
+        self._core = _core.TraceRecording(self._asked)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._begun("record").stop()
+
+    def __repr__(self) -> str:
+        room = f", {self.capacity:,} events at most" if self._core else ", not begun"
+        return f"<vtensor.trace.Recording{room}>"
+
+    @property
+    def capacity(self) -> int:
+        """Events that there is room for; what was asked for, rounded up to a power of two."""
+        return self._begun("capacity").capacity
+
+    @property
+    def dropped(self) -> int:
+        """Events of this recording that newer ones have replaced: ask for more ``capacity``."""
+        return self._begun("dropped").dropped
+
+    def events(self) -> list[Event]:
+        """The newest ``capacity`` events by time, outer ones first; inside the ``with``, those so far.
+
+        ``pandas.DataFrame(recording.events(), columns=vtensor.trace.Event._fields)`` makes a table of them.
+        """
+        return [Event._make(row) for row in self._begun("events").events()]
+
+    def summary(self) -> str:
+        """A table for reading: each kind of event and driver call with its count, times and bytes."""
+        return _summary(self.events(), self.dropped)
+
+    def export(
+        self, path: str | os.PathLike[str], profile: str | os.PathLike[str] | Profiler | None = None
+    ) -> None:
+        """Writes the events as JSON that Perfetto and ``chrome://tracing`` open: a track for each thread.
+
+        Args:
+            path: the file; compressed where the name ends in ``.gz``.
+            profile: what torch's profiler saw of the same time, to be written into the same file: a file
+                that its ``export_chrome_trace`` wrote, or the profiler itself once it has stopped, which
+                exports only once.
+
+        Raises:
+            VTensorError: ``profile`` is no such file, or a profiler that still runs or has exported before.
+        """
+        started = self._begun("export").started
+        trace: dict[str, Any] = (
+            {"baseTimeNanoseconds": started} if profile is None else _read_profile(profile)
+        )
+        theirs = trace.pop("traceEvents", [])
+        named = {(record.get("pid"), record.get("tid")) for record in theirs if record.get("ph") == "M"}
+        ours = _records(self.events(), trace.get("baseTimeNanoseconds", 0), named)
+        _write(Path(path), trace, itertools.chain(theirs, ours))
+
+    def _begun(self, operation: str) -> _core.TraceRecording:
+        if self._core is None:
+            raise VTensorError(
+                f"[trace.{operation}] the recording has not begun: enter it by "
+                "`with vtensor.trace.record() as recording:`"
+            )
+        return self._core
+
+
+def record(capacity: int | None = None) -> Recording:
+    """A context manager that records what vtensor does, on all threads, until it is left.
+
+    Recordings may overlap, also on several threads: each holds its own part. They share the memory of the
+    first, 64 bytes an event, which is taken as events come and given back with the last.
+
+    Args:
+        capacity: events to keep, rounded up to a power of two; the newest stay. Unless given 1,048,576,
+            or what a running recording has.
+
+    Raises:
+        InvalidArgument: a capacity below 1 or above 2**28, or, when entered, above a running recording's.
+        VTensorError: when entered in a forked child process, where vtensor does nothing to record.
+    """
+    if capacity is not None and not 1 <= capacity <= _MOST_EVENTS:
+        raise InvalidArgument(
+            f"[trace.record] capacity is {capacity} events: it must lie between 1 and {_MOST_EVENTS:,}"
+        )
+    return Recording(capacity)
+
+
+# -- the Chrome trace format ("Trace Event Format", the Chromium project), which Perfetto reads too
+
+
+def _records(
+    events: Sequence[Event], base: int, named: set[tuple[object, object]]
+) -> Iterator[dict[str, Any]]:
+    """With times in microseconds since `base` (nanoseconds of Unix time), as torch's profiler has them.
+
+    `named` are the (pid, tid) that need no name.
+    """
+    process = os.getpid()
+    alive = {thread.native_id: thread.name for thread in threading.enumerate()}
+    names = {0: ("process_name", f"python {process}")}
+    for event in events:
+        thread = "vtensor mapper" if event.role == "mapper" else alive.get(event.thread, "thread")
+        names[event.thread] = ("thread_name", f"{thread} {event.thread}")
+    for number, (kind, name) in names.items():
+        if (process, number) not in named:
+            yield {"name": kind, "ph": "M", "pid": process, "tid": number, "args": {"name": name}}
+    for event in events:
+        begin = (event.time_ns - base) / 1000
+        lasts = {"ph": "X", "dur": event.duration_ns / 1000} if event.duration_ns else {"ph": "i", "s": "t"}
+        yield {
+            "name": event.call or event.what,
+            "cat": "vtensor",
+            "pid": process,
+            "tid": event.thread,
+            "ts": begin,
+            **lasts,
+            "args": {
+                "address": hex(event.address),
+                "nbytes": event.nbytes,
+                "tensor": hex(event.tensor),
+                "role": event.role,
+            },
+        }
+    mapped = 0
+    for end, change in _changes_of_mapping(events):
+        mapped += change
+        counter = {"name": "bytes mapped since the recording began", "ph": "C", "pid": process, "tid": 0}
+        yield {**counter, "ts": (end - base) / 1000, "args": {"bytes": mapped}}
+
+
+def _changes_of_mapping(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """(time, bytes) in order of time."""
+    signs = {"map": 1, "unmap": -1}
+    return sorted(
+        (event.time_ns + event.duration_ns, signs[event.what] * event.nbytes)
+        for event in events
+        if event.what in signs
+    )
+
+
+def _read_profile(profile: str | os.PathLike[str] | Profiler) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(profile, (str, os.PathLike)):
+            path = Path(profile)
+        else:
+            path = Path(folder) / "profile.json"
+            try:
+                profile.export_chrome_trace(str(path))
+            except (AssertionError, AttributeError, RuntimeError) as error:
+                raise VTensorError(
+                    f"[trace.export] torch's profiler gave no trace ({error}): stop it first; it exports "
+                    "once, so where it has, give profile= that file"
+                ) from error
+        content = path.read_bytes()
+    try:
+        trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
+    except (EOFError, OSError, ValueError, zlib.error):
+        trace = None
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise VTensorError(
+            f"[trace.export] {path} holds no trace: give profile= a file that export_chrome_trace of "
+            "torch's profiler wrote"
+        )
+    return trace
+
+
+def _write(path: Path, head: dict[str, Any], records: Iterable[dict[str, Any]]) -> None:
+    """One record at a time: there may be millions."""
+    with gzip.open(path, "wt", compresslevel=6) if path.suffix == ".gz" else path.open("w") as file:
+        file.write("{")
+        for key, value in head.items():
+            file.write(f"{json.dumps(key)}: {json.dumps(value)}, ")
+        file.write('"traceEvents": [')
+        for i, record in enumerate(records):
+            file.write((",\n" if i else "\n") + json.dumps(record))
+        file.write("\n]}\n")
+
+
+# -- the table
+
+
+def _summary(events: Iterable[Event], dropped: int) -> str:
+    groups: dict[tuple[str, str], list[Event]] = {}
+    for event in events:
+        groups.setdefault((event.call or event.what, event.role), []).append(event)
+    rows = [("what", "thread", "count", "total ms", "p50 us", "p99 us", "bytes")]
+    by_time = sorted(groups.items(), key=lambda group: -sum(event.duration_ns for event in group[1]))
+    for (name, role), group in by_time:
+        times = sorted(event.duration_ns for event in group)
+        rows.append(
+            (
+                name,
+                role,
+                f"{len(group):,}",
+                f"{sum(times) / 1e6:,.3f}",
+                f"{_quantile(times, 0.5) / 1e3:,.2f}",
+                f"{_quantile(times, 0.99) / 1e3:,.2f}",
+                f"{sum(event.nbytes for event in group):,}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    if dropped:
+        lines.append(f"{dropped:,} older events were dropped: record(capacity=) keeps more")
+    return "\n".join(lines)
+
+
+def _quantile(ordered: Sequence[int], q: float) -> float:
+    """Linear between neighbours: type 7 of Hyndman and Fan, 1996."""
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
