@@ -1,0 +1,60 @@
+"""``flash_attn_with_kvcache`` for FlashAttention 4, which has the attention of it and not the append."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vtensor import InvalidArgument
+
+from ._kv import append
+
+
+def with_kvcache(module: Any) -> Callable[..., Any]:
+    """The function over ``flash_attn.cute``: ``seqused_k`` for lengths in a tensor, else the exact length."""
+
+    def flash_attn_with_kvcache(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        cache_seqlens: int | torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int | None, int | None] = (-1, -1),
+        softcap: float = 0.0,
+        num_splits: int = 1,
+        return_softmax_lse: bool = False,
+    ) -> Any:
+        added = 0
+        if k is not None and v is not None:
+            if cache_seqlens is None:
+                raise InvalidArgument(
+                    "[flash_attn_with_kvcache] k and v without cache_seqlens: say behind how many positions "
+                    "they go"
+                )
+            append(k_cache, v_cache, k, v, cache_seqlens)
+            added = k.shape[1]
+        options: dict[str, Any] = {
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": tuple(None if side is None or side < 0 else side for side in window_size),
+            "softcap": softcap,
+            "num_splits": num_splits,
+        }
+        if return_softmax_lse:
+            options["return_lse"] = True
+        if isinstance(cache_seqlens, torch.Tensor):
+            options["seqused_k"] = cache_seqlens + added if added else cache_seqlens
+            result = module.flash_attn_varlen_func(q, k_cache, v_cache, **options)
+        else:
+            stop = k_cache.shape[1] if cache_seqlens is None else cache_seqlens + added
+            result = module.flash_attn_func(q, k_cache[:, :stop], v_cache[:, :stop], **options)
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        return (out, lse) if return_softmax_lse else out
+
+    return flash_attn_with_kvcache

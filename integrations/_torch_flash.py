@@ -1,0 +1,204 @@
+"""FlashAttention's three functions over what torch itself has.
+
+On CUDA in float16 and bfloat16 it calls ``aten._flash_attention_forward`` and ``varlen_attn``; elsewhere
+SDPA, as a reference that runs the same code on a CPU. Lengths, windows and causality follow FlashAttention 2:
+masks are lower-right, and a query that sees no key gives zeros. Rows of different lengths are attended one by
+one, over exactly their positions: nothing behind them is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vtensor import InvalidArgument
+
+from ._kv import append
+
+Lengths = int | torch.Tensor | None
+Window = tuple[int | None, int | None]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    **others: Any,
+) -> torch.Tensor:
+    """q ``[B, Sq, Hq, D]``, k and v ``[B, Sk, Hkv, D]``; as FlashAttention 2's function of that name."""
+    _refuse_others("flash_attn_func", dropout_p=dropout_p, **others)
+    return _attend(q, k, v, softmax_scale, causal, window_size)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    **others: Any,
+) -> torch.Tensor:
+    """q ``[Tq, Hq, D]``, k and v ``[Tk, Hkv, D]``, packed; as FlashAttention 2's function of that name."""
+    _refuse_others("flash_attn_varlen_func", dropout_p=dropout_p, **others)
+    left, right = _window(causal, window_size)
+    if _has_flash(q):
+        from torch.nn.attention.varlen import varlen_attn  # new in torch 2.10
+
+        packed = varlen_attn(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            scale=softmax_scale,
+            window_size=(left, right),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        assert isinstance(packed, torch.Tensor)  # two where return_aux= asks for it
+        return packed
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for row in range(len(starts_q) - 1):
+        queries = slice(starts_q[row], starts_q[row + 1])
+        keys = slice(starts_k[row], starts_k[row + 1])
+        attended = _attend(q[None, queries], k[None, keys], v[None, keys], softmax_scale, causal, window_size)
+        out[queries] = attended[0]
+    return out
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: Lengths = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    num_splits: int = 0,
+    **others: Any,
+) -> torch.Tensor:
+    """q ``[B, Sq, Hq, D]``, caches ``[rows, S, Hkv, D]``; as FlashAttention 2's function of that name.
+
+    Lengths, left pads or batch indices in a tensor are read by the host, which waits for the device.
+    """
+    others.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
+    _refuse_others("flash_attn_with_kvcache", **others)
+    batch = q.shape[0]
+    if k is not None and v is not None and cache_seqlens is not None:
+        append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
+    added = 0 if k is None else k.shape[1]
+    if not any(isinstance(t, torch.Tensor) for t in (cache_seqlens, cache_batch_idx, cache_leftpad)):
+        stop = k_cache.shape[1] if cache_seqlens is None else int(cache_seqlens) + added
+        return _attend(q, k_cache[:, :stop], v_cache[:, :stop], softmax_scale, causal, window_size)
+    stops = [n + added for n in _numbers(cache_seqlens, batch, k_cache.shape[1])]
+    starts = _numbers(cache_leftpad, batch, 0)
+    rows = range(batch) if cache_batch_idx is None else cache_batch_idx.tolist()
+    out = q.new_empty(*q.shape[:3], v_cache.shape[-1])
+    for b, (row, start, stop) in enumerate(zip(rows, starts, stops, strict=True)):
+        keys, values = k_cache[row, start:stop], v_cache[row, start:stop]
+        out[b] = _attend(q[b : b + 1], keys[None], values[None], softmax_scale, causal, window_size)[0]
+    return out
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    causal: bool,
+    window_size: Window,
+) -> torch.Tensor:
+    """Attention of ``[B, S, H, D]`` tensors over all positions of ``k`` and ``v``."""
+    left, right = _window(causal, window_size)
+    queries, length = q.shape[1], k.shape[1]
+    if _has_flash(q):
+        out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            None,
+            None,
+            queries,
+            length,
+            0.0,
+            (left, right) == (-1, 0),
+            False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )[0]
+        return out
+    from .sdpa import scaled_dot_product_attention
+
+    causal_only = (left, right) == (-1, 0)
+    mask = None
+    if not causal_only and (left, right) != (-1, -1):
+        mask = q.new_ones(queries, length, dtype=torch.bool)
+        if right >= 0:
+            mask = mask.tril(length - queries + right)
+        if left >= 0:
+            mask = mask.triu(length - queries - left)
+    return scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        mask,
+        is_causal=causal_only,
+        scale=scale,
+        enable_gqa=True,
+    ).transpose(1, 2)
+
+
+def _has_flash(q: torch.Tensor) -> bool:
+    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+
+
+def _window(causal: bool, window_size: Window) -> tuple[int, int]:
+    """(left, right), where -1 is endless, as FlashAttention 2 has it; 4 writes None."""
+    left, right = (-1 if side is None or side < 0 else side for side in window_size)
+    return left, 0 if causal else right
+
+
+def _numbers(value: Lengths, batch: int, default: int) -> list[int]:
+    if isinstance(value, torch.Tensor):
+        numbers: list[int] = value.tolist()
+        return numbers
+    return [default if value is None else value] * batch
+
+
+_ASKS_NOTHING: tuple[Any, ...] = (None, False, 0)
+
+
+def _refuse_others(operation: str, **others: Any) -> None:
+    others.pop("deterministic", None)  # forward passes are
+    others.pop("rotary_interleaved", None)
+    asked = sorted(
+        name
+        for name, value in others.items()
+        if isinstance(value, torch.Tensor) or value not in _ASKS_NOTHING
+    )
+    if asked:
+        raise InvalidArgument(
+            f"[{operation}] {', '.join(asked)}, which torch's own kernels do not take: install "
+            "FlashAttention (pip install flash-attn --no-build-isolation), or leave it out"
+        )

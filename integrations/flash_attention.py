@@ -1,0 +1,422 @@
+"""FlashAttention's functions over tensors that grow: flash_attn_func, _varlen_func and _with_kvcache.
+
+Each takes what the function of the same name in the installed package takes, in the same order, and passes it
+on unchanged; ``k`` and ``v`` may be VTensors. Before the call the rows that the kernel appends and the tiles
+that it reads are mapped, what would make it copy the whole cache in silence is refused, and the pages are
+leased.
+
+Which package: the first that is installed of the list below that suits the device of ``q``, or the one named
+by ``backend=``. Names are ``"fa2"`` (module ``flash_attn``), ``"fa3"`` (``flash_attn_interface``), ``"fa4"``
+(``flash_attn.cute``) and ``"torch"``, which is always there: torch's own kernels on CUDA and SDPA on a CPU.
+
+    ==================  =========================
+    compute capability  order
+    ==================  =========================
+    8.x                 fa2, torch
+    9.x                 fa3, fa2, fa4, torch
+    10.x, 11.x          fa4, fa2, torch
+    others, CPU         fa2 on CUDA, then torch
+    ==================  =========================
+
+FlashAttention 3 and 4 read whole tiles, up to 224 rows past a row's length but never past the tensor they are
+given, and NaN there reaches the output (pull request 2407 of Dao-AILab/flash-attention). A VTensor is handed
+over at its exact length, and so nothing unmapped is read. A FullExtent is covered for 256 rows behind its
+owner's length, which read as zeros. Rows shorter than the VTensor, told by a tensor of lengths, are read up
+to the VTensor's length: what lies there is the caller's, and has to be finite.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from vtensor import InvalidArgument, VTensor, VTensorError
+
+from ._kv import KV, as_laid_out, check_pair, check_rank, leased, owner_of, plain
+from .full_extent import FullExtent
+
+__all__ = [
+    "NotInstalled",
+    "available",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "look_again",
+]
+
+_POSITIONS = 1  # of [B, S, H, D]
+_READS_PAST = 256  # rows; the tiles of 3 and 4 are up to 224
+
+
+class NotInstalled(VTensorError, ImportError):
+    """The FlashAttention that ``backend=`` names cannot be imported; ``__cause__`` says why."""
+
+
+@dataclass(frozen=True)
+class _Package:
+    title: str
+    module: str
+    install: str
+    reads_tiles: bool = False
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    """Empty: any, of any strides."""
+
+
+_PACKAGES = {
+    "fa2": _Package("FlashAttention 2", "flash_attn", "pip install flash-attn --no-build-isolation"),
+    "fa3": _Package(
+        "FlashAttention 3",
+        "flash_attn_interface",
+        "git clone https://github.com/Dao-AILab/flash-attention && pip install ./flash-attention/hopper "
+        "--no-build-isolation",
+        reads_tiles=True,
+        dtypes=(torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    ),
+    "fa4": _Package("FlashAttention 4", "flash_attn.cute", "pip install flash-attn-4", reads_tiles=True),
+    "torch": _Package("torch", f"{__package__}._torch_flash", "pip install torch", dtypes=()),
+}
+_ORDER = {8: ("fa2",), 9: ("fa3", "fa2", "fa4"), 10: ("fa4", "fa2"), 11: ("fa4", "fa2")}
+_LARGEST_HEAD = 256
+_MOST_LAYOUTS = 256
+_PAGED = ("block_table", "page_table", "cu_seqlens_k_new")
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One function of one package."""
+
+    operation: str
+    package: _Package
+    call: Callable[..., Any]
+    places: Mapping[str, int]  # of the parameters by position, q being 0
+    takes_any_name: bool
+    fine: set[object] = field(default_factory=set)
+    """Layouts that passed every check: the same ones come at every step."""
+
+    def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What was passed as ``name``, by either way; None where nothing was. ``args`` begin behind v."""
+        if name in kwargs:
+            return kwargs[name]
+        place = self.places.get(name, 0) - 3
+        return args[place] if 0 <= place < len(args) else None
+
+
+def available() -> tuple[str, ...]:
+    """The backends that can be imported here, of ``"fa2"``, ``"fa3"``, ``"fa4"`` and ``"torch"``."""
+    return tuple(name for name in _PACKAGES if not isinstance(_load(name, "flash_attn_func"), ImportError))
+
+
+def look_again() -> None:
+    """Has the next call look for packages anew, as after one was installed while this process runs."""
+    _find.cache_clear()
+    _load.cache_clear()
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: KV, v: KV, *args: Any, backend: str | None = None, **kwargs: Any
+) -> Any:
+    """``flash_attn_func`` of the package that is used, over all positions of ``k`` and ``v``.
+
+    Args:
+        q: ``[B, Sq, Hq, D]``.
+        k, v: ``[B, Sk, Hkv, D]``: plain tensors, or VTensors that grow along dimension 1; those that grow
+            along dimension 2, ``[B, Hkv, Sk, D]``, are transposed.
+        args, kwargs: as that package's function takes them.
+        backend: ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``; by the device of ``q`` if None.
+
+    Returns:
+        What the kernel returns: ``[B, Sq, Hq, D]``, and more where asked for.
+
+    Raises:
+        NotInstalled: ``backend`` names a package that is not there.
+        InvalidArgument: an argument the package does not have, a dtype or head size it refuses, strides for
+            which it would copy K and V, or a FullExtent, whose rows have lengths that this function cannot be
+            told.
+    """
+    kernel = _find("flash_attn_func", backend, q.device)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_rank("flash_attn_func", name, t, 4, "[batch, positions, heads, head size]")
+        if isinstance(t, FullExtent):
+            raise InvalidArgument(
+                f"[flash_attn_func] {name} is a FullExtent, and this function takes no lengths: use "
+                "flash_attn_with_kvcache(cache_seqlens=), or pass the VTensor"
+            )
+    return _launch(kernel, q, k, v, owner_of(k), owner_of(v), args, kwargs)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: KV, v: KV, *args: Any, backend: str | None = None, **kwargs: Any
+) -> Any:
+    """``flash_attn_varlen_func`` of the package that is used, over packed sequences.
+
+    Args:
+        q: ``[Tq, Hq, D]``.
+        k, v: ``[Tk, Hkv, D]``: plain tensors, or VTensors that grow along dimension 0. FlashAttention 3 and 4
+            also take ``[B, S, Hkv, D]`` with ``seqused_k`` and no ``cu_seqlens_k``.
+        args, kwargs, backend: as for :func:`flash_attn_func`.
+
+    Raises:
+        As :func:`flash_attn_func`; also where rows are given and packed sequences are asked for.
+    """
+    kernel = _find("flash_attn_varlen_func", backend, q.device)
+    takes_rows = "seqused_k" in kernel.places and kernel.argument("cu_seqlens_k", args, kwargs) is None
+    for name, t in (("k", k), ("v", v)):
+        if isinstance(t, FullExtent) or (t.ndim != 3 and not takes_rows):
+            raise InvalidArgument(
+                f"[flash_attn_varlen_func] {name} has rows that lie apart, and sequences are to be packed as "
+                f"[tokens, heads, head size]: pass {name}[0] where there is one row, or use "
+                "flash_attn_with_kvcache(cache_seqlens=)"
+            )
+    return _launch(kernel, q, k, v, owner_of(k), owner_of(v), args, kwargs)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: KV, v_cache: KV, *args: Any, backend: str | None = None, **kwargs: Any
+) -> Any:
+    """``flash_attn_with_kvcache`` of the package that is used: attention over a cache, with an append.
+
+    Where ``k`` and ``v`` (new positions ``[B, n, Hkv, D]``) are given, VTensors grow so that the kernel finds
+    room: with an int ``cache_seqlens`` to ``cache_seqlens + n``, with a tensor, whose numbers the host does
+    not know, by ``n``, because no row is longer than the VTensor. Pages there that are shared with a fork are
+    parted first.
+
+    Args:
+        q: ``[B, Sq, Hq, D]``.
+        k_cache, v_cache: ``[rows, S, Hkv, D]``: plain tensors, which are passed on as they are (a layer of a
+            KVCache is a pair of them); VTensors, at exactly their length, or that of an int
+            ``cache_seqlens``; or FullExtents, for a shape that never changes.
+        args, kwargs, backend: as for :func:`flash_attn_func`.
+
+    Returns:
+        What the kernel returns. If it raises, the lengths are as before.
+
+    Raises:
+        As :func:`flash_attn_func`; InvalidArgument also for lengths above the cache's, as far as the host
+        knows them, or of another dtype or number.
+        CapacityExceeded, OutOfPages, DriverError: as for ``VTensor.extend``.
+    """
+    kernel = _find("flash_attn_with_kvcache", backend, q.device)
+    k_owner, v_owner = owner_of(k_cache), owner_of(v_cache)
+    if k_owner is None or v_owner is None:
+        if k_owner is not v_owner:
+            raise InvalidArgument(
+                "[flash_attn_with_kvcache] one of k_cache and v_cache is a plain tensor: give VTensors, or "
+                "views "
+                "of both"
+            )
+        return _launch(kernel, q, k_cache, v_cache, k_owner, v_owner, args, kwargs)
+    if k_owner.ndim != 4:
+        check_rank("flash_attn_with_kvcache", "k_cache", k_owner, 4, "[rows, positions, heads, head size]")
+    holds = k_owner.length
+    if v_owner.length != holds:
+        raise InvalidArgument(
+            f"[flash_attn_with_kvcache] k_cache holds {holds} positions, v_cache {v_owner.length}: append to "
+            "both"
+        )
+    lengths = kernel.argument("cache_seqlens", args, kwargs)
+    if lengths is not None:
+        _check_lengths(q, holds, lengths)
+    owners = (k_owner, v_owner)
+    shared_pages_fault = k_owner.pool.device.type == "cuda"  # a kernel's write cannot part them (I6)
+    added = _added(kernel, owners, args, kwargs)
+    start = lengths if isinstance(lengths, int) else holds
+    try:
+        if added:
+            for owner in owners:
+                owner.extend(max(0, start + added - holds))
+                if shared_pages_fault:
+                    owner.own(0 if isinstance(lengths, torch.Tensor) else start, start + added)
+        keys = _cache(kernel, k_cache, k_owner, lengths, start + added)
+        values = _cache(kernel, v_cache, v_owner, lengths, start + added)
+        return _launch(kernel, q, keys, values, k_owner, v_owner, args, kwargs, as_they_are=True)
+    except BaseException:
+        for owner in owners:
+            if owner.length > holds:
+                owner.truncate(holds)
+        raise
+
+
+def _cache(
+    kernel: _Kernel, t: KV, owner: VTensor, lengths: int | torch.Tensor | None, stop: int
+) -> torch.Tensor:
+    """What the kernel is given for ``t``: exactly what is to be read, where the host knows that."""
+    if isinstance(lengths, torch.Tensor):
+        if isinstance(t, FullExtent) and kernel.package.reads_tiles:
+            t.cover(owner.length, tail=_READS_PAST)
+            return as_laid_out(t.tensor, owner, _POSITIONS)
+        return plain(t, owner, _POSITIONS)
+    view = plain(t, owner, _POSITIONS)
+    return view if owner.length == stop else view[:, :stop]
+
+
+def _check_lengths(q: torch.Tensor, holds: int, lengths: int | torch.Tensor) -> None:
+    operation = "flash_attn_with_kvcache"
+    if isinstance(lengths, int):
+        low = high = lengths
+    elif not isinstance(lengths, torch.Tensor):
+        raise InvalidArgument(
+            f"[{operation}] cache_seqlens is a {type(lengths).__name__}: give an int or an int32 tensor"
+        )
+    else:
+        if lengths.dtype != torch.int32 or lengths.ndim != 1 or (q.ndim == 4 and len(lengths) != len(q)):
+            raise InvalidArgument(
+                f"[{operation}] cache_seqlens is {list(lengths.shape)} of {lengths.dtype}, q is "
+                f"{list(q.shape)}: give one int32 for each sequence"
+            )
+        if lengths.device.type != "cpu" or not len(lengths):
+            return  # only the device knows them
+        low, high = (int(n) for n in lengths.aminmax())
+    if low < 0 or high > holds:
+        raise InvalidArgument(
+            f"[{operation}] cache_seqlens is {high if high > holds else low}, the cache holds {holds} "
+            "positions: append or extend first"
+        )
+
+
+def _added(
+    kernel: _Kernel, owners: tuple[VTensor, VTensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> int:
+    """How many positions the kernel is to append to each row."""
+    operation = "flash_attn_with_kvcache"
+    for name in _PAGED:
+        if name in kernel.places and kernel.argument(name, args, kwargs) is not None:
+            raise InvalidArgument(
+                f"[{operation}] {name} with a VTensor, whose rows are contiguous and grow alike: leave it out"
+            )
+    k, v = kernel.argument("k", args, kwargs), kernel.argument("v", args, kwargs)
+    if k is None and v is None:
+        return 0
+    if k is None or v is None or k.shape[:-1] != v.shape[:-1]:
+        raise InvalidArgument(
+            f"[{operation}] k and v are not of one shape: give as many new positions of both"
+        )
+    if kernel.argument("cache_seqlens", args, kwargs) is None:
+        raise InvalidArgument(
+            f"[{operation}] k and v without cache_seqlens: say behind how many positions they go"
+        )
+    for owner, new in zip(owners, (k, v), strict=True):
+        of_owner, of_new = owner.shape, new.shape
+        heads = of_owner[3 - owner.grow_dim] if len(of_owner) == 4 else None
+        if len(of_new) != 4 or of_new[2] != heads or of_new[3] != of_owner[3] or new.dtype != owner.dtype:
+            raise InvalidArgument(
+                f"[{operation}] new positions are {list(of_new)} of {new.dtype}, the cache {list(of_owner)} "
+                "of "
+                f"{owner.dtype}: was it made for another model?"
+            )
+    return int(k.shape[1])
+
+
+def _launch(
+    kernel: _Kernel,
+    q: torch.Tensor,
+    k: KV,
+    v: KV,
+    k_owner: VTensor | None,
+    v_owner: VTensor | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    as_they_are: bool = False,
+) -> Any:
+    """Checks, leases, calls. ``k`` and ``v`` are their owners' views already where ``as_they_are``."""
+    keys = plain(k, None if as_they_are else k_owner, _POSITIONS)
+    values = plain(v, None if as_they_are else v_owner, _POSITIONS)
+    check_pair(kernel.operation, q, keys, values, heads_dim=-2)
+    if not kernel.takes_any_name and not kwargs.keys() <= kernel.places.keys():
+        unknown = ", ".join(sorted(kwargs.keys() - kernel.places.keys()))
+        raise InvalidArgument(
+            f"[{kernel.operation}] {unknown}: no argument of {kernel.package.title}, which takes "
+            f"{', '.join(kernel.places)}: leave it out, or choose another with backend="
+        )
+    if kernel.package.dtypes:
+        _check_layout(kernel, "k", keys)
+        _check_layout(kernel, "v", values)
+    with leased(q, k_owner, v_owner):
+        return kernel.call(q, keys, values, *args, **kwargs)
+
+
+def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
+    """Refuses what the kernels refuse, and what makes them copy all of K and V before they start."""
+    strides = t.stride()
+    layout = (t.dtype, t.shape[-1], strides)
+    if layout in kernel.fine and t.data_ptr() % 16 == 0:
+        return
+    title = f"[{kernel.operation}] {kernel.package.title}"
+    if t.dtype not in kernel.package.dtypes:
+        takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.package.dtypes)
+        raise InvalidArgument(f"{title} takes {takes}, {name} is {t.dtype}: make the cache with one of these")
+    size, item = t.shape[-1], t.element_size()
+    if size > _LARGEST_HEAD and name == "k":
+        raise InvalidArgument(f"{title} takes head sizes up to {_LARGEST_HEAD}, {name} has {size}: use SDPA")
+    if size * item % 16:
+        raise InvalidArgument(
+            f"{title} pads a head size of {size} and copies all of {name} at every call: make the cache "
+            f"with a multiple of {16 // item}"
+        )
+    if strides[-1] != 1:
+        raise InvalidArgument(
+            f"{title} copies all of {name} at every call, because its last stride is {strides[-1]}: lay the "
+            "head size out last"
+        )
+    if t.data_ptr() % 16 or any(
+        s * item % 16 for s, n in zip(strides[:-1], t.shape[:-1], strict=True) if n > 1
+    ):
+        raise InvalidArgument(
+            f"{title} needs, or copies all of {name} for, an address and strides that are multiples of 16 "
+            f"bytes; its strides are {list(strides)}: give each head a multiple of 16 bytes"
+        )
+
+    if not any(s * item % 16 for s in strides[:-1]):  # whatever the sizes
+        if len(kernel.fine) >= _MOST_LAYOUTS:
+            kernel.fine.clear()
+        kernel.fine.add(layout)
+
+
+@cache
+def _find(operation: str, backend: str | None, device: torch.device) -> _Kernel:
+    if backend is not None:
+        if backend not in _PACKAGES:
+            raise InvalidArgument(
+                f"[{operation}] backend is {backend!r}: it must be one of {', '.join(map(repr, _PACKAGES))}"
+            )
+        found = _load(backend, operation)
+        if isinstance(found, ImportError):
+            package = _PACKAGES[backend]
+            raise NotInstalled(
+                f"[{operation}] {package.title} cannot be imported ({found}): {package.install}"
+            ) from found
+        return found
+    order: tuple[str, ...] = ()
+    if device.type == "cuda":
+        order = _ORDER.get(torch.cuda.get_device_capability(device)[0], ("fa2",))
+    loaded = (_load(name, operation) for name in (*order, "torch"))
+    return next(kernel for kernel in loaded if isinstance(kernel, _Kernel))
+
+
+@cache
+def _load(backend: str, operation: str) -> _Kernel | ImportError:
+    package = _PACKAGES[backend]
+    try:
+        module = importlib.import_module(package.module)
+        call = getattr(module, operation, None)
+        if call is None and backend == "fa4" and operation == "flash_attn_with_kvcache":
+            from ._fa4_kvcache import with_kvcache
+
+            call = with_kvcache(module)
+        if call is None:
+            raise ImportError(f"module {package.module} has no {operation}")
+    except ImportError as error:
+        return error
+    parameters = inspect.signature(call).parameters.values()
+    return _Kernel(
+        operation,
+        package,
+        call,
+        {p.name: place for place, p in enumerate(parameters) if p.kind is not p.VAR_KEYWORD},
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )

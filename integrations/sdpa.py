@@ -1,0 +1,109 @@
+"""``scaled_dot_product_attention`` over a cache: decode, prefill in parts, grouped heads, either layout.
+
+Torch's own function takes a VTensor as it is, and for one query and no mask nothing else is needed. This one
+differs where a cache does:
+
+- ``is_causal`` is lower-right: the last query sees the last key. Torch's is upper-left, where the first of
+  several queries over a longer cache would see the first key only.
+- A VTensor that grows along dimension 1, ``[B, S, H, D]``, is transposed to the ``[B, H, S, D]`` that SDPA
+  wants.
+- On the CPU a step of one query stacks the query heads of a group, because ``enable_gqa`` there reads K and V
+  once for each of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from vtensor import InvalidArgument
+
+from ._kv import KV, check_pair, check_rank, leased, owner_of, plain
+
+__all__ = ["scaled_dot_product_attention"]
+
+_OPERATION = "scaled_dot_product_attention"
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: KV,
+    value: KV,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As ``torch.nn.functional.scaled_dot_product_attention``, with a lower-right ``is_causal``.
+
+    Args:
+        query: ``[B, Hq, Sq, D]``, the last ``Sq`` positions of the sequence where ``is_causal``.
+        key, value: ``[B, Hkv, Sk, D]``: plain tensors of any strides, VTensors that grow along dimension 2,
+            or VTensors ``[B, Sk, Hkv, D]`` that grow along dimension 1. A FullExtent stands for its VTensor.
+        attn_mask: bool (True: take part) or float (added), that broadcasts to ``[B, Hq, Sq, Sk]``.
+        is_causal: query ``i`` sees keys up to ``Sk - Sq + i``. A query that sees none gives zeros.
+        enable_gqa: ``Hq`` may be a multiple of ``Hkv``.
+
+    Returns:
+        ``[B, Hq, Sq, Dv]``.
+
+    Raises:
+        InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length, or both masks.
+    """
+    owners = owner_of(key), owner_of(value)
+    keys, values = plain(key, owners[0], 2), plain(value, owners[1], 2)
+    of_query, of_keys = query.shape, keys.shape
+    # Behind a long kernel the interpreter starts with cold caches: what commonly holds is seen at a glance.
+    alike = len(of_query) == 4 and of_query[1::2] == of_keys[1::2] and values.shape == of_keys
+    if not (alike and query.dtype is keys.dtype is values.dtype and keys.device == query.device):
+        _check(query, keys, values, enable_gqa)
+    heads, queries, length = of_query[1], of_query[2], of_keys[2]
+    groups = heads // of_keys[1]
+    if attn_mask is not None:
+        _check_mask(attn_mask, queries, length, is_causal)
+    mask, upper_left = attn_mask, False
+    if is_causal and queries > 1:
+        upper_left = queries == length  # where both corners are one
+        mask = None if upper_left else _lower_right(queries, length, query.device)
+    with leased(query, *owners):
+        if groups == 1 or queries > 1 or query.device.type != "cpu":
+            return functional.scaled_dot_product_attention(
+                query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=groups > 1
+            )
+        # One query a head: the heads of a group become the queries of one.
+        batch, _, _, size = query.shape
+        stacked = query.reshape(batch, heads // groups, groups, size)
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
+            mask = mask.reshape(*mask.shape[:-3], heads // groups, groups, mask.shape[-1])
+        out = functional.scaled_dot_product_attention(stacked, keys, values, mask, dropout_p, scale=scale)
+        return out.reshape(batch, heads, 1, values.shape[-1])
+
+
+def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, enable_gqa: bool) -> None:
+    for name, t in (("query", query), ("key", keys), ("value", values)):
+        check_rank(_OPERATION, name, t, 4, "[batch, heads, positions, head size]")
+    check_pair(_OPERATION, query, keys, values, heads_dim=1)
+    if query.shape[1] != keys.shape[1] and not enable_gqa:
+        raise InvalidArgument(
+            f"[{_OPERATION}] query has {query.shape[1]} heads, key {keys.shape[1]}: pass enable_gqa=True"
+        )
+
+
+def _check_mask(mask: torch.Tensor, queries: int, length: int, is_causal: bool) -> None:
+    if is_causal:
+        raise InvalidArgument(f"[{_OPERATION}] attn_mask and is_causal=True: put both into attn_mask")
+    if mask.ndim < 2 or mask.shape[-2] not in (1, queries) or mask.shape[-1] not in (1, length):
+        raise InvalidArgument(
+            f"[{_OPERATION}] attn_mask ends in {list(mask.shape[-2:])}, there are {queries} queries and "
+            f"{length} keys: make the mask after appending"
+        )
+
+
+def _lower_right(queries: int, length: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda" and queries < length:
+        # Names the mask instead of holding it, so that the fused kernels take it.
+        bias: torch.Tensor = causal_lower_right(queries, length)
+        return bias
+    return torch.ones(queries, length, dtype=torch.bool, device=device).tril(length - queries)

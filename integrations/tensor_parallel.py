@@ -1,0 +1,151 @@
+"""Tensor-parallel generation that fails on all ranks, or on none.
+
+Each rank of a model loaded with ``tp_plan="auto"`` has a ``VTensorCache`` of its own, which holds the heads
+that are local to it. A forward is full of collectives: a rank that ran out of memory in the middle of one
+would leave the others waiting. So every step is prepared before its forward, on each rank by itself, and
+the ranks agree whether all of them could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache as remember
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import DynamicCache
+
+import vtensor
+from vtensor import InvalidArgument, VTensorError
+
+from .transformers import VTensorCache, VTensorLayer
+
+__all__ = ["in_agreement"]
+
+
+@contextmanager
+def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 60.0) -> Iterator[None]:
+    """Has every forward of ``model`` over ``cache`` begin on all ranks or on none::
+
+        cache = VTensorCache(model.config)
+        with in_agreement(model, cache):
+            model.generate(**inputs, past_key_values=cache)
+
+    Before a forward its memory is mapped (``VTensorCache.prepare``), then the ranks exchange one number, over
+    a gloo group of their own: no device waits for it. Before the first forward over an empty cache a forward
+    of one token, over another cache, finds the sizes of the local K and V. An error that ends the block on
+    one rank between two forwards ends it on the others too.
+
+    Args:
+        model: the same on every rank of the default process group.
+        cache: this rank's.
+        timeout: the most seconds to wait for the other ranks.
+
+    Raises:
+        InvalidArgument: there is no process group.
+        VTensorError: the first failing rank's error, of the same class (``OutOfPages``, ...), on every rank;
+            the caches are as before that forward (I8). Or the other ranks were not heard of in time.
+    """
+    if not dist.is_initialized():
+        raise InvalidArgument(
+            "[in_agreement] no process group: run under torchrun, and load the model with tp_plan='auto' "
+            "first"
+        )
+    ranks = _Ranks(timeout)
+
+    def before_forward(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not cache:
+            return
+        inputs = args[0] if args else kwargs.get("input_ids")
+        inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
+        assert inputs is not None, "a model is called with input_ids or with inputs_embeds"
+        sizes = None if _is_initialized(cache) else _local_states(module, inputs, cache)
+        error: VTensorError | None = None
+        try:
+            if sizes is not None:
+                for layer, (keys, values) in sizes:
+                    layer.lazy_initialization(keys, values)
+            cache.prepare(inputs.shape[1])
+        except VTensorError as refused:
+            error = refused
+        try:
+            ranks.agree(error)
+        except BaseException:
+            for layer in cache.layers:
+                if isinstance(layer, VTensorLayer):
+                    layer.settle()
+            raise
+
+    handle = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    try:
+        yield
+    except BaseException as error:
+        if not ranks.disagreed:
+            try:
+                ranks.agree(error)
+            except VTensorError:
+                pass  # what happened here is the cause, and is on its way already
+        raise
+    else:
+        ranks.agree(None)
+    finally:
+        handle.remove()
+
+
+class _Ranks:
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.group = _group(dist.group.WORLD, timeout)
+        self.disagreed = False
+
+    def agree(self, error: BaseException | None) -> None:
+        """Returns on every rank if none has an error; otherwise raises the first rank's on all of them."""
+        flag = torch.tensor(int(error is None))
+        try:
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.group)
+            if flag:
+                return
+            self.disagreed = True
+            errors: list[tuple[str, str] | None] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(errors, error and (type(error).__name__, str(error)), group=self.group)
+        except RuntimeError as lost:
+            self.disagreed = True
+            raise VTensorError(
+                f"[in_agreement] the other ranks did not answer within {self.timeout} s: see their own "
+                "errors, or raise timeout="
+            ) from (error or lost)
+        rank, (name, message) = next((r, e) for r, e in enumerate(errors) if e is not None)
+        kind = getattr(vtensor, name, None)
+        if isinstance(kind, type) and issubclass(kind, VTensorError):
+            raise kind(f"[in_agreement] on rank {rank}: {message}") from error
+        raise VTensorError(f"[in_agreement] on rank {rank}: {name}: {message}") from error
+
+
+@remember  # making one is a collective too, and torch keeps each until the end
+def _group(world: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return group
+
+
+def _is_initialized(cache: VTensorCache) -> bool:
+    return all(layer.is_initialized for layer in cache.layers if isinstance(layer, VTensorLayer))
+
+
+def _local_states(
+    model: torch.nn.Module, inputs: torch.Tensor, cache: VTensorCache
+) -> list[tuple[VTensorLayer, tuple[torch.Tensor, torch.Tensor]]]:
+    """Empty K and V of each layer of `cache`, as they will be for a batch of `inputs`."""
+    probe = DynamicCache(config=model.config)
+    name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
+    with torch.no_grad():
+        model(**{name: inputs[:1, :1]}, past_key_values=probe, use_cache=True)
+    sizes = []
+    for layer, found in zip(cache.layers, probe.layers, strict=True):
+        if isinstance(layer, VTensorLayer) and found.keys is not None:
+            states = (found.keys[:, :, :0], found.values[:, :, :0])
+            keys, values = (x.expand(len(inputs), *x.shape[1:]) for x in states)
+            sizes.append((layer, (keys, values)))
+    return sizes

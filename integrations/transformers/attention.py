@@ -1,0 +1,149 @@
+"""FlashAttention for left-padded batches that reads the cache where it lies.
+
+transformers' own FlashAttention path unpads: at every step it gathers the valid tokens of the whole cache
+into a new tensor. ``flash_attn_with_kvcache`` takes the number of padding tokens of each sequence instead
+(``cache_leftpad``), and skips them while it reads.
+
+Follows ``integrations/flash_attention.py`` and ``flash_attention_mask`` of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from vtensor import InvalidArgument
+
+__all__ = ["register_attention", "unregister_attention"]
+
+# Not "flash...": for a name with that in it transformers looks for a package to load.
+_NAME = "vtensor"
+
+
+def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str:
+    """Makes ``attn_implementation="vtensor"`` known to transformers, and returns that name.
+
+    For decoder-only models with full or sliding-window attention, prompts padded on the left, and a cache of
+    exactly the tokens seen (``VTensorCache``, ``DynamicCache``)::
+
+        model.set_attn_implementation(register_attention())
+
+    Args:
+        kernel: a ``flash_attn_with_kvcache``; that of ``vtensor.integrations.flash_attention`` unless given,
+            which is the installed FlashAttention's, or says what to install.
+
+    A forward raises InvalidArgument, before anything is launched, for padding that is not on the left, a mask
+    that does not fit the cache or is more than causal, chunked attention past its first chunk, dropout,
+    attention sinks, and position biases.
+    """
+    if kernel is None:
+        from ..flash_attention import flash_attn_with_kvcache
+
+        kernel = flash_attn_with_kvcache
+    call = kernel
+
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        # [batch, heads, tokens, head_dim] each; the mask [batch, tokens of K], False where there is padding.
+        for name in ("dropout", "s_aux", "position_bias", "cache"):
+            given = kwargs.get(name)
+            if given is not None and not (name == "dropout" and given == 0):
+                raise InvalidArgument(
+                    f"[attention] {name}=, which flash_attn_with_kvcache has not: use another "
+                    "attn_implementation for this model"
+                )
+        tokens = key.shape[2]
+        if attention_mask is not None and attention_mask.shape != (key.shape[0], tokens):
+            raise InvalidArgument(
+                f"[attention] a mask {tuple(attention_mask.shape)} for K of {key.shape[0]} sequences of "
+                f"{tokens} tokens: pass one that covers the tokens in the cache and the new ones"
+            )
+        options: dict[str, Any] = {}
+        if sliding_window is not None and tokens > sliding_window:
+            options["window_size"] = (sliding_window - 1, 0)
+        if softcap is not None:
+            options["softcap"] = softcap
+        if attention_mask is not None:
+            options["cache_leftpad"] = tokens - attention_mask.sum(-1, dtype=torch.int32)
+        output = call(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            cache_seqlens=tokens,
+            softmax_scale=scaling,
+            causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+            **options,
+        )
+        return output, None
+
+    AttentionInterface.register(_NAME, forward)
+    AttentionMaskInterface.register(_NAME, _left_padding)
+    return _NAME
+
+
+def unregister_attention() -> None:
+    """Undoes ``register_attention``; models set to use it cannot be called any more."""
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(_NAME, None)
+
+
+def _left_padding(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask that ``forward`` gets, for K of ``kv_length`` tokens: [batch, kv_length], or None where there
+    is no padding. It is called once a forward for each kind of layer, and here alone the host waits for the
+    device."""
+    whole = not (allow_is_causal_skip or allow_is_bidirectional_skip)
+    if use_vmap or (q_length > 1 and whole):
+        raise InvalidArgument(
+            "[attention] a mask that is more than causal (packed sequences, or a function of the model's "
+            "own): use another attn_implementation"
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if local_size is not None and local_size == chunk and kv_length + kv_offset > chunk:
+        raise InvalidArgument(
+            f"[attention] {kv_length + kv_offset} tokens in chunks of {chunk}, which flash_attn_with_kvcache "
+            "cannot keep apart: use another attn_implementation"
+        )
+    if attention_mask is None:
+        return None
+    # generate() may have cut it to the window already.
+    if attention_mask.shape[1] not in (kv_length, kv_offset + kv_length):
+        raise InvalidArgument(
+            f"[attention] a mask of {attention_mask.shape[1]} tokens, the cache and the new ones are "
+            f"{kv_offset + kv_length}: pass one that covers them all"
+        )
+    mask = attention_mask[:, -kv_length:].bool()
+    if mask.all():
+        return None
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise InvalidArgument(
+            "[attention] padding that is not on the left: tokenize with padding_side='left', or use another "
+            "attn_implementation"
+        )
+    return mask

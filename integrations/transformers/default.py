@@ -1,0 +1,92 @@
+"""Has every ``generate()`` that makes a cache of its own make a ``VTensorCache``.
+
+Changes one method, ``GenerationMixin._prepare_cache_for_generation`` of transformers 5.23, and only when
+asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig
+
+from vtensor import InvalidArgument, Pool
+
+from .cache import VTensorCache
+
+__all__ = ["install", "installed", "uninstall"]
+
+_METHOD = "_prepare_cache_for_generation"
+_CACHE_NAMES = ("past_key_values", "cache_params")
+
+_original: Callable[..., None] | None = None
+
+
+def install(pool: Pool | None = None) -> None:
+    """From now on a ``generate()`` without ``past_key_values=`` uses a ``VTensorCache`` where it would use a
+    ``DynamicCache``; with ``cache_implementation=`` of another kind it uses what was asked for.
+
+    The caches have no ``max_len``, and give their memory back with the last reference to them.
+
+    Args:
+        pool: where their pages come from; the default pool of the device on which a model runs if None.
+
+    Raises:
+        InvalidArgument: it is installed already.
+    """
+    global _original
+    if _original is not None:
+        raise InvalidArgument(
+            "[install] VTensorCache is generate()'s default already: call uninstall() first"
+        )
+    original: Callable[..., None] = getattr(GenerationMixin, _METHOD)
+
+    def prepare_cache(
+        model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        given = {name for name in _CACHE_NAMES if model_kwargs.get(name) is not None}
+        original(model, generation_config, model_kwargs, *args, **kwargs)
+        for name in _CACHE_NAMES:
+            if name not in given and model_kwargs.get(name) is not None:
+                compiled = generation_config.compile_config is not None
+                cache = _growing(model_kwargs[name], model.config, pool, compiled)
+                if generation_config.is_assistant:
+                    cache.activate_past_recording()
+                model_kwargs[name] = cache
+
+    setattr(GenerationMixin, _METHOD, prepare_cache)
+    _original = original
+
+
+def uninstall() -> None:
+    """Undoes ``install()``: ``generate()`` uses a ``DynamicCache`` again. Caches that exist go on.
+
+    Raises:
+        InvalidArgument: it is not installed.
+    """
+    global _original
+    if _original is None:
+        raise InvalidArgument("[uninstall] VTensorCache is not generate()'s default: nothing to undo")
+    setattr(GenerationMixin, _METHOD, _original)
+    _original = None
+
+
+@contextmanager
+def installed(pool: Pool | None = None) -> Iterator[None]:
+    """``install(pool)`` for the length of a ``with`` statement."""
+    install(pool)
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+def _growing(cache: Any, config: PreTrainedConfig, pool: Pool | None, compiled: bool) -> Any:
+    if type(cache) is DynamicCache:
+        options = {"compiled": compiled, "offloading": cache.offloading}
+        return VTensorCache(config.get_text_config(decoder=True), pool=pool, **options)
+    if type(cache) is EncoderDecoderCache:
+        halves = cache.self_attention_cache, cache.cross_attention_cache
+        return EncoderDecoderCache(*(_growing(half, config, pool, compiled) for half in halves))
+    return cache

@@ -1,0 +1,118 @@
+"""The layers of ``VTensorCache`` for models that run attention and linear attention in one layer.
+
+K and V are VTensors; the states of the linear part, which do not grow, are Hugging Face's own. Follows
+``LinearAttentionAndFullAttentionLayer`` in ``transformers/cache_utils.py`` of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from vtensor import Pool
+
+from .layers import VTensorLayer
+from .window import VTensorSlidingWindowLayer
+
+__all__ = ["VTensorHybridLayer", "VTensorHybridSlidingWindowLayer"]
+
+_LINEAR = (
+    "number_of_states",
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+    "record_past",
+)
+
+
+class _TwoParts:
+    """Has what concerns a layer as a whole done by both of its parts."""
+
+    _attention: type[VTensorLayer]
+
+    def lazy_initialization(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Of K and V where given states of both by position; otherwise of the linear part."""
+        (self._attention if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def offload(self: Any) -> None:
+        """Moves K, V and the linear states to host memory."""
+        self._attention.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self: Any) -> None:
+        """Brings K, V and the linear states back."""
+        self._attention.prefetch(self)
+        LinearAttentionLayer.prefetch(self)
+
+    def reset(self: Any) -> None:
+        """Gives the memory of K and V back, and zeroes the linear states."""
+        self._attention.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self: Any, beam_idx: torch.Tensor) -> None:
+        """Makes sequence ``beam_idx[i]`` the i-th."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        self._attention.reorder_cache(self, beam_idx)
+
+    def crop(self: Any, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens, where the linear part recorded its past."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        self._attention.crop(self, tokens_to_remove)
+
+    def _empty_copy(self: Any) -> VTensorLayer:
+        copied: VTensorLayer = self._attention._empty_copy(self)
+        copied.__dict__.update(copy.deepcopy(self._linear_states()))
+        return copied
+
+    def __getstate__(self: Any) -> dict[str, Any]:
+        state: dict[str, Any] = self._attention.__getstate__(self)
+        return state | {"linear": self._linear_states()}
+
+    def _restore(self: Any, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["linear"])
+        self._attention._restore(self, state)
+
+    def _linear_states(self: Any) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _LINEAR}
+
+
+class VTensorHybridLayer(_TwoParts, LinearAttentionAndFullAttentionLayer, VTensorLayer):
+    """A layer of full attention and linear attention: ``VTensorLayer`` and ``LinearAttentionLayer``."""
+
+    _attention = VTensorLayer
+
+    def __init__(
+        self, max_len: int | None = None, pool: Pool | None = None, *, number_of_states: int = 1
+    ) -> None:
+        VTensorLayer.__init__(self, max_len, pool)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+
+class VTensorHybridSlidingWindowLayer(
+    _TwoParts, LinearAttentionAndSlidingWindowAttentionLayer, VTensorSlidingWindowLayer
+):
+    """A layer of windowed attention and linear attention: ``VTensorSlidingWindowLayer`` and
+    ``LinearAttentionLayer``."""
+
+    _attention = VTensorSlidingWindowLayer
+
+    def __init__(
+        self,
+        sliding_window: int,
+        max_len: int | None = None,
+        pool: Pool | None = None,
+        *,
+        number_of_states: int = 1,
+    ) -> None:
+        VTensorSlidingWindowLayer.__init__(self, sliding_window, max_len, pool)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)

@@ -1,0 +1,424 @@
+"""The layer of ``VTensorCache``: K and V of one attention layer, each a VTensor.
+
+Follows ``DynamicLayer`` in ``transformers/cache_utils.py`` of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+import vtensor
+from vtensor import CapacityExceeded, InvalidArgument, Pool, VTensor
+
+__all__ = ["VTensorLayer"]
+
+# Tokens for which a layer without max_len= reserves addresses at first.
+_FIRST_CAPACITY = 16384
+
+
+class VTensorLayer(DynamicLayer):
+    """K and V of one full-attention layer, each a VTensor that grows along the tokens.
+
+    Both are made at the first ``update``, with that batch size, those heads, that dtype and device.
+
+    Args:
+        max_len: the most tokens of a sequence; addresses for them are reserved, which costs no memory. None:
+            no limit, the addresses move to a larger range where they run out, and no byte is copied.
+        pool: where pages come from; the default pool of the states' device if None.
+    """
+
+    def __init__(self, max_len: int | None = None, pool: Pool | None = None) -> None:
+        self.max_len = max_len
+        self.pool = pool
+        self.owners: tuple[VTensor, VTensor] | None = None
+        self.prepared = 0
+        # What the coming update fills and returns. A compiled forward sees these plain views alone: not the
+        # VTensors (pytorch issue 193932), and no mapping, which cannot be traced.
+        self._views: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._away: tuple[torch.Tensor, torch.Tensor] | None = None
+        CacheLayerMixin.__init__(self)  # of the layers between, some want arguments
+
+    # ------------------------------------------------------------------ storage
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """K as it is now: a plain view [batch, heads, tokens, head_dim], None before the first update."""
+        return self._stored(0)
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        self._refuse_assignment("keys", value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """V as it is now: a plain view [batch, heads, tokens, head_dim], None before the first update."""
+        return self._stored(1)
+
+    @values.setter
+    def values(self, value: None) -> None:
+        self._refuse_assignment("values", value)
+
+    def _refuse_assignment(self, name: str, value: object) -> None:
+        if value is not None or self.owners is not None:  # the base class's __init__ sets None
+            raise InvalidArgument(
+                f"[VTensorLayer.{name}] assignment, but the memory is the layer's own: "
+                "use update(), crop(), reset() or reorder_cache()"
+            )
+
+    def _stored(self, which: int) -> torch.Tensor | None:
+        if self._away is not None:
+            return self._away[which]
+        if self.owners is None:
+            return None
+        view = self._view(self.owners[which])
+        return view[..., : view.shape[-2] - self.prepared, :] if self.prepared else view
+
+    def _view(self, owner: VTensor) -> torch.Tensor:
+        return _heads_first(owner, owner.snapshot())
+
+    def _make_owner(self, states: torch.Tensor) -> VTensor:
+        pool = vtensor.default_pool(states.device) if self.pool is None else self.pool
+        batch, heads, _, head_dim = states.shape
+        # The host's SDPA is about twice as fast where a head's tokens are adjacent, so there every head is
+        # a row. On CUDA a row costs at least one page of 2 MiB, and FlashAttention reads
+        # [batch, tokens, heads, head_dim] as it is, so there only a sequence is a row.
+        if pool.device.type == "cpu":
+            shape, grow_dim = (batch, heads, 0, head_dim), 2
+        else:
+            shape, grow_dim = (batch, 0, heads, head_dim), 1
+        return vtensor.empty(
+            *shape,
+            grow_dim=grow_dim,
+            capacity=_FIRST_CAPACITY if self.max_len is None else self.max_len,
+            dtype=states.dtype,
+            pool=pool,
+            when_full="move",
+        )
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes K and V, empty, for states [batch, heads, any, head_dim] such as these."""
+        self._make_owners(key_states, value_states)
+
+    def _make_owners(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[VTensor, VTensor]:
+        keys = self._make_owner(key_states)
+        try:
+            return self._adopt(keys, self._make_owner(value_states))
+        except BaseException:
+            keys.close()
+            raise
+
+    def _adopt(self, keys: VTensor, values: VTensor) -> tuple[VTensor, VTensor]:
+        self.dtype, self.device = keys.dtype, keys.device
+        self.owners = keys, values
+        self.is_initialized = True
+        return self.owners
+
+    def _reserve(self, new: int) -> None:
+        """Has addresses for `new` more tokens, where no max_len bounds them."""
+        if self.owners is not None and self.max_len is None:
+            keys, values = self.owners
+            need = max(keys.length, values.length) + new
+            # One by one: whichever moved is as good as before, should the other fail.
+            if need > keys.capacity:
+                self.owners = keys, values = keys.reallocate(2 * need), values
+            if need > values.capacity:
+                self.owners = keys, values.reallocate(2 * need)
+
+    # ------------------------------------------------------------------ growth
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends states [batch, heads, new tokens, head_dim] and returns plain views of all of K and V.
+
+        Raises CapacityExceeded past ``max_len`` tokens, OutOfPages where the pool has none left, and
+        InvalidArgument for states that do not fit those before. The layer is then as it was (I8).
+        """
+        new = key_states.shape[-2]
+        if new and self.prepared == new and self._views is not None:
+            return self._fill(key_states, value_states)
+        if torch.compiler.is_compiling():
+            outside: tuple[torch.Tensor, torch.Tensor]
+            outside = _update_outside_the_graph(self, key_states, value_states)
+            return outside
+        self.settle()
+        self._check_room(new)
+        if value_states.shape[-2] != new:
+            raise InvalidArgument(
+                f"[VTensorCache.update] keys of {new} tokens with values of {value_states.shape[-2]}: "
+                "pass as many of both"
+            )
+        fresh = self.owners is None
+        if self.get_seq_length() == 0 and not fresh and not self._takes(key_states, value_states):
+            self._release()  # made for other shapes, and nothing is in it
+            fresh = True
+        if fresh:
+            self._make_owners(key_states, value_states)
+        self._before_growth(new)
+        assert self.owners is not None
+        keys, values = self.owners
+        length = keys.length
+        try:
+            keys.append(_heads_first(keys, key_states))
+            values.append(_heads_first(values, value_states))
+        except BaseException:
+            if fresh:
+                self._release()
+            elif keys.length > length:
+                keys.truncate(length)
+            raise
+        return self._after_growth(new)
+
+    def prepare(self, tokens: int) -> None:
+        """Maps what the coming ``update`` of ``tokens`` needs, so that it only writes; see
+        ``VTensorCache.prepare``."""
+        if self.prepared == tokens and self._views is not None:
+            return
+        self.settle()
+        if self.owners is None or tokens == 0:
+            return
+        self._check_room(tokens)
+        self._before_growth(tokens)
+        keys, values = self.owners
+        try:
+            keys.extend(tokens)
+            values.extend(tokens)
+        except BaseException:
+            self.settle()
+            raise
+        self.prepared = tokens
+        self._views = self._visible(keys, tokens), self._visible(values, tokens)
+
+    def settle(self) -> None:
+        """Takes back what was prepared and not used; ends an offload."""
+        self._views = None
+        if self._away is not None:
+            self.prefetch()
+        if self.prepared and self.owners is not None:
+            prepared, self.prepared = self.prepared, 0
+            for owner in self.owners:
+                owner.truncate(owner.length - prepared)
+        # Of two lengths, where a truncate was refused between K and V, the shorter one counts.
+        if self.owners is not None and self.owners[0].length != self.owners[1].length:
+            shorter = min(owner.length for owner in self.owners)
+            for owner in self.owners:
+                owner.truncate(shorter)
+
+    def _fill(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes into the prepared positions. It is traced by torch.compile."""
+        assert self._views is not None
+        keys, values = self._views
+        new_keys, new_values = keys[..., -self.prepared :, :], values[..., -self.prepared :, :]
+        for room, states in ((new_keys, key_states), (new_values, value_states)):
+            if room.shape != states.shape or room.dtype != states.dtype:
+                raise InvalidArgument(
+                    f"[VTensorCache.update] states {tuple(states.shape)} of {states.dtype} for room prepared "
+                    f"of {tuple(room.shape)}, {room.dtype}: pass those of the model that the cache is used by"
+                )
+        new_keys.copy_(key_states)
+        new_values.copy_(value_states)
+        self.prepared = 0
+        if not torch.compiler.is_compiling():
+            self._views = None
+        return keys, values
+
+    def _check_room(self, new: int) -> None:
+        length = self.get_seq_length()
+        if self.max_len is not None and length + new > self.max_len:
+            raise CapacityExceeded(
+                f"[VTensorCache.update] {length} tokens and {new} more, but max_len={self.max_len}: "
+                "make the cache with a larger max_len=, which costs addresses only, no memory"
+            )
+
+    def _takes(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Whether K and V were made for states of these shapes, dtypes and devices."""
+        assert self.owners is not None
+        for owner, states in zip(self.owners, (key_states, value_states), strict=True):
+            wanted = states.shape[:2] + states.shape[3:]
+            has = _heads_first(owner, owner).shape
+            if has[:2] + has[3:] != wanted or owner.dtype != states.dtype or owner.device != states.device:
+                return False
+        return True
+
+    def _before_growth(self, new: int) -> None:
+        self._reserve(new)
+
+    def _after_growth(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.owners is not None
+        return self._visible(self.owners[0], new), self._visible(self.owners[1], new)
+
+    def _visible(self, owner: VTensor, new: int) -> torch.Tensor:
+        """What attention reads in a step of `new` tokens, which `owner` has already."""
+        return self._view(owner)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether K and V lie in host memory; False before the first update."""
+        return self.owners is not None and self.owners[0].device.type == "cpu"
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        if torch.compiler.is_compiling():
+            # A shape, because dynamo makes a graph of its own for each value of a plain number.
+            length: int = _length_outside_the_graph(self) if self._views is None else self._traced_length()
+            return length
+        if self._away is not None:
+            return self._away[0].shape[-2]
+        return 0 if self.owners is None else min(x.length for x in self.owners) - self.prepared
+
+    def _traced_length(self) -> int:
+        assert self._views is not None
+        return self._views[0].shape[-2] - self.prepared
+
+    def get_max_length(self) -> int:
+        """Tokens that fit: ``max_len``, or -1 for no limit."""
+        return -1 if self.max_len is None else self.max_len
+
+    # ------------------------------------------------------------------ what generate() and its callers do
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first ``length`` tokens. Whole pages behind them go back to the pool."""
+        self.settle()
+        if self.owners is not None:
+            for owner in self.owners:
+                if owner.length > length:
+                    owner.truncate(length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens (transformers passes zero or a negative number)."""
+        if tokens_to_remove > 0:
+            raise InvalidArgument(
+                f"[VTensorCache.crop] tokens_to_remove={tokens_to_remove}, but it counts from the end: "
+                "pass zero or a negative number"
+            )
+        self.truncate(max(0, self.get_seq_length() + tokens_to_remove))
+
+    def reset(self) -> None:
+        """Gives all memory back. The next ``update`` may bring another batch size, dtype or device."""
+        self._release()
+
+    def _release(self) -> None:
+        owners, self.owners = self.owners, None
+        self._views = self._away = None
+        self.prepared = 0
+        self.is_initialized = False
+        for owner in owners or ():
+            owner.close()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes sequence ``beam_idx[i]`` the i-th: pages are remapped; only partial last ones are copied, by
+        whoever appends first.
+
+        If it fails between K and V the layer is emptied, because what K held before may be gone.
+        """
+        self.settle()
+        if self.owners is not None:
+            keys, values = self.owners
+            index = beam_idx.tolist()
+            keys.reindex(index)
+            try:
+                values.reindex(index)
+            except BaseException:
+                self.reset()
+                raise
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence ``repeats`` times; the copies share pages until they are written."""
+        if self.owners is not None:
+            self.reorder_cache(torch.arange(self.owners[0].shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences that ``indices`` selects: positions, or one bool for each sequence."""
+        if self.owners is not None:
+            self.reorder_cache(torch.arange(self.owners[0].shape[0])[torch.as_tensor(indices).cpu()])
+
+    def offload(self) -> None:
+        """Moves K and V to host memory, and gives their pages back; on the host nothing is to be done.
+
+        The address stays theirs. ``prefetch``, or the next ``update``, brings them back.
+        """
+        if self.owners is None or self._away is not None or self.owners[0].pool.device.type == "cpu":
+            return
+        self.settle()
+        self._away = tuple(  # type: ignore[assignment]
+            torch.empty(view.shape, dtype=view.dtype, device="cpu").copy_(view)
+            for view in map(self._view, self.owners)
+        )
+        for owner in self.owners:
+            owner.truncate(0)
+
+    def prefetch(self) -> None:
+        """Brings K and V back from host memory; raises OutOfPages, and leaves them there, where the pool has
+        no room for them."""
+        if self._away is None or self.owners is None:
+            return
+        keys, values = self.owners
+        keys.append(_heads_first(keys, self._away[0].to(keys.device, non_blocking=True)))
+        try:
+            values.append(_heads_first(values, self._away[1].to(values.device, non_blocking=True)))
+        except BaseException:
+            keys.truncate(0)
+            raise
+        self._away = None
+
+    # ------------------------------------------------------------------ copies
+
+    def _empty_copy(self) -> VTensorLayer:
+        return type(self)(self.max_len, self.pool)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VTensorLayer:
+        """A layer in the same pool that shares all whole pages until one of the two writes (I6)."""
+        self.settle()
+        copied = self._empty_copy()
+        memo[id(self)] = copied
+        if self.owners is not None:
+            keys = self.owners[0].fork()
+            try:
+                copied._adopt(keys, self.owners[1].fork())
+            except BaseException:
+                keys.close()
+                raise
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Dense copies of K and V. The pool is not saved."""
+        dense = None if self.owners is None else (self._dense(0), self._dense(1))
+        return {"max_len": self.max_len, "dense": dense}
+
+    def _dense(self, which: int) -> torch.Tensor:
+        stored = self._stored(which)
+        assert stored is not None
+        return stored.clone(memory_format=torch.contiguous_format)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        VTensorLayer.__init__(self, state["max_len"])
+        self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state["dense"] is not None:
+            VTensorLayer.update(self, *state["dense"])
+
+
+def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:
+    """Turns [batch, heads, tokens, head_dim] into the layout of ``owner``, or that layout back into it."""
+    return states if owner.grow_dim == 2 else states.transpose(1, 2)
+
+
+_OUTSIDE = "[VTensorCache] mapping cannot be traced: call cache.prepare(n) before the compiled forward"
+
+
+@torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator]
+def _update_outside_the_graph(
+    layer: VTensorLayer, key_states: torch.Tensor, value_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.update(key_states, value_states)
+
+
+@torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator]
+def _length_outside_the_graph(layer: VTensorLayer) -> int:
+    return layer.get_seq_length()

@@ -1,0 +1,150 @@
+"""The layer of ``VTensorCache`` for attention that sees the last tokens alone.
+
+Follows ``DynamicSlidingWindowLayer`` in ``transformers/cache_utils.py`` of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from vtensor import InvalidArgument, Pool, VTensor
+
+from .layers import VTensorLayer
+
+__all__ = ["VTensorSlidingWindowLayer"]
+
+
+class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
+    """K and V of a layer whose queries see the last ``sliding_window`` tokens (sliding, or chunked) alone.
+
+    As the window moves the front of K and V is shrunk: pages behind it go back to the pool, nothing is
+    copied. Between two forward calls the layer holds the window and the last call's tokens, which an error
+    in a later layer may have to take back.
+    """
+
+    def __init__(self, sliding_window: int, max_len: int | None = None, pool: Pool | None = None) -> None:
+        VTensorLayer.__init__(self, max_len, pool)
+        self._set_window(sliding_window)
+
+    def _set_window(self, sliding_window: int) -> None:
+        self.sliding_window = sliding_window
+        self._sliding_window_tensor = torch.tensor(sliding_window)
+        self.record_past = False
+        self.dropped = 0  # tokens before the first that K and V hold
+
+    @property
+    def cumulative_length(self) -> int:
+        """Tokens seen; K and V hold the last of them."""
+        return self.get_seq_length()
+
+    def get_seq_length(self) -> int:
+        """Tokens seen; K and V hold the last of them."""
+        return super().get_seq_length() if torch.compiler.is_compiling() else self.dropped + self._held()
+
+    def _held(self) -> int:
+        return VTensorLayer.get_seq_length(self)
+
+    def _traced_length(self) -> int:
+        assert self._views is not None
+        return self._before_views + self._views[0].shape[-2] - self.prepared
+
+    def get_max_length(self) -> int:
+        """The window, as transformers has it."""
+        return self.sliding_window
+
+    def _stored(self, which: int) -> torch.Tensor | None:
+        stored = super()._stored(which)
+        return stored if stored is None or self.record_past else _last(stored, self.sliding_window - 1)
+
+    def _visible(self, owner: VTensor, new: int) -> torch.Tensor:
+        return _last(self._view(owner), self.sliding_window - 1 + new)
+
+    def _before_growth(self, new: int) -> None:
+        if not self.record_past:
+            self._trim()
+        self._reserve(new)
+
+    def prepare(self, tokens: int) -> None:
+        super().prepare(tokens)
+        if self._views is not None and self.owners is not None:
+            self._before_views = self.dropped + self.owners[0].length - self._views[0].shape[-2]
+
+    def _after_growth(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        views = super()._after_growth(new)
+        # Of a whole prompt most is never read again, and taking it back means to drop all: no need to wait.
+        if not self.record_past and self._held() == new and self.dropped == 0:
+            self._trim()
+        return views
+
+    def _trim(self) -> None:
+        """Lets go of what no coming query sees."""
+        surplus = self._held() - (self.sliding_window - 1)
+        if surplus > 0 and self.owners is not None:
+            for owner in self.owners:
+                owner.shrink(surplus, front=True)
+            self.dropped += surplus
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first ``length`` of the tokens seen.
+
+        Raises InvalidArgument where those that the next query would see are gone already.
+        """
+        self.settle()
+        drop = self.get_seq_length() - length
+        if drop <= 0:
+            return
+        left = self._held() - drop
+        if left < min(length, self.sliding_window - 1):
+            if length > 0:
+                raise InvalidArgument(
+                    f"[VTensorCache.crop] {drop} tokens back from {self.get_seq_length()}, but of a layer "
+                    f"with a window of {self.sliding_window} only the last {self._held()} are held: "
+                    "call activate_past_recording() before the tokens that may be taken back"
+                )
+            left = 0
+        super().truncate(left)
+        if length == 0:
+            self.dropped = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens, then those that no coming query sees.
+
+        Raises InvalidArgument where the window is full and ``activate_past_recording()`` was not called.
+        """
+        if self.get_seq_length() >= self.sliding_window and not self.record_past:
+            raise InvalidArgument(
+                "[VTensorCache.crop] the window is full, and what lies before it was let go: "
+                "call activate_past_recording() before the tokens that may be taken back"
+            )
+        super().crop(tokens_to_remove)
+        self._trim()
+
+    def _release(self) -> None:
+        super()._release()
+        self.dropped = 0
+
+    def _empty_copy(self) -> VTensorLayer:
+        copied = type(self)(self.sliding_window, self.max_len, self.pool)
+        copied.record_past = self.record_past
+        copied.dropped = self.dropped
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The window's content, dense. The pool is not saved."""
+        state = super().__getstate__()
+        held = 0 if state["dense"] is None else state["dense"][0].shape[-2]
+        own = {"sliding_window": self.sliding_window, "record_past": self.record_past}
+        return state | own | {"dropped": self.get_seq_length() - held}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._set_window(state["sliding_window"])
+        super()._restore(state)
+        self.record_past, self.dropped = state["record_past"], state["dropped"]
+
+
+def _last(view: torch.Tensor, tokens: int) -> torch.Tensor:
+    surplus = view.shape[-2] - tokens
+    return view[..., surplus:, :] if surplus > 0 else view
