@@ -25,7 +25,7 @@ bench:  ## measure against the baselines, as ratios in one run
 	@scripts/build.sh
 	@scripts/bench.sh
 
-gpu:  ## build offline with this machine's own Python and run what needs a GPU
+gpu:  ## on a GPU: build offline, test, and answer the questions of benchmarks/gpu in 8 minutes
 	@scripts/gpu.sh
 
 stubs:  ## regenerate vtensor/_core.pyi from the extension

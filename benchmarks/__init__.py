@@ -4,4 +4,17 @@
 module with ``run(settings) -> list[Figure]``, and holds its baselines, written as their own authors would.
 """
 
-BENCHMARKS = ("extend", "mapping", "append", "attention", "growth", "decode", "fork", "import_time")
+BENCHMARKS = (
+    "extend",
+    "mapping",
+    "append",
+    "attention",
+    "shims",
+    "growth",
+    "decode",
+    "generate",
+    "fork",
+    "mapper",
+    "trace_cost",
+    "import_time",
+)

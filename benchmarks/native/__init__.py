@@ -1,4 +1,4 @@
-"""Baselines in C, compiled when they are first needed with the system's compiler."""
+"""Baselines in C and C++, compiled when they are first needed with the system's compiler."""
 
 from __future__ import annotations
 
@@ -12,24 +12,37 @@ from pathlib import Path
 
 from ..harness import Skipped
 
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
 
-def load_bare_mmap() -> Callable[[int, int, int], float]:
+
+def load_bare_mmap(populate: bool = False) -> Callable[[int, int, int], float]:
     """``bare_mmap(calls, bytes, stride)`` of bare_mmap.c. Raises Skipped where there is no compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise Skipped("no C compiler for the bare loop: install one, or name it with CC=")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "bare_mmap.so"
-        source = Path(__file__).parent / "bare_mmap.c"
+        source = HERE / "bare_mmap.c"
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
         function = ctypes.CDLL(str(library)).bare_mmap
-    function.argtypes = [ctypes.c_size_t] * 3
+    function.argtypes = [ctypes.c_size_t] * 3 + [ctypes.c_int]
     function.restype = ctypes.c_double
 
     def call(calls: int, size: int, stride: int) -> float:
-        seconds = function(calls, size, stride)
+        seconds = function(calls, size, stride, populate)
         if seconds < 0:
             raise OSError(f"bare loop: one of {calls} mmap calls was refused")
         return seconds
 
     return call
+
+
+def build_trace_points(library: Path) -> None:
+    """Makes a library of trace_points.cpp. Raises Skipped where there is no compiler."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise Skipped("no C++ compiler for the trace's points: install one, or name it with CXX=")
+    sources = [HERE / "trace_points.cpp", CSRC / "base" / "trace.cpp", CSRC / "base" / "process.cpp"]
+    options = ["-std=c++20", "-O3", "-shared", "-fPIC", f"-I{CSRC}", "-o", str(library)]
+    subprocess.run([compiler, *options, *map(str, sources)], check=True)

@@ -1,0 +1,263 @@
+"""``generate()`` with 16 layers' worth of cache, beam search and prefix reuse, against Hugging Face's caches.
+
+One token of padding stands in front, so that every cache has a mask and attention is one kernel: without a
+mask transformers takes another, which on the CPU is slower than all that is compared here.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import vtensor
+
+from .harness import Bar, Figure, Settings, Skipped, clock, count, interleave, speedup
+
+BEAMS = 8
+PREFIX = 8192
+
+
+def run(settings: Settings) -> list[Figure]:
+    if settings.device != "cpu":
+        raise Skipped("the demo's model runs on the CPU")
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise Skipped(f"needs transformers ({error})") from error
+    figures = []
+    for length in (1024, 8192, 32768):
+        figures += generate(settings, settings.pick(length, 128))
+        if settings.quick:
+            break
+    return [*figures, *paged(settings), *beams(settings), *prefix(settings)]
+
+
+def generate(settings: Settings, length: int) -> list[Figure]:
+    """Tokens a second, and memory, of generate() going on from `length` tokens."""
+    from transformers import DynamicCache, StaticCache
+    from vtensor.integrations.demo.model import PreallocatedCache
+    from vtensor.integrations.transformers import VTensorCache
+
+    model = make_model(settings.pick(16, 2))
+    rounds, new = settings.pick(8, 1), settings.pick(4, 2)
+    final = length + (rounds + 1) * new + 1
+    pool = vtensor.Pool("cpu")
+    ours = VTensorCache(model.config, final, pool)
+    caches = {
+        "vtensor": ours,
+        "limit": PreallocatedCache(model.config, final),
+        "dynamic": DynamicCache(config=model.config),
+        "static": StaticCache(config=model.config, max_cache_len=final),
+    }
+    for cache in caches.values():
+        fill(model, cache, 1, length)
+    ids = {name: torch.zeros(1, length + 1, dtype=torch.int64) for name in caches}
+
+    def sample(name: str) -> float:
+        mask = torch.ones_like(ids[name])
+        mask[0, 0] = 0
+
+        def go_on() -> None:
+            ids[name] = model.generate(
+                ids[name],
+                attention_mask=mask,
+                past_key_values=caches[name],
+                max_new_tokens=new,
+                do_sample=False,
+            )
+
+        return clock(go_on)
+
+    taken = interleave({name: lambda name=name: sample(name) for name in caches}, rounds)
+    differing = sum(not torch.equal(ids[name], ids["limit"]) for name in caches)
+    mapped = pool.stats().nbytes_mapped
+    needed = ours.get_seq_length() * token_bytes(model)
+    ours.reset()
+    pool.close()
+    what = f"generate(), {new} tokens at {length:,}"
+    ahead = Bar(1.0, at_least=True) if length >= 8192 else None
+    return [
+        speedup(what, "DynamicCache", taken["vtensor"], taken["dynamic"], bar=ahead),
+        speedup(what, "StaticCache", taken["vtensor"], taken["static"], bar=ahead),
+        speedup(what, "preallocated, exact views", taken["vtensor"], taken["limit"]),
+        count(f"KV mapped at {length:,}", "what the tokens need", (mapped / needed - 1) * 100, "% above"),
+        count(f"tokens at {length:,}", "preallocated", differing, "caches differ", Bar(0)),
+    ]
+
+
+def paged(settings: Settings) -> list[Figure]:
+    """Seconds a token of one request, against Hugging Face's continuous batching over a paged cache."""
+    from transformers import GenerationConfig
+    from vtensor.integrations.transformers import VTensorCache
+
+    model = make_model(settings.pick(2, 1))  # the paged cache has to read the prompt itself, which takes long
+    length, new = settings.pick(PREFIX, 64), settings.pick(32, 4)
+    prompt = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(1))
+    config = GenerationConfig(do_sample=False, max_new_tokens=new, pad_token_id=0)
+    pool = vtensor.Pool("cpu")
+    tokens: dict[str, list[int]] = {}
+
+    def ours() -> float:
+        stamps: list[float] = []
+        cache = VTensorCache(model.config, pool=pool)
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=config,
+            past_key_values=cache,
+            streamer=Stamps(stamps),
+        )
+        cache.reset()
+        tokens["vtensor"] = out[0, length:].tolist()
+        return seconds_a_token(stamps)
+
+    def theirs() -> float:
+        (output,) = model.generate_batch(
+            prompt.tolist(), generation_config=config, record_timestamps=True
+        ).values()
+        tokens["paged"] = output.generated_tokens
+        return seconds_a_token(output.timestamps)
+
+    taken = interleave({"vtensor": ours, "paged": theirs}, settings.pick(3, 1), warmup=0)
+    pool.close()
+    what = f"a token at {length:,} tokens"
+    return [
+        speedup(
+            what, "paged continuous batching", taken["vtensor"], taken["paged"], bar=Bar(1.0, at_least=True)
+        ),
+        count(
+            what,
+            "paged continuous batching",
+            int(tokens["vtensor"] != tokens["paged"]),
+            "texts differ",
+            Bar(0),
+        ),
+    ]
+
+
+class Stamps:
+    """A streamer that notes when each token came."""
+
+    def __init__(self, stamps: list[float]) -> None:
+        self.stamps = stamps
+
+    def put(self, value: torch.Tensor) -> None:
+        self.stamps.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def seconds_a_token(stamps: list[float]) -> float:
+    return statistics.median(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+
+
+def beams(settings: Settings) -> list[Figure]:
+    """Steps of 8 beams: every beam goes on from some other, and gets a token of its own."""
+    from transformers import DynamicCache
+    from vtensor.integrations.transformers import VTensorCache
+
+    length, rounds = settings.pick(PREFIX, 300), settings.pick(10, 2)
+    model = make_model(settings.pick(4, 1))
+    pool = vtensor.Pool("cpu")
+    ours, dynamic = VTensorCache(model.config, length + rounds + 8, pool), DynamicCache(config=model.config)
+    for cache in (ours, dynamic):
+        fill(model, cache, 1, length)
+        cache.batch_repeat_interleave(BEAMS)
+    tokens = torch.zeros(BEAMS, 1, dtype=torch.int64)
+    orders = {name: torch.Generator().manual_seed(1) for name in ("vtensor", "dynamic")}
+    copied: list[int] = []
+
+    def step(name: str, cache: Any) -> float:
+        order = torch.randint(BEAMS, (BEAMS,), generator=orders[name])
+        mask = torch.ones(BEAMS, cache.get_seq_length() + 1, dtype=torch.int64)
+        mask[:, 0] = 0
+
+        seconds = clock(lambda: cache.reorder_cache(order))
+        shared = pool.stats()
+        seconds += clock(lambda: model(tokens, attention_mask=mask, past_key_values=cache))
+        if name == "vtensor":  # the partial last pages of beams that share them, copied whole
+            now = pool.stats()
+            pages = now.pages_used + now.pages_parted - shared.pages_used - shared.pages_parted
+            copied.append(pages * pool.page_size)
+        return seconds
+
+    with torch.inference_mode():
+        taken = interleave(
+            {"vtensor": lambda: step("vtensor", ours), "dynamic": lambda: step("dynamic", dynamic)}, rounds
+        )
+    # DynamicCache copies all of K and V twice: index_select for the order, cat for the token.
+    theirs = 2 * BEAMS * dynamic.get_seq_length() * token_bytes(model)
+    ours.reset()
+    pool.close()
+    what = f"step of {BEAMS} beams at {length:,} tokens"
+    bar = None if settings.quick else Bar(50, at_least=True)
+    return [
+        speedup(what, "DynamicCache", taken["vtensor"], taken["dynamic"], bar=Bar(1.0, at_least=True)),
+        count(f"{what}: bytes copied, worst step", "DynamicCache", theirs / max(1, *copied), "x fewer", bar),
+    ]
+
+
+def prefix(settings: Settings) -> list[Figure]:
+    """copy.deepcopy of a cache that holds a prompt."""
+    from transformers import DynamicCache
+    from vtensor.integrations.transformers import VTensorCache
+
+    length = settings.pick(PREFIX, 300)
+    model = make_model(settings.pick(16, 2))
+    pool = vtensor.Pool("cpu")
+    ours = VTensorCache(model.config, length + 64, pool)
+    caches: dict[str, Any] = {
+        "vtensor": ours,
+        "dynamic": DynamicCache(config=model.config),
+        "control": DynamicCache(config=model.config),
+    }
+    for cache in caches.values():
+        fill(model, cache, 1, length)
+    used = pool.stats().pages_used
+
+    def sample(cache: Any) -> float:
+        kept: list[Any] = []
+        return clock(lambda: kept.append(copy.deepcopy(cache)))
+
+    samples: dict[str, Callable[[], float]] = {
+        name: lambda cache=cache: sample(cache) for name, cache in caches.items()
+    }
+    taken = interleave(samples, settings.pick(10, 2))
+    branch = copy.deepcopy(ours)
+    more = pool.stats().pages_used - used
+    for cache in (branch, ours):
+        cache.reset()
+    pool.close()
+    what = f"copy.deepcopy of {length:,} tokens"
+    bar = Bar(50, at_least=True)
+    return [
+        speedup(what, "DynamicCache", taken["vtensor"], taken["dynamic"], taken["control"], bar),
+        count(what, "the cache itself", more, "pages more", Bar(0)),
+    ]
+
+
+def make_model(layers: int) -> Any:
+    from vtensor.integrations.demo.model import make_llama
+
+    return make_llama(layers, vocab_size=256)
+
+
+def fill(model: Any, cache: Any, batch: int, length: int) -> None:
+    config = model.config
+    generator = torch.Generator().manual_seed(length)
+    shape = (2, batch, config.num_key_value_heads, length, config.head_dim)
+    keys, values = torch.randn(shape, generator=generator)
+    for layer in range(config.num_hidden_layers):
+        cache.update(keys, values, layer)
+
+
+def token_bytes(model: Any) -> int:
+    config = model.config
+    size: int = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    return size

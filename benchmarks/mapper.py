@@ -1,0 +1,271 @@
+"""Growth off the critical path: what is left of a page crossing once the mapper has been there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import vtensor
+
+from .harness import (
+    Bar,
+    Comparison,
+    Figure,
+    Settings,
+    Skipped,
+    Spread,
+    clock,
+    count,
+    interleave,
+    quantile,
+    slowdown,
+)
+from .native import load_bare_mmap
+
+HEADS, HEAD_DIM = 8, 128
+
+
+def run(settings: Settings) -> list[Figure]:
+    if settings.device != "cpu":
+        raise Skipped("counts and maps host pages")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the other core is the mapper's, as on a machine that serves
+    try:
+        return [
+            *crossing_steps(settings),
+            *ready_pages(settings),
+            *next_request(settings),
+            *many_tensors(settings),
+        ]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def caller_calls(pool: vtensor.Pool) -> int:
+    return sum(pool.stats().driver_calls["caller"].values())
+
+
+# --- decode steps
+
+
+STEP_PAGE = 1 << 20
+STEP_TOKEN = 32 << 10  # bytes of K, and of V: 64 heads of 128 in float32; 32 tokens a page
+WINDOW = 16  # tokens that a step's attention reads, so that the step is short
+
+
+class Cache:
+    """K and V, one token a step; `add` is what differs."""
+
+    def __init__(
+        self, add: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self.add = add
+
+    def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        keys, values = self.add(k, v)
+        recent = (x[:, -WINDOW:].transpose(1, 2) for x in (keys, values))
+        scaled_dot_product_attention(q, *recent)
+
+
+def growing(pool: vtensor.Pool, capacity: int) -> Cache:
+    shape = (1, 0, STEP_TOKEN // 4 // HEAD_DIM, HEAD_DIM)
+    keys, values = (
+        vtensor.empty(*shape, grow_dim=1, capacity=capacity, dtype=torch.float32, pool=pool) for _ in range(2)
+    )
+    return Cache(lambda k, v: (keys.append(k), values.append(v)))
+
+
+def preallocated(capacity: int) -> Cache:
+    keys, values = (torch.zeros(1, capacity, STEP_TOKEN // 4 // HEAD_DIM, HEAD_DIM) for _ in range(2))
+    length = 0
+
+    def add(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal length
+        keys[:, length].copy_(k[:, 0])
+        values[:, length].copy_(v[:, 0])
+        length += 1
+        return keys[:, :length], values[:, :length]
+
+    return Cache(add)
+
+
+def crossing_steps(settings: Settings) -> list[Figure]:
+    """Caches of four kinds go through the same steps side by side; of these, the steps that cross a page."""
+    steps, rounds = settings.pick(4096, 192), settings.pick(3, 1)
+    per_page = STEP_PAGE // STEP_TOKEN
+    heads = STEP_TOKEN // 4 // HEAD_DIM
+    k, v = (torch.randn(1, 1, heads, HEAD_DIM) for _ in range(2))
+    q = torch.randn(1, heads, 1, HEAD_DIM)
+    work = torch.randn(512, 1024), torch.randn(1024)  # what a model does besides, in part
+    taken: dict[str, list[float]] = {"mapper": [], "synchronous": [], "preallocated": [], "control": []}
+    calls = 0
+    for _ in range(rounds):
+        ahead = vtensor.Pool("cpu", page_size=STEP_PAGE)
+        synchronous = vtensor.Pool("cpu", page_size=STEP_PAGE, ahead=0)
+        caches = {
+            "mapper": growing(ahead, steps),
+            "synchronous": growing(synchronous, steps),
+            "preallocated": preallocated(steps),
+            "control": preallocated(steps),
+        }
+
+        def one(name: str, caches: dict[str, Cache] = caches) -> Callable[[], float]:
+            def sample() -> float:
+                def step() -> None:
+                    torch.mv(*work)
+                    caches[name].step(q, k, v)
+
+                return clock(step)
+
+            return sample
+
+        each = interleave({name: one(name) for name in caches}, 2 * per_page, warmup=0)
+        before = caller_calls(ahead)
+        each = interleave({name: one(name) for name in caches}, steps - 2 * per_page, warmup=0)
+        calls += caller_calls(ahead) - before
+        for name, seconds in each.items():
+            taken[name] += seconds[::per_page]
+        del caches
+        ahead.close()
+        synchronous.close()
+
+    def tail(name: str) -> Spread:
+        ratio = quantile(sorted(taken[name]), 0.99) / quantile(sorted(taken["preallocated"]), 0.99)
+        return Spread(ratio, ratio, ratio)
+
+    limit = Bar(1.1)
+    what = "decode step that crosses a page"
+    return [
+        slowdown(
+            f"{what}, mapper", "preallocated", taken["mapper"], taken["preallocated"], taken["control"], limit
+        ),
+        Figure(f"{what}, mapper, p99", "preallocated, p99", "x", tail("mapper"), tail("control"), limit),
+        slowdown(
+            f"{what}, ahead=0",
+            "preallocated",
+            taken["synchronous"],
+            taken["preallocated"],
+            taken["control"],
+            Bar(5, at_least=True),
+        ),
+        # Not a count to gate: a mapper that gets no processor for long enough is overtaken.
+        Figure(
+            f"{steps * rounds:,} decode steps",
+            "driver calls of the caller",
+            "calls",
+            Spread(calls, calls, calls),
+            bar=Bar(0),
+        ),
+    ]
+
+
+# --- extend over ready pages
+
+
+def ready_pages(settings: Settings) -> list[Figure]:
+    """``extend(1)`` into a page that is ready, against ``extend(1)`` inside a page."""
+    tokens = 32  # of 8 heads of 128 in bfloat16 in a page of 64 KiB
+    pages = settings.pick(400, 20)
+    pool = vtensor.Pool("cpu", page_size=64 << 10)
+    t = vtensor.empty(
+        1, 0, HEADS, HEAD_DIM, grow_dim=1, capacity=(pages + 4) * tokens, dtype=torch.bfloat16, pool=pool
+    )
+    for _ in range(2 * tokens):
+        t.extend(1)
+    pool.wait_idle()
+    before = caller_calls(pool)
+    inside: list[float] = []
+    crossing: list[float] = []
+    for _ in range(pages):
+        t.prepare(1)
+        pool.wait_idle()
+        crossing.append(clock(lambda: t.extend(1)))
+        of_page = sorted(clock(lambda: t.extend(1)) for _ in range(tokens - 1))
+        inside.append(quantile(of_page, 0.5))
+    calls = caller_calls(pool) - before
+    t.close()
+    pool.close()
+    over_a_page = Comparison("x", lambda ours, one: (ours + (tokens - 1) * one) / (tokens * one))
+    return [
+        slowdown("extend(1) into a ready page", "inside a page", crossing, inside, None, Bar(3)),
+        over_a_page(
+            f"extend(1), over a page of {tokens} tokens", "inside a page", crossing, inside, None, Bar(1.05)
+        ),
+        count("extend(1) into a ready page", "driver calls of the caller", calls, "calls", Bar(0)),
+    ]
+
+
+# --- requests that follow one another
+
+
+def next_request(settings: Settings) -> list[Figure]:
+    """A serving loop: each request is a new tensor, no longer than the one whose place it takes."""
+    pool = vtensor.Pool("cpu", page_size=64 << 10)
+
+    def request(tokens: int) -> None:
+        t = vtensor.empty(1, 0, HEADS, HEAD_DIM, grow_dim=1, capacity=4096, dtype=torch.bfloat16, pool=pool)
+        t.extend(tokens // 2)
+        for _ in range(tokens // 2):
+            t.extend(1)
+        t.close()
+
+    request(2048)
+    pool.wait_idle()
+    before = caller_calls(pool)
+    for tokens in range(2000, 1000, -settings.pick(100, 500)):
+        request(tokens)
+        pool.wait_idle()
+    calls = caller_calls(pool) - before
+    pool.close()
+    return [
+        count("a request in the place of a longer one", "driver calls of the caller", calls, "calls", Bar(0))
+    ]
+
+
+# --- many tensors in one request
+
+
+def many_tensors(settings: Settings) -> list[Figure]:
+    """``prepare`` for 64 tensors: the mapper's time for it, against the same calls in a C loop."""
+    tensors, page = 64, 64 << 10
+    bare = load_bare_mmap(populate=True)
+    pool = vtensor.Pool("cpu", page_size=page, park=0)
+    made = [
+        vtensor.empty(0, page, grow_dim=0, capacity=64, dtype=torch.uint8, pool=pool) for _ in range(tensors)
+    ]
+    for t in made:
+        t.extend(1)
+
+    def mapper() -> float:
+        with vtensor.trace.record() as recording:
+            vtensor.prepare(made, 1)
+            pool.wait_idle()
+        events = [e for e in recording.events() if e.role == "mapper" and e.what == "driver_call"]
+        for t in made:
+            t.truncate(1)
+        pool.wait_idle()
+        return (max(e.time_ns + e.duration_ns for e in events) - min(e.time_ns for e in events)) / 1e9
+
+    each = interleave(
+        {
+            "mapper": mapper,
+            "bare": lambda: bare(tensors, page, 64 * page),
+            "control": lambda: bare(tensors, page, 64 * page),
+        },
+        settings.pick(100, 5),
+    )
+    for t in made:
+        t.close()
+    pool.close()
+    return [
+        slowdown(
+            "a batch for 64 tensors, in the mapper",
+            "C loop",
+            each["mapper"],
+            each["bare"],
+            each["control"],
+            Bar(1.1),
+        )
+    ]
