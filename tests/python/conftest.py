@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 import vtensor
+from stream_support import SimulatedDevice, eventually
 from support import memfd_mappings, memfds, open_pool, simcuda_leaks, simcuda_library
 from vtensor import testing
 
@@ -85,9 +86,11 @@ def pytest_runtest_makereport(item, call):
 
 
 def nothing_left(left):
-    """What `left()` finds; with the garbage collected first, where that makes a difference."""
+    """What `left()` finds; with the garbage collected first, where that makes a difference, and once a mapper
+    that is at work has let its pool go."""
     if left():
         gc.collect()
+        eventually(lambda: not left(), 2.0)
     return left()
 
 
@@ -102,6 +105,7 @@ def nothing_leaks(request):
         return  # the traceback keeps the test's locals alive
 
     def left():
+        default.trim()  # what freed tensors left for the next one is no leak
         after = default.stats()
         keeps = request.node.get_closest_marker("keeps_pages") is not None
         found = {
@@ -115,6 +119,8 @@ def nothing_leaks(request):
 
 
 def counts_of(pool) -> dict[str, int]:
+    pool.trim()  # what freed tensors left for the next one is no leak
+    pool.wait_idle(timeout=10)
     stats = pool.stats()
     names = ("pages_used", "pages_mapped", "nbytes_reserved", "tensors", "pages_quarantined")
     return {name: getattr(stats, name) for name in names if getattr(stats, name)}
@@ -123,6 +129,8 @@ def counts_of(pool) -> dict[str, int]:
 @pytest.fixture
 def pool_factory(request):
     """Makes pools by kind, and at the end checks that each is empty (I14) and sound (I5), and closes it."""
+    default = vtensor.default_pool("cpu")
+    default.trim()
     mappings = memfd_mappings()
     opened = []
 
@@ -144,6 +152,7 @@ def pool_factory(request):
         if simcuda_library() is not None:
             opened.clear()
             assert not nothing_left(simcuda_leaks)
+        default.trim()
         assert memfd_mappings() <= mappings, "mappings of a memfd are left"
 
 
@@ -168,6 +177,34 @@ def host(pool_factory):
 def simcuda(pool_factory):
     """64 pages of 4 KiB of the simulated libcuda."""
     return pool_factory("simcuda")
+
+
+@pytest.fixture
+def sim(pool_factory):
+    """The simulated device's streams and kernels. What was held back runs before the pools are closed; a
+    kernel that found its memory gone fails the test."""
+    if simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+    device = SimulatedDevice()
+    yield device
+    illegal = device.end()
+    assert illegal == 0, f"{illegal} kernels found their memory unmapped or replaced"
+
+
+@pytest.fixture
+def stream_pool(sim, pool_factory):
+    """Makes pools over the simulated device that wait for streams for a second; closes them at the end."""
+    made = []
+
+    def make(pages=64, *, patience=1.0, **options):
+        pool = pool_factory("simcuda", pages, patience=patience, **options)
+        made.append(pool)
+        return pool
+
+    yield make
+    sim.let_go()
+    for pool in made:
+        pool.close()
 
 
 @pytest.fixture

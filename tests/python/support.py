@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,30 @@ def calls(pool) -> dict[str, int]:
 def calls_since(pool, before: dict[str, int]) -> dict[str, int]:
     now = calls(pool)
     return {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
+
+
+def mapper_calls(pool) -> dict[str, int]:
+    """The driver calls made by the pool's mapper so far, by name."""
+    return dict(pool.stats().driver_calls["mapper"])
+
+
+def eventually(done, seconds: float = 10.0):
+    """What `done()` returns once that is true; an AssertionError where it is not within the time."""
+    until = time.monotonic() + seconds
+    while not (result := done()):
+        assert time.monotonic() < until, f"not within {seconds} s"
+        time.sleep(0.0005)
+    return result
+
+
+def check_sums(pool):
+    """I4 and I5 from what stats() says; returns the stats."""
+    stats = pool.stats()
+    assert (
+        stats.pages_mapped == stats.pages_needed + stats.pages_ahead + stats.pages_parked + stats.pages_held
+    ), stats
+    assert stats.pages_used + stats.pages_free == stats.budget // stats.page_size, stats
+    return stats
 
 
 def page_ids(t) -> list[int]:
@@ -168,7 +193,10 @@ def simcuda_control() -> ctypes.CDLL:
 class SimcudaLeaks(ctypes.Structure):
     """What the simulated driver was not given back."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("handles", "mappings", "ranges", "contexts")]
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in ("handles", "mappings", "ranges", "contexts", "streams", "events", "objects")
+    ]
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name, _ in self._fields_)
@@ -187,9 +215,11 @@ def open_pool(kind: str, pages: int = 64, page_size: int = 4096, **kw):
     """A pool of `pages` pages over the host ("host") or the simulated libcuda ("simcuda").
 
     The simulated device takes 4 KiB pages here, which real ones do not: all else is the same, and small
-    pages make small tests.
+    pages make small tests. Without look-ahead unless asked for, so that counts are exact at once.
     """
     from vtensor import testing
+
+    kw.setdefault("ahead", 0)
 
     if kind == "host":
         return vtensor.Pool("cpu", page_size=page_size, budget=pages * page_size, **kw)

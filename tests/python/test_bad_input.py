@@ -276,7 +276,7 @@ def test_a_cuda_budget_below_one_page(simcuda):
 
 
 def test_a_budget_is_whole_pages():
-    pool = vtensor.Pool("cpu", page_size=4096, budget=3 * 4096 + 100)
+    pool = vtensor.Pool("cpu", page_size=4096, budget=3 * 4096 + 100, ahead=0)
     stats = pool.stats()
     assert stats.pages_free == 3 and stats.pages_used + stats.pages_free == stats.budget // 4096
     with refused(vtensor.OutOfPages, pool):
@@ -318,21 +318,19 @@ def test_prefill_of_a_wrong_amount(pool):
 def test_a_failing_driver_call_names_the_call_and_the_code(pool, kind):
     t = filled(pool, 6)
     names = set()
-    for skip in range(20):
+    for skip in range(60):
         pool.trim()  # or the page that an earlier try made would be there
         try:
             with testing.fail_after(pool, skip):
                 t.extend(4)
-            break
-        except vtensor.OutOfPages:
-            names.add("cuMemCreate")  # refused as out of memory: the error one catches for that (I9)
+            t.truncate(6)  # past the last call, or refused as out of memory and tried again
         except vtensor.DriverError as error:
             names.add(error.call)
             assert error.name in str(error) and SHAPE_OF_A_MESSAGE.match(str(error))
             assert isinstance(error.code, int) and error.code != 0
         assert t.length == 6 and t.eq(1).all()  # I8
-    assert names >= ({"mmap"} if kind == "host" else {"cuMemCreate", "cuMemMap", "cuMemSetAccess"})
-    assert t.length == 10
+    assert names >= ({"mmap"} if kind == "host" else {"cuMemMap", "cuMemSetAccess"})
+    t.extend(4)
 
 
 # --- CUDA that is not there -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import vtensor
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import BENCHMARKS, __main__, harness, report  # noqa: E402
+from benchmarks import BENCHMARKS, __main__, harness, report, trace_cost  # noqa: E402
 from benchmarks.harness import Bar, Figure, Settings, Skipped, Spread  # noqa: E402
 
 
@@ -236,6 +236,12 @@ def test_the_command_shows_progress_a_table_and_the_machine(quick_run):
         )
         or any(one["error"] for one in result["benchmarks"])
     )
+
+
+def test_counting_instructions_needs_valgrind_and_says_so(monkeypatch):
+    monkeypatch.setattr(trace_cost.shutil, "which", lambda name: None)
+    with pytest.raises(Skipped, match=r"^no valgrind .*: install it"):
+        trace_cost.run(Settings(quick=True))
 
 
 def test_a_figure_is_a_plain_record():

@@ -121,7 +121,7 @@ def test_extend_makes_one_set_access_a_row(simcuda):
     made = calls_since(simcuda, before)
     assert (made["cuMemCreate"], made["cuMemMap"], made["cuMemSetAccess"]) == (6, 6, 3)
     assert not {"cuMemUnmap", "cuMemRelease"} & made.keys()
-    assert made["cuMemsetD8"] == 3  # fresh memory holds what others left (I7)
+    assert made["cuMemsetD8Async"] == 3  # fresh memory holds what others left (I7)
     t.close()
 
 
@@ -157,7 +157,7 @@ def test_fork_maps_once_a_row_and_copies_nothing(simcuda):
     made = calls_since(simcuda, before)
     assert made["cuMemMap"] == 6
     assert made["cuMemSetAccess"] == 4  # the child's rows, and the parent's that become read-only
-    assert not {"cuMemCreate", "cuMemcpyDtoD", "cuMemUnmap"} & made.keys()
+    assert not {"cuMemCreate", "cuMemcpyDtoDAsync", "cuMemUnmap"} & made.keys()
     f.close()
     t.close()
 
@@ -212,7 +212,7 @@ def test_own_parts_the_pages_behind_its_positions_only(simcuda):
     before = calls(simcuda)
     child.own(PER_PAGE + 1, 2 * PER_PAGE + 1)
     assert [record.shared for record in child.pages()] == [2, 1, 1, 2]
-    assert calls_since(simcuda, before)["cuMemcpyDtoD"] == 2
+    assert calls_since(simcuda, before)["cuMemcpyDtoDAsync"] == 2
     assert mapping_at(child.pages()[0].address)[1] == READ
     assert mapping_at(child.pages()[1].address)[1] == READ_WRITE
     assert same_bytes(child, parent)

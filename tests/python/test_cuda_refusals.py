@@ -84,7 +84,7 @@ def refuse_each(pool_factory, arrange, arm) -> None:
         with arm(pool, skip):
             try:
                 result = operate()
-            except (vtensor.DriverError, vtensor.OutOfPages) as error:
+            except (vtensor.DriverError, vtensor.OutOfPages, vtensor.TimedOut) as error:
                 result = error
         reached = sum(calls(pool).values()) - made > skip
         testing.check_invariants(pool)

@@ -85,6 +85,10 @@ def test_one_shrink_is_few_calls(pool_factory):
     assert made.get("munmap", 0) + made.get("mmap", 0) == 1
 
 
+# Calls that change or ask something of the calling thread alone.
+THREAD_STATE = {"cuCtxGetCurrent", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"}
+
+
 @pytest.mark.parametrize("pages", [10, 200])
 def test_a_fork_of_many_pages_is_few_calls(pool_factory, kind, pages):
     """On the host their number does not grow with the pages; on CUDA only the maps do."""
@@ -93,9 +97,10 @@ def test_a_fork_of_many_pages_is_few_calls(pool_factory, kind, pages):
     before = calls(pool)
     f = t.fork()
     made = calls_since(pool, before)
-    assert not made.get("pwrite") and not made.get("cuMemcpyDtoD") and not made.get("cuMemCreate")
+    assert not made.get("pwrite") and not made.get("cuMemcpyDtoDAsync") and not made.get("cuMemCreate")
     per_page = made.pop("cuMemMap", 0)
-    assert per_page in (0, pages) and sum(made.values()) <= 8, made
+    others = {call: n for call, n in made.items() if call not in THREAD_STATE}
+    assert per_page in (0, pages) and sum(others.values()) <= 8, others
     assert pool.stats().pages_used == pages and f.length == t.length
 
 
@@ -121,7 +126,10 @@ def test_an_idle_tensor_costs_an_address_range_and_no_page(pool):
     t = quarter(pool, capacity=60 * PER_PAGE)
     made = calls_since(pool, before)
     assert pool.stats().pages_used == 0 and pool.stats().pages_mapped == 0
-    assert set(made) <= {"mmap", "munmap", "cuMemAddressReserve"} and t.nbytes_reserved >= 60 * pool.page_size
+    assert (
+        set(made) - THREAD_STATE <= {"mmap", "munmap", "cuMemAddressReserve"}
+        and t.nbytes_reserved >= 60 * pool.page_size
+    )
 
 
 def test_views_and_torch_operations_make_no_driver_call(pool):

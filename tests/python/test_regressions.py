@@ -19,7 +19,7 @@ def empty(pool, length=0, make=vtensor.empty, **options):
 
 @pytest.fixture
 def small():
-    pool = vtensor.Pool("cpu", page_size=4096)
+    pool = vtensor.Pool("cpu", page_size=4096, ahead=0)
     yield pool
     testing.check_invariants(pool)
     pool.close()

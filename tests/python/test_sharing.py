@@ -250,7 +250,7 @@ def test_an_append_at_a_page_boundary_copies_nothing(pool):
     before = calls(pool)
     child.extend(1)
     made = calls_since(pool, before)
-    assert not made.get("pwrite") and not made.get("cuMemcpyDtoD")
+    assert not made.get("pwrite") and not made.get("cuMemcpyDtoDAsync")
     assert pool.stats().pages_used == 3 and parent.length == 2 * PER_PAGE
 
 

@@ -531,8 +531,8 @@ class Machine(RuleBasedStateMachine):
         for pool in self.pools:
             self.check_counts(pool)
 
-    def check_counts(self, pool):
-        stats = pool.stats()
+    def needed_and_held(self, pool) -> tuple[int, int]:
+        """Pages that the lengths of the pool's tensors need, and those that only views hold."""
         memories = {id(t.memory): t.memory for t in self.tensors if t.pool is pool}
         memories |= {id(v.memory): v.memory for v in self.views if v.pool is pool}
         needed = held = 0
@@ -543,6 +543,11 @@ class Machine(RuleBasedStateMachine):
                     slots = t.slots()
                     needed += len(slots) * memory.rows
             held += held_slots(memory, slots, self.views)
+        return needed, held
+
+    def check_counts(self, pool):
+        stats = pool.stats()
+        needed, held = self.needed_and_held(pool)
         assert stats.pages_needed == needed  # I4
         assert stats.pages_held == held, (stats.pages_held, held)
         assert (stats.pages_ahead, stats.pages_parked, stats.pages_quarantined) == (0, 0, 0)
@@ -553,6 +558,9 @@ class Machine(RuleBasedStateMachine):
         assert stats.tensors == sum(t.pool is pool for t in self.tensors)
         testing.check_invariants(pool)  # I5
 
+    def come_to_rest(self, pool):
+        """Before the end is looked at. Here everything is given back at once."""
+
     def teardown(self):
         if not hasattr(self, "pools") or sys.exc_info()[0] is not None:
             return  # a failed step keeps what its frames name
@@ -562,6 +570,7 @@ class Machine(RuleBasedStateMachine):
         self.views.clear()
         gc.collect()
         for pool in self.pools:
+            self.come_to_rest(pool)
             stats = pool.stats()
             left = (stats.pages_used, stats.pages_mapped, stats.nbytes_reserved, stats.tensors)
             assert left == (0, 0, 0, 0)  # I14

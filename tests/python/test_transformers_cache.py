@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -15,29 +16,22 @@ from vtensor import testing
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 from vtensor.integrations.transformers import VTensorCache
 
 from tiny_models import (
     GREEDY,
+    SIZES,
     MaskedDynamicCache,
     assert_same_content,
     assert_same_output,
     filled,
     make_llama,
+    one_thread,  # noqa: F401
     prompt,
     run,
     states,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny matrices gain nothing from a second thread, and wait for it where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +61,8 @@ def test_it_is_a_dynamic_cache_of_plain_views(llama, pages):
     assert [k is None for k, _, _ in cache] == [False, True]
 
 
-def test_key_and_value_head_sizes_may_differ(llama, pages):
-    cache = VTensorCache(llama.config, 256, pages)
+def test_key_and_value_head_sizes_may_differ(pages):
+    cache = VTensorCache(LlamaConfig(**SIZES | {"head_dim": 24}), 256, pages)
     keys, values = cache.update(*states(1, 4, head_dim=24), 0)
     assert keys.shape == (1, 2, 4, 24) and values.shape == (1, 2, 4, 16)
 
@@ -333,7 +327,7 @@ def test_gradients_are_refused(llama, pages):
     assert cache.get_seq_length() == 0 and pages.stats().pages_used == 0
 
 
-@pytest.mark.parametrize("max_len", [0, -1, 2.5, "128", True, None])
+@pytest.mark.parametrize("max_len", [0, -1, 2.5, "128", True])
 def test_bad_max_len(llama, max_len):
     with pytest.raises(vtensor.InvalidArgument, match="max_len="):
         VTensorCache(llama.config, max_len)
@@ -344,17 +338,138 @@ def test_a_model_instead_of_its_config(llama):
         VTensorCache(llama, 128)
 
 
-def test_offload_and_assignment_are_refused(llama, pages):
+def test_assignment_is_refused(llama, pages):
     ours, theirs = filled(llama.config, pages)
     layer = ours.layers[0]
-    for refused in (layer.offload, layer.prefetch):
-        with pytest.raises(vtensor.InvalidArgument, match="stays on its device"):
-            refused()
     with pytest.raises(vtensor.InvalidArgument, match="update"):
         layer.keys = torch.zeros(1)
     with pytest.raises(vtensor.InvalidArgument, match="update"):
         layer.values = None
     assert_same_content(ours, theirs)
+
+
+def test_a_cache_of_another_model_is_refused(llama, pages):
+    """Before anything is written, whichever way the models differ."""
+    cache = VTensorCache(LlamaConfig(**SIZES | {"head_dim": 32}), 256, pages)
+    with pytest.raises(vtensor.InvalidArgument, match="2 heads of size 16, the LlamaConfig .* has 2 of 32"):
+        run(llama, cache, prompt(), **GREEDY)
+    assert pages.stats().pages_used == 0
+    cache = VTensorCache(LlamaConfig(**SIZES | {"num_hidden_layers": 1}), 256, pages)
+    with pytest.raises(vtensor.InvalidArgument, match="layer 1 of a cache with 1 layers"):
+        run(llama, cache, prompt(), **GREEDY)
+    cache = VTensorCache(LlamaConfig(**SIZES | {"num_key_value_heads": 1}), 256, pages)
+    with pytest.raises(vtensor.InvalidArgument, match="own config"):
+        run(llama, cache, prompt(), **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_second_generate_on_the_same_cache_is_an_error(llama, pages):
+    cache = VTensorCache(llama.config, 256, pages)
+    reached, go_on, errors = threading.Event(), threading.Event(), []
+
+    class Pause:  # a streamer that stops after the prompt and the first token
+        tokens = 0
+
+        def put(self, value):
+            self.tokens += 1
+            if self.tokens == 2:
+                reached.set()
+                assert go_on.wait(30)
+
+        def end(self):
+            pass
+
+    def first():
+        try:
+            llama.generate(prompt(), past_key_values=cache, streamer=Pause(), **GREEDY)
+        except vtensor.InvalidArgument as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert reached.wait(30)
+    ids = prompt(1, 90, seed=8)
+    method = {"do_sample": False, "max_new_tokens": 3}
+    length = cache.get_seq_length()
+    second = llama.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **method)
+    go_on.set()
+    thread.join(30)
+    assert errors and "a second generate() runs on this cache" in errors[0]
+    assert second.shape[1] == 93 and cache.get_seq_length() == 92 > length  # the second one's, whole
+    # One after the other, from whichever thread, is no second one.
+    cache.reset()
+    ids = prompt()
+    alone = run(llama, VTensorCache(llama.config, 256, pages), ids, **GREEDY).sequences
+    assert torch.equal(run(llama, cache, ids, **GREEDY).sequences, alone)
+
+
+def test_offload_on_the_host_moves_nothing(llama, pages):
+    ours, theirs = filled(llama.config, pages)
+    used = pages.stats().pages_used
+    for layer in ours.layers:
+        layer.offload()
+        layer.prefetch()
+    assert pages.stats().pages_used == used
+    assert_same_content(ours, theirs)
+
+
+def test_offload_gives_pages_back_and_keeps_content_and_address(llama, pool_factory):
+    pool = pool_factory("simcuda", pages=512)
+    ours, theirs = filled(llama.config, pool)
+    addresses = [layer.keys.data_ptr() for layer in ours.layers]
+    for layer in ours.layers:
+        layer.offload()
+        layer.offload()  # a second one is none
+    assert pool.stats().pages_mapped == 0 and ours.get_seq_length() == 70
+    assert_same_content(ours, theirs)  # I2, read from where it is
+    ours.layers[0].prefetch()
+    for cache in (ours, theirs):  # layer 1 comes back by itself
+        for layer in range(2):
+            cache.update(*states(2, 3, seed=layer), layer)
+    assert [layer.keys.data_ptr() for layer in ours.layers] == addresses  # I1
+    assert_same_content(ours, theirs)
+    ours.layers[1].offload()
+    copied = copy.deepcopy(ours)
+    assert_same_content(copied, theirs)
+    testing.check_invariants(pool)
+
+
+def test_prefetch_out_of_pages_leaves_the_layer_away(llama, pool_factory):
+    pool = pool_factory("simcuda", pages=24)
+    ours, theirs = filled(llama.config, pool)
+    pages = pool.stats().pages_used
+    ours.layers[0].offload()
+    # One page less than the layer needs: V's last one.
+    taken = vtensor.empty(
+        pool.stats().pages_free - pages // 2 + 1,
+        4096,
+        grow_dim=1,
+        capacity=4096,
+        dtype=torch.uint8,
+        pool=pool,
+    )
+    with pytest.raises(vtensor.OutOfPages):
+        ours.layers[0].prefetch()
+    assert_same_content(ours, theirs)
+    testing.check_invariants(pool)
+    taken.close()
+    ours.layers[0].prefetch()
+    assert_same_content(ours, theirs)
+
+
+def test_without_max_len_addresses_move_and_nothing_is_copied(llama, pages, monkeypatch):
+    monkeypatch.setattr("vtensor.integrations.transformers.layers._FIRST_CAPACITY", 64)
+    ours, theirs = filled(llama.config, pages, max_len=None)
+    assert ours.get_max_length() == -1
+    before = [[record.page_id for record in owner.pages()] for owner in ours.layers[0].owners]
+    for step in range(3):
+        for cache in (ours, theirs):
+            for layer in range(2):
+                cache.update(*states(2, 70, seed=step), layer)
+    after = [[record.page_id for record in owner.pages()] for owner in ours.layers[0].owners]
+    assert all(set(old) <= set(new) for old, new in zip(before, after, strict=True))
+    assert_same_content(ours, theirs)
+    testing.check_invariants(pages)
 
 
 def test_closed_pool_is_an_error_not_a_crash(llama, pool_factory):

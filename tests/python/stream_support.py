@@ -1,0 +1,182 @@
+"""For tests of fences: streams of the simulated libcuda that tests hold back, and kernels in them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+
+from support import simcuda_control
+
+NEVER = 2**64 - 1
+ALL_STREAMS = 2**64 - 1
+CAPTURE_RELAXED = 2
+
+_u64, _int, _double = ctypes.c_uint64, ctypes.c_int, ctypes.c_double
+_SIGNATURES = {
+    "simcuda_hold": ([_u64], _int),
+    "simcuda_release": ([_u64], _int),
+    "simcuda_late_events": ([_u64, _double], None),
+    "simcuda_launch": ([_u64, _u64, _u64, _int], _int),
+    "simcuda_make_stream": ([_int], _u64),
+    "simcuda_destroy_stream": ([_u64], _int),
+    "simcuda_pending": ([_u64], _u64),
+    "simcuda_run": ([], None),
+    "simcuda_illegal_accesses": ([], _u64),
+    "simcuda_calls": ([ctypes.c_char_p], _u64),
+    "simcuda_fail": ([ctypes.c_char_p, _u64, _u64, _int], _int),
+    "simcuda_set_latency": ([ctypes.c_char_p, _double, _int], _int),
+    "simcuda_reset": ([], None),
+    "simcuda_configure": ([ctypes.c_char_p, _u64], _int),
+    "cuStreamBeginCapture_v2": ([_u64, _int], _int),
+    "cuStreamEndCapture": ([_u64, ctypes.POINTER(_u64)], _int),
+    "cuGraphInstantiateWithFlags": ([ctypes.POINTER(_u64), _u64, _u64], _int),
+    "cuGraphLaunch": ([_u64, _u64], _int),
+    "cuGraphDestroy": ([_u64], _int),
+    "cuGraphExecDestroy": ([_u64], _int),
+    "cuDeviceGet": ([ctypes.POINTER(_int), _int], _int),
+    "cuDevicePrimaryCtxRetain": ([ctypes.POINTER(_u64), _int], _int),
+    "cuDevicePrimaryCtxRelease_v2": ([_int], _int),
+    "cuCtxGetCurrent": ([ctypes.POINTER(_u64)], _int),
+    "cuCtxSetCurrent": ([_u64], _int),
+}
+
+
+class SimulatedDevice:
+    """The device side of a test: its streams, its kernels, and what it noticed of wrong accesses."""
+
+    def __init__(self) -> None:
+        library = simcuda_control()
+        self._call: dict[str, Callable] = {}
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
+            self._call[name] = function
+        self._illegal_before = self.illegal_accesses()
+        self._streams: list[int] = []
+
+    def _done(self, name: str, *arguments) -> None:
+        answer = self._call[name](*arguments)
+        assert answer == 0, f"{name}{arguments} answered {answer}"
+
+    # -- streams
+
+    def stream(self, held: bool = False, blocking: bool = False, device: int = 0) -> int:
+        with self.context(device):
+            made = self._call["simcuda_make_stream"](int(blocking))
+        self._streams.append(made)
+        if held:
+            self.hold(made)
+        return made
+
+    def destroy(self, stream: int) -> None:
+        self._streams.remove(stream)
+        self._done("simcuda_destroy_stream", stream)
+
+    def hold(self, stream: int = ALL_STREAMS) -> None:
+        self._done("simcuda_hold", stream)
+
+    def release(self, stream: int = ALL_STREAMS) -> None:
+        self._done("simcuda_release", stream)
+
+    def pending(self, stream: int) -> int:
+        """Items that a stream has not executed, once what may be executed was."""
+        self._call["simcuda_run"]()
+        return self._call["simcuda_pending"](stream)
+
+    def late_events(self, queries: int = 0, milliseconds: float = 0) -> None:
+        self._call["simcuda_late_events"](queries, milliseconds)
+
+    def slow(self, call: str, microseconds: float) -> None:
+        self._done("simcuda_set_latency", call.encode(), microseconds, 0)
+
+    def configure(self, setting: str, value: int) -> None:
+        self._done("simcuda_configure", setting.encode(), value)
+
+    def fail(self, call: str, skip: int = 0, refuse: int = 1, code: int = 999) -> None:
+        self._done("simcuda_fail", call.encode(), skip, refuse, code)
+
+    def calls(self, call: str) -> int:
+        return self._call["simcuda_calls"](call.encode())
+
+    # -- kernels
+
+    def kernel(self, stream: int, tensor, start: int = 0, stop: int | None = None, writes: int = 0) -> None:
+        """Launches a kernel over positions start to stop of each row; it writes that byte, or reads."""
+        stop = tensor.length if stop is None else stop
+        rows = tensor.reshape(-1, *tensor.shape[tensor.grow_dim :]) if tensor.grow_dim else tensor[None]
+        for row in rows:
+            part = row[start:stop]
+            size = part.numel() * part.element_size()
+            self._done("simcuda_launch", stream, part.data_ptr(), size, writes)
+
+    def illegal_accesses(self) -> int:
+        return self._call["simcuda_illegal_accesses"]() - getattr(self, "_illegal_before", 0)
+
+    # -- graphs
+
+    def begin_capture(self, stream: int) -> None:
+        with self.context():
+            self._done("cuStreamBeginCapture_v2", stream, CAPTURE_RELAXED)
+
+    def end_capture(self, stream: int) -> int:
+        graph = _u64()
+        with self.context():
+            self._done("cuStreamEndCapture", stream, ctypes.byref(graph))
+        return graph.value
+
+    def instantiate(self, graph: int) -> int:
+        executable = _u64()
+        with self.context():
+            self._done("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
+        return executable.value
+
+    def replay(self, executable: int, stream: int) -> None:
+        with self.context():
+            self._done("cuGraphLaunch", executable, stream)
+
+    def destroy_graph(self, graph: int) -> None:
+        self._done("cuGraphDestroy", graph)
+
+    def destroy_executable(self, executable: int) -> None:
+        self._done("cuGraphExecDestroy", executable)
+
+    @contextlib.contextmanager
+    def context(self, device: int = 0) -> Iterator[None]:
+        """The primary context of a device is current, as torch has it."""
+        before, primary = _u64(), _u64()
+        self._done("cuCtxGetCurrent", ctypes.byref(before))
+        self._done("cuDevicePrimaryCtxRetain", ctypes.byref(primary), device)
+        self._done("cuCtxSetCurrent", primary.value)
+        try:
+            yield
+        finally:
+            self._done("cuCtxSetCurrent", before.value)
+            self._done("cuDevicePrimaryCtxRelease_v2", device)
+
+    def let_go(self) -> None:
+        """Lets everything run that was held back."""
+        self.late_events()
+        self.release()
+
+    def end(self) -> int:
+        """The same; destroys the streams, and starts anew where a test made the device fail. Returns how many
+        kernels found their memory gone."""
+        self.let_go()
+        for stream in list(self._streams):
+            self.destroy(stream)
+        illegal = self.illegal_accesses()
+        if illegal:
+            self._call["simcuda_reset"]()
+        return illegal
+
+
+def eventually(what: Callable[[], object], seconds: float = 5.0) -> bool:
+    """Whether `what()` becomes true within the time."""
+    until = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True

@@ -1,0 +1,351 @@
+"""The interleavings that deadlock careless libraries, each in a process with a time limit (I11 to I14)."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from support import run_snippet, simcuda_library
+
+# A pool whose mapper is kept busy: pages ahead, parked tensors, and something always on its way out.
+BUSY = """
+import threading, time
+torch.set_num_threads(1)
+PAGE = 4096
+pool = vtensor.Pool("cpu", page_size=PAGE, budget=16384 * PAGE)
+stop = threading.Event()
+failed = []
+
+def thread(body):
+    def run():
+        try:
+            while not stop.is_set():
+                body()
+        except vtensor.Closed:
+            pass
+        except BaseException as error:
+            failed.append(repr(error))
+    started = threading.Thread(target=run, daemon=True)
+    started.start()
+    return started
+
+def grow():
+    t = quarter(pool, 2, rows=(2,), capacity=400)
+    t.fill_(5)
+    views = []
+    for _ in range(20):
+        t.prepare(40)
+        views.append(t[:, -1:])
+        t.extend(7)
+        t.shrink(3)
+    assert t[:, :2].eq(5).all() and views[0].eq(5).all()
+
+def join(threads):
+    stop.set()
+    for t in threads:
+        t.join(20)
+        assert not t.is_alive(), "a thread is stuck"
+    assert not failed, failed[0]
+"""
+
+
+def check(code: str, *, finalize: bool = False, timeout: float = 30.0) -> None:
+    finished = run_snippet(BUSY + textwrap.dedent(code), finalize=finalize, timeout=timeout).check()
+    assert finished.err == "", finished.err
+
+
+def test_deleters_under_the_gil_beside_a_busy_mapper():
+    """A deleter runs with the GIL held, on any thread; it waits for neither mapper nor grower."""
+    check(
+        """
+        handed = []
+
+        def make():
+            t = filled(pool, 8, 3, capacity=4000)
+            for _ in range(50):
+                t.prepare(100)
+                t.extend(5)
+                handed.append(t[-2:])
+                t.shrink(2)
+
+        def drop():
+            while handed:
+                handed.pop()
+            time.sleep(0)
+
+        threads = [thread(make), thread(drop), thread(drop), thread(grow)]
+        time.sleep(0.4)
+        join(threads)
+        handed.clear()
+        pool.wait_idle(10)
+        testing.check_invariants(pool)
+        assert pool.stats().tensors == 0
+        """
+    )
+
+
+def test_a_finalizer_that_closes_grows_and_drops_inside_other_operations():
+    check(
+        """
+        class Node:
+            def __init__(self):
+                self.me = self
+                self.t = filled(pool, 3)
+                self.view = self.t[:2]
+            def __del__(self):
+                self.t.prepare(20)
+                self.t.extend(1)
+                self.t.close()
+                pool.stats()
+
+        def churn():
+            Node()
+            grow()
+
+        gc.set_threshold(5, 1, 1)
+        threads = [thread(churn), thread(grow)]
+        time.sleep(0.4)
+        join(threads)
+        """
+    )
+
+
+def test_pool_operations_beside_one_another():
+    check(
+        """
+        def tell():
+            pool.budget = pool.budget
+            pool.prefill(64 * PAGE)
+            pool.trim()
+            pool.stats()
+            pool.wait_idle(10)
+
+        threads = [thread(grow), thread(grow), thread(tell), thread(tell)]
+        time.sleep(0.4)
+        join(threads)
+        pool.close()
+        """
+    )
+
+
+EXITS = {
+    "while_it_maps": "t = quarter(pool, 1, capacity=60000); t.prepare(59999)",
+    "while_it_gives_back": "t = filled(pool, 20000, capacity=20000); v = t[:4]; t.shrink(19000)",
+    "while_it_zeroes": "filled(pool, 16000, capacity=20000).close()",
+    "with_growing_threads": "for _ in range(3): thread(grow)\ntime.sleep(0.1)",
+    "with_a_thread_that_waits": "thread(grow); thread(lambda: pool.wait_idle(10)); time.sleep(0.1)",
+    "with_live_views": "t = filled(pool, 20, 3); v = t[2:4]; t.prepare(30); n = v.numpy()",
+    "with_a_view_in_a_cycle": "t = filled(pool, 20, 3); c = [t[2:4], t]; c.append(c); t.prepare(30); del t",
+    "with_the_pool_dropped": "t = filled(pool, 20, 3); t.prepare(30); v = t[:1]; del pool, t",
+    "with_an_error_not_told": """
+t = filled(pool, 20, 3)
+with testing.fail_after(pool, 0, 1000):
+    t.prepare(40); time.sleep(0.02)
+""",
+}
+
+
+@pytest.mark.parametrize("ending", EXITS)
+def test_exit(ending):
+    check("\n" + EXITS[ending], finalize=True)
+
+
+CHILD = """
+def in_child():
+    # The snapshot is there, nothing of ours works, and everything dies without a word (I13).
+    assert t.eq(3).all() and view.eq(3).all()
+    t.fill_(4)
+    for call in (lambda: t.extend(1), lambda: t.prepare(9), pool.stats, lambda: pool.wait_idle(1), pool.trim):
+        try:
+            call()
+        except vtensor.VTensorError as error:
+            assert "fork" in str(error), error
+        else:
+            raise AssertionError("it works in a forked child")
+
+def reap(pid, what):
+    until = time.monotonic() + 15
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0, (what, status)
+            return
+        time.sleep(0.002)
+    os.kill(pid, 9)
+    raise AssertionError(f"{what}: the child is stuck")
+
+t = filled(pool, 9, 3)
+view = t[2:5]
+"""
+
+
+def test_fork_during_mapping():
+    """From a thread, while others grow and the mapper works: the child ends, the parent goes on."""
+    check(
+        CHILD
+        + """
+forks = []
+
+def fork():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            in_child()
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+    reap(pid, "fork")
+    forks.append(pid)
+    time.sleep(0.01)
+
+threads = [thread(grow), thread(grow), thread(fork)]
+time.sleep(1)
+join(threads)
+assert len(forks) > 3
+t.extend(9)
+assert t[:9].eq(3).all() and view.eq(3).all()
+pool.wait_idle(10)
+testing.check_invariants(pool)
+"""
+    )
+
+
+def test_a_forked_child_that_lets_everything_go():
+    """Pools, too, whose threads in the parent were waiting at that moment."""
+    check(
+        CHILD
+        + """
+def wait():
+    pool.wait_idle(10)
+    other.wait_idle(10)
+
+other = vtensor.Pool("cpu", page_size=PAGE, budget=4096 * PAGE)
+
+def keep_busy():
+    u = quarter(other, 1, capacity=12000)
+    u.prepare(8000)
+    other.wait_idle(10)
+    u.close()
+
+threads = [thread(keep_busy), thread(wait), thread(wait), thread(grow)]
+time.sleep(0.05)
+for _ in range(15):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            in_child()
+            del t, view
+            threading._shutdown = lambda: None
+            pool._core = other._core = None
+            vtensor.pool._pools = vtensor.pool._default_pools = None
+            del pool, other
+            gc.collect()
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+    reap(pid, "fork")
+    time.sleep(0.003)
+join(threads)
+"""
+    )
+
+
+def test_fork_and_an_ordinary_exit():
+    """The child runs its interpreter down to the end, handlers and all."""
+    check(
+        CHILD
+        + """
+threads = [thread(grow)]
+time.sleep(0.05)
+for _ in range(3):
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)
+        in_child()
+        sys.exit(0)
+    reap(pid, "exit")
+join(threads)
+""",
+        finalize=True,
+    )
+
+
+SIGNAL = """
+import signal
+def ring(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, ring)
+
+def interrupted(wait, most):
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    try:
+        wait()
+        while time.monotonic() - began < most:
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("the signal was lost")
+    assert time.monotonic() - began < most  # the wait had a bound of its own
+"""
+
+
+def test_a_signal_while_another_thread_has_the_tensor():
+    """Ctrl-C comes once the wait is over; the tensor is whole, and the mapper's thread takes no signal."""
+    check(
+        SIGNAL
+        + """
+t = quarter(pool, 1, rows=(8,), capacity=4000)
+
+def push():
+    x = torch.ones(8, 50, t.shape[2], dtype=t.dtype)
+    t.append(x)
+    t.shrink(49)
+
+threads = [thread(push), thread(grow)]
+def wait():
+    while True:
+        t.prepare(1000)
+        t.extend(0)
+        pool.wait_idle(10)
+interrupted(wait, 5)
+join(threads)
+t.extend(1)
+testing.check_invariants(pool)
+"""
+    )
+
+
+@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+def test_a_signal_while_the_device_is_waited_for():
+    """The wait ends in its own time (I12), then the signal comes; the next call works."""
+    check(
+        SIGNAL
+        + """
+device = open_pool("simcuda", 64, patience=20)
+control = simcuda_control()
+every = ctypes.c_uint64(2**64 - 1)
+t = filled(device, 40)
+control.simcuda_hold(every)
+t.shrink(20)
+def wait():
+    try:
+        device.wait_idle(1)
+    except vtensor.TimedOut:
+        pass
+interrupted(wait, 4)
+assert device.stats().pages_held == 5
+control.simcuda_release(every)
+device.wait_idle(10)
+assert device.stats().pages_held == 0
+t.extend(4)
+device.close()
+"""
+    )

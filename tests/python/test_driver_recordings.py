@@ -1,0 +1,106 @@
+"""What the real driver answered, played again through the simulated libcuda: it must answer the same.
+
+Recordings are made by ``make gpu`` and kept in benchmarks/results. Where one differs, the simulation errs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cuda_support import device, needs_simcuda
+from support import simcuda_library
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))
+
+from benchmarks.gpu import recording  # noqa: E402
+from benchmarks.gpu.driver import Driver  # noqa: E402
+
+pytestmark = needs_simcuda
+RECORDINGS = sorted((ROOT / "benchmarks" / "results").glob("*-driver.jsonl"))
+GRANULARITY = 2 << 20
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    with device(granularity=GRANULARITY):
+        driver = Driver(str(simcuda_library()))
+        driver.must(driver.retain_context())
+        yield driver
+        driver.release_context()
+
+
+def rehearsed(driver: Driver) -> list[recording.Line]:
+    """A recording made from the simulated libcuda itself."""
+    lines = []
+    for case in recording.CASES_IN_ORDER:
+        player = recording.Player(driver)
+        lines += [
+            {**line, "answer": player.play(line)} for line in recording.lines_of(case, driver.granularity)
+        ]
+        player.close()
+    return lines
+
+
+def read(path: Path) -> tuple[dict, list[recording.Line]]:
+    head, *lines = (json.loads(line) for line in path.read_text().splitlines())
+    return head, lines
+
+
+@pytest.mark.skipif(not RECORDINGS, reason="no recording of a real driver is in benchmarks/results yet")
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_the_simulation_answers_as_the_real_driver_did(path, driver):
+    head, lines = read(path)
+    assert head["recording"] == 1 and head["granularity"] == GRANULARITY
+    assert head["rehearsal"] is False, "a rehearsal says nothing of the real driver"
+    assert not recording.differences(driver, lines)
+
+
+def test_a_rehearsal_plays_again_the_same(driver):
+    lines = rehearsed(driver)
+    assert {line["case"] for line in lines} == set(recording.CASES_IN_ORDER)
+    assert {line["call"] for line in lines} == set(recording.ARGUMENTS)
+    assert json.loads(json.dumps(lines)) == lines
+    assert not recording.differences(driver, lines)
+
+
+@pytest.mark.parametrize(
+    ("case", "call", "code"),
+    [
+        ("unmap twice", "cuMemUnmap", "CUDA_ERROR_INVALID_VALUE"),
+        ("unmap of part of a page", "cuMemUnmap", "CUDA_ERROR_INVALID_VALUE"),
+        ("set-access where nothing is mapped", "cuMemSetAccess", "CUDA_ERROR_INVALID_VALUE"),
+        ("map over what is mapped", "cuMemMap", "CUDA_ERROR_INVALID_VALUE"),
+        ("free with the wrong size", "cuMemAddressFree", "CUDA_ERROR_INVALID_VALUE"),
+        ("a page's life", "cuMemMap", "CUDA_SUCCESS"),
+    ],
+)
+def test_another_answer_is_noticed(driver, case, call, code):
+    lines = rehearsed(driver)
+    changed = next(
+        line for line in lines if (line["case"], line["call"], line["answer"]) == (case, call, code)
+    )
+    changed["answer"] = "CUDA_ERROR_UNKNOWN"
+    (difference,) = recording.differences(driver, lines)
+    assert difference.startswith(f"{case}: {call}(") and f"{code} here" in difference
+
+
+def test_a_driver_with_other_rules_is_noticed(driver):
+    lines = rehearsed(driver)
+    with device(read_only=0):
+        differing = recording.differences(driver, lines)
+    assert any("from read-write to read-only" in difference for difference in differing)
+    assert all("cuMemSetAccess" in difference for difference in differing)
+
+
+def test_nothing_is_left_behind(driver):
+    from support import simcuda_leaks
+
+    before = repr(simcuda_leaks())
+    recording.differences(driver, rehearsed(driver))
+    assert repr(simcuda_leaks()) == before

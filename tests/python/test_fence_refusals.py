@@ -1,0 +1,166 @@
+"""Fences that the driver refuses, and every call around them: nothing is lost, and nothing goes too early."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import vtensor
+from stream_support import eventually
+from support import filled, quarter
+from vtensor import testing
+
+AHEAD = 16 * 4096
+WORKERS = pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
+
+
+@WORKERS
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery", "cuStreamIsCapturing", "cuMemUnmap"])
+@pytest.mark.parametrize("refuse", [1, 5])
+def test_giving_back_is_refused_and_tried_again(sim, stream_pool, ahead, call, refuse):
+    """Shrinking and closing cannot fail by the driver. By itself with a mapper, else when somebody asks."""
+    pool = stream_pool(ahead=ahead, park=0)
+    t, u = filled(pool, 32, 1), filled(pool, 8, 2)
+    stream = sim.stream(held=True)
+    sim.kernel(stream, t)
+    with vtensor.lease(t, stream=stream):
+        pass
+    sim.fail(call, 0, refuse)
+    t.truncate(8)
+    u.close()
+    sim.release(stream)
+    t.truncate(4)
+    assert eventually(lambda: pool.stats().pages_held == 0, 8)
+    testing.check_invariants(pool)
+    assert t.eq(1).all()
+    t.close()
+
+
+@WORKERS
+def test_a_refused_question_loses_no_fence(sim, stream_pool, ahead):
+    """The first fence has passed, the second cannot be asked about, the third has not passed."""
+    pool = stream_pool(ahead=ahead, park=0)
+    streams = [sim.stream(held=True) for _ in range(4)]
+    t = filled(pool, 16, 1)
+    for stream in streams:
+        sim.kernel(stream, t)
+        t.record_stream(stream)
+    t.truncate(0)
+    sim.fail("cuEventQuery", 1, 1)
+    sim.release(streams[0])
+    for stream in streams[1:]:
+        assert not eventually(lambda: pool.stats().pages_held == 0, 0.3 if ahead else 0.02)
+        sim.release(stream)
+    assert eventually(lambda: pool.stats().pages_held == 0)
+    t.close()
+
+
+def test_leases_leave_no_fences_behind(sim, stream_pool):
+    """A named stream's fences go once they have passed, however many leases there were."""
+    pool = stream_pool()
+    stream = sim.stream()
+    with filled(pool, 8) as t:
+        for _ in range(50):
+            with vtensor.lease(t, stream=stream):
+                sim.kernel(stream, t)
+        assert sim.calls("cuEventCreate") - sim.calls("cuEventDestroy") < 10
+
+
+@pytest.mark.parametrize("call", ["cuThreadExchangeStreamCaptureMode", "cuCtxSetCurrent"])
+def test_a_mapper_that_is_refused_its_first_calls(sim, stream_pool, call):
+    """I9: the process lives, and the mapper begins again."""
+    pool = stream_pool(ahead=0)
+    t = quarter(pool)
+    sim.fail(call, 0, 3)
+    t.prepare(8)  # starts it
+    assert eventually(lambda: pool._core.driver_calls()["mapper"].get("cuMemMap"))
+    t.extend(8)
+    t.close()
+
+
+def test_a_parked_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
+    """I9: not even then does the mapper end the process."""
+    pool = stream_pool(ahead=AHEAD)
+    stream = sim.stream(held=True)
+    t = filled(pool, 16, 5)
+    sim.kernel(stream, t)
+    t.close(stream=stream)
+    sim.fail("cuEventQuery", 1, 6)
+    time.sleep(0.05)
+    sim.release(stream)
+    pool.wait_idle(2)
+    with quarter(pool, 16) as t:
+        assert not t.any()
+
+
+def go_through(pool, sim, stream, n: int) -> str | None:
+    """All that fences are for, with the n-th driver call from there on refused, of either thread."""
+    t = filled(pool, 10, 1)
+    parent = filled(pool, 10, 2)
+    child = parent.fork()
+    error = None
+    lease = vtensor.lease(t, stream=stream)
+    with testing.fail_after(pool, n):
+        try:
+            with lease:
+                sim.kernel(stream, t)
+                t.truncate(6)
+            t.extend(18)
+            child.extend(6)
+            parent.own(0, 10)
+            t.shrink(4, front=True, stream=stream)
+            fork = t.fork(stream=stream)
+            fork.close(stream=stream)
+            t.prepare(8)
+            t.extend(8)
+        except vtensor.VTensorError as refused:
+            error = str(refused)
+        time.sleep(0.002)
+    lease.__exit__(None, None, None)  # again, where its end was refused
+    testing.check_invariants(pool)
+    assert t[: min(t.length, 2)].eq(1).all() and parent.eq(2).all() and child[:10].eq(2).all()
+    for tensor in (t, parent, child):
+        tensor.close()
+    return error
+
+
+@WORKERS
+@pytest.mark.parametrize("park", [0, None], ids=["no parking", "parking"])
+def test_every_driver_call_refused(sim, stream_pool, ahead, park):
+    """I8, of either thread: an error or none, contents are whole, and in the end nothing is held or lost."""
+    pool = stream_pool(ahead=ahead, park=park)
+    stream = sim.stream()
+    seen = set()
+    for n in range(160):
+        error = go_through(pool, sim, stream, n)
+        seen.add(error is None)
+        try:
+            pool.wait_idle(2)
+        except vtensor.DriverError:  # what the mapper met, told once
+            pool.wait_idle(2)
+        pool.trim()
+        stats = pool.stats()
+        assert (stats.pages_held, stats.pages_mapped, stats.pages_quarantined) == (0, 0, 0), (n, error)
+        assert stats.nbytes_reserved == 0, (n, error)
+    assert seen == {True, False}
+
+
+def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, stream_pool):
+    """Parting is undone because a later zeroing is refused: only once the earlier one has run."""
+    pool = stream_pool(patience=0.3)
+    t = filled(pool, 10, 1, rows=(2,))
+    child = t.fork()
+    child.truncate(5)
+    sim.hold(0)
+    sim.fail("cuMemsetD8Async", 1, 1)
+    threading.Timer(0.1, sim.release, [0]).start()
+    with pytest.raises(vtensor.DriverError, match="cuMemsetD8Async"):
+        child.extend(2)
+    sim.release(0)
+    assert child.length == 5 and child.eq(1).all() and t.eq(1).all()
+    testing.check_invariants(pool)
+    child.extend(2)
+    assert not child[:, 5:].any()
+    t.close(), child.close()

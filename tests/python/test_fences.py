@@ -1,0 +1,498 @@
+"""Fences: what is given back is unmapped, zeroed or handed on only once no launched work can touch it.
+
+The kernels are those of the simulated libcuda: one that is executed after its memory was unmapped or
+replaced is an illegal access, which fails the test (see the fixture `sim`).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+
+import vtensor
+from stream_support import NEVER, eventually
+from support import calls, calls_since, filled, quarter, run_snippet, simcuda_library
+from vtensor import testing
+
+needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+AHEAD = 16 * 4096
+WORKERS = pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
+
+
+def idle(pool) -> bool:
+    stats = pool.stats()
+    return stats.pages_held == 0 and stats.pages_ahead == 0
+
+
+def stays_held(pool, pages: int) -> bool:
+    time.sleep(0.02)
+    return pool.stats().pages_held == pages
+
+
+# -- what waits
+
+
+@WORKERS
+@pytest.mark.parametrize("give_back", ["truncate", "shrink", "front", "close", "drop", "reallocate"])
+def test_pages_outlive_the_work_of_the_current_stream(sim, stream_pool, ahead, give_back):
+    """I3: the stream that is current at the call is waited for, whatever gives the pages back."""
+    pool = stream_pool(ahead=ahead, park=0)
+    t = filled(pool, 16, 1)
+    sim.hold(0)
+    sim.kernel(0, t, writes=4)
+    left = []
+    if give_back == "truncate":
+        t.truncate(0)
+    elif give_back == "shrink":
+        t.shrink(16)
+    elif give_back == "front":
+        t.shrink(16, front=True)
+    elif give_back == "close":
+        t.close()
+    elif give_back == "drop":
+        del t
+        gc.collect()
+    else:
+        threading.Timer(0.1, sim.release, [0]).start()
+        left.append(t.reallocate(64))
+        assert left[0].eq(4).all()
+        sim.hold(0)
+        sim.kernel(0, left[0])
+        left.pop().close()
+    assert stays_held(pool, 4)
+    assert pool.stats().pages_used == 4
+    sim.release(0)
+    assert eventually(lambda: pool.stats().pages_mapped == 0)
+    assert pool.stats().pages_used == 0
+    left = t = None
+
+
+@WORKERS
+def test_views_are_waited_for_too(sim, stream_pool, ahead):
+    """The fence is made when the last view goes, not when the tensor shrank."""
+    pool = stream_pool(ahead=ahead, park=0)
+    t = filled(pool, 16, 1)
+    view = t[8:]
+    t.truncate(0)
+    assert stays_held(pool, 4)
+    sim.hold(0)
+    sim._done("simcuda_launch", 0, view.data_ptr(), view.numel(), 3)
+    del view
+    gc.collect()
+    assert stays_held(pool, 4)
+    sim.release(0)
+    assert eventually(lambda: idle(pool))
+    t.close()
+
+
+@WORKERS
+def test_nobody_else_gets_a_page_that_is_in_use(sim, stream_pool, ahead):
+    """The budget's last pages wait for a kernel: who needs them waits too, and then has zeros (I7)."""
+    pool = stream_pool(pages=8, ahead=ahead, park=0)
+    stream = sim.stream(held=True)
+    t = filled(pool, 32, 5)
+    sim.kernel(stream, t, writes=6)
+    t.close(stream=stream)
+    threading.Timer(0.15, sim.release, [stream]).start()
+    begin = time.monotonic()
+    with filled(pool, 0) as u:
+        u.extend(32)
+        assert time.monotonic() - begin > 0.1
+        assert not u.any()
+
+
+@WORKERS
+def test_a_window_at_its_budget_waits_for_its_own_pages(sim, stream_pool, ahead):
+    """What the tensor itself gave back is what it grows into, once its fence has passed."""
+    pool = stream_pool(pages=8, ahead=ahead, park=0)
+    stream = sim.stream(held=True)
+    t = filled(pool, 32, 1, capacity=512)
+    sim.kernel(stream, t)
+    t.shrink(16, front=True, stream=stream)
+    threading.Timer(0.1, sim.release, [stream]).start()
+    begin = time.monotonic()
+    t.extend(16)
+    assert time.monotonic() - begin < 0.9
+    assert t[:16].eq(1).all() and t[16:].le(1).all()  # zeros, or what was its own
+    t.close()
+
+
+@WORKERS
+def test_out_of_order(sim, stream_pool, ahead):
+    """Each tensor's pages go when its own work has passed, the last one's first."""
+    pool = stream_pool(ahead=ahead, park=0)
+    streams = [sim.stream(held=True) for _ in range(4)]
+    tensors = [filled(pool, 4 * (n + 1), n + 1) for n in range(4)]
+    for t, stream in zip(tensors, streams, strict=True):
+        sim.kernel(stream, t)
+        t.close(stream=stream)
+    left = 10
+    for n in (3, 1, 2, 0):
+        assert stays_held(pool, left)
+        sim.release(streams[n])
+        left -= n + 1
+        assert eventually(lambda left=left: pool.stats().pages_held == left), n
+
+
+@WORKERS
+@pytest.mark.parametrize("queries, milliseconds", [(5, 0), (0, 30), (3, 20)])
+def test_events_that_pass_late(sim, stream_pool, ahead, queries, milliseconds):
+    pool = stream_pool(ahead=ahead, park=0)
+    t = filled(pool, 32, 1)
+    sim.late_events(queries, milliseconds)
+    for length in (24, 12, 0):
+        t.truncate(length)
+    t.close()
+    pool.wait_idle(1)
+    assert pool.stats().pages_mapped == 0
+
+
+# -- coming into use again
+
+
+@WORKERS
+def test_growing_over_waiting_pages_revives_them(sim, stream_pool, ahead):
+    """Without a driver call, and the fence that has not passed then unmaps nothing."""
+    pool = stream_pool(ahead=ahead, park=0)
+    stream = sim.stream(held=True)
+    t = filled(pool, 32, 1)
+    sim.kernel(stream, t)
+    t.truncate(4, stream=stream)
+    assert stays_held(pool, 7)
+    before = calls(pool)
+    t.extend(20)
+    made = calls_since(pool, before)
+    assert not {"cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemCreate", "cuMemsetD8Async"} & made.keys()
+    stats = pool.stats()
+    assert t.eq(1).all() and stats.pages_held + stats.pages_ahead == 2
+    sim.kernel(0, t, writes=8)
+    sim.release(stream)
+    assert eventually(lambda: pool.stats().pages_held == 0)
+    testing.check_invariants(pool)
+    assert t.length == 24 and t.eq(8).all()
+    t.close()
+
+
+def test_preparing_over_waiting_pages_revives_them(sim, stream_pool):
+    """What is called ready is not unmapped by an older fence."""
+    pool = stream_pool(ahead=AHEAD, park=0)
+    stream = sim.stream(held=True)
+    t = filled(pool, 40, 1)
+    sim.kernel(stream, t)
+    t.truncate(4, stream=stream)
+    t.prepare(12)
+    assert eventually(lambda: pool.stats().pages_ahead == 3)
+    sim.release(stream)
+    assert eventually(lambda: pool.stats().pages_held == 0)
+    testing.check_invariants(pool)
+    assert pool.stats().pages_ahead == 3
+    t.extend(12)
+    assert t.eq(1).all()
+    t.close()
+
+
+def test_a_second_shrink_waits_for_its_own_fence(sim, stream_pool):
+    """Not for the first one's, which was made before the work that revived pages saw."""
+    pool = stream_pool()
+    first, second = sim.stream(held=True), sim.stream(held=True)
+    t = filled(pool, 32, 1)
+    sim.kernel(first, t)
+    t.truncate(4, stream=first)
+    t.extend(12)
+    sim.kernel(second, t)
+    t.truncate(4, stream=second)
+    sim.release(first)
+    assert stays_held(pool, 3)
+    sim.release(second)
+    assert pool.stats().pages_held == 0
+    t.close()
+
+
+# -- order between the caller's stream and the side stream
+
+
+def recycled(pool, pages: int) -> None:
+    """Leaves free pages in the pool that hold somebody's bytes."""
+    filled(pool, 4 * pages, 255).close()
+    pool.wait_idle(1)
+    pool.trim()
+    filled(pool, 4 * pages, 255).close()
+    pool.wait_idle(1)
+
+
+def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
+    """Prepared pages are zeroed on the side stream; the caller's kernels start behind that."""
+    pool = stream_pool(ahead=AHEAD, park=0)
+    recycled(pool, 8)
+    t = quarter(pool, 4)
+    sim.hold()  # the side stream as well
+    t.prepare(12)
+    assert eventually(lambda: pool.stats().pages_ahead == 3)
+    sim.release(0)
+    t.extend(12)
+    sim.kernel(0, t, writes=7)
+    assert sim.pending(0) > 0  # waits
+    sim.release()
+    assert t.eq(7).all()
+    t.close()
+
+
+def test_a_shrink_does_not_forget_the_zeroing(sim, stream_pool):
+    """Pages that were prepared, given back and revived while their zeroing has not ended."""
+    pool = stream_pool(ahead=AHEAD, park=0)
+    recycled(pool, 8)
+    t = quarter(pool, 4)
+    sim.hold()
+    t.prepare(12)
+    assert eventually(lambda: pool.stats().pages_ahead == 3)
+    t.truncate(0)
+    sim.release(0)
+    t.extend(16)
+    sim.kernel(0, t, writes=7)
+    sim.release()
+    assert t.eq(7).all()
+    t.close()
+
+
+def test_what_is_zeroed_needs_no_driver_call(sim, stream_pool):
+    """Once the zeroing is known to have passed; so it may be grown into during a capture too."""
+    pool = stream_pool(ahead=AHEAD, park=0)
+    recycled(pool, 8)
+    t, u = quarter(pool, 4), quarter(pool, 4)
+    for tensor in (t, u):
+        tensor.prepare(12)
+    pool.wait_idle(1)
+    before = calls(pool)
+    t.extend(12)
+    assert not calls_since(pool, before)
+    stream = sim.stream()
+    sim.begin_capture(stream)
+    u.extend(12)
+    sim.destroy_graph(sim.end_capture(stream))
+    assert not t.any() and not u.any()
+    t.close(), u.close()
+
+
+def test_zeroing_that_never_ends_delays_and_does_not_wipe(sim, stream_pool):
+    """The tensor closes while the side stream still zeroes ahead of it: nothing is unmapped under that."""
+    pool = stream_pool(ahead=AHEAD, park=0)
+    recycled(pool, 8)
+    t = quarter(pool, 4)
+    sim.hold()
+    t.prepare(12)
+    assert eventually(lambda: pool.stats().pages_ahead == 3)
+    sim.release(0)
+    t.close()
+    assert stays_held(pool, 4)
+    sim.release()
+    assert eventually(lambda: pool.stats().pages_mapped == 0)
+
+
+# -- parked pages
+
+
+def parked(sim, pool, stream, value=5, writes=6):
+    """A closed tensor of 16 positions whose last owner's kernel in `stream` has not run."""
+    t = filled(pool, 16, value)
+    sim.kernel(stream, t, writes=writes)
+    t.close(stream=stream)
+    assert pool.stats().pages_parked == 4
+
+
+def test_an_adopted_tensor_starts_behind_its_last_owner(sim, stream_pool):
+    """I7: the kernel of the last owner writes first, then the zeroing, then the new owner."""
+    pool = stream_pool(ahead=AHEAD)
+    stream = sim.stream(held=True)
+    parked(sim, pool, stream)
+    t = quarter(pool)
+    assert pool.stats().tensors_adopted == 1
+    t.extend(16)
+    sim.kernel(0, t, writes=9)
+    assert sim.pending(0) > 0
+    sim.release(stream)
+    assert t.eq(9).all()
+    t.close()
+
+
+@pytest.mark.parametrize("zero", ["never", "new_owner", "always"])
+def test_an_adopted_tensor_that_ends_unused(sim, stream_pool, zero):
+    """Its pages are the last owner's until that one's work has passed, whatever the new one's stream does."""
+    pool = stream_pool(ahead=AHEAD, zero=zero)
+    stream, other = sim.stream(held=True), sim.stream()
+    parked(sim, pool, stream)
+    quarter(pool).close(stream=other)
+    pool.trim()
+    assert pool.stats().pages_mapped == 4
+    sim.release(stream)
+    assert eventually(lambda: pool.trim() or pool.stats().pages_mapped == 0)
+
+
+def test_parked_pages_are_zeroed_behind_the_last_owner(sim, stream_pool):
+    """By the mapper, once that one's work has passed; then they are ready without a driver call."""
+    pool = stream_pool(ahead=AHEAD)
+    stream = sim.stream(held=True)
+    parked(sim, pool, stream)
+    time.sleep(0.02)
+    assert "cuMemsetD8Async" not in pool.stats().driver_calls["mapper"]
+    sim.release(stream)
+    pool.wait_idle(1)
+    before = calls(pool)
+    t = quarter(pool, 16)
+    assert not calls_since(pool, before)
+    assert not t.any()
+    t.close()
+
+
+def test_what_was_given_up_of_an_adopted_tensor_is_not_shown(sim, stream_pool):
+    """I7: pages that memory pressure took from what was ahead, and growth got back before they were gone."""
+    pool = stream_pool(pages=8, ahead=AHEAD, park=8 * 4096, patience=0.1)
+    stream = sim.stream(held=True)
+    parked(sim, pool, stream, value=255, writes=254)
+    t = quarter(pool)
+    assert pool.stats().tensors_adopted == 1
+    with pytest.raises(vtensor.OutOfPages):
+        quarter(pool, 20)  # 5 pages of the 4 that are left: takes what t has ahead
+    t.extend(16)
+    sim.release(stream)
+    assert not t.any()
+    t.close()
+
+
+# -- sharing
+
+
+@WORKERS
+@pytest.mark.parametrize("operation", ["fork", "own", "extend", "reallocate"])
+def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation):
+    """I12: nothing is guarded, copied or remapped under a kernel; where that never ends, nothing changes."""
+    pool = stream_pool(ahead=ahead, park=0, patience=0.2)
+    t = filled(pool, 10, 1)
+    child = t.fork() if operation in ("own", "extend") else None
+    target = child if child is not None else t
+    act = {
+        "fork": lambda: target.fork(),
+        "own": lambda: target.own(0, 10),
+        "extend": lambda: target.extend(4),
+        "reallocate": lambda: target.reallocate(80),
+    }[operation]
+    sim.hold(0)
+    sim.kernel(0, target, writes=0 if child is not None else 3)
+    before = (pool.stats().pages_mapped, pool.stats().pages_used, target.length)
+    with pytest.raises(vtensor.TimedOut, match=rf"\[VTensor.{operation}\] timed out after 0.2 s: work"):
+        act()
+    assert (pool.stats().pages_mapped, pool.stats().pages_used, target.length) == before
+    testing.check_invariants(pool)
+    threading.Timer(0.05, sim.release, [0]).start()
+    result = act()
+    assert result[:10].eq(1 if child is not None else 3).all()
+    for tensor in {id(x): x for x in (t, child, result) if x is not None}.values():
+        tensor.close()
+
+
+def test_other_tensors_go_on_while_one_waits(sim, stream_pool):
+    """I12: a fork that waits for its kernel, and a copy that waits for the device, hold no lock."""
+    pool = stream_pool(patience=2.0)
+    stream = sim.stream(held=True)
+    t, other, third = filled(pool, 10, 1), filled(pool, 4, 2), quarter(pool)
+    sim.kernel(stream, t)
+    t.record_stream(stream)
+    waiting = threading.Thread(target=lambda: t.fork().close())
+    waiting.start()
+    time.sleep(0.05)
+    begin = time.monotonic()
+    other.extend(8).truncate(2)
+    assert time.monotonic() - begin < 0.5
+    sim.release(stream)
+    waiting.join(5)
+
+    child = other.fork()
+    sim.hold()
+    sim.release(0)
+    copying = threading.Thread(target=lambda: child.extend(4))  # its copy is held on the side stream
+    copying.start()
+    time.sleep(0.05)
+    begin = time.monotonic()
+    third.extend(8)
+    assert time.monotonic() - begin < 0.5 and copying.is_alive()
+    sim.release()
+    copying.join(5)
+    assert child.length == 6
+    for tensor in (t, other, third, child):
+        tensor.close()
+
+
+def test_a_copy_that_never_ends(sim, stream_pool):
+    """I12: bounded, says on what, changes nothing; and what was to be copied is never unmapped under it."""
+    pool = stream_pool(patience=0.2)
+    t = filled(pool, 10, 1)
+    child = t.fork()
+    sim.hold()
+    sim.release(0)
+    with pytest.raises(vtensor.TimedOut, match=r"\[driver.copy_pages\] 1 pages were to be copied"):
+        child.extend(4)
+    assert child.length == 10 and child.eq(1).all() and t.eq(1).all()
+    testing.check_invariants(pool)
+    sim.release()
+    child.extend(4)
+    assert child[:10].eq(1).all()
+    t.close(), child.close()
+
+
+# -- fences that never pass
+
+
+@WORKERS
+def test_a_fence_that_never_passes(sim, stream_pool, ahead):
+    """I12: waits are bounded and say on what, the pages stay held, the next call works."""
+    pool = stream_pool(pages=12, ahead=ahead, park=0, patience=0.2)
+    t = filled(pool, 16, 1)
+    sim.late_events(NEVER)
+    t.truncate(0)
+    begin = time.monotonic()
+    with pytest.raises(vtensor.TimedOut, match=r"\[Pool.wait_idle\].* 1 tensors have pages that work"):
+        pool.wait_idle(0.2)
+    with pytest.raises(vtensor.OutOfPages, match="the pool has 8 of 12 free"):
+        quarter(pool, 40)
+    with pytest.raises(vtensor.TimedOut):
+        t.fork()
+    assert time.monotonic() - begin < 3
+    assert pool.stats().pages_held == 4 and pool.stats().pages_used == 4
+    with filled(pool, 16, 2) as u:
+        assert u.eq(2).all() and pool.stats().pages_used == 8
+    testing.check_invariants(pool)
+    t.close()
+    sim.late_events()
+    pool.wait_idle(1)
+    assert pool.stats().pages_mapped == 0
+
+
+_EXIT = """
+import time
+from stream_support import SimulatedDevice, NEVER
+import vtensor.pool
+vtensor.pool._CLOSE_SECONDS = 0.5
+pool = open_pool("simcuda", ahead={ahead}, patience=0.5)
+sim = SimulatedDevice()
+t = filled(pool, 16, 3)
+view = t[2:]
+u = filled(pool, 16, 3)
+sim.hold()
+sim.kernel(0, t)
+sim.kernel(0, u)
+t.truncate(4)
+u.close()
+t.prepare(20)
+{end}
+"""
+
+
+@needs_simcuda
+@WORKERS
+@pytest.mark.parametrize("end", ["", "pool.close()", "del view, t, u, pool; gc.collect()", "os._exit(0)"])
+def test_the_process_ends_with_work_that_never_does(ahead, end):
+    """I14: at exit nothing waits for ever, and nothing is unmapped under a kernel."""
+    finished = run_snippet(_EXIT.format(ahead=ahead, end=end), finalize=True, timeout=20).check()
+    assert not finished.err

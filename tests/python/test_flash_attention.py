@@ -1,0 +1,569 @@
+"""The FlashAttention shims, over stand-ins that have the packages' parameters, and their reference on a
+CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import pytest
+import torch
+from vtensor.integrations import _kv
+from vtensor.integrations import flash_attention as shims
+from vtensor.integrations.full_extent import FullExtent
+
+import fake_flash
+import vtensor
+from support import run_snippet
+from test_bad_input import SHAPE_OF_A_MESSAGE
+
+PACKAGES = ("fa2", "fa3", "fa4")
+HEADS, SIZE = 2, 16
+GROUPS = 2
+CAPACITY = 512
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the stand-ins record; all three are installed."""
+    names = ("flash_attn", "flash_attn_interface", "flash_attn.cute")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)  # put back at the end
+    recorder = fake_flash.install(*PACKAGES)
+    yield recorder
+    recorder.got.clear()
+    shims.look_again()
+
+
+def noise(*sizes, seed=0, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*sizes, generator=generator, dtype=torch.float32).to(dtype)
+
+
+def caches(pool, rows=2, length=0, *, heads_first=False, capacity=CAPACITY, dtype=torch.bfloat16, seed=1):
+    """K and V [rows, length, HEADS, SIZE], or with a row for each head, and plain tensors of the same
+    strides."""
+    made = []
+    for at in range(2):
+        sizes = (rows, HEADS, 0, SIZE) if heads_first else (rows, 0, HEADS, SIZE)
+        t = vtensor.empty(*sizes, grow_dim=2 if heads_first else 1, capacity=capacity, dtype=dtype, pool=pool)
+        values = noise(rows, length, HEADS, SIZE, seed=seed + at, dtype=dtype)
+        made.append(t.append(values.transpose(1, 2) if heads_first else values))
+    return made
+
+
+def plain_like(t, positions):
+    """A plain tensor [rows, positions, HEADS, SIZE] of t's strides with t's values, NaN behind them."""
+    view = t[...] if t.grow_dim == 1 else t[...].transpose(1, 2)
+    whole = torch.empty_strided((len(t), positions, HEADS, SIZE), view.stride(), dtype=t.dtype)
+    whole.fill_(float("nan"))[:, : t.length] = view
+    return whole
+
+
+def close(*tensors):
+    for t in tensors:
+        t.close()
+
+
+def exact(q, k, v, length, causal=True):
+    """In float64, one row: q [Sq, Hq, D] over the first `length` positions."""
+    return fake_flash.attend(q.double(), k.double(), v.double(), length, causal=causal)
+
+
+# --- what is passed on --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_the_kernel_gets_the_same_memory_and_every_argument(host, seen, backend, heads_first):
+    k, v = caches(host, length=5, heads_first=heads_first)
+    q = noise(2, 3, HEADS * GROUPS, SIZE)
+    shims.flash_attn_func(q, k, v, causal=True, softmax_scale=0.3, window_size=(2, 0), backend=backend)
+    got = seen.got
+    assert seen.name == "flash_attn_func" and got["q"] is q
+    for name, t in (("k", k), ("v", v)):
+        assert type(got[name]) is torch.Tensor and got[name].data_ptr() == t.data_ptr()
+        assert got[name].shape == (2, 5, HEADS, SIZE) and got[name].stride(-1) == 1
+    assert (got["causal"], got["softmax_scale"], got["window_size"]) == (True, 0.3, (2, 0))
+    close(k, v)
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_arguments_keep_their_order(host, seen, backend):
+    """By position they mean what they mean in the package that is used."""
+    k, v = caches(host, length=5)
+    q = noise(2, 1, HEADS, SIZE)
+    order = {"fa2": (0.0, 0.5, True), "fa3": (0.5, True), "fa4": (0.5, True)}[backend]
+    shims.flash_attn_func(q, k, v, *order, backend=backend)
+    assert (seen.got["softmax_scale"], seen.got["causal"]) == (0.5, True)
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    shims.flash_attn_varlen_func(q[:, 0], k[0], v[0], starts, starts, 1, 2, backend=backend)
+    assert seen.got["cu_seqlens_k"] is starts and seen.got["max_seqlen_k"] == 2
+    if backend != "fa4":
+        new = noise(2, 1, HEADS, SIZE)
+        shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=5, num_splits=3, backend=backend)
+        assert seen.got["k"] is new and seen.got["cache_seqlens"] == 5 and seen.got["num_splits"] == 3
+    close(k, v)
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_plain_tensors_pass_as_they_are(seen, backend):
+    k, v, q = (noise(1, 9, HEADS, SIZE, seed=i) for i in range(3))
+    shims.flash_attn_func(q, k, v, backend=backend)
+    assert seen.got["k"] is k and seen.got["v"] is v and seen.got["q"] is q
+    lengths = torch.tensor([4], dtype=torch.int32)
+    shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend=backend)
+    assert seen.got["k" if backend == "fa4" else "k_cache"] is k
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
+def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, monkeypatch, name):
+    k, v = caches(host, rows=1, length=5)
+    held = []
+
+    @contextlib.contextmanager
+    def lease(*tensors, stream=None):
+        held.append([id(t) for t in tensors])
+        yield
+        held.append("ended")
+
+    monkeypatch.setattr(vtensor, "lease", lease)
+    monkeypatch.setattr(_kv, "runs_in_stream", lambda query: True)
+    seen.before = lambda: held.append("launch")
+    q = noise(1, 1, HEADS, SIZE)
+    if name == "flash_attn_varlen_func":
+        packed = [vtensor.from_tensor(t[0], grow_dim=0, capacity=64, pool=host) for t in (k, v)]
+        close(k, v)
+        k, v, q = *packed, q[0]
+    starts = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+    arguments = (*starts, 1, 5) if name == "flash_attn_varlen_func" else ()
+    getattr(shims, name)(q, k, v, *arguments, backend="fa2")
+    assert held == [[id(k), id(v)], "launch", "ended"]
+    close(k, v)
+
+
+# --- which package ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("major", "installed", "used"),
+    [
+        (8, ("fa2", "fa3", "fa4"), "fa2"),
+        (8, ("fa3", "fa4"), "torch"),
+        (9, ("fa2", "fa3", "fa4"), "fa3"),
+        (9, ("fa2", "fa4"), "fa2"),
+        (9, ("fa4",), "fa4"),
+        (10, ("fa2", "fa3", "fa4"), "fa4"),
+        (10, ("fa2", "fa3"), "fa2"),
+        (12, ("fa2", "fa3", "fa4"), "fa2"),
+        (10, (), "torch"),
+    ],
+)
+def test_the_package_that_suits_the_device_and_is_installed_is_used(
+    seen, monkeypatch, major, installed, used
+):
+    fake_flash.install(*installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    kernel = shims._find("flash_attn_with_kvcache", None, torch.device("cuda", 0))
+    assert kernel.package is shims._PACKAGES[used]
+    assert shims.available() == (*(name for name in PACKAGES if name in installed), "torch")
+
+
+def test_a_cpu_takes_torch_whatever_is_installed(seen):
+    kernel = shims._find("flash_attn_func", None, torch.device("cpu"))
+    assert kernel.package.title == "torch"
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        ("fa2", ["FlashAttention 2", "pip install flash-attn"]),
+        ("fa3", ["FlashAttention 3", "flash_attn_interface", "hopper"]),
+        ("fa4", ["FlashAttention 4", "pip install flash-attn-4"]),
+    ],
+)
+def test_a_package_that_is_not_there_is_named_with_its_command(seen, backend, says):
+    fake_flash.install()
+    q = noise(1, 1, HEADS, SIZE)
+    with pytest.raises(shims.NotInstalled, match=SHAPE_OF_A_MESSAGE) as caught:
+        shims.flash_attn_func(q, q, q, backend=backend)
+    assert all(word in str(caught.value) for word in says)
+    assert isinstance(caught.value, ImportError) and caught.value.__cause__ is not None
+
+
+# --- growing ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_an_append_by_the_kernel_grows_both_tensors(host, seen, backend, heads_first):  # I1, I2
+    """Bit for bit as over plain tensors of the same strides with room, whose tails are NaN."""
+    k, v = caches(host, length=3, heads_first=heads_first)
+    plain = [plain_like(t, 64) for t in (k, v)]
+    address = k.address
+    for step, n in enumerate((1, 1, 40, 1)):
+        q, new_k, new_v = (noise(2, n, h, SIZE, seed=9 * step + i) for i, h in enumerate((4, 2, 2)))
+        length = k.length
+        options = {"cache_seqlens": length, "causal": True, "backend": backend}
+        out = shims.flash_attn_with_kvcache(q, k, v, k=new_k, v=new_v, **options)
+        assert k.length == v.length == length + n and k.address == address
+        # The kernel is not shown what lies behind the last position.
+        assert seen.got["k" if backend == "fa4" else "k_cache"].shape[1] == length + n
+        exactly = [t[:, : length + n] for t in plain]
+        want = shims.flash_attn_with_kvcache(q, *exactly, k=new_k, v=new_v, **options)
+        assert torch.equal(out, want)
+        ours = k[...].transpose(1, 2) if heads_first else k[...]
+        assert torch.equal(ours, plain[0][:, : length + n])
+    close(k, v)
+
+
+@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
+def test_rows_of_different_lengths_by_a_tensor(host, seen, backend):
+    k, v = caches(host, length=9)
+    plain = [plain_like(t, 10) for t in (k, v)]
+    for t in plain:
+        t[:, 9] = 0
+    lengths = torch.tensor([4, 9], dtype=torch.int32)
+    q, new_k, new_v = (noise(2, 1, h, SIZE, seed=i) for i, h in enumerate((4, 2, 2)))
+    options = {"cache_seqlens": lengths, "backend": backend}
+    out = shims.flash_attn_with_kvcache(q, k, v, k=new_k, v=new_v, **options)
+    assert k.length == v.length == 10
+    assert torch.equal(k[0, 4], new_k[0, 0]) and torch.equal(v[1, 9], new_v[1, 0])
+    for b, n in enumerate((5, 10)):
+        want = exact(q[b], k[b], v[b], n)
+        assert (out[b].double() - want.double()).abs().max() < 0.02
+    close(k, v)
+
+
+def test_an_int_below_the_length_attends_to_that_many(host, seen):
+    k, v = caches(host, length=9)
+    k[:, 5:].fill_(float("nan")), v[:, 5:].fill_(float("nan"))
+    q = noise(2, 1, HEADS, SIZE)
+    for backend in (*PACKAGES, "torch"):
+        out = shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, backend=backend)
+        assert out.isfinite().all() and k.length == 9
+    close(k, v)
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_a_kernel_that_raises_leaves_the_lengths(host, seen, backend):  # I8
+    k, v = caches(host, length=5)
+
+    def fail():
+        raise RuntimeError("refused")
+
+    seen.before = fail
+    new = noise(2, 1, HEADS, SIZE)
+    with pytest.raises(RuntimeError, match="refused"):
+        shims.flash_attn_with_kvcache(new, k, v, k=new, v=new, cache_seqlens=5, backend=backend)
+    assert k.length == v.length == 5
+    close(k, v)
+
+
+def test_no_room_for_v_leaves_k_as_it_was(pool_factory, seen):  # I8, I9
+    pool = pool_factory("host", pages=4)
+    k, v = caches(pool, rows=1, length=64)  # a page each
+    taken = vtensor.empty(4096, grow_dim=0, capacity=4096, dtype=torch.uint8, pool=pool)
+    new = noise(1, 1, HEADS, SIZE)
+    with pytest.raises(vtensor.OutOfPages):
+        shims.flash_attn_with_kvcache(new, k, v, new, new, cache_seqlens=64, backend="fa2")
+    assert k.length == v.length == 64
+    close(k, v, taken)
+
+
+def test_no_room_in_the_reservation(host, seen):
+    k, v = caches(host, length=6, capacity=6)
+    new = noise(2, 1, HEADS, SIZE)
+    with pytest.raises(vtensor.CapacityExceeded, match="6"):
+        shims.flash_attn_with_kvcache(new, k, v, new, new, cache_seqlens=6, backend="fa2")
+    assert k.length == v.length == 6
+    close(k, v)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_kernel_that_appends_to_a_fork_leaves_the_other_alone(pool, seen, ragged):  # I6
+    """On the simulated libcuda shared pages are read-only: the shim has the fork own them first."""
+    k, v = caches(pool, length=70)
+    forks = [t.fork() for t in (k, v)]
+    before = k.clone()
+    lengths = torch.tensor([3, 70], dtype=torch.int32) if ragged else 70
+    new = noise(2, 1, HEADS, SIZE, seed=5)
+    shims.flash_attn_with_kvcache(new, *forks, new, new, cache_seqlens=lengths, backend="fa2")
+    assert torch.equal(k, before)
+    assert torch.equal(forks[0][0, 3 if ragged else 70], new[0, 0])
+    assert torch.equal(forks[0][1, 70], new[1, 0])
+    close(k, v, *forks)
+
+
+# --- over-reads ---------------------------------------------------------------------------------------------
+
+# K and V of two rows whose last tile goes over the end of the mapped pages, holes that fault, and NaN where
+# something was once; then one step of the stand-in for FlashAttention 3.
+OVER_READ = """
+import fake_flash
+from vtensor.integrations import flash_attention as shims
+from vtensor.integrations.full_extent import FullExtent
+
+seen = fake_flash.install("fa3", "fa4")
+pool = testing.host_pool(page_size=4096, budget=4096 * 200)
+def make():
+    t = vtensor.empty(2, 0, 2, 16, grow_dim=1, capacity=1024, dtype=torch.bfloat16, pool=pool)
+    full = FullExtent(t)
+    t.extend(300).fill_(float("nan"))
+    t.truncate(0)
+    return t.append(torch.randn(2, 250, 2, 16).bfloat16()), full
+(k, full_k), (v, full_v) = make(), make()
+lengths = torch.tensor([250, 70], dtype=torch.int32)
+q = torch.randn(2, 1, 2, 16).bfloat16()
+"""
+
+
+def test_tiles_behind_the_length_are_mapped_and_finite():
+    run_snippet(
+        OVER_READ
+        + """
+for backend in ("fa3", "fa4"):
+    out = shims.flash_attn_with_kvcache(q, full_k, full_v, cache_seqlens=lengths, backend=backend)
+    name = "k" if backend == "fa4" else "k_cache"
+    assert seen.got[name].shape[1] == 1024
+    for b, n in enumerate((250, 70)):
+        want = fake_flash.attend(q[b].double(), k[b].double(), v[b].double(), n)
+        assert out[b].isfinite().all() and (out[b].double() - want.double()).abs().max() < 0.02
+    for full, t in ((full_k, k), (full_v, v)):
+        assert full.tensor[:, t.length : 250 + 256].count_nonzero() == 0
+assert k.length == 250
+# Without the tail the VTensor itself is safe too: the kernel's tiles end where the tensor does.
+shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend="fa3")
+assert seen.got["k_cache"].shape[1] == 250
+"""
+    ).check()
+
+
+def test_without_the_shim_the_same_kernel_dies():
+    """So the holes of the test before do fault, and the stand-in does read them."""
+    died = run_snippet(
+        OVER_READ
+        + """
+import flash_attn_interface
+flash_attn_interface.flash_attn_with_kvcache(q, full_k.tensor, full_v.tensor, cache_seqlens=lengths)
+"""
+    )
+    assert died.code in (-7, -11) and "Fatal Python error" in died.err
+
+
+@pytest.mark.parametrize("backend", ["fa2", "torch"])
+def test_a_full_extent_is_its_tensor_where_no_tile_is_read(host, seen, backend):
+    k, v = caches(host, length=7)
+    q = noise(2, 1, HEADS, SIZE)
+    lengths = torch.tensor([7, 3], dtype=torch.int32)
+    out = shims.flash_attn_with_kvcache(
+        q, FullExtent(k), FullExtent(v), cache_seqlens=lengths, backend=backend
+    )
+    assert torch.equal(out, shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend=backend))
+    close(k, v)
+
+
+# --- the reference ------------------------------------------------------------------------------------------
+
+
+def error_beside(out, plain, want):
+    """Ours against float64 is no worse than the same call over plain tensors."""
+    ours, theirs = ((t.double() - want).abs().max() for t in (out, plain))
+    assert ours <= theirs * 1.0001 and theirs < 1e-4, (ours, theirs)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, (-1, -1)), (True, (-1, -1)), (True, (7, 0)), (False, (3, 2))]
+)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_the_reference_against_float64(host, queries, causal, window, heads_first):
+    k, v = caches(host, length=37, heads_first=heads_first, dtype=torch.float32)
+    plain = [plain_like(t, 37) for t in (k, v)]
+    q = noise(2, queries, HEADS * GROUPS, SIZE, dtype=torch.float32)
+    options = {"causal": causal, "window_size": window}
+    out = shims.flash_attn_func(q, k, v, **options)
+    want = fake_flash.rows(q.double(), *(t.double() for t in plain), 37, causal=causal, window=window)
+    error_beside(out, shims.flash_attn_func(q, *plain, **options), want)
+    close(k, v)
+
+
+def test_queries_that_see_nothing_give_zeros(host):
+    k, v = caches(host, rows=1, length=2, dtype=torch.float32)
+    out = shims.flash_attn_func(noise(1, 5, HEADS, SIZE, dtype=torch.float32), k, v, causal=True)
+    assert not out[0, :3].any() and out[0, 3:].all()
+    close(k, v)
+
+
+def test_packed_sequences_by_the_reference(host):
+    k, v = (
+        vtensor.from_tensor(noise(11, HEADS, SIZE, seed=i, dtype=torch.float32), 0, 64, pool=host)
+        for i in (1, 2)
+    )
+    q = noise(5, HEADS * GROUPS, SIZE, dtype=torch.float32)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 11], dtype=torch.int32)
+    out = shims.flash_attn_varlen_func(q, k, v, *starts, 3, 7, causal=True)
+    plain = shims.flash_attn_varlen_func(q, k.clone(), v.clone(), *starts, 3, 7, causal=True)
+    want = fake_flash.packed(q.double(), k.double(), v.double(), *starts, causal=True)
+    error_beside(out, plain, want)
+    close(k, v)
+
+
+def test_rows_chosen_and_padded_on_the_left_by_the_reference(host):
+    """Positions outside of a row's own are NaN, and are not read."""
+    k, v = caches(host, rows=3, length=20, dtype=torch.float32)
+    starts, stops, index = [2, 0], [9, 20], torch.tensor([2, 0], dtype=torch.int32)
+    for t in (k, v):
+        t[2, :2], t[2, 9:], t[1] = float("nan"), float("nan"), float("nan")
+    q = noise(2, 1, HEADS, SIZE, dtype=torch.float32)
+    out = shims.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=torch.tensor(stops, dtype=torch.int32), cache_batch_idx=index,
+        cache_leftpad=torch.tensor(starts, dtype=torch.int32), causal=True,
+    )  # fmt: skip
+    for b, (row, start, stop) in enumerate(zip(index.tolist(), starts, stops, strict=True)):
+        want = exact(q[b], k[row, start:stop], v[row, start:stop], stop - start)
+        assert (out[b] - want).abs().max() < 1e-5
+    close(k, v)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"softcap": 30.0},
+        {"alibi_slopes": torch.ones(2)},
+        {"rotary_cos": torch.ones(2, 8)},
+        {"return_softmax_lse": True},
+    ],
+)
+def test_what_the_reference_cannot_do_is_refused(host, option):
+    k, v = caches(host, length=5)
+    q = noise(2, 1, HEADS, SIZE)
+    with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE) as caught:
+        shims.flash_attn_with_kvcache(q, k, v, **option)
+    assert next(iter(option)) in str(caught.value) and "flash-attn" in str(caught.value)
+    close(k, v)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def refused(seen, *says, error=vtensor.InvalidArgument):
+    """Before anything is launched, with a message that names all of `says`."""
+    seen.name = ""
+    with pytest.raises(error, match=SHAPE_OF_A_MESSAGE) as caught:
+        yield
+    assert seen.name == "", "the kernel was launched"
+    for word in says:
+        assert str(word) in str(caught.value), (word, str(caught.value))
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+@pytest.mark.parametrize(
+    ("size", "dtype", "says"),
+    [
+        (12, torch.bfloat16, ["head size of 12", "multiple of 8"]),
+        (264, torch.bfloat16, ["256", "264"]),
+        (16, torch.float32, ["bfloat16", "torch.float32"]),
+    ],
+)
+def test_a_head_size_or_dtype_that_the_kernel_refuses(host, seen, backend, size, dtype, says):
+    t = vtensor.empty(1, 4, HEADS, size, grow_dim=1, capacity=64, dtype=dtype, pool=host)
+    with refused(seen, *says):
+        shims.flash_attn_func(t.clone(), t, t, backend=backend)
+    t.close()
+
+
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_strides_for_which_the_whole_cache_would_be_copied(seen, backend):
+    q = noise(1, 4, HEADS, SIZE)
+    by_columns = noise(1, 4, SIZE, HEADS).transpose(2, 3)
+    with refused(seen, "copies all of v", "stride"):
+        shims.flash_attn_func(q, q, by_columns, backend=backend)
+    odd = noise(1, 4, HEADS, SIZE + 1)[..., :SIZE]
+    with refused(seen, "16 bytes", "k"):
+        shims.flash_attn_func(q, odd, q, backend=backend)
+    shifted = noise(4 * HEADS * SIZE + 1)[1:].view(1, 4, HEADS, SIZE)
+    with refused(seen, "16 bytes", "address"):
+        shims.flash_attn_func(q, q, shifted, backend=backend)
+
+
+@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        (6, ["cache_seqlens is 6", "holds 5"]),
+        (-1, ["-1"]),
+        (2.0, ["float", "int32"]),
+        (torch.tensor([5, 6], dtype=torch.int32), ["6", "holds 5"]),
+        (torch.tensor([5, 5]), ["int64", "int32"]),
+        (torch.tensor([5], dtype=torch.int32), ["[1]"]),
+    ],
+)
+def test_lengths_that_the_cache_does_not_have(host, seen, backend, lengths, says):
+    k, v = caches(host, length=5)
+    q = noise(2, 1, HEADS, SIZE)
+    with refused(seen, *says):
+        shims.flash_attn_with_kvcache(q, k, v, k=q, v=q, cache_seqlens=lengths, backend=backend)
+    assert k.length == v.length == 5
+    close(k, v)
+
+
+def test_a_cache_that_was_made_for_another_model(host, seen):
+    k, v = caches(host, length=5)
+    with refused(seen, "3 heads", "another model"):
+        shims.flash_attn_func(noise(2, 1, 3, SIZE), k, v, backend="fa2")
+    with refused(seen, "head size", "another model"):
+        shims.flash_attn_func(noise(2, 1, HEADS, 2 * SIZE), k, v, backend="fa2")
+    with refused(seen, "bfloat16", "float16"):
+        shims.flash_attn_func(noise(2, 1, HEADS, SIZE, dtype=torch.float16), k, v, backend="fa2")
+    q = noise(2, 1, HEADS, SIZE)
+    for new in (noise(2, 1, 3, SIZE), noise(2, 1, HEADS, SIZE, dtype=torch.float32)):
+        with refused(seen, "new positions", "another model"):
+            shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=5, backend="fa2")
+    with refused(seen, "append to both"):
+        shims.flash_attn_func(q, k, v.truncate(4), backend="fa2")
+    close(k, v)
+
+
+def test_ragged_rows_for_kernels_that_cannot_take_them(host, seen):
+    k, v = caches(host, length=5)
+    q = noise(2, 1, HEADS, SIZE)
+    full = FullExtent(k), FullExtent(v)
+    with refused(seen, "FullExtent", "flash_attn_with_kvcache"):
+        shims.flash_attn_func(q, *full, backend="fa3")
+    starts = torch.tensor([0, 5, 10], dtype=torch.int32)
+    for backend in PACKAGES:
+        for given in ((k, v), full):
+            with refused(seen, "rows", "k[0]", "flash_attn_with_kvcache"):
+                shims.flash_attn_varlen_func(q[:, 0], *given, starts, starts, 1, 5, backend=backend)
+    close(k, v)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dropout": 0.1}, ["dropout", "FlashAttention 2", "softmax_scale"]),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, ["block_table"]),
+        ({"k": torch.zeros(2, 1, HEADS, SIZE)}, ["k and v"]),
+        ({"k": torch.zeros(2, 1, HEADS, SIZE).bfloat16(), "v": torch.zeros(2, 1, HEADS, SIZE).bfloat16()},
+         ["cache_seqlens"]),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_meant(host, seen, options, says):
+    k, v = caches(host, length=5)
+    with refused(seen, *says):
+        shims.flash_attn_with_kvcache(noise(2, 1, HEADS, SIZE), k, v, **options, backend="fa2")
+    with refused(seen, "plain tensor"):
+        shims.flash_attn_with_kvcache(noise(2, 1, HEADS, SIZE), k, v[...], backend="fa2")
+    with refused(seen, "'fa5'", "'fa2'"):
+        shims.flash_attn_func(noise(2, 1, HEADS, SIZE), k, v, backend="fa5")
+    assert k.length == 5
+    close(k, v)
+
+
+def test_a_closed_tensor(host, seen):
+    k, v = caches(host, length=5)
+    close(k, v)
+    with refused(seen, "closed", error=vtensor.Closed):
+        shims.flash_attn_func(noise(2, 1, HEADS, SIZE), k, v, backend="fa2")

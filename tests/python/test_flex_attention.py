@@ -1,0 +1,273 @@
+"""FlexAttention over growing views and over full extents: few compiles, ragged rows, masks and score mods.
+
+Compiling takes seconds, so the compiled functions are those of the integration, shared by all tests here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attn_gym.masks import (
+    causal_mask,
+    generate_doc_mask_mod,
+    generate_prefix_lm_mask,
+    generate_sliding_window,
+)
+from attn_gym.mods import generate_alibi_bias, generate_tanh_softcap
+from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention as torch_flex
+from vtensor.integrations import flex_attention as integration
+from vtensor.integrations.flex_attention import CacheMask, flex_attention
+from vtensor.integrations.full_extent import FullExtent
+
+import vtensor
+from test_bad_input import SHAPE_OF_A_MESSAGE
+from vtensor import testing
+
+ROWS, HEADS, GROUPS, SIZE, CAPACITY = 2, 2, 2, 16, 512
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own code generator
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def pages():
+    """Host pages whose holes fault on reads too; compiled code that reads one ends the process."""
+    with testing.host_pool(page_size=4096, budget=4096 * 800) as pool:
+        yield pool
+
+
+def noise(*sizes, seed=0):
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def cache(pool, length=0, grow_dim=2, rows=ROWS):
+    made = []
+    for seed in (1, 2):
+        sizes = (rows, HEADS, 0, SIZE) if grow_dim == 2 else (rows, 0, HEADS, SIZE)
+        t = vtensor.empty(*sizes, grow_dim=grow_dim, capacity=CAPACITY, pool=pool)
+        x = noise(rows, HEADS, length, SIZE, seed=seed)
+        made.append(t.append(x if grow_dim == 2 else x.transpose(1, 2)))
+    return made
+
+
+def step(t, n=1, seed=0):
+    x = noise(len(t), HEADS, n, SIZE, seed=seed)
+    t.append(x if t.grow_dim == 2 else x.transpose(1, 2))
+
+
+def close(*tensors):
+    for t in tensors:
+        t.close()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def exact(q, k, v, lengths, mask_mod=None, score_mod=None):
+    """In float64, row by row over [B, H, S, D]; the queries are the last positions of each row."""
+    out = []
+    for b, n in enumerate(lengths):
+        keys, values = (t[b, :, :n].double().repeat_interleave(q.shape[1] // t.shape[1], 0) for t in (k, v))
+        scores = q[b].double() @ keys.transpose(1, 2) * SIZE**-0.5
+        at = torch.arange(n - q.shape[2], n)[None, :, None]
+        kv, h = torch.arange(n)[None, None], torch.arange(q.shape[1])[:, None, None]
+        row = torch.tensor(b)
+        if score_mod is not None:
+            scores = score_mod(scores, row, h, at, kv)
+        seen = kv <= at if mask_mod is None else mask_mod(row, h, at, kv)
+        out.append(torch.softmax(scores.masked_fill(~seen, float("-inf")), -1).nan_to_num(0.0) @ values)
+    return torch.stack(out)
+
+
+# attention-gym's own masks and score mods, of absolute positions.
+WINDOW = 40
+causal = causal_mask
+sliding_window = generate_sliding_window(WINDOW)
+document = generate_doc_mask_mod(causal_mask, torch.arange(0, CAPACITY + 50, 50, dtype=torch.int32))
+prefix_lm = generate_prefix_lm_mask(110)  # above the length of one row
+alibi = generate_alibi_bias(HEADS * GROUPS)
+soft_cap = generate_tanh_softcap(5, approx=False)
+
+
+MODS = [  # each of the four masks and two score mods, for one query and for several
+    (causal, None, 1),
+    (causal, alibi, 4),
+    (sliding_window, alibi, 1),
+    (sliding_window, None, 4),
+    (document, None, 1),
+    (prefix_lm, soft_cap, 1),
+    (prefix_lm, soft_cap, 4),
+]
+
+
+@pytest.mark.seconds(200)
+def test_growing_views_compile_at_most_twice_in_200_steps(pages):
+    k, v = cache(pages, grow_dim=1)
+    torch._dynamo.reset()
+    before = graphs()
+    for i in range(200):
+        step(k, seed=i), step(v, seed=i + 1000)
+        q = noise(ROWS, HEADS * GROUPS, 1, SIZE, seed=i)
+        out = flex_attention(q, k, v, enable_gqa=True)
+        if i % 20 == 0:
+            heads_first = (t[...].transpose(1, 2) for t in (k, v))
+            assert (out - exact(q, *heads_first, [k.length] * ROWS)).abs().max() < 1e-5
+    assert graphs() - before <= 2
+    close(k, v)
+
+
+@pytest.mark.seconds(200)
+def test_a_full_extent_compiles_once_for_ragged_rows_over_300_steps(pages):
+    """Across pages and tiles; the holes behind the last tile would fault."""
+    k, v = cache(pages)
+    full = FullExtent(k), FullExtent(v)
+    mask = CacheMask(None, ROWS, 1, CAPACITY)
+    torch._dynamo.reset()
+    before, block_mask, counts = graphs(), mask.block_mask, mask.block_mask.kv_num_blocks
+    for i in range(300):
+        step(k, seed=i), step(v, seed=i + 1000)
+        lengths = [k.length, max(1, k.length // 3)]
+        mask.update(lengths)
+        q = noise(ROWS, HEADS * GROUPS, 1, SIZE, seed=i)
+        out = flex_attention(q, *full, block_mask=mask, enable_gqa=True)
+        if i % 30 == 0 or k.length % 128 in (0, 1):
+            assert (out - exact(q, k, v, lengths)).abs().max() < 1e-5
+    assert graphs() - before == 1
+    assert mask.block_mask is block_mask and block_mask.kv_num_blocks is counts
+    assert counts[:, 0, 0].tolist() == [3, 1]
+    close(k, v)
+
+
+@pytest.mark.seconds(200)
+def test_masks_over_growing_views_compile_at_most_twice_in_200_steps(pages):
+    k, v = cache(pages)
+    mask = CacheMask(sliding_window, ROWS, 1, CAPACITY)
+    torch._dynamo.reset()
+    before = graphs()
+    for i in range(200):
+        step(k, seed=i), step(v, seed=i + 1000)
+        mask.update(k.length)
+        q = noise(ROWS, HEADS * GROUPS, 1, SIZE, seed=i)
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        if i % 20 == 0:
+            assert (out - exact(q, k, v, [k.length] * ROWS, sliding_window)).abs().max() < 1e-5
+    assert graphs() - before <= 2
+    close(k, v)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "score_mod", "queries"), MODS, ids=lambda mod: getattr(mod, "__name__", str(mod))
+)
+@pytest.mark.seconds(200)
+def test_masks_and_score_mods_give_what_they_give_over_plain_tensors(pages, mask_mod, score_mod, queries):
+    """Bit for bit, with the same strides in the same compiled code; and close to float64.
+
+    Behind the last position the plain tensors are zero, as a full extent is, whose VTensor had NaN there.
+    """
+    k, v = cache(pages, 150)
+    for t in (k, v):
+        t.extend(100)[:, :, 150:].fill_(float("nan"))
+        t.truncate(150)
+    full = FullExtent(k), FullExtent(v)
+    plain = [torch.empty_strided(f.tensor.shape, f.tensor.stride()).zero_() for f in full]
+    for p, t in zip(plain, (k, v), strict=True):
+        p[:, :, :150] = t
+    torch._dynamo.reset()
+    mask = CacheMask(mask_mod, ROWS, queries, CAPACITY).update([150, 97])
+    q = noise(ROWS, HEADS * GROUPS, queries, SIZE)
+    mod = None if score_mod is None else mask.score_mod(score_mod)
+    out = flex_attention(q, *full, mod, mask, enable_gqa=True)
+    assert (out - exact(q, k, v, [150, 97], mask_mod, score_mod)).abs().max() < 1e-5
+    compiled = integration._compiled(dynamic=False)
+    assert torch.equal(compiled(q, *plain, mod, mask.block_mask, None, True), out)
+    # The kernel does read the whole tile: NaN there would show.
+    plain[1][:, :, 150:256] = float("nan")
+    assert compiled(q, *plain, mod, mask.block_mask, None, True).isnan().any()
+    close(k, v)
+
+
+@pytest.mark.seconds(200)
+def test_a_prompt_by_torchs_own_mask(pages):
+    """`create_block_mask` and torch's own compiled function over a view, without the integration."""
+    k, v = cache(pages, 130)
+    q = noise(ROWS, HEADS * GROUPS, 130, SIZE)
+    block_mask = torch_flex.create_block_mask(causal, None, None, 130, 130, device="cpu")
+    torch._dynamo.reset()
+    out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+    direct = torch.compile(torch_flex.flex_attention)
+    assert torch.equal(direct(q, k[...], v[...], block_mask=block_mask, enable_gqa=True), out)
+    assert (out - exact(q, k, v, [130] * ROWS)).abs().max() < 1e-5
+    close(k, v)
+
+
+@pytest.mark.seconds(200)
+def test_tiles_before_the_start_are_not_read(pages):
+    k, v = cache(pages, 300)
+    k[:, :, :128].fill_(float("nan")), v[:, :, :128].fill_(float("nan"))
+    mask = CacheMask(sliding_window, ROWS, 1, CAPACITY).update(300, starts=300 - WINDOW - 1)
+    q = noise(ROWS, HEADS, 1, SIZE)
+    torch._dynamo.reset()
+    out = flex_attention(q, FullExtent(k), FullExtent(v), block_mask=mask)
+    k[:, :, :128].zero_(), v[:, :, :128].zero_()
+    assert (out - exact(q, k, v, [300, 300], sliding_window)).abs().max() < 1e-5
+    close(k, v)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        (513, ["513", "512"]),
+        ([5, 600], ["600", "512"]),
+        ([1, 5], ["from 1", "2 queries"]),
+        ([5, 5, 5], ["[3] lengths", "2 rows"]),
+    ],
+)
+def test_lengths_that_a_mask_cannot_have(lengths, says):
+    mask = CacheMask(None, ROWS, 2, CAPACITY).update(7)
+    with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE) as caught:
+        mask.update(lengths)
+    assert all(word in str(caught.value) for word in says), caught.value
+    assert mask.lengths.tolist() == [7, 7] and mask.longest == 7
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 8), (1, 0, 8), (1, 9, 8)])
+def test_sizes_that_a_mask_cannot_have(sizes):
+    with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE):
+        CacheMask(None, *sizes)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(pages):
+    k, v = cache(pages, 20)
+    full = FullExtent(k), FullExtent(v)
+    q = noise(ROWS, HEADS, 1, SIZE)
+    before = graphs()
+
+    def refused(*says, query=q, key=k, value=v, **options):
+        with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE) as caught:
+            flex_attention(query, key, value, **options)
+        assert all(word in str(caught.value) for word in says), caught.value
+
+    mask = CacheMask(None, ROWS, 1, CAPACITY)
+    refused("21 positions", "holds 20", block_mask=mask.update(21))
+    refused("21 positions", "holds 20", key=full[0], value=full[1], block_mask=mask)
+    refused("1 queries and 19 keys", "1 and 20", block_mask=mask.update(19).growing(19))
+    refused("512 keys", "20", block_mask=mask.block_mask)
+    refused("block_mask", "CacheMask", key=full[0], value=full[1])
+    refused("both", key=full[0])
+    refused("3 heads", "another model", query=noise(ROWS, 3, 1, SIZE))
+    refused("head size", "another model", query=noise(ROWS, HEADS, 1, 2 * SIZE))
+    refused("float64", query=q.double())
+    refused("[2, 1, 16]", query=noise(ROWS, 1, SIZE))
+    refused("append to both", value=v.truncate(19))
+    assert graphs() == before
+    close(k, v)

@@ -1,0 +1,448 @@
+"""Leases: pages stay for as long as launched work, or a captured graph, may touch them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import vtensor
+from stream_support import eventually
+from support import PER_PAGE, filled, quarter, run_snippet, simcuda_library
+from vtensor import testing
+
+needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+AHEAD = 1 << 20
+
+
+@pytest.fixture(params=[0, AHEAD], ids=["caller", "mapper"])
+def pool(request, stream_pool):
+    """What unmaps: the caller himself, or the mapper."""
+    return stream_pool(ahead=request.param, park=0)
+
+
+def held(pool) -> int:
+    return pool.stats().pages_held
+
+
+def test_what_is_given_back_meanwhile_waits_for_the_lease(sim, pool):
+    """From within it, by this thread and by others, until its work has passed."""
+    stream = sim.stream(held=True)
+    t = filled(pool, 32, 1)
+    with vtensor.lease(t, stream=stream):
+        t.truncate(16)
+        thread = threading.Thread(target=t.truncate, args=(4,))
+        thread.start()
+        thread.join()
+        assert held(pool) == 7
+        sim.kernel(stream, t)
+        assert t.pages()[-1].state == "held"
+    assert held(pool) == 7
+    sim.release(stream)
+    assert eventually(lambda: held(pool) == 0)
+    assert t.eq(1).all()
+    t.close()
+
+
+def test_the_extent_of_the_beginning_is_held(sim, pool):
+    """Kernels launched in the lease run over pages that were given back before the launch."""
+    stream = sim.stream(held=True)
+    t = filled(pool, 32, 1)
+    view = t.snapshot()
+    with vtensor.lease(t, stream=stream):
+        t.truncate(0)
+        sim._done("simcuda_launch", stream, view.data_ptr(), view.numel(), 5)
+        del view
+        gc.collect()
+    sim.release(stream)
+    assert eventually(lambda: held(pool) == 0)
+    t.close()
+
+
+def test_streams_of_several_leases(sim, pool):
+    """Passing out of order: the last one counts."""
+    streams = [sim.stream(held=True) for _ in range(3)]
+    t = filled(pool, 16)
+    for stream in streams:
+        with vtensor.lease(t, stream=stream):
+            sim.kernel(stream, t)
+    t.close()
+    for stream in (streams[1], streams[2]):
+        sim.release(stream)
+        assert not eventually(lambda: held(pool) == 0, 0.02)
+    sim.release(streams[0])
+    assert eventually(lambda: held(pool) == 0)
+
+
+def test_a_lease_without_a_stream_means_the_current_one(sim, pool):
+    t = filled(pool, 16)
+    with vtensor.lease(t):
+        sim.hold(0)
+        sim.kernel(0, t)
+    t.close()
+    assert not eventually(lambda: held(pool) == 0, 0.02)
+    sim.release(0)
+    assert eventually(lambda: held(pool) == 0)
+
+
+def test_a_stream_may_end_after_its_lease(sim, pool):
+    """What runs in it runs on; its number may mean another stream by then."""
+    stream = sim.stream(held=True)
+    t = filled(pool, 16)
+    with vtensor.lease(t, stream=stream):
+        sim.kernel(stream, t)
+    sim.destroy(stream)
+    t.close()
+    assert not eventually(lambda: held(pool) == 0, 0.02)
+    sim.release()  # a stream that is gone has no name
+    assert eventually(lambda: held(pool) == 0)
+
+
+@pytest.mark.parametrize("ahead", [0, AHEAD])
+def test_fork_waits_for_an_open_lease(sim, stream_pool, ahead):
+    """A kernel of it may still write: guarding its pages would stop it, or share what it writes (I6)."""
+    pool = stream_pool(ahead=ahead, park=0, patience=0.2)
+    stream = sim.stream(held=True)
+    t = filled(pool, 8, 1)
+    with vtensor.lease(t, stream=stream):
+        sim.kernel(stream, t, writes=9)
+        with pytest.raises(vtensor.TimedOut, match=r"\[VTensor.fork\].*nothing was changed"):
+            t.fork()
+        threading.Timer(0.1, sim.release, [stream]).start()
+        child = t.fork()
+    assert child.eq(9).all() and t.eq(9).all()
+    t.close(), child.close()
+
+
+def test_a_tensor_closed_in_its_lease(sim, pool):
+    stream = sim.stream(held=True)
+    t = filled(pool, 16)
+    with vtensor.lease(t, stream=stream):
+        sim.kernel(stream, t)
+        t.close()
+        assert held(pool) == 4 and pool.stats().pages_orphaned == 4
+    assert held(pool) == 4
+    sim.release(stream)
+    assert eventually(lambda: held(pool) == 0)
+
+
+def test_a_pool_closed_in_a_lease(sim, pool):
+    stream = sim.stream(held=True)
+    t = filled(pool, 16)
+    with vtensor.lease(t, stream=stream):
+        sim.kernel(stream, t)
+        pool.close()
+        assert t.closed and pool.stats().pages_orphaned == 4
+    assert pool.stats().pages_used == 4
+    sim.release(stream)
+    assert eventually(lambda: pool.stats().pages_used == 0)
+
+
+def test_of_many_tensors(sim, pool):
+    stream = sim.stream(held=True)
+    tensors = [filled(pool, 8, n + 1) for n in range(5)]
+    events = sim.calls("cuEventRecord")
+    with vtensor.lease(*tensors, stream=stream):
+        for t in tensors:
+            sim.kernel(stream, t)
+    assert sim.calls("cuEventRecord") - events == 1  # one fence for all
+    for t in tensors:
+        t.close()
+    assert held(pool) == 10
+    sim.release(stream)
+    assert eventually(lambda: held(pool) == 0)
+
+
+def test_of_nothing_and_of_an_empty_tensor(pool):
+    with vtensor.lease():
+        pass
+    with quarter(pool) as t, vtensor.lease(t, t):
+        t.extend(8)
+    assert eventually(lambda: held(pool) == 0)
+
+
+def test_one_lease_object_again_and_nested(pool):
+    with filled(pool, 8) as t:
+        lease = vtensor.lease(t)
+        for _ in range(2):
+            with lease:
+                pass
+        with lease, pytest.raises(vtensor.VTensorError, match="make one for each"):
+            lease.__enter__()
+        lease.__exit__(None, None, None)  # ended already: nothing
+        t.truncate(0)
+        assert eventually(lambda: held(pool) == 0)
+
+
+def test_ended_by_another_thread_and_by_an_error(sim, pool):
+    stream = sim.stream(held=True)
+    t = filled(pool, 16)
+    lease = vtensor.lease(t, stream=stream)
+    lease.__enter__()
+    sim.kernel(stream, t)
+    thread = threading.Thread(target=lease.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    with pytest.raises(ZeroDivisionError), vtensor.lease(t, stream=stream):
+        sim.kernel(stream, t)
+        raise ZeroDivisionError
+    t.close()
+    assert not eventually(lambda: held(pool) == 0, 0.02)
+    sim.release(stream)
+    assert eventually(lambda: held(pool) == 0)
+
+
+def test_of_a_closed_tensor(pool):
+    t = filled(pool, 8)
+    u = filled(pool, 8)
+    lease = vtensor.lease(u, t)
+    t.close()
+    with pytest.raises(vtensor.Closed, match=r"\[lease\]"):
+        lease.__enter__()
+    u.close()
+    assert eventually(lambda: pool.stats().pages_mapped == 0)  # nothing of it is held
+    with pytest.raises(vtensor.InvalidArgument, match=r"\[lease\] got a Tensor"):
+        vtensor.lease(torch.ones(2))
+
+
+def test_record_stream_lasts_for_the_tensors_life(sim, pool):
+    stream = sim.stream()
+    t = filled(pool, 16)
+    t.record_stream(stream)
+    for length in (12, 8):
+        sim.hold(stream)
+        sim.kernel(stream, t)
+        t.truncate(length)
+        assert not eventually(lambda: held(pool) == 0, 0.02)
+        sim.release(stream)
+        assert eventually(lambda: held(pool) == 0)
+    t.close()
+
+
+@pytest.mark.parametrize("call", ["cuStreamIsCapturing", "cuEventCreate", "cuEventRecord", "cuCtxGetCurrent"])
+def test_a_refused_fence_keeps_the_pages(sim, stream_pool, call):
+    """The lease has not ended then: who ended it is told, and may end it again."""
+    pool = stream_pool()
+    stream = sim.stream(held=True)
+    t, u = filled(pool, 16), filled(pool, 8)
+    lease = vtensor.lease(t, u, stream=stream)
+    with pytest.raises(vtensor.DriverError, match=call):
+        with lease:
+            sim.kernel(stream, t)
+            sim.fail(call, 0, 2)  # once a tensor
+    t.close(), u.close()
+    sim.release(stream)
+    assert held(pool) == 6
+    lease.__exit__(None, None, None)
+    assert eventually(lambda: held(pool) == 0)
+
+
+class Snapshot:
+    """A tensor of one moment, as `SimulatedDevice.kernel` takes them, beside growth in another thread."""
+
+    grow_dim = 0
+
+    def __init__(self, t: vtensor.VTensor) -> None:
+        self._view = t.snapshot()
+        self.length = self._view.shape[0]
+
+    def __getitem__(self, index):
+        return self._view[index]
+
+
+# -- captured graphs
+
+
+def captured(sim, pool, t, stream):
+    """A graph of a kernel that writes 7 over t."""
+    sim.begin_capture(stream)
+    with vtensor.lease(t, stream=stream):
+        sim.kernel(stream, t, writes=7)
+    return sim.end_capture(stream)
+
+
+def test_a_captured_lease_lasts_for_the_graphs_life(sim, pool):
+    """Until the graph and what was instantiated of it are gone, in whatever order."""
+    stream = sim.stream()
+    t = filled(pool, 16, 1)
+    address = t.data_ptr()
+    graph = captured(sim, pool, t, stream)
+    executables = [sim.instantiate(graph) for _ in range(2)]
+    t.truncate(4)
+    assert not eventually(lambda: held(pool) == 0, 0.02)
+    sim.replay(executables[0], stream)
+    assert t.eq(7).all()
+    sim.destroy_graph(graph)
+    sim.replay(executables[1], stream)
+    sim.destroy_executable(executables[0])
+    assert not eventually(lambda: held(pool) == 0, 0.02)
+    sim.destroy_executable(executables[1])
+    assert eventually(lambda: held(pool) == 0)
+    assert t.data_ptr() == address and t.eq(7).all()
+    t.close()
+
+
+def test_the_end_of_a_graph_makes_no_driver_call_in_its_thread(sim, stream_pool):
+    """CUDA's callbacks may not: the simulated ones are refused there, which would show as held pages. The
+    mapper unmaps, also in a pool that has none until then."""
+    pool = stream_pool(ahead=0)
+    stream = sim.stream()
+    t = filled(pool, 16)
+    graph = captured(sim, pool, t, stream)
+    t.close()
+    before = pool.stats().driver_calls
+    sim.destroy_graph(graph)
+    assert eventually(lambda: pool._core.driver_calls()["mapper"].get("cuMemUnmap"))
+    after = pool._core.driver_calls()
+    assert after["caller"] == before["caller"]
+    assert pool.stats().pages_mapped == 0
+
+
+def test_a_graph_that_outlives_its_pool(sim, pool):
+    """The last reference to the pool goes in the mapper's thread, not in CUDA's."""
+    stream = sim.stream()
+    t = filled(pool, 16)
+    graph = captured(sim, pool, t, stream)
+    executable = sim.instantiate(graph)
+    sim.destroy_graph(graph)
+    pool.close()
+    assert pool.stats().pages_orphaned == 4
+    sim.replay(executable, stream)
+    sim.destroy_executable(executable)
+    assert eventually(lambda: pool.stats().pages_used == 0)
+
+
+def test_driver_work_in_a_capture_is_refused(sim, pool):
+    """With an error, and nothing is changed; a shrink only takes its time."""
+    stream = sim.stream()
+    t = filled(pool, 4, 1)
+    parent = filled(pool, 4, 2)
+    sim.begin_capture(stream)
+    before = pool.stats().pages_used
+    with pytest.raises(vtensor.VTensorError, match="captured into a CUDA graph"):
+        parent.fork(stream=stream)
+    assert pool.stats().pages_used == before and parent.eq(2).all()
+    t.truncate(2, stream=stream)  # gives nothing back now
+    sim.destroy_graph(sim.end_capture(stream))
+    child = parent.fork(stream=stream)
+    assert child.eq(2).all()
+    t.close(), parent.close(), child.close()
+
+
+def test_shrinking_in_a_capture_waits_for_its_end(sim, pool):
+    """The capturing stream cannot be fenced: the pages go later, by themselves where there is a mapper."""
+    stream = sim.stream()
+    t = filled(pool, 16, 1)
+    sim.begin_capture(stream)
+    t.truncate(4, stream=stream)
+    assert t.length == 4 and held(pool) == 3
+    sim.destroy_graph(sim.end_capture(stream))
+    assert eventually(lambda: held(pool) == 0, 4)
+    t.close()
+
+
+@pytest.mark.parametrize("call", ["cuStreamGetCaptureInfo", "cuUserObjectCreate", "cuGraphRetainUserObject"])
+def test_a_graph_that_cannot_hold_a_lease(sim, stream_pool, call):
+    """Then nobody knows how long the graph lives: the pages stay, and who captured is told."""
+    pool = stream_pool()
+    stream = sim.stream()
+    t = filled(pool, 16)
+    lease = vtensor.lease(t, stream=stream)
+    sim.begin_capture(stream)
+    with pytest.raises(vtensor.DriverError, match=call), lease:
+        sim.kernel(stream, t, writes=7)
+        sim.fail(call)
+    t.truncate(0)
+    assert held(pool) == 4
+    lease.__exit__(None, None, None)  # once more
+    graph = sim.end_capture(stream)
+    executable = sim.instantiate(graph)
+    sim.replay(executable, stream)
+    sim.destroy_graph(graph)
+    sim.destroy_executable(executable)
+    assert eventually(lambda: held(pool) == 0)
+    t.close()
+
+
+def test_growth_under_a_graph(sim, pool):
+    """A replay writes where it was captured, while the tensor grows beneath it and others take pages."""
+    stream = sim.stream()
+    t = filled(pool, 16, 1)
+    graph = captured(sim, pool, t, stream)
+    executable = sim.instantiate(graph)
+    for n in range(6):
+        t.extend(4)
+        t[-4:].fill_(n + 20)
+        sim.replay(executable, stream)
+        with filled(pool, 8, 3) as other:
+            assert other.eq(3).all()
+    assert t[:16].eq(7).all()
+    assert [int(t[16 + 4 * n, 0]) for n in range(6)] == list(range(20, 26))
+    sim.destroy_graph(graph)
+    sim.destroy_executable(executable)
+    t.close()
+
+
+_NEVER_ENDED = """
+from stream_support import SimulatedDevice
+pool = open_pool("simcuda", patience=0.5, ahead=1 << 20)
+sim = SimulatedDevice()
+t = filled(pool, 16, 3)
+lease = vtensor.lease(t, stream=sim.stream(held=True))
+lease.__enter__()
+captured = filled(pool, 16, 3)
+stream = sim.stream()
+sim.begin_capture(stream)
+with vtensor.lease(captured, stream=stream):
+    sim.kernel(stream, captured)
+graph = sim.end_capture(stream)
+del lease
+t.close()
+captured.close()
+gc.collect()
+stats = pool.stats()
+assert stats.pages_held + stats.pages_parked == stats.pages_orphaned == 8, stats
+"""
+
+
+@needs_simcuda
+def test_leases_and_graphs_that_nobody_ends():
+    """Their pages stay for good, and the process ends all the same (I14)."""
+    finished = run_snippet(_NEVER_ENDED, finalize=True, timeout=30).check()
+    assert not finished.err
+
+
+def test_leases_from_many_threads(sim, pool):
+    """While another thread grows and shrinks: every kernel finds what it was launched over."""
+    t = filled(pool, 16, 1, capacity=64)
+    streams = [sim.stream() for _ in range(3)]
+    stop = threading.Event()
+    errors = []
+
+    def work(stream):
+        try:
+            while not stop.is_set():
+                with vtensor.lease(t, stream=stream):
+                    sim.hold(stream)
+                    sim.kernel(stream, Snapshot(t))
+                sim.release(stream)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    try:
+        for n in range(60):
+            t.truncate(4)
+            t.extend(12 + n % (4 * PER_PAGE))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert not errors
+    sim.release()
+    testing.check_invariants(pool)
+    t.close()

@@ -1,0 +1,425 @@
+"""The mapper: what is prepared, looked ahead to, overtaken, given back and refused (I4, I8, I10, I15)."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import vtensor
+from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled, mapper_calls, quarter
+from vtensor import testing
+
+PAGE = 4096
+
+
+@pytest.fixture
+def ahead(pool_factory):
+    """1,200 host pages; each tensor may have 16 pages ahead."""
+    return pool_factory("host", pages=1200, ahead=16 * PAGE, park=0)
+
+
+def ones(t, n, value=1):
+    return torch.full((*t.shape[: t.grow_dim], n, *t.shape[t.grow_dim + 1 :]), value, dtype=t.dtype)
+
+
+# --- prepare ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [(), (3,)])
+def test_what_was_prepared_costs_the_caller_no_driver_call(host, rows):
+    t = filled(host, 2, 9, rows=rows)
+    assert t.prepare(18) is t
+    host.wait_idle(5)
+    rows = max(1, t.shape[0] if t.grow_dim else 1)
+    stats = check_sums(host)
+    assert (stats.pages_needed, stats.pages_ahead) == (rows, 4 * rows)  # 20 quarters are 5 pages
+    before, by_mapper = calls(host), mapper_calls(host)
+    assert by_mapper["mmap"] >= 1 and by_mapper["madvise"] >= 1  # mapped and populated there
+    for n in (5, 1, 12):
+        t.extend(n)
+    t.append(ones(t, 0))
+    assert calls_since(host, before) == {} and mapper_calls(host) == by_mapper
+    assert check_sums(host).pages_ahead == 0 and host.stats().growths_ready == 2
+    assert t.narrow(t.grow_dim, 0, 2).eq(9).all() and not t.narrow(t.grow_dim, 2, 18).any()
+
+
+def test_prepare_returns_before_the_pages_are_there(pool_factory):
+    pool = pool_factory("host", pages=8192)
+    t = quarter(pool, capacity=4 * 8192)
+    began = time.perf_counter()
+    t.prepare(4 * 8000)
+    asked = time.perf_counter() - began
+    pool.wait_idle(20)
+    assert asked < (time.perf_counter() - began) / 2
+    assert pool.stats().pages_ahead == 8000
+
+
+def test_prepare_of_many_tensors(host):
+    tensors = [filled(host, 1, i + 1) for i in range(6)]
+    vtensor.prepare(tensors, 11)
+    host.wait_idle(5)
+    before = calls(host)
+    for i, t in enumerate(tensors):
+        t.extend(11)
+        assert t[0].eq(i + 1).all() and not t[1:].any()
+    assert calls_since(host, before) == {}
+
+
+def test_prepare_asks_nothing_that_cannot_be(host):
+    t = filled(host, 3, capacity=12)
+    with pytest.raises(vtensor.CapacityExceeded):
+        t.prepare(10)
+    with pytest.raises(vtensor.InvalidArgument):
+        t.prepare(-1)
+    t.prepare(0)
+    t.close()
+    with pytest.raises(vtensor.Closed):
+        t.prepare(1)
+    host.wait_idle(5)
+    assert host.stats().pages_ahead == 0
+
+
+def test_more_than_the_budget_is_prepared_as_far_as_it_goes(host):
+    t = filled(host, 1, capacity=1000)
+    t.prepare(999)
+    host.wait_idle(5)
+    stats = check_sums(host)
+    assert stats.pages_used == 64 == stats.pages_needed + stats.pages_ahead
+    t.extend(63 * PER_PAGE)  # what is there
+    with pytest.raises(vtensor.OutOfPages):
+        t.extend(PER_PAGE)
+    assert t.length == 63 * PER_PAGE + 1
+
+
+@pytest.mark.parametrize("pause", [0, 0.0002, 0.002])
+def test_what_was_shrunk_away_may_be_prepared_again(pool_factory, pause):
+    """The pages are on their way out then: they stay, or are mapped anew, and never half of both (I3)."""
+    pool = pool_factory("host", pages=256, ahead=16 * PAGE, park=0)
+    for turn in range(40):
+        t = filled(pool, 31 * PER_PAGE, 7, capacity=400)
+        t.shrink(29 * PER_PAGE)
+        t.prepare(20 * PER_PAGE)
+        time.sleep(pause)
+        testing.check_invariants(pool)
+        t.shrink(turn % 3)
+        t.extend(18 * PER_PAGE)
+        t[-18 * PER_PAGE :].fill_(3)
+        assert t[:PER_PAGE].eq(7).all()
+        t.close()
+
+
+def test_what_is_prepared_and_not_wanted_goes_with_a_shrink_or_the_tensor(host):
+    for end in (lambda t: t.shrink(1), lambda t: t.close()):
+        t = filled(host, 5)
+        t.prepare(30)
+        host.wait_idle(5)
+        assert host.stats().pages_ahead > 0
+        end(t)
+        host.wait_idle(5)
+        stats = check_sums(host)
+        assert stats.pages_mapped == stats.pages_needed  # I4, without look-ahead
+        del t
+
+
+# --- looking ahead ----------------------------------------------------------------------------------------
+
+
+def test_a_long_append_loop_makes_no_driver_call(ahead):
+    """I15: 4,096 steps cross 1,024 pages; where the mapper has time, the calls are its."""
+    t = quarter(ahead, capacity=4096)
+    x = ones(t, 1)
+    for _ in range(2 * PER_PAGE + 1):
+        t.append(x)
+    ahead.wait_idle(5)
+    before = calls(ahead)
+    for step in range(2 * PER_PAGE + 1, 4096):
+        x.fill_(step % 251)
+        t.append(x)
+        ahead.wait_idle(5)
+    assert calls_since(ahead, before) == {}
+    assert mapper_calls(ahead)["mmap"] > 10
+    stats = check_sums(ahead)
+    assert stats.pages_needed == 1024 and stats.growths_mapped <= 3
+    assert stats.growths_ready >= 1020
+    expected = (torch.arange(2 * PER_PAGE + 1, 4096) % 251).to(torch.uint8)
+    assert t[2 * PER_PAGE + 1 :].eq(expected[:, None]).all() and t[: 2 * PER_PAGE + 1].eq(1).all()
+
+
+def test_a_loop_that_gives_the_mapper_no_time_is_right_all_the_same(ahead):
+    """Whoever overtakes the mapper maps the page himself."""
+    tensors = [quarter(ahead, rows=(2,), capacity=400) for _ in range(3)]
+    for i in range(400):
+        for k, t in enumerate(tensors):
+            t.append(ones(t, 1, (i + k) % 251))
+    expected = torch.arange(400)
+    for k, t in enumerate(tensors):
+        assert t.eq(((expected + k) % 251).to(torch.uint8)[None, :, None]).all()
+    ahead.wait_idle(5)
+    check_sums(ahead)
+
+
+def test_overtaking_waits_for_no_more_than_a_step_of_the_mapper(pool_factory):
+    pool = pool_factory("host", pages=16000)
+    t = quarter(pool, capacity=4 * 16000)
+    t.prepare(4 * 16000)
+    eventually(lambda: pool.stats().pages_ahead)
+    t.extend(4 * 1000)
+    assert pool.stats().pages_mapped < 15900, "extend came back only after all that was prepared"
+    assert not t.any()
+    pool.wait_idle(20)
+
+
+@pytest.mark.parametrize("rows", [(), (3,), (7,), (20,)])
+def test_the_bound_in_bytes_holds(ahead, rows):
+    """16 pages a tensor, in whole slots of all its rows."""
+    t = quarter(ahead, rows=rows, capacity=160)
+    count = max(1, torch.Size(rows).numel())
+    most = 0
+    for _ in range(40):
+        t.append(ones(t, 4))
+        most = max(most, check_sums(ahead).pages_ahead)
+        if _ % 5 == 0:
+            ahead.wait_idle(5)
+            most = max(most, check_sums(ahead).pages_ahead)
+    assert most <= 16 // count * count
+    assert most > 0 or count > 16
+
+
+def test_look_ahead_follows_what_the_calls_ask_for(ahead):
+    """One more call like the last ones; a prompt says nothing of the steps after it."""
+    t = quarter(ahead, 40 * PER_PAGE, capacity=800)
+    ahead.wait_idle(5)
+    assert ahead.stats().pages_ahead == 0
+    t.extend(2 * PER_PAGE)
+    ahead.wait_idle(5)
+    assert 2 <= ahead.stats().pages_ahead <= 16
+
+
+def test_no_look_ahead_past_the_capacity(ahead):
+    t = quarter(ahead, capacity=6 * PER_PAGE)
+    for _ in range(6):
+        t.extend(PER_PAGE)
+        ahead.wait_idle(5)
+        assert ahead.stats().pages_mapped <= 6
+    assert ahead.stats().pages_ahead == 0
+
+
+def test_a_shrink_that_is_taken_back_costs_the_caller_no_driver_call(ahead):
+    t = quarter(ahead, capacity=400)
+    for _ in range(8):
+        t.extend(2 * PER_PAGE)
+    t.fill_(5)
+    ahead.wait_idle(5)
+    before = calls(ahead)
+    for _ in range(10):
+        t.shrink(2 * PER_PAGE)
+        t.extend(2 * PER_PAGE)
+    assert calls_since(ahead, before) == {}
+    assert t.eq(5).all()  # its own bytes
+
+
+def test_pages_are_given_back_by_the_mapper(ahead):
+    t = filled(ahead, 100 * PER_PAGE, capacity=800)
+    view = t[:PER_PAGE]
+    before = calls(ahead)
+    t.shrink(90 * PER_PAGE, front=True)
+    assert check_sums(ahead).pages_held == 90  # by the view's generation
+    view = None
+    eventually(lambda: ahead.stats().pages_mapped == 10)
+    assert calls_since(ahead, before) == {} and mapper_calls(ahead)["munmap"] >= 1
+    assert view is None and t.eq(1).all()
+
+
+# --- budget -----------------------------------------------------------------------------------------------
+
+
+def test_look_ahead_never_passes_the_budget_and_gives_way(pool_factory):
+    pool = pool_factory("host", pages=24, ahead=16 * PAGE, park=0)
+    greedy = quarter(pool, capacity=400)
+    for _ in range(4):
+        greedy.extend(3 * PER_PAGE)
+    pool.wait_idle(5)
+    stats = check_sums(pool)
+    assert stats.pages_needed == 12 and stats.pages_ahead > 0 and stats.pages_free >= 0
+    other = filled(pool, 12 * PER_PAGE, 2)  # all that is left
+    stats = check_sums(pool)
+    assert (stats.pages_needed, stats.pages_ahead, stats.pages_free) == (24, 0, 0)
+    with pytest.raises(vtensor.OutOfPages):
+        greedy.extend(1)
+    assert greedy.length == 12 * PER_PAGE and other.eq(2).all()
+    other.shrink(PER_PAGE)
+    assert greedy.extend(PER_PAGE).length == 13 * PER_PAGE  # what waits to be unmapped is had at once
+
+
+def test_an_owner_gets_what_it_gives_back_itself(pool_factory):
+    """Front shrink and growth at once, with a budget that holds one of the two."""
+    pool = pool_factory("host", pages=64, ahead=16 * PAGE, park=0)
+    t = filled(pool, 60 * PER_PAGE, 4, capacity=8000)
+    for _ in range(20):
+        t.shrink(50 * PER_PAGE, front=True)
+        began = time.monotonic()
+        t.extend(50 * PER_PAGE)
+        assert time.monotonic() - began < 5
+        assert t[: 10 * PER_PAGE].eq(4).all()
+        assert set(t.numpy().tobytes()) <= {0, 4}  # zeros, or its own (I7)
+        t.fill_(4)
+
+
+def test_its_own_look_ahead_gives_way_to_a_parted_page(pool_factory):
+    pool = pool_factory("host", pages=8)
+    t = filled(pool, 6, 1)
+    f = t.fork()
+    t.prepare(30)
+    pool.wait_idle(5)
+    assert pool.stats().pages_free == 0
+    t.append(ones(t, 1, 2))  # parts the page that both see
+    assert t[:6].eq(1).all() and t[6].eq(2).all() and f.eq(1).all()
+
+
+# --- errors (I10) -----------------------------------------------------------------------------------------
+
+
+def raised_by(t, seconds=10.0):
+    """The error that some operation of `t` raises; one that makes no driver call is tried till then."""
+
+    def attempt():
+        try:
+            t.extend(0)
+        except vtensor.DriverError as error:
+            return error
+
+    return eventually(attempt, seconds)
+
+
+@pytest.mark.parametrize("skip", [0, 1])  # the mapping, the populating
+def test_what_the_mapper_met_is_raised_once_by_the_tensor_it_worked_for(host, skip):
+    t, other = filled(host, 2, 3), filled(host, 2, 4)
+    with testing.fail_after(host, skip, 1):
+        t.prepare(20)
+        eventually(lambda: mapper_calls(host).get("mmap", 0) + mapper_calls(host).get("madvise", 0) > skip)
+        other.extend(0)
+        error = raised_by(t)
+    assert error.call == ("mmap", "madvise")[skip]
+    assert (error.code, error.name) == (errno.ENOMEM, "ENOMEM") and "refused" in str(error)
+    stats = check_sums(host)
+    assert stats.pages_mapped == stats.pages_needed == 2 and stats.pages_quarantined == 0  # I8
+    t.extend(0)
+    t.extend(20)  # usable
+    assert t[:2].eq(3).all() and not t[2:].any() and other.eq(4).all()
+    host.wait_idle(5)
+
+
+def test_what_the_mapper_met_is_raised_by_wait_idle_too(host):
+    t = filled(host, 2)
+    with testing.fail_after(host, 0, 1):
+        t.prepare(20)
+        with pytest.raises(vtensor.DriverError) as refused:
+            host.wait_idle(5)
+    assert refused.value.call == "mmap"
+    host.wait_idle(5)
+    t.extend(20)
+
+
+def test_every_refusal_in_turn_leaves_a_looking_ahead_tensor_whole(pool_factory):
+    """I8 with both threads' calls refused: contents stay, nothing is lost, the next call works."""
+    pool = pool_factory("host", pages=200, ahead=16 * PAGE, park=0)
+    for skip in range(24):
+        t = filled(pool, 2 * PER_PAGE, 6, rows=(2,), capacity=400)
+        with testing.fail_after(pool, skip):
+            for step in range(12):
+                try:
+                    t.append(ones(t, 3, 6))
+                    if step % 4 == 3:
+                        t.shrink(5)
+                except vtensor.DriverError:
+                    pass
+        assert t.eq(6).all()
+        testing.check_invariants(pool)
+        while True:
+            try:
+                pool.wait_idle(5)
+                break
+            except vtensor.DriverError:
+                pass
+        t.append(ones(t, 9, 6))
+        assert t.eq(6).all()
+        t.close()
+        pool.wait_idle(5)
+        assert check_sums(pool).pages_mapped == 0
+
+
+def test_a_refused_unmap_stays_held_and_is_raised_by_wait_idle(ahead):
+    t = filled(ahead, 20 * PER_PAGE, capacity=400)
+    with testing.fail_after(ahead, 0, 1000):
+        t.shrink(10 * PER_PAGE)
+        eventually(lambda: mapper_calls(ahead).get("munmap"))
+        with pytest.raises(vtensor.DriverError) as refused:
+            ahead.wait_idle(5)
+        stats = check_sums(ahead)
+        assert stats.pages_mapped == 20 == stats.pages_needed + stats.pages_held + stats.pages_ahead
+    assert refused.value.call == "munmap"
+    t.extend(4 * PER_PAGE)
+    assert t.eq(1).all()
+    ahead.wait_idle(5)
+    assert check_sums(ahead).pages_held == 0
+
+
+# --- threads ----------------------------------------------------------------------------------------------
+
+
+def test_one_thread_a_pool_that_ends_with_it(pool_factory):
+    def mappers():
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        return names.count("vtensor-mapper")
+
+    before = mappers()
+    pool = pool_factory("host", ahead=16 * PAGE)
+    eventually(lambda: mappers() == before + 1)
+    t = quarter(pool)
+    t.prepare(8)
+    t.extend(8)
+    pool.close()
+    assert mappers() == before
+    quiet = pool_factory("host")  # ahead=0: not before somebody asks
+    u = quarter(quiet)
+    assert mappers() == before
+    u.prepare(8)
+    eventually(lambda: mappers() == before + 1)
+
+
+def test_threads_prepare_grow_and_drop_views(ahead):
+    errors = []
+
+    def work(number):
+        try:
+            for turn in range(30):
+                t = quarter(ahead, 2, rows=(2,), capacity=80)
+                t.fill_(number)
+                views = []
+                for _ in range(8):
+                    t.prepare(5)
+                    views.append(t[:, -1:])
+                    t.append(ones(t, 4, number))
+                    t.shrink(turn % 3)
+                assert t.eq(number).all() and all(v.eq(number).all() for v in views)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i + 1,), daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        check_sums(ahead)
+        testing.check_invariants(ahead)
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not errors, errors[0]
+    ahead.wait_idle(5)
+    assert check_sums(ahead).pages_mapped == 0

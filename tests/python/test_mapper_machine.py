@@ -1,0 +1,220 @@
+"""The random programs of test_state_machine.py beside a mapper that looks ahead, parks and gives back.
+
+What differs: pages may be ahead, parked, or held until the mapper came round, so counts are bounds until
+`wait_idle()` and exact after it (I4); an injected refusal may meet either thread, and what meets the mapper
+is raised by a later operation (I10); threads of their own grow and drop tensors of the same pools meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+import vtensor
+from support import check_sums, open_pool, quarter, simcuda_library
+from test_state_machine import BUDGET_PAGES, REFUSED, Machine, amounts, failure, which
+from vtensor import testing
+
+PAGE_SIZES = (4096, 16384)
+
+
+class MapperMachine(Machine):
+    """Look-ahead of up to 8 pages, up to 12 parked."""
+
+    ahead, park = 8, 12
+
+    @initialize()
+    def begin(self):
+        super().begin()
+        for pool in self.pools:
+            pool.close()
+        self.pools = [
+            open_pool(self.kind, BUDGET_PAGES, page_size=size, ahead=self.ahead * size, park=self.park * size)
+            for size in PAGE_SIZES
+        ]
+
+    def rest(self, pool) -> None:
+        """Lets the mapper come round; what it met is told once each, and is only what was injected."""
+        for _ in range(20):
+            try:
+                pool.wait_idle(timeout=20)
+                return
+            except vtensor.DriverError:
+                pass
+        raise AssertionError("wait_idle() raises the same error over and over")
+
+    def facts(self, pool):
+        """What no refused operation changes: lengths, addresses, what is needed."""
+        stats = pool.stats()
+        counts = (stats.pages_needed, stats.pages_quarantined, stats.tensors)
+        return counts, super().facts(pool)[1]
+
+    def attempt(self, pool, operation, fail):
+        before = self.facts(pool)
+        try:
+            if fail is None:
+                return operation()
+            with testing.fail_after(pool, fail):
+                result = operation()
+            self.rest(pool)
+            return result
+        except vtensor.DriverError:
+            pass  # the operation's own, or one that the mapper met before (I10)
+        except vtensor.OutOfPages as error:
+            assert "page" in str(error)
+        self.rest(pool)
+        assert self.facts(pool) == before
+        return REFUSED
+
+    def attempt_close(self, t, close, fail) -> bool:
+        if fail is None:
+            close()
+        else:
+            with testing.fail_after(t.pool, fail):
+                close()
+            self.rest(t.pool)
+        return True
+
+    def grow(self, t, n, operation, fail, written=None):
+        """As there, without a word on how many pages are free: others may be taken back."""
+        before = t.length
+        moves = t.move and t.front + t.length + n > t.capacity
+        if n > t.room:
+            self.rest(t.pool)
+            with pytest.raises(vtensor.CapacityExceeded):
+                operation()
+            return
+        result = self.attempt(t.pool, operation, fail)
+        if result is REFUSED:
+            if fail is None and not moves:  # I9: within the budget it must not be refused
+                copies = self.may_need_copies(t, n)
+                wanted = t.memory.slots(t.front, t.front + t.length + n)
+                missing = len(wanted - self.mapped_slots(t)) * t.rows
+                assert missing + copies > self.free_for_need(t.pool), "refused though there were pages"
+            return
+        assert result is t.actual
+        if moves:
+            self.leave(t)
+            self.settle_address(t)
+        t.length = before + n
+        self.look_at_new(t, before, written)
+
+    def free_for_need(self, pool) -> int:
+        """Pages that neither a length nor a view needs."""
+        pool.trim()
+        self.rest(pool)
+        stats = pool.stats()
+        return stats.pages_free + stats.pages_ahead
+
+    @precondition(lambda self: self.tensors)
+    @rule(index=which, amount=amounts, fail=failure)
+    def prepare(self, index, amount, fail):
+        t = self.tensor(index)
+        n = min(self.positions(t, amount), t.room)
+        self.attempt(t.pool, lambda: t.actual.prepare(n), fail)
+
+    @precondition(lambda self: self.tensors)
+    @rule(index=which, amount=amounts, fail=failure)
+    def prepare_and_extend(self, index, amount, fail):
+        self.prepare(index=index, amount=amount, fail=fail)
+        self.extend(index=index, amount=amount, fail=None)
+
+    @rule(index=st.integers(0, 1))
+    def wait_idle(self, index):
+        """I4 and I5 are exact once the mapper came to rest."""
+        pool = self.pools[index]
+        self.rest(pool)
+        needed, held = self.needed_and_held(pool)
+        stats = check_sums(pool)
+        assert stats.pages_needed == needed
+        assert stats.pages_parked <= self.park
+        ahead_of_views = stats.pages_held + stats.pages_ahead
+        assert stats.pages_held <= held <= ahead_of_views, (stats, held)
+
+    @rule(index=st.integers(0, 1), pages=st.integers(1, BUDGET_PAGES))
+    def lower_the_budget(self, index, pages):
+        pool = self.pools[index]
+        needed, held = self.needed_and_held(pool)
+        try:
+            pool.budget = pages * pool.page_size
+        except vtensor.OutOfPages:
+            assert pool.budget == BUDGET_PAGES * pool.page_size
+        else:
+            stats = check_sums(pool)
+            assert stats.pages_used <= pages
+            assert stats.pages_needed == needed
+        pool.budget = BUDGET_PAGES * pool.page_size
+
+    @rule(index=st.integers(0, 1), seed=st.integers(0, 3))
+    def beside_others(self, index, seed):
+        """Threads that grow, prepare, share and drop tensors of their own."""
+        pool, errors = self.pools[index], []
+
+        def work(number):
+            try:
+                for turn in range(3):
+                    t = quarter(pool, 1, rows=(1 + number % 2,), capacity=24)
+                    t.fill_(number)
+                    t.prepare(4 + seed)
+                    view = t.fork()[:, :1] if turn == seed % 3 else t[:, :1]
+                    t.extend(5).narrow(1, 1, 5).fill_(number)
+                    assert t.eq(number).all() and view.eq(number).all()
+                    t.shrink(seed)
+            except (vtensor.OutOfPages, vtensor.DriverError):
+                pass
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive(), "stuck"
+        assert not errors, errors[0]
+
+    def check_counts(self, pool):
+        stats = check_sums(pool)
+        assert stats.pages_needed == self.needed_and_held(pool)[0]  # I4
+        assert stats.pages_quarantined == 0
+        assert stats.tensors == sum(t.pool is pool for t in self.tensors)
+        assert 0 <= stats.pages_parked <= self.park
+        testing.check_invariants(pool)  # I3, I5, I6
+
+    @rule(index=st.integers(0, 1))
+    def trim(self, index):
+        pool = self.pools[index]
+        pool.trim()
+        assert pool.stats().pages_parked == 0
+
+    def come_to_rest(self, pool):
+        pool.trim()
+        self.rest(pool)
+
+
+class CudaMapperMachine(MapperMachine):
+    kind = "simcuda"
+
+
+class AskedMachine(MapperMachine):
+    """The mapper works only for what is prepared; freed tensors are parked all the same."""
+
+    ahead = 0
+
+
+def case(machine, examples):
+    found = machine.TestCase
+    found.settings = settings(max_examples=examples)
+    found.pytestmark = [pytest.mark.seconds(300)]
+    return found
+
+
+TestLookingAhead = case(MapperMachine, 40)
+TestAsked = case(AskedMachine, 20)
+TestSimulatedCuda = pytest.mark.skipif(
+    simcuda_library() is None, reason="libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)"
+)(case(CudaMapperMachine, 20))

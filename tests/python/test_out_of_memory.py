@@ -1,0 +1,254 @@
+"""Memory that runs out: what is given back first, who is asked, what is raised, and that nothing changes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+import vtensor
+from stream_support import eventually
+from support import filled, quarter, ramp, same_bytes, simcuda_control, simcuda_library
+from vtensor import testing
+
+MEMORY = 4 << 30  # of the simulated device
+AHEAD = 16 * 4096
+PAGE = 4096
+
+
+@pytest.fixture
+def emptied(monkeypatch):
+    """How often torch was asked for its cache; `emptied.then` is what that sets free."""
+
+    class Cache(list):
+        then = staticmethod(lambda: None)
+
+    cache = Cache()
+
+    def empty_cache():
+        cache.append(1)
+        cache.then()
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    return cache
+
+
+@pytest.fixture
+def full(sim):
+    """`full(n)`: the device has memory for n more pages. `full(None)`: as much as it ever had."""
+
+    def leave(pages: int | None) -> None:
+        nonlocal memory
+        memory = MEMORY if pages is None else memory - free_memory() + pages * PAGE
+        sim.configure("memory", memory)
+
+    memory = MEMORY
+    yield leave
+    leave(None)
+
+
+def free_memory() -> int:
+    look = simcuda_control().simcuda_free_memory
+    look.argtypes, look.restype = (ctypes.c_int,), ctypes.c_uint64
+    return look(0)
+
+
+GROW = {
+    "extend": lambda t, pool: t.extend(20),
+    "append": lambda t, pool: t.append(torch.full((20, PAGE // 4), 9, dtype=torch.uint8)),
+    "empty": lambda t, pool: quarter(pool, 20).close(),
+    "from_tensor": lambda t, pool: vtensor.from_tensor(
+        torch.ones(20, PAGE // 4, dtype=torch.uint8), 0, 64, pool=pool
+    ).close(),
+    "prefill": lambda t, pool: pool.prefill(6 * PAGE),
+}
+
+
+@pytest.mark.parametrize("name", GROW)
+@pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
+def test_a_device_without_memory(sim, stream_pool, emptied, full, name, ahead):
+    """I9: torch is asked once, the call is tried once more, then OutOfPages says what there is."""
+    pool = stream_pool(ahead=ahead, park=0)
+    t = filled(pool, 8)
+    t.copy_(ramp(t))
+    data = t.clone()
+    pool.wait_idle(1)
+    before = pool.stats()
+    full(0)
+    with pytest.raises(vtensor.OutOfPages, match=r"need a page of 4096 bytes.*\d+ bytes free after torch"):
+        GROW[name](t, pool)
+    assert emptied == [1]
+    after = pool.stats()
+    assert (t.length, after.pages_needed, after.tensors) == (8, before.pages_needed, before.tensors)
+    assert same_bytes(t, data) and after.pages_quarantined == 0
+    testing.check_invariants(pool)
+    full(None)
+    GROW[name](t, pool)  # the next call works
+    assert emptied == [1] and same_bytes(t[:8], data)
+    t.close()
+
+
+@pytest.mark.parametrize("name", GROW)
+def test_torch_gives_back_what_is_needed(sim, stream_pool, emptied, full, name):
+    pool = stream_pool()
+    t = filled(pool, 8)
+    full(0)
+    emptied.then = lambda: full(None)
+    GROW[name](t, pool)
+    assert emptied == [1]
+    t.close()
+
+
+def test_a_batch_that_fails_in_its_middle(stream_pool, emptied, full):
+    """Pages that were made stay with the pool, for the next call."""
+    pool = stream_pool()
+    t = filled(pool, 4, rows=(3,))
+    full(2)
+    with pytest.raises(vtensor.OutOfPages):
+        t.extend(16)
+    assert t.length == 4 and pool.stats().pages_used == 3 and pool.stats().pages_cached == 2
+    full(None)
+    t.extend(16)
+    assert pool.stats().pages_used == 15
+    t.close()
+
+
+def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full):
+    """Free pages, then what freed tensors left and what is ahead of others; torch is not asked."""
+    pool = stream_pool(ahead=AHEAD)
+    filled(pool, 16).close()
+    assert pool.stats().pages_parked == 4
+    other = quarter(pool, 4, capacity=32)
+    other.prepare(24)
+    pool.wait_idle(1)
+    assert pool.stats().pages_ahead == 6
+    full(0)
+    t = filled(pool, 40, 7, capacity=40)  # 10 pages: 4 parked and 6 ahead
+    assert t.eq(7).all() and not emptied
+    assert pool.stats().pages_ahead == 0 and pool.stats().pages_parked == 0
+    with pytest.raises(vtensor.OutOfPages):
+        other.extend(8)
+    assert emptied == [1] and other.length == 4
+    t.close(), other.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+def test_the_budget_takes_back_what_is_spare(pool_factory, emptied, kind):
+    """Parked, ahead and waiting pages are within the budget; torch's cache is not."""
+    pool = pool_factory(kind, 12, ahead=AHEAD, park=4 * PAGE)
+    filled(pool, 16).close()
+    other = quarter(pool, 4, capacity=32)
+    other.prepare(24)
+    pool.wait_idle(1)
+    assert (pool.stats().pages_parked, pool.stats().pages_ahead) == (4, 6)
+    t = filled(pool, 44, 7, capacity=44)
+    assert t.eq(7).all() and pool.stats().pages_used == 12
+    with pytest.raises(vtensor.OutOfPages, match=r"\[VTensor.extend\] need 1 pages.* has 0 of 12 free"):
+        other.extend(1)
+    assert not emptied and other.length == 4
+    testing.check_invariants(pool)
+    t.truncate(20)
+    other.extend(4)
+    t.close(), other.close()
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+def test_a_lower_budget(pool_factory, kind):
+    """Takes back what is spare; what is in use is never taken."""
+    pool = pool_factory(kind, 16, ahead=AHEAD, park=8 * PAGE)
+    filled(pool, 16).close()
+    t = filled(pool, 16, 3)
+    pool.wait_idle(1)
+    with pytest.raises(vtensor.OutOfPages, match=r"\[Pool.budget\] need a budget of at least 16384 bytes"):
+        pool.budget = 3 * PAGE
+    assert pool.budget == 16 * PAGE
+    pool.budget = 4 * PAGE
+    assert pool.stats().pages_free == 0 and t.eq(3).all()
+    with pytest.raises(vtensor.OutOfPages):
+        t.extend(1)
+    pool.budget = 16 * PAGE
+    t.extend(1)
+    t.close()
+    pool.close()
+
+
+def test_a_reserve_is_left_to_others(sim, stream_pool, emptied):
+    """Growth that would pass into it raises, after torch was asked; kept memory is not counted again."""
+    pool = stream_pool(reserve=free_memory() - 8 * PAGE)
+    t = filled(pool, 32)
+    with pytest.raises(vtensor.OutOfPages, match=r"\[VTensor.extend\] need 1 pages.*reserve= leaves"):
+        t.extend(1)
+    assert emptied == [1] and t.length == 32
+    t.truncate(28)
+    t.extend(4)  # into the page that the pool kept
+    with pytest.raises(vtensor.OutOfPages, match="reserve="):
+        pool.prefill(9 * PAGE)
+    t.close()
+
+
+def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
+    # In the place of torch's.
+    cache = testing.simulated_cuda_pool(str(simcuda_library()), page_size=PAGE, budget=64 * PAGE)
+    pool = stream_pool(reserve=free_memory() - 8 * PAGE)
+    cached = filled(cache, 16)
+    cached.close()
+    t = filled(pool, 16)
+
+    def give_back():
+        cache.trim()
+
+    emptied.then = give_back
+    t.extend(16)
+    assert emptied == [1] and t.length == 32
+    t.close()
+    cache.close()
+
+
+def test_a_reserve_takes_what_is_spare(sim, stream_pool, emptied):
+    """Before anybody is asked: what freed tensors left, and what is ahead of others."""
+    pool = stream_pool(reserve=free_memory() - 8 * PAGE, ahead=AHEAD)
+    filled(pool, 16).close()
+    other = quarter(pool, 4, capacity=32)
+    other.prepare(12)
+    pool.wait_idle(1)
+    t = filled(pool, 28, 7, capacity=28)
+    assert not emptied and t.eq(7).all()
+    t.close(), other.close()
+
+
+def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied, full):
+    """Where there is none it stops quietly: looking ahead is no reason to ask or to raise."""
+    pool = stream_pool(ahead=AHEAD, park=0)
+    t = quarter(pool, 4)
+    pool.wait_idle(1)
+    full(0)
+    t.prepare(20)
+    pool.wait_idle(1)
+    assert pool.stats().pages_ahead == 0 and not emptied
+    t.shrink(1)  # nothing is raised
+    full(None)
+    t.prepare(20)
+    assert eventually(lambda: pool.stats().pages_ahead >= 5)
+    t.close()
+
+
+def test_a_fork_without_memory_for_its_first_write(sim, stream_pool, emptied, full):
+    """Copying a page takes one: refused whole, the sharers unchanged."""
+    pool = stream_pool()
+    t = filled(pool, 6, 1)
+    child = t.fork()
+    full(0)
+    with pytest.raises(vtensor.OutOfPages):
+        child.own(0, 6)
+    with pytest.raises(vtensor.OutOfPages):
+        child.extend(1)
+    assert len(emptied) == 2
+    assert t.eq(1).all() and child.eq(1).all() and child.length == 6
+    testing.check_invariants(pool)
+    full(None)
+    child.own(0, 6)
+    child.fill_(2)
+    assert t.eq(1).all() and child.eq(2).all()
+    t.close(), child.close()

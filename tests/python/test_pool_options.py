@@ -1,0 +1,293 @@
+"""What a pool may be told: budget, prefill, watermarks, age, reserve; and what it counts."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+
+import vtensor
+from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled, mapper_calls, quarter
+from vtensor import testing
+
+PAGE = 4096
+
+
+# --- budget -----------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_raised_and_lowered_in_use(host):
+    t = filled(host, 60 * PER_PAGE, 5, capacity=800)
+    with pytest.raises(vtensor.OutOfPages):
+        t.extend(10 * PER_PAGE)
+    host.budget = 100 * PAGE
+    assert host.budget == 100 * PAGE and check_sums(host).pages_free == 40
+    t.extend(10 * PER_PAGE)
+    t.shrink(20 * PER_PAGE)
+    host.budget = 50 * PAGE + 5  # whole pages
+    assert host.budget == 50 * PAGE and check_sums(host).pages_free == 0
+    with pytest.raises(vtensor.OutOfPages):
+        t.extend(1)
+    host.budget = 51 * PAGE
+    assert t.extend(1)[: 50 * PER_PAGE].eq(5).all()
+
+
+def test_a_budget_below_what_is_in_use_is_refused_and_changes_nothing(host):
+    t = filled(host, 10 * PER_PAGE)
+    for nbytes in (9 * PAGE, 1):
+        with pytest.raises(vtensor.OutOfPages, match=r"\[Pool.budget\] need .* at least 40960 bytes"):
+            host.budget = nbytes
+    assert host.budget == 64 * PAGE and t.eq(1).all()
+    host.budget = 10 * PAGE
+
+
+def test_a_smaller_budget_gives_free_memory_back(host):
+    filled(host, 40 * PER_PAGE, capacity=400).close()
+    assert host.stats().pages_cached == 40
+    host.budget = 16 * PAGE
+    stats = check_sums(host)
+    assert stats.pages_cached == 16 and stats.driver_calls["caller"]["fallocate"] >= 1
+
+
+def test_a_smaller_budget_takes_back_what_is_ahead(pool_factory):
+    pool = pool_factory("host", ahead=32 * PAGE, park=0)
+    t = quarter(pool, 4, capacity=400)
+    t.prepare(20 * PER_PAGE)
+    pool.wait_idle(5)
+    assert pool.stats().pages_ahead == 20
+    pool.budget = PAGE
+    assert check_sums(pool).pages_mapped == 1
+
+
+def test_a_refusal_while_the_budget_is_lowered(host):
+    filled(host, 40 * PER_PAGE, capacity=400).close()
+    with testing.fail_after(host, 0), pytest.raises(vtensor.DriverError):
+        host.budget = 16 * PAGE
+    assert host.budget == 64 * PAGE
+    testing.check_invariants(host)
+    host.budget = 16 * PAGE
+
+
+# --- prefill and the counters -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+def test_prefill_makes_memory_and_growth_finds_it(pool_factory, kind):
+    pool = pool_factory(kind)
+    pool.prefill(10 * PAGE - 1)
+    stats = check_sums(pool)
+    assert (stats.pages_cached, stats.pages_used, stats.pages_free) == (10, 0, 64)
+    assert (stats.pages_fresh, stats.pages_recycled) == (0, 0)  # nobody took a page
+    before = calls(pool)
+    t = quarter(pool, 12 * PER_PAGE)
+    made = calls_since(pool, before)
+    assert made.get("cuMemCreate", 0) == (2 if kind == "simcuda" else 0) and "fallocate" not in made
+    stats = check_sums(pool)
+    assert (stats.pages_fresh, stats.pages_recycled) == (2, 10)
+    t.close()
+    for turn in range(1, 30):  # and goes on finding it
+        filled(pool, 12 * PER_PAGE).close()
+        assert (pool.stats().pages_fresh, pool.stats().pages_recycled) == (2, 10 + 12 * turn)
+    assert calls_since(pool, before).get("cuMemCreate", 0) == made.get("cuMemCreate", 0)
+
+
+def test_prefill_is_limited_by_the_budget(host):
+    t = filled(host, 60 * PER_PAGE, capacity=400)
+    with pytest.raises(vtensor.OutOfPages, match=r"\[Pool.prefill\]"):
+        host.prefill(5 * PAGE)
+    host.prefill(4 * PAGE)
+    assert check_sums(host).pages_cached == 4
+    host.prefill(0)
+    with pytest.raises(vtensor.InvalidArgument):
+        host.prefill(-1)
+    assert t.eq(1).all()
+
+
+def test_a_refused_prefill_leaves_nothing_taken(pool_factory):
+    for kind in ("host", "simcuda"):
+        pool = pool_factory(kind)
+        with testing.fail_after(pool, 0), pytest.raises(vtensor.VTensorError) as refused:
+            pool.prefill(8 * PAGE)
+        stats = check_sums(pool)
+        assert (stats.pages_used, stats.pages_cached) == (0, 0), refused.value
+        testing.check_invariants(pool)
+        pool.prefill(8 * PAGE)
+        assert pool.stats().pages_cached == 8
+
+
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+def test_a_refused_growth_does_not_upset_the_counters(pool_factory, kind):
+    pool = pool_factory(kind)
+    t = filled(pool, 1, rows=(3,))
+    for skip in range(8):
+        with testing.fail_after(pool, skip):
+            try:
+                t.extend(2 * PER_PAGE)
+                t.shrink(2 * PER_PAGE)
+            except vtensor.VTensorError:
+                pass
+        pool.wait_idle(5)
+        stats = check_sums(pool)
+        assert 0 <= stats.pages_recycled < 2**32 and 0 < stats.pages_fresh < 2**32
+
+
+def test_growths_and_tensors_are_counted(pool_factory):
+    pool = pool_factory("host", park=32 * PAGE)
+    t = quarter(pool, 2)
+    t.prepare(PER_PAGE)
+    pool.wait_idle(5)
+    t.extend(1)
+    t.extend(PER_PAGE - 1)  # into what was prepared
+    t.extend(PER_PAGE)
+    t.close()
+    quarter(pool, 1)
+    stats = pool.stats()
+    assert (stats.growths_mapped, stats.growths_ready) == (2, 2)  # an adopted page is a ready one
+    assert (stats.tensors_fresh, stats.tensors_adopted) == (1, 1)
+
+
+# --- watermarks and age -----------------------------------------------------------------------------------
+
+
+def test_the_mapper_keeps_free_memory_between_the_marks(pool_factory):
+    pool = pool_factory("host", low=8 * PAGE, high=16 * PAGE)
+    eventually(lambda: pool.stats().pages_cached == 8)
+    before = calls(pool)
+    t = filled(pool, 6 * PER_PAGE, capacity=400)
+    eventually(lambda: pool.stats().pages_cached >= 8)
+    t.extend(40 * PER_PAGE)
+    t.close()
+    eventually(lambda: pool.stats().pages_cached <= 16)
+    check_sums(pool)
+    assert "fallocate" not in calls_since(pool, before)
+    assert mapper_calls(pool)["fallocate"] > 2
+
+
+def test_the_low_mark_is_kept_within_the_budget(pool_factory):
+    pool = pool_factory("host", pages=16, low=12 * PAGE)
+    eventually(lambda: pool.stats().pages_cached == 12)
+    t = filled(pool, 10 * PER_PAGE)
+    eventually(lambda: pool.stats().pages_cached == 6)
+    testing.check_invariants(pool)
+    t.extend(6 * PER_PAGE)
+    assert check_sums(pool).pages_free == 0 and t[: 10 * PER_PAGE].eq(1).all()
+
+
+def test_a_refused_refill_is_tried_again(pool_factory):
+    pool = pool_factory("host", low=4 * PAGE)
+    eventually(lambda: pool.stats().pages_cached == 4)
+    with testing.fail_after(pool, 0, 1000):
+        pool_calls = mapper_calls(pool).get("fallocate", 0)
+        try:
+            quarter(pool, 2 * PER_PAGE)
+        except vtensor.DriverError:
+            pass
+        time.sleep(0.02)
+    t = filled(pool, 3 * PER_PAGE)
+    eventually(lambda: pool.stats().pages_cached >= 4)
+    assert mapper_calls(pool)["fallocate"] >= pool_calls and t.eq(1).all()
+
+
+def test_memory_goes_with_age(pool_factory):
+    pool = pool_factory("host", max_age=0.05)
+    filled(pool, 10 * PER_PAGE).close()
+    freed = time.monotonic()
+    eventually(lambda: pool.stats().pages_cached == 0)
+    assert time.monotonic() - freed > 0.03
+    assert mapper_calls(pool)["fallocate"] == 10
+
+
+def test_age_leaves_the_low_mark_alone(pool_factory):
+    pool = pool_factory("host", low=4 * PAGE, max_age=0.02)
+    filled(pool, 10 * PER_PAGE).close()
+    eventually(lambda: pool.stats().pages_cached == 4)
+    before = mapper_calls(pool)
+    time.sleep(0.1)
+    assert pool.stats().pages_cached == 4 and mapper_calls(pool) == before
+
+
+# --- reserve ----------------------------------------------------------------------------------------------
+
+
+def test_a_reserve_is_left_to_others(pool_factory):
+    pool = pool_factory("host", reserve=2**50)
+    t = quarter(pool)
+    with pytest.raises(vtensor.OutOfPages, match="reserve"):
+        t.extend(1)
+    assert t.length == 0 and pool.stats().pages_used == 0
+    with pytest.raises(vtensor.OutOfPages, match="reserve"):
+        pool.prefill(PAGE)
+    modest = pool_factory("host", reserve=PAGE)
+    assert filled(modest, 9).eq(1).all()
+
+
+def test_memory_that_is_there_does_not_count_against_the_reserve(pool_factory):
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pool = pool_factory("host", reserve=min(free // 4, 2**30))
+    filled(pool, 30 * PER_PAGE, capacity=200).close()
+    assert pool.stats().pages_cached == 30
+    assert filled(pool, 30 * PER_PAGE, capacity=200).eq(1).all()
+
+
+# --- bad input --------------------------------------------------------------------------------------------
+
+BAD = [
+    ("budget", 0),
+    ("budget", -1),
+    ("budget", 2**63),
+    ("ahead", -1),
+    ("ahead", 2**63),
+    ("park", -1),
+    ("park", 2**63),
+    ("low", -1),
+    ("low", 2**63),
+    ("high", -1),
+    ("max_age", 0),
+    ("max_age", -1.0),
+    ("max_age", math.nan),
+    ("max_age", math.inf),
+    ("reserve", -1),
+    ("reserve", 2**63),
+    ("zero", "sometimes"),
+    ("page_size", 3000),
+    ("page_size", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_option_is_refused_by_name(name, value):
+    with pytest.raises(vtensor.InvalidArgument, match=name):
+        vtensor.Pool("cpu", **{name: value})
+
+
+def test_marks_that_contradict_one_another():
+    with pytest.raises(vtensor.InvalidArgument, match="low"):
+        vtensor.Pool("cpu", low=2 * PAGE, high=PAGE)
+    with pytest.raises(vtensor.InvalidArgument, match="budget"):
+        vtensor.Pool("cpu", page_size=PAGE, budget=PAGE - 1)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 2**63])
+def test_a_bad_budget_is_refused_when_set(host, nbytes):
+    with pytest.raises(vtensor.InvalidArgument, match="budget"):
+        host.budget = nbytes
+    assert host.budget == 64 * PAGE
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, 1e12])
+def test_a_bad_timeout_is_refused(host, timeout):
+    with pytest.raises(vtensor.InvalidArgument, match="timeout"):
+        host.wait_idle(timeout)
+
+
+def test_a_closed_pool_takes_no_orders(pool_factory):
+    pool = pool_factory("host")
+    pool.close()
+    with pytest.raises(vtensor.Closed):
+        pool.budget = PAGE
+    with pytest.raises(vtensor.Closed):
+        pool.prefill(PAGE)
+    assert pool.trim() == 0
+    pool.wait_idle(1)

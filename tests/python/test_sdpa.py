@@ -1,0 +1,192 @@
+"""Scaled dot-product attention over a cache: the right mask, grouped heads, both layouts."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+from vtensor.integrations import _kv
+from vtensor.integrations.full_extent import FullExtent
+from vtensor.integrations.sdpa import scaled_dot_product_attention
+
+import vtensor
+from test_bad_input import SHAPE_OF_A_MESSAGE
+
+HEADS, SIZE, CAPACITY = 2, 16, 256
+
+
+def noise(*sizes, seed=0):
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def cache(pool, length, grow_dim, rows=2, seed=1):
+    """[rows, HEADS, length, SIZE] where it grows along dimension 2, else [rows, length, HEADS, SIZE]."""
+    sizes = (rows, HEADS, 0, SIZE) if grow_dim == 2 else (rows, 0, HEADS, SIZE)
+    t = vtensor.empty(*sizes, grow_dim=grow_dim, capacity=CAPACITY, pool=pool)
+    x = noise(rows, HEADS, length, SIZE, seed=seed)
+    return t.append(x if grow_dim == 2 else x.transpose(1, 2))
+
+
+def heads_first(t):
+    """A plain tensor [B, H, S, D] of t's strides, with NaN behind its last position."""
+    view = t[...] if t.grow_dim == 2 else t[...].transpose(1, 2)
+    sizes = [*view.shape[:2], view.shape[2] + 8, SIZE]
+    whole = torch.empty_strided(sizes, view.stride()).fill_(float("nan"))
+    whole[:, :, : view.shape[2]] = view
+    return whole[:, :, : view.shape[2]]
+
+
+def exact(q, k, v, mask=None):
+    """In float64; `mask` broadcasts to [B, Hq, Sq, Sk], True where seen or a float to add."""
+    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q.double() @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if mask is not None:
+        seen = torch.zeros(mask.shape).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
+        scores = scores + seen.double()
+    return torch.softmax(scores, -1).nan_to_num(0.0) @ v
+
+
+def close(*tensors):
+    for t in tensors:
+        t.close()
+
+
+def lower_right(queries, length):
+    return torch.arange(length)[None] <= torch.arange(queries)[:, None] + length - queries
+
+
+@pytest.mark.parametrize("grow_dim", [1, 2])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("queries", [1, 2, 7, 20])
+def test_causal_is_lower_right(host, grow_dim, groups, queries):
+    """With the error of torch's own function over plain tensors of the same strides and that mask beside
+    ours."""
+    k, v = cache(host, 20, grow_dim), cache(host, 20, grow_dim, seed=2)
+    q = noise(2, HEADS * groups, queries, SIZE)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    plain = heads_first(k), heads_first(v)
+    mask = lower_right(queries, 20)
+    theirs = torch_sdpa(q, *plain, attn_mask=mask, enable_gqa=True)
+    want = exact(q, *plain, mask)
+    assert (theirs - want).abs().max() < 1e-5
+    assert (out - want).abs().max() <= max((theirs - want).abs().max() * 2, 1e-6)
+    if queries not in (1, 20):
+        upper_left = torch_sdpa(q, *plain, is_causal=True, enable_gqa=True)
+        assert not torch.allclose(upper_left.double(), want, atol=1e-3)
+    close(k, v)
+
+
+@pytest.mark.parametrize("grow_dim", [1, 2])
+def test_the_same_kernel_on_the_same_layout_gives_the_same_bits(host, grow_dim):
+    k, v = cache(host, 33, grow_dim), cache(host, 33, grow_dim, seed=2)
+    plain = heads_first(k), heads_first(v)
+    for queries in (1, 4, 33):
+        q = noise(2, HEADS, queries, SIZE)
+        assert torch.equal(scaled_dot_product_attention(q, k, v), torch_sdpa(q, *plain))
+        options = {1: {}, 4: {"attn_mask": lower_right(4, 33)}, 33: {"is_causal": True}}[queries]
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert torch.equal(out, torch_sdpa(q, *plain, **options))
+    close(k, v)
+
+
+@pytest.mark.parametrize("grow_dim", [1, 2])
+def test_a_prompt_in_parts_and_then_steps(host, grow_dim):
+    """The attention of each part over the cache is the rows of one causal attention over all of it."""
+    total = 50
+    q, k, v = (noise(1, heads, total, SIZE, seed=i) for i, heads in enumerate((4, HEADS, HEADS)))
+    whole = exact(q, k, v, lower_right(total, total))
+    ours = [cache(host, 0, grow_dim, rows=1) for _ in range(2)]
+    at = 0
+    for n in (16, 16, 11, 1, 1, 5):
+        for t, x in zip(ours, (k, v), strict=True):
+            new = x[:, :, at : at + n]
+            t.append(new if grow_dim == 2 else new.transpose(1, 2))
+        at += n
+        out = scaled_dot_product_attention(q[:, :, at - n : at], *ours, is_causal=True, enable_gqa=True)
+        assert (out - whole[:, :, at - n : at]).abs().max() < 1e-5
+    assert at == total
+    close(*ours)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 9), (2, 1, 1, 9), (4, 1, 9), (2, 4, 1, 9), (1, 4, 3, 9)])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_masks_of_every_shape_over_grouped_heads(host, queries, shape, kind):
+    if len(shape) > 1 and shape[-2] not in (1, queries):
+        shape = (*shape[:-2], queries, 9)
+    k, v = cache(host, 9, 2), cache(host, 9, 2, seed=2)
+    q = noise(2, 4, queries, SIZE)
+    mask = noise(*shape, seed=3)
+    if kind is torch.bool:
+        mask = (mask > -0.5) | (torch.arange(9) == 0)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    assert (out - exact(q, k, v, mask)).abs().max() < 1e-5
+    close(k, v)
+
+
+def test_queries_that_see_nothing_give_zeros(host):
+    k, v = cache(host, 2, 2), cache(host, 2, 2, seed=2)
+    out = scaled_dot_product_attention(noise(2, HEADS, 5, SIZE), k, v, is_causal=True)
+    assert not out[:, :, :3].any() and out[:, :, 3:].all()
+    close(k, v)
+
+
+def test_a_scale_and_a_full_extent(host):
+    k, v = cache(host, 5, 1), cache(host, 5, 1, seed=2)
+    q = noise(2, HEADS, 1, SIZE)
+    out = scaled_dot_product_attention(q, FullExtent(k), FullExtent(v), scale=0.5)
+    assert torch.equal(out, torch_sdpa(q, k.transpose(1, 2), v.transpose(1, 2), scale=0.5))
+    close(k, v)
+
+
+def test_both_tensors_are_leased_during_the_call(host, monkeypatch):
+    k, v = cache(host, 5, 2), cache(host, 5, 2)
+    held = []
+
+    @contextlib.contextmanager
+    def lease(*tensors, stream=None):
+        held.append([id(t) for t in tensors])
+        yield
+
+    monkeypatch.setattr(vtensor, "lease", lease)
+    monkeypatch.setattr(_kv, "runs_in_stream", lambda query: True)
+    scaled_dot_product_attention(noise(2, HEADS, 1, SIZE), k, v)
+    plain = noise(2, HEADS, 5, SIZE)
+    scaled_dot_product_attention(noise(2, HEADS, 1, SIZE), plain, plain)
+    assert held == [[id(k), id(v)]]
+    close(k, v)
+
+
+@pytest.mark.parametrize(
+    ("query", "options", "says"),
+    [
+        (noise(2, 2, 3, SIZE), {"attn_mask": torch.ones(3, 8, dtype=torch.bool)}, ["[3, 8]", "9 keys"]),
+        (noise(2, 2, 3, SIZE), {"attn_mask": torch.ones(9)}, ["[9]", "9 keys"]),
+        (noise(2, 2, 3, SIZE), {"attn_mask": torch.ones(2, 9, dtype=torch.bool)}, ["[2, 9]", "3 queries"]),
+        (
+            noise(2, 2, 3, SIZE),
+            {"attn_mask": torch.ones(3, 9), "is_causal": True},
+            ["attn_mask", "is_causal"],
+        ),
+        (noise(2, 4, 3, SIZE), {}, ["4 heads", "enable_gqa=True"]),
+        (noise(2, 3, 3, SIZE), {"enable_gqa": True}, ["3 heads", "another model"]),
+        (noise(2, 2, 3, 8), {}, ["head size", "another model"]),
+        (noise(2, 2, 3, SIZE).double(), {}, ["float64", "float32"]),
+        (noise(2, 3, SIZE), {}, ["[2, 3, 16]", "head size"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(host, query, options, says):
+    k, v = cache(host, 9, 2), cache(host, 9, 2, seed=2)
+    with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE) as caught:
+        scaled_dot_product_attention(query, k, v, **options)
+    assert all(word in str(caught.value) for word in says), caught.value
+    close(k, v)
+
+
+def test_values_that_were_not_appended(host):
+    k, v = cache(host, 9, 2), cache(host, 8, 2)
+    with pytest.raises(vtensor.InvalidArgument, match="append to both"):
+        scaled_dot_product_attention(noise(2, 2, 3, SIZE), k, v)
+    close(k, v)

@@ -1,0 +1,176 @@
+"""How streams may be named, and streams of several devices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vtensor
+from cuda_support import device
+from stream_support import eventually
+from support import filled, run_snippet, simcuda_library
+from vtensor._streams import stream_handle
+
+needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+
+
+class Handle:
+    """As cuda.bindings has them: an object that is an integer when asked."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __int__(self) -> int:
+        return self.value
+
+
+class WithProtocol:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.value
+
+
+STREAMS = {
+    "integer": lambda value: value,
+    "torch": lambda value: SimpleNamespace(cuda_stream=value),
+    "cuda.core": WithProtocol,
+    "cuda.core handle": lambda value: SimpleNamespace(handle=Handle(value)),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("value", [0, 1, 7, 2**64 - 1])
+def test_a_stream_is_known_by_its_value(name, value):
+    assert stream_handle("x", STREAMS[name](value)) == value
+
+
+def test_no_stream_is_torchs_current_one():
+    assert stream_handle("x", None) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [-1, 2**64, "7", 1.5, True, object(), torch.ones(2), WithProtocol(-1), SimpleNamespace(cuda_stream="s")],
+    ids=repr,
+)
+def test_what_is_no_stream(host, wrong):
+    t = filled(host, 8, 3)
+    calls = {
+        "VTensor.shrink": lambda: t.shrink(1, stream=wrong),
+        "VTensor.truncate": lambda: t.truncate(1, stream=wrong),
+        "VTensor.fork": lambda: t.fork(stream=wrong),
+        "VTensor.close": lambda: t.close(stream=wrong),
+        "VTensor.record_stream": lambda: t.record_stream(wrong),
+        "lease": lambda: vtensor.lease(t, stream=wrong),
+    }
+    for name, call in calls.items():
+        with pytest.raises(vtensor.InvalidArgument, match=rf"\[{name}\] stream is"):
+            call()
+    assert t.length == 8 and t.eq(3).all()
+    t.close()
+
+
+def test_the_per_thread_stream_is_refused(host):
+    """It names another stream in the mapper's thread, which would find it idle."""
+    t = filled(host, 8)
+    with pytest.raises(vtensor.InvalidArgument, match="per-thread"):
+        t.shrink(1, stream=2)
+    with pytest.raises(vtensor.InvalidArgument, match="None"):
+        t.record_stream(None)
+    t.close()
+
+
+def test_streams_mean_nothing_on_the_host(host):
+    """There is no work behind the callers' backs: pages go at once."""
+    t = filled(host, 16)
+    with vtensor.lease(t, stream=12345):
+        t.truncate(8, stream=12345)
+        assert host.stats().pages_held == 2  # the lease
+    assert host.stats().pages_held == 0
+    t.record_stream(99)
+    t.fork(stream=7).close(stream=7)
+    t.close(stream=12345)
+    assert host.stats().pages_mapped == 0
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("operation", ["shrink", "truncate", "close", "lease", "record_stream"])
+def test_pages_wait_for_the_named_stream(sim, stream_pool, name, operation):
+    pool = stream_pool()
+    stream = sim.stream(held=True)
+    named = STREAMS[name](stream)
+    t = filled(pool, 16)
+    sim.kernel(stream, t)
+    if operation == "lease":
+        with vtensor.lease(t, stream=named):
+            pass
+    elif operation == "record_stream":
+        t.record_stream(named)
+    if operation == "shrink":
+        t.shrink(12, stream=named)
+    elif operation == "close":
+        t.close(stream=named)
+    else:
+        t.truncate(4, stream=named if operation == "truncate" else None)
+    held = 4 if operation == "close" else 3
+    assert pool.stats().pages_held == held
+    sim.release(stream)
+    assert pool.stats().pages_held == 0
+    assert sim.illegal_accesses() == 0
+    t.close()
+
+
+@needs_simcuda
+@pytest.mark.parametrize("ahead", [0, 1 << 20])
+def test_several_pools_and_devices(sim, stream_pool, ahead):
+    """Each device has its own streams, the default one included: none waits for another's."""
+    with device(devices=3):
+        pools = [stream_pool(device=n, ahead=ahead) for n in (0, 1, 1, 2)]
+        streams = [sim.stream(device=n) for n in (0, 1, 1, 2)]
+        tensors = [filled(pool, 16, n + 1) for n, pool in enumerate(pools)]
+        for n in range(4):
+            sim.hold(streams[n])
+            sim.kernel(streams[n], tensors[n], writes=n + 1)
+        for n in range(4):
+            tensors[n].truncate(0, stream=streams[n])
+        for n in (2, 0, 3, 1):
+            assert not eventually(lambda n=n: pools[n].stats().pages_held == 0, 0.02)
+            sim.release(streams[n])
+            assert eventually(lambda n=n: pools[n].stats().pages_held == 0), n
+        with vtensor.lease(*tensors):
+            pass  # of all of them at once, in each device's current stream
+        assert sim.illegal_accesses() == 0
+        for pool in pools:
+            pool.close()
+
+
+_STREAM_IS_GONE = """
+from stream_support import SimulatedDevice
+pool = open_pool("simcuda", patience=0.5)
+sim = SimulatedDevice()
+t = filled(pool, 16)
+stream = sim.stream()
+sim.destroy(stream)
+t.close(stream=stream)
+assert pool.stats().pages_held == 4
+try:
+    pool.wait_idle(1)
+except vtensor.DriverError as error:
+    assert "INVALID_HANDLE" in str(error), error
+else:
+    raise AssertionError("nobody was told")
+assert pool.stats().pages_held == pool.stats().pages_used == 4
+with filled(pool, 16, 9) as u:
+    assert u.eq(9).all()
+pool.close()
+"""
+
+
+@needs_simcuda
+def test_a_stream_that_is_gone_cannot_be_waited_for():
+    """The fence is refused: the pages stay for good, who asks is told, and the pool is none the worse."""
+    run_snippet(_STREAM_IS_GONE, finalize=True).check()

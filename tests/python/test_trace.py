@@ -1,0 +1,485 @@
+"""The trace (I16): what a recording holds, what it says of it, and that it lies beside torch's profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import vtensor
+from support import filled, quarter, run_snippet
+from vtensor import trace
+from vtensor.trace import Event
+
+# What torch's converted clock and ours may be apart, in microseconds. Seen: below 1.
+APART = 100.0
+
+
+def grow(t, steps: int) -> None:
+    for _ in range(steps):
+        t.extend(1)
+
+
+def of(events, what):
+    return [event for event in events if event.what == what]
+
+
+# -- what a recording holds
+
+
+def test_nothing_is_recorded_outside(pool):
+    t = quarter(pool)
+    t.extend(1)
+    with trace.record() as recording:
+        pass
+    t.extend(1)
+    assert of(recording.events(), "extend") == [] and recording.dropped == 0
+    t.close()
+
+
+def test_extend_and_shrink_say_what_where_how_much_when_and_who(pool):
+    t = quarter(pool, rows=(3,))
+    item = pool.page_size // 4
+    before = time.time_ns()
+    with trace.record() as recording:
+        t.extend(2)
+        t.append(torch.ones(3, 5, item, dtype=torch.uint8))
+        t.shrink(1)
+        t.shrink(2, front=True)
+        t.truncate(3)
+    after = time.time_ns()
+    events = recording.events()
+    changes = [event for event in events if event.what in ("extend", "shrink")]
+    base = changes[0].tensor
+    assert [(e.what, e.nbytes // item, (e.address - base) // item) for e in changes] == [
+        ("extend", 3 * 2, 0),
+        ("extend", 3 * 5, 2),
+        ("shrink", 3 * 1, 6),
+        ("shrink", 3 * 2, 0),
+        ("shrink", 3 * 1, 5),
+    ]
+    assert t.address == base + 2 * item  # the tensor's name is where its range begins
+    assert {e.tensor for e in changes} == {base}
+    assert {e.role for e in changes} == {"caller"}
+    assert {e.thread for e in changes} == {threading.get_native_id()}
+    assert all(e.duration_ns > 0 and e.call == "" for e in changes)
+    times = [t for e in changes for t in (e.time_ns, e.time_ns + e.duration_ns)]
+    assert times == sorted(times)
+    assert before - 1000 <= times[0] and times[-1] <= after + 1000
+    t.close()
+
+
+def test_a_refused_extend_is_there_too(pool):
+    t = quarter(pool, capacity=1000)
+    with trace.record() as recording, pytest.raises(vtensor.OutOfPages):
+        t.extend(1000)
+    assert len(of(recording.events(), "extend")) == 1
+    t.close()
+
+
+def test_rows_are_what_pandas_takes():
+    assert Event._fields == (
+        "time_ns",
+        "duration_ns",
+        "what",
+        "call",
+        "address",
+        "nbytes",
+        "tensor",
+        "thread",
+        "role",
+    )
+    with trace.record() as recording:
+        vtensor.empty(1, grow_dim=0, capacity=1, dtype=torch.uint8, device="cpu").close()
+    events = recording.events()
+    kinds = {"what": str, "call": str, "role": str}
+    for event in events:
+        assert isinstance(event, tuple)
+        assert {name: type(value) for name, value in event._asdict().items()} == {
+            name: kinds.get(name, int) for name in Event._fields
+        }
+    assert events
+
+
+def test_pandas_makes_a_table_of_them(host):
+    pandas = pytest.importorskip("pandas")
+    t = quarter(host)
+    with trace.record() as recording:
+        grow(t, 3)
+    table = pandas.DataFrame(recording.events())
+    assert list(table.columns) == list(Event._fields)
+    assert (table.what == "extend").sum() == 3
+    t.close()
+
+
+def test_the_newest_stay_and_the_others_are_counted(host):
+    t = quarter(host, capacity=4)
+    t.extend(4).truncate(1)
+    with trace.record(capacity=100) as recording:
+        assert recording.capacity == 128
+        for _ in range(500):
+            t.extend(1).truncate(1)
+        inside = recording.events()
+    assert len(inside) == 128
+    assert len(recording.events()) == 128
+    assert recording.dropped >= 1000 - 128
+    assert f"{recording.dropped:,} older events were dropped" in recording.summary()
+    t.close()
+
+
+def test_events_come_from_every_thread(host):
+    tensors = [quarter(host) for _ in range(3)]
+    ids = {}
+
+    def work(i):
+        ids[i] = threading.get_native_id()
+        grow(tensors[i], 20)
+
+    with trace.record() as recording:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    extends = of(recording.events(), "extend")
+    for i, t in enumerate(tensors):
+        own = [e for e in extends if e.thread == ids[i]]
+        assert len(own) == 20
+        assert {e.tensor for e in own} == {t.address}
+        t.close()
+
+
+def test_events_are_read_beside_writers(host):
+    t = quarter(host, capacity=4)
+    done = threading.Event()
+
+    def work():
+        while not done.is_set():
+            t.extend(1).truncate(0)
+
+    writer = threading.Thread(target=work)
+    with trace.record(capacity=64) as recording:
+        writer.start()
+        try:
+            seen = 0
+            until = time.monotonic() + 60
+            while seen < 500 and time.monotonic() < until:
+                events = recording.events()
+                assert all(a.time_ns <= b.time_ns for a, b in pairwise(events))
+                seen += len(events)
+        finally:
+            done.set()
+            writer.join(60)
+    assert seen >= 500
+    t.close()
+
+
+# -- beginning and ending
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_recording_stops_and_keeps_what_it_has(host, error):
+    t = quarter(host)
+    with pytest.raises(error), trace.record() as recording:
+        t.extend(1)
+        raise error
+    t.extend(1)
+    assert len(of(recording.events(), "extend")) == 1
+    t.close()
+
+
+def test_recordings_overlap_and_hold_their_own_part(host):
+    t = quarter(host)
+    with trace.record(1024) as outer:
+        t.extend(1)
+        with trace.record() as inner:
+            assert inner.capacity == 1024
+            t.extend(2)
+            with pytest.raises(vtensor.InvalidArgument, match=r"^\[trace.record\] .*1024.*: ask for"):
+                trace.record(1025).__enter__()
+        t.extend(3)
+    item = host.page_size // 4
+    assert [e.nbytes // item for e in of(outer.events(), "extend")] == [1, 2, 3]
+    assert [e.nbytes // item for e in of(inner.events(), "extend")] == [2]
+    t.close()
+
+
+def test_a_recording_is_used_once(host):
+    with trace.record() as recording:
+        pass
+    with pytest.raises(vtensor.VTensorError, match=r"^\[trace.record\] .*: make another"), recording:
+        pass
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda r: r.events(),
+        lambda r: r.summary(),
+        lambda r: r.dropped,
+        lambda r: r.capacity,
+        lambda r: r.export("nowhere"),
+    ],
+)
+def test_a_recording_that_has_not_begun_says_so(ask, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recording = trace.record()
+    assert "not begun" in repr(recording)
+    with pytest.raises(vtensor.VTensorError, match=r"^\[trace\.\w+\] the recording has not begun: enter it"):
+        ask(recording)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2**28 + 1, 2**70])
+def test_capacities_that_cannot_be_meant(capacity):
+    with pytest.raises(vtensor.InvalidArgument, match=r"^\[trace.record\] capacity is .*: it must"):
+        trace.record(capacity)
+
+
+def test_a_forked_child_records_nothing_and_says_so():  # I13
+    run_snippet(
+        """
+        from vtensor import trace
+        t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
+
+        def refused(call):
+            try:
+                call()
+            except vtensor.VTensorError as error:
+                return "[trace." in str(error) and "forked" in str(error) and ": " in str(error)
+            return False
+
+        with trace.record() as recording:
+            t.extend(1)
+            pid = os.fork()
+            if pid == 0:
+                torch.set_num_threads(1)
+                ok = refused(lambda: trace.record().__enter__()) and refused(recording.events)
+                recording.__exit__(None, None, None)
+                os._exit(0 if ok else 1)
+            assert os.waitpid(pid, 0)[1] == 0
+            t.extend(1)
+        assert [e.what for e in recording.events()].count("extend") == 2
+        """
+    ).check()
+
+
+def test_the_interpreter_exits_with_a_recording_that_runs():  # I14
+    finished = run_snippet(
+        """
+        from vtensor import trace
+        recording = trace.record().__enter__()
+        t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
+        forgotten = trace.record(64).__enter__()
+        del forgotten
+        t.extend(1)
+        """,
+        finalize=True,
+    ).check()
+    assert finished.err == ""
+
+
+# -- what is made of it
+
+
+class Core:
+    """A recording of given rows."""
+
+    capacity, dropped, started = 64, 0, 1_000_000_000
+
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def events(self):
+        return list(self.rows)
+
+    def stop(self):
+        pass
+
+
+def recording_of(*rows):
+    recording = trace.record()
+    recording._core = Core(*rows)
+    return recording
+
+
+ROWS = (
+    (1_000_001_000, 9_000, "extend", "", 0x7000, 4096, 0x7000, 11, "caller"),
+    (1_000_002_500, 1_500, "driver_call", "mmap", 0x7000, 4096, 0, 11, "caller"),
+    (1_000_004_000, 2_000, "map", "", 0x7000, 4096, 0x7000, 11, "caller"),
+    (1_000_005_000, 0, "retire", "", 0x9000, 8192, 0x7000, 12, "mapper"),
+    (1_000_005_500, 100, "map", "", 0x8000, 8192, 0x7000, 12, "mapper"),
+    (1_000_009_000, 5_000, "unmap", "", 0x7000, 4096, 0x7000, 12, "mapper"),
+)
+
+
+def test_the_summary_counts_and_times_each_call():
+    driver = [(0, 1000 * i, "driver_call", "mmap", 0, 4096, 0, 1, "caller") for i in range(1, 102)]
+    other = (0, 2_000_000, "driver_call", "mmap", 0, 1, 0, 2, "mapper")
+    instant = (0, 0, "retire", "", 0, 7, 0, 1, "caller")
+    lines = recording_of(*driver, other, instant).summary().splitlines()
+    assert [line.split() for line in lines] == [
+        ["what", "thread", "count", "total", "ms", "p50", "us", "p99", "us", "bytes"],
+        ["mmap", "caller", "101", "5.151", "51.00", "100.00", "413,696"],
+        ["mmap", "mapper", "1", "2.000", "2,000.00", "2,000.00", "1"],
+        ["retire", "caller", "1", "0.000", "0.00", "0.00", "7"],
+    ]
+    assert len({len(line) for line in lines}) == 1  # the last column is aligned to the right
+    assert recording_of().summary().count("\n") == 0
+
+
+def test_the_export_is_what_perfetto_reads(tmp_path):
+    recording_of(*ROWS).export(tmp_path / "trace.json")
+    written = json.loads((tmp_path / "trace.json").read_text())
+    records = written["traceEvents"]
+    assert written["baseTimeNanoseconds"] == 1_000_000_000
+
+    for record in records:
+        assert record["ph"] in {"X", "i", "M", "C"} and isinstance(record["name"], str)
+        assert record["pid"] == os.getpid() and isinstance(record["tid"], int)
+        assert record["ph"] == "M" or isinstance(record["ts"], float)
+        assert ("dur" in record) == (record["ph"] == "X")
+
+    spans = {record["name"]: record for record in records if record["ph"] == "X" and record["tid"] == 11}
+    assert {name: (span["ts"], span["dur"]) for name, span in spans.items()} == {
+        "extend": (1.0, 9.0),
+        "mmap": (2.5, 1.5),
+        "map": (4.0, 2.0),
+    }
+    assert spans["mmap"]["cat"] == "vtensor"
+    assert spans["extend"]["args"] == {
+        "address": "0x7000",
+        "nbytes": 4096,
+        "tensor": "0x7000",
+        "role": "caller",
+    }
+    (instant,) = [record for record in records if record["ph"] == "i"]
+    assert (instant["name"], instant["s"], instant["ts"], instant["tid"]) == ("retire", "t", 5.0, 12)
+
+
+def test_the_export_names_threads_and_counts_mapped_bytes(tmp_path):
+    me = threading.get_native_id()
+    mine = (1_000_000_500, 10, "extend", "", 0, 0, 0, me, "caller")
+    recording_of(mine, *ROWS).export(tmp_path / "trace.json")
+    records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {record["tid"]: record["args"]["name"] for record in records if record["ph"] == "M"}
+    assert names == {
+        0: f"python {os.getpid()}",
+        me: f"{threading.current_thread().name} {me}",
+        11: "thread 11",
+        12: "vtensor mapper 12",
+    }
+    # By the time at which each was done, not begun.
+    assert [(r["ts"], r["args"]) for r in records if r["ph"] == "C"] == [
+        (5.6, {"bytes": 8192}),
+        (6.0, {"bytes": 12288}),
+        (14.0, {"bytes": 8192}),
+    ]
+
+
+def test_the_export_of_nothing_is_a_trace(tmp_path):
+    recording_of().export(tmp_path / "trace.json")
+    (record,) = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert record["name"] == "process_name"
+
+
+def test_the_export_is_compressed_by_its_name(tmp_path):
+    recording = recording_of(*ROWS)
+    recording.export(tmp_path / "trace.json")
+    recording.export(str(tmp_path / "trace.json.gz"))
+    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()) == (
+        (tmp_path / "trace.json").read_bytes()
+    )
+
+
+# -- beside torch's profiler
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """(a recording, the profiler beside it, the file that this exported)."""
+    pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096)
+    t = filled(pool, 1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, trace.record() as recording:
+        t.extend(1)  # what is slow the first time
+        for step in range(STEPS):
+            time.sleep(0.002)  # more than the clocks may be apart: one step is not taken for another
+            with record_function(f"step {step}"):
+                t.extend(1)
+    exported = tmp_path_factory.mktemp("profile") / "profile.json"
+    profiler.export_chrome_trace(str(exported))
+    t.close()
+    pool.close()
+    return recording, profiler, exported
+
+
+def inside(inner, outer) -> bool:
+    begin, end = outer["ts"] - APART, outer["ts"] + outer["dur"] + APART
+    return begin <= inner["ts"] and inner["ts"] + inner["dur"] <= end
+
+
+def test_events_lie_where_torchs_profiler_saw_them(both, tmp_path):
+    """On one track, torch's own operators inside our events inside the user's own annotations."""
+    recording, _, exported = both
+    recording.export(tmp_path / "both.json", profile=exported)
+    merged = json.loads((tmp_path / "both.json").read_text())
+    records = [r for r in merged["traceEvents"] if r["ph"] == "X"]
+    extends = [r for r in records if r["name"] == "extend"][1:]
+    assert len(extends) == STEPS
+    for step, extend in enumerate(extends):
+        (annotation,) = [r for r in records if r["name"] == f"step {step}" and r["cat"] == "user_annotation"]
+        assert inside(extend, annotation)
+        operators = [r for r in records if r.get("cat") == "cpu_op" and inside(r, annotation)]
+        assert operators and all(inside(operator, extend) for operator in operators)
+        for record in (annotation, *operators):
+            assert (record["pid"], record["tid"]) == (extend["pid"], extend["tid"])
+
+
+def test_the_merged_file_has_all_that_the_profilers_has(both, tmp_path):
+    recording, _, exported = both
+    before = json.loads(exported.read_text())
+    compressed = tmp_path / "profile.json.gz"
+    compressed.write_bytes(gzip.compress(exported.read_bytes()))
+    recording.export(tmp_path / "both.json", profile=compressed)
+    after = json.loads((tmp_path / "both.json").read_text())
+    records = after.pop("traceEvents")
+    theirs = before.pop("traceEvents")
+    assert records[: len(theirs)] == theirs
+    assert after == before
+    ours = records[len(theirs) :]
+    assert len([r for r in ours if r["ph"] == "X"]) == len([e for e in recording.events() if e.duration_ns])
+    this = threading.get_native_id()
+    assert not [r for r in ours if r["ph"] == "M" and r["tid"] in (0, this)]  # torch has named them
+
+
+def test_a_profiler_is_taken_for_its_file_once(both, tmp_path):
+    recording, exported_before, _ = both
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(3).sum()
+        with pytest.raises(vtensor.VTensorError, match=r"^\[trace.export\] .*: stop it first"):
+            recording.export(tmp_path / "running.json", profile=profiler)
+    recording.export(tmp_path / "both.json", profile=profiler)
+    names = {r["name"] for r in json.loads((tmp_path / "both.json").read_text())["traceEvents"]}
+    assert {"extend", "aten::sum"} <= names
+    with pytest.raises(vtensor.VTensorError, match=r"^\[trace.export\] .*give profile= that file"):
+        recording.export(tmp_path / "again.json", profile=exported_before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["both.json"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"traceEvents": 3}', b"not JSON", b"\x1f\x8b\x08", b"\xff"]
+)
+def test_a_file_that_is_no_trace_is_refused(content, tmp_path):
+    (tmp_path / "no.json").write_bytes(content)
+    with pytest.raises(vtensor.VTensorError, match=r"^\[trace.export\] .*no.json holds no trace: give"):
+        recording_of().export(tmp_path / "both.json", profile=tmp_path / "no.json")
+    assert not (tmp_path / "both.json").exists()

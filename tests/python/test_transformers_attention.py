@@ -1,0 +1,162 @@
+"""register_attention(): FlashAttention for padded batches that reads the cache where it lies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from vtensor.integrations.transformers import VTensorCache, register_attention, unregister_attention
+
+from model_zoo import MODELS, make
+from tiny_models import one_thread, prompt, run  # noqa: F401
+
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
+
+
+class Kernel:
+    """What flash_attn_with_kvcache computes, and what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(
+        self,
+        q,
+        k,
+        v,
+        *,
+        cache_seqlens,
+        softmax_scale,
+        causal,
+        cache_leftpad=None,
+        window_size=(-1, -1),
+        softcap=0.0,
+    ):
+        leftpad = None if cache_leftpad is None else cache_leftpad.tolist()
+        self.calls.append((k.data_ptr(), v.data_ptr(), leftpad))
+        assert k.stride(-1) == v.stride(-1) == 1, "FlashAttention would copy all"
+        assert cache_seqlens == k.shape[1]
+        batch, new, heads, _ = q.shape
+        group = heads // k.shape[2]
+        keys, values = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+        scores = q.transpose(1, 2) @ keys.transpose(-1, -2) * softmax_scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        row = torch.arange(new)[:, None] + k.shape[1] - new
+        column = torch.arange(k.shape[1])[None]
+        seen = column <= row if causal else torch.ones(new, k.shape[1], dtype=torch.bool)
+        if window_size[0] >= 0:
+            seen = seen & (column >= row - window_size[0])
+        seen = seen.expand(batch, 1, new, -1)
+        if cache_leftpad is not None:
+            assert cache_leftpad.dtype == torch.int32 and cache_leftpad.shape == (batch,)
+            seen = seen & (column >= cache_leftpad[:, None, None, None])
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num()  # no key: zeros
+        return (weights @ values).transpose(1, 2)
+
+
+@pytest.fixture
+def kernel():
+    kernel = Kernel()
+    assert register_attention(kernel) == "vtensor"
+    yield kernel
+    unregister_attention()
+
+
+@pytest.fixture
+def pages(pool_factory):
+    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
+    return pool_factory("host", pages=4096)
+
+
+def made(name, **changes):
+    model, config, own = MODELS[name]
+    base = make(name)
+    same = model._from_config(
+        base.config.__class__(**base.config.to_dict() | changes), attn_implementation="vtensor"
+    )
+    same.load_state_dict(base.state_dict())
+    return same.eval()
+
+
+def padded(padding=(0, 9, 33)):
+    ids = prompt(len(padding), 40)
+    mask = torch.ones_like(ids)
+    for row, n in enumerate(padding):
+        ids[row, :n] = mask[row, :n] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("method", ["greedy", "beams"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2", "Gemma 3", "Qwen3"])
+def test_padded_batches_give_the_tokens_of_the_masked_kernel(kernel, pages, name, method):
+    how = GREEDY | ({"num_beams": 2} if method == "beams" else {})
+    ids, mask = padded()
+    expected = run(make(name), DynamicCache(config=make(name).config), ids, mask, **how)
+    model = made(name)
+    given = run(model, VTensorCache(model.config, 128, pages), ids, mask, **how)
+    assert torch.equal(given.sequences, expected.sequences)
+    for a, b in zip(given.logits, expected.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert any(leftpad is not None for *_, leftpad in kernel.calls)
+
+
+def test_the_kernel_reads_the_cache_where_it_lies(kernel, pages, monkeypatch):
+    """No step gathers or copies: K and V are at the addresses of the cache, and whole."""
+    from transformers import modeling_flash_attention_utils
+
+    monkeypatch.setattr(modeling_flash_attention_utils, "_upad_input", None)
+    model = made("Llama")
+    cache = VTensorCache(model.config, 128, pages)
+    ids, mask = padded()
+    run(model, cache, ids, mask, **GREEDY)
+    owners = [owner.data_ptr() for layer in cache.layers for owner in layer.owners]
+    kernel.calls.clear()
+    run(model, cache, prompt(3, 60), torch.cat([mask, torch.ones(3, 20, dtype=mask.dtype)], 1), **GREEDY)
+    assert len(kernel.calls) == 2 * 20
+    for n, (k, v, leftpad) in enumerate(kernel.calls):
+        assert [k, v] == owners[n % 2 * 2 : n % 2 * 2 + 2]
+        assert leftpad == [0, 9, 33]
+
+
+def test_without_padding_there_is_no_leftpad(kernel, pages):
+    model = made("Llama")
+    given = run(model, VTensorCache(model.config, 128, pages), prompt(2, 40), **GREEDY)
+    expected = run(make("Llama"), DynamicCache(), prompt(2, 40), **GREEDY)
+    assert torch.equal(given.sequences, expected.sequences)
+    assert all(leftpad is None for *_, leftpad in kernel.calls)
+
+
+def test_what_it_cannot_do_is_refused_before_the_kernel(kernel, pages):
+    ids, mask = padded()
+    llama = made("Llama")
+
+    def refused(model, match, mask=mask, ids=ids, **method):
+        kernel.calls.clear()
+        cache = VTensorCache(model.config, 128, pages)
+        with pytest.raises(vtensor.InvalidArgument, match=match), torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache, **method)
+        assert not kernel.calls
+
+    refused(llama, "padding_side='left'", mask=mask.flip(1))
+    inside = mask.clone()
+    inside[1, 20] = 0
+    refused(llama, "padding_side='left'", mask=inside)
+    refused(llama, "a mask of 45 tokens, the cache and the new ones are 40", mask=torch.ones(3, 45))
+    refused(llama, "a mask of 30 tokens", mask=torch.ones(3, 30))
+    refused(made("GPT-OSS"), "s_aux")
+    refused(made("Llama 4"), "40 tokens in chunks of 24")
+    with pytest.raises(vtensor.InvalidArgument, match="more than causal"):
+        llama(ids[:1], position_ids=torch.arange(20).repeat(2)[None], use_cache=False)  # two sequences in one
+
+
+def test_it_is_undone(kernel):
+    unregister_attention()
+    assert "vtensor" not in AttentionInterface() and "vtensor" not in AttentionMaskInterface()
+    with pytest.raises(ValueError, match="not supported"):
+        make("Llama").set_attn_implementation("vtensor")

@@ -1,0 +1,204 @@
+"""A compiled forward over a VTensorCache: no graph break, two compiles for any length, no mapping inside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+
+pytest.importorskip("transformers")
+
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+from vtensor.integrations.transformers import VTensorCache
+
+from model_zoo import caches, make
+from tiny_models import (
+    MaskedDynamicCache,
+    assert_same_content,
+    make_llama,
+    one_thread,  # noqa: F401
+    prompt,
+    run,
+    states,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def pages(pool_factory):
+    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
+    return pool_factory("host", pages=4096)
+
+
+def decode(model, pool, steps, backend, **compile_options):
+    """Steps of a compiled model beside an eager one over a DynamicCache; returns the compiles."""
+    ours, theirs = VTensorCache(model.config, 512, pool), MaskedDynamicCache(config=model.config)
+    compiles = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=compiles, fullgraph=True, **compile_options)
+    ids = prompt(1, 40)
+    with torch.no_grad():
+        model(ids, past_key_values=ours)
+        token = model(ids, past_key_values=theirs).logits[:, -1:].argmax(-1)
+        for _ in range(steps):
+            ours.prepare(1)
+            calls = pool.stats().driver_calls
+            given = compiled(token, past_key_values=ours).logits
+            assert pool.stats().driver_calls == calls  # nothing is mapped inside
+            expected = model(token, past_key_values=theirs).logits
+            torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-3)
+            token = expected.argmax(-1)
+    assert ours.get_seq_length() == 40 + steps
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(a.values, b.values, rtol=1e-3, atol=1e-3)
+    return compiles.frame_count
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "DeepSeek-V3"])
+def test_two_compiles_over_300_steps_that_cross_pages(pages, name):
+    """With fullgraph=True, where a graph break is an error."""
+    assert decode(make(name), pages, 300, "eager") <= 2
+
+
+def test_compiled_by_inductor(pages, monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    assert decode(make_llama("sdpa", num_hidden_layers=1), pages, 80, "inductor") <= 2
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
+def test_generate_compiled(pages, name):
+    """As on a GPU; on the CPU transformers compiles where a private option asks for it."""
+    model = make(name)
+    cache = VTensorCache(model.config, 512, pages, compiled=True)
+    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    method = {"do_sample": False, "max_new_tokens": 100}
+    try:
+        given = run(model, cache, prompt(1, 40), compile_config=config, **method)
+    finally:
+        model.__dict__.pop("_compiled_call", None)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    _, theirs = caches(model, pages)
+    assert torch.equal(given.sequences, run(model, theirs, prompt(1, 40), **method).sequences)
+
+
+def test_without_a_prepared_step_the_error_says_what_to_call(pages):
+    model = make("Llama")
+    cache = VTensorCache(model.config, 512, pages)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        model(prompt(1, 40), past_key_values=cache)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call cache.prepare\(n\) before"):
+            compiled(prompt(1, 1), past_key_values=cache)
+        # Where graph breaks are allowed it goes on outside of the graph.
+        before = cache.get_seq_length()
+        torch.compile(model, backend="eager")(prompt(1, 1), past_key_values=cache)
+        assert cache.get_seq_length() == before + 1
+
+
+# ---------------------------------------------------------------------- prepared steps, without a compiler
+
+
+def two(pool, length=60):
+    """A cache of Llama's shapes and a DynamicCache of the same content."""
+    ours, theirs = VTensorCache(make("Llama").config, 256, pool), MaskedDynamicCache()
+    for layer in range(2):
+        for cache in (ours, theirs):
+            cache.update(*states(2, length, seed=layer), layer)
+    return ours, theirs
+
+
+def test_prepare_changes_nothing_that_shows(pages):
+    ours, theirs = two(pages)
+    for tokens in (1, 30, 30, 2, 0):
+        ours.prepare(tokens)
+        assert ours.get_seq_length() == 60 and ours.get_mask_sizes(4, 0) == (64, 0)
+        assert_same_content(ours, theirs)
+    ours.prepare(30)
+    mapped = pages.stats().pages_mapped
+    ours.crop(0)  # anything else takes it back
+    assert pages.stats().pages_mapped == mapped // 2
+    assert_same_content(ours, theirs)
+
+
+@pytest.mark.parametrize("new", [5, 3])
+def test_update_after_prepare_of_as_many_tokens_or_of_others(pages, new):
+    ours, theirs = two(pages)
+    for step in range(4):
+        ours.prepare(5)
+        for layer in range(2):
+            given = ours.update(*states(2, new, seed=step), layer)
+            expected = theirs.update(*states(2, new, seed=step), layer)
+            assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    assert_same_content(ours, theirs)
+
+
+def test_prepare_is_whole_or_not_at_all(pool_factory):
+    """I8, I9: the last layer's V is the one that does not fit."""
+    pool = pool_factory("host", pages=2 * 2 * 4 * 2 - 1)
+    ours, theirs = two(pool)
+    used = pool.stats().pages_used
+    with pytest.raises(vtensor.OutOfPages):
+        ours.prepare(10)
+    assert pool.stats().pages_used == used
+    assert_same_content(ours, theirs)
+    with pytest.raises(vtensor.CapacityExceeded, match="60 tokens and 200 more"):
+        ours.prepare(200)
+    layer = ours.layers[1]  # K fits, V does not
+    taken = vtensor.empty(
+        pool.stats().pages_free - 6, 4096, grow_dim=1, capacity=4096, dtype=torch.uint8, pool=pool
+    )
+    taken.extend(0)
+    with pytest.raises(vtensor.OutOfPages):
+        layer.prepare(10)
+    assert len({owner.length for owner in layer.owners}) == 1
+    taken.close()
+    ours.prepare(4)
+    for layer in range(2):
+        for cache in (ours, theirs):
+            cache.update(*states(2, 4), layer)
+    assert_same_content(ours, theirs)
+
+
+def test_states_that_do_not_fit_what_was_prepared_are_refused(pages):
+    ours, theirs = two(pages)
+    ours.prepare(1)
+    with pytest.raises(vtensor.InvalidArgument, match="prepared"):
+        ours.update(*states(1, 1), 0)  # would be broadcast
+    with pytest.raises(vtensor.InvalidArgument, match="prepared"):
+        ours.update(*(x.double() for x in states(2, 1)), 0)
+    assert_same_content(ours, theirs)
+
+
+# ---------------------------------------------------------------------- pytorch issue 193932
+
+
+OPERATIONS = {
+    "sdpa": lambda q, k: torch.nn.functional.scaled_dot_product_attention(q, k, k),
+    "matmul": lambda q, k: q @ k.transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_compiled_operation_takes_a_view_and_not_yet_the_vtensor_itself(host, operation):
+    """The day that pytorch issue 193932 is fixed this fails: then plain views need be no rule any more, and
+    the note in the design goes."""
+    compute = OPERATIONS[operation]
+    k = vtensor.from_tensor(torch.randn(1, 2, 5, 16), grow_dim=2, capacity=64, pool=host)
+    q = torch.randn(1, 2, 1, 16)
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k.snapshot()), compute(q, k.snapshot()))
+    torch._dynamo.reset()
+    with pytest.raises(TypeError, match="Multiple dispatch failed"):
+        compiled(q, k)

@@ -1,0 +1,148 @@
+"""install(): every default generate() uses a VTensorCache, until it is undone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import vtensor
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, QuantizedCache, StaticCache
+from vtensor.integrations import transformers as integration
+from vtensor.integrations.transformers import VTensorCache
+
+from model_zoo import MODELS, halves, make
+from tiny_models import make_llama, one_thread, prompt  # noqa: F401
+
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+
+@pytest.fixture
+def pages(pool_factory):
+    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
+    return pool_factory("host", pages=4096)
+
+
+def generate(model, ids, **method):
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **GREEDY | method
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_default_generate_uses_it_and_gives_the_same_tokens(pages, name):
+    model = make(name)
+    expected = generate(model, prompt(2, 40))
+    with integration.installed(pages):
+        given = generate(model, prompt(2, 40))
+    assert torch.equal(given.sequences, expected.sequences)
+    assert all(type(half) is VTensorCache for half in halves(given.past_key_values))
+    assert type(halves(expected.past_key_values)[0]) is DynamicCache
+    assert isinstance(given.past_key_values, EncoderDecoderCache) == model.config.is_encoder_decoder
+
+
+def test_memory_goes_with_the_cache(pages):
+    model = make("Llama")
+    with integration.installed(pages):
+        kept = generate(model, prompt(2, 40)).past_key_values
+        used = pages.stats().pages_used
+        model.generate(prompt(2, 40), **GREEDY)
+    assert used > 0 and pages.stats().pages_used == used
+    assert kept.get_seq_length() == 51
+
+
+def test_beams_and_assistants(pages):
+    """An assistant's cache is made for its first few tokens, and then kept."""
+    gemma, llama = make("Gemma 3"), make_llama("sdpa")
+    for model, method in (
+        (gemma, {"num_beams": 3}),
+        (gemma, {"assistant_model": llama}),
+        (llama, {"assistant_model": gemma}),  # whose window is taken back
+        (gemma, {"prompt_lookup_num_tokens": 3}),
+    ):
+        ids = prompt(1, 40)
+        expected = generate(model, ids, **method, output_logits=True)
+        with integration.installed(pages):
+            given = generate(model, ids, **method, output_logits=True)
+        assert torch.equal(given.sequences, expected.sequences)
+
+
+def test_what_was_asked_for_is_kept(pages):
+    model = make("Llama")
+    own = DynamicCache(config=model.config)
+    with integration.installed(pages):
+        assert generate(model, prompt(), past_key_values=own).past_key_values is own
+        static = generate(model, prompt(), cache_implementation="static").past_key_values
+        assert type(static) is StaticCache
+        assert generate(model, prompt(), use_cache=False).past_key_values is None
+        assert type(generate(model, prompt(), cache_implementation="dynamic").past_key_values) is VTensorCache
+    assert not issubclass(VTensorCache, QuantizedCache)
+    assert pages.stats().pages_used == 0
+
+
+def test_it_is_undone_also_after_an_error(pages):
+    before = GenerationMixin._prepare_cache_for_generation
+    with pytest.raises(ZeroDivisionError), integration.installed(pages):
+        assert GenerationMixin._prepare_cache_for_generation is not before
+        raise ZeroDivisionError
+    assert GenerationMixin._prepare_cache_for_generation is before
+    assert type(generate(make("Llama"), prompt()).past_key_values) is DynamicCache
+
+
+def test_twice_is_an_error(pages):
+    with pytest.raises(vtensor.InvalidArgument, match="nothing to undo"):
+        integration.uninstall()
+    integration.install(pages)
+    with pytest.raises(vtensor.InvalidArgument, match="call uninstall"):
+        integration.install()
+    integration.uninstall()
+
+
+def test_out_of_pages_is_an_exception_and_the_next_generate_works(pool_factory):
+    pool = pool_factory("host", pages=12)
+    model = make("Llama")
+    expected = generate(model, prompt(1, 40)).sequences
+    with integration.installed(pool):
+        with pytest.raises(vtensor.OutOfPages):
+            generate(model, prompt(1, 40), max_new_tokens=60)
+        assert pool.stats().pages_used == 0
+        assert torch.equal(generate(model, prompt(1, 40)).sequences, expected)
+
+
+def test_generate_on_several_threads(pages):
+    """Each has a cache of its own."""
+    model, results = make("Llama"), {}
+    expected = {seed: generate(model, prompt(1, 40, seed)).sequences for seed in range(4)}
+
+    def work(seed):
+        results[seed] = generate(model, prompt(1, 40, seed)).sequences
+
+    with integration.installed(pages):
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in expected]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert all(torch.equal(results[seed], expected[seed]) for seed in expected)
+
+
+def test_the_import_changes_nothing_in_transformers():
+    code = """
+import transformers.generation.utils as g
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as layers
+from transformers import AttentionInterface
+def state():
+    m = g.GenerationMixin
+    methods = [(k, id(v)) for k, v in vars(m).items()]
+    return methods, dict(layers), dict(AttentionInterface._global_mapping), g.DynamicCache
+before = state()
+import vtensor.integrations.transformers
+assert state() == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

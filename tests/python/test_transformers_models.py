@@ -1,0 +1,185 @@
+"""Many architectures, many ways to generate: the tokens and the logits are those of a DynamicCache."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import vtensor
+from vtensor import testing
+
+pytest.importorskip("transformers")
+
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+from vtensor.integrations.transformers import (
+    VTensorHybridLayer,
+    VTensorHybridSlidingWindowLayer,
+    VTensorLayer,
+    VTensorSlidingWindowLayer,
+)
+
+from model_zoo import MODELS, caches, halves, make
+from tiny_models import assert_same_content, assert_same_output, one_thread, prompt, run, states  # noqa: F401
+
+METHODS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.3},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 4},
+    "padded": {"do_sample": False},
+    "prefill in parts": {"do_sample": False, "prefill_chunk_size": 16},
+}
+LINEAR = ("Qwen3-Next", "Falcon-H1")
+ENCODER_DECODER = ("T5", "BART")
+
+
+@pytest.fixture
+def strict_pages():
+    """4 KiB pages whose holes are unreadable, and whose tails hold NaN: what reads past a row's end dies, or
+    shows in its result."""
+    budget = 1024 * 4096
+    pool = testing.host_pool(strict_holes=True, page_size=4096, budget=budget, zero="never")
+
+    def taken():
+        return vtensor.empty(budget // 4, grow_dim=0, capacity=budget // 4, dtype=torch.float32, pool=pool)
+
+    with taken() as all_pages:
+        all_pages.fill_(float("nan"))
+    with taken() as again:
+        assert again.isnan().all()
+    yield pool
+    pool.close()
+
+
+def inputs(method: str):
+    if method == "lookup":
+        return prompt(1, 10).repeat(1, 4), None
+    ids = prompt(2, 40)
+    if method != "padded":
+        return ids, None
+    mask = torch.ones_like(ids)
+    ids[1, :17] = mask[1, :17] = 0
+    return ids, mask
+
+
+# What transformers itself refuses is left out.
+UNSUPPORTED = {(name, "lookup") for name in LINEAR} | {(name, "prefill in parts") for name in ENCODER_DECODER}
+PAIRS = [(name, method) for name in MODELS for method in METHODS if (name, method) not in UNSUPPORTED]
+
+
+@pytest.mark.parametrize(("name", "method"), PAIRS)
+def test_tokens_and_logits_of_dynamic_cache(strict_pages, name, method):
+    model = make(name)
+    ours, theirs = caches(model, strict_pages)
+    ids, mask = inputs(method)
+    how = METHODS[method] | {"max_new_tokens": 14}
+    expected = run(model, theirs, ids, mask, **how)
+    assert_same_output(run(model, ours, ids, mask, **how), expected)
+    for a, b in zip(halves(ours), halves(theirs), strict=True):
+        assert isinstance(a, DynamicCache)
+        assert_same_content(a, b)  # I2
+    if method == "greedy":
+        assert expected.sequences[:, -14:].unique().numel() > 2  # tokens that say something
+    testing.check_invariants(strict_pages)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("Llama", [VTensorLayer, VTensorLayer]),
+        ("Mistral", [VTensorSlidingWindowLayer] * 2),
+        ("Gemma 3", [VTensorSlidingWindowLayer, VTensorLayer]),
+        ("Llama 4", [VTensorSlidingWindowLayer, VTensorLayer]),
+        ("DeepSeek-V3", [VTensorLayer, VTensorLayer]),
+        ("Qwen3-Next", [LinearAttentionLayer, VTensorLayer]),
+        ("Falcon-H1", [VTensorHybridLayer] * 2),
+    ],
+)
+def test_each_layer_is_what_the_config_asks_for(host, name, layers):
+    cache, _ = caches(make(name), host)
+    assert [type(layer) for layer in cache.layers] == layers
+
+
+def test_layers_that_share_anothers_keys_stay_empty(host):
+    """As Gemma 3n has them: DynamicCache makes a DummyLayer of each."""
+    import transformers as hf
+    from vtensor.integrations.transformers import VTensorCache
+
+    config = hf.LlamaConfig(num_hidden_layers=2)
+    config.kv_sharing_modes = ["own", "reuse"]
+    cache = VTensorCache(config, 64, host)
+    assert [type(layer) for layer in cache.layers] == [VTensorLayer, DummyLayer]
+    keys, _ = cache.update(torch.zeros(1, 32, 3, 128), torch.zeros(1, 32, 3, 128), 0)
+    assert keys.shape == (1, 32, 3, 128) and cache.is_compileable
+
+
+# ---------------------------------------------------------------------- beside linear attention
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+
+
+@pytest.mark.keeps_pages
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("name", LINEAR)
+def test_copies_of_both_kinds_of_states(host, name, copied_by):
+    model = make(name)
+    cache, theirs = caches(model, host)
+    begun = run(model, cache, prompt(2, 40), **GREEDY).sequences
+    expected = run(model, theirs, prompt(2, 40), **GREEDY | {"max_new_tokens": 16}).sequences
+    branch = copied_by(cache)
+    for side in (cache, branch):  # I6
+        assert torch.equal(run(model, side, begun, **GREEDY).sequences, expected)
+    branch.reset()
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_out_of_pages_empties_a_cache_whose_linear_states_have_moved_on(pool_factory, name):
+    pool = pool_factory("host", pages=10)
+    model = make(name)
+    cache, theirs = caches(model, pool)
+    length = 60 if name == "Falcon-H1" else 160
+    with pytest.raises(vtensor.OutOfPages):
+        run(model, cache, prompt(1, length), do_sample=False, max_new_tokens=120)
+    assert cache.get_seq_length() == 0 and pool.stats().pages_used == 0
+    assert not cache.has_previous_state()
+    expected = run(model, theirs, prompt(1, 40), **GREEDY)
+    assert_same_output(run(model, cache, prompt(1, 40), **GREEDY), expected)
+
+
+def test_offload_of_both_kinds_of_states(pool_factory):
+    pool = pool_factory("simcuda", pages=64)
+    model = make("Falcon-H1")
+    cache, _ = caches(model, pool)
+    begun = run(model, cache, prompt(1, 40), **GREEDY).sequences
+    plain = caches(model, pool)[0]
+    expected = run(model, plain, prompt(1, 40), **GREEDY | {"max_new_tokens": 16}).sequences
+    plain.reset()
+    for layer in cache.layers:
+        layer.offload()
+    assert pool.stats().pages_mapped == 0
+    assert torch.equal(run(model, cache, begun, **GREEDY).sequences, expected)
+
+
+def test_a_layer_of_a_window_beside_linear_attention(host):
+    layer = VTensorHybridSlidingWindowLayer(8, None, host)
+    theirs = LinearAttentionAndSlidingWindowAttentionLayer(8)
+    for seed, new in enumerate([5, 6, 1]):
+        conv = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(seed))
+        results = []
+        for x in (layer, theirs):
+            x.update_conv_state(conv)
+            results.append(x.update(*states(1, new, seed=seed)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert torch.equal(layer.conv_states[0], theirs.conv_states[0])
+    branch = copy.deepcopy(layer)
+    branch.update_conv_state(torch.zeros(1, 4, 3))
+    assert torch.equal(layer.conv_states[0], theirs.conv_states[0])
+    assert branch.get_seq_length() == layer.get_seq_length() == 12
