@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import vtensor
 from stream_support import SimulatedDevice, eventually
-from support import memfd_mappings, memfds, open_pool, simcuda_leaks, simcuda_library
+from support import memfd_mappings, memfds, open_pool, simcuda_disarm, simcuda_leaks, simcuda_library
 from vtensor import testing
 
 KINDS = ("host", "simcuda")
@@ -143,6 +143,8 @@ def pool_factory(request):
 
     yield make
     failed = getattr(request.node, "failed_call", True)
+    unmade = simcuda_disarm()
+    assert failed or unmade == 0, f"{unmade} refusals were asked of the simulated libcuda and not met"
     for pool in opened:
         if not failed and not pool.closed:
             testing.check_invariants(pool)

@@ -211,6 +211,15 @@ def simcuda_leaks() -> SimcudaLeaks:
     return leaks()
 
 
+def simcuda_disarm() -> int:
+    """Forgets the refusals that were asked of the simulated libcuda; how many were still to come."""
+    if simcuda_library() is None:
+        return 0
+    disarm = simcuda_control().simcuda_disarm
+    disarm.restype = ctypes.c_uint64
+    return disarm()
+
+
 def open_pool(kind: str, pages: int = 64, page_size: int = 4096, **kw):
     """A pool of `pages` pages over the host ("host") or the simulated libcuda ("simcuda").
 

@@ -125,7 +125,7 @@ def test_when_the_undoing_is_refused_too_nothing_is_lost_but_pages(pool_factory,
     refuse_each(pool_factory, arrange, arm)
 
 
-@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree", "cuCtxSynchronize"])
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
 def test_refused_giving_back_is_tried_again(simcuda, call):  # I14
     t = tensor(simcuda, 12)
     before = t.clone()

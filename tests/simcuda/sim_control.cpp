@@ -106,6 +106,13 @@ void CallControl::fail(const std::string& call, std::uint64_t skip, std::uint64_
   failures_.push_back({call, skip, refuse, code});
 }
 
+std::uint64_t CallControl::disarm() {
+  std::uint64_t refusals = 0;
+  for (const Failure& failure : failures_) refusals += failure.refuse;
+  failures_.clear();
+  return refusals;
+}
+
 void CallControl::set_latency(const std::string& call, Latency latency) {
   for (const std::string_view name : kCalls) {
     if (matches(call, std::string(name))) latencies_[std::string(name)] = latency;

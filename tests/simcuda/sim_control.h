@@ -40,6 +40,8 @@ class CallControl {
   static bool is_call(const std::string& name);
 
   void fail(const std::string& call, std::uint64_t skip, std::uint64_t refuse, CUresult code);
+  // Forgets the failures asked for; the number of refusals that were still to come.
+  std::uint64_t disarm();
   void set_latency(const std::string& call, Latency latency);
 
   // Counts a call; what it must answer without being made, or CUDA_SUCCESS.

@@ -36,6 +36,8 @@ void simcuda_reset(void);
 // Lets `skip` calls of that name pass, answers the next `refuse` with `code`, then lets all pass
 // again. Returns 0, or -1 where there is no such call.
 int simcuda_fail(const char* call, uint64_t skip, uint64_t refuse, int code);
+// Forgets the failures asked for and returns how many refusals were still to come.
+uint64_t simcuda_disarm(void);
 // Every later call of that name takes this much longer; `busy` burns the time instead of sleeping.
 int simcuda_set_latency(const char* call, double microseconds, int busy);
 

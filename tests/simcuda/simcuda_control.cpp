@@ -68,6 +68,11 @@ SIMCUDA_EXPORT int simcuda_fail(const char* call, uint64_t skip, uint64_t refuse
   return 0;
 }
 
+SIMCUDA_EXPORT uint64_t simcuda_disarm(void) {
+  std::lock_guard lock(sim().mutex);
+  return sim().control.disarm();
+}
+
 SIMCUDA_EXPORT int simcuda_set_latency(const char* call, double microseconds, int busy) {
   if (!simcuda::CallControl::is_call(call)) return -1;
   std::lock_guard lock(sim().mutex);
