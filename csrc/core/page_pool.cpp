@@ -181,7 +181,12 @@ bool PagePool::may_park(std::size_t pages) {
   const std::size_t most =
       options_.park == kParkByBudget ? budget_pages() / 4 : in_pages(options_.park);
   if (pages > most) return false;
-  while (parked_ + pages > most) unpark_oldest();
+  while (parked_ + pages > most) {
+    const auto oldest = std::find_if(idle_.begin(), idle_.end(),
+                                     [](const auto& buffer) { return !buffer->placed(); });
+    const std::shared_ptr<Buffer> leaving = *oldest;
+    leaving->unpark();
+  }
   return true;
 }
 

@@ -129,6 +129,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void end(Generation* generation) noexcept;
   // The same, and makes no driver call whatever the options: for the callbacks of a driver.
   void end_later(Generation* generation) noexcept;
+  // The same where the lock is held: reaped before it is let go.
+  void end_locked(Generation* generation) noexcept { push(generation); }
   // So that `end_later` finds the mapper running. Throws std::system_error.
   void ensure_mapper();
 

@@ -72,11 +72,9 @@ void Buffer::add_to(PoolCounts& counts) const {
   counts.ahead += ahead_of_need;
   counts.parked += parked;
   counts.held += held;
-  if (owned_) {
-    ++counts.buffers;
-  } else {
-    counts.orphaned += held;
-  }
+  if (!owned_) counts.orphaned += held;
+  if (host_ != nullptr) return;
+  if (owned_) ++counts.buffers;
   if (reserved_) counts.reserved_pages += row_pages_ * shape_.rows;
 }
 

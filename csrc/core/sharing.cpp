@@ -90,6 +90,7 @@ void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Run> run
 
   std::size_t done = 0;
   try {
+    if (!runs.empty()) open_homes();
     for (const Run& run : runs) {
       const std::vector<std::uint8_t> parted = find_parted(run);
       for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
