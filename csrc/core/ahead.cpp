@@ -53,9 +53,7 @@ void Buffer::mark_pace() {
 
 // Asks for more where the growth to come would pass what is ready.
 void Buffer::look_ahead() {
-  // What is placed is told by its host how far to look.
-  if (!pool_->looks_ahead() || host_ != nullptr || positions_.end + pace_.lead() <= ready_until_)
-    return;
+  if (!pool_->looks_ahead() || positions_.end + pace_.lead() <= ready_until_) return;
   want(slots_of({positions_.begin, limit_lead(positions_.end + pace_.lead())}).end);
 }
 

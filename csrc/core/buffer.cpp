@@ -14,18 +14,13 @@ namespace vtensor {
 
 std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                        const Caller& caller) {
+  std::shared_ptr<Buffer> parked;
   {
-    PoolLock lock(pool);
+    const PoolLock lock(pool);
     pool->reap();
-    if (std::shared_ptr<Buffer> parked = pool->find_parked(shape)) {
-      const Busy busy(*parked, lock, caller);  // the mapper may be zeroing a part of it
-      if (parked->adoptable()) {
-        parked->adopt(caller);
-        ++pool->counted.tensors_adopted;
-        return parked;
-      }
-    }
+    parked = pool->find_parked(shape);
   }
+  if (parked && parked->adopt_parked(caller)) return parked;
   return make(pool, shape, caller);
 }
 

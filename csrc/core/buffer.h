@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -42,8 +43,11 @@ struct PageRecord {
   Address address;
   std::int64_t page_id;  // -1 where the kernel parted it and it has no handle of its own yet
   std::uint32_t shared;  // references to the page
-  const char* state;     // "mapped", "shared", "ahead", "parted", "held", "quarantined"
+  const char* state;     // "mapped", "shared", "ahead", "parked", "parted", "held",
+                         // "quarantined"
 };
+
+class Shelf;
 
 // What page tables say of a page, for PagePool::check_invariants.
 struct PageUse {
@@ -160,10 +164,22 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // generation covers. Waits for the work of all streams that use this buffer.
   std::shared_ptr<Buffer> share(const Caller& caller, const RowShape& shape,
                                 std::span<const std::size_t> rows, bool exclusive);
+  // The pages behind `slots` of every row, to be mapped guarded elsewhere; they are guarded here
+  // from now on. One shelf for each of `slots`, which lie in the extent. Waits for the work of all
+  // streams that use this buffer. Whole or nothing.
+  std::vector<std::shared_ptr<Shelf>> offer(const Caller& caller, std::span<const Interval> slots);
+  // Maps the pages of `shelves`, which lie behind one another and hold `positions`, guarded at
+  // their slots: they are the owner's then. Whole or nothing. Requires: nothing is owned or mapped
+  // there.
+  void accept(const Caller& caller, Interval positions,
+              std::span<const std::shared_ptr<Shelf>> shelves);
   // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive,
   // and a driver that remaps in one step, because a page that cannot be put back would leave the
   // owner without it.
   void reindex(const Caller& caller, std::span<const std::size_t> rows);
+  // A parked buffer whose owner left gets a new one; false where it is not parked, or something
+  // else of it is still mapped. Waits for the mapper's step.
+  bool adopt_parked(const Caller& caller);
   // The owner leaves: pages and addresses go as the generations over them end, or are parked. Never
   // blocks, never throws (I11); once the lock was free, it has happened. To be called once.
   void abandon() noexcept;
@@ -194,6 +210,13 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Whether it is parked, and nothing else is mapped: what is on its way out would come back as the
   // next owner's (I7).
   bool adoptable() const;
+  // How many pages at the beginning of both extents are the same in every row.
+  std::size_t shared_with(const Buffer& other) const;
+  // Positions from `position` on and below this are owned, and behind pages of our own.
+  std::size_t writable_until(std::size_t position) const;
+  Interval extent() const { return extent_; }
+  Interval positions() const { return positions_; }
+  std::size_t quarantined() const { return quarantined_; }
   bool placed() const { return host_ != nullptr; }
   // Of a placed one: nothing of its rows is mapped, or can still come to be, so that the place may
   // be used again.
@@ -229,6 +252,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Guards every page for a child about to be forked, and adds them to `seen`.
   void guard_for_child(std::vector<Page*>& seen) noexcept;
   void add_to(PoolCounts& counts) const;
+  // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
+  // several references.
+  std::size_t add_pages(std::unordered_set<const Page*>& seen) const;
   void check(std::unordered_map<const Page*, PageUse>& uses) const;
 
  private:
@@ -333,6 +359,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   Interval extent_;   // slots that positions_ need
   Interval ready_;    // slots behind the extent, mapped and clean in every row
   Interval foreign_;  // slots of an adopted buffer that may hold its last owner's bytes
+  Interval adopted_;  // of a placed one, slots that were parked when its owner came
   Interval parked_;   // slots that wait for the next owner, mapped in every row
   Interval touched_;  // slots in which something may be mapped that nobody needs
   // What is about to be unmapped, and the work that must be done before. Slots that come into use

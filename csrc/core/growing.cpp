@@ -99,6 +99,7 @@ class Buffer::Growing {
     buffer.extent_ = wanted_;
     buffer.revive(wanted_);
     buffer.set_ready({wanted_.end, std::max(wanted_.end, buffer.ready_.end)});
+    if (buffer.placed()) return;  // its host says how far to look ahead
     buffer.mark_pace();
     buffer.look_ahead();
   }

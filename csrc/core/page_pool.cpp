@@ -262,6 +262,7 @@ PoolCounts PagePool::counts() {
   counts.kept = kept_.size();
   counts.quarantined = quarantined_;
   counts.lent = lent_.size();
+  counts.shelved = shelved_;
   return counts;
 }
 
@@ -351,7 +352,7 @@ void PagePool::check_invariants() {
     extra += page->references - use.entries;
     if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
   }
-  const std::size_t given_away = quarantined_ + lent_.size();
+  const std::size_t given_away = quarantined_ + lent_.size() + shelved_;
   if (extra > given_away) throw Error("I5: a page counts more references than it has");
   if (uses.size() > used_ || used_ - uses.size() > given_away) {
     throw Error("I5: " + std::to_string(used_) + " pages are counted used, page tables hold " +

@@ -111,6 +111,16 @@ bool Buffer::adoptable() const {
   return !parked_.empty() && quarantined_ == 0 && mapped_ == parked_.size() * shape_.rows;
 }
 
+bool Buffer::adopt_parked(const Caller& caller) {
+  PoolLock lock(pool_);
+  if (parked_.empty()) return false;
+  const Busy busy(*this, lock, caller);  // the mapper may be zeroing a part of it
+  if (!adoptable()) return false;
+  adopt(caller);
+  ++pool_->counted.tensors_adopted;
+  return true;
+}
+
 void Buffer::adopt(const Caller& caller) {
   is_quiet();
   touched_ = {};
@@ -138,6 +148,7 @@ void Buffer::adopt(const Caller& caller) {
   trace::event(trace::What::adopt, slot_address(0, parked_.begin),
                parked_.size() * shape_.rows * page_size_, base_);
   pool_->unpark(*this, pages_to_count(parked_.size() * shape_.rows));
+  if (placed()) adopted_ = parked_;
   parked_ = {};
   set_ready({0, clean});
   if (!ready_after_.empty()) pool_->settle_later(shared_from_this());

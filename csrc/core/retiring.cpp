@@ -174,7 +174,7 @@ void Buffer::retract(const Caller& caller, Interval positions) {
   extent_ = slots_of(positions);
   // What is truncated and soon written again stays, as far as the look-ahead goes.
   std::size_t keep = extent_.end;
-  if (pool_->looks_ahead() && !extent_.empty()) {
+  if (pool_->looks_ahead() && !placed() && !extent_.empty()) {
     keep = slots_of({positions.begin, limit_lead(positions.end + pace_.lead())}).end;
   }
   want_end_ = 0;
