@@ -477,7 +477,15 @@ def zeros(
     pool: Pool | None = None,
     when_full: WhenFull = "raise",
 ) -> VTensor:
-    """As :func:`empty`; every position reads as zeros until written, those added by ``extend`` too."""
+    """A tensor that can grow, every position of which reads as zeros until written, those added by ``extend``
+    too.
+
+    Args:
+        sizes, grow_dim, capacity, dtype, device, pool, when_full: as for :func:`empty`.
+
+    Raises:
+        InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
+    """
     return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, zeroed=True)
 
 
@@ -490,6 +498,11 @@ def empty_like(
         t: a VTensor, whose ``grow_dim``, capacity and pool are taken unless given; or a plain tensor, which
             needs ``grow_dim=`` and ``capacity=``.
         capacity, pool, options: as for :func:`empty`.
+
+    Raises:
+        InvalidArgument: ``t`` is plain, and ``grow_dim=`` or ``capacity=`` is missing; or as for
+            :func:`empty`.
+        CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
     if isinstance(t, VTensor):
         options.setdefault("grow_dim", t.grow_dim)
@@ -508,8 +521,16 @@ def from_tensor(
 ) -> VTensor:
     """A tensor that begins as a copy of ``x`` and can grow to ``capacity`` positions along ``grow_dim``.
 
+    Args:
+        x: a plain tensor, of any strides; a VTensor too.
+        grow_dim: the dimension that grows; negative ones count from the end.
+        capacity: positions to reserve addresses for, at least ``x.size(grow_dim)``.
+        pool: where the pages come from; :func:`~vtensor.default_pool` of ``x``'s device unless given.
+        when_full: as for :func:`empty`.
+
     Raises:
-        As :func:`empty`, and as :meth:`VTensor.append` for a source that requires grad.
+        InvalidArgument: as for :func:`empty`; or ``x`` requires grad outside ``no_grad``.
+        CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
     dim = _checked_dim(tuple(x.shape), grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]

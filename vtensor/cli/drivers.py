@@ -109,7 +109,7 @@ _LIBRARIES = (
     ("torch SDPA and FlexAttention", "torch.nn.attention", "torch", "pip install torch"),
     ("torch varlen_attn", "torch.nn.attention.varlen", "torch", "pip install -U torch"),
     ("FlashAttention 2", "flash_attn", "flash-attn", "pip install flash-attn --no-build-isolation"),
-    ("FlashAttention 3", "flash_attn_interface", "flash-attn-3", "see integrations/README.md"),
+    ("FlashAttention 3", "flash_attn_interface", "flash-attn-3", "see docs/integrations/flash-attention.md"),
     ("FlashAttention 4", "flash_attn.cute", "flash-attn-4", "pip install flash-attn-4"),
     ("transformers", "transformers", "transformers", "pip install 'transformers>=5'"),
 )
