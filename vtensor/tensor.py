@@ -309,7 +309,11 @@ class VTensor(torch.Tensor):
         return self.clone(memory_format=torch.contiguous_format).__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A numpy array over :meth:`snapshot`: it stays good whatever this tensor does later."""
+        """A numpy array over :meth:`snapshot`: it stays good whatever this tensor does later.
+
+        Args:
+            force: as for ``torch.Tensor.numpy``: copies to host memory where that is needed.
+        """
         return self._alias().numpy(force=force)
 
     def _alias(self) -> torch.Tensor:
@@ -342,7 +346,11 @@ class VTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> VTensor:
-        """Refused: a VTensor is an inference structure."""
+        """Refused where ``requires_grad`` is true: a VTensor is an inference structure.
+
+        Raises:
+            VTensorError: it is.
+        """
         if requires_grad:
             raise VTensorError(
                 "[VTensor.requires_grad] a VTensor keeps no graph: use t.clone().requires_grad_()"

@@ -22,7 +22,9 @@ STYLE = """
   .title { font-weight: 600 } .note { fill: #607d8b; font-size: 12px } .id { text-anchor: middle; fill: #fff }
   .free { fill: none; stroke: #b0bec5; stroke-dasharray: 3 3 }
   .mapped { fill: #00798c } .shared { fill: #e08e1b } .parted { fill: #b5495b } .held { fill: #7a6fa5 }
-  @media (prefers-color-scheme: dark) { text { fill: #eceff1 } .note { fill: #90a4ae } .free { stroke: #607d8b } }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #eceff1 } .note { fill: #90a4ae } .free { stroke: #607d8b }
+  }
 """
 
 
@@ -44,7 +46,9 @@ class Picture:
             x = LEFT + slot * (CELL + GAP)
             record = records.get(slot)
             state = record.state if record else "free"
-            self.lines.append(f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="4" class="{state}"/>')
+            self.lines.append(
+                f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="4" class="{state}"/>'
+            )
             if record:
                 told = "*" if record.page_id < 0 else record.page_id
                 self.lines.append(f'<text x="{x + CELL // 2}" y="{y + 22}" class="id">{told}</text>')
@@ -75,7 +79,9 @@ def _tensor(pool: vtensor.Pool, pages: int) -> vtensor.VTensor:
 
 
 def growth() -> Picture:
-    picture = Picture("A tensor grows in place: each square is a slot for one page, its number the page behind it")
+    picture = Picture(
+        "A tensor grows in place: each square is a slot for one page, its number the page behind it"
+    )
     with _pool() as pool:
         t = _tensor(pool, 0)
         picture.strip("empty(...)", t, "addresses for 14 pages are reserved; they cost no memory")
@@ -86,7 +92,9 @@ def growth() -> Picture:
         t.extend(8)
         picture.strip("extend(8)", t, "four more, behind the first: the address stays, nothing is copied")
         t.shrink(6, front=True)
-        picture.strip("shrink(6, front=True)", t, "three pages go back to the pool; what is left stays where it is")
+        picture.strip(
+            "shrink(6, front=True)", t, "three pages go back to the pool; what is left stays where it is"
+        )
     return picture
 
 
@@ -96,7 +104,9 @@ def fork() -> Picture:
         t = _tensor(pool, 6)
         picture.strip("t", t)
         child = t.fork()
-        picture.strip("child = t.fork()", child, "other addresses, the same pages: none is taken, none is copied")
+        picture.strip(
+            "child = t.fork()", child, "other addresses, the same pages: none is taken, none is copied"
+        )
         child.own(4, 6)
         child[4:6].fill_(7)
         picture.strip("child, written to", child, "page 2 was copied for it")
@@ -112,7 +122,9 @@ def views() -> Picture:
         t.extend(8)
         picture.strip("view = t[:], extend(8)", t, "the view covers the first three pages")
         t.truncate(0)
-        picture.strip("t.truncate(0)", t, "three stay mapped for the view (held); the others went back to the pool")
+        picture.strip(
+            "t.truncate(0)", t, "three stay mapped for the view (held); the others went back to the pool"
+        )
         del view
         picture.strip("del view", t)
     return picture

@@ -26,6 +26,9 @@ def host_pool(
         strict_holes: whether reading unmapped addresses faults.
         options: as for :class:`~vtensor.Pool`, except that ``ahead`` is 0 unless given; and ``patience``, the
             seconds after which the pool's waits time out.
+
+    Raises:
+        InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.
     """
     core = _core.host_pool(
         page_size=checked_page_size(page_size),
@@ -53,6 +56,7 @@ def simulated_cuda_pool(
 
     Raises:
         VTensorError: no library was named.
+        InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.
     """
     library = library or os.environ.get("VTENSOR_SIMCUDA")
     if not library:
