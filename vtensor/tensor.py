@@ -309,11 +309,7 @@ class VTensor(torch.Tensor):
         return self.clone(memory_format=torch.contiguous_format).__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A numpy array over :meth:`snapshot`: it stays good whatever this tensor does later.
-
-        Args:
-            force: as for ``torch.Tensor.numpy``: copies to host memory where that is needed.
-        """
+        """A numpy array over :meth:`snapshot`: good whatever this tensor does later. ``force`` as torch's."""
         return self._alias().numpy(force=force)
 
     def _alias(self) -> torch.Tensor:
@@ -346,11 +342,7 @@ class VTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> VTensor:
-        """Refused where ``requires_grad`` is true: a VTensor is an inference structure.
-
-        Raises:
-            VTensorError: it is.
-        """
+        """Refused (VTensorError) where ``requires_grad`` is true: a VTensor is an inference structure."""
         if requires_grad:
             raise VTensorError(
                 "[VTensor.requires_grad] a VTensor keeps no graph: use t.clone().requires_grad_()"
@@ -485,11 +477,7 @@ def zeros(
     pool: Pool | None = None,
     when_full: WhenFull = "raise",
 ) -> VTensor:
-    """A tensor that can grow, every position of which reads as zeros until written, those added by ``extend``
-    too.
-
-    Args:
-        sizes, grow_dim, capacity, dtype, device, pool, when_full: as for :func:`empty`.
+    """As :func:`empty`; every position reads as zeros until written, those added by ``extend`` too.
 
     Raises:
         InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
@@ -508,9 +496,7 @@ def empty_like(
         capacity, pool, options: as for :func:`empty`.
 
     Raises:
-        InvalidArgument: ``t`` is plain, and ``grow_dim=`` or ``capacity=`` is missing; or as for
-            :func:`empty`.
-        CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
+        InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
     if isinstance(t, VTensor):
         options.setdefault("grow_dim", t.grow_dim)
@@ -530,15 +516,11 @@ def from_tensor(
     """A tensor that begins as a copy of ``x`` and can grow to ``capacity`` positions along ``grow_dim``.
 
     Args:
-        x: a plain tensor, of any strides; a VTensor too.
-        grow_dim: the dimension that grows; negative ones count from the end.
-        capacity: positions to reserve addresses for, at least ``x.size(grow_dim)``.
-        pool: where the pages come from; :func:`~vtensor.default_pool` of ``x``'s device unless given.
-        when_full: as for :func:`empty`.
+        x: a plain tensor, of any strides, or a VTensor. The device is its.
+        grow_dim, capacity, pool, when_full: as for :func:`empty`.
 
     Raises:
-        InvalidArgument: as for :func:`empty`; or ``x`` requires grad outside ``no_grad``.
-        CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
+        InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`; the first also where ``x`` requires grad.
     """
     dim = _checked_dim(tuple(x.shape), grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]

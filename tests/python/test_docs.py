@@ -243,6 +243,8 @@ def test_docstrings_name_every_parameter() -> None:
             continue
         if is_dataclass(thing) or (inspect.isclass(thing) and issubclass(thing, (BaseException, tuple))):
             continue  # fields have docstrings of their own
+        if text.startswith("As :func:"):
+            continue
         for parameter in parameters:
             if parameter not in ("self", "args", "kwargs") and not re.search(rf"\b{parameter}\b", text):
                 missing.append(f"{path}: {parameter}")
