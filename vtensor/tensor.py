@@ -520,7 +520,8 @@ def from_tensor(
         grow_dim, capacity, pool, when_full: as for :func:`empty`.
 
     Raises:
-        InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`; the first also where ``x`` requires grad.
+        InvalidArgument: as for :func:`empty`; or ``x`` requires grad outside ``no_grad``.
+        CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
     dim = _checked_dim(tuple(x.shape), grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]
