@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -244,6 +245,26 @@ def test_bench_outside_a_checkout(monkeypatch, capsys, tmp_path: Path) -> None:
     assert bench.checkout() is None
     assert main(["bench", "--quick"]) == 1
     assert "checkout" in capsys.readouterr().err
+
+
+def test_replay_is_there_with_its_package(monkeypatch, capsys) -> None:
+    from vtensor import cli
+
+    def add_parser(commands) -> None:
+        commands.add_parser("replay").add_argument("trace")
+
+    module = SimpleNamespace(add_parser=add_parser, main=lambda options: print("replays", options.trace))
+    monkeypatch.setattr(cli, "_has_replay", lambda: True)
+    monkeypatch.setitem(sys.modules, "vtensor.replay", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "vtensor.replay.cli", module)
+    assert main(["replay", "a.csv"]) == 0
+    assert capsys.readouterr().out == "replays a.csv\n"
+    assert main(["replay", "a.csv", "--quick"]) == 2
+    main(["--help"])
+    assert "replay" in capsys.readouterr().out
+    # The other commands do not wait for its imports.
+    monkeypatch.setattr(cli, "_has_replay", lambda: pytest.fail("looked for replay"))
+    assert main(["bench", "--help"]) == 0
 
 
 def test_demo_without_its_libraries(monkeypatch, capsys) -> None:

@@ -79,6 +79,18 @@ def test_a_view_of_a_pool_that_is_gone_leaks() -> None:
         view_only()
 
 
+def test_a_view_of_a_closed_pool_leaks(pool_factory) -> None:
+    pool = pool_factory("host")
+    with testing.assert_no_leaks():
+        t = filled(pool, PER_PAGE)
+        t.close()
+    with pytest.raises(AssertionError, match="1 pages_held"):
+        with testing.assert_no_leaks():
+            view = filled(pool, PER_PAGE)[:]
+            pool.close()
+    assert view.eq(1).all()
+
+
 def test_other_pools_are_let_be_where_some_are_named(pool_factory) -> None:
     ours, others = pool_factory("host"), pool_factory("host")
     with testing.assert_no_leaks(ours):

@@ -60,7 +60,7 @@ def _run(arguments: list[str]) -> int:
         "bench", help="figures beside their baselines, from a checkout", add_help=False, allow_abbrev=False
     )
     bench.add_argument("--json", action="store_true")
-    if importlib.util.find_spec("vtensor.replay"):
+    if arguments[:1] not in (["info"], ["demo"], ["bench"]) and _has_replay():
         importlib.import_module("vtensor.replay.cli").add_parser(commands)
 
     options, rest = parser.parse_known_args(arguments)
@@ -96,6 +96,10 @@ def _bench(options: argparse.Namespace, rest: list[str]) -> int:
 def _replay(options: argparse.Namespace, rest: list[str]) -> int:
     status: int | None = importlib.import_module("vtensor.replay.cli").main(options)
     return status or 0
+
+
+def _has_replay() -> bool:
+    return bool(importlib.util.find_spec("vtensor.replay") and importlib.util.find_spec("vtensor.replay.cli"))
 
 
 def _tell(line: str) -> None:
