@@ -30,11 +30,11 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} |
 }
 
 
-def start(*arguments: str, cwd: Path, **options) -> subprocess.Popen:
+def start(*arguments: str, cwd: Path, environment=ENVIRONMENT, **options) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "vtensor", *arguments],
         cwd=cwd,
-        env=ENVIRONMENT,
+        env=environment,
         # Whoever runs the tests in the background may have SIGINT ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
@@ -217,6 +217,7 @@ def test_interrupted_bench_leaves_nothing_behind(tmp_path: Path) -> None:
     process = start(
         *("bench", "--only", "growth", "--json"),
         cwd=tmp_path,
+        environment=ENVIRONMENT | {"TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -229,7 +230,7 @@ def test_interrupted_bench_leaves_nothing_behind(tmp_path: Path) -> None:
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.decode().rstrip().endswith("stopped") and b"Traceback" not in errors
-    assert out == b""
+    assert out == b"" and list(folder.iterdir()) == []
 
 
 def test_bench_prints_its_results_as_json(capfd) -> None:
