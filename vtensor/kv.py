@@ -194,6 +194,9 @@ class KVCache:
     def truncate(self, slot: int, length: int, stream: Stream | None = None) -> None:
         """Cuts a request to its first ``length`` tokens, as after rejected drafts.
 
+        Args:
+            slot, stream: as for :meth:`free`.
+
         Raises:
             InvalidArgument: it has fewer, or windowed layers have given back what they would see from there.
         """
@@ -219,6 +222,10 @@ class KVCache:
         """``n`` new requests that continue this one, for parallel sampling. They share all pages; the first
         write of each takes one page a row, for the last, half-full page.
 
+        Args:
+            stream: in which work that uses the slot was launched; the current one unless given. Its end is
+                waited for.
+
         Raises:
             NoFreeSlot: fewer than ``n`` slots are free.
             InvalidArgument: the slot is free or swapped out.
@@ -236,6 +243,11 @@ class KVCache:
     ) -> list[int]:
         """A beam step: beam ``i``, now in ``slots[i]``, goes on with what ``sources[i]`` holds. Nothing is
         copied.
+
+        Args:
+            slots: of the beams, ``[n]``.
+            sources: of those slots, which each beam goes on with, ``[n]``.
+            stream: as for :meth:`fork`.
 
         Returns:
             for each beam the slot that it is in from now on: the source itself for the first that goes on
@@ -258,6 +270,11 @@ class KVCache:
     def publish(self, slot: int, tokens: Sequence[int] | torch.Tensor, *, salt: str = "") -> int:
         """Puts the whole units of ``tokens``, which are the slot's first, into the prefix index. It keeps
         their pages past the request's end, as long as memory suffices.
+
+        Args:
+            slot: whose K and V these are.
+            tokens: ids, ``[n]``, at most as many as the slot has.
+            salt: as for :meth:`alloc`.
 
         Returns:
             how many of the tokens are in the index.
@@ -292,7 +309,7 @@ class KVCache:
         return known
 
     def own(self, slot: int, start: int, stop: int) -> None:
-        """Gives the slot pages of its own behind tokens ``start`` to ``stop``, before something writes there
+        """Gives ``slot`` pages of its own behind tokens ``start`` to ``stop``, before something writes there
         directly. What :meth:`step` adds is its own anyway.
 
         Raises:
@@ -343,6 +360,9 @@ class KVCache:
         """Gives a swapped request its pages back, at the same addresses, and starts copying, layer by layer.
         Before the work of a layer, :meth:`wait` for it.
 
+        Args:
+            slot: of a request that is swapped out.
+
         Returns:
             False where memory is short: it stays swapped out.
 
@@ -372,7 +392,12 @@ class KVCache:
 
     def wait(self, slot: int, layer: int | None = None) -> None:
         """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
-        CUDA the current stream waits instead of the caller."""
+        CUDA the current stream waits instead of the caller.
+
+        Args:
+            slot: of the request.
+            layer: its number; all of them unless given.
+        """
         slot = self._slot("KVCache.wait", slot)
         self._swapper.wait(slot, layer)
 
@@ -449,7 +474,11 @@ class KVCache:
         )
 
     def close(self, stream: Stream | None = None) -> None:
-        """Frees every slot and gives the index up. Addresses go with the last view of the layers."""
+        """Frees every slot and gives the index up. Addresses go with the last view of the layers.
+
+        Args:
+            stream: in which work that uses the cache was launched; the current one unless given.
+        """
         if self._core.closed:
             return
         self._swapper.close()
