@@ -23,8 +23,8 @@ _MOST_STRIPS = 8  # rows of a tensor, slots of a cache
 _WIDTH, _HEIGHT = 720, 18  # of a strip, in SVG units
 _TAIL = 90  # of it, for what is reserved beyond the part drawn to scale
 
-# JupyterLab says by an attribute of its body which theme it has, VS Code by a class; elsewhere the system's is
-# followed. Only text and lines change: the pages' colours are good on both grounds.
+# JupyterLab says by an attribute of its body which theme it has, VS Code by a class; elsewhere the system's
+# is followed. Only text and lines change: the pages' colours are good on both grounds.
 _STYLE = (
     ".vtensor{--vt-text:#24292f;--vt-faint:#57606a;--vt-empty:#eceff1;--vt-line:#b4bdc4;max-width:760px;"
     "font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-content-font-color1,"
@@ -43,7 +43,7 @@ _STYLE = (
 
 
 def tensor_bundle(tensor: VTensor) -> dict[str, str]:
-    """A VTensor as ``text/plain`` (one line) and ``text/html``, as IPython's ``_repr_mimebundle_`` wants them."""
+    """A VTensor as ``text/plain`` (one line) and ``text/html``, for IPython's ``_repr_mimebundle_``."""
     try:
         if tensor.closed:
             return _closed("VTensor")
@@ -73,8 +73,9 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
     state = ", closed" if pool.closed else ""
     name = f"vtensor.Pool on {pool.device}{state}"
     facts = (
-        f"{byte_text(stats.pages_used * size)} of {byte_text(stats.budget)} used in pages of {byte_text(size)}, "
-        f"{stats.tensors:,} open tensors, {byte_text(stats.nbytes_reserved)} of addresses"
+        f"{byte_text(stats.pages_used * size)} of {byte_text(stats.budget)} used "
+        f"in pages of {byte_text(size)}, {stats.tensors:,} open tensors, "
+        f"{byte_text(stats.nbytes_reserved)} of addresses"
     )
     kept = min(stats.pages_cached, max(0, stats.pages_free))
     budget = [("used", stats.pages_used, COLOURS["mapped"]), ("free and kept", kept, COLOURS["parked"])]
@@ -168,16 +169,17 @@ def _strip(name: str, runs: Sequence[Run], shown: int, slots: int) -> str:
         )
     if scale >= 5:  # room to tell pages apart
         shapes += [
-            f'<path class="vt-empty" stroke="#b4bdc4" stroke-width="0.7" d="M{at * scale:.1f} 1V{_HEIGHT - 1}"/>'
+            f'<path class="vt-empty" stroke="#b4bdc4" stroke-width="0.7" '
+            f'd="M{at * scale:.1f} 1V{_HEIGHT - 1}"/>'
             for run in runs
             for at in range(run.start + 1, run.stop)
         ]
     if slots > shown:
         start = shown * scale
         shapes.append(
-            f'<rect class="vt-empty" x="{start:.1f}" y="0.5" width="{_TAIL - 0.5:.1f}" height="{_HEIGHT - 1}" '
-            f'fill="#eceff1" stroke="#b4bdc4" stroke-dasharray="3 3"><title>pages {shown:,} to {slots - 1:,}: '
-            "reserved, not to scale</title></rect>"
+            f'<rect class="vt-empty" x="{start:.1f}" y="0.5" width="{_TAIL - 0.5:.1f}" '
+            f'height="{_HEIGHT - 1}" fill="#eceff1" stroke="#b4bdc4" stroke-dasharray="3 3">'
+            f"<title>pages {shown:,} to {slots - 1:,}: reserved, not to scale</title></rect>"
         )
     words = ", ".join(f"{run.state} {run.start:,} to {run.stop - 1:,}" for run in runs[:12])
     more = f" and {len(runs) - 12} runs more" if len(runs) > 12 else ""
@@ -190,8 +192,8 @@ def _strip(name: str, runs: Sequence[Run], shown: int, slots: int) -> str:
 def _tensor_key(pages: _pages.TensorPages) -> str:
     if not pages.exact:
         return (
-            '<div class="vt-faint">too many pages to look at each: drawn from lengths and counts, sharing not '
-            "shown</div>"
+            '<div class="vt-faint">too many pages to look at each: drawn from lengths and counts, '
+            "sharing not shown</div>"
         )
     counts = pages.counts()
     return _key([(state, n, COLOURS[state] if state != "reserved" else None) for state, n in counts.items()])

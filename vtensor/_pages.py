@@ -125,10 +125,8 @@ def cells(runs: Sequence[Run], slots: int, most: int) -> list[Run]:
 
 def byte_text(nbytes: float) -> str:
     """``1,536`` as ``"1.5 KiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            break
-        nbytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{nbytes:,.1f}".removesuffix(".0") + f" {unit}"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while abs(nbytes) >= 1024 and power < len(units) - 1:
+        nbytes, power = nbytes / 1024, power + 1
+    return f"{nbytes:,.1f}".removesuffix(".0") + f" {units[power]}"
