@@ -362,9 +362,7 @@ def _events(operation: str, given: Trace) -> Sequence[trace.Event]:
 def _refuse_closed(operation: str, *owners: Any) -> None:
     for owner in owners:
         if getattr(owner, "closed", False):
-            raise Closed(
-                f"[plot.{operation}] the {type(owner).__name__.strip('_')} is closed: draw it before"
-            )
+            raise Closed(f"[plot.{operation}] a tensor or cache given is closed: draw it before its close()")
 
 
 def _named(operation: str, owners: Any) -> dict[str, Any]:
