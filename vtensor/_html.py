@@ -26,7 +26,7 @@ _TAIL = 90  # of it, for what is reserved beyond the part drawn to scale
 # JupyterLab says by an attribute of its body which theme it has, VS Code by a class; elsewhere the system's
 # is followed. Only text and lines change: the pages' colours are good on both grounds.
 _STYLE = (
-    ".vtensor{--vt-text:#24292f;--vt-faint:#57606a;--vt-empty:#eceff1;--vt-line:#b4bdc4;max-width:760px;"
+    ".vtensor{--vt-text:#24292f;--vt-faint:#57606a;--vt-empty:#eceff1;--vt-line:#b4bdc4;padding:2px 6px;"
     "font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-content-font-color1,"
     "var(--vt-text))}"
     "@media(prefers-color-scheme:dark){.vtensor{DARK}}"
@@ -34,7 +34,7 @@ _STYLE = (
     "--vt-line:#b4bdc4}"
     "[data-jp-theme-light=false] .vtensor,.vscode-dark .vtensor{DARK}"
     ".vtensor .vt-faint{color:var(--jp-content-font-color2,var(--vt-faint))}"
-    ".vtensor svg{display:block;width:100%;height:auto;margin:3px 0}"
+    ".vtensor svg{display:block;width:100%;max-width:720px;height:auto;margin:3px 0}"
     ".vtensor .vt-empty{fill:var(--vt-empty);stroke:var(--vt-line)}"
     ".vtensor .vt-tick{stroke:var(--jp-content-font-color1,var(--vt-text))}"
     ".vtensor .vt-key{display:inline-block;width:10px;height:10px;margin:0 4px 0 0;border-radius:2px}"
@@ -51,7 +51,7 @@ def tensor_bundle(tensor: VTensor) -> dict[str, str]:
         shape = "[" + ", ".join(map(str, tensor.shape)) + "]"
         name = f"VTensor {shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
         facts = (
-            f"{tensor.length:,} of {tensor.capacity:,} positions along dimension {tensor.grow_dim}, "
+            f"{tensor.length:,} of {tensor.capacity:,} positions along dim {tensor.grow_dim}, "
             f"{byte_text(tensor.numel() * tensor.element_size())} of data, "
             f"{byte_text(tensor.nbytes_mapped)} mapped in pages of {byte_text(pages.page_size)}, "
             f"{byte_text(tensor.nbytes_reserved)} of addresses"
@@ -74,7 +74,7 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
     name = f"vtensor.Pool on {pool.device}{state}"
     facts = (
         f"{byte_text(stats.pages_used * size)} of {byte_text(stats.budget)} used "
-        f"in pages of {byte_text(size)}, {stats.tensors:,} open tensors, "
+        f"in pages of {byte_text(size)}, open tensors: {stats.tensors:,}, "
         f"{byte_text(stats.nbytes_reserved)} of addresses"
     )
     kept = min(stats.pages_cached, max(0, stats.pages_free))

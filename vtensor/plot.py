@@ -21,7 +21,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from vtensor import _pages, trace
 from vtensor._events import lanes, memory_points, thinned
@@ -40,8 +40,11 @@ Trace: TypeAlias = "trace.Recording | Sequence[trace.Event] | str | os.PathLike[
 """A recording, its events, or a file that ``Recording.export`` wrote."""
 
 _MOST_CELLS = 400  # of a row of pages, side by side
-_MOST_LANES = 64  # rows of pages, one above the other
-_MOST_POINTS = 3000  # of a curve, and of one kind of span in a lane
+_MOST_BANDS = 256  # of rows, one above the other
+_MOST_LANES = 64  # owners of pages, likewise, each with its name
+_MOST_LINES = 100  # between pages, and between rows, that can be told apart
+_MOST_POINTS = 3000  # of a curve
+_MOST_SPANS = 20_000  # of a kind, in a lane
 
 _NEEDED, _COPIED, _RESERVED = "#263238", "#d1495b", "#7a7f87"
 _KINDS = {
@@ -80,16 +83,20 @@ def page_map(tensor: VTensor, *, ax: Axes | None = None) -> Axes:
     """
     _refuse_closed("page_map", tensor)
     pages = _pages.pages_of(tensor)
-    axes = _axes("page_map", ax, (8, 1.6 + 0.25 * min(len(pages.rows), 16)))
+    axes = _axes("page_map", ax, (8, 1.2 + 0.2 * min(len(pages.rows), 16)))
     shown = pages.shown()
     top = 0
-    for runs, alike in groupby(_pages.cells(row, shown, _MOST_CELLS) for row in pages.rows):
-        height = len(list(alike))
+    for runs, alike in groupby(_bands(pages, shown), key=lambda band: band.runs):
+        height = sum(band.rows for band in alike)
         for state, start, width in _widths(runs):
             axes.broken_barh(
-                [(start, width)], (top, height), facecolors=COLOURS[state], edgecolors="white", linewidth=0.4
+                [(start, width)], (top, height), facecolors=COLOURS[state], edgecolors="white", linewidth=0.8
             )
         top += height
+    if shown <= _MOST_LINES:
+        axes.vlines(range(1, shown), 0, top, colors="white", linewidth=0.3)
+    if top <= _MOST_LINES:
+        axes.hlines(range(1, top), 0, shown, colors="white", linewidth=0.6)
     counts = pages.counts() if pages.exact else {}
     for state, number in counts.items():
         _label(axes, f"{state} {number:,}", COLOURS[state])
@@ -171,20 +178,24 @@ def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:
         VTensorError: a trace file cut short; matplotlib is missing.
     """
     events = _events("timeline", trace)
-    axes = _axes("timeline", ax, (9, 3.2))
     begin = min(event.time_ns for event in events)
     lasts = max(1, max(event.time_ns + event.duration_ns for event in events) - begin)
     scale, unit = (1e6, "milliseconds") if lasts < 2e9 else (1e9, "seconds")
-    found = lanes(events, lambda event: _KIND_OF.get(event.what, "operation"), _MARKS, lasts / _MOST_POINTS)
+    found = lanes(events, lambda event: _KIND_OF.get(event.what, "operation"), _MARKS, lasts / _MOST_SPANS)
+    axes = _axes("timeline", ax, (8, 1.2 + 0.9 * min(len(found), 8)))
     kinds, marks = set(), set()
     for number, lane in enumerate(found):
         height = 0.8 / max(1, lane.depth)
         for (depth, kind), spans in sorted(lane.spans.items()):
             bars = [((start - begin) / scale, width / scale) for start, width in spans]
             colour = _KINDS[kind]
-            # The edge keeps what is narrower than a pixel in sight.
             axes.broken_barh(
-                bars, (number + depth * height, height), facecolors=colour, edgecolors=colour, linewidth=1
+                bars,
+                (number + depth * height, height),
+                facecolors=colour,
+                edgecolors=colour,
+                # It keeps what is narrower than a pixel in sight; operations are many, and seldom the matter.
+                linewidth=0.3 if kind == "operation" else 1,
             )
             kinds.add(kind)
         for what, moments in lane.marks.items():
@@ -331,6 +342,21 @@ def _unit(most: float) -> tuple[float, str]:
     """What to divide bytes by, and what they are then."""
     power = min(4, int(math.log(max(1.0, most), 1024)))
     return 1024.0**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+
+
+class _Band(NamedTuple):
+    """Neighbouring rows drawn as one."""
+
+    runs: list[Run]
+    rows: int
+
+
+def _bands(pages: _pages.TensorPages, shown: int) -> Iterator[_Band]:
+    rows = -(-len(pages.rows) // _MOST_BANDS) or 1
+    for first in range(0, len(pages.rows), rows):
+        together = pages.rows[first : first + rows]
+        runs = [run for row in together for run in row]
+        yield _Band(_pages.cells(runs, shown, _MOST_CELLS), len(together))
 
 
 def _widths(runs: Iterable[Run]) -> Iterator[tuple[str, int, int]]:

@@ -54,7 +54,7 @@ def test_a_tensor_shows_its_pages(pool):
     assert mapped / reserved == pytest.approx(3 / 5, rel=0.01)
     text = words(t._repr_html_())
     assert "VTensor [10, 1024] uint8 on cpu" in text
-    assert "10 of 64 positions along dimension 0, 10 KiB of data, 12 KiB mapped in pages of 4 KiB" in text
+    assert "10 of 64 positions along dim 0, 10 KiB of data, 12 KiB mapped in pages of 4 KiB" in text
     assert "64 KiB of addresses" in text and "mapped 3" in text and "reserved 13" in text
 
 
@@ -130,7 +130,7 @@ def test_a_pool_shows_its_budget_and_its_pages(pool):
     budget, mapped = strips(pool._repr_html_())
     assert budget.get("aria-label").startswith("memory, of the budget: 2 used, ")
     assert mapped.get("aria-label").endswith("4 needed, 0 ahead, 0 parked, 0 held, of 4 pages")
-    assert "8 KiB of 256 KiB used in pages of 4 KiB, 2 open tensors" in words(pool._repr_html_())
+    assert "8 KiB of 256 KiB used in pages of 4 KiB, open tensors: 2" in words(pool._repr_html_())
     used = next(rect for rect in budget.iter(f"{SVG}rect") if rect.findtext(f"{SVG}title"))
     assert float(used.get("width")) == pytest.approx(720 * 2 / 64, abs=0.1)
     fork.close()

@@ -154,6 +154,19 @@ def test_they_draw_on_the_axes_given(host):
         assert draw(what) not in given
 
 
+def test_many_rows_share_bands(pool_factory):
+    pool = pool_factory("host", pages=3000)
+    t = filled(pool, 4, rows=(1000,), capacity=8)
+    fork = t.fork()
+    for row in range(0, 1000, 2):
+        t[row] = 3  # its page parts
+    axes = vtensor.plot.page_map(t)
+    (band,) = [c for c in axes.collections if len(c.get_paths()) and len(c.get_facecolor())][:1]
+    assert len(axes.collections) < 20 and axes.get_ylim() == (1000, 0)  # each band of 4 rows shows the parted
+    assert matplotlib.colors.to_hex(band.get_facecolor()[0]) == vtensor._pages.COLOURS["parted"]
+    fork.close()
+
+
 def test_curves_of_memory():
     points = memory_points(decode().events)
     assert max(point.reserved for point in points) == 320 * KIB
