@@ -269,6 +269,21 @@ def test_a_browser_draws_it_on_light_and_dark_grounds(host, tmp_path, dark, them
     assert not found.get(LIGHT_TEXT if dark else DARK_TEXT, 0) > 50
 
 
+def test_runs_end_at_gaps():
+    runs: list[_pages.Run] = []
+    for slot in (0, 1, 4):
+        _pages.append(runs, "held", slot)
+    assert runs == [("held", 0, 2), ("held", 4, 5)]
+    assert _pages.cells(runs, 6, 6) == [*runs[:1], ("reserved", 2, 4), runs[1], ("reserved", 5, 6)]
+    assert _pages.cells(runs, 6, 3) == [("held", 0, 2), ("reserved", 2, 4), ("held", 4, 6)]
+    assert _pages.cells([], 0, 3) == []
+
+
+def test_sizes_read_well():
+    sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.5 KiB", 1 << 20: "1 MiB", 5 << 50: "5,120 TiB"}
+    assert {n: _pages.byte_text(n) for n in sizes} == sizes
+
+
 def test_no_colour_is_used_twice():
     assert len(set(_pages.COLOURS.values())) == len(_pages.COLOURS) == len(_pages.MEANINGS)
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in _pages.COLOURS.values())

@@ -259,10 +259,19 @@ def test_sharing_counts_pages_once(pool):
     ]
 
 
+def test_what_two_have_parted_is_not_shared(host):
+    root = filled(host, 8)
+    forks = [root.fork(), root.fork()]
+    for value, fork in enumerate(forks):
+        fork[0] = value
+    axes = vtensor.plot.sharing([root, *forks])
+    assert axes.get_title(loc="left") == "6 pages mapped, 4 in memory"
+
+
 def test_rows_are_named_by_their_index(pool):
-    t = filled(pool, 4, rows=(2, 2))
-    labels = {tick.get_text() for tick in vtensor.plot.sharing({"k": t}).get_yticklabels()}
-    assert labels == {"k[0, 0]", "k[0, 1]", "k[1, 0]", "k[1, 1]"}
+    t = filled(pool, 4, rows=(2, 3))
+    labels = [tick.get_text() for tick in vtensor.plot.sharing({"k": t}).get_yticklabels()]
+    assert labels == ["k[0, 0]", "k[0, 1]", "k[0, 2]", "k[1, 0]", "k[1, 1]", "k[1, 2]"]
 
 
 def test_a_cache_is_drawn_by_what_it_has():
