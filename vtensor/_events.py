@@ -50,8 +50,10 @@ def memory_points(events: Iterable[Event]) -> list[Point]:
             continue
         points.append(Point(event.time_ns + event.duration_ns, reserved, mapped, needed, copied))
     lowest = min((point.mapped for point in points), default=0)
-    # What was mapped before the recording began may have been unmapped since.
-    return [point._replace(mapped=point.mapped - min(0, lowest)) for point in points]
+    if lowest >= 0:
+        return points
+    # What was mapped before the recording began was unmapped since.
+    return [point._replace(mapped=point.mapped - lowest) for point in points]
 
 
 def _reserves(event: Event) -> bool:
