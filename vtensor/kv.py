@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from operator import index
 from typing import Any, Literal, cast
@@ -15,7 +16,7 @@ from vtensor._layout import Layout, layout_of, whole_storage
 from vtensor._prefix import PrefixIndex
 from vtensor._streams import Stream, stream_handle
 from vtensor._swap import Group, HostCopy, Swapper
-from vtensor.errors import Closed, InvalidArgument, OutOfPages
+from vtensor.errors import Closed, DriverError, InvalidArgument, OutOfPages
 from vtensor.pool import Pool, default_pool
 
 __all__ = ["KVCache", "KVCacheStats"]
@@ -387,7 +388,8 @@ class KVCache:
         self._leave_group(slot)
         if group is not None and kept is None and group.waiting:
             self._swapper.wait(slot)  # what is shared is not written to any more
-            (group.kept,) = self._core.offer(slot, [0, group.length])
+            with suppress(DriverError):  # then the others copy it too
+                (group.kept,) = self._core.offer(slot, [0, group.length])
         return True
 
     def wait(self, slot: int, layer: int | None = None) -> None:
