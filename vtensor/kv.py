@@ -145,6 +145,8 @@ class KVCache:
         found = self._prefixes.find(ids, salt)[: max(0, len(ids) - 1) // self._prefixes.unit]
         self._queries += len(ids)
         length = self._core.covered(len(found) * self._prefixes.unit)
+        while found and self._core.covered((len(found) - 1) * self._prefixes.unit) == length:
+            found.pop()  # where a token takes several pages, the last unit may hold no whole one
         if length == 0:
             return self._core.alloc(max(expect, len(ids)))
         slot = self._core.alloc_prefix(found, length)
@@ -346,13 +348,13 @@ class KVCache:
         group = self._group_of(slots)
         for one in slots:
             own = group if group is not None and one in group.waiting else None
-            rows = self._rows_of(one, own.length if own else 0, self._core.length(one))
+            rows = self._rows_of(one, own.length if own else 0)
             copy = self._swapped[one] = HostCopy(rows, self._swapper.pinned)
             parts = copy.parts(rows)
             if own is not None:
                 self._groups[one] = own
                 if one == slots[0]:
-                    parts += own.head.parts(self._rows_of(one, 0, own.length))
+                    parts += own.head.parts(self._rows_of(one, own.length, head=True))
             self._core.set_aside(one)
             self._leaving.append(one)
             self._swapper.copy_out(one, parts, partial(self._vacate, one))
@@ -380,9 +382,9 @@ class KVCache:
         while not self._core.restore(slot, kept):
             if not self._make_room():
                 return False
-        parts = copy.parts(self._rows_of(slot, group.length if group else 0, self._core.length(slot)))
+        parts = copy.parts(self._rows_of(slot, group.length if group else 0))
         if group is not None and kept is None:
-            parts += group.head.parts(self._rows_of(slot, 0, group.length))
+            parts += group.head.parts(self._rows_of(slot, group.length, head=True))
         self._swapper.copy_in(slot, parts)
         del self._swapped[slot]
         self._leave_group(slot)
@@ -532,16 +534,15 @@ class KVCache:
             for kind, begin in zip(self._layout.kinds, begins, strict=True)
         )
 
-    def _rows_of(self, slot: int, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
-        """The bytes of a slot's tokens ``start`` to ``stop``, row after row, each with the first layer that
-        reads it. A start that is no token's (``start`` pages are shared) is that of the page it lies in."""
+    def _rows_of(self, slot: int, shared: int, head: bool = False) -> list[tuple[int, torch.Tensor]]:
+        """The bytes of a slot's tokens, row after row, each with the first layer that reads it: the whole
+        pages of its first ``shared`` tokens, or what lies behind these."""
         rows = []
         size = self._pool.page_size
         for number, (kind, kept) in enumerate(zip(self._layout.kinds, self._core.begins(slot), strict=True)):
-            begin = kept * kind.item_bytes if start == 0 else start * kind.item_bytes // size * size
-            end = stop * kind.item_bytes
-            if start == 0 and stop < self._core.length(slot):
-                end = end // size * size
+            split = shared * kind.item_bytes // size * size
+            begin = 0 if head else split or kept * kind.item_bytes
+            end = split if head else self._core.length(slot) * kind.item_bytes
             for row, layer in enumerate(kind.first_layers):
                 at = (row * self.max_batch + slot) * self._rows[number]
                 if end > begin:
@@ -562,7 +563,7 @@ class KVCache:
         if not lengths:
             return None
         length = min(lengths.values())
-        head = HostCopy(self._rows_of(slots[0], 0, length), self._swapper.pinned)
+        head = HostCopy(self._rows_of(slots[0], length, head=True), self._swapper.pinned)
         return Group(length, head, {slots[0], *lengths})
 
     def _leave_group(self, slot: int) -> None:

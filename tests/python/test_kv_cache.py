@@ -590,7 +590,7 @@ BAD = {
         vtensor.InvalidArgument,
         "slot 0 is named twice",
     ),
-    "no such layer": (lambda c: c[2], IndexError, ""),
+    "no such layer": (lambda c: c[2], IndexError, "index out of range"),
 }
 
 
