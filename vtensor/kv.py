@@ -13,7 +13,7 @@ import torch
 from vtensor import _core
 from vtensor._kv_stats import KVCacheStats
 from vtensor._layout import Layout, layout_of, whole_storage
-from vtensor._prefix import PrefixIndex
+from vtensor._prefix import PrefixIndex, token_ids
 from vtensor._streams import Stream, stream_handle
 from vtensor._swap import Group, HostCopy, Swapper
 from vtensor.errors import Closed, DriverError, InvalidArgument, OutOfPages
@@ -141,7 +141,7 @@ class KVCache:
         """
         if tokens is None:
             return self._core.alloc(expect)
-        ids = _ids("KVCache.alloc", tokens)
+        ids = token_ids("KVCache.alloc", tokens)
         found = self._prefixes.find(ids, salt)[: max(0, len(ids) - 1) // self._prefixes.unit]
         self._queries += len(ids)
         length = self._core.covered(len(found) * self._prefixes.unit)
@@ -287,7 +287,7 @@ class KVCache:
                 published before; layers with windows have given pages back.
         """
         slot = self._slot("KVCache.publish", slot)
-        ids = _ids("KVCache.publish", tokens)
+        ids = token_ids("KVCache.publish", tokens)
         length = self._core.length(slot)
         if len(ids) > length:
             raise InvalidArgument(
@@ -507,6 +507,11 @@ class KVCache:
             f"{self._pool.device}, {state}>"
         )
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from vtensor import _html
+
+        return _html.cache_bundle(self)
+
     # -- inside
 
     def _slot(self, operation: str, slot: int) -> int:
@@ -587,14 +592,3 @@ class KVCache:
         self._core.vacate(slot, None if stream is None else stream.cuda_stream)
 
     _registered: Any = None  # the pool's way to this cache
-
-
-def _ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> Sequence[int]:
-    if isinstance(tokens, torch.Tensor):
-        if tokens.dim() != 1 or tokens.is_floating_point():
-            raise InvalidArgument(
-                f"[{operation}] tokens is a {tokens.dtype} tensor of shape {tuple(tokens.shape)}: give the "
-                "ids of one request, [n]"
-            )
-        return list(tokens.tolist())
-    return tokens

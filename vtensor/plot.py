@@ -21,13 +21,14 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vtensor import _pages, trace
 from vtensor._events import lanes, memory_points, thinned
 from vtensor._pages import COLOURS, Run, byte_text
 from vtensor._shares import Owner, SharedPage, as_tree, boxes
 from vtensor.errors import Closed, InvalidArgument, VTensorError
+from vtensor.kv import KVCache
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,13 +64,7 @@ _KIND_OF = {
 _MARKS = {"lease": ("v", "#263238"), "out_of_memory": ("x", "#9c2c2c"), "error": ("X", "#9c2c2c")}
 
 
-class HasPages(Protocol):
-    """A VTensor; or a cache, whose rows are its slots."""
-
-    def pages(self) -> list[Any]: ...
-
-
-Owners: TypeAlias = "HasPages | Sequence[HasPages] | Mapping[str, HasPages]"
+Owners: TypeAlias = "VTensor | KVCache | Sequence[VTensor | KVCache] | Mapping[str, VTensor | KVCache]"
 
 
 def page_map(tensor: VTensor, *, ax: Axes | None = None) -> Axes:
@@ -223,8 +218,8 @@ def sharing(owners: Owners, *, ax: Axes | None = None) -> Axes:
     pages are shared, those that are not in the picture included.
 
     Args:
-        owners: VTensors, each row of which is an owner, one, in a sequence or by name; or a cache whose
-            ``pages()`` gives records with its slots as rows.
+        owners: VTensors, each row of which is an owner, or KVCaches, each slot of which is one; one, in a
+            sequence or by name.
 
     Raises:
         InvalidArgument: no owners, or something without pages.
@@ -412,15 +407,23 @@ def _lanes_of_pages(owners: Any) -> list[Owner]:
                 f"[plot.sharing] got a {type(owner).__name__}: give VTensors, or a cache that has pages()"
             )
         rows: dict[int, dict[int, SharedPage]] = {}
-        for record in owner.pages():
+        for lane, record in _records(owner):
             # A page that a write has parted has no number: nobody else has it.
-            own = (name, record.row, record.index)
+            own = (name, lane, record.index)
             key = own if record.page_id < 0 else (id(owner.pool), record.page_id)
             page = SharedPage(key, record.state, record.shared)
-            rows.setdefault(record.row, {})[record.index] = page
+            rows.setdefault(lane, {}).setdefault(record.index, page)
         shape = tuple(owner.shape[: owner.grow_dim]) if hasattr(owner, "grow_dim") else None
         lanes_found += [Owner(_row_name(name, row, shape), pages) for row, pages in rows.items()]
     return lanes_found
+
+
+def _records(owner: Any) -> list[tuple[int, Any]]:
+    """Lane and record of each page: the rows of a tensor; of a cache the first row of each slot, because a
+    slot's rows share alike."""
+    if isinstance(owner, KVCache):
+        return [(slot, r) for slot in range(owner.max_batch) for r in owner.pages(slot) if r.row == 0]
+    return [(record.row, record) for record in owner.pages()]
 
 
 def _row_name(name: str, row: int, shape: tuple[int, ...] | None) -> str:
