@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -58,7 +59,7 @@ class CacheCore {
 
   bool step(const Lengths& lengths) {
     const Operation operation(*this, "KVCache.step");
-    if (cache_->step_within(lengths)) return true;
+    if (cache_->step_within(caller("KVCache.step"), lengths)) return true;
     try {
       run("KVCache.step", {}, [&](const Caller& caller) { cache_->step(caller, lengths); });
     } catch (const OutOfPages&) {
@@ -165,7 +166,7 @@ class CacheCore {
     return cache_->shared_pages(slot, other);
   }
 
-  std::vector<std::size_t> begins(std::size_t slot) const { return open().begins(slot); }
+  std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
 
   void use(std::optional<Stream> stream) {
     const Operation operation(*this, "KVCache.record_stream");
@@ -185,16 +186,20 @@ class CacheCore {
                                          range->reserved_bytes(), pool_->traits().device);
   }
 
-  std::size_t row_bytes(std::size_t kind) const { return open().range(kind)->row_bytes(); }
-  Lengths lengths() const { return {open().lengths().begin(), open().lengths().end()}; }
-  std::vector<int> states() const {
+  std::size_t row_bytes(std::size_t kind) { return read()->range(kind)->row_bytes(); }
+  Lengths lengths() {
+    const Reading cache = read();
+    return {cache->lengths().begin(), cache->lengths().end()};
+  }
+  std::vector<int> states() {
+    const Reading cache = read();
     std::vector<int> states;
-    for (std::size_t slot = 0; slot < open().shape().slots; ++slot)
-      states.push_back(static_cast<int>(cache_->state(slot)));
+    for (std::size_t slot = 0; slot < cache->shape().slots; ++slot)
+      states.push_back(static_cast<int>(cache->state(slot)));
     return states;
   }
-  std::size_t length(std::size_t slot) const { return open().length(slot); }
-  std::size_t covered(std::size_t position) const { return open().covered(position); }
+  std::size_t length(std::size_t slot) { return read()->length(slot); }
+  std::size_t covered(std::size_t position) { return read()->covered(position); }
 
   SlotCacheCounts counts() {
     const Operation operation(*this, "KVCache.stats");
@@ -211,6 +216,7 @@ class CacheCore {
   void close(std::optional<Stream> stream) {
     refuse_in_forked_child("KVCache.close");
     mutex_.lock("KVCache.close");
+    closed_ = true;
     if (cache_) {
       const Caller asking = caller("KVCache.close", stream);
       nb::gil_scoped_release released;
@@ -220,7 +226,7 @@ class CacheCore {
     }
     mutex_.unlock();
   }
-  bool closed() const { return cache_ == nullptr; }
+  bool closed() const { return closed_; }
 
  private:
   // One operation: refused in a forked child, on a closed cache and beside another operation.
@@ -239,12 +245,32 @@ class CacheCore {
     CacheCore& core_;
   };
 
+  // A look between two operations; in a forked child without the lock, which a thread of the parent
+  // may have held.
+  class Reading {
+   public:
+    explicit Reading(CacheCore& core)
+        : core_(core), locked_(!in_forked_child.load(std::memory_order_relaxed)) {
+      if (locked_) core.mutex_.lock("KVCache");
+      if (core.cache_) return;
+      if (locked_) core.mutex_.unlock();
+      throw Closed("[KVCache] the cache is closed: make a new one");
+    }
+    ~Reading() {
+      if (locked_) core_.mutex_.unlock();
+    }
+    Reading(const Reading&) = delete;
+    Reading& operator=(const Reading&) = delete;
+    const SlotCache* operator->() const { return core_.cache_.get(); }
+
+   private:
+    CacheCore& core_;
+    const bool locked_;
+  };
+  Reading read() { return Reading(*this); }
+
   Caller caller(const char* operation, std::optional<Stream> stream = {}) const {
     return caller_of(operation, stream, pool_->traits().device);
-  }
-  const SlotCache& open() const {
-    if (!cache_) throw Closed("[KVCache] the cache is closed: make a new one");
-    return *cache_;
   }
   template <typename Body>
   void run(const char* operation, std::optional<Stream> stream, Body body) {
@@ -254,6 +280,7 @@ class CacheCore {
 
   std::shared_ptr<PagePool> pool_;  // both null once closed
   std::unique_ptr<SlotCache> cache_;
+  std::atomic<bool> closed_{false};
   OperationMutex mutex_;
 };
 

@@ -148,8 +148,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void grow_ready(const Caller& caller, Interval positions);
   void want_until(std::size_t end);
   // Makes a smaller extent the owner's. What no generation covers is unmapped, once the caller's
-  // stream and all others that used it have passed this point.
-  void retract(const Caller& caller, Interval positions);
+  // stream and all others that used it have passed this point. Of a placed buffer, what is ready
+  // behind the extent stays so below position `keep`.
+  void retract(const Caller& caller, Interval positions, std::size_t keep = 0);
   // A generation over the present extent.
   Generation* publish();
   bool published();
@@ -175,8 +176,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // streams that use this buffer. Whole or nothing.
   std::vector<std::shared_ptr<Shelf>> offer(const Caller& caller, std::span<const Interval> slots);
   // Maps the pages of `shelves`, which lie behind one another and hold `positions`, guarded at
-  // their slots: they are the owner's then. Whole or nothing. Requires: nothing is owned or mapped
-  // there.
+  // their slots: they are the owner's then. Waits for what is on its way out there. Whole or
+  // nothing. Requires: nothing is owned, and nothing ready or parked there.
   void accept(const Caller& caller, Interval positions,
               std::span<const std::shared_ptr<Shelf>> shelves);
   // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive,
@@ -213,6 +214,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::size_t drop_ahead();
   // Parked pages are to go.
   void unpark();
+  // They are, and none are to be parked when the mapper is done with a buffer whose owner left.
+  void keep_nothing();
   // Whether it is parked, and nothing else is mapped: what is on its way out would come back as the
   // next owner's (I7).
   bool adoptable() const;
@@ -264,6 +267,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void check(std::unordered_map<const Page*, PageUse>& uses) const;
 
  private:
+  class Growing;
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
   // Maximal runs in `slots` of `row` whose entries are `wanted` and have one state.
@@ -289,6 +293,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void require_no_capture(const Caller& caller);
   std::size_t lost_pages() const;
   std::size_t fresh_pages_for(std::span<const Run> guarded) const;
+  static std::size_t fresh_pages_for(std::span<const Growing> all);
   std::size_t parted_pages_in(std::span<const Run> guarded);
   std::vector<std::uint8_t> find_parted(const Run& run);
   void part(PoolLock& lock, const Caller& caller, std::span<const Run> runs, Interval stale = {});
@@ -332,7 +337,6 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool release_range();
   bool all_passed(std::vector<FencePtr>& fences);
   void undo(PoolLock& lock, const Caller& caller, const Arrival& arrival) noexcept;
-  class Growing;
   void refused() noexcept;
   // Has memory for what `missing` counts, with the lock held since it was last asked. Requires: not
   // busy, so that what this buffer itself no longer needs may go meanwhile.

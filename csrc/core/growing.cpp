@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "base/errors.h"
@@ -19,7 +20,7 @@ class Buffer::Growing {
       : buffer_(*growth.buffer),
         growth_(growth),
         caller_(caller),
-        wanted_(buffer_.slots_of(growth.positions)),
+        wanted_(wider(buffer_.slots_of(growth.positions), buffer_.extent_)),
         written_(buffer_.slots_of(growth.written)),
         searched_(buffer_.extent_.empty() ? wanted_ : Interval{buffer_.extent_.end, wanted_.end}) {
     buffer_.table_.reserve(wanted_.end);
@@ -39,7 +40,6 @@ class Buffer::Growing {
       require_not_quarantined(run);
       missing_ += run.slots.size();
     }
-    fresh_ = buffer_.fresh_pages_for(guarded_);
     unordered_ = !searched_.empty() && !buffer_.all_passed(buffer_.ready_after_);
     if (missing_ != 0 || !guarded_.empty() || unordered_ || !buffer_.foreign_in(searched_).empty())
       buffer_.require_no_capture(caller_);
@@ -54,7 +54,13 @@ class Buffer::Growing {
 
   bool busy() const { return buffer_.busy_; }
   void await_turn(PoolLock& lock) { buffer_.await_turn(lock, caller_); }
-  std::size_t pages() const { return missing_ + fresh_; }
+  std::size_t missing() const { return missing_; }
+  std::span<const Run> guarded() const { return guarded_; }
+  const Page* page_at(std::size_t row, std::size_t slot) const {
+    return buffer_.table_.at(row, slot).page;
+  }
+  // Pages that parting takes now.
+  std::size_t fresh() const { return buffer_.fresh_pages_for(guarded_); }
 
   // From here on the buffer is busy. Requires: it was not.
   void begin(PoolLock& lock) {
@@ -65,7 +71,6 @@ class Buffer::Growing {
   bool arrives() const { return missing_ != 0; }
   void claim() { buffer_.claim(arrival_); }
   Arriving arriving() { return {&buffer_, &arrival_}; }
-  std::ptrdiff_t to_part() const { return static_cast<std::ptrdiff_t>(fresh_); }
 
   // What needs driver calls beside the new pages.
   void finish(PoolLock& lock) {
@@ -105,6 +110,10 @@ class Buffer::Growing {
   }
 
  private:
+  // An accepted prefix may be longer in pages than in positions.
+  static Interval wider(Interval wanted, Interval extent) {
+    return wanted.empty() ? wanted : Interval{wanted.begin, std::max(wanted.end, extent.end)};
+  }
   void require_not_quarantined(const Run& run) const {
     if (buffer_.table_.at(run.row, run.slots.begin).state != EntryState::quarantined) return;
     throw Error("[" + std::string(caller_.operation) + "] page " + std::to_string(run.slots.begin) +
@@ -122,7 +131,6 @@ class Buffer::Growing {
   Arrival arrival_;
   std::vector<Run> guarded_;
   std::size_t missing_ = 0;
-  std::size_t fresh_ = 0;  // pages that parting takes
   bool unordered_ = false;
   std::unique_ptr<Busy> busy_;
 };
@@ -131,6 +139,22 @@ void Buffer::grow(const Caller& caller, Interval positions, bool populate, Inter
   const Interval added{std::max(positions_.end, positions.begin), positions.end};
   const Growth growth{this, positions, added, stale};
   grow(caller, {&growth, 1}, populate);
+}
+
+// How many pages parting takes in all: where all who share a page part it, the last one keeps it.
+std::size_t Buffer::fresh_pages_for(std::span<const Growing> all) {
+  if (all.size() == 1) return all.front().fresh();
+  std::size_t fresh = 0;
+  std::unordered_map<const Page*, std::uint32_t> parting;
+  for (const Growing& one : all) {
+    for (const Run& run : one.guarded()) {
+      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+        const Page* page = one.page_at(run.row, slot);
+        fresh += ++parting[page] < page->references;
+      }
+    }
+  }
+  return fresh;
 }
 
 void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool populate) {
@@ -143,25 +167,25 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
   for (const Growth& growth : growths) all.emplace_back(growth, caller);
   for (Growing& one : all) one.look();
   for (Growing& one : all) one.await_streams(lock);
+  std::size_t to_part = 0;
   for (bool again = true; again;) {
     for (Growing& one : all) one.await_turn(lock);
     if (std::any_of(all.begin(), all.end(), [](const Growing& one) { return one.busy(); }))
       continue;  // again, while another was waited for
-    std::size_t pages = 0;
+    std::size_t missing = 0;
     for (Growing& one : all) {
       one.look();
-      pages += one.pages();
+      missing += one.missing();
     }
-    again = pool->require_ready(lock, caller.operation, pages);
+    to_part = fresh_pages_for(all);
+    again = pool->require_ready(lock, caller.operation, missing + to_part);
   }
   for (Growing& one : all) one.begin(lock);
 
   std::vector<Arriving> arriving;
-  std::ptrdiff_t to_part = 0;
   try {
     arriving.reserve(all.size());
     for (Growing& one : all) {
-      to_part += one.to_part();
       if (!one.arrives()) continue;
       one.claim();
       arriving.push_back(one.arriving());
@@ -173,22 +197,34 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
     }
     throw;
   }
+  // Nobody else gets these while the lock is let go, here or in parting.
+  auto promised = static_cast<std::ptrdiff_t>(to_part);
+  pool->promise(promised);
+  const auto redeem = [&](std::ptrdiff_t pages) {
+    pool->promise(-pages);
+    promised -= pages;
+  };
   if (!arriving.empty()) {
-    pool->promise(to_part);
     pool->depart();
     lock.let_go();
     carry_out(arriving, caller.stream, populate);
     lock.take_again();
     pool->arrive();
-    pool->promise(-to_part);
     for (const Arriving& one : arriving) one.buffer->enter(*one.arrival);
     for (const Arriving& one : arriving) {
-      if (one.arrival->error) std::rethrow_exception(one.arrival->error);
+      if (!one.arrival->error) continue;
+      redeem(promised);
+      std::rethrow_exception(one.arrival->error);
     }
   }
   try {
-    for (Growing& one : all) one.finish(lock);
+    for (Growing& one : all) {
+      redeem(std::min(promised, static_cast<std::ptrdiff_t>(one.fresh())));
+      one.finish(lock);
+    }
+    redeem(promised);
   } catch (...) {
+    redeem(promised);
     for (Growing& one : all) one.undo(lock);
     throw;
   }
@@ -390,7 +426,9 @@ void Buffer::undo(PoolLock& lock, const Caller& caller, const Arrival& arrival) 
   } catch (...) {
   }
   for (const Run& run : arrival.runs) {
-    if (is_mapped(table_.at(run.row, run.slots.begin))) quarantine(run);
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+      if (is_mapped(table_.at(run.row, slot))) quarantine({run.row, {slot, slot + 1}});
+    }
   }
 }
 

@@ -299,7 +299,9 @@ std::size_t PagePool::trim() {
 }
 
 bool PagePool::idle() const {
-  return in_flight_ == 0 && (wanting_.empty() || !mapper_.running()) &&
+  // What is told to have ended may be the last to keep some buffer's range.
+  return in_flight_ == 0 && !ended_.load(std::memory_order_acquire) &&
+         (wanting_.empty() || !mapper_.running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& buffer) { return buffer->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||

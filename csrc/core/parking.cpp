@@ -50,6 +50,11 @@ void Buffer::unpark() {
   give_back_unused();
 }
 
+void Buffer::keep_nothing() {
+  may_park_ = false;
+  if (!parked_.empty()) unpark();
+}
+
 bool Buffer::to_clean() const {
   for (std::size_t row = 0; row < shape_.rows; ++row) {
     for (std::size_t slot = parked_.begin; slot < parked_.end; ++slot) {

@@ -163,7 +163,7 @@ void Buffer::forget(const Generation* generation) noexcept {
   touch(generation->slots);
 }
 
-void Buffer::retract(const Caller& caller, Interval positions) {
+void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep) {
   PoolLock lock(pool_);
   note(caller);
   // Not what is only wanted: the mapper may be unmapping it.
@@ -173,12 +173,17 @@ void Buffer::retract(const Caller& caller, Interval positions) {
   positions_ = positions;
   extent_ = slots_of(positions);
   // What is truncated and soon written again stays, as far as the look-ahead goes.
-  std::size_t keep = extent_.end;
-  if (pool_->looks_ahead() && !placed() && !extent_.empty()) {
-    keep = slots_of({positions.begin, limit_lead(positions.end + pace_.lead())}).end;
+  std::size_t kept_end = extent_.end;
+  if (placed()) {
+    if (!extent_.empty())
+      kept_end = slots_of({0, std::clamp(keep, positions.end, shape_.capacity)}).end;
+    foreign_.end = std::min(foreign_.end, kept_end);
+    if (foreign_.empty()) foreign_ = {};
+  } else if (pool_->looks_ahead() && !extent_.empty()) {
+    kept_end = slots_of({positions.begin, limit_lead(positions.end + pace_.lead())}).end;
   }
   want_end_ = 0;
-  set_ready(usable(extent_end(), std::min(mapped_end, keep)));
+  set_ready(usable(extent_end(), std::min(mapped_end, kept_end)));
   give_back_unused();
 }
 
@@ -409,11 +414,11 @@ bool Buffer::release_range() {
         if (Page* page = table_.at(row, slot).page) pool_->drop(page);
       }
     }
-  } else if (host_ != nullptr) {
-    pool_->end_locked(std::exchange(host_, nullptr));
-  } else {
+    if (host_ != nullptr) host_->buffer->quarantined_ += quarantined_;
+  } else if (host_ == nullptr) {
     driver_.free_range(base_, row_pages_ * shape_.rows);
   }
+  if (host_ != nullptr) pool_->end_locked(std::exchange(host_, nullptr));
   for (RowHome& home : homes_) pool_->close_home(home);
   homes_.clear();
   reserved_ = false;

@@ -409,10 +409,20 @@ void Buffer::accept(const Caller& caller, Interval positions,
   if (shelves.empty()) return;
   PoolLock lock(pool_);
   pool_->reap();
+  const Interval slots{shelves.front()->slots().begin, shelves.back()->slots().end};
+  if (quarantined_ != 0) {
+    throw Error("[" + std::string(caller.operation) +
+                "] places of it were lost in a driver call that could not be undone: close it");
+  }
+  pool_->await(lock, caller.operation, "the work that used the pages that were here", [&] {
+    if (busy_) return false;
+    settle();
+    if (refusal_) std::rethrow_exception(refusal_);
+    return count_mapped(slots) == 0;
+  });
   const Busy busy(*this, lock, caller);
   require_no_capture(caller);
   note(caller);
-  const Interval slots{shelves.front()->slots().begin, shelves.back()->slots().end};
   table_.reserve(slots.end);
   std::vector<Page*> pages;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
@@ -467,7 +477,9 @@ std::size_t Buffer::shared_with(const Buffer& other) const {
 
 std::size_t Buffer::writable_until(std::size_t position) const {
   std::size_t slot = slots_of({position, position + 1}).begin;
-  if (guarded_ == 0) {
+  if (quarantined_ != 0) {
+    // Whoever wants more is told what was lost.
+  } else if (guarded_ == 0) {
     slot = std::max(slot, extent_.end);
   } else {
     const auto writable = [this](std::size_t at) {

@@ -23,12 +23,17 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       slots_(shape_.slots),
       lengths_(shape_.slots),
       calm_(shape_.slots),
-      due_() {
+      stream_(caller.stream) {
   due_.reserve(shape_.slots);
+  for (Slot& slot : slots_) {
+    slot.buffers.resize(shape_.kinds.size());
+    slot.begins.resize(shape_.kinds.size());
+  }
+  kinds_.reserve(shape_.kinds.size());
   try {
     for (const SlotKind& kind : shape_.kinds) {
       const auto rows = checked_multiply(kind.rows, shape_.slots);
-      if (!rows) throw CapacityExceeded("[KVCache] too many rows: lower max_batch=");
+      if (!rows) throw CapacityExceeded("too many rows");
       std::shared_ptr<Buffer> range =
           Buffer::make(pool_, {*rows, kind.item_bytes, shape_.max_length}, caller);
       const std::size_t pages = range->row_bytes() / pool_->page_size();
@@ -39,19 +44,22 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
                          .capacity = shape_.max_length,
                          .row_stride = pages * shape_.slots}});
     }
+  } catch (const CapacityExceeded&) {
+    for (const Kind& kind : kinds_) kind.range->abandon();
+    throw CapacityExceeded("[KVCache] " + text(shape_.slots) + " slots of " +
+                           text(shape_.max_length) +
+                           " tokens pass the address space: lower max_batch= or max_len=");
   } catch (...) {
     for (const Kind& kind : kinds_) kind.range->abandon();
     throw;
-  }
-  for (Slot& slot : slots_) {
-    slot.buffers.resize(kinds_.size());
-    slot.begins.resize(kinds_.size());
   }
 }
 
 SlotCache::~SlotCache() { close({"KVCache.close"}); }
 
 void SlotCache::close(const Caller& caller) noexcept {
+  // There the lock may be held by a thread of the parent.
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     if (slots_[slot].state == SlotState::free) continue;
     try {
@@ -61,12 +69,12 @@ void SlotCache::close(const Caller& caller) noexcept {
     }
     leave(slot);
   }
-  if (!in_forked_child.load(std::memory_order_relaxed)) {
+  {
     const PoolLock lock(pool_);
     pool_->reap();
     for (Slot& slot : slots_) {
       for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
-        if (buffer && !buffer->parked().empty()) buffer->unpark();
+        if (buffer) buffer->keep_nothing();
       }
     }
   }
@@ -123,7 +131,7 @@ void SlotCache::require_lengths(const Caller& caller, std::span<const std::int64
 // Where what a window of the layer can still see begins, for queries behind `length` positions.
 std::size_t SlotCache::window_begin(const Kind& kind, std::size_t length) const {
   const std::size_t window = kind.shape.window;
-  return window == 0 || length + 1 <= window ? 0 : length + 1 - window;
+  return window == 0 || length < window ? 0 : length + 1 - window;
 }
 
 Interval SlotCache::needed(std::size_t kind, std::size_t slot, std::size_t length) const {
@@ -147,14 +155,16 @@ bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
   return true;
 }
 
-bool SlotCache::step_within(std::span<const std::int64_t> lengths) {
+bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths) || !due_.empty()) return false;
+  if (caller.stream != stream_) use(caller);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin());
   return true;
 }
 
 void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths)) require_lengths(caller, lengths);
+  if (caller.stream != stream_) use(caller);
   if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);
   for (const std::size_t slot : due_) forget_heads(caller, slot);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin());
@@ -207,7 +217,7 @@ void SlotCache::forget_heads(const Caller& caller, std::size_t slot) {
     std::size_t& kept = slots_[slot].begins[kind];
     if (page_of(kinds_[kind], begin) <= page_of(kinds_[kind], kept)) continue;
     kept = begin;
-    buffer.retract(caller, {begin, buffer.positions().end});
+    buffer.retract(caller, {begin, buffer.positions().end}, shape_.max_length);
   }
 }
 
@@ -236,13 +246,14 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
 // How far a slot's rows of one kind allow its length to grow.
 std::size_t SlotCache::calm_of(std::size_t kind, std::size_t slot, std::size_t length) const {
   const SlotKind& rows = kinds_[kind].shape;
-  const std::size_t most = shape_.max_length;
-  // Whole tiles, because their ends are owned too.
-  std::size_t calm = std::min(most, slots_[slot].buffers[kind]->writable_until(length));
-  if (calm != most) calm = calm / shape_.tile * shape_.tile;
-  if (rows.window == 0) return calm;
-  const std::size_t next =
-      (page_of(kinds_[kind], slots_[slot].begins[kind]) + 1) * pool_->page_size();
+  const Buffer& buffer = *slots_[slot].buffers[kind];
+  const std::size_t most = shape_.max_length, page = pool_->page_size();
+  std::size_t calm = std::min(most, buffer.writable_until(length));
+  // Whole tiles, because their ends are mapped too.
+  const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
+  if (mapped < most) calm = std::min(calm, mapped / shape_.tile * shape_.tile);
+  if (rows.window == 0 || rows.window >= most) return calm;
+  const std::size_t next = (page_of(kinds_[kind], slots_[slot].begins[kind]) + 1) * page;
   return std::min(calm, ceil_div(next, rows.item_bytes) + rows.window - 1);
 }
 
@@ -278,7 +289,10 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
   if (length == static_cast<std::size_t>(lengths_[slot])) return;
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     if (length == 0) slots_[slot].begins[kind] = 0;
-    slots_[slot].buffers[kind]->retract(caller, needed(kind, slot, length));
+    Buffer& buffer = *slots_[slot].buffers[kind];
+    Interval kept = needed(kind, slot, length);
+    kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
+    buffer.retract(caller, kept, length + shape_.lookahead);
   }
   lengths_[slot] = static_cast<std::int64_t>(length);
   look_further({&slot, 1});
@@ -293,17 +307,17 @@ std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot,
   if (n == 0) return forks;
   std::vector<Prefix> whole(length == 0 ? 0 : 1);
   if (length != 0) {
+    expect_parting(slot);
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
       Buffer& buffer = *slots_[slot].buffers[kind];
-      const Interval pages = buffer.slots_of({slots_[slot].begins[kind], length});
+      const Interval pages = buffer.slots_of(buffer.positions());
       whole[0].push_back(buffer.offer(caller, {&pages, 1}).front());
     }
     look_further({&slot, 1});
   }
   try {
     while (forks.size() < n) {
-      const std::size_t made = accept(caller, whole, length);
-      slots_[made].begins = slots_[slot].begins;
+      const std::size_t made = accept(caller, whole, length, &slots_[slot]);
       forks.push_back(made);
       look_further({&made, 1});
     }
@@ -339,11 +353,7 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
     if (!named(slot)) dropped.push_back(slot);
   }
   // Where there is room for the forks beside what is dropped, a refusal loses nothing.
-  const auto free_slots =
-      static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
-        return slot.state == SlotState::free;
-      }));
-  const bool beside = free_slots >= dropped.size();
+  const bool beside = count_free() >= dropped.size();
   const auto drop = [&] {
     for (const std::size_t slot : dropped) free(caller, slot);
   };
@@ -393,6 +403,7 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
                           " that gave their first pages back: publish before it is " +
                           text(kinds_[kind].shape.window) + " tokens long");
   }
+  expect_parting(slot);
   std::vector<Prefix> parts(bounds.size() - 1);
   std::vector<Interval> pages(parts.size());
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -413,10 +424,13 @@ void SlotCache::own(const Caller& caller, std::size_t slot, Interval positions) 
                           text(positions.begin) + " to " + text(positions.end) + " of slot " +
                           text(slot) + ", which has " + text(length) + " tokens");
   }
+  std::vector<Buffer::Growth> growths;
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     const Interval kept{std::max(positions.begin, slots_[slot].begins[kind]), positions.end};
-    if (!kept.empty()) slots_[slot].buffers[kind]->own(caller, kept);
+    Buffer& buffer = *slots_[slot].buffers[kind];
+    if (!kept.empty()) growths.push_back({&buffer, buffer.positions(), kept});
   }
+  Buffer::grow(caller, growths, false);
   look_further({&slot, 1});
 }
 
@@ -453,9 +467,10 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
     for (std::size_t kind = 0; kind < prefix.size(); ++kind) {
       const std::shared_ptr<Shelf>& shelf = prefix[kind];
       if (shelf->slots().empty()) continue;
-      const std::size_t end = shelf->slots().end * pool_->page_size();
-      restored.buffers[kind]->accept(
-          caller, {0, std::min(restored.length, end / kinds_[kind].shape.item_bytes)}, {&shelf, 1});
+      // What begins in the last of these pages is there, and its end in a page that is new.
+      const std::size_t end =
+          ceil_div(shelf->slots().end * pool_->page_size(), kinds_[kind].shape.item_bytes);
+      restored.buffers[kind]->accept(caller, {0, std::min(restored.length, end)}, {&shelf, 1});
     }
     std::vector<Buffer::Growth> growths;
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -474,6 +489,7 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
 }
 
 void SlotCache::use(const Caller& caller) {
+  stream_ = caller.stream;
   for (const Slot& slot : slots_) {
     if (slot.state == SlotState::free) continue;
     for (const std::shared_ptr<Buffer>& buffer : slot.buffers) buffer->use(caller);

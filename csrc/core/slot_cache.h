@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -73,14 +74,16 @@ class SlotCache {
   std::size_t alloc(const Caller& caller, std::span<const Prefix> prefix, std::size_t length);
   // Makes the first lengths[s] positions of each slot its own: mapped, and shared with nobody where
   // they are new. All or nothing, in one batch of driver calls; none where the pages are ready.
-  // Throws OutOfPages, InvalidArgument, CapacityExceeded.
+  // Where the driver refuses, pages that were shared may have been parted; nothing else has
+  // changed. Throws OutOfPages, InvalidArgument, CapacityExceeded.
   void step(const Caller& caller, std::span<const std::int64_t> lengths);
   // The same where no slot needs more than to be told. False, and nothing is done, where one does.
-  bool step_within(std::span<const std::int64_t> lengths);
+  bool step_within(const Caller& caller, std::span<const std::int64_t> lengths);
   // Its pages are parked for a later request, and go as soon as somebody needs them.
   void free(const Caller& caller, std::size_t slot);
   void truncate(const Caller& caller, std::size_t slot, std::size_t length);
-  // `n` free slots that share all pages of `slot`, guarded in all of them.
+  // `n` free slots that share all pages of `slot`, guarded in all of them; with them what a kernel
+  // may touch behind the length.
   std::vector<std::size_t> fork(const Caller& caller, std::size_t slot, std::size_t n);
   // For each beam the slot that goes on with sources[i]: the source itself for the first that names
   // it, a fork for others. Slots in `beams` that nobody goes on with are freed; before the forks
@@ -136,6 +139,8 @@ class SlotCache {
   void require_used(const Caller& caller, std::size_t slot) const;
   void require_swapped(const Caller& caller, std::size_t slot) const;
   void require_free(const Caller& caller, std::size_t n) const;
+  std::size_t count_free() const;
+  void expect_parting(std::size_t slot) { calm_[slot] = lengths_[slot]; }
   void forget_heads(const Caller& caller, std::size_t slot);
   void look_further(std::span<const std::size_t> slots);
   std::size_t calm_of(std::size_t kind, std::size_t slot, std::size_t length) const;
@@ -152,14 +157,17 @@ class SlotCache {
   std::optional<std::size_t> choose(std::size_t expected) const;
   std::optional<std::size_t> choose_empty(std::span<const std::size_t> pages) const;
   bool leaving() const;
+  std::exception_ptr refusal() const;
   static bool is_lost(const Slot& slot);
-  void unpark_one();
+  static std::size_t parked_pages(const Slot& slot);
+  bool unpark_one();
   template <typename Choose>
   std::size_t take(const Caller& caller, Choose choose);
   bool enter(const Caller& caller, std::size_t slot);
   void leave(std::size_t slot) noexcept;
   std::size_t take_empty(const Caller& caller, std::span<const std::size_t> pages);
-  std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length);
+  std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length,
+                     const Slot* parent);
 
   const std::shared_ptr<PagePool> pool_;
   const SlotCacheShape shape_;
@@ -169,6 +177,7 @@ class SlotCache {
   // Up to here a length needs no more than to be told: every page is there, ready, and its own.
   std::vector<std::int64_t> calm_;
   std::vector<std::size_t> due_;  // of one step; kept for its memory
+  Stream stream_ = 0;             // the last one whose work was said to use all slots
 };
 
 }  // namespace vtensor

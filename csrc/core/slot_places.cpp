@@ -18,11 +18,15 @@ constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 
 }  // namespace
 
+std::size_t SlotCache::count_free() const {
+  const PoolLock lock(pool_);
+  return static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
+    return slot.state == SlotState::free && !is_lost(slot);
+  }));
+}
+
 void SlotCache::require_free(const Caller& caller, std::size_t n) const {
-  const auto free_slots =
-      static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
-        return slot.state == SlotState::free;
-      }));
+  const std::size_t free_slots = count_free();
   if (n <= free_slots) return;
   throw NoFreeSlot("[" + std::string(caller.operation) + "] need " + std::to_string(n) +
                    " free slots, " + std::to_string(free_slots) + " of " +
@@ -77,11 +81,25 @@ std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> 
   return std::nullopt;
 }
 
-// Whether pages of some free slot are on their way out. Requires: the pool's lock.
+// Whether pages of some free slot are on their way out, as far as the driver lets them go.
+// Requires: the pool's lock.
 bool SlotCache::leaving() const {
   return std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
-    return slot.state == SlotState::free && !is_lost(slot) && !fit(slot).ready;
+    if (slot.state != SlotState::free || is_lost(slot) || fit(slot).ready) return false;
+    return std::none_of(slot.buffers.begin(), slot.buffers.end(),
+                        [](const auto& buffer) { return buffer && buffer->refusal(); });
   });
+}
+
+// Why the pages of some free slot stay. Requires: the pool's lock.
+std::exception_ptr SlotCache::refusal() const {
+  for (const Slot& slot : slots_) {
+    if (slot.state != SlotState::free) continue;
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+      if (buffer && buffer->refusal()) return buffer->refusal();
+    }
+  }
+  return nullptr;
 }
 
 // Whether places of the slot can never be used again. Requires: the pool's lock.
@@ -90,18 +108,29 @@ bool SlotCache::is_lost(const Slot& slot) {
                      [](const auto& buffer) { return buffer && buffer->quarantined() != 0; });
 }
 
-// Has a free slot give its parked pages back. Requires: the pool's lock.
-void SlotCache::unpark_one() {
-  for (const Slot& slot : slots_) {
-    if (slot.state != SlotState::free) continue;
-    bool any = false;
-    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
-      if (!buffer || buffer->parked().empty()) continue;
-      buffer->unpark();
-      any = true;
-    }
-    if (any) return;
+// Requires: the pool's lock.
+std::size_t SlotCache::parked_pages(const Slot& slot) {
+  std::size_t pages = 0;
+  for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+    if (buffer && !buffer->parked().empty())
+      pages += buffer->parked().size() * buffer->shape().rows;
   }
+  return pages;
+}
+
+// Has the free slot with the fewest parked pages give them back. False where none has any.
+// Requires: the pool's lock.
+bool SlotCache::unpark_one() {
+  const Slot* fewest = nullptr;
+  for (const Slot& slot : slots_) {
+    if (slot.state != SlotState::free || is_lost(slot) || parked_pages(slot) == 0) continue;
+    if (!fewest || parked_pages(slot) < parked_pages(*fewest)) fewest = &slot;
+  }
+  if (!fewest) return false;
+  for (const std::shared_ptr<Buffer>& buffer : fewest->buffers) {
+    if (buffer && !buffer->parked().empty()) buffer->unpark();
+  }
+  return true;
 }
 
 // The slot that `choose` names, taken; waits for one where all that are free are on their way out.
@@ -115,16 +144,12 @@ std::size_t SlotCache::take(const Caller& caller, Choose choose) {
       pool_->reap();
       slot = choose();
       if (!slot) {
-        if (std::none_of(slots_.begin(), slots_.end(), [](const Slot& one) {
-              return one.state == SlotState::free && !is_lost(one);
-            })) {
-          throw NoFreeSlot("[" + std::string(caller.operation) +
-                           "] the free slots were lost in driver calls that could not be undone: "
-                           "close the cache and make a new one");
-        }
         pool_->await(lock, caller.operation, "the work that used the pages of a freed slot", [&] {
           pool_->settle_waiting();
-          return (slot = choose()).has_value();
+          slot = choose();
+          if (slot || leaving()) return slot.has_value();
+          if (const std::exception_ptr refused = refusal()) std::rethrow_exception(refused);
+          return false;
         });
       }
     }
@@ -172,22 +197,23 @@ std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
 
 std::size_t SlotCache::alloc(const Caller& caller, std::span<const Prefix> prefix,
                              std::size_t length) {
-  const std::size_t slot = accept(caller, prefix, length);
+  const std::size_t slot = accept(caller, prefix, length, nullptr);
   look_further({&slot, 1});
   return slot;
 }
 
 std::size_t SlotCache::take_empty(const Caller& caller, std::span<const std::size_t> pages) {
   return take(caller, [&]() -> std::optional<std::size_t> {
-    const auto slot = choose_empty(pages);
-    if (slot || leaving()) return slot;
-    unpark_one();
-    return choose_empty(pages);
+    for (;;) {
+      const auto slot = choose_empty(pages);
+      if (slot || leaving() || !unpark_one()) return slot;
+    }
   });
 }
 
+// A free slot with the pages of `parts`: positions from 0 on, or those that a parent has.
 std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
-                              std::size_t length) {
+                              std::size_t length, const Slot* parent) {
   std::vector<std::size_t> pages(kinds_.size());
   std::vector<std::vector<std::shared_ptr<Shelf>>> shelves(kinds_.size());
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -201,14 +227,14 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
   try {
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
       if (shelves[kind].empty()) continue;
-      const std::size_t first = ceil_div(shelves[kind].front()->slots().begin * pool_->page_size(),
-                                         kinds_[kind].shape.item_bytes);
-      slots_[slot].buffers[kind]->accept(caller, {first, length}, shelves[kind]);
+      const Interval positions = parent ? parent->buffers[kind]->positions() : Interval{0, length};
+      slots_[slot].buffers[kind]->accept(caller, positions, shelves[kind]);
     }
   } catch (...) {
     leave(slot);
     throw;
   }
+  if (parent) slots_[slot].begins = parent->begins;
   lengths_[slot] = static_cast<std::int64_t>(length);
   return slot;
 }

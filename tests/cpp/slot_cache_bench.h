@@ -1,0 +1,251 @@
+// A slot cache beside a plain model of it: of each slot, which number was written to each position.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "core/slot_cache.h"
+#include "simcuda/client.h"
+
+namespace vtensor::slots {
+
+constexpr std::size_t kPage = 4096;
+inline const Caller kCaller{"test"};
+
+struct OnHost {
+  static constexpr bool is_cuda = false;
+  static std::unique_ptr<Driver> open() { return make_host_driver({.page_size = kPage}); }
+  static std::string leaks() {
+    for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code gone;
+      if (std::filesystem::read_symlink(file, gone).string().find("memfd:vtensor") !=
+          std::string::npos)
+        return "a memfd";
+    }
+    return {};
+  }
+};
+
+struct OnSimulation {
+  static constexpr bool is_cuda = true;
+  static const SimcudaControl& control() {
+    static const SimcudaControl control;
+    return control;
+  }
+  static std::unique_ptr<Driver> open() {
+    control().reset();
+    control().configure("granularity", kPage);
+    return make_cuda_driver(
+        {.page_size = kPage, .library = simcuda_library(), .memory_is_host_memory = true});
+  }
+  static std::string leaks() {
+    const SimcudaLeaks left = control().leaks();
+    const std::uint64_t sum = left.handles + left.mappings + left.ranges + left.contexts +
+                              left.streams + left.events + left.objects;
+    return sum == 0 ? "" : std::to_string(sum) + " things in the simulation";
+  }
+};
+
+// Kinds whose items do not divide the page, are larger than one, and are windowed.
+inline SlotCacheShape mixed(std::size_t slots, std::size_t max_length = 64) {
+  return {slots, max_length, 1, 0, {{3, 1000, 0}, {1, 6144, 0}, {2, 2048, 0}}};
+}
+
+template <class T>
+class Bench {
+ public:
+  Bench(SlotCacheShape shape, std::size_t pages, PoolOptions options = {})
+      : pool(open(pages, options)), cache(std::make_unique<SlotCache>(pool, shape, kCaller)) {}
+  ~Bench() {
+    cache.reset();
+    pool.reset();
+    await_end();
+  }
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+
+  static std::shared_ptr<PagePool> open(std::size_t pages, PoolOptions options) {
+    options.budget = pages * kPage;
+    options.patience = std::chrono::seconds(20);
+    return PagePool::create(T::open(), options);
+  }
+
+  std::vector<std::int64_t> lengths() const {
+    return {cache->lengths().begin(), cache->lengths().end()};
+  }
+  std::size_t alloc(std::size_t expected = 0) { return entered(cache->alloc(kCaller, expected)); }
+  void free(std::size_t slot) {
+    cache->free(kCaller, slot);
+    model.erase(slot);
+  }
+  // As the bindings do it: false where memory is short.
+  bool step(const std::vector<std::int64_t>& wanted) {
+    try {
+      if (!cache->step_within(kCaller, wanted)) cache->step(kCaller, wanted);
+    } catch (const OutOfPages&) {
+      return false;
+    }
+    write_new();
+    return true;
+  }
+  bool grow(std::size_t slot, std::int64_t n) {
+    std::vector<std::int64_t> wanted = lengths();
+    wanted[slot] += n;
+    return step(wanted);
+  }
+  std::vector<std::size_t> fork(std::size_t slot, std::size_t n) {
+    std::vector<std::size_t> forks = cache->fork(kCaller, slot, n);
+    for (const std::size_t fork : forks) model[fork] = model.at(slot);
+    return forks;
+  }
+  void truncate(std::size_t slot, std::size_t length) {
+    cache->truncate(kCaller, slot, length);
+    model.at(slot).resize(length);
+  }
+  // Into earlier positions, as a direct write.
+  void rewrite(std::size_t slot, std::size_t position) {
+    cache->own(kCaller, slot, {position, position + 1});
+    model.at(slot)[position] = ++last_;
+    write(slot, position);
+  }
+  void rewrite_without_owning(std::size_t slot, std::size_t position) {
+    model.at(slot)[position] = ++last_;
+    write(slot, position);
+  }
+  std::size_t entered(std::size_t slot) {
+    model[slot].resize(cache->length(slot));
+    return slot;
+  }
+
+  // What was written to a position of a slot, and where no window has passed it, is there.
+  bool whole(std::size_t slot) const {
+    for (std::size_t kind = 0; kind < cache->shape().kinds.size(); ++kind) {
+      for (std::size_t row = 0; row < cache->shape().kinds[kind].rows; ++row) {
+        for (std::size_t i = cache->begins(slot)[kind]; i < model.at(slot).size(); ++i) {
+          const std::uint32_t mark = mark_of(kind, row, model.at(slot)[i]);
+          const char* at = item(slot, kind, row, i);
+          const std::size_t bytes = cache->shape().kinds[kind].item_bytes;
+          if (std::memcmp(at, &mark, sizeof mark) != 0 ||
+              std::memcmp(at + bytes - sizeof mark, &mark, sizeof mark) != 0)
+            return false;
+        }
+      }
+    }
+    return true;
+  }
+  // I2, I4, I5, I6, and that the cache and the model agree.
+  void check() const {
+    for (const auto& [slot, cells] : model) {
+      if (cache->state(slot) != SlotState::used) continue;
+      CHECK(cache->length(slot) == cells.size());
+      CHECK(whole(slot));
+    }
+    CHECK_NOTHROW(pool->check_invariants());
+    const PoolCounts counts = pool->counts();
+    CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);
+  }
+  // I14: nothing is left of the cache, or of the pool once its last user has gone.
+  void finish(bool refused = false) {
+    model.clear();
+    cache.reset();
+    for (int tries = 0; tries < 100; ++tries) {
+      try {
+        pool->wait_idle(std::chrono::seconds(20));
+        break;
+      } catch (const DriverError&) {
+      }
+    }
+    const PoolCounts left = pool->counts();
+    CHECK(left.mapped == 0);
+    CHECK(left.parked == 0);
+    CHECK(left.reserved_pages == 0);
+    CHECK(left.shelved == 0);
+    CHECK((refused || left.used == 0));
+    CHECK(left.used <= left.quarantined);
+    CHECK_NOTHROW(pool->check_invariants());
+    const std::weak_ptr<PagePool> weak = pool;
+    pool.reset();
+    await_end();
+    CHECK(weak.expired());
+    CHECK(T::leaks() == "");
+  }
+
+  std::size_t used() const { return pool->counts().used; }
+  // Pages that one slot of `length` takes, in all kinds.
+  std::size_t pages_of(std::size_t length) const {
+    std::size_t pages = 0;
+    for (const SlotKind& kind : cache->shape().kinds)
+      pages += kind.rows * ceil_div(length * kind.item_bytes, kPage);
+    return pages;
+  }
+  std::size_t rows() const {
+    std::size_t rows = 0;
+    for (const SlotKind& kind : cache->shape().kinds) rows += kind.rows;
+    return rows;
+  }
+  std::uint64_t calls() const {
+    std::uint64_t sum = 0;
+    for (std::size_t i = 0; i < kCallCount; ++i) {
+      for (const ThreadRole role : {ThreadRole::caller, ThreadRole::mapper})
+        sum += pool->driver().meter().count(role, static_cast<Call>(i));
+    }
+    return sum;
+  }
+  char* item(std::size_t slot, std::size_t kind, std::size_t row, std::size_t position) const {
+    const Buffer& range = *cache->range(kind);
+    return reinterpret_cast<char*>(range.address_of(row * cache->shape().slots + slot, position));
+  }
+
+  std::shared_ptr<PagePool> pool;
+  std::unique_ptr<SlotCache> cache;
+  std::map<std::size_t, std::vector<std::uint32_t>> model;
+
+ private:
+  // The mapper may be the last to let the pool go.
+  static void await_end() {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    while (T::leaks() != "" && std::chrono::steady_clock::now() < until)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  static std::uint32_t mark_of(std::size_t kind, std::size_t row, std::uint32_t number) {
+    return number * 64 + static_cast<std::uint32_t>(kind * 16 + row);
+  }
+  void write(std::size_t slot, std::size_t position) {
+    for (std::size_t kind = 0; kind < cache->shape().kinds.size(); ++kind) {
+      if (position < cache->begins(slot)[kind]) continue;
+      const std::size_t bytes = cache->shape().kinds[kind].item_bytes;
+      for (std::size_t row = 0; row < cache->shape().kinds[kind].rows; ++row) {
+        const std::uint32_t mark = mark_of(kind, row, model.at(slot)[position]);
+        char* at = item(slot, kind, row, position);
+        std::memcpy(at, &mark, sizeof mark);
+        std::memcpy(at + bytes - sizeof mark, &mark, sizeof mark);
+      }
+    }
+  }
+  void write_new() {
+    for (auto& [slot, cells] : model) {
+      for (std::size_t i = cells.size(); i < static_cast<std::size_t>(cache->lengths()[slot]);
+           ++i) {
+        cells.push_back(++last_);
+        write(slot, i);
+      }
+    }
+  }
+
+  std::uint32_t last_ = 0;
+};
+
+}  // namespace vtensor::slots

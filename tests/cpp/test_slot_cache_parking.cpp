@@ -1,0 +1,341 @@
+// What a KV cache's free slots keep for the next request, and what the pool's mapper does for
+// slots: alone, and beside other threads.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <random>
+
+#include "cpp/slot_cache_bench.h"
+
+namespace vtensor::slots {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kPatience(20);
+
+SlotCacheShape plain(std::size_t slots, std::size_t lookahead = 0) {
+  return {slots, 64, 1, lookahead, {{2, 1024, 0}}};
+}
+
+// A slot that held `length` positions, free again.
+template <class T>
+std::vector<std::size_t> freed(Bench<T>& bench, const std::vector<std::int64_t>& lengths) {
+  std::vector<std::size_t> slots;
+  for (const std::int64_t length : lengths) {
+    slots.push_back(bench.alloc());
+    REQUIRE(bench.grow(slots.back(), length));
+  }
+  for (const std::size_t slot : slots) bench.free(slot);
+  return slots;
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("a request gets the slot whose parked pages fit it best", T, OnHost,
+                   OnSimulation) {
+  Bench<T> bench(plain(4), 100);
+  const auto slots = freed(bench, {4, 12, 20});
+  CHECK(bench.pool->counts().parked == 2 * (1 + 3 + 5));
+  CHECK(bench.alloc(10) == slots[1]);
+  CHECK(bench.alloc() == slots[2]);
+  CHECK(bench.alloc(60) == slots[0]);
+  bench.check();
+  const std::uint64_t before = bench.calls();
+  const std::size_t used = bench.used();
+  CHECK(bench.grow(slots[2], 20));  // its pages are there
+  if (!T::is_cuda) CHECK(bench.calls() == before);
+  CHECK(bench.used() == used);
+  bench.check();
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("a new request sees nothing of the last one (I7)", T, OnHost, OnSimulation) {
+  for (int round = 0; round < 20; ++round) {
+    Bench<T> bench({2, 64, 1, 0, {{2, 1000, 0}, {1, 6144, 6}}}, 200,
+                   {.ahead = round % 2 ? 8 * kPage : 0});
+    const std::size_t slot = freed(bench, {10 + round}).front();
+    if (round % 3 == 0) bench.pool->wait_idle(kPatience);  // the mapper has zeroed them
+    CHECK(bench.alloc(10) == slot);
+    std::vector<std::int64_t> lengths(2);
+    lengths[slot] = 25;
+    bench.cache->step(kCaller, lengths);
+    for (std::size_t kind = 0; kind < 2; ++kind) {
+      const std::size_t bytes = 25 * bench.cache->shape().kinds[kind].item_bytes;
+      const char* at = bench.item(slot, kind, 0, 0);
+      CHECK(std::all_of(at, at + bytes, [](char byte) { return byte == 0; }));
+    }
+  }
+}
+
+TEST_CASE_TEMPLATE("parked pages go to whoever needs them", T, OnHost, OnSimulation) {
+  Bench<T> bench(plain(4), 24);
+  freed(bench, {16, 16});
+  CHECK(bench.pool->counts().parked == 16);
+  std::shared_ptr<Buffer> buffer = Buffer::create(bench.pool, {1, kPage, 64}, kCaller);
+  buffer->grow(kCaller, {0, 14}, false);
+  CHECK(bench.pool->counts().parked == 8);  // the oldest alone
+  const std::size_t slot = bench.alloc(40);
+  CHECK(bench.grow(slot, 20));
+  CHECK(bench.used() == 24);
+  CHECK_FALSE(bench.grow(slot, 1));
+  buffer->abandon();
+  buffer.reset();
+  CHECK(bench.grow(slot, 1));
+  bench.check();
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("what a slot keeps beyond its request goes to another slot's step", T, OnHost,
+                   OnSimulation) {
+  Bench<T> bench(plain(2), 20);
+  freed(bench, {40});
+  const std::size_t slot = bench.alloc(), other = bench.alloc();
+  CHECK(bench.grow(slot, 4));
+  CHECK(bench.grow(other, 36));
+  bench.check();
+  CHECK(bench.used() == 20);
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("a fork takes no more of what is parked than it must", T, OnHost, OnSimulation) {
+  Bench<T> bench(plain(4), 100);
+  const std::size_t parent = bench.alloc();
+  CHECK(bench.grow(parent, 8));
+  freed(bench, {30, 12, 20});
+  CHECK(bench.pool->counts().parked == 2 * (8 + 3 + 5));
+  bench.fork(parent, 1);
+  CHECK(bench.pool->counts().parked == 2 * (8 + 5));
+  bench.check();
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("windowed slots keep the pages that they end with", T, OnHost, OnSimulation) {
+  Bench<T> bench({1, 64, 1, 0, {{1, 1024, 0}, {1, 1024, 8}}}, 100);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 30));
+  for (int i = 0; i < 10; ++i) CHECK(bench.grow(slot, 1));
+  const std::size_t used = bench.used();
+  bench.free(slot);
+  CHECK(bench.pool->counts().parked == used);
+  CHECK(bench.alloc() == slot);
+  for (int i = 0; i < 40; ++i) {
+    CHECK(bench.grow(slot, 1));
+    bench.check();
+  }
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("a closed cache leaves addresses to storages, and no page", T, OnHost,
+                   OnSimulation) {
+  Bench<T> bench(plain(2), 100);
+  freed(bench, {20});
+  CHECK(bench.grow(bench.alloc(), 5));
+  Generation* storage = bench.cache->range(0)->publish();
+  bench.model.clear();
+  bench.cache.reset();
+  CHECK(bench.pool->counts().mapped == 0);
+  CHECK(bench.pool->counts().reserved_pages == 2 * 2 * 16);
+  CHECK_NOTHROW(bench.pool->check_invariants());
+  bench.pool->end(storage);
+  CHECK(bench.pool->counts().reserved_pages == 0);
+}
+
+TEST_CASE_TEMPLATE("a cache closed while the mapper is at it parks nothing", T, OnHost,
+                   OnSimulation) {
+  for (int round = 0; round < 200; ++round) {
+    Bench<T> bench(plain(4, 40), 400, {.ahead = 8 * kPage});
+    for (int i = 0; i < 4; ++i) bench.alloc();
+    CHECK(bench.step({5, 5, 5, 5}));
+    std::this_thread::sleep_for(std::chrono::microseconds(10 * (round % 20)));
+    bench.finish();
+  }
+}
+
+TEST_CASE_TEMPLATE("the look-ahead is what was declared, exactly", T, OnHost, OnSimulation) {
+  Bench<T> bench({2, 64, 1, 6, {{2, 1024, 0}, {1, 1024, 10}}}, 400);
+  const std::size_t slot = bench.alloc();
+  const auto own_calls = [&] {
+    std::uint64_t sum = 0;
+    for (const Call call : {Call::mmap, Call::cuMemMap, Call::cuMemCreate})
+      sum += bench.pool->driver().meter().count(ThreadRole::caller, call);
+    return sum;
+  };
+  const auto unmaps = [&] {
+    std::uint64_t sum = 0;
+    for (const Call call : {Call::munmap, Call::cuMemUnmap}) {
+      sum += bench.pool->driver().meter().count(ThreadRole::caller, call) +
+             bench.pool->driver().meter().count(ThreadRole::mapper, call);
+    }
+    return sum;
+  };
+  CHECK(bench.grow(slot, 3));
+  const std::uint64_t first = own_calls(), unmapped = unmaps();
+  std::size_t given_back = 0;
+  for (std::size_t length = 4; length < 56; ++length) {
+    bench.pool->wait_idle(kPatience);
+    const std::size_t before = length - 1;
+    const std::size_t begin = bench.cache->begins(slot)[1] / 4;
+    given_back = begin;
+    CHECK(bench.used() == 3 * ceil_div(before + 6, 4) - begin);
+    CHECK(bench.grow(slot, 1));
+    bench.check();
+  }
+  CHECK(own_calls() == first);
+  CHECK(given_back >= 9);
+  CHECK(unmaps() - unmapped <= given_back + 1);  // and none of what was ready
+  bench.truncate(slot, 54);
+  bench.pool->wait_idle(kPatience);
+  CHECK(bench.used() == 3 * 15 - bench.cache->begins(slot)[1] / 4);
+  CHECK(own_calls() == first);
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, OnHost,
+                   OnSimulation) {
+  Bench<T> bench(plain(2), 100);
+  const std::size_t parent = bench.alloc();
+  CHECK(bench.grow(parent, 9));
+  const std::size_t fork = bench.fork(parent, 1).front();
+  const auto begin = steady_clock::now();
+  bench.pool->driver().meter().fail_after(0, 1'000'000);
+  bench.free(fork);  // shared pages are not parked
+  CHECK_THROWS_AS(bench.cache->alloc(kCaller, 0), DriverError);
+  bench.pool->driver().meter().disarm();
+  CHECK(steady_clock::now() - begin < kPatience / 2);
+  CHECK(bench.alloc() == fork);
+  bench.check();
+  bench.finish();
+}
+
+TEST_CASE("work of a stream that was current at a calm step is waited for") {
+  Bench<OnSimulation> bench(plain(1), 100);
+  const SimcudaControl& control = OnSimulation::control();
+  const std::uint64_t stream = control.make_stream(0);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 1));
+  CHECK(bench.cache->step_within({"test", stream}, std::vector<std::int64_t>{2}));
+  bench.model.clear();
+  control.hold(stream);
+  const auto at = reinterpret_cast<std::uintptr_t>(bench.item(slot, 0, 0, 0));
+  CHECK(control.launch(stream, at, kPage, 7) == 0);
+  bench.cache->free(kCaller, slot);
+  bench.pool->trim();
+  CHECK(bench.pool->counts().mapped == 2);
+  control.release(stream);
+  control.run();
+  bench.pool->wait_idle(kPatience);
+  CHECK(bench.pool->counts().mapped == 0);
+  CHECK(control.illegal_accesses() == 0);
+  bench.cache.reset();
+  control.destroy_stream(stream);
+}
+
+TEST_CASE("a forked child may drop a cache whose lock the parent held") {
+  Bench<OnSimulation> bench(plain(1), 100);
+  CHECK(bench.grow(bench.alloc(), 5));
+  pid_t child = 0;
+  {
+    const PoolLock lock(bench.pool);
+    child = fork();
+    if (child == 0) {
+      alarm(10);
+      bench.cache.reset();
+      _exit(0);
+    }
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  bench.check();
+  bench.finish();
+}
+
+// Two caches with threads of their own and a thread with tensors, in a pool that has too little for
+// all, beside the mapper.
+TEST_CASE("caches and tensors that compete for the last pages") {
+  for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
+    Bench<OnHost> one({4, 32, 1, 4, {{2, 1000, 0}, {1, 2048, 9}}}, 72,
+                      {.ahead = ahead, .low = 4 * kPage});
+    std::atomic<bool> done{false};
+    std::atomic<std::size_t> stepped{0}, short_of_memory{0}, wrong{0};
+    const auto serve = [&](unsigned seed) {
+      std::mt19937 random(seed);
+      SlotCache cache(one.pool, one.cache->shape(), kCaller);
+      const auto mark = [&](std::size_t slot, std::size_t position) {
+        const Buffer& range = *cache.range(0);
+        return reinterpret_cast<std::uint32_t*>(range.address_of(slot, position));
+      };
+      std::vector<std::uint32_t> first(4);  // of each slot, what its positions count from
+      for (int i = 0; i < 3000; ++i) {
+        const std::size_t slot = random() % 4;
+        try {
+          if (cache.state(slot) == SlotState::free) {
+            const std::size_t made = cache.alloc(kCaller, random() % 20);
+            first[made] = static_cast<std::uint32_t>(random());
+          } else if (random() % 12 == 0) {
+            cache.free(kCaller, slot);
+          } else if (random() % 12 == 0) {
+            const std::size_t made = cache.fork(kCaller, slot, 1).front();
+            first[made] = first[slot];
+          } else {
+            std::vector<std::int64_t> lengths(cache.lengths().begin(), cache.lengths().end());
+            const auto before = static_cast<std::size_t>(lengths[slot]);
+            lengths[slot] = std::min<std::int64_t>(32, lengths[slot] + 1 + random() % 3);
+            if (!cache.step_within(kCaller, lengths)) cache.step(kCaller, lengths);
+            ++stepped;
+            for (std::size_t k = before; k < cache.length(slot); ++k)
+              *mark(slot, k) = first[slot] + static_cast<std::uint32_t>(k);
+          }
+        } catch (const NoFreeSlot&) {
+        } catch (const OutOfPages&) {
+          ++short_of_memory;
+          if (cache.state(slot) != SlotState::free) cache.free(kCaller, slot);
+        }
+        for (std::size_t s = 0; s < 4; ++s) {
+          if (cache.state(s) == SlotState::free) continue;
+          for (std::size_t k = 0; k < cache.length(s); ++k)
+            wrong += *mark(s, k) != first[s] + static_cast<std::uint32_t>(k);
+        }
+      }
+    };
+    std::vector<std::thread> threads;
+    threads.emplace_back(serve, 1);
+    threads.emplace_back(serve, 2);
+    threads.emplace_back([&] {
+      std::mt19937 random(3);
+      while (!done) {
+        const auto buffer = Buffer::create(one.pool, {1, kPage, 64}, kCaller);
+        try {
+          for (std::size_t n = 1; n < 40 && !done; n += 1 + random() % 4)
+            buffer->grow(kCaller, {0, n}, false);
+        } catch (const OutOfPages&) {
+          ++short_of_memory;
+        }
+        buffer->abandon();
+      }
+    });
+    threads.emplace_back([&] {
+      while (!done) {
+        const PoolCounts counts = one.pool->counts();
+        CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);
+        CHECK_NOTHROW(one.pool->check_invariants());
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
+    threads[0].join();
+    threads[1].join();
+    done = true;
+    threads[2].join();
+    threads[3].join();
+    CHECK(wrong == 0);
+    CHECK(stepped > 500);
+    CHECK(short_of_memory > 0);
+    one.finish();
+  }
+}
+
+}  // namespace vtensor::slots
