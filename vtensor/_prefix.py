@@ -82,12 +82,15 @@ class PrefixIndex:
         """Gives up the least recently used units that nobody uses, until ``pages`` pages are free or there
         are no more. Returns the pages."""
         freed = 0
-        for node in list(self._recent):
+        going: dict[_Node, None] = {}
+        for node in self._recent:
             if freed >= pages:
                 break
-            if node.children or node.kept is None or node.kept.in_use:
+            if node.kept is None or node.kept.in_use or any(child not in going for child in node.children.values()):
                 continue
             freed += node.kept.pages
+            going[node] = None
+        for node in going:
             self._forget(node)
         return freed
 

@@ -175,9 +175,11 @@ class KVCache:
         """
         if isinstance(lengths, torch.Tensor):
             lengths = lengths.tolist()
+        tries = 0
         while not self._core.step(lengths):
-            if not self._make_room():
+            if not self._make_room(tries):
                 return False
+            tries += 1
         return True
 
     def free(self, slot: int, stream: Stream | None = None) -> None:
@@ -578,14 +580,14 @@ class KVCache:
             if not group.waiting:
                 group.kept = None  # its pages stay with those who have mapped them
 
-    def _make_room(self) -> bool:
-        """For a call that found memory short: whether it is worth another try."""
+    def _make_room(self, tries: int = 0) -> bool:
+        """For a call that found memory short for the n-th time: whether it is worth another try."""
         while self._leaving:
             slot = self._leaving.pop(0)
             if slot in self._swapped:
                 self._swapper.forget(slot)
                 return True
-        return self._prefixes.evict(sum(kind.rows for kind in self._layout.kinds)) != 0
+        return self._prefixes.evict(sum(kind.rows for kind in self._layout.kinds) << min(tries, 10)) != 0
 
     def _vacate(self, slot: int) -> None:
         stream = self._swapper.stream

@@ -248,4 +248,19 @@ class Bench {
   std::uint32_t last_ = 0;
 };
 
+// What swapping keeps of a slot that goes out beside another: the whole pages at their beginnings
+// that they share.
+inline Prefix shared_prefix(SlotCache& cache, std::size_t slot, std::size_t other) {
+  std::size_t bound = std::min(cache.length(slot), cache.length(other));
+  const std::vector<std::size_t> pages = cache.shared_pages(slot, other);
+  for (std::size_t kind = 0; kind < pages.size(); ++kind) {
+    const std::size_t item = cache.shape().kinds[kind].item_bytes;
+    if (cache.begins(slot)[kind] != 0 || cache.begins(other)[kind] != 0) return {};
+    bound = std::min(bound, pages[kind] * kPage / item);
+  }
+  if (bound == 0) return {};
+  const std::vector<std::size_t> bounds{0, bound};
+  return cache.offer(kCaller, other, bounds).front();
+}
+
 }  // namespace vtensor::slots

@@ -183,12 +183,13 @@ TEST_CASE_TEMPLATE("so does a restoring", T, OnHost, OnSimulation) {
   refuse_each_call<T>(
       [](Scene<T>& scene) {
         const std::size_t slot = scene.forks[0], source = scene.slots[0];
-        const auto shared = scene.cache->shared_pages(slot, source);
+        const Prefix shared = shared_prefix(*scene.cache, slot, source);
+        CHECK(!shared.empty());
         scene.cache->set_aside(kCaller, slot);
         const std::vector<std::uint32_t> cells = scene.model.at(slot);
         scene.model.erase(slot);
         scene.cache->vacate(kCaller, slot);
-        scene.cache->restore(kCaller, slot, SlotCache::Shared{source, shared});
+        scene.cache->restore(kCaller, slot, shared);
         scene.model[slot] = cells;
       },
       [](Scene<T>& scene, bool) {
@@ -407,7 +408,8 @@ TEST_CASE_TEMPLATE("a group that is swapped shares its pages again", T, OnHost, 
     CHECK(bench.grow(second, 3));
     const std::size_t before = bench.used();
     for (int round = 0; round < 20; ++round) {
-      const auto shared = bench.cache->shared_pages(second, first);
+      const Prefix shared = shared_prefix(*bench.cache, second, first);
+      CHECK(shared[0]->pages() != 0);
       bench.cache->set_aside(kCaller, second);
       CHECK(bench.cache->lengths()[second] == 0);
       CHECK_THROWS_AS(bench.cache->fork(kCaller, second, 1), InvalidArgument);
@@ -416,7 +418,7 @@ TEST_CASE_TEMPLATE("a group that is swapped shares its pages again", T, OnHost, 
       const auto each_row = [&](const std::function<void(char*, std::size_t)>& body) {
         for (std::size_t kind = 0; kind < 3; ++kind) {
           const SlotKind& rows = bench.cache->shape().kinds[kind];
-          const std::size_t skip = shared[kind] * kPage;
+          const std::size_t skip = shared[kind]->slots().end * kPage;
           for (std::size_t row = 0; row < rows.rows; ++row)
             body(bench.item(second, kind, row, 0) + skip, 24 * rows.item_bytes - skip);
         }
@@ -427,10 +429,12 @@ TEST_CASE_TEMPLATE("a group that is swapped shares its pages again", T, OnHost, 
         bench.pool->wait_idle(std::chrono::seconds(20));
         CHECK(bench.used() == bench.pages_of(21));
       }
-      bench.cache->restore(kCaller, second, SlotCache::Shared{first, shared});
+      bench.cache->restore(kCaller, second, shared);
       auto copy = copies.begin();
       each_row([&](char* at, std::size_t n) { std::memcpy(at, (copy++)->data(), n); });
-      CHECK(bench.cache->shared_pages(second, first) == shared);
+      const auto pages = bench.cache->shared_pages(second, first);
+      for (std::size_t kind = 0; kind < 3; ++kind)
+        CHECK(pages[kind] == shared[kind]->slots().size());
       bench.check();
     }
     bench.pool->wait_idle(std::chrono::seconds(20));
@@ -442,21 +446,28 @@ TEST_CASE_TEMPLATE("a group that is swapped shares its pages again", T, OnHost, 
   }
 }
 
-TEST_CASE_TEMPLATE("a group does not share what its source has no more", T, OnHost, OnSimulation) {
+TEST_CASE_TEMPLATE("a group shares what one of it has given back since", T, OnHost, OnSimulation) {
   Bench<T> bench(mixed(3), 400);
   const std::size_t first = bench.alloc();
   CHECK(bench.grow(first, 21));
   const std::size_t second = bench.fork(first, 1).front();
-  const auto shared = bench.cache->shared_pages(second, first);
+  const auto cells = bench.model.at(second);
+  Prefix shared = shared_prefix(*bench.cache, second, first);
   bench.cache->set_aside(kCaller, second);
   bench.cache->vacate(kCaller, second);
   bench.model.erase(second);
   bench.truncate(first, 3);
-  CHECK_THROWS_AS(bench.cache->restore(kCaller, second, SlotCache::Shared{first, shared}),
-                  InvalidArgument);
-  CHECK(bench.cache->state(second) == SlotState::swapped);
+  bench.cache->restore(kCaller, second, shared);
+  std::size_t kept = 21;
+  for (std::size_t kind = 0; kind < 3; ++kind) {
+    const std::size_t item = bench.cache->shape().kinds[kind].item_bytes;
+    kept = std::min(kept, shared[kind]->slots().end * kPage / item);
+  }
+  CHECK(kept > 3);
+  bench.model[second] = cells;
+  bench.truncate(second, kept);
   bench.check();
-  bench.cache->free(kCaller, second);
+  shared.clear();
   bench.finish();
 }
 

@@ -164,9 +164,9 @@ class Machine {
   // Out and in again, alone or beside a slot that it shares pages with.
   void swap(std::size_t slot) {
     SlotCache& cache = *bench_.cache;
-    std::optional<SlotCache::Shared> shared;
+    Prefix shared;
     const auto source = any();
-    if (source && *source != slot) shared = {*source, cache.shared_pages(slot, *source)};
+    if (source && *source != slot) shared = shared_prefix(cache, slot, *source);
     const std::vector<std::uint32_t> cells = bench_.model.at(slot);
     struct Copy {
       char* at;
@@ -176,7 +176,7 @@ class Machine {
     for (std::size_t kind = 0; kind < cache.shape().kinds.size(); ++kind) {
       const SlotKind& rows = cache.shape().kinds[kind];
       std::size_t begin = cache.begins(slot)[kind] * rows.item_bytes;
-      if (shared && shared->pages[kind] != 0) begin = (begin / kPage + shared->pages[kind]) * kPage;
+      if (!shared.empty()) begin = shared[kind]->slots().end * kPage;
       const std::size_t end = cells.size() * rows.item_bytes;
       for (std::size_t row = 0; begin < end && row < rows.rows; ++row) {
         char* at = bench_.item(slot, kind, row, 0);
