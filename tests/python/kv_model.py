@@ -507,8 +507,10 @@ class ModelCache:
             expected = self.pages_for(self._lengths[slot]) if here else [0] * len(self.kinds)
             mapped = [len(table) for table in self.tables[slot]]
             # The tile past a prefix that alloc mapped comes with the first step.
-            assert mapped == expected or (self.tile > 1 and all(m <= n for m, n in zip(mapped, expected)))
-            assert not any(i < expected[k] for s, k, i in self.parked if s == slot)
+            assert mapped == expected or (
+                self.tile > 1 and all(m <= n for m, n in zip(mapped, expected, strict=True))
+            )
+            assert not any(i < mapped[k] for s, k, i in self.parked if s == slot)
 
     def close(self) -> None:
         self.tables = [[[] for _ in self.kinds] for _ in range(self.max_batch)]
