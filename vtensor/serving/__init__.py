@@ -1,7 +1,7 @@
-"""Continuous batching over a :class:`vtensor.KVCache`: who computes what in each iteration, and whose memory it is.
+"""Continuous batching over a :class:`vtensor.KVCache`: who computes what, and whose memory makes room.
 
-:class:`Scheduler` plans and owns the cache's slots, and knows no model. :class:`Engine` runs its plans with a
-model's forward; that of a Hugging Face model is in ``vtensor.integrations.transformers.serving``.
+:class:`Scheduler` plans iterations, owns the cache's slots and knows no model. :class:`Engine` runs its plans
+with a model's forward; that of a Hugging Face model is in ``vtensor.integrations.transformers.serving``.
 """
 
 from __future__ import annotations

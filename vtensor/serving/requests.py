@@ -61,8 +61,7 @@ class Status(Enum):
 class Sequence:
     """One continuation of a request's prompt.
 
-    Of its ``known`` tokens (the prompt's and those generated) the K and V of the first ``computed`` are in the
-    cache.
+    Of its ``known`` tokens (the prompt's and those generated) the cache has K and V of the first ``computed``.
     """
 
     group: Group

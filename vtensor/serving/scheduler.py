@@ -1,9 +1,9 @@
 """Which request computes which tokens in the next iteration, and whose memory makes room for whom.
 
-First come, first served. The rules are those of vLLM's paper (Kwon et al., SOSP 2023, section 4.5): the latest
-arrival is preempted first, a request's sequences all together; a single sequence is computed again, several that
-share are swapped out. Prompts are computed in pieces beside the decoding sequences, under one budget of tokens
-(Sarathi-Serve, Agrawal et al., OSDI 2024). What fits is for the cache to say: ``step`` is the judge.
+First come, first served. The rules are those of vLLM's paper (Kwon et al., SOSP 2023, section 4.5): the
+latest arrival is preempted first, a request's sequences all together; a single sequence is computed again,
+several that share are swapped out. Prompts are computed in pieces beside the decoding sequences, under one
+budget of tokens (Sarathi-Serve, Agrawal et al., OSDI 2024). What fits is for the cache's ``step`` to say.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Scheduler:
         self._arrivals = 0
         self._refused = False  # memory was short, and no request has ended since
         self._planned: Plan | None = None
+        self._next = Plan()  # begins with the news of an iteration that was taken back
 
     @property
     def unfinished(self) -> int:
@@ -159,7 +160,7 @@ class Scheduler:
             raise InvalidArgument(
                 "[Scheduler.plan] the last iteration is not complete: call complete() first"
             )
-        plan = Plan()
+        plan, self._next = self._next, Plan()
         self._advance(plan)
         if not plan.preempted:
             self._admit(plan)
@@ -405,6 +406,7 @@ class Scheduler:
         if plan is not self._planned:
             raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
         self._planned = None
+        self._next = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
 
     def reorder(self, request_id: abc.Hashable, sources: abc.Sequence[int]) -> None:
         """A step of a beam search, between two iterations: the request's i-th live sequence continues the
@@ -421,8 +423,8 @@ class Scheduler:
             or not group.forked
         ):
             raise InvalidArgument(
-                f"[Scheduler.reorder] request {request_id!r} has no sequences at work: call it after complete() "
-                "of an iteration that sampled it"
+                f"[Scheduler.reorder] request {request_id!r} has no sequences at work: call it after "
+                "complete() of an iteration that sampled it"
             )
         live = group.live
         if len(sources) != len(live) or not all(0 <= source < len(live) for source in sources):
