@@ -82,7 +82,7 @@ shapes = st.tuples(
     host_budget=st.sampled_from([0, 20, 1000]),
 )
 def test_each_request_as_if_alone(shapes, pages, token_budget, host_budget):
-    """No request is lost, starved or overtaken; its tokens are those it has alone; it fails where it does."""
+    """No request is lost, starved or overtaken; what can be served alone is, with the same tokens."""
     arrivals = [
         (at, Request(i, prompt, new, samples, stop, salt))
         for i, (at, prompt, new, samples, stop, salt) in enumerate(shapes)
@@ -93,8 +93,9 @@ def test_each_request_as_if_alone(shapes, pages, token_budget, host_budget):
     assert set(done) == {request.id for _, request in arrivals}
     for _, wanted in arrivals:
         by_itself = serve(engine_over(model_cache(pages, **options)), [(0, wanted)])[wanted.id]
-        assert bool(done[wanted.id].error) == bool(by_itself.error)
+        # In company its samples may get out of step, and one end and make room for the other.
         if not by_itself.error:
+            assert not done[wanted.id].error
             assert done[wanted.id].tokens == by_itself.tokens == alone(wanted)
     assert not any(cache.in_use)
 

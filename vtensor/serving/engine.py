@@ -85,5 +85,5 @@ class Engine:
 
 
 def _completion(group: Group) -> Completion:
-    generated = [(s.tokens or [])[group.prompt_tokens :] for s in group.sequences]
+    generated = [list(sequence.output) for sequence in group.sequences]
     return Completion(group.request.id, generated, group.reason if group.status is Status.FAILED else "")

@@ -61,20 +61,36 @@ class Status(Enum):
 class Sequence:
     """One continuation of a request's prompt.
 
-    Of its ``known`` tokens (the prompt's and those generated) the cache has K and V of the first ``computed``.
+    Of its ``known`` tokens (the prompt's and the generated ones) the first ``computed`` are in the cache.
     """
 
     group: Group
     index: int
-    tokens: list[int] | None  # the known ones; None where only their number is
     known: int
+    output: list[int] = field(
+        default_factory=list
+    )  # the generated ids; empty where only their number is known
     computed: int = 0
     published: int = 0
     slot: int | None = None
 
     @property
     def generated(self) -> int:
+        """How many of the known tokens follow the prompt."""
         return self.known - self.group.prompt_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids that are known, the prompt's first; empty where the prompt is a number."""
+        return self.ids(0, self.known)
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Of the ids that are known those of the tokens ``[start, stop)``."""
+        prompt, before = self.group.request.prompt, self.group.prompt_tokens
+        if isinstance(prompt, int):
+            return []
+        head = list(prompt[start:stop]) if start < before else []
+        return head + self.output[max(start - before, 0) : max(stop - before, 0)]
 
 
 @dataclass(eq=False)
@@ -94,11 +110,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.request.prompt_tokens
-        prompt = None if isinstance(self.request.prompt, int) else list(self.request.prompt)
-        self.sequences = [
-            Sequence(self, i, None if prompt is None else list(prompt), self.prompt_tokens)
-            for i in range(self.request.samples)
-        ]
+        self.sequences = [Sequence(self, i, self.prompt_tokens) for i in range(self.request.samples)]
         self.live = list(self.sequences)
         self.forked = self.request.samples == 1
 

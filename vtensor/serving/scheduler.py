@@ -242,7 +242,7 @@ class Scheduler:
         as soon as the next piece found no room."""
         sequence, request = group.live[0], group.request
         target = _target(sequence)
-        tokens = None if sequence.tokens is None else sequence.tokens[:target]
+        tokens = None if isinstance(request.prompt, int) else sequence.ids(0, target)
         slot = self.cache.alloc(
             tokens, salt=request.salt, expect=group.prompt_tokens + request.max_new_tokens
         )
@@ -389,10 +389,11 @@ class Scheduler:
         for i, (_, sequence) in enumerate(plan.sampled):
             group = sequence.group
             sequence.known += 1
-            token = None if tokens is None else int(tokens[i])
-            if token is not None and sequence.tokens is not None:
-                sequence.tokens.append(token)
-            if sequence.generated == group.request.max_new_tokens or token in group.request.stop:
+            ended = sequence.generated == group.request.max_new_tokens
+            if tokens is not None:
+                sequence.output.append(int(tokens[i]))
+                ended = ended or sequence.output[-1] in group.request.stop
+            if ended:
                 self._end_sequence(sequence)
                 if not group.live:
                     finished.append(group)
@@ -432,10 +433,10 @@ class Scheduler:
                 f"[Scheduler.reorder] sources {list(sources)} of {len(live)} live sequences"
             )
         self.cache.reorder([_slot(s) for s in live], [_slot(live[source]) for source in sources])
-        states = [(s.tokens, s.known, s.computed, s.published, self._lengths[_slot(s)]) for s in live]
+        states = [(list(s.output), s.known, s.computed, s.published, self._lengths[_slot(s)]) for s in live]
         for sequence, source in zip(live, sources, strict=True):
-            tokens, sequence.known, sequence.computed, sequence.published, length = states[source]
-            sequence.tokens = None if tokens is None else list(tokens)
+            output, sequence.known, sequence.computed, sequence.published, length = states[source]
+            sequence.output = list(output)
             self._lengths[_slot(sequence)] = length
 
     def _fork(self, group: Group) -> None:
@@ -447,12 +448,12 @@ class Scheduler:
         group.forked = True
 
     def _publish(self, sequence: Sequence) -> None:
-        if sequence.tokens is None:
-            return
-        tokens = min(len(sequence.tokens), sequence.computed)
+        request = sequence.group.request
+        known = sequence.group.prompt_tokens + len(sequence.output)
+        tokens = 0 if isinstance(request.prompt, int) else min(known, sequence.computed)
         if tokens - sequence.published >= self._unit:
-            salt = sequence.group.request.salt
-            sequence.published = self.cache.publish(_slot(sequence), sequence.tokens[:tokens], salt=salt)
+            ids = sequence.ids(0, tokens)
+            sequence.published = self.cache.publish(_slot(sequence), ids, salt=request.salt)
 
     def _end_sequence(self, sequence: Sequence) -> None:
         group = sequence.group
