@@ -1,0 +1,83 @@
+"""What the managers that stand beside ours have in common, and the two simple ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vtensor.errors import CapacityExceeded, InvalidArgument
+
+__all__ = ["ManagerStats", "OneSample", "StaticCache"]
+
+
+@dataclass(frozen=True)
+class ManagerStats:
+    """Of these managers, what a replay reads of ``KVCacheStats``."""
+
+    unit: int
+    tokens: int
+    waste: float
+    driver_calls: dict[str, dict[str, int]] = field(default_factory=lambda: {"caller": {}, "mapper": {}})
+
+
+class OneSample:
+    """The calls that a trace, whose requests have one sample each, never needs. A manager whose ``step`` is
+    never short of memory for what runs, or gives it up, needs no swapping either."""
+
+    def fork(self, slot: int, n: int = 1) -> list[int]:
+        raise self._one_sample("fork")
+
+    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> None:
+        raise self._one_sample("reorder")
+
+    def swap_out(self, slot: int) -> None:
+        raise self._one_sample("swap_out")
+
+    def swap_in(self, slot: int) -> bool:
+        raise self._one_sample("swap_in")
+
+    def _one_sample(self, name: str) -> InvalidArgument:
+        return InvalidArgument(f"[{type(self).__name__}.{name}] replay requests of one sample each")
+
+
+class StaticCache(OneSample):
+    """A slot of ``max_len`` tokens for each request, as tensors made in advance give it.
+
+    Args:
+        tokens: what the memory holds.
+        max_batch: slots at most.
+        max_len: tokens of a slot.
+    """
+
+    def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:
+        self.max_batch, self.max_len = min(max_batch, tokens // max_len), max_len
+        if self.max_batch < 1:
+            raise InvalidArgument(
+                f"[StaticCache] one slot of {max_len} tokens, but memory for {tokens}: give it more, or "
+                "lower max_len"
+            )
+        self._lengths = [0] * self.max_batch
+        self._free = list(range(self.max_batch))
+
+    def alloc(self, tokens: Sequence[int] | None = None, *, salt: str = "", expect: int = 0) -> int:
+        return self._free.pop()
+
+    def step(self, lengths: Sequence[int]) -> bool:
+        if max(lengths) > self.max_len:
+            raise CapacityExceeded(f"[StaticCache.step] {max(lengths)} tokens, a slot has {self.max_len}")
+        self._lengths = list(lengths)
+        return True
+
+    def free(self, slot: int) -> None:
+        self._lengths[slot] = 0
+        self._free.append(slot)
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
+        return 0
+
+    def stats(self) -> ManagerStats:
+        live, held = sum(self._lengths), (self.max_batch - len(self._free)) * self.max_len
+        return ManagerStats(unit=self.max_len, tokens=live, waste=held / live - 1 if live else 0.0)
