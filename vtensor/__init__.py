@@ -8,10 +8,12 @@ from vtensor.errors import (
     Closed,
     DriverError,
     InvalidArgument,
+    NoFreeSlot,
     OutOfPages,
     TimedOut,
     VTensorError,
 )
+from vtensor.kv import KVCache, KVCacheStats
 from vtensor.lease import lease, prepare
 from vtensor.pool import Pool, PoolStats, default_pool
 from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, zeros
@@ -23,6 +25,9 @@ __all__ = [
     "Closed",
     "DriverError",
     "InvalidArgument",
+    "KVCache",
+    "KVCacheStats",
+    "NoFreeSlot",
     "OutOfPages",
     "PageRecord",
     "Pool",

@@ -6,6 +6,7 @@
      ├─ InvalidArgument (ValueError)    a size, dtype, device or index that cannot be meant
      ├─ CapacityExceeded (ValueError)   more positions than the reserved address range holds
      ├─ OutOfPages (MemoryError)        the pool's budget, or the device, has no page left
+     ├─ NoFreeSlot                      every slot of a KV cache is taken
      ├─ DriverError                     the operating system or CUDA refused a call; what it did was undone
      ├─ TimedOut (TimeoutError)         work on the device, or another thread, did not end within the bound
      └─ Closed                          the tensor or pool was closed before
@@ -20,6 +21,7 @@ __all__ = [
     "Closed",
     "DriverError",
     "InvalidArgument",
+    "NoFreeSlot",
     "OutOfPages",
     "TimedOut",
     "VTensorError",
@@ -40,6 +42,10 @@ class CapacityExceeded(VTensorError, ValueError):
 
 class OutOfPages(VTensorError, MemoryError):
     """The budget of the pool, or the memory of its device, has too few pages. Nothing was changed."""
+
+
+class NoFreeSlot(VTensorError):
+    """Every slot of a KV cache is taken: ``max_batch`` requests are in it."""
 
 
 class TimedOut(VTensorError, TimeoutError):

@@ -15,6 +15,7 @@ from vtensor import _core
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
 if TYPE_CHECKING:
+    from vtensor.kv import KVCache
     from vtensor.tensor import VTensor
 
 _MOST_BYTES = 2**62
@@ -51,6 +52,8 @@ class PoolStats:
     """Of the used pages, those given up after a driver call that could not be undone (I8)."""
     pages_lent: int
     """References that forked child processes keep on used pages until they exit (I13)."""
+    pages_shelved: int
+    """References that prefix indices keep on used pages, mapped or not."""
     pages_mapped: int
     """Page table entries: mapped pages, counted once for each place they are mapped at."""
     pages_needed: int
@@ -209,6 +212,7 @@ class Pool:
             pages_parted=counts.parted,
             pages_quarantined=counts.quarantined,
             pages_lent=counts.lent,
+            pages_shelved=counts.shelved,
             pages_mapped=counts.mapped,
             pages_needed=counts.needed,
             pages_ahead=counts.ahead,
@@ -310,7 +314,7 @@ class Pool:
             raise Closed(f"[{operation}] the pool is closed: make a new one")
         return core
 
-    def _register(self, tensor: VTensor) -> None:
+    def _register(self, tensor: VTensor | KVCache) -> None:
         tensor._registered = _Registered(tensor)
         self._tensors.add(tensor._registered)
         if self._closed:  # by another thread, meanwhile
@@ -327,8 +331,8 @@ class _Registered:
     """A pool's way to a tensor. Owned by the tensor, because a WeakSet of tensors would compare them by
     ``==``."""
 
-    def __init__(self, tensor: VTensor) -> None:
-        self._tensor = weakref.ref(tensor)
+    def __init__(self, tensor: VTensor | KVCache) -> None:
+        self._tensor: weakref.ref[VTensor | KVCache] = weakref.ref(tensor)
 
     def close(self) -> None:
         tensor = self._tensor()

@@ -31,6 +31,11 @@ class OutOfPages : public Error {
   using Error::Error;
 };
 
+// A KV cache has as many requests as it has slots for.
+class NoFreeSlot : public Error {
+  using Error::Error;
+};
+
 // The device has memory, and it is to be left to others.
 class ReserveReached : public OutOfPages {
   using OutOfPages::OutOfPages;

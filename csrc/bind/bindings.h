@@ -9,6 +9,7 @@ void bind_errors(nanobind::module_& module);
 void bind_pool(nanobind::module_& module);
 void bind_tensor(nanobind::module_& module);
 void bind_lease(nanobind::module_& module);
+void bind_slot_cache(nanobind::module_& module);
 void bind_trace(nanobind::module_& module);
 
 }  // namespace vtensor::bind

@@ -37,6 +37,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise("CapacityExceeded", error.what());
   } catch (const InvalidArgument& error) {
     raise("InvalidArgument", error.what());
+  } catch (const NoFreeSlot& error) {
+    raise("NoFreeSlot", error.what());
   } catch (const TimedOut& error) {
     raise("TimedOut", error.what());
   } catch (const Closed& error) {

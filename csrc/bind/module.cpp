@@ -10,5 +10,6 @@ NB_MODULE(_core, module) {
   vtensor::bind::bind_pool(module);
   vtensor::bind::bind_tensor(module);
   vtensor::bind::bind_lease(module);
+  vtensor::bind::bind_slot_cache(module);
   vtensor::bind::bind_trace(module);
 }

@@ -91,6 +91,7 @@ void bind_pool(nb::module_& module) {
       .def_ro("kept", &PoolCounts::kept)
       .def_ro("quarantined", &PoolCounts::quarantined)
       .def_ro("lent", &PoolCounts::lent)
+      .def_ro("shelved", &PoolCounts::shelved)
       .def_ro("mapped", &PoolCounts::mapped)
       .def_ro("needed", &PoolCounts::needed)
       .def_ro("ahead", &PoolCounts::ahead)

@@ -14,18 +14,13 @@ namespace vtensor {
 
 std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                        const Caller& caller) {
+  std::shared_ptr<Buffer> parked;
   {
-    PoolLock lock(pool);
+    const PoolLock lock(pool);
     pool->reap();
-    if (std::shared_ptr<Buffer> parked = pool->find_parked(shape)) {
-      const Busy busy(*parked, lock, caller);  // the mapper may be zeroing a part of it
-      if (parked->adoptable()) {
-        parked->adopt(caller);
-        ++pool->counted.tensors_adopted;
-        return parked;
-      }
-    }
+    parked = pool->find_parked(shape);
   }
+  if (parked && parked->adopt_parked(caller)) return parked;
   return make(pool, shape, caller);
 }
 
@@ -54,15 +49,27 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
   buffer->id_ = pool->add(buffer.get());
   buffer->note(caller.stream);
   ++pool->counted.tensors_fresh;
+  return buffer;
+}
+
+std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Address base,
+                                      const RowShape& shape, const Caller& caller) {
+  const std::shared_ptr<PagePool>& pool = host->pool_;
+  const std::size_t row_pages =
+      ceil_div(shape.phase + shape.capacity * shape.item_bytes, pool->page_size());
+  std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages));
+  std::unique_ptr<Generation> pin(host->publish());
+  PoolLock lock(pool);
+  buffer->base_ = base;
+  buffer->note(caller.stream);
   try {
-    buffer->homes_.reserve(shape.rows);
-    for (std::size_t row = 0; row < shape.rows; ++row)
-      buffer->homes_.push_back(pool->open_home(row_pages));
+    buffer->id_ = pool->add(buffer.get());
   } catch (...) {
-    buffer->owned_ = false;
-    if (!buffer->settle()) pool->settle_later(buffer);
+    pool->end_locked(pin.release());
     throw;
   }
+  buffer->host_ = pin.release();
+  buffer->reserved_ = true;
   return buffer;
 }
 
@@ -168,249 +175,6 @@ bool Buffer::grow_within(const Caller& caller, Interval positions) {
   }
   look_ahead();
   return true;
-}
-
-void Buffer::require_ready(PoolLock& lock, const Caller& caller,
-                           const std::function<std::pair<std::size_t, std::size_t>()>& missing) {
-  bool again;
-  do {
-    await_turn(lock, caller);
-    const auto [pages, parted] = missing();
-    again = pool_->require_ready(lock, caller.operation, pages, parted);
-  } while (again);
-}
-
-void Buffer::grow(const Caller& caller, Interval positions, bool populate, Interval stale) {
-  PoolLock lock(pool_);
-  pool_->reap();
-  const Interval wanted = slots_of(positions);
-  const Interval added = slots_of({std::max(positions_.end, positions.begin), positions.end});
-  const Interval searched = extent_.empty() ? wanted : Interval{extent_.end, wanted.end};
-  table_.reserve(wanted.end);
-
-  Arrival arrival;
-  std::vector<Run> guarded;
-  std::size_t missing = 0;
-  bool unordered = false;
-  const auto look = [&] {
-    require_whole(caller.operation);
-    arrival.runs.clear();
-    guarded.clear();
-    missing = 0;
-    for (std::size_t row = 0; row < shape_.rows; ++row) {
-      collect(arrival.runs, row, searched, is_unmapped);
-      if (guarded_ != 0) collect(guarded, row, added, is_guarded);
-    }
-    for (const Run& run : arrival.runs) {
-      if (table_.at(run.row, run.slots.begin).state == EntryState::quarantined) {
-        throw Error("[" + std::string(caller.operation) + "] page " +
-                    std::to_string(run.slots.begin) + " of row " + std::to_string(run.row) +
-                    " is quarantined after a driver call that could not be undone: move the "
-                    "tensor to a new range with reallocate(capacity)");
-      }
-      missing += run.slots.size();
-    }
-    unordered = !searched.empty() && !all_passed(ready_after_);
-    if (missing != 0 || !guarded.empty() || unordered || !foreign_in(searched).empty())
-      require_no_capture(caller);
-  };
-  look();
-  if (!guarded.empty()) {
-    const Busy busy(*this, lock, caller);
-    await_streams(lock, caller);
-  }
-  require_ready(lock, caller, [&] {
-    look();
-    return std::pair(missing + fresh_pages_for(guarded), std::size_t{0});
-  });
-  const Busy busy(*this, lock, caller);
-  note(caller);
-  if (missing != 0) {
-    claim(arrival);
-    const auto to_part = static_cast<std::ptrdiff_t>(fresh_pages_for(guarded));
-    pool_->promise(to_part);
-    pool_->depart();
-    lock.let_go();
-    carry_out(arrival, caller.stream, populate);
-    lock.take_again();
-    pool_->arrive();
-    pool_->promise(-to_part);
-    enter(arrival);
-    if (arrival.error) std::rethrow_exception(arrival.error);
-  }
-  const std::vector<Run> foreign = foreign_in(searched);
-  try {
-    if (unordered) {
-      for (const FencePtr& fence : ready_after_) driver_.order(caller.stream, *fence);
-    }
-    zero_foreign(caller, foreign);
-    part(lock, caller, guarded, stale);
-  } catch (...) {
-    undo(lock, caller, arrival);
-    throw;
-  }
-  if (!foreign_.empty()) {
-    foreign_.begin = std::max(foreign_.begin, wanted.end);
-    if (foreign_.empty()) foreign_ = {};
-  }
-  if (searched.end > searched.begin) {
-    ++(missing == 0 ? pool_->counted.growths_ready : pool_->counted.growths_mapped);
-    if (missing == 0) {
-      trace::event(trace::What::revive, slot_address(0, searched.begin),
-                   searched.size() * shape_.rows * page_size_, base_);
-    }
-  }
-  pace_.step(positions.size() - positions_.size());
-  positions_ = positions;
-  extent_ = wanted;
-  revive(wanted);
-  set_ready({wanted.end, std::max(wanted.end, ready_.end)});
-  mark_pace();
-  look_ahead();
-}
-
-// Takes pages for runs of empty entries.
-void Buffer::claim(Arrival& arrival) {
-  std::size_t claimed = 0;
-  try {
-    for (const Run& run : arrival.runs) {
-      const Page* previous =
-          run.slots.begin ? table_.at(run.row, run.slots.begin - 1).page : nullptr;
-      const std::size_t begin = arrival.pages.size();
-      pool_->take(homes_[run.row], previous, run.slots.size(), arrival.pages);
-      Entry* entry = table_.entries(run.row, run.slots.begin);
-      for (std::size_t i = begin; i < arrival.pages.size(); ++i)
-        *entry++ = {arrival.pages[i], EntryState::arriving};
-      ++claimed;
-    }
-    arrival.stuck.reserve(arrival.pages.size());
-  } catch (...) {
-    arrival.error = std::current_exception();
-    arrival.runs.resize(claimed);
-    enter(arrival);
-    throw;
-  }
-}
-
-// Maps claimed pages, zeroes what their last owners left, and makes their memory present.
-void Buffer::carry_out(Arrival& arrival, Stream stream, bool populate) noexcept {
-  const auto all_stuck = [&arrival] {
-    for (std::size_t i = 0; i < arrival.pages.size(); ++i) arrival.stuck.push_back(i);
-  };
-  bool mapped = false;
-  std::vector<PageRun> runs;
-  std::vector<Handle> handles;
-  try {
-    handles.reserve(arrival.pages.size());
-    bool dirty = false;
-    for (const Page* page : arrival.pages) {
-      handles.push_back(page->handle);
-      dirty |= page->dirty;
-    }
-    runs.reserve(arrival.runs.size());
-    std::size_t at = 0;
-    for (const Run& run : arrival.runs) {
-      runs.push_back({address_of(run), std::span(handles).subspan(at, run.slots.size())});
-      at += run.slots.size();
-    }
-    {
-      const trace::Span span(trace::What::map, runs.front().at, handles.size() * page_size_, base_);
-      driver_.map(runs, Access::writable);
-    }
-    mapped = true;
-    const std::uint64_t owner = shape_.zeroed ? kNobody : id_;
-    at = 0;
-    for (const PageRun& run : runs) {
-      const std::size_t n = run.handles.size();
-      Page* const* pages = arrival.pages.data() + at;
-      for (std::size_t i = dirty ? 0 : n; i < n; ++i) {
-        if (!pool_->must_zero(*pages[i], owner)) continue;
-        const std::size_t first = i;
-        while (i < n && pool_->must_zero(*pages[i], owner)) ++i;
-        const trace::Span span(trace::What::zero, run.at + first * page_size_,
-                               (i - first) * page_size_, base_);
-        driver_.zero(run.at + first * page_size_, (i - first) * page_size_, stream);
-        arrival.zeroing = true;
-      }
-      if (populate) {
-        const trace::Span span(trace::What::populate, run.at, n * page_size_, base_);
-        driver_.populate(run.at, n);
-      }
-      at += n;
-    }
-    if (arrival.zeroing && arrival.ahead) arrival.zeroed = driver_.fence(stream);
-  } catch (const UndoFailed& error) {
-    arrival.error = std::current_exception();
-    arrival.stuck.assign(error.stuck.begin(), error.stuck.end());
-  } catch (...) {
-    arrival.error = std::current_exception();
-    if (!mapped) return;
-    // Nobody saw these pages yet. What cannot be unmapped may show another's bytes: quarantined.
-    try {
-      if (arrival.zeroing && !await(driver_.fence(stream))) {
-        all_stuck();
-        return;
-      }
-      const trace::Span span(trace::What::unmap, runs.front().at, handles.size() * page_size_,
-                             base_);
-      driver_.unmap(runs, Access::writable);
-    } catch (const UndoFailed& error) {
-      arrival.stuck.assign(error.stuck.begin(), error.stuck.end());
-    } catch (...) {
-      all_stuck();
-    }
-  }
-}
-
-// Enters pages that have arrived, or gives them back.
-void Buffer::enter(Arrival& arrival) {
-  Page* const* page = arrival.pages.data();
-  if (!arrival.error) {
-    for (const Run& run : arrival.runs) {
-      Entry* const entries = table_.entries(run.row, run.slots.begin);
-      for (std::size_t i = 0; i < run.slots.size(); ++i) {
-        (*page++)->last_owner = id_;
-        entries[i].state = EntryState::writable;
-      }
-      mapped_ += run.slots.size();
-    }
-    return;
-  }
-  std::size_t at = 0;
-  auto stuck = arrival.stuck.begin();
-  for (const Run& run : arrival.runs) {
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot, ++at) {
-      Entry& entry = table_.at(run.row, slot);
-      if (stuck != arrival.stuck.end() && *stuck == at) {
-        ++stuck;
-        entry.state = EntryState::quarantined;
-        pool_->quarantine(page[at]);
-        ++quarantined_;
-      } else {
-        const bool dirty = page[at]->dirty;  // nobody wrote to it here
-        pool_->drop(page[at]);
-        page[at]->dirty = dirty;
-        entry = {};
-      }
-    }
-  }
-}
-
-// Takes back pages that have arrived for a growth that failed afterwards.
-void Buffer::undo(PoolLock& lock, const Caller& caller, const Arrival& arrival) noexcept {
-  if (arrival.runs.empty()) return;
-  try {
-    Departure departure = departing(arrival.runs, arrival.runs.size());
-    if (!arrival.zeroing || await_work(lock, caller.stream)) {
-      carry_out(departure);
-      enter(departure);
-      if (!departure.error) return;
-    }
-  } catch (...) {
-  }
-  for (const Run& run : arrival.runs) {
-    if (is_mapped(table_.at(run.row, run.slots.begin))) quarantine(run);
-  }
 }
 
 // Runs of pages in `slots` that show what an adopted buffer's last owner left.

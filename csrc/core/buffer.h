@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -31,6 +32,7 @@ struct RowShape {
   std::size_t capacity = 0;    // positions
   std::size_t phase = 0;       // bytes before position 0 in a row's first page
   bool zeroed = false;         // pages are zeroed even where they come back to this buffer
+  std::size_t row_stride = 0;  // pages from one row to the next; 0: they lie side by side
 
   friend bool operator==(const RowShape&, const RowShape&) = default;
 };
@@ -41,8 +43,11 @@ struct PageRecord {
   Address address;
   std::int64_t page_id;  // -1 where the kernel parted it and it has no handle of its own yet
   std::uint32_t shared;  // references to the page
-  const char* state;     // "mapped", "shared", "ahead", "parted", "held", "quarantined"
+  const char* state;     // "mapped", "shared", "ahead", "parked", "parted", "held",
+                         // "quarantined"
 };
+
+class Shelf;
 
 // What page tables say of a page, for PagePool::check_invariants.
 struct PageUse {
@@ -88,14 +93,20 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Makes one. Throws as `create`.
   static std::shared_ptr<Buffer> make(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                       const Caller& caller);
+  // One whose first row begins at `base` in the range of `host`, which stays reserved as long.
+  // Requires: the rows lie in that range, and nothing else of them is mapped or placed.
+  static std::shared_ptr<Buffer> place(const std::shared_ptr<Buffer>& host, Address base,
+                                       const RowShape& shape, const Caller& caller);
   ~Buffer();
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const RowShape& shape() const { return shape_; }
-  std::size_t row_bytes() const { return row_pages_ * page_size_; }
-  std::size_t reserved_bytes() const { return shape_.rows * row_bytes(); }
+  std::size_t row_bytes() const {
+    return (shape_.row_stride ? shape_.row_stride : row_pages_) * page_size_;
+  }
+  std::size_t reserved_bytes() const { return shape_.rows * row_pages_ * page_size_; }
   Address address_of(std::size_t row, std::size_t position) const {
     return base_ + row * row_bytes() + shape_.phase + position * shape_.item_bytes;
   }
@@ -115,9 +126,18 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // ready and not shared. False where it is not, and where another thread holds the lock; nothing
   // is changed then.
   bool grow_within(const Caller& caller, Interval positions);
-  // Makes `positions` the owner's extent: maps what is missing, parts the pages that the new
-  // positions share with another buffer, and zeroes `stale` positions. `populate` makes new memory
-  // present now. Whole or nothing (I8).
+  // Makes `positions` the owner's extent: maps what is missing, parts the pages that `written`
+  // positions share with another buffer, and zeroes `stale` positions.
+  struct Growth {
+    Buffer* buffer;
+    Interval positions;
+    Interval written;
+    Interval stale = {};
+  };
+  // Grows several buffers of one pool, each named once: whole or nothing (I8), and mapped by one
+  // batch of driver calls. `populate` makes new memory present now.
+  static void grow(const Caller& caller, std::span<const Growth> growths, bool populate);
+  // The same for one, which writes what it adds.
   void grow(const Caller& caller, Interval positions, bool populate, Interval stale = {});
   // Has the mapper make the positions below `end` ready, and returns at once.
   void prepare(std::size_t end);
@@ -144,10 +164,22 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // generation covers. Waits for the work of all streams that use this buffer.
   std::shared_ptr<Buffer> share(const Caller& caller, const RowShape& shape,
                                 std::span<const std::size_t> rows, bool exclusive);
+  // The pages behind `slots` of every row, to be mapped guarded elsewhere; they are guarded here
+  // from now on. One shelf for each of `slots`, which lie in the extent. Waits for the work of all
+  // streams that use this buffer. Whole or nothing.
+  std::vector<std::shared_ptr<Shelf>> offer(const Caller& caller, std::span<const Interval> slots);
+  // Maps the pages of `shelves`, which lie behind one another and hold `positions`, guarded at
+  // their slots: they are the owner's then. Whole or nothing. Requires: nothing is owned or mapped
+  // there.
+  void accept(const Caller& caller, Interval positions,
+              std::span<const std::shared_ptr<Shelf>> shelves);
   // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive,
   // and a driver that remaps in one step, because a page that cannot be put back would leave the
   // owner without it.
   void reindex(const Caller& caller, std::span<const std::size_t> rows);
+  // A parked buffer whose owner left gets a new one; false where it is not parked, or something
+  // else of it is still mapped. Waits for the mapper's step.
+  bool adopt_parked(const Caller& caller);
   // The owner leaves: pages and addresses go as the generations over them end, or are parked. Never
   // blocks, never throws (I11); once the lock was free, it has happened. To be called once.
   void abandon() noexcept;
@@ -178,6 +210,18 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Whether it is parked, and nothing else is mapped: what is on its way out would come back as the
   // next owner's (I7).
   bool adoptable() const;
+  // How many pages at the beginning of both extents are the same in every row.
+  std::size_t shared_with(const Buffer& other) const;
+  // Positions from `position` on and below this are owned, and behind pages of our own.
+  std::size_t writable_until(std::size_t position) const;
+  Interval extent() const { return extent_; }
+  Interval positions() const { return positions_; }
+  std::size_t quarantined() const { return quarantined_; }
+  bool placed() const { return host_ != nullptr; }
+  // Of a placed one: nothing of its rows is mapped, or can still come to be, so that the place may
+  // be used again.
+  bool vacant() const { return !reserved_ && quarantined_ == 0; }
+  Interval parked() const { return parked_; }
   // A parked buffer gets a new owner, whose growth waits for the work of the last one. Requires:
   // adoptable. Throws where the driver refuses; it stays parked then.
   void adopt(const Caller& caller);
@@ -195,6 +239,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void enter_cleaning(std::span<const Run> runs, FencePtr zeroed, std::exception_ptr error);
   // The steps without the lock; they never throw.
   void carry_out(Arrival& arrival, Stream stream, bool populate) noexcept;
+  // Maps what several buffers have claimed, in one batch: all or none.
+  struct Arriving {
+    Buffer* buffer;
+    Arrival* arrival;
+  };
+  static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
   void carry_out(Departure& departure) noexcept;
   FencePtr clean(std::span<const Run> runs);
 
@@ -202,6 +252,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Guards every page for a child about to be forked, and adds them to `seen`.
   void guard_for_child(std::vector<Page*>& seen) noexcept;
   void add_to(PoolCounts& counts) const;
+  // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
+  // several references.
+  std::size_t add_pages(std::unordered_set<const Page*>& seen) const;
   void check(std::unordered_map<const Page*, PageUse>& uses) const;
 
  private:
@@ -213,6 +266,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Valid until the next call.
   std::span<const Handle> handles(const Run& run);
   Address address_of(const Run& run) const { return slot_address(run.row, run.slots.begin); }
+  void open_homes();
   void claim(Arrival& arrival);
   void enter(Arrival& arrival);
   void enter(Departure& departure);
@@ -266,9 +320,13 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool begin_retirement();
   bool claim_departure(Departure& departure);
   void try_to_park();
+  // Of parked pages, those that count against what freed tensors may leave: what a host's places
+  // keep is bounded by the host.
+  std::size_t pages_to_count(std::size_t pages) const { return host_ == nullptr ? pages : 0; }
   bool release_range();
   bool all_passed(std::vector<FencePtr>& fences);
   void undo(PoolLock& lock, const Caller& caller, const Arrival& arrival) noexcept;
+  class Growing;
   void refused() noexcept;
   // Has memory for what `missing` counts, with the lock held since it was last asked. Requires: not
   // busy, so that what this buffer itself no longer needs may go meanwhile.
@@ -294,13 +352,15 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   Address base_ = 0;
   std::uint64_t id_ = 0;
-  bool owned_ = true;      // the owner has not left
-  bool reserved_ = false;  // the range is ours
+  Generation* host_ = nullptr;  // where it is placed: what keeps the range there reserved
+  bool owned_ = true;           // the owner has not left
+  bool reserved_ = false;       // the range is ours
   Interval positions_;
   Interval extent_;   // slots that positions_ need
   Interval ready_;    // slots behind the extent, mapped and clean in every row
   Interval foreign_;  // slots of an adopted buffer that may hold its last owner's bytes
-  Interval parked_;   // slots that wait for the next owner
+  Interval adopted_;  // of a placed one, slots that were parked when its owner came
+  Interval parked_;   // slots that wait for the next owner, mapped in every row
   Interval touched_;  // slots in which something may be mapped that nobody needs
   // What is about to be unmapped, and the work that must be done before. Slots that come into use
   // again are taken out.

@@ -181,7 +181,12 @@ bool PagePool::may_park(std::size_t pages) {
   const std::size_t most =
       options_.park == kParkByBudget ? budget_pages() / 4 : in_pages(options_.park);
   if (pages > most) return false;
-  while (parked_ + pages > most) unpark_oldest();
+  while (parked_ + pages > most) {
+    const auto oldest = std::find_if(idle_.begin(), idle_.end(),
+                                     [](const auto& buffer) { return !buffer->placed(); });
+    const std::shared_ptr<Buffer> leaving = *oldest;
+    leaving->unpark();
+  }
   return true;
 }
 
@@ -257,6 +262,7 @@ PoolCounts PagePool::counts() {
   counts.kept = kept_.size();
   counts.quarantined = quarantined_;
   counts.lent = lent_.size();
+  counts.shelved = shelved_;
   return counts;
 }
 
@@ -346,7 +352,7 @@ void PagePool::check_invariants() {
     extra += page->references - use.entries;
     if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
   }
-  const std::size_t given_away = quarantined_ + lent_.size();
+  const std::size_t given_away = quarantined_ + lent_.size() + shelved_;
   if (extra > given_away) throw Error("I5: a page counts more references than it has");
   if (uses.size() > used_ || used_ - uses.size() > given_away) {
     throw Error("I5: " + std::to_string(used_) + " pages are counted used, page tables hold " +

@@ -59,6 +59,7 @@ struct PoolCounts {
   std::size_t kept = 0;    // free handles whose memory is kept
   std::size_t quarantined = 0;  // of the used, those given up
   std::size_t lent = 0;         // references that forked children keep
+  std::size_t shelved = 0;      // references to pages that are kept without a mapping
   std::size_t mapped = 0;       // page table entries
   std::size_t needed = 0;       // of these, what lengths need
   std::size_t ahead = 0;        // what is ready beyond that
@@ -129,6 +130,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void end(Generation* generation) noexcept;
   // The same, and makes no driver call whatever the options: for the callbacks of a driver.
   void end_later(Generation* generation) noexcept;
+  // The same where the lock is held: reaped before it is let go.
+  void end_locked(Generation* generation) noexcept { push(generation); }
   // So that `end_later` finds the mapper running. Throws std::system_error.
   void ensure_mapper();
 
@@ -158,6 +161,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out);
   void share(Page* page) { ++page->references; }
   void drop(Page* page) noexcept;
+  // Pages are put on a shelf, or taken off: their references have no page table entry.
+  void shelve(std::ptrdiff_t pages) { shelved_ += static_cast<std::size_t>(pages); }
   // The page is counted and reported, and never used again.
   void quarantine(Page* page);
   bool must_zero(const Page& page, std::uint64_t owner) const {
@@ -189,6 +194,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void await(PoolLock& lock, const char* operation, const char* what,
              const std::function<bool()>& done);
   void changed() { changed_.notify_all(); }
+  // Tries to unmap what waits for that, for somebody who waits for it.
+  void settle_waiting() noexcept { settle_all(); }
   // Keeps free memory between the pool's marks; returns when to look again.
   std::chrono::steady_clock::time_point tend_kept(PoolLock& lock);
   // Around driver calls without the lock; fork(2) waits for their end.
@@ -240,6 +247,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::size_t just_made_ = 0;  // of the kept pages, those made for a growth under way
   std::size_t parted_ = 0;     // as last counted
   std::size_t quarantined_ = 0;
+  std::size_t shelved_ = 0;
   std::size_t parked_ = 0;     // pages of parked buffers
   std::size_t in_flight_ = 0;  // operations that make driver calls without the lock
   std::uint64_t next_buffer_id_ = 1;

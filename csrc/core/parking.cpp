@@ -8,39 +8,43 @@
 
 namespace vtensor {
 
-// Keeps the pages that a new owner could use: those mapped from the first slot on, in every row,
-// and shared with nobody.
+// Keeps the pages that a new owner could use: neighbours, mapped in every row and shared with
+// nobody; in a buffer of its own range from the first slot on, because its next owner is another
+// tensor, which begins there.
 void Buffer::try_to_park() {
   if (quarantined_ != 0 || shape_.phase != 0 || !reserved_) return;
-  std::size_t end = table_.reserved();
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    std::size_t slot = 0;
-    while (slot < end && is_writable(table_.at(row, slot)) &&
-           table_.at(row, slot).page->references == 1) {
-      ++slot;
+  const auto usable = [this](std::size_t slot) {
+    for (std::size_t row = 0; row < shape_.rows; ++row) {
+      const Entry& entry = table_.at(row, slot);
+      if (!is_writable(entry) || entry.page->references != 1) return false;
     }
-    end = slot;
-  }
-  const std::size_t pages = end * shape_.rows;
-  if (pages == 0 || !pool_->may_park(pages)) return;
+    return true;
+  };
+  Interval slots{0, 0};
+  while (host_ != nullptr && slots.begin < table_.reserved() && !usable(slots.begin)) ++slots.begin;
+  slots.end = slots.begin;
+  while (slots.end < table_.reserved() && usable(slots.end)) ++slots.end;
+  const std::size_t pages = slots.size() * shape_.rows;
+  if (pages == 0 || (host_ == nullptr && !pool_->may_park(pages))) return;
   try {
     parked_after_ = fences();
-    pool_->park(shared_from_this(), pages);
+    pool_->park(shared_from_this(), pages_to_count(pages));
   } catch (...) {
     return;  // then they go
   }
-  parked_ = {0, end};
+  parked_ = slots;
   revive(parked_);
   const bool dirty = pool_->options().zero != ZeroPolicy::never;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < end; ++slot) table_.at(row, slot).page->dirty = dirty;
+    for (std::size_t slot = slots.begin; slot < slots.end; ++slot)
+      table_.at(row, slot).page->dirty = dirty;
   }
-  trace::event(trace::What::park, slot_address(0, 0), pages * page_size_, base_);
+  trace::event(trace::What::park, slot_address(0, slots.begin), pages * page_size_, base_);
 }
 
 void Buffer::unpark() {
   touch(parked_);
-  pool_->unpark(*this, parked_.size() * shape_.rows);
+  pool_->unpark(*this, pages_to_count(parked_.size() * shape_.rows));
   parked_ = {};
   parked_after_.clear();
   give_back_unused();
@@ -107,6 +111,16 @@ bool Buffer::adoptable() const {
   return !parked_.empty() && quarantined_ == 0 && mapped_ == parked_.size() * shape_.rows;
 }
 
+bool Buffer::adopt_parked(const Caller& caller) {
+  PoolLock lock(pool_);
+  if (parked_.empty()) return false;
+  const Busy busy(*this, lock, caller);  // the mapper may be zeroing a part of it
+  if (!adoptable()) return false;
+  adopt(caller);
+  ++pool_->counted.tensors_adopted;
+  return true;
+}
+
 void Buffer::adopt(const Caller& caller) {
   is_quiet();
   touched_ = {};
@@ -124,14 +138,17 @@ void Buffer::adopt(const Caller& caller) {
   note(caller.stream);
   std::size_t clean = parked_.end;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
-    std::size_t slot = 0;
+    std::size_t slot = parked_.begin;
     while (slot < clean && !table_.at(row, slot).page->dirty) ++slot;
     clean = slot;
   }
-  if (clean < parked_.end) foreign_ = {clean, parked_.end};
-  trace::event(trace::What::adopt, slot_address(0, 0), parked_.size() * shape_.rows * page_size_,
-               base_);
-  pool_->unpark(*this, parked_.size() * shape_.rows);
+  // What is missing before them, if anything, is mapped before they are reached.
+  if (parked_.begin != 0) clean = 0;
+  if (clean < parked_.end) foreign_ = {std::max(clean, parked_.begin), parked_.end};
+  trace::event(trace::What::adopt, slot_address(0, parked_.begin),
+               parked_.size() * shape_.rows * page_size_, base_);
+  pool_->unpark(*this, pages_to_count(parked_.size() * shape_.rows));
+  if (placed()) adopted_ = parked_;
   parked_ = {};
   set_ready({0, clean});
   if (!ready_after_.empty()) pool_->settle_later(shared_from_this());

@@ -38,7 +38,10 @@ std::vector<PageRecord> Buffer::pages() {
         if (state == EntryState::quarantined) {
           record.state = "quarantined";
         } else if (!extent_.contains(slot)) {
-          record.state = ahead().contains(slot) ? "ahead" : "held";
+          record.state = parked_.contains(slot) || intersection(ahead(), adopted_).contains(slot)
+                             ? "parked"
+                         : ahead().contains(slot) ? "ahead"
+                                                  : "held";
         }
         if (parted[slot - run.slots.begin]) {
           record.page_id = -1;
@@ -64,20 +67,31 @@ std::size_t Buffer::count_mapped(Interval slots) const {
 
 void Buffer::add_to(PoolCounts& counts) const {
   const std::size_t needed = extent_.size() * shape_.rows - lost_pages();
-  const std::size_t ahead_of_need = count_mapped(ahead());
-  const std::size_t parked = count_mapped(parked_);
+  // What a place keeps from its last owner is parked until it is needed.
+  const std::size_t kept = count_mapped(intersection(ahead(), adopted_));
+  const std::size_t ahead_of_need = count_mapped(ahead()) - kept;
+  const std::size_t parked = count_mapped(parked_) + kept;
   const std::size_t held = mapped_ - needed - ahead_of_need - parked;
   counts.mapped += mapped_;
   counts.needed += needed;
   counts.ahead += ahead_of_need;
   counts.parked += parked;
   counts.held += held;
-  if (owned_) {
-    ++counts.buffers;
-  } else {
-    counts.orphaned += held;
-  }
+  if (!owned_) counts.orphaned += held;
+  if (host_ != nullptr) return;
+  if (owned_) ++counts.buffers;
   if (reserved_) counts.reserved_pages += row_pages_ * shape_.rows;
+}
+
+std::size_t Buffer::add_pages(std::unordered_set<const Page*>& seen) const {
+  std::size_t shared = 0;
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    for (std::size_t slot = 0; slot < table_.reserved(); ++slot) {
+      const Entry& entry = table_.at(row, slot);
+      if (is_mapped(entry) && seen.insert(entry.page).second) shared += entry.page->references > 1;
+    }
+  }
+  return shared;
 }
 
 void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {

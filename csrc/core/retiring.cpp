@@ -174,7 +174,7 @@ void Buffer::retract(const Caller& caller, Interval positions) {
   extent_ = slots_of(positions);
   // What is truncated and soon written again stays, as far as the look-ahead goes.
   std::size_t keep = extent_.end;
-  if (pool_->looks_ahead() && !extent_.empty()) {
+  if (pool_->looks_ahead() && !placed() && !extent_.empty()) {
     keep = slots_of({positions.begin, limit_lead(positions.end + pace_.lead())}).end;
   }
   want_end_ = 0;
@@ -402,13 +402,15 @@ bool Buffer::release_range() {
   if (owned_ || !reserved_ || !generations_.empty() || !parked_.empty()) return true;
   if (mapped_ != 0) return false;
   if (quarantined_ != 0) {
-    // The range is left to the driver's end, the pages to the reference that their quarantine
-    // holds.
+    // The range, or that of its host, is left to the driver's end, the pages to the reference that
+    // their quarantine holds.
     for (std::size_t row = 0; row < shape_.rows; ++row) {
       for (std::size_t slot = 0; slot < table_.reserved(); ++slot) {
         if (Page* page = table_.at(row, slot).page) pool_->drop(page);
       }
     }
+  } else if (host_ != nullptr) {
+    pool_->end_locked(std::exchange(host_, nullptr));
   } else {
     driver_.free_range(base_, row_pages_ * shape_.rows);
   }

@@ -6,6 +6,7 @@
 #include "base/errors.h"
 #include "base/trace.h"
 #include "core/buffer.h"
+#include "core/shelf.h"
 
 namespace vtensor {
 
@@ -90,6 +91,7 @@ void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Run> run
 
   std::size_t done = 0;
   try {
+    if (!runs.empty()) open_homes();
     for (const Run& run : runs) {
       const std::vector<std::uint8_t> parted = find_parted(run);
       for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
@@ -370,6 +372,114 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
     throw;
   }
   return child;
+}
+
+std::vector<std::shared_ptr<Shelf>> Buffer::offer(const Caller& caller,
+                                                  std::span<const Interval> slots) {
+  std::vector<std::shared_ptr<Shelf>> shelves;
+  shelves.reserve(slots.size());
+  PoolLock lock(pool_);
+  pool_->reap();
+  const std::vector<Run> parted = quieten(lock, caller);
+  const Busy busy(*this, lock, caller);
+  part(lock, caller, parted);
+  std::vector<std::vector<Page*>> pages(slots.size());
+  std::vector<Run> writable;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    pages[i].reserve(slots[i].size() * shape_.rows);
+    for (std::size_t row = 0; row < shape_.rows; ++row) {
+      for (std::size_t slot = slots[i].begin; slot < slots[i].end; ++slot)
+        pages[i].push_back(table_.at(row, slot).page);
+    }
+  }
+  if (!slots.empty()) {
+    for (std::size_t row = 0; row < shape_.rows; ++row)
+      collect(writable, row, {slots.front().begin, slots.back().end}, is_writable);
+  }
+  guard(writable);
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    for (Page* page : pages[i]) pool_->share(page);
+    shelves.push_back(std::make_shared<Shelf>(pool_, slots[i], std::move(pages[i])));
+  }
+  return shelves;
+}
+
+void Buffer::accept(const Caller& caller, Interval positions,
+                    std::span<const std::shared_ptr<Shelf>> shelves) {
+  if (shelves.empty()) return;
+  PoolLock lock(pool_);
+  pool_->reap();
+  const Busy busy(*this, lock, caller);
+  require_no_capture(caller);
+  note(caller);
+  const Interval slots{shelves.front()->slots().begin, shelves.back()->slots().end};
+  table_.reserve(slots.end);
+  std::vector<Page*> pages;
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    for (const std::shared_ptr<Shelf>& shelf : shelves)
+      pages.insert(pages.end(), shelf->row(row).begin(), shelf->row(row).end());
+  }
+  std::vector<Handle> handles;
+  for (const Page* page : pages) handles.push_back(page->handle);
+  std::vector<PageRun> runs;
+  for (std::size_t row = 0; row < shape_.rows; ++row) {
+    runs.push_back({slot_address(row, slots.begin),
+                    std::span(handles).subspan(row * slots.size(), slots.size())});
+  }
+  const auto enter = [&](std::size_t i, EntryState state) {
+    pool_->share(pages[i]);
+    table_.at(i / slots.size(), slots.begin + i % slots.size()) = {pages[i], state};
+  };
+  try {
+    const trace::Span span(trace::What::map, runs.front().at, handles.size() * page_size_, base_);
+    driver_.map(runs, Access::guarded);
+  } catch (const UndoFailed& error) {
+    for (const std::size_t i : error.stuck) {
+      enter(i, EntryState::quarantined);
+      pool_->quarantine(pages[i]);
+      ++quarantined_;
+    }
+    throw;
+  }
+  for (std::size_t i = 0; i < pages.size(); ++i) enter(i, EntryState::guarded);
+  mapped_ += pages.size();
+  guarded_ += pages.size();
+  positions_ = positions;
+  extent_ = slots;
+  revive(extent_);
+  set_ready({});
+  trace::event(trace::What::fork, slot_address(0, slots.begin), pages.size() * page_size_, base_);
+}
+
+std::size_t Buffer::shared_with(const Buffer& other) const {
+  if (extent_.begin != other.extent_.begin) return 0;
+  const std::size_t end = std::min(extent_.end, other.extent_.end);
+  std::size_t slot = extent_.begin;
+  const auto same = [&](std::size_t at) {
+    for (std::size_t row = 0; row < shape_.rows; ++row) {
+      if (table_.at(row, at).page != other.table_.at(row, at).page) return false;
+    }
+    return true;
+  };
+  while (slot < end && same(slot)) ++slot;
+  return slot - std::min(slot, extent_.begin);
+}
+
+std::size_t Buffer::writable_until(std::size_t position) const {
+  std::size_t slot = slots_of({position, position + 1}).begin;
+  if (guarded_ == 0) {
+    slot = std::max(slot, extent_.end);
+  } else {
+    const auto writable = [this](std::size_t at) {
+      for (std::size_t row = 0; row < shape_.rows; ++row) {
+        if (!is_writable(table_.at(row, at))) return false;
+      }
+      return true;
+    };
+    while (slot < extent_.end && writable(slot)) ++slot;
+  }
+  const std::size_t end = slot * page_size_;
+  return end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
 }
 
 void Buffer::reindex(const Caller& caller, std::span<const std::size_t> rows) {

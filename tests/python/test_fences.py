@@ -207,6 +207,7 @@ def test_a_second_shrink_waits_for_its_own_fence(sim, stream_pool):
     sim.release(first)
     assert stays_held(pool, 3)
     sim.release(second)
+    pool.wait_idle(5)
     assert pool.stats().pages_held == 0
     t.close()
 

@@ -119,6 +119,7 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, name, operation):
     held = 4 if operation == "close" else 3
     assert pool.stats().pages_held == held
     sim.release(stream)
+    pool.wait_idle(5)
     assert pool.stats().pages_held == 0
     assert sim.illegal_accesses() == 0
     t.close()

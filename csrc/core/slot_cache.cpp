@@ -1,0 +1,470 @@
+#include "core/slot_cache.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "base/process.h"
+
+namespace vtensor {
+
+namespace {
+
+std::string text(std::size_t number) { return std::to_string(number); }
+
+}  // namespace
+
+SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
+                     const Caller& caller)
+    : pool_(pool),
+      shape_(std::move(shape)),
+      slots_(shape_.slots),
+      lengths_(shape_.slots),
+      calm_(shape_.slots),
+      due_() {
+  due_.reserve(shape_.slots);
+  try {
+    for (const SlotKind& kind : shape_.kinds) {
+      const auto rows = checked_multiply(kind.rows, shape_.slots);
+      if (!rows) throw CapacityExceeded("[KVCache] too many rows: lower max_batch=");
+      std::shared_ptr<Buffer> range =
+          Buffer::make(pool_, {*rows, kind.item_bytes, shape_.max_length}, caller);
+      const std::size_t pages = range->row_bytes() / pool_->page_size();
+      kinds_.push_back({kind,
+                        std::move(range),
+                        {.rows = kind.rows,
+                         .item_bytes = kind.item_bytes,
+                         .capacity = shape_.max_length,
+                         .row_stride = pages * shape_.slots}});
+    }
+  } catch (...) {
+    for (const Kind& kind : kinds_) kind.range->abandon();
+    throw;
+  }
+  for (Slot& slot : slots_) {
+    slot.buffers.resize(kinds_.size());
+    slot.begins.resize(kinds_.size());
+  }
+}
+
+SlotCache::~SlotCache() { close({"KVCache.close"}); }
+
+void SlotCache::close(const Caller& caller) noexcept {
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].state == SlotState::free) continue;
+    try {
+      for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+    } catch (const std::exception&) {
+      // No memory to note the stream: the others' fences still stand.
+    }
+    leave(slot);
+  }
+  if (!in_forked_child.load(std::memory_order_relaxed)) {
+    const PoolLock lock(pool_);
+    pool_->reap();
+    for (Slot& slot : slots_) {
+      for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+        if (buffer && !buffer->parked().empty()) buffer->unpark();
+      }
+    }
+  }
+  slots_.clear();
+  for (const Kind& kind : kinds_) kind.range->abandon();
+  kinds_.clear();
+}
+
+std::size_t SlotCache::length(std::size_t slot) const {
+  return slots_[slot].state == SlotState::swapped ? slots_[slot].length
+                                                  : static_cast<std::size_t>(lengths_[slot]);
+}
+
+void SlotCache::require_used(const Caller& caller, std::size_t slot) const {
+  if (slot < slots_.size() && slots_[slot].state == SlotState::used) return;
+  const std::string what = "[" + std::string(caller.operation) + "] slot " + text(slot);
+  if (slot >= slots_.size()) {
+    throw InvalidArgument(what + " does not exist: the cache has slots 0 to " +
+                          text(slots_.size() - 1));
+  }
+  if (slots_[slot].state == SlotState::swapped)
+    throw InvalidArgument(what + " is swapped out: call swap_in first");
+  throw InvalidArgument(what + " is free: alloc() names the slots in use");
+}
+
+void SlotCache::require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const {
+  const std::string operation = "[" + std::string(caller.operation) + "] ";
+  if (lengths.size() != slots_.size()) {
+    throw InvalidArgument(operation + text(lengths.size()) + " lengths were given for " +
+                          text(slots_.size()) +
+                          " slots: give one for each slot, 0 where it is not in use");
+  }
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    const std::int64_t length = lengths[slot], now = lengths_[slot];
+    if (length == now) continue;
+    const std::string what = operation + "slot " + text(slot) + " ";
+    if (length > static_cast<std::int64_t>(shape_.max_length)) {
+      throw CapacityExceeded(what + "is to have " + std::to_string(length) +
+                             " tokens, max_len is " + text(shape_.max_length) +
+                             ": make the cache with a larger max_len=");
+    }
+    if (slots_[slot].state == SlotState::free)
+      throw InvalidArgument(what + "is free: its length must be 0");
+    if (slots_[slot].state == SlotState::swapped)
+      throw InvalidArgument(what + "is swapped out: its length must be 0 until swap_in");
+    if (length < now) {
+      throw InvalidArgument(what + "has " + std::to_string(now) + " tokens and is to have " +
+                            std::to_string(length) +
+                            ": lengths do not shrink by a step; call truncate(slot, length)");
+    }
+  }
+}
+
+// Where what a window of the layer can still see begins, for queries behind `length` positions.
+std::size_t SlotCache::window_begin(const Kind& kind, std::size_t length) const {
+  const std::size_t window = kind.shape.window;
+  return window == 0 || length + 1 <= window ? 0 : length + 1 - window;
+}
+
+Interval SlotCache::needed(std::size_t kind, std::size_t slot, std::size_t length) const {
+  if (length == 0) return {};
+  const std::size_t end = std::min(shape_.max_length, ceil_div(length, shape_.tile) * shape_.tile);
+  return {slots_[slot].begins[kind], end};
+}
+
+// Lists the slots whose lengths go beyond their calm; false where a length cannot be.
+bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
+  due_.clear();
+  if (lengths.size() != slots_.size()) return false;
+  const auto most = static_cast<std::int64_t>(shape_.max_length);
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    const std::int64_t length = lengths[slot];
+    if (length == lengths_[slot]) continue;
+    if (length < lengths_[slot] || length > most || slots_[slot].state != SlotState::used)
+      return false;
+    if (length > calm_[slot]) due_.push_back(slot);
+  }
+  return true;
+}
+
+bool SlotCache::step_within(std::span<const std::int64_t> lengths) {
+  if (!find_due(lengths) || !due_.empty()) return false;
+  std::copy(lengths.begin(), lengths.end(), lengths_.begin());
+  return true;
+}
+
+void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
+  if (!find_due(lengths)) require_lengths(caller, lengths);
+  grow(caller, lengths);
+  std::copy(lengths.begin(), lengths.end(), lengths_.begin());
+  for (const std::size_t slot : due_) find_calm(slot);
+}
+
+// What the slots that are due take.
+void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths) {
+  std::vector<Buffer::Growth> growths;
+  growths.reserve(due_.size() * kinds_.size());
+  for (const std::size_t slot : due_) {
+    const auto before = static_cast<std::size_t>(lengths_[slot]);
+    const auto length = static_cast<std::size_t>(lengths[slot]);
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      growths.push_back(
+          {slots_[slot].buffers[kind].get(), needed(kind, slot, length), Interval{before, length}});
+    }
+  }
+  Buffer::grow(caller, growths, false);
+  for (const std::size_t slot : due_) {
+    forget_heads(caller, slot);
+    lengths_[slot] = lengths[slot];
+    prepare(slot);
+  }
+}
+
+// Gives back the pages before what windows can see from the present length on.
+void SlotCache::forget_heads(const Caller& caller, std::size_t slot) {
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const std::size_t begin = window_begin(kinds_[kind], static_cast<std::size_t>(lengths_[slot]));
+    Buffer& buffer = *slots_[slot].buffers[kind];
+    std::size_t& kept = slots_[slot].begins[kind];
+    if (page_of(kinds_[kind], begin) <= page_of(kinds_[kind], kept)) continue;
+    kept = begin;
+    buffer.retract(caller, {begin, buffer.positions().end});
+  }
+}
+
+void SlotCache::prepare(std::size_t slot) {
+  if (shape_.lookahead == 0 || lengths_[slot] == 0) return;
+  const std::size_t end =
+      std::min(shape_.max_length, static_cast<std::size_t>(lengths_[slot]) + shape_.lookahead);
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) {
+    if (buffer->slots_of({0, end}).end > buffer->extent().end) buffer->prepare(end);
+  }
+}
+
+// How far a slot's length may grow before anything has to be done.
+void SlotCache::find_calm(std::size_t slot) {
+  const auto length = static_cast<std::size_t>(lengths_[slot]);
+  std::size_t calm = shape_.max_length;
+  const PoolLock lock(pool_);
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const Kind& rows = kinds_[kind];
+    const Buffer& buffer = *slots_[slot].buffers[kind];
+    // Whole tiles, because their ends are owned too.
+    const std::size_t own = std::min(shape_.max_length, buffer.writable_until(length));
+    calm = std::min(calm, own == shape_.max_length ? own : own / shape_.tile * shape_.tile);
+    if (shape_.lookahead != 0 && length + shape_.lookahead < shape_.max_length) {
+      const std::size_t page = pool_->page_size();
+      const std::size_t ahead = buffer.slots_of({0, length + shape_.lookahead}).end;
+      const std::size_t told = ahead * page / rows.shape.item_bytes;
+      if (told < shape_.max_length) calm = std::min(calm, told - shape_.lookahead);
+    }
+    if (rows.shape.window != 0) {
+      const std::size_t next = (page_of(rows, slots_[slot].begins[kind]) + 1) * pool_->page_size();
+      calm = std::min(calm, ceil_div(next, rows.shape.item_bytes) + rows.shape.window - 1);
+    }
+  }
+  calm_[slot] = static_cast<std::int64_t>(std::max(calm, length));
+}
+
+void SlotCache::free(const Caller& caller, std::size_t slot) {
+  if (slot >= slots_.size() || slots_[slot].state == SlotState::free) require_used(caller, slot);
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+  leave(slot);
+}
+
+void SlotCache::leave(std::size_t slot) noexcept {
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
+  slots_[slot].state = SlotState::free;
+  std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
+  lengths_[slot] = calm_[slot] = 0;
+}
+
+void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t length) {
+  require_used(caller, slot);
+  if (length > static_cast<std::size_t>(lengths_[slot])) {
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) + " has " +
+                          std::to_string(lengths_[slot]) + " tokens, and is to be cut to " +
+                          text(length) + ": call step(lengths) to grow");
+  }
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    if (length != 0 && slots_[slot].begins[kind] > window_begin(kinds_[kind], length)) {
+      throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
+                            " cannot go back to " + text(length) +
+                            " tokens: layers with a window of " + text(kinds_[kind].shape.window) +
+                            " have given back what they would see from there; free the slot and "
+                            "compute it again");
+    }
+  }
+  if (length == static_cast<std::size_t>(lengths_[slot])) return;
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    if (length == 0) slots_[slot].begins[kind] = 0;
+    slots_[slot].buffers[kind]->retract(caller, needed(kind, slot, length));
+  }
+  lengths_[slot] = static_cast<std::int64_t>(length);
+  prepare(slot);
+  find_calm(slot);
+}
+
+std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot, std::size_t n) {
+  require_used(caller, slot);
+  require_free(caller, n);
+  const auto length = static_cast<std::size_t>(lengths_[slot]);
+  std::vector<std::size_t> forks;
+  forks.reserve(n);
+  if (n == 0) return forks;
+  std::vector<Prefix> whole(length == 0 ? 0 : 1);
+  if (length != 0) {
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      Buffer& buffer = *slots_[slot].buffers[kind];
+      const Interval pages = buffer.slots_of({slots_[slot].begins[kind], length});
+      whole[0].push_back(buffer.offer(caller, {&pages, 1}).front());
+    }
+    find_calm(slot);
+  }
+  try {
+    while (forks.size() < n) {
+      const std::size_t made = accept(caller, whole, length);
+      slots_[made].begins = slots_[slot].begins;
+      forks.push_back(made);
+      find_calm(made);
+    }
+  } catch (...) {
+    for (const std::size_t made : forks) leave(made);
+    throw;
+  }
+  return forks;
+}
+
+std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
+                                            std::span<const std::size_t> beams,
+                                            std::span<const std::size_t> sources) {
+  const std::string operation = "[" + std::string(caller.operation) + "] ";
+  if (beams.size() != sources.size()) {
+    throw InvalidArgument(operation + text(beams.size()) + " slots and " + text(sources.size()) +
+                          " sources were given: give one source for each slot");
+  }
+  for (const std::size_t slot : beams) require_used(caller, slot);
+  for (std::size_t i = 0; i < beams.size(); ++i) {
+    if (std::count(beams.begin(), beams.end(), beams[i]) != 1)
+      throw InvalidArgument(operation + "slot " + text(beams[i]) + " is named twice");
+    if (std::find(beams.begin(), beams.end(), sources[i]) == beams.end()) {
+      throw InvalidArgument(operation + "source " + text(sources[i]) +
+                            " is none of the slots: fork(slot) takes one from elsewhere");
+    }
+  }
+  const auto named = [&](std::size_t slot) {
+    return std::find(sources.begin(), sources.end(), slot) != sources.end();
+  };
+  std::vector<std::size_t> dropped;
+  for (const std::size_t slot : beams) {
+    if (!named(slot)) dropped.push_back(slot);
+  }
+  // Where there is room for the forks beside what is dropped, a refusal loses nothing.
+  const auto free_slots =
+      static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
+        return slot.state == SlotState::free;
+      }));
+  const bool beside = free_slots >= dropped.size();
+  const auto drop = [&] {
+    for (const std::size_t slot : dropped) free(caller, slot);
+  };
+  if (!beside) drop();
+  std::vector<std::size_t> result(beams.size());
+  std::vector<std::size_t> made;
+  try {
+    for (std::size_t i = 0; i < beams.size(); ++i) {
+      const auto first = std::find(sources.begin(), sources.end(), sources[i]);
+      if (static_cast<std::size_t>(first - sources.begin()) == i) {
+        result[i] = sources[i];
+        continue;
+      }
+      result[i] = fork(caller, sources[i], 1).front();
+      made.push_back(result[i]);
+    }
+  } catch (...) {
+    for (const std::size_t slot : made) leave(slot);
+    throw;
+  }
+  if (beside) drop();
+  return result;
+}
+
+std::size_t SlotCache::covered(std::size_t position) const {
+  std::size_t covered = position;
+  for (const Kind& kind : kinds_) {
+    covered =
+        std::min(covered, page_of(kind, position) * pool_->page_size() / kind.shape.item_bytes);
+  }
+  return covered;
+}
+
+std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
+                                     std::span<const std::size_t> bounds) {
+  require_used(caller, slot);
+  if (bounds.size() < 2) return {};
+  if (bounds.back() > static_cast<std::size_t>(lengths_[slot])) {
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) + " has " +
+                          std::to_string(lengths_[slot]) + " tokens, " + text(bounds.back()) +
+                          " were named: publish no more than it has");
+  }
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    if (slots_[slot].begins[kind] == 0) continue;
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
+                          " has layers with a window of " + text(kinds_[kind].shape.window) +
+                          " that gave their first pages back: publish before it is " +
+                          text(kinds_[kind].shape.window) + " tokens long");
+  }
+  std::vector<Prefix> parts(bounds.size() - 1);
+  std::vector<Interval> pages(parts.size());
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    for (std::size_t i = 0; i < parts.size(); ++i)
+      pages[i] = {page_of(kinds_[kind], bounds[i]), page_of(kinds_[kind], bounds[i + 1])};
+    const auto shelves = slots_[slot].buffers[kind]->offer(caller, pages);
+    for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(shelves[i]);
+  }
+  find_calm(slot);
+  return parts;
+}
+
+void SlotCache::own(const Caller& caller, std::size_t slot, Interval positions) {
+  require_used(caller, slot);
+  const auto length = static_cast<std::size_t>(lengths_[slot]);
+  if (positions.begin > positions.end || positions.end > length) {
+    throw InvalidArgument("[" + std::string(caller.operation) + "] positions " +
+                          text(positions.begin) + " to " + text(positions.end) + " of slot " +
+                          text(slot) + ", which has " + text(length) + " tokens");
+  }
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const Interval kept{std::max(positions.begin, slots_[slot].begins[kind]), positions.end};
+    if (!kept.empty()) slots_[slot].buffers[kind]->own(caller, kept);
+  }
+  find_calm(slot);
+}
+
+void SlotCache::set_aside(const Caller& caller, std::size_t slot) {
+  require_used(caller, slot);
+  slots_[slot].state = SlotState::swapped;
+  slots_[slot].length = static_cast<std::size_t>(lengths_[slot]);
+  lengths_[slot] = calm_[slot] = 0;
+}
+
+void SlotCache::require_swapped(const Caller& caller, std::size_t slot) const {
+  if (slot < slots_.size() && slots_[slot].state == SlotState::swapped) return;
+  throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
+                        " is not swapped out: call swap_out first");
+}
+
+void SlotCache::vacate(const Caller& caller, std::size_t slot) {
+  require_swapped(caller, slot);
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->retract(caller, {});
+}
+
+std::vector<std::size_t> SlotCache::shared_pages(std::size_t slot, std::size_t other) {
+  std::vector<std::size_t> shared;
+  const PoolLock lock(pool_);
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind)
+    shared.push_back(slots_[slot].buffers[kind]->shared_with(*slots_[other].buffers[kind]));
+  return shared;
+}
+
+void SlotCache::restore(const Caller& caller, std::size_t slot,
+                        const std::optional<Shared>& shared) {
+  require_swapped(caller, slot);
+  if (shared) require_used(caller, shared->source);
+  const Slot& restored = slots_[slot];
+  try {
+    for (std::size_t kind = 0; shared && kind < kinds_.size(); ++kind) {
+      if (shared->pages.at(kind) == 0) continue;
+      const std::size_t first = page_of(kinds_[kind], restored.begins[kind]);
+      const Interval pages{first, first + shared->pages[kind]};
+      const std::size_t end =
+          std::min(restored.length, pages.end * pool_->page_size() / kinds_[kind].shape.item_bytes);
+      const auto shelves = slots_[shared->source].buffers[kind]->offer(caller, {&pages, 1});
+      restored.buffers[kind]->accept(caller, {restored.begins[kind], end}, shelves);
+    }
+    std::vector<Buffer::Growth> growths;
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      Buffer& buffer = *restored.buffers[kind];
+      const Interval positions = needed(kind, slot, restored.length);
+      growths.push_back({&buffer, positions, {buffer.positions().end, restored.length}});
+    }
+    Buffer::grow(caller, growths, false);
+  } catch (...) {
+    for (const std::shared_ptr<Buffer>& buffer : restored.buffers) buffer->retract(caller, {});
+    throw;
+  }
+  if (shared) find_calm(shared->source);
+  slots_[slot].state = SlotState::used;
+  lengths_[slot] = static_cast<std::int64_t>(restored.length);
+  prepare(slot);
+  find_calm(slot);
+}
+
+void SlotCache::use(const Caller& caller) {
+  for (const Slot& slot : slots_) {
+    if (slot.state == SlotState::free) continue;
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) buffer->use(caller);
+  }
+}
+
+}  // namespace vtensor

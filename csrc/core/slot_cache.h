@@ -1,0 +1,177 @@
+// The memory of a KV cache: slots for requests, each with rows in address ranges that all slots
+// share. A slot's rows are a buffer, placed in the range of its kind; the ranges' addresses stay
+// for the cache's life. The four calls of vAttention (init, alloc_reqid, step, free_reqid; arXiv
+// 2405.04437) are the constructor, `alloc`, `step` and `free`.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/interval.h"
+#include "core/buffer.h"
+#include "core/caller.h"
+#include "core/page_pool.h"
+#include "core/shelf.h"
+
+namespace vtensor {
+
+// Rows that are alike: K and V of some layers, or heads of them.
+struct SlotKind {
+  std::size_t rows = 0;        // of a slot; each grows with the slot's length
+  std::size_t item_bytes = 0;  // of one position in one row
+  std::size_t window = 0;      // positions that are kept behind the length; 0: all
+};
+
+// Lengths and positions are those of a request: its tokens.
+struct SlotCacheShape {
+  std::size_t slots = 0;
+  std::size_t max_length = 0;
+  std::size_t tile = 1;       // what a kernel may touch past the length lies in the same tile
+  std::size_t lookahead = 0;  // positions kept ready behind the length, by the mapper
+  std::vector<SlotKind> kinds;
+};
+
+enum class SlotState : std::uint8_t { free, used, swapped };
+
+// What an index keeps of one run of positions: a shelf a kind.
+using Prefix = std::vector<std::shared_ptr<Shelf>>;
+
+struct SlotCacheCounts {
+  PoolCounts pages;          // of this cache's slots
+  std::size_t distinct = 0;  // pages mapped, counted once
+  std::size_t shared = 0;    // of these, mapped in several slots or kept by an index
+  std::size_t lost = 0;      // slots given up after a driver call that could not be undone
+};
+
+// One thread at a time. Where an operation throws, nothing has changed, unless it says otherwise.
+class SlotCache {
+ public:
+  // Reserves the addresses. Throws CapacityExceeded, DriverError.
+  SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape, const Caller& caller);
+  ~SlotCache();
+  SlotCache(const SlotCache&) = delete;
+  SlotCache& operator=(const SlotCache&) = delete;
+
+  const std::shared_ptr<PagePool>& pool() const { return pool_; }
+  const SlotCacheShape& shape() const { return shape_; }
+  // The buffer whose range a kind's rows lie in: row r of slot s at its row r * slots + s.
+  const std::shared_ptr<Buffer>& range(std::size_t kind) const { return kinds_[kind].range; }
+  std::span<const std::int64_t> lengths() const { return lengths_; }
+  SlotState state(std::size_t slot) const { return slots_[slot].state; }
+  // Positions of a swapped slot; of others, its length.
+  std::size_t length(std::size_t slot) const;
+
+  // A free slot of length 0: the one whose parked pages fit a request of `expected` positions best;
+  // where that is 0, the one with most. Throws NoFreeSlot, and TimedOut where none becomes ready.
+  std::size_t alloc(const Caller& caller, std::size_t expected);
+  // A free slot whose first `length` positions are those of `prefix`, which lie behind one another
+  // from position 0 on.
+  std::size_t alloc(const Caller& caller, std::span<const Prefix> prefix, std::size_t length);
+  // Makes the first lengths[s] positions of each slot its own: mapped, and shared with nobody where
+  // they are new. All or nothing, in one batch of driver calls; none where the pages are ready.
+  // Throws OutOfPages, InvalidArgument, CapacityExceeded.
+  void step(const Caller& caller, std::span<const std::int64_t> lengths);
+  // The same where no slot needs more than to be told. False, and nothing is done, where one does.
+  bool step_within(std::span<const std::int64_t> lengths);
+  // Its pages are parked for a later request, and go as soon as somebody needs them.
+  void free(const Caller& caller, std::size_t slot);
+  void truncate(const Caller& caller, std::size_t slot, std::size_t length);
+  // `n` free slots that share all pages of `slot`, guarded in all of them.
+  std::vector<std::size_t> fork(const Caller& caller, std::size_t slot, std::size_t n);
+  // For each beam the slot that goes on with sources[i]: the source itself for the first that names
+  // it, a fork for others. Slots in `beams` that nobody goes on with are freed; before the forks
+  // are made, and for good, where there are no free slots for these besides.
+  std::vector<std::size_t> reorder(const Caller& caller, std::span<const std::size_t> beams,
+                                   std::span<const std::size_t> sources);
+  // The whole pages of the positions between neighbouring `bounds`, which ascend from a multiple
+  // of `unit` on, to be mapped by later requests.
+  std::vector<Prefix> offer(const Caller& caller, std::size_t slot,
+                            std::span<const std::size_t> bounds);
+  // The positions below are wholly in the pages that are offered of [0, position).
+  std::size_t covered(std::size_t position) const;
+  // Parts what is shared behind `positions`.
+  void own(const Caller& caller, std::size_t slot, Interval positions);
+  // A swap in three parts. Set aside, a slot has no length for `step`, and is nobody's to use but
+  // for copying out of it; vacated, it has no page; restored, it has pages of its own for the
+  // length that it had, or shares its first ones with `source`.
+  void set_aside(const Caller& caller, std::size_t slot);
+  void vacate(const Caller& caller, std::size_t slot);
+  struct Shared {
+    std::size_t source;
+    std::vector<std::size_t> pages;  // of each kind, the first that are the same
+  };
+  void restore(const Caller& caller, std::size_t slot, const std::optional<Shared>& shared);
+  // How many of the first pages of two slots are the same.
+  std::vector<std::size_t> shared_pages(std::size_t slot, std::size_t other);
+  // The first position that is kept, of each kind.
+  const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
+  // Work in the caller's stream uses all slots in use.
+  void use(const Caller& caller);
+  // Everything is freed; addresses go with the last view.
+  void close(const Caller& caller) noexcept;
+
+  SlotCacheCounts counts();
+  std::vector<PageRecord> pages(std::size_t slot, std::size_t kind);
+
+ private:
+  struct Kind {
+    SlotKind shape;
+    std::shared_ptr<Buffer> range;
+    RowShape rows;  // of one slot
+  };
+  struct Slot {
+    SlotState state = SlotState::free;
+    std::size_t length = 0;                        // of a swapped one
+    std::vector<std::shared_ptr<Buffer>> buffers;  // of each kind; null until first used
+    std::vector<std::size_t> begins;               // first position that is kept, of each kind
+  };
+
+  std::size_t page_of(const Kind& kind, std::size_t position) const {
+    return position * kind.shape.item_bytes / pool_->page_size();
+  }
+  Interval needed(std::size_t kind, std::size_t slot, std::size_t length) const;
+  std::size_t window_begin(const Kind& kind, std::size_t length) const;
+  bool find_due(std::span<const std::int64_t> lengths);
+  void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
+  void require_used(const Caller& caller, std::size_t slot) const;
+  void require_swapped(const Caller& caller, std::size_t slot) const;
+  void require_free(const Caller& caller, std::size_t n) const;
+  void forget_heads(const Caller& caller, std::size_t slot);
+  void prepare(std::size_t slot);
+  void find_calm(std::size_t slot);
+  void grow(const Caller& caller, std::span<const std::int64_t> lengths);
+
+  // What a free slot can be used for now.
+  struct Fit {
+    bool ready = false;      // all of its places can be had
+    std::size_t parked = 0;  // positions behind parked pages
+    std::size_t before = 0;  // slots of the page table that are empty before these, in every kind
+  };
+  Fit fit(const Slot& slot) const;
+  std::optional<std::size_t> choose(std::size_t expected) const;
+  std::optional<std::size_t> choose_empty(std::span<const std::size_t> pages) const;
+  bool leaving() const;
+  static bool is_lost(const Slot& slot);
+  void unpark_one();
+  template <typename Choose>
+  std::size_t take(const Caller& caller, Choose choose);
+  bool enter(const Caller& caller, std::size_t slot);
+  void leave(std::size_t slot) noexcept;
+  std::size_t take_empty(const Caller& caller, std::span<const std::size_t> pages);
+  std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length);
+
+  const std::shared_ptr<PagePool> pool_;
+  const SlotCacheShape shape_;
+  std::vector<Kind> kinds_;
+  std::vector<Slot> slots_;
+  std::vector<std::int64_t> lengths_;  // 0 where the slot is not in use
+  // Up to here a length needs no more than to be told: every page is there, ready, and its own.
+  std::vector<std::int64_t> calm_;
+  std::vector<std::size_t> due_;  // of one step; kept for its memory
+};
+
+}  // namespace vtensor

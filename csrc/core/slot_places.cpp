@@ -1,0 +1,239 @@
+// Which free slot a new request gets: one whose parked pages fit, or one with nothing mapped where
+// shared pages are to go.
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "core/slot_cache.h"
+
+namespace vtensor {
+
+namespace {
+
+constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
+
+}  // namespace
+
+void SlotCache::require_free(const Caller& caller, std::size_t n) const {
+  const auto free_slots =
+      static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
+        return slot.state == SlotState::free;
+      }));
+  if (n <= free_slots) return;
+  throw NoFreeSlot("[" + std::string(caller.operation) + "] need " + std::to_string(n) +
+                   " free slots, " + std::to_string(free_slots) + " of " +
+                   std::to_string(slots_.size()) +
+                   " are: free(slot) one, or make the cache with a larger max_batch=");
+}
+
+// Requires: the pool's lock.
+SlotCache::Fit SlotCache::fit(const Slot& slot) const {
+  Fit fit{true, kAll, kAll};
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const Buffer* buffer = slot.buffers[kind].get();
+    if (buffer == nullptr || buffer->vacant()) {
+      fit.parked = 0;
+      continue;
+    }
+    if (!buffer->adoptable()) return {};
+    const Interval parked = buffer->parked();
+    fit.before = std::min(fit.before, parked.begin);
+    const std::size_t end = parked.begin == 0 ? parked.end * pool_->page_size() : 0;
+    fit.parked = std::min(fit.parked, end / kinds_[kind].shape.item_bytes);
+  }
+  return fit;
+}
+
+// The smallest that has enough, or else the largest. Requires: the pool's lock.
+std::optional<std::size_t> SlotCache::choose(std::size_t expected) const {
+  const std::size_t enough = expected == 0 ? kAll : expected;
+  std::optional<std::size_t> best;
+  std::size_t parked = 0;
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].state != SlotState::free) continue;
+    const Fit seen = fit(slots_[slot]);
+    if (!seen.ready) continue;
+    const bool better =
+        parked >= enough ? seen.parked >= enough && seen.parked < parked : seen.parked > parked;
+    if (best && !better) continue;
+    best = slot;
+    parked = seen.parked;
+  }
+  return best;
+}
+
+// One with nothing mapped below `pages` of each kind. Requires: the pool's lock.
+std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> pages) const {
+  const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].state != SlotState::free) continue;
+    const Fit seen = fit(slots_[slot]);
+    if (seen.ready && seen.before >= most) return slot;
+  }
+  return std::nullopt;
+}
+
+// Whether pages of some free slot are on their way out. Requires: the pool's lock.
+bool SlotCache::leaving() const {
+  return std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
+    return slot.state == SlotState::free && !is_lost(slot) && !fit(slot).ready;
+  });
+}
+
+// Whether places of the slot can never be used again. Requires: the pool's lock.
+bool SlotCache::is_lost(const Slot& slot) {
+  return std::any_of(slot.buffers.begin(), slot.buffers.end(),
+                     [](const auto& buffer) { return buffer && buffer->quarantined() != 0; });
+}
+
+// Has a free slot give its parked pages back. Requires: the pool's lock.
+void SlotCache::unpark_one() {
+  for (const Slot& slot : slots_) {
+    if (slot.state != SlotState::free) continue;
+    bool any = false;
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+      if (!buffer || buffer->parked().empty()) continue;
+      buffer->unpark();
+      any = true;
+    }
+    if (any) return;
+  }
+}
+
+// The slot that `choose` names, taken; waits for one where all that are free are on their way out.
+template <typename Choose>
+std::size_t SlotCache::take(const Caller& caller, Choose choose) {
+  require_free(caller, 1);
+  for (;;) {
+    std::optional<std::size_t> slot;
+    {
+      PoolLock lock(pool_);
+      pool_->reap();
+      slot = choose();
+      if (!slot) {
+        if (std::none_of(slots_.begin(), slots_.end(), [](const Slot& one) {
+              return one.state == SlotState::free && !is_lost(one);
+            })) {
+          throw NoFreeSlot("[" + std::string(caller.operation) +
+                           "] the free slots were lost in driver calls that could not be undone: "
+                           "close the cache and make a new one");
+        }
+        pool_->await(lock, caller.operation, "the work that used the pages of a freed slot", [&] {
+          pool_->settle_waiting();
+          return (slot = choose()).has_value();
+        });
+      }
+    }
+    if (enter(caller, *slot)) return *slot;
+  }
+}
+
+// Makes a free slot one in use: adopts what is parked, and takes its places where nothing is.
+// False where that has changed meanwhile.
+bool SlotCache::enter(const Caller& caller, std::size_t slot) {
+  std::vector<std::shared_ptr<Buffer>>& buffers = slots_[slot].buffers;
+  std::size_t entered = 0;
+  const auto undo = [&] {
+    for (std::size_t kind = 0; kind < entered; ++kind) buffers[kind]->abandon();
+  };
+  try {
+    for (; entered < kinds_.size(); ++entered) {
+      const Kind& kind = kinds_[entered];
+      std::shared_ptr<Buffer>& buffer = buffers[entered];
+      if (buffer && buffer->adopt_parked(caller)) continue;
+      bool vacant = !buffer;
+      if (buffer) {
+        const PoolLock lock(pool_);
+        vacant = buffer->vacant();
+      }
+      if (!vacant) {
+        undo();
+        return false;
+      }
+      buffer = Buffer::place(kind.range, kind.range->slot_address(slot, 0), kind.rows, caller);
+    }
+  } catch (...) {
+    undo();
+    throw;
+  }
+  slots_[slot].state = SlotState::used;
+  return true;
+}
+
+std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
+  const std::size_t slot = take(caller, [&] { return choose(expected); });
+  find_calm(slot);
+  return slot;
+}
+
+std::size_t SlotCache::alloc(const Caller& caller, std::span<const Prefix> prefix,
+                             std::size_t length) {
+  const std::size_t slot = accept(caller, prefix, length);
+  find_calm(slot);
+  return slot;
+}
+
+std::size_t SlotCache::take_empty(const Caller& caller, std::span<const std::size_t> pages) {
+  return take(caller, [&]() -> std::optional<std::size_t> {
+    const auto slot = choose_empty(pages);
+    if (slot || leaving()) return slot;
+    unpark_one();
+    return choose_empty(pages);
+  });
+}
+
+std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
+                              std::size_t length) {
+  std::vector<std::size_t> pages(kinds_.size());
+  std::vector<std::vector<std::shared_ptr<Shelf>>> shelves(kinds_.size());
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    for (const Prefix& part : parts) {
+      if (part.at(kind)->slots().empty()) continue;
+      shelves[kind].push_back(part[kind]);
+      pages[kind] = part[kind]->slots().end;
+    }
+  }
+  const std::size_t slot = take_empty(caller, pages);
+  try {
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      if (shelves[kind].empty()) continue;
+      const std::size_t first = ceil_div(shelves[kind].front()->slots().begin * pool_->page_size(),
+                                         kinds_[kind].shape.item_bytes);
+      slots_[slot].buffers[kind]->accept(caller, {first, length}, shelves[kind]);
+    }
+  } catch (...) {
+    leave(slot);
+    throw;
+  }
+  lengths_[slot] = static_cast<std::int64_t>(length);
+  return slot;
+}
+
+SlotCacheCounts SlotCache::counts() {
+  SlotCacheCounts counts;
+  const PoolLock lock(pool_);
+  pool_->reap();
+  std::unordered_set<const Page*> seen;
+  for (const Slot& slot : slots_) {
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+      if (!buffer) continue;
+      buffer->add_to(counts.pages);
+      counts.shared += buffer->add_pages(seen);
+    }
+    counts.lost += is_lost(slot);
+  }
+  counts.distinct = seen.size();
+  counts.pages.budget_pages = pool_->budget_pages();
+  return counts;
+}
+
+std::vector<PageRecord> SlotCache::pages(std::size_t slot, std::size_t kind) {
+  const std::shared_ptr<Buffer>& buffer = slots_.at(slot).buffers.at(kind);
+  return buffer ? buffer->pages() : std::vector<PageRecord>();
+}
+
+}  // namespace vtensor

@@ -1,0 +1,66 @@
+"""What a KV cache says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["KVCacheStats"]
+
+
+@dataclass(frozen=True)
+class KVCacheStats:
+    """A KVCache at one moment. Pages, unless the name says otherwise.
+
+    ``pages_mapped == pages_needed + pages_ahead + pages_parked + pages_held`` (I4).
+    """
+
+    page_size: int
+    """Bytes of one page."""
+    slots_used: int
+    """Slots of requests whose pages are here."""
+    slots_free: int
+    """Slots that :meth:`KVCache.alloc` can give."""
+    slots_swapped: int
+    """Slots of requests whose pages are in host memory."""
+    slots_lost: int
+    """Of the free slots, those given up after a driver call that could not be undone (I8)."""
+    tokens: int
+    """Tokens of the slots in use."""
+    unit: int
+    """Tokens of the smallest prefix that requests can share."""
+    page_tokens: int
+    """Tokens that one page holds; of the largest rows, where they differ."""
+    ranges: int
+    """Rows of a slot: it takes a page in each for each ``page_tokens`` tokens."""
+    nbytes_live: int
+    """Bytes of K and V that the tokens of the slots in use need, shared ones counted in each."""
+    nbytes_mapped: int
+    """``pages_mapped`` in bytes."""
+    nbytes_swapped: int
+    """Bytes of host memory that swapped slots take."""
+    pages_used: int
+    """Page handles that slots have mapped, each counted once."""
+    pages_shared: int
+    """Of these, mapped in several slots or kept by the prefix index."""
+    pages_mapped: int
+    """Mapped pages, counted once for each slot."""
+    pages_needed: int
+    """Of the mapped, what lengths need."""
+    pages_ahead: int
+    """Of the mapped, what was prepared ahead of need."""
+    pages_parked: int
+    """Of the mapped, what freed slots keep for the next request."""
+    pages_held: int
+    """Of the mapped, what waits to be unmapped."""
+    prefix_tokens: int
+    """Tokens that the prefix index keeps."""
+    prefix_queries: int
+    """Tokens that requests asked the index for."""
+    prefix_hits: int
+    """Tokens that it had."""
+    prefix_evictions: int
+    """Units that it gave up for want of memory."""
+    waste: float
+    """Bytes needed beyond the live ones, over the live ones: what pages round up."""
+    driver_calls: dict[str, dict[str, int]]
+    """Of the pool: calls made by ``"caller"`` and ``"mapper"``, each from a call's name to a count."""

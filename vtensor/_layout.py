@@ -1,0 +1,150 @@
+"""Where the layers of a KV cache lie: which rows a slot has, and where a layer's K and V are in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import NamedTuple
+
+import torch
+
+from vtensor.errors import InvalidArgument
+
+__all__ = ["Kind", "Layout", "Place", "layout_of"]
+
+
+class Place(NamedTuple):
+    """A layer's K or V."""
+
+    row: int  # the first of its rows
+    kind: int
+    offset: int  # bytes into each token's item
+    heads: int
+    dim: int
+    per_head: bool  # each head is a row
+
+
+@dataclass
+class Kind:
+    """Rows that are alike."""
+
+    item_bytes: int  # of one token in one row
+    window: int  # tokens; 0: all
+    first_layers: list[int] = field(default_factory=list)  # of each row, the first layer that reads it
+
+    @property
+    def rows(self) -> int:
+        return len(self.first_layers)
+
+
+@dataclass
+class Layout:
+    num_layers: int
+    kinds: list[Kind]
+    layers: list[tuple[Place, Place | None]]
+
+    def views(
+        self,
+        ranges: Sequence[torch.Tensor],
+        row_bytes: Sequence[int],
+        slots: int,
+        max_len: int,
+        dtype: torch.dtype,
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Each layer's K and V, strided over ``ranges``: for each kind its whole range as bytes, in which row
+        ``r`` of slot ``s`` begins at ``(r * slots + s) * row_bytes``."""
+
+        def view(place: Place) -> torch.Tensor:
+            values = ranges[place.kind].view(dtype)
+            slot = row_bytes[place.kind] // dtype.itemsize
+            token = self.kinds[place.kind].item_bytes // dtype.itemsize
+            first = place.row * slots * slot + place.offset // dtype.itemsize
+            if place.per_head:
+                sizes = (slots, place.heads, max_len, place.dim)
+                return values.as_strided(sizes, (slot, slots * slot, token, 1), first)
+            sizes = (slots, max_len, place.heads, place.dim)
+            return values.as_strided(sizes, (slot, token, place.dim, 1), first)
+
+        with torch.inference_mode(False):
+            return [(view(k), None if v is None else view(v)) for k, v in self.layers]
+
+
+def whole_storage(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Its bytes."""
+    with torch.inference_mode(False):
+        plain = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return plain.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def layout_of(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_head_dim: int | None,
+    layer_group: int,
+    layout: str,
+    windows: Sequence[int | None] | None,
+    dtype: torch.dtype,
+) -> Layout:
+    """Layers with the same window are grouped in their order, ``layer_group`` at a time; the last group may
+    be smaller.
+
+    Raises:
+        InvalidArgument: sizes that cannot be meant.
+    """
+    value_dim = head_dim if value_head_dim is None else value_head_dim
+    for name, size, least in (
+        ("num_layers", num_layers, 1),
+        ("num_kv_heads", num_kv_heads, 1),
+        ("head_dim", head_dim, 1),
+        ("value_head_dim", value_dim, 0),
+        ("layer_group", layer_group, 1),
+    ):
+        if index(size) < least:
+            raise InvalidArgument(f"[KVCache] {name} is {size}: it must be at least {least}")
+    if layer_group > num_layers:
+        raise InvalidArgument(
+            f"[KVCache] layer_group is {layer_group}, there are {num_layers} layers: group at most all of "
+            "them"
+        )
+    if layout not in ("token", "head"):
+        raise InvalidArgument(f"[KVCache] layout is {layout!r}: give 'token' or 'head'")
+    window_of = [0 if w is None else index(w) for w in (windows or [None] * num_layers)]
+    if len(window_of) != num_layers:
+        raise InvalidArgument(
+            f"[KVCache] windows has {len(window_of)} entries for {num_layers} layers: give one for each"
+        )
+    for layer, given in enumerate(windows or ()):
+        if given is not None and index(given) < 1:
+            raise InvalidArgument(
+                f"[KVCache] the window of layer {layer} is {given}: give None for full attention"
+            )
+    if not dtype.is_floating_point and dtype not in (torch.int8, torch.uint8):
+        raise InvalidArgument(f"[KVCache] dtype is {dtype}: give a floating-point one, or an 8-bit integer")
+
+    item = dtype.itemsize
+    kinds: dict[tuple[int, int], int] = {}
+    result = Layout(num_layers, [], [])
+    places: dict[int, tuple[Place, Place | None]] = {}
+
+    def place(group: list[int], dim: int, window: int) -> list[Place]:
+        per_head = layout == "head"
+        width = dim * item * (1 if per_head else num_kv_heads)
+        key = (width * len(group), window)
+        kind = kinds.setdefault(key, len(kinds))
+        if kind == len(result.kinds):
+            result.kinds.append(Kind(*key))
+        row = result.kinds[kind].rows
+        result.kinds[kind].first_layers += [group[0]] * (num_kv_heads if per_head else 1)
+        return [Place(row, kind, i * width, num_kv_heads, dim, per_head) for i in range(len(group))]
+
+    for window in dict.fromkeys(window_of):
+        alike = [layer for layer in range(num_layers) if window_of[layer] == window]
+        for at in range(0, len(alike), layer_group):
+            group = alike[at : at + layer_group]
+            keys = place(group, head_dim, window)
+            values = place(group, value_dim, window) if value_dim else [None] * len(group)
+            places.update(zip(group, zip(keys, values, strict=True), strict=True))
+    result.layers = [places[layer] for layer in range(num_layers)]
+    return result

@@ -1,0 +1,158 @@
+"""Slots of a KV cache copied to host memory and back, row after row, in the order of the layers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["HostCopy", "Part", "Swapper"]
+
+
+class Part(NamedTuple):
+    """Bytes of one row of a slot: where they lie in the cache, and the first layer that reads them."""
+
+    layer: int
+    on_device: torch.Tensor  # uint8
+
+
+class HostCopy:
+    """What a slot held, in host memory.
+
+    Args:
+        layers: of each part, the first layer that reads it; ascending.
+        nbytes: of each part.
+        pinned: page-locked memory, so that copies run beside kernels.
+    """
+
+    def __init__(self, layers: Sequence[int], nbytes: Sequence[int], pinned: bool) -> None:
+        self.layers = list(layers)
+        whole = torch.empty(sum(nbytes), dtype=torch.uint8, pin_memory=pinned)
+        self.parts = list(whole.split(list(nbytes))) if nbytes else []
+        self.nbytes = whole.numel()
+
+
+class _Transfer:
+    """One slot's copies under way: which layers have arrived."""
+
+    def __init__(self, layers: list[int]) -> None:
+        self.layers = layers
+        self.arrived = 0  # parts
+        self.changed = threading.Condition()
+        self.events: list[Any] = []  # CUDA events, one a part
+        self.future: Future[None] | None = None
+
+    def parts_of(self, layer: int) -> int:
+        """Parts that have to be there before ``layer`` computes."""
+        return sum(first <= layer for first in self.layers)
+
+
+class Swapper:
+    """Copies beside the caller: on a stream of its own on CUDA, in a thread of its own elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: dict[int, _Transfer] = {}
+
+    @property
+    def pinned(self) -> bool:
+        return self._cuda
+
+    @property
+    def stream(self) -> Any:
+        """The stream of the copies; None where a thread makes them."""
+        return self._stream
+
+    def copy_out(self, slot: int, parts: Sequence[Part], copy: HostCopy, done: Callable[[], None]) -> None:
+        """Starts copying ``parts`` to ``copy``; ``done()`` is called behind the last, on CUDA at once, where
+        the stream keeps the order."""
+        pairs = list(zip(copy.parts, (part.on_device for part in parts), strict=True))
+        self._start(slot, copy.layers, pairs, done)
+
+    def copy_in(self, slot: int, parts: Sequence[Part], copy: HostCopy) -> None:
+        """Starts copying back, in the order of the layers."""
+        pairs = list(zip((part.on_device for part in parts), copy.parts, strict=True))
+        self._start(slot, copy.layers, pairs, lambda: None)
+
+    def _start(
+        self,
+        slot: int,
+        layers: list[int],
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        done: Callable[[], None],
+    ) -> None:
+        self.wait(slot)
+        transfer = self._under_way[slot] = _Transfer(layers)
+        if self._cuda:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for to, source in pairs:
+                    to.copy_(source, non_blocking=True)
+                    event = torch.cuda.Event()
+                    event.record(self._stream)
+                    transfer.events.append(event)
+            done()
+            return
+
+        def work() -> None:
+            for to, source in pairs:
+                to.copy_(source)
+                with transfer.changed:
+                    transfer.arrived += 1
+                    transfer.changed.notify_all()
+            done()
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "vtensor-swap")
+        transfer.future = self._thread.submit(work)
+
+    def wait(self, slot: int, layer: int | None = None) -> None:
+        """Returns once what ``layer`` reads of the slot is there, or all of it; on CUDA, has the current
+        stream wait for that instead. Raises what the copying met."""
+        transfer = self._under_way.get(slot)
+        if transfer is None:
+            return
+        parts = len(transfer.layers) if layer is None else transfer.parts_of(layer)
+        if self._cuda:
+            if parts:
+                torch.cuda.current_stream(self._device).wait_event(transfer.events[parts - 1])
+        else:
+            future = transfer.future
+            assert future is not None
+            with transfer.changed:
+                transfer.changed.wait_for(lambda: transfer.arrived >= parts or future.done())
+            if layer is None or future.done():
+                future.result()
+        if layer is None:
+            self._under_way.pop(slot, None)
+
+    def wait_any(self, slots: Sequence[int]) -> bool:
+        """Waits on the host for the oldest copy of these slots; False where none is under way."""
+        for slot in self._under_way:
+            if slot in slots:
+                if self._cuda:
+                    events = self._under_way[slot].events
+                    if events:
+                        events[-1].synchronize()
+                    del self._under_way[slot]
+                else:
+                    self.wait(slot)
+                return True
+        return False
+
+    def forget(self, slot: int) -> None:
+        """Waits on the host until no copy of the slot is under way."""
+        self.wait_any([slot])
+
+    def close(self) -> None:
+        """Waits for all copies."""
+        while self.wait_any(list(self._under_way)):
+            pass
+        if self._thread is not None:
+            self._thread.shutdown()

@@ -1,0 +1,537 @@
+"""A KV cache for serving: slots for requests in address ranges that never move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import index
+from typing import Any, Literal, cast
+
+import torch
+
+from vtensor import _core
+from vtensor._kv_stats import KVCacheStats
+from vtensor._layout import Layout, layout_of, whole_storage
+from vtensor._prefix import PrefixIndex
+from vtensor._streams import Stream, stream_handle
+from vtensor._swap import HostCopy, Part, Swapper
+from vtensor.errors import Closed, InvalidArgument, OutOfPages
+from vtensor.pool import Pool, default_pool
+
+__all__ = ["KVCache", "KVCacheStats"]
+
+_FREE, _USED, _SWAPPED = range(3)
+
+
+class KVCache:
+    """K and V of many requests that come and go, share prefixes, fork, and are swapped.
+
+    Each layer's K and V are one strided tensor over all slots, whose address never changes; what a request's
+    length needs is mapped behind it, and nothing else. The calls are vAttention's (arXiv 2405.04437): make,
+    :meth:`alloc`, :meth:`step`, :meth:`free`.
+
+    Args:
+        num_layers: layers that have K and V.
+        num_kv_heads: of each layer; the local ones under tensor parallelism.
+        head_dim: of K, and of V unless ``value_head_dim`` is given.
+        max_batch: slots.
+        max_len: tokens a slot can hold; costs addresses, no memory.
+        dtype, device: of the tensors.
+        layer_group: layers that lie in one page (the sliced layout). A page then holds fewer tokens of more
+            layers, so less of the last page is wasted and shorter prefixes are shared.
+        layout: ``"token"`` for ``[max_batch, max_len, heads, head_dim]``, as FlashAttention takes it;
+            ``"head"`` for ``[max_batch, heads, max_len, head_dim]``, where each head is a row of its own, as
+            SDPA on the CPU is fastest with.
+        value_head_dim: 0 for a cache without V (MLA's latent in K).
+        windows: for each layer None (full attention), or the tokens that its sliding window sees: pages
+            before those go back to the pool as the window moves.
+        lookahead: tokens for which pages are kept ready behind each length by the pool's mapper, so that
+            :meth:`step` makes no driver call; a few steps' worth.
+        tile: tokens that kernels read and write in one go; the last tile of a length is always mapped, and
+            finite. 256 on CUDA (FlashAttention 3 and 4 read so far past the end), 1 on the CPU, where what
+            is not mapped reads as zeros.
+        pool: whose pages to use; the device's default pool unless given.
+
+    Raises:
+        InvalidArgument: sizes, dtype, device or layout that cannot be meant.
+        CapacityExceeded: more addresses than a process has.
+        Closed: the pool is closed.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_batch: int,
+        max_len: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | int = "cpu",
+        *,
+        layer_group: int = 1,
+        layout: Literal["token", "head"] = "token",
+        value_head_dim: int | None = None,
+        windows: Sequence[int | None] | None = None,
+        lookahead: int = 0,
+        tile: int | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        if pool is None:
+            pool = default_pool(torch.device(device))
+        on = torch.device(device)
+        if on.type != pool.device.type or on.index not in (None, pool.device.index):
+            raise InvalidArgument(
+                f"[KVCache] device is {on} and the pool is on {pool.device}: leave one of them out"
+            )
+        if tile is None:
+            tile = 256 if pool.device.type == "cuda" else 1
+        sizes = {"max_batch": max_batch, "max_len": max_len, "tile": tile}
+        for name, size in sizes.items():
+            if index(size) < 1:
+                raise InvalidArgument(f"[KVCache] {name} is {size}: it must be at least 1")
+        if not 0 <= index(lookahead) <= max_len:
+            raise InvalidArgument(f"[KVCache] lookahead is {lookahead}: give 0 to max_len tokens")
+        self._layout: Layout = layout_of(
+            num_layers, num_kv_heads, head_dim, value_head_dim, layer_group, layout, windows, dtype
+        )
+        self._pool = pool
+        core = pool._open_core("KVCache")
+        self.max_batch, self.max_len, self.dtype = max_batch, max_len, dtype
+        self._core = _core.CacheCore(
+            core,
+            slots=max_batch,
+            max_length=max_len,
+            tile=tile,
+            lookahead=lookahead,
+            kinds=[(kind.rows, kind.item_bytes, kind.window) for kind in self._layout.kinds],
+        )
+        kinds = range(len(self._layout.kinds))
+        self._rows = [self._core.row_bytes(kind) for kind in kinds]
+        self._bytes = [whole_storage(cast(torch.UntypedStorage, self._core.storage(kind))) for kind in kinds]
+        self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
+        self._prefixes = PrefixIndex(self._unit())
+        self._queries = self._hits = 0
+        self._swapper = Swapper(pool.device)
+        self._swapped: dict[int, HostCopy] = {}
+        self._told: dict[int, Sequence[int]] = {}  # of a slot, the tokens that the index knows it by
+        self._leaving: list[int] = []  # slots whose pages go once they are copied out
+        self._siblings: dict[int, tuple[int, list[int]]] = {}  # a swapped slot's first pages are another's
+        pool._register(self)
+
+    # -- requests
+
+    def alloc(
+        self, tokens: Sequence[int] | torch.Tensor | None = None, *, salt: str = "", expect: int = 0
+    ) -> int:
+        """A free slot for a request.
+
+        With ``tokens``, the request's prompt, the slot begins with what the prefix index has of them: whole
+        units, and never all of them, because the last has to be computed; :meth:`length` says how many.
+
+        Args:
+            tokens: ids, ``[n]``.
+            salt: requests share prefixes only with those of the same salt.
+            expect: tokens the request will have, if known: it gets the slot whose kept pages fit that best.
+
+        Raises:
+            NoFreeSlot: ``max_batch`` requests are in the cache.
+            DriverError, Closed: nothing was changed.
+        """
+        if tokens is None:
+            return self._core.alloc(expect)
+        ids = _ids("KVCache.alloc", tokens)
+        found = self._prefixes.find(ids, salt)[: max(0, len(ids) - 1) // self._prefixes.unit]
+        self._queries += len(ids)
+        length = self._core.covered(len(found) * self._prefixes.unit)
+        if length == 0:
+            return self._core.alloc(max(expect, len(ids)))
+        slot = self._core.alloc_prefix(found, length)
+        self._hits += length
+        self._told[slot] = ids[:length]
+        return slot
+
+    def step(self, lengths: Sequence[int] | torch.Tensor) -> bool:
+        """Makes the first ``lengths[slot]`` tokens of each slot ready to be written and read.
+
+        One batch of driver calls for all slots and layers, or none where their pages are ready. Where memory
+        is short, prefixes that nobody uses are given up first.
+
+        Args:
+            lengths: ``[max_batch]`` integers on the CPU; 0 for slots that are free or swapped out. They do
+                not shrink: :meth:`truncate` does that.
+
+        Returns:
+            False where memory is short: nothing was changed then, and the same call works once a slot was
+            freed, swapped out or truncated.
+
+        Raises:
+            InvalidArgument: lengths that shrink, or of slots that are not in use.
+            CapacityExceeded: a length above ``max_len``.
+            DriverError, TimedOut, Closed: nothing was changed.
+        """
+        if isinstance(lengths, torch.Tensor):
+            lengths = lengths.tolist()
+        while not self._core.step(lengths):
+            if not self._make_room():
+                return False
+        return True
+
+    def free(self, slot: int, stream: Stream | None = None) -> None:
+        """Ends a request. Its pages stay with the slot for the next one, until others need them.
+
+        Args:
+            slot: of a request, also a swapped one.
+            stream: in which work that uses the slot was launched; the current one unless given.
+        """
+        slot = self._slot("KVCache.free", slot)
+        self._swapper.forget(slot)
+        self._core.free(slot, stream_handle("KVCache.free", stream))
+        for known in (self._swapped, self._siblings, self._told):
+            known.pop(slot, None)
+
+    def truncate(self, slot: int, length: int, stream: Stream | None = None) -> None:
+        """Cuts a request to its first ``length`` tokens, as after rejected drafts.
+
+        Raises:
+            InvalidArgument: it has fewer, or windowed layers have given back what they would see from there.
+        """
+        slot = self._slot("KVCache.truncate", slot)
+        self._swapper.wait(slot)
+        if length < 0:
+            raise InvalidArgument(f"[KVCache.truncate] length is {length}: it must be at least 0")
+        self._core.truncate(slot, length, stream_handle("KVCache.truncate", stream))
+        self._told[slot] = self._told.get(slot, [])[:length]
+
+    def length(self, slot: int) -> int:
+        """Tokens of a slot; of a swapped one, those it will have again. 0 where it is free."""
+        return self._core.length(self._slot("KVCache.length", slot))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each slot as :meth:`step` takes them: 0 for those that are free or swapped out."""
+        return self._core.lengths
+
+    # -- sharing
+
+    def fork(self, slot: int, n: int = 1, stream: Stream | None = None) -> list[int]:
+        """``n`` new requests that continue this one, for parallel sampling. They share all pages; the first
+        write of each takes one page a row, for the last, half-full page.
+
+        Raises:
+            NoFreeSlot: fewer than ``n`` slots are free.
+            InvalidArgument: the slot is free or swapped out.
+        """
+        slot = self._slot("KVCache.fork", slot)
+        if n < 0:
+            raise InvalidArgument(f"[KVCache.fork] n is {n}: it must be at least 0")
+        self._swapper.wait(slot)
+        forks = self._core.fork(slot, n, stream_handle("KVCache.fork", stream))
+        self._told.update(dict.fromkeys(forks, self._told.get(slot, [])))
+        return forks
+
+    def reorder(
+        self, slots: Sequence[int], sources: Sequence[int], stream: Stream | None = None
+    ) -> list[int]:
+        """A beam step: beam ``i``, now in ``slots[i]``, goes on with what ``sources[i]`` holds. Nothing is
+        copied.
+
+        Returns:
+            for each beam the slot that it is in from now on: the source itself for the first that goes on
+            with it, and a fork for others. Slots that no beam goes on with are free; before the forks are
+            made, and for good, where there are no free slots for these besides.
+
+        Raises:
+            InvalidArgument: a source that is none of the slots.
+            DriverError: see above.
+        """
+        old = [self._slot("KVCache.reorder", slot) for slot in slots]
+        new = [self._slot("KVCache.reorder", slot) for slot in sources]
+        for slot in old:
+            self._swapper.wait(slot)
+        told = [self._told.get(slot, []) for slot in new]
+        result = self._core.reorder(old, new, stream_handle("KVCache.reorder", stream))
+        self._told.update(zip(result, told, strict=True))
+        return result
+
+    def publish(self, slot: int, tokens: Sequence[int] | torch.Tensor, *, salt: str = "") -> int:
+        """Puts the whole units of ``tokens``, which are the slot's first, into the prefix index. It keeps
+        their pages past the request's end, as long as memory suffices.
+
+        Returns:
+            how many of the tokens are in the index.
+
+        Raises:
+            InvalidArgument: more tokens than the slot has; tokens other than those it was allocated with or
+                published before; layers with windows have given pages back.
+        """
+        slot = self._slot("KVCache.publish", slot)
+        ids = _ids("KVCache.publish", tokens)
+        length = self._core.length(slot)
+        if len(ids) > length:
+            raise InvalidArgument(
+                f"[KVCache.publish] {len(ids)} tokens were given, slot {slot} has {length}: give those whose "
+                "K and V are in it"
+            )
+        told = self._told.get(slot, [])
+        shared = min(len(told), len(ids))
+        if list(ids[:shared]) != list(told[:shared]):
+            raise InvalidArgument(
+                f"[KVCache.publish] the tokens disagree with those that slot {slot} was given for its first "
+                f"{len(told)}: name the tokens whose K and V it has"
+            )
+        self._swapper.wait(slot)
+        unit = self._prefixes.unit
+
+        def offer(first: int, last: int) -> list[_core.KeptPrefix]:
+            return self._core.offer(slot, [i * unit for i in range(first, last + 1)])
+
+        known = self._prefixes.add(ids, salt, offer) * unit
+        self._told[slot] = ids[: max(known, len(told))] if len(ids) >= len(told) else told
+        return known
+
+    def own(self, slot: int, start: int, stop: int) -> None:
+        """Gives the slot pages of its own behind tokens ``start`` to ``stop``, before something writes there
+        directly. What :meth:`step` adds is its own anyway.
+
+        Raises:
+            OutOfPages: nothing was changed.
+        """
+        slot = self._slot("KVCache.own", slot)
+        self._swapper.wait(slot)
+        while True:
+            try:
+                return self._core.own(slot, start, stop)
+            except OutOfPages:
+                if not self._make_room():
+                    raise
+
+    # -- swapping
+
+    def swap_out(self, slot: int | Sequence[int]) -> None:
+        """Moves requests to host memory, behind the work launched so far. It returns at once; their pages go
+        back to the pool once they are copied. Requests that are named together and share pages share them
+        again afterwards, and are copied once.
+
+        Raises:
+            InvalidArgument: a slot is free or swapped out already.
+        """
+        slots = [slot] if isinstance(slot, int) else list(slot)
+        slots = [self._slot("KVCache.swap_out", one) for one in slots]
+        states = self._core.states
+        for one in slots:
+            if states[one] != _USED or slots.count(one) != 1:
+                what = ("free", "named twice", "swapped out already")[states[one]]
+                raise InvalidArgument(f"[KVCache.swap_out] slot {one} is {what}: name slots in use")
+            self._swapper.wait(one)
+        first = slots[0] if slots else 0
+        shared = {one: self._core.shared_pages(one, first) for one in slots[1:]}
+        for one in slots:
+            skip = shared.get(one, [0] * len(self._rows))
+            parts = self._parts(one, self._core.length(one), skip)
+            copy = HostCopy(
+                [part.layer for part in parts], [p.on_device.numel() for p in parts], self._swapper.pinned
+            )
+            if any(skip):
+                self._siblings[one] = (first, skip)
+            self._core.set_aside(one)
+            self._swapped[one] = copy
+            self._leaving.append(one)
+            self._swapper.copy_out(one, parts, copy, partial(self._vacate, one))
+
+    def swap_in(self, slot: int) -> bool:
+        """Gives a swapped request its pages back, at the same addresses, and starts copying, layer by layer.
+        Before the work of a layer, :meth:`wait` for it. Requests that were swapped out together come in in
+        the same order to share pages again.
+
+        Returns:
+            False where memory is short: it stays swapped out.
+
+        Raises:
+            InvalidArgument: it is not swapped out.
+        """
+        slot = self._slot("KVCache.swap_in", slot)
+        copy = self._swapped.get(slot)
+        if copy is None:
+            raise InvalidArgument(f"[KVCache.swap_in] slot {slot} is not swapped out: call swap_out first")
+        self._swapper.forget(slot)
+        source, skip = self._siblings.get(slot, (None, []))
+        if source is not None:
+            if source in self._swapped:
+                raise InvalidArgument(
+                    f"[KVCache.swap_in] slot {slot} shares pages with slot {source}, which is swapped out: "
+                    "swap that in first"
+                )
+            self._swapper.wait(source)
+        while not self._core.restore(slot, source, skip):
+            if not self._make_room():
+                return False
+        self._siblings.pop(slot, None)
+        parts = self._parts(slot, self._core.length(slot), skip or [0] * len(self._rows))
+        self._swapper.copy_in(slot, parts, copy)
+        del self._swapped[slot]
+        return True
+
+    def wait(self, slot: int, layer: int | None = None) -> None:
+        """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
+        CUDA the current stream waits instead of the caller."""
+        slot = self._slot("KVCache.wait", slot)
+        self._swapper.wait(slot, layer)
+
+    # -- tensors
+
+    def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """K and V of a layer: ``[max_batch, max_len, heads, head_dim]``, or ``[max_batch, heads, max_len,
+        head_dim]`` in the "head" layout; V is None in a cache without V.
+
+        Plain tensors, always the same, over partly mapped memory: what lies behind a slot's length reads as
+        zeros on the CPU and faults on CUDA, and writes there fault.
+        """
+        if not self._layers:
+            raise Closed("[KVCache] the cache is closed: make a new one")
+        return self._layers[layer]
+
+    def __len__(self) -> int:
+        """Layers."""
+        return self._layout.num_layers
+
+    @property
+    def pool(self) -> Pool:
+        """Whose pages these are."""
+        return self._pool
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close()`` was called."""
+        return self._core.closed
+
+    def pages(self, slot: int) -> list[_core.PageRecord]:
+        """What stands behind each page of a slot, row after row."""
+        slot = self._slot("KVCache.pages", slot)
+        return [record for kind in range(len(self._rows)) for record in self._core.pages(slot, kind)]
+
+    def stats(self) -> KVCacheStats:
+        """Counts of this moment."""
+        counts = self._core.counts()
+        states, lengths = self._core.states, self._core.lengths
+        pages, size = counts.pages, self._pool.page_size
+        live = sum(self._live_bytes(slot, n) for slot, n in enumerate(lengths) if n)
+        return KVCacheStats(
+            page_size=size,
+            slots_used=states.count(_USED),
+            slots_free=states.count(_FREE),
+            slots_swapped=states.count(_SWAPPED),
+            slots_lost=counts.lost,
+            tokens=sum(lengths),
+            unit=self._prefixes.unit,
+            page_tokens=self._page_tokens(),
+            ranges=sum(kind.rows for kind in self._layout.kinds),
+            nbytes_live=live,
+            nbytes_mapped=pages.mapped * size,
+            nbytes_swapped=sum(copy.nbytes for copy in self._swapped.values()),
+            pages_used=counts.distinct,
+            pages_shared=counts.shared,
+            pages_mapped=pages.mapped,
+            pages_needed=pages.needed,
+            pages_ahead=pages.ahead,
+            pages_parked=pages.parked,
+            pages_held=pages.held,
+            prefix_tokens=len(self._prefixes) * self._prefixes.unit,
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            prefix_evictions=self._prefixes.evictions,
+            waste=(pages.needed * size - live) / live if live else 0.0,
+            driver_calls=self._pool.stats().driver_calls,
+        )
+
+    def close(self, stream: Stream | None = None) -> None:
+        """Frees every slot and gives the index up. Addresses go with the last view of the layers."""
+        if self._core.closed:
+            return
+        self._swapper.close()
+        self._prefixes.clear()
+        self._swapped.clear()
+        self._layers, self._bytes = [], []
+        self._core.close(stream_handle("KVCache.close", stream))
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = (
+            "closed" if self.closed else f"{self._core.states.count(_USED)} of {self.max_batch} slots in use"
+        )
+        return (
+            f"<vtensor.KVCache {self._layout.num_layers} layers, max_len {self.max_len}, {self.dtype}, "
+            f"{self._pool.device}, {state}>"
+        )
+
+    # -- inside
+
+    def _slot(self, operation: str, slot: int) -> int:
+        try:
+            number = index(slot)
+        except TypeError:
+            raise InvalidArgument(f"[{operation}] slot is {slot!r}: give what alloc() returned") from None
+        if not 0 <= number < self.max_batch:
+            raise InvalidArgument(
+                f"[{operation}] slot {number}: the cache has slots 0 to {self.max_batch - 1}"
+            )
+        return number
+
+    def _unit(self) -> int:
+        size = self._pool.page_size
+        return max(-(-size // kind.item_bytes) for kind in self._layout.kinds)
+
+    def _page_tokens(self) -> int:
+        return max(1, self._pool.page_size // max(kind.item_bytes for kind in self._layout.kinds))
+
+    def _live_bytes(self, slot: int, length: int) -> int:
+        begins = self._core.begins(slot)
+        return sum(
+            kind.rows * kind.item_bytes * (length - begin)
+            for kind, begin in zip(self._layout.kinds, begins, strict=True)
+        )
+
+    def _parts(self, slot: int, length: int, skip: Sequence[int]) -> list[Part]:
+        """The bytes of a slot's tokens, row after row, those of the first layers first. Of each kind, without
+        the first ``skip`` pages."""
+        parts = []
+        size = self._pool.page_size
+        for kind, (rows, begin) in enumerate(zip(self._layout.kinds, self._core.begins(slot), strict=True)):
+            start, stop = begin * rows.item_bytes, length * rows.item_bytes
+            if skip[kind]:
+                start = (start // size + skip[kind]) * size
+            for row, layer in enumerate(rows.first_layers):
+                at = (row * self.max_batch + slot) * self._rows[kind]
+                if stop > start:
+                    parts.append(Part(layer, self._bytes[kind][at + start : at + stop]))
+        return sorted(parts, key=lambda part: part.layer)
+
+    def _make_room(self) -> bool:
+        """For a call that found memory short: whether it is worth another try."""
+        while self._leaving:
+            slot = self._leaving.pop(0)
+            if slot in self._swapped:
+                self._swapper.forget(slot)
+                return True
+        return self._prefixes.evict(sum(kind.rows for kind in self._layout.kinds)) != 0
+
+    def _vacate(self, slot: int) -> None:
+        stream = self._swapper.stream
+        self._core.vacate(slot, None if stream is None else stream.cuda_stream)
+
+    _registered: Any = None  # the pool's way to this cache
+
+
+def _ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> Sequence[int]:
+    if isinstance(tokens, torch.Tensor):
+        if tokens.dim() != 1 or tokens.is_floating_point():
+            raise InvalidArgument(
+                f"[{operation}] tokens is a {tokens.dtype} tensor of shape {tuple(tokens.shape)}: give the "
+                "ids of one request, [n]"
+            )
+        return list(tokens.tolist())
+    return tokens
