@@ -8,7 +8,6 @@ out: it gives up its pages whenever anybody needs them. So are sliding windows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -90,19 +89,19 @@ class ModelCache:
         heads = num_kv_heads if layout == "token" else 1
         groups = num_layers // layer_group * (num_kv_heads // heads)
         sizes = (head_dim, head_dim if value_head_dim is None else value_head_dim)
-        self.kinds = [Kind(layer_group * heads * n * dtype.itemsize, groups) for n in sizes if n]
+        items = [layer_group * heads * n * dtype.itemsize for n in sizes if n]
+        self.kinds = [Kind(item, groups * items.count(item)) for item in dict.fromkeys(items)]
         self.max_batch, self.max_len = max_batch, max_len
         self.page_size, self.budget, self.host_budget, self.tile = page_size, budget, host_budget, tile
-        self.unit = math.lcm(*(page_size // math.gcd(page_size, kind.item_bytes) for kind in self.kinds))
+        self.unit = max(-(-page_size // kind.item_bytes) for kind in self.kinds)
         self.contents = contents(max_batch, max_len)
         self.in_use = [False] * max_batch
         self.swapped: dict[int, object] = {}
+        self.siblings: dict[int, tuple[int, list[int]]] = {}  # of a swapped slot: whose first pages it shares
         self._lengths = [0] * max_batch
         self.tables: list[list[list[Page]]] = [[[] for _ in self.kinds] for _ in range(max_batch)]
         self.parked: set[tuple[int, int, int]] = set()  # (slot, kind, index in the table)
-        self.tokens: list[tuple[Hashable, list[int]]] = [
-            ("", [])
-        ] * max_batch  # mapped from or put into the index
+        self.tokens: list[list[int]] = [[] for _ in range(max_batch)]  # found in the index, or put there
         self.roots: dict[Hashable, Prefix] = {}
         self.clock = 0
         self.prefix_queries = self.prefix_hits = self.prefix_evictions = 0
@@ -116,6 +115,19 @@ class ModelCache:
     def pages_for(self, length: int) -> list[int]:
         """Pages in each range of each kind."""
         return [-(-self.rows(length) * kind.item_bytes // self.page_size) for kind in self.kinds]
+
+    def in_ranges(self, pages: Sequence[int]) -> int:
+        """All pages, of those in each range of each kind."""
+        return sum(n * kind.ranges for n, kind in zip(pages, self.kinds, strict=True))
+
+    def page_of(self, k: int, position: int) -> int:
+        return position * self.kinds[k].item_bytes // self.page_size
+
+    def covered(self, position: int) -> int:
+        """Tokens that lie wholly in the whole pages of the first `position` tokens."""
+        return min(
+            self.page_of(k, position) * self.page_size // kind.item_bytes for k, kind in enumerate(self.kinds)
+        )
 
     def prefixes(self) -> Iterator[Prefix]:
         found = [child for root in self.roots.values() for child in root.children.values()]
@@ -140,13 +152,11 @@ class ModelCache:
 
     @property
     def host_pages(self) -> int:
-        return sum(
-            sum(
-                n * kind.ranges
-                for n, kind in zip(self.pages_for(self._lengths[slot]), self.kinds, strict=True)
-            )
-            for slot in self.swapped
-        )
+        pages = 0
+        for slot in self.swapped:
+            _, skip = self.siblings.get(slot, (0, [0] * len(self.kinds)))
+            pages += self.in_ranges(self.pages_for(self._lengths[slot])) - self.in_ranges(skip)
+        return pages
 
     def stats(self) -> SimpleNamespace:
         live = [slot for slot in range(self.max_batch) if self.in_use[slot] and slot not in self.swapped]
@@ -157,12 +167,12 @@ class ModelCache:
         )
         shared = {page for slot in live for table in self.tables[slot] for page in table if page.refs > 1}
         return SimpleNamespace(
-            slots_used=sum(self.in_use),
+            slots_used=sum(self.in_use) - len(self.swapped),
             slots_free=self.max_batch - sum(self.in_use),
             slots_swapped=len(self.swapped),
             tokens=tokens,
             unit=self.unit,
-            page_tokens=self.page_size // self.kinds[0].item_bytes,
+            page_tokens=max(1, self.page_size // max(kind.item_bytes for kind in self.kinds)),
             ranges=sum(kind.ranges for kind in self.kinds),
             nbytes_live=tokens * token_bytes,
             nbytes_mapped=(mapped + self.pages_parked) * self.page_size,
@@ -261,7 +271,7 @@ class ModelCache:
     def _check(self, name: str, slot: int, swapped: bool = False) -> None:
         if not 0 <= slot < self.max_batch or not self.in_use[slot]:
             raise InvalidArgument(f"[KVCache.{name}] slot {slot} is not in use")
-        if (slot in self.swapped) != swapped and name not in ("free", "length"):
+        if (slot in self.swapped) != swapped and name != "free":
             raise InvalidArgument(f"[KVCache.{name}] slot {slot} is {'not ' * swapped}swapped out")
 
     def alloc(
@@ -275,16 +285,16 @@ class ModelCache:
         free = [slot for slot in range(self.max_batch) if not self.in_use[slot]]
         if not free:
             raise NoFreeSlot(f"[KVCache.alloc] all {self.max_batch} slots are in use")
-        wanted = sum(n * kind.ranges for n, kind in zip(self.pages_for(expect), self.kinds, strict=True))
+        wanted = self.in_ranges(self.pages_for(expect))
         parked = {slot: sum(self.kinds[k].ranges for s, k, _ in self.parked if s == slot) for slot in free}
         slot = min(free, key=lambda s: abs(parked[s] - wanted)) if into is None else into
         assert not self.in_use[slot]
         self.in_use[slot] = True
         self._lengths[slot] = 0
-        self.tokens[slot] = (salt, [])
+        self.tokens[slot] = []
         self.contents.resize(slot, 0)
         if tokens is not None:
-            self.prefix_queries += 1
+            self.prefix_queries += len(tokens)
             self._map_prefix(slot, list(tokens), salt)
         return slot
 
@@ -301,18 +311,20 @@ class ModelCache:
         return path
 
     def _map_prefix(self, slot: int, tokens: list[int], salt: Hashable) -> None:
-        path = self._walk(tokens[:-1], salt)
-        covered = len(path) * self.unit
-        self.contents.resize(slot, covered)
+        path = self._walk(tokens, salt)[: (len(tokens) - 1) // self.unit]
+        covered = self.covered(len(path) * self.unit)
         for i, node in enumerate(path):
+            self.contents.resize(slot, (i + 1) * self.unit)
             self.contents.load(slot, i * self.unit, node.contents)
-            for k, pages in enumerate(node.pages):
-                for page in pages:
-                    page.refs += 1
-                    self.parked.discard((slot, k, len(self.tables[slot][k])))
-                    self.tables[slot][k].append(page)
+        self.contents.resize(slot, covered)
+        for k, pages in enumerate(self.pages_for(covered)):
+            found = [page for node in path for page in node.pages[k]][:pages]
+            for page in found:
+                page.refs += 1
+                self.parked.discard((slot, k, len(self.tables[slot][k])))
+                self.tables[slot][k].append(page)
         self._lengths[slot] = covered
-        self.tokens[slot] = (salt, tokens[:covered])
+        self.tokens[slot] = tokens[:covered]
         self.prefix_hits += covered
 
     def step(self, lengths: Sequence[int]) -> bool:
@@ -340,6 +352,7 @@ class ModelCache:
     def free(self, slot: int) -> None:
         self._check("free", slot)
         self.swapped.pop(slot, None)
+        self.siblings.pop(slot, None)
         self._release(slot, [0] * len(self.kinds), park=True)
         self._lengths[slot] = 0
         self.in_use[slot] = False
@@ -358,23 +371,19 @@ class ModelCache:
             raise InvalidArgument(f"[KVCache.truncate] {length} of {self._lengths[slot]} tokens")
         self._release(slot, self.pages_for(length), park=False)
         self._lengths[slot] = length
-        salt, tokens = self.tokens[slot]
-        self.tokens[slot] = (salt, tokens[:length])
+        del self.tokens[slot][length:]
         self.contents.resize(slot, length)
 
     def length(self, slot: int) -> int:
-        self._check("length", slot)
         return self._lengths[slot]
 
     @property
     def lengths(self) -> list[int]:
-        return list(self._lengths)
+        return [0 if slot in self.swapped else n for slot, n in enumerate(self._lengths)]
 
     # ------------------------------------------------------------------ sharing
 
-    def _share(
-        self, slot: int, source: tuple[list[list[Page]], int, object, tuple[Hashable, list[int]]]
-    ) -> None:
+    def _share(self, slot: int, source: tuple[list[list[Page]], int, object, list[int]]) -> None:
         tables, length, saved, tokens = source
         for k, table in enumerate(tables):
             for page in table:
@@ -382,11 +391,11 @@ class ModelCache:
             self.tables[slot][k] = list(table)
             self.parked -= {(slot, k, i) for i in range(len(table))}
         self._lengths[slot] = length
-        self.tokens[slot] = (tokens[0], list(tokens[1]))
+        self.tokens[slot] = list(tokens)
         self.contents.resize(slot, length)
         self.contents.load(slot, 0, saved)
 
-    def _source(self, slot: int) -> tuple[list[list[Page]], int, object, tuple[Hashable, list[int]]]:
+    def _source(self, slot: int) -> tuple[list[list[Page]], int, object, list[int]]:
         length = self._lengths[slot]
         tables = [list(table) for table in self.tables[slot]]
         return tables, length, self.contents.save(slot, 0, length), self.tokens[slot]
@@ -401,49 +410,45 @@ class ModelCache:
             self._share(child, self._source(slot))
         return free[:n]
 
-    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> None:
+    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]:
         for slot in [*slots, *sources]:
             self._check("reorder", slot)
         if len(set(slots)) != len(slots) or len(slots) != len(sources) or not set(sources) <= set(slots):
             raise InvalidArgument(f"[KVCache.reorder] slots {slots}, sources {sources}")
-        found = [self._source(source) for source in sources]
-        for tables, _, _, _ in found:
-            for page in (page for table in tables for page in table):
-                page.refs += 1  # held while the old tables go
         for slot in slots:
-            self._release(slot, [0] * len(self.kinds), park=False)
-        for slot, source in zip(slots, found, strict=True):
-            self._share(slot, source)
-            for page in (page for table in source[0] for page in table):
-                page.refs -= 1
+            if slot not in sources:
+                self.free(slot)
+        result: list[int] = []
+        for i, source in enumerate(sources):
+            result += [source] if source not in sources[:i] else self.fork(source)
+        return result
 
     def publish(self, slot: int, tokens: Sequence[int], *, salt: Hashable = "") -> int:
         self._check("publish", slot)
         tokens = list(tokens)
-        known_salt, known = self.tokens[slot]
+        known = self.tokens[slot]
         if len(tokens) > self._lengths[slot]:
-            raise InvalidArgument(
-                f"[KVCache.publish] {len(tokens)} tokens, slot {slot} has {self._lengths[slot]}"
-            )
-        if known and (salt != known_salt or tokens[: len(known)] != known[: len(tokens)]):
+            raise InvalidArgument(f"[KVCache.publish] {len(tokens)} tokens, slot {slot} has fewer")
+        if tokens[: len(known)] != known[: len(tokens)]:
             raise InvalidArgument(f"[KVCache.publish] other tokens than those slot {slot} shares")
         path = self._walk(tokens, salt)
         node = path[-1] if path else self.roots[salt]
         for start in range(len(path) * self.unit, len(tokens) - self.unit + 1, self.unit):
-            pages = []
-            for k, kind in enumerate(self.kinds):
-                per_unit = self.unit * kind.item_bytes // self.page_size
-                first = start // self.unit * per_unit
-                pages.append(self.tables[slot][k][first : first + per_unit])
+            stop = start + self.unit
+            pages = [
+                table[self.page_of(k, start) : self.page_of(k, stop)]
+                for k, table in enumerate(self.tables[slot])
+            ]
             for page in (page for table in pages for page in table):
                 page.refs += 1
-            key = tuple(tokens[start : start + self.unit])
-            saved = self.contents.save(slot, start, start + self.unit)
-            node.children[key] = node = Prefix(node, key, pages, saved, self.clock)
+            key = tuple(tokens[start:stop])
+            node.children[key] = node = Prefix(
+                node, key, pages, self.contents.save(slot, start, stop), self.clock
+            )
             path.append(node)
         published = len(path) * self.unit
-        if published > len(known):
-            self.tokens[slot] = (salt, tokens[:published])
+        if len(tokens) >= len(known):
+            self.tokens[slot] = tokens[: max(published, len(known))]
         return published
 
     def own(self, slot: int, start: int, stop: int) -> None:
@@ -455,26 +460,51 @@ class ModelCache:
 
     # ------------------------------------------------------------------ swapping
 
-    def swap_out(self, slot: int) -> None:
-        self._check("swap_out", slot)
-        pages = self.pages_for(self._lengths[slot])
-        if self.host_pages + sum(n * kind.ranges for n, kind in zip(pages, self.kinds, strict=True)) > (
-            self.host_budget
-        ):
-            raise OutOfPages("[KVCache.swap_out] host memory is short")
-        self.swapped[slot] = self.contents.save(slot, 0, self._lengths[slot])
-        self.contents.resize(slot, 0)
-        self._release(slot, [0] * len(self.kinds), park=False)
-        self.tokens[slot] = ("", [])
+    def swap_out(self, slot: int | Sequence[int]) -> None:
+        slots = [slot] if isinstance(slot, int) else list(slot)
+        for one in slots:
+            self._check("swap_out", one)
+        if len(set(slots)) != len(slots):
+            raise InvalidArgument("[KVCache.swap_out] a slot is named twice")
+        skips = [
+            self._shared_pages(one, slots[0]) if one != slots[0] else [0] * len(self.kinds) for one in slots
+        ]
+        for one, skip in zip(slots, skips, strict=True):
+            needed = self.in_ranges(self.pages_for(self._lengths[one])) - self.in_ranges(skip)
+            if self.host_pages + needed > self.host_budget:
+                raise OutOfPages("[KVCache.swap_out] host memory is short")
+            self.swapped[one] = self.contents.save(one, 0, self._lengths[one])
+            if any(skip):
+                self.siblings[one] = (slots[0], skip)
+            self.contents.resize(one, 0)
+            self._release(one, [0] * len(self.kinds), park=False)
+
+    def _shared_pages(self, slot: int, other: int) -> list[int]:
+        """Of each kind, how many first pages of two slots are the same."""
+        shared = []
+        for mine, theirs in zip(self.tables[slot], self.tables[other], strict=True):
+            same = [a is b for a, b in zip(mine, theirs, strict=False)]
+            shared.append(same.index(False) if False in same else len(same))
+        return shared
 
     def swap_in(self, slot: int) -> bool:
         self._check("swap_in", slot, swapped=True)
+        source, skip = self.siblings.get(slot, (slot, [0] * len(self.kinds)))
+        if source != slot:
+            self._check("swap_in", source)
         length = self._lengths[slot]
         self.contents.resize(slot, length)
-        if not self._grow({slot: (0, 0, length)}):
+        for k, pages in enumerate(skip):
+            self.tables[slot][k] = self.tables[source][k][:pages]
+            for page in self.tables[slot][k]:
+                page.refs += 1
+            self.parked -= {(slot, k, i) for i in range(pages)}
+        if not self._grow({slot: (length, length, length)}):
             self.contents.resize(slot, 0)
+            self._release(slot, [0] * len(self.kinds), park=False)
             return False
         self.contents.load(slot, 0, self.swapped.pop(slot))
+        self.siblings.pop(slot, None)
         return True
 
     def wait(self, slot: int, layer: int) -> None:

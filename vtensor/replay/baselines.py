@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from vtensor.errors import CapacityExceeded, InvalidArgument
 
-__all__ = ["ManagerStats", "OneSample", "StaticCache"]
+__all__ = ["ManagerStats", "NeverSwapped", "OneSample", "StaticCache"]
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,28 @@ class ManagerStats:
     driver_calls: dict[str, dict[str, int]] = field(default_factory=lambda: {"caller": {}, "mapper": {}})
 
 
-class OneSample:
-    """The calls that a trace, whose requests have one sample each, never needs. A manager whose ``step`` is
-    never short of memory for what runs, or gives it up, needs no swapping either."""
+class NeverSwapped:
+    """A scheduler swaps requests of several samples alone, and those of a trace have one each."""
 
-    def fork(self, slot: int, n: int = 1) -> list[int]:
-        raise self._one_sample("fork")
-
-    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> None:
-        raise self._one_sample("reorder")
-
-    def swap_out(self, slot: int) -> None:
-        raise self._one_sample("swap_out")
+    def swap_out(self, slot: int | Sequence[int]) -> None:
+        raise _one_sample(self, "swap_out")
 
     def swap_in(self, slot: int) -> bool:
-        raise self._one_sample("swap_in")
+        raise _one_sample(self, "swap_in")
 
-    def _one_sample(self, name: str) -> InvalidArgument:
-        return InvalidArgument(f"[{type(self).__name__}.{name}] replay requests of one sample each")
+
+class OneSample(NeverSwapped):
+    """Nor is such a request forked."""
+
+    def fork(self, slot: int, n: int = 1) -> list[int]:
+        raise _one_sample(self, "fork")
+
+    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]:
+        raise _one_sample(self, "reorder")
+
+
+def _one_sample(manager: object, name: str) -> InvalidArgument:
+    return InvalidArgument(f"[{type(manager).__name__}.{name}] it manages requests of one sample each")
 
 
 class StaticCache(OneSample):

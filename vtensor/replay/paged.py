@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from vtensor.errors import InvalidArgument, OutOfPages
-from vtensor.replay.baselines import ManagerStats
+from vtensor.errors import InvalidArgument
+from vtensor.replay.baselines import ManagerStats, NeverSwapped
 
 __all__ = ["PagedCache"]
 
 
-class PagedCache:
+class PagedCache(NeverSwapped):
     """The calls of ``vtensor.KVCache`` over tables of frames; the bookkeeping alone, without any memory.
 
     Args:
@@ -30,15 +30,12 @@ class PagedCache:
         max_batch: slots (sequences at a time).
         max_len: the most tokens of a sequence.
         frame_tokens: tokens of a frame.
-        host_frames: frames of host memory to swap into.
 
     ``tables[slot]`` lists the frames of a sequence; ``copies`` the (source, target) frames that the last
     ``step`` had to copy. Calls are trusted to name slots in use and lengths that do not shrink.
     """
 
-    def __init__(
-        self, frames: int, max_batch: int, max_len: int, *, frame_tokens: int = 16, host_frames: int = 0
-    ) -> None:
+    def __init__(self, frames: int, max_batch: int, max_len: int, *, frame_tokens: int = 16) -> None:
         if frames < 1:
             raise InvalidArgument(
                 f"[PagedCache] memory for {frames} frames of {frame_tokens} tokens: give it more"
@@ -56,8 +53,6 @@ class PagedCache:
         self._frame_of: dict[int, int] = {}  # from the hash of a full frame and all before it
         self._hash_of: list[int | None] = [None] * frames
         self._hashes: list[list[int]] = [[] for _ in range(max_batch)]  # of each slot's prompt
-        self._host_free = host_frames
-        self._swapped: dict[int, tuple[int, int]] = {}  # frames, tokens
 
     # ------------------------------------------------------------------ the four calls
 
@@ -89,7 +84,6 @@ class PagedCache:
         return True
 
     def free(self, slot: int) -> None:
-        self._host_free += self._swapped.pop(slot, (0, 0))[0]
         self._give_back(slot)
         self._hashes[slot] = []
         self._lengths[slot] = 0
@@ -160,7 +154,7 @@ class PagedCache:
             self._room[sharer] = length
         return children
 
-    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> None:
+    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]:
         found = [(list(self.tables[s]), self._lengths[s], list(self._hashes[s])) for s in sources]
         for table, _, _ in found:
             for frame in table:
@@ -170,6 +164,7 @@ class PagedCache:
         for slot, (table, length, hashes) in zip(slots, found, strict=True):
             self.tables[slot], self._hashes[slot] = table, hashes
             self._lengths[slot] = self._room[slot] = length
+        return list(slots)
 
     def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
         hashes, table = self._hashes[slot], self.tables[slot]
@@ -187,27 +182,6 @@ class PagedCache:
         for start in range(len(hashes) * size, len(tokens) - size + 1, size):
             last = hash((last, *tokens[start : start + size]))
             hashes.append(last)
-
-    # ------------------------------------------------------------------ swapping
-
-    def swap_out(self, slot: int) -> None:
-        frames = len(self.tables[slot])
-        if frames > self._host_free:
-            raise OutOfPages(f"[PagedCache.swap_out] {frames} frames, host memory for {self._host_free}")
-        self._host_free -= frames
-        self._swapped[slot] = frames, self._lengths[slot]
-        self._give_back(slot)
-
-    def swap_in(self, slot: int) -> bool:
-        frames, length = self._swapped[slot]
-        if frames > len(self._free):
-            return False
-        del self._swapped[slot]
-        self._host_free += frames
-        self._lengths[slot] = length
-        self.tables[slot] = [self._take() for _ in range(frames)]
-        self._room[slot] = frames * self.frame_tokens
-        return True
 
     # ------------------------------------------------------------------ counting
 

@@ -13,7 +13,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vtensor.errors import InvalidArgument, OutOfPages
+from vtensor.errors import InvalidArgument
 from vtensor.serving.requests import Group, Request, Sequence, Status
 from vtensor.serving.slots import SlotCache
 
@@ -183,7 +183,7 @@ class Scheduler:
                 return
             plan.work, plan.tokens = [], 0
             victim = self.running.pop()
-            if self.running or victim.unshared:
+            if self.running or victim.swapped_once:
                 self._preempt(plan, victim)
             else:
                 self._fail(plan, victim)
@@ -232,7 +232,7 @@ class Scheduler:
                 self._refused = True
             else:
                 queue.pop(0)
-                if came_back:  # it does not fit without sharing; with it, it may
+                if came_back:  # it does not fit as it came back; computed again, it shares more
                     self._recompute(group)
                 else:
                     self._fail(plan, group)
@@ -276,11 +276,10 @@ class Scheduler:
             back.append(slot)
             lengths[slot] = max(self.cache.length(slot), sequence.computed + 1)
         if len(back) < len(group.holders) or not self.cache.step(lengths):
-            for slot in back:
-                self.cache.swap_out(slot)
+            self.cache.swap_out(back)
             return False
         self._lengths = lengths
-        group.unshared = True
+        group.swapped_once = True
         plan.swapped_in += back
         for sequence in group.holders:
             plan.work.append(Work(sequence, sequence.computed, sequence.computed + 1))
@@ -303,9 +302,8 @@ class Scheduler:
     def _swap_out(self, group: Group) -> bool:
         """False where host memory is short; the slots are then to be freed."""
         try:
-            for sequence in group.holders:
-                self.cache.swap_out(_slot(sequence))
-        except OutOfPages:
+            self.cache.swap_out([_slot(sequence) for sequence in group.holders])
+        except MemoryError:
             return False
         for sequence in group.holders:
             self._lengths[_slot(sequence)] = 0
@@ -324,7 +322,7 @@ class Scheduler:
             sequence.computed = sequence.published = 0
         self._slots_free += len(group.live)
         group.forked = len(group.live) == 1
-        group.unshared = False
+        group.swapped_once = False
         group.status = Status.WAITING
         insort(self.waiting, group, key=lambda group: group.order)
 
@@ -432,12 +430,15 @@ class Scheduler:
             raise InvalidArgument(
                 f"[Scheduler.reorder] sources {list(sources)} of {len(live)} live sequences"
             )
-        self.cache.reorder([_slot(s) for s in live], [_slot(live[source]) for source in sources])
+        before = [_slot(sequence) for sequence in live]
+        slots = self.cache.reorder(before, [before[source] for source in sources])
         states = [(list(s.output), s.known, s.computed, s.published, self._lengths[_slot(s)]) for s in live]
-        for sequence, source in zip(live, sources, strict=True):
+        for slot in before:
+            self._lengths[slot] = 0
+        for sequence, source, slot in zip(live, sources, slots, strict=True):
             output, sequence.known, sequence.computed, sequence.published, length = states[source]
-            sequence.output = list(output)
-            self._lengths[_slot(sequence)] = length
+            sequence.output, sequence.slot = list(output), slot
+            self._lengths[slot] = length
 
     def _fork(self, group: Group) -> None:
         first, *others = group.live
