@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 import vtensor
 from kv_model import ModelCache
+from support import open_pool
+from vtensor import testing
 from vtensor.serving import Engine, Request, Scheduler
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64  # float32, both layers in a page: 1 KiB a token and range
 PAGE = 4096
 PAGE_TOKENS = 4
 RANGES = 2
-HAS_CACHE = hasattr(vtensor, "KVCache")
+KINDS = ("model", "host", "simcuda")
 
 
 def mark(salt: str, tokens: list[int]) -> int:
@@ -41,7 +45,7 @@ def alone(request: Request) -> list[list[int]]:
 
 
 class ModelStore:
-    """The contents of a ModelCache."""
+    """What a ModelCache holds."""
 
     def __init__(self, cache: ModelCache) -> None:
         self.cache = cache
@@ -51,6 +55,31 @@ class ModelStore:
 
     def write(self, slot: int, start: int, values: list[int]) -> None:
         self.cache.write(slot, start, values)
+
+    def check(self) -> None:
+        self.cache.check()
+
+
+class TensorStore:
+    """What the tensors of a real cache hold: each token's mark, in K and V of every layer and head."""
+
+    def __init__(self, cache: vtensor.KVCache) -> None:
+        self.cache = cache
+
+    def read(self, slot: int, stop: int) -> list[int]:
+        self.cache.wait(slot)
+        rows = torch.stack([side[slot, :stop] for layer in range(LAYERS) for side in self.cache[layer]])
+        assert (rows == rows[:1, :, :1, :1]).all(), "K and V of the layers are of different tokens"
+        return rows[0, :, 0, 0].long().tolist()
+
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        marks = torch.tensor(values, dtype=torch.float32)[:, None, None]
+        for layer in range(LAYERS):
+            for side in self.cache[layer]:
+                side[slot, start : start + len(values)] = marks
+
+    def check(self) -> None:
+        testing.check_invariants(self.cache.pool)
 
 
 class FakeModel:
@@ -75,22 +104,27 @@ def choose(work, sequence) -> int:
     return next_token(sequence.group.request.salt, sequence.tokens, sequence.index)
 
 
-def model_cache(budget: int, max_batch: int = 4, max_len: int = 64, **options) -> ModelCache:
-    return ModelCache(
-        LAYERS,
-        HEADS,
-        HEAD_DIM,
-        max_batch,
-        max_len,
-        torch.float32,
-        layer_group=LAYERS,
-        page_size=PAGE,
-        budget=budget,
-        **options,
-    )
+@contextmanager
+def opened(
+    kind: str, budget: int, max_batch: int = 4, max_len: int = 64, host_budget: int = 1 << 30
+) -> Iterator:
+    """A cache of `budget` pages: the model of one, or a real one on the host or the simulated driver, whose
+    host memory has no limit of its own."""
+    sizes = (LAYERS, HEADS, HEAD_DIM, max_batch, max_len, torch.float32)
+    if kind == "model":
+        yield ModelCache(*sizes, layer_group=LAYERS, page_size=PAGE, budget=budget, host_budget=host_budget)
+        return
+    pool = open_pool(kind, budget)
+    try:
+        with vtensor.KVCache(*sizes, pool.device, layer_group=LAYERS, tile=1, pool=pool) as cache:
+            yield cache
+    finally:
+        pool.close()
 
-    return torch.float32
+
+def store_of(cache) -> ModelStore | TensorStore:
+    return ModelStore(cache) if isinstance(cache, ModelCache) else TensorStore(cache)
 
 
-def engine_over(cache: ModelCache, **options) -> Engine:
-    return Engine(Scheduler(cache, **options), FakeModel(ModelStore(cache)), choose)
+def engine_over(cache, **options) -> Engine:
+    return Engine(Scheduler(cache, **options), FakeModel(store_of(cache)), choose)

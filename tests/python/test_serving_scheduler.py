@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving_support import PAGE_TOKENS, RANGES, alone, engine_over, model_cache
-from vtensor import InvalidArgument
+from serving_support import KINDS, PAGE_TOKENS, RANGES, alone, engine_over, opened
+from support import simcuda_library
+from vtensor import InvalidArgument, OutOfPages
 from vtensor.serving import Request, Scheduler, Status
 
 SLOTS = 4
@@ -18,9 +21,18 @@ def request(id, prompt=8, new=4, **options):
     return Request(id, tokens, new, **options)
 
 
-def check_plan(scheduler, plan) -> None:
-    cache = scheduler.cache
-    cache.check()
+@pytest.fixture(params=KINDS)
+def open_cache(request):
+    """Makes caches: the model of one, real ones on the host, and on the simulated driver."""
+    if request.param == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+    with ExitStack() as stack:
+        yield lambda *args, **kw: stack.enter_context(opened(request.param, *args, **kw))
+
+
+def check_plan(engine, plan) -> None:
+    scheduler = engine.scheduler
+    engine.forward.store.check()
     running = [group.order for group in scheduler.running]
     queued = [group.order for group in scheduler.waiting + scheduler.swapped]
     assert running == sorted(running)
@@ -31,27 +43,24 @@ def check_plan(scheduler, plan) -> None:
         assert group.status is (Status.SWAPPED if group in scheduler.swapped else Status.WAITING)
     if plan.admitted and queued:
         assert max(group.order for group in plan.admitted) < min(queued), "somebody was overtaken"
-    held = []
-    for group in scheduler.running + scheduler.swapped:
-        assert group.live and all(sequence.slot is not None for sequence in group.holders)
-        held += [sequence.slot for sequence in group.holders]
-    assert len(set(held)) == len(held)
-    assert {slot for slot in range(cache.max_batch) if cache.in_use[slot]} == set(held)
+    slots = [s.slot for group in scheduler.running + scheduler.swapped for s in group.holders]
+    assert None not in slots and len(set(slots)) == len(slots)
+    stats = scheduler.cache.stats()
+    assert stats.slots_used == sum(len(group.holders) for group in scheduler.running)
+    assert stats.slots_swapped == sum(len(group.holders) for group in scheduler.swapped)
     assert all(s.slot is None and s.computed == 0 for group in scheduler.waiting for s in group.live)
-    assert {s.slot for group in scheduler.swapped for s in group.holders} == set(cache.swapped)
 
 
 def serve(engine, arrivals, bound=4000):
     """Runs requests that arrive at given iterations, and checks each iteration."""
-    scheduler, done, news = engine.scheduler, {}, {"preempted": 0}
-    forward = engine.forward
+    scheduler, done, plan = engine.scheduler, {}, engine.scheduler.plan
 
-    def checked(plan):
-        check_plan(scheduler, plan)
-        news["preempted"] += len(plan.preempted)
-        return forward(plan)
+    def checked():
+        planned = plan()
+        check_plan(engine, planned)
+        return planned
 
-    engine.forward = checked
+    scheduler.plan = checked
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     for iteration in range(bound):
         while arrivals and arrivals[0][0] <= iteration:
@@ -75,33 +84,52 @@ shapes = st.tuples(
 )
 
 
+def serve_together_and_alone(kind, shapes, pages, token_budget, host_budget=1 << 30):
+    arrivals = [
+        (at, Request(i, prompt, new, samples, stop, salt))
+        for i, (at, prompt, new, samples, stop, salt) in enumerate(shapes)
+    ]
+    with opened(kind, pages, SLOTS, host_budget=host_budget) as cache:
+        engine = engine_over(cache, token_budget=token_budget)
+        done = serve(engine, arrivals)
+        assert set(done) == {wanted.id for _, wanted in arrivals}
+        assert cache.stats().slots_free == SLOTS
+    for _, wanted in arrivals:
+        with opened(kind, pages, SLOTS, host_budget=host_budget) as cache:
+            by_itself = engine_over(cache).run([wanted])[wanted.id]
+        # In company its samples may get out of step, and one end and make room for the other.
+        if not by_itself.error:
+            assert not done[wanted.id].error
+            assert done[wanted.id].tokens == by_itself.tokens == alone(wanted)
+
+
 @given(
     shapes=st.lists(shapes, min_size=1, max_size=8),
     pages=st.integers(6, 60),
     token_budget=st.sampled_from([SLOTS, 16, 64]),
     host_budget=st.sampled_from([0, 20, 1000]),
 )
+@settings(max_examples=400)
 def test_each_request_as_if_alone(shapes, pages, token_budget, host_budget):
     """No request is lost, starved or overtaken; what can be served alone is, with the same tokens."""
-    arrivals = [
-        (at, Request(i, prompt, new, samples, stop, salt))
-        for i, (at, prompt, new, samples, stop, salt) in enumerate(shapes)
-    ]
-    options = {"host_budget": host_budget, "max_batch": SLOTS}
-    cache = model_cache(pages, **options)
-    done = serve(engine_over(cache, token_budget=token_budget), arrivals)
-    assert set(done) == {request.id for _, request in arrivals}
-    for _, wanted in arrivals:
-        by_itself = serve(engine_over(model_cache(pages, **options)), [(0, wanted)])[wanted.id]
-        # In company its samples may get out of step, and one end and make room for the other.
-        if not by_itself.error:
-            assert not done[wanted.id].error
-            assert done[wanted.id].tokens == by_itself.tokens == alone(wanted)
-    assert not any(cache.in_use)
+    serve_together_and_alone("model", shapes, pages, token_budget, host_budget)
 
 
-def test_first_come_first_served():
-    cache = model_cache(budget=1000, max_batch=2)
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_each_request_as_if_alone_in_real_memory(kind):
+    if kind == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+
+    @given(shapes=st.lists(shapes, min_size=3, max_size=8), pages=st.integers(6, 60))
+    @settings(max_examples=40)
+    def serve_them(shapes, pages):
+        serve_together_and_alone(kind, shapes, pages, token_budget=16)
+
+    serve_them()
+
+
+def test_first_come_first_served(open_cache):
+    cache = open_cache(budget=1000, max_batch=2)
     scheduler = Scheduler(cache, token_budget=64)
     for i in range(5):
         scheduler.add(request(i, new=2 + i % 2))
@@ -113,8 +141,8 @@ def test_first_come_first_served():
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_decoding_goes_before_prompts_and_the_budget_holds():
-    scheduler = Scheduler(model_cache(budget=1000), token_budget=10)
+def test_decoding_goes_before_prompts_and_the_budget_holds(open_cache):
+    scheduler = Scheduler(open_cache(budget=1000), token_budget=10)
     scheduler.add(request("decoding", prompt=2, new=30))
     scheduler.complete(scheduler.plan(), [0])
     scheduler.add(request("long", prompt=40))
@@ -128,9 +156,9 @@ def test_decoding_goes_before_prompts_and_the_budget_holds():
     assert pieces == [(0, 9), (9, 18), (18, 27), (27, 36), (36, 40)]
 
 
-def test_the_latest_is_preempted_and_comes_back_first():
+def test_the_latest_is_preempted_and_comes_back_first(open_cache):
     """Three of 6 tokens fill 12 pages. As they grow the last goes, then the second, and they come back."""
-    engine = engine_over(model_cache(budget=3 * 2 * RANGES))
+    engine = engine_over(open_cache(budget=3 * 2 * RANGES))
     preempted, admitted = [], []
     for i in range(3):
         engine.submit(request(i, prompt=[i] * 6, new=9))
@@ -145,8 +173,8 @@ def test_the_latest_is_preempted_and_comes_back_first():
     assert engine.scheduler.stats.recomputed == len(preempted) and engine.scheduler.stats.swapped == 0
 
 
-def test_a_group_goes_as_a_whole_and_is_swapped():
-    cache = model_cache(budget=30)
+def test_a_group_goes_as_a_whole_and_is_swapped(open_cache):
+    cache = open_cache(budget=30)
     engine = engine_over(cache)
     engine.submit(request("first", prompt=[1] * 14, new=30))
     engine.submit(request("group", prompt=[0] * 6, new=14, samples=3))
@@ -155,7 +183,7 @@ def test_a_group_goes_as_a_whole_and_is_swapped():
         plan = engine.scheduler.plan()
         for group in plan.preempted:
             assert group.request.id == "group" and group.status is Status.SWAPPED
-            assert {s.slot for s in group.live} == set(cache.swapped) and len(group.live) == 3
+            assert len(group.live) == cache.stats().slots_swapped == 3
         statuses |= {group.status for group in plan.preempted}
         engine.forward(plan)
         engine.scheduler.complete(plan, [engine.choose(plan.work[i], s) for i, s in plan.sampled])
@@ -163,17 +191,23 @@ def test_a_group_goes_as_a_whole_and_is_swapped():
     assert engine.scheduler.stats.swapped >= 1 and engine.scheduler.stats.finished == 2
 
 
-def test_without_host_memory_a_group_is_computed_again():
-    engine = engine_over(model_cache(budget=30, host_budget=0))
+def test_without_host_memory_a_group_is_computed_again(open_cache, monkeypatch):
+    cache = open_cache(budget=30)
+
+    def swap_out(slots):
+        raise OutOfPages("no host memory")
+
+    monkeypatch.setattr(cache, "swap_out", swap_out)
+    engine = engine_over(cache)
     wanted = [request("first", [1] * 14, 30), request("group", [0] * 6, 14, samples=3)]
     done = engine.run(wanted)
     assert engine.scheduler.stats.recomputed >= 1 and engine.scheduler.stats.swapped == 0
     assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
 
 
-def test_a_swapped_group_that_fits_only_shared_is_computed_again():
+def test_a_swapped_group_that_fits_only_shared_is_computed_again(open_cache):
     """Three samples of a long prompt fit while they share it. Out of host memory they come unshared."""
-    cache = model_cache(budget=34)
+    cache = open_cache(budget=34)
     engine = engine_over(cache)
     wanted = [request("first", [1] * 4, 24), request("group", [0] * 40, 8, samples=3)]
     done = engine.run(wanted)
@@ -182,8 +216,8 @@ def test_a_swapped_group_that_fits_only_shared_is_computed_again():
     assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
 
 
-def test_prefixes_are_reused_and_only_within_their_salt():
-    engine = engine_over(model_cache(budget=200))
+def test_prefixes_are_reused_and_only_within_their_salt(open_cache):
+    engine = engine_over(open_cache(budget=200))
     prompt = [1, 0] * 10
     engine.run([request("one", prompt)])
     assert engine.scheduler.stats.reused_tokens == 0
@@ -194,8 +228,8 @@ def test_prefixes_are_reused_and_only_within_their_salt():
     assert engine.scheduler.stats.reused_tokens == reused
 
 
-def test_what_cannot_fit_fails_and_leaves_the_others_alone():
-    engine = engine_over(model_cache(budget=6 * RANGES))
+def test_what_cannot_fit_fails_and_leaves_the_others_alone(open_cache):
+    engine = engine_over(open_cache(budget=6 * RANGES))
     fits, never = request("fits", [1] * 8, 4), request("never", [0] * 40, 4)
     grows = request("grows", [0, 1] * 9, 20)
     done = engine.run([never, fits, grows])
@@ -205,8 +239,8 @@ def test_what_cannot_fit_fails_and_leaves_the_others_alone():
 
 
 @pytest.mark.parametrize("when", [Status.WAITING, Status.RUNNING, Status.SWAPPED])
-def test_cancel(when):
-    cache = model_cache(budget=30)
+def test_cancel(open_cache, when):
+    cache = open_cache(budget=30)
     engine = engine_over(cache)
     engine.submit(request("first", prompt=[1] * 14, new=30))
     engine.submit(request("group", prompt=[0] * 6, new=14, samples=3))
@@ -214,14 +248,15 @@ def test_cancel(when):
     while group.status is not when:
         engine.step()
     engine.scheduler.cancel("group")
-    assert group.status is Status.CANCELLED and sum(cache.in_use) == len(engine.scheduler.running)
+    assert group.status is Status.CANCELLED
+    assert cache.stats().slots_free == SLOTS - len(engine.scheduler.running)
     assert engine.run()["first"].error == ""
     with pytest.raises(InvalidArgument, match="no request 'group'"):
         engine.scheduler.cancel("group")
 
 
-def test_a_failed_forward_is_tried_again():
-    cache = model_cache(budget=30)
+def test_a_failed_forward_is_tried_again(open_cache):
+    cache = open_cache(budget=30)
     engine = engine_over(cache)
     wanted = [request("first", [1] * 14, 30), request("group", [0] * 6, 14, samples=3)]
     never = request("never", [1] * 60, 4)
@@ -234,7 +269,7 @@ def test_a_failed_forward_is_tried_again():
             raise OSError("the device is gone")
         return forward(plan)
 
-    engine.forward = unreliable
+    store, engine.forward = engine.forward.store, unreliable
     done = {}
     for one in [*wanted, never]:
         engine.submit(one)
@@ -242,14 +277,14 @@ def test_a_failed_forward_is_tried_again():
         try:
             done |= {completion.id: completion for completion in engine.step()}
         except OSError:
-            cache.check()
+            store.check()
     assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
     assert done["never"].error
 
 
-def test_beams_continue_what_they_are_told():
+def test_beams_continue_what_they_are_told(open_cache):
     """After a beam step a sequence has the tokens, K and V of its source; FakeModel checks what it reads."""
-    cache = model_cache(budget=200)
+    cache = open_cache(budget=200)
     engine = engine_over(cache)
     engine.submit(request("beams", prompt=6, new=12, samples=3))
     group = engine.scheduler.waiting[0]
@@ -258,15 +293,15 @@ def test_beams_continue_what_they_are_told():
         if sources is not None:
             before = [list(s.tokens) for s in group.live]
             engine.scheduler.reorder("beams", sources)
-            cache.check()
+            engine.forward.store.check()
             assert [s.tokens for s in group.live] == [before[source] for source in sources]
     engine.run()
     with pytest.raises(InvalidArgument, match="no sequences at work"):
         engine.scheduler.reorder("beams", [0])
 
 
-def test_bad_input():
-    scheduler = Scheduler(model_cache(budget=20))
+def test_bad_input(open_cache):
+    scheduler = Scheduler(open_cache(budget=20))
     with pytest.raises(InvalidArgument, match="max_len is 64"):
         scheduler.add(request("long", prompt=60, new=5))
     with pytest.raises(InvalidArgument, match="4 slots"):
@@ -277,7 +312,7 @@ def test_bad_input():
     with pytest.raises(InvalidArgument, match="at least one"):
         request("empty", prompt=[])
     with pytest.raises(InvalidArgument, match="raise it"):
-        Scheduler(model_cache(budget=20), token_budget=3)
+        Scheduler(open_cache(budget=20), token_budget=3)
     plan = scheduler.plan()
     with pytest.raises(InvalidArgument, match="complete"):
         scheduler.plan()
@@ -291,4 +326,4 @@ def test_bad_input():
     with pytest.raises(InvalidArgument, match="2 live sequences"):
         scheduler.reorder("a", [0, 2])
     with pytest.raises(InvalidArgument, match="token ids"):
-        engine_over(model_cache(budget=20)).submit(Request("number", 8, 4))
+        engine_over(open_cache(budget=20)).submit(Request("number", 8, 4))
