@@ -5,41 +5,64 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["HostCopy", "Part", "Swapper"]
+from vtensor import _core
+
+__all__ = ["Group", "HostCopy", "Part", "Swapper"]
 
 
 class Part(NamedTuple):
-    """Bytes of one row of a slot: where they lie in the cache, and the first layer that reads them."""
+    """Neighbouring bytes of one row of a slot."""
 
-    layer: int
+    layer: int  # the first that reads them
     on_device: torch.Tensor  # uint8
+    on_host: torch.Tensor  # uint8, as many
 
 
 class HostCopy:
-    """What a slot held, in host memory.
+    """What is held of a swapped slot, in host memory: its parts, and how many bytes they are.
 
     Args:
-        layers: of each part, the first layer that reads it; ascending.
-        nbytes: of each part.
+        rows: the first layer that reads it, and the bytes, of each row.
         pinned: page-locked memory, so that copies run beside kernels.
     """
 
-    def __init__(self, layers: Sequence[int], nbytes: Sequence[int], pinned: bool) -> None:
-        self.layers = list(layers)
-        whole = torch.empty(sum(nbytes), dtype=torch.uint8, pin_memory=pinned)
-        self.parts = list(whole.split(list(nbytes))) if nbytes else []
+    def __init__(self, rows: Sequence[tuple[int, torch.Tensor]], pinned: bool) -> None:
+        sizes = [row.numel() for _, row in rows]
+        whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         self.nbytes = whole.numel()
+        self.rows = whole.split(sizes) if sizes else ()
+
+    def parts(self, rows: Sequence[tuple[int, torch.Tensor]]) -> list[Part]:
+        """To be copied from or to these rows, which may be those of another slot."""
+        return [Part(layer, row, here) for (layer, row), here in zip(rows, self.rows, strict=True)]
+
+
+@dataclass
+class Group:
+    """Slots that were swapped out together and begin with the same pages.
+
+    Args:
+        length: tokens whose pages are the same.
+        head: their bytes.
+        waiting: the slots that have not come back.
+    """
+
+    length: int
+    head: HostCopy
+    waiting: set[int]
+    kept: _core.KeptPrefix | None = None  # their pages, once the first slot has them again
 
 
 class _Transfer:
     """One slot's copies under way: which layers have arrived."""
 
     def __init__(self, layers: list[int]) -> None:
-        self.layers = layers
+        self.layers = layers  # of the parts, ascending
         self.arrived = 0  # parts
         self.changed = threading.Condition()
         self.events: list[Any] = []  # CUDA events, one a part
@@ -69,26 +92,25 @@ class Swapper:
         """The stream of the copies; None where a thread makes them."""
         return self._stream
 
-    def copy_out(self, slot: int, parts: Sequence[Part], copy: HostCopy, done: Callable[[], None]) -> None:
-        """Starts copying ``parts`` to ``copy``; ``done()`` is called behind the last, on CUDA at once, where
-        the stream keeps the order."""
-        pairs = list(zip(copy.parts, (part.on_device for part in parts), strict=True))
-        self._start(slot, copy.layers, pairs, done)
+    def copy_out(self, slot: int, parts: Sequence[Part], done: Callable[[], None]) -> None:
+        """Starts copying to the host; ``done()`` is called behind the last, on CUDA at once, where the stream
+        keeps the order."""
+        self._start(slot, parts, [(part.on_host, part.on_device) for part in parts], done)
 
-    def copy_in(self, slot: int, parts: Sequence[Part], copy: HostCopy) -> None:
+    def copy_in(self, slot: int, parts: Sequence[Part]) -> None:
         """Starts copying back, in the order of the layers."""
-        pairs = list(zip((part.on_device for part in parts), copy.parts, strict=True))
-        self._start(slot, copy.layers, pairs, lambda: None)
+        parts = sorted(parts, key=lambda part: part.layer)
+        self._start(slot, parts, [(part.on_device, part.on_host) for part in parts], lambda: None)
 
     def _start(
         self,
         slot: int,
-        layers: list[int],
+        parts: Sequence[Part],
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
         done: Callable[[], None],
     ) -> None:
         self.wait(slot)
-        transfer = self._under_way[slot] = _Transfer(layers)
+        transfer = self._under_way[slot] = _Transfer([part.layer for part in parts])
         if self._cuda:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):

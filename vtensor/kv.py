@@ -14,7 +14,7 @@ from vtensor._kv_stats import KVCacheStats
 from vtensor._layout import Layout, layout_of, whole_storage
 from vtensor._prefix import PrefixIndex
 from vtensor._streams import Stream, stream_handle
-from vtensor._swap import HostCopy, Part, Swapper
+from vtensor._swap import Group, HostCopy, Swapper
 from vtensor.errors import Closed, InvalidArgument, OutOfPages
 from vtensor.pool import Pool, default_pool
 
@@ -36,7 +36,7 @@ class KVCache:
         head_dim: of K, and of V unless ``value_head_dim`` is given.
         max_batch: slots.
         max_len: tokens a slot can hold; costs addresses, no memory.
-        dtype, device: of the tensors.
+        dtype, device: of the tensors; the pool's device, or the CPU, unless given.
         layer_group: layers that lie in one page (the sliced layout). A page then holds fewer tokens of more
             layers, so less of the last page is wasted and shorter prefixes are shared.
         layout: ``"token"`` for ``[max_batch, max_len, heads, head_dim]``, as FlashAttention takes it;
@@ -66,7 +66,7 @@ class KVCache:
         max_batch: int,
         max_len: int,
         dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | int = "cpu",
+        device: torch.device | str | int | None = None,
         *,
         layer_group: int = 1,
         layout: Literal["token", "head"] = "token",
@@ -77,12 +77,13 @@ class KVCache:
         pool: Pool | None = None,
     ) -> None:
         if pool is None:
-            pool = default_pool(torch.device(device))
-        on = torch.device(device)
-        if on.type != pool.device.type or on.index not in (None, pool.device.index):
-            raise InvalidArgument(
-                f"[KVCache] device is {on} and the pool is on {pool.device}: leave one of them out"
-            )
+            pool = default_pool("cpu" if device is None else device)
+        elif device is not None:
+            on = torch.device(device)
+            if on.type != pool.device.type or on.index not in (None, pool.device.index):
+                raise InvalidArgument(
+                    f"[KVCache] device is {on} and the pool is on {pool.device}: leave one of them out"
+                )
         if tile is None:
             tile = 256 if pool.device.type == "cuda" else 1
         sizes = {"max_batch": max_batch, "max_len": max_len, "tile": tile}
@@ -111,11 +112,11 @@ class KVCache:
         self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
         self._prefixes = PrefixIndex(self._unit())
         self._queries = self._hits = 0
-        self._swapper = Swapper(pool.device)
+        self._swapper = Swapper(self._bytes[0].device)
         self._swapped: dict[int, HostCopy] = {}
         self._told: dict[int, Sequence[int]] = {}  # of a slot, the tokens that the index knows it by
         self._leaving: list[int] = []  # slots whose pages go once they are copied out
-        self._siblings: dict[int, tuple[int, list[int]]] = {}  # a swapped slot's first pages are another's
+        self._groups: dict[int, Group] = {}  # of swapped slots that share pages
         pool._register(self)
 
     # -- requests
@@ -186,8 +187,9 @@ class KVCache:
         slot = self._slot("KVCache.free", slot)
         self._swapper.forget(slot)
         self._core.free(slot, stream_handle("KVCache.free", stream))
-        for known in (self._swapped, self._siblings, self._told):
-            known.pop(slot, None)
+        self._swapped.pop(slot, None)
+        self._told.pop(slot, None)
+        self._leave_group(slot)
 
     def truncate(self, slot: int, length: int, stream: Stream | None = None) -> None:
         """Cuts a request to its first ``length`` tokens, as after rejected drafts.
@@ -323,25 +325,23 @@ class KVCache:
                 what = ("free", "named twice", "swapped out already")[states[one]]
                 raise InvalidArgument(f"[KVCache.swap_out] slot {one} is {what}: name slots in use")
             self._swapper.wait(one)
-        first = slots[0] if slots else 0
-        shared = {one: self._core.shared_pages(one, first) for one in slots[1:]}
+        group = self._group_of(slots)
         for one in slots:
-            skip = shared.get(one, [0] * len(self._rows))
-            parts = self._parts(one, self._core.length(one), skip)
-            copy = HostCopy(
-                [part.layer for part in parts], [p.on_device.numel() for p in parts], self._swapper.pinned
-            )
-            if any(skip):
-                self._siblings[one] = (first, skip)
+            own = group if group is not None and one in group.waiting else None
+            rows = self._rows_of(one, own.length if own else 0, self._core.length(one))
+            copy = self._swapped[one] = HostCopy(rows, self._swapper.pinned)
+            parts = copy.parts(rows)
+            if own is not None:
+                self._groups[one] = own
+                if one == slots[0]:
+                    parts += own.head.parts(self._rows_of(one, 0, own.length))
             self._core.set_aside(one)
-            self._swapped[one] = copy
             self._leaving.append(one)
-            self._swapper.copy_out(one, parts, copy, partial(self._vacate, one))
+            self._swapper.copy_out(one, parts, partial(self._vacate, one))
 
     def swap_in(self, slot: int) -> bool:
         """Gives a swapped request its pages back, at the same addresses, and starts copying, layer by layer.
-        Before the work of a layer, :meth:`wait` for it. Requests that were swapped out together come in in
-        the same order to share pages again.
+        Before the work of a layer, :meth:`wait` for it.
 
         Returns:
             False where memory is short: it stays swapped out.
@@ -354,21 +354,20 @@ class KVCache:
         if copy is None:
             raise InvalidArgument(f"[KVCache.swap_in] slot {slot} is not swapped out: call swap_out first")
         self._swapper.forget(slot)
-        source, skip = self._siblings.get(slot, (None, []))
-        if source is not None:
-            if source in self._swapped:
-                raise InvalidArgument(
-                    f"[KVCache.swap_in] slot {slot} shares pages with slot {source}, which is swapped out: "
-                    "swap that in first"
-                )
-            self._swapper.wait(source)
-        while not self._core.restore(slot, source, skip):
+        group = self._groups.get(slot)
+        kept = None if group is None else group.kept
+        while not self._core.restore(slot, kept):
             if not self._make_room():
                 return False
-        self._siblings.pop(slot, None)
-        parts = self._parts(slot, self._core.length(slot), skip or [0] * len(self._rows))
-        self._swapper.copy_in(slot, parts, copy)
+        parts = copy.parts(self._rows_of(slot, group.length if group else 0, self._core.length(slot)))
+        if group is not None and kept is None:
+            parts += group.head.parts(self._rows_of(slot, 0, group.length))
+        self._swapper.copy_in(slot, parts)
         del self._swapped[slot]
+        self._leave_group(slot)
+        if group is not None and kept is None and group.waiting:
+            self._swapper.wait(slot)  # what is shared is not written to any more
+            (group.kept,) = self._core.offer(slot, [0, group.length])
         return True
 
     def wait(self, slot: int, layer: int | None = None) -> None:
@@ -427,7 +426,13 @@ class KVCache:
             ranges=sum(kind.rows for kind in self._layout.kinds),
             nbytes_live=live,
             nbytes_mapped=pages.mapped * size,
-            nbytes_swapped=sum(copy.nbytes for copy in self._swapped.values()),
+            nbytes_swapped=sum(
+                copy.nbytes
+                for copy in [
+                    *self._swapped.values(),
+                    *{id(g): g.head for g in self._groups.values()}.values(),
+                ]
+            ),
             pages_used=counts.distinct,
             pages_shared=counts.shared,
             pages_mapped=pages.mapped,
@@ -450,6 +455,7 @@ class KVCache:
         self._swapper.close()
         self._prefixes.clear()
         self._swapped.clear()
+        self._groups.clear()
         self._layers, self._bytes = [], []
         self._core.close(stream_handle("KVCache.close", stream))
 
@@ -495,20 +501,45 @@ class KVCache:
             for kind, begin in zip(self._layout.kinds, begins, strict=True)
         )
 
-    def _parts(self, slot: int, length: int, skip: Sequence[int]) -> list[Part]:
-        """The bytes of a slot's tokens, row after row, those of the first layers first. Of each kind, without
-        the first ``skip`` pages."""
-        parts = []
+    def _rows_of(self, slot: int, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
+        """The bytes of a slot's tokens ``start`` to ``stop``, row after row, each with the first layer that
+        reads it. A start that is no token's (``start`` pages are shared) is that of the page it lies in."""
+        rows = []
         size = self._pool.page_size
-        for kind, (rows, begin) in enumerate(zip(self._layout.kinds, self._core.begins(slot), strict=True)):
-            start, stop = begin * rows.item_bytes, length * rows.item_bytes
-            if skip[kind]:
-                start = (start // size + skip[kind]) * size
-            for row, layer in enumerate(rows.first_layers):
-                at = (row * self.max_batch + slot) * self._rows[kind]
-                if stop > start:
-                    parts.append(Part(layer, self._bytes[kind][at + start : at + stop]))
-        return sorted(parts, key=lambda part: part.layer)
+        for number, (kind, kept) in enumerate(zip(self._layout.kinds, self._core.begins(slot), strict=True)):
+            begin = kept * kind.item_bytes if start == 0 else start * kind.item_bytes // size * size
+            end = stop * kind.item_bytes
+            if start == 0 and stop < self._core.length(slot):
+                end = end // size * size
+            for row, layer in enumerate(kind.first_layers):
+                at = (row * self.max_batch + slot) * self._rows[number]
+                if end > begin:
+                    rows.append((layer, self._bytes[number][at + begin : at + end]))
+        return rows
+
+    def _group_of(self, slots: Sequence[int]) -> Group | None:
+        """What slots that go together share with the first: whole units, so that their pages can be kept."""
+        lengths = {}
+        size = self._pool.page_size
+        for slot in slots[1:]:
+            shared = self._core.shared_pages(slot, slots[0])
+            kinds = zip(self._layout.kinds, shared, self._core.begins(slot), strict=True)
+            tokens = min(0 if begin else pages * size // kind.item_bytes for kind, pages, begin in kinds)
+            tokens = min(tokens, self._core.length(slot), self._core.length(slots[0]))
+            if tokens >= self._prefixes.unit:
+                lengths[slot] = tokens // self._prefixes.unit * self._prefixes.unit
+        if not lengths:
+            return None
+        length = min(lengths.values())
+        head = HostCopy(self._rows_of(slots[0], 0, length), self._swapper.pinned)
+        return Group(length, head, {slots[0], *lengths})
+
+    def _leave_group(self, slot: int) -> None:
+        group = self._groups.pop(slot, None)
+        if group is not None:
+            group.waiting.discard(slot)
+            if not group.waiting:
+                group.kept = None  # its pages stay with those who have mapped them
 
     def _make_room(self) -> bool:
         """For a call that found memory short: whether it is worth another try."""

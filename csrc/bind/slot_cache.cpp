@@ -146,14 +146,12 @@ class CacheCore {
     run("KVCache.swap_out", stream, [&](const Caller& caller) { cache_->vacate(caller, slot); });
   }
 
-  bool restore(std::size_t slot, std::optional<std::size_t> source,
-               const std::vector<std::size_t>& pages) {
+  bool restore(std::size_t slot, const KeptPrefix* prefix) {
     const Operation operation(*this, "KVCache.swap_in");
-    std::optional<SlotCache::Shared> shared;
-    if (source) shared = SlotCache::Shared{*source, pages};
+    const Prefix shelves = prefix ? prefix->shelves : Prefix();
     try {
       run("KVCache.swap_in", {},
-          [&](const Caller& caller) { cache_->restore(caller, slot, shared); });
+          [&](const Caller& caller) { cache_->restore(caller, slot, shelves); });
     } catch (const OutOfPages&) {
       return false;
     } catch (const DeviceOutOfMemory&) {
@@ -296,8 +294,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("own", &CacheCore::own)
       .def("vacate", &CacheCore::vacate, nb::arg("slot"), no_stream)
       .def("set_aside", &CacheCore::set_aside)
-      .def("restore", &CacheCore::restore, nb::arg("slot"), nb::arg("source") = nb::none(),
-           nb::arg("pages") = std::vector<std::size_t>())
+      .def("restore", &CacheCore::restore, nb::arg("slot"), nb::arg("prefix") = nb::none())
       .def("shared_pages", &CacheCore::shared_pages)
       .def("begins", &CacheCore::begins)
       .def("use", &CacheCore::use, no_stream)

@@ -427,33 +427,28 @@ std::vector<std::size_t> SlotCache::shared_pages(std::size_t slot, std::size_t o
   return shared;
 }
 
-void SlotCache::restore(const Caller& caller, std::size_t slot,
-                        const std::optional<Shared>& shared) {
+void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& prefix) {
   require_swapped(caller, slot);
-  if (shared) require_used(caller, shared->source);
   const Slot& restored = slots_[slot];
   try {
-    for (std::size_t kind = 0; shared && kind < kinds_.size(); ++kind) {
-      if (shared->pages.at(kind) == 0) continue;
-      const std::size_t first = page_of(kinds_[kind], restored.begins[kind]);
-      const Interval pages{first, first + shared->pages[kind]};
-      const std::size_t end =
-          std::min(restored.length, pages.end * pool_->page_size() / kinds_[kind].shape.item_bytes);
-      const auto shelves = slots_[shared->source].buffers[kind]->offer(caller, {&pages, 1});
-      restored.buffers[kind]->accept(caller, {restored.begins[kind], end}, shelves);
+    for (std::size_t kind = 0; kind < prefix.size(); ++kind) {
+      const std::shared_ptr<Shelf>& shelf = prefix[kind];
+      if (shelf->slots().empty()) continue;
+      const std::size_t end = shelf->slots().end * pool_->page_size();
+      restored.buffers[kind]->accept(
+          caller, {0, std::min(restored.length, end / kinds_[kind].shape.item_bytes)}, {&shelf, 1});
     }
     std::vector<Buffer::Growth> growths;
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
       Buffer& buffer = *restored.buffers[kind];
-      const Interval positions = needed(kind, slot, restored.length);
-      growths.push_back({&buffer, positions, {buffer.positions().end, restored.length}});
+      const std::size_t written = std::min(buffer.positions().end, restored.length);
+      growths.push_back({&buffer, needed(kind, slot, restored.length), {written, restored.length}});
     }
     Buffer::grow(caller, growths, false);
   } catch (...) {
     for (const std::shared_ptr<Buffer>& buffer : restored.buffers) buffer->retract(caller, {});
     throw;
   }
-  if (shared) find_calm(shared->source);
   slots_[slot].state = SlotState::used;
   lengths_[slot] = static_cast<std::int64_t>(restored.length);
   prepare(slot);

@@ -97,14 +97,10 @@ class SlotCache {
   void own(const Caller& caller, std::size_t slot, Interval positions);
   // A swap in three parts. Set aside, a slot has no length for `step`, and is nobody's to use but
   // for copying out of it; vacated, it has no page; restored, it has pages of its own for the
-  // length that it had, or shares its first ones with `source`.
+  // length that it had, but those of `prefix` for its first positions.
   void set_aside(const Caller& caller, std::size_t slot);
   void vacate(const Caller& caller, std::size_t slot);
-  struct Shared {
-    std::size_t source;
-    std::vector<std::size_t> pages;  // of each kind, the first that are the same
-  };
-  void restore(const Caller& caller, std::size_t slot, const std::optional<Shared>& shared);
+  void restore(const Caller& caller, std::size_t slot, const Prefix& prefix);
   // How many of the first pages of two slots are the same.
   std::vector<std::size_t> shared_pages(std::size_t slot, std::size_t other);
   // The first position that is kept, of each kind.
