@@ -76,7 +76,7 @@ def mixed_requests(samples=1):
         common[:35] + ids(20, 6),
         ids(33, 7),
     ]
-    return [Request(i, prompt, 8 + 3 * i, samples=samples) for i, prompt in enumerate(prompts)]
+    return [Request(i, prompt, 24 + 3 * i, samples=samples) for i, prompt in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -85,8 +85,7 @@ def test_preempted_and_shared_requests_get_their_own_tokens(attention, layout):
     model = make_llama(attention)
     requests = mixed_requests()
     expected = {request.id: alone(model, request) for request in requests}
-    # With rows for each head a page holds twice the tokens, and each slot has twice the rows.
-    with engine_for(model, pages=30 if layout == "token" else 32, layout=layout) as engine:
+    with engine_for(model, pages=24, layout=layout) as engine:
         done = engine.run(requests)
         stats = engine.scheduler.stats
     assert {id: completion.tokens for id, completion in done.items()} == expected
