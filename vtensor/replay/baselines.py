@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vtensor.errors import CapacityExceeded, InvalidArgument
+from vtensor.errors import CapacityExceeded, InvalidArgument, OutOfPages
 
 __all__ = ["ManagerStats", "NeverSwapped", "OneSample", "StaticCache"]
 
@@ -21,27 +21,27 @@ class ManagerStats:
 
 
 class NeverSwapped:
-    """A scheduler swaps requests of several samples alone, and those of a trace have one each."""
+    """A manager without host memory: a scheduler has requests computed again instead. It asks only for those
+    of several samples, which a trace has not."""
 
     def swap_out(self, slot: int | Sequence[int]) -> None:
-        raise _one_sample(self, "swap_out")
+        raise OutOfPages(f"[{type(self).__name__}.swap_out] there is no host memory: compute it again")
 
     def swap_in(self, slot: int) -> bool:
-        raise _one_sample(self, "swap_in")
+        raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out")
 
 
 class OneSample(NeverSwapped):
-    """Nor is such a request forked."""
+    """Nor are requests forked: those of a trace have one sample each."""
 
     def fork(self, slot: int, n: int = 1) -> list[int]:
-        raise _one_sample(self, "fork")
+        raise self._one_sample("fork")
 
     def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]:
-        raise _one_sample(self, "reorder")
+        raise self._one_sample("reorder")
 
-
-def _one_sample(manager: object, name: str) -> InvalidArgument:
-    return InvalidArgument(f"[{type(manager).__name__}.{name}] it manages requests of one sample each")
+    def _one_sample(self, name: str) -> InvalidArgument:
+        return InvalidArgument(f"[{type(self).__name__}.{name}] it manages requests of one sample each")
 
 
 class StaticCache(OneSample):

@@ -204,24 +204,21 @@ def _over_zero(name: str, number: float) -> float:
 
 
 class _Progress:
-    """Tells stderr once a second how far it is: over itself on a terminal, in new lines elsewhere."""
+    """Tells stderr how far it is: every second over itself on a terminal, every ten seconds elsewhere."""
 
     def __enter__(self) -> Callable[[str], None]:
-        self._last = time.monotonic()
         self._terminal = sys.stderr.isatty()
+        self._next = time.monotonic() + 1.0
         self._shown = False
         return self._show
 
     def _show(self, line: str) -> None:
         now = time.monotonic()
-        if now - self._last >= 1.0:
-            self._last, self._shown = now, True
-            print(
-                f"\r{line}\x1b[K" if self._terminal else line,
-                end="" if self._terminal else "\n",
-                file=sys.stderr,
-            )
-            sys.stderr.flush()
+        if now >= self._next:
+            self._next = now + (1.0 if self._terminal else 10.0)
+            self._shown = True
+            shown = f"\r{line}\x1b[K" if self._terminal else f"{line}\n"
+            print(shown, end="", file=sys.stderr, flush=True)
 
     def __exit__(self, *exception: object) -> None:
         if self._shown and self._terminal:
