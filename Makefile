@@ -1,5 +1,5 @@
 # Thin names for what scripts/ does. `make demo` and `make test` set everything up by themselves.
-.PHONY: help demo test check bench gpu stubs format clean
+.PHONY: help demo test check bench docs gpu stubs format clean
 .DEFAULT_GOAL := help
 
 help:  ## print this list
@@ -24,6 +24,10 @@ bench:  ## measure against the baselines, as ratios in one run
 	@scripts/venv.sh test
 	@scripts/build.sh
 	@scripts/bench.sh
+
+docs:  ## build the documentation into build/site; warnings are errors
+	@scripts/venv.sh dev
+	@scripts/docs.sh
 
 gpu:  ## on a GPU: build offline, test, and answer the questions of benchmarks/gpu in 8 minutes
 	@scripts/gpu.sh

@@ -162,7 +162,8 @@ def flash_attn_varlen_func(
         args, kwargs, backend: as for :func:`flash_attn_func`.
 
     Raises:
-        As :func:`flash_attn_func`; also where rows are given and packed sequences are asked for.
+        NotInstalled: as for :func:`flash_attn_func`.
+        InvalidArgument: as there; or rows are given where packed sequences are asked for.
     """
     kernel = _find("flash_attn_varlen_func", backend, q.device)
     takes_rows = "seqused_k" in kernel.places and kernel.argument("cu_seqlens_k", args, kwargs) is None
@@ -197,8 +198,9 @@ def flash_attn_with_kvcache(
         What the kernel returns. If it raises, the lengths are as before.
 
     Raises:
-        As :func:`flash_attn_func`; InvalidArgument also for lengths above the cache's, as far as the host
-        knows them, or of another dtype or number.
+        NotInstalled: as for :func:`flash_attn_func`.
+        InvalidArgument: as there; or lengths above the cache's, as far as the host knows them, or of another
+            dtype or number.
         CapacityExceeded, OutOfPages, DriverError: as for ``VTensor.extend``.
     """
     kernel = _find("flash_attn_with_kvcache", backend, q.device)

@@ -42,6 +42,7 @@ step "ruff format" ruff format --check .
 step "mypy" mypy
 step "import-linter" check_layers
 step "clang-format" check_cpp_format
+scripts/docs.sh
 step "Golden stub" check_stub
 step "Include rules" check_architecture
 step "C++ tests under ASan and UBSan" cpp_tests asan-ubsan

@@ -309,7 +309,7 @@ class VTensor(torch.Tensor):
         return self.clone(memory_format=torch.contiguous_format).__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A numpy array over :meth:`snapshot`: it stays good whatever this tensor does later."""
+        """A numpy array over :meth:`snapshot`: good whatever this tensor does later. ``force`` as torch's."""
         return self._alias().numpy(force=force)
 
     def _alias(self) -> torch.Tensor:
@@ -342,7 +342,7 @@ class VTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> VTensor:
-        """Refused: a VTensor is an inference structure."""
+        """Refused (VTensorError) where ``requires_grad`` is true: a VTensor is an inference structure."""
         if requires_grad:
             raise VTensorError(
                 "[VTensor.requires_grad] a VTensor keeps no graph: use t.clone().requires_grad_()"
@@ -477,7 +477,11 @@ def zeros(
     pool: Pool | None = None,
     when_full: WhenFull = "raise",
 ) -> VTensor:
-    """As :func:`empty`; every position reads as zeros until written, those added by ``extend`` too."""
+    """As :func:`empty`; every position reads as zeros until written, those added by ``extend`` too.
+
+    Raises:
+        InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
+    """
     return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, zeroed=True)
 
 
@@ -490,6 +494,9 @@ def empty_like(
         t: a VTensor, whose ``grow_dim``, capacity and pool are taken unless given; or a plain tensor, which
             needs ``grow_dim=`` and ``capacity=``.
         capacity, pool, options: as for :func:`empty`.
+
+    Raises:
+        InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
     if isinstance(t, VTensor):
         options.setdefault("grow_dim", t.grow_dim)
@@ -508,8 +515,13 @@ def from_tensor(
 ) -> VTensor:
     """A tensor that begins as a copy of ``x`` and can grow to ``capacity`` positions along ``grow_dim``.
 
+    Args:
+        x: a plain tensor, of any strides, or a VTensor. The device is its.
+        grow_dim, capacity, pool, when_full: as for :func:`empty`.
+
     Raises:
-        As :func:`empty`, and as :meth:`VTensor.append` for a source that requires grad.
+        InvalidArgument: as for :func:`empty`; or ``x`` requires grad outside ``no_grad``.
+        CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
     dim = _checked_dim(tuple(x.shape), grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]

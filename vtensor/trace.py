@@ -73,6 +73,7 @@ class Recording:
     """What vtensor does while this context manager is open. Made by :func:`record`.
 
     It holds what began and ended inside the ``with``. Afterwards it holds the same for as long as it lives.
+    ``capacity`` is that of :func:`record`.
     """
 
     def __init__(self, capacity: int | None = None) -> None:

@@ -73,6 +73,10 @@ void Buffer::prepare(std::size_t end) {
   PoolLock lock(pool_);
   trace::event(trace::What::prepare, slot_address(0, extent_end()),
                (end - positions_.end) * shape_.item_bytes * shape_.rows, base_);
+  want_until(end);
+}
+
+void Buffer::want_until(std::size_t end) {
   if (end > positions_.begin) want(slots_of({positions_.begin, end}).end);
 }
 

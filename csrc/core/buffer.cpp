@@ -148,32 +148,37 @@ void Buffer::require_no_capture(const Caller& caller) {
               "pages are ready");
 }
 
-bool Buffer::grow_within(const Caller& caller, Interval positions) {
-  const PoolLock lock(pool_, std::try_to_lock);
-  if (!lock) return false;
+bool Buffer::is_ready(Interval positions) const {
   const Interval added = slots_of({positions_.end, positions.end});
-  const bool crosses = !extent_.contains(added);
-  if (crosses && (added.end > ready_.end || !ready_after_.empty())) return false;
-  if (guarded_ != 0) {
-    for (std::size_t row = 0; row < shape_.rows; ++row) {
-      for (std::size_t slot = added.begin; slot < added.end; ++slot) {
-        if (!is_writable(table_.at(row, slot))) return false;
-      }
+  if (!extent_.contains(added) && (added.end > ready_.end || !ready_after_.empty())) return false;
+  for (std::size_t row = 0; guarded_ != 0 && row < shape_.rows; ++row) {
+    for (std::size_t slot = added.begin; slot < added.end; ++slot) {
+      if (!is_writable(table_.at(row, slot))) return false;
     }
   }
+  return true;
+}
+
+void Buffer::grow_ready(const Caller& caller, Interval positions) {
   note(caller.stream);
   pace_.step(positions.end - positions_.end);
   positions_ = positions;
-  if (crosses) {
-    const Interval wanted = slots_of(positions);
+  const Interval wanted = slots_of(positions);
+  if (wanted.end > extent_end()) {
     trace::event(trace::What::revive, slot_address(0, extent_end()),
                  (wanted.end - extent_end()) * shape_.rows * page_size_, base_);
     extent_ = wanted;
     ++pool_->counted.growths_ready;
     set_ready({wanted.end, ready_.end});
-    mark_pace();
+    if (!placed()) mark_pace();
   }
-  look_ahead();
+  if (!placed()) look_ahead();
+}
+
+bool Buffer::grow_within(const Caller& caller, Interval positions) {
+  const PoolLock lock(pool_, std::try_to_lock);
+  if (!lock || !is_ready(positions)) return false;
+  grow_ready(caller, positions);
   return true;
 }
 

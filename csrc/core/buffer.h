@@ -141,6 +141,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void grow(const Caller& caller, Interval positions, bool populate, Interval stale = {});
   // Has the mapper make the positions below `end` ready, and returns at once.
   void prepare(std::size_t end);
+  // The same for both in one go, for many buffers under one lock: `grow_ready` once `is_ready`.
+  // They require the pool's lock.
+  bool shares() const { return guarded_ != 0; }
+  bool is_ready(Interval positions) const;
+  void grow_ready(const Caller& caller, Interval positions);
+  void want_until(std::size_t end);
   // Makes a smaller extent the owner's. What no generation covers is unmapped, once the caller's
   // stream and all others that used it have passed this point.
   void retract(const Caller& caller, Interval positions);

@@ -216,7 +216,7 @@ std::vector<Interval> Buffer::uncovered() const {
 
 // Slots that come into use again are not unmapped.
 void Buffer::revive(Interval slots) {
-  if (slots.empty()) return;
+  if (slots.empty() || retiring_.empty()) return;
   std::vector<Interval> rest;
   for (const Interval interval : retiring_) {
     const Interval before{interval.begin, std::min(interval.end, slots.begin)};

@@ -155,12 +155,36 @@ bool SlotCache::step_within(std::span<const std::int64_t> lengths) {
 
 void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths)) require_lengths(caller, lengths);
-  grow(caller, lengths);
+  if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);
+  for (const std::size_t slot : due_) forget_heads(caller, slot);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin());
-  for (const std::size_t slot : due_) find_calm(slot);
+  look_further(due_);
 }
 
-// What the slots that are due take.
+// What the slots that are due take, where all of it is ready and their own.
+bool SlotCache::grow_ready(const Caller& caller, std::span<const std::int64_t> lengths) {
+  const PoolLock lock(pool_);
+  const auto each = [&](auto what) {
+    for (const std::size_t slot : due_) {
+      for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+        const Interval positions = needed(kind, slot, static_cast<std::size_t>(lengths[slot]));
+        if (!what(*slots_[slot].buffers[kind], positions)) return false;
+      }
+    }
+    return true;
+  };
+  if (!each([](const Buffer& buffer, Interval positions) {
+        return !buffer.shares() && buffer.is_ready(positions);
+      })) {
+    return false;
+  }
+  return each([&caller](Buffer& buffer, Interval positions) {
+    buffer.grow_ready(caller, positions);
+    return true;
+  });
+}
+
+// The same, by driver calls.
 void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths) {
   std::vector<Buffer::Growth> growths;
   growths.reserve(due_.size() * kinds_.size());
@@ -173,11 +197,6 @@ void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths
     }
   }
   Buffer::grow(caller, growths, false);
-  for (const std::size_t slot : due_) {
-    forget_heads(caller, slot);
-    lengths_[slot] = lengths[slot];
-    prepare(slot);
-  }
 }
 
 // Gives back the pages before what windows can see from the present length on.
@@ -192,38 +211,39 @@ void SlotCache::forget_heads(const Caller& caller, std::size_t slot) {
   }
 }
 
-void SlotCache::prepare(std::size_t slot) {
-  if (shape_.lookahead == 0 || lengths_[slot] == 0) return;
-  const std::size_t end =
-      std::min(shape_.max_length, static_cast<std::size_t>(lengths_[slot]) + shape_.lookahead);
-  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) {
-    if (buffer->slots_of({0, end}).end > buffer->extent().end) buffer->prepare(end);
+// Has the mapper look ahead of these slots, and finds how far their lengths may grow before
+// anything has to be done.
+void SlotCache::look_further(std::span<const std::size_t> slots) {
+  const PoolLock lock(pool_);
+  for (const std::size_t slot : slots) {
+    const auto length = static_cast<std::size_t>(lengths_[slot]);
+    const std::size_t end = std::min(shape_.max_length, length + shape_.lookahead);
+    std::size_t calm = shape_.max_length;
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      Buffer& buffer = *slots_[slot].buffers[kind];
+      if (length != 0 && shape_.lookahead != 0) {
+        const std::size_t ahead = buffer.slots_of({0, end}).end;
+        if (ahead > buffer.extent().end) buffer.want_until(end);
+        const std::size_t told = ahead * pool_->page_size() / kinds_[kind].shape.item_bytes;
+        if (told < shape_.max_length) calm = std::min(calm, told - shape_.lookahead);
+      }
+      calm = std::min(calm, calm_of(kind, slot, length));
+    }
+    calm_[slot] = static_cast<std::int64_t>(std::max(calm, length));
   }
 }
 
-// How far a slot's length may grow before anything has to be done.
-void SlotCache::find_calm(std::size_t slot) {
-  const auto length = static_cast<std::size_t>(lengths_[slot]);
-  std::size_t calm = shape_.max_length;
-  const PoolLock lock(pool_);
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    const Kind& rows = kinds_[kind];
-    const Buffer& buffer = *slots_[slot].buffers[kind];
-    // Whole tiles, because their ends are owned too.
-    const std::size_t own = std::min(shape_.max_length, buffer.writable_until(length));
-    calm = std::min(calm, own == shape_.max_length ? own : own / shape_.tile * shape_.tile);
-    if (shape_.lookahead != 0 && length + shape_.lookahead < shape_.max_length) {
-      const std::size_t page = pool_->page_size();
-      const std::size_t ahead = buffer.slots_of({0, length + shape_.lookahead}).end;
-      const std::size_t told = ahead * page / rows.shape.item_bytes;
-      if (told < shape_.max_length) calm = std::min(calm, told - shape_.lookahead);
-    }
-    if (rows.shape.window != 0) {
-      const std::size_t next = (page_of(rows, slots_[slot].begins[kind]) + 1) * pool_->page_size();
-      calm = std::min(calm, ceil_div(next, rows.shape.item_bytes) + rows.shape.window - 1);
-    }
-  }
-  calm_[slot] = static_cast<std::int64_t>(std::max(calm, length));
+// How far a slot's rows of one kind allow its length to grow.
+std::size_t SlotCache::calm_of(std::size_t kind, std::size_t slot, std::size_t length) const {
+  const SlotKind& rows = kinds_[kind].shape;
+  const std::size_t most = shape_.max_length;
+  // Whole tiles, because their ends are owned too.
+  std::size_t calm = std::min(most, slots_[slot].buffers[kind]->writable_until(length));
+  if (calm != most) calm = calm / shape_.tile * shape_.tile;
+  if (rows.window == 0) return calm;
+  const std::size_t next =
+      (page_of(kinds_[kind], slots_[slot].begins[kind]) + 1) * pool_->page_size();
+  return std::min(calm, ceil_div(next, rows.item_bytes) + rows.window - 1);
 }
 
 void SlotCache::free(const Caller& caller, std::size_t slot) {
@@ -261,8 +281,7 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
     slots_[slot].buffers[kind]->retract(caller, needed(kind, slot, length));
   }
   lengths_[slot] = static_cast<std::int64_t>(length);
-  prepare(slot);
-  find_calm(slot);
+  look_further({&slot, 1});
 }
 
 std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot, std::size_t n) {
@@ -279,14 +298,14 @@ std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot,
       const Interval pages = buffer.slots_of({slots_[slot].begins[kind], length});
       whole[0].push_back(buffer.offer(caller, {&pages, 1}).front());
     }
-    find_calm(slot);
+    look_further({&slot, 1});
   }
   try {
     while (forks.size() < n) {
       const std::size_t made = accept(caller, whole, length);
       slots_[made].begins = slots_[slot].begins;
       forks.push_back(made);
-      find_calm(made);
+      look_further({&made, 1});
     }
   } catch (...) {
     for (const std::size_t made : forks) leave(made);
@@ -382,7 +401,7 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
     const auto shelves = slots_[slot].buffers[kind]->offer(caller, pages);
     for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(shelves[i]);
   }
-  find_calm(slot);
+  look_further({&slot, 1});
   return parts;
 }
 
@@ -398,7 +417,7 @@ void SlotCache::own(const Caller& caller, std::size_t slot, Interval positions) 
     const Interval kept{std::max(positions.begin, slots_[slot].begins[kind]), positions.end};
     if (!kept.empty()) slots_[slot].buffers[kind]->own(caller, kept);
   }
-  find_calm(slot);
+  look_further({&slot, 1});
 }
 
 void SlotCache::set_aside(const Caller& caller, std::size_t slot) {
@@ -451,8 +470,7 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
   }
   slots_[slot].state = SlotState::used;
   lengths_[slot] = static_cast<std::int64_t>(restored.length);
-  prepare(slot);
-  find_calm(slot);
+  look_further({&slot, 1});
 }
 
 void SlotCache::use(const Caller& caller) {

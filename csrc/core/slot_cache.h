@@ -137,8 +137,9 @@ class SlotCache {
   void require_swapped(const Caller& caller, std::size_t slot) const;
   void require_free(const Caller& caller, std::size_t n) const;
   void forget_heads(const Caller& caller, std::size_t slot);
-  void prepare(std::size_t slot);
-  void find_calm(std::size_t slot);
+  void look_further(std::span<const std::size_t> slots);
+  std::size_t calm_of(std::size_t kind, std::size_t slot, std::size_t length) const;
+  bool grow_ready(const Caller& caller, std::span<const std::int64_t> lengths);
   void grow(const Caller& caller, std::span<const std::int64_t> lengths);
 
   // What a free slot can be used for now.

@@ -166,14 +166,14 @@ bool SlotCache::enter(const Caller& caller, std::size_t slot) {
 
 std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
   const std::size_t slot = take(caller, [&] { return choose(expected); });
-  find_calm(slot);
+  look_further({&slot, 1});
   return slot;
 }
 
 std::size_t SlotCache::alloc(const Caller& caller, std::span<const Prefix> prefix,
                              std::size_t length) {
   const std::size_t slot = accept(caller, prefix, length);
-  find_calm(slot);
+  look_further({&slot, 1});
   return slot;
 }
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import vtensor
+from vtensor.testing.model import bytes_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -51,12 +52,6 @@ def ramp(t) -> torch.Tensor:
     n = t.numel() * t.element_size()
     data = (torch.arange(n, dtype=torch.int64) * 7 % 113 + 1).to(torch.uint8)
     return data.view(t.dtype).reshape(t.shape) if n else torch.empty(t.shape, dtype=t.dtype)
-
-
-def bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """A dense copy of t's bytes: what `torch.equal` then compares bit for bit, NaN and -0.0 included."""
-    dense = t.detach().clone(memory_format=torch.contiguous_format)
-    return dense.reshape(-1).view(torch.uint8)
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

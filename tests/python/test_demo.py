@@ -96,11 +96,6 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_command_shows_the_usage(tmp_path: Path) -> None:
-    result = subprocess.run(command("dmeo"), cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and "python -m vtensor demo" in result.stderr
-
-
 def test_the_full_demo_reads_8000_tokens_of_a_real_text() -> None:
     settings = measure.FULL
     assert settings.prompt - 1 >= 8000 and settings.new == 128

@@ -178,7 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
         if forks is None:
             return
         assert len(set(forks)) == n and not set(forks) & set(self.requests)
-        if self.ahead == 0 and parted == 0:
+        if self.ahead == 0 and parted == 0 and fail is None:
             assert self.pool.stats().pages_used <= used
         for fork in forks:
             self.made += 1

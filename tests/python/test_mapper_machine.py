@@ -1,4 +1,4 @@
-"""The random programs of test_state_machine.py beside a mapper that looks ahead, parks and gives back.
+"""The random programs of vtensor.testing beside a mapper that looks ahead, parks and gives back.
 
 What differs: pages may be ahead, parked, or held until the mapper came round, so counts are bounds until
 `wait_idle()` and exact after it (I4); an injected refusal may meet either thread, and what meets the mapper
@@ -12,14 +12,14 @@ import threading
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 import vtensor
 from support import check_sums, open_pool, quarter, simcuda_library
-from test_state_machine import BUDGET_PAGES, REFUSED, Machine, amounts, failure, which
+from test_state_machine import Machine
 from vtensor import testing
-
-PAGE_SIZES = (4096, 16384)
+from vtensor.testing.machine import BUDGET_PAGES, PAGE_SIZES, REFUSED, which
+from vtensor.testing.strategies import amounts, failures
 
 
 class MapperMachine(Machine):
@@ -27,12 +27,8 @@ class MapperMachine(Machine):
 
     ahead, park = 8, 12
 
-    @initialize()
-    def begin(self):
-        super().begin()
-        for pool in self.pools:
-            pool.close()
-        self.pools = [
+    def open_pools(self):
+        return [
             open_pool(self.kind, BUDGET_PAGES, page_size=size, ahead=self.ahead * size, park=self.park * size)
             for size in PAGE_SIZES
         ]
@@ -70,14 +66,13 @@ class MapperMachine(Machine):
         assert self.facts(pool) == before
         return REFUSED
 
-    def attempt_close(self, t, close, fail) -> bool:
+    def attempt_close(self, t, close, fail):
         if fail is None:
             close()
         else:
             with testing.fail_after(t.pool, fail):
                 close()
             self.rest(t.pool)
-        return True
 
     def grow(self, t, n, operation, fail, written=None):
         """As there, without a word on how many pages are free: others may be taken back."""
@@ -85,8 +80,7 @@ class MapperMachine(Machine):
         moves = t.move and t.front + t.length + n > t.capacity
         if n > t.room:
             self.rest(t.pool)
-            with pytest.raises(vtensor.CapacityExceeded):
-                operation()
+            self.must_exceed(operation)
             return
         result = self.attempt(t.pool, operation, fail)
         if result is REFUSED:
@@ -111,14 +105,14 @@ class MapperMachine(Machine):
         return stats.pages_free + stats.pages_ahead
 
     @precondition(lambda self: self.tensors)
-    @rule(index=which, amount=amounts, fail=failure)
+    @rule(index=which, amount=amounts(), fail=failures())
     def prepare(self, index, amount, fail):
         t = self.tensor(index)
         n = min(self.positions(t, amount), t.room)
         self.attempt(t.pool, lambda: t.actual.prepare(n), fail)
 
     @precondition(lambda self: self.tensors)
-    @rule(index=which, amount=amounts, fail=failure)
+    @rule(index=which, amount=amounts(), fail=failures())
     def prepare_and_extend(self, index, amount, fail):
         self.prepare(index=index, amount=amount, fail=fail)
         self.extend(index=index, amount=amount, fail=None)

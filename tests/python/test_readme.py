@@ -16,13 +16,13 @@ README = Path(__file__).parents[2] / "README.md"
 def python_lines(text: str) -> str:
     """The ```python examples of a Markdown text, each line at its own line number, all else blank."""
     kept = []
-    inside = False
+    inside, indent = False, ""
     for line in text.splitlines():
         if inside and line.strip() == "```":
             inside = False
-        kept.append(line if inside else "")
-        if re.fullmatch(r"```python\b.*", line.strip()):
-            inside = True
+        kept.append(line.removeprefix(indent) if inside else "")
+        if match := re.fullmatch(r"( *)```python\b.*", line):
+            inside, indent = True, match[1]  # an example in a list is indented
     assert not inside, "a ```python example is never closed"
     return "\n".join(kept) + "\n"
 

@@ -28,6 +28,12 @@ def family_bytes(family: int, n: int, seed: int) -> torch.Tensor:
     return own[torch.randint(0, len(own), (n,), generator=generator)]
 
 
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """A dense copy of t's bytes: what `torch.equal` then compares bit for bit, NaN and -0.0 included."""
+    dense = t.detach().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8)
+
+
 def only_of(data: torch.Tensor, families: frozenset[int]) -> bool:
     return {int(b) % 16 for b in data.unique() if b} <= families and not bool((data >= TOP).any())
 
@@ -73,6 +79,8 @@ _serial = itertools.count()
 
 @dataclass(eq=False)
 class ModelTensor:
+    """A tensor and what it has to be."""
+
     actual: vtensor.VTensor
     pool: vtensor.Pool
     memory: Memory
@@ -116,6 +124,10 @@ class ModelTensor:
         """Bytes [rows, n, item_bytes] as a tensor of this one's dtype and shape."""
         shape = (*self.shape_before, data.shape[1], *self.item)
         return data.contiguous().reshape(-1).view(self.dtype).reshape(shape)
+
+    def expected(self) -> torch.Tensor:
+        """A plain tensor of what it has to show."""
+        return self.typed(self.window())
 
     def new_bytes(self, n: int, seed: int) -> torch.Tensor:
         data = family_bytes(self.family, self.rows * n * self.memory.item_bytes, seed)

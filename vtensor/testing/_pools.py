@@ -1,10 +1,8 @@
-"""For tests of code that uses vtensor: pools over test doubles, failure injection, invariant checks."""
+"""Pools for tests: with holes that fault, and over a simulated libcuda."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +10,6 @@ import torch
 from vtensor import _core
 from vtensor.errors import VTensorError
 from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
-
-__all__ = ["check_invariants", "fail_after", "host_pool", "simulated_cuda_pool"]
 
 
 def host_pool(
@@ -30,6 +26,9 @@ def host_pool(
         strict_holes: whether reading unmapped addresses faults.
         options: as for :class:`~vtensor.Pool`, except that ``ahead`` is 0 unless given; and ``patience``, the
             seconds after which the pool's waits time out.
+
+    Raises:
+        InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.
     """
     core = _core.host_pool(
         page_size=checked_page_size(page_size),
@@ -57,6 +56,7 @@ def simulated_cuda_pool(
 
     Raises:
         VTensorError: no library was named.
+        InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.
     """
     library = library or os.environ.get("VTENSOR_SIMCUDA")
     if not library:
@@ -71,23 +71,3 @@ def simulated_cuda_pool(
         options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cuda", device))
-
-
-@contextmanager
-def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[None]:
-    """Lets `skip` driver calls of `pool` through, then has the next `refuse` refused without being made."""
-    core = pool._open_core("fail_after")
-    core.fail_after(skip, refuse)
-    try:
-        yield
-    finally:
-        core.disarm()
-
-
-def check_invariants(pool: Pool) -> None:
-    """Raises AssertionError where the page tables, counts and lists of `pool` contradict one another (I3
-    to I6)."""
-    try:
-        pool._core.check_invariants()
-    except VTensorError as error:
-        raise AssertionError(str(error)) from None

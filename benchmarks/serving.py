@@ -1,0 +1,171 @@
+"""What the cache manager for serving costs: a step, a fork, a swap.
+
+Sizes are those of Llama-3-8B with all 32 layers in one page (32 tokens to a page), both the page and the bytes
+of a token divided by 32, so that counts of pages and calls are the real ones.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from vtensor.replay.paged import PagedCache
+
+import vtensor
+
+from .harness import Bar, Comparison, Figure, Settings, Spread, clock, count, interleave, speedup
+
+SLOTS, LAYERS, HEADS, HEAD_DIM, PAGE = 256, 32, 8, 4, 64 << 10
+DECODE_STEP = 0.004  # seconds between steps: less than any model's
+bandwidth = Comparison("x its bandwidth", lambda ours, baseline: baseline / ours)
+
+
+def run(settings: Settings) -> list[Figure]:
+    return [*steps(settings), *forks(settings), *swaps(settings)]
+
+
+def make(settings: Settings, slots: int, max_len: int, **options) -> tuple[vtensor.Pool, vtensor.KVCache]:
+    page = PAGE if settings.device == "cpu" else None
+    pool = vtensor.Pool(settings.device, page_size=page, budget=6 << 30)
+    head_dim = HEAD_DIM if settings.device == "cpu" else 32 * HEAD_DIM
+    return pool, vtensor.KVCache(
+        LAYERS, HEADS, head_dim, slots, max_len, layer_group=LAYERS, tile=1, pool=pool, **options
+    )
+
+
+def steps(settings: Settings) -> list[Figure]:
+    """One token a slot and step, the slots' page crossings spread over the steps, as requests come."""
+    rounds = settings.pick(400, 6)
+    pool, cache = make(settings, SLOTS, 2048, lookahead=64)
+    paged = PagedCache(SLOTS * 64, SLOTS, 2048)
+    lengths = [0] * SLOTS
+    for at in range(SLOTS):
+        slot = cache.alloc()
+        paged.alloc()
+        lengths[slot] = 300 + at % 32
+    cache.step(lengths)
+    paged.step(lengths)
+    pool.wait_idle()
+    ours, theirs = [], []
+    before = pool.stats().driver_calls["caller"]
+    for _ in range(rounds):
+        lengths = [length + 1 for length in lengths]
+        theirs.append(clock(lambda: paged.step(lengths)))
+        ours.append(clock(lambda: cache.step(lengths)))
+        time.sleep(DECODE_STEP)
+    after = pool.stats().driver_calls["caller"]
+    calls = sum(after.values()) - sum(before.values())
+    cache.close()
+    pool.close()
+    name = f"step, {SLOTS} slots x {LAYERS} layers"
+    return [
+        Figure(name, "nothing", "us", Spread.of(ours).scaled(1e6), bar=Bar(50)),
+        speedup(name, "a paged manager in Python", ours, theirs, bar=Bar(5, at_least=True)),
+        count(f"{name}, {rounds} times", "the caller's thread", calls, "driver calls", None),
+    ]
+
+
+def forks(settings: Settings) -> list[Figure]:
+    """A long prefix for 64 samples; copying it so often, into one place, because memory ends otherwise."""
+    ways, long = 64, settings.pick(131072, 4096)
+    figures = []
+    seconds = {}
+    for length in (long // 4, long):
+        pool, cache = make(settings, ways + 1, length + 64)
+        slot = cache.alloc()
+        lengths = cache.lengths
+        lengths[slot] = length
+        cache.step(lengths)
+        k, v = cache[0]
+        k[slot, :length] = 1
+        v[slot, :length] = 2
+        nbytes = cache.stats().nbytes_live
+        source = torch.ones(nbytes, dtype=torch.uint8, device=k.device)
+        target = torch.ones_like(source)
+        used = pool.stats().pages_used
+
+        def fork() -> float:
+            made: list[int] = []
+            took = clock(lambda: made.extend(cache.fork(slot, ways)), settings.wait)  # noqa: B023
+            more.append(pool.stats().pages_used - used)  # noqa: B023
+            for one in made:
+                cache.free(one)  # noqa: B023
+            pool.wait_idle()  # noqa: B023
+            return took
+
+        def copy() -> float:
+            return clock(lambda: [target.copy_(source) for _ in range(ways)], settings.wait)  # noqa: B023
+
+        more: list[int] = []
+        taken = interleave({"ours": fork, "copy": copy}, settings.pick(3, 1), warmup=1)
+        seconds[length] = sorted(taken["ours"])[len(taken["ours"]) // 2]
+        figures.append(
+            speedup(
+                f"fork {length:,} tokens {ways} ways",
+                "copying them",
+                taken["ours"],
+                taken["copy"],
+                bar=Bar(100, at_least=True) if length == long else None,
+            )
+        )
+        figures.append(
+            count(f"fork {length:,} tokens {ways} ways", "before", max(more), "pages more", Bar(0))
+        )
+        cache.close()
+        pool.close()
+    ratio = seconds[long] / seconds[long // 4]
+    figures.append(
+        Figure(
+            "fork of 4 times the pages", "time of the pages", "x", Spread(ratio, ratio, ratio), bar=Bar(4.4)
+        )
+    )
+    return figures
+
+
+def swaps(settings: Settings) -> list[Figure]:
+    """A request of 256 MiB to host memory and back, against torch's copies of as many bytes."""
+    length = settings.pick(65536, 2048)
+    pool, cache = make(settings, 2, length)
+    slot = cache.alloc()
+    lengths = cache.lengths
+    lengths[slot] = length
+    cache.step(lengths)
+    for k, v in (cache[layer] for layer in range(LAYERS)):
+        k[slot, :length] = 1
+        v[slot, :length] = 2
+    nbytes = cache.stats().nbytes_live
+    source = torch.ones(nbytes, dtype=torch.uint8, device=cache[0][0].device)
+    copies: list[torch.Tensor] = []
+
+    def out() -> float:
+        def both() -> None:
+            cache.swap_out(slot)
+            cache.wait(slot)
+
+        took = clock(both, settings.wait)
+        back.append(clock(into, settings.wait))
+        return took
+
+    def into() -> None:
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+
+    def plain_out() -> float:
+        copies.clear()
+        return clock(lambda: copies.append(source.to("cpu", copy=True)), settings.wait)
+
+    def plain_back() -> float:
+        return clock(lambda: source.copy_(copies[0]), settings.wait)
+
+    back: list[float] = []
+    rounds = settings.pick(15, 2)
+    taken = interleave({"plain out": plain_out, "out": out}, rounds)
+    plain = interleave({"plain back": plain_back}, rounds)
+    back = back[-rounds:]
+    cache.close()
+    pool.close()
+    bar = Bar(0.9, at_least=True)
+    return [
+        bandwidth("swap out", "a plain copy", taken["out"], taken["plain out"], bar=bar),
+        bandwidth("swap in", "a plain copy", back, plain["plain back"], bar=bar),
+    ]

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# docs.sh: builds the documentation into build/site; a warning is an error.
+source "$(dirname "$0")/lib.sh"
+
+# The first silences what the theme prints about its own future.
+step "Documentation" env NO_MKDOCS_2_WARNING=1 $PYTHON -m mkdocs build

@@ -1,0 +1,300 @@
+"""The command line as its users start it: in a terminal, in a pipe, with wrong arguments, interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import vtensor
+from support import simcuda_library
+from vtensor import testing
+from vtensor.cli import bench, main
+from vtensor.cli.drivers import granularity, libraries
+from vtensor.cli.limits import limits
+from vtensor.cli.selftest import self_test
+
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {
+    "HF_HUB_OFFLINE": "1",
+    "MPLBACKEND": "Agg",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def start(*arguments: str, cwd: Path, environment=ENVIRONMENT, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "vtensor", *arguments],
+        cwd=cwd,
+        env=environment,
+        # Whoever runs the tests in the background may have SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
+
+
+def test_info_in_a_terminal(tmp_path: Path) -> None:
+    master, terminal = pty.openpty()
+    process = start("info", cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    text, until = b"", time.monotonic() + 60
+    while time.monotonic() < until:
+        if select.select([master], [], [], 1.0)[0]:
+            try:
+                read = os.read(master, 65536)
+            except OSError:  # EIO: the other side has ended
+                break
+            if not read:
+                break
+            text += read
+    os.close(master)
+    assert process.wait(60) == 0, text
+    shown = text.decode()
+    for word in ("Drivers", "memfd and mmap", "vm.max_map_count", "to raise it: sudo sysctl", "ulimit -n"):
+        assert word in shown, shown
+    assert shown.count("  ok  ") == 4 and "WRONG" not in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_info_as_json(capfd) -> None:
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)  # nothing else is on standard output
+    assert report["ok"] and report["versions"]["vtensor"] == vtensor.__version__
+    cpu = report["drivers"][0]
+    assert cpu["device"] == "cpu" and cpu["found"] and cpu["granularity"] <= cpu["page_size"] < cpu["budget"]
+    names = [limit["name"] for limit in report["limits"]]
+    for name in ("vm.max_map_count", "cgroup memory", "vm.overcommit_memory"):
+        assert name in names
+    assert [step["name"] for step in report["self_test"]["cpu"]] == ["reserve", "grow", "share", "free"]
+    assert report["attention"][0]["version"].startswith("2.")
+
+
+def test_every_driver_is_either_there_or_says_why(capfd) -> None:
+    main(["info", "--json"])
+    for driver in json.loads(capfd.readouterr().out)["drivers"]:
+        assert driver["found"] == (driver["page_size"] is not None)
+        assert driver["detail"]
+        if not driver["found"]:
+            assert ":" in driver["detail"], "what is missing: what to do"
+
+
+@pytest.mark.parametrize("fail", [0, 1, 5])
+def test_the_self_test_tells_a_refused_call(host, fail) -> None:
+    with testing.fail_after(host, fail, refuse=1000):
+        steps = self_test(host)
+    assert [step.ok for step in steps] == [True] * (len(steps) - 1) + [False]
+    assert "[host " in steps[-1].detail and ": " in steps[-1].detail, "the driver's own message"
+
+
+def test_the_self_test_runs_on_every_driver(pool) -> None:
+    steps = self_test(pool)
+    assert [(step.name, step.ok) for step in steps] == [
+        ("reserve", True),
+        ("grow", True),
+        ("share", True),
+        ("free", True),
+    ], steps
+
+
+def test_a_failed_self_test_fails_the_command(monkeypatch, capsys) -> None:
+    from vtensor.cli import info, selftest
+
+    monkeypatch.setattr(info, "self_test", lambda pool: [selftest.Step("grow", False, "it moved", 0.0)])
+    assert main(["info"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    assert main(["info", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_limits_read_the_kernels_files(tmp_path: Path) -> None:
+    files = {
+        "proc/sys/vm/max_map_count": "65530\n",
+        "proc/sys/vm/overcommit_memory": "2\n",
+        "proc/self/maps": "a\nb\nc\n",
+        "proc/self/cgroup": "0::/user/app\n",
+        "sys/fs/cgroup/user/memory.max": "1000000\n",
+        "sys/fs/cgroup/user/memory.current": "400\n",
+        "sys/fs/cgroup/user/app/memory.max": "max\n",
+        "sys/fs/cgroup/user/app/memory.current": "300\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = {limit.name: limit for limit in limits(tmp_path)}
+    maps = found["vm.max_map_count"]
+    assert (maps.value, maps.used, maps.low) == (65530, 3, True) and "sysctl" in maps.remedy
+    assert (found["cgroup memory"].value, found["cgroup memory"].used) == (1000000, 400)  # of an ancestor
+    assert found["vm.overcommit_memory"].low and found["vm.overcommit_memory"].remedy
+
+    (tmp_path / "proc/self/cgroup").write_text("9:cpu:/\n4:memory:/\n")
+    old = tmp_path / "sys/fs/cgroup/memory"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # what v1 writes for no limit
+    assert {limit.name: limit for limit in limits(tmp_path)}["cgroup memory"].value is None
+    (old / "memory.limit_in_bytes").write_text("4096\n")
+    assert {limit.name: limit for limit in limits(tmp_path)}["cgroup memory"].value == 4096
+
+
+def test_limits_without_a_kernels_files(tmp_path: Path) -> None:
+    assert limits(tmp_path)[0].value is None
+
+
+def test_granularity_asks_libcuda() -> None:
+    assert granularity(0, library="libnothing.so") is None
+    if simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+    with testing.simulated_cuda_pool(simcuda_library(), ahead=0) as pool:
+        found = granularity(0, library=str(simcuda_library()))
+        assert found and pool.page_size % found == 0
+
+
+def test_libraries_are_found_without_importing_them() -> None:
+    found = {library.name: library.version for library in libraries()}
+    assert found["torch SDPA and FlexAttention"]
+    assert all(library.install for library in libraries())
+
+
+@pytest.mark.parametrize(
+    "arguments, tells",
+    [
+        ([], "required: command"),
+        (["dmeo"], "invalid choice: 'dmeo'"),
+        (["info", "--jsno"], "unrecognized arguments: --jsno"),
+        (["info", "more"], "unrecognized arguments: more"),
+        (["--quick", "demo"], "unrecognized arguments"),
+        (["demo", "--qick"], "unrecognized arguments: --qick"),
+        (["bench", "--only", "nothing"], "invalid choice: 'nothing'"),
+        (["bench", "--json", "file"], "unrecognized arguments: file"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], tells: str, capsys) -> None:
+    if arguments[:1] == ["demo"]:
+        pytest.importorskip("transformers")
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert tells in shown.err and "usage: python -m" in shown.err
+    assert shown.out == ""
+
+
+def test_help(capsys) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in ("info", "demo", "bench"):
+        assert command in shown
+    assert main(["bench", "--help"]) == 0
+    assert "--quick" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["--help"]])
+def test_a_closed_pipe_is_no_traceback(arguments: list[str], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(*arguments, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 141
+    assert errors == b""
+
+
+def test_no_standard_output_at_all(tmp_path: Path) -> None:
+    command = f'exec "{sys.executable}" -m vtensor info >&-'
+    result = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_interrupted_bench_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    process = start(
+        *("bench", "--only", "growth", "--json"),
+        cwd=tmp_path,
+        environment=ENVIRONMENT | {"TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    seen = b""
+    while b"growth ..." not in seen:
+        seen += process.stderr.read1()
+        assert process.poll() is None, seen
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.decode().rstrip().endswith("stopped") and b"Traceback" not in errors
+    assert out == b"" and list(folder.iterdir()) == []
+
+
+def test_bench_prints_its_results_as_json(capfd) -> None:
+    assert main(["bench", "--quick", "--only", "extend", "--json"]) == 0
+    shown = capfd.readouterr()
+    result = json.loads(shown.out)
+    assert [outcome["name"] for outcome in result["benchmarks"]] == ["extend"]
+    assert "[1/1] extend" in shown.err
+
+
+def test_bench_outside_a_checkout(monkeypatch, capsys, tmp_path: Path) -> None:
+    monkeypatch.setattr(vtensor, "__file__", str(tmp_path / "vtensor" / "__init__.py"))
+    assert bench.checkout() is None
+    assert main(["bench", "--quick"]) == 1
+    assert "checkout" in capsys.readouterr().err
+
+
+def test_replay_is_there_with_its_package(monkeypatch, capsys) -> None:
+    from vtensor import cli
+
+    def add_parser(commands) -> None:
+        commands.add_parser("replay").add_argument("trace")
+
+    module = SimpleNamespace(add_parser=add_parser, main=lambda options: print("replays", options.trace))
+    monkeypatch.setattr(cli, "_has_replay", lambda: True)
+    monkeypatch.setitem(sys.modules, "vtensor.replay", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "vtensor.replay.cli", module)
+    assert main(["replay", "a.csv"]) == 0
+    assert capsys.readouterr().out == "replays a.csv\n"
+    assert main(["replay", "a.csv", "--quick"]) == 2
+    main(["--help"])
+    assert "replay" in capsys.readouterr().out
+    # The other commands do not wait for its imports.
+    monkeypatch.setattr(cli, "_has_replay", lambda: pytest.fail("looked for replay"))
+    assert main(["bench", "--help"]) == 0
+
+
+def test_demo_without_its_libraries(monkeypatch, capsys) -> None:
+    for name in [name for name in sys.modules if name.startswith("vtensor.integrations.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # as where it is not installed
+    assert main(["demo"]) == 1
+    assert "pip install 'vtensor[demo]'" in capsys.readouterr().err
+
+
+def test_an_error_of_vtensor_is_one_line(monkeypatch, capsys) -> None:
+    from vtensor.cli import info
+
+    def refuse(pool):
+        raise vtensor.OutOfPages("[Pool] no page: free some")
+
+    monkeypatch.setattr(info, "self_test", refuse)
+    assert main(["info"]) == 1
+    assert capsys.readouterr().err == "error: [Pool] no page: free some\n"
+
+
+def test_import_of_vtensor_brings_in_no_command_line() -> None:
+    code = (
+        "import torch, sys; before = {*sys.modules}; import vtensor; print(sorted({*sys.modules} - before))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    brought = result.stdout
+    assert "vtensor.pool" in brought
+    for module in ("vtensor.cli", "vtensor.testing", "argparse", "hypothesis", "pytest"):
+        assert f"'{module}" not in brought

@@ -1,0 +1,345 @@
+"""vtensor.testing: what it finds in code that is wrong, and that it is quiet where code is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+import vtensor
+from support import PER_PAGE, filled, quarter, run_snippet, simcuda_library
+from vtensor import testing
+from vtensor.testing import strategies
+from vtensor.testing.machine import TensorMachine, which
+
+QUICK = settings(
+    max_examples=15, stateful_step_count=15, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+# --- assert_no_leaks
+
+
+def test_no_leak(pool) -> None:
+    kept = filled(pool, 5)
+    with testing.assert_no_leaks():
+        t = filled(pool, 9)
+        t.fork().append(t[:1])
+        t.shrink(3)
+        view = t[:2]
+        t.close()
+        del view
+    assert kept.length == 5
+
+
+@pytest.mark.parametrize("looks_at_all", [True, False])
+def test_a_tensor_that_stays_open_leaks(pool, looks_at_all: bool) -> None:
+    with pytest.raises(AssertionError) as told:
+        with testing.assert_no_leaks(*[] if looks_at_all else [pool]):
+            t = filled(pool, 2 * PER_PAGE)
+    message = str(told.value)
+    assert "1 tensors" in message and "2 pages_needed" in message, message
+    assert f"(8, 1024) at {t.address:#x}" in message and "close()" in message
+    t.close()
+
+
+def test_a_view_that_stays_leaks(pool) -> None:
+    with pytest.raises(AssertionError, match="2 pages_held"):
+        with testing.assert_no_leaks():
+            t = filled(pool, 2 * PER_PAGE)
+            view = t[:1]
+            t.close()
+    assert view.eq(1).all()
+
+
+def test_a_tensor_that_grew_leaks(pool) -> None:
+    t = filled(pool, 1)
+    with pytest.raises(AssertionError, match="1 pages_needed"):
+        with testing.assert_no_leaks():
+            t.extend(PER_PAGE)
+
+
+def test_a_view_of_a_pool_that_is_gone_leaks() -> None:
+    def view_only() -> torch.Tensor:
+        with vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0) as pool:
+            return filled(pool, 3)[:]
+
+    view = None
+    with pytest.raises(AssertionError, match="views hold pages of 1 pools"):
+        with testing.assert_no_leaks():
+            view = view_only()
+    assert view.eq(1).all()
+    with testing.assert_no_leaks():
+        view_only()
+
+
+def test_a_view_of_a_closed_pool_leaks(pool_factory) -> None:
+    pool = pool_factory("host")
+    with testing.assert_no_leaks():
+        t = filled(pool, PER_PAGE)
+        t.close()
+    with pytest.raises(AssertionError, match="1 pages_held"):
+        with testing.assert_no_leaks():
+            view = filled(pool, PER_PAGE)[:]
+            pool.close()
+    assert view.eq(1).all()
+
+
+def test_other_pools_are_let_be_where_some_are_named(pool_factory) -> None:
+    ours, others = pool_factory("host"), pool_factory("host")
+    with testing.assert_no_leaks(ours):
+        t = filled(others, 5)
+    t.close()
+
+
+def test_what_is_parked_or_ahead_is_no_leak(pool_factory) -> None:
+    pool = pool_factory("host", ahead=8 * 4096, park=16 * 4096)
+    kept = quarter(pool, 1)
+    with testing.assert_no_leaks():
+        t = quarter(pool, 4 * PER_PAGE)
+        t.prepare(PER_PAGE)
+        kept.prepare(4 * PER_PAGE)
+        t.close()
+    kept.close()
+
+
+def test_an_open_empty_pool_is_no_leak() -> None:
+    with testing.assert_no_leaks():
+        pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+    pool.close()
+
+
+def test_a_reference_cycle_is_no_leak(host) -> None:
+    with testing.assert_no_leaks():
+        ring = [filled(host, 2)]
+        ring.append(ring)
+        del ring
+
+
+def test_the_codes_own_error_comes_through(host) -> None:
+    kept = []
+    with pytest.raises(ZeroDivisionError):
+        with testing.assert_no_leaks():
+            kept.append(filled(host, 2))
+            raise ZeroDivisionError
+    kept[0].close()
+
+
+# --- the pytest plugin
+
+CONFTEST = 'pytest_plugins = ["vtensor.testing.plugin"]\n'
+LEAKING = """
+import pytest, torch, vtensor
+kept = []
+
+@pytest.fixture
+def t():
+    return vtensor.zeros(4, 64, grow_dim=0, capacity=8)
+
+def test_right(t):
+    t.extend(1)
+
+def test_leaks(t):
+    kept.append(t)
+
+def test_fails(t):
+    kept.append(vtensor.zeros(4, 64, grow_dim=0, capacity=8))
+    assert False
+
+@pytest.mark.skip
+def test_skipped(t):
+    pass
+"""
+
+
+def test_the_plugin_fails_a_test_that_leaks(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nusefixtures = no_leaked_pages\n")
+    (tmp_path / "test_it.py").write_text(LEAKING)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    out = result.stdout
+    assert result.returncode == 1, out
+    assert "ERROR test_it.py::test_leaks" in out and "[no_leaked_pages]" in out and "1 tensors" in out
+    assert "FAILED test_it.py::test_fails" in out
+    assert "2 passed, 1 skipped" in out.replace("1 failed, ", "") and "1 error" in out, out
+
+
+def test_plugin_is_not_loaded_by_being_installed() -> None:
+    """An entry point would import torch in every run of pytest."""
+    from importlib.metadata import distribution
+
+    assert not [entry for entry in distribution("vtensor").entry_points if entry.group == "pytest11"]
+
+
+# --- strict holes, failure injection, invariants
+
+
+def test_strict_holes_fault_on_a_read_past_the_end() -> None:
+    result = run_snippet(
+        """
+        pool = testing.host_pool(page_size=4096, budget=1 << 20)
+        t = quarter(pool, 4, capacity=64)
+        print(ctypes.string_at(t.address, 4))
+        sys.stdout.flush()
+        ctypes.string_at(t.address + 4096, 1)
+        """
+    )
+    assert result.code == -11 and "x00" in result.out
+
+
+def test_an_injected_failure_changes_nothing(pool) -> None:
+    t = filled(pool, 3)
+    with pytest.raises(vtensor.DriverError):
+        with testing.fail_after(pool, 0):
+            t.extend(4 * PER_PAGE)
+    assert t.length == 3 and t.eq(1).all()
+    t.extend(4 * PER_PAGE)  # only the one call was refused
+    testing.check_invariants(pool)
+
+
+# --- strategies
+
+
+@QUICK
+@given(st.data())
+def test_tensors_are_as_programs_leave_them(data) -> None:
+    with (
+        vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0) as pool,
+        testing.assert_no_leaks(pool),
+    ):
+        t = data.draw(strategies.tensors(pool))
+        plain = t.clone()
+        assert type(t) is vtensor.VTensor and t.pool is pool and t.length <= t.capacity
+        assert not plain.to(torch.float64).isnan().any() if plain.dtype.is_floating_point else True
+        assert torch.equal(plain, t.snapshot())
+        testing.check_invariants(pool)
+        t.close()
+
+
+def test_tensors_take_many_forms() -> None:
+    seen = set()
+
+    @settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def look(data) -> None:
+        with vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0) as pool:
+            t = data.draw(strategies.tensors(pool))
+            seen.add(("dtype", t.dtype))
+            seen.add(("rows", t.grow_dim))
+            seen.add(("empty", t.length == 0))
+            seen.add(("shrunk at the front", t.address % 4096 != 0))
+            t.close()
+
+    look()
+    kinds = {what for what, _ in seen}
+    assert kinds == {"dtype", "rows", "empty", "shrunk at the front"}
+    assert len({value for what, value in seen if what == "dtype"}) >= 5
+    for what in ("empty", "shrunk at the front"):
+        assert {value for name, value in seen if name == what} == {True, False}, what
+
+
+@QUICK
+@given(st.data())
+def test_forks_share_their_pages(data) -> None:
+    with vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0) as pool:
+        first, *others = data.draw(strategies.forks(pool))
+        before = first.clone()
+        for t in others:
+            assert torch.equal(t, before) and t.address != first.address
+            assert all(record.shared > len(others) for record in t.pages())
+        others[0].zero_()
+        assert torch.equal(first, before)
+        for t in (first, *others):
+            t.close()
+
+
+def test_a_tensor_of_a_layout_of_your_own(host) -> None:
+    layout = strategies.Layout(torch.float32, (2,), (8, 4))
+
+    @QUICK
+    @given(t=strategies.tensors(host, layout))
+    def look(t) -> None:
+        assert t.shape[0] == 2 and t.shape[2:] == (8, 4) and t.dtype is torch.float32
+        t.close()
+
+    look()
+
+
+# --- the state machine, with rules of a user's own
+
+
+class WithKernel(TensorMachine):
+    """A kernel that is right: it reads what the tensor shows."""
+
+    def kernel(self, t: torch.Tensor) -> torch.Tensor:
+        return t.sum(t.dim() - 1) if t.dim() > 1 else t.clone()
+
+    @precondition(lambda self: any(t.dtype in (torch.float32, torch.int64) for t in self.tensors))
+    @rule(index=which)
+    def my_kernel(self, index: int) -> None:
+        t = self.tensor(index)
+        if t.dtype in (torch.float32, torch.int64):
+            assert torch.equal(self.kernel(t.actual), self.kernel(t.expected()))
+
+
+class WithCarelessKernel(WithKernel):
+    """One whose result is right, and that then scribbles over what it read."""
+
+    def kernel(self, t: torch.Tensor) -> torch.Tensor:
+        result = super().kernel(t)
+        if isinstance(t, vtensor.VTensor) and t.length:
+            t[...] = 3
+        return result
+
+
+def test_a_rule_of_a_users_own() -> None:
+    run_state_machine_as_test(WithKernel, settings=QUICK)
+
+
+def test_the_machine_finds_a_kernel_that_writes() -> None:
+    with pytest.raises(AssertionError, match="contents changed"):
+        run_state_machine_as_test(WithCarelessKernel, settings=settings(QUICK, max_examples=60))
+    for pool in list(vtensor.pool._pools):  # the machine that failed keeps what its frames name
+        if pool is not vtensor.default_pool("cpu"):
+            pool.close()
+
+
+# --- what is imported, and what is missing
+
+
+def test_no_optional_import_by_vtensor_testing() -> None:
+    run_snippet("assert 'hypothesis' not in sys.modules and 'pytest' not in sys.modules, 'imported'").check()
+
+
+def test_without_hypothesis() -> None:
+    result = run_snippet(
+        """
+        sys.modules["hypothesis"] = None
+        for module in ("strategies", "machine"):
+            try:
+                __import__(f"vtensor.testing.{module}")
+            except ModuleNotFoundError as error:
+                print(error)
+        """
+    ).check()
+    assert result.out.count("pip install hypothesis") == 2
+
+
+def test_the_simulated_cuda_pool_needs_a_library(monkeypatch) -> None:
+    monkeypatch.delenv("VTENSOR_SIMCUDA", raising=False)
+    with pytest.raises(vtensor.VTensorError, match="VTENSOR_SIMCUDA"):
+        testing.simulated_cuda_pool()
+    if simcuda_library() is not None:
+        testing.simulated_cuda_pool(simcuda_library(), ahead=0).close()

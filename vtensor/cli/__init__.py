@@ -1,0 +1,107 @@
+"""The command line, ``python -m vtensor``: ``info``, ``demo``, ``bench`` and ``replay``.
+
+Exit statuses: 0; 1 where something failed; 2 for arguments that cannot be meant; 130 after Ctrl-C; 141 where
+who read the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from vtensor.errors import VTensorError
+
+__all__ = ["main"]
+
+INTERRUPTED = 130  # 128 and the number of the signal, as shells tell it: SIGINT
+PIPE_CLOSED = 141  # SIGPIPE
+
+Command = Callable[[argparse.Namespace, list[str]], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that ``arguments`` (``sys.argv[1:]`` unless given) name; returns the exit status."""
+    try:
+        try:
+            status = _run(sys.argv[1:] if arguments is None else list(arguments))
+        except SystemExit as leaving:  # argparse: after --help, or for a wrong argument
+            status = leaving.code if isinstance(leaving.code, int) else 1
+        print(end="", flush=True)  # here, where a closed pipe can still be answered
+        return status
+    except KeyboardInterrupt:
+        _tell("stopped")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends, and finds nobody either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except VTensorError as error:
+        _tell(f"error: {error}")
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m vtensor", description="Tensors that grow in place.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser(
+        "info",
+        help="what is here: drivers, limits and how to raise them, attention libraries; and a self-test",
+        description="Drivers, limits, what is installed for attention, and a self-test on real memory.",
+    )
+    info.add_argument("--json", action="store_true", help="print the report as JSON")
+    # These two have parsers of their own, which know --help too.
+    commands.add_parser("demo", help="a real text, read and continued with each cache", add_help=False)
+    bench = commands.add_parser(
+        "bench", help="figures beside their baselines, from a checkout", add_help=False, allow_abbrev=False
+    )
+    bench.add_argument("--json", action="store_true")
+    if arguments[:1] not in (["info"], ["demo"], ["bench"]) and _has_replay():
+        importlib.import_module("vtensor.replay.cli").add_parser(commands)
+
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (options.command not in ("demo", "bench") or arguments[0] != options.command):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    run: Command = {"info": _info, "demo": _demo, "bench": _bench, "replay": _replay}[options.command]
+    return run(options, rest)
+
+
+def _info(options: argparse.Namespace, rest: list[str]) -> int:
+    from vtensor.cli import info
+
+    return info.main(as_json=options.json)
+
+
+def _demo(options: argparse.Namespace, rest: list[str]) -> int:
+    try:
+        # By name: the package itself needs nothing but torch, only its commands do.
+        demo = importlib.import_module("vtensor.integrations.demo")
+    except ModuleNotFoundError as missing:
+        _tell(f"error: the demo needs {missing.name}: pip install 'vtensor[demo]'")
+        return 1
+    status: int = demo.main(rest)
+    return status
+
+
+def _bench(options: argparse.Namespace, rest: list[str]) -> int:
+    from vtensor.cli import bench
+
+    return bench.main(rest, as_json=options.json)
+
+
+def _replay(options: argparse.Namespace, rest: list[str]) -> int:
+    status: int | None = importlib.import_module("vtensor.replay.cli").main(options)
+    return status or 0
+
+
+def _has_replay() -> bool:
+    return bool(importlib.util.find_spec("vtensor.replay") and importlib.util.find_spec("vtensor.replay.cli"))
+
+
+def _tell(line: str) -> None:
+    with suppress(OSError):  # where nobody reads that either
+        print(line, file=sys.stderr)

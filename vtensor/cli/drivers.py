@@ -1,0 +1,134 @@
+"""Which drivers work here, and what is installed for attention."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+import vtensor
+
+
+@dataclass(frozen=True)
+class Driver:
+    """A driver on one device. Sizes in bytes; None where it was not found."""
+
+    device: str
+    found: bool
+    detail: str
+    """What it is, or why it is not there and what to do."""
+    granularity: int | None = None
+    """The smallest page; page sizes are multiples of it, on the host powers of two."""
+    page_size: int | None = None
+    """What a pool takes unless told otherwise."""
+    budget: int | None = None
+    """What a pool may use unless told otherwise."""
+
+
+def drivers() -> list[Driver]:
+    """The host's, and one for each GPU; where there is no GPU, one that says why."""
+    return [_host(), *(_cuda(index) for index in range(torch.cuda.device_count()))] + (
+        [] if torch.cuda.is_available() else [Driver("cuda", False, _why_no_cuda())]
+    )
+
+
+def _host() -> Driver:
+    try:
+        with vtensor.Pool("cpu", ahead=0) as pool:
+            smallest = max(4096, os.sysconf("SC_PAGE_SIZE"))
+            return Driver("cpu", True, "memfd and mmap", smallest, pool.page_size, pool.budget)
+    except vtensor.VTensorError as error:
+        return Driver("cpu", False, str(error))
+
+
+def _cuda(index: int) -> Driver:
+    device = f"cuda:{index}"
+    try:
+        with vtensor.Pool(device, ahead=0) as pool:
+            name = torch.cuda.get_device_name(index)
+            return Driver(device, True, name, granularity(index), pool.page_size, pool.budget)
+    except vtensor.VTensorError as error:
+        return Driver(device, False, str(error))
+
+
+def _why_no_cuda() -> str:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no libcuda.so.1: install NVIDIA's driver where there is a GPU"
+    if torch.version.cuda is None:
+        return "libcuda.so.1 is there, this torch is built without CUDA: install a CUDA build of torch"
+    return "libcuda.so.1 is there, torch finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+class _AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp of cuda.h."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location", ctypes.c_int),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+def granularity(index: int, library: str = "libcuda.so.1") -> int | None:
+    """The least size of pages of a GPU, in bytes; None where libcuda does not tell."""
+    pinned = device = 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE
+    minimum = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    try:
+        libcuda = ctypes.CDLL(library)
+        size = ctypes.c_size_t()
+        asked = _AllocationProperties(type=pinned, location_type=device, location=index)
+        refused = libcuda.cuInit(0) or libcuda.cuMemGetAllocationGranularity(
+            ctypes.byref(size), ctypes.byref(asked), minimum
+        )
+    except (OSError, AttributeError):
+        return None
+    return None if refused else size.value
+
+
+@dataclass(frozen=True)
+class Library:
+    """Something that attends over growing tensors, or makes models that do."""
+
+    name: str
+    version: str | None
+    """None where it is not installed."""
+    install: str
+
+
+_LIBRARIES = (
+    # name, module, distribution, how to install
+    ("torch SDPA and FlexAttention", "torch.nn.attention", "torch", "pip install torch"),
+    ("torch varlen_attn", "torch.nn.attention.varlen", "torch", "pip install -U torch"),
+    ("FlashAttention 2", "flash_attn", "flash-attn", "pip install flash-attn --no-build-isolation"),
+    ("FlashAttention 3", "flash_attn_interface", "flash-attn-3", "see docs/integrations/flash-attention.md"),
+    ("FlashAttention 4", "flash_attn.cute", "flash-attn-4", "pip install flash-attn-4"),
+    ("transformers", "transformers", "transformers", "pip install 'transformers>=5'"),
+)
+
+
+def libraries() -> list[Library]:
+    """What is installed for attention. Nothing is imported that is not imported already."""
+    return [
+        Library(name, _version(module, package), install) for name, module, package, install in _LIBRARIES
+    ]
+
+
+def _version(module: str, package: str) -> str | None:
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+    except ModuleNotFoundError:  # its parent is not there
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"

@@ -1,0 +1,173 @@
+"""The limits of the system that a program with growing tensors meets, and how to raise them.
+
+Sources: Linux's Documentation/admin-guide/sysctl/vm.rst (max_map_count, overcommit_memory) and cgroup-v2.rst,
+getrlimit(2).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_ENOUGH_MAPPINGS = 262_144
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit of this process."""
+
+    name: str
+    value: int | None
+    """In ``unit``; None where there is no limit."""
+    used: int | None
+    """Of it, at this moment; None where that is not known."""
+    unit: str
+    low: bool
+    """Whether it is likely to be met."""
+    meaning: str
+    """What of vtensor it limits."""
+    remedy: str
+    """How to raise it; empty where there is nothing to do."""
+
+
+def limits(root: Path = Path("/")) -> list[Limit]:
+    """The limits of this process.
+
+    Args:
+        root: the folder that ``proc`` and ``sys`` are in, for tests.
+    """
+    proc = root / "proc"
+    mappings = _number(proc / "sys/vm/max_map_count")
+    policy = _number(proc / "sys/vm/overcommit_memory") or 0
+    memory, memory_used = _cgroup_memory(root)
+    addresses = _resource(resource.RLIMIT_AS)
+    file_size = _resource(resource.RLIMIT_FSIZE)
+    locked = _resource(resource.RLIMIT_MEMLOCK)
+    descriptors = _resource(resource.RLIMIT_NOFILE)
+    return [
+        Limit(
+            "vm.max_map_count",
+            mappings,
+            _lines(proc / "self/maps"),
+            "mappings",
+            mappings is not None and mappings < _ENOUGH_MAPPINGS,
+            "each run of host pages that lie apart in the pool or in the tensor takes a mapping",
+            "sudo sysctl -w vm.max_map_count=1048576, or page_size= of larger pages",
+        ),
+        Limit(
+            "cgroup memory",
+            memory,
+            memory_used,
+            "bytes",
+            False,
+            "host pages count against it, and passing it ends the process; budget= stays below",
+            "raise memory.max of the cgroup, or --memory of the container",
+        ),
+        Limit(
+            "address space (ulimit -v)",
+            addresses,
+            None,
+            "bytes",
+            addresses is not None,
+            "reserved addresses count against it, though they cost no memory",
+            "ulimit -v unlimited, or a lower capacity=",
+        ),
+        Limit(
+            "vm.overcommit_memory",
+            policy,
+            None,
+            "",
+            policy == 2,
+            "2 counts memory that is asked for and not used; shared pages that tensors may yet write to are",
+            "sudo sysctl -w vm.overcommit_memory=0" if policy == 2 else "",
+        ),
+        Limit(
+            "descriptors (ulimit -n)",
+            descriptors,
+            _entries(proc / "self/fd"),
+            "descriptors",
+            descriptors is not None and descriptors < 256,
+            "a host pool keeps one open, and a forked child process two more in its parent while it lives",
+            "ulimit -n 65536",
+        ),
+        Limit(
+            "file size (ulimit -f)",
+            file_size,
+            None,
+            "bytes",
+            file_size is not None,
+            "the pages of a host pool lie in a file in memory, which may not grow past it",
+            "ulimit -f unlimited",
+        ),
+        Limit(
+            "locked memory (ulimit -l)",
+            locked,
+            None,
+            "bytes",
+            False,
+            "vtensor locks none; what registers its pages for devices, as RDMA does, needs as much",
+            "ulimit -l unlimited, or memlock in /etc/security/limits.conf",
+        ),
+    ]
+
+
+def _resource(which: int) -> int | None:
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _number(path: Path) -> int | None:
+    """The number that a file holds; None for a word such as "max", or where there is no such file."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _lines(path: Path) -> int | None:
+    try:
+        with path.open("rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return None
+
+
+def _entries(folder: Path) -> int | None:
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return None
+
+
+def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
+    """The smallest memory limit of this process's cgroup and those above it, and what is used of that one."""
+    found = [
+        (limit, _number(folder / current))
+        for folder, most, current in _cgroup_folders(root)
+        if (limit := _number(folder / most)) is not None and limit < 2**62  # v1 writes no limit as a huge one
+    ]
+    return min(found, key=lambda pair: pair[0], default=(None, None))
+
+
+def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """(folder, name of the file with the limit, of the one with the use), from the process's own upwards."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = mount / path.lstrip("/")
+        while folder != mount:
+            yield folder, *names
+            folder = folder.parent
+        yield mount, *names

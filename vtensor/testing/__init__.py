@@ -1,0 +1,20 @@
+"""For people who test their own code against vtensor.
+
+- :func:`assert_no_leaks`: a ``with`` that fails where memory is left; ``vtensor.testing.plugin`` is the
+  same for pytest.
+- :func:`host_pool`: a pool whose holes fault on reads too ("strict holes"), so that a kernel that reads
+  past the end is noticed.
+- :func:`fail_after`: failure injection, a driver call at a time.
+- :func:`simulated_cuda_pool`: the CUDA path without a GPU.
+- :func:`check_invariants`: a pool's own tables, compared with one another.
+- ``vtensor.testing.strategies`` and ``vtensor.testing.machine``: Hypothesis strategies, and a state machine
+  of random programs to add rules of your own to. They need hypothesis, and are imported by name.
+"""
+
+from __future__ import annotations
+
+from vtensor.testing._checks import check_invariants, fail_after
+from vtensor.testing._leaks import assert_no_leaks
+from vtensor.testing._pools import host_pool, simulated_cuda_pool
+
+__all__ = ["assert_no_leaks", "check_invariants", "fail_after", "host_pool", "simulated_cuda_pool"]

@@ -1,0 +1,98 @@
+"""Whether a piece of code gives back all the memory it took."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vtensor import pool as _pool
+from vtensor.pool import Pool
+
+_WHAT = ("tensors", "pages_needed", "pages_held", "pages_quarantined", "nbytes_reserved")
+_SECONDS = 10.0
+
+
+class Look:
+    """What the pools have at one moment, to be compared with what they have later.
+
+    Args:
+        pools: which; all of the process unless given, those that are made later too.
+    """
+
+    def __init__(self, *pools: Pool) -> None:
+        self._asked = pools
+        self._before = {pool: _counts(pool) for pool in self._pools()}
+        self._files_before = _files()
+
+    def _pools(self) -> list[Pool]:
+        return list(self._asked or _pool._pools)
+
+    def leaks(self) -> list[str]:
+        """What was taken since and not given back, in words; empty where that is nothing."""
+        if self._found():
+            gc.collect()  # what is left may only wait for that
+        return self._found()
+
+    def _found(self) -> list[str]:
+        found = []
+        for pool in self._pools():
+            before, now = self._before.get(pool, {}), _counts(pool)
+            more = {what: now[what] - before.get(what, 0) for what in _WHAT}
+            if any(count > 0 for count in more.values()):
+                told = ", ".join(f"{count:,} {what}" for what, count in more.items() if count > 0)
+                found.append(f"{pool!r} has {told} more than before{_named(pool)}")
+        gone = _files() - self._files_before - sum(pool not in self._before for pool in self._pools())
+        if not self._asked and not found and gone > 0:
+            found.append(f"views hold pages of {gone} pools that are gone")
+        return found
+
+
+@contextmanager
+def assert_no_leaks(*pools: Pool) -> Iterator[None]:
+    """Asserts that the ``with`` gives back what it takes: at its end there are no more open tensors, needed,
+    held or quarantined pages and reserved addresses than at its beginning (I14).
+
+    Garbage is collected first where that makes a difference, free and parked pages go back to the system,
+    and the mapper comes to rest. Where the ``with`` raises, nothing is asserted: the traceback holds what
+    its frames name.
+
+    Args:
+        pools: which to look at; all of the process unless given. Name them where others, or other threads,
+            grow meanwhile. A pool that is left open with nothing in it is no leak.
+
+    Raises:
+        AssertionError: something is left; it says what, and in which tensors.
+        DriverError: pages could not be unmapped.
+        TimedOut: work on the device still uses them, after 10 s.
+    """
+    look = Look(*pools)
+    yield
+    left = look.leaks()
+    if left:
+        raise AssertionError(f"[assert_no_leaks] {'; '.join(left)}: close() them, or drop tensors and views")
+
+
+def _counts(pool: Pool) -> dict[str, int]:
+    pool.trim()
+    pool.wait_idle(_SECONDS)
+    stats = pool.stats()
+    return {what: getattr(stats, what) for what in _WHAT}
+
+
+def _named(pool: Pool) -> str:
+    open_tensors = [entry._tensor() for entry in list(pool._tensors)]
+    shapes = [f"{tuple(t.shape)} at {t.address:#x}" for t in open_tensors if t is not None and not t.closed]
+    return f" (its open tensors: {', '.join(shapes)})" if shapes else ""
+
+
+def _files() -> int:
+    """Host pools whose memory is there: each has a memfd, which outlives the pool where views hold pages."""
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:vtensor")
+        except OSError:  # the one of the listing itself
+            pass
+    return count
