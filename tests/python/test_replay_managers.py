@@ -1,4 +1,4 @@
-"""The managers that stand beside ours: what they hold, share and give up is right, so that one may compare."""
+"""The managers that stand beside ours hold, share and give up what they should: they may be compared."""
 
 from __future__ import annotations
 

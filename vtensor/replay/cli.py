@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -70,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens kept ready by the mapper; vtensor only (default: %(default)s)",
     )
     parser.add_argument(
-        "--driver", choices=("host", "simulated"), default="host", help="mmap, or the simulated libcuda"
+        "--driver",
+        choices=("host", "simulated"),
+        default="host",
+        help="mmap, or the simulated libcuda that $VTENSOR_SIMCUDA names; vtensor only",
     )
     parser.add_argument(
         "--step-ms",
@@ -112,6 +116,10 @@ def main(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     rows = read_trace(arguments.trace, _at_least_one("--limit", arguments.limit))
     server = _server(arguments, rows)
+    if server.driver == "simulated":  # it reads this when it is loaded: real devices take no smaller pages
+        os.environ.setdefault(
+            "SIMCUDA_GRANULARITY", str(server.page_size // scale(server.shape, server.page_size))
+        )
     service = ServiceModel(
         step_seconds=_over_zero("--step-ms", arguments.step_ms) / 1e3,
         tokens_per_second=_over_zero("--tokens-per-second", arguments.tokens_per_second),
