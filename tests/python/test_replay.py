@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from vtensor.replay import (
     Server,
     ServiceModel,
     StaticCache,
+    cli,
     default_layer_group,
     model_shape,
     open_cache,
@@ -244,13 +246,32 @@ def test_wrong_arguments(tmp_path, capsys, arguments, what):
 
 
 def run_here(*arguments):
-    import argparse
-
-    from vtensor.replay.cli import add_parser, main
-
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    return main(parser.parse_args(["replay", *map(str, arguments)]))
+    cli.add_parser(parser.add_subparsers())
+    return cli.main(parser.parse_args(["replay", *map(str, arguments)]))
+
+
+def test_the_picture_needs_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert run_here(few_rows(tmp_path), "--policy", "paged", "--plot", tmp_path / "replay.png") == 1
+    assert "pip install 'vtensor[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(capsys, monkeypatch, terminal):
+    """After a second; on a terminal over itself, and gone at the end."""
+    now = [0.0]
+    monkeypatch.setattr(cli.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with cli._Progress() as progress:
+        for now[0] in (0.5, 1.5, 1.9, 2.6, 11.6):
+            progress(f"at {now[0]}")
+    shown = capsys.readouterr().err
+    if terminal:
+        assert shown == "\rat 1.5\x1b[K\rat 2.6\x1b[K\rat 11.6\x1b[K\r\x1b[K"
+    else:
+        assert shown == "at 1.5\nat 11.6\n"
 
 
 def test_a_malformed_row_ends_the_command_with_its_line(tmp_path, capsys):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving_support import FakeModel, alone, choose
-from vtensor import InvalidArgument
+from vtensor import CapacityExceeded, InvalidArgument, OutOfPages
 from vtensor.replay import PagedCache, RadixCache, StaticCache
 from vtensor.serving import Engine, Request, Scheduler
 
@@ -129,6 +129,31 @@ def test_paged_copies_the_last_frame_once():
     assert grown(cache, slot, 8) and not cache.copies
 
 
+def test_paged_beams_go_on_with_their_sources():
+    cache = FramesWithContents(12, 4, 64, frame_tokens=FRAME)
+    engine = Engine(Scheduler(cache, token_budget=16), FakeModel(cache), choose)
+    engine.submit(Request("beams", [1, 0, 1], 12, samples=3))
+    group = engine.scheduler.waiting[0]
+    for sources in ([1, 1, 0], [2, 0, 0], [0, 1, 2], [2, 2, 2]):
+        engine.step()
+        before = [list(sequence.tokens) for sequence in group.live]
+        engine.scheduler.reorder("beams", sources)
+        cache.check()
+        assert [sequence.tokens for sequence in group.live] == [before[source] for source in sources]
+    assert engine.run()["beams"].error == ""
+
+
+def test_without_host_memory_nothing_is_swapped():
+    cache = paged()
+    slot = cache.alloc()
+    with pytest.raises(OutOfPages, match="no host memory"):
+        cache.swap_out([slot])
+    with pytest.raises(InvalidArgument, match="not swapped out"):
+        cache.swap_in(slot)
+    with pytest.raises(InvalidArgument, match="give it more"):
+        paged(frames=0)
+
+
 def test_static_slots():
     cache = StaticCache(tokens=100, max_batch=8, max_len=30)
     assert cache.max_batch == 3
@@ -137,6 +162,12 @@ def test_static_slots():
     assert cache.stats().waste == 2.0
     with pytest.raises(InvalidArgument, match="give it more"):
         StaticCache(tokens=29, max_batch=8, max_len=30)
+    with pytest.raises(CapacityExceeded, match="a slot has 30"):
+        grown(cache, slot, 31)
+    with pytest.raises(InvalidArgument, match="one sample each"):
+        cache.fork(slot)
+    with pytest.raises(InvalidArgument, match="one sample each"):
+        cache.reorder([slot], [slot])
 
 
 def longest_known(published, tokens, unit):

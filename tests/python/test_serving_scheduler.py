@@ -322,6 +322,8 @@ def test_bad_input(open_cache):
         scheduler.complete(plan, [1])
     with pytest.raises(InvalidArgument, match="under way"):
         scheduler.complete(type(plan)(), [])
+    with pytest.raises(InvalidArgument, match="under way"):
+        scheduler.abandon(type(plan)())
     scheduler.complete(plan, [1, 2])
     with pytest.raises(InvalidArgument, match="2 live sequences"):
         scheduler.reorder("a", [0, 2])
