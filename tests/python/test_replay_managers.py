@@ -108,6 +108,19 @@ def test_paged_reuses_full_frames_and_evicts_the_least_recent():
     assert cache.length(cache.alloc([1] * 9)) == 8
 
 
+def test_paged_hands_out_what_serves_no_prefix_first():
+    cache = paged(frames=3)
+    known, unknown = cache.alloc([1] * 8), cache.alloc()
+    assert cache.step([8 if i == known else 1 if i == unknown else 0 for i in range(4)])
+    cache.publish(known, [1] * 8)
+    cache.free(known)
+    cache.free(unknown)
+    slot = cache.alloc()
+    assert grown(cache, slot, 1) and cache.evictions == 0
+    assert grown(cache, slot, 5) and cache.evictions == 1
+    assert cache.length(cache.alloc([1] * 9)) == 4, "of a sequence the last frame went first"
+
+
 def test_paged_short_of_frames_changes_nothing():
     cache = paged(frames=3)
     first, second = cache.alloc(), cache.alloc()
@@ -127,6 +140,24 @@ def test_paged_copies_the_last_frame_once():
     assert len(cache.copies) == 1, "whoever writes last keeps the frame"
     assert cache.tables[fork][0] == cache.tables[slot][0] and cache.tables[fork][1] != cache.tables[slot][1]
     assert grown(cache, slot, 8) and not cache.copies
+
+
+def test_paged_writes_into_no_frame_that_another_holds():
+    for writer in (0, 1):
+        cache = paged(frames=3)
+        slot = cache.alloc()
+        grown(cache, slot, 6)
+        both = [slot, *cache.fork(slot)]
+        assert grown(cache, both[writer], 7), "one frame is free, and one is needed"
+        assert len(cache.copies) == 1 and cache.copies[0][0] == cache.tables[both[1 - writer]][1]
+
+
+def test_paged_needs_a_frame_less_than_those_who_write():
+    cache = paged(frames=3)
+    slot = cache.alloc()
+    grown(cache, slot, 6)
+    fork = cache.fork(slot)[0]
+    assert cache.step([7 if i in (slot, fork) else 0 for i in range(4)])
 
 
 def test_paged_beams_go_on_with_their_sources():
@@ -187,6 +218,18 @@ def test_the_ideal_cache_finds_every_prefix(prompts):
         cache.publish(slot, prompt)
         published |= {tuple(prompt[:n]) for n in range(0, len(prompt) + 1, FRAME)}
         cache.free(slot)
+
+
+def test_the_ideal_cache_evicts_the_least_recently_used():
+    cache = RadixCache(tokens=8, max_batch=4, max_len=64, unit=FRAME)
+    for digit in (1, 2, 1):
+        slot = cache.alloc([digit] * 5)
+        assert grown(cache, slot, 4)
+        cache.publish(slot, [digit] * 4)
+        cache.free(slot)
+    slot = cache.alloc()
+    assert grown(cache, slot, 1)
+    assert cache.length(cache.alloc([1] * 5)) == 4 and cache.length(cache.alloc([2] * 5)) == 0
 
 
 @given(

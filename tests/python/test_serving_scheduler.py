@@ -35,7 +35,9 @@ def check_plan(engine, plan) -> None:
     engine.forward.store.check()
     running = [group.order for group in scheduler.running]
     queued = [group.order for group in scheduler.waiting + scheduler.swapped]
-    assert running == sorted(running)
+    for queue in (scheduler.running, scheduler.waiting, scheduler.swapped):
+        orders = [group.order for group in queue]
+        assert orders == sorted(orders)
     assert plan.tokens == sum(work.stop - work.start for work in plan.work) <= scheduler.token_budget
     assert len({work.sequence for work in plan.work}) == len(plan.work)
     for group in plan.preempted:
@@ -205,8 +207,8 @@ def test_without_host_memory_a_group_is_computed_again(open_cache, monkeypatch):
     assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
 
 
-def test_a_swapped_group_that_fits_only_shared_is_computed_again(open_cache):
-    """Three samples of a long prompt fit while they share it. Out of host memory they come unshared."""
+def test_a_swapped_group_that_fits_only_shared_shares_again(open_cache):
+    """Three samples of a long prompt fit while they share it, as they do again when they are back."""
     cache = open_cache(budget=34)
     engine = engine_over(cache)
     wanted = [request("first", [1] * 4, 24), request("group", [0] * 40, 8, samples=3)]
@@ -214,6 +216,38 @@ def test_a_swapped_group_that_fits_only_shared_is_computed_again(open_cache):
     stats = engine.scheduler.stats
     assert stats.swapped >= 1 and not any(completion.error for completion in done.values())
     assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
+
+
+def test_what_a_preempted_request_computed_is_found_again(open_cache):
+    """The second has a unit of 4 tokens when the first needs a page: no token is computed twice."""
+    engine = engine_over(open_cache(budget=6 * RANGES))
+    wanted = [request("first", [0] * 14, 4), request("second", [1] * 2, 20)]
+    done = engine.run(wanted)
+    assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
+    stats = engine.scheduler.stats
+    assert stats.recomputed == 1
+    assert stats.computed_tokens == (14 + 4 - 1) + (2 + 20 - 1)
+
+
+def test_what_a_finished_request_generated_is_found_again(open_cache):
+    engine = engine_over(open_cache(budget=200))
+    first = request("first", [1, 0], 20)
+    said = engine.run([first])["first"].tokens[0]
+    engine.run([request("next", [1, 0, *said, 1], 4)])
+    assert engine.scheduler.stats.reused_tokens == (2 + 20 - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def test_an_iteration_taken_back_leaves_its_news_to_the_next(open_cache):
+    scheduler = Scheduler(open_cache(budget=6 * RANGES))
+    scheduler.add(request("never", prompt=40))
+    scheduler.add(request("fits"))
+    plan = scheduler.plan()
+    assert [g.request.id for g in plan.failed] == ["never"] and plan.work
+    scheduler.abandon(plan)
+    again = scheduler.plan()
+    assert [g.request.id for g in again.failed] == ["never"]
+    assert [g.request.id for g in again.admitted] == ["fits"]
+    assert again.work == plan.work and again.sampled == plan.sampled
 
 
 def test_prefixes_are_reused_and_only_within_their_salt(open_cache):

@@ -104,7 +104,6 @@ class Group:
     live: list[Sequence] = field(init=False)  # those that are not at their end
     status: Status = Status.WAITING
     forked: bool = False  # each live sequence has a slot; before that only the first has
-    swapped_once: bool = False  # its sequences may share less since then
     admitted: bool = False  # at least once
     reason: str = ""  # why it failed
 

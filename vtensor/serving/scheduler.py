@@ -183,7 +183,7 @@ class Scheduler:
                 return
             plan.work, plan.tokens = [], 0
             victim = self.running.pop()
-            if self.running or victim.swapped_once:
+            if self.running:
                 self._preempt(plan, victim)
             else:
                 self._fail(plan, victim)
@@ -227,15 +227,12 @@ class Scheduler:
             if self._bring_back(plan, group) if came_back else self._place(plan, group):
                 queue.pop(0)
                 group.status = Status.RUNNING
-                insort(self.running, group, key=lambda group: group.order)
+                self.running.append(group)
             elif self.running:
                 self._refused = True
             else:
                 queue.pop(0)
-                if came_back:  # it does not fit as it came back; computed again, it shares more
-                    self._recompute(group)
-                else:
-                    self._fail(plan, group)
+                self._fail(plan, group)
 
     def _place(self, plan: Plan, group: Group) -> bool:
         """Gives a waiting request a slot, and memory for all of its prompt: a piece of it would be lost again
@@ -279,7 +276,6 @@ class Scheduler:
             self.cache.swap_out(back)
             return False
         self._lengths = lengths
-        group.swapped_once = True
         plan.swapped_in += back
         for sequence in group.holders:
             plan.work.append(Work(sequence, sequence.computed, sequence.computed + 1))
@@ -292,8 +288,7 @@ class Scheduler:
     def _preempt(self, plan: Plan, group: Group) -> None:
         plan.preempted.append(group)
         self._refused = True  # until somebody ends: it would be the first to go again
-        alone = not self.running
-        if len(group.holders) > 1 and not alone and self._swap_out(group):
+        if len(group.holders) > 1 and self._swap_out(group):
             self.stats.swapped += 1
         else:
             self._recompute(group, publish=len(group.holders) == 1)
@@ -322,7 +317,6 @@ class Scheduler:
             sequence.computed = sequence.published = 0
         self._slots_free += len(group.live)
         group.forked = len(group.live) == 1
-        group.swapped_once = False
         group.status = Status.WAITING
         insort(self.waiting, group, key=lambda group: group.order)
 
