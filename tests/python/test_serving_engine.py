@@ -92,15 +92,26 @@ def test_preempted_and_shared_requests_get_their_own_tokens(attention, layout):
     assert stats.recomputed >= 1 and stats.reused_tokens >= TOKENS_A_PAGE
 
 
-def test_samples_that_fork_and_are_swapped_get_their_own_tokens():
+def test_samples_that_fork_and_are_swapped_get_their_own_tokens(monkeypatch):
     model = make_llama("sdpa")
     requests = mixed_requests(samples=2)[:5]
     expected = {request.id: alone(model, request, drawn) for request in requests}
+    waited, due = set(), set()
     with engine_for(model, pages=28, choose=drawn) as engine:
+        cache, forward = engine.scheduler.cache, engine.forward
+        wait = cache.wait
+
+        def forward_of(plan):
+            due.update((slot, layer) for slot in plan.swapped_in for layer in range(len(cache)))
+            return forward(plan)
+
+        engine.forward = forward_of
+        monkeypatch.setattr(cache, "wait", lambda slot, layer: (waited.add((slot, layer)), wait(slot, layer)))
         done = engine.run(requests)
         stats = engine.scheduler.stats
     assert {id: completion.tokens for id, completion in done.items()} == expected
     assert stats.swapped >= 1
+    assert due and waited == due, "each layer waits for what it reads"
     assert any(first != second for first, second in expected.values())
 
 

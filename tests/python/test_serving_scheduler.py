@@ -193,6 +193,15 @@ def test_a_group_goes_as_a_whole_and_is_swapped(open_cache):
     assert engine.scheduler.stats.swapped >= 1 and engine.scheduler.stats.finished == 2
 
 
+def test_groups_come_back_in_the_order_of_arrival(open_cache):
+    """The third is swapped out before the second, and must not come back before it."""
+    engine = engine_over(open_cache(budget=36, max_batch=6))
+    wanted = [request(i, [i] * 6, 30 - 5 * i, samples=2) for i in range(3)]
+    done = serve(engine, [(0, one) for one in wanted])
+    assert engine.scheduler.stats.swapped >= 2
+    assert [done[one.id].tokens for one in wanted] == [alone(one) for one in wanted]
+
+
 def test_without_host_memory_a_group_is_computed_again(open_cache, monkeypatch):
     cache = open_cache(budget=30)
 
