@@ -14,6 +14,7 @@ BENCHMARKS = (
     "decode",
     "generate",
     "fork",
+    "serving",
     "mapper",
     "trace_cost",
     "import_time",

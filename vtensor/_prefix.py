@@ -9,9 +9,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from vtensor import _core
+import torch
 
-__all__ = ["PrefixIndex"]
+from vtensor import _core
+from vtensor.errors import InvalidArgument
+
+__all__ = ["PrefixIndex", "token_ids"]
 
 _WIDTH = array("q").itemsize
 
@@ -131,6 +134,22 @@ class PrefixIndex:
         del self._recent[node]
         node.kept = None
         self.evictions += 1
+
+
+def token_ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> Sequence[int]:
+    """Ids as a sequence.
+
+    Raises:
+        InvalidArgument: a tensor of other things, or of several requests.
+    """
+    if isinstance(tokens, torch.Tensor):
+        if tokens.dim() != 1 or tokens.is_floating_point():
+            raise InvalidArgument(
+                f"[{operation}] tokens is a {tokens.dtype} tensor of shape {tuple(tokens.shape)}: give the "
+                "ids of one request, [n]"
+            )
+        return list(tokens.tolist())
+    return tokens
 
 
 def _ids(tokens: Sequence[int]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from operator import index
 from typing import Any, Literal, cast
@@ -12,10 +13,10 @@ import torch
 from vtensor import _core
 from vtensor._kv_stats import KVCacheStats
 from vtensor._layout import Layout, layout_of, whole_storage
-from vtensor._prefix import PrefixIndex
+from vtensor._prefix import PrefixIndex, token_ids
 from vtensor._streams import Stream, stream_handle
 from vtensor._swap import Group, HostCopy, Swapper
-from vtensor.errors import Closed, InvalidArgument, OutOfPages
+from vtensor.errors import Closed, DriverError, InvalidArgument, OutOfPages
 from vtensor.pool import Pool, default_pool
 
 __all__ = ["KVCache", "KVCacheStats"]
@@ -140,10 +141,12 @@ class KVCache:
         """
         if tokens is None:
             return self._core.alloc(expect)
-        ids = _ids("KVCache.alloc", tokens)
+        ids = token_ids("KVCache.alloc", tokens)
         found = self._prefixes.find(ids, salt)[: max(0, len(ids) - 1) // self._prefixes.unit]
         self._queries += len(ids)
         length = self._core.covered(len(found) * self._prefixes.unit)
+        while found and self._core.covered((len(found) - 1) * self._prefixes.unit) == length:
+            found.pop()  # where a token takes several pages, the last unit may hold no whole one
         if length == 0:
             return self._core.alloc(max(expect, len(ids)))
         slot = self._core.alloc_prefix(found, length)
@@ -194,6 +197,9 @@ class KVCache:
     def truncate(self, slot: int, length: int, stream: Stream | None = None) -> None:
         """Cuts a request to its first ``length`` tokens, as after rejected drafts.
 
+        Args:
+            slot, stream: as for :meth:`free`.
+
         Raises:
             InvalidArgument: it has fewer, or windowed layers have given back what they would see from there.
         """
@@ -219,6 +225,10 @@ class KVCache:
         """``n`` new requests that continue this one, for parallel sampling. They share all pages; the first
         write of each takes one page a row, for the last, half-full page.
 
+        Args:
+            stream: in which work that uses the slot was launched; the current one unless given. Its end is
+                waited for.
+
         Raises:
             NoFreeSlot: fewer than ``n`` slots are free.
             InvalidArgument: the slot is free or swapped out.
@@ -236,6 +246,11 @@ class KVCache:
     ) -> list[int]:
         """A beam step: beam ``i``, now in ``slots[i]``, goes on with what ``sources[i]`` holds. Nothing is
         copied.
+
+        Args:
+            slots: of the beams, ``[n]``.
+            sources: of those slots, which each beam goes on with, ``[n]``.
+            stream: as for :meth:`fork`.
 
         Returns:
             for each beam the slot that it is in from now on: the source itself for the first that goes on
@@ -259,6 +274,11 @@ class KVCache:
         """Puts the whole units of ``tokens``, which are the slot's first, into the prefix index. It keeps
         their pages past the request's end, as long as memory suffices.
 
+        Args:
+            slot: whose K and V these are.
+            tokens: ids, ``[n]``, at most as many as the slot has.
+            salt: as for :meth:`alloc`.
+
         Returns:
             how many of the tokens are in the index.
 
@@ -267,7 +287,7 @@ class KVCache:
                 published before; layers with windows have given pages back.
         """
         slot = self._slot("KVCache.publish", slot)
-        ids = _ids("KVCache.publish", tokens)
+        ids = token_ids("KVCache.publish", tokens)
         length = self._core.length(slot)
         if len(ids) > length:
             raise InvalidArgument(
@@ -292,7 +312,7 @@ class KVCache:
         return known
 
     def own(self, slot: int, start: int, stop: int) -> None:
-        """Gives the slot pages of its own behind tokens ``start`` to ``stop``, before something writes there
+        """Gives ``slot`` pages of its own behind tokens ``start`` to ``stop``, before something writes there
         directly. What :meth:`step` adds is its own anyway.
 
         Raises:
@@ -328,13 +348,13 @@ class KVCache:
         group = self._group_of(slots)
         for one in slots:
             own = group if group is not None and one in group.waiting else None
-            rows = self._rows_of(one, own.length if own else 0, self._core.length(one))
+            rows = self._rows_of(one, own.length if own else 0)
             copy = self._swapped[one] = HostCopy(rows, self._swapper.pinned)
             parts = copy.parts(rows)
             if own is not None:
                 self._groups[one] = own
                 if one == slots[0]:
-                    parts += own.head.parts(self._rows_of(one, 0, own.length))
+                    parts += own.head.parts(self._rows_of(one, own.length, head=True))
             self._core.set_aside(one)
             self._leaving.append(one)
             self._swapper.copy_out(one, parts, partial(self._vacate, one))
@@ -342,6 +362,9 @@ class KVCache:
     def swap_in(self, slot: int) -> bool:
         """Gives a swapped request its pages back, at the same addresses, and starts copying, layer by layer.
         Before the work of a layer, :meth:`wait` for it.
+
+        Args:
+            slot: of a request that is swapped out.
 
         Returns:
             False where memory is short: it stays swapped out.
@@ -359,20 +382,26 @@ class KVCache:
         while not self._core.restore(slot, kept):
             if not self._make_room():
                 return False
-        parts = copy.parts(self._rows_of(slot, group.length if group else 0, self._core.length(slot)))
+        parts = copy.parts(self._rows_of(slot, group.length if group else 0))
         if group is not None and kept is None:
-            parts += group.head.parts(self._rows_of(slot, 0, group.length))
+            parts += group.head.parts(self._rows_of(slot, group.length, head=True))
         self._swapper.copy_in(slot, parts)
         del self._swapped[slot]
         self._leave_group(slot)
         if group is not None and kept is None and group.waiting:
             self._swapper.wait(slot)  # what is shared is not written to any more
-            (group.kept,) = self._core.offer(slot, [0, group.length])
+            with suppress(DriverError):  # then the others copy it too
+                (group.kept,) = self._core.offer(slot, [0, group.length])
         return True
 
     def wait(self, slot: int, layer: int | None = None) -> None:
         """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
-        CUDA the current stream waits instead of the caller."""
+        CUDA the current stream waits instead of the caller.
+
+        Args:
+            slot: of the request.
+            layer: its number; all of them unless given.
+        """
         slot = self._slot("KVCache.wait", slot)
         self._swapper.wait(slot, layer)
 
@@ -449,7 +478,11 @@ class KVCache:
         )
 
     def close(self, stream: Stream | None = None) -> None:
-        """Frees every slot and gives the index up. Addresses go with the last view of the layers."""
+        """Frees every slot and gives the index up. Addresses go with the last view of the layers.
+
+        Args:
+            stream: in which work that uses the cache was launched; the current one unless given.
+        """
         if self._core.closed:
             return
         self._swapper.close()
@@ -473,6 +506,11 @@ class KVCache:
             f"<vtensor.KVCache {self._layout.num_layers} layers, max_len {self.max_len}, {self.dtype}, "
             f"{self._pool.device}, {state}>"
         )
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from vtensor import _html
+
+        return _html.cache_bundle(self)
 
     # -- inside
 
@@ -501,16 +539,15 @@ class KVCache:
             for kind, begin in zip(self._layout.kinds, begins, strict=True)
         )
 
-    def _rows_of(self, slot: int, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
-        """The bytes of a slot's tokens ``start`` to ``stop``, row after row, each with the first layer that
-        reads it. A start that is no token's (``start`` pages are shared) is that of the page it lies in."""
+    def _rows_of(self, slot: int, shared: int, head: bool = False) -> list[tuple[int, torch.Tensor]]:
+        """The bytes of a slot's tokens, row after row, each with the first layer that reads it: the whole
+        pages of its first ``shared`` tokens, or what lies behind these."""
         rows = []
         size = self._pool.page_size
         for number, (kind, kept) in enumerate(zip(self._layout.kinds, self._core.begins(slot), strict=True)):
-            begin = kept * kind.item_bytes if start == 0 else start * kind.item_bytes // size * size
-            end = stop * kind.item_bytes
-            if start == 0 and stop < self._core.length(slot):
-                end = end // size * size
+            split = shared * kind.item_bytes // size * size
+            begin = 0 if head else split or kept * kind.item_bytes
+            end = split if head else self._core.length(slot) * kind.item_bytes
             for row, layer in enumerate(kind.first_layers):
                 at = (row * self.max_batch + slot) * self._rows[number]
                 if end > begin:
@@ -531,7 +568,7 @@ class KVCache:
         if not lengths:
             return None
         length = min(lengths.values())
-        head = HostCopy(self._rows_of(slots[0], 0, length), self._swapper.pinned)
+        head = HostCopy(self._rows_of(slots[0], length, head=True), self._swapper.pinned)
         return Group(length, head, {slots[0], *lengths})
 
     def _leave_group(self, slot: int) -> None:
@@ -555,14 +592,3 @@ class KVCache:
         self._core.vacate(slot, None if stream is None else stream.cuda_stream)
 
     _registered: Any = None  # the pool's way to this cache
-
-
-def _ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> Sequence[int]:
-    if isinstance(tokens, torch.Tensor):
-        if tokens.dim() != 1 or tokens.is_floating_point():
-            raise InvalidArgument(
-                f"[{operation}] tokens is a {tokens.dtype} tensor of shape {tuple(tokens.shape)}: give the "
-                "ids of one request, [n]"
-            )
-        return list(tokens.tolist())
-    return tokens

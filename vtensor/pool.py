@@ -165,6 +165,14 @@ class Pool:
         state = " closed" if self._closed else ""
         return f"<vtensor.Pool {self._device}, {self.budget:,} bytes in pages of {self.page_size:,}{state}>"
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from vtensor import _html  # only notebooks need it
+
+        return _html.pool_bundle(self)
+
+    def _repr_html_(self) -> str:
+        return self._repr_mimebundle_()["text/html"]
+
     @property
     def device(self) -> torch.device:
         """The device whose memory this is."""

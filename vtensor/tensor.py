@@ -323,6 +323,14 @@ class VTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"VTensor({self._alias()!r}, length={self.length}, capacity={self.capacity})"
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from vtensor import _html  # only notebooks need it
+
+        return _html.tensor_bundle(self)
+
+    def _repr_html_(self) -> str:
+        return self._repr_mimebundle_()["text/html"]
+
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """As :meth:`snapshot`. Setting it is refused."""

@@ -14,6 +14,8 @@ Beside torch's profiler, in one timeline, each thread's operators around what th
     with torch.profiler.profile() as profiler, vtensor.trace.record() as recording:
         model.generate(...)
     recording.export("trace.json.gz", profile=profiler)
+
+``vtensor.trace.load("trace.json.gz")`` reads it again, for :mod:`vtensor.plot` or a table.
 """
 
 from __future__ import annotations
@@ -33,9 +35,13 @@ from typing import Any, NamedTuple, Protocol
 from vtensor import _core
 from vtensor.errors import InvalidArgument, VTensorError
 
-__all__ = ["Event", "Recording", "record"]
+__all__ = ["Event", "Recording", "load", "record"]
 
 _MOST_EVENTS = 2**28
+_KINDS = frozenset(
+    "driver_call extend shrink prepare fork part map unmap retire revive zero copy populate park adopt lease "
+    "wait out_of_memory error".split()
+)
 
 
 class Profiler(Protocol):
@@ -172,6 +178,28 @@ def record(capacity: int | None = None) -> Recording:
     return Recording(capacity)
 
 
+def load(path: str | os.PathLike[str]) -> list[Event]:
+    """The events of a file that :meth:`Recording.export` wrote, by time, to a nanosecond or so.
+
+    Args:
+        path: the file, compressed or not; what torch's profiler put beside the events is left out.
+
+    Raises:
+        VTensorError: the file is no trace, or was cut short.
+        OSError: it cannot be read.
+    """
+    trace = _read_trace(Path(path), "load", "it was cut short or is another file; export the recording again")
+    base = trace.get("baseTimeNanoseconds", 0)
+    try:
+        found = [_event(one, base) for one in trace["traceEvents"] if one.get("cat") == "vtensor"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise VTensorError(
+            f"[trace.load] {path} holds an event that no Recording.export wrote ({error!r}): export the "
+            "recording again"
+        ) from error
+    return sorted(found, key=lambda event: (event.time_ns, -event.duration_ns))
+
+
 # -- the Chrome trace format ("Trace Event Format", the Chromium project), which Perfetto reads too
 
 
@@ -215,6 +243,23 @@ def _records(
         yield {**counter, "ts": (end - base) / 1000, "args": {"bytes": mapped}}
 
 
+def _event(written: dict[str, Any], base: int) -> Event:
+    """One of `_records`, back again."""
+    name, more = written["name"], written["args"]
+    known = name in _KINDS
+    return Event(
+        time_ns=base + round(written["ts"] * 1000),
+        duration_ns=round(written.get("dur", 0) * 1000),
+        what=name if known else "driver_call",
+        call="" if known else name,
+        address=int(more["address"], 16),
+        nbytes=more["nbytes"],
+        tensor=int(more["tensor"], 16),
+        thread=written["tid"],
+        role=more["role"],
+    )
+
+
 def _changes_of_mapping(events: Iterable[Event]) -> list[tuple[int, int]]:
     """(time, bytes) in order of time."""
     signs = {"map": 1, "unmap": -1}
@@ -238,16 +283,19 @@ def _read_profile(profile: str | os.PathLike[str] | Profiler) -> dict[str, Any]:
                     f"[trace.export] torch's profiler gave no trace ({error}): stop it first; it exports "
                     "once, so where it has, give profile= that file"
                 ) from error
-        content = path.read_bytes()
+        return _read_trace(
+            path, "export", "give profile= a file that export_chrome_trace of torch's profiler wrote"
+        )
+
+
+def _read_trace(path: Path, operation: str, remedy: str) -> dict[str, Any]:
+    content = path.read_bytes()
     try:
         trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     except (EOFError, OSError, ValueError, zlib.error):
         trace = None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise VTensorError(
-            f"[trace.export] {path} holds no trace: give profile= a file that export_chrome_trace of "
-            "torch's profiler wrote"
-        )
+        raise VTensorError(f"[trace.{operation}] {path} holds no trace: {remedy}")
     return trace
 
 

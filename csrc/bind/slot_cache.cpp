@@ -210,12 +210,13 @@ class CacheCore {
 
   void close(std::optional<Stream> stream) {
     refuse_in_forked_child("KVCache.close");
-    const Caller asking = caller("KVCache.close", stream);
     mutex_.lock("KVCache.close");
-    {
+    if (cache_) {
+      const Caller asking = caller("KVCache.close", stream);
       nb::gil_scoped_release released;
-      if (cache_) cache_->close(asking);
+      cache_->close(asking);
       cache_.reset();
+      pool_.reset();
     }
     mutex_.unlock();
   }
@@ -251,7 +252,7 @@ class CacheCore {
     with_memory(*pool_, asking, [&] { body(asking); });
   }
 
-  const std::shared_ptr<PagePool> pool_;
+  std::shared_ptr<PagePool> pool_;  // both null once closed
   std::unique_ptr<SlotCache> cache_;
   OperationMutex mutex_;
 };

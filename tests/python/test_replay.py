@@ -104,7 +104,7 @@ def test_azure_under_pressure():
 
 def test_mooncake_prefixes():
     """In the sliced layout units of 32 tokens find what an ideal cache finds in units of 16, within 2%."""
-    rows = real_rows("mooncake_conversation.jsonl", 60)
+    rows = real_rows("mooncake_conversation.jsonl", 40)
     results = served(rows, memory=64 << 30, max_len=131072)
     hits = {name: result.reused_tokens for name, result in results.items()}
     assert hits["ideal"] > 10_000 and hits["static"] == 0

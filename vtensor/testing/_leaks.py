@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vtensor import pool as _pool
+from vtensor.kv import KVCache
 from vtensor.pool import Pool
 
 _WHAT = ("tensors", "pages_needed", "pages_held", "pages_quarantined", "nbytes_reserved")
@@ -83,8 +84,12 @@ def _counts(pool: Pool) -> dict[str, int]:
 
 def _named(pool: Pool) -> str:
     open_tensors = [entry._tensor() for entry in list(pool._tensors)]
-    shapes = [f"{tuple(t.shape)} at {t.address:#x}" for t in open_tensors if t is not None and not t.closed]
-    return f" (its open tensors: {', '.join(shapes)})" if shapes else ""
+    named = [
+        repr(t) if isinstance(t, KVCache) else f"{tuple(t.shape)} at {t.address:#x}"
+        for t in open_tensors
+        if t is not None and not t.closed
+    ]
+    return f" (its open tensors: {', '.join(named)})" if named else ""
 
 
 def _files() -> int:

@@ -1,0 +1,290 @@
+"""How tensors, pools and caches show themselves in a notebook."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vtensor
+from support import calls, filled, mapper_calls, run_snippet
+from vtensor import _html, _pages
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parsed(html: str) -> ElementTree.Element:
+    return ElementTree.fromstring(html)  # well formed, so that any viewer takes it
+
+
+def strips(html: str) -> list[ElementTree.Element]:
+    return list(parsed(html).iter(f"{SVG}svg"))
+
+
+def runs(strip: ElementTree.Element) -> list[str]:
+    return [rect.findtext(f"{SVG}title") for rect in strip.iter(f"{SVG}rect") if len(rect)]
+
+
+def words(html: str) -> str:
+    """What is left for a reader whose viewer drops pictures and styles."""
+    root = parsed(html)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in ("style", f"{SVG}svg"):
+                parent.remove(child)
+    return " ".join(" ".join(root.itertext()).split())
+
+
+def test_a_tensor_shows_its_pages(pool):
+    t = filled(pool, 10, capacity=64)  # 2.5 of 16 pages
+    (strip,) = strips(t._repr_html_())
+    assert runs(strip) == [
+        "pages 0 to 2: mapped",
+        "pages 3 to 7: reserved",
+        "pages 8 to 15: reserved, not to scale",
+    ]
+    boxes = list(strip.iter(f"{SVG}rect"))
+    mapped, reserved = (float(box.get("width")) for box in boxes[:2])
+    assert mapped / reserved == pytest.approx(3 / 5, rel=0.01)
+    text = words(t._repr_html_())
+    assert "VTensor [10, 1024] uint8 on cpu" in text
+    assert "10 of 64 positions along dim 0, 10 KiB of data, 12 KiB mapped in pages of 4 KiB" in text
+    assert "64 KiB of addresses" in text and "mapped 3" in text and "reserved 13" in text
+
+
+def test_every_state_is_named_and_drawn(host):
+    t = filled(host, 16)
+    view = t[:]
+    fork = t.fork()
+    t[4] = 9
+    t.truncate(12)
+    (strip,) = strips(t._repr_html_())
+    assert runs(strip)[:4] == ["page 0: shared", "page 1: parted", "page 2: shared", "page 3: held"]
+    assert strip.get("aria-label").startswith(
+        "pages shared 0 to 0, parted 1 to 1, shared 2 to 2, held 3 to 3"
+    )
+    assert strip.get("role") == "img" and strip.findtext(f"{SVG}title") == strip.get("aria-label")
+    for state in ("shared 2", "parted 1", "held 1"):
+        assert state in words(t._repr_html_())
+    fork.close()
+    del view
+
+
+def test_pages_ahead_are_shown(pool_factory, kind):
+    pool = pool_factory(kind, ahead=64 * 4096)
+    t = filled(pool, 4)
+    t.prepare(8)
+    pool.wait_idle()
+    assert runs(strips(t._repr_html_())[0])[:2] == ["page 0: mapped", "pages 1 to 2: ahead"]
+    assert "ahead 2" in words(t._repr_html_()) and "ahead 2" in words(pool._repr_html_())
+
+
+def test_rows_alike_are_one_strip(pool):
+    t = filled(pool, 4, rows=(6,), capacity=8)
+    assert len(strips(t._repr_html_())) == 1
+    assert "rows 0 to 5, alike" in words(t._repr_html_())
+    assert "mapped 6" in words(t._repr_html_())
+    t.reindex([0, 1, 2, 0, 4, 5])
+    assert len(strips(t._repr_html_())) == 4
+    assert "row 3" in words(t._repr_html_())
+
+
+def test_many_rows_end_in_words(pool):
+    t = filled(pool, 1, rows=(20,), capacity=4)
+    t.reindex([n if n % 2 else 0 for n in range(20)])
+    assert len(strips(t._repr_html_())) == 8
+    assert "and 12 rows more" in words(t._repr_html_())
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0, 4)])
+def test_nothing_stored(pool, shape):
+    t = vtensor.empty(*shape, grow_dim=len(shape) - 2 if len(shape) > 1 else 0, capacity=8, pool=pool)
+    assert "mapped" in words(t._repr_html_())
+
+
+def test_the_closed_say_so(pool_factory, kind):
+    pool = pool_factory(kind)
+    t = filled(pool, 4)
+    t.close()
+    assert words(t._repr_html_()) == "VTensor, closed its pages and addresses were given back"
+    assert t._repr_mimebundle_()["text/plain"].startswith("<VTensor, closed")
+    pool.close()
+    assert "closed" in words(pool._repr_html_())
+
+
+def test_text_is_one_line(pool):
+    for shown in (filled(pool, 4), pool):
+        line = shown._repr_mimebundle_()["text/plain"]
+        assert "\n" not in line and "4 KiB" in line
+
+
+def test_a_pool_shows_its_budget_and_its_pages(pool):
+    t = filled(pool, 8)
+    fork = t.fork()
+    budget, mapped = strips(pool._repr_html_())
+    assert budget.get("aria-label").startswith("memory, of the budget: 2 used, ")
+    assert mapped.get("aria-label").endswith("4 needed, 0 ahead, 0 parked, 0 held, of 4 pages")
+    assert "8 KiB of 256 KiB used in pages of 4 KiB, open tensors: 2" in words(pool._repr_html_())
+    used = next(rect for rect in budget.iter(f"{SVG}rect") if rect.findtext(f"{SVG}title"))
+    assert float(used.get("width")) == pytest.approx(720 * 2 / 64, abs=0.1)
+    fork.close()
+
+
+def test_a_cache_shows_its_slots():
+    stats = SimpleNamespace(
+        tokens=2090,
+        slots_used=3,
+        slots_free=1,
+        nbytes_mapped=6 << 20,
+        nbytes_live=4 << 20,
+        waste=0.5,
+        page_tokens=32,
+        pages_used=96,
+        pages_shared=16,
+        pages_parked=10,
+        prefix_tokens=64,
+    )
+    cache = SimpleNamespace(stats=lambda: stats, lengths=[1000, 0, 90, 1000], closed=False)
+    html = _html.cache_bundle(cache)["text/html"]
+    pages, *slots = strips(html)
+    assert pages.get("aria-label") == "pages in use: 70 of one slot, 16 shared, 10 parked, of 96 pages"
+    assert [slot.get("aria-label") for slot in slots] == [
+        "slot 0: 1,000 tokens, 32 pages deep",
+        "slot 2: 90 tokens, 3 pages deep",
+        "slot 3: 1,000 tokens, 32 pages deep",
+    ]
+    assert "2,090 tokens in 3 of 4 slots" in words(html) and "(50.0% more)" in words(html)
+    cache.closed = True
+    assert "closed" in words(_html.cache_bundle(cache)["text/html"])
+
+
+def test_a_large_tensor_stays_a_small_picture(pool_factory):
+    pool = pool_factory("host", pages=20_000)
+    t = filled(pool, 4 * 4_000, capacity=4 * 20_000)
+    fork = t.fork()
+    t[:: 4 * 7] = 2  # every seventh page parts
+    html = t._repr_html_()
+    assert len(html) < 40_000 and len(runs(strips(html)[0])) <= 241
+    assert "parted 572" in words(html)
+    fork.close()
+
+
+def test_too_many_pages_are_not_looked_at_one_by_one(pool, monkeypatch):
+    monkeypatch.setattr(_pages, "MOST_RECORDS", 4)
+    t = filled(pool, 30, rows=(2,), capacity=64)
+    monkeypatch.setattr(vtensor.VTensor, "pages", lambda self: pytest.fail("asked for every page"))
+    (strip,) = strips(t._repr_html_())
+    assert runs(strip)[0] == "pages 0 to 7: mapped"
+    assert "too many pages" in words(t._repr_html_())
+
+
+def changing_calls(pool) -> tuple[dict[str, int], dict[str, int]]:
+    """All but looking for parted pages in /proc/self/pagemap."""
+    return {name: n for name, n in calls(pool).items() if name != "pagemap"}, mapper_calls(pool)
+
+
+def test_looking_makes_no_driver_call_and_reads_no_element(pool, monkeypatch):
+    IPython = pytest.importorskip("IPython", reason="needs IPython: pip install 'vtensor[test]'")
+    t = filled(pool, 9)
+    fork = t.fork()
+    before = changing_calls(pool)
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda self: pytest.fail("elements were read"))
+    monkeypatch.setattr(vtensor.VTensor, "__repr__", lambda self: pytest.fail("elements were read"))
+    shown, _ = IPython.core.interactiveshell.InteractiveShell.instance().display_formatter.format(t)
+    assert shown["text/html"] == t._repr_html_() and shown["text/plain"].startswith("<VTensor [9, 1024]")
+    assert pool._repr_html_()
+    assert changing_calls(pool) == before
+    fork.close()
+
+
+def test_a_forked_child_shows_what_it_may():
+    run_snippet(
+        """
+        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0)
+        t = filled(pool, 8)
+        child = os.fork()
+        if child == 0:
+            html = t._repr_html_() + pool._repr_html_()
+            os._exit(0 if "VTensor" in html and "Pool" in html else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """
+    ).check()
+
+
+def test_import_leaves_pictures_alone():
+    run_snippet("assert not {'vtensor._html', 'vtensor.plot', 'matplotlib'} & set(sys.modules)").check()
+
+
+# -- in a browser
+
+LIGHT_TEXT, DARK_TEXT = (36, 41, 47), (230, 237, 243)
+
+
+def screenshot(html: str, folder: Path, dark: bool, theme: str = "") -> dict[tuple[int, ...], int]:
+    """The colours of the rendered page, with their pixels."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium: apt-get install chromium")
+    image = pytest.importorskip("PIL.Image")
+    page = folder / "page.html"
+    ground = "#111" if dark else "#fff"
+    page.write_text(
+        f'<html><meta charset="utf-8"/><body {theme} style="background:{ground}">{html}</body></html>'
+    )
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}"] if not theme else []
+    command += [
+        f"--user-data-dir={folder}/profile",
+        f"--screenshot={folder}/page.png",
+        "--window-size=800,300",
+    ]
+    subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=60)
+    drawn = image.open(folder / "page.png").convert("RGB")
+    return {colour: pixels for pixels, colour in drawn.getcolors(1 << 20)}
+
+
+THEMES = {
+    "system_light": (False, ""),
+    "system_dark": (True, ""),
+    "jupyterlab_light": (False, 'data-jp-theme-light="true"'),
+    "jupyterlab_dark": (True, 'data-jp-theme-light="false"'),
+    "vscode_dark": (True, 'class="vscode-dark"'),
+}
+
+
+@pytest.mark.parametrize("dark, theme", THEMES.values(), ids=THEMES)
+def test_a_browser_draws_it_on_light_and_dark_grounds(host, tmp_path, dark, theme):
+    t = filled(host, 32, capacity=64)
+    found = screenshot(t._repr_html_(), tmp_path, dark, theme)
+    mapped = tuple(bytes.fromhex(_pages.COLOURS["mapped"][1:]))
+    # 8 of 16 pages to scale, in a strip of 720 by 17
+    assert 0.6 < found.get(mapped, 0) / (8 / 16 * 720 * 17) < 1.2
+    assert found.get(DARK_TEXT if dark else LIGHT_TEXT, 0) > 50
+    assert not found.get(LIGHT_TEXT if dark else DARK_TEXT, 0) > 50
+
+
+def test_runs_end_at_gaps():
+    runs: list[_pages.Run] = []
+    for slot in (0, 1, 4):
+        _pages.append(runs, "held", slot)
+    assert runs == [("held", 0, 2), ("held", 4, 5)]
+    assert _pages.cells(runs, 6, 6) == [*runs[:1], ("reserved", 2, 4), runs[1], ("reserved", 5, 6)]
+    assert _pages.cells(runs, 6, 3) == [("held", 0, 2), ("reserved", 2, 4), ("held", 4, 6)]
+    assert _pages.cells([], 0, 3) == []
+
+
+def test_sizes_read_well():
+    sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.5 KiB", 1 << 20: "1 MiB", 5 << 50: "5,120 TiB"}
+    assert {n: _pages.byte_text(n) for n in sizes} == sizes
+
+
+def test_no_colour_is_used_twice():
+    assert len(set(_pages.COLOURS.values())) == len(_pages.COLOURS) == len(_pages.MEANINGS)
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in _pages.COLOURS.values())
+    assert set(_pages._TELLING) == set(_pages.COLOURS)

@@ -1,0 +1,533 @@
+"""KVCache by its promises: counts of pages and calls, sharing, swapping, and its life."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import vtensor
+from kv_support import MAX_BATCH, MAX_LEN, PAGE, SHAPES, check_contents, grown, make_cache, marks, write
+from support import calls, calls_since, open_pool, run_snippet
+from vtensor import testing
+
+UNIT = 16  # tokens to a page of "layers"
+RANGES = 4
+
+
+@pytest.fixture
+def cache(pool_factory, kind):
+    with make_cache(pool_factory(kind, 400)) as made:
+        yield made
+
+
+@pytest.fixture
+def host_cache(pool_factory):
+    with make_cache(pool_factory("host", 400)) as made:
+        yield made
+
+
+def used(cache) -> int:
+    return cache.pool.stats().pages_used
+
+
+# -- vAttention's calls
+
+
+def test_mapped_is_what_lengths_need(cache):
+    a, b = cache.alloc(), cache.alloc()
+    lengths = [0] * MAX_BATCH
+    for lengths[a], lengths[b], pages in ((1, 0, 1), (16, 1, 2), (17, 16, 3), (40, 17, 5)):
+        assert cache.step(lengths) and cache.lengths == lengths
+        stats = cache.stats()
+        assert stats.pages_mapped == stats.pages_needed == stats.pages_used == pages * RANGES
+        assert stats.tokens == sum(lengths) and stats.slots_used == 2
+
+
+def test_addresses_never_change(cache):
+    before = [(k.data_ptr(), v.data_ptr()) for k, v in (cache[layer] for layer in range(len(cache)))]
+    slots = [cache.alloc() for _ in range(MAX_BATCH)]
+    cache.step([MAX_LEN] * MAX_BATCH)
+    for slot in slots:
+        cache.free(slot)
+    assert before == [(k.data_ptr(), v.data_ptr()) for k, v in (cache[layer] for layer in range(len(cache)))]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layers_do_not_overlap(pool_factory, kind, shape):
+    """Each layer, slot and token has bytes of its own, in every layout."""
+    with make_cache(pool_factory(kind, 2000), shape) as cache:
+        slots = [cache.alloc() for _ in range(3)]
+        lengths = [0] * MAX_BATCH
+        for n, slot in zip((19, 7, 33), slots, strict=True):
+            lengths[slot] = n
+        assert cache.step(lengths)
+        values = {slot: [1000 * slot + at for at in range(lengths[slot])] for slot in slots}
+        for slot in slots:
+            write(cache, slot, 0, values[slot])
+        for slot in slots:
+            check_contents(cache, slot, values[slot])
+
+
+def test_a_step_that_crosses_no_page_makes_no_call(cache):
+    slot = cache.alloc()
+    grown(cache, slot, 1)
+    before = calls(cache.pool)
+    for length in range(2, UNIT + 1):
+        assert grown(cache, slot, length)
+    assert calls_since(cache.pool, before) == {}
+    grown(cache, slot, UNIT + 1)
+    assert calls_since(cache.pool, before)
+
+
+@pytest.mark.parametrize("slots", [1, MAX_BATCH])
+def test_a_step_is_one_batch(pool_factory, slots):
+    """All layers of all slots at once: on CUDA one set-access a row, maps by page, and no wait in between."""
+    with make_cache(pool_factory("simcuda", 400)) as cache:
+        for _ in range(slots):
+            cache.alloc()
+        lengths = [3 * UNIT if slot < slots else 0 for slot in range(MAX_BATCH)]
+        before = calls(cache.pool)
+        with vtensor.trace.record() as recorded:
+            assert cache.step(lengths)
+        made = calls_since(cache.pool, before)
+        assert made["cuMemMap"] == 3 * RANGES * slots and made["cuMemSetAccess"] == RANGES * slots
+        assert sum(event.what == "map" for event in recorded.events()) == 1
+
+
+def test_memory_short_changes_nothing_and_works_after_a_free(pool_factory, kind):
+    with make_cache(pool_factory(kind, 8 * RANGES)) as cache:
+        a, b = cache.alloc(), cache.alloc()
+        lengths = [0] * MAX_BATCH
+        lengths[a], lengths[b] = 4 * UNIT, 3 * UNIT
+        assert cache.step(lengths)
+        before = (cache.lengths, cache.stats().pages_mapped, used(cache))
+        more = list(lengths)
+        more[a], more[b] = 5 * UNIT, 4 * UNIT  # one of the two would fit
+        assert not cache.step(more)
+        assert (cache.lengths, cache.stats().pages_mapped, used(cache)) == before
+        testing.check_invariants(cache.pool)
+        cache.free(b)
+        more[b] = 0
+        assert cache.step(more)
+
+
+def test_a_lookahead_is_mapped_exactly(pool_factory, kind):
+    pool = pool_factory(kind, 400)
+    with make_cache(pool, lookahead=20) as cache:
+        slot = cache.alloc()
+        for length in (1, 12, 13, 28, 29, 80, 110, MAX_LEN):
+            assert grown(cache, slot, length)
+            pool.wait_idle(10)
+            stats = cache.stats()
+            wanted = -(-min(MAX_LEN, length + 20) // UNIT) * RANGES
+            assert stats.pages_mapped == wanted, length
+            assert stats.pages_needed + stats.pages_ahead == wanted
+
+
+def test_steps_over_pages_ahead_make_no_call(pool_factory, kind):
+    """I15."""
+    pool = pool_factory(kind, 800)
+    with make_cache(pool, lookahead=20) as cache:
+        slots = [cache.alloc() for _ in range(4)]
+        lengths = [1 if slot in slots else 0 for slot in range(MAX_BATCH)]
+        cache.step(lengths)
+        pool.wait_idle(10)
+        before = calls(pool)
+        for _ in range(90):
+            lengths = [n + 1 if n else 0 for n in lengths]
+            assert cache.step(lengths)
+            pool.wait_idle(10)
+        ours = {"cuThreadExchangeStreamCaptureMode", "cuCtxGetCurrent", "cuCtxSetCurrent"}
+        assert not {call for call in calls_since(pool, before) if call not in ours}
+
+
+@pytest.mark.parametrize("tile", [12, 64])
+def test_whole_tiles_are_mapped_and_finite(pool_factory, kind, tile):
+    with make_cache(pool_factory(kind, 400), tile=tile) as cache:
+        slot = cache.alloc()
+        for length in (1, tile, tile + 1, 90):
+            grown(cache, slot, length)
+            end = min(MAX_LEN, -(-length // tile) * tile)
+            k, v = cache[1]
+            assert k[slot, :end].isfinite().all() and v[slot, length:end].eq(0).all()
+            assert cache.stats().pages_needed == -(-end // UNIT) * RANGES
+
+
+# -- freed slots
+
+
+def test_a_freed_slot_keeps_its_pages_for_the_next_request(cache):
+    slot = cache.alloc()
+    grown(cache, slot, 50)
+    write(cache, slot, 0, range(50))
+    cache.free(slot)
+    cache.pool.wait_idle(10)
+    assert cache.stats().pages_parked == 4 * RANGES
+    before = calls(cache.pool)
+    again = cache.alloc(expect=50)
+    assert again == slot and grown(cache, again, 50)
+    maps = calls_since(cache.pool, before)
+    assert not maps.get("mmap") and not maps.get("cuMemMap")
+    k, v = cache[0]
+    assert k[again, :50].eq(0).all() and v[again, :50].eq(0).all()  # I7
+
+
+def test_a_request_gets_the_slot_that_fits_best(cache):
+    slots = [cache.alloc() for _ in range(3)]
+    for slot, length in zip(slots, (100, 20, 50), strict=True):
+        grown(cache, slot, length)
+    for slot in slots:
+        cache.free(slot)
+    assert cache.alloc(expect=40) == slots[2]
+    assert cache.alloc(expect=40) == slots[0]
+    assert cache.alloc(expect=10) == slots[1]
+
+
+def test_kept_pages_go_to_whoever_needs_them(pool_factory, kind):
+    pool = pool_factory(kind, 8 * RANGES)
+    with make_cache(pool) as cache:
+        slot = cache.alloc()
+        grown(cache, slot, 7 * UNIT)
+        cache.free(slot)
+        other = cache.alloc(expect=1)
+        assert cache.step([MAX_LEN if at == other else 0 for at in range(MAX_BATCH)])
+        cache.free(other)
+        t = vtensor.empty(0, PAGE, grow_dim=0, capacity=100, dtype=torch.uint8, pool=pool)
+        t.extend(8 * RANGES)  # every page of the pool
+        t.close()
+
+
+# -- sharing
+
+
+def test_a_fork_takes_a_page_a_row_at_its_first_write(cache):
+    parent = cache.alloc()
+    grown(cache, parent, 40)
+    write(cache, parent, 0, range(40))
+    before = used(cache)
+    forks = cache.fork(parent, 3)
+    assert used(cache) == before and cache.stats().pages_shared == 3 * RANGES
+    for number, fork in enumerate(forks, 1):
+        assert cache.length(fork) == 40
+        assert grown(cache, fork, 41)
+        write(cache, fork, 40, [500 + number])
+        assert used(cache) == before + number * RANGES
+    for number, fork in enumerate(forks, 1):
+        check_contents(cache, fork, [*range(40), 500 + number])
+    assert grown(cache, parent, 41)
+    assert used(cache) == before + 3 * RANGES  # the last to write keeps the page
+    write(cache, parent, 40, [999])
+    check_contents(cache, parent, [*range(40), 999])
+
+
+def test_writes_through_views_stay_with_their_slot(host_cache):  # I6
+    cache = host_cache
+    parent = cache.alloc()
+    grown(cache, parent, 40)
+    write(cache, parent, 0, range(40))
+    (fork,) = cache.fork(parent)
+    write(cache, fork, 3, [77])
+    check_contents(cache, parent, range(40))
+    check_contents(cache, fork, [*range(3), 77, *range(4, 40)])
+
+
+def test_own_parts_what_is_written(cache):
+    parent = cache.alloc()
+    grown(cache, parent, 40)
+    write(cache, parent, 0, range(40))
+    (fork,) = cache.fork(parent)
+    before = used(cache)
+    cache.own(fork, 0, 17)
+    assert used(cache) == before + 2 * RANGES
+    write(cache, fork, 0, range(100, 117))
+    check_contents(cache, parent, range(40))
+    check_contents(cache, fork, [*range(100, 117), *range(17, 40)])
+
+
+def test_a_beam_step_copies_and_maps_nothing_for_survivors(cache):
+    beams = [cache.alloc() for _ in range(3)]
+    for beam in beams:
+        lengths = cache.lengths
+        lengths[beam] = 20
+        cache.step(lengths)
+        write(cache, beam, 0, [beam * 100 + at for at in range(20)])
+    a, b, c = beams
+    result = cache.reorder(beams, [c, c, a])
+    assert result[0] == c and result[2] == a and result[1] not in (a, c)
+    for slot, source in zip(result, (c, c, a), strict=True):
+        check_contents(cache, slot, [source * 100 + at for at in range(20)])
+    assert cache.stats().slots_used == 3
+    before = calls(cache.pool)
+    assert cache.reorder(result, result) == result
+    assert set(calls_since(cache.pool, before)) <= {"pagemap"}  # the counting's own
+
+
+def test_prefixes_are_shared_by_whole_units(cache):
+    prompt = list(range(3 * UNIT + 5))
+    slot = cache.alloc(tokens=prompt)
+    assert cache.length(slot) == 0
+    grown(cache, slot, len(prompt))
+    write(cache, slot, 0, prompt)
+    assert cache.publish(slot, prompt) == 3 * UNIT
+    before = used(cache)
+    same, shorter, other = (
+        cache.alloc(tokens=prompt),
+        cache.alloc(tokens=[*prompt[: UNIT + 3], 9999, 9999]),
+        cache.alloc(tokens=prompt, salt="tenant"),
+    )
+    assert [cache.length(one) for one in (same, shorter, other)] == [3 * UNIT, UNIT, 0]
+    assert used(cache) == before
+    check_contents(cache, same, prompt[: 3 * UNIT])
+    stats = cache.stats()
+    assert stats.prefix_tokens == 3 * UNIT and stats.prefix_hits == 4 * UNIT and stats.unit == UNIT
+
+
+def test_the_last_token_is_always_computed(cache):
+    prompt = list(range(2 * UNIT))
+    slot = cache.alloc(tokens=prompt)
+    grown(cache, slot, len(prompt))
+    cache.publish(slot, prompt)
+    assert cache.length(cache.alloc(tokens=prompt)) == UNIT
+
+
+def test_prefixes_outlive_their_request_and_go_least_recently_used_first(pool_factory, kind):
+    with make_cache(pool_factory(kind, 7 * RANGES)) as cache:
+        old, new = [1] * (2 * UNIT + 1), [2] * (2 * UNIT + 1)
+        for prompt in (old, new):
+            slot = cache.alloc(tokens=prompt)
+            grown(cache, slot, len(prompt))
+            write(cache, slot, 0, range(len(prompt)))
+            cache.publish(slot, prompt)
+            cache.free(slot)
+        using = cache.alloc(tokens=old)
+        assert cache.length(using) == 2 * UNIT  # in use now, and the last used
+        slot = cache.alloc()
+        assert grown(cache, slot, 4 * UNIT)
+        assert cache.stats().prefix_evictions == 1  # the last unit of `new`
+        assert cache.length(cache.alloc(tokens=new)) == UNIT
+        lengths = cache.lengths
+        lengths[slot] = 6 * UNIT
+        assert not cache.step(lengths)  # what is in use is never given up
+        check_contents(cache, using, range(2 * UNIT))
+
+
+# -- swapping
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_swapped_request_comes_back_bit_for_bit(pool_factory, kind, shape):
+    with make_cache(pool_factory(kind, 2000), shape) as cache:
+        slot = cache.alloc()
+        values = []
+        for length in (10, 30, 37, 60):
+            grown(cache, slot, length)
+            write(cache, slot, len(values), range(len(values), length))
+            values = list(range(length))
+        cache.swap_out(slot)
+        cache.wait(slot)
+        assert cache.stats().pages_mapped == 0 and cache.length(slot) == 60
+        other = cache.alloc()  # somebody else's bytes in the same pages meanwhile
+        grown(cache, other, MAX_LEN)
+        write(cache, other, 0, range(1000, 1000 + MAX_LEN))
+        cache.free(other)
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        check_contents(cache, slot, values, SHAPES[shape].get("windows"))
+        assert cache.step([61 if at == slot else 0 for at in range(MAX_BATCH)])
+
+
+def test_layers_come_back_one_after_another(host_cache):
+    """`wait(slot, layer)` returns while the layers behind it are still to come."""
+    cache = host_cache
+    slot = cache.alloc()
+    grown(cache, slot, 40)
+    write(cache, slot, 0, range(40))
+    cache.swap_out(slot)
+    cache.wait(slot)
+    gate, reached = threading.Event(), threading.Event()
+    start = cache._swapper._start
+
+    class Held(torch.Tensor):
+        """A copy that waits until the test lets it."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), options=None):
+            if function is torch.Tensor.copy_:
+                reached.set()
+                assert gate.wait(20)
+            return super().__torch_function__(function, types, arguments, options or {})
+
+    def held(slot, parts, pairs, done):
+        pairs = [
+            (to.as_subclass(Held) if part.layer == 1 else to, source)
+            for part, (to, source) in zip(parts, pairs, strict=True)
+        ]
+        start(slot, parts, pairs, done)
+
+    cache._swapper._start = held
+    assert cache.swap_in(slot)
+    cache.wait(slot, 0)
+    assert reached.wait(20) and not gate.is_set()
+    k, v = cache[0]
+    assert torch.equal(k[slot, :40, 0, 0], marks(range(40), 0, False))
+    assert torch.equal(v[slot, :40, 1, 5], marks(range(40), 0, True))
+    gate.set()
+    cache.wait(slot)
+    check_contents(cache, slot, range(40))
+
+
+def test_a_group_shares_pages_again(cache):
+    parent = cache.alloc()
+    grown(cache, parent, 2 * UNIT + 3)
+    write(cache, parent, 0, range(2 * UNIT + 3))
+    group = [parent, *cache.fork(parent, 2)]
+    before = used(cache)
+    cache.swap_out(group)
+    for slot in group:
+        cache.wait(slot)
+    assert used(cache) == 0
+    whole = (2 * UNIT + 3) * PAGE // UNIT * RANGES
+    assert cache.stats().nbytes_swapped < 1.4 * whole  # not three times
+    for slot in (group[1], group[0], group[2]):
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        check_contents(cache, slot, range(2 * UNIT + 3))
+    assert used(cache) == before + 2 * RANGES  # the last, half-full pages are each slot's own
+
+
+def test_a_swap_in_that_finds_memory_short_changes_nothing(pool_factory, kind):
+    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
+        slot, other = cache.alloc(), cache.alloc()
+        grown(cache, slot, 3 * UNIT)
+        write(cache, slot, 0, range(3 * UNIT))
+        cache.swap_out(slot)
+        assert cache.step([2 * UNIT if at == other else 0 for at in range(MAX_BATCH)])
+        assert not cache.swap_in(slot)
+        assert cache.length(slot) == 3 * UNIT and cache.stats().slots_swapped == 1
+        cache.free(other)
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        check_contents(cache, slot, range(3 * UNIT))
+
+
+def test_a_step_waits_for_pages_that_are_being_swapped_out(pool_factory, kind):
+    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
+        slot = cache.alloc()
+        grown(cache, slot, 4 * UNIT)
+        other = cache.alloc()
+        cache.swap_out(slot)
+        assert cache.step([4 * UNIT if at == other else 0 for at in range(MAX_BATCH)])
+
+
+# -- windows
+
+
+def test_pages_before_a_window_go_back(pool_factory, kind):
+    pool = pool_factory(kind, 400)
+    with make_cache(pool, "windows") as cache:
+        slot = cache.alloc()
+        for length in range(1, MAX_LEN + 1):
+            grown(cache, slot, length)
+            write(cache, slot, length - 1, [length])
+            check_contents(cache, slot, range(1, length + 1), SHAPES["windows"]["windows"])
+        pool.wait_idle(10)
+        most = [2 * (-(-(window + 1) // UNIT) + 1) for window in (20, 33, 20)]
+        assert cache.stats().pages_mapped <= 2 * -(-MAX_LEN // UNIT) + sum(most)
+
+
+# -- life
+
+
+def test_views_outlive_the_cache(pool_factory, kind):
+    pool = pool_factory(kind, 400)
+    cache = make_cache(pool)
+    slot = cache.alloc()
+    grown(cache, slot, 3)
+    k = cache[0][0]
+    address = k.data_ptr()
+    cache.close()
+    pool.wait_idle(10)
+    assert pool.stats().pages_used == 0 and pool.stats().nbytes_reserved > 0
+    with make_cache(pool) as other:
+        assert other[0][0].data_ptr() != address  # nobody else's while somebody can look
+    del k
+    gc.collect()
+    pool.wait_idle(10)
+    assert pool.stats().nbytes_reserved == 0  # I14
+
+
+def test_a_pool_closes_its_caches():
+    pool = open_pool("host")
+    cache = make_cache(pool)
+    grown(cache, cache.alloc(), 5)
+    pool.close()
+    assert cache.closed and pool.stats().pages_used == 0
+
+
+def test_a_dropped_cache_leaves_nothing(pool_factory, kind):
+    pool = pool_factory(kind)
+    cache = make_cache(pool)
+    grown(cache, cache.alloc(), 5)
+    del cache
+    gc.collect()
+    pool.wait_idle(10)
+    stats = pool.stats()
+    assert stats.pages_used == stats.nbytes_reserved == stats.tensors == 0
+
+
+def test_a_forked_child_is_told():  # I13
+    run_snippet(
+        """
+        import os, torch, vtensor
+        pool = vtensor.Pool("cpu", page_size=4096)
+        cache = vtensor.KVCache(1, 1, 16, 2, 64, torch.float32, pool=pool)
+        slot = cache.alloc()
+        cache.step([5, 0])
+        cache[0][0][slot, :5] = 3
+        child = os.fork()
+        if child == 0:
+            try:
+                cache.step([6, 0])
+            except vtensor.VTensorError as error:
+                os._exit(0 if "fork" in str(error) and cache[0][0][slot, 4, 0, 0] == 3 else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert cache.step([64, 0])
+        """
+    )
+
+
+def test_threads_take_turns(pool_factory, kind):
+    """Requests of several threads in one cache: nobody's tokens are mixed up, and nothing is lost."""
+    with make_cache(pool_factory(kind, 800), max_batch=16) as cache:
+        turn = threading.Lock()
+        errors = []
+
+        def work(number):
+            try:
+                for round in range(15):
+                    with turn:
+                        slot = cache.alloc(expect=20)
+                    values = [number * 1000 + round * 50 + at for at in range(20)]
+                    for at, value in enumerate(values):
+                        with turn:
+                            lengths = cache.lengths
+                            lengths[slot] = at + 1
+                            assert cache.step(lengths)
+                        write(cache, slot, at, [value])
+                    check_contents(cache, slot, values)
+                    with turn:
+                        cache.free(slot)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not errors and not any(thread.is_alive() for thread in threads)
+        testing.check_invariants(cache.pool)

@@ -1,0 +1,405 @@
+"""Pictures of pages and recordings, against stored ones.
+
+``VTENSOR_BASELINES=write pytest tests/python/test_plot.py`` stores them anew: look at each before committing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'vtensor[plot]'")
+
+import matplotlib
+from matplotlib import pyplot
+from matplotlib.testing.compare import compare_images
+
+import vtensor
+import vtensor.plot
+from support import calls, filled, quarter, run_snippet
+from vtensor._events import lanes, memory_points, thinned
+from vtensor._shares import Owner, SharedPage, as_tree, boxes
+from vtensor.trace import Event
+
+BASELINES = Path(__file__).with_name("baseline")
+TOLERANCE = 6  # RMS of 255: a font rendered otherwise passes, a box of another length does not
+KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def style():
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.use("Agg")
+        matplotlib.rcParams.update({"font.family": "DejaVu Sans", "savefig.dpi": 60})
+        yield
+    pyplot.close("all")
+
+
+def looks_as_stored(axes, name: str, folder: Path) -> None:
+    actual = folder / f"{name}.png"
+    axes.figure.savefig(actual, metadata={"Software": None})
+    stored = BASELINES / f"{name}.png"
+    if os.environ.get("VTENSOR_BASELINES") == "write":
+        stored.write_bytes(actual.read_bytes())
+    difference = compare_images(str(stored), str(actual), TOLERANCE)
+    assert difference is None, difference
+
+
+class Story:
+    """A recording made by hand: the same to the nanosecond each time."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add(self, at, lasts, what, nbytes=0, tensor=1, call="", address=1, role="caller", thread=1) -> None:
+        self.events.append(Event(at, lasts, what, call, address, nbytes, tensor, thread, role))
+
+
+def decode() -> Story:
+    """Two tensors grow by 4 KiB a step to 64 KiB each in pages of 16 KiB; the mapper maps from step 8 on."""
+    story = Story()
+    for tensor in (1, 2):
+        story.add(tensor * 10_000, 5_000, "driver_call", 160 * KIB, 0, "mmap", 0)
+    for step in range(16):
+        for tensor in (1, 2):
+            at = 100_000 * (step + 1) + 30_000 * tensor
+            crosses, late = step % 4 == 0, step < 8
+            story.add(at, 25_000 if crosses and late else 3_000, "extend", 4 * KIB, tensor)
+            if crosses:
+                who = {"role": "caller"} if late else {"role": "mapper", "thread": 2}
+                begin = at + 1_000 if late else at - 60_000
+                story.add(begin, 22_000, "map", 16 * KIB, tensor, **who)
+                story.add(begin + 1_000, 8_000, "driver_call", 16 * KIB, 0, "mmap", **who)
+                story.add(begin + 10_000, 11_000, "populate", 16 * KIB, tensor, **who)
+    story.add(1_750_000, 40_000, "wait")
+    story.add(1_800_000, 0, "lease")
+    story.add(1_820_000, 0, "out_of_memory")
+    story.add(1_850_000, 20_000, "shrink", 64 * KIB, 2)
+    story.add(1_851_000, 15_000, "unmap", 64 * KIB, 2)
+    return story
+
+
+def family(pool):
+    """A root of 8 pages, two children, and a grandchild that wrote to page 1."""
+    root = filled(pool, 32)
+    left, right = root.fork(), root.fork()
+    left.append(torch.ones(12, pool.page_size // 4, dtype=torch.uint8))
+    right.append(torch.ones(4, pool.page_size // 4, dtype=torch.uint8))
+    grandchild = left.fork()
+    grandchild.append(torch.ones(6, pool.page_size // 4, dtype=torch.uint8))
+    grandchild[4] = 7
+    return {"root": root, "left": left, "right": right, "grandchild": grandchild}
+
+
+# -- pictures
+
+
+def test_page_map(host, tmp_path):
+    t = filled(host, 20, rows=(4,), capacity=40)
+    t.reindex([0, 0, 2, 3])
+    view = t[:]
+    t.truncate(14)
+    looks_as_stored(vtensor.plot.page_map(t), "page_map", tmp_path)
+    del view
+
+
+def test_memory(tmp_path):
+    looks_as_stored(vtensor.plot.memory(decode().events), "memory", tmp_path)
+
+
+def test_timeline(tmp_path):
+    looks_as_stored(vtensor.plot.timeline(decode().events), "timeline", tmp_path)
+
+
+def test_sharing(host, tmp_path):
+    looks_as_stored(vtensor.plot.sharing(family(host)), "sharing", tmp_path)
+
+
+def test_fragmentation(pool_factory, tmp_path):
+    small, large = pool_factory("host", 64), pool_factory("host", 8, page_size=32 * KIB)
+    owners = {
+        f"{pool.page_size // KIB} KiB": vtensor.empty(
+            2, 40, 1000, grow_dim=1, capacity=80, dtype=torch.uint8, pool=pool
+        )
+        for pool in (small, large)
+    }
+    view = owners["4 KiB"][:]
+    owners["4 KiB"].truncate(20)
+    looks_as_stored(vtensor.plot.fragmentation(owners), "fragmentation", tmp_path)
+    del view
+
+
+# -- what is drawn
+
+
+def test_they_draw_on_the_axes_given(host):
+    t, events = filled(host, 8), decode().events
+    drawings = {
+        vtensor.plot.page_map: t,
+        vtensor.plot.memory: events,
+        vtensor.plot.timeline: events,
+        vtensor.plot.sharing: [t],
+        vtensor.plot.fragmentation: [t],
+    }
+    _, given = pyplot.subplots(1, len(drawings))
+    for (draw, what), ax in zip(drawings.items(), given, strict=True):
+        assert draw(what, ax=ax) is ax and ax.has_data()
+        assert draw(what) not in given
+
+
+def test_many_rows_share_bands(pool_factory):
+    pool = pool_factory("host", pages=3000)
+    t = filled(pool, 4, rows=(1000,), capacity=8)
+    fork = t.fork()
+    for row in range(0, 1000, 2):
+        t[row] = 3  # its page parts
+    axes = vtensor.plot.page_map(t)
+    (band,) = [c for c in axes.collections if len(c.get_paths()) and len(c.get_facecolor())][:1]
+    assert len(axes.collections) < 20 and axes.get_ylim() == (1000, 0)  # each band of 4 rows shows the parted
+    assert matplotlib.colors.to_hex(band.get_facecolor()[0]) == vtensor._pages.COLOURS["parted"]
+    fork.close()
+
+
+def test_curves_of_memory():
+    points = memory_points(decode().events)
+    assert max(point.reserved for point in points) == 320 * KIB
+    assert max(point.needed for point in points) == 128 * KIB == max(point.mapped for point in points)
+    # The last step copies one tensor of 60 KiB beside itself: 60 KiB + 64 KiB + 64 KiB.
+    assert max(point.copied for point in points) == (128 + 60) * KIB
+    assert (points[-1].needed, points[-1].mapped) == (64 * KIB, 64 * KIB)
+    assert [point.time_ns for point in points] == sorted(point.time_ns for point in points)
+
+
+def test_what_was_mapped_before_the_recording_may_go():
+    story = Story()
+    story.add(1, 1, "unmap", 16 * KIB)
+    story.add(3, 1, "map", 4 * KIB)
+    story.add(5, 1, "shrink", 16 * KIB)
+    assert [(point.mapped, point.needed) for point in memory_points(story.events)] == [
+        (0, 0),
+        (4 * KIB, 0),
+        (4 * KIB, 0),
+    ]
+
+
+def test_memory_of_a_real_recording(pool):
+    with vtensor.trace.record() as recording:
+        t = quarter(pool, 4)
+        t.extend(6)
+        t.truncate(3)
+        pool.wait_idle()
+        last = memory_points(recording.events())[-1]
+        assert (last.needed, last.mapped) == (t.nbytes, t.nbytes_mapped) == (3 * KIB, 4 * KIB)
+        t.close()
+    last = memory_points(recording.events())[-1]
+    assert (last.needed, last.mapped, last.reserved >= 0) == (0, 0, True)
+    assert max(point.mapped for point in memory_points(recording.events())) == 12 * KIB
+
+
+def test_thinning_loses_no_peak_and_no_end():
+    times = [float(i) for i in range(100_000)]
+    values = [0.0] * len(times)
+    values[31_415] = 7.0
+    x, y = thinned(times, values, 100)
+    assert len(x) <= 101 and max(y) == 7.0 and x[-1] == times[-1] and x == sorted(x)
+    assert thinned([1.0, 2.0], [3.0, 4.0], 100) == ([1.0, 2.0], [3.0, 4.0])
+
+
+def test_lanes_nest_and_name_threads():
+    caller, mapper = lanes(decode().events, lambda event: event.what, ["lease"], 0)
+    assert (caller.name, mapper.name) == ("caller", "mapper")
+    assert caller.depth == 3 and mapper.depth == 2
+    assert len(caller.spans[2, "driver_call"]) == 4 and len(mapper.spans[1, "driver_call"]) == 4
+    assert caller.marks == {"lease": [1_800_000]}
+    merged = lanes(decode().events, lambda event: event.what, [], 10**9)[0]
+    assert len(merged.spans[0, "extend"]) == 1
+    threads = [e._replace(thread=n) for n, e in enumerate(decode().events[:3])]
+    assert [lane.name for lane in lanes(threads, lambda event: "", [], 0)] == [
+        "caller 1",
+        "caller 2",
+        "caller 3",
+    ]
+
+
+def owner(name: str, keys: str) -> Owner:
+    """A letter a page; capitals are shared."""
+    return Owner(
+        name,
+        {
+            i: SharedPage(key, "shared" if key.isupper() else "mapped", 2 if key.isupper() else 1)
+            for i, key in enumerate(keys)
+        },
+    )
+
+
+def test_a_tree_brings_kin_together():
+    owners = [owner("alone", "xyz"), owner("a", "ABCa"), owner("b", "ABb"), owner("c", "AqCc")]
+    ordered = as_tree(owners)
+    assert [o.name for o in ordered] == ["b", "a", "c", "alone"]
+    found = {(box.start, box.stop, box.top, box.bottom) for box in boxes(ordered, 4) if box.state == "shared"}
+    assert found == {(0, 1, 0, 3), (1, 2, 0, 2), (2, 3, 1, 3)}
+
+
+def test_sharing_counts_pages_once(pool):
+    axes = vtensor.plot.sharing(family(pool))
+    # 8 + 11 + 9 + 13 places; on the host page 1 of the grandchild is parted, elsewhere the write was refused
+    assert axes.get_title(loc="left").startswith("41 pages mapped")
+    assert sorted(tick.get_text() for tick in axes.get_yticklabels()) == [
+        "grandchild",
+        "left",
+        "right",
+        "root",
+    ]
+
+
+def test_what_two_have_parted_is_not_shared(host):
+    root = filled(host, 8)
+    forks = [root.fork(), root.fork()]
+    for value, fork in enumerate(forks):
+        fork[0] = value
+    axes = vtensor.plot.sharing([root, *forks])
+    assert axes.get_title(loc="left") == "6 pages mapped, 4 in memory"
+
+
+def test_rows_are_named_by_their_index(pool):
+    t = filled(pool, 4, rows=(2, 3))
+    labels = [tick.get_text() for tick in vtensor.plot.sharing({"k": t}).get_yticklabels()]
+    assert labels == ["k[0, 0]", "k[0, 1]", "k[0, 2]", "k[1, 0]", "k[1, 1]", "k[1, 2]"]
+
+
+def test_a_cache_is_drawn_by_what_it_has():
+    record = SimpleNamespace(row=1, index=0, page_id=5, shared=2, state="shared")
+    stats = SimpleNamespace(nbytes_live=600, nbytes_mapped=1000, pages_parked=2)
+    pool = SimpleNamespace(page_size=100)
+    cache = SimpleNamespace(pages=lambda: [record], stats=lambda: stats, pool=pool)
+    (tick,) = vtensor.plot.sharing(cache).get_yticklabels()
+    assert tick.get_text() == "slot 1"
+    axes = vtensor.plot.fragmentation({"cache": cache})
+    assert [patch.get_width() for patch in axes.patches] == [600, 200, 200]
+    assert any("+66.7%" in text.get_text() for text in axes.texts)
+
+
+def test_drawing_makes_no_driver_call(simcuda):
+    t = filled(simcuda, 9)
+    before = calls(simcuda)
+    for draw in (vtensor.plot.page_map, vtensor.plot.sharing, vtensor.plot.fragmentation):
+        draw(t)
+    assert calls(simcuda) == before
+
+
+# -- trace files
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_an_exported_trace_reads_as_it_was(pool, tmp_path, name):
+    with vtensor.trace.record() as recording:
+        t = filled(pool, 9)
+        t.truncate(2)
+        t.close()
+        pool.wait_idle()
+    path = tmp_path / name
+    recording.export(path)
+    loaded, events = vtensor.trace.load(path), recording.events()
+    assert [e._replace(time_ns=0, duration_ns=0) for e in loaded] == [
+        e._replace(time_ns=0, duration_ns=0) for e in events
+    ]
+    for ours, theirs in zip(loaded, events, strict=True):
+        assert abs(ours.time_ns - theirs.time_ns) <= 1 and abs(ours.duration_ns - theirs.duration_ns) <= 1
+    assert vtensor.plot.timeline(path).has_data() and vtensor.plot.memory(str(path)).has_data()
+
+
+def cut_short(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+BROKEN = {
+    "cut": cut_short,
+    "cut_compressed": lambda content: cut_short(gzip.compress(content)),
+    "empty": lambda content: b"",
+    "no_trace": lambda content: b'{"a": 1}',
+    "foreign_event": lambda content: json.dumps(
+        {"traceEvents": [{"cat": "vtensor", "name": "map"}]}
+    ).encode(),
+    "no_dicts": lambda content: b'{"traceEvents": [3]}',
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
+def test_a_broken_trace_file_is_said_to_be_one(pool, tmp_path, damage):
+    with vtensor.trace.record() as recording:
+        filled(pool, 9).close()
+    path = tmp_path / "trace.json"
+    recording.export(path)
+    path.write_bytes(damage(path.read_bytes()))
+    for draw in (vtensor.plot.memory, vtensor.plot.timeline):
+        with pytest.raises(vtensor.VTensorError, match=r"^\[trace.load\] .*trace.json holds .*export"):
+            draw(path)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize("draw", [vtensor.plot.page_map, vtensor.plot.sharing, vtensor.plot.fragmentation])
+def test_the_closed_cannot_be_drawn(pool, draw):
+    t = filled(pool, 4)
+    t.close()
+    with pytest.raises(vtensor.Closed, match=rf"^\[plot.{draw.__name__}\] .* is closed: draw it before"):
+        draw(t)
+
+
+@pytest.mark.parametrize("draw", [vtensor.plot.memory, vtensor.plot.timeline])
+def test_an_empty_trace_cannot_be_drawn(draw):
+    with vtensor.trace.record() as recording:
+        pass
+    for empty in (recording, []):
+        with pytest.raises(
+            vtensor.InvalidArgument, match=rf"^\[plot.{draw.__name__}\] the trace is empty: record"
+        ):
+            draw(empty)
+    with pytest.raises(vtensor.InvalidArgument, match=rf"^\[plot.{draw.__name__}\] got a int: give"):
+        draw(3)
+    with pytest.raises(FileNotFoundError):
+        draw("nowhere.json")
+
+
+def test_a_trace_without_memory_has_no_curves():
+    story = Story()
+    story.add(1, 1, "wait")
+    with pytest.raises(vtensor.InvalidArgument, match="maps and grows nothing"):
+        vtensor.plot.memory(story.events)
+
+
+def test_owners_must_have_pages(pool):
+    for draw in (vtensor.plot.sharing, vtensor.plot.fragmentation):
+        with pytest.raises(vtensor.InvalidArgument, match="no tensors"):
+            draw([])
+        with pytest.raises(vtensor.InvalidArgument, match="is a Tensor|got a Tensor"):
+            draw([torch.zeros(3)])
+
+
+def test_without_matplotlib_a_line_says_what_to_install():
+    run_snippet(
+        """
+        import vtensor.plot
+        sys.modules["matplotlib"] = sys.modules["matplotlib.pyplot"] = None
+        t = vtensor.empty(3, grow_dim=0, capacity=8)
+        with vtensor.trace.record() as recording:
+            t.extend(1)
+        for draw, what in (("page_map", t), ("sharing", t), ("fragmentation", t), ("memory", recording),
+                           ("timeline", recording)):
+            try:
+                getattr(vtensor.plot, draw)(what)
+            except vtensor.VTensorError as error:
+                assert str(error).startswith(f"[plot.{draw}] matplotlib cannot be imported"), error
+                assert "pip install 'vtensor[plot]'" in str(error)
+            else:
+                raise AssertionError(draw)
+        """
+    ).check()

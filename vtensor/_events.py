@@ -1,0 +1,129 @@
+"""What a recording says, as curves and as spans: what pictures of it are drawn from."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from vtensor.trace import Event
+
+_GROWTH = {"extend": 1, "shrink": -1}
+_MAPPING = {"map": 1, "unmap": -1}
+
+
+class Point(NamedTuple):
+    """Bytes at one moment, counted from what there was when the recording began."""
+
+    time_ns: int
+    reserved: int
+    mapped: int
+    needed: int
+    copied: int
+    """What ``torch.cat`` would hold at the last growth: the old tensor too, beside the one it copies to."""
+
+
+def memory_points(events: Iterable[Event]) -> list[Point]:
+    """One point for each event that changed something, by time.
+
+    What a fork shares with its parent is needed once, so a fork counts from 0.
+    """
+    lengths: defaultdict[int, int] = defaultdict(int)  # bytes, by tensor
+    ranges: Counter[int] = Counter()  # reservations that are open, by size
+    reserved = mapped = needed = copied = 0
+    points = []
+    for event in sorted(events, key=lambda event: event.time_ns + event.duration_ns):
+        if event.what in _GROWTH:
+            before = lengths[event.tensor]
+            lengths[event.tensor] = max(0, before + _GROWTH[event.what] * event.nbytes)
+            needed += lengths[event.tensor] - before
+            copied = needed + (before if event.what == "extend" else 0)
+        elif event.what in _MAPPING:
+            mapped += _MAPPING[event.what] * event.nbytes
+        elif _reserves(event):
+            ranges[event.nbytes] += 1
+            reserved += event.nbytes
+        elif event.call in ("munmap", "cuMemAddressFree") and ranges[event.nbytes]:
+            ranges[event.nbytes] -= 1
+            reserved -= event.nbytes
+        else:
+            continue
+        points.append(Point(event.time_ns + event.duration_ns, reserved, mapped, needed, copied))
+    lowest = min((point.mapped for point in points), default=0)
+    if lowest >= 0:
+        return points
+    # What was mapped before the recording began was unmapped since.
+    return [point._replace(mapped=point.mapped - lowest) for point in points]
+
+
+def _reserves(event: Event) -> bool:
+    return event.call == "cuMemAddressReserve" or (event.call == "mmap" and event.address == 0)
+
+
+def thinned(times: Sequence[float], values: Sequence[float], most: int) -> tuple[list[float], list[float]]:
+    """At most `most` points: of each stretch of time its highest, so that no peak is lost; and the last."""
+    if len(times) <= most:
+        return list(times), list(values)
+    width = (times[-1] - times[0]) / (most - 1) or 1.0
+    highest: dict[int, int] = {}
+    for i, (time, value) in enumerate(zip(times, values, strict=True)):
+        stretch = int((time - times[0]) / width)
+        if stretch not in highest or value >= values[highest[stretch]]:
+            highest[stretch] = i
+    kept = sorted({*highest.values(), len(times) - 1})
+    return [times[i] for i in kept], [values[i] for i in kept]
+
+
+class Lane(NamedTuple):
+    """What one thread did."""
+
+    name: str
+    depth: int
+    """How deep its spans lie in one another."""
+    spans: dict[tuple[int, str], list[tuple[int, int]]]
+    """(begin, nanoseconds) by depth and kind, where those too close to be told apart are one."""
+    marks: dict[str, list[int]]
+    """Moments by what they are."""
+
+
+def lanes(
+    events: Sequence[Event], kind_of: Callable[[Event], str], marked: Iterable[str], closest_ns: float
+) -> list[Lane]:
+    """One for each thread: callers by their first event, then mappers."""
+    threads: dict[tuple[bool, int], list[Event]] = defaultdict(list)
+    for event in events:
+        threads[event.role == "mapper", event.thread].append(event)
+    roles = Counter(is_mapper for is_mapper, _ in threads)
+    numbers: Counter[bool] = Counter()
+    found = []
+    for key in sorted(threads, key=lambda key: (key[0], threads[key][0].time_ns)):
+        numbers[key[0]] += 1
+        name = "mapper" if key[0] else "caller"
+        number = f" {numbers[key[0]]}" if roles[key[0]] > 1 else ""
+        found.append(_lane(name + number, threads[key], kind_of, frozenset(marked), closest_ns))
+    return found
+
+
+def _lane(
+    name: str, events: list[Event], kind_of: Callable[[Event], str], marked: frozenset[str], closest_ns: float
+) -> Lane:
+    spans: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    marks: dict[str, list[int]] = {}
+    ends: list[int] = []  # of the spans that the present one lies in
+    depth = 0
+    for event in sorted(events, key=lambda event: (event.time_ns, -event.duration_ns)):
+        if event.what in marked:
+            marks.setdefault(event.what, []).append(event.time_ns)
+        if not event.duration_ns:
+            continue
+        end = event.time_ns + event.duration_ns
+        while ends and ends[-1] < end:
+            ends.pop()
+        ends.append(end)
+        depth = max(depth, len(ends))
+        same = spans.setdefault((len(ends) - 1, kind_of(event)), [])
+        if same and event.time_ns - sum(same[-1]) < closest_ns:
+            same[-1] = same[-1][0], max(sum(same[-1]), end) - same[-1][0]
+        else:
+            same.append((event.time_ns, event.duration_ns))
+    return Lane(name, depth, spans, marks)

@@ -1,0 +1,263 @@
+"""How tensors, pools and caches show themselves in a notebook: inline SVG, and the same in words.
+
+What is drawn comes from page tables and counts. No byte of a tensor is read and no device waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from vtensor import _pages
+from vtensor._pages import COLOURS, MEANINGS, Run, byte_text
+from vtensor.errors import Closed, VTensorError
+
+if TYPE_CHECKING:
+    from vtensor.pool import Pool
+    from vtensor.tensor import VTensor
+
+_MOST_CELLS = 240  # to a strip
+_MOST_STRIPS = 8  # rows of a tensor, slots of a cache
+_WIDTH, _HEIGHT = 720, 18  # of a strip, in SVG units
+_TAIL = 90  # of it, for what is reserved beyond the part drawn to scale
+
+# JupyterLab says by an attribute of its body which theme it has, VS Code by a class; elsewhere the system's
+# is followed. Only text and lines change: the pages' colours are good on both grounds.
+_STYLE = (
+    ".vtensor{--vt-text:#24292f;--vt-faint:#57606a;--vt-empty:#eceff1;--vt-line:#b4bdc4;padding:2px 6px;"
+    "font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-content-font-color1,"
+    "var(--vt-text))}"
+    "@media(prefers-color-scheme:dark){.vtensor{DARK}}"
+    "[data-jp-theme-light=true] .vtensor{--vt-text:#24292f;--vt-faint:#57606a;--vt-empty:#eceff1;"
+    "--vt-line:#b4bdc4}"
+    "[data-jp-theme-light=false] .vtensor,.vscode-dark .vtensor{DARK}"
+    ".vtensor .vt-faint{color:var(--jp-content-font-color2,var(--vt-faint))}"
+    ".vtensor svg{display:block;width:100%;max-width:720px;height:auto;margin:3px 0}"
+    ".vtensor .vt-empty{fill:var(--vt-empty);stroke:var(--vt-line)}"
+    ".vtensor .vt-tick{stroke:var(--jp-content-font-color1,var(--vt-text))}"
+    ".vtensor .vt-key{display:inline-block;width:10px;height:10px;margin:0 4px 0 0;border-radius:2px}"
+    ".vtensor .vt-item{margin-right:14px;white-space:nowrap}"
+).replace("DARK", "--vt-text:#e6edf3;--vt-faint:#9da7b1;--vt-empty:#2b3137;--vt-line:#545d66")
+
+
+def tensor_bundle(tensor: VTensor) -> dict[str, str]:
+    """A VTensor as ``text/plain`` (one line) and ``text/html``, for IPython's ``_repr_mimebundle_``."""
+    try:
+        if tensor.closed:
+            return _closed("VTensor")
+        pages = _pages.pages_of(tensor)
+        shape = "[" + ", ".join(map(str, tensor.shape)) + "]"
+        name = f"VTensor {shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+        facts = (
+            f"{tensor.length:,} of {tensor.capacity:,} positions along dim {tensor.grow_dim}, "
+            f"{byte_text(tensor.numel() * tensor.element_size())} of data, "
+            f"{byte_text(tensor.nbytes_mapped)} mapped in pages of {byte_text(pages.page_size)}, "
+            f"{byte_text(tensor.nbytes_reserved)} of addresses"
+        )
+    except Closed:  # by another thread, meanwhile
+        return _closed("VTensor")
+    except VTensorError as error:
+        return _refused("VTensor", error)
+    return _bundle(name, facts, _tensor_strips(pages), _tensor_key(pages))
+
+
+def pool_bundle(pool: Pool) -> dict[str, str]:
+    """A Pool as ``text/plain`` and ``text/html``."""
+    try:
+        stats = pool.stats()
+    except VTensorError as error:
+        return _refused("vtensor.Pool", error)
+    size = stats.page_size
+    state = ", closed" if pool.closed else ""
+    name = f"vtensor.Pool on {pool.device}{state}"
+    facts = (
+        f"{byte_text(stats.pages_used * size)} of {byte_text(stats.budget)} used "
+        f"in pages of {byte_text(size)}, open tensors: {stats.tensors:,}, "
+        f"{byte_text(stats.nbytes_reserved)} of addresses"
+    )
+    kept = min(stats.pages_cached, max(0, stats.pages_free))
+    budget = [("used", stats.pages_used, COLOURS["mapped"]), ("free and kept", kept, COLOURS["parked"])]
+    mapped = [
+        ("needed", stats.pages_needed, COLOURS["mapped"]),
+        ("ahead", stats.pages_ahead, COLOURS["ahead"]),
+        ("parked", stats.pages_parked, COLOURS["parked"]),
+        ("held", stats.pages_held, COLOURS["held"]),
+    ]
+    drawn = _proportions("memory, of the budget", budget, stats.budget // size)
+    drawn += _key([*budget, ("free", stats.pages_free - kept, None)])
+    drawn += _proportions("page table entries: a page that two tensors share counts twice", mapped)
+    return _bundle(name, facts, drawn, _key(mapped))
+
+
+def cache_bundle(cache: Any) -> dict[str, str]:
+    """A KVCache as ``text/plain`` and ``text/html``: what its memory holds, and each slot's tokens."""
+    if getattr(cache, "closed", False):
+        return _closed("vtensor.KVCache")
+    try:
+        stats, lengths = cache.stats(), list(cache.lengths)
+    except VTensorError as error:
+        return _refused("vtensor.KVCache", error)
+    name = "vtensor.KVCache"
+    facts = (
+        f"{stats.tokens:,} tokens in {stats.slots_used} of {stats.slots_used + stats.slots_free} slots, "
+        f"{byte_text(stats.nbytes_mapped)} mapped for {byte_text(stats.nbytes_live)} of data "
+        f"({100 * stats.waste:.1f}% more), {stats.page_tokens:,} tokens a page, "
+        f"{stats.prefix_tokens:,} tokens of published prefixes"
+    )
+    private = max(0, stats.pages_used - stats.pages_shared - stats.pages_parked)
+    parts = [
+        ("of one slot", private, COLOURS["mapped"]),
+        ("shared", stats.pages_shared, COLOURS["shared"]),
+        ("parked", stats.pages_parked, COLOURS["parked"]),
+    ]
+    drawn = _proportions("pages in use", parts) + _key(parts)
+    return _bundle(name, facts, drawn, _slots(lengths, max(1, stats.page_tokens)))
+
+
+# -- what they are made of
+
+
+def _bundle(name: str, facts: str, *drawn: str) -> dict[str, str]:
+    html = (
+        f'<div class="vtensor"><style>{_STYLE}</style><div><b>{escape(name)}</b></div>'
+        f'<div class="vt-faint">{escape(facts)}</div>{"".join(drawn)}</div>'
+    )
+    return {"text/plain": f"<{name}: {facts}>", "text/html": html}
+
+
+def _closed(name: str) -> dict[str, str]:
+    return _bundle(f"{name}, closed", "its pages and addresses were given back")
+
+
+def _refused(name: str, error: VTensorError) -> dict[str, str]:
+    return _bundle(name, str(error))
+
+
+def _tensor_strips(pages: _pages.TensorPages) -> str:
+    shown = pages.shown()
+    alike = [
+        (runs, len(list(group)))
+        for runs, group in groupby(_pages.cells(row, shown, _MOST_CELLS) for row in pages.rows)
+    ]
+    drawn, first = [], 0
+    for runs, count in alike[:_MOST_STRIPS]:
+        name = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}, alike"
+        if not pages.exact:
+            name = "each row"
+        drawn.append(_strip(name if len(pages.rows) > 1 or not pages.exact else "", runs, shown, pages.slots))
+        first += count
+    if first < len(pages.rows):
+        drawn.append(f'<div class="vt-faint">and {len(pages.rows) - first:,} rows more</div>')
+    return "".join(drawn)
+
+
+def _strip(name: str, runs: Sequence[Run], shown: int, slots: int) -> str:
+    """A row's pages: its first `shown` slots to scale, and a tail for the rest of `slots`."""
+    scale = (_WIDTH - (_TAIL if slots > shown else 0)) / max(1, shown)
+    shapes = []
+    for run in runs:
+        what = (
+            f"page {run.start:,}" if run.stop == run.start + 1 else f"pages {run.start:,} to {run.stop - 1:,}"
+        )
+        hint = f"<title>{what}: {run.state}</title>"
+        shapes.append(
+            _box(run.start * scale, (run.stop - run.start) * scale, None, hint)
+            if run.state == "reserved"
+            else _box(run.start * scale, (run.stop - run.start) * scale, COLOURS[run.state], hint)
+        )
+    if scale >= 5:  # room to tell pages apart
+        shapes += [
+            f'<path class="vt-empty" stroke="#b4bdc4" stroke-width="0.7" '
+            f'd="M{at * scale:.1f} 1V{_HEIGHT - 1}"/>'
+            for run in runs
+            for at in range(run.start + 1, run.stop)
+        ]
+    if slots > shown:
+        start = shown * scale
+        shapes.append(
+            f'<rect class="vt-empty" x="{start:.1f}" y="0.5" width="{_TAIL - 0.5:.1f}" '
+            f'height="{_HEIGHT - 1}" fill="#eceff1" stroke="#b4bdc4" stroke-dasharray="3 3">'
+            f"<title>pages {shown:,} to {slots - 1:,}: reserved, not to scale</title></rect>"
+        )
+    words = ", ".join(f"{run.state} {run.start:,} to {run.stop - 1:,}" for run in runs[:12])
+    more = f" and {len(runs) - 12} runs more" if len(runs) > 12 else ""
+    label = f'<div class="vt-faint">{escape(name)}</div>' if name else ""
+    return label + _svg(
+        f"{name + ': ' if name else ''}pages {words}{more}; {slots:,} reserved in all", shapes
+    )
+
+
+def _tensor_key(pages: _pages.TensorPages) -> str:
+    if not pages.exact:
+        return (
+            '<div class="vt-faint">too many pages to look at each: drawn from lengths and counts, '
+            "sharing not shown</div>"
+        )
+    counts = pages.counts()
+    return _key([(state, n, COLOURS[state] if state != "reserved" else None) for state, n in counts.items()])
+
+
+def _key(parts: Iterable[tuple[str, int, str | None]]) -> str:
+    items = []
+    for name, pages, colour in parts:
+        style = (
+            f"background:{colour}" if colour else "background:var(--vt-empty);border:1px solid var(--vt-line)"
+        )
+        hint = f' title="{escape(MEANINGS[name])}"' if name in MEANINGS else ""
+        items.append(
+            f'<span class="vt-item"{hint}><span class="vt-key" style="{style}"></span>'
+            f"{escape(name)} {pages:,}</span> "
+        )
+    return f"<div>pages: {''.join(items)}</div>"
+
+
+def _proportions(what: str, parts: Sequence[tuple[str, int, str]], whole: int | None = None) -> str:
+    """Parts of `whole` (their sum unless given), side by side."""
+    whole = max(1, sum(pages for _, pages, _ in parts), whole or 0)
+    shapes, at = [_box(0, _WIDTH, None)], 0.0
+    for name, pages, colour in parts:
+        if pages > 0:
+            width = max(2.0, pages / whole * _WIDTH)  # little is more than nothing
+            shapes.append(_box(min(at, _WIDTH - width), width, colour, f"<title>{name}: {pages:,}</title>"))
+            at += width
+    words = ", ".join(f"{pages:,} {name}" for name, pages, _ in parts)
+    return f'<div class="vt-faint">{escape(what)}</div>' + _svg(
+        f"{what}: {words}, of {whole:,} pages", shapes
+    )
+
+
+def _slots(lengths: Sequence[int], page_tokens: int) -> str:
+    used = [(slot, length) for slot, length in enumerate(lengths) if length > 0]
+    longest = max((length for _, length in used), default=1)
+    scale = _WIDTH / (-(-longest // page_tokens) * page_tokens)
+    drawn = []
+    for slot, length in used[:_MOST_STRIPS]:
+        pages = -(-length // page_tokens)
+        shapes = [
+            _box(0, _WIDTH, None),
+            _box(
+                0, pages * page_tokens * scale, COLOURS["ahead"], "<title>the rest of its last page</title>"
+            ),
+            _box(0, length * scale, COLOURS["mapped"], f"<title>{length:,} tokens</title>"),
+        ]
+        words = f"slot {slot}: {length:,} tokens, {pages:,} pages deep"
+        drawn.append(f'<div class="vt-faint">{words}</div>' + _svg(words, shapes))
+    if len(used) > _MOST_STRIPS:
+        drawn.append(f'<div class="vt-faint">and {len(used) - _MOST_STRIPS:,} slots more</div>')
+    return "".join(drawn)
+
+
+def _box(x: float, width: float, colour: str | None, inner: str = "") -> str:
+    """Full height. The attributes hold where a viewer drops the style sheet, as GitHub does."""
+    look = f'fill="{colour}"' if colour else 'class="vt-empty" fill="#eceff1" stroke="#b4bdc4"'
+    return f'<rect x="{x:.1f}" y="0.5" width="{width:.1f}" height="{_HEIGHT - 1}" {look}>{inner}</rect>'
+
+
+def _svg(words: str, shapes: Iterable[str]) -> str:
+    words = escape(words)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{words}"><title>{words}</title>{"".join(shapes)}</svg>'
+    )

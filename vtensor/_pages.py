@@ -1,0 +1,132 @@
+"""The pages behind a tensor as few runs of like neighbours: what a picture of it is drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vtensor.tensor import VTensor
+
+MOST_RECORDS = 1 << 15  # pages asked for one by one; above, the picture is drawn from the lengths
+
+COLOURS = {
+    "mapped": "#1b9aaa",
+    "shared": "#8e6bbf",
+    "ahead": "#9bd1d8",
+    "parked": "#a9b665",
+    "held": "#e0a33e",
+    "parted": "#d9647a",
+    "quarantined": "#9c2c2c",
+    "reserved": "#c9d1d6",
+}
+"""The states of a page, each with its colour, on light and dark grounds alike; the least telling last."""
+
+MEANINGS = {
+    "mapped": "in use by this tensor alone",
+    "shared": "in use, and shared copy-on-write",
+    "ahead": "prepared ahead of need",
+    "parked": "left by freed tensors for the next",
+    "held": "kept by views or by work that may use it",
+    "parted": "shared once, written since",
+    "quarantined": "given up after a refused driver call",
+    "reserved": "addresses without memory",
+}
+
+# Where one cell stands for several pages it shows the first of these that is among them.
+_TELLING = ("quarantined", "parted", "shared", "held", "mapped", "parked", "ahead", "reserved")
+
+
+class Run(NamedTuple):
+    """Neighbours in one row of the same state: slots ``[start, stop)``."""
+
+    state: str
+    start: int
+    stop: int
+
+
+class TensorPages(NamedTuple):
+    """What stands behind a tensor, row by row."""
+
+    rows: list[list[Run]]
+    """The mapped slots of each row, in order. One row for all of them where `exact` is False."""
+    slots: int
+    """Slots reserved for a row."""
+    page_size: int
+    exact: bool
+    """Whether every page was looked at; else the runs follow from the lengths and counts."""
+
+    def counts(self) -> dict[str, int]:
+        """Pages of each state there is, in the order of COLOURS; exact only."""
+        found = dict.fromkeys(COLOURS, 0)
+        for row in self.rows:
+            for run in row:
+                found[run.state] += run.stop - run.start
+        found["reserved"] = self.slots * len(self.rows) - sum(found.values())
+        return {state: pages for state, pages in found.items() if pages}
+
+    def shown(self) -> int:
+        """Slots of a row worth drawing to scale: what is mapped and a little beyond, or all of them."""
+        last = max((row[-1].stop for row in self.rows if row), default=0)
+        enough = max(8, last + max(2, last // 12))
+        return self.slots if 2 * enough > self.slots else enough
+
+
+def pages_of(tensor: VTensor) -> TensorPages:
+    """Looks at the page table only: no byte of the tensor is read, and no device waited for.
+
+    Raises:
+        Closed: the tensor is closed.
+    """
+    page_size = tensor.pool.page_size
+    count = math.prod(tensor.shape[: tensor.grow_dim])
+    slots = tensor.nbytes_reserved // page_size // count if count else 0
+    if tensor.nbytes_mapped > MOST_RECORDS * page_size:
+        return TensorPages([_from_lengths(tensor, page_size, count)], slots, page_size, exact=False)
+    rows: list[list[Run]] = [[] for _ in range(count)]
+    for record in tensor.pages():
+        append(rows[record.row], record.state, record.index)
+    return TensorPages(rows, slots, page_size, exact=True)
+
+
+def append(runs: list[Run], state: str, slot: int) -> None:
+    """Puts one more slot behind `runs`: into the last of them where it goes on."""
+    if runs and runs[-1].state == state and runs[-1].stop == slot:
+        runs[-1] = runs[-1]._replace(stop=slot + 1)
+    else:
+        runs.append(Run(state, slot, slot + 1))
+
+
+def _from_lengths(tensor: VTensor, page_size: int, rows: int) -> list[Run]:
+    position = math.prod(tensor.shape[tensor.grow_dim + 1 :]) * tensor.element_size()
+    needed = -(-(tensor.address % page_size + tensor.length * position) // page_size)
+    mapped = max(needed, tensor.nbytes_mapped // page_size // rows)
+    runs = [Run("mapped", 0, needed), Run("ahead", needed, mapped)]
+    return [run for run in runs if run.stop > run.start]
+
+
+def cells(runs: Sequence[Run], slots: int, most: int) -> list[Run]:
+    """Slots 0 to `slots` of a row, gaps as ``"reserved"``, in `most` runs at most.
+
+    Where there are more slots than `most`, several share a cell, which shows the most telling state in it.
+    """
+    width = -(-slots // most) or 1
+    rank = {state: number for number, state in enumerate(_TELLING)}
+    found = ["reserved"] * -(-slots // width)
+    for run in runs:
+        for cell in range(run.start // width, min(len(found), -(-run.stop // width))):
+            found[cell] = min(found[cell], run.state, key=rank.__getitem__)
+    merged: list[Run] = []
+    for cell, state in enumerate(found):
+        append(merged, state, cell)
+    return [Run(run.state, run.start * width, min(slots, run.stop * width)) for run in merged]
+
+
+def byte_text(nbytes: float) -> str:
+    """``1,536`` as ``"1.5 KiB"``."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while abs(nbytes) >= 1024 and power < len(units) - 1:
+        nbytes, power = nbytes / 1024, power + 1
+    return f"{nbytes:,.1f}".removesuffix(".0") + f" {units[power]}"

@@ -1,0 +1,462 @@
+"""Pictures of pages and of recordings, drawn by matplotlib: ``pip install 'vtensor[plot]'``.
+
+::
+
+    import vtensor.plot
+
+    vtensor.plot.page_map(tensor)
+    with vtensor.trace.record() as recording:
+        model.generate(...)
+    vtensor.plot.memory(recording)
+    vtensor.plot.timeline("trace.json.gz")  # what Recording.export wrote, likewise
+
+Every function draws on ``ax=``, or on a new figure, and returns the Axes. What it draws comes from page
+tables, counts and events: no byte of a tensor is read, and no device waited for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from vtensor import _pages, trace
+from vtensor._events import lanes, memory_points, thinned
+from vtensor._pages import COLOURS, Run, byte_text
+from vtensor._shares import Owner, SharedPage, as_tree, boxes
+from vtensor.errors import Closed, InvalidArgument, VTensorError
+from vtensor.kv import KVCache
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from vtensor.tensor import VTensor
+
+__all__ = ["fragmentation", "memory", "page_map", "sharing", "timeline"]
+
+Trace: TypeAlias = "trace.Recording | Sequence[trace.Event] | str | os.PathLike[str]"
+"""A recording, its events, or a file that ``Recording.export`` wrote."""
+
+_MOST_CELLS = 400  # of a row of pages, side by side
+_MOST_BANDS = 256  # of rows, one above the other
+_MOST_LANES = 64  # owners of pages, likewise, each with its name
+_MOST_LINES = 100  # between pages, and between rows, that can be told apart
+_MOST_POINTS = 3000  # of a curve
+_MOST_SPANS = 20_000  # of a kind, in a lane
+
+_NEEDED, _COPIED, _RESERVED = "#263238", "#d1495b", "#7a7f87"
+_KINDS = {
+    "driver call": "#d1495b",
+    "wait": "#e0a33e",
+    "zero, populate, copy": "#8e6bbf",
+    "map, unmap": "#1b9aaa",
+    "operation": "#b8c4cb",
+}
+_KIND_OF = {
+    "driver_call": "driver call",
+    "wait": "wait",
+    **dict.fromkeys(("zero", "populate", "copy"), "zero, populate, copy"),
+    **dict.fromkeys(("map", "unmap"), "map, unmap"),
+}
+_MARKS = {"lease": ("v", "#263238"), "out_of_memory": ("x", "#9c2c2c"), "error": ("X", "#9c2c2c")}
+
+
+Owners: TypeAlias = "VTensor | KVCache | Sequence[VTensor | KVCache] | Mapping[str, VTensor | KVCache]"
+
+
+def page_map(tensor: VTensor, *, ax: Axes | None = None) -> Axes:
+    """The address range of ``tensor``: each row's pages by state, over the slots of a row.
+
+    Rows and pages too many to be told apart share a cell, which shows the most telling state in it.
+
+    Raises:
+        Closed: the tensor is closed.
+        VTensorError: matplotlib is missing.
+    """
+    _refuse_closed("page_map", tensor)
+    pages = _pages.pages_of(tensor)
+    axes = _axes("page_map", ax, (8, 1.2 + 0.2 * min(len(pages.rows), 16)))
+    shown = pages.shown()
+    top = 0
+    for runs, alike in groupby(_bands(pages, shown), key=lambda band: band.runs):
+        height = sum(band.rows for band in alike)
+        for state, start, width in _widths(runs):
+            axes.broken_barh(
+                [(start, width)], (top, height), facecolors=COLOURS[state], edgecolors="white", linewidth=0.8
+            )
+        top += height
+    if shown <= _MOST_LINES:
+        axes.vlines(range(1, shown), 0, top, colors="white", linewidth=0.3)
+    if top <= _MOST_LINES:
+        axes.hlines(range(1, top), 0, shown, colors="white", linewidth=0.6)
+    counts = pages.counts() if pages.exact else {}
+    for state, number in counts.items():
+        _label(axes, f"{state} {number:,}", COLOURS[state])
+    name = "rows" if pages.exact else "each row"
+    axes.set(xlim=(0, max(1, shown)), ylim=(max(1, top), 0), ylabel=name)
+    axes.set_xlabel(f"page of the row, of {pages.slots:,} reserved")
+    axes.locator_params(axis="both", integer=True)
+    return _finish(
+        axes,
+        f"{list(tensor.shape)}, {tensor.length:,} of {tensor.capacity:,} positions, "
+        f"pages of {byte_text(pages.page_size)}",
+    )
+
+
+def memory(trace: Trace, *, ax: Axes | None = None) -> Axes:
+    """Bytes over time, from what there was when the recording began.
+
+    *Mapped* counts a page that two tensors share twice. *Needed* is what the tensors' lengths come to, what
+    a fork shares with its parent once. Against them: what ``torch.cat`` would hold for the same lengths, with
+    the old tensor beside the new while it copies; and what is *reserved*, which costs addresses here and
+    would cost memory to those who preallocate it. Where that is off the scale, the legend says how much.
+
+    Args:
+        trace: see :data:`Trace`.
+
+    Raises:
+        InvalidArgument: nothing in the trace changed any memory.
+        VTensorError: a trace file cut short; matplotlib is missing.
+    """
+    points = memory_points(_events("memory", trace))
+    if not points:
+        raise InvalidArgument("[plot.memory] the trace maps and grows nothing: record around work that does")
+    axes = _axes("memory", ax, (8, 3.6))
+    begin = points[0].time_ns
+    times = [(point.time_ns - begin) / 1e9 for point in points]
+    highest = 1.15 * max(max(point.mapped, point.copied) for point in points) or 1.0
+    scale, unit = _unit(highest)
+    reserved = max(point.reserved for point in points)
+    off = f"\n({byte_text(reserved)}: off the scale)" if reserved > highest else ""
+    curves: list[tuple[str, list[int], dict[str, Any]]] = [
+        (
+            f"reserved: what preallocating\nwould hold{off}",
+            [point.reserved for point in points],
+            {"color": _RESERVED, "linestyle": "--", "linewidth": 1.2},
+        ),
+        (
+            "torch.cat, with its copy",
+            [point.copied for point in points],
+            {"color": _COPIED, "linewidth": 1.2},
+        ),
+        ("mapped", [point.mapped for point in points], {"color": COLOURS["mapped"], "linewidth": 2}),
+        (
+            "needed",
+            [point.needed for point in points],
+            {"color": _NEEDED, "linestyle": ":", "linewidth": 1.5},
+        ),
+    ]
+    for name, values, look in curves:
+        x, y = thinned(times, values, _MOST_POINTS)
+        axes.plot(x, [value / scale for value in y], drawstyle="steps-post", label=name, **look)
+    axes.set(xlabel="seconds", ylabel=unit, ylim=(0, highest / scale))
+    axes.margins(x=0)
+    axes.grid(axis="y", color="#eceff1")
+    axes.set_axisbelow(True)
+    return _finish(axes, "Memory over time")
+
+
+def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:
+    """What each thread did when: a lane for each, outer spans above what they caused.
+
+    A red stretch in a caller's lane is a driver call that the caller waited for; in the mapper's, one that
+    nobody did. Marks are leases that ended (triangles), and errors and shortages of memory (crosses).
+
+    Args:
+        trace: see :data:`Trace`.
+
+    Raises:
+        InvalidArgument: the trace is empty.
+        VTensorError: a trace file cut short; matplotlib is missing.
+    """
+    events = _events("timeline", trace)
+    begin = min(event.time_ns for event in events)
+    lasts = max(1, max(event.time_ns + event.duration_ns for event in events) - begin)
+    scale, unit = (1e6, "milliseconds") if lasts < 2e9 else (1e9, "seconds")
+    found = lanes(events, lambda event: _KIND_OF.get(event.what, "operation"), _MARKS, lasts / _MOST_SPANS)
+    axes = _axes("timeline", ax, (8, 1.2 + 0.9 * min(len(found), 8)))
+    kinds, marks = set(), set()
+    for number, lane in enumerate(found):
+        height = 0.8 / max(1, lane.depth)
+        for (depth, kind), spans in sorted(lane.spans.items()):
+            bars = [((start - begin) / scale, width / scale) for start, width in spans]
+            colour = _KINDS[kind]
+            axes.broken_barh(
+                bars,
+                (number + depth * height, height),
+                facecolors=colour,
+                edgecolors=colour,
+                # It keeps what is narrower than a pixel in sight; operations are many, and seldom the matter.
+                linewidth=0.3 if kind == "operation" else 1,
+            )
+            kinds.add(kind)
+        for what, moments in lane.marks.items():
+            marker, colour = _MARKS[what]
+            x, _ = thinned([(time - begin) / scale for time in moments], [0.0] * len(moments), _MOST_POINTS)
+            axes.scatter(x, [number - 0.08] * len(x), marker=marker, color=colour, s=22, zorder=3)
+            marks.add(what)
+    for kind, colour in _KINDS.items():
+        if kind in kinds:
+            _label(axes, kind, colour)
+    for what, (marker, colour) in _MARKS.items():
+        if what in marks:
+            _label(axes, what.replace("_", " "), colour, marker)
+    axes.set(xlabel=unit, xlim=(0, lasts / scale), ylim=(len(found), -0.25))
+    axes.set_yticks([number + 0.4 for number in range(len(found))], [lane.name for lane in found])
+    axes.tick_params(axis="y", length=0)
+    return _finish(axes, "What each thread did")
+
+
+def sharing(owners: Owners, *, ax: Axes | None = None) -> Axes:
+    """Who shares which page: a lane for each owner, over the slots of its row. A page that neighbours share
+    is one box across their lanes, so that shared prefixes read as a tree from left to right.
+
+    Owners are ordered so that those with the same beginning lie together. A box says by how many places its
+    pages are shared, those that are not in the picture included.
+
+    Args:
+        owners: VTensors, each row of which is an owner, or KVCaches, each slot of which is one; one, in a
+            sequence or by name.
+
+    Raises:
+        InvalidArgument: no owners, or something without pages.
+        Closed: one of them is closed.
+        VTensorError: matplotlib is missing.
+    """
+    found = _lanes_of_pages(owners)
+    ordered = as_tree(found)[:_MOST_LANES]
+    axes = _axes("sharing", ax, (8, 1.2 + 0.32 * min(len(ordered), 20)))
+    slots = max((max(lane.pages, default=-1) + 1 for lane in ordered), default=0)
+    for box in boxes(ordered, slots):
+        colour = COLOURS[box.state]
+        axes.broken_barh(
+            [(box.start, box.stop - box.start)],
+            (box.top + 0.06, box.bottom - box.top - 0.12),
+            facecolors=colour,
+            edgecolors="white",
+            linewidth=0.8,
+        )
+        if box.shared > 1 and (box.stop - box.start) > 0.04 * slots:
+            axes.text(
+                (box.start + box.stop) / 2,
+                (box.top + box.bottom) / 2,
+                f"×{box.shared}",
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=8,
+            )
+    for state in COLOURS:
+        if any(page.state == state for lane in ordered for page in lane.pages.values()):
+            _label(axes, state, COLOURS[state])
+    axes.set(xlim=(0, max(1, slots)), ylim=(max(1, len(ordered)), 0), xlabel="page of the row")
+    axes.set_yticks([number + 0.5 for number in range(len(ordered))], [lane.name for lane in ordered])
+    axes.tick_params(axis="y", length=0)
+    axes.locator_params(axis="x", integer=True)
+    entries = sum(len(lane.pages) for lane in found)
+    own = len({page.key for lane in found for page in lane.pages.values()})
+    more = f", {len(found) - len(ordered)} lanes not shown" if len(found) > len(ordered) else ""
+    return _finish(axes, f"{entries:,} pages mapped, {own:,} in memory{more}")
+
+
+def fragmentation(owners: Any, *, ax: Axes | None = None) -> Axes:
+    """Mapped bytes of each owner, beside one another: its data, and what is mapped beyond them.
+
+    *Rest of last pages* is the price of whole pages: more with larger pages and with more rows. At the end of
+    each bar stands what is mapped beyond the data, in per cent of the data.
+
+    Args:
+        owners: VTensors, or caches with a ``stats()`` as ``KVCache`` has; one, a sequence, or by name.
+
+    Raises:
+        InvalidArgument: no owners, or something else.
+        Closed: one of them is closed.
+        VTensorError: matplotlib is missing.
+    """
+    named = _named("fragmentation", owners)
+    measured = {name: _bytes_of(name, owner) for name, owner in named.items()}
+    axes = _axes("fragmentation", ax, (8, 1.3 + 0.35 * len(measured)))
+    scale, unit = _unit(max(sum(parts.values()) for parts in measured.values()))
+    left = dict.fromkeys(measured, 0.0)
+    for part, colour in (
+        ("data", COLOURS["mapped"]),
+        ("rest of last pages", COLOURS["parted"]),
+        ("ahead", COLOURS["ahead"]),
+        ("parked", COLOURS["parked"]),
+        ("held", COLOURS["held"]),
+    ):
+        widths = [parts.get(part, 0) / scale for parts in measured.values()]
+        if any(widths):
+            axes.barh(range(len(measured)), widths, 0.7, list(left.values()), color=colour, label=part)
+            left = {name: left[name] + width for name, width in zip(left, widths, strict=True)}
+    for number, (name, parts) in enumerate(measured.items()):
+        mapped, data = sum(parts.values()), parts["data"]
+        over = f"+{100 * (mapped - data) / data:,.1f}%" if data else "no data"
+        axes.text(left[name], number, f" {over}", va="center", fontsize=9)
+    axes.set_yticks(range(len(measured)), list(measured))
+    axes.set(xlabel=unit, xlim=(0, 1.15 * max(left.values()) or 1.0), ylim=(len(measured) - 0.5, -0.5))
+    axes.tick_params(axis="y", length=0)
+    return _finish(axes, "What is mapped beyond the data")
+
+
+# -- what they draw on
+
+
+def _axes(operation: str, ax: Axes | None, size: tuple[float, float]) -> Axes:
+    if ax is not None:
+        return ax
+    try:
+        # By name: the package itself needs nothing but torch, only its pictures do.
+        pyplot = importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise VTensorError(
+            f"[plot.{operation}] matplotlib cannot be imported ({error}): pip install 'vtensor[plot]'"
+        ) from error
+    made: Axes = pyplot.subplots(figsize=size, layout="constrained")[1]
+    return made
+
+
+def _finish(axes: Axes, title: str) -> Axes:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        axes.legend(handles, labels, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.03))
+    return axes
+
+
+def _label(axes: Axes, text: str, colour: str, marker: str = "s") -> None:
+    """An entry of the legend that nothing drawn stands for."""
+    axes.scatter([], [], marker=marker, color=colour, label=text)
+
+
+def _unit(most: float) -> tuple[float, str]:
+    """What to divide bytes by, and what they are then."""
+    power = min(4, int(math.log(max(1.0, most), 1024)))
+    return 1024.0**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+
+
+class _Band(NamedTuple):
+    """Neighbouring rows drawn as one."""
+
+    runs: list[Run]
+    rows: int
+
+
+def _bands(pages: _pages.TensorPages, shown: int) -> Iterator[_Band]:
+    rows = -(-len(pages.rows) // _MOST_BANDS) or 1
+    for first in range(0, len(pages.rows), rows):
+        together = pages.rows[first : first + rows]
+        runs = [run for row in together for run in row]
+        yield _Band(_pages.cells(runs, shown, _MOST_CELLS), len(together))
+
+
+def _widths(runs: Iterable[Run]) -> Iterator[tuple[str, int, int]]:
+    return ((run.state, run.start, run.stop - run.start) for run in runs)
+
+
+# -- what they draw
+
+
+def _events(operation: str, given: Trace) -> Sequence[trace.Event]:
+    if isinstance(given, trace.Recording):
+        events: Sequence[Any] = given.events()
+    elif isinstance(given, (str, os.PathLike)):
+        events = trace.load(given)
+    elif isinstance(given, Sequence) and all(isinstance(event, trace.Event) for event in given):
+        events = given
+    else:
+        raise InvalidArgument(
+            f"[plot.{operation}] got a {type(given).__name__}: give a vtensor.trace.Recording, its events(), "
+            "or a file that its export() wrote"
+        )
+    if not events:
+        raise InvalidArgument(
+            f"[plot.{operation}] the trace is empty: record around work that grows or shares something"
+        )
+    return events
+
+
+def _refuse_closed(operation: str, *owners: Any) -> None:
+    for owner in owners:
+        if getattr(owner, "closed", False):
+            raise Closed(f"[plot.{operation}] a tensor or cache given is closed: draw it before its close()")
+
+
+def _named(operation: str, owners: Any) -> dict[str, Any]:
+    if isinstance(owners, Mapping):
+        named = {str(name): owner for name, owner in owners.items()}
+    elif isinstance(owners, (list, tuple)):
+        named = {str(number): owner for number, owner in enumerate(owners)}
+    else:
+        named = {"": owners}
+    if not named:
+        raise InvalidArgument(f"[plot.{operation}] no tensors: give one at least")
+    _refuse_closed(operation, *named.values())
+    return named
+
+
+def _lanes_of_pages(owners: Any) -> list[Owner]:
+    lanes_found = []
+    for name, owner in _named("sharing", owners).items():
+        if not hasattr(owner, "pages"):
+            raise InvalidArgument(
+                f"[plot.sharing] got a {type(owner).__name__}: give VTensors, or a cache that has pages()"
+            )
+        rows: dict[int, dict[int, SharedPage]] = {}
+        for lane, record in _records(owner):
+            # A page that a write has parted has no number: nobody else has it.
+            own = (name, lane, record.index)
+            key = own if record.page_id < 0 else (id(owner.pool), record.page_id)
+            page = SharedPage(key, record.state, record.shared)
+            rows.setdefault(lane, {}).setdefault(record.index, page)
+        shape = tuple(owner.shape[: owner.grow_dim]) if hasattr(owner, "grow_dim") else None
+        lanes_found += [Owner(_row_name(name, row, shape), pages) for row, pages in rows.items()]
+    return lanes_found
+
+
+def _records(owner: Any) -> list[tuple[int, Any]]:
+    """Lane and record of each page: the rows of a tensor; of a cache the first row of each slot, because a
+    slot's rows share alike."""
+    if isinstance(owner, KVCache):
+        return [(slot, r) for slot in range(owner.max_batch) for r in owner.pages(slot) if r.row == 0]
+    return [(record.row, record) for record in owner.pages()]
+
+
+def _row_name(name: str, row: int, shape: tuple[int, ...] | None) -> str:
+    """``k[0, 3]``: the dimensions before the one that grows; a cache's rows are its slots."""
+    if shape is None:
+        return f"{name} slot {row}".strip()
+    if math.prod(shape) == 1:
+        return name
+    index = []
+    for size in reversed(shape):
+        row, at = divmod(row, size)
+        index.append(at)
+    return f"{name}{index[::-1]}"
+
+
+def _bytes_of(name: str, owner: Any) -> dict[str, int]:
+    if hasattr(owner, "grow_dim"):
+        pages = _pages.pages_of(owner)
+        data = owner.numel() * owner.element_size()
+        spare = {"ahead": 0, "held": 0}
+        for row in pages.rows:
+            for run in row:
+                if run.state in spare:
+                    spare[run.state] += (run.stop - run.start) * pages.page_size
+        rest = owner.nbytes_mapped - data - sum(spare.values())
+        return {"data": data, "rest of last pages": rest, **spare}
+    try:
+        stats = owner.stats()
+        data, mapped, parked = stats.nbytes_live, stats.nbytes_mapped, stats.pages_parked
+    except AttributeError:
+        raise InvalidArgument(
+            f"[plot.fragmentation] {name or 'it'} is a {type(owner).__name__}: give VTensors, or caches with "
+            "stats()"
+        ) from None
+    parked = min(parked * owner.pool.page_size, max(0, mapped - data))
+    return {"data": data, "rest of last pages": max(0, mapped - data - parked), "parked": parked}
