@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 
 import torch
-from vtensor.replay.paged import PagedCache
 
 import vtensor
+from vtensor.replay.paged import PagedCache
 
 from .harness import Bar, Comparison, Figure, Settings, Spread, clock, count, interleave, speedup
 

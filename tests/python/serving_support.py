@@ -1,0 +1,130 @@
+"""A model without weights for the scheduler's tests: it checks what it reads, and its tokens are known."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+import vtensor
+from kv_model import ModelCache
+from support import open_pool
+from vtensor import testing
+from vtensor.serving import Engine, Request, Scheduler
+
+LAYERS, HEADS, HEAD_DIM = 2, 2, 64  # float32, both layers in a page: 1 KiB a token and range
+PAGE = 4096
+PAGE_TOKENS = 4
+RANGES = 2
+KINDS = ("model", "host", "simcuda")
+
+
+def mark(salt: str, tokens: list[int]) -> int:
+    """What K and V of the last of `tokens` hold: it differs wherever any token before differs. Exact in
+    float32."""
+    return zlib.crc32(repr((salt, tokens)).encode()) % (1 << 24) or 1
+
+
+def next_token(salt: str, tokens: list[int], sample: int) -> int:
+    return mark(f"{salt}/{sample}", tokens) % 5
+
+
+def alone(request: Request) -> list[list[int]]:
+    """The tokens that each sample generates where there is nobody else."""
+    results = []
+    for sample in range(request.samples):
+        tokens = list(request.prompt)
+        while len(tokens) < len(request.prompt) + request.max_new_tokens:
+            tokens.append(next_token(request.salt, tokens, sample))
+            if tokens[-1] in request.stop:
+                break
+        results.append(tokens[len(request.prompt) :])
+    return results
+
+
+class ModelStore:
+    """What a ModelCache holds."""
+
+    def __init__(self, cache: ModelCache) -> None:
+        self.cache = cache
+
+    def read(self, slot: int, stop: int) -> list[int]:
+        return self.cache.contents.save(slot, 0, stop)
+
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        self.cache.write(slot, start, values)
+
+    def check(self) -> None:
+        self.cache.check()
+
+
+class TensorStore:
+    """What the tensors of a real cache hold: each token's mark, in K and V of every layer and head."""
+
+    def __init__(self, cache: vtensor.KVCache) -> None:
+        self.cache = cache
+
+    def read(self, slot: int, stop: int) -> list[int]:
+        self.cache.wait(slot)
+        rows = torch.stack([side[slot, :stop] for layer in range(LAYERS) for side in self.cache[layer]])
+        assert (rows == rows[:1, :, :1, :1]).all(), "K and V of the layers are of different tokens"
+        return rows[0, :, 0, 0].long().tolist()
+
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        marks = torch.tensor(values, dtype=torch.float32)[:, None, None]
+        for layer in range(LAYERS):
+            for side in self.cache[layer]:
+                side[slot, start : start + len(values)] = marks
+
+    def check(self) -> None:
+        testing.check_invariants(self.cache.pool)
+
+
+class FakeModel:
+    """A forward. What it reads must be what the same tokens left, wherever they were computed."""
+
+    def __init__(self, store) -> None:
+        self.store = store
+        self.logits = {}
+
+    def __call__(self, plan):
+        for sequence, start, stop in plan.work:
+            salt = sequence.group.request.salt
+            marks = [mark(salt, sequence.tokens[: i + 1]) for i in range(stop)]
+            assert self.store.read(sequence.slot, start) == marks[:start], "another sequence's K and V"
+            self.store.write(sequence.slot, start, marks[start:])
+        return plan.work
+
+
+def choose(work, sequence) -> int:
+    """Of the work at whose end a token is due; stands in for the choice among logits."""
+    assert work.stop == sequence.known and work.sequence.group is sequence.group
+    return next_token(sequence.group.request.salt, sequence.tokens, sequence.index)
+
+
+@contextmanager
+def opened(
+    kind: str, budget: int, max_batch: int = 4, max_len: int = 64, host_budget: int = 1 << 30
+) -> Iterator:
+    """A cache of `budget` pages: the model of one, or a real one on the host or the simulated driver, whose
+    host memory has no limit of its own."""
+    sizes = (LAYERS, HEADS, HEAD_DIM, max_batch, max_len, torch.float32)
+    if kind == "model":
+        yield ModelCache(*sizes, layer_group=LAYERS, page_size=PAGE, budget=budget, host_budget=host_budget)
+        return
+    pool = open_pool(kind, budget)
+    try:
+        with vtensor.KVCache(*sizes, pool.device, layer_group=LAYERS, tile=1, pool=pool) as cache:
+            yield cache
+    finally:
+        pool.close()
+
+
+def store_of(cache) -> ModelStore | TensorStore:
+    return ModelStore(cache) if isinstance(cache, ModelCache) else TensorStore(cache)
+
+
+def engine_over(cache, **options) -> Engine:
+    return Engine(Scheduler(cache, **options), FakeModel(store_of(cache)), choose)

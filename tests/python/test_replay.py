@@ -1,0 +1,279 @@
+"""Replays: time is what the service model says, all managers are measured alike, and the command works."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support import ROOT, simcuda_library
+from test_replay_traces import TRACES, azure, mooncake
+from vtensor import InvalidArgument
+from vtensor.replay import (
+    MODELS,
+    POLICIES,
+    ModelShape,
+    PagedCache,
+    Row,
+    Server,
+    ServiceModel,
+    StaticCache,
+    cli,
+    default_layer_group,
+    model_shape,
+    open_cache,
+    parse_bytes,
+    read_trace,
+    replay,
+    scale,
+)
+
+LLAMA = MODELS["llama-3-8b"]
+TOKEN = LLAMA.token_bytes
+PAGE = 2 << 20
+
+
+def server(memory, max_len=8192, max_batch=64, **options):
+    return Server(LLAMA, memory, max_batch, max_len, PAGE, 32, **options)
+
+
+def served(rows, policies=tuple(POLICIES), memory=2 << 30, max_len=8192, **options):
+    results = {}
+    for policy in policies:
+        with open_cache(policy, server(memory, max_len)) as cache:
+            results[policy] = replay(policy, cache, rows, token_bytes=TOKEN, **options)
+    return results
+
+
+def real_rows(name, limit):
+    if not (TRACES / name).exists():
+        pytest.skip(f"{name} is not in ../shared/traces")
+    return read_trace(TRACES / name, limit)
+
+
+def test_time_is_what_the_service_model_says():
+    """One slot: a prompt of 3000 tokens in two iterations, then the second request, which waited for it."""
+    rows = [Row(0.0, 3000, 2), Row(1.0, 100, 1)]
+    service = ServiceModel(step_seconds=1.0, tokens_per_second=1000, kv_bytes_per_second=TOKEN * 10_000)
+    result = replay("static", StaticCache(4000, 1, 4000), rows, token_bytes=TOKEN, service=service)
+    first = (1 + 2.048 + 0.2048) + (1 + 0.952 + 0.3) + (1 + 0.001 + 0.3001)
+    second = 1 + 0.1 + 0.01
+    assert result.seconds == pytest.approx(first + second)
+    assert result.delays == pytest.approx([0, first - 1.0])
+    assert result.delay_p50 == pytest.approx(first - 1.0) == result.delay_p99
+    assert result.batch_mean == 1.0 and result.batch_peak == 1
+    assert result.output_tokens == 3 and result.computed_tokens == 3101
+    assert result.throughput == pytest.approx(3 / (first + second))
+
+
+def test_speed_and_idle_time():
+    rows = [Row(0.0, 10, 1), Row(100.0, 10, 1)]
+    for speed, end in ((1.0, 100.0), (10.0, 10.0)):
+        result = replay("paged", PagedCache(64, 4, 64), rows, token_bytes=TOKEN, speed=speed)
+        assert result.seconds == pytest.approx(end, abs=0.05) and result.delay_p99 == 0
+        assert result.batch_mean == 1.0, "idle time counts for nothing"
+    with pytest.raises(InvalidArgument, match="over 0"):
+        replay("paged", PagedCache(64, 4, 64), rows, token_bytes=TOKEN, speed=0)
+
+
+def test_requests_too_long_are_failed_not_lost():
+    rows = [Row(0.0, 100, 10), Row(0.0, 10, 5), Row(0.0, 60, 4)]
+    result = replay("paged", PagedCache(3, 4, 64), rows, token_bytes=TOKEN)
+    assert (result.requests, result.finished, result.failed) == (3, 1, 2)
+
+
+def test_azure_under_pressure():
+    """Our memory holds what 16-token paging holds, within 3%; static slots a third of it at most."""
+    rows = real_rows("azure_llm_2023_conv.csv", 250)
+    longest = max(row.prompt_tokens + row.output_tokens for row in rows)
+    results = served(rows, memory=5 << 30, max_len=longest, speed=60.0)
+    for result in results.values():
+        assert result.finished == result.admitted == 250 and result.failed == 0
+    ours, paged, static, ideal = (results[name] for name in ("vtensor", "paged", "static", "ideal"))
+    assert ours.batch_mean >= 0.97 * paged.batch_mean
+    assert ours.batch_mean >= 3 * static.batch_mean
+    assert paged.batch_mean <= ideal.batch_mean * 1.02
+    assert 0 < paged.waste < ours.waste < 0.04 and static.waste > 1 and ideal.waste == 0
+    assert ours.calls_caller > 0 and paged.calls_caller == paged.calls_mapper == 0
+    assert static.delay_p99 > 1.5 * ours.delay_p99
+
+
+def test_mooncake_prefixes():
+    """In the sliced layout units of 32 tokens find what an ideal cache finds in units of 16, within 2%."""
+    rows = real_rows("mooncake_conversation.jsonl", 40)
+    results = served(rows, memory=64 << 30, max_len=131072)
+    hits = {name: result.reused_tokens for name, result in results.items()}
+    assert hits["ideal"] > 10_000 and hits["static"] == 0
+    assert 0.98 * hits["ideal"] <= hits["vtensor"] <= hits["ideal"]
+    assert 0.98 * hits["ideal"] <= hits["paged"] <= hits["ideal"]
+
+
+def test_a_prompt_that_comes_again_is_not_computed_again(tmp_path):
+    row = {"timestamp": 0, "input_length": 1000, "output_length": 2, "hash_ids": [1, 2]}
+    rows = read_trace(mooncake(tmp_path, row, row | {"timestamp": 60_000}))
+    for policy, unit in (("vtensor", 32), ("paged", 16), ("ideal", 16)):
+        result = served(rows, [policy])[policy]
+        assert result.reused_tokens == 999 // unit * unit
+        assert result.computed_tokens == 2000 + 2 - result.reused_tokens
+        assert result.hit_rate == result.reused_tokens / 2000
+
+
+def test_calls_on_the_critical_path_take_their_time():
+    rows = [Row(0.0, 1000, 50)]
+    with open_cache("vtensor", server(1 << 30)) as cache:
+        quick = replay("vtensor", cache, rows, token_bytes=TOKEN)
+    with open_cache("vtensor", server(1 << 30)) as cache:
+        slow = replay(
+            "vtensor", cache, rows, token_bytes=TOKEN, service=ServiceModel(call_seconds={"mmap": 1.0})
+        )
+    assert slow.calls_caller == quick.calls_caller
+    assert slow.seconds - quick.seconds >= 1.0
+
+
+def test_pages_are_those_of_the_real_sizes():
+    """1000 tokens of Llama-3-8B, 65,536 bytes a token and range: 32 pages of 2 MiB in each of 2 ranges."""
+    assert scale(LLAMA, PAGE) == 512 and default_layer_group(LLAMA, PAGE) == 32
+    with open_cache("vtensor", server(1 << 30)) as cache:
+        slot = cache.alloc()
+        assert cache.step([1000 if i == slot else 0 for i in range(64)])
+        stats = cache.stats()
+        assert (stats.page_tokens, stats.ranges, stats.pages_used) == (32, 2, 64)
+        assert cache.pool.stats().budget == (1 << 30) // 512
+        assert stats.waste == pytest.approx(64 * PAGE / (1000 * TOKEN) - 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_can_be_scaled(name):
+    shape = MODELS[name]
+    group = default_layer_group(shape, PAGE)
+    assert shape.layers % group == 0
+    with open_cache("vtensor", Server(shape, 1 << 30, 4, 4096, PAGE, group)) as cache:
+        stats, factor = cache.stats(), scale(shape, PAGE)
+        assert stats.page_size * factor == PAGE
+        assert cache.step([cache.alloc() * 0 + 100, 0, 0, 0])
+        assert cache.stats().nbytes_live * factor == 100 * shape.token_bytes
+
+
+def test_sizes():
+    assert (parse_bytes("40GiB"), parse_bytes("1.5 mib"), parse_bytes("4096")) == (40 << 30, 3 << 19, 4096)
+    assert model_shape("32x8x128") == LLAMA == ModelShape(32, 8, 128)
+    assert LLAMA.token_bytes == 131_072
+    for text in ("40GB", "", "-1", "0"):
+        with pytest.raises(InvalidArgument, match="write it as"):
+            parse_bytes(text)
+    with pytest.raises(InvalidArgument, match="pass one of"):
+        model_shape("llama")
+    with pytest.raises(InvalidArgument, match="pass one of"):
+        open_cache("best", server(1 << 30))
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "vtensor", "replay", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env=os.environ | {"VTENSOR_SIMCUDA": str(simcuda_library() or "")},
+    )
+
+
+def few_rows(tmp_path):
+    lines = [f"2023-11-16 18:15:{i:02}.5,{100 + 37 * i},{5 + i}" for i in range(10)]
+    return azure(tmp_path, *lines)
+
+
+def test_the_command_prints_a_table_and_draws_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    ran = command(few_rows(tmp_path), "--memory", "1GiB", "--plot", tmp_path / "replay.png")
+    assert ran.returncode == 0, ran.stderr
+    title, header, *lines = ran.stdout.splitlines()
+    assert title == "trace.csv: 10 requests, 1x as fast, llama-3-8b in 1GiB, at most 256 at a time"
+    assert header.split()[:3] == ["policy", "admitted", "failed"]
+    assert [line.split()[:3] for line in lines] == [[policy, "10", "0"] for policy in POLICIES]
+    assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_writes_json(tmp_path):
+    latencies = tmp_path / "latencies.json"
+    latencies.write_text('{"mmap": 10}')
+    ran = command(
+        few_rows(tmp_path), "--policy", "paged", "--policy", "static", "--json", "--limit", 5,
+        "--latencies", latencies, "--memory", "1GiB",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert [result["policy"] for result in told["results"]] == ["paged", "static"]
+    assert told["results"][0]["finished"] == told["settings"]["requests"] == 5
+    assert told["settings"]["scaled_down_by"] == 512 and told["settings"]["memory"] == "1GiB"
+    assert not {"samples", "delays"} & set(told["results"][0])
+
+
+@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+def test_the_command_over_the_simulated_driver(tmp_path):
+    ran = command(
+        few_rows(tmp_path), "--policy", "vtensor", "--driver", "simulated", "--memory", "1GiB", "--json"
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["results"][0]["finished"] == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--memory", "40GB"], "write it as"),
+        (["--model", "gpt"], "pass one of"),
+        (["--max-batch", 0], "--max-batch 0"),
+        (["--limit", 0], "--limit 0"),
+        (["--speed", 0], "over 0"),
+        (["--step-ms", 0], "--step-ms 0"),
+        (["--token-budget", 3], "token_budget=3"),
+        (["--policy", "static", "--memory", "1MiB"], "give it more"),
+        (["--latencies", "nowhere.json"], "nowhere.json cannot be read"),
+    ],
+)
+def test_wrong_arguments(tmp_path, capsys, arguments, what):
+    assert run_here(few_rows(tmp_path), *arguments) == 2
+    captured = capsys.readouterr()
+    assert what in captured.err and captured.out == ""
+
+
+def run_here(*arguments):
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    return cli.main(parser.parse_args(["replay", *map(str, arguments)]))
+
+
+def test_the_picture_needs_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert run_here(few_rows(tmp_path), "--policy", "paged", "--plot", tmp_path / "replay.png") == 1
+    assert "pip install 'vtensor[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(capsys, monkeypatch, terminal):
+    """After a second; on a terminal over itself, and gone at the end."""
+    now = [0.0]
+    monkeypatch.setattr(cli.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with cli._Progress() as progress:
+        for now[0] in (0.5, 1.5, 1.9, 2.6, 11.6):
+            progress(f"at {now[0]}")
+    shown = capsys.readouterr().err
+    if terminal:
+        assert shown == "\rat 1.5\x1b[K\rat 2.6\x1b[K\rat 11.6\x1b[K\r\x1b[K"
+    else:
+        assert shown == "at 1.5\nat 11.6\n"
+
+
+def test_a_malformed_row_ends_the_command_with_its_line(tmp_path, capsys):
+    assert run_here(azure(tmp_path, "2023-11-16 18:15:46,12,none")) == 2
+    assert "trace.csv line 2: GeneratedTokens is 'none'" in capsys.readouterr().err

@@ -1,0 +1,256 @@
+"""The managers that stand beside ours hold, share and give up what they should: they may be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving_support import FakeModel, alone, choose
+from vtensor import CapacityExceeded, InvalidArgument, OutOfPages
+from vtensor.replay import PagedCache, RadixCache, StaticCache
+from vtensor.serving import Engine, Request, Scheduler
+
+FRAME = 4
+
+
+class FramesWithContents(PagedCache):
+    """Frames that hold what is written, as the device's memory would; a step's copies are made at once."""
+
+    def __init__(self, *sizes, **options) -> None:
+        super().__init__(*sizes, **options)
+        self.frames = [[None] * self.frame_tokens for _ in range(sizes[0])]
+
+    def step(self, lengths):
+        stepped = super().step(lengths)
+        for source, target in self.copies:
+            self.frames[target] = list(self.frames[source])
+        return stepped
+
+    def place(self, slot, position):
+        return self.frames[self.tables[slot][position // self.frame_tokens]], position % self.frame_tokens
+
+    def read(self, slot, stop):
+        return [frame[i] for frame, i in (self.place(slot, position) for position in range(stop))]
+
+    def write(self, slot, start, values):
+        for position, value in enumerate(values, start):
+            assert self._refs[self.tables[slot][position // self.frame_tokens]] == 1, (
+                "a write into a shared frame"
+            )
+            frame, i = self.place(slot, position)
+            frame[i] = value
+
+    def check(self):
+        refs = Counter(frame for table in self.tables for frame in table)
+        assert [refs[frame] for frame in range(len(self.frames))] == self._refs
+        assert set(self._free) == {frame for frame, n in enumerate(self._refs) if n == 0}
+        assert all(self._hash_of[frame] == known for known, frame in self._frame_of.items())
+
+
+shapes = st.tuples(
+    st.lists(st.integers(0, 1), min_size=1, max_size=30),
+    st.integers(1, 10),
+    st.integers(1, 3),
+    st.sampled_from(["", "other"]),
+)
+
+
+@given(shapes=st.lists(shapes, min_size=1, max_size=8), frames=st.integers(10, 40))
+def test_paged_requests_get_their_own_tokens(shapes, frames):
+    """Through sharing, copies before writes, eviction and preemption."""
+    requests = [
+        Request(i, prompt, new, samples, salt=salt) for i, (prompt, new, samples, salt) in enumerate(shapes)
+    ]
+    cache = FramesWithContents(frames, 4, 64, frame_tokens=FRAME)
+    engine = Engine(Scheduler(cache, token_budget=16), FakeModel(cache), choose)
+    done = {}
+    for request in requests:
+        engine.submit(request)
+    while engine.scheduler.unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+        cache.check()
+    for request in requests:
+        assert done[request.id].error or done[request.id].tokens == alone(request)
+    assert not any(cache.tables)
+
+
+def paged(frames=8, **options):
+    return PagedCache(frames, 4, 64, frame_tokens=FRAME, **options)
+
+
+def grown(cache, slot, length):
+    lengths = [cache.length(i) for i in range(cache.max_batch)]
+    lengths[slot] = length
+    return cache.step(lengths)
+
+
+def test_paged_reuses_full_frames_and_evicts_the_least_recent():
+    cache = paged(frames=6)
+    for tokens in ([1] * 9, [2] * 9):
+        slot = cache.alloc(tokens)
+        assert cache.length(slot) == 0 and grown(cache, slot, 9)
+        assert cache.publish(slot, tokens) == 8
+        cache.free(slot)
+    first = cache.alloc([1] * 9)
+    assert cache.length(first) == 8, "all full frames, and one token left to compute"
+    other = cache.alloc([1] * 8)
+    assert cache.length(other) == 4, "never all tokens"
+    cache.free(other)
+    cache.free(first)
+    slot = cache.alloc()
+    assert grown(cache, slot, 4 * 4), "two frames that nothing is known of, then those of [2] * 9"
+    again = cache.alloc([2] * 9)
+    assert cache.length(again) == 0
+    cache.free(again)
+    assert cache.length(cache.alloc([1] * 9)) == 8
+
+
+def test_paged_hands_out_what_serves_no_prefix_first():
+    cache = paged(frames=3)
+    known, unknown = cache.alloc([1] * 8), cache.alloc()
+    assert cache.step([8 if i == known else 1 if i == unknown else 0 for i in range(4)])
+    cache.publish(known, [1] * 8)
+    cache.free(known)
+    cache.free(unknown)
+    slot = cache.alloc()
+    assert grown(cache, slot, 1) and cache.evictions == 0
+    assert grown(cache, slot, 5) and cache.evictions == 1
+    assert cache.length(cache.alloc([1] * 9)) == 4, "of a sequence the last frame went first"
+
+
+def test_paged_short_of_frames_changes_nothing():
+    cache = paged(frames=3)
+    first, second = cache.alloc(), cache.alloc()
+    assert grown(cache, first, 8)
+    assert not grown(cache, second, 5)
+    assert cache.tables[second] == [] and cache.length(second) == 0
+    assert grown(cache, second, 4)
+
+
+def test_paged_copies_the_last_frame_once():
+    cache = paged()
+    slot = cache.alloc()
+    grown(cache, slot, 6)
+    fork = cache.fork(slot)[0]
+    assert cache.tables[fork] == cache.tables[slot]
+    assert cache.step([7 if i in (slot, fork) else 0 for i in range(4)])
+    assert len(cache.copies) == 1, "whoever writes last keeps the frame"
+    assert cache.tables[fork][0] == cache.tables[slot][0] and cache.tables[fork][1] != cache.tables[slot][1]
+    assert grown(cache, slot, 8) and not cache.copies
+
+
+def test_paged_writes_into_no_frame_that_another_holds():
+    for writer in (0, 1):
+        cache = paged(frames=3)
+        slot = cache.alloc()
+        grown(cache, slot, 6)
+        both = [slot, *cache.fork(slot)]
+        assert grown(cache, both[writer], 7), "one frame is free, and one is needed"
+        assert len(cache.copies) == 1 and cache.copies[0][0] == cache.tables[both[1 - writer]][1]
+
+
+def test_paged_needs_a_frame_less_than_those_who_write():
+    cache = paged(frames=3)
+    slot = cache.alloc()
+    grown(cache, slot, 6)
+    fork = cache.fork(slot)[0]
+    assert cache.step([7 if i in (slot, fork) else 0 for i in range(4)])
+
+
+def test_paged_beams_go_on_with_their_sources():
+    cache = FramesWithContents(12, 4, 64, frame_tokens=FRAME)
+    engine = Engine(Scheduler(cache, token_budget=16), FakeModel(cache), choose)
+    engine.submit(Request("beams", [1, 0, 1], 12, samples=3))
+    group = engine.scheduler.waiting[0]
+    for sources in ([1, 1, 0], [2, 0, 0], [0, 1, 2], [2, 2, 2]):
+        engine.step()
+        before = [list(sequence.tokens) for sequence in group.live]
+        engine.scheduler.reorder("beams", sources)
+        cache.check()
+        assert [sequence.tokens for sequence in group.live] == [before[source] for source in sources]
+    assert engine.run()["beams"].error == ""
+
+
+def test_without_host_memory_nothing_is_swapped():
+    cache = paged()
+    slot = cache.alloc()
+    with pytest.raises(OutOfPages, match="no host memory"):
+        cache.swap_out([slot])
+    with pytest.raises(InvalidArgument, match="not swapped out"):
+        cache.swap_in(slot)
+    with pytest.raises(InvalidArgument, match="give it more"):
+        paged(frames=0)
+
+
+def test_static_slots():
+    cache = StaticCache(tokens=100, max_batch=8, max_len=30)
+    assert cache.max_batch == 3
+    slot = cache.alloc()
+    grown(cache, slot, 10)
+    assert cache.stats().waste == 2.0
+    with pytest.raises(InvalidArgument, match="give it more"):
+        StaticCache(tokens=29, max_batch=8, max_len=30)
+    with pytest.raises(CapacityExceeded, match="a slot has 30"):
+        grown(cache, slot, 31)
+    with pytest.raises(InvalidArgument, match="one sample each"):
+        cache.fork(slot)
+    with pytest.raises(InvalidArgument, match="one sample each"):
+        cache.reorder([slot], [slot])
+
+
+def longest_known(published, tokens, unit):
+    return max((n for n in range(0, len(tokens), unit) if tuple(tokens[:n]) in published), default=0)
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=20),
+)
+def test_the_ideal_cache_finds_every_prefix(prompts):
+    cache = RadixCache(tokens=1000, max_batch=4, max_len=64, unit=FRAME)
+    published = set()
+    for prompt in prompts:
+        slot = cache.alloc(prompt)
+        assert cache.length(slot) == longest_known(published, prompt, FRAME)
+        assert grown(cache, slot, len(prompt))
+        cache.publish(slot, prompt)
+        published |= {tuple(prompt[:n]) for n in range(0, len(prompt) + 1, FRAME)}
+        cache.free(slot)
+
+
+def test_the_ideal_cache_evicts_the_least_recently_used():
+    cache = RadixCache(tokens=8, max_batch=4, max_len=64, unit=FRAME)
+    for digit in (1, 2, 1):
+        slot = cache.alloc([digit] * 5)
+        assert grown(cache, slot, 4)
+        cache.publish(slot, [digit] * 4)
+        cache.free(slot)
+    slot = cache.alloc()
+    assert grown(cache, slot, 1)
+    assert cache.length(cache.alloc([1] * 5)) == 4 and cache.length(cache.alloc([2] * 5)) == 0
+
+
+@given(
+    shapes=st.lists(shapes, min_size=1, max_size=10),
+    tokens=st.integers(45, 100),
+)
+def test_the_ideal_cache_wastes_nothing(shapes, tokens):
+    """Live tokens, each published unit once, and what is free are all there is."""
+    cache = RadixCache(tokens, max_batch=4, max_len=64, unit=FRAME)
+    scheduler = Scheduler(cache, token_budget=16)
+    for i, (prompt, new, _, salt) in enumerate(shapes):
+        scheduler.add(Request(i, prompt, new, salt=salt))
+    while scheduler.unfinished:
+        plan = scheduler.plan()
+        nodes = [child for root in cache._roots.values() for child in root.children.values()]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        private = sum(n - len(path) * FRAME for n, path in zip(cache._lengths, cache._paths, strict=True))
+        assert cache._tokens_free + private + len(nodes) * FRAME == tokens
+        assert cache._tokens_free >= 0
+        assert cache._idle == sum(node.users == 0 for node in nodes)
+        assert not plan.failed
+        scheduler.complete(plan, [i % 2 for i in range(len(plan.sampled))])
+    assert scheduler.stats.finished == len(shapes)

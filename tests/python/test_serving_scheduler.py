@@ -1,0 +1,374 @@
+"""Who is served when: order, victims, groups, nobody lost, and each request's tokens as if it were alone."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving_support import KINDS, PAGE_TOKENS, RANGES, alone, engine_over, opened
+from support import simcuda_library
+from vtensor import InvalidArgument, OutOfPages
+from vtensor.serving import Request, Scheduler, Status
+
+SLOTS = 4
+
+
+def request(id, prompt=8, new=4, **options):
+    tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
+    return Request(id, tokens, new, **options)
+
+
+@pytest.fixture(params=KINDS)
+def open_cache(request):
+    """Makes caches: the model of one, real ones on the host, and on the simulated driver."""
+    if request.param == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+    with ExitStack() as stack:
+        yield lambda *args, **kw: stack.enter_context(opened(request.param, *args, **kw))
+
+
+def check_plan(engine, plan) -> None:
+    scheduler = engine.scheduler
+    engine.forward.store.check()
+    running = [group.order for group in scheduler.running]
+    queued = [group.order for group in scheduler.waiting + scheduler.swapped]
+    for queue in (scheduler.running, scheduler.waiting, scheduler.swapped):
+        orders = [group.order for group in queue]
+        assert orders == sorted(orders)
+    assert plan.tokens == sum(work.stop - work.start for work in plan.work) <= scheduler.token_budget
+    assert len({work.sequence for work in plan.work}) == len(plan.work)
+    for group in plan.preempted:
+        assert all(group.order > order for order in running), "a later arrival kept its memory"
+        assert group.status is (Status.SWAPPED if group in scheduler.swapped else Status.WAITING)
+    if plan.admitted and queued:
+        assert max(group.order for group in plan.admitted) < min(queued), "somebody was overtaken"
+    slots = [s.slot for group in scheduler.running + scheduler.swapped for s in group.holders]
+    assert None not in slots and len(set(slots)) == len(slots)
+    stats = scheduler.cache.stats()
+    assert stats.slots_used == sum(len(group.holders) for group in scheduler.running)
+    assert stats.slots_swapped == sum(len(group.holders) for group in scheduler.swapped)
+    assert all(s.slot is None and s.computed == 0 for group in scheduler.waiting for s in group.live)
+
+
+def serve(engine, arrivals, bound=4000):
+    """Runs requests that arrive at given iterations, and checks each iteration."""
+    scheduler, done, plan = engine.scheduler, {}, engine.scheduler.plan
+
+    def checked():
+        planned = plan()
+        check_plan(engine, planned)
+        return planned
+
+    scheduler.plan = checked
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
+    for iteration in range(bound):
+        while arrivals and arrivals[0][0] <= iteration:
+            engine.submit(arrivals.pop(0)[1])
+        for completion in engine.step():
+            assert completion.id not in done
+            done[completion.id] = completion
+        if not arrivals and not scheduler.unfinished:
+            return done
+    raise AssertionError(f"{scheduler.unfinished} requests starve")
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+shapes = st.tuples(
+    st.integers(0, 20),
+    prompts,
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.sampled_from([frozenset(), frozenset({3})]),
+    st.sampled_from(["", "other"]),
+)
+
+
+def serve_together_and_alone(kind, shapes, pages, token_budget, host_budget=1 << 30):
+    arrivals = [
+        (at, Request(i, prompt, new, samples, stop, salt))
+        for i, (at, prompt, new, samples, stop, salt) in enumerate(shapes)
+    ]
+    with opened(kind, pages, SLOTS, host_budget=host_budget) as cache:
+        engine = engine_over(cache, token_budget=token_budget)
+        done = serve(engine, arrivals)
+        assert set(done) == {wanted.id for _, wanted in arrivals}
+        assert cache.stats().slots_free == SLOTS
+    for _, wanted in arrivals:
+        with opened(kind, pages, SLOTS, host_budget=host_budget) as cache:
+            by_itself = engine_over(cache).run([wanted])[wanted.id]
+        # In company its samples may get out of step, and one end and make room for the other.
+        if not by_itself.error:
+            assert not done[wanted.id].error
+            assert done[wanted.id].tokens == by_itself.tokens == alone(wanted)
+
+
+@given(
+    shapes=st.lists(shapes, min_size=1, max_size=8),
+    pages=st.integers(6, 60),
+    token_budget=st.sampled_from([SLOTS, 16, 64]),
+    host_budget=st.sampled_from([0, 20, 1000]),
+)
+@settings(max_examples=400)
+def test_each_request_as_if_alone(shapes, pages, token_budget, host_budget):
+    """No request is lost, starved or overtaken; what can be served alone is, with the same tokens."""
+    serve_together_and_alone("model", shapes, pages, token_budget, host_budget)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_each_request_as_if_alone_in_real_memory(kind):
+    if kind == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+
+    @given(shapes=st.lists(shapes, min_size=3, max_size=8), pages=st.integers(6, 60))
+    @settings(max_examples=40)
+    def serve_them(shapes, pages):
+        serve_together_and_alone(kind, shapes, pages, token_budget=16)
+
+    serve_them()
+
+
+def test_first_come_first_served(open_cache):
+    cache = open_cache(budget=1000, max_batch=2)
+    scheduler = Scheduler(cache, token_budget=64)
+    for i in range(5):
+        scheduler.add(request(i, new=2 + i % 2))
+    order = []
+    while scheduler.unfinished:
+        plan = scheduler.plan()
+        order += [group.request.id for group in plan.admitted]
+        scheduler.complete(plan, [0] * len(plan.sampled))
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_decoding_goes_before_prompts_and_the_budget_holds(open_cache):
+    scheduler = Scheduler(open_cache(budget=1000), token_budget=10)
+    scheduler.add(request("decoding", prompt=2, new=30))
+    scheduler.complete(scheduler.plan(), [0])
+    scheduler.add(request("long", prompt=40))
+    pieces = []
+    for _ in range(5):
+        plan = scheduler.plan()
+        assert [(w.sequence.group.request.id, w.stop - w.start) for w in plan.work[:1]] == [("decoding", 1)]
+        assert plan.tokens <= 10
+        pieces += [(w.start, w.stop) for w in plan.work[1:]]
+        scheduler.complete(plan, [0] * len(plan.sampled))
+    assert pieces == [(0, 9), (9, 18), (18, 27), (27, 36), (36, 40)]
+
+
+def test_the_latest_is_preempted_and_comes_back_first(open_cache):
+    """Three of 6 tokens fill 12 pages. As they grow the last goes, then the second, and they come back."""
+    engine = engine_over(open_cache(budget=3 * 2 * RANGES))
+    preempted, admitted = [], []
+    for i in range(3):
+        engine.submit(request(i, prompt=[i] * 6, new=9))
+    while engine.scheduler.unfinished:
+        plan = engine.scheduler.plan()
+        preempted += [group.request.id for group in plan.preempted]
+        admitted += [group.request.id for group in plan.admitted]
+        engine.forward(plan)
+        engine.scheduler.complete(plan, [engine.choose(plan.work[i], s) for i, s in plan.sampled])
+    assert preempted[:2] == [2, 1] and 0 not in preempted
+    assert admitted == [0, 1, 2]
+    assert engine.scheduler.stats.recomputed == len(preempted) and engine.scheduler.stats.swapped == 0
+
+
+def test_a_group_goes_as_a_whole_and_is_swapped(open_cache):
+    cache = open_cache(budget=30)
+    engine = engine_over(cache)
+    engine.submit(request("first", prompt=[1] * 14, new=30))
+    engine.submit(request("group", prompt=[0] * 6, new=14, samples=3))
+    statuses = set()
+    while engine.scheduler.unfinished:
+        plan = engine.scheduler.plan()
+        for group in plan.preempted:
+            assert group.request.id == "group" and group.status is Status.SWAPPED
+            assert len(group.live) == cache.stats().slots_swapped == 3
+        statuses |= {group.status for group in plan.preempted}
+        engine.forward(plan)
+        engine.scheduler.complete(plan, [engine.choose(plan.work[i], s) for i, s in plan.sampled])
+    assert statuses == {Status.SWAPPED}
+    assert engine.scheduler.stats.swapped >= 1 and engine.scheduler.stats.finished == 2
+
+
+def test_groups_come_back_in_the_order_of_arrival(open_cache):
+    """The third is swapped out before the second, and must not come back before it."""
+    engine = engine_over(open_cache(budget=36, max_batch=6))
+    wanted = [request(i, [i] * 6, 30 - 5 * i, samples=2) for i in range(3)]
+    done = serve(engine, [(0, one) for one in wanted])
+    assert engine.scheduler.stats.swapped >= 2
+    assert [done[one.id].tokens for one in wanted] == [alone(one) for one in wanted]
+
+
+def test_without_host_memory_a_group_is_computed_again(open_cache, monkeypatch):
+    cache = open_cache(budget=30)
+
+    def swap_out(slots):
+        raise OutOfPages("no host memory")
+
+    monkeypatch.setattr(cache, "swap_out", swap_out)
+    engine = engine_over(cache)
+    wanted = [request("first", [1] * 14, 30), request("group", [0] * 6, 14, samples=3)]
+    done = engine.run(wanted)
+    assert engine.scheduler.stats.recomputed >= 1 and engine.scheduler.stats.swapped == 0
+    assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
+
+
+def test_a_swapped_group_that_fits_only_shared_shares_again(open_cache):
+    """Three samples of a long prompt fit while they share it, as they do again when they are back."""
+    cache = open_cache(budget=34)
+    engine = engine_over(cache)
+    wanted = [request("first", [1] * 4, 24), request("group", [0] * 40, 8, samples=3)]
+    done = engine.run(wanted)
+    stats = engine.scheduler.stats
+    assert stats.swapped >= 1 and not any(completion.error for completion in done.values())
+    assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
+
+
+def test_what_a_preempted_request_computed_is_found_again(open_cache):
+    """The second has a unit of 4 tokens when the first needs a page: no token is computed twice."""
+    engine = engine_over(open_cache(budget=6 * RANGES))
+    wanted = [request("first", [0] * 14, 4), request("second", [1] * 2, 20)]
+    done = engine.run(wanted)
+    assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
+    stats = engine.scheduler.stats
+    assert stats.recomputed == 1
+    assert stats.computed_tokens == (14 + 4 - 1) + (2 + 20 - 1)
+
+
+def test_what_a_finished_request_generated_is_found_again(open_cache):
+    engine = engine_over(open_cache(budget=200))
+    first = request("first", [1, 0], 20)
+    said = engine.run([first])["first"].tokens[0]
+    engine.run([request("next", [1, 0, *said, 1], 4)])
+    assert engine.scheduler.stats.reused_tokens == (2 + 20 - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def test_an_iteration_taken_back_leaves_its_news_to_the_next(open_cache):
+    scheduler = Scheduler(open_cache(budget=6 * RANGES))
+    scheduler.add(request("never", prompt=40))
+    scheduler.add(request("fits"))
+    plan = scheduler.plan()
+    assert [g.request.id for g in plan.failed] == ["never"] and plan.work
+    scheduler.abandon(plan)
+    again = scheduler.plan()
+    assert [g.request.id for g in again.failed] == ["never"]
+    assert [g.request.id for g in again.admitted] == ["fits"]
+    assert again.work == plan.work and again.sampled == plan.sampled
+
+
+def test_prefixes_are_reused_and_only_within_their_salt(open_cache):
+    engine = engine_over(open_cache(budget=200))
+    prompt = [1, 0] * 10
+    engine.run([request("one", prompt)])
+    assert engine.scheduler.stats.reused_tokens == 0
+    engine.run([request("two", prompt)])
+    reused = engine.scheduler.stats.reused_tokens
+    assert reused == (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    engine.run([request("three", prompt, salt="other")])
+    assert engine.scheduler.stats.reused_tokens == reused
+
+
+def test_what_cannot_fit_fails_and_leaves_the_others_alone(open_cache):
+    engine = engine_over(open_cache(budget=6 * RANGES))
+    fits, never = request("fits", [1] * 8, 4), request("never", [0] * 40, 4)
+    grows = request("grows", [0, 1] * 9, 20)
+    done = engine.run([never, fits, grows])
+    assert "larger budget" in done["never"].error and "larger budget" in done["grows"].error
+    assert done["fits"].tokens == alone(fits) and not done["fits"].error
+    assert engine.scheduler.stats.failed == 2
+
+
+@pytest.mark.parametrize("when", [Status.WAITING, Status.RUNNING, Status.SWAPPED])
+def test_cancel(open_cache, when):
+    cache = open_cache(budget=30)
+    engine = engine_over(cache)
+    engine.submit(request("first", prompt=[1] * 14, new=30))
+    engine.submit(request("group", prompt=[0] * 6, new=14, samples=3))
+    group = engine.scheduler.waiting[1]
+    while group.status is not when:
+        engine.step()
+    engine.scheduler.cancel("group")
+    assert group.status is Status.CANCELLED
+    assert cache.stats().slots_free == SLOTS - len(engine.scheduler.running)
+    assert engine.run()["first"].error == ""
+    with pytest.raises(InvalidArgument, match="no request 'group'"):
+        engine.scheduler.cancel("group")
+
+
+def test_a_failed_forward_is_tried_again(open_cache):
+    cache = open_cache(budget=30)
+    engine = engine_over(cache)
+    wanted = [request("first", [1] * 14, 30), request("group", [0] * 6, 14, samples=3)]
+    never = request("never", [1] * 60, 4)
+    forward, calls = engine.forward, 0
+
+    def unreliable(plan):
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise OSError("the device is gone")
+        return forward(plan)
+
+    store, engine.forward = engine.forward.store, unreliable
+    done = {}
+    for one in [*wanted, never]:
+        engine.submit(one)
+    while engine.scheduler.unfinished:
+        try:
+            done |= {completion.id: completion for completion in engine.step()}
+        except OSError:
+            store.check()
+    assert [done[r.id].tokens for r in wanted] == [alone(r) for r in wanted]
+    assert done["never"].error
+
+
+def test_beams_continue_what_they_are_told(open_cache):
+    """After a beam step a sequence has the tokens, K and V of its source; FakeModel checks what it reads."""
+    cache = open_cache(budget=200)
+    engine = engine_over(cache)
+    engine.submit(request("beams", prompt=6, new=12, samples=3))
+    group = engine.scheduler.waiting[0]
+    for sources in [None, [1, 1, 0], [2, 0, 0], [0, 1, 2]]:
+        engine.step()
+        if sources is not None:
+            before = [list(s.tokens) for s in group.live]
+            engine.scheduler.reorder("beams", sources)
+            engine.forward.store.check()
+            assert [s.tokens for s in group.live] == [before[source] for source in sources]
+    engine.run()
+    with pytest.raises(InvalidArgument, match="no sequences at work"):
+        engine.scheduler.reorder("beams", [0])
+
+
+def test_bad_input(open_cache):
+    scheduler = Scheduler(open_cache(budget=20))
+    with pytest.raises(InvalidArgument, match="max_len is 64"):
+        scheduler.add(request("long", prompt=60, new=5))
+    with pytest.raises(InvalidArgument, match="4 slots"):
+        scheduler.add(request("many", samples=5))
+    scheduler.add(request("a", samples=2))
+    with pytest.raises(InvalidArgument, match="choose another id"):
+        scheduler.add(request("a"))
+    with pytest.raises(InvalidArgument, match="at least one"):
+        request("empty", prompt=[])
+    with pytest.raises(InvalidArgument, match="raise it"):
+        Scheduler(open_cache(budget=20), token_budget=3)
+    plan = scheduler.plan()
+    with pytest.raises(InvalidArgument, match="complete"):
+        scheduler.plan()
+    with pytest.raises(InvalidArgument, match="complete it first"):
+        scheduler.cancel("a")
+    with pytest.raises(InvalidArgument, match="2 sequences are due one"):
+        scheduler.complete(plan, [1])
+    with pytest.raises(InvalidArgument, match="under way"):
+        scheduler.complete(type(plan)(), [])
+    with pytest.raises(InvalidArgument, match="under way"):
+        scheduler.abandon(type(plan)())
+    scheduler.complete(plan, [1, 2])
+    with pytest.raises(InvalidArgument, match="2 live sequences"):
+        scheduler.reorder("a", [0, 2])
+    with pytest.raises(InvalidArgument, match="token ids"):
+        engine_over(open_cache(budget=20)).submit(Request("number", 8, 4))

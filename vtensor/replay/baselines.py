@@ -1,0 +1,87 @@
+"""What the managers that stand beside ours have in common, and the two simple ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vtensor.errors import CapacityExceeded, InvalidArgument, OutOfPages
+
+__all__ = ["ManagerStats", "NeverSwapped", "OneSample", "StaticCache"]
+
+
+@dataclass(frozen=True)
+class ManagerStats:
+    """Of these managers, what a replay reads of ``KVCacheStats``."""
+
+    unit: int
+    tokens: int
+    waste: float
+    driver_calls: dict[str, dict[str, int]] = field(default_factory=lambda: {"caller": {}, "mapper": {}})
+
+
+class NeverSwapped:
+    """A manager without host memory: a scheduler has requests computed again instead. It asks only for those
+    of several samples, which a trace has not."""
+
+    def swap_out(self, slot: int | Sequence[int]) -> None:
+        raise OutOfPages(f"[{type(self).__name__}.swap_out] there is no host memory: compute it again")
+
+    def swap_in(self, slot: int) -> bool:
+        raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out")
+
+
+class OneSample(NeverSwapped):
+    """Nor are requests forked: those of a trace have one sample each."""
+
+    def fork(self, slot: int, n: int = 1) -> list[int]:
+        raise self._one_sample("fork")
+
+    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]:
+        raise self._one_sample("reorder")
+
+    def _one_sample(self, name: str) -> InvalidArgument:
+        return InvalidArgument(f"[{type(self).__name__}.{name}] it manages requests of one sample each")
+
+
+class StaticCache(OneSample):
+    """A slot of ``max_len`` tokens for each request, as tensors made in advance give it.
+
+    Args:
+        tokens: what the memory holds.
+        max_batch: slots at most.
+        max_len: tokens of a slot.
+    """
+
+    def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:
+        self.max_batch, self.max_len = min(max_batch, tokens // max_len), max_len
+        if self.max_batch < 1:
+            raise InvalidArgument(
+                f"[StaticCache] one slot of {max_len} tokens, but memory for {tokens}: give it more, or "
+                "lower max_len"
+            )
+        self._lengths = [0] * self.max_batch
+        self._free = list(range(self.max_batch))
+
+    def alloc(self, tokens: Sequence[int] | None = None, *, salt: str = "", expect: int = 0) -> int:
+        return self._free.pop()
+
+    def step(self, lengths: Sequence[int]) -> bool:
+        if max(lengths) > self.max_len:
+            raise CapacityExceeded(f"[StaticCache.step] {max(lengths)} tokens, a slot has {self.max_len}")
+        self._lengths = list(lengths)
+        return True
+
+    def free(self, slot: int) -> None:
+        self._lengths[slot] = 0
+        self._free.append(slot)
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
+        return 0
+
+    def stats(self) -> ManagerStats:
+        live, held = sum(self._lengths), (self.max_batch - len(self._free)) * self.max_len
+        return ManagerStats(unit=self.max_len, tokens=live, waste=held / live - 1 if live else 0.0)

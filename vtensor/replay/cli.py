@@ -1,0 +1,233 @@
+"""``python -m vtensor replay TRACE``: a trace over each memory manager, as a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vtensor.errors import InvalidArgument, VTensorError
+from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
+from vtensor.replay.report import picture, table, to_json
+from vtensor.replay.shapes import MODELS, model_shape, parse_bytes
+from vtensor.replay.simulate import ServiceModel, replay
+from vtensor.replay.traces import Row, read_trace
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_arguments", "add_parser", "main"]
+
+_DESCRIPTION = """Serves a trace of real requests with each of several memory managers in the same memory: the
+same scheduler, the same model of the device, simulated time. Ours maps pages for real, with page and token
+scaled down by one factor, so that all counts are those of the real sizes."""
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to those of ``python -m vtensor``."""
+    parser = subparsers.add_parser("replay", help="serve a trace with several memory managers")
+    add_arguments(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    service = ServiceModel()
+    parser.description = _DESCRIPTION
+    parser.add_argument("trace", metavar="TRACE", help="an Azure .csv or a Mooncake .jsonl file")
+    parser.add_argument(
+        "--model", default="llama-3-8b", help=f"{', '.join(MODELS)}, or LAYERSxKV_HEADSxHEAD_DIM"
+    )
+    parser.add_argument("--memory", default="40GiB", help="for K and V (default: %(default)s)")
+    parser.add_argument(
+        "--policy", action="append", choices=list(POLICIES), help="may be given several times (default: all)"
+    )
+    parser.add_argument("--limit", type=int, metavar="ROWS", help="the trace's first rows only")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="requests come so many times faster (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-batch", type=int, default=256, help="requests at a time, at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-len", type=int, help="tokens of a request, at most (default: the longest of the trace)"
+    )
+    parser.add_argument(
+        "--token-budget", type=int, default=2048, help="tokens of an iteration (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--page-size", default="2MiB", help="of the driver; vtensor only (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layer-group", type=int, help="layers in a page; vtensor only (default: as many as fit)"
+    )
+    parser.add_argument(
+        "--lookahead",
+        type=int,
+        default=32,
+        help="tokens kept ready by the mapper; vtensor only (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--driver",
+        choices=("host", "simulated"),
+        default="host",
+        help="mmap, or the simulated libcuda that $VTENSOR_SIMCUDA names; vtensor only",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=service.step_seconds * 1e3,
+        help="of an iteration (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens-per-second",
+        type=float,
+        default=service.tokens_per_second,
+        help="computed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-bandwidth",
+        type=float,
+        default=service.kv_bytes_per_second,
+        help="bytes of K and V read a second (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--latencies",
+        metavar="FILE",
+        help="JSON object from a driver call to its microseconds, which lengthen iterations (default: none)",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON instead of the table")
+    parser.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg, ...)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    try:
+        _run(arguments)
+    except VTensorError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, InvalidArgument) else 1
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    rows = read_trace(arguments.trace, _at_least_one("--limit", arguments.limit))
+    server = _server(arguments, rows)
+    if server.driver == "simulated":  # it reads this when it is loaded: real devices take no smaller pages
+        os.environ.setdefault(
+            "SIMCUDA_GRANULARITY", str(server.page_size // scale(server.shape, server.page_size))
+        )
+    service = ServiceModel(
+        step_seconds=_over_zero("--step-ms", arguments.step_ms) / 1e3,
+        tokens_per_second=_over_zero("--tokens-per-second", arguments.tokens_per_second),
+        kv_bytes_per_second=_over_zero("--kv-bandwidth", arguments.kv_bandwidth),
+        call_seconds=_latencies(arguments.latencies),
+    )
+    results = []
+    for policy in arguments.policy or list(POLICIES):
+        with _Progress() as progress, open_cache(policy, server) as cache:
+            results.append(
+                replay(
+                    policy,
+                    cache,
+                    rows,
+                    token_bytes=server.shape.token_bytes,
+                    service=service,
+                    speed=arguments.speed,
+                    token_budget=arguments.token_budget,
+                    progress=progress,
+                )
+            )
+    settings = _settings(arguments, server, rows)
+    if arguments.plot:
+        picture(results, arguments.plot, title=_headline(arguments, server, rows))
+    if arguments.json:
+        print(to_json(settings, results))
+    else:
+        print(_headline(arguments, server, rows))
+        print(table(results))
+
+
+def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
+    shape = model_shape(arguments.model)
+    page_size = parse_bytes(arguments.page_size)
+    longest = max(row.prompt_tokens + row.output_tokens for row in rows)
+    return Server(
+        shape=shape,
+        memory=parse_bytes(arguments.memory),
+        max_batch=_at_least_one("--max-batch", arguments.max_batch) or 1,
+        max_len=_at_least_one("--max-len", arguments.max_len) or longest,
+        page_size=page_size,
+        layer_group=_at_least_one("--layer-group", arguments.layer_group)
+        or default_layer_group(shape, page_size),
+        lookahead=arguments.lookahead,
+        driver=arguments.driver,
+    )
+
+
+def _headline(arguments: argparse.Namespace, server: Server, rows: list[Row]) -> str:
+    return (
+        f"{Path(arguments.trace).name}: {len(rows):,} requests, {arguments.speed:g}x as fast, "
+        f"{arguments.model} in {arguments.memory}, at most {server.max_batch} at a time"
+    )
+
+
+def _settings(arguments: argparse.Namespace, server: Server, rows: list[Row]) -> dict[str, object]:
+    kept = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
+    kept = {name: value for name, value in kept.items() if isinstance(value, (str, int, float, type(None)))}
+    return kept | {
+        "requests": len(rows),
+        "max_len": server.max_len,
+        "layer_group": server.layer_group,
+        "tokens_in_memory": server.tokens,
+        "scaled_down_by": scale(server.shape, server.page_size),
+    }
+
+
+def _latencies(path: str | None) -> dict[str, float]:
+    if path is None:
+        return {}
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"[replay] --latencies {path} cannot be read: {error}") from error
+    if not isinstance(given, dict) or not all(type(us) in (int, float) and us >= 0 for us in given.values()):
+        raise InvalidArgument(f'[replay] --latencies {path}: write {{"cuMemMap": 2.5, ...}}, in microseconds')
+    return {name: us / 1e6 for name, us in given.items()}
+
+
+def _at_least_one(name: str, number: int | None) -> int | None:
+    if number is not None and number < 1:
+        raise InvalidArgument(f"[replay] {name} {number}: it must be at least 1")
+    return number
+
+
+def _over_zero(name: str, number: float) -> float:
+    if not number > 0:
+        raise InvalidArgument(f"[replay] {name} {number}: it must be over 0")
+    return number
+
+
+class _Progress:
+    """Tells stderr how far it is: every second over itself on a terminal, every ten seconds elsewhere."""
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._terminal = sys.stderr.isatty()
+        self._next = time.monotonic() + 1.0
+        self._shown = False
+        return self._show
+
+    def _show(self, line: str) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + (1.0 if self._terminal else 10.0)
+            self._shown = True
+            shown = f"\r{line}\x1b[K" if self._terminal else f"{line}\n"
+            print(shown, end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._shown and self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr)

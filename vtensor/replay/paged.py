@@ -1,0 +1,192 @@
+"""PagedAttention's memory manager, as the baseline: frames of 16 tokens, anywhere, behind a table for each
+sequence.
+
+From the facts in vLLM's paper (Kwon et al., SOSP 2023) and in its documentation of automatic prefix caching.
+What it calls a block is a frame here; pages are the driver's. Frames are counted by reference. A full frame
+is known by a hash over its tokens and all before them, and stays known when its last user is gone, until the
+frame is needed: the least recently used goes first, of one sequence the last. A frame that two share is
+copied before one writes.
+
+One choice is better than the documented one: frames that nothing can be found in are handed out before those
+that still serve as a prefix.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from vtensor.errors import InvalidArgument
+from vtensor.replay.baselines import ManagerStats, NeverSwapped
+
+__all__ = ["PagedCache"]
+
+
+class PagedCache(NeverSwapped):
+    """The calls of ``vtensor.KVCache`` over tables of frames; the bookkeeping alone, without any memory.
+
+    Args:
+        frames: frames in the device's memory.
+        max_batch: slots (sequences at a time).
+        max_len: the most tokens of a sequence.
+        frame_tokens: tokens of a frame.
+
+    ``tables[slot]`` lists the frames of a sequence; ``copies`` the (source, target) frames that the last
+    ``step`` had to copy. Calls are trusted to name slots in use and lengths that do not shrink.
+    """
+
+    def __init__(self, frames: int, max_batch: int, max_len: int, *, frame_tokens: int = 16) -> None:
+        if frames < 1:
+            raise InvalidArgument(
+                f"[PagedCache] memory for {frames} frames of {frame_tokens} tokens: give it more"
+            )
+        self.max_batch, self.max_len, self.frame_tokens = max_batch, max_len, frame_tokens
+        self.tables: list[list[int]] = [[] for _ in range(max_batch)]
+        self.copies: list[tuple[int, int]] = []
+        self.evictions = 0
+        self._lengths = [0] * max_batch
+        # Up to which length a slot may write without a new frame: nothing is to be done for those below it.
+        self._room = [0] * max_batch
+        self._free_slots = list(range(max_batch - 1, -1, -1))
+        self._refs = [0] * frames
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(frames))  # the next to be used first
+        self._frame_of: dict[int, int] = {}  # from the hash of a full frame and all before it
+        self._hash_of: list[int | None] = [None] * frames
+        self._hashes: list[list[int]] = [[] for _ in range(max_batch)]  # of each slot's prompt
+
+    # ------------------------------------------------------------------ the four calls
+
+    def alloc(self, tokens: Sequence[int] | None = None, *, salt: str = "", expect: int = 0) -> int:
+        slot = self._free_slots.pop()
+        if tokens is None:
+            return slot
+        hashes = self._hashes[slot]
+        self._extend_hashes(hashes, tokens, salt)
+        table = self.tables[slot]
+        for known in hashes[: (len(tokens) - 1) // self.frame_tokens]:
+            frame = self._frame_of.get(known)
+            if frame is None:
+                break
+            if self._refs[frame] == 0:
+                del self._free[frame]
+            self._refs[frame] += 1
+            table.append(frame)
+        self._room[slot] = len(table) * self.frame_tokens
+        self._lengths[slot] = self._room[slot]
+        return slot
+
+    def step(self, lengths: Sequence[int]) -> bool:
+        self.copies = []
+        grown = [slot for slot, (n, room) in enumerate(zip(lengths, self._room, strict=True)) if n > room]
+        if grown and not self._grow(grown, lengths):
+            return False
+        self._lengths = list(lengths)
+        return True
+
+    def free(self, slot: int) -> None:
+        self._give_back(slot)
+        self._hashes[slot] = []
+        self._lengths[slot] = 0
+        self._free_slots.append(slot)
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    def _grow(self, slots: list[int], lengths: Sequence[int]) -> bool:
+        size = self.frame_tokens
+        needed = 0
+        parting: dict[int, int] = {}  # shared last frames that are written: how many hold them
+        for slot in slots:
+            table = self.tables[slot]
+            needed += -(-lengths[slot] // size) - len(table)
+            if self._lengths[slot] % size and self._refs[table[-1]] > 1:
+                holders = parting.setdefault(table[-1], self._refs[table[-1]])
+                if holders > 1:  # the last to write keeps it
+                    parting[table[-1]] = holders - 1
+                    needed += 1
+        if needed > len(self._free):
+            return False
+        for slot in slots:
+            table = self.tables[slot]
+            if self._lengths[slot] % size and self._refs[table[-1]] > 1:
+                copy = self._take()
+                self.copies.append((table[-1], copy))
+                self._refs[table[-1]] -= 1
+                table[-1] = copy
+            while len(table) * size < lengths[slot]:
+                table.append(self._take())
+            self._room[slot] = len(table) * size
+        return True
+
+    def _take(self) -> int:
+        frame, _ = self._free.popitem(last=False)
+        known = self._hash_of[frame]
+        if known is not None:
+            del self._frame_of[known]
+            self._hash_of[frame] = None
+            self.evictions += 1
+        self._refs[frame] = 1
+        return frame
+
+    def _give_back(self, slot: int) -> None:
+        table = self.tables[slot]
+        for frame in reversed(table):
+            self._refs[frame] -= 1
+            if self._refs[frame] == 0:
+                self._free[frame] = None
+                if self._hash_of[frame] is None:
+                    self._free.move_to_end(frame, last=False)
+        table.clear()
+        self._room[slot] = 0
+
+    # ------------------------------------------------------------------ sharing
+
+    def fork(self, slot: int, n: int = 1) -> list[int]:
+        table, length = self.tables[slot], self._lengths[slot]
+        children = [self._free_slots.pop() for _ in range(n)]
+        for child in children:
+            self.tables[child] = list(table)
+            self._hashes[child] = list(self._hashes[slot])
+            self._lengths[child] = length
+            for frame in table:
+                self._refs[frame] += 1
+        for sharer in [slot, *children]:  # the next token of each must look at the frame that it goes to
+            self._room[sharer] = length
+        return children
+
+    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]:
+        found = [(list(self.tables[s]), self._lengths[s], list(self._hashes[s])) for s in sources]
+        for table, _, _ in found:
+            for frame in table:
+                self._refs[frame] += 1
+        for slot in slots:
+            self._give_back(slot)
+        for slot, (table, length, hashes) in zip(slots, found, strict=True):
+            self.tables[slot], self._hashes[slot] = table, hashes
+            self._lengths[slot] = self._room[slot] = length
+        return list(slots)
+
+    def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int:
+        hashes, table = self._hashes[slot], self.tables[slot]
+        self._extend_hashes(hashes, tokens, salt)
+        full = len(tokens) // self.frame_tokens
+        for known, frame in zip(hashes[:full], table, strict=False):
+            if known not in self._frame_of and self._hash_of[frame] is None:
+                self._frame_of[known] = frame
+                self._hash_of[frame] = known
+        return full * self.frame_tokens
+
+    def _extend_hashes(self, hashes: list[int], tokens: Sequence[int], salt: str) -> None:
+        size = self.frame_tokens
+        last = hashes[-1] if hashes else hash(salt)
+        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
+            last = hash((last, *tokens[start : start + size]))
+            hashes.append(last)
+
+    # ------------------------------------------------------------------ counting
+
+    def stats(self) -> ManagerStats:
+        used = [slot for slot, table in enumerate(self.tables) if table]
+        live = sum(self._lengths[slot] for slot in used)
+        held = sum(len(self.tables[slot]) for slot in used) * self.frame_tokens
+        return ManagerStats(unit=self.frame_tokens, tokens=live, waste=held / live - 1 if live else 0.0)

@@ -1,0 +1,65 @@
+"""What a token's K and V take in known models, and sizes in bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vtensor.errors import InvalidArgument
+
+__all__ = ["MODELS", "ModelShape", "model_shape", "parse_bytes"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The part of a model that its K and V depend on; two bytes an element."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    item_bytes: int = 2
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one token's K, or V, in one layer."""
+        return self.kv_heads * self.head_dim * self.item_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's K and V in all layers."""
+        return 2 * self.layers * self.layer_bytes
+
+
+# From the models' published config.json.
+MODELS = {
+    "llama-2-7b": ModelShape(32, 32, 128),
+    "llama-2-13b": ModelShape(40, 40, 128),
+    "llama-3-8b": ModelShape(32, 8, 128),
+    "llama-3-70b": ModelShape(80, 8, 128),
+    "mistral-7b": ModelShape(32, 8, 128),
+    "qwen2.5-7b": ModelShape(28, 4, 128),
+    "qwen2.5-32b": ModelShape(64, 8, 128),
+}
+
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def model_shape(name: str) -> ModelShape:
+    """The shape of a known model, or of ``LAYERSxKV_HEADSxHEAD_DIM``. Raises InvalidArgument for others."""
+    if name in MODELS:
+        return MODELS[name]
+    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name):
+        return ModelShape(*(int(number) for number in match.groups()))
+    raise InvalidArgument(
+        f"[replay] model {name!r}: pass one of {', '.join(MODELS)}, or LAYERSxKV_HEADSxHEAD_DIM as in "
+        "32x8x128"
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of ``40GiB``, ``2MiB``, ``4096``. Raises InvalidArgument for anything else, and for none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", text.strip(), flags=re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
+    if size < 1:
+        raise InvalidArgument(f"[replay] size {text!r}: write it as 40GiB, 512MiB, 64KiB or in bytes")
+    return size

@@ -1,0 +1,161 @@
+"""Traces of real requests: when each came, how long it was, and which prefix it shares.
+
+Two formats, told apart by their file's ending: the Azure LLM inference trace 2023 (``.csv``: Patel et al.,
+"Splitwise", ISCA 2024) and Mooncake's (``.jsonl``: Qin et al., FAST 2025).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any, overload
+
+from vtensor.errors import InvalidArgument
+
+__all__ = ["PIECE_TOKENS", "PieceTokens", "Row", "read_trace"]
+
+PIECE_TOKENS = 512
+"""Tokens that one of Mooncake's hash ids stands for."""
+
+_AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+
+
+class PieceTokens(Sequence[int]):
+    """A prompt's token ids, made from its hash ids: equal ids give equal tokens, in equal places. They are
+    made when they are read: a trace of 145 million tokens fits into memory."""
+
+    def __init__(self, pieces: tuple[int, ...], length: int) -> None:
+        self._pieces, self._length = pieces, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if not isinstance(index, slice):
+            place = range(self._length)[index]
+            return self._pieces[place // PIECE_TOKENS] * PIECE_TOKENS + place % PIECE_TOKENS
+        places = range(self._length)[index]
+        if places.step != 1:
+            return [self[place] for place in places]
+        tokens: list[int] = []
+        for i in range(places.start // PIECE_TOKENS, -(-places.stop // PIECE_TOKENS)):
+            first = self._pieces[i] * PIECE_TOKENS
+            before = i * PIECE_TOKENS
+            tokens.extend(
+                range(first + max(places.start - before, 0), first + min(places.stop - before, PIECE_TOKENS))
+            )
+        return tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request of a trace."""
+
+    arrival: float
+    """Seconds after the first."""
+    prompt_tokens: int
+    output_tokens: int
+    pieces: tuple[int, ...] | None = None
+    """Mooncake's hash ids; None where the trace has none."""
+
+    @property
+    def prompt(self) -> PieceTokens | int:
+        """Token ids, or their number where the trace does not say which requests share."""
+        return self.prompt_tokens if self.pieces is None else PieceTokens(self.pieces, self.prompt_tokens)
+
+
+def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[Row]:
+    """The rows of a trace file (the first ``limit`` of them), in the order of arrival.
+
+    Raises InvalidArgument for a file that is neither format, is not there or has no rows, and for a malformed
+    row, by its line.
+    """
+    file = Path(path)
+    readers: dict[str, Callable[[Path], Iterator[Row]]] = {".csv": _azure, ".jsonl": _mooncake}
+    if file.suffix not in readers:
+        raise InvalidArgument(f"[replay] {file}: pass an Azure trace (.csv) or a Mooncake trace (.jsonl)")
+    try:
+        rows = list(islice(readers[file.suffix](file), limit))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"[replay] {file} cannot be read: {error}") from error
+    if not rows:
+        raise InvalidArgument(f"[replay] {file} has no rows: nothing to replay")
+    start = min(row.arrival for row in rows)
+    moved = [Row(row.arrival - start, row.prompt_tokens, row.output_tokens, row.pieces) for row in rows]
+    return sorted(moved, key=lambda row: row.arrival)
+
+
+def _azure(path: Path) -> Iterator[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = csv.reader(file)
+        header = next(lines, [])
+        if header != _AZURE_COLUMNS:
+            raise _malformed(path, 1, f"the columns are {header}, not {_AZURE_COLUMNS}")
+        for fields in lines:
+            line = lines.line_num
+            if len(fields) != len(header):
+                raise _malformed(path, line, f"{len(fields)} fields, not {len(header)}")
+            yield Row(
+                _seconds(path, line, fields[0]),
+                _count(path, line, header[1], _number(fields[1])),
+                _count(path, line, header[2], _number(fields[2])),
+            )
+
+
+def _mooncake(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for line, text in enumerate(file, 1):
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise _malformed(path, line, f"this is not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise _malformed(path, line, f"a {type(row).__name__}, not an object")
+            prompt = _count(path, line, "input_length", row.get("input_length"))
+            pieces: Any = row.get("hash_ids")
+            when: Any = row.get("timestamp")
+            needed = -(-prompt // PIECE_TOKENS)
+            if not isinstance(pieces, list) or not all(type(piece) is int and piece >= 0 for piece in pieces):
+                raise _malformed(path, line, f"hash_ids is {pieces!r}, not a list of whole numbers")
+            if len(pieces) != needed:
+                raise _malformed(
+                    path, line, f"{len(pieces)} hash_ids for {prompt} tokens, which are {needed}"
+                )
+            if type(when) not in (int, float) or when < 0:
+                raise _malformed(path, line, f"timestamp is {when!r}, not milliseconds")
+            output = _count(path, line, "output_length", row.get("output_length"))
+            yield Row(when / 1000, prompt, output, tuple(pieces))
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() else text
+
+
+def _count(path: Path, line: int, name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise _malformed(path, line, f"{name} is {value!r}, not a whole number over 0")
+    return value
+
+
+def _seconds(path: Path, line: int, text: str) -> float:
+    whole, _, fraction = text.partition(".")  # of seconds: more digits than datetime reads
+    try:
+        return datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
+    except ValueError as error:
+        raise _malformed(path, line, f"TIMESTAMP is {text!r}, not a date and time") from error
+
+
+def _malformed(path: Path, line: int, what: str) -> InvalidArgument:
+    return InvalidArgument(f"[replay] {path} line {line}: {what}: mend or remove the row")

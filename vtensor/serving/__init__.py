@@ -1,0 +1,28 @@
+"""Continuous batching over a :class:`vtensor.KVCache`: who computes what, and whose memory makes room.
+
+:class:`Scheduler` plans iterations, owns the cache's slots and knows no model. :class:`Engine` runs its plans
+with a model's forward; that of a Hugging Face model is in ``vtensor.integrations.transformers.serving``.
+"""
+
+from __future__ import annotations
+
+from vtensor.serving.engine import Completion, Engine, greedy
+from vtensor.serving.requests import Group, Request, Sequence, Status
+from vtensor.serving.scheduler import Plan, Scheduler, SchedulerStats, Work
+from vtensor.serving.slots import SlotCache, SlotStats
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "Group",
+    "Plan",
+    "Request",
+    "Scheduler",
+    "SchedulerStats",
+    "Sequence",
+    "SlotCache",
+    "SlotStats",
+    "Status",
+    "Work",
+    "greedy",
+]

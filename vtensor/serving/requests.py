@@ -1,0 +1,119 @@
+"""Requests, and how far each of them has come."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vtensor.errors import InvalidArgument
+
+__all__ = ["Group", "Request", "Sequence", "Status"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what is wanted of it.
+
+    Args:
+        id: any hashable name, unique among the requests that a scheduler holds.
+        prompt: token ids; or their number, where only lengths are known (a replay): nothing is shared then.
+        max_new_tokens: tokens to generate, for each sample.
+        samples: sequences that continue the prompt. They share its pages, and are preempted together.
+        stop: token ids that end a sequence; they count as generated.
+        salt: requests share prefixes only with those of the same salt, so that tenants are kept apart.
+
+    Raises InvalidArgument for an empty prompt, and for numbers under one.
+    """
+
+    id: abc.Hashable
+    prompt: abc.Sequence[int] | int
+    max_new_tokens: int
+    samples: int = 1
+    stop: frozenset[int] = frozenset()
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        numbers = {
+            "tokens in the prompt": self.prompt_tokens,
+            "max_new_tokens": self.max_new_tokens,
+            "samples": self.samples,
+        }
+        for name, number in numbers.items():
+            if number < 1:
+                raise InvalidArgument(f"[Request] {name}: {number}, of request {self.id!r}: at least one")
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt if isinstance(self.prompt, int) else len(self.prompt)
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One continuation of a request's prompt.
+
+    Of its ``known`` tokens (the prompt's and the generated ones) the first ``computed`` are in the cache.
+    """
+
+    group: Group
+    index: int
+    known: int
+    output: list[int] = field(
+        default_factory=list
+    )  # the generated ids; empty where only their number is known
+    computed: int = 0
+    published: int = 0
+    slot: int | None = None
+
+    @property
+    def generated(self) -> int:
+        """How many of the known tokens follow the prompt."""
+        return self.known - self.group.prompt_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids that are known, the prompt's first; empty where the prompt is a number."""
+        return self.ids(0, self.known)
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Of the ids that are known those of the tokens ``[start, stop)``."""
+        prompt, before = self.group.request.prompt, self.group.prompt_tokens
+        if isinstance(prompt, int):
+            return []
+        head = list(prompt[start:stop]) if start < before else []
+        return head + self.output[max(start - before, 0) : max(stop - before, 0)]
+
+
+@dataclass(eq=False)
+class Group:
+    """The sequences of one request: admitted, preempted and brought back as a whole."""
+
+    request: Request
+    order: int  # of arrival
+    prompt_tokens: int = field(init=False)
+    sequences: list[Sequence] = field(init=False)
+    live: list[Sequence] = field(init=False)  # those that are not at their end
+    status: Status = Status.WAITING
+    forked: bool = False  # each live sequence has a slot; before that only the first has
+    admitted: bool = False  # at least once
+    reason: str = ""  # why it failed
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.request.prompt_tokens
+        self.sequences = [Sequence(self, i, self.prompt_tokens) for i in range(self.request.samples)]
+        self.live = list(self.sequences)
+        self.forked = self.request.samples == 1
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """The live sequences that have a slot where the group is running or swapped."""
+        return self.live if self.forked else self.live[:1]

@@ -1,0 +1,47 @@
+"""What a scheduler asks of a cache: the calls of ``vtensor.KVCache``, so that a paged or a static manager can
+stand in its place and be compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class SlotStats(Protocol):
+    """The part of ``KVCacheStats`` that a scheduler reads."""
+
+    @property
+    def unit(self) -> int:
+        """Tokens of the smallest prefix that can be shared."""
+
+
+class SlotCache(Protocol):
+    """One slot a sequence; :class:`vtensor.KVCache` says what each call does."""
+
+    @property
+    def max_batch(self) -> int:
+        """Slots."""
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens of a slot."""
+
+    def alloc(self, tokens: Sequence[int] | None = None, *, salt: str = "", expect: int = 0) -> int: ...
+
+    def step(self, lengths: Sequence[int]) -> bool: ...
+
+    def free(self, slot: int) -> None: ...
+
+    def length(self, slot: int) -> int: ...
+
+    def fork(self, slot: int, n: int = 1) -> list[int]: ...
+
+    def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> list[int]: ...
+
+    def publish(self, slot: int, tokens: Sequence[int], *, salt: str = "") -> int: ...
+
+    def swap_out(self, slot: int | Sequence[int]) -> None: ...
+
+    def swap_in(self, slot: int) -> bool: ...
+
+    def stats(self) -> SlotStats: ...
