@@ -86,7 +86,11 @@ class PrefixIndex:
         for node in self._recent:
             if freed >= pages:
                 break
-            if node.kept is None or node.kept.in_use or any(child not in going for child in node.children.values()):
+            if (
+                node.kept is None
+                or node.kept.in_use
+                or any(child not in going for child in node.children.values())
+            ):
                 continue
             freed += node.kept.pages
             going[node] = None

@@ -263,4 +263,14 @@ inline Prefix shared_prefix(SlotCache& cache, std::size_t slot, std::size_t othe
   return cache.offer(kCaller, other, bounds).front();
 }
 
+// Tokens that lie wholly in the pages of a prefix.
+inline std::size_t tokens_of(const Prefix& prefix, const SlotCache& cache) {
+  std::size_t tokens = prefix.empty() ? 0 : cache.shape().max_length;
+  for (std::size_t kind = 0; kind < prefix.size(); ++kind) {
+    const std::size_t item = cache.shape().kinds[kind].item_bytes;
+    tokens = std::min(tokens, prefix[kind]->slots().end * kPage / item);
+  }
+  return tokens;
+}
+
 }  // namespace vtensor::slots
