@@ -1,8 +1,8 @@
 """The defects that reading vAttention's code (arXiv 2405.04437) shows, each as a test of ours.
 
 Its worker tells that it runs from inside its thread, so that a wait right after the start waits for nothing;
-pages that several requests share are unmapped once for each; a refused driver call ends the process. And looks
-at a cache beside its steps and its close."""
+pages that several requests share are unmapped once for each; a refused driver call ends the process. And
+looks at a cache beside its steps and its close."""
 
 from __future__ import annotations
 
