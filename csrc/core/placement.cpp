@@ -34,6 +34,10 @@ class AdjacentPlacement final : public Placement {
     if (HandleRun* run = adopt_idle(pages, 1)) home.runs.push_back(run);
     if (home.runs.empty() || home.runs[0]->length < pages) {
       HandleRun* run = adopt_idle(pages, pages);
+      if (!run && idle_.size() >= join_at_) {
+        join_idle();
+        run = adopt_idle(pages, pages);
+      }
       home.runs.push_back(run ? run : make_run(pages));
     }
     return home;
@@ -163,10 +167,49 @@ class AdjacentPlacement final : public Placement {
     idle_.push_back(&rest);
   }
 
+  // Makes one of idle runs that lie side by side, as rows of other lengths have split them: their
+  // number stays within what is in use. Seldom: where the same lengths return, none is missing.
+  void join_idle() {
+    std::sort(idle_.begin(), idle_.end(),
+              [](const HandleRun* a, const HandleRun* b) { return a->first < b->first; });
+    std::vector<HandleRun*> joined;
+    for (HandleRun* run : idle_) {
+      if (joined.empty() || !append(*joined.back(), *run)) joined.push_back(run);
+    }
+    idle_ = std::move(joined);
+    runs_.remove_if([](const HandleRun& run) { return run.length == 0; });
+    join_at_ = std::max(kJoinAt, 2 * idle_.size());
+  }
+
+  // Moves all of `next` to the end of `run`; false where it does not follow it, or where that takes
+  // many records of pages that nobody has used.
+  bool append(HandleRun& run, HandleRun& next) {
+    if (run.first + run.length != next.first) return false;
+    const std::size_t gap = next.pages.empty() ? 0 : run.length - run.pages.size();
+    if (gap > kMostUnused) return false;
+    for (std::size_t i = 0; i < gap; ++i) {
+      Page* page = new_record(run.first + run.pages.size());
+      page->run = &run;
+      run.pages.push_back(page);
+    }
+    for (Page* page : next.pages) page->run = &run;
+    run.pages.insert(run.pages.end(), next.pages.begin(), next.pages.end());
+    run.free_kept += next.free_kept;
+    run.free_empty += next.free_empty + gap;
+    run.kept_from = run.empty_from = 0;
+    run.length += next.length;
+    next.length = 0;
+    return true;
+  }
+
+  static constexpr std::size_t kJoinAt = 64;
+  static constexpr std::size_t kMostUnused = 1024;
+
   Driver& driver_;
   KeptPages& kept_;
   std::list<HandleRun> runs_;
-  std::vector<HandleRun*> idle_;  // closed, and none of their pages in use
+  std::vector<HandleRun*> idle_;   // closed, and none of their pages in use
+  std::size_t join_at_ = kJoinAt;  // so many idle runs that joining them is worth a look
 };
 
 class UnorderedPlacement final : public Placement {
