@@ -389,6 +389,7 @@ class KVCache:
             parts += group.head.parts(self._rows_of(slot, group.length, head=True))
         self._swapper.copy_in(slot, parts)
         del self._swapped[slot]
+        self._leaving = [other for other in self._leaving if other in self._swapped]
         self._leave_group(slot)
         if group is not None and kept is None and group.waiting:
             self._swapper.wait(slot)  # what is shared is not written to any more

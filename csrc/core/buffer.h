@@ -365,6 +365,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   Generation* host_ = nullptr;  // where it is placed: what keeps the range there reserved
   bool owned_ = true;           // the owner has not left
   bool reserved_ = false;       // the range is ours
+  bool busy_ = false;           // somebody makes driver calls for us without the lock
+  bool wanting_ = false;        // on the pool's list
+  // What growing over ready pages looks at lies together: many buffers grow in one step, and their
+  // memory is cold.
+  std::size_t guarded_ = 0;   // pages
+  std::size_t want_end_ = 0;  // slots below are wanted ready
   Interval positions_;
   Interval extent_;   // slots that positions_ need
   Interval ready_;    // slots behind the extent, mapped and clean in every row
@@ -390,13 +396,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   PageTable table_;
   std::vector<RowHome> homes_;
   std::size_t mapped_ = 0;
-  std::size_t guarded_ = 0;
   std::size_t quarantined_ = 0;
-  bool busy_ = false;         // somebody makes driver calls for us without the lock
-  std::size_t waiting_ = 0;   // callers, for that to end; the mapper lets them go first
-  bool wanting_ = false;      // on the pool's list
-  bool may_park_ = true;      // once, when the owner has left
-  std::size_t want_end_ = 0;  // slots below are wanted ready
+  std::size_t waiting_ = 0;  // callers, for that to end; the mapper lets them go first
+  bool may_park_ = true;     // once, when the owner has left
   LookAhead pace_;
   std::size_t ready_until_ = 0;  // positions below lie in the extent or in what is ready
   std::exception_ptr error_;     // of the mapper, not yet raised
