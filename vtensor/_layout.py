@@ -44,6 +44,13 @@ class Layout:
     kinds: list[Kind]
     layers: list[tuple[Place, Place | None]]
 
+    def nbytes(self, length: int, begins: Sequence[int]) -> int:
+        """Bytes of a slot's tokens; of each kind, those from ``begins`` on."""
+        return sum(
+            kind.rows * kind.item_bytes * (length - begin)
+            for kind, begin in zip(self.kinds, begins, strict=True)
+        )
+
     def views(
         self,
         ranges: Sequence[torch.Tensor],

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vtensor import _core
+from vtensor.errors import OutOfPages
 
 __all__ = ["Group", "HostCopy", "Part", "Swapper"]
 
@@ -33,7 +34,13 @@ class HostCopy:
 
     def __init__(self, rows: Sequence[tuple[int, torch.Tensor]], pinned: bool) -> None:
         sizes = [row.numel() for _, row in rows]
-        whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        try:
+            whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise OutOfPages(
+                f"[KVCache.swap_out] need {sum(sizes):,} bytes of {'page-locked ' * pinned}host memory, which "
+                f"cannot be had ({error}): free some, or free the slot and compute it again"
+            ) from None
         self.nbytes = whole.numel()
         self.rows = whole.split(sizes) if sizes else ()
 

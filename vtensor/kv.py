@@ -15,7 +15,7 @@ from vtensor._kv_stats import KVCacheStats
 from vtensor._layout import Layout, layout_of, whole_storage
 from vtensor._prefix import PrefixIndex, token_ids
 from vtensor._streams import Stream, stream_handle
-from vtensor._swap import Group, HostCopy, Swapper
+from vtensor._swap import Group, HostCopy, Part, Swapper
 from vtensor.errors import Closed, DriverError, InvalidArgument, OutOfPages
 from vtensor.pool import Pool, default_pool
 
@@ -338,6 +338,7 @@ class KVCache:
 
         Raises:
             InvalidArgument: a slot is free or swapped out already.
+            OutOfPages: the host has no memory for them; nothing was changed.
         """
         slots = [slot] if isinstance(slot, int) else list(slot)
         slots = [self._slot("KVCache.swap_out", one) for one in slots]
@@ -348,16 +349,20 @@ class KVCache:
                 raise InvalidArgument(f"[KVCache.swap_out] slot {one} is {what}: name slots in use")
             self._swapper.wait(one)
         group = self._group_of(slots)
+        going: list[tuple[int, HostCopy, list[Part]]] = []
         for one in slots:
             own = group if group is not None and one in group.waiting else None
             rows = self._rows_of(one, own.length if own else 0)
-            copy = self._swapped[one] = HostCopy(rows, self._swapper.pinned)
+            copy = HostCopy(rows, self._swapper.pinned)
             parts = copy.parts(rows)
-            if own is not None:
-                self._groups[one] = own
-                if one == slots[0]:
-                    parts += own.head.parts(self._rows_of(one, own.length, head=True))
+            if own is not None and one == slots[0]:
+                parts += own.head.parts(self._rows_of(one, own.length, head=True))
+            going.append((one, copy, parts))
+        for one, copy, parts in going:  # there is memory for all of them
+            if group is not None and one in group.waiting:
+                self._groups[one] = group
             self._core.set_aside(one)
+            self._swapped[one] = copy
             self._leaving.append(one)
             self._swapper.copy_out(one, parts, partial(self._vacate, one))
 
@@ -445,7 +450,7 @@ class KVCache:
         counts = self._core.counts()
         states, lengths = self._core.states, self._core.lengths
         pages, size = counts.pages, self._pool.page_size
-        live = sum(self._live_bytes(slot, n) for slot, n in enumerate(lengths) if n)
+        live = sum(self._layout.nbytes(n, self._core.begins(slot)) for slot, n in enumerate(lengths) if n)
         return KVCacheStats(
             page_size=size,
             slots_used=states.count(_USED),
@@ -534,13 +539,6 @@ class KVCache:
 
     def _page_tokens(self) -> int:
         return max(1, self._pool.page_size // max(kind.item_bytes for kind in self._layout.kinds))
-
-    def _live_bytes(self, slot: int, length: int) -> int:
-        begins = self._core.begins(slot)
-        return sum(
-            kind.rows * kind.item_bytes * (length - begin)
-            for kind, begin in zip(self._layout.kinds, begins, strict=True)
-        )
 
     def _rows_of(self, slot: int, shared: int, head: bool = False) -> list[tuple[int, torch.Tensor]]:
         """The bytes of a slot's tokens, row after row, each with the first layer that reads it: the whole

@@ -413,6 +413,29 @@ def test_a_swap_in_that_finds_memory_short_changes_nothing(pool_factory, kind):
         check_contents(cache, slot, range(3 * UNIT))
 
 
+def test_a_swap_without_host_memory_changes_nothing(cache, monkeypatch):
+    group = [cache.alloc(), cache.alloc()]
+    for slot in group:
+        grown(cache, slot, 20)
+        write(cache, slot, 0, range(20))
+    real, calls_made = torch.empty, []
+
+    def empty(*sizes, **options):
+        calls_made.append(sizes)
+        if len(calls_made) == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(*sizes, **options)
+
+    monkeypatch.setattr("vtensor._swap.torch.empty", empty)
+    with pytest.raises(vtensor.OutOfPages, match="host memory.*compute it again"):
+        cache.swap_out(group)
+    monkeypatch.undo()
+    assert cache.stats().slots_swapped == 0 and cache.lengths[:2] == [20, 20]
+    for slot in group:
+        check_contents(cache, slot, range(20))
+    cache.swap_out(group)
+
+
 def test_a_step_waits_for_pages_that_are_being_swapped_out(pool_factory, kind):
     with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
         slot = cache.alloc()
