@@ -38,8 +38,8 @@ class HostCopy:
             whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             raise OutOfPages(
-                f"[KVCache.swap_out] need {sum(sizes):,} bytes of {'page-locked ' * pinned}host memory, which "
-                f"cannot be had ({error}): free some, or free the slot and compute it again"
+                f"[KVCache.swap_out] need {sum(sizes):,} bytes of {'page-locked ' * pinned}host memory, "
+                f"which cannot be had ({error}): free some, or free the slot and compute it again"
             ) from None
         self.nbytes = whole.numel()
         self.rows = whole.split(sizes) if sizes else ()
