@@ -115,7 +115,11 @@ FencePtr CudaStreams::fence(Stream stream) {
   const RelaxedCapture relaxed(cuda_, "fence");
   const PrimaryContext context(cuda_, "fence");
   refuse_capture("fence", stream);
-  return record("fence", stream);
+  FencePtr fence = record("fence", stream);
+  // Another thread may have begun a capture in between: then the event is the graph's, and asking
+  // whether it has passed would invalidate that.
+  refuse_capture("fence", stream);
+  return fence;
 }
 
 FencePtr CudaStreams::record(const char* operation, Stream stream) {

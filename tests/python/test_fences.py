@@ -497,3 +497,36 @@ def test_the_process_ends_with_work_that_never_does(ahead, end):
     """I14: at exit nothing waits for ever, and nothing is unmapped under a kernel."""
     finished = run_snippet(_EXIT.format(ahead=ahead, end=end), finalize=True, timeout=20).check()
     assert not finished.err
+
+
+def test_a_capture_that_begins_beside_a_fence_stays_valid(sim, stream_pool):
+    """Between asking whether a stream is captured and recording there, another thread begins a capture: the
+    event is part of that then, and asking whether it has passed would invalidate it."""
+    pool = stream_pool()
+    stream = sim.stream()
+    t = filled(pool, 8)
+    lease = vtensor.lease(t, stream=stream)
+    lease.__enter__()
+    refused = []
+
+    def end():
+        try:
+            lease.__exit__()
+        except vtensor.DriverError as error:
+            refused.append(error)
+
+    asked = sim.calls("cuStreamIsCapturing")
+    sim.slow("cuEventRecord", 200_000)
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert eventually(lambda: sim.calls("cuStreamIsCapturing") > asked)
+    sim.begin_capture(stream)
+    thread.join(30)
+    sim.slow("cuEventRecord", 0)
+    graph = sim.end_capture(stream)  # answers 901 where the capture was invalidated
+    sim.destroy_graph(graph)
+    assert "is being captured" in str(refused[0])
+    lease.__exit__()  # after the capture
+    t.close()
+    pool.wait_idle(10)
+    assert pool.stats().pages_mapped == 0
