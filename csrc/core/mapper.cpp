@@ -59,7 +59,7 @@ void Mapper::wake() noexcept {
 void Mapper::stop() noexcept {
   if (!thread_) return;
   if (in_forked_child.load(std::memory_order_relaxed)) {
-    static_cast<void>(thread_.release());  // the thread is the parent's
+    [[maybe_unused]] const std::thread* const parents = thread_.release();
     return;
   }
   {

@@ -153,7 +153,7 @@ std::size_t SlotCache::take(const Caller& caller, Choose choose) {
         });
       }
     }
-    if (enter(caller, *slot)) return *slot;
+    if (slot && enter(caller, *slot)) return *slot;
   }
 }
 
