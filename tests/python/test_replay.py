@@ -134,6 +134,17 @@ def test_calls_on_the_critical_path_take_their_time():
     assert slow.seconds - quick.seconds >= 1.0
 
 
+def test_looking_at_shared_pages_counts_as_no_call():
+    """On the host stats() reads the page table for them; with call_seconds each iteration looks once more."""
+    rows = [Row(30.0 * i, 1000, 200, (1, 2)) for i in range(2)]
+    seldom, often = (
+        served(rows, ["vtensor"], service=ServiceModel(call_seconds=calls))["vtensor"]
+        for calls in ({}, {"mmap": 0.0})
+    )
+    assert seldom.reused_tokens == 992
+    assert often.calls_caller < 1.2 * seldom.calls_caller
+
+
 def test_pages_are_those_of_the_real_sizes():
     """1000 tokens of Llama-3-8B, 65,536 bytes a token and range: 32 pages of 2 MiB in each of 2 ranges."""
     assert scale(LLAMA, PAGE) == 512 and default_layer_group(LLAMA, PAGE) == 32
