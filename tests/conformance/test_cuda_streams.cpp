@@ -311,8 +311,8 @@ TEST_CASE("a worker's query is one call, and leaves the thread relaxed") {
     CHECK(s.calls() == calls + 1);
     s.driver->fence(s.two.stream());
     const std::uint64_t fenced = s.calls();
-    s.driver->fence(s.two.stream());  // whether it is captured, and the event
-    CHECK(s.calls() == fenced + 2);
+    s.driver->fence(s.two.stream());  // the event; whether it is captured, before and after
+    CHECK(s.calls() == fenced + 3);
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     CHECK(s.caller.api.cuThreadExchangeStreamCaptureMode.function(&mode) == CUDA_SUCCESS);
     CHECK(mode == CU_STREAM_CAPTURE_MODE_RELAXED);
