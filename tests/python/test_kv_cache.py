@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, MAX_LEN, PAGE, SHAPES, check_contents, grown, make_cache, marks, write
+from kv_support import MAX_BATCH, MAX_LEN, PAGE, SHAPES, grown, make_cache
 from support import calls, calls_since, open_pool, run_snippet
 from vtensor import testing
+from vtensor.testing.kv_model import check_contents, marks, write
 
 UNIT = 16  # tokens to a page of "layers"
 RANGES = 4
