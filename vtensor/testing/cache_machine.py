@@ -23,7 +23,7 @@ Needs hypothesis.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -136,6 +136,47 @@ class CacheMachine(RuleBasedStateMachine):
             assert (self.cache.lengths, self.cache.stats().slots_free) == before
             return REFUSED
 
+    def grow(self, by: Mapping[int, int], fail: int | None) -> bool:
+        """One step of the cache, as far as ``max_len`` allows, and a :meth:`write` for each slot.
+
+        Args:
+            by: of slots in use, tokens to be added.
+            fail: as for :meth:`attempt`.
+
+        Returns:
+            False where it was refused or memory was short; nothing has changed then.
+        """
+        before = self.cache.lengths
+        lengths = list(before)
+        for slot, n in by.items():
+            lengths[slot] = min(self.cache.max_len, lengths[slot] + n)
+        done = self.attempt(lambda: self.cache.step(lengths), fail)
+        if done is REFUSED or not done:
+            assert self.cache.lengths == before
+            return False
+        for slot in by:
+            request = self.requests[slot]
+            values = request.extended(lengths[slot] - before[slot], self.own_values)
+            self.write(slot, before[slot], values)
+            request.append(values)
+        return True
+
+    def offer(self, slot: int, fail: int | None) -> None:
+        """Publishes what the slot has of its request's prompt.
+
+        Args:
+            fail: as for :meth:`attempt`.
+        """
+        request = self.requests[slot]
+        tokens = request.prompt[: request.known]
+        try:
+            known = self.attempt(lambda: self.cache.publish(slot, tokens, salt=request.salt), fail)
+        except vtensor.InvalidArgument:
+            assert self.windows
+            return
+        unit = self.cache.stats().unit
+        assert known is REFUSED or known == len(tokens) // unit * unit
+
     # --- rules ---
 
     @initialize()
@@ -172,8 +213,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.requests[slot] = Request()
 
     @precondition(lambda self: self.free_slots())
-    @rule(prompt=prompts(), salt=st.sampled_from(["", "", "other"]), fail=failures(12))
-    def alloc_prompt(self, prompt: list[int], salt: str, fail: int | None) -> None:
+    @rule(prompt=prompts(), salt=st.sampled_from(["", "", "other"]), prefill=st.booleans(), fail=failures(12))
+    def alloc_prompt(self, prompt: list[int], salt: str, prefill: bool, fail: int | None) -> None:
         slot = self.attempt(lambda: self.cache.alloc(tokens=prompt, salt=salt), fail)
         if slot is REFUSED:
             return
@@ -182,6 +223,9 @@ class CacheMachine(RuleBasedStateMachine):
         covered = self.cache.length(slot)
         assert covered < len(prompt)
         request.append(request.extended(covered, self.own_values))
+        if prefill:  # by steps and publish() alone, the next one would hardly ever find it
+            self.grow({slot: len(prompt) - covered}, None)
+            self.offer(slot, None)
 
     @precondition(lambda self: not self.free_slots())
     @rule()
@@ -195,19 +239,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_use())
     @rule(steps=st.lists(growths(), min_size=_SLOTS, max_size=_SLOTS), fail=failures(12))
     def step(self, steps: list[int], fail: int | None) -> None:
-        slots, before = self.in_use(), self.cache.lengths
-        lengths = list(before)
-        for slot in slots:
-            lengths[slot] = min(self.cache.max_len, lengths[slot] + steps[slot % len(steps)])
-        done = self.attempt(lambda: self.cache.step(lengths), fail)
-        if done is REFUSED or not done:
-            assert self.cache.lengths == before
-            return
-        for slot in slots:
-            request = self.requests[slot]
-            values = request.extended(lengths[slot] - before[slot], self.own_values)
-            self.write(slot, before[slot], values)
-            request.append(values)
+        self.grow({slot: steps[slot % len(steps)] for slot in self.in_use()}, fail)
 
     @precondition(lambda self: self.requests)
     @rule(index=which)
@@ -257,16 +289,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_use())
     @rule(index=which, fail=failures(12))
     def publish(self, index: int, fail: int | None) -> None:
-        slot = self.slot(index)
-        request = self.requests[slot]
-        tokens = request.prompt[: request.known]
-        try:
-            known = self.attempt(lambda: self.cache.publish(slot, tokens, salt=request.salt), fail)
-        except vtensor.InvalidArgument:
-            assert self.windows
-            return
-        unit = self.cache.stats().unit
-        assert known is REFUSED or known == len(tokens) // unit * unit
+        self.offer(self.slot(index), fail)
 
     @precondition(lambda self: self.in_use())
     @rule(n=st.integers(1, 3))
