@@ -140,7 +140,7 @@ class KVCache:
             DriverError, Closed: nothing was changed.
         """
         if tokens is None:
-            return self._core.alloc(expect)
+            return self._alloc_empty(expect)
         ids = token_ids("KVCache.alloc", tokens)
         found = self._prefixes.find(ids, salt)[: max(0, len(ids) - 1) // self._prefixes.unit]
         self._queries += len(ids)
@@ -148,7 +148,7 @@ class KVCache:
         while found and self._core.covered((len(found) - 1) * self._prefixes.unit) == length:
             found.pop()  # where a token takes several pages, the last unit may hold no whole one
         if length == 0:
-            return self._core.alloc(max(expect, len(ids)))
+            return self._alloc_empty(max(expect, len(ids)))
         slot = self._core.alloc_prefix(found, length)
         self._hits += length
         self._told[slot] = ids[:length]
@@ -521,6 +521,11 @@ class KVCache:
         return _html.cache_bundle(self)
 
     # -- inside
+
+    def _alloc_empty(self, expect: int) -> int:
+        slot = self._core.alloc(expect)
+        self._told.pop(slot, None)  # reorder() may have given the slot up, and the core freed it
+        return slot
 
     def _slot(self, operation: str, slot: int) -> int:
         try:

@@ -26,6 +26,7 @@ MAY_INCLUDE = {
 }
 # Parts of vtensor.testing, which nothing else imports.
 MAY_NEED = {
+    "vtensor/testing/cache_machine.py": {"hypothesis"},
     "vtensor/testing/machine.py": {"hypothesis"},
     "vtensor/testing/strategies.py": {"hypothesis"},
     "vtensor/testing/plugin.py": {"pytest"},

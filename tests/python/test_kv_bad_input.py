@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, check_contents, make_cache, write
+from kv_support import MAX_BATCH, make_cache
+from vtensor.testing.kv_model import check_contents, write
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, MAX_LEN, PAGE, SHAPES, check_contents, grown, make_cache, marks, write
+from kv_support import MAX_BATCH, MAX_LEN, PAGE, SHAPES, grown, make_cache
 from support import calls, calls_since, open_pool, run_snippet
 from vtensor import testing
+from vtensor.testing.kv_model import check_contents, marks, write
 
 UNIT = 16  # tokens to a page of "layers"
 RANGES = 4
@@ -283,6 +284,19 @@ def test_prefixes_are_shared_by_whole_units(cache):
     check_contents(cache, same, prompt[: 3 * UNIT])
     stats = cache.stats()
     assert stats.prefix_tokens == 3 * UNIT and stats.prefix_hits == 4 * UNIT and stats.unit == UNIT
+
+
+def test_a_slot_that_a_beam_step_gave_up_forgets_its_prompt(cache) -> None:
+    prompt, other = [7] * UNIT, [8] * UNIT
+    beams = [cache.alloc(tokens=prompt) for _ in range(2)]
+    for slot in beams:
+        grown(cache, slot, UNIT)
+        cache.publish(slot, prompt)
+    cache.reorder(beams, [beams[0], beams[0]])
+    while cache.stats().slots_free:
+        slot = cache.alloc(tokens=other)
+        grown(cache, slot, UNIT)
+        assert cache.publish(slot, other) == UNIT
 
 
 def test_the_last_token_is_always_computed(cache):

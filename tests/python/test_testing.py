@@ -15,7 +15,9 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 import vtensor
 from support import PER_PAGE, filled, quarter, run_snippet, simcuda_library
 from vtensor import testing
-from vtensor.testing import strategies
+from vtensor.testing import kv_model, strategies
+from vtensor.testing.cache_machine import CacheMachine
+from vtensor.testing.cache_machine import which as which_request
 from vtensor.testing.machine import TensorMachine, which
 
 QUICK = settings(
@@ -311,9 +313,140 @@ def test_a_rule_of_a_users_own() -> None:
 def test_the_machine_finds_a_kernel_that_writes() -> None:
     with pytest.raises(AssertionError, match="contents changed"):
         run_state_machine_as_test(WithCarelessKernel, settings=settings(QUICK, max_examples=60))
-    for pool in list(vtensor.pool._pools):  # the machine that failed keeps what its frames name
+    close_what_failed()
+
+
+def close_what_failed() -> None:
+    """A machine that failed keeps what its frames name."""
+    for pool in list(vtensor.pool._pools):
         if pool is not vtensor.default_pool("cpu"):
             pool.close()
+
+
+# --- the one for caches
+
+
+class WithAttention(CacheMachine):
+    """A kernel that is right: it reads what the slot holds. How often it ran is counted."""
+
+    ran = 0
+
+    def kernel(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return k.double().sum(0) - v.double().sum(0)
+
+    @precondition(lambda self: self.in_use())
+    @rule(index=which_request)
+    def attend(self, index: int) -> None:
+        slot = self.slot(index)
+        n = self.cache.length(slot)
+        for layer in range(len(self.cache)):
+            k, v = (part[slot, :n] for part in self.cache[layer])
+            assert torch.equal(self.kernel(k, v), self.kernel(*self.expected(slot, layer)))
+        WithAttention.ran += n > 0
+
+
+class WithCarelessAttention(WithAttention):
+    """One whose result is right, and that then scribbles over what it read."""
+
+    def kernel(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result = super().kernel(k, v)
+        k[-1:] = 3
+        return result
+
+
+class WithWriteOffByOne(CacheMachine):
+    """K and V of what a request grows by after its prompt are written a position too early."""
+
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        super().write(slot, max(0, start - 1), values)
+
+
+class WithKInTheWrongSlot(CacheMachine):
+    """K of a request goes to another one, where that is as long."""
+
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        super().write(slot, start, values)
+        other = self.in_use()[0]
+        if other != slot and values and self.cache.length(other) >= start + len(values):
+            k = self.cache[1][0]
+            k[other, start : start + len(values)] = k[slot, start : start + len(values)]
+
+
+class WithKForV(CacheMachine):
+    def write(self, slot: int, start: int, values: list[int]) -> None:
+        super().write(slot, start, values)
+        k, v = self.cache[1]
+        v[slot, start : start + len(values)] = k[slot, start : start + len(values)]
+
+
+class WithForgottenSalt(CacheMachine):
+    """Requests of different salts share prefixes."""
+
+    def open_cache(self, pool: vtensor.Pool) -> vtensor.KVCache:
+        class Unsalted(vtensor.KVCache):
+            def alloc(self, tokens=None, *, salt="", expect=0) -> int:
+                return super().alloc(tokens, expect=expect)
+
+            def publish(self, slot: int, tokens, *, salt="") -> int:
+                return super().publish(slot, tokens)
+
+        return Unsalted(**self.options, dtype=torch.float32, pool=pool)
+
+
+def test_a_rule_over_a_cache() -> None:
+    with testing.assert_no_leaks():
+        run_state_machine_as_test(
+            WithAttention, settings=settings(QUICK, max_examples=30, stateful_step_count=30)
+        )
+    assert WithAttention.ran > 10
+
+
+@pytest.mark.parametrize(
+    ("machine", "told"),
+    [
+        (WithCarelessAttention, "K of layer . in slot . is not what was written: 1 of"),
+        (WithWriteOffByOne, "K of layer 0 in slot . is not what was written"),
+        (WithKInTheWrongSlot, "K of layer 1 in slot . is not what was written"),
+        (WithKForV, "V of layer 1 in slot . is not what was written"),
+        (WithForgottenSalt, "K of layer 0 in slot . is not what was written"),
+    ],
+)
+def test_the_cache_machine_finds(machine: type[CacheMachine], told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=200, stateful_step_count=30))
+    close_what_failed()
+
+
+def test_a_cache_whose_marks_would_not_be_exact() -> None:
+    class TooManyLayers(CacheMachine):
+        options = CacheMachine.options | {"num_layers": 9}
+
+    with pytest.raises(vtensor.InvalidArgument, match="9 layers.*at most 8 of torch.float32"):
+        run_state_machine_as_test(TooManyLayers, settings=QUICK)
+    close_what_failed()
+
+
+def test_marks_tell_all_apart() -> None:
+    """Of every value that the model has, layer, and K from V."""
+    values = [0, 1, (1 << 19) - 1, 1 << 19, (1 << 20) - 1]
+    seen = [kv_model.marks(values, layer, of_v) for layer in range(kv_model.MOST_LAYERS) for of_v in (0, 1)]
+    assert len(torch.cat(seen).unique()) == len(values) * 2 * kv_model.MOST_LAYERS
+
+
+def test_a_request_goes_on_with_its_prompt() -> None:
+    own = kv_model.own_values()
+    request = kv_model.Request("salt", [7, 8, 9, 10])
+    request.append(request.extended(2, own))
+    fork = request.copy()
+    request.append(request.extended(3, own))
+    assert request.values[:4] == [kv_model.value_of("salt", [7, 8, 9, 10][: n + 1]) for n in range(4)]
+    assert request.known == 4 and request.values[4] >= 1 << 19
+    fork.truncate(1)
+    fork.append(fork.extended(1, own))
+    assert fork.values == request.values[:2] and fork.known == 2
+    fork.values[1], fork.known = next(own), 1  # somebody overwrote it: what follows is no prompt's
+    fork.append(fork.extended(1, own))
+    assert fork.known == 1 and fork.values[2] not in request.values
 
 
 # --- what is imported, and what is missing
@@ -327,14 +460,14 @@ def test_without_hypothesis() -> None:
     result = run_snippet(
         """
         sys.modules["hypothesis"] = None
-        for module in ("strategies", "machine"):
+        for module in ("strategies", "machine", "cache_machine"):
             try:
                 __import__(f"vtensor.testing.{module}")
             except ModuleNotFoundError as error:
                 print(error)
         """
     ).check()
-    assert result.out.count("pip install hypothesis") == 2
+    assert result.out.count("pip install hypothesis") == 3
 
 
 def test_the_simulated_cuda_pool_needs_a_library(monkeypatch) -> None:

@@ -7,8 +7,9 @@
 - :func:`fail_after`: failure injection, a driver call at a time.
 - :func:`simulated_cuda_pool`: the CUDA path without a GPU.
 - :func:`check_invariants`: a pool's own tables, compared with one another.
-- ``vtensor.testing.strategies`` and ``vtensor.testing.machine``: Hypothesis strategies, and a state machine
-  of random programs to add rules of your own to. They need hypothesis, and are imported by name.
+- ``vtensor.testing.strategies``, ``vtensor.testing.machine`` and ``vtensor.testing.cache_machine``:
+  Hypothesis strategies, and state machines of random programs over tensors and over a cache, to add rules of
+  your own to. They need hypothesis, and are imported by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for tensors that grow. Needs hypothesis."""
+"""Hypothesis strategies for tensors that grow, and for the requests of a cache. Needs hypothesis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ except ModuleNotFoundError as missing:
         "[vtensor.testing.strategies] hypothesis is not installed: pip install hypothesis", name=missing.name
     ) from missing
 
-__all__ = ["Amount", "Layout", "amounts", "failures", "forks", "layouts", "tensors"]
+__all__ = [
+    "Amount",
+    "Layout",
+    "amounts",
+    "failures",
+    "forks",
+    "growths",
+    "layouts",
+    "prompts",
+    "tensors",
+]
 
 Amount = tuple[str, int]
 """How far to grow or shrink, by a name and a count: see :func:`amounts`."""
@@ -33,6 +43,7 @@ _ITEMS = [
 ]
 _ROWS: list[tuple[int, ...]] = [(), (1,), (3,), (2, 2)]
 _AMOUNTS = ["none", "one", "few", "fill", "over", "pages", "pages", "rest", "beyond"]
+_PROMPTS = [[7] * 40, [7] * 33 + [8] * 20, [7] * 16 + [9] * 70, list(range(60))]
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,18 @@ def amounts() -> st.SearchStrategy[Amount]:
 def failures(most: int = 7) -> st.SearchStrategy[int | None]:
     """None, or how many driver calls pass before one is refused: for :func:`~vtensor.testing.fail_after`."""
     return st.one_of(st.none(), st.none(), st.integers(0, most))
+
+
+def prompts() -> st.SearchStrategy[list[int]]:
+    """Token ids of 40 to 86 tokens that begin alike for 16, 33 or no tokens, so that a cache finds prefixes,
+    and finds them in part."""
+    return st.sampled_from(_PROMPTS)
+
+
+def growths() -> st.SearchStrategy[int]:
+    """Tokens that a request grows by in one step: mostly one, as when it decodes; none; up to 40 of a prompt
+    or of drafts."""
+    return st.sampled_from([0, 1, 1, 1, 2, 5, 17, 40])
 
 
 @st.composite

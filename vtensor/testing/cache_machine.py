@@ -1,0 +1,379 @@
+"""A Hypothesis state machine: random programs over a KV cache, beside a model of what its slots must hold.
+
+After every step: each token's K and V in every layer (I2, I6, I7), lengths and slots, the counts of mapped
+and needed pages (I4), the pool's own tables (I3 to I6). A step that fails by an injected refusal of a driver
+call changes nothing (I8). At the end the cache is closed and nothing is left (I14).
+
+To test code of your own beside that, write K and V with it, or add rules::
+
+    class WithMyKernel(CacheMachine):
+        @precondition(lambda self: self.in_use())
+        @rule(index=which)
+        def my_kernel(self, index):
+            slot = self.slot(index)
+            k, v = self.cache[0]
+            n = self.cache.length(slot)
+            assert torch.equal(my_kernel(k[slot, :n]), my_kernel(self.expected(slot, 0)[0]))
+
+    TestWithMyKernel = WithMyKernel.TestCase  # for pytest or unittest
+
+Needs hypothesis.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+import vtensor
+from vtensor.testing import kv_model
+from vtensor.testing._checks import check_invariants, fail_after
+from vtensor.testing._world import REFUSED
+from vtensor.testing.kv_model import MOST_LAYERS, Request
+
+# First ours, which says what to do where hypothesis is missing.
+from vtensor.testing.strategies import failures, growths, prompts  # isort: split
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+__all__ = ["BUDGET_PAGES", "REFUSED", "CacheMachine", "which"]
+
+BUDGET_PAGES = 90
+_PAGE_SIZE = 4096
+_SLOTS = 6
+_SECONDS = 20.0
+
+which = st.integers(0, 99)
+"""Of a request: ``CacheMachine.slot`` takes it."""
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random programs over the requests of one cache: prompts that begin alike, growth, forks, beams,
+    rejected drafts, published prefixes, swapping, writes in the middle.
+
+    Attributes:
+        options: how :meth:`open_cache` makes the cache, as :class:`~vtensor.KVCache` takes it; override it to
+            test other shapes. Pages are counted one by one where it has ``"tile": 1`` and no windows.
+        looks_ahead: say True where the pool of :meth:`open_pool` has ``ahead`` above 0: pages may then wait
+            for the mapper, and counts of these are bounds.
+        pool, cache: what the two methods made.
+        requests: of each slot that is not free, its :class:`~vtensor.testing.kv_model.Request`.
+    """
+
+    options: ClassVar[dict[str, Any]] = {
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "max_batch": _SLOTS,
+        "max_len": 120,
+        "tile": 1,
+    }
+    looks_ahead: ClassVar[bool] = False
+
+    pool: vtensor.Pool
+    cache: vtensor.KVCache
+    requests: dict[int, Request]
+
+    # --- to be overridden ---
+
+    def open_pool(self) -> vtensor.Pool:
+        """A pool of ``BUDGET_PAGES`` small pages, so that memory is short at times; override it to test
+        another driver or other options. The machine closes it."""
+        return vtensor.Pool("cpu", page_size=_PAGE_SIZE, budget=BUDGET_PAGES * _PAGE_SIZE, ahead=0)
+
+    def open_cache(self, pool: vtensor.Pool) -> vtensor.KVCache:
+        """The cache, of float32 and at most 8 layers; override it to test a subclass of your own."""
+        return vtensor.KVCache(**self.options, dtype=torch.float32, pool=pool)
+
+    def write(self, slot: int, start: int, values: Sequence[int]) -> None:
+        """Writes K and V of new tokens in every layer; override it to test a kernel that writes them.
+
+        Args:
+            slot: whose tokens; they are its own, and mapped.
+            start: position of the first.
+            values: of the tokens, one each: :func:`~vtensor.testing.kv_model.expected` says what K and V of
+                these are.
+        """
+        kv_model.write(self.cache, slot, start, values)
+
+    # --- for rules ---
+
+    def in_use(self) -> list[int]:
+        """The slots of requests whose pages are here, those not swapped out."""
+        return [slot for slot, request in self.requests.items() if not request.swapped]
+
+    def slot(self, index: int) -> int:
+        """One of :meth:`in_use`; there must be some."""
+        slots = self.in_use()
+        return slots[index % len(slots)]
+
+    def expected(self, slot: int, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What K and V of a layer have to be for the slot's tokens: plain tensors ``[length, heads,
+        head_dim]``, V None in a cache without V. A layer with a window sees the last of them only."""
+        return kv_model.expected(self.cache, layer, self.requests[slot].values)
+
+    def attempt(self, operation: Callable[[], Any], fail: int | None) -> Any:
+        """Runs it; where a driver call is refused, asserts that nothing changed (I8).
+
+        Args:
+            fail: the driver calls that pass before one is refused; None refuses none.
+
+        Returns:
+            what the operation does; ``REFUSED`` where it was refused.
+        """
+        before = (self.cache.lengths, self.cache.stats().slots_free)
+        try:
+            if fail is None:
+                return operation()
+            with fail_after(self.pool, fail):
+                return operation()
+        except vtensor.DriverError as error:
+            assert fail is not None, error
+            assert (self.cache.lengths, self.cache.stats().slots_free) == before
+            return REFUSED
+
+    def grow(self, by: Mapping[int, int], fail: int | None) -> bool:
+        """One step of the cache, as far as ``max_len`` allows, and a :meth:`write` for each slot.
+
+        Args:
+            by: of slots in use, tokens to be added.
+            fail: as for :meth:`attempt`.
+
+        Returns:
+            False where it was refused or memory was short; nothing has changed then.
+        """
+        before = self.cache.lengths
+        lengths = list(before)
+        for slot, n in by.items():
+            lengths[slot] = min(self.cache.max_len, lengths[slot] + n)
+        done = self.attempt(lambda: self.cache.step(lengths), fail)
+        if done is REFUSED or not done:
+            assert self.cache.lengths == before
+            return False
+        for slot in by:
+            request = self.requests[slot]
+            values = request.extended(lengths[slot] - before[slot], self.own_values)
+            self.write(slot, before[slot], values)
+            request.append(values)
+        return True
+
+    def offer(self, slot: int, fail: int | None) -> None:
+        """Publishes what the slot has of its request's prompt.
+
+        Args:
+            fail: as for :meth:`attempt`.
+        """
+        request = self.requests[slot]
+        tokens = request.prompt[: request.known]
+        try:
+            known = self.attempt(lambda: self.cache.publish(slot, tokens, salt=request.salt), fail)
+        except vtensor.InvalidArgument:
+            assert self.windows
+            return
+        unit = self.cache.stats().unit
+        assert known is REFUSED or known == len(tokens) // unit * unit
+
+    # --- rules ---
+
+    @initialize()
+    def begin(self) -> None:
+        self.requests = {}
+        self.own_values = kv_model.own_values()
+        self.pool = self.open_pool()
+        self.cache = self.open_cache(self.pool)
+        if self.cache.dtype is not torch.float32 or len(self.cache) > MOST_LAYERS:
+            raise vtensor.InvalidArgument(
+                f"[CacheMachine] the cache has {len(self.cache)} layers of {self.cache.dtype}: give at most "
+                f"{MOST_LAYERS} of torch.float32, in which the tokens' marks are exact"
+            )
+
+    @property
+    def windows(self) -> Sequence[int | None] | None:
+        """Those of the options."""
+        return self.options.get("windows")
+
+    def free_slots(self) -> int:
+        """Slots that can be allocated."""
+        return self.cache.max_batch - len(self.requests)
+
+    def swapped(self) -> list[int]:
+        """The slots of requests that are swapped out."""
+        return [slot for slot, request in self.requests.items() if request.swapped]
+
+    @precondition(lambda self: self.free_slots())
+    @rule(expect=st.sampled_from([0, 10, 60]), fail=failures(12))
+    def alloc(self, expect: int, fail: int | None) -> None:
+        slot = self.attempt(lambda: self.cache.alloc(expect=expect), fail)
+        if slot is not REFUSED:
+            assert slot not in self.requests and self.cache.length(slot) == 0
+            self.requests[slot] = Request()
+
+    @precondition(lambda self: self.free_slots())
+    @rule(prompt=prompts(), salt=st.sampled_from(["", "", "other"]), prefill=st.booleans(), fail=failures(12))
+    def alloc_prompt(self, prompt: list[int], salt: str, prefill: bool, fail: int | None) -> None:
+        slot = self.attempt(lambda: self.cache.alloc(tokens=prompt, salt=salt), fail)
+        if slot is REFUSED:
+            return
+        assert slot not in self.requests
+        request = self.requests[slot] = Request(salt, prompt)
+        covered = self.cache.length(slot)
+        assert covered < len(prompt)
+        request.append(request.extended(covered, self.own_values))
+        if prefill:  # by steps and publish() alone, the next one would hardly ever find it
+            self.grow({slot: len(prompt) - covered}, None)
+            self.offer(slot, None)
+
+    @precondition(lambda self: not self.free_slots())
+    @rule()
+    def alloc_too_many(self) -> None:
+        try:
+            self.cache.alloc()
+        except vtensor.NoFreeSlot:
+            return
+        raise AssertionError("more requests than slots were let in")
+
+    @precondition(lambda self: self.in_use())
+    @rule(steps=st.lists(growths(), min_size=_SLOTS, max_size=_SLOTS), fail=failures(12))
+    def step(self, steps: list[int], fail: int | None) -> None:
+        self.grow({slot: steps[slot % len(steps)] for slot in self.in_use()}, fail)
+
+    @precondition(lambda self: self.requests)
+    @rule(index=which)
+    def free(self, index: int) -> None:
+        slot = list(self.requests)[index % len(self.requests)]
+        self.cache.free(slot)
+        del self.requests[slot]
+
+    @precondition(lambda self: self.in_use())
+    @rule(index=which, percent=st.integers(0, 100))
+    def truncate(self, index: int, percent: int) -> None:
+        slot = self.slot(index)
+        request = self.requests[slot]
+        length = len(request.values) * percent // 100
+        try:
+            self.cache.truncate(slot, length)
+        except vtensor.InvalidArgument:
+            assert self.windows and length < len(request.values)
+        else:
+            request.truncate(length)
+
+    @precondition(lambda self: self.in_use() and self.free_slots())
+    @rule(index=which, n=st.integers(1, 3), fail=failures(12))
+    def fork(self, index: int, n: int, fail: int | None) -> None:
+        slot = self.slot(index)
+        n = min(n, self.free_slots())
+        before = self.pool.stats()
+        forks = self.attempt(lambda: self.cache.fork(slot, n), fail)
+        if forks is REFUSED:
+            return
+        assert len(set(forks)) == n and not set(forks) & set(self.requests)
+        if not self.looks_ahead and before.pages_parted == 0 and fail is None:
+            assert self.pool.stats().pages_used <= before.pages_used
+        for fork in forks:
+            self.requests[fork] = self.requests[slot].copy()
+
+    @precondition(lambda self: len(self.in_use()) >= 2)
+    @rule(picks=st.lists(which, min_size=2, max_size=_SLOTS))
+    def reorder(self, picks: list[int]) -> None:
+        slots = self.in_use()[: len(picks)]
+        sources = [slots[pick % len(slots)] for pick in picks[: len(slots)]]
+        held = {slot: self.requests.pop(slot) for slot in slots}
+        for slot, source in zip(self.cache.reorder(slots, sources), sources, strict=True):
+            assert slot not in self.requests
+            self.requests[slot] = held[source].copy()
+
+    @precondition(lambda self: self.in_use())
+    @rule(index=which, fail=failures(12))
+    def publish(self, index: int, fail: int | None) -> None:
+        self.offer(self.slot(index), fail)
+
+    @precondition(lambda self: self.in_use())
+    @rule(n=st.integers(1, 3))
+    def swap_out(self, n: int) -> None:
+        slots = self.in_use()[-n:]
+        self.cache.swap_out(slots if n > 1 else slots[0])
+        for slot in slots:
+            self.cache.wait(slot)  # so that the same steps give the same counts
+        for slot in slots:
+            self.requests[slot].swapped = True
+
+    @precondition(lambda self: self.swapped())
+    @rule(index=which, fail=failures(12))
+    def swap_in(self, index: int, fail: int | None) -> None:
+        slot = self.swapped()[index % len(self.swapped())]
+        done = self.attempt(lambda: self.cache.swap_in(slot), fail)
+        if done is not REFUSED and done:
+            self.requests[slot].swapped = False
+            self.cache.wait(slot)
+
+    @precondition(lambda self: self.in_use() and not self.windows)
+    @rule(index=which, percent=st.integers(0, 100), fail=failures(12))
+    def overwrite(self, index: int, percent: int, fail: int | None) -> None:
+        slot = self.slot(index)
+        request = self.requests[slot]
+        if not request.values:
+            return
+        start = (len(request.values) - 1) * percent // 100
+        try:
+            if self.attempt(lambda: self.cache.own(slot, start, start + 1), fail) is REFUSED:
+                return
+        except vtensor.OutOfPages:
+            return
+        request.values[start] = value = next(self.own_values)
+        request.known = min(request.known, start)
+        self.write(slot, start, [value])
+
+    # --- after every step ---
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if hasattr(self, "cache"):
+            self.check()
+
+    def check(self) -> None:
+        """Compares everything with its model."""
+        if not self.looks_ahead:
+            self.pool.wait_idle(_SECONDS)
+        for slot, request in self.requests.items():
+            assert self.cache.length(slot) == len(request.values)
+            if not request.swapped:
+                kv_model.check_contents(self.cache, slot, request.values, self.windows)
+        check_invariants(self.pool)
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """Slots, and pages by what they are there for (I4)."""
+        stats = self.cache.stats()
+        assert stats.pages_mapped == (
+            stats.pages_needed + stats.pages_ahead + stats.pages_parked + stats.pages_held
+        )
+        assert stats.slots_used + stats.slots_swapped == len(self.requests)
+        if not self.looks_ahead:
+            assert stats.pages_held == 0
+        if not self.windows and self.options.get("tile") == 1:
+            assert stats.pages_needed == self.needed_pages()
+
+    def needed_pages(self) -> int:
+        """Pages that the lengths need, where tiles and windows make no difference."""
+        size = self.pool.page_size
+        return sum(
+            kind.rows * -(-len(self.requests[slot].values) * kind.item_bytes // size)
+            for kind in self.cache._layout.kinds
+            for slot in self.in_use()
+        )
+
+    def teardown(self) -> None:
+        """Closes the cache and looks whether anything is left (I14)."""
+        if not hasattr(self, "cache") or sys.exc_info()[0] is not None:
+            return  # a failed step keeps what its frames name
+        self.cache.close()
+        self.pool.wait_idle(_SECONDS)
+        self.pool.trim()
+        check_invariants(self.pool)
+        stats = self.pool.stats()
+        assert stats.pages_used == stats.pages_quarantined == stats.pages_mapped == stats.tensors == 0  # I14
+        self.pool.close()
