@@ -263,11 +263,13 @@ class Worker:
             self.device.destroy_executable(self.graphs.pop(0))
         lease = vtensor.lease(modelled.actual, stream=stream)
         self.device.begin_capture(stream)
-        lease.__enter__()
         try:
-            self.device.kernel(stream, modelled.actual)
-        finally:
-            self.end(lease)
+            lease.__enter__()
+            try:
+                self.device.kernel(stream, modelled.actual)
+            finally:
+                self.end(lease)
+        finally:  # also where the lease was refused: the stream must not stay captured
             graph = self.device.end_capture(stream)
             self.graphs.append(self.device.instantiate(graph))
             self.device.destroy_graph(graph)
