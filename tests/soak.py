@@ -294,6 +294,9 @@ class Worker:
         raise AssertionError("a lease cannot be ended")
 
     def finish(self) -> None:
+        if self.graphs:  # see graph(): none of them may still be replayed
+            self.device.release(self.streams[0])
+            self.wait_for(self.streams[0])
         for graph in self.graphs:
             self.device.destroy_executable(graph)
         for modelled in self.tensors:
