@@ -291,7 +291,8 @@ class Worker:
                 return True
             except vtensor.VTensorError as error:
                 self.counts["errors", type(error).__name__] += 1
-        raise AssertionError("a lease cannot be ended")
+                last = error
+        raise AssertionError(f"a lease cannot be ended: {last}")
 
     def finish(self) -> None:
         if self.graphs:  # see graph(): none of them may still be replayed
