@@ -44,6 +44,11 @@ class Layout:
     kinds: list[Kind]
     layers: list[tuple[Place, Place | None]]
 
+    @property
+    def ranges(self) -> int:
+        """Rows of a slot."""
+        return sum(kind.rows for kind in self.kinds)
+
     def nbytes(self, length: int, begins: Sequence[int]) -> int:
         """Bytes of a slot's tokens; of each kind, those from ``begins`` on."""
         return sum(

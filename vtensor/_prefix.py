@@ -51,10 +51,6 @@ class PrefixIndex:
         self._touch(found[-1] if found else None)
         return [node.kept for node in found if node.kept is not None]
 
-    def known(self, tokens: Sequence[int], salt: str) -> int:
-        """How many units of ``tokens`` are in the index."""
-        return sum(1 for _ in self._walk(_ids(tokens), salt))
-
     def add(
         self,
         tokens: Sequence[int],
@@ -104,15 +100,6 @@ class PrefixIndex:
             node.kept = None  # now: parents and children hold one another
         self._roots.clear()
         self._recent.clear()
-
-    def chains(self) -> Iterator[tuple[str, int, int]]:
-        """``(salt, depth in units, children)`` of each unit, for pictures."""
-        for salt, root in self._roots.items():
-            waiting = [(child, 1) for child in root.children.values()]
-            while waiting:
-                node, depth = waiting.pop()
-                yield salt, depth, len(node.children)
-                waiting += [(child, depth + 1) for child in node.children.values()]
 
     def _walk(self, ids: bytes, salt: str) -> Iterator[_Node]:
         node = self._roots.get(salt)

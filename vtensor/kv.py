@@ -460,7 +460,7 @@ class KVCache:
             tokens=sum(lengths),
             unit=self._prefixes.unit,
             page_tokens=self._page_tokens(),
-            ranges=sum(kind.rows for kind in self._layout.kinds),
+            ranges=self._layout.ranges,
             nbytes_live=live,
             nbytes_mapped=pages.mapped * size,
             nbytes_swapped=sum(
@@ -591,7 +591,7 @@ class KVCache:
             if slot in self._swapped:
                 self._swapper.forget(slot)
                 return True
-        return self._prefixes.evict(sum(kind.rows for kind in self._layout.kinds) << min(tries, 10)) != 0
+        return self._prefixes.evict(self._layout.ranges << min(tries, 10)) != 0
 
     def _vacate(self, slot: int) -> None:
         stream = self._swapper.stream

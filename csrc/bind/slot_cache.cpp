@@ -168,11 +168,6 @@ class CacheCore {
 
   std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
 
-  void use(std::optional<Stream> stream) {
-    const Operation operation(*this, "KVCache.record_stream");
-    cache_->use(caller("KVCache.record_stream", stream));
-  }
-
   // The whole range of a kind, as bytes; it keeps the addresses reserved, and no page.
   nb::object storage(std::size_t kind) {
     const Operation operation(*this, "KVCache");
@@ -325,7 +320,6 @@ void bind_slot_cache(nb::module_& module) {
       .def("restore", &CacheCore::restore, nb::arg("slot"), nb::arg("prefix") = nb::none())
       .def("shared_pages", &CacheCore::shared_pages)
       .def("begins", &CacheCore::begins)
-      .def("use", &CacheCore::use, no_stream)
       .def("storage", &CacheCore::storage)
       .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length)
