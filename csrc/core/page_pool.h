@@ -194,8 +194,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void await(PoolLock& lock, const char* operation, const char* what,
              const std::function<bool()>& done);
   void changed() { changed_.notify_all(); }
-  // Tries to unmap what waits for that, for somebody who waits for it.
-  void settle_waiting() noexcept { settle_all(); }
+  // Settles what waits for it. Returns the first refusal.
+  std::exception_ptr settle_all() noexcept;
   // Keeps free memory between the pool's marks; returns when to look again.
   std::chrono::steady_clock::time_point tend_kept(PoolLock& lock);
   // Around driver calls without the lock; fork(2) waits for their end.
@@ -219,8 +219,6 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   bool take_back(PoolLock& lock, std::chrono::steady_clock::time_point until);
   void start_mapper();
   void start_mapper_if_needed() noexcept;
-  // Settles what waits for it. Returns the first refusal.
-  std::exception_ptr settle_all() noexcept;
   void count_parted();
   void stock(PoolLock& lock, std::size_t pages);
   void make_room(std::size_t taken, std::size_t fresh);
