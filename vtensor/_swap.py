@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from vtensor import _core
-from vtensor.errors import OutOfPages
+from vtensor.errors import DriverError, OutOfPages
 
 __all__ = ["Group", "HostCopy", "Part", "Swapper"]
 
@@ -83,8 +84,9 @@ class _Transfer:
 class Swapper:
     """Copies beside the caller: on a stream of its own on CUDA, in a thread of its own elsewhere."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, populate: Callable[[int, int], None]) -> None:
         self._device = device
+        self._populate = populate  # takes an address and bytes
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
         self._thread: ThreadPoolExecutor | None = None
@@ -107,7 +109,8 @@ class Swapper:
     def copy_in(self, slot: int, parts: Sequence[Part]) -> None:
         """Starts copying back, in the order of the layers."""
         parts = sorted(parts, key=lambda part: part.layer)
-        self._start(slot, parts, [(part.on_device, part.on_host) for part in parts], lambda: None)
+        pairs = [(part.on_device, part.on_host) for part in parts]
+        self._start(slot, parts, pairs, lambda: None, [part.on_device for part in parts])
 
     def _start(
         self,
@@ -115,7 +118,9 @@ class Swapper:
         parts: Sequence[Part],
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
         done: Callable[[], None],
+        fresh: Sequence[torch.Tensor] = (),
     ) -> None:
+        """``fresh`` is memory just mapped."""
         self.wait(slot)
         transfer = self._under_way[slot] = _Transfer([part.layer for part in parts])
         if self._cuda:
@@ -130,16 +135,27 @@ class Swapper:
             return
 
         def work() -> None:
+            # Its page tables are filled ahead of the copies: faults in their midst take twice their time.
+            ahead = threading.Thread(target=self._make_present, args=(fresh,))
+            if fresh:
+                ahead.start()
             for to, source in pairs:
                 to.copy_(source)
                 with transfer.changed:
                     transfer.arrived += 1
                     transfer.changed.notify_all()
+            if fresh:
+                ahead.join()
             done()
 
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "vtensor-swap")
         transfer.future = self._thread.submit(work)
+
+    def _make_present(self, fresh: Sequence[torch.Tensor]) -> None:
+        with suppress(DriverError):  # then the copies meet it
+            for row in fresh:
+                self._populate(row.data_ptr(), row.numel())
 
     def wait(self, slot: int, layer: int | None = None) -> None:
         """Returns once what ``layer`` reads of the slot is there, or all of it; on CUDA, has the current

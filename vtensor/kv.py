@@ -113,7 +113,7 @@ class KVCache:
         self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
         self._prefixes = PrefixIndex(self._unit())
         self._queries = self._hits = 0
-        self._swapper = Swapper(self._bytes[0].device)
+        self._swapper = Swapper(self._bytes[0].device, self._core.populate)
         self._swapped: dict[int, HostCopy] = {}
         self._told: dict[int, Sequence[int]] = {}  # of a slot, the tokens that the index knows it by
         self._leaving: list[int] = []  # slots whose pages go once they are copied out
@@ -173,14 +173,13 @@ class KVCache:
             CapacityExceeded: a length above ``max_len``.
             DriverError, TimedOut, Closed: nothing was changed.
         """
-        if isinstance(lengths, torch.Tensor):
+        # What engines pass is not asked of torch's metaclass, which costs as much as the rest of a calm step.
+        if type(lengths) is not list and isinstance(lengths, torch.Tensor):
             lengths = lengths.tolist()
         tries = 0
-        while not self._core.step(lengths):
-            if not self._make_room(tries):
-                return False
+        while not (done := self._core.step(lengths)) and self._make_room(tries):
             tries += 1
-        return True
+        return done
 
     def free(self, slot: int, stream: Stream | None = None) -> None:
         """Ends a request. Its pages stay with the slot for the next one, until others need them.

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "bind/bindings.h"
@@ -181,6 +182,17 @@ class CacheCore {
                                          range->reserved_bytes(), pool_->traits().device);
   }
 
+  // Makes the memory of whole pages present, a piece at a time, without the cache's lock. Requires:
+  // they are mapped, and the cache is not closed meanwhile.
+  void populate(Address at, std::size_t nbytes) {
+    nb::gil_scoped_release released;
+    constexpr std::size_t kPiece = std::size_t{2} << 20;
+    const std::size_t page = pool_->page_size();
+    const std::size_t piece = std::max<std::size_t>(kPiece / page, 1);
+    for (std::size_t done = 0, n = ceil_div(nbytes, page); done < n; done += piece)
+      pool_->driver().populate(at + done * page, std::min(piece, n - done));
+  }
+
   std::size_t row_bytes(std::size_t kind) { return read()->range(kind)->row_bytes(); }
   Lengths lengths() {
     const Reading cache = read();
@@ -321,6 +333,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("shared_pages", &CacheCore::shared_pages)
       .def("begins", &CacheCore::begins)
       .def("storage", &CacheCore::storage)
+      .def("populate", &CacheCore::populate, nb::arg("at"), nb::arg("nbytes"))
       .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length)
       .def("covered", &CacheCore::covered)

@@ -54,16 +54,17 @@ void Buffer::mark_pace() {
 // Asks for more where the growth to come would pass what is ready.
 void Buffer::look_ahead() {
   if (!pool_->looks_ahead() || positions_.end + pace_.lead() <= ready_until_) return;
-  want(slots_of({positions_.begin, limit_lead(positions_.end + pace_.lead())}).end);
+  want(slots_of({positions_.begin, limit_lead(positions_.end + pace_.lead())}).end, true);
 }
 
-void Buffer::want(std::size_t slots_end) {
+void Buffer::want(std::size_t slots_end, bool soon) {
   if (slots_end <= std::max(extent_end(), ready_.end)) return;
   try {
     table_.reserve(slots_end);
     if (!wanting_) pool_->want(shared_from_this());
     wanting_ = true;
     want_end_ = std::max(want_end_, slots_end);
+    if (soon) pool_->call_mapper();
   } catch (const std::bad_alloc&) {
     // Whoever needs the pages will say.
   }
@@ -73,11 +74,11 @@ void Buffer::prepare(std::size_t end) {
   PoolLock lock(pool_);
   trace::event(trace::What::prepare, slot_address(0, extent_end()),
                (end - positions_.end) * shape_.item_bytes * shape_.rows, base_);
-  want_until(end);
+  want_until(end, true);
 }
 
-void Buffer::want_until(std::size_t end) {
-  if (end > positions_.begin) want(slots_of({positions_.begin, end}).end);
+void Buffer::want_until(std::size_t end, bool soon) {
+  if (end > positions_.begin) want(slots_of({positions_.begin, end}).end, soon);
 }
 
 std::size_t Buffer::missing_ahead() const {
@@ -95,7 +96,6 @@ bool Buffer::claim_ahead(Arrival& arrival, std::size_t pages) {
     give_back_unused();
     return false;
   };
-  if (!owned_) return give_up();
   try {
     std::vector<Run> missing;
     const Interval wanted{std::max(extent_end(), ready_.end), want_end_};

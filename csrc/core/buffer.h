@@ -146,7 +146,10 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool shares() const { return guarded_ != 0; }
   bool is_ready(Interval positions) const;
   void grow_ready(const Caller& caller, Interval positions);
-  void want_until(std::size_t end);
+  // Positions below lie in the extent or in what is ready.
+  std::size_t ready_until() const { return ready_until_; }
+  // The mapper is to make the positions below `end` ready: now where `soon`, else once it is awake.
+  void want_until(std::size_t end, bool soon);
   // Makes a smaller extent the owner's. What no generation covers is unmapped, once the caller's
   // stream and all others that used it have passed this point. Of a placed buffer, what is ready
   // behind the extent stays so below position `keep`.
@@ -314,7 +317,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::size_t limit_lead(std::size_t position) const;
   void mark_pace();
   void look_ahead();
-  void want(std::size_t slots_end);
+  void want(std::size_t slots_end, bool soon);
   std::vector<Interval> uncovered() const;
   void touch(Interval slots);
   void set_ready(Interval slots);
@@ -400,9 +403,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::size_t waiting_ = 0;  // callers, for that to end; the mapper lets them go first
   bool may_park_ = true;     // once, when the owner has left
   LookAhead pace_;
-  std::size_t ready_until_ = 0;  // positions below lie in the extent or in what is ready
-  std::exception_ptr error_;     // of the mapper, not yet raised
-  std::exception_ptr refusal_;   // of a fence or an unmap
+  std::size_t ready_until_ = 0;
+  std::exception_ptr error_;                        // of the mapper, not yet raised
+  std::exception_ptr refusal_;                      // of a fence or an unmap
   std::chrono::steady_clock::time_point retry_at_;  // when the mapper tries that again
   std::vector<Handle> scratch_;
 };

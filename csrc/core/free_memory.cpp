@@ -57,7 +57,7 @@ void PagePool::take(RowHome& home, const Page* previous, std::size_t n, std::vec
   counted.pages_fresh += empty_pages + made;
   counted.pages_recycled += n - empty_pages - made;
   used_ += n;
-  if (kept_.size() < low_) start_mapper_if_needed();
+  if (kept_.size() < low_) call_mapper();
 }
 
 // Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory
@@ -106,7 +106,7 @@ void PagePool::drop(Page* page) noexcept {
   }
   kept_.push(page);
   placement_->put_back(page);
-  if (options_.max_age.count() != 0 || kept_.size() > high_) start_mapper_if_needed();
+  if (options_.max_age.count() != 0 || kept_.size() > high_) call_mapper();
 }
 
 void PagePool::prefill(std::size_t pages) {

@@ -151,15 +151,19 @@ void PagePool::settle_later(const std::shared_ptr<Buffer>& buffer) {
   if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end())
     unsettled_.push_back(buffer);
   // What was refused is not worth a thread of its own: it is tried again when somebody asks.
-  if (!buffer->refusal() || looks_ahead()) start_mapper_if_needed();
+  if (!buffer->refusal() || looks_ahead()) call_mapper();
 }
 
 void PagePool::want(const std::shared_ptr<Buffer>& buffer) {
   wanting_.push_back(buffer);
-  start_mapper_if_needed();
+  if (!mapper_.running()) call_mapper();
 }
 
-void PagePool::start_mapper_if_needed() noexcept {
+void PagePool::unwant(const std::shared_ptr<Buffer>& buffer) noexcept {
+  std::erase(wanting_, buffer);
+}
+
+void PagePool::call_mapper() noexcept {
   wake_mapper_ = true;
   try {
     start_mapper();
@@ -193,7 +197,7 @@ bool PagePool::may_park(std::size_t pages) {
 void PagePool::park(const std::shared_ptr<Buffer>& buffer, std::size_t pages) {
   idle_.push_back(buffer);
   parked_ += pages;
-  if (options_.zero != ZeroPolicy::never) start_mapper_if_needed();
+  if (options_.zero != ZeroPolicy::never) call_mapper();
 }
 
 std::shared_ptr<Buffer> PagePool::find_parked(const RowShape& shape) {
@@ -315,6 +319,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   reap();
   std::exception_ptr refused = settle_all();  // what was refused is tried again, here
   while (!refused && !idle()) {
+    if (!wanting_.empty()) mapper_.wake();
     if (steady_clock::now() >= until) {
       throw TimedOut("[Pool.wait_idle] timed out after " + seconds_text(timeout) + ": " +
                      std::to_string(unsettled_.size()) +

@@ -177,8 +177,11 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::uint64_t next_id() { return next_buffer_id_++; }
   // `buffer` has pages or its range to give back: it is kept until it has.
   void settle_later(const std::shared_ptr<Buffer>& buffer);
-  // The mapper is to look at what `buffer` wants.
+  // `buffer` wants pages ahead: the mapper looks at it when it is next awake.
   void want(const std::shared_ptr<Buffer>& buffer);
+  void unwant(const std::shared_ptr<Buffer>& buffer) noexcept;
+  // The mapper is woken once the lock is free, and started where it does not run.
+  void call_mapper() noexcept;
   // Gives back what ended generations held, or has the mapper do it.
   void reap() noexcept;
 
@@ -218,7 +221,6 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // One step of taking back; false where there is nothing more to take.
   bool take_back(PoolLock& lock, std::chrono::steady_clock::time_point until);
   void start_mapper();
-  void start_mapper_if_needed() noexcept;
   void count_parted();
   void stock(PoolLock& lock, std::size_t pages);
   void make_room(std::size_t taken, std::size_t fresh);

@@ -198,6 +198,7 @@ void Buffer::leave() noexcept {
   touch({0, table_.reserved()});
   owned_ = false;
   positions_ = extent_ = foreign_ = {};
+  if (std::exchange(wanting_, false)) pool_->unwant(shared_from_this());
   want_end_ = 0;
   set_ready({});
 }

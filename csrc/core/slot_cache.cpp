@@ -147,10 +147,10 @@ bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
   const auto most = static_cast<std::int64_t>(shape_.max_length);
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     const std::int64_t length = lengths[slot];
-    if (length == lengths_[slot]) continue;
-    if (length < lengths_[slot] || length > most || slots_[slot].state != SlotState::used)
-      return false;
-    if (length > calm_[slot]) due_.push_back(slot);
+    if (length < lengths_[slot] || length > most) return false;
+    if (length <= calm_[slot]) continue;
+    if (slots_[slot].state != SlotState::used) return false;  // whose calm is 0
+    due_.push_back(slot);
   }
   return true;
 }
@@ -222,7 +222,8 @@ void SlotCache::forget_heads(const Caller& caller, std::size_t slot) {
 }
 
 // Has the mapper look ahead of these slots, and finds how far their lengths may grow before
-// anything has to be done.
+// anything has to be done. Waking it costs more than the rest of a step, so it is woken only where
+// less than half of a slot's look-ahead is left, and then serves all that have asked meanwhile.
 void SlotCache::look_further(std::span<const std::size_t> slots) {
   const PoolLock lock(pool_);
   for (const std::size_t slot : slots) {
@@ -233,9 +234,12 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
       Buffer& buffer = *slots_[slot].buffers[kind];
       if (length != 0 && shape_.lookahead != 0) {
         const std::size_t ahead = buffer.slots_of({0, end}).end;
-        if (ahead > buffer.extent().end) buffer.want_until(end);
+        const std::size_t late = ceil_div(shape_.lookahead, std::size_t{2});
+        const std::size_t ready = buffer.ready_until();
+        if (ahead > buffer.extent().end) buffer.want_until(end, ready < length + late);
         const std::size_t told = ahead * pool_->page_size() / kinds_[kind].shape.item_bytes;
         if (told < shape_.max_length) calm = std::min(calm, told - shape_.lookahead);
+        if (ready < end && ready > length + late) calm = std::min(calm, ready - late);
       }
       calm = std::min(calm, calm_of(kind, slot, length));
     }

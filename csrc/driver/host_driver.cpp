@@ -22,8 +22,8 @@
 #include "driver/host_fork.h"
 #include "driver/host_memory.h"
 
-#ifndef MADV_POPULATE_WRITE  // Linux 5.14
-#define MADV_POPULATE_WRITE 23
+#ifndef MADV_POPULATE_READ  // Linux 5.14
+#define MADV_POPULATE_READ 22
 #endif
 
 namespace vtensor {
@@ -277,8 +277,9 @@ class HostDriver final : public Driver {
     refuse_in_forked_child("host populate");
     const trace::Span span(trace::What::driver_call, at, n * page_size_, 0, Call::madvise);
     Refusal refusal = ask(Call::madvise);
-    if (!refusal &&
-        madvise(reinterpret_cast<void*>(at), n * page_size_, MADV_POPULATE_WRITE) != 0 &&
+    // Reading makes shared memory present as writing does, and takes 16 small pages at a fault
+    // where they exist; what is mapped for writing may then be written to without another.
+    if (!refusal && madvise(reinterpret_cast<void*>(at), n * page_size_, MADV_POPULATE_READ) != 0 &&
         errno != EINVAL) {  // EINVAL: a kernel without it; the first touch does it then
       refusal.error = errno;
     }

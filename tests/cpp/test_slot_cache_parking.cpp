@@ -195,6 +195,39 @@ TEST_CASE_TEMPLATE("the look-ahead is what was declared, exactly", T, OnHost, On
   bench.finish();
 }
 
+TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T, OnHost,
+                   OnSimulation) {
+  PoolOptions options;
+  options.zero = ZeroPolicy::never;  // nothing else calls the mapper
+  Bench<T> bench({2, 64, 1, 8, {{2, 1024, 0}}}, 100, options);
+  const auto fall_asleep = [&] {
+    bench.pool->wait_idle(kPatience);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  };
+  const std::size_t slot = bench.alloc(), other = bench.alloc();
+  CHECK(bench.grow(slot, 4));
+  fall_asleep();
+  CHECK(bench.used() == 2 * 3);
+  for (const std::size_t length : {5, 6, 7, 8}) {
+    CHECK(bench.grow(slot, 1));
+    CHECK(bench.cache->length(slot) == length);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    CHECK(bench.used() == 2 * 3);
+  }
+  CHECK(bench.grow(slot, 1));  // three of eight are left
+  const auto until = steady_clock::now() + kPatience;
+  while (bench.used() < 2 * 5 && steady_clock::now() < until) std::this_thread::yield();
+  CHECK(bench.used() == 2 * 5);
+  CHECK(bench.grow(other, 4));
+  fall_asleep();
+  CHECK(bench.grow(other, 1));  // asks, and calls nobody
+  bench.cache.reset();
+  const std::weak_ptr<PagePool> weak = bench.pool;
+  bench.pool.reset();
+  while (!weak.expired() && steady_clock::now() < until) std::this_thread::yield();
+  CHECK(weak.expired());
+}
+
 TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, OnHost,
                    OnSimulation) {
   Bench<T> bench(plain(2), 100);

@@ -11,7 +11,7 @@ import torch
 import vtensor
 from kv_support import MAX_BATCH, MAX_LEN, PAGE, SHAPES, grown, make_cache
 from support import calls, calls_since, open_pool, run_snippet
-from vtensor import testing
+from vtensor import DriverError, testing
 from vtensor.testing.kv_model import check_contents, marks, write
 
 UNIT = 16  # tokens to a page of "layers"
@@ -353,6 +353,32 @@ def test_a_swapped_request_comes_back_bit_for_bit(pool_factory, kind, shape):
         assert cache.step([61 if at == slot else 0 for at in range(MAX_BATCH)])
 
 
+def test_page_tables_are_filled_ahead_of_the_copies(host_cache):
+    """Rows that come back are made present beside the copying; where that is refused they still come."""
+    cache = host_cache
+    slot = cache.alloc()
+    grown(cache, slot, 40)
+    write(cache, slot, 0, range(40))
+    populate = cache._swapper._populate
+    asked = []
+
+    def refused(at, nbytes):
+        asked.append(nbytes)
+        raise DriverError("[test] refused")
+
+    for ask in (populate, refused):
+        cache._swapper._populate = ask
+        cache.swap_out(slot)
+        cache.wait(slot)
+        before = calls(cache.pool)
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        made = calls_since(cache.pool, before).get("madvise", 0)
+        assert (made > 0) is (ask is populate)
+        check_contents(cache, slot, list(range(40)))
+    assert asked
+
+
 def test_layers_come_back_one_after_another(host_cache):
     """`wait(slot, layer)` returns while the layers behind it are still to come."""
     cache = host_cache
@@ -374,12 +400,12 @@ def test_layers_come_back_one_after_another(host_cache):
                 assert gate.wait(20)
             return super().__torch_function__(function, types, arguments, options or {})
 
-    def held(slot, parts, pairs, done):
+    def held(slot, parts, pairs, *rest):
         pairs = [
             (to.as_subclass(Held) if part.layer == 1 else to, source)
             for part, (to, source) in zip(parts, pairs, strict=True)
         ]
-        start(slot, parts, pairs, done)
+        start(slot, parts, pairs, *rest)
 
     cache._swapper._start = held
     assert cache.swap_in(slot)
