@@ -335,3 +335,37 @@ TEST_CASE("user objects end in a thread of the driver's, where no call is allowe
   CHECK(seen.answer == CUDA_ERROR_NOT_PERMITTED);
   CHECK(seen.thread != std::this_thread::get_id());
 }
+
+TEST_CASE("launches that are not over keep what their executable kept") {
+  Simulation s;
+  std::atomic<int> ended = 0;
+  CUuserObject object = nullptr;
+  const auto end = [](void* pointer) { ++*static_cast<std::atomic<int>*>(pointer); };
+  CHECK(s.api.cuUserObjectCreate.function(&object, &ended, end, 1,
+                                          CU_USER_OBJECT_NO_DESTRUCTOR_SYNC) == CUDA_SUCCESS);
+  REQUIRE(s.caller.begin_capture(s.one.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
+  for (const int value : {6, 7}) CHECK(s.launch(s.one.number(), value) == CUDA_SUCCESS);
+  const CUgraph graph = s.caller.end(s.one.handle);
+  CHECK(s.api.cuGraphRetainUserObject.function(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE) ==
+        CUDA_SUCCESS);
+  CUgraphExec executable = nullptr;
+  CHECK(s.caller.instantiate(&executable, graph, 0) == CUDA_SUCCESS);
+  CHECK(s.caller.destroy_graph(graph) == CUDA_SUCCESS);
+  CHECK(s.caller.launch(executable, s.one.handle) == CUDA_SUCCESS);  // over at once
+  for (const CallerStream* stream : {&s.one, &s.two}) {
+    s.control.hold(stream->number());
+    CHECK(s.caller.launch(executable, stream->handle) == CUDA_SUCCESS);
+  }
+  CHECK(s.launch(s.one.number(), 8) == CUDA_SUCCESS);
+  CHECK(s.caller.destroy_executable(executable) == CUDA_SUCCESS);
+  CHECK(s.control.leaks().objects == 1);
+  s.control.release(s.two.number());
+  CHECK(s.byte() == 7);
+  s.control.step(s.one.number());
+  CHECK(s.control.leaks().objects == 1);
+  CHECK(ended == 0);
+  s.control.step(s.one.number());  // the last of the graph's; what came after it is still held
+  CHECK(s.control.pending(s.one.number()) == 1);
+  CHECK(s.control.leaks().objects == 0);
+  CHECK(comes_true([&] { return ended == 1; }));
+}

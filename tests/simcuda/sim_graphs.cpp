@@ -109,7 +109,7 @@ Graph* SimGraphs::find(CUgraphExec executable) {
 CUresult SimGraphs::destroy(CUgraph graph) {
   const auto found = graphs_.find(graph);
   if (found == graphs_.end()) return CUDA_ERROR_INVALID_VALUE;
-  let_go(*found->second);
+  let_go(found->second->kept);
   graphs_.erase(found);
   return CUDA_SUCCESS;
 }
@@ -118,7 +118,7 @@ CUresult SimGraphs::instantiate(CUgraphExec* executable, CUgraph graph) {
   const Graph* source = find(graph);
   if (source == nullptr) return CUDA_ERROR_INVALID_VALUE;
   auto made = std::make_unique<Graph>(*source);
-  for (const auto& [object, references] : made->kept) objects_.at(object)->references += references;
+  retain(made->kept);
   *executable = reinterpret_cast<CUgraphExec>(made.get());
   executables_.emplace(*executable, std::move(made));
   return CUDA_SUCCESS;
@@ -127,7 +127,7 @@ CUresult SimGraphs::instantiate(CUgraphExec* executable, CUgraph graph) {
 CUresult SimGraphs::destroy(CUgraphExec executable) {
   const auto found = executables_.find(executable);
   if (found == executables_.end()) return CUDA_ERROR_INVALID_VALUE;
-  let_go(*found->second);
+  let_go(found->second->kept);
   executables_.erase(found);
   return CUDA_SUCCESS;
 }
@@ -167,8 +167,17 @@ CUresult SimGraphs::keep(CUgraph graph, CUuserObject object, unsigned references
   return CUDA_SUCCESS;
 }
 
-void SimGraphs::let_go(const Graph& graph) {
-  for (const auto& [object, references] : graph.kept) release_object(object, references);
+std::function<void()> SimGraphs::keep_for_launch(const Graph& executable) {
+  retain(executable.kept);
+  return [this, kept = executable.kept] { let_go(kept); };
+}
+
+void SimGraphs::retain(const References& kept) {
+  for (const auto& [object, references] : kept) objects_.at(object)->references += references;
+}
+
+void SimGraphs::let_go(const References& kept) {
+  for (const auto& [object, references] : kept) release_object(object, references);
 }
 
 }  // namespace simcuda

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -33,10 +34,12 @@ class Destructors {
   bool started_ = false;
 };
 
+using References = std::map<CUuserObject, unsigned>;
+
 // The work and the references of a graph, or of an executable made from one.
 struct Graph {
   std::vector<Work> nodes;
-  std::map<CUuserObject, unsigned> kept;
+  References kept;
 };
 
 // A capture in progress, or one that events still remember.
@@ -67,6 +70,8 @@ class SimGraphs {
   CUresult instantiate(CUgraphExec* executable, CUgraph graph);
   Graph* find(CUgraphExec executable);
   CUresult destroy(CUgraphExec executable);
+  // Keeps the user objects of an executable for a launch of it. To be called when that is over.
+  std::function<void()> keep_for_launch(const Graph& executable);
 
   CUresult make_object(CUuserObject* object, void* pointer, CUhostFn destructor,
                        unsigned references, unsigned flags);
@@ -80,7 +85,8 @@ class SimGraphs {
     CUhostFn destructor = nullptr;
     unsigned references = 0;
   };
-  void let_go(const Graph& graph);
+  void retain(const References& kept);
+  void let_go(const References& kept);
 
   Destructors& destructors_;
   std::vector<std::shared_ptr<Capture>> captures_;

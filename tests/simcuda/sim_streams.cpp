@@ -187,6 +187,7 @@ bool SimStreams::run_next(Stream& stream) {
   if (!std::ranges::all_of(item.behind, &Point::reached)) return false;
   if (item.queries != 0 || std::chrono::steady_clock::now() < item.earliest) return false;
   if (item.kind == Item::Kind::work) execute(item.work);
+  if (item.then && error_ == CUDA_SUCCESS) item.then();
   stream.queue.pop_front();
   ++stream.done;
   if (stream.held) --stream.steps;

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -53,6 +54,7 @@ class SimStreams {
     // record: passes only after so many queries and not before that time
     std::uint64_t queries = 0;
     std::chrono::steady_clock::time_point earliest{};
+    std::function<void()> then{};  // once it was executed
   };
   struct Stream {
     int device = 0;

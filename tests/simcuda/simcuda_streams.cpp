@@ -396,6 +396,12 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuGraphLaunch(CUgraphExec executable, CUstream s
                     const CUresult code = simcuda::submit(s, stream, node);
                     if (code != CUDA_SUCCESS) return code;
                   }
+                  // Its user objects stay until its last node has run, also where the executable
+                  // is destroyed before.
+                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  if (!graph->nodes.empty() && found->capture == nullptr && !found->queue.empty()) {
+                    found->queue.back().then = s.model->graphs.keep_for_launch(*graph);
+                  }
                   return CUDA_SUCCESS;
                 });
 }
