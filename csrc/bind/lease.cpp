@@ -48,8 +48,11 @@ void end_one(Generation* generation, const Caller& caller, Launched& launched) {
   look_at(pool, caller, launched);
   if (launched.captured) {
     pool.ensure_mapper();
-    buffer->end_lease(caller, nullptr);
+    if (!caller.named) buffer->use(caller);
     pool.driver().keep_for_graph(caller.stream, end_with_graph, generation);
+    // Only now, and this cannot fail: an end that is tried again must not take away the note of
+    // another lease of the stream.
+    if (caller.named) buffer->end_lease(caller, nullptr);
   } else {
     buffer->end_lease(caller, launched.after);
     pool.end(generation);

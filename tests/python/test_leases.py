@@ -284,6 +284,48 @@ def test_a_captured_lease_lasts_for_the_graphs_life(sim, pool):
     t.close()
 
 
+def test_a_graph_destroyed_while_it_is_replayed(sim, pool):
+    """CUDA lets a graph's user objects go only once its launches are over."""
+    stream = sim.stream()
+    t = filled(pool, 16, 1)
+    graph = captured(sim, pool, t, stream)
+    executable = sim.instantiate(graph)
+    sim.destroy_graph(graph)
+    sim.hold(stream)
+    sim.replay(executable, stream)
+    sim.destroy_executable(executable)
+    t.close()
+    assert not eventually(lambda: held(pool) == 0, 0.02)
+    sim.release(stream)
+    assert eventually(lambda: held(pool) == 0)
+
+
+@pytest.mark.parametrize("operation", ["fork", "own", "extend", "reallocate"])
+def test_what_remaps_pages_waits_for_a_leased_replay(sim, stream_pool, operation):
+    """The graph keeps the pages, but nobody knows in which streams it runs unless a lease says so."""
+    pool = stream_pool(patience=0.05)
+    stream = sim.stream()
+    t = filled(pool, 15, 1)
+    child = t.fork() if operation in ("own", "extend") else None
+    sim.begin_capture(stream)
+    with vtensor.lease(t, stream=stream):
+        sim.kernel(stream, t)
+    graph = sim.end_capture(stream)
+    executable = sim.instantiate(graph)
+    sim.hold(stream)
+    with vtensor.lease(t, stream=stream):
+        sim.replay(executable, stream)
+    arguments = {"fork": (), "own": (0, 15), "extend": (1,), "reallocate": (32,)}[operation]
+    with pytest.raises(vtensor.TimedOut):
+        getattr(t, operation)(*arguments)
+    sim.release(stream)
+    other = getattr(t, operation)(*arguments)
+    sim.destroy_graph(graph), sim.destroy_executable(executable)
+    for each in (t, child, other):
+        if each is not None:
+            each.close()
+
+
 def test_the_end_of_a_graph_makes_no_driver_call_in_its_thread(sim, stream_pool):
     """CUDA's callbacks may not: the simulated ones are refused there, which would show as held pages. The
     mapper unmaps, also in a pool that has none until then."""
@@ -363,6 +405,27 @@ def test_a_graph_that_cannot_hold_a_lease(sim, stream_pool, call):
     sim.destroy_graph(graph)
     sim.destroy_executable(executable)
     assert eventually(lambda: held(pool) == 0)
+    t.close()
+
+
+def test_a_refused_end_tried_again_ends_no_other_lease(sim, stream_pool):
+    """Two leases in one stream, one of them captured: the other's work is waited for all the same."""
+    pool = stream_pool(patience=0.05)
+    stream = sim.stream()
+    t = filled(pool, 16, 1)
+    with vtensor.lease(t, stream=stream):
+        inner = vtensor.lease(t, stream=stream)
+        sim.begin_capture(stream)
+        with pytest.raises(vtensor.DriverError), inner:
+            sim.kernel(stream, t)
+            sim.fail("cuGraphRetainUserObject")
+        inner.__exit__(None, None, None)  # once more
+        sim.destroy_graph(sim.end_capture(stream))
+        sim.hold(stream)
+        sim.kernel(stream, t)
+        with pytest.raises(vtensor.TimedOut):
+            t.fork()
+        sim.release(stream)
     t.close()
 
 
