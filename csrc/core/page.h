@@ -17,6 +17,7 @@ struct Page {
   std::uint32_t references = 0;        // page table entries, and one for ever where quarantined
   bool resident = false;               // its memory is taken: in use, or kept for the next user
   bool dirty = false;                  // may hold bytes that somebody wrote
+  bool quarantined = false;            // given up for good
   std::uint64_t last_owner = kNobody;  // id of the buffer that had it last
   std::uint64_t freed_at = 0;          // on the steady clock, ns; only where the pool trims by age
   HandleRun* run = nullptr;            // the run it belongs to, where handles are adjacent

@@ -134,6 +134,7 @@ bool PagePool::take_back(PoolLock& lock, steady_clock::time_point until) {
 }
 
 void PagePool::quarantine(Page* page) {
+  if (std::exchange(page->quarantined, true)) return;  // by another of those who share it
   ++page->references;
   ++quarantined_;
 }

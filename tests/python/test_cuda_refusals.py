@@ -125,6 +125,28 @@ def test_when_the_undoing_is_refused_too_nothing_is_lost_but_pages(pool_factory,
     refuse_each(pool_factory, arrange, arm)
 
 
+def test_a_shared_page_is_quarantined_once(pool_factory):
+    """By each tensor that cannot have its mapping back, and counted once."""
+    for skip in range(200):
+        pool = pool_factory("simcuda")
+        t = tensor(pool, 3)
+        sharing = [t, t.fork()]
+        for each in sharing:
+            with testing.fail_after(pool, skip, refuse=1_000_000), contextlib.suppress(vtensor.VTensorError):
+                each.own(0, 3)
+        lost = [all(record.state == "quarantined" for record in each.pages()) for each in sharing]
+        for each in sharing:
+            each.close()
+        del t, sharing, each
+        stats = pool.stats()
+        testing.check_invariants(pool)
+        assert stats.pages_used == stats.pages_quarantined
+        pool.close()
+        if all(lost):
+            return
+    pytest.fail("never both")
+
+
 @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
 def test_refused_giving_back_is_tried_again(simcuda, call):  # I14
     t = tensor(simcuda, 12)
