@@ -216,6 +216,9 @@ class TensorCore:
     def mapped_bytes(self) -> int: ...
 
     @property
+    def mapped_bytes_seen(self) -> int: ...
+
+    @property
     def reserved_bytes(self) -> int: ...
 
     @property

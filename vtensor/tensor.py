@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
+from vtensor._line import tensor_line
 from vtensor._streams import Stream, stream_handle
 from vtensor.errors import CapacityExceeded, Closed, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
@@ -321,7 +322,13 @@ class VTensor(torch.Tensor):
         return self._alias().__dlpack__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"VTensor({self._alias()!r}, length={self.length}, capacity={self.capacity})"
+        return tensor_line(self)
+
+    def __str__(self) -> str:
+        # A compiled region has no snapshot to give, and breaks at any other question.
+        return repr(self) if torch.compiler.is_compiling() or self.closed else str(self._alias())
+
+    __format__ = object.__format__  # torch's refuses closed tensors
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         from vtensor import _html  # only notebooks need it
@@ -395,9 +402,6 @@ class _ClosedVTensor(VTensor):
         name = getattr(func, "__name__", str(func))
         raise Closed(f"[{name}] the VTensor is closed: make a new one, or keep a snapshot() before closing")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return "VTensor(closed)"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise Closed("[copy.deepcopy] the VTensor is closed")
 
@@ -410,9 +414,8 @@ def _watch_writes(tensor: VTensor) -> None:
     if not tensor._core.shares_pages:
         tensor.__class__ = VTensor
         return
-    from vtensor._guarded import (
-        GuardedVTensor,
-    )  # costs an import that only CUDA tensors with shared pages need
+    # An import that only CUDA tensors with shared pages need.
+    from vtensor._guarded import GuardedVTensor
 
     tensor.__class__ = GuardedVTensor
 

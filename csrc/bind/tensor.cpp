@@ -118,6 +118,11 @@ void bind_tensor(nb::module_& module) {
       .def("record_stream", &TensorCore::record_stream)
       .def("pages", &pages_of)
       .def_prop_ro("mapped_bytes", &mapped_bytes)
+      .def_prop_ro("mapped_bytes_seen",
+                   [](TensorCore& core) {
+                     const std::shared_ptr<Buffer> buffer = core.buffer();
+                     return buffer ? buffer->mapped_pages_seen() * buffer->pool()->page_size() : 0;
+                   })
       .def_prop_ro(
           "reserved_bytes",
           [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->reserved_bytes(); })

@@ -3,6 +3,7 @@
 // the extent; everything else is given back, once the work that may touch it is done.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -197,6 +198,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // Whether a write to some page of ours does not reach its handle.
   bool guarded();
   std::size_t mapped_pages();
+  // As that, at once: no lock is waited for and nothing taken back, so that it may be a moment old.
+  std::size_t mapped_pages_seen() const noexcept { return mapped_ + quarantined_; }
   std::vector<PageRecord> pages();
 
   // Everything below requires the pool's lock.
@@ -398,8 +401,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
       std::make_unique<Generation>();  // made ahead: leaving cannot fail
   PageTable table_;
   std::vector<RowHome> homes_;
-  std::size_t mapped_ = 0;
-  std::size_t quarantined_ = 0;
+  // Changed with the lock; read without it by mapped_pages_seen().
+  std::atomic<std::size_t> mapped_ = 0;
+  std::atomic<std::size_t> quarantined_ = 0;
   std::size_t waiting_ = 0;  // callers, for that to end; the mapper lets them go first
   bool may_park_ = true;     // once, when the owner has left
   LookAhead pace_;

@@ -1,0 +1,128 @@
+"""`repr` of a tensor is one line that costs nothing and works in any state; `str` shows the elements."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import vtensor
+from support import filled, quarter, run_snippet
+
+
+def test_one_line_says_what_it_is(pool):
+    t = filled(pool, 10, capacity=6400)  # 2.5 pages
+    assert (
+        repr(t)
+        == f"<VTensor [10, 1024] uint8 on {t.device}, 10 of 6,400 positions along dim 0, 12 KiB mapped>"
+    )
+    rows = vtensor.empty(2, 3, 0, 8, grow_dim=-2, capacity=16, dtype=torch.bfloat16, pool=pool)
+    assert repr(rows).startswith("<VTensor [2, 3, 0, 8] bfloat16 on ")
+    assert "0 of 16 positions along dim 2, 0 B mapped" in repr(rows)
+
+
+def test_it_follows_the_tensor(pool):
+    t = filled(pool, 4)
+    fork = copy.deepcopy(t)  # on CUDA the tensor's class is another one while pages are shared
+    assert "4 of 64" in repr(t) and "4 KiB mapped" in repr(t)
+    assert repr(fork) == repr(t)
+    t.extend(5)
+    assert "[9, 1024]" in repr(t) and "9 of 64" in repr(t) and "12 KiB mapped" in repr(t)
+    t.close()
+    assert repr(t) == str(t) == f"{t}" == "<VTensor, closed>"
+    fork.close()
+
+
+def test_a_pool_that_was_closed_leaves_tensors_that_say_so(pool_factory, kind):
+    pool = pool_factory(kind)
+    t = filled(pool, 4)
+    pool.close()
+    assert repr(t) == "<VTensor, closed>"
+
+
+def test_str_shows_the_elements_as_torch_does(pool):
+    t = quarter(pool, 3, dtype=torch.float32)
+    t.copy_(torch.arange(t.numel()).view(t.shape))
+    plain = t.clone()
+    assert str(t) == str(plain) == f"{t}" and str(t).startswith("tensor([[")
+    assert repr(t[1:]) == repr(plain[1:]) and repr(t.snapshot()) == repr(plain)  # plain tensors, as ever
+
+
+@pytest.mark.parametrize("look", [repr, lambda t: repr([t, {"k": t}])], ids=["alone", "in_a_list"])
+def test_no_element_is_read_and_no_driver_called(pool, monkeypatch, look):
+    t = filled(pool, 9)
+    fork = t.fork()
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda self: pytest.fail("elements were read"))
+    for operation in ("snapshot", "pages", "nbytes_mapped"):
+        monkeypatch.setattr(vtensor.VTensor, operation, lambda self: pytest.fail("asked the core for more"))
+    with vtensor.trace.record() as recording:
+        look(t), look(fork)
+    assert recording.events() == []
+    monkeypatch.undo()
+    fork.close()
+
+
+def test_pages_that_cannot_be_read_are_not():
+    run_snippet(
+        """
+        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0)
+        t = filled(pool, 8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(t.address), ctypes.c_size_t(8192), 0) == 0  # PROT_NONE
+        assert "8 of 64" in repr(t) and "8 KiB mapped" in repr(t)
+        assert libc.mprotect(ctypes.c_void_p(t.address), ctypes.c_size_t(8192), 3) == 0
+        assert "tensor(" in str(t)
+        """
+    ).check()
+
+
+def test_no_lock_is_waited_for():
+    """In a child of `fork` whose parent may have held the pool's lock, as beside a thread that holds it."""
+    run_snippet(
+        """
+        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0)
+        t = filled(pool, 8)
+        line = repr(t)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if repr(t) == line and "tensor(" in str(t) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """
+    ).check()
+
+
+def test_a_graph_that_a_write_brought_in_is_named(pool):
+    t = quarter(pool, 3, dtype=torch.float32)
+    assert "grad_fn" not in repr(t)
+    t.mul_(torch.ones(t.shape[1:], device=t.device, requires_grad=True))
+    assert re.search(r", grad_fn=<\w+Backward0>>$", repr(t)) and "\n" not in repr(t)
+
+
+def test_modes_of_torch_do_not_meet_it(pool):
+    t = quarter(pool, 3, dtype=torch.float32)
+    line = repr(t)
+    for mode in (torch.no_grad(), torch.inference_mode(), FakeTensorMode()):
+        with mode:
+            assert repr(t) == line
+    seen = []
+    torch.vmap(lambda x: (seen.append(repr(x)), x + 1)[1])(t)
+    assert line in seen[0]
+
+
+def test_a_compiled_region_may_print_it(pool):
+    t = quarter(pool, 3, dtype=torch.float32)
+    line = repr(t)
+    seen = []
+
+    def step(x):
+        total = x.sum()
+        seen.extend([repr(x), str(x), f"{x}"])
+        return total + 1
+
+    torch._dynamo.reset()
+    assert torch.compile(step, backend="eager")(t) == t.sum() + 1
+    assert seen == [line] * 3
+    torch._dynamo.reset()
