@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vtensor import _starting as _starting  # before torch is imported
 from vtensor import trace
 from vtensor.errors import (
     CapacityExceeded,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ import pytest
 
 import vtensor
 from support import simcuda_library
-from vtensor import testing
+from vtensor import _starting, testing
 from vtensor.cli import bench, main
 from vtensor.cli.drivers import granularity, libraries
 from vtensor.cli.limits import limits
@@ -41,10 +43,24 @@ def start(*arguments: str, cwd: Path, environment=ENVIRONMENT, **options) -> sub
     )
 
 
-def test_info_in_a_terminal(tmp_path: Path) -> None:
+def start_in_terminal(*arguments: str, cwd: Path) -> tuple[subprocess.Popen, int]:
+    """The process, which has a terminal of its own, and our side of that."""
     master, terminal = pty.openpty()
-    process = start("info", cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal)
+
+    def enter() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-m", "vtensor", *arguments]
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    process = subprocess.Popen(command, cwd=cwd, env=ENVIRONMENT, preexec_fn=enter, **streams)
     os.close(terminal)
+    return process, master
+
+
+def read_all(master: int) -> str:
+    """What a terminal shows until its process ends, for a minute at most."""
     text, until = b"", time.monotonic() + 60
     while time.monotonic() < until:
         if select.select([master], [], [], 1.0)[0]:
@@ -56,8 +72,13 @@ def test_info_in_a_terminal(tmp_path: Path) -> None:
                 break
             text += read
     os.close(master)
-    assert process.wait(60) == 0, text
-    shown = text.decode()
+    return text.decode()
+
+
+def test_info_in_a_terminal(tmp_path: Path) -> None:
+    process, master = start_in_terminal("info", cwd=tmp_path)
+    shown = read_all(master)
+    assert process.wait(60) == 0, shown
     for word in ("Drivers", "memfd and mmap", "vm.max_map_count", "to raise it: sudo sysctl", "ulimit -n"):
         assert word in shown, shown
     assert shown.count("  ok  ") == 4 and "WRONG" not in shown
@@ -209,6 +230,37 @@ def test_no_standard_output_at_all(tmp_path: Path) -> None:
     command = f'exec "{sys.executable}" -m vtensor info >&-'
     result = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_interrupted_while_torch_is_imported(tmp_path: Path) -> None:
+    process, master = start_in_terminal("info", cwd=tmp_path)
+    maps = Path(f"/proc/{process.pid}/maps")
+    until = time.monotonic() + 60
+    while "libtorch" not in maps.read_text():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.001)
+    os.write(master, b"\x03")  # Ctrl-C, as the terminal tells it
+    shown = read_all(master)
+    assert process.wait(60) == 130, shown
+    assert shown.removeprefix("^C") == "stopped\r\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "argv, orig_argv, is_command",
+    [
+        (["-m"], ["python", "-m", "vtensor"], True),
+        (["-m", "info", "--json"], ["python", "-X", "dev", "-m", "vtensor", "info", "--json"], True),
+        (["-m", "vtensor"], ["python", "-m", "other", "vtensor"], False),
+        (["-c", "vtensor"], ["python", "-c", "import vtensor", "vtensor"], False),
+        (["serve.py", "-m", "vtensor"], ["python", "serve.py", "-m", "vtensor"], False),
+        ([], [], False),
+    ],
+)
+def test_ctrl_c_is_changed_for_the_command_alone(monkeypatch, argv, orig_argv, is_command) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", orig_argv)
+    assert _starting._is_command() == is_command
 
 
 def test_interrupted_bench_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from vtensor import _starting
 from vtensor.errors import VTensorError
 
 __all__ = ["main"]
 
-INTERRUPTED = 130  # 128 and the number of the signal, as shells tell it: SIGINT
 PIPE_CLOSED = 141  # SIGPIPE
 
 Command = Callable[[argparse.Namespace, list[str]], int]
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` (``sys.argv[1:]`` unless given) name; returns the exit status."""
     try:
         try:
+            _starting.over()
             status = _run(sys.argv[1:] if arguments is None else list(arguments))
         except SystemExit as leaving:  # argparse: after --help, or for a wrong argument
             status = leaving.code if isinstance(leaving.code, int) else 1
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         _tell("stopped")
-        return INTERRUPTED
+        return _starting.INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes once more when it ends, and finds nobody either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
