@@ -37,7 +37,9 @@ _STYLE = (
     ".vtensor svg{display:block;width:100%;max-width:720px;height:auto;margin:3px 0}"
     ".vtensor .vt-empty{fill:var(--vt-empty);stroke:var(--vt-line)}"
     ".vtensor .vt-tick{stroke:var(--jp-content-font-color1,var(--vt-text))}"
-    ".vtensor .vt-key{display:inline-block;width:10px;height:10px;margin:0 4px 0 0;border-radius:2px}"
+    ".vtensor .vt-what{margin-top:5px}"
+    ".vtensor .vt-key{display:inline-block;box-sizing:border-box;width:10px;height:10px;margin:0 4px 0 0;"
+    "border-radius:2px}"
     ".vtensor .vt-item{margin-right:14px;white-space:nowrap}"
 ).replace("DARK", "--vt-text:#e6edf3;--vt-faint:#9da7b1;--vt-empty:#2b3137;--vt-line:#545d66")
 
@@ -183,7 +185,7 @@ def _strip(name: str, runs: Sequence[Run], shown: int, slots: int) -> str:
         )
     words = ", ".join(f"{run.state} {run.start:,} to {run.stop - 1:,}" for run in runs[:12])
     more = f" and {len(runs) - 12} runs more" if len(runs) > 12 else ""
-    label = f'<div class="vt-faint">{escape(name)}</div>' if name else ""
+    label = f'<div class="vt-faint vt-what">{escape(name)}</div>' if name else ""
     return label + _svg(
         f"{name + ': ' if name else ''}pages {words}{more}; {slots:,} reserved in all", shapes
     )
@@ -223,7 +225,7 @@ def _proportions(what: str, parts: Sequence[tuple[str, int, str]], whole: int | 
             shapes.append(_box(min(at, _WIDTH - width), width, colour, f"<title>{name}: {pages:,}</title>"))
             at += width
     words = ", ".join(f"{pages:,} {name}" for name, pages, _ in parts)
-    return f'<div class="vt-faint">{escape(what)}</div>' + _svg(
+    return f'<div class="vt-faint vt-what">{escape(what)}</div>' + _svg(
         f"{what}: {words}, of {whole:,} pages", shapes
     )
 
@@ -243,7 +245,7 @@ def _slots(lengths: Sequence[int], page_tokens: int) -> str:
             _box(0, length * scale, COLOURS["mapped"], f"<title>{length:,} tokens</title>"),
         ]
         words = f"slot {slot}: {length:,} tokens, {pages:,} pages deep"
-        drawn.append(f'<div class="vt-faint">{words}</div>' + _svg(words, shapes))
+        drawn.append(f'<div class="vt-faint vt-what">{words}</div>' + _svg(words, shapes))
     if len(used) > _MOST_STRIPS:
         drawn.append(f'<div class="vt-faint">and {len(used) - _MOST_STRIPS:,} slots more</div>')
     return "".join(drawn)
