@@ -189,7 +189,7 @@ def test_libraries_are_found_without_importing_them() -> None:
     [
         ([], "required: command"),
         (["dmeo"], "invalid choice: 'dmeo'"),
-        (["info", "--jsno"], "unrecognized arguments: --jsno"),
+        (["info", "--jsno"], "vtensor info: error: unrecognized arguments: --jsno"),
         (["info", "more"], "unrecognized arguments: more"),
         (["--quick", "demo"], "unrecognized arguments"),
         (["demo", "--qick"], "unrecognized arguments: --qick"),

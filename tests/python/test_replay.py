@@ -257,7 +257,7 @@ def test_the_command_over_the_simulated_driver(tmp_path):
 def test_wrong_arguments(tmp_path, capsys, arguments, what):
     assert run_here(few_rows(tmp_path), *arguments) == 2
     captured = capsys.readouterr()
-    assert what in captured.err and captured.out == ""
+    assert captured.err.startswith("error: [") and what in captured.err and captured.out == ""
 
 
 def run_here(*arguments):

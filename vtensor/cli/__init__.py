@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> int:
 
     options, rest = parser.parse_known_args(arguments)
     if rest and (options.command not in ("demo", "bench") or arguments[0] != options.command):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
     run: Command = {"info": _info, "demo": _demo, "bench": _bench, "replay": _replay}[options.command]
     return run(options, rest)
 

@@ -108,7 +108,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         _run(arguments)
     except VTensorError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgument) else 1
     return 0
 
