@@ -64,6 +64,7 @@ TARGETS = {"tensor": "t, expected", "view": "view, expected.narrow(dim, 3, 6)"}
 RIGHT = {
     "clone": "assert same_bytes(x.clone(), want)",
     "clone_preserve": "assert torch.equal(x.clone(memory_format=torch.preserve_format), want)",
+    # repr of a VTensor is one cheap line (test_repr.py); the elements are for str and print
     "repr": "assert 'tensor' in repr(x).lower() and 'tensor(' in str(x) and f'{x}' == str(x); print(x)",
     "equal": "assert torch.equal(x, want) and not torch.equal(x, want + 1)",
     "slicing": """
