@@ -161,7 +161,7 @@ bool Buffer::is_ready(Interval positions) const {
 
 void Buffer::grow_ready(const Caller& caller, Interval positions) {
   note(caller.stream);
-  pace_.step(positions.end - positions_.end);
+  if (!placed()) pace_.step(positions.end - positions_.end);
   positions_ = positions;
   const Interval wanted = slots_of(positions);
   if (wanted.end > extent_end()) {

@@ -375,8 +375,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool wanting_ = false;        // on the pool's list
   // What growing over ready pages looks at lies together: many buffers grow in one step, and their
   // memory is cold.
-  std::size_t guarded_ = 0;   // pages
+  std::size_t guarded_ = 0;  // pages
+  // Changed with the lock; read without it by mapped_pages_seen().
+  std::atomic<std::size_t> mapped_ = 0;
+  std::atomic<std::size_t> quarantined_ = 0;
   std::size_t want_end_ = 0;  // slots below are wanted ready
+  std::size_t ready_until_ = 0;
   Interval positions_;
   Interval extent_;   // slots that positions_ need
   Interval ready_;    // slots behind the extent, mapped and clean in every row
@@ -401,13 +405,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
       std::make_unique<Generation>();  // made ahead: leaving cannot fail
   PageTable table_;
   std::vector<RowHome> homes_;
-  // Changed with the lock; read without it by mapped_pages_seen().
-  std::atomic<std::size_t> mapped_ = 0;
-  std::atomic<std::size_t> quarantined_ = 0;
   std::size_t waiting_ = 0;  // callers, for that to end; the mapper lets them go first
   bool may_park_ = true;     // once, when the owner has left
   LookAhead pace_;
-  std::size_t ready_until_ = 0;
   std::exception_ptr error_;                        // of the mapper, not yet raised
   std::exception_ptr refusal_;                      // of a fence or an unmap
   std::chrono::steady_clock::time_point retry_at_;  // when the mapper tries that again
