@@ -16,6 +16,7 @@ from . import BENCHMARKS, machine, report
 from .harness import Settings, Skipped
 
 RESULTS = Path(__file__).parent / "results"
+PRINTED = Path("-")
 
 
 def run_one(name: str, settings: Settings) -> report.Outcome:
@@ -31,15 +32,22 @@ def run_one(name: str, settings: Settings) -> report.Outcome:
     return report.Outcome(name, round(time.perf_counter() - start, 1), figures, skipped, error)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, prog: str = "python -m benchmarks") -> int:
     """1 where a benchmark failed or a count missed its bar; times are reported, not gated."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description="Figures beside their baselines, in one table.")
     parser.add_argument(
         "--only", action="append", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS)
     )
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; times mean nothing")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=PRINTED,
+        metavar="FILE",
+        help="write the results to FILE, or print them, and the table to standard error",
+    )
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/ too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -57,10 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     result = report.to_dict(settings, machine.describe(settings.device), outcomes)
     text = report.table(result)
-    print(text, end="")
     as_json = json.dumps(result, indent=1) + "\n"
-    if options.json:
-        options.json.write_text(as_json)
+    if options.json == PRINTED:
+        print(text, end="", file=sys.stderr)
+        print(as_json, end="")
+    else:
+        print(text, end="")
+        if options.json:
+            options.json.write_text(as_json)
     if options.save:
         RESULTS.mkdir(exist_ok=True)
         stem = f"{'gpu' if settings.device == 'cuda' else 'cpu'}-{result['date']}"

@@ -194,7 +194,6 @@ def test_libraries_are_found_without_importing_them() -> None:
         (["--quick", "demo"], "unrecognized arguments"),
         (["demo", "--qick"], "unrecognized arguments: --qick"),
         (["bench", "--only", "nothing"], "invalid choice: 'nothing'"),
-        (["bench", "--json", "file"], "unrecognized arguments: file"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], tells: str, capsys) -> None:

@@ -57,10 +57,7 @@ def _run(arguments: list[str]) -> int:
     info.add_argument("--json", action="store_true", help="print the report as JSON")
     # These two have parsers of their own, which know --help too.
     commands.add_parser("demo", help="a real text, read and continued with each cache", add_help=False)
-    bench = commands.add_parser(
-        "bench", help="figures beside their baselines, from a checkout", add_help=False, allow_abbrev=False
-    )
-    bench.add_argument("--json", action="store_true")
+    commands.add_parser("bench", help="figures beside their baselines, from a checkout", add_help=False)
     if arguments[:1] not in (["info"], ["demo"], ["bench"]) and _has_replay():
         importlib.import_module("vtensor.replay.cli").add_parser(commands)
 
@@ -91,7 +88,7 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
 def _bench(options: argparse.Namespace, rest: list[str]) -> int:
     from vtensor.cli import bench
 
-    return bench.main(rest, as_json=options.json)
+    return bench.main(rest)
 
 
 def _replay(options: argparse.Namespace, rest: list[str]) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
-import tempfile
 from pathlib import Path
 
 import vtensor
@@ -17,9 +15,8 @@ def checkout() -> Path | None:
     return folder if (folder / "benchmarks" / "harness.py").exists() else None
 
 
-def main(arguments: list[str], as_json: bool) -> int:
-    """Runs ``python -m benchmarks`` with these arguments; ``as_json`` prints its results as JSON instead of a
-    table."""
+def main(arguments: list[str]) -> int:
+    """Runs ``python -m benchmarks`` with these arguments."""
     sources = checkout()
     if sources is None:
         print(
@@ -30,12 +27,5 @@ def main(arguments: list[str], as_json: bool) -> int:
         return 1
     sys.path.insert(0, str(sources))
     benchmarks = importlib.import_module("benchmarks.__main__")
-    if not as_json:
-        status: int = benchmarks.main(arguments)
-        return status
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        with contextlib.redirect_stdout(sys.stderr):  # the table, for who watches
-            status = benchmarks.main([*arguments, "--json", str(results)])
-        print(results.read_text(), end="")
+    status: int = benchmarks.main(arguments, prog="python -m vtensor bench")
     return status
