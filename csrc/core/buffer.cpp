@@ -208,18 +208,26 @@ void Buffer::zero_foreign(const Caller& caller, std::span<const Run> runs) {
   }
 }
 
-// Maps pages of others at a run of empty entries.
-void Buffer::map_shared(const Run& run, std::span<Page* const> pages, EntryState state) {
-  scratch_.clear();
-  for (const Page* page : pages) scratch_.push_back(page->handle);
+// Maps pages of others, those of one run behind those of the last, at empty entries.
+void Buffer::map_shared(std::span<const Run> runs, std::span<Page* const> pages, EntryState state) {
+  if (runs.empty()) return;
+  std::vector<Handle> handles;
+  for (const Page* page : pages) handles.push_back(page->handle);
+  std::vector<Entry*> entries;
+  std::vector<PageRun> mapped;
+  for (const Run& run : runs) {
+    mapped.push_back(
+        {address_of(run), std::span(handles).subspan(entries.size(), run.slots.size())});
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
+      entries.push_back(&table_.at(run.row, slot));
+  }
   const auto enter = [&](std::size_t i, EntryState entered) {
     pool_->share(pages[i]);
-    table_.at(run.row, run.slots.begin + i) = {pages[i], entered};
+    *entries[i] = {pages[i], entered};
   };
-  const PageRun whole{address_of(run), scratch_};
   try {
-    const trace::Span span(trace::What::map, whole.at, scratch_.size() * page_size_, base_);
-    driver_.map({&whole, 1}, state == EntryState::guarded ? Access::guarded : Access::writable);
+    const trace::Span span(trace::What::map, mapped.front().at, pages.size() * page_size_, base_);
+    driver_.map(mapped, state == EntryState::guarded ? Access::guarded : Access::writable);
   } catch (const UndoFailed& error) {
     for (const std::size_t i : error.stuck) {
       enter(i, EntryState::quarantined);

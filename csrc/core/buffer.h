@@ -287,7 +287,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void enter(Arrival& arrival);
   void enter(Departure& departure);
   Departure departing(std::vector<Run> runs, std::size_t writable);
-  void map_shared(const Run& run, std::span<Page* const> pages, EntryState state);
+  void map_shared(std::span<const Run> runs, std::span<Page* const> pages, EntryState state);
   std::vector<Run> foreign_in(Interval slots) const;
   void zero_foreign(const Caller& caller, std::span<const Run> runs);
   void quarantine(const Run& run, std::span<const std::size_t> stuck);

@@ -340,19 +340,26 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
     const Busy busy(*this, lock, caller);
     part(lock, caller, parted);
     child->table_.reserve(extent_.size());
-    std::vector<Page*> pages;
-    for (std::size_t row = 0; row < rows.size(); ++row) {
-      std::vector<Run> runs;
-      collect(runs, rows[row], extent_, is_mapped);
-      for (const Run& run : runs) {
-        pages.clear();
-        for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-          pages.push_back(table_.at(run.row, slot).page);
+    const auto map = [&](bool (*wanted)(const Entry&), EntryState state) {
+      std::vector<Run> runs, theirs;
+      std::vector<Page*> pages;
+      for (std::size_t row = 0; row < rows.size(); ++row) {
+        runs.clear();
+        collect(runs, rows[row], extent_, wanted);
+        for (const Run& run : runs) {
+          const Interval slots = run.slots;
+          theirs.push_back({row, {slots.begin - extent_.begin, slots.end - extent_.begin}});
+          for (std::size_t slot = slots.begin; slot < slots.end; ++slot)
+            pages.push_back(table_.at(run.row, slot).page);
         }
-        const EntryState state = table_.at(run.row, run.slots.begin).state;
-        child->map_shared({row, {run.slots.begin - extent_.begin, run.slots.end - extent_.begin}},
-                          pages, exclusive ? state : EntryState::guarded);
       }
+      child->map_shared(theirs, pages, state);
+    };
+    if (exclusive) {
+      map(is_writable, EntryState::writable);
+      map(is_guarded, EntryState::guarded);
+    } else {
+      map(is_mapped, EntryState::guarded);
     }
     if (!exclusive) {
       std::vector<Run> writable;
@@ -424,36 +431,14 @@ void Buffer::accept(const Caller& caller, Interval positions,
   require_no_capture(caller);
   note(caller);
   table_.reserve(slots.end);
+  std::vector<Run> runs;
   std::vector<Page*> pages;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
+    runs.push_back({row, slots});
     for (const std::shared_ptr<Shelf>& shelf : shelves)
       pages.insert(pages.end(), shelf->row(row).begin(), shelf->row(row).end());
   }
-  std::vector<Handle> handles;
-  for (const Page* page : pages) handles.push_back(page->handle);
-  std::vector<PageRun> runs;
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    runs.push_back({slot_address(row, slots.begin),
-                    std::span(handles).subspan(row * slots.size(), slots.size())});
-  }
-  const auto enter = [&](std::size_t i, EntryState state) {
-    pool_->share(pages[i]);
-    table_.at(i / slots.size(), slots.begin + i % slots.size()) = {pages[i], state};
-  };
-  try {
-    const trace::Span span(trace::What::map, runs.front().at, handles.size() * page_size_, base_);
-    driver_.map(runs, Access::guarded);
-  } catch (const UndoFailed& error) {
-    for (const std::size_t i : error.stuck) {
-      enter(i, EntryState::quarantined);
-      pool_->quarantine(pages[i]);
-      ++quarantined_;
-    }
-    throw;
-  }
-  for (std::size_t i = 0; i < pages.size(); ++i) enter(i, EntryState::guarded);
-  mapped_ += pages.size();
-  guarded_ += pages.size();
+  map_shared(runs, pages, EntryState::guarded);
   positions_ = positions;
   extent_ = slots;
   revive(extent_);
