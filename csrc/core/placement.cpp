@@ -32,14 +32,7 @@ class AdjacentPlacement final : public Placement {
     RowHome home{pages, {}};
     home.runs.reserve(2);
     if (HandleRun* run = adopt_idle(pages, 1)) home.runs.push_back(run);
-    if (home.runs.empty() || home.runs[0]->length < pages) {
-      HandleRun* run = adopt_idle(pages, pages);
-      if (!run && idle_.size() >= join_at_) {
-        join_idle();
-        run = adopt_idle(pages, pages);
-      }
-      home.runs.push_back(run ? run : make_run(pages));
-    }
+    if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
     return home;
   }
 
@@ -54,7 +47,7 @@ class AdjacentPlacement final : public Placement {
   void pick(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) override {
     std::size_t at = 0;
     while (n != 0) {
-      if (at == home.runs.size()) home.runs.push_back(make_run(home.pages));
+      if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
       Page* page = pick_from(*home.runs[at], previous);
       if (!page) {
         ++at;
@@ -133,13 +126,24 @@ class AdjacentPlacement final : public Placement {
                          [&](const HandleRun* a, const HandleRun* b) { return rank(a) < rank(b); });
     if (best == idle_.end() || rank(*best) == std::pair(std::size_t{0}, false)) return nullptr;
     HandleRun* run = *best;
-    idle_.erase(best);
-    if (run->length > pages) split(*run, pages);
+    if (run->length > pages && run->pages.size() == run->length) {
+      run = cut(*run, pages);
+    } else {
+      if (run->length > pages) split(*run, pages);
+      std::erase(idle_, run);
+    }
     run->open = true;
     return run;
   }
 
-  HandleRun* make_run(std::size_t pages) {
+  // A run of `pages` pages: new handles only where those that exist are in use.
+  HandleRun* open_run(std::size_t pages) {
+    HandleRun* idle = adopt_idle(pages, pages);
+    if (!idle && idle_.size() >= join_at_) {
+      join_idle();
+      idle = adopt_idle(pages, pages);
+    }
+    if (idle) return idle;
     HandleRun* run = &runs_.emplace_back();
     run->first = driver_.create(pages);
     run->length = pages;
@@ -147,24 +151,34 @@ class AdjacentPlacement final : public Placement {
     return run;
   }
 
-  // Leaves `pages` pages in the run and makes an idle run of what lies behind them.
+  // Leaves `pages` pages in an idle run and makes another of what lies behind them.
   void split(HandleRun& run, std::size_t pages) {
-    HandleRun& rest = runs_.emplace_back();
-    rest.first = run.first + pages;
-    rest.length = run.length - pages;
-    run.length = pages;
-    if (run.pages.size() > pages) {
-      rest.pages.assign(run.pages.begin() + static_cast<std::ptrdiff_t>(pages), run.pages.end());
-      run.pages.resize(pages);
-      for (Page* page : rest.pages) {
-        page->run = &rest;
-        ++(page->resident ? rest.free_kept : rest.free_empty);
-      }
-      run.free_kept -= rest.free_kept;
-      run.free_empty -= rest.free_empty;
-      run.kept_from = run.empty_from = 0;
+    idle_.reserve(idle_.size() + 1);
+    idle_.push_back(cut(run, run.length - pages));
+  }
+
+  // Takes the last `pages` pages from an idle run, as a run of their own: joined runs are long, and
+  // what takes a short one from them must not touch all of their records.
+  HandleRun* cut(HandleRun& run, std::size_t pages) {
+    const std::size_t left = run.length - pages;
+    std::vector<Page*> records;
+    if (run.pages.size() > left)
+      records.assign(run.pages.begin() + static_cast<std::ptrdiff_t>(left), run.pages.end());
+    HandleRun& last = runs_.emplace_back();
+    last.first = run.first + left;
+    last.length = pages;
+    last.pages = std::move(records);
+    run.length = left;
+    run.pages.resize(run.pages.size() - last.pages.size());
+    for (Page* page : last.pages) {
+      page->run = &last;
+      ++(page->resident ? last.free_kept : last.free_empty);
     }
-    idle_.push_back(&rest);
+    run.free_kept -= last.free_kept;
+    run.free_empty -= last.free_empty;
+    // A short run keeps no room for the records of a long one.
+    if (run.pages.capacity() > 2 * run.pages.size() + kMostUnused) run.pages.shrink_to_fit();
+    return &last;
   }
 
   // Makes one of idle runs that lie side by side, as rows of other lengths have split them: their

@@ -3,10 +3,12 @@
 // millions.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <fstream>
 #include <random>
 
 #include "cpp/slot_cache_bench.h"
@@ -16,6 +18,13 @@ namespace {
 
 constexpr std::size_t kSlots = 6, kLength = 24, kPages = 80;
 constexpr std::size_t kUnit = 5;  // positions that hold a whole page of every kind
+
+// Bytes of the process that are in memory.
+std::size_t resident() {
+  std::size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages >> pages;
+  return pages * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+}
 
 template <class T>
 class Machine {
@@ -56,16 +65,18 @@ class Machine {
       }
       if (i % 64 == 0 || refuse_) bench_.check();
       if (i % 100'000 == 99'999 && operations > 1'000'000) {
-        std::printf("%zu of %zu operations\n", i + 1, operations);
+        std::printf("%zu of %zu operations, %zu MiB\n", i + 1, operations, resident() >> 20);
         std::fflush(stdout);
+        if (settled_ == 0) settled_ = resident();
       }
       ++done_;
     }
   }
   std::size_t finish() {
     kept_.clear();
-    // Handles are used again, and not made anew for ever: some hundred are in use at a time.
-    if (!T::is_cuda) CHECK(bench_.pool->driver().create(1) < 20'000);
+    // Handles are used again, and not made anew for ever: the most is a thousand.
+    if (!T::is_cuda) CHECK(bench_.pool->driver().create(1) < 4'000);
+    if (settled_ != 0) CHECK(resident() < settled_ + (std::size_t{16} << 20));
     bench_.finish(lost_);
     return done_;
   }
@@ -230,6 +241,7 @@ class Machine {
   std::deque<Kept> kept_;
   bool lost_ = false;
   std::size_t done_ = 0, refused_ = 0, stepped_ = 0;
+  std::size_t settled_ = 0;  // bytes resident once caches are warm; of long runs
 };
 
 std::size_t operations() {
