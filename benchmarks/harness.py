@@ -119,6 +119,13 @@ def interleave(samples: Mapping[str, Sample], rounds: int, warmup: int = 1) -> d
     return taken
 
 
+def keep_awake(seconds: float = 0.0005) -> None:
+    """Runs for so long: a core that slept needs up to 0.2 ms to be at its speed again."""
+    until = perf_counter_ns() + int(seconds * 1e9)
+    while perf_counter_ns() < until:
+        pass
+
+
 def clock(operation: Callable[[], object], wait: Callable[[], None] | None = None) -> float:
     """Seconds that one call took, on the device too where `wait` waits for it."""
     start = perf_counter_ns()

@@ -19,6 +19,7 @@ from .harness import (
     clock,
     count,
     interleave,
+    keep_awake,
     quantile,
     slowdown,
 )
@@ -181,6 +182,7 @@ def ready_pages(settings: Settings) -> list[Figure]:
     for _ in range(pages):
         t.prepare(1)
         pool.wait_idle()
+        keep_awake()  # until the mapper sleeps again, as it does between a request's tokens
         crossing.append(clock(lambda: t.extend(1)))
         of_page = sorted(clock(lambda: t.extend(1)) for _ in range(tokens - 1))
         inside.append(quantile(of_page, 0.5))

@@ -64,7 +64,7 @@ void Buffer::want(std::size_t slots_end, bool soon) {
     if (!wanting_) pool_->want(shared_from_this());
     wanting_ = true;
     want_end_ = std::max(want_end_, slots_end);
-    if (soon) pool_->call_mapper();
+    soon ? pool_->call_mapper() : pool_->tell_mapper_later();
   } catch (const std::bad_alloc&) {
     // Whoever needs the pages will say.
   }

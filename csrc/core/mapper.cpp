@@ -122,6 +122,7 @@ class Mapper::Step {
   bool refused() const { return refused_; }
 
   bool claim_ahead(PoolLock& lock) {
+    pool_.untold_ = false;
     if (pool_.wanting_.empty()) return false;
     std::size_t pages = std::min(most_, pool_.spare_pages());
     make_ready(lock, pages);

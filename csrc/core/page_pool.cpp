@@ -320,7 +320,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   reap();
   std::exception_ptr refused = settle_all();  // what was refused is tried again, here
   while (!refused && !idle()) {
-    if (!wanting_.empty()) mapper_.wake();
+    if (std::exchange(untold_, false)) mapper_.wake();
     if (steady_clock::now() >= until) {
       throw TimedOut("[Pool.wait_idle] timed out after " + seconds_text(timeout) + ": " +
                      std::to_string(unsettled_.size()) +

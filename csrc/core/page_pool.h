@@ -180,6 +180,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // `buffer` wants pages ahead: the mapper looks at it when it is next awake.
   void want(const std::shared_ptr<Buffer>& buffer);
   void unwant(const std::shared_ptr<Buffer>& buffer) noexcept;
+  // The mapper is to hear of what is wanted once it is awake, or somebody waits for it.
+  void tell_mapper_later() noexcept { untold_ = true; }
   // The mapper is woken once the lock is free, and started where it does not run.
   void call_mapper() noexcept;
   // Gives back what ended generations held, or has the mapper do it.
@@ -256,6 +258,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::vector<std::shared_ptr<Buffer>> wanting_;    // want pages ahead
   std::vector<std::shared_ptr<Buffer>> idle_;       // parked, oldest first
   bool wake_mapper_ = false;                        // once the lock is free
+  bool untold_ = false;                             // of some that wants pages
   LentPages lent_;
 
   std::atomic<Generation*> ended_{nullptr};
