@@ -10,6 +10,7 @@
 #include "base/trace.h"
 #include "bind/bindings.h"
 #include "bind/operation.h"
+#include "bind/released_gil.h"
 
 namespace vtensor::bind {
 
@@ -70,7 +71,7 @@ Lease::Lease(const std::vector<TensorCore*>& tensors, std::optional<Stream> stre
     const Device device = tensor->buffer()->pool()->traits().device;
     leased.emplace_back(tensor->buffer(), caller_of("lease", stream_, device));
   }
-  nb::gil_scoped_release released;
+  const ReleasedGil released;
   generations_.reserve(leased.size());
   for (const auto& [buffer, caller] : leased) generations_.push_back(buffer->lease(caller));
 }
@@ -86,7 +87,7 @@ void Lease::end() {
   std::vector<Generation*> left;
   std::exception_ptr error;
   {
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     Launched launched;
     for (std::size_t i = 0; i < held.size(); ++i) {
       try {

@@ -6,6 +6,7 @@
 
 #include "base/errors.h"
 #include "base/process.h"
+#include "bind/released_gil.h"
 #include "bind/tensor_core.h"
 
 namespace vtensor::bind {
@@ -59,12 +60,12 @@ inline Caller caller_of(const char* operation, std::optional<Stream> stream, Dev
 template <typename Body>
 void with_memory(PagePool& pool, const Caller& caller, Body body) {
   const auto attempt = [&body] {
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     body();
   };
   const auto find_memory = [&pool] {
     {
-      nb::gil_scoped_release released;
+      const ReleasedGil released;
       pool.give_all_back();
     }
     if (pool.traits().asynchronous) TorchFace::get().empty_cache();
@@ -78,7 +79,7 @@ void with_memory(PagePool& pool, const Caller& caller, Body body) {
   } catch (const ReserveReached&) {
     find_memory();
   } catch (const DriverError&) {
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     if (!pool.relieve()) throw;
   }
   try {

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/errors.h"
+#include "bind/released_gil.h"
 
 namespace vtensor::bind {
 
@@ -26,7 +27,7 @@ class OperationMutex {
       constexpr std::chrono::seconds bound(60);
       bool locked;
       {
-        nanobind::gil_scoped_release released;
+        const ReleasedGil released;
         locked = mutex_.try_lock_for(bound);
       }
       if (!locked) {

@@ -12,6 +12,7 @@
 #include "base/process.h"
 #include "bind/bindings.h"
 #include "bind/operation.h"
+#include "bind/released_gil.h"
 #include "core/page_pool.h"
 #include "driver/driver.h"
 
@@ -25,7 +26,7 @@ namespace {
 template <typename Body>
 auto in_pool(const char* operation, Body body) {
   refuse_in_forked_child(operation);
-  nb::gil_scoped_release released;
+  const ReleasedGil released;
   return body();
 }
 
@@ -72,7 +73,7 @@ PoolCounts counts_of(ClosedPool& closed) {
   refuse_in_forked_child("Pool.stats");
   const std::shared_ptr<PagePool> pool = closed.pool.lock();
   if (!pool) return PoolCounts{.budget_pages = closed.budget_pages};
-  nb::gil_scoped_release released;
+  const ReleasedGil released;
   return pool->counts();
 }
 
@@ -175,7 +176,7 @@ void bind_pool(nb::module_& module) {
            })
       .def("leave_mapper",
            [](ClosedPool& closed) {
-             nb::gil_scoped_release released;
+             const ReleasedGil released;
              closed.mapper.outwait(std::chrono::seconds(10));
            })
       .def("trim",

@@ -23,6 +23,7 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/operation_lock.h"
+#include "bind/released_gil.h"
 #include "bind/torch_face.h"
 
 namespace vtensor::bind {
@@ -115,7 +116,7 @@ class CacheCore {
     // Once only: part of it may have happened when it is refused.
     const Caller asking = caller("KVCache.reorder", stream);
     {
-      nb::gil_scoped_release released;
+      const ReleasedGil released;
       result = cache_->reorder(asking, slots, sources);
     }
     return result;
@@ -175,7 +176,7 @@ class CacheCore {
     const std::shared_ptr<Buffer>& range = cache_->range(kind);
     Generation* generation;
     {
-      nb::gil_scoped_release released;
+      const ReleasedGil released;
       generation = range->publish();
     }
     return TorchFace::get().storage_over(generation, range->slot_address(0, 0),
@@ -185,7 +186,7 @@ class CacheCore {
   // Makes the memory of whole pages present, a piece at a time, without the cache's lock. Requires:
   // they are mapped, and the cache is not closed meanwhile.
   void populate(Address at, std::size_t nbytes) {
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     constexpr std::size_t kPiece = std::size_t{2} << 20;
     const std::size_t page = pool_->page_size();
     const std::size_t piece = std::max<std::size_t>(kPiece / page, 1);
@@ -210,13 +211,13 @@ class CacheCore {
 
   SlotCacheCounts counts() {
     const Operation operation(*this, "KVCache.stats");
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     return cache_->counts();
   }
 
   std::vector<PageRecord> pages(std::size_t slot, std::size_t kind) {
     const Operation operation(*this, "KVCache.pages");
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     return cache_->pages(slot, kind);
   }
 
@@ -226,7 +227,7 @@ class CacheCore {
     closed_ = true;
     if (cache_) {
       const Caller asking = caller("KVCache.close", stream);
-      nb::gil_scoped_release released;
+      const ReleasedGil released;
       cache_->close(asking);
       cache_.reset();
       pool_.reset();

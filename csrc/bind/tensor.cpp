@@ -10,6 +10,7 @@
 
 #include "base/process.h"
 #include "bind/bindings.h"
+#include "bind/released_gil.h"
 #include "bind/tensor_core.h"
 
 namespace vtensor::bind {
@@ -25,7 +26,7 @@ Result of_buffer(const char* operation, TensorCore& core, Result otherwise, Ask 
   refuse_in_forked_child(operation);
   const std::shared_ptr<Buffer> buffer = core.buffer();
   if (!buffer) return otherwise;
-  nb::gil_scoped_release released;
+  const ReleasedGil released;
   return ask(*buffer);
 }
 

@@ -10,6 +10,7 @@
 #include "base/process.h"
 #include "base/trace.h"
 #include "bind/operation.h"
+#include "bind/released_gil.h"
 
 namespace vtensor::bind {
 
@@ -147,7 +148,7 @@ void TensorCore::publish(nb::handle self) {
   const Address end = buffer_->slot_address(buffer_->shape().rows - 1, slots.end);
   Generation* generation;
   {
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     generation = buffer_->publish();
   }
   TorchFace& torch = TorchFace::get();
@@ -244,7 +245,7 @@ void TensorCore::prepare(std::int64_t n) {
   require_room("VTensor.prepare", static_cast<std::size_t>(n));
   const std::size_t end = positions_.end + static_cast<std::size_t>(n);
   if (end > spec_.capacity) return;  // it will move to another range, where nothing can be ready
-  nb::gil_scoped_release released;
+  const ReleasedGil released;
   buffer_->prepare(end);
 }
 
@@ -386,14 +387,14 @@ void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::int6
   } catch (...) {
     positions_ = before;
     // Makes no driver call: the tensor's storage still holds the pages.
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     buffer_->grow(caller, before, false);
     throw;
   }
 }
 
 void TensorCore::retract(const Caller& caller) {
-  nb::gil_scoped_release released;
+  const ReleasedGil released;
   buffer_->retract(caller, positions_);
 }
 
@@ -404,7 +405,7 @@ nb::object TensorCore::snapshot(nb::handle self) {
 
 void TensorCore::record_stream(Stream stream) {
   Operation operation(*this, "VTensor.record_stream");
-  nb::gil_scoped_release released;
+  const ReleasedGil released;
   buffer_->use({"VTensor.record_stream", stream});
 }
 
@@ -418,7 +419,7 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());
   detach(self);
   {
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     buffer_->use(caller);
   }
   leave();
@@ -429,7 +430,7 @@ void TensorCore::leave() {
   closed_ = true;
   positions_ = {};
   const std::shared_ptr<Buffer> left = std::move(buffer_);
-  nb::gil_scoped_release released;
+  const ReleasedGil released;
   left->abandon();
   const PoolLock settled(left->pool());  // whoever held the lock has settled it by now
 }

@@ -7,6 +7,7 @@
 
 #include "base/recording.h"
 #include "bind/bindings.h"
+#include "bind/released_gil.h"
 
 namespace vtensor::bind {
 
@@ -26,7 +27,7 @@ nb::list strings(const std::array<std::string_view, size>& names) {
 nb::list rows(trace::Recording& recording) {
   std::vector<trace::Event> events;
   {
-    nb::gil_scoped_release released;
+    const ReleasedGil released;
     events = recording.events();
   }
   const nb::list whats = strings(trace::kWhatNames);
@@ -47,7 +48,7 @@ nb::list rows(trace::Recording& recording) {
 
 void bind_trace(nb::module_& module) {
   using trace::Recording;
-  const auto released = nb::call_guard<nb::gil_scoped_release>();
+  const auto released = nb::call_guard<ReleasedGil>();
   nb::class_<Recording>(module, "TraceRecording")
       .def(nb::init<std::size_t>(), nb::arg("capacity"), released)
       .def("stop", &Recording::stop, released)

@@ -135,6 +135,16 @@ EXITS = {
     "while_it_zeroes": "filled(pool, 16000, capacity=20000).close()",
     "with_growing_threads": "for _ in range(3): thread(grow)\ntime.sleep(0.1)",
     "with_a_thread_that_waits": "thread(grow); thread(lambda: pool.wait_idle(10)); time.sleep(0.1)",
+    "with_threads_that_come_back_late": """
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
+import sys
+sys.slow = Slow()  # goes while the interpreter ends
+for _ in range(3):
+    thread(lambda: pool.wait_idle(10))
+time.sleep(0.1)
+""",
     "with_live_views": "t = filled(pool, 20, 3); v = t[2:4]; t.prepare(30); n = v.numpy()",
     "with_a_view_in_a_cycle": "t = filled(pool, 20, 3); c = [t[2:4], t]; c.append(c); t.prepare(30); del t",
     "with_the_pool_dropped": "t = filled(pool, 20, 3); t.prepare(30); v = t[:1]; del pool, t",
