@@ -58,17 +58,22 @@ Page* LentPages::take_back() noexcept {
 namespace {
 
 std::mutex registry_mutex;
-std::vector<PagePool*> registry;
+
+// Never destroyed: the last reference to a pool may go in its mapper while the process ends.
+std::vector<PagePool*>& registry() {
+  static auto& pools = *new std::vector<PagePool*>;
+  return pools;
+}
 
 void prepare() {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   registry_mutex.lock();
-  for (PagePool* pool : registry) pool->before_fork();
+  for (PagePool* pool : registry()) pool->before_fork();
 }
 
 void parent() {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
-  for (PagePool* pool : registry) pool->after_fork();
+  for (PagePool* pool : registry()) pool->after_fork();
   registry_mutex.unlock();
 }
 
@@ -79,12 +84,12 @@ void join_forks(PagePool* pool) {
   // The child needs no handler: its operations are refused before they reach a lock.
   std::call_once(once, [] { pthread_atfork(prepare, parent, nullptr); });
   const std::lock_guard lock(registry_mutex);
-  registry.push_back(pool);
+  registry().push_back(pool);
 }
 
 void leave_forks(PagePool* pool) {
   const std::lock_guard lock(registry_mutex);
-  std::erase(registry, pool);
+  std::erase(registry(), pool);
 }
 
 }  // namespace vtensor
