@@ -28,9 +28,6 @@ from .harness import (
 
 SLOTS, LAYERS, HEADS, HEAD_DIM, PAGE = 256, 32, 8, 4, 64 << 10
 DECODE_STEP = 0.004  # seconds between steps: less than any model's
-AWAKE = (
-    0.0005  # seconds that an engine's own code has run before it asks: a sleeping core wakes in up to 0.2 ms
-)
 bandwidth = Comparison("x its bandwidth", lambda ours, baseline: baseline / ours)
 
 

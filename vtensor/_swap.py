@@ -139,13 +139,15 @@ class Swapper:
             ahead = threading.Thread(target=self._make_present, args=(fresh,))
             if fresh:
                 ahead.start()
-            for to, source in pairs:
-                to.copy_(source)
-                with transfer.changed:
-                    transfer.arrived += 1
-                    transfer.changed.notify_all()
-            if fresh:
-                ahead.join()
+            try:
+                for to, source in pairs:
+                    to.copy_(source)
+                    with transfer.changed:
+                        transfer.arrived += 1
+                        transfer.changed.notify_all()
+            finally:
+                if fresh:
+                    ahead.join()  # also where a copy failed: who waits may close the cache next
             done()
 
         if self._thread is None:
