@@ -111,12 +111,8 @@ void end_export(dlpack::ManagedTensor* managed) {
 }
 
 void end_unused_capsule(PyObject* capsule) {
-  if (auto* managed =
-          static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"))) {
-    end_export(managed);
-  } else {
-    PyErr_Clear();  // torch renamed it when it took it over
-  }
+  if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // torch renamed it when it took it over
+  end_export(static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
 }
 
 }  // namespace

@@ -51,9 +51,9 @@ void Buffer::mark_pace() {
                                  std::chrono::steady_clock::now().time_since_epoch().count()));
 }
 
-// Asks for more where the growth to come would pass what is ready.
+// Asks for more where the growth to come would soon pass what is ready.
 void Buffer::look_ahead() {
-  if (!pool_->looks_ahead() || positions_.end + pace_.lead() <= ready_until_) return;
+  if (!pool_->looks_ahead() || positions_.end + pace_.least() <= ready_until_) return;
   want(slots_of({positions_.begin, limit_lead(positions_.end + pace_.lead())}).end, true);
 }
 

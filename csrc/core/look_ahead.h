@@ -1,6 +1,8 @@
 // How far ahead of a tensor's length pages should be ready: as far as it will grow in the next few
 // milliseconds, and one more call like the last ones. A tensor that grows by one token every 20 ms
-// needs one page just in time; one that is filled as fast as memory allows, some megabytes.
+// needs one page just in time; one that is filled as fast as memory allows, some megabytes. Waking
+// the mapper costs several times what growing does, so it is woken only where less than that is
+// ready, and then goes twice as far.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +31,11 @@ class LookAhead {
     marked_at_ = now;
   }
 
-  // Positions that should be ready beyond the length; 0 until the second call.
-  std::size_t lead() const { return step_ == 0 ? 0 : std::max({step_, by_rate_, kLeast}); }
+  // Positions beyond the length: where fewer are ready, the mapper is woken. 0 until the second
+  // call.
+  std::size_t least() const { return step_ == 0 ? 0 : std::max({step_, by_rate_, kLeast}); }
+  // How many it then makes ready.
+  std::size_t lead() const { return step_ == 0 ? 0 : std::max({step_, 2 * by_rate_, 2 * kLeast}); }
 
  private:
   // Nanoseconds: what the mapper may need until it runs on a busy machine, and a fresh page or two.

@@ -200,6 +200,22 @@ def test_look_ahead_follows_what_the_calls_ask_for(ahead):
     assert 2 <= ahead.stats().pages_ahead <= 16
 
 
+def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
+    """A slow growth has four positions ready; the mapper is woken where there are fewer, and makes eight."""
+    pages = 12
+    t = quarter(ahead, 1, capacity=800)
+    with vtensor.trace.record() as recording:
+        for _ in range(pages * PER_PAGE):
+            time.sleep(0.012)  # less than one position in 10 ms
+            t.extend(1)
+            ahead.wait_idle(5)
+            stats = check_sums(ahead)
+            ready = (stats.pages_needed + stats.pages_ahead) * PER_PAGE - t.length
+            assert t.length == 2 or 4 <= ready < 8 + PER_PAGE
+    batches = [e for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
+    assert pages // 2 <= len(batches) <= pages // 2 + 2
+
+
 def test_no_look_ahead_past_the_capacity(ahead):
     t = quarter(ahead, capacity=6 * PER_PAGE)
     for _ in range(6):
