@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ class Pool:
             begins without a driver call; a quarter of the budget unless given, and 0 where ``ahead`` is 0.
         low: bytes of free memory that the mapper keeps made, so that growth finds it.
         high: bytes of free memory kept at most; no limit unless given.
-        max_age: seconds after which free memory goes back to the system; never unless given.
+        max_age: seconds after which free memory goes back to the system, also what freed tensors left mapped;
+            never unless given.
         reserve: bytes of the device's memory that are left to others: growth that would pass into them
             raises ``OutOfPages``.
 
@@ -159,7 +161,8 @@ class Pool:
         # What freed tensors left parked would keep the pool alive without an owner.
         self._retired = weakref.finalize(self, _retire, core)
         self._retired.atexit = False
-        _pools.add(self)
+        with _sets_lock:
+            _pools.add(self)
 
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
@@ -285,13 +288,19 @@ class Pool:
             raise VTensorError(
                 "[Pool.close] this process was forked from the one that made the pool: close it there"
             )
+        self._close(_CLOSE_SECONDS)
+
+    def _close(self, seconds: float) -> None:
+        """As ``close``; waits ``seconds`` at most for what the device still uses."""
         self._closed = True  # nothing new from here on
         core = self._core
         if isinstance(core, _core.ClosedPool):
             core.trim()  # tries again what was refused
             return
         first: BaseException | None = None
-        for entry in list(self._tensors):
+        with _sets_lock:
+            entries = list(self._tensors)
+        for entry in entries:
             try:
                 entry.close()
             except VTensorError as error:
@@ -302,7 +311,7 @@ class Pool:
         try:
             # What the device still uses is never unmapped under it, and what the driver refuses stays held.
             with suppress(TimedOut, DriverError):
-                core.wait_idle(_CLOSE_SECONDS)
+                core.wait_idle(seconds)
             core.trim()
         finally:
             self._retired.detach()
@@ -324,7 +333,8 @@ class Pool:
 
     def _register(self, tensor: VTensor | KVCache) -> None:
         tensor._registered = _Registered(tensor)
-        self._tensors.add(tensor._registered)
+        with _sets_lock:
+            self._tensors.add(tensor._registered)
         if self._closed:  # by another thread, meanwhile
             tensor.close()
             self._open_core("empty")
@@ -405,6 +415,9 @@ def pool_options(
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+# A WeakSet cannot be looked through while another thread adds to it. Reentrant, because looking may run
+# finalizers that make tensors.
+_sets_lock = threading.RLock()
 _default_pools: dict[torch.device, Pool] = {}
 _default_pools_lock = threading.Lock()
 
@@ -420,6 +433,11 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
         device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     if device.type == "cpu":
         device = torch.device("cpu")
+    if _core.in_forked_child():  # where another thread's lock stays locked
+        raise VTensorError(
+            "[default_pool] this process was forked from one that uses vtensor: its pools stay there; start "
+            "processes with the spawn method to use it in them"
+        )
     with _default_pools_lock:
         pool = _default_pools.get(device)
         if pool is None or pool.closed:
@@ -431,6 +449,9 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
 def _close_pools() -> None:
     if _core.in_forked_child():
         return
-    for pool in list(_pools):
+    until = time.monotonic() + _CLOSE_SECONDS
+    with _sets_lock:
+        pools = list(_pools)
+    for pool in pools:
         with suppress(VTensorError):  # the process ends: the others are to be closed all the same
-            pool.close()
+            pool._close(max(0.001, until - time.monotonic()))

@@ -267,7 +267,8 @@ class VTensor(torch.Tensor):
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         """Says that work in ``stream`` uses the tensor: its pages are unmapped only after it.
 
-        As ``torch.Tensor.record_stream``; a :class:`~vtensor.lease` says it for one piece of work.
+        As ``torch.Tensor.record_stream``: work that is launched there later counts too, so the stream must
+        outlive the tensor. A :class:`~vtensor.lease` says it for one piece of work.
 
         Raises:
             InvalidArgument: it is no stream.

@@ -73,7 +73,12 @@ Lease::Lease(const std::vector<TensorCore*>& tensors, std::optional<Stream> stre
   }
   const ReleasedGil released;
   generations_.reserve(leased.size());
-  for (const auto& [buffer, caller] : leased) generations_.push_back(buffer->lease(caller));
+  try {
+    for (const auto& [buffer, caller] : leased) generations_.push_back(buffer->lease(caller));
+  } catch (...) {
+    for (Generation* generation : generations_) generation->buffer->pool()->end(generation);
+    throw;
+  }
 }
 
 void Lease::end() {

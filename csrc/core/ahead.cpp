@@ -19,7 +19,7 @@ Interval Buffer::ahead() const {
 
 void Buffer::set_ready(Interval slots) {
   ready_ = slots.empty() ? Interval{} : slots;
-  revive(ready_);
+  retire_no_more(ready_);
   const std::size_t end = std::max(extent_end(), ready_.end);
   ready_until_ = end == 0 ? 0 : (end * page_size_ - shape_.phase) / shape_.item_bytes;
 }
@@ -51,9 +51,11 @@ void Buffer::mark_pace() {
                                  std::chrono::steady_clock::now().time_since_epoch().count()));
 }
 
-// Asks for more where the growth to come would soon pass what is ready.
+// Asks for more where the growth to come would soon pass what is ready, and there is more to be
+// had.
 void Buffer::look_ahead() {
   if (!pool_->looks_ahead() || positions_.end + pace_.least() <= ready_until_) return;
+  if (pool_->unused_pages() == 0) return;
   want(slots_of({positions_.begin, limit_lead(positions_.end + pace_.lead())}).end, true);
 }
 
@@ -99,7 +101,7 @@ bool Buffer::claim_ahead(Arrival& arrival, std::size_t pages) {
   try {
     std::vector<Run> missing;
     const Interval wanted{std::max(extent_end(), ready_.end), want_end_};
-    revive(wanted);
+    retire_no_more(wanted);
     for (std::size_t row = 0; row < shape_.rows && pages != 0; ++row) {
       missing.clear();
       collect(missing, row, wanted, is_unmapped);

@@ -47,7 +47,7 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
   buffer->base_ = pool->driver().reserve(*pages);
   buffer->reserved_ = true;
   buffer->id_ = pool->add(buffer.get());
-  buffer->note(caller.stream);
+  buffer->note(caller);
   ++pool->counted.tensors_fresh;
   return buffer;
 }
@@ -61,7 +61,7 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
   std::unique_ptr<Generation> pin(host->publish());
   PoolLock lock(pool);
   buffer->base_ = base;
-  buffer->note(caller.stream);
+  buffer->note(caller);
   try {
     buffer->id_ = pool->add(buffer.get());
   } catch (...) {

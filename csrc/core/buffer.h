@@ -79,6 +79,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   // Pages on their way out, in the same steps.
   struct Departure {
+    std::vector<Interval> slots;  // of what is retiring
     std::vector<Run> runs;        // the writable ones first
     std::size_t writable = 0;     // of the runs
     std::vector<Handle> handles;  // run after run
@@ -220,6 +221,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::size_t drop_ahead();
   // Parked pages are to go.
   void unpark();
+  // The same, because it has been parked for as long as the pool keeps memory.
+  void unpark_aged();
+  std::chrono::steady_clock::time_point parked_at() const { return parked_at_; }
   // They are, and none are to be parked when the mapper is done with a buffer whose owner left.
   void keep_nothing();
   // Whether it is parked, and nothing else is mapped: what is on its way out would come back as the
@@ -246,7 +250,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::size_t missing_ahead() const;
   bool wants() const { return wanting_; }
   enum class Claim : std::uint8_t { claimed, waits, refused, done };
-  Claim claim_back(Departure& departure) noexcept;
+  Claim claim_back(Departure& departure, std::size_t pages) noexcept;
   bool claim_cleaning(std::vector<Run>& runs, std::size_t pages);
   bool to_clean() const;
   void enter_ahead(Arrival& arrival);
@@ -324,7 +328,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::vector<Interval> uncovered() const;
   void touch(Interval slots);
   void set_ready(Interval slots);
-  void revive(Interval slots);
+  void retire_no_more(Interval slots);
   void note(Stream stream);
   void note(const Caller& caller);
   std::vector<FencePtr> fences();
@@ -335,7 +339,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void await_turn(PoolLock& lock, const Caller& caller);
   void await_streams(PoolLock& lock, const Caller& caller);
   bool begin_retirement();
-  bool claim_departure(Departure& departure);
+  bool claim_departure(Departure& departure, std::size_t pages);
   void try_to_park();
   // Of parked pages, those that count against what freed tensors may leave: what a host's places
   // keep is bounded by the host.
@@ -393,6 +397,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::vector<Interval> retiring_;
   std::vector<FencePtr> retiring_after_;
   std::vector<FencePtr> parked_after_;
+  std::chrono::steady_clock::time_point parked_at_;
+  bool aged_ = false;  // its pages have been free for long
   // What must be done before slots behind the extent are used: zeroing on the side stream, and the
   // work of an adopted buffer's last owner.
   std::vector<FencePtr> ready_after_;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "core/buffer.h"
 #include "core/page_pool.h"
 
 namespace vtensor {
@@ -25,7 +26,7 @@ bool PagePool::make_ready(PoolLock& lock, std::size_t pages) {
   }
   lock.take_again();
   arrive();
-  for (const Handle handle : made) kept_.push(placement_->adopt(handle));
+  for (const Handle handle : made) keep(placement_->adopt(handle));
   just_made_ += made.size();
   while (used_ + parted_ + kept_.size() > budget_pages() && kept_.oldest())
     empty(kept_.oldest(), 1);
@@ -97,16 +98,23 @@ std::size_t PagePool::empty_all() {
   return pages.size();
 }
 
-void PagePool::drop(Page* page) noexcept {
+void PagePool::drop(Page* page, bool aged) noexcept {
   if (--page->references != 0) return;
   --used_;
   page->dirty = true;
-  if (options_.max_age.count() != 0) {
+  keep(page, aged);
+  placement_->put_back(page);
+}
+
+// Keeps the memory of a page that is free from now on, or has been for the longest of all.
+void PagePool::keep(Page* page, bool aged) noexcept {
+  const bool by_age = options_.max_age.count() != 0;
+  page->freed_at = 0;
+  if (by_age && !aged) {
     page->freed_at = static_cast<std::uint64_t>(steady_clock::now().time_since_epoch().count());
   }
-  kept_.push(page);
-  placement_->put_back(page);
-  if (options_.max_age.count() != 0 || kept_.size() > high_) call_mapper();
+  aged ? kept_.push_oldest(page) : kept_.push(page);
+  if (by_age || kept_.size() > high_) call_mapper();
 }
 
 void PagePool::prefill(std::size_t pages) {
@@ -182,15 +190,26 @@ steady_clock::time_point PagePool::tend_kept(PoolLock& lock) {
       empty(kept_.oldest(), 1);  // one at a time: callers wait for the lock meanwhile
       return now;
     }
-    const std::size_t low = std::min({low_, high_, spare_pages()});
+    const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : spare_pages()});
     if (kept_.size() < low) stock(lock, low);
-    if (options_.max_age.count() != 0 && kept_.size() > low) {
-      const auto due = steady_clock::time_point(std::chrono::nanoseconds(kept_.oldest()->freed_at) +
-                                                options_.max_age);
+    auto due = steady_clock::time_point::max();
+    if (options_.max_age.count() == 0) return due;
+    if (!idle_.empty()) {
+      due = idle_.front()->parked_at() + options_.max_age;
+      if (due <= now) {
+        const std::shared_ptr<Buffer> oldest = idle_.front();
+        oldest->unpark_aged();
+        return now;
+      }
+    }
+    if (kept_.size() > low) {
+      const std::chrono::nanoseconds freed_at(kept_.oldest()->freed_at);
+      due = std::min(due, steady_clock::time_point(freed_at) + options_.max_age);
       if (due > now) return due;
       empty(kept_.oldest(), 1);
       return now;
     }
+    return due;
   } catch (const Error&) {
     return now + std::chrono::seconds(1);  // refused: later, perhaps
   }

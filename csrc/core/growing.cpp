@@ -102,7 +102,7 @@ class Buffer::Growing {
     buffer.pace_.step(growth_.positions.size() - buffer.positions_.size());
     buffer.positions_ = growth_.positions;
     buffer.extent_ = wanted_;
-    buffer.revive(wanted_);
+    buffer.retire_no_more(wanted_);
     buffer.set_ready({wanted_.end, std::max(wanted_.end, buffer.ready_.end)});
     if (buffer.placed()) return;  // its host says how far to look ahead
     buffer.mark_pace();

@@ -18,8 +18,10 @@ namespace vtensor {
 namespace {
 
 // What is mapped, zeroed or unmapped between two looks at the lists: a caller who overtakes the
-// mapper waits for no more than this.
+// mapper waits for no more than this. Memory that is populated takes time by the byte, what a
+// device does in its own time by the call.
 constexpr std::size_t kStepBytes = std::size_t{2} << 20;
+constexpr std::size_t kStepPages = 32;
 constexpr std::chrono::nanoseconds kShortestPause = std::chrono::microseconds(20);
 constexpr std::chrono::nanoseconds kLongestPause = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
@@ -89,11 +91,11 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
       if (!pool) return;
       signal->woken.exchange(false, std::memory_order_acq_rel);
       try {
-        if (!entered) pool->driver().enter_worker();
+        if (!entered) enter(pool);
         entered = true;
         next = serve(pool, *signal, pause);
-      } catch (const std::exception&) {
-        next = std::chrono::steady_clock::now() + kLongestPause;  // refused, or no memory
+      } catch (const std::exception&) {  // refused, or no memory
+        next = std::chrono::steady_clock::now() + (entered ? kLongestPause : kRetryPause);
       }
     }  // the pool may end here, in this thread
     std::unique_lock lock(signal->mutex);
@@ -109,12 +111,28 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
   }
 }
 
+// Makes the thread one that may call the driver. What refuses it is raised by whoever waits for us.
+void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
+  std::exception_ptr error;
+  try {
+    pool->driver().enter_worker();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const PoolLock lock(pool);
+  pool->mapper_error_ = error;
+  pool->changed();
+  if (error) std::rethrow_exception(error);
+}
+
 // What is done between two looks at the lists: claimed with the lock, carried out without it, and
 // entered with it again. Of one kind at a time, for as many tensors as there is room for.
 class Mapper::Step {
  public:
   explicit Step(PagePool& pool)
-      : pool_(pool), most_(std::max<std::size_t>(1, kStepBytes / pool.page_size())) {}
+      : pool_(pool),
+        most_(
+            std::max(pool.traits().asynchronous ? kStepPages : 1, kStepBytes / pool.page_size())) {}
 
   // Something waits for the device, or for a caller's operation.
   bool waits() const { return waits_; }
@@ -150,10 +168,10 @@ class Mapper::Step {
   bool claim_back() {
     std::size_t pages = 0;
     back_.reserve(pool_.unsettled_.size());
-    for (std::size_t i = 0; i < pool_.unsettled_.size() && pages < most_;) {
+    for (std::size_t i = 0; i < pool_.unsettled_.size() && pages < most_to_unmap();) {
       const std::shared_ptr<Buffer> buffer = pool_.unsettled_[i];
       Back job{buffer, {}};
-      switch (buffer->claim_back(job.departure)) {
+      switch (buffer->claim_back(job.departure, most_to_unmap() - pages)) {
         case Buffer::Claim::done:
           std::erase(pool_.unsettled_, buffer);
           continue;
@@ -230,6 +248,9 @@ class Mapper::Step {
     std::exception_ptr error;
   };
 
+  // Memory is not touched for it.
+  std::size_t most_to_unmap() const { return 8 * most_; }
+
   // Has handles made in one go, where the driver takes long for them.
   void make_ready(PoolLock& lock, std::size_t pages) {
     std::size_t wanted = 0;
@@ -256,6 +277,8 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
   Time next = Time::max();
   for (bool back_first = false; !signal.stopping.load(std::memory_order_acquire);
        back_first = !back_first) {
+    while (pool->quiet_wanted() && !signal.stopping.load(std::memory_order_acquire))
+      pool->wait_changed(lock, std::chrono::steady_clock::now() + kLongestPause);
     pool->reap();
     Step step(*pool);
     const bool claimed = (back_first && step.claim_back()) || step.claim_ahead(lock) ||

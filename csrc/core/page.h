@@ -40,6 +40,14 @@ class KeptPages {
     ++size_;
   }
 
+  void push_oldest(Page* page) {
+    page->older = nullptr;
+    page->newer = oldest_;
+    (oldest_ ? oldest_->older : newest_) = page;
+    oldest_ = page;
+    ++size_;
+  }
+
   void remove(Page* page) {
     (page->older ? page->older->newer : oldest_) = page->newer;
     (page->newer ? page->newer->older : newest_) = page->older;

@@ -16,6 +16,13 @@ namespace vtensor {
 
 using std::chrono::steady_clock;
 
+namespace {
+
+// How long a wait sleeps before it looks at what nobody may have told it.
+constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
+
+}  // namespace
+
 std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
                                            const PoolOptions& options) {
   const DriverTraits& traits = driver->traits();
@@ -55,9 +62,16 @@ PagePool::~PagePool() {
   }
 }
 
-std::size_t PagePool::spare_pages() const {
+std::size_t PagePool::unused_pages() const {
   const std::size_t in_use = used_ + parted_ + promised_;
   return budget_pages() > in_use ? budget_pages() - in_use : 0;
+}
+
+std::size_t PagePool::spare_pages() const {
+  if (options_.reserve == 0) return unused_pages();
+  const std::size_t there = driver_->free_memory();
+  const std::size_t fresh = there > options_.reserve ? in_pages(there - options_.reserve) : 0;
+  return std::min(unused_pages(), kept_.size() + fresh);
 }
 
 std::size_t PagePool::free_pages(std::size_t pages, std::size_t parted) {
@@ -129,7 +143,7 @@ bool PagePool::take_back(PoolLock& lock, steady_clock::time_point until) {
                                  [](const auto& buffer) { return !buffer->refusal(); });
   if ((in_flight_ == 0 && !waits) || steady_clock::now() >= until) return false;
   const trace::Span span(trace::What::wait, 0, 0);
-  changed_.wait_for(lock.lock_, std::chrono::milliseconds(1));
+  wait_changed(lock, steady_clock::now() + kLook);
   return true;
 }
 
@@ -198,7 +212,7 @@ bool PagePool::may_park(std::size_t pages) {
 void PagePool::park(const std::shared_ptr<Buffer>& buffer, std::size_t pages) {
   idle_.push_back(buffer);
   parked_ += pages;
-  if (options_.zero != ZeroPolicy::never) call_mapper();
+  if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) call_mapper();
 }
 
 std::shared_ptr<Buffer> PagePool::find_parked(const RowShape& shape) {
@@ -249,9 +263,32 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
                      const std::function<bool()>& done) {
   if (done()) return;
   const trace::Span span(trace::What::wait, 0, 0);
-  if (changed_.wait_for(lock.lock_, options_.patience, done)) return;
-  throw TimedOut("[" + std::string(operation) + "] timed out after " +
-                 seconds_text(options_.patience) + ": " + what + " has not ended");
+  for (const auto until = steady_clock::now() + options_.patience; !done();) {
+    if (steady_clock::now() >= until) {
+      throw TimedOut("[" + std::string(operation) + "] timed out after " +
+                     seconds_text(options_.patience) + ": " + what + " has not ended");
+    }
+    wait_changed(lock, steady_clock::now() + kLook);
+  }
+}
+
+// Whoever lets the lock go has to see to what ended generations and calls for the mapper left. What
+// comes in the last moment before the wait is seen at its end, so that is soon.
+void PagePool::wait_changed(PoolLock& lock, steady_clock::time_point until) {
+  if (ended_.load(std::memory_order_acquire)) reap();
+  if (std::exchange(wake_mapper_, false)) mapper_.wake();
+  changed_.wait_until(lock.lock_, until);
+}
+
+void PagePool::await_quiet(PoolLock& lock, const char* operation) {
+  ++quiet_wanted_;
+  try {
+    await(lock, operation, "driver calls of other threads", [this] { return in_flight_ == 0; });
+  } catch (...) {
+    --quiet_wanted_;
+    throw;
+  }
+  --quiet_wanted_;
 }
 
 PoolCounts PagePool::counts() {
@@ -282,15 +319,16 @@ void PagePool::set_budget(std::size_t bytes) {
   reap();
   count_parted();
   const auto until = steady_clock::now() + options_.patience;
-  while (used_ + parted_ > pages && take_back(lock, until)) {
+  const auto in_use = [this] { return used_ + parted_ + promised_; };
+  while (in_use() > pages && take_back(lock, until)) {
   }
-  if (pages == 0 || used_ + parted_ > pages) {
+  if (pages == 0 || in_use() > pages) {
     throw OutOfPages("[Pool.budget] need a budget of at least " +
-                     std::to_string(std::max<std::size_t>(used_ + parted_, 1) * page_size()) +
+                     std::to_string(std::max<std::size_t>(in_use(), 1) * page_size()) +
                      " bytes for what is in use, " + std::to_string(bytes) +
                      " bytes were asked for: free tensors or views first");
   }
-  while (used_ + parted_ + kept_.size() > pages && kept_.oldest()) empty(kept_.oldest(), 1);
+  while (in_use() + kept_.size() > pages && kept_.oldest()) empty(kept_.oldest(), 1);
   budget_pages_ = pages;
 }
 
@@ -298,7 +336,7 @@ std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   reap();
   unpark_all();
-  await(lock, "Pool.trim", "the mapper's driver calls", [this] { return in_flight_ == 0; });
+  await_quiet(lock, "Pool.trim");
   settle_all();
   return empty_all();
 }
@@ -319,17 +357,19 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   PoolLock lock(shared_from_this());
   reap();
   std::exception_ptr refused = settle_all();  // what was refused is tried again, here
+  wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
   while (!refused && !idle()) {
-    if (std::exchange(untold_, false)) mapper_.wake();
+    wake_mapper_ |= std::exchange(untold_, false);
     if (steady_clock::now() >= until) {
       throw TimedOut("[Pool.wait_idle] timed out after " + seconds_text(timeout) + ": " +
                      std::to_string(unsettled_.size()) +
                      " tensors have pages that work on the device may still use, or the mapper is "
                      "busy; they stay held, and go once that has ended");
     }
-    changed_.wait_for(lock.lock_, std::chrono::milliseconds(1));
+    wait_changed(lock, steady_clock::now() + kLook);
     reap();
     refused = settle_all();
+    if (!refused) refused = mapper_error_;
   }
   for (Buffer* buffer : buffers_) {
     if (!refused) refused = buffer->take_error();
@@ -347,7 +387,7 @@ void PagePool::retire() noexcept {
 void PagePool::check_invariants() {
   PoolLock lock(shared_from_this());
   reap();
-  await(lock, "check_invariants", "the mapper's driver calls", [this] { return in_flight_ == 0; });
+  await_quiet(lock, "check_invariants");
   std::unordered_map<const Page*, PageUse> uses;
   for (Buffer* buffer : buffers_) buffer->check(uses);
   std::size_t extra = 0;
@@ -384,9 +424,17 @@ void PagePool::count_parted() {
 
 void PagePool::push(Generation* generation) noexcept {
   generation->next = ended_.load(std::memory_order_relaxed);
-  while (!ended_.compare_exchange_weak(generation->next, generation, std::memory_order_release,
+  while (!ended_.compare_exchange_weak(generation->next, generation, std::memory_order_acq_rel,
                                        std::memory_order_relaxed)) {
   }
+}
+
+// Asked after the lock was let go, by changing `ended_` from none to none: then either we see what
+// was pushed, or who pushes it sees the lock free. Two plain loads could both come too early.
+bool PagePool::any_ended() noexcept {
+  Generation* none = nullptr;
+  return !ended_.compare_exchange_strong(none, nullptr, std::memory_order_acq_rel,
+                                         std::memory_order_acquire);
 }
 
 void PagePool::end(Generation* generation) noexcept {
@@ -394,7 +442,7 @@ void PagePool::end(Generation* generation) noexcept {
   const std::shared_ptr<PagePool> self = generation->buffer->pool();
   push(generation);
   // Whoever holds the lock looks again after letting it go, as we do.
-  while (ended_.load(std::memory_order_acquire) && mutex_.try_lock()) {
+  while (any_ended() && mutex_.try_lock()) {
     reap();
     const bool wake = std::exchange(wake_mapper_, false);
     mutex_.unlock();
@@ -412,8 +460,11 @@ void PagePool::end_later(Generation* generation) noexcept {
 
 void PagePool::before_fork() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return in_flight_ == 0; });
+  ++quiet_wanted_;
+  const bool quiet = changed_.wait_for(lock, options_.patience, [this] { return in_flight_ == 0; });
+  --quiet_wanted_;
   lock.release();
+  if (!quiet) return;  // better a child that sees later writes than none
   std::vector<Page*> seen;
   for (Buffer* buffer : buffers_) buffer->guard_for_child(seen);
   for (Page* page : seen) share(page);
@@ -462,7 +513,7 @@ void PoolLock::let_go() noexcept {
     if (pool_->ended_.load(std::memory_order_acquire)) pool_->reap();
     wake |= std::exchange(pool_->wake_mapper_, false);
     lock_.unlock();
-  } while (pool_->ended_.load(std::memory_order_acquire) && lock_.try_lock());
+  } while (pool_->any_ended() && lock_.try_lock());
   if (wake) pool_->mapper_.wake();
 }
 

@@ -160,7 +160,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // require_free(n). Throws where the driver refuses; nothing is taken then.
   void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out);
   void share(Page* page) { ++page->references; }
-  void drop(Page* page) noexcept;
+  // `aged`: it has been free for as long as the pool keeps memory.
+  void drop(Page* page, bool aged = false) noexcept;
   // Pages are put on a shelf, or taken off: their references have no page table entry.
   void shelve(std::ptrdiff_t pages) { shelved_ += static_cast<std::size_t>(pages); }
   // The page is counted and reported, and never used again.
@@ -169,7 +170,9 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
     if (!page.dirty || options_.zero == ZeroPolicy::never) return false;
     return options_.zero == ZeroPolicy::always || owner == kNobody || page.last_owner != owner;
   }
-  // Pages that can be taken without taking anything back.
+  // Pages that the budget leaves, without taking anything back.
+  std::size_t unused_pages() const;
+  // The same, as far as the device's memory leaves the reserve alone. Throws what the driver does.
   std::size_t spare_pages() const;
 
   std::uint64_t add(Buffer* buffer);
@@ -199,6 +202,12 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void await(PoolLock& lock, const char* operation, const char* what,
              const std::function<bool()>& done);
   void changed() { changed_.notify_all(); }
+  // Lets the lock go until somebody says `changed`, or `until`.
+  void wait_changed(PoolLock& lock, std::chrono::steady_clock::time_point until);
+  // Lets the lock go until nobody makes driver calls without it; the mapper begins no more
+  // meanwhile. Throws TimedOut.
+  void await_quiet(PoolLock& lock, const char* operation);
+  bool quiet_wanted() const { return quiet_wanted_ != 0; }
   // Settles what waits for it. Returns the first refusal.
   std::exception_ptr settle_all() noexcept;
   // Keeps free memory between the pool's marks; returns when to look again.
@@ -225,6 +234,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void start_mapper();
   void count_parted();
   void stock(PoolLock& lock, std::size_t pages);
+  void keep(Page* page, bool aged = false) noexcept;
   void make_room(std::size_t taken, std::size_t fresh);
   void empty(Page* first, std::size_t n);
   std::size_t empty_all();
@@ -234,6 +244,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   bool require_free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t parted);
   bool idle() const;
   void push(Generation* generation) noexcept;
+  bool any_ended() noexcept;
 
   const std::unique_ptr<Driver> driver_;
   std::atomic<std::size_t> budget_pages_;
@@ -250,8 +261,9 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::size_t parted_ = 0;     // as last counted
   std::size_t quarantined_ = 0;
   std::size_t shelved_ = 0;
-  std::size_t parked_ = 0;     // pages of parked buffers
-  std::size_t in_flight_ = 0;  // operations that make driver calls without the lock
+  std::size_t parked_ = 0;        // pages of parked buffers
+  std::size_t in_flight_ = 0;     // operations that make driver calls without the lock
+  std::size_t quiet_wanted_ = 0;  // waits for the end of those
   std::uint64_t next_buffer_id_ = 1;
   std::unordered_set<Buffer*> buffers_;
   std::vector<std::shared_ptr<Buffer>> unsettled_;  // have something to give back
@@ -259,6 +271,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::vector<std::shared_ptr<Buffer>> idle_;       // parked, oldest first
   bool wake_mapper_ = false;                        // once the lock is free
   bool untold_ = false;                             // of some that wants pages
+  std::exception_ptr mapper_error_;                 // why its thread cannot work
   LentPages lent_;
 
   std::atomic<Generation*> ended_{nullptr};

@@ -1,5 +1,6 @@
 // Parking: a freed buffer stays mapped for the next tensor of its shape, which takes it whole.
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "base/errors.h"
@@ -33,7 +34,8 @@ void Buffer::try_to_park() {
     return;  // then they go
   }
   parked_ = slots;
-  revive(parked_);
+  parked_at_ = std::chrono::steady_clock::now();
+  retire_no_more(parked_);
   const bool dirty = pool_->options().zero != ZeroPolicy::never;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
     for (std::size_t slot = slots.begin; slot < slots.end; ++slot)
@@ -48,6 +50,11 @@ void Buffer::unpark() {
   parked_ = {};
   parked_after_.clear();
   give_back_unused();
+}
+
+void Buffer::unpark_aged() {
+  aged_ = true;
+  unpark();
 }
 
 void Buffer::keep_nothing() {
@@ -128,6 +135,7 @@ bool Buffer::adopt_parked(const Caller& caller) {
 
 void Buffer::adopt(const Caller& caller) {
   is_quiet();
+  aged_ = false;
   touched_ = {};
   retiring_.clear();
   owner_end_ = std::make_unique<Generation>();
@@ -140,7 +148,7 @@ void Buffer::adopt(const Caller& caller) {
   if (cleaned_after_) ready_after_.push_back(std::exchange(cleaned_after_, nullptr));
   after_.clear();
   streams_.clear();
-  note(caller.stream);
+  note(caller);
   std::size_t clean = parked_.end;
   for (std::size_t row = 0; row < shape_.rows; ++row) {
     std::size_t slot = parked_.begin;

@@ -2,6 +2,7 @@
 // is done, by the mapper or, in a pool without one, at once.
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -17,6 +18,7 @@ namespace {
 
 // When the mapper tries again what the driver refused; whoever asks tries at once.
 constexpr std::chrono::nanoseconds kRetryRefused = std::chrono::milliseconds(250);
+constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
 }  // namespace
 
@@ -56,8 +58,12 @@ void Buffer::use(const Caller& caller) {
 
 Generation* Buffer::lease(const Caller& caller) {
   Generation* generation = publish();
-  if (!driver_.traits().asynchronous) return generation;
   PoolLock lock(pool_);
+  if (!owned_) {  // by another thread, meanwhile
+    pool_->end_locked(generation);
+    throw Closed("[lease] a tensor is closed: make a new one");
+  }
+  if (!driver_.traits().asynchronous) return generation;
   if (caller.named) {
     leased_.push_back(caller.stream);
   } else {
@@ -220,8 +226,8 @@ std::vector<Interval> Buffer::uncovered() const {
   return rest;
 }
 
-// Slots that come into use again are not unmapped.
-void Buffer::revive(Interval slots) {
+// Slots that are unmapped by now, or come into use again.
+void Buffer::retire_no_more(Interval slots) {
   if (slots.empty() || retiring_.empty()) return;
   std::vector<Interval> rest;
   for (const Interval interval : retiring_) {
@@ -282,7 +288,7 @@ bool Buffer::settle() noexcept {
     const bool quiet = is_quiet();
     while (begin_retirement()) {
       Departure departure;
-      if (!claim_departure(departure)) return false;
+      if (!claim_departure(departure, kNoLimit)) return false;
       carry_out(departure);
       enter_back(departure);
       if (refusal_) return false;
@@ -295,13 +301,14 @@ bool Buffer::settle() noexcept {
 }
 
 // For the mapper: what it can take out, or that it must wait.
-Buffer::Claim Buffer::claim_back(Departure& departure) noexcept {
+Buffer::Claim Buffer::claim_back(Departure& departure, std::size_t pages) noexcept {
   if (busy()) return Claim::waits;
   if (refusal_ && std::chrono::steady_clock::now() < retry_at_) return Claim::refused;
   refusal_ = nullptr;
   try {
     const bool quiet = is_quiet();
-    if (begin_retirement()) return claim_departure(departure) ? Claim::claimed : Claim::waits;
+    if (begin_retirement())
+      return claim_departure(departure, pages) ? Claim::claimed : Claim::waits;
     return release_range() && quiet ? Claim::done : Claim::waits;
   } catch (...) {
     refused();
@@ -322,18 +329,27 @@ Buffer::Departure Buffer::departing(std::vector<Run> runs, std::size_t writable)
   return departure;
 }
 
-// False where the work that may touch the pages is not done.
-bool Buffer::claim_departure(Departure& departure) {
+// About `pages` pages of what is retiring. False where the work that may touch them is not done.
+bool Buffer::claim_departure(Departure& departure, std::size_t pages) {
   if (!all_passed(retiring_after_)) return false;
+  std::vector<Interval> slots;
+  for (std::size_t left = std::max<std::size_t>(1, pages / shape_.rows), i = 0;
+       i < retiring_.size() && left != 0; ++i) {
+    const Interval some{retiring_[i].begin,
+                        retiring_[i].begin + std::min(left, retiring_[i].size())};
+    slots.push_back(some);
+    left -= some.size();
+  }
   std::vector<Run> runs;
   std::size_t writable = 0;
   for (const auto wanted : {is_writable, is_guarded}) {
-    for (const Interval slots : retiring_) {
-      for (std::size_t row = 0; row < shape_.rows; ++row) collect(runs, row, slots, wanted);
+    for (const Interval some : slots) {
+      for (std::size_t row = 0; row < shape_.rows; ++row) collect(runs, row, some, wanted);
     }
     if (wanted == is_writable) writable = runs.size();
   }
   departure = departing(std::move(runs), writable);
+  departure.slots = std::move(slots);
   busy_ = true;
   return true;
 }
@@ -374,7 +390,7 @@ void Buffer::enter(Departure& departure) {
     for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
       Entry& entry = table_.at(run.row, slot);
       if (is_guarded(entry)) --guarded_;
-      pool_->drop(entry.page);
+      pool_->drop(entry.page, aged_);
       entry = {};
     }
     mapped_ -= run.slots.size();
@@ -398,7 +414,7 @@ void Buffer::enter_back(Departure& departure) {
     refusal_ = departure.error;
     retry_at_ = std::chrono::steady_clock::now() + kRetryRefused;
   } else {
-    retiring_.clear();
+    for (const Interval slots : departure.slots) retire_no_more(slots);
   }
   pool_->changed();
 }

@@ -313,10 +313,17 @@ void Buffer::guard(std::span<const Run> runs) {
 }
 
 void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
+  // What no tensor and no view shows, as what is ahead, the child cannot look at.
+  Interval shown = extent_;
+  for (const Generation* generation : generations_) {
+    shown = shown.empty() ? generation->slots
+                          : Interval{std::min(shown.begin, generation->slots.begin),
+                                     std::max(shown.end, generation->slots.end)};
+  }
+  if (shown.empty()) return;
   try {
     std::vector<Run> writable;
-    for (std::size_t row = 0; row < shape_.rows; ++row)
-      collect(writable, row, {0, row_pages_}, is_writable);
+    for (std::size_t row = 0; row < shape_.rows; ++row) collect(writable, row, shown, is_writable);
     seen.reserve(seen.size() + mapped_);
     guard(writable);
   } catch (...) {
@@ -441,7 +448,7 @@ void Buffer::accept(const Caller& caller, Interval positions,
   map_shared(runs, pages, EntryState::guarded);
   positions_ = positions;
   extent_ = slots;
-  revive(extent_);
+  retire_no_more(extent_);
   set_ready({});
   trace::event(trace::What::fork, slot_address(0, slots.begin), pages.size() * page_size_, base_);
 }

@@ -333,6 +333,37 @@ testing.check_invariants(pool)
     )
 
 
+def test_a_fork_while_another_thread_makes_the_default_pool():
+    """The child's first tensor is refused; it does not wait for a lock whose owner stayed in the parent."""
+    check(
+        """
+import signal
+import vtensor.pool
+real = vtensor.pool.Pool
+making = threading.Event()
+def slow(*arguments):
+    making.set()
+    time.sleep(0.5)
+    return real(*arguments)
+vtensor.pool.Pool = slow
+maker = threading.Thread(target=vtensor.default_pool)
+maker.start()
+making.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    try:
+        vtensor.empty(0, 4, grow_dim=0, capacity=4, dtype=torch.uint8, device="cpu")
+    except vtensor.VTensorError as error:
+        os._exit(0 if "forked" in str(error) else 1)
+    os._exit(2)
+assert os.waitpid(child, 0)[1] == 0
+maker.join()
+pool.close()
+"""
+    )
+
+
 @pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 def test_a_signal_while_the_device_is_waited_for():
     """The wait ends in its own time (I12), then the signal comes; the next call works."""

@@ -499,6 +499,28 @@ def test_the_process_ends_with_work_that_never_does(ahead, end):
     assert not finished.err
 
 
+_EXIT_OF_MANY = """
+import time
+from stream_support import SimulatedDevice
+import vtensor.pool
+vtensor.pool._CLOSE_SECONDS = 1.0
+sim = SimulatedDevice()
+sim.hold()
+pools = [open_pool("simcuda", patience=0.5) for _ in range(6)]
+tensors = [filled(pool, 16) for pool in pools]
+for t in tensors:
+    sim.kernel(0, t)
+began = time.monotonic()
+vtensor.pool._close_pools()
+assert time.monotonic() - began < 3, "each pool waited its own time"
+"""
+
+
+@needs_simcuda
+def test_all_pools_together_wait_no_longer_than_one():
+    run_snippet(_EXIT_OF_MANY).check()
+
+
 def test_a_capture_that_begins_beside_a_fence_stays_valid(sim, stream_pool):
     """Between asking whether a stream is captured and recording there, another thread begins a capture: the
     event is part of that then, and asking whether it has passed would invalidate it."""

@@ -216,6 +216,29 @@ def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
     assert pages // 2 <= len(batches) <= pages // 2 + 2
 
 
+def sleeps_of_mappers() -> int:
+    """How often the mappers of this process went to sleep so far."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text() == "vtensor-mapper\n":
+            status = (task / "status").read_text()
+            total += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return total
+
+
+def test_where_nothing_is_left_the_mapper_is_not_woken(pool_factory):
+    pool = pool_factory("host", pages=12, ahead=16 * PAGE, park=0)
+    t = vtensor.empty(0, 8, grow_dim=0, capacity=13 * 512, dtype=torch.uint8, pool=pool)
+    t.extend(11 * 512)
+    t.extend(8)
+    pool.wait_idle(5)
+    assert pool.stats().pages_free == 0
+    before = sleeps_of_mappers()
+    for _ in range(400):
+        t.extend(1)
+    assert sleeps_of_mappers() - before < 40
+
+
 def test_no_look_ahead_past_the_capacity(ahead):
     t = quarter(ahead, capacity=6 * PER_PAGE)
     for _ in range(6):

@@ -188,6 +188,19 @@ def test_a_reserve_is_left_to_others(sim, stream_pool, emptied):
     t.close()
 
 
+def test_what_is_done_in_the_background_leaves_the_reserve_alone(sim, stream_pool, emptied):
+    before = free_memory()
+    reserve = before - 8 * PAGE
+    pool = stream_pool(reserve=reserve, ahead=AHEAD, low=12 * PAGE)
+    eventually(lambda: free_memory() < before)
+    t = quarter(pool, 4, capacity=200)
+    t.prepare(160)
+    pool.wait_idle(5)
+    assert reserve <= free_memory() < before
+    assert 0 < pool.stats().pages_ahead < 8
+    t.close()
+
+
 def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
     # In the place of torch's.
     cache = testing.simulated_cuda_pool(str(simcuda_library()), page_size=PAGE, budget=64 * PAGE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 
 import pytest
@@ -41,6 +42,26 @@ def test_a_budget_below_what_is_in_use_is_refused_and_changes_nothing(host):
             host.budget = nbytes
     assert host.budget == 64 * PAGE and t.eq(1).all()
     host.budget = 10 * PAGE
+
+
+def test_a_budget_counts_what_a_growth_under_way_was_promised(sim, stream_pool):
+    """Between the page that it maps and the one that it parts it lets the lock go."""
+    pool = stream_pool(16)
+    t = filled(pool, 6)
+    f = t.fork()
+    pool.prefill(4 * PAGE)
+    asked = sim.calls("cuMemMap")
+    sim.slow("cuMemMap", 200_000)
+    grower = threading.Thread(target=lambda: t.extend(PER_PAGE))
+    grower.start()
+    eventually(lambda: sim.calls("cuMemMap") > asked)
+    with pytest.raises(vtensor.OutOfPages):
+        pool.budget = pool.stats().pages_used * PAGE
+    grower.join()
+    sim.slow("cuMemMap", 0)
+    assert check_sums(pool).pages_free >= 0
+    testing.check_invariants(pool)
+    t.close(), f.close()
 
 
 def test_a_smaller_budget_gives_free_memory_back(host):
@@ -197,6 +218,30 @@ def test_memory_goes_with_age(pool_factory):
     eventually(lambda: pool.stats().pages_cached == 0)
     assert time.monotonic() - freed > 0.03
     assert mapper_calls(pool)["fallocate"] == 10
+
+
+def test_parked_memory_goes_with_age(pool_factory):
+    """At once from where it was mapped to the system: it was free all that time."""
+    pool = pool_factory("host", max_age=0.1, ahead=16 * PAGE, park=16 * PAGE)
+    filled(pool, 10 * PER_PAGE).close()
+    freed = time.monotonic()
+    eventually(lambda: pool.stats().pages_parked == 10)
+    eventually(lambda: pool.stats().pages_parked == 0)
+    assert time.monotonic() - freed > 0.08
+    eventually(lambda: pool.stats().pages_cached == 0)
+    assert time.monotonic() - freed < 0.18
+    adopted = filled(pool, 10 * PER_PAGE)
+    adopted.close()
+    assert pool.stats().pages_parked == 10
+
+
+def test_made_memory_ages_from_when_it_was_made(pool_factory):
+    pool = pool_factory("simcuda", max_age=1000.0)
+    pool.prefill(8 * PAGE)
+    filled(pool, 1).close()
+    pool.wait_idle(5)
+    time.sleep(0.05)
+    assert pool.stats().pages_cached == 8
 
 
 def test_age_leaves_the_low_mark_alone(pool_factory):

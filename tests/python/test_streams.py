@@ -125,6 +125,21 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, name, operation):
     t.close()
 
 
+def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
+    """It is waited for once; what numbers a stream that is gone is not asked again."""
+    pool = stream_pool()
+    t = filled(pool, 16, 3)
+    stream = sim.stream()
+    f = t.fork(stream=stream)
+    sim.destroy(stream)
+    f.shrink(8)
+    t.shrink(8)
+    pool.wait_idle(5)
+    assert pool.stats().pages_held == 0 and f.eq(3).all()
+    f.close()
+    t.close()
+
+
 @needs_simcuda
 @pytest.mark.parametrize("ahead", [0, 1 << 20])
 def test_several_pools_and_devices(sim, stream_pool, ahead):

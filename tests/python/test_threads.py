@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -173,6 +174,34 @@ def test_pool_close_beside_everything(pool_factory, kind):
         gc.collect()
         stats = pool.stats()
         assert pool.closed and (stats.pages_used, stats.tensors) == (0, 0)
+
+
+def test_pool_close_beside_the_making_of_tensors(pool_factory):
+    """The pool's list of its tensors changes while close() goes through it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(15):
+            pool = pool_factory("host", 1024)
+            kept = [quarter(pool, capacity=4) for _ in range(300)]
+            going = threading.Event()
+
+            def make(pool=pool, going=going):
+                made = []
+                with pytest.raises(vtensor.Closed):
+                    while True:
+                        made.append(quarter(pool, capacity=4))
+                        going.set()
+
+            def close(pool=pool, going=going):
+                going.wait(10)
+                pool.close()
+
+            run_together(*[make] * 8, close)
+            gc.collect()
+            assert pool.stats().tensors == 0 and all(t.closed for t in kept)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_budget_is_kept_by_threads_that_compete(pool_factory, kind):

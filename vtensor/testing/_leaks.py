@@ -28,7 +28,8 @@ class Look:
         self._files_before = _files()
 
     def _pools(self) -> list[Pool]:
-        return list(self._asked or _pool._pools)
+        with _pool._sets_lock:
+            return list(self._asked or _pool._pools)
 
     def leaks(self) -> list[str]:
         """What was taken since and not given back, in words; empty where that is nothing."""

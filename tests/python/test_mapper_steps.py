@@ -1,0 +1,124 @@
+"""What the mapper does in one go: batches of driver calls, and that nobody waits for all of its work (I12)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+
+import vtensor
+from support import PER_PAGE, eventually, filled, mapper_calls, quarter, run_snippet, simcuda_disarm
+
+PAGE = 2 << 20  # of a GPU
+
+
+def made_since(pool, before: dict[str, int], *names: str) -> list[int]:
+    now = mapper_calls(pool)
+    return [now.get(name, 0) - before.get(name, 0) for name in names]
+
+
+def test_pages_that_lie_side_by_side_are_opened_in_one_call(pool_factory):
+    pool = pool_factory("simcuda", page_size=PAGE)
+    t = quarter(pool, capacity=64 * PER_PAGE)
+    before = mapper_calls(pool)
+    t.prepare(8 * PER_PAGE)
+    pool.wait_idle(5)
+    assert made_since(pool, before, "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async") == [8, 1, 1]
+    t.close()
+
+
+def test_a_request_of_many_tensors_takes_one_call_each(pool_factory):
+    pool = pool_factory("simcuda", page_size=PAGE)
+    tensors = [quarter(pool, capacity=4 * PER_PAGE) for _ in range(16)]
+    before = mapper_calls(pool)
+    vtensor.prepare(tensors, 2 * PER_PAGE)
+    pool.wait_idle(5)
+    assert made_since(pool, before, "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async") == [32, 16, 16]
+    for t in tensors:
+        t.close()
+
+
+def test_unmapping_goes_in_steps(pool_factory):
+    """So that growth beside it waits for one of them."""
+    pages = 16000
+    pool = pool_factory("host", pages=pages, ahead=4096, park=0)
+    t = quarter(pool, pages * PER_PAGE, capacity=pages * PER_PAGE)
+    with vtensor.trace.record() as recording:
+        t.shrink((pages - 1) * PER_PAGE)
+        eventually(lambda: pool.stats().pages_mapped <= 2)
+    unmapped = [e.nbytes for e in recording.events() if e.what == "unmap" and e.role == "mapper"]
+    assert len(unmapped) > 1 and max(unmapped) <= 16 << 20
+
+
+# 512 MiB, which take the mapper some tenths of a second.
+BACKLOG = """
+pages = 8192
+pool = open_pool("host", pages, page_size=64 << 10)
+t = quarter(pool, capacity=pages * PER_PAGE)
+t.prepare(pages * PER_PAGE)
+eventually(lambda: pool.stats().pages_ahead)
+{what}
+assert pool.stats().pages_ahead < pages * 0.8
+pool.wait_idle(20)
+assert pool.stats().pages_ahead == pages
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["pool.trim()", "testing.check_invariants(pool)", "if os.fork() == 0: os._exit(0)"],
+    ids=["trim", "check", "fork"],
+)
+def test_who_needs_quiet_waits_for_one_step(what):
+    run_snippet(BACKLOG.format(what=what)).check()
+
+
+def test_a_tensor_dropped_while_somebody_waits_calls_the_mapper(pool_factory):
+    """The deleter finds the lock taken; whoever waits sees to what it left, and to the mapper."""
+    pool = pool_factory("host", ahead=16 * 4096, park=16 * 4096)
+    go, gone = threading.Event(), threading.Event()
+    until = time.monotonic() + 1.0
+    box: list[vtensor.VTensor] = []
+
+    def drop():
+        while go.wait() and box:
+            go.clear()
+            box.clear()
+            gone.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    dropper = threading.Thread(target=drop)
+    dropper.start()
+    try:
+        while time.monotonic() < until:
+            box.append(quarter(pool, 4))
+            pool.wait_idle(5)
+            gone.clear()
+            go.set()
+            while not gone.is_set():
+                pool.wait_idle(5)
+    finally:
+        box.clear()
+        go.set()
+        dropper.join()
+        sys.setswitchinterval(interval)
+
+
+def test_what_keeps_the_mapper_from_working_is_raised(sim, stream_pool):
+    """And tried again where somebody asks, not all the time."""
+    pool = stream_pool()
+    t = filled(pool, 1)
+    sim.fail("cuThreadExchangeStreamCaptureMode", 0, 10**6)
+    tried = sim.calls("cuThreadExchangeStreamCaptureMode")
+    t.prepare(2 * PER_PAGE)
+    with pytest.raises(vtensor.DriverError, match="cuThreadExchangeStreamCaptureMode"):
+        pool.wait_idle(5)
+    time.sleep(0.1)
+    assert sim.calls("cuThreadExchangeStreamCaptureMode") - tried <= 4
+    simcuda_disarm()
+    pool.wait_idle(5)
+    assert pool.stats().pages_ahead == 2
+    t.close()
