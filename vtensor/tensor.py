@@ -265,10 +265,9 @@ class VTensor(torch.Tensor):
         return self._core.closed
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
-        """Says that work in ``stream`` uses the tensor: its pages are unmapped only after it.
+        """Says that work in ``stream``, now and later, uses the tensor: its pages are unmapped only after it.
 
-        As ``torch.Tensor.record_stream``: work that is launched there later counts too, so the stream must
-        outlive the tensor. A :class:`~vtensor.lease` says it for one piece of work.
+        The stream must outlive the tensor. A :class:`~vtensor.lease` is for one piece of work.
 
         Raises:
             InvalidArgument: it is no stream.

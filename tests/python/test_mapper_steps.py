@@ -1,4 +1,4 @@
-"""What the mapper does in one go: batches of driver calls, and that nobody waits for all of its work (I12)."""
+"""What the mapper does in one go: batches of driver calls; and that nobody waits for all of it (I12)."""
 
 from __future__ import annotations
 
