@@ -1,6 +1,7 @@
 // Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory
 // management.
 #include <mutex>
+#include <optional>
 #include <set>
 
 #include "base/align.h"
@@ -53,6 +54,7 @@ class CudaDriver final : public Driver {
  private:
   std::size_t granularity(CUmemAllocationGranularity_flags kind);
   int attribute(CUdevice_attribute which);
+  bool close();
 
   CudaCalls cuda_;
   CudaMappings mappings_{cuda_};
@@ -127,22 +129,36 @@ void CudaDriver::open(const CudaOptions& options) {
 }
 
 CudaDriver::~CudaDriver() {
-  if (is_forked_child()) return;
+  if (is_forked_child() || cuda_.context == nullptr) return;
   meter_.disarm();
+  // Any thread may be the last to let a driver go: one without a context, or beside a capture.
+  std::optional<RelaxedCapture> relaxed;
+  std::optional<PrimaryContext> context;
+  try {
+    relaxed.emplace(cuda_, "close");
+    context.emplace(cuda_, "close");
+  } catch (const Error&) {
+    // The process is ending or the device is in error: give back what it still takes.
+  }
+  const bool copies_are_over = close();
+  context.reset();
+  if (copies_are_over) cuda_.call(cuda_.cuDevicePrimaryCtxRelease, device_);
+}
+
+// False where copies still run, which need the context.
+bool CudaDriver::close() {
   const bool copies_are_over = copies_.close();
   // The core waited for the fences of what it unmapped. Ranges that are left hold quarantined
   // pages, and nobody knows what runs there.
   try {
     if (mappings_.any()) quiesce();
   } catch (const Error&) {
-    // The process is ending or the device is in error: give back what it still takes.
+    // As above.
   }
   mappings_.close();
   for (const Handle handle : handles_) cuda_.call(cuda_.cuMemRelease, handle);
   streams_.close();
-  if (cuda_.context != nullptr && copies_are_over) {
-    cuda_.call(cuda_.cuDevicePrimaryCtxRelease, device_);
-  }
+  return copies_are_over;
 }
 
 int CudaDriver::attribute(CUdevice_attribute which) {

@@ -101,15 +101,7 @@ void CudaStreams::close() {
   if (side_ != nullptr) cuda_.call(cuda_.cuStreamDestroy, side_);
 }
 
-bool CudaStreams::side_is_idle() {
-  try {
-    const RelaxedCapture relaxed(cuda_, "close");
-    const PrimaryContext context(cuda_, "close");
-    return cuda_.call(cuda_.cuStreamQuery, side_) == CUDA_SUCCESS;
-  } catch (const DriverError&) {
-    return false;
-  }
-}
+bool CudaStreams::side_is_idle() { return cuda_.call(cuda_.cuStreamQuery, side_) == CUDA_SUCCESS; }
 
 FencePtr CudaStreams::fence(Stream stream) {
   const RelaxedCapture relaxed(cuda_, "fence");

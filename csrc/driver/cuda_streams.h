@@ -19,11 +19,11 @@ class CudaStreams {
 
   explicit CudaStreams(CudaCalls& cuda);
   void open();
-  // The driver's end. Fences may live on.
+  // The driver's end, in relaxed capture and the primary context. Fences may live on.
   void close();
 
   Stream side() const { return reinterpret_cast<Stream>(side_); }
-  // Whether nothing runs on the side stream. Throws nothing: what cannot be known is "no".
+  // Whether nothing runs on the side stream, as `close`: what cannot be known is "no".
   bool side_is_idle();
 
   FencePtr fence(Stream stream);

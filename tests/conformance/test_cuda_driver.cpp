@@ -3,8 +3,10 @@
 #include <doctest/doctest.h>
 
 #include <string>
+#include <thread>
 
 #include "base/errors.h"
+#include "conformance/streams.h"
 #include "conformance/subject.h"
 #include "driver/cuda_api.h"
 
@@ -234,6 +236,18 @@ TEST_CASE("the driver's end unmaps what quarantine left mapped") {  // I14
     CHECK(SimulatedCuda::leaks() != "");
   }
   CHECK(SimulatedCuda::leaks() == "");
+}
+
+TEST_CASE("the driver's end serves a thread without a context, beside a capture") {  // I14
+  Bench<SimulatedCuda> bench;
+  const Caller caller(simcuda_library());
+  const CallerStream captured(caller);
+  bench.driver->create(1);
+  bench.driver->fence(bench.driver->side_stream());
+  REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
+  std::thread([&] { bench.driver.reset(); }).join();
+  CHECK(caller.destroy_graph(caller.end(captured.handle)) == CUDA_SUCCESS);
+  CHECK(SimulatedCuda::leaks() == "1 context references 1 streams ");  // the caller's
 }
 
 TEST_CASE("memory is made for GPUDirect RDMA where the device supports it") {

@@ -197,7 +197,9 @@ TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does n
       driver.free_range(range, 1);
       CHECK(driver.free_memory() > 0);
       driver.destroy(handles[0], 1);
-      T::open();
+      const std::unique_ptr<Driver> other = T::open();  // its end gives back a handle and an event
+      other->create(1);
+      other->fence(other->side_stream());
     };
     in_worker ? std::thread(work).join() : work();
     CHECK(caller.destroy_graph(caller.end(captured.handle)) == CUDA_SUCCESS);

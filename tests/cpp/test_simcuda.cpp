@@ -213,8 +213,12 @@ TEST_CASE("fresh memory is not zero, and runs out") {
   CHECK(total == 3 * kPage);
 }
 
-TEST_CASE("memory work needs a context, virtual memory management none") {
+TEST_CASE("memory work, streams and events need a context, virtual memory management none") {
   Simulation sim;
+  CUstream stream = nullptr;
+  CUevent event = nullptr;
+  CHECK(sim.api.cuStreamCreate.function(&stream, 0) == CUDA_SUCCESS);
+  CHECK(sim.api.cuEventCreate.function(&event, 0) == CUDA_SUCCESS);
   sim.api.cuCtxSetCurrent.function(nullptr);
   const CUdeviceptr range = sim.mapped(1);
   std::size_t free = 0, total = 0;
@@ -222,8 +226,13 @@ TEST_CASE("memory work needs a context, virtual memory management none") {
   CHECK(sim.api.cuMemcpyDtoDAsync.function(range, range, 1, nullptr) == CUDA_ERROR_INVALID_CONTEXT);
   CHECK(sim.api.cuMemGetInfo.function(&free, &total) == CUDA_ERROR_INVALID_CONTEXT);
   CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(sim.api.cuEventQuery.function(event) == CUDA_SUCCESS);
+  CHECK(sim.api.cuEventDestroy.function(event) == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(sim.api.cuStreamDestroy.function(stream) == CUDA_ERROR_INVALID_CONTEXT);
   CHECK(sim.api.cuCtxSetCurrent.function(sim.context) == CUDA_SUCCESS);
   CHECK(sim.api.cuCtxSynchronize.function() == CUDA_SUCCESS);
+  CHECK(sim.api.cuEventDestroy.function(event) == CUDA_SUCCESS);
+  CHECK(sim.api.cuStreamDestroy.function(stream) == CUDA_SUCCESS);
   CHECK(sim.api.cuDevicePrimaryCtxRelease.function(0) == CUDA_SUCCESS);
   CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_CONTEXT_IS_DESTROYED);
   CHECK(sim.api.cuDevicePrimaryCtxRelease.function(0) == CUDA_ERROR_INVALID_CONTEXT);

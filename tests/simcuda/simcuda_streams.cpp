@@ -152,7 +152,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuStreamCreate(CUstream* stream, unsigned int fl
 
 SIMCUDA_EXPORT CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
   return answer(
-      "cuStreamDestroy", Needs::nothing, {{"stream", number(stream)}}, [&](Sim& s, Result&) {
+      "cuStreamDestroy", Needs::context, {{"stream", number(stream)}}, [&](Sim& s, Result&) {
         return s.model->streams.destroy(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
       });
 }
@@ -223,7 +223,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned int flags
 }
 
 SIMCUDA_EXPORT CUresult CUDAAPI cuEventDestroy(CUevent event) {
-  return answer("cuEventDestroy", Needs::nothing, {{"event", number(event)}}, [&](Sim& s, Result&) {
+  return answer("cuEventDestroy", Needs::context, {{"event", number(event)}}, [&](Sim& s, Result&) {
     return s.model->streams.destroy(event) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
   });
 }
@@ -261,7 +261,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuEventQuery(CUevent event) {
 
 SIMCUDA_EXPORT CUresult CUDAAPI cuEventSynchronize(CUevent event) {
   return simcuda::answer_waiting(
-      "cuEventSynchronize", Needs::nothing, During::no_capture, {{"event", number(event)}},
+      "cuEventSynchronize", Needs::context, During::no_capture, {{"event", number(event)}},
       [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
         const auto* const it = s.model->streams.find(event);
         if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
