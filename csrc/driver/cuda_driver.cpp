@@ -54,6 +54,7 @@ class CudaDriver final : public Driver {
  private:
   std::size_t granularity(CUmemAllocationGranularity_flags kind);
   int attribute(CUdevice_attribute which);
+  void probe_rdma();
   bool close();
 
   CudaCalls cuda_;
@@ -126,6 +127,22 @@ void CudaDriver::open(const CudaOptions& options) {
   mappings_.open(traits_.page_size, properties_.location);
   streams_.open();
   copies_.open(traits_.page_size, options.copy_timeout);
+  probe_rdma();
+}
+
+// Some machines tell the attribute and refuse the flag all the same.
+void CudaDriver::probe_rdma() {
+  if (properties_.allocFlags.gpuDirectRDMACapable == 0) return;
+  Handle page = 0;
+  try {
+    page = create(1);
+  } catch (const DeviceOutOfMemory&) {
+    return;  // which says nothing of the flag
+  } catch (const DriverError&) {
+    properties_.allocFlags.gpuDirectRDMACapable = 0;
+    return;
+  }
+  destroy(page, 1);
 }
 
 CudaDriver::~CudaDriver() {

@@ -250,17 +250,28 @@ TEST_CASE("the driver's end serves a thread without a context, beside a capture"
   CHECK(SimulatedCuda::leaks() == "1 context references 1 streams ");  // the caller's
 }
 
-TEST_CASE("memory is made for GPUDirect RDMA where the device supports it") {
-  for (const std::uint64_t supported : {1, 0}) {
+TEST_CASE("memory is made for GPUDirect RDMA where the device takes the flag") {
+  constexpr std::uint64_t kRefused = 2;  // though the attribute says that it is supported
+  for (const std::uint64_t supported : {std::uint64_t{1}, std::uint64_t{0}, kRefused}) {
     SimulatedCuda::prepare();
     SimulatedCuda::control().configure("rdma", supported);
     const auto driver = SimulatedCuda::open();
     SimulatedCuda::control().log(1);
     driver->create(1);
     REQUIRE(SimulatedCuda::control().log_lines() == 3);  // between two of the capture mode
-    const std::string wanted = "rdma=" + std::to_string(supported);
+    const std::string wanted = supported == 1 ? "rdma=1" : "rdma=0";
     CHECK(SimulatedCuda::control().line(1).find(wanted) != std::string::npos);
   }
+}
+
+TEST_CASE("a full device says nothing of GPUDirect RDMA") {
+  SimulatedCuda::prepare();
+  SimulatedCuda::control().configure("memory", 0);
+  const auto driver = SimulatedCuda::open();
+  SimulatedCuda::control().configure("memory", kPageSize);
+  SimulatedCuda::control().log(1);
+  driver->create(1);
+  CHECK(SimulatedCuda::control().line(1).find("rdma=1") != std::string::npos);
 }
 
 TEST_CASE("no call is made that the driver must refuse, up to the driver's end") {

@@ -166,7 +166,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle
   return answer("cuMemCreate", Needs::vmm, {{"size", size}, {"rdma", rdma}, {"flags", flags}},
                 [&](Sim& s, Result& result) {
                   if (flags != 0 || size == 0 || !is_aligned(s, 0, size) ||
-                      !is_device_memory(s, properties) || (rdma && !s.settings.rdma)) {
+                      !is_device_memory(s, properties) || (rdma && s.settings.rdma != 1)) {
                     return CUDA_ERROR_INVALID_VALUE;
                   }
                   const int device = properties->location.id;

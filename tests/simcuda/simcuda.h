@@ -8,7 +8,8 @@
 //   vmm          SIMCUDA_VMM          1 where they have virtual memory management (1)
 //   granularity  SIMCUDA_GRANULARITY  bytes, minimum and recommended (2 MiB, as on real devices)
 //   read_only    SIMCUDA_READ_ONLY    1 where cuMemSetAccess takes PROT_READ (1)
-//   rdma         SIMCUDA_RDMA         1 where cuMemCreate takes the GPUDirect RDMA flag (1)
+//   rdma         SIMCUDA_RDMA         1 where cuMemCreate takes the GPUDirect RDMA flag, 2 where it
+//                                     refuses it though the attribute says otherwise (1)
 //   eager        SIMCUDA_EAGER        1 where work that may run does so when it is launched, 0
 //   where
 //                                     only when somebody asks about it: harder on the driver (1)
