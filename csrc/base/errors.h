@@ -65,9 +65,11 @@ class DriverError : public Error {
   std::string name;  // "ENOMEM", "CUDA_ERROR_INVALID_VALUE", ...
 };
 
-// The device has no memory left for a new page, whatever the budget says.
+// The device has no memory left for a new page, or to map one, whatever the budget says.
 class DeviceOutOfMemory : public DriverError {
+ public:
   using DriverError::DriverError;
+  explicit DeviceOutOfMemory(const DriverError& cause) : DriverError(cause) {}
 };
 
 // A call was refused and so was its undoing. `stuck` holds the indices, within the batch, of the

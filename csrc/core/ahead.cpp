@@ -2,6 +2,7 @@
 // that.
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <utility>
 
 #include "base/errors.h"
@@ -9,6 +10,19 @@
 #include "core/buffer.h"
 
 namespace vtensor {
+namespace {
+
+bool is_out_of_memory(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const DeviceOutOfMemory&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
 
 // The slots behind the extent that are kept or made ready.
 Interval Buffer::ahead() const {
@@ -134,9 +148,11 @@ void Buffer::enter_ahead(Arrival& arrival) {
   touch(ahead());                                        // nor what came before them
   if (arrival.zeroing) note(driver_.side_stream());
   if (arrival.error) {
-    error_ = arrival.error;
-    trace::event(trace::What::error, address_of(arrival.runs.front()), 0, base_);
     want_end_ = 0;
+    if (!is_out_of_memory(arrival.error)) {  // otherwise whoever needs the pages will say
+      error_ = arrival.error;
+      trace::event(trace::What::error, address_of(arrival.runs.front()), 0, base_);
+    }
   }
   if (owned_) {
     set_ready(usable(extent_end(), std::max(ready_.end, want_end_)));

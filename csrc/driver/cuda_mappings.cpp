@@ -167,6 +167,8 @@ void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Acc
   const DriverError cause = cuda_.refusal(operation, refused, code);
   std::vector<std::size_t> stuck = unmap_first(stretches, mapped);
   if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
+  // Page tables take memory too.
+  if (code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
   throw cause;
 }
 

@@ -89,7 +89,8 @@ class Driver {
   virtual void destroy(Handle first, std::size_t n) = 0;
 
   // Maps runs of pages, in any number of reserved ranges. Requires: nothing is mapped there.
-  // UndoFailed counts the pages through all runs in their order.
+  // UndoFailed counts the pages through all runs in their order. Throws DeviceOutOfMemory where
+  // mapping takes memory that is not there.
   virtual void map(std::span<const PageRun> runs, Access access) = 0;
   // Unmaps mapped pages: all of them, whatever the access. The ranges stay reserved. The handles
   // and `access` are what is mapped there, for undoing. Requires: no work, launched or about to be,

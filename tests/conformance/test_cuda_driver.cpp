@@ -168,6 +168,23 @@ TEST_CASE("a full device is DeviceOutOfMemory, and serves again when memory is b
   driver->create(1);
 }
 
+TEST_CASE("no memory to map with is DeviceOutOfMemory, and nothing is mapped") {  // I8, I9
+  Bench<SimulatedCuda> bench;
+  const auto handles = bench.make_handles(3, 1);
+  const Address range = bench.driver->reserve(3);
+  SimulatedCuda::control().fail("cuMemMap", 2, 1, CUDA_ERROR_OUT_OF_MEMORY);
+  try {
+    bench.map(range, handles, Access::writable);
+    FAIL("all three pages");
+  } catch (const DeviceOutOfMemory& error) {
+    CHECK(error.call == "cuMemMap");
+    CHECK(error.name == "CUDA_ERROR_OUT_OF_MEMORY");
+  }
+  CHECK(SimulatedCuda::control().leaks().mappings == 0);
+  bench.map(range, handles, Access::writable);
+  CHECK(bench.holds(range, 2, 3));
+}
+
 TEST_CASE("the page size is a multiple of the granularity, 2 MiB or more by default") {
   SimulatedCuda::prepare();
   CudaOptions asked = options();

@@ -41,6 +41,13 @@ def mapping_at(address: int) -> tuple[int, int]:
     return look(address, access), access.value
 
 
+def free_memory() -> int:
+    """Bytes of the simulated device that no allocation takes."""
+    look = simcuda_control().simcuda_free_memory
+    look.argtypes, look.restype = (ctypes.c_int,), ctypes.c_uint64
+    return look(0)
+
+
 def values(length: int, rows: tuple[int, ...] = ()) -> torch.Tensor:
     """Float32 data for `quarter(pool, dtype=torch.float32)`: a quarter of a 4 KiB page to a position."""
     return ramp(torch.empty((*rows, length, 256), dtype=torch.float32))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
 import vtensor
+from cuda_support import free_memory
 from stream_support import eventually
-from support import filled, quarter, ramp, same_bytes, simcuda_control, simcuda_library
+from support import filled, quarter, ramp, same_bytes, simcuda_library
 from vtensor import testing
 
 MEMORY = 4 << 30  # of the simulated device
 AHEAD = 16 * 4096
 PAGE = 4096
+OUT_OF_MEMORY = 2  # a CUresult
 
 
 @pytest.fixture
@@ -46,12 +46,6 @@ def full(sim):
     memory = MEMORY
     yield leave
     leave(None)
-
-
-def free_memory() -> int:
-    look = simcuda_control().simcuda_free_memory
-    look.argtypes, look.restype = (ctypes.c_int,), ctypes.c_uint64
-    return look(0)
 
 
 GROW = {
@@ -97,6 +91,21 @@ def test_torch_gives_back_what_is_needed(sim, stream_pool, emptied, full, name):
     emptied.then = lambda: full(None)
     GROW[name](t, pool)
     assert emptied == [1]
+    t.close()
+
+
+def test_a_device_without_memory_to_map_with(sim, stream_pool, emptied):
+    """As without memory for a page: page tables take some too."""
+    pool = stream_pool()
+    t = filled(pool, 8)
+    sim.fail("cuMemMap", refuse=2, code=OUT_OF_MEMORY)
+    with pytest.raises(vtensor.OutOfPages, match=r"\[VTensor.extend\] .*\(CUDA_ERROR_OUT_OF_MEMORY\)"):
+        t.extend(20)
+    assert emptied == [1] and t.length == 8
+    testing.check_invariants(pool)
+    sim.fail("cuMemMap", skip=1, code=OUT_OF_MEMORY)
+    t.extend(20)  # torch gave back what was needed
+    assert emptied == [1, 1] and not t[8:].any()
     t.close()
 
 
@@ -242,6 +251,11 @@ def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied
     assert pool.stats().pages_ahead == 0 and not emptied
     t.shrink(1)  # nothing is raised
     full(None)
+    sim.fail("cuMemMap", skip=1, code=OUT_OF_MEMORY)  # by a device that can make pages, and not map them
+    t.prepare(20)
+    pool.wait_idle(1)
+    t.shrink(1)
+    assert not emptied
     t.prepare(20)
     assert eventually(lambda: pool.stats().pages_ahead >= 5)
     t.close()
