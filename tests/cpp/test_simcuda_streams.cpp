@@ -46,7 +46,10 @@ struct Simulation : Reset {
       map(i);
     }
   }
-  ~Simulation() { control.late_events(0, 0); }
+  ~Simulation() {
+    control.late_events(0, 0);
+    control.unseen_events(0);
+  }
 
   void map(int page) {
     const CUdeviceptr at = range + static_cast<std::size_t>(page) * kPage;
@@ -156,6 +159,17 @@ TEST_CASE("an event is what it was recorded behind last, and a wait what it was 
   s.control.release(s.one.number());
   CHECK(s.api.cuStreamQuery.function(s.two.handle) == CUDA_SUCCESS);
   CHECK(s.byte() == 2);
+}
+
+TEST_CASE("an event may be seen late, and holds nothing back") {
+  Simulation s;
+  s.control.unseen_events(2);
+  const CUevent event = s.record(s.one);
+  CHECK(s.launch(s.one.number(), 1) == CUDA_SUCCESS);
+  CHECK(s.byte() == 1);
+  CHECK(s.api.cuEventQuery.function(event) == CUDA_ERROR_NOT_READY);
+  CHECK(s.api.cuEventQuery.function(event) == CUDA_ERROR_NOT_READY);
+  CHECK(s.api.cuEventQuery.function(event) == CUDA_SUCCESS);
 }
 
 TEST_CASE("synchronising waits for what another thread releases, and never for ever") {

@@ -1,30 +1,36 @@
-"""Pools on a real GPU; every test here is skipped, with the reason, where there is none."""
+"""Pools on a real GPU, and over the simulated libcuda: each test is skipped, with the reason, where what it
+runs on is not there."""
 
 from __future__ import annotations
 
 import gc
 
 import pytest
-import torch
 
-import vtensor
+from devices import DEVICES, PAGE
 from vtensor import testing
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU: torch.cuda.is_available() is false")
-    torch.cuda.init()
+    return DEVICES["gpu"]()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """The GPU, the simulated device, and that one with events that pass late."""
+    device = DEVICES[request.param]()
+    yield device
+    device.end()
 
 
 @pytest.fixture
-def pool(gpu):
+def pool(device):
     """256 pages of 2 MiB; at the end empty (I14), sound (I5) and closed."""
-    pool = vtensor.Pool("cuda", page_size=2 << 20, budget=512 << 20)
+    pool = device.pool(page_size=PAGE, budget=256 * PAGE, ahead=0)
     yield pool
     gc.collect()
-    torch.cuda.synchronize()
+    pool.wait_idle()
     testing.check_invariants(pool)
     stats = pool.stats()
     pool.close()
@@ -32,6 +38,6 @@ def pool(gpu):
 
 
 @pytest.fixture
-def driver():
-    """cuda-bindings, NVIDIA's own view of what we asked the driver for."""
-    return pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+def bindings(device):
+    """The driver's own view of what it was asked for."""
+    return device.bindings()

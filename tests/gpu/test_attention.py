@@ -21,6 +21,11 @@ PER_PAGE = (2 << 20) // (HEADS * DIM * 2)  # positions of a bf16 row in a 2 MiB 
 CAPACITY = 8 * PER_PAGE
 
 
+@pytest.fixture
+def device(gpu):
+    return gpu  # these kernels are the GPU's
+
+
 @pytest.fixture(params=["fa2", "fa3", "fa4", "torch"])
 def backend(request):
     if request.param not in flash.available():

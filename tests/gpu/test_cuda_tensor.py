@@ -1,4 +1,4 @@
-"""The life of a VTensor on a real GPU, its contents compared with plain tensors."""
+"""The life of a VTensor on the device, its contents compared with plain tensors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ HEADS, DIM = 8, 128
 PER_PAGE = (2 << 20) // (HEADS * DIM * 2)  # positions of a bf16 row in a 2 MiB page: 1,024
 
 
-def tokens(n: int, rows: int = 2, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(rows, n, HEADS, DIM, dtype=torch.bfloat16, device="cuda", generator=generator)
+@pytest.fixture
+def tokens(device):
+    def make(n: int, rows: int = 2, seed: int = 0) -> torch.Tensor:
+        on = device.torch_device
+        generator = torch.Generator(on).manual_seed(seed)
+        return torch.randn(rows, n, HEADS, DIM, dtype=torch.bfloat16, device=on, generator=generator)
+
+    return make
 
 
 def cache(pool, x: torch.Tensor, capacity: int = 32 * PER_PAGE) -> vtensor.VTensor:
     return vtensor.from_tensor(x, grow_dim=1, capacity=capacity, pool=pool)
 
 
-def test_a_tensor_grows_and_shrinks_in_place(pool):  # I1, I2
+def test_a_tensor_grows_and_shrinks_in_place(pool, tokens, device):  # I1, I2
     want = tokens(10)
     t = cache(pool, want)
-    assert t.device.type == "cuda" and t.data_ptr() == t.address
+    assert t.device == device.torch_device and t.data_ptr() == t.address
     address = t.address
     for step, n in enumerate((1, PER_PAGE, 3, 2 * PER_PAGE + 7)):
         x = tokens(n, seed=step + 1)
@@ -53,7 +58,7 @@ def test_new_memory_and_reused_memory_show_zeros(pool):  # I7
         t.close()
 
 
-def test_reallocate_moves_no_byte(pool):
+def test_reallocate_moves_no_byte(pool, tokens):
     want = tokens(2 * PER_PAGE + 1)
     t = cache(pool, want)
     ids = [record.page_id for record in t.pages()]
@@ -64,7 +69,7 @@ def test_reallocate_moves_no_byte(pool):
 
 
 @pytest.mark.parametrize("by_child", [True, False])
-def test_writes_after_a_fork_stay_on_one_side(pool, by_child):  # I6
+def test_writes_after_a_fork_stay_on_one_side(pool, tokens, by_child):  # I6
     want = tokens(2 * PER_PAGE + 9)
     parent = cache(pool, want)
     child = parent.fork()
@@ -82,7 +87,8 @@ def test_writes_after_a_fork_stay_on_one_side(pool, by_child):  # I6
     child.close()
 
 
-def test_a_copied_page_holds_what_another_stream_was_about_to_write(pool):  # I2, I6
+@pytest.mark.parametrize("device", ["gpu"], indirect=True)
+def test_a_copied_page_holds_what_another_stream_was_about_to_write(pool, tokens):  # I2, I6
     parent = cache(pool, tokens(PER_PAGE // 2, rows=1))
     child = parent.fork()
     stream = torch.cuda.Stream()
@@ -99,19 +105,20 @@ def test_a_copied_page_holds_what_another_stream_was_about_to_write(pool):  # I2
         t.close()
 
 
-def test_reindex_remaps_rows(pool):
+def test_reindex_remaps_rows(pool, tokens):
     want = tokens(PER_PAGE + 1, rows=3)
     t = cache(pool, want)
     used = pool.stats().pages_used
     t.reindex([2, 0, 2])
     assert torch.equal(t, want[[2, 0, 2]])
+    pool.wait_idle()
     assert pool.stats().pages_used < used
     t.append(tokens(1, rows=3, seed=4))
     assert torch.equal(t[:, :-1], want[[2, 0, 2]])
     t.close()
 
 
-def test_a_view_keeps_its_pages(pool):  # I3
+def test_a_view_keeps_its_pages(pool, tokens):  # I3
     want = tokens(2 * PER_PAGE)
     t = cache(pool, want)
     view = t[:, PER_PAGE - 2 :]
@@ -121,7 +128,7 @@ def test_a_view_keeps_its_pages(pool):  # I3
     assert torch.equal(view, want[:, PER_PAGE - 2 :])
 
 
-def test_threads_without_a_context_of_their_own(pool):
+def test_threads_without_a_context_of_their_own(pool, tokens):
     errors = []
 
     def work(seed: int) -> None:
@@ -145,7 +152,7 @@ def test_threads_without_a_context_of_their_own(pool):
 
 
 @pytest.mark.parametrize("queries", [1, 16])
-def test_attention_over_a_vtensor_is_bit_for_bit_that_over_a_plain_tensor(pool, queries):
+def test_attention_over_a_vtensor_is_bit_for_bit_that_over_a_plain_tensor(pool, tokens, queries):
     k_plain, v_plain = tokens(PER_PAGE + 77, seed=1), tokens(PER_PAGE + 77, seed=2)
     q = tokens(queries, seed=3).transpose(1, 2)
     k, v = cache(pool, k_plain[:, :5]), cache(pool, v_plain[:, :5])

@@ -18,6 +18,7 @@ _SIGNATURES = {
     "simcuda_hold": ([_u64], _int),
     "simcuda_release": ([_u64], _int),
     "simcuda_late_events": ([_u64, _double], None),
+    "simcuda_unseen_events": ([_u64], None),
     "simcuda_launch": ([_u64, _u64, _u64, _int], _int),
     "simcuda_make_stream": ([_int], _u64),
     "simcuda_destroy_stream": ([_u64], _int),
@@ -87,6 +88,9 @@ class SimulatedDevice:
 
     def late_events(self, queries: int = 0, milliseconds: float = 0) -> None:
         self._call["simcuda_late_events"](queries, milliseconds)
+
+    def unseen_events(self, queries: int = 0) -> None:
+        self._call["simcuda_unseen_events"](queries)
 
     def slow(self, call: str, microseconds: float) -> None:
         self._done("simcuda_set_latency", call.encode(), microseconds, 0)
@@ -158,6 +162,7 @@ class SimulatedDevice:
     def let_go(self) -> None:
         """Lets everything run that was held back."""
         self.late_events()
+        self.unseen_events()
         self.release()
 
     def end(self) -> int:

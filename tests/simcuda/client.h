@@ -41,6 +41,7 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(release, simcuda_release);
   SIMCUDA_ENTRY(step, simcuda_step);
   SIMCUDA_ENTRY(late_events, simcuda_late_events);
+  SIMCUDA_ENTRY(unseen_events, simcuda_unseen_events);
   SIMCUDA_ENTRY(launch, simcuda_launch);
   SIMCUDA_ENTRY(make_stream, simcuda_make_stream);
   SIMCUDA_ENTRY(destroy_stream, simcuda_destroy_stream);

@@ -114,10 +114,15 @@ void SimStreams::record(const std::shared_ptr<Stream>& stream, Event* event) {
   enqueue(stream, std::move(item));
   event->point = {stream, stream->given()};
   event->capture = nullptr;
+  event->unseen = unseen_queries_;
 }
 
 bool SimStreams::passed(Event& event) {
   run();
+  if (event.unseen != 0) {
+    --event.unseen;
+    return false;
+  }
   if (event.point.reached()) return true;
   Stream& stream = *event.point.stream;
   Item& item = stream.queue[event.point.items - stream.done - 1];

@@ -71,6 +71,7 @@ class SimStreams {
   struct Event {
     Point point;
     std::shared_ptr<Capture> capture;  // where it was last recorded in one
+    std::uint64_t unseen = 0;          // queries that are told "not ready" whatever it stands for
   };
 
   explicit SimStreams(SimMemory& memory) : memory_(memory) {}
@@ -108,6 +109,7 @@ class SimStreams {
   void hold_all(bool held);
   void step(Stream& stream) { ++stream.steps; }
   void set_late(std::uint64_t queries, double milliseconds);
+  void set_unseen(std::uint64_t queries) { unseen_queries_ = queries; }
 
   // Executes what may be executed.
   void run();
@@ -128,7 +130,7 @@ class SimStreams {
   std::map<int, std::shared_ptr<Stream>> defaults_;
   std::map<CUevent, std::unique_ptr<Event>> events_;
   bool hold_new_ = false;
-  std::uint64_t late_queries_ = 0;
+  std::uint64_t late_queries_ = 0, unseen_queries_ = 0;
   std::chrono::steady_clock::duration late_{};
   std::uint64_t illegal_accesses_ = 0;
   CUresult error_ = CUDA_SUCCESS;

@@ -81,6 +81,11 @@ int simcuda_step(uint64_t stream);
 // UINT64_MAX queries is never. (0, 0) ends that, for those that were recorded as well.
 void simcuda_late_events(uint64_t queries, double milliseconds);
 
+// Events recorded from now on answer CUDA_ERROR_NOT_READY to their first so many cuEventQuery,
+// passed or not. They hold no later work back, so that CPU tensors may go on standing for the
+// device's.
+void simcuda_unseen_events(uint64_t queries);
+
 // Launches a kernel that reads [address, address + size), or stores the byte `writes` there where
 // that is not 0. What it finds when it is executed counts: memory that is not accessible, or is not
 // what was mapped at the launch, is an illegal access, and all later calls answer that. Returns a

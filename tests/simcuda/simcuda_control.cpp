@@ -136,6 +136,12 @@ SIMCUDA_EXPORT void simcuda_late_events(uint64_t queries, double milliseconds) {
   if (s.settings.eager) s.model->streams.run();
 }
 
+SIMCUDA_EXPORT void simcuda_unseen_events(uint64_t queries) {
+  Sim& s = sim();
+  const std::lock_guard lock(s.mutex);
+  s.model->streams.set_unseen(queries);
+}
+
 SIMCUDA_EXPORT int simcuda_launch(uint64_t stream, uint64_t address, uint64_t size, int writes) {
   Sim& s = sim();
   const std::lock_guard lock(s.mutex);
