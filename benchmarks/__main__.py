@@ -8,7 +8,9 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +34,25 @@ def run_one(name: str, settings: Settings) -> report.Outcome:
     return report.Outcome(name, round(time.perf_counter() - start, 1), figures, skipped, error)
 
 
+def as_json(result: dict[str, Any]) -> str:
+    return json.dumps(result, indent=1) + "\n"
+
+
+def files_of(options: argparse.Namespace) -> dict[Path, Callable[[dict[str, Any]], str]]:
+    """What is written where."""
+    files: dict[Path, Callable[[dict[str, Any]], str]] = {}
+    if options.json and options.json != PRINTED:
+        files[options.json] = as_json
+    if options.table:
+        files[options.table] = report.table
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        stem = f"{'gpu' if options.device == 'cuda' else 'cpu'}-{report.today()}"
+        files[RESULTS / f"{stem}.json"] = as_json
+        files[RESULTS / f"{stem}.txt"] = report.table
+    return files
+
+
 def main(arguments: list[str] | None = None, prog: str = "python -m benchmarks") -> int:
     """1 where a benchmark failed or a count missed its bar; times are reported, not gated."""
     parser = argparse.ArgumentParser(prog=prog, description="Figures beside their baselines, in one table.")
@@ -48,6 +69,7 @@ def main(arguments: list[str] | None = None, prog: str = "python -m benchmarks")
         metavar="FILE",
         help="write the results to FILE, or print them, and the table to standard error",
     )
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table to FILE too")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/ too")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -57,27 +79,22 @@ def main(arguments: list[str] | None = None, prog: str = "python -m benchmarks")
 
     settings = Settings(options.quick, options.device)
     names = options.only or BENCHMARKS
-    outcomes = []
+    files = files_of(options)
+    on = machine.describe(settings.device)
+    outcomes: list[report.Outcome] = []
     for at, name in enumerate(names, 1):
         print(f"[{at}/{len(names)}] {name} ...", end=" ", file=sys.stderr, flush=True)
         outcomes.append(run_one(name, settings))
         print(f"{outcomes[-1].seconds} s", file=sys.stderr)
+        result = report.to_dict(settings, on, outcomes)
+        for path, text_of in files.items():  # after each: a run that is ended early keeps what it has
+            report.rewrite(path, text_of(result))
 
-    result = report.to_dict(settings, machine.describe(settings.device), outcomes)
-    text = report.table(result)
-    as_json = json.dumps(result, indent=1) + "\n"
     if options.json == PRINTED:
-        print(text, end="", file=sys.stderr)
-        print(as_json, end="")
+        print(report.table(result), end="", file=sys.stderr)
+        print(as_json(result), end="")
     else:
-        print(text, end="")
-        if options.json:
-            options.json.write_text(as_json)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        stem = f"{'gpu' if settings.device == 'cuda' else 'cpu'}-{result['date']}"
-        (RESULTS / f"{stem}.json").write_text(as_json)
-        (RESULTS / f"{stem}.txt").write_text(text)
+        print(report.table(result), end="")
     gated = [figure for outcome in outcomes for figure in outcome.figures if figure.counted]
     return int(any(outcome.error for outcome in outcomes) or any(figure.passed is False for figure in gated))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from .harness import Figure, Settings, Spread
@@ -22,6 +24,17 @@ class Outcome:
     error: str | None = None
 
 
+def today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Never half: whoever ends the process meanwhile leaves what was there before."""
+    written = path.with_name(path.name + ".new")
+    written.write_text(text)
+    os.replace(written, path)
+
+
 def to_dict(settings: Settings, machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What ``--json`` writes. In a quick run no time is judged: `passed` of a measured figure is None."""
     benchmarks = [dataclasses.asdict(outcome) for outcome in outcomes]
@@ -31,7 +44,7 @@ def to_dict(settings: Settings, machine: Mapping[str, Any], outcomes: Sequence[O
                 figure["passed"] = None
     return {
         "schema": 1,
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": today(),
         "quick": settings.quick,
         "device": settings.device,
         "machine": dict(machine),

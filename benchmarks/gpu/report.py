@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import rewrite, today
 
 from . import QUESTIONS
 from .session import number
@@ -20,7 +20,7 @@ class Result:
     """Everything found so far. ``save()`` after each question: what was found is not lost with the rest."""
 
     def __init__(self, folder: Path, machine: dict[str, Any], rehearsal: bool) -> None:
-        date = datetime.now(timezone.utc).date().isoformat()
+        date = today()
         name = re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu", "gpu")).lower()).strip("-")
         self._stem = folder / f"{'rehearsal' if rehearsal else name}-{date}"
         self.document: dict[str, Any] = {
@@ -68,8 +68,8 @@ class Result:
 
     def save(self) -> None:
         as_json, as_text, recording = self.paths
-        _replace(as_json, json.dumps(self.document, indent=1) + "\n")
-        _replace(as_text, table(self.document))
+        rewrite(as_json, json.dumps(self.document, indent=1) + "\n")
+        rewrite(as_text, table(self.document))
         if self._calls:
             facts = {fact["name"]: fact["value"] for q in self.document["questions"] for fact in q["facts"]}
             head = {
@@ -78,13 +78,7 @@ class Result:
                 "granularity": facts.get("granularity"),
                 "machine": self.document["machine"],
             }
-            _replace(recording, "".join(json.dumps(line) + "\n" for line in (head, *self._calls)))
-
-
-def _replace(path: Path, text: str) -> None:
-    written = path.with_name(path.name + ".new")
-    written.write_text(text)
-    os.replace(written, path)
+            rewrite(recording, "".join(json.dumps(line) + "\n" for line in (head, *self._calls)))
 
 
 def table(document: dict[str, Any]) -> str:

@@ -180,6 +180,24 @@ def test_results_are_saved_where_asked_and_never_those_of_a_quick_run(monkeypatc
     assert table.read_text() in capsys.readouterr().out
 
 
+def test_results_are_there_after_each_benchmark(monkeypatch, tmp_path, capsys):
+    as_json, table = tmp_path / "figures.json", tmp_path / "figures.txt"
+    seen = []
+
+    def run(settings):
+        written = json.loads(as_json.read_text())["benchmarks"] if as_json.exists() else []
+        seen.append([one["name"] for one in written])
+        assert table.exists() == as_json.exists()
+        return [harness.count("a", "b", 1, "calls")]
+
+    fake_benchmark(monkeypatch, run)
+    only = ["--only", "extend", "--only", "append", "--only", "growth"]
+    assert __main__.main([*only, "--json", str(as_json), "--table", str(table)]) == 0
+    assert seen == [[], ["extend"], ["extend", "append"]]
+    assert table.read_text() == capsys.readouterr().out
+    assert sorted(tmp_path.iterdir()) == [as_json, table]
+
+
 @pytest.fixture(scope="module")
 def quick_run(tmp_path_factory) -> tuple[dict, subprocess.CompletedProcess]:
     """All benchmarks, as a user runs them."""
