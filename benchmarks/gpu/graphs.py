@@ -12,6 +12,7 @@ import torch
 
 import vtensor
 
+from .driver import Driver
 from .face import lease, open_pool
 from .session import Session, first_line
 
@@ -87,24 +88,13 @@ def run(session: Session) -> None:
 
 def calls_during_capture(session: Session) -> str:
     """What VMM calls answer during a capture, and whether they end it (torch's default mode, global)."""
-    driver, answers = session.driver, []
+    answers: list[str] = []
     out = torch.zeros(16, device=session.device.torch_device)
-    handles: list[int] = []
-    address = 0
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             out.add_(1)
-            code, address = driver.reserve(PAGE)
-            answers.append(f"reserve {driver.name_of(code)}")
-            code, handle = driver.create(PAGE)
-            handles.append(handle)
-            answers.append(f"create {driver.name_of(code)}")
-            answers.append(f"map {driver.name_of(driver.map(address, PAGE, handle))}")
-            answers.append(f"set-access {driver.name_of(driver.set_access(address, PAGE))}")
-            answers.append(f"unmap {driver.name_of(driver.unmap(address, PAGE))}")
-            answers.append(f"release {driver.name_of(driver.release(handle))}")
-            answers.append(f"address-free {driver.name_of(driver.free(address, PAGE))}")
+            a_page_s_life(session.driver, answers)
         graph.replay()
         session.device.synchronize()
         ended = f"the capture is good, and its replay adds {int(out[0])}"
@@ -114,3 +104,23 @@ def calls_during_capture(session: Session) -> str:
         "VMM calls during a capture", ", ".join(answers), "by the capturing thread, capture mode global"
     )
     return f"VMM calls during a capture: {', '.join(answers)}; {ended}."
+
+
+def a_page_s_life(driver: Driver, answers: list[str]) -> None:
+    """Makes, maps and gives back a page, as far as the driver lets it; appends what each call answered."""
+
+    def went_well(call: str, code: int) -> bool:
+        answers.append(f"{call} {driver.name_of(code)}")
+        return code == 0
+
+    code, address = driver.reserve(PAGE)
+    is_reserved = went_well("reserve", code)
+    code, handle = driver.create(PAGE)
+    is_made = went_well("create", code)
+    if is_reserved and is_made and went_well("map", driver.map(address, PAGE, handle)):
+        went_well("set-access", driver.set_access(address, PAGE))
+        went_well("unmap", driver.unmap(address, PAGE))
+    if is_made:
+        went_well("release", driver.release(handle))
+    if is_reserved:
+        went_well("address-free", driver.free(address, PAGE))

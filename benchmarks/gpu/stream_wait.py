@@ -104,9 +104,10 @@ def while_waiting(session: Session, name: str) -> None:
         device.stream(),
     )  # torch has 32 in all: more calls would give the first again
     warm = torch.zeros(16, dtype=torch.int32, device=device.torch_device)
+    as_bytes = torch.zeros(16, dtype=torch.uint8, device=device.torch_device)
     for one in (stream, other):  # a kernel that is first loaded while a stream waits might wait for it
         device.launch(one, lambda: warm.fill_(1))
-    device.launch(other, warm.zero_)
+        device.launch(one, as_bytes.zero_)
     session.driver.must(device.hold(session.driver, stream, device.flag().fill_(1)))
     device.synchronize()
 

@@ -7,6 +7,7 @@ deadlock, a wrong page.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ import torch
 
 import vtensor
 from cuda_support import needs_simcuda
-from support import simcuda_library
+from support import simcuda_control, simcuda_library
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
@@ -32,6 +33,7 @@ from benchmarks.gpu import (  # noqa: E402
     attention,
     beside_kernels,
     decode,
+    graphs,
     report,
     stream_wait,
     waiting,
@@ -237,6 +239,22 @@ def test_a_page_that_shows_another_is_noticed(session):
     # Slots 2 and 3 show one page, and so do 5 and 7, of which 7 ought to have a page of its own.
     assert wrong({**right, 3: 2}) == 1
     assert wrong({**right, 7: 5}) == 1
+
+
+def test_what_a_capture_refused_is_not_given_back(session):
+    def life(refused: str = "") -> list[str]:
+        if refused:
+            once = ctypes.c_uint64(0), ctypes.c_uint64(1)
+            assert simcuda_control().simcuda_fail(refused.encode(), *once, 900) == 0
+        answers: list[str] = []
+        graphs.a_page_s_life(session.driver, answers)
+        return [answer for answer in answers if not answer.endswith(" CUDA_SUCCESS")] + [str(len(answers))]
+
+    unsupported = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+    assert life() == ["7"]
+    assert life("cuMemAddressReserve") == [f"reserve {unsupported}", "3"]
+    assert life("cuMemCreate") == [f"create {unsupported}", "3"]
+    assert life("cuMemMap") == [f"map {unsupported}", "5"]
 
 
 def test_a_tensor_over_addresses_neither_reads_nor_owns_them(session):
