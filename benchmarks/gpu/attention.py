@@ -23,7 +23,7 @@ import vtensor
 from benchmarks.harness import interleave
 
 from .face import open_pool
-from .session import Session, first_line
+from .session import OUT_OF_TIME, Session, first_line
 
 MIB = 1 << 20
 QUERY_HEADS, HEADS, DIM = 32, 8, 128
@@ -109,7 +109,7 @@ def run(session: Session) -> None:
                     if name.startswith("Flex") and shape != shapes[0]:
                         continue  # each shape is compiled for
                     if session.time_left() < 5:
-                        session.skipped(f"{name}, {shape.name}", "the time was over")
+                        session.skipped(f"{name}, {shape.name}", OUT_OF_TIME)
                         continue
                     ratios, wrong = compare(session, name, attend, shape, pages)
                     worst += ratios

@@ -25,6 +25,7 @@ from .device import Device
 from .driver import Driver
 
 T = TypeVar("T")
+OUT_OF_TIME = "the time was over"  # why something was skipped
 ROOT = Path(__file__).resolve().parents[2]
 
 
