@@ -3,17 +3,22 @@
 # PyTorch, nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. Then runs the GPU tests, asks the
 # questions of benchmarks/gpu, and, in the time that is left, runs the benchmarks on the GPU. All of it ends within
 # MINUTES= (default 8). What fails stops nothing after it. Results go to $OUT, or to benchmarks/results where OUT is
-# not set, as they come. ARGUMENTS are those of `python -m benchmarks.gpu`; with --rehearsal it needs no GPU, and
-# writes to build/gpu-rehearsal.
+# not set, as they come: 8 files at most. ARGUMENTS are those of `python -m benchmarks.gpu`; with --only it asks those
+# questions and runs no tests; with --rehearsal it needs no GPU, and writes to build/gpu-rehearsal.
 source "$(dirname "$0")/lib.sh"
 
 python=$(command -v "${PYTHON3:-python3}") || die "no ${PYTHON3:-python3}: name a Python with PYTHON3="
 site=$PWD/build/gpu-site
 limit=$((${MINUTES:-8} * 60))
+grace=10 # for what was interrupted, before it is killed
 results=${OUT:-benchmarks/results}
 rehearsal=false
+everything=true
 for argument in "$@"; do
-  if [ "$argument" = --rehearsal ]; then rehearsal=true results=${OUT:-build/gpu-rehearsal}; fi
+  case $argument in
+    --rehearsal) rehearsal=true results=${OUT:-build/gpu-rehearsal} ;;
+    --only*) everything=false ;;
+  esac
 done
 PATH=$(dirname "$python"):$PATH
 # The installed package comes before the source folder vtensor/, which has no extension in it.
@@ -24,11 +29,25 @@ failed=()
 attempt() {
   (step "$@") || failed+=("$1")
 }
-# within SECONDS COMMAND...: at most so long, and no longer than the whole run may take.
+# within SECONDS COMMAND...: at most so long, and no longer than the whole run may take. Python ends in order where it
+# is interrupted: pytest with its summary, the questions with what they found.
 within() {
-  local seconds=$1 left=$((limit > SECONDS ? limit - SECONDS : 1))
+  local seconds=$1 left=$((limit - SECONDS - grace))
   shift
-  timeout --kill-after=10 $((seconds < left ? seconds : left)) "$@"
+  if [ $left -le 0 ]; then
+    echo "no time is left for: $*"
+    return 124
+  fi
+  timeout --signal=INT --kill-after=$grace $((seconds < left ? seconds : left)) "$@"
+}
+# logged FILE COMMAND...: appends its output to FILE among the results, and shows the end of that. There is no pipe that
+# what the command leaves running could keep open.
+logged() {
+  local file=$results/$1 status=0
+  shift
+  "$@" >>"$file" 2>&1 || status=$?
+  tail -n 25 "$file"
+  return "$status"
 }
 
 check_machine() {
@@ -40,30 +59,41 @@ sys.exit(f"{sys.executable} lacks: {', '.join(missing)}" if missing else 0)
 CODE
 }
 build() {
-  within 180 "$python" -m pip install -q --no-index --no-build-isolation --no-deps --upgrade --target "$site" .
+  logged build.txt within 180 "$python" -m pip install -v --no-index --no-build-isolation --no-deps --upgrade \
+    --target "$site" .
 }
 has_gpu() {
-  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+  within 60 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 }
+# A process each: what hangs, or leaves the device in error, takes no other file with it.
 gpu_tests() {
-  within 120 "$python" -m pytest -ra tests/gpu 2>&1 | tee "$results/gpu-tests.txt"
+  local name status=0
+  for name in cuda_mapping cuda_tensor attention; do
+    logged gpu-tests.txt within 70 "$python" -m pytest -v --tb=short -o faulthandler_timeout=60 \
+      "tests/gpu/test_$name.py" || status=1
+  done
+  return $status
 }
 questions() {
-  "$python" -m benchmarks.gpu --minutes "${MINUTES:-8}" --spent "$SECONDS" --out "$results" "$@"
+  within "$limit" "$python" -m benchmarks.gpu --minutes "${MINUTES:-8}" --spent $((SECONDS + grace + 5)) \
+    --out "$results" "$@"
 }
 benchmarks() {
-  within 300 "$python" -m benchmarks --device cuda --json "$results/benchmarks-cuda.json" |
-    tee "$results/benchmarks-cuda.txt"
+  within 300 "$python" -m benchmarks --device cuda --json "$results/benchmarks-cuda.json" \
+    --table "$results/benchmarks-cuda.txt"
 }
 
+mkdir -p "$results"
+rm -f "$results"/{build,gpu-tests}.txt
 step "Python" check_machine
 step "Offline build" build
-mkdir -p "$results"
-attempt "GPU tests" gpu_tests
-if has_gpu || $rehearsal; then
+gpu=false
+if has_gpu; then gpu=true; fi
+if $everything; then attempt "GPU tests" gpu_tests; fi
+if $gpu || $rehearsal; then
   attempt "Questions" questions "$@"
 else
   echo "No GPU here: '$0 --rehearsal' asks the questions of stand-ins, to show that their code runs."
 fi
-if has_gpu && [ $# -eq 0 ] && [ $((limit - SECONDS)) -ge 60 ]; then attempt "Benchmarks" benchmarks; fi
+if $gpu && [ $# -eq 0 ] && [ $((limit - SECONDS)) -ge 60 ]; then attempt "Benchmarks" benchmarks; fi
 [ ${#failed[@]} -eq 0 ] || die "failed: ${failed[*]}"

@@ -17,7 +17,7 @@ import torch
 from benchmarks import machine
 
 from . import QUESTIONS, Question, report
-from .session import ROOT, read, run_worker
+from .session import OUT_OF_TIME, ROOT, read, run_worker
 
 LEAST_SECONDS = 8  # to import torch, start CUDA and find anything
 
@@ -73,6 +73,15 @@ def chosen(text: str) -> set[int]:
     return numbers
 
 
+def unfinished(questions: list[dict[str, Any]]) -> list[int]:
+    """The numbers of those that gave no answer, or skipped something because their time was over."""
+
+    def lacks_time(question: dict[str, Any]) -> bool:
+        return any(skipped["reason"] == OUT_OF_TIME for skipped in question["skipped"])
+
+    return [q["number"] for q in questions if q["status"] != "answered" or lacks_time(q)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """1 where a question failed or was not reached; no figure is judged."""
     begun = time.time()
@@ -99,14 +108,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # through the `finally`s
     deadline = begun + options.minutes * 60 - options.spent
-    result = report.Result(folder, describe(options.rehearsal), options.rehearsal)
+    result = report.Result(folder, describe(options.rehearsal), options.rehearsal, options.only or ())
     mode = "; rehearsal, no figure is a GPU's" if options.rehearsal else ""
     for question in QUESTIONS:
         if options.only and question.number not in options.only:
             continue
         seconds = min(question.seconds, deadline - time.time() - 5)
         if seconds < LEAST_SECONDS:
-            result.add(question.number, question.text, "not reached", 0, [], "the time was over")
+            result.add(question.number, question.text, "not reached", 0, [], OUT_OF_TIME)
             continue
         print(f"\n{question.number}. {question.text} (at most {seconds:.0f} s{mode})", flush=True)
         ask(question, seconds, result)
@@ -114,6 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n" + report.table(result.document).partition("## Answers")[2].partition("\n## ")[0])
     written = ", ".join(str(path) for path in result.paths if path.exists())
     print(f"{time.time() - begun:.0f} s; written: {written}")
+    if rest := unfinished(result.document["questions"]):
+        print(f"Not answered in full; in a second call: scripts/gpu.sh --only {','.join(map(str, rest))}")
     return int(any(q["status"] in ("failed", "not reached") for q in result.document["questions"]))
 
 

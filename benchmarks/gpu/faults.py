@@ -88,7 +88,7 @@ def run(session: Session) -> None:
     own = torch.arange(1 << 20, device=session.device.torch_device)
     expected = int(own.sum())
     for case in CASES:
-        end = session.run_case(case, 25)
+        end = session.run_case(case, 15)
         for name, value in end.facts.items():
             session.fact(f"{case}: {name}", value)
         alive = parent_lives(session, own, expected)

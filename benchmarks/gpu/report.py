@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,15 @@ REHEARSAL = "REHEARSAL on a machine without a GPU, over the simulated libcuda: n
 class Result:
     """Everything found so far. ``save()`` after each question: what was found is not lost with the rest."""
 
-    def __init__(self, folder: Path, machine: dict[str, Any], rehearsal: bool) -> None:
+    def __init__(
+        self, folder: Path, machine: dict[str, Any], rehearsal: bool, only: Collection[int] = ()
+    ) -> None:
         date = today()
         name = re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu", "gpu")).lower()).strip("-")
-        self._stem = folder / f"{'rehearsal' if rehearsal else name}-{date}"
+        stem = f"{'rehearsal' if rehearsal else name}-{date}"
+        if only:  # beside what an earlier call found, and not in its place
+            stem += f"-only-{'-'.join(map(str, sorted(only)))}"
+        self._stem = folder / stem
         self.document: dict[str, Any] = {
             "schema": 1,
             "rehearsal": rehearsal,

@@ -63,7 +63,7 @@ CASES = {
 
 def run(session: Session) -> None:
     with ThreadPoolExecutor(len(CASES)) as together:
-        ends = list(together.map(lambda case: session.run_case(case, 35), CASES))
+        ends = list(together.map(lambda case: session.run_case(case, 30), CASES))
     for case, end in zip(CASES, ends, strict=True):
         for name, value in end.facts.items():
             session.fact(f"{case}: {name}", value)

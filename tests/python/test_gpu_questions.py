@@ -41,7 +41,7 @@ from benchmarks.gpu import (  # noqa: E402
 from benchmarks.gpu import session as sessions  # noqa: E402
 from benchmarks.gpu.device import StandIn  # noqa: E402
 from benchmarks.gpu.driver import Pages  # noqa: E402
-from benchmarks.gpu.session import Session  # noqa: E402
+from benchmarks.gpu.session import OUT_OF_TIME, Session  # noqa: E402
 from benchmarks.gpu.tensor_at import tensor_at  # noqa: E402
 
 pytestmark = [needs_simcuda, pytest.mark.seconds(500)]
@@ -367,12 +367,32 @@ def test_what_was_found_is_kept_where_the_run_is_ended_from_outside(tmp_path, en
     assert question["figures"]
 
 
+def test_the_bounds_fit_two_calls():
+    first, later = QUESTIONS[:8], QUESTIONS[8:]
+    assert sum(question.seconds for question in first) <= 480 - 180, "with a build and the tests before them"
+    assert sum(question.seconds for question in later) <= 480 - 120, "with a build before them"
+
+
 def test_questions_that_the_time_does_not_reach_are_named(tmp_path, environment):
     finished = ask(environment, "--rehearsal", "--out", str(tmp_path), "--minutes", "1", "--spent", "58")
     (as_json,) = tmp_path.glob("*.json")
     document = json.loads(as_json.read_text())
     assert finished.returncode == 1
     assert [question["status"] for question in document["questions"]] == ["not reached"] * len(QUESTIONS)
+    rest = ",".join(str(question.number) for question in QUESTIONS)
+    assert f"in a second call: scripts/gpu.sh --only {rest}\n" in finished.stdout
+
+
+def test_a_second_call_completes_the_first(tmp_path):
+    done = report.Result(tmp_path, {"gpu": "X"}, rehearsal=False)
+    for number, status, reason in ((1, "answered", "no package"), (4, "answered", OUT_OF_TIME)):
+        done.add(number, "?", status, 1, [{"kind": "skipped", "name": "a", "reason": reason}])
+    done.add(6, "?", "partial", 1, [])
+    assert __main__.unfinished(done.document["questions"]) == [4, 6]
+    done.save()
+    report.Result(tmp_path, {"gpu": "X"}, rehearsal=False, only={6, 4}).save()
+    names = sorted(path.name for path in tmp_path.glob("*.json"))
+    assert names == [f"x-{done.document['date']}-only-4-6.json", f"x-{done.document['date']}.json"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""scripts/gpu.sh with a Python that only says what it was asked for: what runs, in which order, and what is
+kept where something fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu.sh"
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *"pip install"*) said="build" ;;
+  *"-m pytest"*) said="test ${*: -1}" ;;
+  *"-m benchmarks.gpu"*) said="questions" ;;
+  *"-m benchmarks"*) said="benchmarks" ;;
+  *is_available*) exit "$GPU" ;;
+  *) exit 0 ;;
+esac
+echo "$said" | tee -a "$SAID"
+if [[ -n $FAILS && $said = *$FAILS* ]]; then exit 1; fi
+"""
+TESTS = [f"test tests/gpu/test_{name}.py" for name in ("cuda_mapping", "cuda_tensor", "attention")]
+
+
+@pytest.fixture
+def gpu_script(tmp_path):
+    python = tmp_path / "python3"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(*arguments: str, gpu: bool = True, fails: str = ""):
+        out, said = tmp_path / "out", tmp_path / "said"
+        own = {"PYTHON3": str(python), "OUT": str(out), "SAID": str(said)}
+        own |= {"GPU": "0" if gpu else "1", "FAILS": fails}
+        finished = subprocess.run(
+            [SCRIPT, *arguments], env=os.environ | own, capture_output=True, text=True, timeout=100
+        )
+        files = {path.name: path.read_text().splitlines() for path in out.iterdir()}
+        return SimpleNamespace(
+            said=said.read_text().splitlines(), files=files, code=finished.returncode, err=finished.stderr
+        )
+
+    return run
+
+
+def test_a_gpu_is_tested_asked_and_measured(gpu_script):
+    done = gpu_script()
+    assert (done.said, done.code) == (["build", *TESTS, "questions", "benchmarks"], 0)
+    assert done.files == {"build.txt": ["build"], "gpu-tests.txt": TESTS}
+
+
+def test_a_second_call_asks_only(gpu_script):
+    assert gpu_script("--only", "4,6").said == ["build", "questions"]
+
+
+def test_without_a_gpu_only_a_rehearsal_asks(gpu_script):
+    assert gpu_script(gpu=False).said == ["build", *TESTS]
+    assert gpu_script("--rehearsal", gpu=False).said[4:] == ["build", *TESTS, "questions"]
+
+
+def test_a_build_that_fails_leaves_its_log(gpu_script):
+    done = gpu_script(fails="build")
+    assert (done.said, done.files, done.code) == (["build"], {"build.txt": ["build"]}, 1)
+
+
+@pytest.mark.parametrize("what", ["mapping", "questions", "benchmarks"])
+def test_what_fails_stops_nothing_after_it(gpu_script, what):
+    done = gpu_script(fails=what)
+    assert (done.said, done.code) == (["build", *TESTS, "questions", "benchmarks"], 1)
+    assert "error: failed: " in done.err
