@@ -27,7 +27,7 @@ def device(request):
 @pytest.fixture
 def pool(device):
     """256 pages of 2 MiB; at the end empty (I14), sound (I5) and closed."""
-    pool = device.pool(page_size=PAGE, budget=256 * PAGE, ahead=0)
+    pool = device.pool(page_size=PAGE, budget=256 * PAGE)
     yield pool
     gc.collect()
     pool.wait_idle()

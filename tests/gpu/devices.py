@@ -63,8 +63,8 @@ class Gpu:
             pytest.skip("no CUDA GPU: torch.cuda.is_available() is false")
         torch.cuda.init()
 
-    def pool(self, **options) -> vtensor.Pool:
-        return vtensor.Pool("cuda", **options)
+    def pool(self, ahead: int = 0, **options) -> vtensor.Pool:
+        return vtensor.Pool("cuda", ahead=ahead, **options)
 
     def free_memory(self) -> int:
         torch.cuda.synchronize()
@@ -109,8 +109,8 @@ class Simulated:
         self._device.configure("granularity", PAGE)
         self._device.unseen_events(unseen_events)
 
-    def pool(self, **options) -> vtensor.Pool:
-        return testing.simulated_cuda_pool(simcuda_library(), **options)
+    def pool(self, ahead: int = 0, **options) -> vtensor.Pool:
+        return testing.simulated_cuda_pool(simcuda_library(), ahead=ahead, **options)
 
     def free_memory(self) -> int:
         return free_memory()

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import vtensor
+from devices import PAGE
 
 HEADS, DIM = 8, 128
-PER_PAGE = (2 << 20) // (HEADS * DIM * 2)  # positions of a bf16 row in a 2 MiB page: 1,024
+PER_PAGE = PAGE // (HEADS * DIM * 2)  # positions of a bf16 row in a 2 MiB page: 1,024
 
 
 @pytest.fixture
@@ -56,6 +57,23 @@ def test_new_memory_and_reused_memory_show_zeros(pool):  # I7
         assert not t.any()
         t.fill_(7)
         t.close()
+
+
+def test_the_mapper_makes_pages_ready_that_show_zeros(device):  # I7, I15
+    pool = device.pool(page_size=PAGE, budget=64 * PAGE, ahead=16 * PAGE)
+    for _ in range(2):  # fresh pages, and then those that the first tensor left
+        t = vtensor.empty(0, grow_dim=0, capacity=32 * PAGE, dtype=torch.uint8, pool=pool)
+        t.prepare(8 * PAGE)
+        pool.wait_idle()
+        before = pool.stats().driver_calls["caller"]
+        t.extend(8 * PAGE)
+        made = pool.stats().driver_calls
+        assert made["caller"] == before and made["mapper"]["cuMemMap"] == 8
+        assert not t.any()
+        t.fill_(7)
+        t.close()
+        pool.wait_idle()
+    pool.close()
 
 
 def test_reallocate_moves_no_byte(pool, tokens):
