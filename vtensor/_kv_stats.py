@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["KVCacheStats"]
+if TYPE_CHECKING:
+    from vtensor.kv import KVCache
+
+__all__ = ["FREE", "SWAPPED", "USED", "KVCacheStats", "count"]
+
+FREE, USED, SWAPPED = range(3)
+"""What the core says of a slot."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +71,44 @@ class KVCacheStats:
     """Bytes needed beyond the live ones, over the live ones: what pages round up."""
     driver_calls: dict[str, dict[str, int]]
     """Of the pool: calls made by ``"caller"`` and ``"mapper"``, each from a call's name to a count."""
+
+
+def count(cache: KVCache) -> KVCacheStats:
+    """A cache's counts of this moment."""
+    counts = cache._core.counts()
+    states, lengths = cache._core.states, cache._core.lengths
+    pages, size = counts.pages, cache._pool.page_size
+    live = sum(cache._layout.nbytes(n, cache._core.begins(slot)) for slot, n in enumerate(lengths) if n)
+    return KVCacheStats(
+        page_size=size,
+        slots_used=states.count(USED),
+        slots_free=states.count(FREE),
+        slots_swapped=states.count(SWAPPED),
+        slots_lost=counts.lost,
+        tokens=sum(lengths),
+        unit=cache._prefixes.unit,
+        page_tokens=cache._page_tokens(),
+        ranges=cache._layout.ranges,
+        nbytes_live=live,
+        nbytes_mapped=pages.mapped * size,
+        nbytes_swapped=sum(
+            copy.nbytes
+            for copy in [
+                *cache._swapped.values(),
+                *{id(g): g.head for g in cache._groups.values()}.values(),
+            ]
+        ),
+        pages_used=counts.distinct,
+        pages_shared=counts.shared,
+        pages_mapped=pages.mapped,
+        pages_needed=pages.needed,
+        pages_ahead=pages.ahead,
+        pages_parked=pages.parked,
+        pages_held=pages.held,
+        prefix_tokens=len(cache._prefixes) * cache._prefixes.unit,
+        prefix_queries=cache._queries,
+        prefix_hits=cache._hits,
+        prefix_evictions=cache._prefixes.evictions,
+        waste=(pages.needed * size - live) / live if live else 0.0,
+        driver_calls=cache._pool.stats().driver_calls,
+    )

@@ -11,17 +11,16 @@ from typing import Any, Literal, cast
 import torch
 
 from vtensor import _core
-from vtensor._kv_stats import KVCacheStats
+from vtensor._kv_stats import USED, KVCacheStats, count
 from vtensor._layout import Layout, layout_of, whole_storage
 from vtensor._prefix import PrefixIndex, token_ids
 from vtensor._streams import Stream, stream_handle
 from vtensor._swap import Group, HostCopy, Part, Swapper
 from vtensor.errors import Closed, DriverError, InvalidArgument, OutOfPages
+from vtensor.kv_rows import mark
 from vtensor.pool import Pool, default_pool
 
 __all__ = ["KVCache", "KVCacheStats"]
-
-_FREE, _USED, _SWAPPED = range(3)
 
 
 class KVCache:
@@ -98,7 +97,7 @@ class KVCache:
         )
         self._pool = pool
         core = pool._open_core("KVCache")
-        self.max_batch, self.max_len, self.dtype = max_batch, max_len, dtype
+        self.max_batch, self.max_len, self.dtype, self.tile = max_batch, max_len, dtype, tile
         self._core = _core.CacheCore(
             core,
             slots=max_batch,
@@ -110,6 +109,8 @@ class KVCache:
         kinds = range(len(self._layout.kinds))
         self._rows = [self._core.row_bytes(kind) for kind in kinds]
         self._bytes = [whole_storage(cast(torch.UntypedStorage, self._core.storage(kind))) for kind in kinds]
+        for memory, row_bytes, kind in zip(self._bytes, self._rows, self._layout.kinds, strict=True):
+            mark(memory, self, row_bytes, kind.item_bytes)
         self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
         self._prefixes = PrefixIndex(self._unit())
         self._queries = self._hits = 0
@@ -328,6 +329,15 @@ class KVCache:
                 if not self._make_room():
                     raise
 
+    def record_stream(self, stream: Stream | None = None) -> None:
+        """Says that work in ``stream`` uses the slots, as :meth:`step` says of the current one: pages that
+        they give up later are unmapped only after it.
+
+        Args:
+            stream: that lasts; the current one unless given.
+        """
+        self._core.record_stream(stream_handle("KVCache.record_stream", stream))
+
     # -- swapping
 
     def swap_out(self, slot: int | Sequence[int]) -> None:
@@ -343,7 +353,7 @@ class KVCache:
         slots = [self._slot("KVCache.swap_out", one) for one in slots]
         states = self._core.states
         for one in slots:
-            if states[one] != _USED or slots.count(one) != 1:
+            if states[one] != USED or slots.count(one) != 1:
                 what = ("free", "named twice", "swapped out already")[states[one]]
                 raise InvalidArgument(f"[KVCache.swap_out] slot {one} is {what}: name slots in use")
             self._swapper.wait(one)
@@ -446,43 +456,7 @@ class KVCache:
 
     def stats(self) -> KVCacheStats:
         """Counts of this moment."""
-        counts = self._core.counts()
-        states, lengths = self._core.states, self._core.lengths
-        pages, size = counts.pages, self._pool.page_size
-        live = sum(self._layout.nbytes(n, self._core.begins(slot)) for slot, n in enumerate(lengths) if n)
-        return KVCacheStats(
-            page_size=size,
-            slots_used=states.count(_USED),
-            slots_free=states.count(_FREE),
-            slots_swapped=states.count(_SWAPPED),
-            slots_lost=counts.lost,
-            tokens=sum(lengths),
-            unit=self._prefixes.unit,
-            page_tokens=self._page_tokens(),
-            ranges=self._layout.ranges,
-            nbytes_live=live,
-            nbytes_mapped=pages.mapped * size,
-            nbytes_swapped=sum(
-                copy.nbytes
-                for copy in [
-                    *self._swapped.values(),
-                    *{id(g): g.head for g in self._groups.values()}.values(),
-                ]
-            ),
-            pages_used=counts.distinct,
-            pages_shared=counts.shared,
-            pages_mapped=pages.mapped,
-            pages_needed=pages.needed,
-            pages_ahead=pages.ahead,
-            pages_parked=pages.parked,
-            pages_held=pages.held,
-            prefix_tokens=len(self._prefixes) * self._prefixes.unit,
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
-            prefix_evictions=self._prefixes.evictions,
-            waste=(pages.needed * size - live) / live if live else 0.0,
-            driver_calls=self._pool.stats().driver_calls,
-        )
+        return count(self)
 
     def close(self, stream: Stream | None = None) -> None:
         """Frees every slot and gives the index up. Addresses go with the last view of the layers.
@@ -507,7 +481,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         state = (
-            "closed" if self.closed else f"{self._core.states.count(_USED)} of {self.max_batch} slots in use"
+            "closed" if self.closed else f"{self._core.states.count(USED)} of {self.max_batch} slots in use"
         )
         return (
             f"<vtensor.KVCache {self._layout.num_layers} layers, max_len {self.max_len}, {self.dtype}, "

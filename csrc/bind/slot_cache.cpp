@@ -139,6 +139,12 @@ class CacheCore {
     run("KVCache.own", {}, [&](const Caller& caller) { cache_->own(caller, slot, {start, stop}); });
   }
 
+  void record_stream(std::optional<Stream> stream) {
+    const Operation operation(*this, "KVCache.record_stream");
+    // Not as a named one, which may end: it is asked again where pages go.
+    cache_->use({"KVCache.record_stream", caller("KVCache.record_stream", stream).stream});
+  }
+
   void set_aside(std::size_t slot) {
     const Operation operation(*this, "KVCache.swap_out");
     cache_->set_aside(caller("KVCache.swap_out"), slot);
@@ -328,6 +334,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("reorder", &CacheCore::reorder, nb::arg("slots"), nb::arg("sources"), no_stream)
       .def("offer", &CacheCore::offer)
       .def("own", &CacheCore::own)
+      .def("record_stream", &CacheCore::record_stream, no_stream)
       .def("vacate", &CacheCore::vacate, nb::arg("slot"), no_stream)
       .def("set_aside", &CacheCore::set_aside)
       .def("restore", &CacheCore::restore, nb::arg("slot"), nb::arg("prefix") = nb::none())

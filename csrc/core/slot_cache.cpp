@@ -157,14 +157,14 @@ bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
 
 bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths) || !due_.empty()) return false;
-  if (caller.stream != stream_) use(caller);
+  use(caller);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin());
   return true;
 }
 
 void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths)) require_lengths(caller, lengths);
-  if (caller.stream != stream_) use(caller);
+  use(caller);
   if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);
   for (const std::size_t slot : due_) forget_heads(caller, slot);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin());
@@ -493,6 +493,7 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
 }
 
 void SlotCache::use(const Caller& caller) {
+  if (caller.stream == stream_) return;
   stream_ = caller.stream;
   for (const Slot& slot : slots_) {
     if (slot.state == SlotState::free) continue;

@@ -108,7 +108,7 @@ class SlotCache {
   std::vector<std::size_t> shared_pages(std::size_t slot, std::size_t other);
   // The first position that is kept, of each kind.
   const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
-  // Work in the caller's stream uses all slots in use.
+  // Work in the caller's stream uses all slots in use. Requires: the stream lasts.
   void use(const Caller& caller);
   // Everything is freed; addresses go with the last view.
   void close(const Caller& caller) noexcept;
