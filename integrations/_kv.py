@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import vtensor
-from vtensor import InvalidArgument, VTensor
+from vtensor import InvalidArgument, KVCache, VTensor
 
 from .full_extent import FullExtent
 
@@ -25,13 +25,18 @@ def owner_of(t: KV) -> VTensor | None:
     return t.owner if isinstance(t, FullExtent) else None
 
 
-def leased(query: torch.Tensor, *owners: VTensor | None) -> AbstractContextManager[Any]:
-    """``vtensor.lease`` over those of ``owners`` that there are, around a launch with ``query``.
+def leased(
+    query: torch.Tensor, *owners: VTensor | None, cache: KVCache | None = None
+) -> AbstractContextManager[Any]:
+    """``vtensor.lease`` over those of ``owners`` that there are, around a launch with ``query``. A cache is
+    told of the stream instead: what its slots give up later waits for it.
 
     None on a CPU: the kernel is done when it returns, and what it was given holds its pages until then.
     """
     if not runs_in_stream(query):
         return _NOTHING
+    if cache is not None:
+        cache.record_stream()
     found = [owner for owner in owners if owner is not None]
     return vtensor.lease(*found) if found else _NOTHING
 
@@ -95,6 +100,32 @@ def check_pair(
         )
 
 
+def check_rows(operation: str, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Refuses a query of another number of sequences than K has rows, which torch might broadcast and no
+    FlashAttention takes.
+
+    Raises:
+        InvalidArgument: naming both.
+    """
+    if query.shape[0] != key.shape[0]:
+        raise InvalidArgument(
+            f"[{operation}] query has {query.shape[0]} sequences, key {key.shape[0]} rows: give a query for "
+            "each row, or the rows of K that are meant"
+        )
+
+
+def check_groups(operation: str, query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
+    """Refuses grouped heads where they are not asked for, of ``[B, H, S, D]``.
+
+    Raises:
+        InvalidArgument: naming both numbers of heads.
+    """
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise InvalidArgument(
+            f"[{operation}] query has {query.shape[1]} heads, key {key.shape[1]}: pass enable_gqa=True"
+        )
+
+
 def check_rank(operation: str, name: str, t: KV, rank: int, layout: str) -> None:
     """Refuses a tensor that has not ``rank`` dimensions; ``layout`` names them for the message.
 
@@ -118,8 +149,9 @@ def append(
     FlashAttention's kernels with an append do; waits for no device."""
     batch, added = k.shape[:2]
     if isinstance(cache_seqlens, int) and cache_batch_idx is None:
-        k_cache[:batch, cache_seqlens : cache_seqlens + added] = k
-        v_cache[:batch, cache_seqlens : cache_seqlens + added] = v
+        # narrow, because a slice past the end is a shorter one and takes nothing, in silence.
+        k_cache[:batch].narrow(1, cache_seqlens, added).copy_(k)
+        v_cache[:batch].narrow(1, cache_seqlens, added).copy_(v)
         return
     lengths = torch.as_tensor(cache_seqlens, device=k.device).expand(batch)
     rows = torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx

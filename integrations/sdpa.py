@@ -19,7 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from vtensor import InvalidArgument
 
-from ._kv import KV, check_pair, check_rank, leased, owner_of, plain
+from ._cache_layer import cache_of
+from ._kv import KV, check_groups, check_pair, check_rank, check_rows, leased, owner_of, plain
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -42,7 +43,9 @@ def scaled_dot_product_attention(
         query: ``[B, Hq, Sq, D]``, the last ``Sq`` positions of the sequence where ``is_causal``.
         key, value: ``[B, Hkv, Sk, D]``: plain tensors of any strides, VTensors that grow along dimension 2,
             or VTensors ``[B, Sk, Hkv, D]`` that grow along dimension 1. A FullExtent stands for its VTensor.
-        attn_mask: bool (True: take part) or float (added), that broadcasts to ``[B, Hq, Sq, Sk]``.
+            Of a KVCache's layer, views of positions that each slot has, whatever a mask hides.
+        attn_mask: bool (True: take part), or float32 or the query's dtype (added), that broadcasts to
+            ``[B, Hq, Sq, Sk]``.
         is_causal: query ``i`` sees keys up to ``Sk - Sq + i``. A query that sees none gives zeros.
         enable_gqa: ``Hq`` may be a multiple of ``Hkv``.
 
@@ -50,24 +53,35 @@ def scaled_dot_product_attention(
         ``[B, Hq, Sq, Dv]``.
 
     Raises:
-        InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length, or both masks.
+        InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length, shape or dtype,
+            both masks, or positions that a KVCache's slot has not.
     """
     owners = owner_of(key), owner_of(value)
     keys, values = plain(key, owners[0], 2), plain(value, owners[1], 2)
     of_query, of_keys = query.shape, keys.shape
     # Behind a long kernel the interpreter starts with cold caches: what commonly holds is seen at a glance.
-    alike = len(of_query) == 4 and of_query[1::2] == of_keys[1::2] and values.shape == of_keys
-    if not (alike and query.dtype is keys.dtype is values.dtype and keys.device == query.device):
+    alike = len(of_query) == 4 and of_query[:2] == of_keys[:2] and values.shape == of_keys
+    if not (
+        alike
+        and of_query[3] == of_keys[3]
+        and query.dtype is keys.dtype is values.dtype
+        and keys.device == query.device
+    ):
         _check(query, keys, values, enable_gqa)
     heads, queries, length = of_query[1], of_query[2], of_keys[2]
     groups = heads // of_keys[1]
     if attn_mask is not None:
-        _check_mask(attn_mask, queries, length, is_causal)
+        _check_mask(attn_mask, query, length, is_causal)
+    cache = None
+    if owners[0] is None or owners[1] is None:
+        cache = cache_of(_OPERATION, keys, values, 2, [length] * of_query[0])
     mask, upper_left = attn_mask, False
     if is_causal and queries > 1:
-        upper_left = queries == length  # where both corners are one
-        mask = None if upper_left else _lower_right(queries, length, query.device)
-    with leased(query, *owners):
+        if queries == length:  # where both corners are one
+            upper_left = True
+        else:
+            mask = _lower_right(queries, length, query.device)
+    with leased(query, *owners, cache=cache):
         if groups == 1 or queries > 1 or query.device.type != "cpu":
             return functional.scaled_dot_product_attention(
                 query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=groups > 1
@@ -85,19 +99,35 @@ def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, enable
     for name, t in (("query", query), ("key", keys), ("value", values)):
         check_rank(_OPERATION, name, t, 4, "[batch, heads, positions, head size]")
     check_pair(_OPERATION, query, keys, values, heads_dim=1)
-    if query.shape[1] != keys.shape[1] and not enable_gqa:
-        raise InvalidArgument(
-            f"[{_OPERATION}] query has {query.shape[1]} heads, key {keys.shape[1]}: pass enable_gqa=True"
-        )
+    check_rows(_OPERATION, query, keys)
+    check_groups(_OPERATION, query, keys, enable_gqa)
 
 
-def _check_mask(mask: torch.Tensor, queries: int, length: int, is_causal: bool) -> None:
+def _check_mask(mask: torch.Tensor, query: torch.Tensor, length: int, is_causal: bool) -> None:
+    batch, heads, queries, _ = query.shape
     if is_causal:
         raise InvalidArgument(f"[{_OPERATION}] attn_mask and is_causal=True: put both into attn_mask")
     if mask.ndim < 2 or mask.shape[-2] not in (1, queries) or mask.shape[-1] not in (1, length):
         raise InvalidArgument(
             f"[{_OPERATION}] attn_mask ends in {list(mask.shape[-2:])}, there are {queries} queries and "
             f"{length} keys: make the mask after appending"
+        )
+    # Before heads are stacked: a mask for each K head would fit them, and mean something else.
+    if mask.ndim > 4 or any(
+        n not in (1, of) for n, of in zip(reversed(mask.shape[:-2]), (heads, batch), strict=False)
+    ):
+        raise InvalidArgument(
+            f"[{_OPERATION}] attn_mask is {list(mask.shape)}, the query has {batch} sequences of {heads} "
+            "heads: give a mask that broadcasts to [batch, heads, queries, keys]"
+        )
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise InvalidArgument(
+            f"[{_OPERATION}] attn_mask is {mask.dtype}, query {query.dtype}: give a mask of bool, or of the "
+            "query's dtype"
+        )
+    if mask.device != query.device:
+        raise InvalidArgument(
+            f"[{_OPERATION}] attn_mask is on {mask.device}, query on {query.device}: move it there"
         )
 
 

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from vtensor.integrations import _kv
 from vtensor.integrations.full_extent import FullExtent
@@ -126,6 +127,25 @@ def test_masks_of_every_shape_over_grouped_heads(host, queries, shape, kind):
     close(k, v)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_compiled_over_growing_views(host, queries):
+    k, v = cache(host, 20, 2), cache(host, 20, 2, seed=2)
+    q = noise(2, HEADS * 2, queries, SIZE)
+    counter = CompileCounterWithBackend("eager")
+
+    def attend(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for n in range(5, 20):
+            given = q, k[:, :, :n], v[:, :, :n]
+            assert torch.equal(compiled(*given), attend(*given))
+    assert counter.frame_count <= 2
+    close(k, v)
+
+
 def test_queries_that_see_nothing_give_zeros(host):
     k, v = cache(host, 2, 2), cache(host, 2, 2, seed=2)
     out = scaled_dot_product_attention(noise(2, HEADS, 5, SIZE), k, v, is_causal=True)
@@ -170,6 +190,13 @@ def test_both_tensors_are_leased_during_the_call(host, monkeypatch):
             {"attn_mask": torch.ones(3, 9), "is_causal": True},
             ["attn_mask", "is_causal"],
         ),
+        (noise(2, 2, 3, SIZE), {"attn_mask": torch.ones(3, 9, dtype=torch.int64)}, ["int64", "bool"]),
+        (noise(2, 2, 3, SIZE), {"attn_mask": torch.ones(3, 9).double()}, ["float64", "float32"]),
+        (noise(2, 2, 3, SIZE), {"attn_mask": torch.ones(3, 1, 3, 9)}, ["[3, 1, 3, 9]", "2 sequences"]),
+        (noise(2, 2, 3, SIZE), {"attn_mask": torch.ones(1, 1, 1, 3, 9)}, ["[1, 1, 1, 3, 9]"]),
+        (noise(2, 4, 1, SIZE), {"attn_mask": torch.ones(2, 2, 1, 9), "enable_gqa": True}, ["4 heads"]),
+        (noise(1, 2, 3, SIZE), {}, ["1 sequences", "2 rows"]),
+        (noise(3, 4, 1, SIZE), {"enable_gqa": True}, ["3 sequences", "2 rows"]),
         (noise(2, 4, 3, SIZE), {}, ["4 heads", "enable_gqa=True"]),
         (noise(2, 3, 3, SIZE), {"enable_gqa": True}, ["3 heads", "another model"]),
         (noise(2, 2, 3, 8), {}, ["head size", "another model"]),

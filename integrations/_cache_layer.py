@@ -1,0 +1,57 @@
+"""Layers of a KVCache as K and V: a kernel may touch what ``KVCache.step`` has made ready, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vtensor import InvalidArgument, KVCache
+from vtensor.kv_rows import CacheRows, rows_of
+
+
+def cache_of(
+    operation: str,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions_dim: int,
+    needed: Sequence[int] | None,
+    rows: Sequence[int] | None = None,
+) -> KVCache | None:
+    """The KVCache whose layer ``key`` and ``value`` are, or views of it; None where they are other tensors.
+
+    A compiled function asks nothing: what it is given may be of any cache.
+
+    Args:
+        positions_dim: of key and value; with 0, they are one row.
+        needed: for each sequence the positions that the kernel reads and writes; None where only the device
+            knows, and nothing can be checked.
+        rows: of key and value, for each sequence; the first ones unless given.
+
+    Raises:
+        InvalidArgument: a slot has fewer tokens.
+        Closed: the cache is closed.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    cache = None
+    for t in (key, value):
+        found = rows_of(t, positions_dim)
+        if found is None:
+            continue
+        cache = found.cache
+        if needed is not None:
+            _check(operation, found, needed, rows)
+    return cache
+
+
+def _check(operation: str, of: CacheRows, needed: Sequence[int], rows: Sequence[int] | None) -> None:
+    slots = of.slots if rows is None else [of.slots[row] for row in rows]
+    has = of.cache.lengths
+    for slot, positions in zip(slots, needed, strict=False):  # a cache may have more rows than sequences
+        if of.tokens(positions) > has[slot]:
+            raise InvalidArgument(
+                f"[{operation}] {of.tokens(positions)} tokens of slot {slot} are to be read or written, "
+                f"step() has made {has[slot]} ready: call step(lengths) with those that are appended first, "
+                "or pass fewer"
+            )
