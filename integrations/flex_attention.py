@@ -21,7 +21,19 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from vtensor import InvalidArgument, VTensor
 
-from ._kv import KV, as_laid_out, check_pair, check_rank, leased, owner_of, plain
+from ._cache_layer import cache_of
+from ._kv import (
+    KV,
+    as_laid_out,
+    check_groups,
+    check_pair,
+    check_rank,
+    check_rows,
+    leased,
+    owner_of,
+    plain,
+    runs_in_stream,
+)
 from .full_extent import FullExtent
 
 __all__ = ["CacheMask", "flex_attention"]
@@ -49,7 +61,9 @@ def flex_attention(
     Args:
         query: ``[B, Hq, Sq, D]``.
         key, value: ``[B, Hkv, Sk, D]``: plain tensors, or VTensors that grow along dimension 2; those that
-            grow along dimension 1 are transposed. Or FullExtents of such, and then ``block_mask`` is needed.
+            grow along dimension 1 are transposed. Or FullExtents of such, or a layer of a KVCache, and then
+            ``block_mask`` is needed: of a layer, a row sees what its slot has. (A BlockMask of your own is
+            taken at its word.)
         score_mod, block_mask, scale, enable_gqa, options: as torch's function takes them; ``block_mask`` may
             be a :class:`CacheMask` too. Positions count from the tensors' beginnings, those of queries as
             well: CacheMask makes masks and score mods know where in the cache the queries are.
@@ -58,8 +72,8 @@ def flex_attention(
         ``[B, Hq, Sq, Dv]``, and more where ``options`` ask for it.
 
     Raises:
-        InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length, or a FullExtent
-            without a mask.
+        InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length or for other
+            rows or heads, lengths that the cache has not, or a FullExtent without a mask.
         CapacityExceeded, OutOfPages, DriverError: as for ``FullExtent.cover``.
     """
     fixed = isinstance(key, FullExtent)
@@ -70,6 +84,16 @@ def flex_attention(
     for name, t in (("query", query), ("key", keys), ("value", values)):
         check_rank(_OPERATION, name, t, 4, "[batch, heads, positions, head size]")
     check_pair(_OPERATION, query, keys, values, heads_dim=1)
+    check_rows(_OPERATION, query, keys)
+    check_groups(_OPERATION, query, keys, enable_gqa)
+    cache = None
+    if owners[0] is None or owners[1] is None:
+        cache = cache_of(_OPERATION, keys, values, _POSITIONS, _needed(block_mask, keys))
+    if cache is not None and cache.tile % _TILE and runs_in_stream(query):
+        raise InvalidArgument(
+            f"[{_OPERATION}] whole tiles of {_TILE} are read, the cache maps with tile={cache.tile}: make it "
+            f"with tile={_TILE}, or a multiple"
+        )
     if isinstance(block_mask, CacheMask):
         holds = keys.shape[_POSITIONS] if owners[0] is None else owners[0].length
         if block_mask.longest is not None and block_mask.longest > holds:
@@ -77,7 +101,13 @@ def flex_attention(
                 f"[{_OPERATION}] the mask shows {block_mask.longest} positions, the cache holds {holds}: "
                 "append first"
             )
-        block_mask = block_mask.block_mask if fixed else block_mask.growing(holds)
+        if len(block_mask.lengths) != len(query):
+            raise InvalidArgument(
+                f"[{_OPERATION}] the mask is for {len(block_mask.lengths)} rows, query has {len(query)}: "
+                f"make a CacheMask with batch={len(query)}"
+            )
+        whole = fixed or (cache is not None and block_mask.capacity == holds)
+        block_mask = block_mask.block_mask if whole else block_mask.growing(holds)
     if block_mask is None and fixed:
         raise InvalidArgument(
             f"[{_OPERATION}] a FullExtent without block_mask, which says what is there: make a CacheMask"
@@ -88,8 +118,15 @@ def flex_attention(
             f"[{_OPERATION}] block_mask is for {block_mask.seq_lengths[0]} queries and "
             f"{block_mask.seq_lengths[1]} keys, there are {sizes[0]} and {sizes[1]}: make it after appending"
         )
+    if block_mask is not None and any(
+        n not in (1, of) for n, of in zip(block_mask.kv_num_blocks.shape[:2], query.shape[:2], strict=True)
+    ):
+        raise InvalidArgument(
+            f"[{_OPERATION}] block_mask is for {list(block_mask.kv_num_blocks.shape[:2])} rows and heads, "
+            f"query has {list(query.shape[:2])}: make it for these, or for 1"
+        )
     compiled = _compiled(dynamic=False if fixed else None)
-    with leased(query, *owners):
+    with leased(query, *owners, cache=cache):
         return compiled(query, keys, values, score_mod, block_mask, scale, enable_gqa, **options)
 
 
@@ -98,6 +135,13 @@ def _given(t: KV, owner: VTensor | None) -> torch.Tensor:
     if isinstance(t, FullExtent):
         return as_laid_out(t.cover(t.owner.length).tensor, t.owner, _POSITIONS)
     return plain(t, owner, _POSITIONS)
+
+
+def _needed(mask: BlockMask | CacheMask | None, keys: torch.Tensor) -> Sequence[int] | None:
+    """The positions of each row that are read; None where only the device, or the mask's maker, knows."""
+    if mask is None:
+        return [keys.shape[_POSITIONS]] * len(keys)
+    return mask.known if isinstance(mask, CacheMask) else None
 
 
 @cache
@@ -124,7 +168,8 @@ class CacheMask:
 
     Attributes:
         lengths: int32 ``[batch]`` on ``device``.
-        longest: of the lengths, the largest where the host knows them, else None.
+        known: the lengths where the host knows them, else None.
+        longest: the largest of these, or None.
         block_mask: for FullExtents; one object for the mask's life, whose counts ``update`` changes. Code of
             your own that is compiled takes it; ``flex_attention`` here takes the CacheMask.
 
@@ -147,7 +192,6 @@ class CacheMask:
                 "queries fit the capacity"
             )
         self.queries = queries
-        self.longest: int | None = None
         self.capacity = capacity
         self.lengths = torch.full((batch,), queries, dtype=torch.int32, device=device)
         self._mod = mask_mod
@@ -168,34 +212,47 @@ class CacheMask:
         Args:
             lengths: one for each row, or one for all. A tensor on the device is read there, without a wait.
             starts: positions before these are seen by no query (of a sliding window, say): whole tiles of
-                them are not read.
+                them are not read. As lengths, at most those.
 
         Raises:
-            InvalidArgument: of numbers the host knows, one that is below ``queries`` or above the capacity.
+            InvalidArgument: of numbers the host knows, a length that is below ``queries`` or above the
+                capacity, or a start that is negative or above its row's length. Nothing was changed.
         """
-        device = self.lengths.device
-        new = torch.as_tensor(lengths, dtype=torch.int32)
-        if new.ndim and new.shape != self.lengths.shape:
+        new, begin = self._checked("lengths", lengths), self._checked("starts", starts)
+        known = new.tolist() if new.is_cpu else None
+        if known is not None and (min(known) < self.queries or max(known) > self.capacity):
             raise InvalidArgument(
-                f"[CacheMask.update] {list(new.shape)} lengths for {len(self.lengths)} rows: give one for "
-                "each"
+                f"[CacheMask.update] lengths from {min(known)} to {max(known)}, with {self.queries} queries "
+                f"a step and a capacity of {self.capacity}: give lengths between them, this step's queries "
+                "included"
             )
-        longest = None
-        if new.device.type == "cpu":
-            low, longest = (int(n) for n in new.aminmax())
-            if low < self.queries or longest > self.capacity:
-                raise InvalidArgument(
-                    f"[CacheMask.update] lengths from {low} to {longest}, with {self.queries} queries a step "
-                    "and "
-                    f"a capacity of {self.capacity}: give lengths between them, this step's queries included"
-                )
-        self.longest = longest
+        if begin.is_cpu:
+            ends = [self.capacity] * len(begin) if known is None else known
+            for row, (start, end) in enumerate(zip(begin.tolist(), ends, strict=True)):
+                if not 0 <= start <= end:
+                    raise InvalidArgument(
+                        f"[CacheMask.update] row {row} starts at {start} and ends at {end}: give starts from "
+                        "0 to the row's length"
+                    )
+        self.known: list[int] | None = known
+        self.longest: int | None = None if known is None else max(known)
         self.lengths.copy_(new)
-        first = torch.as_tensor(starts, dtype=torch.int32).to(device).expand_as(self.lengths) // _TILE
-        self._counts.copy_(((self.lengths + _TILE - 1) // _TILE - first)[:, None, None])
-        last = len(self._numbers) - 1
-        self._indices.copy_((first[:, None] + self._numbers).clamp(max=last)[:, None, None])
+        # Clamped, because what a device alone knows nobody has checked.
+        tiles = len(self._numbers)
+        first = begin.to(self.lengths.device).clamp(min=0) // _TILE
+        stop = ((self.lengths + _TILE - 1) // _TILE).clamp(max=tiles)
+        self._counts.copy_((stop - first).clamp(min=0)[:, None, None])
+        self._indices.copy_((first[:, None] + self._numbers).clamp(max=tiles - 1)[:, None, None])
         return self
+
+    def _checked(self, name: str, given: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """``given`` as int32 ``[batch]``, where it is."""
+        t = torch.as_tensor(given, dtype=torch.int32)
+        if t.ndim and t.shape != self.lengths.shape:
+            raise InvalidArgument(
+                f"[CacheMask.update] {list(t.shape)} {name} for {len(self.lengths)} rows: give one for each"
+            )
+        return t.expand_as(self.lengths)
 
     def growing(self, length: int) -> BlockMask:
         """The mask of this step for views of exactly ``length`` positions, which must be the longest

@@ -220,6 +220,19 @@ def test_tiles_before_the_start_are_not_read(pages):
     close(k, v)
 
 
+@pytest.mark.seconds(200)
+def test_numbers_that_only_the_device_knows_read_nothing_outside(pages, monkeypatch):
+    """Nobody has checked them: counts stay from none to all, and tiles are those of the extent."""
+    mask = CacheMask(None, 4, 1, CAPACITY)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    lengths, starts = torch.tensor([70, 70, 300, 900]), torch.tensor([-128, 600, 300, 0])
+    mask.update(lengths, starts)
+    assert mask.longest is mask.known is None
+    assert mask.block_mask.kv_num_blocks[:, 0, 0].tolist() == [1, 0, 1, 4]
+    indices = mask.block_mask.kv_indices
+    assert indices.min() == 0 and indices.max() == 3 and indices[2, 0, 0].tolist() == [2, 3, 3, 3]
+
+
 # --- bad input ----------------------------------------------------------------------------------------------
 
 
@@ -238,6 +251,26 @@ def test_lengths_that_a_mask_cannot_have(lengths, says):
         mask.update(lengths)
     assert all(word in str(caught.value) for word in says), caught.value
     assert mask.lengths.tolist() == [7, 7] and mask.longest == 7
+
+
+@pytest.mark.parametrize(
+    ("starts", "says"),
+    [
+        (-128, ["row 0", "-128"]),
+        ([0, -1], ["row 1", "-1"]),
+        ([0, 71], ["row 1", "71", "ends at 70"]),
+        (600, ["600", "ends at 100"]),
+        ([0, 0, 0], ["[3] starts", "2 rows"]),
+        (torch.tensor([0, 600]), ["600", "ends at 70"]),
+    ],
+)
+def test_starts_that_a_mask_cannot_have(starts, says):
+    mask = CacheMask(None, ROWS, 1, CAPACITY).update(7)
+    with pytest.raises(vtensor.InvalidArgument, match=SHAPE_OF_A_MESSAGE) as caught:
+        mask.update([100, 70], starts=starts)
+    assert all(word in str(caught.value) for word in says), caught.value
+    assert mask.lengths.tolist() == mask.known == [7, 7] and mask.longest == 7
+    mask.update([100, 70], starts=[100, 70])
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 8), (1, 0, 8), (1, 9, 8)])
@@ -268,6 +301,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(pages):
     refused("head size", "another model", query=noise(ROWS, HEADS, 1, 2 * SIZE))
     refused("float64", query=q.double())
     refused("[2, 1, 16]", query=noise(ROWS, 1, SIZE))
+    grouped = noise(ROWS, HEADS * GROUPS, 1, SIZE)
+    refused("4 heads", "key 2", "enable_gqa=True", query=grouped)
+    refused("3 sequences", "2 rows", query=noise(3, HEADS, 1, SIZE))
+    refused("1 sequences", "2 rows", query=noise(1, HEADS, 1, SIZE))
+    for rows in (1, 3):
+        other = CacheMask(None, rows, 1, CAPACITY).update(15)
+        for given in ({}, {"key": full[0], "value": full[1]}):
+            refused(f"for {rows} rows", "query has 2", "batch=2", block_mask=other, **given)
+    for rows, heads in ((3, None), (None, 3)):
+        made = torch_flex.create_block_mask(causal, rows, heads, 1, 20, device="cpu")
+        refused("rows and heads", "3", "[2, 2]", block_mask=made)
     refused("append to both", value=v.truncate(19))
     assert graphs() == before
     close(k, v)
