@@ -1,6 +1,7 @@
 """FlashAttention's three functions over what torch itself has.
 
-On CUDA in float16 and bfloat16 it calls ``aten._flash_attention_forward`` and ``varlen_attn``; elsewhere
+On CUDA in float16 and bfloat16 it calls ``aten._flash_attention_forward``, as torch's ``varlen_attn`` does,
+whose own arguments differ from release to release; elsewhere
 SDPA, as a reference that runs the same code on a CPU. Lengths, windows and causality follow FlashAttention 2:
 masks are lower-right, and a query that sees no key gives zeros. Rows of different lengths are attended one by
 one, over exactly their positions: nothing behind them is read.
@@ -53,22 +54,9 @@ def flash_attn_varlen_func(
     _refuse_others("flash_attn_varlen_func", dropout_p=dropout_p, **others)
     left, right = _window(causal, window_size)
     if _has_flash(q):
-        from torch.nn.attention.varlen import varlen_attn  # new in torch 2.10
-
-        packed = varlen_attn(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            scale=softmax_scale,
-            window_size=(left, right),
-            enable_gqa=q.shape[1] != k.shape[1],
+        return _flash(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, left, right
         )
-        assert isinstance(packed, torch.Tensor)  # two where return_aux= asks for it
-        return packed
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for row in range(len(starts_q) - 1):
@@ -109,7 +97,8 @@ def flash_attn_with_kvcache(
     added = 0 if k is None else k.shape[1]
     if not any(isinstance(t, torch.Tensor) for t in (cache_seqlens, cache_batch_idx, cache_leftpad)):
         stop = k_cache.shape[1] if cache_seqlens is None else int(cache_seqlens) + added
-        return _attend(q, k_cache[:, :stop], v_cache[:, :stop], softmax_scale, causal, window_size)
+        keys, values = k_cache[:batch, :stop], v_cache[:batch, :stop]
+        return _attend(q, keys, values, softmax_scale, causal, window_size)
     stops = [n + added for n in _numbers(cache_seqlens, batch, k_cache.shape[1])]
     starts = _numbers(cache_leftpad, batch, 0)
     rows = range(batch) if cache_batch_idx is None else cache_batch_idx.tolist()
@@ -132,22 +121,7 @@ def _attend(
     left, right = _window(causal, window_size)
     queries, length = q.shape[1], k.shape[1]
     if _has_flash(q):
-        out: torch.Tensor = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            None,
-            None,
-            queries,
-            length,
-            0.0,
-            (left, right) == (-1, 0),
-            False,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )[0]
-        return out
+        return _flash(q, k, v, None, None, queries, length, scale, left, right)
     from .sdpa import scaled_dot_product_attention
 
     causal_only = (left, right) == (-1, 0)
@@ -167,6 +141,39 @@ def _attend(
         scale=scale,
         enable_gqa=True,
     ).transpose(1, 2)
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor | None,
+    starts_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    left: int,
+    right: int,
+) -> torch.Tensor:
+    """Torch's own FlashAttention 2, of ``[B, S, H, D]``, or packed ``[T, H, D]`` where the starts are given.
+    Heads may be grouped. What is passed means the same in torch 2.9 to 2.13: the window says all of what is
+    seen, lower-right, and is_causal names the window (-1, 0) besides."""
+    out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        max_q,
+        max_k,
+        0.0,
+        (left, right) == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )[0]
+    return out
 
 
 def _has_flash(q: torch.Tensor) -> bool:

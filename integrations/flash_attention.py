@@ -1,9 +1,10 @@
 """FlashAttention's functions over tensors that grow: flash_attn_func, _varlen_func and _with_kvcache.
 
 Each takes what the function of the same name in the installed package takes, in the same order, and passes it
-on unchanged; ``k`` and ``v`` may be VTensors. Before the call the rows that the kernel appends and the tiles
-that it reads are mapped, what would make it copy the whole cache in silence is refused, and the pages are
-leased.
+on unchanged; ``k`` and ``v`` may be VTensors, or layers of a KVCache and views of them. Before the call the
+rows that the kernel appends and the tiles that it reads are mapped, or known to be; lengths past the end, and
+what would make it copy the whole cache in silence, are refused; and the pages are leased. Lengths in a tensor
+on a device are not looked at, because that would wait for it.
 
 Which package: the first that is installed of the list below that suits the device of ``q``, or the one named
 by ``backend=``. Names are ``"fa2"`` (module ``flash_attn``), ``"fa3"`` (``flash_attn_interface``), ``"fa4"``
@@ -22,7 +23,10 @@ FlashAttention 3 and 4 read whole tiles, up to 224 rows past a row's length but 
 given, and NaN there reaches the output (pull request 2407 of Dao-AILab/flash-attention). A VTensor is handed
 over at its exact length, and so nothing unmapped is read. A FullExtent is covered for 256 rows behind its
 owner's length, which read as zeros. Rows shorter than the VTensor, told by a tensor of lengths, are read up
-to the VTensor's length: what lies there is the caller's, and has to be finite.
+up to the VTensor's length: what lies there is the caller's, and has to be finite.
+
+A KVCache has mapped what ``step`` was told, and maps nothing here: of a layer, the slots must have the tokens
+that are read and those that are appended. ``step`` says so first.
 """
 
 from __future__ import annotations
@@ -36,9 +40,11 @@ from typing import Any
 
 import torch
 
-from vtensor import InvalidArgument, VTensor, VTensorError
+from vtensor import InvalidArgument, KVCache, VTensor, VTensorError
 
-from ._kv import KV, as_laid_out, check_pair, check_rank, leased, owner_of, plain
+from ._cache_layer import cache_of
+from ._flash_lengths import check_packed, check_within, rows_read, told
+from ._kv import KV, as_laid_out, check_pair, check_rank, check_rows, leased, owner_of, plain
 from .full_extent import FullExtent
 
 __all__ = [
@@ -91,6 +97,7 @@ _PAGED = ("block_table", "page_table", "cu_seqlens_k_new")
 class _Kernel:
     """One function of one package."""
 
+    name: str  # "fa2.flash_attn_func"
     operation: str
     package: _Package
     call: Callable[..., Any]
@@ -125,8 +132,8 @@ def flash_attn_func(
 
     Args:
         q: ``[B, Sq, Hq, D]``.
-        k, v: ``[B, Sk, Hkv, D]``: plain tensors, or VTensors that grow along dimension 1; those that grow
-            along dimension 2, ``[B, Hkv, Sk, D]``, are transposed.
+        k, v: ``[B, Sk, Hkv, D]``: plain tensors, views of a KVCache's layer, or VTensors that grow along
+            dimension 1; those that grow along dimension 2, ``[B, Hkv, Sk, D]``, are transposed.
         args, kwargs: as that package's function takes them.
         backend: ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``; by the device of ``q`` if None.
 
@@ -136,10 +143,10 @@ def flash_attn_func(
     Raises:
         NotInstalled: ``backend`` names a package that is not there.
         InvalidArgument: an argument the package does not have, a dtype or head size it refuses, strides for
-            which it would copy K and V, or a FullExtent, whose rows have lengths that this function cannot be
-            told.
+            which it would copy K and V, as many sequences as K has not, positions that a KVCache's slot has
+            not, or a FullExtent, whose rows have lengths that this function cannot be told.
     """
-    kernel = _find("flash_attn_func", backend, q.device)
+    kernel = _kernel("flash_attn_func", backend, q.device)
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_rank("flash_attn_func", name, t, 4, "[batch, positions, heads, head size]")
         if isinstance(t, FullExtent):
@@ -147,7 +154,13 @@ def flash_attn_func(
                 f"[flash_attn_func] {name} is a FullExtent, and this function takes no lengths: use "
                 "flash_attn_with_kvcache(cache_seqlens=), or pass the VTensor"
             )
-    return _launch(kernel, q, k, v, owner_of(k), owner_of(v), args, kwargs)
+    owners = owner_of(k), owner_of(v)
+    keys, values = plain(k, owners[0], _POSITIONS), plain(v, owners[1], _POSITIONS)
+    check_rows("flash_attn_func", q, keys)
+    cache = None
+    if owners[0] is None or owners[1] is None:
+        cache = cache_of("flash_attn_func", keys, values, _POSITIONS, [keys.shape[_POSITIONS]] * len(keys))
+    return _launch(kernel, q, keys, values, args, kwargs, owners, cache)
 
 
 def flash_attn_varlen_func(
@@ -157,15 +170,17 @@ def flash_attn_varlen_func(
 
     Args:
         q: ``[Tq, Hq, D]``.
-        k, v: ``[Tk, Hkv, D]``: plain tensors, or VTensors that grow along dimension 0. FlashAttention 3 and 4
-            also take ``[B, S, Hkv, D]`` with ``seqused_k`` and no ``cu_seqlens_k``.
+        k, v: ``[Tk, Hkv, D]``: plain tensors, a slot of a KVCache's layer, or VTensors that grow along
+            dimension 0. FlashAttention 3 and 4 also take ``[B, S, Hkv, D]`` with ``seqused_k`` and no
+            ``cu_seqlens_k``.
         args, kwargs, backend: as for :func:`flash_attn_func`.
 
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
-        InvalidArgument: as there; or rows are given where packed sequences are asked for.
+        InvalidArgument: as there; rows are given where packed sequences are asked for; or ``cu_seqlens_q``,
+            ``cu_seqlens_k`` or ``seqused_k`` go past the end, as far as the host knows them.
     """
-    kernel = _find("flash_attn_varlen_func", backend, q.device)
+    kernel = _kernel("flash_attn_varlen_func", backend, q.device)
     takes_rows = "seqused_k" in kernel.places and kernel.argument("cu_seqlens_k", args, kwargs) is None
     for name, t in (("k", k), ("v", v)):
         if isinstance(t, FullExtent) or (t.ndim != 3 and not takes_rows):
@@ -174,7 +189,38 @@ def flash_attn_varlen_func(
                 f"[tokens, heads, head size]: pass {name}[0] where there is one row, or use "
                 "flash_attn_with_kvcache(cache_seqlens=)"
             )
-    return _launch(kernel, q, k, v, owner_of(k), owner_of(v), args, kwargs)
+    owners = owner_of(k), owner_of(v)
+    keys, values = plain(k, owners[0], _POSITIONS), plain(v, owners[1], _POSITIONS)
+    rows = keys.ndim == 4  # of one sequence each, instead of packed ones
+    needed = _packed(kernel, q, keys, args, kwargs) if not rows else _used(kernel, q, keys, args, kwargs)
+    cache = None
+    if owners[0] is None or owners[1] is None:
+        cache = cache_of(kernel.operation, keys, values, _POSITIONS if rows else 0, needed)
+    return _launch(kernel, q, keys, values, args, kwargs, owners, cache)
+
+
+def _packed(
+    kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[int] | None:
+    """Of all packed tokens ``keys``, how many are read: ``[n]``; None where only the device knows."""
+    check_packed(kernel.operation, "cu_seqlens_q", kernel.argument("cu_seqlens_q", args, kwargs), len(q))
+    starts = kernel.argument("cu_seqlens_k", args, kwargs)
+    found = check_packed(kernel.operation, "cu_seqlens_k", starts, len(keys))
+    return [max(found)] if found else None
+
+
+def _used(
+    kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[int] | None:
+    """Of each row ``keys``, how many positions are read; None where only the device knows."""
+    holds = keys.shape[_POSITIONS]
+    used = kernel.argument("seqused_k", args, kwargs)
+    if used is None:
+        return [holds] * len(keys)
+    lengths = told(kernel.operation, "seqused_k", q, used)
+    if lengths is not None:
+        check_within(kernel.operation, "seqused_k", lengths, holds)
+    return lengths
 
 
 def flash_attn_with_kvcache(
@@ -183,15 +229,16 @@ def flash_attn_with_kvcache(
     """``flash_attn_with_kvcache`` of the package that is used: attention over a cache, with an append.
 
     Where ``k`` and ``v`` (new positions ``[B, n, Hkv, D]``) are given, VTensors grow so that the kernel finds
-    room: with an int ``cache_seqlens`` to ``cache_seqlens + n``, with a tensor, whose numbers the host does
-    not know, by ``n``, because no row is longer than the VTensor. Pages there that are shared with a fork are
-    parted first.
+    room for ``n`` more behind the longest row, and no further. Lengths in a tensor on a device, which the
+    host does not know, must have their longest row at the VTensors' length, which then grows by ``n``; where
+    rows end, truncate to the longest that is left. Pages there that are shared with a fork are parted first.
 
     Args:
         q: ``[B, Sq, Hq, D]``.
-        k_cache, v_cache: ``[rows, S, Hkv, D]``: plain tensors, which are passed on as they are (a layer of a
-            KVCache is a pair of them); VTensors, at exactly their length, or that of an int
-            ``cache_seqlens``; or FullExtents, for a shape that never changes.
+        k_cache, v_cache: ``[rows, S, Hkv, D]``: plain tensors, which are passed on as they are; a layer of a
+            KVCache, whose slots :meth:`KVCache.step` has made ready for what is read and appended; VTensors,
+            at exactly their length, or that of an int ``cache_seqlens``; or FullExtents, for a shape that
+            never changes.
         args, kwargs, backend: as for :func:`flash_attn_func`.
 
     Returns:
@@ -199,49 +246,79 @@ def flash_attn_with_kvcache(
 
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
-        InvalidArgument: as there; or lengths above the cache's, as far as the host knows them, or of another
-            dtype or number.
+        InvalidArgument: as there; lengths above the cache's, no room for what is appended in plain tensors,
+            or rows that it has not, as far as the host knows them; lengths of another dtype or number.
         CapacityExceeded, OutOfPages, DriverError: as for ``VTensor.extend``.
     """
-    kernel = _find("flash_attn_with_kvcache", backend, q.device)
+    operation = "flash_attn_with_kvcache"
+    kernel = _kernel(operation, backend, q.device)
     k_owner, v_owner = owner_of(k_cache), owner_of(v_cache)
+    if k_owner is None and v_owner is None:
+        assert isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
+        return _over_plain(kernel, q, k_cache, v_cache, args, kwargs)
     if k_owner is None or v_owner is None:
-        if k_owner is not v_owner:
-            raise InvalidArgument(
-                "[flash_attn_with_kvcache] one of k_cache and v_cache is a plain tensor: give VTensors, or "
-                "views "
-                "of both"
-            )
-        return _launch(kernel, q, k_cache, v_cache, k_owner, v_owner, args, kwargs)
-    if k_owner.ndim != 4:
-        check_rank("flash_attn_with_kvcache", "k_cache", k_owner, 4, "[rows, positions, heads, head size]")
+        raise InvalidArgument(
+            f"[{operation}] one of k_cache and v_cache is a plain tensor: give VTensors, or views of both"
+        )
+    owners = (k_owner, v_owner)
+    _refuse_paged(kernel, args, kwargs)
+    for name, owner in zip(("k_cache", "v_cache"), owners, strict=True):
+        check_rank(operation, name, owner, 4, "[rows, positions, heads, head size]")
     holds = k_owner.length
     if v_owner.length != holds:
         raise InvalidArgument(
-            f"[flash_attn_with_kvcache] k_cache holds {holds} positions, v_cache {v_owner.length}: append to "
-            "both"
+            f"[{operation}] k_cache holds {holds} positions, v_cache {v_owner.length}: append to both"
         )
+    rows_read(operation, q, len(k_owner), kernel.argument("cache_batch_idx", args, kwargs))
     lengths = kernel.argument("cache_seqlens", args, kwargs)
-    if lengths is not None:
-        _check_lengths(q, holds, lengths)
-    owners = (k_owner, v_owner)
+    known = [holds] if lengths is None else told(operation, "cache_seqlens", q, lengths)
+    if known is not None:
+        check_within(operation, "cache_seqlens", known, holds)
+    sizes = [(o.shape[1 if o.grow_dim == 2 else 2], o.shape[3], o.dtype) for o in owners]
+    added = _added(kernel, q, sizes, args, kwargs)
+    start, stop = (min(known), max(known) + added) if known else (0, holds + added)
     shared_pages_fault = k_owner.pool.device.type == "cuda"  # a kernel's write cannot part them (I6)
-    added = _added(kernel, owners, args, kwargs)
-    start = lengths if isinstance(lengths, int) else holds
     try:
         if added:
             for owner in owners:
-                owner.extend(max(0, start + added - holds))
+                owner.extend(max(0, stop - holds))
                 if shared_pages_fault:
-                    owner.own(0 if isinstance(lengths, torch.Tensor) else start, start + added)
-        keys = _cache(kernel, k_cache, k_owner, lengths, start + added)
-        values = _cache(kernel, v_cache, v_owner, lengths, start + added)
-        return _launch(kernel, q, keys, values, k_owner, v_owner, args, kwargs, as_they_are=True)
+                    owner.own(start, stop)
+        keys = _cache(kernel, k_cache, k_owner, lengths, stop)
+        values = _cache(kernel, v_cache, v_owner, lengths, stop)
+        return _launch(kernel, q, keys, values, args, kwargs, owners)
     except BaseException:
         for owner in owners:
             if owner.length > holds:
                 owner.truncate(holds)
         raise
+
+
+def _over_plain(
+    kernel: _Kernel,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Over plain tensors, which are passed on once they are known to have what is read and written."""
+    operation = kernel.operation
+    cache = None
+    if not _paged(kernel, args, kwargs):  # where a row is a page, lengths say nothing of it
+        for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+            check_rank(operation, name, t, 4, "[rows, positions, heads, head size]")
+        sizes = [(t.shape[2], t.shape[3], t.dtype) for t in (k_cache, v_cache)]
+        added = _added(kernel, q, sizes, args, kwargs)
+        rows = rows_read(operation, q, len(k_cache), kernel.argument("cache_batch_idx", args, kwargs))
+        holds = k_cache.shape[_POSITIONS]
+        lengths = kernel.argument("cache_seqlens", args, kwargs)
+        known = told(operation, "cache_seqlens", q, holds if lengths is None else lengths)
+        if known is not None:
+            check_within(operation, "cache_seqlens", known, holds, added)
+        needed = None if known is None or rows is None else [n + added for n in known]
+        cache = cache_of(operation, k_cache, v_cache, _POSITIONS, needed, rows)
+    return _launch(kernel, q, k_cache, v_cache, args, kwargs, cache=cache)
 
 
 def _cache(
@@ -257,40 +334,32 @@ def _cache(
     return view if owner.length == stop else view[:, :stop]
 
 
-def _check_lengths(q: torch.Tensor, holds: int, lengths: int | torch.Tensor) -> None:
-    operation = "flash_attn_with_kvcache"
-    if isinstance(lengths, int):
-        low = high = lengths
-    elif not isinstance(lengths, torch.Tensor):
+def _paged(kernel: _Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The argument by which the cache or what is appended to it is said to lie otherwise than in rows."""
+    for name in _PAGED:
+        if name in kernel.places and kernel.argument(name, args, kwargs) is not None:
+            return name
+    return ""
+
+
+def _refuse_paged(kernel: _Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if name := _paged(kernel, args, kwargs):
         raise InvalidArgument(
-            f"[{operation}] cache_seqlens is a {type(lengths).__name__}: give an int or an int32 tensor"
-        )
-    else:
-        if lengths.dtype != torch.int32 or lengths.ndim != 1 or (q.ndim == 4 and len(lengths) != len(q)):
-            raise InvalidArgument(
-                f"[{operation}] cache_seqlens is {list(lengths.shape)} of {lengths.dtype}, q is "
-                f"{list(q.shape)}: give one int32 for each sequence"
-            )
-        if lengths.device.type != "cpu" or not len(lengths):
-            return  # only the device knows them
-        low, high = (int(n) for n in lengths.aminmax())
-    if low < 0 or high > holds:
-        raise InvalidArgument(
-            f"[{operation}] cache_seqlens is {high if high > holds else low}, the cache holds {holds} "
-            "positions: append or extend first"
+            f"[{kernel.operation}] {name} with a VTensor, whose rows are contiguous and grow alike: leave it "
+            "out"
         )
 
 
 def _added(
-    kernel: _Kernel, owners: tuple[VTensor, VTensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    kernel: _Kernel,
+    q: torch.Tensor,
+    caches: Sequence[tuple[int, int, torch.dtype]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> int:
-    """How many positions the kernel is to append to each row."""
-    operation = "flash_attn_with_kvcache"
-    for name in _PAGED:
-        if name in kernel.places and kernel.argument(name, args, kwargs) is not None:
-            raise InvalidArgument(
-                f"[{operation}] {name} with a VTensor, whose rows are contiguous and grow alike: leave it out"
-            )
+    """How many positions the kernel is to append to each row of the caches, of which the heads, head size and
+    dtype are given."""
+    operation = kernel.operation
     k, v = kernel.argument("k", args, kwargs), kernel.argument("v", args, kwargs)
     if k is None and v is None:
         return 0
@@ -302,14 +371,16 @@ def _added(
         raise InvalidArgument(
             f"[{operation}] k and v without cache_seqlens: say behind how many positions they go"
         )
-    for owner, new in zip(owners, (k, v), strict=True):
-        of_owner, of_new = owner.shape, new.shape
-        heads = of_owner[3 - owner.grow_dim] if len(of_owner) == 4 else None
-        if len(of_new) != 4 or of_new[2] != heads or of_new[3] != of_owner[3] or new.dtype != owner.dtype:
+    for (heads, size, dtype), new in zip(caches, (k, v), strict=True):
+        if new.ndim != 4 or (q.ndim == 4 and len(new) != len(q)):
             raise InvalidArgument(
-                f"[{operation}] new positions are {list(of_new)} of {new.dtype}, the cache {list(of_owner)} "
-                "of "
-                f"{owner.dtype}: was it made for another model?"
+                f"[{operation}] new positions are {list(new.shape)}, q is {list(q.shape)}: give "
+                "[batch, positions, heads, head size] of the same batch"
+            )
+        if new.shape[2:] != (heads, size) or new.dtype != dtype:
+            raise InvalidArgument(
+                f"[{operation}] new positions are {list(new.shape)} of {new.dtype}, the cache has {heads} "
+                f"heads of {size}, {dtype}: was it made for another model?"
             )
     return int(k.shape[1])
 
@@ -317,17 +388,15 @@ def _added(
 def _launch(
     kernel: _Kernel,
     q: torch.Tensor,
-    k: KV,
-    v: KV,
-    k_owner: VTensor | None,
-    v_owner: VTensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    as_they_are: bool = False,
+    owners: tuple[VTensor | None, VTensor | None] = (None, None),
+    cache: KVCache | None = None,
 ) -> Any:
-    """Checks, leases, calls. ``k`` and ``v`` are their owners' views already where ``as_they_are``."""
-    keys = plain(k, None if as_they_are else k_owner, _POSITIONS)
-    values = plain(v, None if as_they_are else v_owner, _POSITIONS)
+    """Checks what all three functions do, leases, calls. ``keys`` and ``values`` are plain: views of
+    ``owners`` or of a layer of ``cache``, where there are such."""
     check_pair(kernel.operation, q, keys, values, heads_dim=-2)
     if not kernel.takes_any_name and not kwargs.keys() <= kernel.places.keys():
         unknown = ", ".join(sorted(kwargs.keys() - kernel.places.keys()))
@@ -338,7 +407,7 @@ def _launch(
     if kernel.package.dtypes:
         _check_layout(kernel, "k", keys)
         _check_layout(kernel, "v", values)
-    with leased(q, k_owner, v_owner):
+    with leased(q, *owners, cache=cache):
         return kernel.call(q, keys, values, *args, **kwargs)
 
 
@@ -346,7 +415,8 @@ def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
     """Refuses what the kernels refuse, and what makes them copy all of K and V before they start."""
     strides = t.stride()
     layout = (t.dtype, t.shape[-1], strides)
-    if layout in kernel.fine and t.data_ptr() % 16 == 0:
+    compiling = torch.compiler.is_compiling()  # where sizes may be symbols, and there is no address
+    if not compiling and layout in kernel.fine and t.data_ptr() % 16 == 0:
         return
     title = f"[{kernel.operation}] {kernel.package.title}"
     if t.dtype not in kernel.package.dtypes:
@@ -365,7 +435,7 @@ def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
             f"{title} copies all of {name} at every call, because its last stride is {strides[-1]}: lay the "
             "head size out last"
         )
-    if t.data_ptr() % 16 or any(
+    if (not compiling and t.data_ptr() % 16) or any(
         s * item % 16 for s, n in zip(strides[:-1], t.shape[:-1], strict=True) if n > 1
     ):
         raise InvalidArgument(
@@ -373,10 +443,28 @@ def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
             f"bytes; its strides are {list(strides)}: give each head a multiple of 16 bytes"
         )
 
-    if not any(s * item % 16 for s in strides[:-1]):  # whatever the sizes
+    if not compiling and not any(s * item % 16 for s in strides[:-1]):  # whatever the sizes
         if len(kernel.fine) >= _MOST_LAYOUTS:
             kernel.fine.clear()
         kernel.fine.add(layout)
+
+
+def _kernel(operation: str, backend: str | None, device: torch.device) -> _Kernel:
+    """The function that is used. A compiler, which cannot trace imports, takes its name for a constant, and
+    finds it by that."""
+    return _in_use[_name_of(operation, backend, device)]
+
+
+def _name_of(operation: str, backend: str | None, device: torch.device) -> str:
+    kernel = _find(operation, backend, device)
+    name = kernel.name
+    _in_use[name] = kernel
+    return name
+
+
+# All that torch.compiler.assume_constant_result does, which imports the compiler, for a second, to do it.
+setattr(_name_of, "_dynamo_marked_constant", True)  # noqa: B010
+_in_use: dict[str, _Kernel] = {}
 
 
 @cache
@@ -416,6 +504,7 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
         return error
     parameters = inspect.signature(call).parameters.values()
     return _Kernel(
+        f"{backend}.{operation}",
         operation,
         package,
         call,

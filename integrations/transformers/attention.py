@@ -35,6 +35,9 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
         kernel: a ``flash_attn_with_kvcache``; that of ``vtensor.integrations.flash_attention`` unless given,
             which is the installed FlashAttention's, or says what to install.
 
+    A forward without padding compiles with ``fullgraph=True`` where the kernel does. Padding is looked at by
+    the host, once a forward, which breaks the graph.
+
     A forward raises InvalidArgument, before anything is launched, for padding that is not on the left, a mask
     that does not fit the cache or is more than causal, chunked attention past its first chunk, dropout,
     attention sinks, and position biases.

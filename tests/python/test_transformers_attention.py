@@ -9,6 +9,7 @@ import vtensor
 
 pytest.importorskip("transformers")
 
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from vtensor.integrations.transformers import VTensorCache, register_attention, unregister_attention
 
@@ -153,6 +154,29 @@ def test_what_it_cannot_do_is_refused_before_the_kernel(kernel, pages):
     refused(made("Llama 4"), "40 tokens in chunks of 24")
     with pytest.raises(vtensor.InvalidArgument, match="more than causal"):
         llama(ids[:1], position_ids=torch.arange(20).repeat(2)[None], use_cache=False)  # two sequences in one
+
+
+@pytest.mark.seconds(120)
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_a_compiled_forward(pages, name):
+    """The shims' own kernel, no graph break, two compiles for all lengths on one side of the window."""
+    register_attention()
+    model, plain = made(name), make(name)
+    cache, other = VTensorCache(model.config, 128, pages), DynamicCache(config=plain.config)
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        model(prompt(2, 40), past_key_values=cache)
+        token = plain(prompt(2, 40), past_key_values=other).logits[:, -1:].argmax(-1)
+        for _ in range(12):
+            cache.prepare(1)
+            given = compiled(token, past_key_values=cache).logits
+            expected = plain(token, past_key_values=other).logits
+            torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-3)
+            token = expected.argmax(-1)
+    assert counter.frame_count <= 2
+    unregister_attention()
 
 
 def test_it_is_undone(kernel):

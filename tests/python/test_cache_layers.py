@@ -1,0 +1,303 @@
+"""Layers of a KVCache given to the attention shims: what plain tensors give, and nothing that step() has not
+made ready is touched."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from vtensor.integrations import _kv
+from vtensor.integrations import flash_attention as flash
+from vtensor.integrations import flex_attention as flex
+from vtensor.integrations.sdpa import scaled_dot_product_attention
+
+import vtensor
+from stream_support import eventually
+from test_bad_input import SHAPE_OF_A_MESSAGE
+from test_flash_attention import close, noise, seen  # noqa: F401
+from vtensor import testing
+from vtensor.kv_rows import rows_of
+
+HEADS, SIZE, SLOTS, MOST = 2, 16, 3, 512
+LENGTHS = [70, 0, 33]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own code generator
+
+
+@pytest.fixture
+def pages():
+    """Host pages whose holes fault: what reads or writes one ends the process."""
+    with testing.host_pool(page_size=4096, budget=4096 * 800) as pool:
+        yield pool
+
+
+@pytest.fixture
+def make(pages):
+    made = []
+
+    def cache(lengths=LENGTHS, dtype=torch.float32, **options):
+        cache = vtensor.KVCache(2, HEADS, SIZE, SLOTS, MOST, dtype, pool=pages, **options)
+        made.append(cache)
+        for _ in lengths:
+            cache.alloc()
+        assert cache.step(lengths)
+        for layer in range(2):
+            for side, t in enumerate(by_position(cache, layer)):
+                for slot, n in enumerate(lengths):
+                    t[slot, :n] = noise(n, HEADS, SIZE, seed=9 * layer + 3 * side + slot, dtype=dtype)
+        return cache
+
+    yield cache
+    for cache in made:
+        cache.close()
+
+
+def by_position(cache, layer=1):
+    """K and V ``[slots, positions, heads, head size]`` in either layout."""
+    return tuple(t if t.shape[1] == MOST else t.transpose(1, 2) for t in cache[layer])
+
+
+def plain_like(t, lengths):
+    """A plain tensor of ``t``'s values, with NaN where a slot has none."""
+    whole = torch.full(t.shape, float("nan"), dtype=t.dtype)
+    for slot, n in enumerate(lengths):
+        whole[slot, :n] = t[slot, :n]
+    return whole
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def refused(call, *says, error=vtensor.InvalidArgument):
+    with pytest.raises(error, match=SHAPE_OF_A_MESSAGE) as caught:
+        call()
+    assert all(word in str(caught.value) for word in says), caught.value
+
+
+# --- FlashAttention -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "head"}], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "fa2", "fa4"])
+def test_steps_that_append_in_slots_of_their_own_lengths(make, seen, backend, options):  # noqa: F811
+    """Across pages and in chosen slots, bit for bit as over plain tensors."""
+    dtype = torch.float32 if backend == "torch" else torch.bfloat16
+    tile = 256 if backend == "fa4" else 1  # it reads whole ones
+    cache, lengths = make(dtype=dtype, tile=tile, **options), list(LENGTHS)
+    k, v = by_position(cache)
+    plain = [plain_like(t, lengths) for t in (k, v)]
+    if backend == "fa4":
+        plain = [t.nan_to_num() for t in plain]
+    index = None if backend == "fa4" else int32(2, 0)
+    slots = [0, 1, 2] if index is None else [2, 0]
+    for step, n in enumerate((1, 40, 1, 3)):
+        new = [noise(len(slots), n, h, SIZE, seed=step + i, dtype=dtype) for i, h in enumerate((4, 2, 2))]
+        given = {"cache_seqlens": int32(*(lengths[slot] for slot in slots)), "causal": True}
+        if index is not None:
+            given["cache_batch_idx"] = index
+
+        def call(k, v, new=new, given=given):
+            return flash.flash_attn_with_kvcache(new[0], k, v, *new[1:], backend=backend, **given)
+
+        refused(lambda call=call: call(k, v), "call step(lengths)")
+        for slot in slots:
+            lengths[slot] += n
+        assert cache.step(lengths)
+        assert torch.equal(call(k, v), call(*plain))
+        for slot in slots:
+            assert torch.equal(k[slot, : lengths[slot]], plain[0][slot, : lengths[slot]])
+
+
+def test_an_int_for_all_slots(make):
+    cache = make([33, 33, 40])
+    q, new = noise(3, 1, 4, SIZE, dtype=torch.float32), noise(3, 1, HEADS, SIZE, dtype=torch.float32)
+    plain = [plain_like(t, [33, 33, 40]) for t in cache[1]]
+    out = flash.flash_attn_with_kvcache(q, *cache[1], cache_seqlens=33)
+    assert torch.equal(out, flash.flash_attn_with_kvcache(q, *plain, cache_seqlens=33))
+    refused(
+        lambda: flash.flash_attn_with_kvcache(q, *cache[1], new, new, cache_seqlens=33),
+        "34 tokens of slot 0", "33 ready",
+    )  # fmt: skip
+    refused(lambda: flash.flash_attn_with_kvcache(q, *cache[1], cache_seqlens=34), "34 tokens of slot 0")
+    refused(lambda: flash.flash_attn_with_kvcache(q, *cache[1]), "512 tokens of slot 0")
+    refused(lambda: flash.flash_attn_with_kvcache(q, *cache[1], new, new, cache_seqlens=512), "512", "1 more")
+    # Fewer sequences than slots: the first ones.
+    out = flash.flash_attn_with_kvcache(q[:2], *cache[1], cache_seqlens=33)
+    assert torch.equal(out, flash.flash_attn_with_kvcache(q[:2], *plain, cache_seqlens=33))
+
+
+def test_views_of_exactly_the_tokens(make):
+    cache = make()
+    k, v = cache[1]
+    q = noise(1, 3, 4, SIZE, dtype=torch.float32)
+    plain = [plain_like(t, LENGTHS) for t in (k, v)]
+    out = flash.flash_attn_func(q, k[2:, 5:33], v[2:, 5:33], causal=True)
+    assert torch.equal(out, flash.flash_attn_func(q, plain[0][2:, 5:33], plain[1][2:, 5:33], causal=True))
+    refused(lambda: flash.flash_attn_func(q, k[2:, 5:34], v[2:, 5:34]), "34 tokens of slot 2", "33 ready")
+    refused(lambda: flash.flash_attn_func(q, k[1:2, :1], v[1:2, :1]), "slot 1", "0 ready")
+
+
+def test_a_slot_as_packed_tokens(make):
+    cache = make()
+    k, v = (t[0] for t in cache[1])
+    q = noise(5, 4, SIZE, dtype=torch.float32)
+    starts = int32(0, 2, 5), int32(0, 30, 70)
+    plain = [plain_like(t, LENGTHS)[0] for t in cache[1]]
+    out = flash.flash_attn_varlen_func(q, k, v, *starts, 3, 40, causal=True)
+    assert torch.equal(out, flash.flash_attn_varlen_func(q, *plain, *starts, 3, 40, causal=True))
+    further = int32(0, 30, 71)
+    refused(lambda: flash.flash_attn_varlen_func(q, k, v, starts[0], further, 3, 41), "71 tokens of slot 0")
+
+
+def test_rows_of_used_lengths(make, seen):  # noqa: F811
+    """FlashAttention 4's other way to name lengths."""
+    lengths = [70, 1, 33]
+    cache = make(lengths, dtype=torch.bfloat16, tile=256)
+    q, plain = noise(3, 1, 4, SIZE), [plain_like(t, lengths).nan_to_num() for t in cache[1]]
+
+    def call(k, v, *used):
+        return flash.flash_attn_varlen_func(q, k, v, seqused_k=int32(*used), backend="fa4")[0]
+
+    assert torch.equal(call(*cache[1], 60, 1, 33), call(*plain, 60, 1, 33))
+    seen.name = ""
+    refused(lambda: call(*cache[1], 71, 1, 33), "71 tokens of slot 0")
+    refused(lambda: call(*plain, 60, 1, 513), "seqused_k is 513", "holds 512")
+    assert seen.name == ""
+
+
+# --- SDPA and FlexAttention ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["token", "head"])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_sdpa_over_what_slots_have(make, layout, queries):
+    cache = make(layout=layout)
+    k, v = (t.transpose(1, 2) for t in by_position(cache))
+    plain = [plain_like(t, LENGTHS).transpose(1, 2) for t in by_position(cache)]
+    q = noise(2, 4, queries, SIZE, dtype=torch.float32)
+    options = {"is_causal": True, "enable_gqa": True}
+    out = scaled_dot_product_attention(q, k[::2, :, :33], v[::2, :, :33], **options)
+    want = scaled_dot_product_attention(q, *(t[::2, :, :33] for t in plain), **options)
+    assert (out - want).abs().max() < 1e-6
+    refused(
+        lambda: scaled_dot_product_attention(q, k[::2, :, :34], v[::2, :, :34], **options),
+        "34 tokens of slot 2", "33 ready",
+    )  # fmt: skip
+
+
+@pytest.mark.seconds(200)
+def test_flex_attention_over_whole_layers(make):
+    """One compile for all steps, ragged; whole tiles are read, and mapped."""
+    with torch.no_grad():
+        cache = make([100, 1, 33], layout="head", tile=128)
+        plain = [torch.zeros_like(t) for t in cache[1]]
+        for t, whole in zip(cache[1], plain, strict=True):
+            for slot, n in enumerate(cache.lengths):
+                whole[slot, :, :n] = t[slot, :, :n]
+        mask = flex.CacheMask(None, SLOTS, 1, MOST)
+        torch._dynamo.reset()
+        compiled = flex._compiled(dynamic=None)
+        lengths = cache.lengths
+        for step in range(3):
+            lengths = [n + 20 for n in lengths]
+            assert cache.step(lengths)
+            for t, whole in zip(cache[1], plain, strict=True):
+                for slot, n in enumerate(lengths):
+                    t[slot, :, n - 20 : n] = whole[slot, :, n - 20 : n] = noise(HEADS, 20, SIZE, seed=step)
+            q = noise(SLOTS, 4, 1, SIZE, seed=step, dtype=torch.float32)
+            out = flex.flex_attention(q, *cache[1], block_mask=mask.update(lengths), enable_gqa=True)
+            assert torch.equal(out, compiled(q, *plain, None, mask.block_mask, None, True))
+    says = "161 tokens of slot 0", "160 ready"
+    further = mask.update([161, 1, 33])
+    refused(lambda: flex.flex_attention(q, *cache[1], block_mask=further, enable_gqa=True), *says)
+    refused(lambda: flex.flex_attention(q, *cache[1], enable_gqa=True), "512 tokens of slot 0")
+
+
+def test_flex_attention_needs_whole_tiles_on_a_device(make, monkeypatch):
+    cache = make([100, 1, 33], layout="head", tile=64)
+    monkeypatch.setattr(flex, "runs_in_stream", lambda query: True)
+    mask = flex.CacheMask(None, SLOTS, 1, MOST).update([100, 1, 33])
+    q = noise(SLOTS, HEADS, 1, SIZE, dtype=torch.float32)
+    refused(lambda: flex.flex_attention(q, *cache[1], block_mask=mask), "tile=64", "tile=128")
+
+
+# --- leases and ends ----------------------------------------------------------------------------------------
+
+
+def test_the_cache_is_told_of_the_stream(make, monkeypatch):
+    cache = make()
+    told = []
+    monkeypatch.setattr(vtensor.KVCache, "record_stream", lambda self, stream=None: told.append(self))
+    k, v = (t[2:, :33] for t in cache[1])
+    q = noise(1, 1, HEADS, SIZE, dtype=torch.float32)
+
+    calls = [
+        lambda k, v: flash.flash_attn_func(q, k, v),
+        lambda k, v: flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=33),
+        lambda k, v: flash.flash_attn_varlen_func(q[0], k[0], v[0], int32(0, 1), int32(0, 33), 1, 33),
+        lambda k, v: scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))),
+    ]
+    for on_a_device in (False, True):
+        monkeypatch.setattr(_kv, "runs_in_stream", lambda query, on=on_a_device: on)
+        for call in calls:
+            told.clear()
+            call(k, v)
+            assert set(told) == ({cache} if on_a_device else set())
+            told.clear()
+            call(k.clone(), v.clone())
+            assert not told
+
+
+def test_work_in_a_recorded_stream_is_waited_for(sim, stream_pool):
+    pool = stream_pool(park=0)
+    cache = vtensor.KVCache(1, 1, SIZE, 2, 4096, torch.float32, tile=1, pool=pool)
+    stream = sim.stream(held=True)
+    slot = cache.alloc()
+    assert cache.step([256, 0])
+    cache.record_stream(stream)
+    sim._done("simcuda_launch", stream, cache[0][0].data_ptr(), 256 * SIZE * 4, 5)
+    cache.truncate(slot, 0)
+    assert pool.stats().pages_held == 8
+    sim.release(stream)
+    assert eventually(lambda: pool.stats().pages_held == 0)
+    cache.close()
+
+
+def test_a_cache_that_is_closed_or_gone(make, pages):
+    cache = make()
+    q = noise(1, 1, HEADS, SIZE, dtype=torch.float32)
+    k, v = (t[2:, :33] for t in cache[1])
+    cache.close()
+    refused(lambda: flash.flash_attn_func(q, k, v), "closed", error=vtensor.Closed)
+    dropped = vtensor.KVCache(1, HEADS, SIZE, 1, MOST, torch.float32, pool=pages)
+    k, v = dropped[0]
+    del dropped
+    gc.collect()
+    refused(lambda: flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=0), "closed", error=vtensor.Closed)
+
+
+# --- what a view shows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "head"}], ids=str)
+def test_views_know_their_slots_and_tokens(make, options):
+    cache = make(**options)
+    k, v = by_position(cache)
+
+    def told(t, positions_dim=1):
+        found = rows_of(t, positions_dim)
+        assert found is not None and found.cache is cache
+        return found.slots, found.first, found.tokens(2)
+
+    for t in (k, v):
+        assert told(t) == ([0, 1, 2], 0, 2)
+        assert told(t[1:, 7:]) == ([1, 2], 7, 9)
+        assert told(t[::2, 7::3]) == ([0, 2], 7, 11)
+        assert told(t[2:3, :, 1:]) == ([2], 0, 2)
+        assert told(t.transpose(1, 2), 2) == ([0, 1, 2], 0, 2)
+        assert told(t[1, 4:], 0) == ([1], 4, 6)
+        assert rows_of(t, 1).tokens(0) == 0
+    assert rows_of(k[:1, :5].clone(), 1) is None and rows_of(k[[0, 2], :5], 1) is None
+    assert rows_of(k[0][:, None], 1) is None  # tokens of one slot as rows

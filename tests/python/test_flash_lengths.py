@@ -1,0 +1,259 @@
+"""The lengths that the FlashAttention shims are told: past the end of plain tensors, of rows of their own,
+and in compiled code."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from vtensor.integrations import _torch_flash
+from vtensor.integrations import flash_attention as shims
+
+import fake_flash
+import vtensor
+from test_flash_attention import (  # noqa: F401
+    CAPACITY,
+    GROUPS,
+    HEADS,
+    PACKAGES,
+    SIZE,
+    caches,
+    close,
+    exact,
+    noise,
+    refused,
+    seen,
+)
+
+HOLDS = 100
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+# --- plain tensors ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
+@pytest.mark.parametrize(
+    ("lengths", "added", "says"),
+    [
+        (600, 0, ["600", "holds 100"]),
+        (-1, 0, ["-1", "holds 100"]),
+        (100, 1, ["100", "1 more", "holds 100", "VTensor"]),
+        (98, 3, ["98", "3 more", "holds 100"]),
+        (int32(101, 5), 0, ["101", "holds 100"]),
+        (int32(100, 5), 1, ["100", "1 more"]),
+        (int32(5, -2), 0, ["-2"]),
+        (torch.tensor([5, 6]), 0, ["int64", "int32"]),
+        (int32(5), 0, ["[1]"]),
+        (2.0, 0, ["float"]),
+    ],
+)
+def test_lengths_that_a_plain_cache_does_not_have(seen, backend, lengths, added, says):  # noqa: F811
+    """A kernel would read or write behind it, and a slice past the end would drop what is new in silence."""
+    k, v = (noise(2, HOLDS, HEADS, SIZE, seed=i) for i in range(2))
+    before = k.clone()
+    q, new = noise(2, 1, HEADS, SIZE), noise(2, added, HEADS, SIZE)
+    given = {"k": new, "v": new} if added else {}
+    with refused(seen, *says):
+        shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, backend=backend, **given)
+    assert torch.equal(k, before)
+
+
+@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
+def test_an_append_to_the_very_end_of_a_plain_cache(seen, backend):  # noqa: F811
+    k, v = (noise(2, HOLDS, HEADS, SIZE, seed=i) for i in range(2))
+    q, new = noise(2, 1, HEADS, SIZE), noise(2, 1, HEADS, SIZE, seed=5)
+    for lengths in (HOLDS - 1, int32(HOLDS - 1, 3)):
+        out = shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, backend=backend)
+        assert torch.equal(k[0, HOLDS - 1], new[0, 0])
+        assert (out[0].double() - exact(q[0], k[0], v[0], HOLDS).double()).abs().max() < 0.02
+    assert torch.equal(k[1, 3], new[1, 0])
+
+
+@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
+@pytest.mark.parametrize(
+    ("name", "starts", "says"),
+    [
+        ("cu_seqlens_k", int32(0, 101), ["101", "100 tokens"]),
+        ("cu_seqlens_k", int32(-1, 100), ["-1"]),
+        ("cu_seqlens_q", int32(0, 3), ["3", "2 tokens"]),
+    ],
+)
+def test_packed_sequences_past_the_end(seen, backend, name, starts, says):  # noqa: F811
+    q, k = noise(2, HEADS, SIZE), noise(HOLDS, HEADS, SIZE)
+    given = {"cu_seqlens_q": int32(0, 2), "cu_seqlens_k": int32(0, 100)} | {name: starts}
+    with refused(seen, name, *says):
+        shims.flash_attn_varlen_func(
+            q, k, k, **given, max_seqlen_q=2, max_seqlen_k=100, softmax_scale=None, backend=backend
+        )
+
+
+@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
+@pytest.mark.parametrize("plain", [False, True])
+def test_rows_that_there_are_not(host, seen, backend, plain):  # noqa: F811
+    k, v = caches(host, length=5)
+    given = (k.clone(), v.clone()) if plain else (k, v)
+    three, one = noise(3, 1, HEADS, SIZE), noise(1, 1, HEADS, SIZE)
+    for q in (three, one):
+        with refused(seen, f"{len(q)} sequences", "2 rows"):
+            shims.flash_attn_func(q, *given, backend=backend)
+    with refused(seen, "3 sequences", "2 rows"):
+        shims.flash_attn_with_kvcache(three, *given, cache_seqlens=5, backend=backend)
+    if backend != "fa4":
+        for index, says in ((int32(2), "rows 0 to 1"), (int32(-1), "rows 0 to 1"), (int32(0, 1), "[2]")):
+            with refused(seen, "cache_batch_idx", says):
+                shims.flash_attn_with_kvcache(
+                    one, *given, cache_seqlens=5, cache_batch_idx=index, backend=backend
+                )
+    with refused(seen, "new positions are [2, 1, 2, 16]", "same batch"):
+        new = noise(2, 1, HEADS, SIZE)
+        shims.flash_attn_with_kvcache(one, *given, new, new, cache_seqlens=4, backend=backend)
+    # The first rows, where there are more.
+    out = shims.flash_attn_with_kvcache(one, *given, cache_seqlens=5, backend=backend)
+    assert (out[0].double() - exact(one[0], k[0], v[0], 5).double()).abs().max() < 0.02
+    close(k, v)
+
+
+def test_pages_are_not_rows(seen):  # noqa: F811
+    """Of a paged cache, lengths go beyond a page."""
+    k = noise(8, 16, HEADS, SIZE)
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    seen.before = lambda: (_ for _ in ()).throw(RuntimeError("launched"))
+    with pytest.raises(RuntimeError, match="launched"):
+        shims.flash_attn_with_kvcache(
+            noise(1, 1, HEADS, SIZE), k, k, cache_seqlens=int32(60), block_table=table, backend="fa2"
+        )
+
+
+# --- rows of their own lengths ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
+def test_shorter_rows_append_where_there_is_room(host, seen, backend):  # noqa: F811
+    """The tensors grow with the longest row, and not before it reaches their end."""
+    k, v = caches(host, length=40, capacity=45)
+    lengths = int32(12, 37)
+    q, new = noise(2, 1, HEADS, SIZE), noise(2, 1, HEADS, SIZE, seed=5)
+    for _ in range(8):
+        shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, backend=backend)
+        lengths += 1
+        assert k.length == v.length == max(40, int(lengths[1]))
+    with pytest.raises(vtensor.CapacityExceeded):
+        shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths, backend=backend)
+    assert k.length == v.length == 45
+    close(k, v)
+
+
+def test_lengths_of_a_device_grow_behind_the_longest_row(host, seen, monkeypatch):  # noqa: F811
+    """The host does not look at them: as many positions as are appended."""
+    k, v = caches(host, length=40)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    q = noise(2, 3, HEADS, SIZE)
+    shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=int32(12, 37), backend="fa2")
+    assert k.length == v.length == 43
+    close(k, v)
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------
+
+
+def both(function, *arguments):
+    compiled = torch.compile(
+        function, backend=(counter := CompileCounterWithBackend("eager")), fullgraph=True
+    )
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for given in arguments:
+            assert torch.equal(compiled(*given()), function(*given()))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.filterwarnings("error:.*lru_cache")
+@pytest.mark.parametrize("queries", [1, 3])
+def test_compiled_over_growing_views(host, queries):
+    """One graph, found anew by no length."""
+    k, v = caches(host, length=30, dtype=torch.float32)
+    q = noise(2, queries, HEADS * GROUPS, SIZE, dtype=torch.float32)
+    views = [(lambda n=n: (q, k[:, :n], v[:, :n])) for n in range(5, 30)]
+    shims.look_again()
+    both(lambda q, k, v: shims.flash_attn_func(q, k, v, causal=True), *views)
+    both(lambda q, k, v: shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=k.shape[1]), *views)
+    new = q[:, :, :HEADS]
+    both(
+        lambda q, k, v: shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=k.shape[1] - queries),
+        *[(lambda n=n: (q, k[:, :n].clone(), v[:, :n].clone())) for n in range(5, 15)],
+    )
+    close(k, v)
+
+
+def test_compiled_over_a_package(seen, monkeypatch):  # noqa: F811
+    """What a package's function is checked for holds in compiled code too, but for addresses."""
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_func = lambda q, k, v, causal=False: q + v.sum(1, keepdim=True)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    shims.look_again()
+    q = noise(1, 1, HEADS, SIZE)
+    views = [(lambda n=n: (q, noise(1, n, HEADS, SIZE), noise(1, n, HEADS, SIZE))) for n in range(3, 9)]
+    both(lambda q, k, v: shims.flash_attn_func(q, k, v, causal=True, backend="fa2"), *views)
+    with pytest.raises(Exception, match="multiple of 8"):
+        torch.compile(
+            lambda q: shims.flash_attn_func(q, q, q, backend="fa2"), backend="eager", fullgraph=True
+        )(noise(1, 3, HEADS, 12))
+
+
+# --- torch's own kernel -------------------------------------------------------------------------------------
+
+
+class Op:
+    """Stands for aten._flash_attention_forward: its arguments up to what torch 2.9 has."""
+
+    def __init__(self):
+        self.got = []
+
+    def __call__(
+        self, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+        scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+    ):  # fmt: skip
+        assert dropout_p == 0 and return_debug_mask is False and seqused_k is None and alibi_slopes is None
+        window = window_size_left, window_size_right
+        self.got.append((cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window, scale))
+        options = {"scale": scale, "causal": is_causal, "window": window}
+        if cum_seq_q is None:
+            return fake_flash.rows(q, k, v, k.shape[1], **options), None, None, None, None
+        return fake_flash.packed(q, k, v, cum_seq_q, cum_seq_k, **options), None, None, None, None
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "passed"),
+    [
+        (False, (-1, -1), (False, (-1, -1))),
+        (True, (-1, -1), (True, (-1, 0))),
+        (True, (7, 0), (False, (7, 0))),
+        (True, (7, 3), (False, (7, 0))),
+        (False, (None, 0), (True, (-1, 0))),
+        (False, (3, 2), (False, (3, 2))),
+    ],
+)
+def test_torchs_kernel_is_called_by_its_operator(monkeypatch, causal, window, passed):
+    """With grouped heads, packed and not: the same attention as the reference's, by arguments that torch has
+    had since 2.9, of the operator that is there."""
+    op = Op()
+    names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    taken = ["query", "key", "value", *Op.__call__.__code__.co_varnames[4:15]]
+    assert names[: len(taken)] == taken
+    q, k, v = (noise(2, n, h, SIZE, seed=n, dtype=torch.float32) for n, h in ((5, 4), (9, 2), (9, 2)))
+    starts = int32(0, 2, 5), int32(0, 4, 9)
+    options = {"causal": causal, "window_size": window, "softmax_scale": 0.3, "backend": "torch"}
+    packed = q[0], k[0], v[0], *starts, 3, 5
+    want = shims.flash_attn_func(q, k, v, **options), shims.flash_attn_varlen_func(*packed, **options)
+    monkeypatch.setattr(_torch_flash, "_has_flash", lambda q: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", op)
+    torch.testing.assert_close(shims.flash_attn_func(q, k, v, **options), want[0])
+    torch.testing.assert_close(shims.flash_attn_varlen_func(*packed, **options), want[1])
+    assert op.got == [(None, None, 5, 9, *passed, 0.3), (*starts, 3, 5, *passed, 0.3)]
