@@ -34,24 +34,23 @@ def cache_of(
     """
     if torch.compiler.is_compiling():
         return None
-    cache = None
-    for t in (key, value):
-        found = rows_of(t, positions_dim)
-        if found is None:
-            continue
-        cache = found.cache
-        if needed is not None:
-            _check(operation, found, needed, rows)
-    return cache
+    of_key, of_value = rows_of(key, positions_dim), rows_of(value, positions_dim)
+    if needed is not None:
+        if of_key is not None:
+            _check(operation, of_key, needed, rows)
+        if of_value is not None and of_value != of_key:  # they show the same tokens, as a rule
+            _check(operation, of_value, needed, rows)
+    found = of_key or of_value
+    return None if found is None else found.cache
 
 
 def _check(operation: str, of: CacheRows, needed: Sequence[int], rows: Sequence[int] | None) -> None:
     slots = of.slots if rows is None else [of.slots[row] for row in rows]
     has = of.cache.lengths
     for slot, positions in zip(slots, needed, strict=False):  # a cache may have more rows than sequences
-        if of.tokens(positions) > has[slot]:
+        tokens = of.tokens(positions)
+        if tokens > has[slot]:
             raise InvalidArgument(
-                f"[{operation}] {of.tokens(positions)} tokens of slot {slot} are to be read or written, "
-                f"step() has made {has[slot]} ready: call step(lengths) with those that are appended first, "
-                "or pass fewer"
+                f"[{operation}] {tokens} tokens of slot {slot} are to be read or written, step() has made "
+                f"{has[slot]} ready: call step(lengths) with those that are appended first, or pass fewer"
             )

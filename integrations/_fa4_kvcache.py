@@ -39,8 +39,9 @@ def with_kvcache(module: Any) -> Callable[..., Any]:
                 )
             append(k_cache, v_cache, k, v, cache_seqlens)
             added = k.shape[1]
-        if len(k_cache) > len(q):  # which this package does not take
-            k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
+        batch = q.shape[0]
+        if k_cache.shape[0] > batch:  # which this package does not take
+            k_cache, v_cache = k_cache[:batch], v_cache[:batch]
         options: dict[str, Any] = {
             "softmax_scale": softmax_scale,
             "causal": causal,

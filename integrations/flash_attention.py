@@ -103,6 +103,7 @@ class _Kernel:
     call: Callable[..., Any]
     places: Mapping[str, int]  # of the parameters by position, q being 0
     takes_any_name: bool
+    paged: tuple[str, ...]  # of its parameters, those of _PAGED
     fine: set[object] = field(default_factory=set)
     """Layouts that passed every check: the same ones come at every step."""
 
@@ -159,7 +160,9 @@ def flash_attn_func(
     check_rows("flash_attn_func", q, keys)
     cache = None
     if owners[0] is None or owners[1] is None:
-        cache = cache_of("flash_attn_func", keys, values, _POSITIONS, [keys.shape[_POSITIONS]] * len(keys))
+        cache = cache_of(
+            "flash_attn_func", keys, values, _POSITIONS, [keys.shape[_POSITIONS]] * keys.shape[0]
+        )
     return _launch(kernel, q, keys, values, args, kwargs, owners, cache)
 
 
@@ -203,9 +206,9 @@ def _packed(
     kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[int] | None:
     """Of all packed tokens ``keys``, how many are read: ``[n]``; None where only the device knows."""
-    check_packed(kernel.operation, "cu_seqlens_q", kernel.argument("cu_seqlens_q", args, kwargs), len(q))
+    check_packed(kernel.operation, "cu_seqlens_q", kernel.argument("cu_seqlens_q", args, kwargs), q.shape[0])
     starts = kernel.argument("cu_seqlens_k", args, kwargs)
-    found = check_packed(kernel.operation, "cu_seqlens_k", starts, len(keys))
+    found = check_packed(kernel.operation, "cu_seqlens_k", starts, keys.shape[0])
     return [max(found)] if found else None
 
 
@@ -216,7 +219,7 @@ def _used(
     holds = keys.shape[_POSITIONS]
     used = kernel.argument("seqused_k", args, kwargs)
     if used is None:
-        return [holds] * len(keys)
+        return [holds] * keys.shape[0]
     lengths = told(kernel.operation, "seqused_k", q, used)
     if lengths is not None:
         check_within(kernel.operation, "seqused_k", lengths, holds)
@@ -269,7 +272,7 @@ def flash_attn_with_kvcache(
         raise InvalidArgument(
             f"[{operation}] k_cache holds {holds} positions, v_cache {v_owner.length}: append to both"
         )
-    rows_read(operation, q, len(k_owner), kernel.argument("cache_batch_idx", args, kwargs))
+    rows_read(operation, q, k_owner.shape[0], kernel.argument("cache_batch_idx", args, kwargs))
     lengths = kernel.argument("cache_seqlens", args, kwargs)
     known = [holds] if lengths is None else told(operation, "cache_seqlens", q, lengths)
     if known is not None:
@@ -310,7 +313,7 @@ def _over_plain(
             check_rank(operation, name, t, 4, "[rows, positions, heads, head size]")
         sizes = [(t.shape[2], t.shape[3], t.dtype) for t in (k_cache, v_cache)]
         added = _added(kernel, q, sizes, args, kwargs)
-        rows = rows_read(operation, q, len(k_cache), kernel.argument("cache_batch_idx", args, kwargs))
+        rows = rows_read(operation, q, k_cache.shape[0], kernel.argument("cache_batch_idx", args, kwargs))
         holds = k_cache.shape[_POSITIONS]
         lengths = kernel.argument("cache_seqlens", args, kwargs)
         known = told(operation, "cache_seqlens", q, holds if lengths is None else lengths)
@@ -336,8 +339,8 @@ def _cache(
 
 def _paged(kernel: _Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The argument by which the cache or what is appended to it is said to lie otherwise than in rows."""
-    for name in _PAGED:
-        if name in kernel.places and kernel.argument(name, args, kwargs) is not None:
+    for name in kernel.paged:
+        if kernel.argument(name, args, kwargs) is not None:
             return name
     return ""
 
@@ -371,15 +374,17 @@ def _added(
         raise InvalidArgument(
             f"[{operation}] k and v without cache_seqlens: say behind how many positions they go"
         )
+    of_q = q.shape
     for (heads, size, dtype), new in zip(caches, (k, v), strict=True):
-        if new.ndim != 4 or (q.ndim == 4 and len(new) != len(q)):
+        of_new = new.shape
+        if len(of_new) != 4 or (len(of_q) == 4 and of_new[0] != of_q[0]):
             raise InvalidArgument(
-                f"[{operation}] new positions are {list(new.shape)}, q is {list(q.shape)}: give "
+                f"[{operation}] new positions are {list(of_new)}, q is {list(of_q)}: give "
                 "[batch, positions, heads, head size] of the same batch"
             )
-        if new.shape[2:] != (heads, size) or new.dtype != dtype:
+        if of_new[2] != heads or of_new[3] != size or new.dtype != dtype:
             raise InvalidArgument(
-                f"[{operation}] new positions are {list(new.shape)} of {new.dtype}, the cache has {heads} "
+                f"[{operation}] new positions are {list(of_new)} of {new.dtype}, the cache has {heads} "
                 f"heads of {size}, {dtype}: was it made for another model?"
             )
     return int(k.shape[1])
@@ -503,11 +508,13 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
     except ImportError as error:
         return error
     parameters = inspect.signature(call).parameters.values()
+    places = {p.name: place for place, p in enumerate(parameters) if p.kind is not p.VAR_KEYWORD}
     return _Kernel(
         f"{backend}.{operation}",
         operation,
         package,
         call,
-        {p.name: place for place, p in enumerate(parameters) if p.kind is not p.VAR_KEYWORD},
+        places,
         any(p.kind is p.VAR_KEYWORD for p in parameters),
+        tuple(name for name in _PAGED if name in places),
     )

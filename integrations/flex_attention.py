@@ -101,7 +101,7 @@ def flex_attention(
                 f"[{_OPERATION}] the mask shows {block_mask.longest} positions, the cache holds {holds}: "
                 "append first"
             )
-        if len(block_mask.lengths) != len(query):
+        if block_mask.lengths.shape[0] != query.shape[0]:
             raise InvalidArgument(
                 f"[{_OPERATION}] the mask is for {len(block_mask.lengths)} rows, query has {len(query)}: "
                 f"make a CacheMask with batch={len(query)}"
@@ -140,7 +140,7 @@ def _given(t: KV, owner: VTensor | None) -> torch.Tensor:
 def _needed(mask: BlockMask | CacheMask | None, keys: torch.Tensor) -> Sequence[int] | None:
     """The positions of each row that are read; None where only the device, or the mask's maker, knows."""
     if mask is None:
-        return [keys.shape[_POSITIONS]] * len(keys)
+        return [keys.shape[_POSITIONS]] * keys.shape[0]
     return mask.known if isinstance(mask, CacheMask) else None
 
 

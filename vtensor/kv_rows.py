@@ -70,14 +70,14 @@ def rows_of(t: torch.Tensor, positions_dim: int) -> CacheRows | None:
     cache = of.cache()
     if cache is None or cache.closed:
         raise Closed("[KVCache] the cache whose layer this is has been closed: make a new one")
-    item, strides = t.element_size(), t.stride()
+    item, strides, sizes = t.element_size(), t.stride(), t.shape
     row, inside = divmod(int(t.storage_offset()) * item, of.row_bytes)
-    apart, odd = divmod(strides[0] * item, of.row_bytes) if positions_dim and len(t) > 1 else (0, 0)
+    apart, odd = divmod(strides[0] * item, of.row_bytes) if positions_dim and sizes[0] > 1 else (0, 0)
     step, askew = divmod(strides[positions_dim] * item, of.item_bytes)
-    if t.shape[positions_dim] < 2:
+    if sizes[positions_dim] < 2:
         step, askew = 1, 0
     if odd or askew:
         return None
-    count = len(t) if positions_dim else 1
+    count = sizes[0] if positions_dim else 1
     slots = [(row + b * apart) % of.slots for b in range(count)]
     return CacheRows(cache, slots, inside // of.item_bytes, step)
