@@ -1,20 +1,26 @@
-"""What the attention shims add to the call that they pass on: their own time, and its share at 8k keys.
+"""What the attention shims add to the kernel call they pass on: their own time, and its share at 8k keys.
 
-Where FlashAttention 2 is installed and runs, its call is the bare one. Elsewhere a function that does nothing
-takes
-its place: what is left is the shim's own time.
+FlashAttention's kernels need a GPU: where 2 is installed and runs, its calls are the bare ones. On a CPU a
+module of the same functions takes its place. For the shims' own time these do nothing; for the share at 8k
+keys they are SDPA, as a user would write it over preallocated memory. Not measured here: 3 and 4, whose
+functions differ in how the shims pass arguments on only.
 """
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from vtensor.integrations import flash_attention, sdpa
+from vtensor.integrations import flex_attention as flex
 
 import vtensor
 
@@ -23,71 +29,103 @@ from .harness import Bar, Figure, Sample, Settings, clock, excess, interleave, s
 HEADS, HEAD_DIM = 8, 128
 MOST_MICROSECONDS = 15
 MOST_SLOWDOWN = 1.01
+CALLS = 50  # one alone is too short for the clock
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call by the shim, and the bare kernel's; ``undo`` takes back what a run of calls has appended."""
+
+    name: str
+    ours: Call
+    bare: Call
+    undo: Call = lambda: None
+    against: str = "the bare call"
 
 
 def run(settings: Settings) -> list[Figure]:
+    figures = []
+    length = settings.pick(8192, 256)
     with torch.no_grad():
-        return [
-            *with_flash(settings),
-            alone("SDPA", settings, sdpa.scaled_dot_product_attention, scaled_dot_product_attention),
-            at_8k_keys(settings),
-        ]
+        for keys, kernel, figure_of in ((2, nothing, own_time), (length, attend, share)):
+            with module(settings, kernel) as flash:
+                for case in chain(flash_cases(settings, flash, keys), sdpa_cases(settings, keys)):
+                    figures.append(figure_of(settings, case, keys))
+            if not settings.quick:  # it compiles for seconds
+                figures += [figure_of(settings, case, keys) for case in flex_cases(settings, keys)]
+    return figures
 
 
-def caches(length: int, grow_dim: int, settings: Settings) -> tuple[vtensor.VTensor, vtensor.VTensor]:
-    """K and V of zeros, [1, heads, length, head size] where they grow along dimension 2."""
-    sizes = (1, HEADS, length, HEAD_DIM) if grow_dim == 2 else (1, length, HEADS, HEAD_DIM)
-    options = {"dtype": torch.bfloat16, "device": settings.device}
-    k = vtensor.zeros(*sizes, grow_dim=grow_dim, capacity=length + 4096, **options)
-    return k, vtensor.empty_like(k)
+def own_time(settings: Settings, case: Case, length: int) -> Figure:
+    taken = measured(settings, case, CALLS)
+    return excess(case.name, case.against, *taken, bar=Bar(MOST_MICROSECONDS))
 
 
-def many(call: Callable[[], object], settings: Settings) -> Sample:
-    """Seconds of one of 50 calls: one alone is too short for the clock."""
+def share(settings: Settings, case: Case, length: int) -> Figure:
+    taken = measured(settings, case, 1)
+    return slowdown(f"{case.name} over {length:,} keys", case.against, *taken, bar=Bar(MOST_SLOWDOWN))
 
-    def sample() -> float:
-        def calls() -> None:
-            for _ in range(50):
+
+def measured(settings: Settings, case: Case, calls: int) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of a call by the shim, of the bare one, and of that again as the control."""
+
+    def sample(call: Call) -> Sample:
+        def several() -> None:
+            for _ in range(calls):
                 call()
 
-        return clock(calls, settings.wait) / 50
+        def once() -> float:
+            seconds = clock(several, settings.wait) / calls
+            case.undo()
+            return seconds
 
-    return sample
+        return once
 
-
-def alone(
-    what: str, settings: Settings, shim: Callable[..., Any], bare: Callable[..., Any], grow_dim: int = 2
-) -> Figure:
-    """The shim's time over a single key, where the kernel's own is nearly nothing."""
-    k, v = caches(2, grow_dim, settings)
-    q = torch.zeros_like(k[...][..., :1, :] if grow_dim == 2 else k[:, :1])
-    plain_k, plain_v = k.clone(), v.clone()
-    samples = {
-        "ours": many(lambda: shim(q, k, v), settings),
-        "bare": many(lambda: bare(q, plain_k, plain_v), settings),
-        "control": many(lambda: bare(q, plain_k, plain_v), settings),
-    }
+    samples = {"ours": sample(case.ours), "bare": sample(case.bare), "control": sample(case.bare)}
     taken = interleave(samples, settings.pick(101, 3), warmup=3)
-    k.close()
-    v.close()
-    return excess(
-        what, "the bare call", taken["ours"], taken["bare"], taken["control"], Bar(MOST_MICROSECONDS)
-    )
+    return taken["ours"], taken["bare"], taken["control"]
 
 
-def with_flash(settings: Settings) -> list[Figure]:
-    installed = sys.modules.get("flash_attn")
+# --- the bare kernels ---------------------------------------------------------------------------------------
+
+
+def nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return q
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """One query of each row, ``[B, 1, H, D]``, which sees all keys."""
+    return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+
+@contextmanager
+def module(settings: Settings, kernel: Callable[..., torch.Tensor]) -> Iterator[Any]:
+    """``flash_attn``: the installed one on a GPU, else one whose functions call ``kernel``."""
     if settings.device == "cuda" and "fa2" in flash_attention.available():
-        return flash(settings, sys.modules["flash_attn"])
+        yield sys.modules["flash_attn"]
+        return
+
+    def with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, causal=False):  # type: ignore[no-untyped-def]
+        stop = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+        if k is not None:
+            stop += k.shape[1]
+            k_cache[:, cache_seqlens:stop], v_cache[:, cache_seqlens:stop] = k, v
+        return kernel(q, k_cache[:, :stop], v_cache[:, :stop], causal)
+
+    def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):  # type: ignore[no-untyped-def]
+        return kernel(q[None], k[None], v[None], causal)[0]
+
     stand_in: Any = types.ModuleType("flash_attn")
-    stand_in.flash_attn_func = lambda q, k, v, causal=False: q
-    stand_in.flash_attn_with_kvcache = (
-        lambda q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, causal=False: q
-    )
+    stand_in.flash_attn_func = lambda q, k, v, causal=False: kernel(q, k, v, causal)
+    stand_in.flash_attn_with_kvcache = with_kvcache
+    stand_in.flash_attn_varlen_func = varlen
+    installed = sys.modules.get("flash_attn")
     sys.modules["flash_attn"] = stand_in
     flash_attention.look_again()
     try:
-        return flash(settings, stand_in)
+        yield stand_in
     finally:
         del sys.modules["flash_attn"]
         if installed is not None:
@@ -95,76 +133,113 @@ def with_flash(settings: Settings) -> list[Figure]:
         flash_attention.look_again()
 
 
-def flash(settings: Settings, module: Any) -> list[Figure]:
-    """flash_attn_func, and flash_attn_with_kvcache with the append of one position."""
-    func, with_kvcache = module.flash_attn_func, module.flash_attn_with_kvcache
+# --- the calls ----------------------------------------------------------------------------------------------
 
-    def shim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return flash_attention.flash_attn_func(q, k, v, causal=True, backend="fa2")
 
-    def bare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return func(q, k, v, causal=True)
-
-    figures = [alone("flash_attn_func", settings, shim, bare, grow_dim=1)]
-    k, v = caches(2, 1, settings)
-    new = torch.zeros_like(k[:, :1])
-
-    def append_by_shim() -> None:
-        flash_attention.flash_attn_with_kvcache(
-            new, k, v, new, new, cache_seqlens=k.length, causal=True, backend="fa2"
+def tensors(settings: Settings, *sizes: int, grow_dim: int, dtype: torch.dtype) -> list[Any]:
+    """K and V of noise, as VTensors and as preallocated plain tensors, with room for what is appended."""
+    length, room = sizes[grow_dim], sizes[grow_dim] + 4 * CALLS
+    ours = [
+        vtensor.from_tensor(
+            torch.randn(sizes, device=settings.device).to(dtype), grow_dim=grow_dim, capacity=room
         )
-        k.shrink(1)
-        v.shrink(1)
+        for _ in "kv"
+    ]
+    plain = []
+    for t in ours:
+        shape = [room if d == grow_dim else n for d, n in enumerate(sizes)]
+        whole = torch.zeros(shape, dtype=dtype, device=settings.device)
+        whole.narrow(grow_dim, 0, length).copy_(t)
+        plain.append(whole)
+    return [*ours, *plain]
 
-    def append_by_hand() -> None:
-        length = k.length
-        k.extend(1)
-        v.extend(1)
-        with_kvcache(new, k, v, new, new, cache_seqlens=length, causal=True)
-        k.shrink(1)
-        v.shrink(1)
 
-    samples = {
-        "ours": many(append_by_shim, settings),
-        "bare": many(append_by_hand, settings),
-        "control": many(append_by_hand, settings),
-    }
-    taken = interleave(samples, settings.pick(101, 3), warmup=3)
-    k.close()
-    v.close()
-    figures.append(
-        excess(
-            "flash_attn_with_kvcache and its append",
-            "two extends and the bare call",
-            taken["ours"],
-            taken["bare"],
-            taken["control"],
-            Bar(MOST_MICROSECONDS),
-        )
+def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
+    options: dict[str, Any] = {"causal": True}
+    ours = {**options, "backend": "fa2"}
+    sizes = (1, length, HEADS, HEAD_DIM)
+    k, v, whole_k, whole_v = tensors(settings, *sizes, grow_dim=1, dtype=torch.bfloat16)
+    plain_k, plain_v = whole_k[:, :length], whole_v[:, :length]
+    q = torch.randn(1, 1, HEADS, HEAD_DIM, device=settings.device).bfloat16()
+    yield Case(
+        "flash_attn_func",
+        lambda: flash_attention.flash_attn_func(q, k, v, **ours),
+        lambda: bare.flash_attn_func(q, plain_k, plain_v, **options),
     )
-    return figures
+    yield Case(
+        "flash_attn_with_kvcache",
+        lambda: flash_attention.flash_attn_with_kvcache(q, k, v, cache_seqlens=length, **ours),
+        lambda: bare.flash_attn_with_kvcache(q, whole_k, whole_v, cache_seqlens=length, **options),
+    )
+    appended = 0
+
+    def append_bare() -> None:
+        nonlocal appended
+        at = length + appended
+        bare.flash_attn_with_kvcache(q, whole_k, whole_v, q, q, cache_seqlens=at, **options)
+        appended += 1
+
+    def undo() -> None:
+        nonlocal appended
+        appended = 0
+        k.truncate(length), v.truncate(length)
+
+    yield Case(
+        "flash_attn_with_kvcache and its append",
+        lambda: flash_attention.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=k.length, **ours),
+        append_bare,
+        undo,
+        "the bare call, into preallocated memory",
+    )
+    starts = [torch.tensor([0, n], dtype=torch.int32, device=settings.device) for n in (1, length)]
+    row_k, row_v = k[0], v[0]
+    yield Case(
+        "flash_attn_varlen_func",
+        lambda: flash_attention.flash_attn_varlen_func(q[0], row_k, row_v, *starts, 1, length, **ours),
+        lambda: bare.flash_attn_varlen_func(q[0], plain_k[0], plain_v[0], *starts, 1, length, **options),
+    )
+    cache = vtensor.KVCache(1, HEADS, HEAD_DIM, 1, length + CALLS, torch.bfloat16, settings.device)
+    cache.alloc()
+    if cache.step([length]):
+        layer_k, layer_v = cache[0]
+        layer_k[0, :length], layer_v[0, :length] = plain_k[0], plain_v[0]
+        yield Case(
+            "flash_attn_with_kvcache over a KVCache",
+            lambda: flash_attention.flash_attn_with_kvcache(q, *cache[0], cache_seqlens=length, **ours),
+            lambda: bare.flash_attn_with_kvcache(q, whole_k, whole_v, cache_seqlens=length, **options),
+        )
+    close(k, v, cache)
 
 
-def at_8k_keys(settings: Settings) -> Figure:
-    """SDPA of one query over 8k keys: the shim's share."""
-    length = settings.pick(8192, 256)
-    values = torch.randn(1, HEADS, length, HEAD_DIM, device=settings.device)
-    k, v = (vtensor.from_tensor(values, grow_dim=2, capacity=length + 4096) for _ in range(2))
+def sdpa_cases(settings: Settings, length: int) -> Iterator[Case]:
+    sizes = (1, HEADS, length, HEAD_DIM)
+    k, v, whole_k, whole_v = tensors(settings, *sizes, grow_dim=2, dtype=torch.float32)
+    view = whole_k[:, :, :length], whole_v[:, :, :length]
     q = torch.randn(1, HEADS, 1, HEAD_DIM, device=settings.device)
-    view = k[...], v[...]
-    samples = {
-        "ours": lambda: clock(lambda: sdpa.scaled_dot_product_attention(q, k, v), settings.wait),
-        "bare": lambda: clock(lambda: scaled_dot_product_attention(q, *view), settings.wait),
-        "control": lambda: clock(lambda: scaled_dot_product_attention(q, *view), settings.wait),
-    }
-    taken = interleave(samples, settings.pick(201, 3), warmup=5)
-    k.close()
-    v.close()
-    return slowdown(
-        f"SDPA over {length:,} keys",
-        "the bare call",
-        taken["ours"],
-        taken["bare"],
-        taken["control"],
-        Bar(MOST_SLOWDOWN),
+    yield Case(
+        "SDPA",
+        lambda: sdpa.scaled_dot_product_attention(q, k, v),
+        lambda: scaled_dot_product_attention(q, *view),
     )
+    close(k, v)
+
+
+def flex_cases(settings: Settings, length: int) -> Iterator[Case]:
+    """Against the same compiled function of torch, over views of the same strides."""
+    sizes = (1, HEADS, length, HEAD_DIM)
+    k, v, whole_k, whole_v = tensors(settings, *sizes, grow_dim=2, dtype=torch.float32)
+    view = whole_k[:, :, :length], whole_v[:, :, :length]
+    q = torch.randn(1, HEADS, 1, HEAD_DIM, device=settings.device)
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    yield Case(
+        "FlexAttention",
+        lambda: flex.flex_attention(q, k, v),
+        lambda: compiled(q, *view),
+        against="the compiled call",
+    )
+    close(k, v)
+
+
+def close(*held: Any) -> None:
+    for one in held:
+        one.close()
