@@ -9,14 +9,16 @@ past at every token is gone. Importing this changes nothing in transformers.
 from __future__ import annotations
 
 from .attention import register_attention, unregister_attention
-from .cache import VTensorCache, encoder_decoder_cache
+from .cache import VTensorCache
 from .default import install, installed, uninstall
+from .encoder_decoder import VTensorEncoderDecoderCache, encoder_decoder_cache
 from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
 __all__ = [
     "VTensorCache",
+    "VTensorEncoderDecoderCache",
     "VTensorHybridLayer",
     "VTensorHybridSlidingWindowLayer",
     "VTensorLayer",

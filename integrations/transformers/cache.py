@@ -5,12 +5,12 @@ Follows ``transformers/cache_utils.py`` of transformers 5.23 (``Cache``, ``Dynam
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
@@ -19,15 +19,16 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
 )
-from transformers.configuration_utils import get_head_shapes
 
 from vtensor import InvalidArgument, Pool, VTensorError
 
+from .callers import Generation, Use, calling_models, generation_in_preparation
 from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
+from .model_shape import ModelShape
 from .window import VTensorSlidingWindowLayer
 
-__all__ = ["VTensorCache", "encoder_decoder_cache"]
+__all__ = ["VTensorCache"]
 
 
 class VTensorCache(DynamicCache):
@@ -39,7 +40,7 @@ class VTensorCache(DynamicCache):
     makes of it.
 
     Args:
-        config: the model's config.
+        config: the model's config. An encoder-decoder model wants two: see ``encoder_decoder_cache``.
         max_len: the most tokens that a sequence may have, prompt included. Reserves addresses, no memory.
             None: no limit; the addresses then move where a first reservation runs out.
         pool: where pages come from; the default pool of the device on which the model runs if None.
@@ -49,6 +50,12 @@ class VTensorCache(DynamicCache):
 
     ``copy.deepcopy`` shares pages until either side writes. A pickled cache is dense and comes back in the
     default pool. ``reset()`` gives all memory back.
+
+    A cache is for the model of its config, and for one ``generate()`` at a time. ``generate()`` with another
+    model's, or while another ``generate()`` runs on it, raises InvalidArgument before the first forward.
+
+    Raises:
+        InvalidArgument: no config of transformers, or a ``max_len`` below 1.
     """
 
     layers: list[Any]
@@ -80,8 +87,12 @@ class VTensorCache(DynamicCache):
         self.compiled = compiled
         self.layers = [_growing(layer, max_len, pool) for layer in self.layers]
         self._made_for = type(config).__name__
-        self._head_shapes = _head_shapes(config, len(self.layers))
-        self._user: int | None = None
+        self._shape = ModelShape.of(config)
+        growing = (number for number, layer in enumerate(self.layers) if isinstance(layer, VTensorLayer))
+        self._first_growing = next(growing, 0)
+        self._marked = False
+        self._use = Use()
+        self._model: weakref.ref[PreTrainedModel] | None = None  # the last one found to be of this config
 
     @property
     def is_compileable(self) -> bool:
@@ -107,13 +118,15 @@ class VTensorCache(DynamicCache):
         Where one of them is Hugging Face's own and cannot go back, the cache is emptied.
 
         Raises:
-            InvalidArgument: states of another model than the config's, or of a second ``generate()``.
+            InvalidArgument: another model than the config's, or another thread's ``generate()`` runs on this.
             CapacityExceeded, OutOfPages: as ``VTensorLayer.update``.
         """
         if torch.compiler.is_compiling():
             return self._append(key_states, value_states, layer_idx, *args, **kwargs)
-        self._check_user()
-        self._check_model(key_states, layer_idx)
+        self._use.check()
+        if layer_idx <= self._first_growing:  # once a forward
+            self._check_caller()
+        self._check_number(layer_idx)
         try:
             return self._append(key_states, value_states, layer_idx, *args, **kwargs)
         except VTensorError:
@@ -171,36 +184,65 @@ class VTensorCache(DynamicCache):
 
     @property
     def _is_user_defined(self) -> bool:
-        return self._user is not None
+        return self._marked
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        # generate() sets it when it begins: the one sign of which thread the cache is for from now on.
-        self._user = threading.get_ident() if value else None
+        # generate() sets it before anything else that it does with a cache it was given.
+        found = generation_in_preparation() if value else None
+        if found is not None:
+            model, generation = found
+            self._refuse_two_halves(model)
+            self.begin(model, generation)
+        self._marked = value
 
-    def _check_user(self) -> None:
-        if self._user is not None and self._user != threading.get_ident():
+    def begin(self, model: PreTrainedModel, generation: Generation) -> None:
+        """The cache is used by that ``generate()`` of that model from now on.
+
+        Raises InvalidArgument for another model than the config's, and while another ``generate()`` uses it.
+        """
+        difference = self._shape.difference(ModelShape.of(model.config))
+        if difference is not None:
+            self._refuse(model, *difference)
+        self._use.begin(generation)
+
+    def _check_caller(self) -> None:
+        """That the model whose forward calls is the config's, for a forward without ``generate()``."""
+        callers = calling_models()
+        innermost = next(callers, None)
+        if innermost is None or (self._model is not None and innermost[0] is self._model()):
+            return
+        # A model in a model may have the config of the whole, or a part of it.
+        models = [innermost, *callers]
+        for model, given in models:
+            if given is self:
+                self._refuse_two_halves(model)
+            if isinstance(given, EncoderDecoderCache) and given.cross_attention_cache is self:
+                return  # the other half speaks for it: a model may attend to all that the encoder read
+        differences = [self._shape.difference(ModelShape.of(model.config)) for model, _ in models]
+        if differences[0] is not None and None not in differences:
+            self._refuse(innermost[0], *differences[0])
+        self._model = weakref.ref(innermost[0])
+
+    def _refuse(self, model: PreTrainedModel, made_with: str, used_with: str) -> None:
+        maker = "encoder_decoder_cache" if model.config.is_encoder_decoder else "VTensorCache"
+        raise InvalidArgument(
+            f"[VTensorCache] made for a {self._made_for} with {made_with}, but the {type(model).__name__} "
+            f"that uses it has {used_with}: make one from this model's own config, {maker}(model.config)"
+        )
+
+    def _refuse_two_halves(self, model: PreTrainedModel) -> None:
+        if model.config.is_encoder_decoder:
             raise InvalidArgument(
-                "[VTensorCache.update] a second generate() runs on this cache, in another thread: "
-                "give each thread its own; copy.deepcopy(cache) makes one of the same content for nothing"
+                f"[VTensorCache] one cache for a {type(model).__name__}, which has an encoder and a decoder "
+                "and wants one of two halves: pass past_key_values=encoder_decoder_cache(model.config)"
             )
 
-    def _check_model(self, key_states: torch.Tensor, layer_idx: int) -> None:
+    def _check_number(self, layer_idx: int) -> None:
         if layer_idx >= len(self.layers):
             raise InvalidArgument(
                 f"[VTensorCache.update] layer {layer_idx} of a cache with {len(self.layers)} layers, made "
                 f"for a {self._made_for}: make one from this model's own config"
-            )
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, VTensorLayer) or layer.is_initialized or self._head_shapes is None:
-            return
-        heads, head_dim = self._head_shapes[layer_idx]
-        # Under tensor parallelism a rank has a part of the heads.
-        if key_states.shape[-1] != head_dim or heads % key_states.shape[1]:
-            raise InvalidArgument(
-                f"[VTensorCache.update] layer {layer_idx} gets {key_states.shape[1]} heads of size "
-                f"{key_states.shape[-1]}, the {self._made_for} that the cache was made for has {heads} of "
-                f"{head_dim}: make a cache from this model's own config"
             )
 
     # ------------------------------------------------------------------ batches
@@ -229,21 +271,7 @@ class VTensorCache(DynamicCache):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_user": None}
-
-
-def encoder_decoder_cache(
-    config: PreTrainedConfig, max_len: int | None = None, pool: Pool | None = None
-) -> EncoderDecoderCache:
-    """A cache for an encoder-decoder model: both halves, the decoder's own K and V and those of what the
-    encoder read, are a ``VTensorCache``.
-
-    Args:
-        config: the model's config.
-        max_len: the most tokens of the decoder's sequence; None for no limit. What the encoder read has none.
-        pool: as for ``VTensorCache``.
-    """
-    return EncoderDecoderCache(VTensorCache(config, max_len, pool), VTensorCache(config, None, pool))
+        return self.__dict__ | {"_marked": False, "_use": Use(), "_model": None}
 
 
 def _growing(layer: Any, max_len: int | None, pool: Pool | None) -> Any:
@@ -266,18 +294,3 @@ def _cannot_go_back(layer: Any) -> bool:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return True
     return not isinstance(layer, VTensorLayer | DummyLayer)
-
-
-def _head_shapes(config: PreTrainedConfig, layers: int) -> list[tuple[int, int]] | None:
-    """Heads and head size of each layer's K, or None where the config does not say."""
-    config = config.get_text_config(decoder=True)
-    # MLA caches what it computes from a latent vector, in sizes of its own.
-    if any(hasattr(config, name) for name in ("kv_lora_rank", "qk_head_dim")):
-        return None
-    try:
-        heads, head_dim = get_head_shapes(config)
-    except (AttributeError, TypeError):
-        return None
-    heads = heads if isinstance(heads, list) else [heads] * layers
-    head_dim = head_dim if isinstance(head_dim, list) else [head_dim] * layers
-    return list(zip(heads, head_dim, strict=True)) if len(heads) == len(head_dim) == layers else None

@@ -14,6 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, Pre
 from vtensor import InvalidArgument, Pool
 
 from .cache import VTensorCache
+from .encoder_decoder import VTensorEncoderDecoderCache
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -42,7 +43,7 @@ def install(pool: Pool | None = None) -> None:
         )
     original: Callable[..., None] = getattr(GenerationMixin, _METHOD)
 
-    def prepare_cache(
+    def _prepare_cache_for_generation(
         model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         given = {name for name in _CACHE_NAMES if model_kwargs.get(name) is not None}
@@ -55,7 +56,7 @@ def install(pool: Pool | None = None) -> None:
                     cache.activate_past_recording()
                 model_kwargs[name] = cache
 
-    setattr(GenerationMixin, _METHOD, prepare_cache)
+    setattr(GenerationMixin, _METHOD, _prepare_cache_for_generation)
     _original = original
 
 
@@ -88,5 +89,5 @@ def _growing(cache: Any, config: PreTrainedConfig, pool: Pool | None, compiled: 
         return VTensorCache(config.get_text_config(decoder=True), pool=pool, **options)
     if type(cache) is EncoderDecoderCache:
         halves = cache.self_attention_cache, cache.cross_attention_cache
-        return EncoderDecoderCache(*(_growing(half, config, pool, compiled) for half in halves))
+        return VTensorEncoderDecoderCache(*(_growing(half, config, pool, compiled) for half in halves))
     return cache

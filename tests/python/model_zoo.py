@@ -93,6 +93,27 @@ MODELS = {
         hf.FalconH1Config,
         {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
     ),
+    "MiMo-V2": (  # more heads in the layers with a window, and V smaller than K
+        hf.MiMoV2FlashForCausalLM,
+        hf.MiMoV2FlashConfig,
+        MIXED
+        | {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 4,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "CPM-Ant": (  # heads that are not a part of the hidden size
+        hf.CpmAntForCausalLM,
+        hf.CpmAntConfig,
+        {"dim_head": 24, "dim_ff": 64, "prompt_length": 4, "segment_types": 4},
+    ),
     "T5": (
         hf.T5ForConditionalGeneration,
         hf.T5Config,

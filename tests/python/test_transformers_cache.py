@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
 
 import pytest
 import torch
@@ -346,61 +345,6 @@ def test_assignment_is_refused(llama, pages):
     with pytest.raises(vtensor.InvalidArgument, match="update"):
         layer.values = None
     assert_same_content(ours, theirs)
-
-
-def test_a_cache_of_another_model_is_refused(llama, pages):
-    """Before anything is written, whichever way the models differ."""
-    cache = VTensorCache(LlamaConfig(**SIZES | {"head_dim": 32}), 256, pages)
-    with pytest.raises(vtensor.InvalidArgument, match="2 heads of size 16, the LlamaConfig .* has 2 of 32"):
-        run(llama, cache, prompt(), **GREEDY)
-    assert pages.stats().pages_used == 0
-    cache = VTensorCache(LlamaConfig(**SIZES | {"num_hidden_layers": 1}), 256, pages)
-    with pytest.raises(vtensor.InvalidArgument, match="layer 1 of a cache with 1 layers"):
-        run(llama, cache, prompt(), **GREEDY)
-    cache = VTensorCache(LlamaConfig(**SIZES | {"num_key_value_heads": 1}), 256, pages)
-    with pytest.raises(vtensor.InvalidArgument, match="own config"):
-        run(llama, cache, prompt(), **GREEDY)
-    assert cache.get_seq_length() == 0
-
-
-def test_a_second_generate_on_the_same_cache_is_an_error(llama, pages):
-    cache = VTensorCache(llama.config, 256, pages)
-    reached, go_on, errors = threading.Event(), threading.Event(), []
-
-    class Pause:  # a streamer that stops after the prompt and the first token
-        tokens = 0
-
-        def put(self, value):
-            self.tokens += 1
-            if self.tokens == 2:
-                reached.set()
-                assert go_on.wait(30)
-
-        def end(self):
-            pass
-
-    def first():
-        try:
-            llama.generate(prompt(), past_key_values=cache, streamer=Pause(), **GREEDY)
-        except vtensor.InvalidArgument as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert reached.wait(30)
-    ids = prompt(1, 90, seed=8)
-    method = {"do_sample": False, "max_new_tokens": 3}
-    length = cache.get_seq_length()
-    second = llama.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **method)
-    go_on.set()
-    thread.join(30)
-    assert errors and "a second generate() runs on this cache" in errors[0]
-    assert second.shape[1] == 93 and cache.get_seq_length() == 92 > length  # the second one's, whole
-    # One after the other, from whichever thread, is no second one.
-    cache.reset()
-    ids = prompt()
-    alone = run(llama, VTensorCache(llama.config, 256, pages), ids, **GREEDY).sequences
-    assert torch.equal(run(llama, cache, ids, **GREEDY).sequences, alone)
 
 
 def test_offload_on_the_host_moves_nothing(llama, pages):
