@@ -99,10 +99,15 @@ class VTensorCache(DynamicCache):
         """Whether transformers makes the masks of a step before the forward. Where ``compiled``, so that the
         step can be prepared. On the host it should: without a mask, transformers 5.23 has SDPA read K and V
         once for each query head (``enable_gqa``), which at 8k tokens takes twice the time. It compiles
-        ``generate()`` on accelerators only, where this is False unless ``compiled``."""
+        ``generate()`` on accelerators only, where this is False unless ``compiled``. It is False for a window
+        beside linear attention, for which transformers 5.23 makes the mask of full attention."""
         return bool(self.layers) and all(
             isinstance(layer, DummyLayer)
-            or (isinstance(layer, VTensorLayer) and (self.compiled or layer.is_on_host))
+            or (
+                isinstance(layer, VTensorLayer)
+                and not isinstance(layer, VTensorHybridSlidingWindowLayer)
+                and (self.compiled or layer.is_on_host)
+            )
             for layer in self.layers
         )
 

@@ -109,6 +109,20 @@ MODELS = {
             "moe_intermediate_size": 32,
         },
     ),
+    "Inkling": (  # more and smaller heads in the layers with a window; convolutions in each layer
+        hf.InklingForCausalLM,
+        hf.InklingTextConfig,
+        {
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "sliding_window_size": WINDOW,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "CPM-Ant": (  # heads that are not a part of the hidden size
         hf.CpmAntForCausalLM,
         hf.CpmAntConfig,

@@ -109,6 +109,7 @@ def test_tokens_and_logits_of_dynamic_cache(strict_pages, name, method):
         ("Qwen3-Next", [LinearAttentionLayer, VTensorLayer]),
         ("Falcon-H1", [VTensorHybridLayer] * 2),
         ("MiMo-V2", [VTensorSlidingWindowLayer, VTensorLayer]),
+        ("Inkling", [VTensorHybridSlidingWindowLayer, VTensorHybridLayer]),
         ("CPM-Ant", [VTensorLayer, VTensorLayer]),
     ],
 )
