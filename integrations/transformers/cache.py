@@ -28,7 +28,7 @@ from .layers import VTensorLayer
 from .model_shape import ModelShape
 from .window import VTensorSlidingWindowLayer
 
-__all__ = ["VTensorCache"]
+__all__ = ["VTensorCache", "check_pool"]
 
 
 class VTensorCache(DynamicCache):
@@ -55,7 +55,7 @@ class VTensorCache(DynamicCache):
     model's, or while another ``generate()`` runs on it, raises InvalidArgument before the first forward.
 
     Raises:
-        InvalidArgument: no config of transformers, or a ``max_len`` below 1.
+        InvalidArgument: no config of transformers, a ``max_len`` below 1, or a ``pool`` that is none.
     """
 
     layers: list[Any]
@@ -80,6 +80,7 @@ class VTensorCache(DynamicCache):
                 f"[VTensorCache] max_len={max_len!r}: pass the most tokens of a sequence, prompt included, "
                 "or None for no limit"
             )
+        check_pool("VTensorCache", pool)
         super().__init__(
             config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
         )
@@ -277,6 +278,15 @@ class VTensorCache(DynamicCache):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_marked": False, "_use": Use(), "_model": None}
+
+
+def check_pool(asking: str, pool: object) -> None:
+    """Raises InvalidArgument for a ``pool=`` that is neither a pool nor None."""
+    if pool is not None and not isinstance(pool, Pool):
+        raise InvalidArgument(
+            f"[{asking}] pool={pool!r} is a {type(pool).__name__}: pass a vtensor.Pool, such as "
+            "vtensor.Pool('cpu'), or None for the default pool of the model's device"
+        )
 
 
 def _growing(layer: Any, max_len: int | None, pool: Pool | None) -> Any:

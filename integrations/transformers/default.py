@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, Pre
 
 from vtensor import InvalidArgument, Pool
 
-from .cache import VTensorCache
+from .cache import VTensorCache, check_pool
 from .encoder_decoder import VTensorEncoderDecoderCache
 
 __all__ = ["install", "installed", "uninstall"]
@@ -34,13 +34,14 @@ def install(pool: Pool | None = None) -> None:
         pool: where their pages come from; the default pool of the device on which a model runs if None.
 
     Raises:
-        InvalidArgument: it is installed already.
+        InvalidArgument: it is installed already, or ``pool`` is no pool.
     """
     global _original
     if _original is not None:
         raise InvalidArgument(
             "[install] VTensorCache is generate()'s default already: call uninstall() first"
         )
+    check_pool("install", pool)
     original: Callable[..., None] = getattr(GenerationMixin, _METHOD)
 
     def _prepare_cache_for_generation(

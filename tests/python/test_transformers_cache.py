@@ -16,7 +16,7 @@ from vtensor import testing
 pytest.importorskip("transformers")
 
 from transformers import DynamicCache, LlamaConfig
-from vtensor.integrations.transformers import VTensorCache
+from vtensor.integrations.transformers import VTensorCache, encoder_decoder_cache, install, uninstall
 
 from tiny_models import (
     GREEDY,
@@ -330,6 +330,20 @@ def test_gradients_are_refused(llama, pages):
 def test_bad_max_len(llama, max_len):
     with pytest.raises(vtensor.InvalidArgument, match="max_len="):
         VTensorCache(llama.config, max_len)
+
+
+@pytest.mark.parametrize("pool", ["cpu", 3, torch.device("cpu")])
+def test_no_pool(llama, pool):
+    makers = (
+        lambda: VTensorCache(llama.config, 128, pool),
+        lambda: encoder_decoder_cache(llama.config, 128, pool),
+        lambda: install(pool),
+    )
+    for make in makers:
+        with pytest.raises(vtensor.InvalidArgument, match=r"pool=.*pass a vtensor.Pool, .* or None"):
+            make()
+    with pytest.raises(vtensor.InvalidArgument, match="nothing to undo"):
+        uninstall()
 
 
 def test_a_model_instead_of_its_config(llama):
