@@ -42,7 +42,8 @@ class VTensorCache(DynamicCache):
     Args:
         config: the model's config. An encoder-decoder model wants two: see ``encoder_decoder_cache``.
         max_len: the most tokens that a sequence may have, prompt included. Reserves addresses, no memory.
-            None: no limit; the addresses then move where a first reservation runs out.
+            None: no limit; the addresses then move where a first reservation runs out. Tokens that assisted
+            decoding and prompt lookup only try may pass it for a step.
         pool: where pages come from; the default pool of the device on which the model runs if None.
         compiled: for a forward under ``torch.compile``: whatever asks for the masks of a step, as
             ``generate()`` does, has that step's memory mapped, see ``prepare``.

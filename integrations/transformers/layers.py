@@ -26,7 +26,8 @@ class VTensorLayer(DynamicLayer):
 
     Args:
         max_len: the most tokens of a sequence; addresses for them are reserved, which costs no memory. None:
-            no limit, the addresses move to a larger range where they run out, and no byte is copied.
+            no limit, the addresses move to a larger range where they run out, and no byte is copied. They
+            move too for tokens past ``max_len`` that may be taken back, see ``activate_past_recording``.
         pool: where pages come from; the default pool of the states' device if None.
     """
 
@@ -35,6 +36,7 @@ class VTensorLayer(DynamicLayer):
         self.pool = pool
         self.owners: tuple[VTensor, VTensor] | None = None
         self.prepared = 0
+        self.record_past = False
         # What the coming update fills and returns. A compiled forward sees these plain views alone: not the
         # VTensors (pytorch issue 193932), and no mapping, which cannot be traced.
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -117,8 +119,8 @@ class VTensorLayer(DynamicLayer):
         return self.owners
 
     def _reserve(self, new: int) -> None:
-        """Has addresses for `new` more tokens, where no max_len bounds them."""
-        if self.owners is not None and self.max_len is None:
+        """Has addresses for `new` more tokens, where they may be more than max_len."""
+        if self.owners is not None and (self.max_len is None or self.record_past):
             keys, values = self.owners
             need = max(keys.length, values.length) + new
             # One by one: whichever moved is as good as before, should the other fail.
@@ -134,13 +136,17 @@ class VTensorLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends states [batch, heads, new tokens, head_dim] and returns plain views of all of K and V.
 
-        Raises CapacityExceeded past ``max_len`` tokens, OutOfPages where the pool has none left, and
-        InvalidArgument for states that do not fit those before. The layer is then as it was (I8).
+        Raises CapacityExceeded past ``max_len`` tokens (see ``activate_past_recording``), OutOfPages where
+        the pool has none left, and InvalidArgument for states that do not fit those before. The layer is
+        then as it was (I8).
         """
         new = key_states.shape[-2]
+        compiling = torch.compiler.is_compiling()
         if new and self.prepared == new and self._views is not None:
-            return self._fill(key_states, value_states)
-        if torch.compiler.is_compiling():
+            # An emptied layer may have been prepared for the batch that it held before.
+            if compiling or self.get_seq_length() > 0 or self._takes(key_states, value_states):
+                return self._fill(key_states, value_states)
+        if compiling:
             outside: tuple[torch.Tensor, torch.Tensor]
             outside = _update_outside_the_graph(self, key_states, value_states)
             return outside
@@ -227,9 +233,15 @@ class VTensorLayer(DynamicLayer):
             self._views = None
         return keys, values
 
+    def activate_past_recording(self) -> None:
+        """From now on tokens may be taken back by ``crop``, as assisted decoding and prompt lookup do with
+        those that they tried: of a step only the first counts against ``max_len``."""
+        self.record_past = True
+
     def _check_room(self, new: int) -> None:
         length = self.get_seq_length()
-        if self.max_len is not None and length + new > self.max_len:
+        staying = min(new, 1) if self.record_past and length > 0 else new
+        if self.max_len is not None and length + staying > self.max_len:
             raise CapacityExceeded(
                 f"[VTensorCache.update] {length} tokens and {new} more, but max_len={self.max_len}: "
                 "make the cache with a larger max_len=, which costs addresses only, no memory"
@@ -375,6 +387,7 @@ class VTensorLayer(DynamicLayer):
         """A layer in the same pool that shares all whole pages until one of the two writes (I6)."""
         self.settle()
         copied = self._empty_copy()
+        copied.record_past = self.record_past
         memo[id(self)] = copied
         if self.owners is not None:
             keys = self.owners[0].fork()
@@ -388,7 +401,7 @@ class VTensorLayer(DynamicLayer):
     def __getstate__(self) -> dict[str, Any]:
         """Dense copies of K and V. The pool is not saved."""
         dense = None if self.owners is None else (self._dense(0), self._dense(1))
-        return {"max_len": self.max_len, "dense": dense}
+        return {"max_len": self.max_len, "record_past": self.record_past, "dense": dense}
 
     def _dense(self, which: int) -> torch.Tensor:
         stored = self._stored(which)
@@ -402,6 +415,7 @@ class VTensorLayer(DynamicLayer):
     def _restore(self, state: dict[str, Any]) -> None:
         if state["dense"] is not None:
             VTensorLayer.update(self, *state["dense"])
+        self.record_past = state["record_past"]
 
 
 def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:

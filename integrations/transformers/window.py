@@ -32,7 +32,6 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
     def _set_window(self, sliding_window: int) -> None:
         self.sliding_window = sliding_window
         self._sliding_window_tensor = torch.tensor(sliding_window)
-        self.record_past = False
         self.dropped = 0  # tokens before the first that K and V hold
 
     @property
@@ -128,7 +127,6 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
 
     def _empty_copy(self) -> VTensorLayer:
         copied = type(self)(self.sliding_window, self.max_len, self.pool)
-        copied.record_past = self.record_past
         copied.dropped = self.dropped
         return copied
 
@@ -136,13 +134,12 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         """The window's content, dense. The pool is not saved."""
         state = super().__getstate__()
         held = 0 if state["dense"] is None else state["dense"][0].shape[-2]
-        own = {"sliding_window": self.sliding_window, "record_past": self.record_past}
-        return state | own | {"dropped": self.get_seq_length() - held}
+        return state | {"sliding_window": self.sliding_window, "dropped": self.get_seq_length() - held}
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._set_window(state["sliding_window"])
         super()._restore(state)
-        self.record_past, self.dropped = state["record_past"], state["dropped"]
+        self.dropped = state["dropped"]
 
 
 def _last(view: torch.Tensor, tokens: int) -> torch.Tensor:
