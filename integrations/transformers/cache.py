@@ -208,9 +208,7 @@ class VTensorCache(DynamicCache):
 
         Raises InvalidArgument for another model than the config's, and while another ``generate()`` uses it.
         """
-        difference = self._shape.difference(ModelShape.of(model.config))
-        if difference is not None:
-            self._refuse(model, *difference)
+        self._check_config(model)
         self._use.begin(generation)
 
     def _check_caller(self) -> None:
@@ -219,24 +217,24 @@ class VTensorCache(DynamicCache):
         innermost = next(callers, None)
         if innermost is None or (self._model is not None and innermost[0] is self._model()):
             return
-        # A model in a model may have the config of the whole, or a part of it.
-        models = [innermost, *callers]
-        for model, given in models:
+        for model, given in (innermost, *callers):
             if given is self:
                 self._refuse_two_halves(model)
             if isinstance(given, EncoderDecoderCache) and given.cross_attention_cache is self:
                 return  # the other half speaks for it: a model may attend to all that the encoder read
-        differences = [self._shape.difference(ModelShape.of(model.config)) for model, _ in models]
-        if differences[0] is not None and None not in differences:
-            self._refuse(innermost[0], *differences[0])
+        self._check_config(innermost[0])
         self._model = weakref.ref(innermost[0])
 
-    def _refuse(self, model: PreTrainedModel, made_with: str, used_with: str) -> None:
-        maker = "encoder_decoder_cache" if model.config.is_encoder_decoder else "VTensorCache"
-        raise InvalidArgument(
-            f"[VTensorCache] made for a {self._made_for} with {made_with}, but the {type(model).__name__} "
-            f"that uses it has {used_with}: make one from this model's own config, {maker}(model.config)"
-        )
+    def _check_config(self, model: PreTrainedModel) -> None:
+        difference = self._shape.difference(ModelShape.of(model.config))
+        if difference is not None:
+            made_with, used_with = difference
+            maker = "encoder_decoder_cache" if model.config.is_encoder_decoder else "VTensorCache"
+            raise InvalidArgument(
+                f"[VTensorCache] made for a {self._made_for} with {made_with}, but the "
+                f"{type(model).__name__} that uses it has {used_with}: make one from this model's own "
+                f"config, {maker}(model.config)"
+            )
 
     def _refuse_two_halves(self, model: PreTrainedModel) -> None:
         if model.config.is_encoder_decoder:
