@@ -217,6 +217,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void give_back_unused() noexcept;
   // Not for the mapper to touch: somebody is at it, or waits to be.
   bool busy() const { return busy_ || waiting_ != 0; }
+  // Mapped pages that go in a while, or at most so many; none where their unmapping was refused.
+  std::size_t pages_leaving() const;
   // Gives up what is ready ahead of the extent; returns the number of pages.
   std::size_t drop_ahead();
   // Parked pages are to go.

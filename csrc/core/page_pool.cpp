@@ -87,8 +87,11 @@ bool PagePool::require_free(PoolLock& lock, const char* operation, std::size_t p
                            " pages of " + std::to_string(page_size()) + " bytes, ";
   if (pages > free_pages(pages, parted)) {
     const auto until = steady_clock::now() + options_.patience;
-    while (pages > free_pages(pages, parted) && take_back(lock, until)) looked_away = true;
-    const std::size_t free = free_pages(pages, parted);
+    std::size_t free = free_pages(pages, parted);
+    while (pages > free && take_back(lock, until, pages - free)) {
+      looked_away = true;
+      free = free_pages(pages, parted);
+    }
     if (pages > free) {
       trace::event(trace::What::out_of_memory, 0, pages * page_size());
       throw OutOfPages(need + "the pool has " + std::to_string(free) + " of " +
@@ -133,15 +136,15 @@ bool PagePool::give_up_spare() {
   return any;
 }
 
-bool PagePool::take_back(PoolLock& lock, steady_clock::time_point until) {
+bool PagePool::take_back(PoolLock& lock, steady_clock::time_point until, std::size_t missing) {
   const std::size_t before = used_;
   settle_all();
   if (used_ < before) return true;
   if (give_up_spare()) return true;
-  // What is left to hope for is work of the mapper, or on the device.
-  const bool waits = std::any_of(unsettled_.begin(), unsettled_.end(),
-                                 [](const auto& buffer) { return !buffer->refusal(); });
-  if ((in_flight_ == 0 && !waits) || steady_clock::now() >= until) return false;
+  // What is left to hope for are pages that wait for the mapper, or for work on the device.
+  std::size_t leaving = 0;
+  for (const std::shared_ptr<Buffer>& buffer : unsettled_) leaving += buffer->pages_leaving();
+  if (leaving < missing || steady_clock::now() >= until) return false;
   const trace::Span span(trace::What::wait, 0, 0);
   wait_changed(lock, steady_clock::now() + kLook);
   return true;
@@ -320,7 +323,7 @@ void PagePool::set_budget(std::size_t bytes) {
   count_parted();
   const auto until = steady_clock::now() + options_.patience;
   const auto in_use = [this] { return used_ + parted_ + promised_; };
-  while (in_use() > pages && take_back(lock, until)) {
+  while (in_use() > pages && take_back(lock, until, in_use() - pages)) {
   }
   if (pages == 0 || in_use() > pages) {
     throw OutOfPages("[Pool.budget] need a budget of at least " +

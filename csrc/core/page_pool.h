@@ -229,8 +229,8 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::size_t free_pages(std::size_t pages, std::size_t parted);
   // Gives up what is parked, or ahead of some tensor; false where there is neither.
   bool give_up_spare();
-  // One step of taking back; false where there is nothing more to take.
-  bool take_back(PoolLock& lock, std::chrono::steady_clock::time_point until);
+  // One step of taking back; false where nothing is left that would make up for `missing` pages.
+  bool take_back(PoolLock& lock, std::chrono::steady_clock::time_point until, std::size_t missing);
   void start_mapper();
   void count_parted();
   void stock(PoolLock& lock, std::size_t pages);

@@ -239,6 +239,15 @@ void Buffer::retire_no_more(Interval slots) {
   retiring_ = std::move(rest);
 }
 
+std::size_t Buffer::pages_leaving() const {
+  if (refusal_) return 0;
+  std::vector<Interval> leaving = touched_.empty() ? std::vector<Interval>{} : uncovered();
+  leaving.insert(leaving.end(), retiring_.begin(), retiring_.end());
+  std::size_t pages = 0;
+  for (const Interval slots : leaving) pages += count_mapped(slots);
+  return pages;
+}
+
 // Whether something is on its way out. Notes what must be done before it may go.
 bool Buffer::begin_retirement() {
   if (!retiring_.empty()) return true;

@@ -1,0 +1,178 @@
+// The mapper beside callers whose work runs in streams: threads grow, lease, launch and give back
+// over the simulated libcuda, whose events are seen late. Under ThreadSanitizer and
+// AddressSanitizer.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "core/buffer.h"
+#include "core/page_pool.h"
+#include "driver/driver.h"
+#include "simcuda/client.h"
+
+namespace vtensor {
+namespace {
+
+constexpr std::size_t kBytes = std::size_t{64} << 10;  // of a page
+constexpr std::size_t kCapacity = 64;                  // positions of half a page
+constexpr std::chrono::seconds kPatience(20);
+
+std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
+  options.budget = pages * kBytes;
+  options.patience = kPatience;
+  CudaOptions cuda;
+  cuda.page_size = kBytes;
+  cuda.library = simcuda_library();
+  cuda.memory_is_host_memory = true;
+  return PagePool::create(make_cuda_driver(cuda), options);
+}
+
+// A tensor of one thread, whose kernels run in one stream.
+class Owner {
+ public:
+  Owner(const std::shared_ptr<PagePool>& pool, const SimcudaControl& control, Stream stream,
+        std::size_t rows)
+      : control_(control),
+        caller_{"test", stream, true},
+        rows_(rows),
+        buffer_(Buffer::create(pool, {rows, kBytes / 2, kCapacity, 0, false}, caller_)) {}
+  ~Owner() { buffer_->abandon(); }
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+
+  void grow(std::size_t n) {
+    buffer_->raise_error();
+    const Interval after{positions_.begin, std::min(kCapacity, positions_.end + n)};
+    if (!buffer_->grow_within(caller_, after)) buffer_->grow(caller_, after, false);
+    positions_ = after;
+  }
+  void shrink(std::size_t n, bool front) {
+    n = std::min(n, positions_.size());
+    positions_ = front ? Interval{positions_.begin + n, positions_.end}
+                       : Interval{positions_.begin, positions_.end - n};
+    if (positions_.empty()) positions_ = {};
+    buffer_->retract(caller_, positions_);
+  }
+  void prepare(std::size_t n) { buffer_->prepare(std::min(kCapacity, positions_.end + n)); }
+  // A kernel over all of it, in a lease, and what is given back before it has run.
+  void launch(bool late) {
+    if (positions_.empty()) return;
+    Generation* const lease = buffer_->lease(caller_);
+    for (std::size_t row = 0; row < rows_; ++row) {
+      CHECK(control_.launch(caller_.stream, buffer_->address_of(row, positions_.begin),
+                            positions_.size() * (kBytes / 2), 7) == 0);
+    }
+    buffer_->end_lease(caller_, buffer_->pool()->driver().fence(caller_.stream));
+    late ? buffer_->pool()->end_later(lease) : buffer_->pool()->end(lease);
+  }
+
+ private:
+  const SimcudaControl& control_;
+  const Caller caller_;
+  const std::size_t rows_;
+  const std::shared_ptr<Buffer> buffer_;
+  Interval positions_;
+};
+
+// Random operations of one thread on one tensor after another. Returns how many were refused.
+std::size_t drive(const std::shared_ptr<PagePool>& pool, const SimcudaControl& control,
+                  unsigned seed, std::size_t steps) {
+  std::mt19937 random(seed);
+  const Stream stream = control.make_stream(0);
+  std::size_t refused = 0;
+  std::unique_ptr<Owner> owner;
+  for (std::size_t step = 0; step < steps; ++step) {
+    try {
+      if (!owner) owner = std::make_unique<Owner>(pool, control, stream, 1 + random() % 3);
+      const std::size_t n = random() % 12;
+      switch (random() % 10) {
+        case 0:
+          owner.reset();
+          break;
+        case 1:
+          owner->prepare(2 * n);
+          break;
+        case 2:
+        case 3:
+          owner->shrink(n, n % 3 == 0);
+          break;
+        case 4:
+        case 5:
+        case 6:
+          owner->launch(n % 2 == 0);
+          break;
+        default:
+          owner->grow(n);
+      }
+    } catch (const Error&) {
+      ++refused;
+      if (random() % 4 == 0) owner.reset();
+    }
+  }
+  owner.reset();
+  return refused;
+}
+
+// Returns how many operations were refused.
+std::size_t hammer(const PoolOptions& options, std::size_t pages) {
+  const SimcudaControl control;
+  control.reset();
+  control.configure("granularity", kBytes);
+  control.unseen_events(2);
+  const std::shared_ptr<PagePool> pool = open_pool(pages, options);
+  pool->ensure_mapper();
+  std::atomic<bool> done{false};
+  std::vector<std::size_t> refused(3);
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < refused.size(); ++i) {
+    threads.emplace_back([&, i] { refused[i] = drive(pool, control, i, 2000); });
+  }
+  std::thread watcher([&] {
+    for (unsigned i = 0; !done; ++i) {
+      CHECK_NOTHROW(pool->check_invariants());
+      if (i % 8 == 0) pool->trim();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  for (std::thread& thread : threads) thread.join();
+  done = true;
+  watcher.join();
+  control.unseen_events(0);
+  pool->wait_idle(kPatience);
+  pool->retire();
+  pool->wait_idle(kPatience);
+  pool->check_invariants();
+  CHECK(pool->counts().mapped == 0);  // I14
+  CHECK(pool->counts().used == 0);
+  CHECK(control.illegal_accesses() == 0);
+  return refused[0] + refused[1] + refused[2];
+}
+
+}  // namespace
+
+TEST_CASE("streams and leases beside a mapper that looks ahead and parks") {
+  CHECK(hammer({.ahead = 64 * kBytes, .park = 48 * kBytes}, 512) == 0);
+}
+
+TEST_CASE("streams and leases beside a mapper that works only when asked") {
+  CHECK(hammer({}, 512) == 0);
+}
+
+TEST_CASE("streams and leases where memory is short, and ages") {
+  hammer({.zero = ZeroPolicy::always,
+          .ahead = 64 * kBytes,
+          .park = 16 * kBytes,
+          .low = 4 * kBytes,
+          .max_age = std::chrono::milliseconds(1)},
+         64);
+}
+
+}  // namespace vtensor
