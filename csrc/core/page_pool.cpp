@@ -141,10 +141,11 @@ bool PagePool::take_back(PoolLock& lock, steady_clock::time_point until, std::si
   settle_all();
   if (used_ < before) return true;
   if (give_up_spare()) return true;
-  // What is left to hope for are pages that wait for the mapper, or for work on the device.
+  // What is left to hope for are pages that wait for the mapper, or for work on the device, and
+  // those of a buffer for which calls are made just now.
   std::size_t leaving = 0;
   for (const std::shared_ptr<Buffer>& buffer : unsettled_) leaving += buffer->pages_leaving();
-  if (leaving < missing || steady_clock::now() >= until) return false;
+  if ((in_flight_ == 0 && leaving < missing) || steady_clock::now() >= until) return false;
   const trace::Span span(trace::What::wait, 0, 0);
   wait_changed(lock, steady_clock::now() + kLook);
   return true;

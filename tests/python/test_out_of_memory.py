@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -208,6 +211,23 @@ def test_what_is_done_in_the_background_leaves_the_reserve_alone(sim, stream_poo
     assert reserve <= free_memory() < before
     assert 0 < pool.stats().pages_ahead < 8
     t.close()
+
+
+def test_pages_that_cannot_suffice_are_not_waited_for(sim, stream_pool, emptied):
+    pool = stream_pool(16, patience=20)
+    kept, leaving = filled(pool, 40, capacity=80), filled(pool, 16)
+    stream = sim.stream(held=True)
+    sim.kernel(stream, leaving)
+    leaving.record_stream(stream)
+    leaving.truncate(4)
+    assert (pool.stats().pages_held, pool.stats().pages_free) == (3, 2)
+    began = time.monotonic()
+    with pytest.raises(vtensor.OutOfPages):
+        kept.extend(6 * 4)  # one more than comes free
+    assert time.monotonic() - began < 5
+    threading.Timer(0.1, sim.release, [stream]).start()
+    assert kept.extend(5 * 4).length == 60
+    kept.close(), leaving.close()
 
 
 def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
