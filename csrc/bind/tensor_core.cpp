@@ -152,9 +152,8 @@ void TensorCore::publish(nb::handle self) {
     generation = buffer_->publish();
   }
   TorchFace& torch = TorchFace::get();
-  nb::object storage =
-      torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
-  torch.set(self, storage, (address() - first) / spec_.item_size, sizes(length()), strides_);
+  storage_ = torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
+  torch.set(self, storage_, (address() - first) / spec_.item_size, sizes(length()), strides_);
   published_ = slots;
 }
 
@@ -166,14 +165,15 @@ void TensorCore::reshape(nb::handle self) {
     return;
   }
   const Address first = buffer_->slot_address(0, slots.begin);
-  TorchFace::get().as_strided(self, sizes(length()), strides_,
-                              (address() - first) / spec_.item_size);
+  TorchFace::get().set(self, storage_, (address() - first) / spec_.item_size, sizes(length()),
+                       strides_);
 }
 
 // Takes the tensor off its storage, so that only views hold generations of the buffer.
 void TensorCore::detach(nb::handle self) {
   TorchFace& torch = TorchFace::get();
-  torch.set(self, torch.empty_storage(spec_.device), 0, sizes(0), strides_);
+  storage_ = torch.empty_storage(spec_.device);
+  torch.set(self, storage_, 0, sizes(0), strides_);
   published_ = {};
 }
 

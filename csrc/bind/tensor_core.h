@@ -98,7 +98,8 @@ class TensorCore {
   nb::object strides_;
   std::vector<std::int64_t> stride_values_;
   Interval positions_;
-  Interval published_;           // slots under the tensor's storage
+  nb::object storage_;           // the tensor's
+  Interval published_;           // slots under it
   std::size_t stale_until_ = 0;  // positions below may hold bytes that growth must not show
   bool closed_ = false;
   OperationMutex mutex_;

@@ -27,7 +27,6 @@ TorchFace::TorchFace() {
   tensor_type_ = torch.attr("Tensor");
   parameter_type_ = torch.attr("nn").attr("Parameter");
   set_ = tensor_type_.attr("set_");
-  as_strided_ = tensor_type_.attr("as_strided_");
   detach_ = tensor_type_.attr("detach");
   narrow_ = tensor_type_.attr("narrow");
   copy_ = tensor_type_.attr("copy_");
@@ -149,16 +148,6 @@ void TorchFace::set(nb::handle tensor, nb::handle storage, std::size_t offset, n
                     nb::handle strides) {
   nb::int_ at(offset);
   call(set_, {tensor.ptr(), storage.ptr(), at.ptr(), sizes.ptr(), strides.ptr()});
-}
-
-void TorchFace::as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides) {
-  call(as_strided_, {tensor.ptr(), sizes.ptr(), strides.ptr()});
-}
-
-void TorchFace::as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides,
-                           std::size_t offset) {
-  nb::int_ at(offset);
-  call(as_strided_, {tensor.ptr(), sizes.ptr(), strides.ptr(), at.ptr()});
 }
 
 nb::object TorchFace::detach(nb::handle tensor) { return call(detach_, {tensor.ptr()}); }

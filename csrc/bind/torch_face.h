@@ -38,8 +38,6 @@ class TorchFace {
 
   void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
            nb::handle strides);
-  void as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides);
-  void as_strided(nb::handle tensor, nb::handle sizes, nb::handle strides, std::size_t offset);
   nb::object detach(nb::handle tensor);
   void copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length,
                  nb::handle source);
@@ -63,7 +61,7 @@ class TorchFace {
   TorchFace();
 
   nb::object tensor_type_, parameter_type_;
-  nb::object set_, as_strided_, detach_, narrow_, copy_, untyped_storage_, is_neg_, is_conj_;
+  nb::object set_, detach_, narrow_, copy_, untyped_storage_, is_neg_, is_conj_;
   nb::object current_stream_, cuda_;
   nb::object from_dlpack_, storage_type_, grad_enabled_;
   const dlpack::ExchangeApi* available_ = nullptr;
