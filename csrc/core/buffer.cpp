@@ -201,7 +201,7 @@ std::vector<Buffer::Run> Buffer::foreign_in(Interval slots) const {
 
 void Buffer::zero_foreign(const Caller& caller, std::span<const Run> runs) {
   for (const Run& run : runs)
-    driver_.zero(address_of(run), run.slots.size() * page_size_, caller.stream);
+    zero_bytes(address_of(run), run.slots.size() * page_size_, caller.stream);
   for (const Run& run : runs) {
     for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
       table_.at(run.row, slot).page->last_owner = id_;
@@ -281,9 +281,13 @@ void Buffer::zero(const Caller& caller, Interval positions) {
 
 void Buffer::zero_positions(Interval positions, Stream stream) {
   if (positions.empty()) return;
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    driver_.zero(address_of(row, positions.begin), positions.size() * shape_.item_bytes, stream);
-  }
+  for (std::size_t row = 0; row < shape_.rows; ++row)
+    zero_bytes(address_of(row, positions.begin), positions.size() * shape_.item_bytes, stream);
+}
+
+void Buffer::zero_bytes(Address at, std::size_t bytes, Stream stream) {
+  const trace::Span span(trace::What::zero, at, bytes, base_);
+  driver_.zero(at, bytes, stream);
 }
 
 bool Buffer::guarded() {

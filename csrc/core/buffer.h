@@ -310,6 +310,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::vector<std::uint8_t> find_parted(const Run& run);
   void part(PoolLock& lock, const Caller& caller, std::span<const Run> runs, Interval stale = {});
   void zero_positions(Interval positions, Stream stream);
+  void zero_bytes(Address at, std::size_t bytes, Stream stream);
   void adopt(const Run& run, std::span<Page* const> pages) noexcept;
   std::vector<Run> parted_in_extent();
   std::vector<Run> quieten(PoolLock& lock, const Caller& caller);

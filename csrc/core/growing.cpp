@@ -345,9 +345,7 @@ void Buffer::carry_out(std::span<const Arriving> all, Stream stream, bool popula
           if (!pool.must_zero(*page[i], owner)) continue;
           const std::size_t begin = i;
           while (i < n && pool.must_zero(*page[i], owner)) ++i;
-          const trace::Span span(trace::What::zero, run->at + begin * page_size,
-                                 (i - begin) * page_size, one.buffer->base_);
-          driver.zero(run->at + begin * page_size, (i - begin) * page_size, stream);
+          one.buffer->zero_bytes(run->at + begin * page_size, (i - begin) * page_size, stream);
           zeroing = one.arrival->zeroing = true;
         }
         if (populate) {

@@ -95,11 +95,7 @@ bool Buffer::claim_cleaning(std::vector<Run>& runs, std::size_t pages) {
 
 FencePtr Buffer::clean(std::span<const Run> runs) {
   const Stream stream = driver_.side_stream();
-  for (const Run& run : runs) {
-    const trace::Span span(trace::What::zero, address_of(run), run.slots.size() * page_size_,
-                           base_);
-    driver_.zero(address_of(run), run.slots.size() * page_size_, stream);
-  }
+  for (const Run& run : runs) zero_bytes(address_of(run), run.slots.size() * page_size_, stream);
   return driver_.fence(stream);
 }
 
