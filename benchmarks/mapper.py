@@ -165,7 +165,7 @@ def crossing_steps(settings: Settings) -> list[Figure]:
 # --- extend over ready pages
 
 
-PAUSE = 0.0002  # between two calls: a token takes longer, and a processor forgets as much in less
+PAUSE = 0.0002  # before each call: a token takes longer, but a processor's caches forget as much in less
 STOLEN = 50e-6  # a call that took so long was interrupted by the host of this virtual machine
 PAGE_TOKENS = 32  # of 8 heads of 128 in bfloat16 in a page of 64 KiB
 
@@ -173,11 +173,14 @@ PAGE_TOKENS = 32  # of 8 heads of 128 in bfloat16 in a page of 64 KiB
 def ready_pages(settings: Settings) -> list[Figure]:
     """``extend(1)`` of a tensor that crosses pages, beside one that stays inside a page.
 
-    The pages are ready before; and then the mapper makes them ready meanwhile, woken by some of the calls.
+    The pages are ready before, and calls follow one another at once; then with a pause before each, which
+    leaves code that runs once in a page colder than what runs in every call; then the mapper makes the pages
+    ready meanwhile, woken by some of the calls.
     """
     pages, window = settings.pick(320, 8), settings.pick(16, 2)
-    crossing, whole, calls = extends(pages, window, prepared=True)
-    _, woken, more_calls = extends(pages, window, prepared=False)
+    crossing, whole, calls = extends(pages, window, prepared=True, pause=0)
+    cold_crossing, cold, cold_calls = extends(pages, window, prepared=True, pause=PAUSE)
+    _, woken, woken_calls = extends(pages, window, prepared=False, pause=PAUSE)
 
     def compared(name: str, samples: list[tuple[float, float]], bar: Bar | None = None) -> Figure:
         ours, inside = zip(*samples, strict=True)
@@ -187,13 +190,15 @@ def ready_pages(settings: Settings) -> list[Figure]:
     return [
         compared("extend(1) into a ready page", crossing, Bar(3)),
         compared(f"{mean} that are ready", whole, Bar(1.05)),
-        compared(f"{mean}, waking the mapper for them", woken),
-        count("extend(1)", "driver calls of the caller", calls + more_calls, "calls", Bar(0)),
+        compared("extend(1) into a ready page, after pauses", cold_crossing),
+        compared(f"{mean} that are ready, after pauses", cold),
+        compared(f"{mean}, waking the mapper for them, after pauses", woken),
+        count("extend(1)", "driver calls of the caller", calls + cold_calls + woken_calls, "calls", Bar(0)),
     ]
 
 
 def extends(
-    pages: int, window: int, *, prepared: bool
+    pages: int, window: int, *, prepared: bool, pause: float
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], int]:
     """Seconds of extends that cross, of the mean over each `window` pages, and the crossing caller's calls.
 
@@ -212,7 +217,8 @@ def extends(
     ]
 
     def timed(t: vtensor.VTensor) -> float:
-        keep_awake(PAUSE)
+        if pause:
+            keep_awake(pause)
         return clock(lambda: t.extend(1))
 
     def beside() -> tuple[float, float]:
