@@ -23,7 +23,7 @@ FlashAttention 3 and 4 read whole tiles, up to 224 rows past a row's length but 
 given, and NaN there reaches the output (pull request 2407 of Dao-AILab/flash-attention). A VTensor is handed
 over at its exact length, and so nothing unmapped is read. A FullExtent is covered for 256 rows behind its
 owner's length, which read as zeros. Rows shorter than the VTensor, told by a tensor of lengths, are read up
-up to the VTensor's length: what lies there is the caller's, and has to be finite.
+to the VTensor's length: what lies there is the caller's, and has to be finite.
 
 A KVCache has mapped what ``step`` was told, and maps nothing here: of a layer, the slots must have the tokens
 that are read and those that are appended. ``step`` says so first.
