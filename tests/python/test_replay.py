@@ -142,7 +142,9 @@ def test_looking_at_shared_pages_counts_as_no_call():
         for calls in ({}, {"mmap": 0.0})
     )
     assert seldom.reused_tokens == 992
-    assert often.calls_caller < 1.2 * seldom.calls_caller
+    # How many calls the mapper leaves to the caller is a matter of time; looks would be one in each step.
+    assert len(often.samples) >= 400
+    assert often.calls_caller < seldom.calls_caller + 100
 
 
 def test_pages_are_those_of_the_real_sizes():
