@@ -152,8 +152,10 @@ void TensorCore::publish(nb::handle self) {
     generation = buffer_->publish();
   }
   TorchFace& torch = TorchFace::get();
-  storage_ = torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
-  torch.set(self, storage_, (address() - first) / spec_.item_size, sizes(length()), strides_);
+  nb::object storage =
+      torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
+  torch.set(self, storage, (address() - first) / spec_.item_size, sizes(length()), strides_);
+  storage_ = std::move(storage);
   published_ = slots;
 }
 
@@ -172,8 +174,9 @@ void TensorCore::reshape(nb::handle self) {
 // Takes the tensor off its storage, so that only views hold generations of the buffer.
 void TensorCore::detach(nb::handle self) {
   TorchFace& torch = TorchFace::get();
-  storage_ = torch.empty_storage(spec_.device);
-  torch.set(self, storage_, 0, sizes(0), strides_);
+  nb::object storage = torch.empty_storage(spec_.device);
+  torch.set(self, storage, 0, sizes(0), strides_);
+  storage_ = std::move(storage);
   published_ = {};
 }
 

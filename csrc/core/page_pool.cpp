@@ -20,6 +20,8 @@ namespace {
 
 // How long a wait sleeps before it looks at what nobody may have told it.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
+// How long a request waits although what is on its way out would not suffice: others may give back.
+constexpr std::chrono::nanoseconds kHope = std::chrono::milliseconds(200);
 
 }  // namespace
 
@@ -143,9 +145,14 @@ bool PagePool::take_back(PoolLock& lock, steady_clock::time_point until, std::si
   if (give_up_spare()) return true;
   // What is left to hope for are pages that wait for the mapper, or for work on the device, and
   // those of a buffer for which calls are made just now.
+  const auto now = steady_clock::now();
+  const bool waits = std::any_of(unsettled_.begin(), unsettled_.end(),
+                                 [](const auto& buffer) { return !buffer->refusal(); });
+  if ((in_flight_ == 0 && !waits) || now >= until) return false;
   std::size_t leaving = 0;
   for (const std::shared_ptr<Buffer>& buffer : unsettled_) leaving += buffer->pages_leaving();
-  if ((in_flight_ == 0 && leaving < missing) || steady_clock::now() >= until) return false;
+  if (in_flight_ == 0 && leaving < missing && now >= until - options_.patience + kHope)
+    return false;
   const trace::Span span(trace::What::wait, 0, 0);
   wait_changed(lock, steady_clock::now() + kLook);
   return true;
