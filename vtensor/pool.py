@@ -23,6 +23,7 @@ _MOST_BYTES = 2**62
 _MOST_SECONDS = 10**9
 _AHEAD = 64 << 20
 _CLOSE_SECONDS = 10.0
+_FAREWELL_SECONDS = 0.2
 
 ZeroPolicy = Literal["never", "new_owner", "always"]
 
@@ -455,3 +456,8 @@ def _close_pools() -> None:
     for pool in pools:
         with suppress(VTensorError):  # the process ends: the others are to be closed all the same
             pool._close(max(0.001, until - time.monotonic()))
+    # Daemon threads have just been told Closed, and drop tensors on their way out. One that comes back from
+    # torch's part of that to an interpreter that has ended aborts the process (before Python 3.14).
+    until = time.monotonic() + _FAREWELL_SECONDS
+    while pools and threading.active_count() > 1 and time.monotonic() < until:
+        time.sleep(0.001)

@@ -136,6 +136,7 @@ EXITS = {
     "with_growing_threads": "for _ in range(3): thread(grow)\ntime.sleep(0.1)",
     "with_a_thread_that_waits": "thread(grow); thread(lambda: pool.wait_idle(10)); time.sleep(0.1)",
     "with_threads_that_come_back_late": """
+vtensor.pool._FAREWELL_SECONDS = 0
 class Slow:
     def __del__(self, sleep=time.sleep):
         sleep(0.3)
