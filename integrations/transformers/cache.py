@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 
 from vtensor import InvalidArgument, Pool, VTensorError
 
-from .callers import Generation, Use, calling_models, generation_in_preparation
+from .callers import ForOneGeneration, Generation, Use, calling_models
 from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
 from .model_shape import ModelShape
@@ -31,7 +31,7 @@ from .window import VTensorSlidingWindowLayer
 __all__ = ["VTensorCache", "check_pool"]
 
 
-class VTensorCache(DynamicCache):
+class VTensorCache(ForOneGeneration, DynamicCache):
     """A ``DynamicCache`` for ``model.generate(..., past_key_values=cache)`` that grows in place.
 
     It is built from the model's own layer types. Full attention becomes ``VTensorLayer``, sliding window and
@@ -92,7 +92,6 @@ class VTensorCache(DynamicCache):
         self._shape = ModelShape.of(config)
         growing = (number for number, layer in enumerate(self.layers) if isinstance(layer, VTensorLayer))
         self._first_growing = next(growing, 0)
-        self._marked = False
         self._use = Use()
         self._model: weakref.ref[PreTrainedModel] | None = None  # the last one found to be of this config
 
@@ -189,19 +188,9 @@ class VTensorCache(DynamicCache):
 
     # ------------------------------------------------------------------ whose cache it is
 
-    @property
-    def _is_user_defined(self) -> bool:
-        return self._marked
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, value: bool) -> None:
-        # generate() sets it before anything else that it does with a cache it was given.
-        found = generation_in_preparation() if value else None
-        if found is not None:
-            model, generation = found
-            self._refuse_two_halves(model)
-            self.begin(model, generation)
-        self._marked = value
+    def _generation_begins(self, model: PreTrainedModel, generation: Generation) -> None:
+        self._refuse_two_halves(model)
+        self.begin(model, generation)
 
     def begin(self, model: PreTrainedModel, generation: Generation) -> None:
         """The cache is used by that ``generate()`` of that model from now on.

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from vtensor import InvalidArgument
 
-__all__ = ["Generation", "Use", "calling_models", "generation_in_preparation"]
+__all__ = ["ForOneGeneration", "Generation", "Use", "calling_models"]
 
 # What generate() calls to get or to mark its cache. An override has the same name, and calls the original.
 _PREPARE = "_prepare_cache_for_generation"
@@ -99,7 +99,28 @@ class Use:
         )
 
 
-def generation_in_preparation() -> tuple[PreTrainedModel, Generation] | None:
+class ForOneGeneration:
+    """A cache that hears of each ``generate()`` before it launches anything."""
+
+    _marked = False
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._marked
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # generate() sets it before anything else that it does with a cache it was given.
+        found = _generation_in_preparation() if value else None
+        if found is not None:
+            self._generation_begins(*found)
+        self._marked = value
+
+    def _generation_begins(self, model: PreTrainedModel, generation: Generation) -> None:
+        raise NotImplementedError
+
+
+def _generation_in_preparation() -> tuple[PreTrainedModel, Generation] | None:
     """The model and the generation of the ``generate()`` that marks a cache right now; None where it is
     marked by something else."""
     frames = _frames(sys._getframe(1))

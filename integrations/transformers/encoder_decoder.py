@@ -7,33 +7,24 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from transformers import EncoderDecoderCache, PreTrainedConfig
+from transformers import EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from vtensor import InvalidArgument, Pool
 
 from .cache import VTensorCache
-from .callers import generation_in_preparation
+from .callers import ForOneGeneration, Generation
 
 __all__ = ["VTensorEncoderDecoderCache", "encoder_decoder_cache"]
 
 
-class VTensorEncoderDecoderCache(EncoderDecoderCache):
+class VTensorEncoderDecoderCache(ForOneGeneration, EncoderDecoderCache):
     """An ``EncoderDecoderCache`` that is for one model and for one ``generate()`` at a time, as a
     ``VTensorCache`` is. ``encoder_decoder_cache`` makes one."""
 
-    _marked = False
-
-    @property
-    def _is_user_defined(self) -> bool:
-        return self._marked
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, value: bool) -> None:
-        found = generation_in_preparation() if value else None
+    def _generation_begins(self, model: PreTrainedModel, generation: Generation) -> None:
         # The decoder's own half stands for both: a model may have made the other one anew, as T5Gemma does.
-        if found is not None and isinstance(self.self_attention_cache, VTensorCache):
-            self.self_attention_cache.begin(*found)
-        self._marked = value
+        if isinstance(self.self_attention_cache, VTensorCache):
+            self.self_attention_cache.begin(model, generation)
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises InvalidArgument: a model that asks for it knows of no halves."""

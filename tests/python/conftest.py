@@ -176,6 +176,20 @@ def host(pool_factory):
 
 
 @pytest.fixture
+def pages(pool_factory):
+    """4,096 host pages of 4 KiB: of tiny_models' Llama, 64 tokens of one head each."""
+    return pool_factory("host", pages=4096)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """The tiny Llama, whose attention is SDPA."""
+    from tiny_models import make_llama  # needs transformers
+
+    return make_llama("sdpa")
+
+
+@pytest.fixture
 def simcuda(pool_factory):
     """64 pages of 4 KiB of the simulated libcuda."""
     return pool_factory("simcuda")

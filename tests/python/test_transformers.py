@@ -33,17 +33,6 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return make_llama("sdpa")
-
-
-@pytest.fixture
-def pages(pool_factory):
-    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
-    return pool_factory("host", pages=4096)
-
-
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
 def model(request):
     return make_llama(request.param)

@@ -69,12 +69,6 @@ def kernel():
     unregister_attention()
 
 
-@pytest.fixture
-def pages(pool_factory):
-    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
-    return pool_factory("host", pages=4096)
-
-
 def made(name, **changes):
     model, config, own = MODELS[name]
     base = make(name)

@@ -25,24 +25,11 @@ from tiny_models import (
     assert_same_content,
     assert_same_output,
     filled,
-    make_llama,
     one_thread,  # noqa: F401
     prompt,
     run,
     states,
 )
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_llama("sdpa")
-
-
-@pytest.fixture
-def pages(pool_factory):
-    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
-    return pool_factory("host", pages=4096)
-
 
 # ---------------------------------------------------------------------- the cache's methods
 

@@ -35,12 +35,6 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def pages(pool_factory):
-    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
-    return pool_factory("host", pages=4096)
-
-
 def decode(model, pool, steps, backend, **compile_options):
     """Steps of a compiled model beside an eager one over a DynamicCache; returns the compiles."""
     ours, theirs = VTensorCache(model.config, 512, pool), MaskedDynamicCache(config=model.config)

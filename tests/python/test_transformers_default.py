@@ -23,12 +23,6 @@ from tiny_models import make_llama, one_thread, prompt  # noqa: F401
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
-@pytest.fixture
-def pages(pool_factory):
-    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
-    return pool_factory("host", pages=4096)
-
-
 def generate(model, ids, **method):
     return model.generate(
         ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **GREEDY | method

@@ -22,12 +22,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 20}
 ASSISTANCE = {"lookup": {"prompt_lookup_num_tokens": 10}, "assisted": {}}
 
 
-@pytest.fixture
-def pages(pool_factory):
-    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
-    return pool_factory("host", pages=4096)
-
-
 # ---------------------------------------------------------------------- drafts and max_len
 
 

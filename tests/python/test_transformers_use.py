@@ -36,17 +36,6 @@ FEW = {"do_sample": False, "max_new_tokens": 4}
 PATIENCE = "vtensor.integrations.transformers.callers._RETURNING"
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return make_llama("sdpa")
-
-
-@pytest.fixture
-def pages(pool_factory):
-    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
-    return pool_factory("host", pages=4096)
-
-
 @pytest.fixture
 def launched(llama):
     """The forwards that the model has begun."""

@@ -34,12 +34,6 @@ CONFIG = MistralConfig(**SIZES | {"sliding_window": WINDOW})
 PAGE = 64  # tokens of one head in a page of 4 KiB
 
 
-@pytest.fixture
-def pages(pool_factory):
-    """Pages of 4 KiB: 64 tokens of one head of the tiny model."""
-    return pool_factory("host", pages=4096)
-
-
 def both(pool, window=WINDOW):
     return VTensorSlidingWindowLayer(window, 4096, pool), DynamicSlidingWindowLayer(window)
 
