@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -157,6 +158,15 @@ class Worker:
         modelled.bytes.add(byte)
         modelled.cells[:, -n:] = byte
 
+    @contextlib.contextmanager
+    def growth(self, modelled: Modelled) -> Iterator[None]:
+        """Where it moves, its pages are shared with the views that stay behind."""
+        before = modelled.actual.data_ptr()
+        try:
+            yield
+        finally:
+            modelled.shared |= modelled.actual.data_ptr() != before
+
     # -- operations
 
     def make(self, _) -> None:
@@ -171,14 +181,16 @@ class Worker:
 
     def extend(self, modelled: Modelled) -> None:
         n = self.random.randrange(1, 20)
-        modelled.actual.extend(n)
+        with self.growth(modelled):
+            modelled.actual.extend(n)
         self.fill_new(modelled, n)
 
     def append(self, modelled: Modelled) -> None:
         if not self.in_order:
             return self.extend(modelled)
         n, byte, t = self.random.randrange(1, 12), self.fresh_byte(), modelled.actual
-        t.append(torch.full((t.shape[0], n, ITEM), byte, dtype=torch.uint8))
+        with self.growth(modelled):
+            t.append(torch.full((t.shape[0], n, ITEM), byte, dtype=torch.uint8))
         modelled.bytes.add(byte)
         modelled.cells = torch.cat([modelled.cells, modelled.cells.new_full((t.shape[0], n), byte)], 1)
 
