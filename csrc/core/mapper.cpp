@@ -277,7 +277,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
   Time next = Time::max();
   for (bool back_first = false; !signal.stopping.load(std::memory_order_acquire);
        back_first = !back_first) {
-    while (pool->quiet_wanted() && !signal.stopping.load(std::memory_order_acquire))
+    while (pool->quiet_wanted_ != 0 && !signal.stopping.load(std::memory_order_acquire))
       pool->wait_changed(lock, std::chrono::steady_clock::now() + kLongestPause);
     pool->reap();
     Step step(*pool);

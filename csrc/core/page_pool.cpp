@@ -88,9 +88,9 @@ bool PagePool::require_free(PoolLock& lock, const char* operation, std::size_t p
   const std::string need = std::string("[") + operation + "] need " + std::to_string(pages) +
                            " pages of " + std::to_string(page_size()) + " bytes, ";
   if (pages > free_pages(pages, parted)) {
-    const auto until = steady_clock::now() + options_.patience;
+    const auto since = steady_clock::now();
     std::size_t free = free_pages(pages, parted);
-    while (pages > free && take_back(lock, until, pages - free)) {
+    while (pages > free && take_back(lock, since, pages - free)) {
       looked_away = true;
       free = free_pages(pages, parted);
     }
@@ -138,21 +138,21 @@ bool PagePool::give_up_spare() {
   return any;
 }
 
-bool PagePool::take_back(PoolLock& lock, steady_clock::time_point until, std::size_t missing) {
+bool PagePool::take_back(PoolLock& lock, steady_clock::time_point since, std::size_t missing) {
   const std::size_t before = used_;
+  reap();
   settle_all();
   if (used_ < before) return true;
   if (give_up_spare()) return true;
   // What is left to hope for are pages that wait for the mapper, or for work on the device, and
   // those of a buffer for which calls are made just now.
-  const auto now = steady_clock::now();
+  const auto waited = steady_clock::now() - since;
   const bool waits = std::any_of(unsettled_.begin(), unsettled_.end(),
                                  [](const auto& buffer) { return !buffer->refusal(); });
-  if ((in_flight_ == 0 && !waits) || now >= until) return false;
+  if ((in_flight_ == 0 && !waits) || waited >= options_.patience) return false;
   std::size_t leaving = 0;
   for (const std::shared_ptr<Buffer>& buffer : unsettled_) leaving += buffer->pages_leaving();
-  if (in_flight_ == 0 && leaving < missing && now >= until - options_.patience + kHope)
-    return false;
+  if (in_flight_ == 0 && leaving < missing && waited >= kHope) return false;
   const trace::Span span(trace::What::wait, 0, 0);
   wait_changed(lock, steady_clock::now() + kLook);
   return true;
@@ -291,15 +291,21 @@ void PagePool::wait_changed(PoolLock& lock, steady_clock::time_point until) {
   changed_.wait_until(lock.lock_, until);
 }
 
+// While one lives the mapper begins no step. Requires the lock at both ends.
+class PagePool::WantsQuiet {
+ public:
+  explicit WantsQuiet(PagePool& pool) : pool_(pool) { ++pool_.quiet_wanted_; }
+  ~WantsQuiet() { --pool_.quiet_wanted_; }
+  WantsQuiet(const WantsQuiet&) = delete;
+  WantsQuiet& operator=(const WantsQuiet&) = delete;
+
+ private:
+  PagePool& pool_;
+};
+
 void PagePool::await_quiet(PoolLock& lock, const char* operation) {
-  ++quiet_wanted_;
-  try {
-    await(lock, operation, "driver calls of other threads", [this] { return in_flight_ == 0; });
-  } catch (...) {
-    --quiet_wanted_;
-    throw;
-  }
-  --quiet_wanted_;
+  const WantsQuiet wants(*this);
+  await(lock, operation, "driver calls of other threads", [this] { return in_flight_ == 0; });
 }
 
 PoolCounts PagePool::counts() {
@@ -329,9 +335,9 @@ void PagePool::set_budget(std::size_t bytes) {
   PoolLock lock(shared_from_this());
   reap();
   count_parted();
-  const auto until = steady_clock::now() + options_.patience;
+  const auto since = steady_clock::now();
   const auto in_use = [this] { return used_ + parted_ + promised_; };
-  while (in_use() > pages && take_back(lock, until, in_use() - pages)) {
+  while (in_use() > pages && take_back(lock, since, in_use() - pages)) {
   }
   if (pages == 0 || in_use() > pages) {
     throw OutOfPages("[Pool.budget] need a budget of at least " +
@@ -471,9 +477,11 @@ void PagePool::end_later(Generation* generation) noexcept {
 
 void PagePool::before_fork() {
   std::unique_lock lock(mutex_);
-  ++quiet_wanted_;
-  const bool quiet = changed_.wait_for(lock, options_.patience, [this] { return in_flight_ == 0; });
-  --quiet_wanted_;
+  bool quiet;
+  {
+    const WantsQuiet wants(*this);
+    quiet = changed_.wait_for(lock, options_.patience, [this] { return in_flight_ == 0; });
+  }
   lock.release();
   if (!quiet) return;  // better a child that sees later writes than none
   std::vector<Page*> seen;

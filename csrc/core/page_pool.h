@@ -207,7 +207,6 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // Lets the lock go until nobody makes driver calls without it; the mapper begins no more
   // meanwhile. Throws TimedOut.
   void await_quiet(PoolLock& lock, const char* operation);
-  bool quiet_wanted() const { return quiet_wanted_ != 0; }
   // Settles what waits for it. Returns the first refusal.
   std::exception_ptr settle_all() noexcept;
   // Keeps free memory between the pool's marks; returns when to look again.
@@ -229,8 +228,10 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::size_t free_pages(std::size_t pages, std::size_t parted);
   // Gives up what is parked, or ahead of some tensor; false where there is neither.
   bool give_up_spare();
-  // One step of taking back; false where nothing is left that would make up for `missing` pages.
-  bool take_back(PoolLock& lock, std::chrono::steady_clock::time_point until, std::size_t missing);
+  class WantsQuiet;
+  // One step of taking back for a request of that time; false where nothing is left that would make
+  // up for `missing` pages.
+  bool take_back(PoolLock& lock, std::chrono::steady_clock::time_point since, std::size_t missing);
   void start_mapper();
   void count_parted();
   void stock(PoolLock& lock, std::size_t pages);

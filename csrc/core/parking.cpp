@@ -131,7 +131,6 @@ bool Buffer::adopt_parked(const Caller& caller) {
 
 void Buffer::adopt(const Caller& caller) {
   is_quiet();
-  aged_ = false;
   touched_ = {};
   retiring_.clear();
   owner_end_ = std::make_unique<Generation>();

@@ -16,6 +16,7 @@
 #include "core/buffer.h"
 #include "core/page_pool.h"
 #include "driver/driver.h"
+#include "owner.h"
 
 namespace vtensor {
 namespace {
@@ -32,29 +33,19 @@ std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
   return PagePool::create(make_host_driver({.page_size = kBytes}), options);
 }
 
-// An owner as TensorCore is one: its operations follow one another. A position is half a page, and
-// holds the owner's number.
-class Owner {
+// A position is half a page, and holds the writer's number.
+class Writer : public Owner {
  public:
-  Owner(const std::shared_ptr<PagePool>& pool, std::size_t rows, char number)
-      : pool_(pool),
-        rows_(rows),
-        number_(number),
-        buffer_(Buffer::create(pool, {rows, kBytes / 2, kCapacity, 0, false}, kCaller)) {}
-  ~Owner() { buffer_->abandon(); }
-  Owner(const Owner&) = delete;
-  Owner& operator=(const Owner&) = delete;
-
   static constexpr std::size_t kCapacity = 64;
-  std::size_t length() const { return positions_.size(); }
 
-  // I7: what is new shows zeros or what this owner wrote there.
+  Writer(const std::shared_ptr<PagePool>& pool, std::size_t rows, char number)
+      : Owner(pool, kCaller, {rows, kBytes / 2, kCapacity, 0, false}), number_(number) {}
+
+  // I7: what is new shows zeros or what this writer wrote there.
   void grow(std::size_t n) {
-    buffer_->raise_error();
-    const Interval after{positions_.begin, std::min(kCapacity, positions_.end + n)};
-    if (!buffer_->grow_within(kCaller, after)) buffer_->grow(kCaller, after, (n & 1) != 0);
-    for (std::size_t row = 0; row < rows_; ++row) {
-      for (std::size_t i = positions_.end; i < after.end; ++i) {
+    const Interval added = Owner::grow(n, (n & 1) != 0);
+    for (std::size_t row = 0; row < shape_.rows; ++row) {
+      for (std::size_t i = added.begin; i < added.end; ++i) {
         char* const at = bytes(row, i);
         if ((*at != 0 && *at != number_) ||
             (at[kBytes / 2 - 1] != 0 && at[kBytes / 2 - 1] != number_))
@@ -62,20 +53,11 @@ class Owner {
         std::memset(at, number_, kBytes / 2);
       }
     }
-    positions_ = after;
   }
-  void shrink(std::size_t n, bool front) {
-    n = std::min(n, length());
-    positions_ = front ? Interval{positions_.begin + n, positions_.end}
-                       : Interval{positions_.begin, positions_.end - n};
-    if (positions_.empty()) positions_ = {};
-    buffer_->retract(kCaller, positions_);
-  }
-  void prepare(std::size_t n) { buffer_->prepare(std::min(kCapacity, positions_.end + n)); }
   Generation* publish() { return buffer_->publish(); }
   // I2: all of it is as written.
   bool whole() {
-    for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t row = 0; row < shape_.rows; ++row) {
       for (std::size_t i = positions_.begin; i < positions_.end; ++i) {
         if (*bytes(row, i) != number_ || bytes(row, i)[kBytes / 2 - 1] != number_) return false;
       }
@@ -90,11 +72,7 @@ class Owner {
     return reinterpret_cast<char*>(buffer_->address_of(row, i));
   }
 
-  const std::shared_ptr<PagePool> pool_;
-  const std::size_t rows_;
   const char number_;
-  const std::shared_ptr<Buffer> buffer_;
-  Interval positions_;
 };
 
 // What threads hand one another: generations to end, as views that die elsewhere.
@@ -133,12 +111,12 @@ Outcome drive(const std::shared_ptr<PagePool>& pool, Views& views, unsigned seed
               std::size_t steps) {
   std::mt19937 random(seed);
   Outcome outcome;
-  std::unique_ptr<Owner> owner;
+  std::unique_ptr<Writer> owner;
   for (std::size_t step = 0; step < steps; ++step) {
     try {
       if (!owner) {
         owner =
-            std::make_unique<Owner>(pool, 1 + random() % 3, static_cast<char>(1 + random() % 120));
+            std::make_unique<Writer>(pool, 1 + random() % 3, static_cast<char>(1 + random() % 120));
       }
       const std::size_t n = random() % 12;
       switch (random() % 10) {
@@ -264,7 +242,7 @@ TEST_CASE("threads beside a mapper whose calls are refused now and then") {
 TEST_CASE("what is prepared in the place of pages on their way out is there") {
   const auto pool = open_pool(256, {.ahead = 64 * kBytes});
   for (int i = 0; i < 200; ++i) {
-    Owner owner(pool, 1 + i % 2, 7);
+    Writer owner(pool, 1 + i % 2, 7);
     owner.grow(40);
     owner.shrink(36, false);
     owner.prepare(30);
@@ -289,7 +267,7 @@ TEST_CASE("a caller who overtakes the mapper waits for no more than a step of it
 
 TEST_CASE("an owner whose own pages are on their way out gets them back as others") {
   const auto pool = open_pool(64, {.ahead = 64 * kBytes});
-  Owner owner(pool, 1, 3);
+  Writer owner(pool, 1, 3);
   owner.grow(64);
   owner.shrink(64, false);
   const RowShape shape{1, kBytes, 128, 0, false};

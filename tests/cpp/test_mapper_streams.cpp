@@ -17,6 +17,7 @@
 #include "core/buffer.h"
 #include "core/page_pool.h"
 #include "driver/driver.h"
+#include "owner.h"
 #include "simcuda/client.h"
 
 namespace vtensor {
@@ -37,37 +38,18 @@ std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
 }
 
 // A tensor of one thread, whose kernels run in one stream.
-class Owner {
+class Launcher : public Owner {
  public:
-  Owner(const std::shared_ptr<PagePool>& pool, const SimcudaControl& control, Stream stream,
-        std::size_t rows)
-      : control_(control),
-        caller_{"test", stream, true},
-        rows_(rows),
-        buffer_(Buffer::create(pool, {rows, kBytes / 2, kCapacity, 0, false}, caller_)) {}
-  ~Owner() { buffer_->abandon(); }
-  Owner(const Owner&) = delete;
-  Owner& operator=(const Owner&) = delete;
+  Launcher(const std::shared_ptr<PagePool>& pool, const SimcudaControl& control, Stream stream,
+           std::size_t rows)
+      : Owner(pool, {"test", stream, true}, {rows, kBytes / 2, kCapacity, 0, false}),
+        control_(control) {}
 
-  void grow(std::size_t n) {
-    buffer_->raise_error();
-    const Interval after{positions_.begin, std::min(kCapacity, positions_.end + n)};
-    if (!buffer_->grow_within(caller_, after)) buffer_->grow(caller_, after, false);
-    positions_ = after;
-  }
-  void shrink(std::size_t n, bool front) {
-    n = std::min(n, positions_.size());
-    positions_ = front ? Interval{positions_.begin + n, positions_.end}
-                       : Interval{positions_.begin, positions_.end - n};
-    if (positions_.empty()) positions_ = {};
-    buffer_->retract(caller_, positions_);
-  }
-  void prepare(std::size_t n) { buffer_->prepare(std::min(kCapacity, positions_.end + n)); }
   // A kernel over all of it, in a lease, and what is given back before it has run.
   void launch(bool late) {
     if (positions_.empty()) return;
     Generation* const lease = buffer_->lease(caller_);
-    for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t row = 0; row < shape_.rows; ++row) {
       CHECK(control_.launch(caller_.stream, buffer_->address_of(row, positions_.begin),
                             positions_.size() * (kBytes / 2), 7) == 0);
     }
@@ -77,10 +59,6 @@ class Owner {
 
  private:
   const SimcudaControl& control_;
-  const Caller caller_;
-  const std::size_t rows_;
-  const std::shared_ptr<Buffer> buffer_;
-  Interval positions_;
 };
 
 // Random operations of one thread on one tensor after another. Returns how many were refused.
@@ -89,10 +67,10 @@ std::size_t drive(const std::shared_ptr<PagePool>& pool, const SimcudaControl& c
   std::mt19937 random(seed);
   const Stream stream = control.make_stream(0);
   std::size_t refused = 0;
-  std::unique_ptr<Owner> owner;
+  std::unique_ptr<Launcher> owner;
   for (std::size_t step = 0; step < steps; ++step) {
     try {
-      if (!owner) owner = std::make_unique<Owner>(pool, control, stream, 1 + random() % 3);
+      if (!owner) owner = std::make_unique<Launcher>(pool, control, stream, 1 + random() % 3);
       const std::size_t n = random() % 12;
       switch (random() % 10) {
         case 0:
@@ -111,7 +89,7 @@ std::size_t drive(const std::shared_ptr<PagePool>& pool, const SimcudaControl& c
           owner->launch(n % 2 == 0);
           break;
         default:
-          owner->grow(n);
+          owner->grow(n, false);
       }
     } catch (const Error& error) {
       if (refused++ == 0) MESSAGE("refused first: " << std::string(error.what()));
@@ -128,7 +106,7 @@ std::size_t hammer(const PoolOptions& options, std::size_t pages) {
   control.reset();
   control.configure("granularity", kBytes);
   control.unseen_events(2);
-  const std::shared_ptr<PagePool> pool = open_pool(pages, options);
+  std::shared_ptr<PagePool> pool = open_pool(pages, options);
   pool->ensure_mapper();
   std::atomic<bool> done{false};
   std::vector<std::size_t> refused(3);
@@ -154,17 +132,23 @@ std::size_t hammer(const PoolOptions& options, std::size_t pages) {
   CHECK(pool->counts().mapped == 0);  // I14
   CHECK(pool->counts().used == 0);
   CHECK(control.illegal_accesses() == 0);
+  // The mapper may be the last to let the pool go: before the device is reset for the next one.
+  pool.reset();
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while (control.leaks().contexts != 0 && std::chrono::steady_clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(control.leaks().contexts == 0);
   return refused[0] + refused[1] + refused[2];
 }
 
 }  // namespace
 
 TEST_CASE("streams and leases beside a mapper that looks ahead and parks") {
-  WARN(hammer({.ahead = 64 * kBytes, .park = 48 * kBytes}, 512) == 0);
+  CHECK(hammer({.ahead = 64 * kBytes, .park = 48 * kBytes}, 512) == 0);
 }
 
 TEST_CASE("streams and leases beside a mapper that works only when asked") {
-  WARN(hammer({}, 512) == 0);
+  CHECK(hammer({}, 512) == 0);
 }
 
 TEST_CASE("streams and leases where memory is short, and ages") {
