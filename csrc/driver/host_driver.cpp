@@ -21,6 +21,7 @@
 #include "base/trace.h"
 #include "driver/host_fork.h"
 #include "driver/host_memory.h"
+#include "driver/pagemap.h"
 
 #ifndef MADV_POPULATE_READ  // Linux 5.14
 #define MADV_POPULATE_READ 22
@@ -517,29 +518,19 @@ class HostDriver final : public Driver {
 
   // False where the kernel does not tell.
   bool scan_pagemap(Address at, std::span<std::uint8_t> parted) {
-    // Linux, Documentation/admin-guide/mm/pagemap.rst: one 64-bit entry a kernel page.
-    constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61;
-    constexpr std::uint64_t kSwapped = std::uint64_t{1} << 62;
-    constexpr std::uint64_t kPresent = std::uint64_t{1} << 63;
-    const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-    if (pagemap < 0) return false;
     const std::size_t entries_a_page = page_size_ / traits_.granularity;
     const std::size_t total = parted.size() * entries_a_page;
     const std::size_t first = at / traits_.granularity;
-    std::array<std::uint64_t, 4096> entries;
+    std::array<Pagemap::Entry, 4096> entries;
     std::size_t done = 0;
     while (done < total && !ask(Call::pagemap)) {
       const std::size_t wanted = std::min(total - done, entries.size());
-      const ssize_t n = pread(pagemap, entries.data(), wanted * sizeof entries[0],
-                              static_cast<off_t>((first + done) * sizeof entries[0]));
-      if (n <= 0) break;
-      for (std::size_t i = 0; i < static_cast<std::size_t>(n) / sizeof entries[0]; ++i, ++done) {
-        if ((entries[i] & (kPresent | kSwapped)) && !(entries[i] & kOfFile)) {
-          parted[done / entries_a_page] = 1;
-        }
+      const std::size_t n = pagemap_.read(first + done, std::span(entries).first(wanted));
+      if (n == 0) break;
+      for (std::size_t i = 0; i < n; ++i, ++done) {
+        if (Pagemap::is_private(entries[i])) parted[done / entries_a_page] = 1;
       }
     }
-    close(pagemap);
     return done == total;
   }
 
@@ -551,6 +542,7 @@ class HostDriver final : public Driver {
   std::atomic<Handle> next_handle_{0};
   std::map<Address, Reservation> reservations_;  // what the kernel knows of each range
   ForkedState state_;
+  const Pagemap pagemap_;
 };
 
 }  // namespace
