@@ -47,9 +47,9 @@ class KVCache:
             before those go back to the pool as the window moves.
         lookahead: tokens for which pages are kept ready behind each length by the pool's mapper, so that
             :meth:`step` makes no driver call; a few steps' worth.
-        tile: tokens that kernels read and write in one go; the last tile of a length is always mapped, and
-            finite. 256 on CUDA (FlashAttention 3 and 4 read so far past the end), 1 on the CPU, where what
-            is not mapped reads as zeros.
+        tile: the most tokens that kernels read in one go: ``tile - 1`` behind each length are mapped too, and
+            finite. 256 on CUDA (FlashAttention 3 and 4 read up to 224), 1 on the CPU, where what is not
+            mapped reads as zeros.
         pool: whose pages to use; the device's default pool unless given.
 
     Raises:

@@ -136,8 +136,7 @@ std::size_t SlotCache::window_begin(const Kind& kind, std::size_t length) const 
 
 Interval SlotCache::needed(std::size_t kind, std::size_t slot, std::size_t length) const {
   if (length == 0) return {};
-  const std::size_t end = std::min(shape_.max_length, ceil_div(length, shape_.tile) * shape_.tile);
-  return {slots_[slot].begins[kind], end};
+  return {slots_[slot].begins[kind], std::min(shape_.max_length, length + shape_.tile - 1)};
 }
 
 // Lists the slots whose lengths go beyond their calm; false where a length cannot be.
@@ -253,9 +252,9 @@ std::size_t SlotCache::calm_of(std::size_t kind, std::size_t slot, std::size_t l
   const Buffer& buffer = *slots_[slot].buffers[kind];
   const std::size_t most = shape_.max_length, page = pool_->page_size();
   std::size_t calm = std::min(most, buffer.writable_until(length));
-  // Whole tiles, because their ends are mapped too.
+  // The tile behind the length is mapped too.
   const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
-  if (mapped < most) calm = std::min(calm, mapped / shape_.tile * shape_.tile);
+  if (mapped < most) calm = std::min(calm, mapped - std::min(mapped, shape_.tile - 1));
   if (rows.window == 0 || rows.window >= most) return calm;
   const std::size_t next = (page_of(kinds_[kind], slots_[slot].begins[kind]) + 1) * page;
   return std::min(calm, ceil_div(next, rows.item_bytes) + rows.window - 1);

@@ -31,7 +31,9 @@ struct SlotKind {
 struct SlotCacheShape {
   std::size_t slots = 0;
   std::size_t max_length = 0;
-  std::size_t tile = 1;       // what a kernel may touch past the length lies in the same tile
+  // What a kernel touches past the length lies in one tile with the last token, wherever tiles
+  // begin.
+  std::size_t tile = 1;
   std::size_t lookahead = 0;  // positions kept ready behind the length, by the mapper
   std::vector<SlotKind> kinds;
 };

@@ -109,8 +109,8 @@ class ModelCache:
     # ------------------------------------------------------------------ counting
 
     def rows(self, length: int) -> int:
-        """Tokens that are mapped for a length: whole tiles."""
-        return min(-(-length // self.tile) * self.tile, self.max_len)
+        """Tokens that are mapped for a length: what a kernel reads with the last of them, too."""
+        return min(length + self.tile - 1, self.max_len) if length else 0
 
     def pages_for(self, length: int) -> list[int]:
         """Pages in each range of each kind."""
