@@ -27,7 +27,7 @@ import vtensor
 
 from .harness import Bar, Figure, Sample, Settings, clock, excess, interleave, slowdown
 
-HEADS, HEAD_DIM = 8, 128
+QUERY_HEADS, HEADS, HEAD_DIM = 32, 8, 128  # of Llama-3-8B
 MOST_MICROSECONDS = 15
 MOST_SLOWDOWN = 1.01
 CALLS = 50  # one alone is too short for the clock
@@ -98,8 +98,9 @@ def nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> 
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """One query of each row, ``[B, 1, H, D]``, which sees all keys."""
-    return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+    """One query of each row, ``[B, 1, Hq, D]``, which sees all keys."""
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    return scaled_dot_product_attention(*heads_first, enable_gqa=True).transpose(1, 2)
 
 
 @contextmanager
@@ -160,7 +161,8 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
     ours = {**options, "backend": "fa2"}
     sizes = (1, length, HEADS, HEAD_DIM)
     k, v, plain_k, plain_v = tensors(settings, *sizes, grow_dim=1, dtype=torch.bfloat16)
-    q = torch.randn(1, 1, HEADS, HEAD_DIM, device=settings.device).bfloat16()
+    q = torch.randn(1, 1, QUERY_HEADS, HEAD_DIM, device=settings.device).bfloat16()
+    new = torch.randn(1, 1, HEADS, HEAD_DIM, device=settings.device).bfloat16()
     yield same(
         "flash_attn_func",
         lambda: flash_attention.flash_attn_func(q, k, v, **ours),
@@ -180,7 +182,7 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
         def call() -> None:
             nonlocal appended
             at = length + appended
-            bare.flash_attn_with_kvcache(q, whole_k, whole_v, q, q, cache_seqlens=at, **options)
+            bare.flash_attn_with_kvcache(q, whole_k, whole_v, new, new, cache_seqlens=at, **options)
             appended += 1
 
         return call
@@ -192,7 +194,7 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
 
     yield Case(
         "flash_attn_with_kvcache and its append",
-        lambda: flash_attention.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=k.length, **ours),
+        lambda: flash_attention.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=k.length, **ours),
         append_bare(),
         append_bare(),
         undo,
@@ -221,11 +223,11 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
 def sdpa_cases(settings: Settings, length: int) -> Iterator[Case]:
     sizes = (1, HEADS, length, HEAD_DIM)
     k, v, *view = tensors(settings, *sizes, grow_dim=2, dtype=torch.float32)
-    q = torch.randn(1, HEADS, 1, HEAD_DIM, device=settings.device)
+    q = torch.randn(1, QUERY_HEADS, 1, HEAD_DIM, device=settings.device)
     yield same(
         "SDPA",
-        lambda: sdpa.scaled_dot_product_attention(q, k, v),
-        lambda: scaled_dot_product_attention(q, *view),
+        lambda: sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        lambda: scaled_dot_product_attention(q, *view, enable_gqa=True),
     )
     close(k, v)
 
@@ -234,12 +236,12 @@ def flex_cases(settings: Settings, length: int) -> Iterator[Case]:
     """Against the same compiled function of torch, over views of the same strides."""
     sizes = (1, HEADS, length, HEAD_DIM)
     k, v, *view = tensors(settings, *sizes, grow_dim=2, dtype=torch.float32)
-    q = torch.randn(1, HEADS, 1, HEAD_DIM, device=settings.device)
+    q = torch.randn(1, QUERY_HEADS, 1, HEAD_DIM, device=settings.device)
     compiled = torch.compile(flex_attention, fullgraph=True)
     yield same(
         "FlexAttention",
-        lambda: flex.flex_attention(q, k, v),
-        lambda: compiled(q, *view),
+        lambda: flex.flex_attention(q, k, v, enable_gqa=True),
+        lambda: compiled(q, *view, enable_gqa=True),
         against="the compiled call",
     )
     close(k, v)

@@ -9,6 +9,8 @@ import torch
 from vtensor import InvalidArgument, KVCache
 from vtensor.kv_rows import CacheRows, rows_of
 
+from ._kv import runs_in_stream
+
 
 def cache_of(
     operation: str,
@@ -42,6 +44,19 @@ def cache_of(
             _check(operation, of_value, needed, rows)
     found = of_key or of_value
     return None if found is None else found.cache
+
+
+def check_tile(operation: str, query: torch.Tensor, cache: KVCache | None, rows: int) -> None:
+    """Refuses a cache that maps less behind a length than a kernel of tiles of ``rows`` reads with it.
+
+    Raises:
+        InvalidArgument: naming both.
+    """
+    if cache is not None and cache.tile < rows and runs_in_stream(query):
+        raise InvalidArgument(
+            f"[{operation}] {rows} rows are read at once, the cache maps with tile={cache.tile}: make it "
+            f"with tile={rows} or more"
+        )
 
 
 def _check(operation: str, of: CacheRows, needed: Sequence[int], rows: Sequence[int] | None) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import vtensor
 from vtensor import InvalidArgument, KVCache, VTensor
+from vtensor.demands import demands, suit
 
 from .full_extent import FullExtent
 
@@ -135,6 +136,26 @@ def check_rank(operation: str, name: str, t: KV, rank: int, layout: str) -> None
     tensor = t.tensor if isinstance(t, FullExtent) else t
     if tensor.ndim != rank:
         raise InvalidArgument(f"[{operation}] {name} is {list(tensor.shape)}: give {layout}")
+
+
+_GROUPED, _ALIKE = demands(4, 1), demands(4, 1, grouped=False)
+
+
+def check_heads_first(
+    operation: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> None:
+    """What kernels over ``[B, H, S, D]`` refuse.
+
+    Raises:
+        InvalidArgument: naming both sides.
+    """
+    if suit(_GROUPED if enable_gqa else _ALIKE, query, key, value):
+        return
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_rank(operation, name, t, 4, "[batch, heads, positions, head size]")
+    check_pair(operation, query, key, value, heads_dim=1)
+    check_rows(operation, query, key)
+    check_groups(operation, query, key, enable_gqa)
 
 
 def append(

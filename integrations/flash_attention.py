@@ -34,17 +34,27 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
 from vtensor import InvalidArgument, KVCache, VTensor, VTensorError
+from vtensor.demands import Demands, demands, suit
 
-from ._cache_layer import cache_of
+from ._cache_layer import cache_of, check_tile
 from ._flash_lengths import check_packed, check_within, rows_read, told
-from ._kv import KV, as_laid_out, check_pair, check_rank, check_rows, leased, owner_of, plain
+from ._kv import (
+    KV,
+    as_laid_out,
+    check_pair,
+    check_rank,
+    check_rows,
+    leased,
+    owner_of,
+    plain,
+)
 from .full_extent import FullExtent
 
 __all__ = [
@@ -57,7 +67,8 @@ __all__ = [
 ]
 
 _POSITIONS = 1  # of [B, S, H, D]
-_READS_PAST = 256  # rows; the tiles of 3 and 4 are up to 224
+_LARGEST_TILE = 224  # rows, of 3 and 4
+_READS_PAST = 256
 
 
 class NotInstalled(VTensorError, ImportError):
@@ -89,7 +100,7 @@ _PACKAGES = {
 }
 _ORDER = {8: ("fa2",), 9: ("fa3", "fa2", "fa4"), 10: ("fa4", "fa2"), 11: ("fa4", "fa2")}
 _LARGEST_HEAD = 256
-_MOST_LAYOUTS = 256
+_NEW = demands(4, 2, same_rows=False, grouped=False)  # positions, of a cache [rows, S, H, D]
 _PAGED = ("block_table", "page_table", "cu_seqlens_k_new")
 
 
@@ -104,8 +115,7 @@ class _Kernel:
     places: Mapping[str, int]  # of the parameters by position, q being 0
     takes_any_name: bool
     paged: tuple[str, ...]  # of its parameters, those of _PAGED
-    fine: set[object] = field(default_factory=set)
-    """Layouts that passed every check: the same ones come at every step."""
+    demands: Demands
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What was passed as ``name``, by either way; None where nothing was. ``args`` begin behind v."""
@@ -145,11 +155,11 @@ def flash_attn_func(
         NotInstalled: ``backend`` names a package that is not there.
         InvalidArgument: an argument the package does not have, a dtype or head size it refuses, strides for
             which it would copy K and V, as many sequences as K has not, positions that a KVCache's slot has
-            not, or a FullExtent, whose rows have lengths that this function cannot be told.
+            not, a KVCache of smaller tiles than the package reads, or a FullExtent, whose rows have lengths
+            that this function cannot be told.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        check_rank("flash_attn_func", name, t, 4, "[batch, positions, heads, head size]")
+    for name, t in (("k", k), ("v", v)):
         if isinstance(t, FullExtent):
             raise InvalidArgument(
                 f"[flash_attn_func] {name} is a FullExtent, and this function takes no lengths: use "
@@ -157,7 +167,7 @@ def flash_attn_func(
             )
     owners = owner_of(k), owner_of(v)
     keys, values = plain(k, owners[0], _POSITIONS), plain(v, owners[1], _POSITIONS)
-    check_rows("flash_attn_func", q, keys)
+    _check(kernel, q, keys, values)
     cache = None
     if owners[0] is None or owners[1] is None:
         cache = cache_of(
@@ -194,6 +204,7 @@ def flash_attn_varlen_func(
             )
     owners = owner_of(k), owner_of(v)
     keys, values = plain(k, owners[0], _POSITIONS), plain(v, owners[1], _POSITIONS)
+    _check(kernel, q, keys, values)
     rows = keys.ndim == 4  # of one sequence each, instead of packed ones
     needed = _packed(kernel, q, keys, args, kwargs) if not rows else _used(kernel, q, keys, args, kwargs)
     cache = None
@@ -265,8 +276,9 @@ def flash_attn_with_kvcache(
         )
     owners = (k_owner, v_owner)
     _refuse_paged(kernel, args, kwargs)
-    for name, owner in zip(("k_cache", "v_cache"), owners, strict=True):
-        check_rank(operation, name, owner, 4, "[rows, positions, heads, head size]")
+    if k_owner.ndim != 4 or v_owner.ndim != 4:
+        for name, owner in zip(("k_cache", "v_cache"), owners, strict=True):
+            check_rank(operation, name, owner, 4, "[rows, positions, heads, head size]")
     holds = k_owner.length
     if v_owner.length != holds:
         raise InvalidArgument(
@@ -277,18 +289,20 @@ def flash_attn_with_kvcache(
     known = [holds] if lengths is None else told(operation, "cache_seqlens", q, lengths)
     if known is not None:
         check_within(operation, "cache_seqlens", known, holds)
-    sizes = [(o.shape[1 if o.grow_dim == 2 else 2], o.shape[3], o.dtype) for o in owners]
-    added = _added(kernel, q, sizes, args, kwargs)
-    start, stop = (min(known), max(known) + added) if known else (0, holds + added)
-    shared_pages_fault = k_owner.pool.device.type == "cuda"  # a kernel's write cannot part them (I6)
+    added = _added(kernel, q, owners, lengths, args, kwargs)
+    stop = (max(known) if known else holds) + added
     try:
         if added:
-            for owner in owners:
-                owner.extend(max(0, stop - holds))
-                if shared_pages_fault:
-                    owner.own(start, stop)
+            more = max(0, stop - holds)
+            k_owner.extend(more)
+            v_owner.extend(more)
+            if k_owner.pool.device.type == "cuda":  # a kernel's write cannot part shared pages (I6)
+                start = min(known) if known else 0
+                k_owner.own(start, stop)
+                v_owner.own(start, stop)
         keys = _cache(kernel, k_cache, k_owner, lengths, stop)
         values = _cache(kernel, v_cache, v_owner, lengths, stop)
+        _check(kernel, q, keys, values)
         return _launch(kernel, q, keys, values, args, kwargs, owners)
     except BaseException:
         for owner in owners:
@@ -311,16 +325,16 @@ def _over_plain(
     if not _paged(kernel, args, kwargs):  # where a row is a page, lengths say nothing of it
         for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_rank(operation, name, t, 4, "[rows, positions, heads, head size]")
-        sizes = [(t.shape[2], t.shape[3], t.dtype) for t in (k_cache, v_cache)]
-        added = _added(kernel, q, sizes, args, kwargs)
+        lengths = kernel.argument("cache_seqlens", args, kwargs)
+        added = _added(kernel, q, (k_cache, v_cache), lengths, args, kwargs)
         rows = rows_read(operation, q, k_cache.shape[0], kernel.argument("cache_batch_idx", args, kwargs))
         holds = k_cache.shape[_POSITIONS]
-        lengths = kernel.argument("cache_seqlens", args, kwargs)
         known = told(operation, "cache_seqlens", q, holds if lengths is None else lengths)
         if known is not None:
             check_within(operation, "cache_seqlens", known, holds, added)
         needed = None if known is None or rows is None else [n + added for n in known]
         cache = cache_of(operation, k_cache, v_cache, _POSITIONS, needed, rows)
+    _check(kernel, q, k_cache, v_cache)
     return _launch(kernel, q, k_cache, v_cache, args, kwargs, cache=cache)
 
 
@@ -356,38 +370,44 @@ def _refuse_paged(kernel: _Kernel, args: Sequence[Any], kwargs: Mapping[str, Any
 def _added(
     kernel: _Kernel,
     q: torch.Tensor,
-    caches: Sequence[tuple[int, int, torch.dtype]],
+    caches: tuple[torch.Tensor, torch.Tensor],
+    lengths: int | torch.Tensor | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> int:
-    """How many positions the kernel is to append to each row of the caches, of which the heads, head size and
-    dtype are given."""
-    operation = kernel.operation
+    """How many positions the kernel is to append to each row of the caches, behind ``lengths``."""
     k, v = kernel.argument("k", args, kwargs), kernel.argument("v", args, kwargs)
     if k is None and v is None:
         return 0
     if k is None or v is None or k.shape[:-1] != v.shape[:-1]:
         raise InvalidArgument(
-            f"[{operation}] k and v are not of one shape: give as many new positions of both"
+            f"[{kernel.operation}] k and v are not of one shape: give as many new positions of both"
         )
-    if kernel.argument("cache_seqlens", args, kwargs) is None:
+    if lengths is None:
         raise InvalidArgument(
-            f"[{operation}] k and v without cache_seqlens: say behind how many positions they go"
+            f"[{kernel.operation}] k and v without cache_seqlens: say behind how many positions they go"
         )
-    of_q = q.shape
-    for (heads, size, dtype), new in zip(caches, (k, v), strict=True):
-        of_new = new.shape
-        if len(of_new) != 4 or (len(of_q) == 4 and of_new[0] != of_q[0]):
-            raise InvalidArgument(
-                f"[{operation}] new positions are {list(of_new)}, q is {list(of_q)}: give "
-                "[batch, positions, heads, head size] of the same batch"
-            )
-        if of_new[2] != heads or of_new[3] != size or new.dtype != dtype:
-            raise InvalidArgument(
-                f"[{operation}] new positions are {list(of_new)} of {new.dtype}, the cache has {heads} "
-                f"heads of {size}, {dtype}: was it made for another model?"
-            )
+    batch = q.shape[0] if q.ndim == 4 else None  # packed queries do not say how many sequences they are
+    for held, new in zip(caches, (k, v), strict=True):
+        if new.shape[0] != batch or not suit(_NEW, new, held, held):
+            _check_new(kernel.operation, batch, held, new)
     return int(k.shape[1])
+
+
+def _check_new(operation: str, batch: int | None, held: torch.Tensor, new: torch.Tensor) -> None:
+    """Refuses positions that are none of ``batch`` sequences or of the cache ``held``."""
+    of_new, of_held, owner = new.shape, held.shape, owner_of(held)
+    heads = of_held[1 if owner is not None and owner.grow_dim == 2 else 2]
+    if len(of_new) != 4 or batch not in (None, of_new[0]):
+        raise InvalidArgument(
+            f"[{operation}] new positions are {list(of_new)}, there are {batch} sequences in q: give "
+            "[batch, positions, heads, head size] of the same batch"
+        )
+    if of_new[2] != heads or of_new[3] != of_held[3] or new.dtype != held.dtype:
+        raise InvalidArgument(
+            f"[{operation}] new positions are {list(of_new)} of {new.dtype}, the cache has {heads} "
+            f"heads of {of_held[3]}, {held.dtype}: was it made for another model?"
+        )
 
 
 def _launch(
@@ -400,34 +420,40 @@ def _launch(
     owners: tuple[VTensor | None, VTensor | None] = (None, None),
     cache: KVCache | None = None,
 ) -> Any:
-    """Checks what all three functions do, leases, calls. ``keys`` and ``values`` are plain: views of
-    ``owners`` or of a layer of ``cache``, where there are such."""
-    check_pair(kernel.operation, q, keys, values, heads_dim=-2)
+    """Leases, and calls. ``keys`` and ``values`` are plain: views of ``owners``, or of a layer of ``cache``,
+    where there are such."""
     if not kernel.takes_any_name and not kwargs.keys() <= kernel.places.keys():
         unknown = ", ".join(sorted(kwargs.keys() - kernel.places.keys()))
         raise InvalidArgument(
             f"[{kernel.operation}] {unknown}: no argument of {kernel.package.title}, which takes "
             f"{', '.join(kernel.places)}: leave it out, or choose another with backend="
         )
-    if kernel.package.dtypes:
-        _check_layout(kernel, "k", keys)
-        _check_layout(kernel, "v", values)
+    if kernel.package.reads_tiles:
+        check_tile(kernel.operation, q, cache, _LARGEST_TILE)
     with leased(q, *owners, cache=cache):
         return kernel.call(q, keys, values, *args, **kwargs)
 
 
-def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
+def _check(kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Refuses what the kernels refuse, and what makes them copy all of K and V before they start."""
-    strides = t.stride()
-    layout = (t.dtype, t.shape[-1], strides)
-    compiling = torch.compiler.is_compiling()  # where sizes may be symbols, and there is no address
-    if not compiling and layout in kernel.fine and t.data_ptr() % 16 == 0:
+    if suit(kernel.demands, q, keys, values):
         return
+    if kernel.operation == "flash_attn_func":
+        for name, t in (("q", q), ("k", keys), ("v", values)):
+            check_rank(kernel.operation, name, t, 4, "[batch, positions, heads, head size]")
+        check_rows(kernel.operation, q, keys)
+    check_pair(kernel.operation, q, keys, values, heads_dim=-2)
+    if kernel.package.dtypes:
+        _check_layout(kernel, "k", keys)
+        _check_layout(kernel, "v", values)
+
+
+def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
     title = f"[{kernel.operation}] {kernel.package.title}"
     if t.dtype not in kernel.package.dtypes:
         takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.package.dtypes)
         raise InvalidArgument(f"{title} takes {takes}, {name} is {t.dtype}: make the cache with one of these")
-    size, item = t.shape[-1], t.element_size()
+    size, item, strides = t.shape[-1], t.element_size(), t.stride()
     if size > _LARGEST_HEAD and name == "k":
         raise InvalidArgument(f"{title} takes head sizes up to {_LARGEST_HEAD}, {name} has {size}: use SDPA")
     if size * item % 16:
@@ -440,6 +466,7 @@ def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
             f"{title} copies all of {name} at every call, because its last stride is {strides[-1]}: lay the "
             "head size out last"
         )
+    compiling = torch.compiler.is_compiling()  # where there is no address
     if (not compiling and t.data_ptr() % 16) or any(
         s * item % 16 for s, n in zip(strides[:-1], t.shape[:-1], strict=True) if n > 1
     ):
@@ -447,11 +474,6 @@ def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
             f"{title} needs, or copies all of {name} for, an address and strides that are multiples of 16 "
             f"bytes; its strides are {list(strides)}: give each head a multiple of 16 bytes"
         )
-
-    if not compiling and not any(s * item % 16 for s in strides[:-1]):  # whatever the sizes
-        if len(kernel.fine) >= _MOST_LAYOUTS:
-            kernel.fine.clear()
-        kernel.fine.add(layout)
 
 
 def _kernel(operation: str, backend: str | None, device: torch.device) -> _Kernel:
@@ -517,4 +539,9 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
         places,
         any(p.kind is p.VAR_KEYWORD for p in parameters),
         tuple(name for name in _PAGED if name in places),
+        demands(
+            *((3, 1) if operation == "flash_attn_varlen_func" else (4, 2)),
+            same_rows=operation == "flash_attn_func",
+            aligned=bool(package.dtypes),
+        ),
     )

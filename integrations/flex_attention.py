@@ -21,18 +21,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from vtensor import InvalidArgument, VTensor
 
-from ._cache_layer import cache_of
+from ._cache_layer import cache_of, check_tile
 from ._kv import (
     KV,
     as_laid_out,
-    check_groups,
-    check_pair,
-    check_rank,
-    check_rows,
+    check_heads_first,
     leased,
     owner_of,
     plain,
-    runs_in_stream,
 )
 from .full_extent import FullExtent
 
@@ -81,19 +77,11 @@ def flex_attention(
         raise InvalidArgument(f"[{_OPERATION}] one of key and value is a FullExtent: give both, or neither")
     owners = owner_of(key), owner_of(value)
     keys, values = _given(key, owners[0]), _given(value, owners[1])
-    for name, t in (("query", query), ("key", keys), ("value", values)):
-        check_rank(_OPERATION, name, t, 4, "[batch, heads, positions, head size]")
-    check_pair(_OPERATION, query, keys, values, heads_dim=1)
-    check_rows(_OPERATION, query, keys)
-    check_groups(_OPERATION, query, keys, enable_gqa)
+    check_heads_first(_OPERATION, query, keys, values, enable_gqa)
     cache = None
     if owners[0] is None or owners[1] is None:
         cache = cache_of(_OPERATION, keys, values, _POSITIONS, _needed(block_mask, keys))
-    if cache is not None and cache.tile % _TILE and runs_in_stream(query):
-        raise InvalidArgument(
-            f"[{_OPERATION}] whole tiles of {_TILE} are read, the cache maps with tile={cache.tile}: make it "
-            f"with tile={_TILE}, or a multiple"
-        )
+    check_tile(_OPERATION, query, cache, _TILE)
     if isinstance(block_mask, CacheMask):
         holds = keys.shape[_POSITIONS] if owners[0] is None else owners[0].length
         if block_mask.longest is not None and block_mask.longest > holds:

@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from vtensor import InvalidArgument
 
 from ._cache_layer import cache_of
-from ._kv import KV, check_groups, check_pair, check_rank, check_rows, leased, owner_of, plain
+from ._kv import KV, check_heads_first, leased, owner_of, plain
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -58,16 +58,8 @@ def scaled_dot_product_attention(
     """
     owners = owner_of(key), owner_of(value)
     keys, values = plain(key, owners[0], 2), plain(value, owners[1], 2)
+    check_heads_first(_OPERATION, query, keys, values, enable_gqa)
     of_query, of_keys = query.shape, keys.shape
-    # Behind a long kernel the interpreter starts with cold caches: what commonly holds is seen at a glance.
-    alike = len(of_query) == 4 and of_query[:2] == of_keys[:2] and values.shape == of_keys
-    if not (
-        alike
-        and of_query[3] == of_keys[3]
-        and query.dtype is keys.dtype is values.dtype
-        and keys.device == query.device
-    ):
-        _check(query, keys, values, enable_gqa)
     heads, queries, length = of_query[1], of_query[2], of_keys[2]
     groups = heads // of_keys[1]
     if attn_mask is not None:
@@ -93,14 +85,6 @@ def scaled_dot_product_attention(
             mask = mask.reshape(*mask.shape[:-3], heads // groups, groups, mask.shape[-1])
         out = functional.scaled_dot_product_attention(stacked, keys, values, mask, dropout_p, scale=scale)
         return out.reshape(batch, heads, 1, values.shape[-1])
-
-
-def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, enable_gqa: bool) -> None:
-    for name, t in (("query", query), ("key", keys), ("value", values)):
-        check_rank(_OPERATION, name, t, 4, "[batch, heads, positions, head size]")
-    check_pair(_OPERATION, query, keys, values, heads_dim=1)
-    check_rows(_OPERATION, query, keys)
-    check_groups(_OPERATION, query, keys, enable_gqa)
 
 
 def _check_mask(mask: torch.Tensor, query: torch.Tensor, length: int, is_causal: bool) -> None:

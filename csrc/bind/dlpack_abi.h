@@ -17,6 +17,8 @@ struct DataType {
   std::uint16_t lanes;
 };
 inline constexpr DataType kUint8{1, 8, 1};
+// Of DataType::code.
+inline constexpr std::uint8_t kFloat = 2, kBfloat = 4;
 
 struct Tensor {
   void* data;

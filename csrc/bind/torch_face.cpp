@@ -65,17 +65,21 @@ Stream TorchFace::current_stream(Device device) {
 
 void TorchFace::empty_cache() { cuda_.attr("empty_cache")(); }
 
+bool TorchFace::glance(nb::handle object, dlpack::Tensor& seen) {
+  const auto type = reinterpret_cast<PyTypeObject*>(tensor_type_.ptr());
+  if (!api_ || !PyObject_TypeCheck(object.ptr(), type)) return false;
+  if (api_->tensor_from_object(object.ptr(), &seen) == 0) return true;
+  PyErr_Clear();  // a dtype that DLPack has no number for
+  return false;
+}
+
 bool TorchFace::read(nb::handle tensor, TensorFacts& facts) {
-  if (api_) {
-    dlpack::Tensor seen{};
-    if (api_->tensor_from_object(tensor.ptr(), &seen) == 0) {
-      facts.data = static_cast<char*>(seen.data) + seen.byte_offset;
-      facts.device = seen.device;
-      facts.shape.assign(seen.shape, seen.shape + seen.ndim);
-      facts.strides.assign(seen.strides, seen.strides + seen.ndim);
-      return true;
-    }
-    PyErr_Clear();  // a dtype that DLPack has no number for
+  if (dlpack::Tensor seen; glance(tensor, seen)) {
+    facts.data = static_cast<char*>(seen.data) + seen.byte_offset;
+    facts.device = seen.device;
+    facts.shape.assign(seen.shape, seen.shape + seen.ndim);
+    facts.strides.assign(seen.strides, seen.strides + seen.ndim);
+    return true;
   }
   nb::module_ torch = nb::module_::import_("torch");
   if (!nb::getattr(tensor, "layout").is(torch.attr("strided"))) return false;

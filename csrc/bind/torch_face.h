@@ -28,6 +28,9 @@ class TorchFace {
  public:
   static TorchFace& get();
 
+  // What DLPack's C exchange API says of a tensor, good while that is not changed; false where it
+  // is no tensor, or one that DLPack cannot describe.
+  bool glance(nb::handle object, dlpack::Tensor& seen);
   // False where `object` is no strided tensor. Conjugate and negative bits are not looked at.
   bool read(nb::handle tensor, TensorFacts& facts);
 

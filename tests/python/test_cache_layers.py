@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from vtensor.integrations import _kv
+from vtensor.integrations import _cache_layer, _kv
 from vtensor.integrations import flash_attention as flash
 from vtensor.integrations import flex_attention as flex
 from vtensor.integrations.sdpa import scaled_dot_product_attention
@@ -217,10 +217,25 @@ def test_flex_attention_over_whole_layers(make):
 
 def test_flex_attention_needs_whole_tiles_on_a_device(make, monkeypatch):
     cache = make([100, 1, 33], layout="head", tile=64)
-    monkeypatch.setattr(flex, "runs_in_stream", lambda query: True)
+    monkeypatch.setattr(_cache_layer, "runs_in_stream", lambda query: True)
     mask = flex.CacheMask(None, SLOTS, 1, MOST).update([100, 1, 33])
     q = noise(SLOTS, HEADS, 1, SIZE, dtype=torch.float32)
     refused(lambda: flex.flex_attention(q, *cache[1], block_mask=mask), "tile=64", "tile=128")
+
+
+def test_flash_attention_needs_its_tiles_on_a_device(make, seen, monkeypatch):  # noqa: F811
+    cache = make(dtype=torch.bfloat16, tile=128)
+    monkeypatch.setattr(_cache_layer, "runs_in_stream", lambda query: True)
+    q = noise(SLOTS, 1, HEADS, SIZE)
+
+    def call(backend):
+        flash.flash_attn_with_kvcache(q, *cache[1], cache_seqlens=int32(*LENGTHS), backend=backend)
+
+    seen.name = ""
+    refused(lambda: call("fa3"), "tile=128", "tile=224")
+    assert seen.name == ""
+    call("fa2")
+    assert seen.name == "flash_attn_with_kvcache"
 
 
 # --- leases and ends ----------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+// What an attention kernel demands of its arguments, known at a glance: see vtensor/demands.py.
+#include <algorithm>
+#include <cstdint>
+
+#include "bind/bindings.h"
+#include "bind/torch_face.h"
+
+namespace vtensor::bind {
+namespace {
+
+constexpr std::int64_t kLargestHead = 256;
+constexpr std::int64_t kAlignment = 16;  // bytes
+
+struct Demands {
+  std::int32_t rank;
+  std::int32_t heads_dim;
+  bool same_rows;  // dimension 0 is a row, and the query has one for each of the key's
+  bool grouped;    // several heads of the query may share one of the key
+  bool aligned;    // as FlashAttention: 16 bits, and no strides for which it would copy
+
+  // False where something may be wrong: whoever asks then looks closer, and says what.
+  bool met(nb::handle query, nb::handle key, nb::handle value) const {
+    TorchFace& torch = TorchFace::get();
+    dlpack::Tensor q, k, v;
+    return torch.glance(query, q) && torch.glance(key, k) && torch.glance(value, v) && fit(q, k) &&
+           fit(q, v) && std::equal(k.shape, k.shape + rank - 1, v.shape) && heads_fit(q, k) &&
+           k.shape[rank - 1] == q.shape[rank - 1] && (!same_rows || q.shape[0] == k.shape[0]) &&
+           (!aligned || (is_aligned(k) && is_aligned(v)));
+  }
+
+ private:
+  bool fit(const dlpack::Tensor& q, const dlpack::Tensor& other) const {
+    return q.ndim == rank && other.ndim == rank && q.device.type == other.device.type &&
+           q.device.index == other.device.index && q.dtype.code == other.dtype.code &&
+           q.dtype.bits == other.dtype.bits;
+  }
+  bool heads_fit(const dlpack::Tensor& q, const dlpack::Tensor& k) const {
+    const std::int64_t heads = q.shape[heads_dim], of_key = k.shape[heads_dim];
+    return of_key != 0 && (grouped ? heads % of_key == 0 : heads == of_key);
+  }
+  bool is_aligned(const dlpack::Tensor& t) const {
+    const std::int64_t item = t.dtype.bits / 8, head = t.shape[rank - 1];
+    const auto at = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
+    if ((t.dtype.code != dlpack::kFloat && t.dtype.code != dlpack::kBfloat) || item != 2)
+      return false;
+    return at % kAlignment == 0 && head <= kLargestHead && head * item % kAlignment == 0 &&
+           t.strides[rank - 1] == 1 &&
+           std::all_of(t.strides, t.strides + rank - 1,
+                       [&](std::int64_t stride) { return stride * item % kAlignment == 0; });
+  }
+};
+
+}  // namespace
+
+void bind_demands(nb::module_& module) {
+  nb::class_<Demands>(module, "Demands")
+      .def(
+          "__init__",
+          [](Demands* self, std::int32_t rank, std::int32_t heads_dim, bool same_rows, bool grouped,
+             bool aligned) { new (self) Demands{rank, heads_dim, same_rows, grouped, aligned}; },
+          nb::kw_only(), nb::arg("rank"), nb::arg("heads_dim"), nb::arg("same_rows"),
+          nb::arg("grouped"), nb::arg("aligned"))
+      .def("met", &Demands::met, nb::arg("query").none(), nb::arg("key").none(),
+           nb::arg("value").none());
+}
+
+}  // namespace vtensor::bind

@@ -1,0 +1,119 @@
+"""What is known at a glance to suit a kernel is nothing that the checks in Python refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vtensor.integrations import flash_attention as flash
+from vtensor.integrations._kv import check_groups, check_pair, check_rank, check_rows
+
+import vtensor
+from vtensor import _core
+from vtensor.demands import demands, suit
+
+ALIKE, GROUPED = demands(4, 1, grouped=False), demands(4, 1)
+FLASH = demands(4, 2, aligned=True)
+
+
+def refused(check, *arguments, **options) -> bool:
+    try:
+        check(*arguments, **options)
+    except vtensor.InvalidArgument:
+        return True
+    return False
+
+
+def noise(*sizes: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=dtype)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Query, key and value, of which each may differ from what would fit, and in strides and address."""
+    common = [draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 3], [1, 2, 6], [4, 8, 16, 256])]
+    common_dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    made = []
+    for _ in "qkv":
+        sizes, dtype = list(common), common_dtype
+        for dim in draw(st.lists(st.integers(0, 3), max_size=2)):
+            sizes[dim] = draw(st.sampled_from([0, 1, 2, 3, 8, 264]))
+        if draw(st.integers(0, 9)) == 0:
+            dtype = draw(
+                st.sampled_from([torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64])
+            )
+        if draw(st.integers(0, 9)) == 0:
+            sizes.pop()
+        padding, start = draw(st.sampled_from([(0, 0), (0, 0), (8, 0), (1, 0), (8, 1)]))
+        padded = noise(*sizes[:-1], sizes[-1] + padding, dtype=dtype)
+        t = padded[..., start : start + sizes[-1]]
+        if len(sizes) == 4 and draw(st.booleans()):
+            t = t.transpose(1, 2).contiguous().transpose(1, 2)
+        made.append(t.transpose(-1, -2) if draw(st.integers(0, 19)) == 0 else t)
+    return made
+
+
+@given(qkv=tensors(), grouped=st.booleans())
+@settings(max_examples=600, deadline=None)
+def test_nothing_that_suits_is_refused(qkv, grouped):
+    q, k, v = qkv
+
+    def heads_first() -> None:
+        for t in qkv:
+            check_rank("test", "t", t, 4, "")
+        check_pair("test", q, k, v, heads_dim=1)
+        check_rows("test", q, k)
+        check_groups("test", q, k, grouped)
+
+    assert suit(GROUPED if grouped else ALIKE, q, k, v) == (not refused(heads_first))
+
+    def as_flash() -> None:
+        for t in qkv:
+            check_rank("test", "t", t, 4, "")
+        check_rows("test", q, k)
+        check_pair("test", q, k, v, heads_dim=2)
+        flash._check_layout(kernel, "k", k)
+        flash._check_layout(kernel, "v", v)
+
+    kernel = flash._Kernel("", "test", flash._PACKAGES["fa3"], print, {}, True, (), FLASH)
+    assert not suit(FLASH, q, k, v) or not refused(as_flash)
+
+
+def test_what_models_use_suits():
+    for dtype in (torch.bfloat16, torch.float16):
+        k = vtensor.empty(2, 5, 8, 128, grow_dim=1, capacity=9, dtype=dtype)
+        assert suit(FLASH, noise(2, 1, 32, 128, dtype=dtype), k, k.snapshot())
+    heads_first = noise(2, 8, 5, 64, dtype=torch.float32)
+    assert suit(GROUPED, noise(2, 32, 1, 64, dtype=torch.float32), heads_first, heads_first[..., :48])
+    assert suit(
+        demands(3, 1, same_rows=False, aligned=True), noise(3, 8, 64), noise(9, 8, 64), noise(9, 8, 64)
+    )
+
+
+@pytest.mark.parametrize("other", [None, 3, np.zeros((1, 2, 3, 16)), "tensor", torch.Tensor], ids=type)
+def test_what_is_no_tensor_does_not_suit(other):
+    q = noise(1, 2, 3, 16)
+    for qkv in ((other, q, q), (q, other, q), (q, q, other)):
+        assert not suit(GROUPED, *qkv)
+
+
+def test_what_dlpack_cannot_describe_does_not_suit():
+    q = noise(1, 2, 3, 16, dtype=torch.float32)
+    for other in (q.to_sparse(), torch.empty_like(q, device="meta")):
+        assert not suit(GROUPED, q, other, other)
+    seen = []
+    torch.vmap(lambda x: seen.append(suit(GROUPED, x, x, x)) or x)(noise(2, 1, 2, 3, 16, dtype=torch.float32))
+    assert seen == [False]
+
+
+def test_without_the_exchange_api_nothing_suits():
+    q = noise(1, 2, 3, 16)
+    assert suit(GROUPED, q, q, q)
+    _core.use_exchange_api(False)
+    try:
+        assert not suit(GROUPED, q, q, q)
+        assert flash.flash_attn_func(q, q, q, backend="torch").shape == q.shape
+    finally:
+        _core.use_exchange_api(True)
