@@ -136,7 +136,7 @@ std::size_t SlotCache::window_begin(const Kind& kind, std::size_t length) const 
 
 Interval SlotCache::needed(std::size_t kind, std::size_t slot, std::size_t length) const {
   if (length == 0) return {};
-  return {slots_[slot].begins[kind], std::min(shape_.max_length, length + shape_.tile - 1)};
+  return {slots_[slot].begins[kind], std::min(shape_.max_length, length + tail())};
 }
 
 // Lists the slots whose lengths go beyond their calm; false where a length cannot be.
@@ -227,17 +227,17 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
   const PoolLock lock(pool_);
   for (const std::size_t slot : slots) {
     const auto length = static_cast<std::size_t>(lengths_[slot]);
-    const std::size_t end = std::min(shape_.max_length, length + shape_.lookahead);
+    const std::size_t end = std::min(shape_.max_length, length + tail() + shape_.lookahead);
     std::size_t calm = shape_.max_length;
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
       Buffer& buffer = *slots_[slot].buffers[kind];
       if (length != 0 && shape_.lookahead != 0) {
         const std::size_t ahead = buffer.slots_of({0, end}).end;
-        const std::size_t late = ceil_div(shape_.lookahead, std::size_t{2});
+        const std::size_t late = tail() + ceil_div(shape_.lookahead, std::size_t{2});
         const std::size_t ready = buffer.ready_until();
         if (ahead > buffer.extent().end) buffer.want_until(end, ready < length + late);
         const std::size_t told = ahead * pool_->page_size() / kinds_[kind].shape.item_bytes;
-        if (told < shape_.max_length) calm = std::min(calm, told - shape_.lookahead);
+        if (told < shape_.max_length) calm = std::min(calm, told - tail() - shape_.lookahead);
         if (ready < end && ready > length + late) calm = std::min(calm, ready - late);
       }
       calm = std::min(calm, calm_of(kind, slot, length));
@@ -254,7 +254,7 @@ std::size_t SlotCache::calm_of(std::size_t kind, std::size_t slot, std::size_t l
   std::size_t calm = std::min(most, buffer.writable_until(length));
   // The tile behind the length is mapped too.
   const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
-  if (mapped < most) calm = std::min(calm, mapped - std::min(mapped, shape_.tile - 1));
+  if (mapped < most) calm = std::min(calm, mapped - std::min(mapped, tail()));
   if (rows.window == 0 || rows.window >= most) return calm;
   const std::size_t next = (page_of(kinds_[kind], slots_[slot].begins[kind]) + 1) * page;
   return std::min(calm, ceil_div(next, rows.item_bytes) + rows.window - 1);
@@ -295,7 +295,7 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
     Buffer& buffer = *slots_[slot].buffers[kind];
     Interval kept = needed(kind, slot, length);
     kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
-    buffer.retract(caller, kept, length + shape_.lookahead);
+    buffer.retract(caller, kept, length + tail() + shape_.lookahead);
   }
   lengths_[slot] = static_cast<std::int64_t>(length);
   look_further({&slot, 1});

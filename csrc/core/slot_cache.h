@@ -4,6 +4,7 @@
 // 2405.04437) are the constructor, `alloc`, `step` and `free`.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -134,6 +135,8 @@ class SlotCache {
   std::size_t page_of(const Kind& kind, std::size_t position) const {
     return position * kind.shape.item_bytes / pool_->page_size();
   }
+  // Positions behind a length that a kernel may touch.
+  std::size_t tail() const { return std::min(shape_.tile, shape_.max_length) - 1; }
   Interval needed(std::size_t kind, std::size_t slot, std::size_t length) const;
   std::size_t window_begin(const Kind& kind, std::size_t length) const;
   bool find_due(std::span<const std::int64_t> lengths);

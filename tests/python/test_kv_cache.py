@@ -115,23 +115,25 @@ def test_memory_short_changes_nothing_and_works_after_a_free(pool_factory, kind)
         assert cache.step(more)
 
 
-def test_a_lookahead_is_mapped_exactly(pool_factory, kind):
+@pytest.mark.parametrize("tile", [1, 12, 64])
+def test_a_lookahead_is_mapped_exactly(pool_factory, kind, tile):
     pool = pool_factory(kind, 400)
-    with make_cache(pool, lookahead=20) as cache:
+    with make_cache(pool, lookahead=20, tile=tile) as cache:
         slot = cache.alloc()
         for length in (1, 12, 13, 28, 29, 80, 110, MAX_LEN):
             assert grown(cache, slot, length)
             pool.wait_idle(10)
             stats = cache.stats()
-            wanted = -(-min(MAX_LEN, length + 20) // UNIT) * RANGES
+            wanted = -(-min(MAX_LEN, length + tile - 1 + 20) // UNIT) * RANGES
             assert stats.pages_mapped == wanted, length
             assert stats.pages_needed + stats.pages_ahead == wanted
 
 
-def test_steps_over_pages_ahead_make_no_call(pool_factory, kind):
+@pytest.mark.parametrize("tile", [1, 12, 64])
+def test_steps_over_pages_ahead_make_no_call(pool_factory, kind, tile):
     """I15."""
     pool = pool_factory(kind, 800)
-    with make_cache(pool, lookahead=20) as cache:
+    with make_cache(pool, lookahead=20, tile=tile) as cache:
         slots = [cache.alloc() for _ in range(4)]
         lengths = [1 if slot in slots else 0 for slot in range(MAX_BATCH)]
         cache.step(lengths)
@@ -145,11 +147,11 @@ def test_steps_over_pages_ahead_make_no_call(pool_factory, kind):
         assert not {call for call in calls_since(pool, before) if call not in ours}
 
 
-@pytest.mark.parametrize("tile", [12, 64])
+@pytest.mark.parametrize("tile", [12, 64, MAX_LEN + 1, 2**62])
 def test_a_tile_behind_the_length_is_mapped_and_finite(pool_factory, kind, tile):
     with make_cache(pool_factory(kind, 400), tile=tile) as cache:
         slot = cache.alloc()
-        for length in (1, tile, tile + 1, 90):
+        for length in sorted({1, min(tile, 80), min(tile + 1, 81), 90}):
             grown(cache, slot, length)
             end = min(MAX_LEN, length + tile - 1)
             k, v = cache[1]

@@ -35,4 +35,5 @@ def case(kind: str, shape: str, ahead: int = 0, **options):
 for _kind in ("host", "simcuda"):
     for _shape in SHAPES:
         globals()[f"Test{_kind}{_shape}".replace(" ", "_")] = case(_kind, _shape)
-    globals()[f"Test{_kind}mapper"] = case(_kind, "sliced", ahead=8 * PAGE, lookahead=20)
+    for _shape in ("sliced", "tiles"):
+        globals()[f"Test{_kind}{_shape}mapper"] = case(_kind, _shape, ahead=8 * PAGE, lookahead=20)
