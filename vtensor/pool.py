@@ -452,7 +452,7 @@ def _close_pools() -> None:
         return
     until = time.monotonic() + _CLOSE_SECONDS
     with _sets_lock:
-        pools = list(_pools)
+        pools = [pool for pool in _pools if not pool.closed]
     for pool in pools:
         with suppress(VTensorError):  # the process ends: the others are to be closed all the same
             pool._close(max(0.001, until - time.monotonic()))

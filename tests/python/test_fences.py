@@ -158,7 +158,7 @@ def test_growing_over_waiting_pages_revives_them(sim, stream_pool, ahead):
     """Without a driver call, and the fence that has not passed then unmaps nothing."""
     pool = stream_pool(ahead=ahead, park=0)
     stream = sim.stream(held=True)
-    t = filled(pool, 32, 1)
+    t = filled(pool, 32, 1, capacity=32)  # nothing else to look ahead to
     sim.kernel(stream, t)
     t.truncate(4, stream=stream)
     assert stays_held(pool, 7)
