@@ -41,13 +41,21 @@ struct Version {
   std::uint32_t minor;
 };
 
+struct ManagedTensorVersioned {
+  Version version;
+  void* context;
+  void (*deleter)(ManagedTensorVersioned*);
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
 // Behind torch.Tensor.__dlpack_c_exchange_api__ (torch 2.10 and later).
 struct ExchangeApi {
   Version version;
   ExchangeApi* previous;
   int (*allocate)(Tensor*, void**, void*, void (*)(void*, const char*, const char*));
   int (*managed_from_object)(void*, void**);
-  int (*object_from_managed)(void*, void**);
+  int (*object_from_managed)(ManagedTensorVersioned*, void**);  // takes it over
   int (*tensor_from_object)(void*, Tensor*);  // borrowed: good while the object is not changed
   int (*current_stream)(std::int32_t, std::int32_t, void**);
 };

@@ -146,8 +146,8 @@ void TensorCore::publish(nb::handle self) {
   }
   const Address first = buffer_->slot_address(0, slots.begin);
   const Address end = buffer_->slot_address(buffer_->shape().rows - 1, slots.end);
-  Generation* generation;
-  {
+  Generation* generation = buffer_->try_publish();
+  if (generation == nullptr) {
     const ReleasedGil released;
     generation = buffer_->publish();
   }

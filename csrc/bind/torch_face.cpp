@@ -100,17 +100,36 @@ bool TorchFace::read(nb::handle tensor, TensorFacts& facts) {
 
 namespace {
 
-// What a "dltensor" capsule over a generation points to; dies with the storage made of it.
+// What torch takes over for a storage over a generation, and lets go of with it.
+template <typename Managed>
 struct Export {
-  dlpack::ManagedTensor managed;
+  Managed managed;
   std::int64_t bytes;
-  std::int64_t stride = 1;
+  std::int64_t stride;
   Generation* generation;
 };
 
-void end_export(dlpack::ManagedTensor* managed) {
-  std::unique_ptr<Export> exported(static_cast<Export*>(managed->context));
+template <typename Managed>
+void end_export(Managed* managed) {
+  std::unique_ptr<Export<Managed>> exported(static_cast<Export<Managed>*>(managed->context));
   exported->generation->buffer->pool()->end(exported->generation);
+}
+
+template <typename Managed>
+Managed* make_export(Generation* generation, Address address, std::size_t bytes, Device device) {
+  auto* exported =
+      new Export<Managed>{{}, static_cast<std::int64_t>(bytes), /*stride=*/1, generation};
+  Managed& managed = exported->managed;
+  managed.context = exported;
+  managed.deleter = end_export<Managed>;
+  managed.tensor = {reinterpret_cast<void*>(address),
+                    {device.type, device.index},
+                    1,
+                    dlpack::kUint8,
+                    &exported->bytes,
+                    &exported->stride,
+                    0};
+  return &managed;
 }
 
 void end_unused_capsule(PyObject* capsule) {
@@ -120,27 +139,28 @@ void end_unused_capsule(PyObject* capsule) {
 
 }  // namespace
 
-nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes,
-                                   Device device) {
-  auto* exported = new Export{};
-  exported->bytes = static_cast<std::int64_t>(bytes);
-  exported->generation = generation;
-  exported->managed.tensor = {reinterpret_cast<void*>(address),
-                              {device.type, device.index},
-                              1,
-                              dlpack::kUint8,
-                              &exported->bytes,
-                              &exported->stride,
-                              0};
-  exported->managed.context = exported;
-  exported->managed.deleter = end_export;
-  PyObject* capsule = PyCapsule_New(&exported->managed, "dltensor", end_unused_capsule);
+nb::object TorchFace::tensor_over(Generation* generation, Address address, std::size_t bytes,
+                                  Device device) {
+  if (api_) {
+    auto* managed = make_export<dlpack::ManagedTensorVersioned>(generation, address, bytes, device);
+    managed->version = {1, 0};
+    void* tensor = nullptr;
+    if (api_->object_from_managed(managed, &tensor) != 0) throw nb::python_error();
+    return nb::steal(static_cast<PyObject*>(tensor));
+  }
+  auto* managed = make_export<dlpack::ManagedTensor>(generation, address, bytes, device);
+  PyObject* capsule = PyCapsule_New(managed, "dltensor", end_unused_capsule);
   if (!capsule) {
-    end_export(&exported->managed);
+    end_export(managed);
     throw nb::python_error();
   }
   nb::object owner = nb::steal(capsule);
-  nb::object extent = call(from_dlpack_, {capsule});
+  return call(from_dlpack_, {capsule});
+}
+
+nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes,
+                                   Device device) {
+  nb::object extent = tensor_over(generation, address, bytes, device);
   return call(untyped_storage_, {extent.ptr()});
 }
 

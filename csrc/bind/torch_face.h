@@ -62,6 +62,7 @@ class TorchFace {
 
  private:
   TorchFace();
+  nb::object tensor_over(Generation* generation, Address address, std::size_t bytes, Device device);
 
   nb::object tensor_type_, parameter_type_;
   nb::object set_, detach_, narrow_, copy_, untyped_storage_, is_neg_, is_conj_;

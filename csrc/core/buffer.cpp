@@ -260,8 +260,17 @@ void Buffer::quarantine(const Run& run) noexcept {
 }
 
 Generation* Buffer::publish() {
+  const PoolLock lock(pool_);
+  return publish_locked();
+}
+
+Generation* Buffer::try_publish() {
+  const PoolLock lock(pool_, std::try_to_lock);
+  return lock ? publish_locked() : nullptr;
+}
+
+Generation* Buffer::publish_locked() {
   auto generation = std::make_unique<Generation>();
-  PoolLock lock(pool_);
   generation->buffer = shared_from_this();
   generation->slots = extent_;
   generations_.push_back(generation.get());

@@ -158,6 +158,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void retract(const Caller& caller, Interval positions, std::size_t keep = 0);
   // A generation over the present extent.
   Generation* publish();
+  // The same; null where that would have to wait for the lock.
+  Generation* try_publish();
   bool published();
   // Work in the caller's stream uses the pages: they are unmapped only after it.
   void use(const Caller& caller);
@@ -332,6 +334,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void touch(Interval slots);
   void set_ready(Interval slots);
   void retire_no_more(Interval slots);
+  Generation* publish_locked();
   void note(Stream stream);
   void note(const Caller& caller);
   std::vector<FencePtr> fences();

@@ -166,7 +166,7 @@ void Buffer::forget(const Generation* generation) noexcept {
   const auto at = std::find(generations_.begin(), generations_.end(), generation);
   *at = generations_.back();
   generations_.pop_back();
-  touch(generation->slots);
+  if (!extent_.contains(generation->slots)) touch(generation->slots);
 }
 
 void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep) {
