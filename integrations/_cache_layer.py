@@ -52,7 +52,7 @@ def check_tile(operation: str, query: torch.Tensor, cache: KVCache | None, rows:
     Raises:
         InvalidArgument: naming both.
     """
-    if cache is not None and cache.tile < rows and runs_in_stream(query):
+    if cache is not None and cache.tile < min(rows, cache.max_len) and runs_in_stream(query):
         raise InvalidArgument(
             f"[{operation}] {rows} rows are read at once, the cache maps with tile={cache.tile}: make it "
             f"with tile={rows} or more"

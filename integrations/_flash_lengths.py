@@ -20,9 +20,9 @@ def told(operation: str, name: str, q: torch.Tensor, lengths: Any) -> list[int] 
     Raises:
         InvalidArgument: of another type, dtype or number.
     """
-    if isinstance(lengths, int):
-        return [lengths] * (q.shape[0] if q.ndim == 4 else 1)
     batch = q.shape[0] if q.ndim == 4 else None  # packed queries do not say how many sequences they are
+    if isinstance(lengths, int):
+        return [lengths] * (1 if batch is None else batch)
     if not isinstance(lengths, torch.Tensor):
         raise InvalidArgument(
             f"[{operation}] {name} is a {type(lengths).__name__}: give an int or an int32 tensor"
@@ -52,7 +52,7 @@ def check_within(operation: str, name: str, lengths: Sequence[int], holds: int, 
     """
     if not lengths:
         return
-    low, high = (min(lengths), max(lengths)) if len(lengths) > 1 else (lengths[0], lengths[0])
+    low, high = min(lengths), max(lengths)
     if low < 0 or high > holds:
         raise InvalidArgument(
             f"[{operation}] {name} is {high if high > holds else low}, the cache holds {holds} positions: "

@@ -10,7 +10,7 @@ import torch
 
 import vtensor
 from vtensor import InvalidArgument, KVCache, VTensor
-from vtensor.demands import demands, suit
+from vtensor.demands import Demands, suit
 
 from .full_extent import FullExtent
 
@@ -138,7 +138,7 @@ def check_rank(operation: str, name: str, t: KV, rank: int, layout: str) -> None
         raise InvalidArgument(f"[{operation}] {name} is {list(tensor.shape)}: give {layout}")
 
 
-_GROUPED, _ALIKE = demands(4, 1), demands(4, 1, grouped=False)
+_GROUPED, _ALIKE = Demands(4, 1), Demands(4, 1, grouped=False)
 
 
 def check_heads_first(

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from vtensor import InvalidArgument, KVCache, VTensor, VTensorError
-from vtensor.demands import Demands, demands, suit
+from vtensor.demands import Demands, suit
 
 from ._cache_layer import cache_of, check_tile
 from ._flash_lengths import check_packed, check_within, rows_read, told
@@ -68,7 +68,7 @@ __all__ = [
 
 _POSITIONS = 1  # of [B, S, H, D]
 _LARGEST_TILE = 224  # rows, of 3 and 4
-_READS_PAST = 256
+_READS_PAST = 256  # rows behind the longest that are covered for those
 
 
 class NotInstalled(VTensorError, ImportError):
@@ -100,7 +100,7 @@ _PACKAGES = {
 }
 _ORDER = {8: ("fa2",), 9: ("fa3", "fa2", "fa4"), 10: ("fa4", "fa2"), 11: ("fa4", "fa2")}
 _LARGEST_HEAD = 256
-_NEW = demands(4, 2, same_rows=False, grouped=False)  # positions, of a cache [rows, S, H, D]
+_NEW = Demands(4, 2, same_rows=False, grouped=False)  # [B, n, H, D], for a cache [rows, S, H, D]
 _PAGED = ("block_table", "page_table", "cu_seqlens_k_new")
 
 
@@ -155,8 +155,7 @@ def flash_attn_func(
         NotInstalled: ``backend`` names a package that is not there.
         InvalidArgument: an argument the package does not have, a dtype or head size it refuses, strides for
             which it would copy K and V, as many sequences as K has not, positions that a KVCache's slot has
-            not, a KVCache of smaller tiles than the package reads, or a FullExtent, whose rows have lengths
-            that this function cannot be told.
+            not, or a FullExtent, whose rows have lengths that this function cannot be told.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
     for name, t in (("k", k), ("v", v)):
@@ -191,7 +190,8 @@ def flash_attn_varlen_func(
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
         InvalidArgument: as there; rows are given where packed sequences are asked for; or ``cu_seqlens_q``,
-            ``cu_seqlens_k`` or ``seqused_k`` go past the end, as far as the host knows them.
+            ``cu_seqlens_k`` or ``seqused_k`` go past the end, as far as the host knows them; or a KVCache of
+            smaller tiles than the package reads.
     """
     kernel = _kernel("flash_attn_varlen_func", backend, q.device)
     takes_rows = "seqused_k" in kernel.places and kernel.argument("cu_seqlens_k", args, kwargs) is None
@@ -209,7 +209,9 @@ def flash_attn_varlen_func(
     needed = _packed(kernel, q, keys, args, kwargs) if not rows else _used(kernel, q, keys, args, kwargs)
     cache = None
     if owners[0] is None or owners[1] is None:
-        cache = cache_of(kernel.operation, keys, values, _POSITIONS if rows else 0, needed)
+        holds_dim = _POSITIONS if rows else 0
+        cache = cache_of(kernel.operation, keys, values, holds_dim, needed)
+        _check_tile(kernel, q, cache, needed, keys.shape[holds_dim])
     return _launch(kernel, q, keys, values, args, kwargs, owners, cache)
 
 
@@ -261,7 +263,8 @@ def flash_attn_with_kvcache(
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
         InvalidArgument: as there; lengths above the cache's, no room for what is appended in plain tensors,
-            or rows that it has not, as far as the host knows them; lengths of another dtype or number.
+            or rows that it has not, as far as the host knows them; lengths of another dtype or number; a
+            KVCache of smaller tiles than the package reads.
         CapacityExceeded, OutOfPages, DriverError: as for ``VTensor.extend``.
     """
     operation = "flash_attn_with_kvcache"
@@ -286,7 +289,11 @@ def flash_attn_with_kvcache(
         )
     rows_read(operation, q, k_owner.shape[0], kernel.argument("cache_batch_idx", args, kwargs))
     lengths = kernel.argument("cache_seqlens", args, kwargs)
-    known = [holds] if lengths is None else told(operation, "cache_seqlens", q, lengths)
+    known: list[int] | None
+    if lengths is None or isinstance(lengths, int):
+        known = [holds if lengths is None else lengths]
+    else:
+        known = told(operation, "cache_seqlens", q, lengths)
     if known is not None:
         check_within(operation, "cache_seqlens", known, holds)
     added = _added(kernel, q, owners, lengths, args, kwargs)
@@ -334,6 +341,7 @@ def _over_plain(
             check_within(operation, "cache_seqlens", known, holds, added)
         needed = None if known is None or rows is None else [n + added for n in known]
         cache = cache_of(operation, k_cache, v_cache, _POSITIONS, needed, rows)
+        _check_tile(kernel, q, cache, needed, holds)
     _check(kernel, q, k_cache, v_cache)
     return _launch(kernel, q, k_cache, v_cache, args, kwargs, cache=cache)
 
@@ -387,27 +395,40 @@ def _added(
         raise InvalidArgument(
             f"[{kernel.operation}] k and v without cache_seqlens: say behind how many positions they go"
         )
-    batch = q.shape[0] if q.ndim == 4 else None  # packed queries do not say how many sequences they are
     for held, new in zip(caches, (k, v), strict=True):
-        if new.shape[0] != batch or not suit(_NEW, new, held, held):
-            _check_new(kernel.operation, batch, held, new)
+        owner = owner_of(held)
+        heads_first = owner is not None and owner.grow_dim == 2
+        if heads_first or not suit(_NEW, new, held, held) or new.shape[0] != q.shape[0]:
+            _check_new(kernel.operation, q, held, 1 if heads_first else 2, new)
     return int(k.shape[1])
 
 
-def _check_new(operation: str, batch: int | None, held: torch.Tensor, new: torch.Tensor) -> None:
-    """Refuses positions that are none of ``batch`` sequences or of the cache ``held``."""
-    of_new, of_held, owner = new.shape, held.shape, owner_of(held)
-    heads = of_held[1 if owner is not None and owner.grow_dim == 2 else 2]
-    if len(of_new) != 4 or batch not in (None, of_new[0]):
+def _check_new(
+    operation: str, q: torch.Tensor, held: torch.Tensor, heads_dim: int, new: torch.Tensor
+) -> None:
+    """Refuses positions that are none of the sequences of ``q``, or of the cache ``held``."""
+    of_new, of_held, of_q = new.shape, held.shape, q.shape
+    # Packed queries do not say how many sequences they are.
+    if len(of_new) != 4 or (len(of_q) == 4 and of_new[0] != of_q[0]):
         raise InvalidArgument(
-            f"[{operation}] new positions are {list(of_new)}, there are {batch} sequences in q: give "
+            f"[{operation}] new positions are {list(of_new)}, q is {list(of_q)}: give "
             "[batch, positions, heads, head size] of the same batch"
         )
+    heads = of_held[heads_dim]
     if of_new[2] != heads or of_new[3] != of_held[3] or new.dtype != held.dtype:
         raise InvalidArgument(
             f"[{operation}] new positions are {list(of_new)} of {new.dtype}, the cache has {heads} "
             f"heads of {of_held[3]}, {held.dtype}: was it made for another model?"
         )
+
+
+def _check_tile(
+    kernel: _Kernel, q: torch.Tensor, cache: KVCache | None, needed: Sequence[int] | None, holds: int
+) -> None:
+    """Refuses a cache of smaller tiles than the kernel's where a tile may go past what is mapped: never past
+    the ``holds`` positions that the kernel is given."""
+    if kernel.package.reads_tiles and (needed is None or min(needed, default=holds) < holds):
+        check_tile(kernel.operation, q, cache, _LARGEST_TILE)
 
 
 def _launch(
@@ -428,8 +449,6 @@ def _launch(
             f"[{kernel.operation}] {unknown}: no argument of {kernel.package.title}, which takes "
             f"{', '.join(kernel.places)}: leave it out, or choose another with backend="
         )
-    if kernel.package.reads_tiles:
-        check_tile(kernel.operation, q, cache, _LARGEST_TILE)
     with leased(q, *owners, cache=cache):
         return kernel.call(q, keys, values, *args, **kwargs)
 
@@ -539,7 +558,7 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
         places,
         any(p.kind is p.VAR_KEYWORD for p in parameters),
         tuple(name for name in _PAGED if name in places),
-        demands(
+        Demands(
             *((3, 1) if operation == "flash_attn_varlen_func" else (4, 2)),
             same_rows=operation == "flash_attn_func",
             aligned=bool(package.dtypes),

@@ -69,7 +69,8 @@ def flex_attention(
 
     Raises:
         InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length or for other
-            rows or heads, lengths that the cache has not, or a FullExtent without a mask.
+            rows or heads, lengths that the cache has not, a KVCache of smaller tiles than are read, or a
+            FullExtent without a mask.
         CapacityExceeded, OutOfPages, DriverError: as for ``FullExtent.cover``.
     """
     fixed = isinstance(key, FullExtent)

@@ -330,7 +330,23 @@ class CacheCore:
     def closed(self) -> bool: ...
 
 class Demands:
-    def __init__(self, *, rank: int, heads_dim: int, same_rows: bool, grouped: bool, aligned: bool) -> None: ...
+    """
+    What a kernel demands of query, key and value, for ``suit``: one device and
+    dtype, the query's head size for the key, as many positions of key and value, and
+
+    Args:
+        rank: dimensions of all three.
+        heads_dim: which of them are the heads, from the front.
+        same_rows: dimension 0 is a row, and the query has one for each of the key's.
+        grouped: the query may have a multiple of the key's heads, not only as many.
+        aligned: float16 or bfloat16, of head sizes up to 256, at an address and of strides in steps of 16 bytes:
+            what FlashAttention takes without a copy.
+
+    Raises:
+        InvalidArgument: ``heads_dim`` is none of ``rank`` dimensions.
+    """
+
+    def __init__(self, rank: int, heads_dim: int, *, same_rows: bool = True, grouped: bool = True, aligned: bool = False) -> None: ...
 
     def met(self, query: object | None, key: object | None, value: object | None) -> bool: ...
 

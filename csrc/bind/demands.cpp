@@ -1,7 +1,9 @@
 // What an attention kernel demands of its arguments, known at a glance: see vtensor/demands.py.
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
+#include "base/errors.h"
 #include "bind/bindings.h"
 #include "bind/torch_face.h"
 
@@ -50,16 +52,37 @@ struct Demands {
   }
 };
 
+constexpr const char* kDoc =
+    R"(What a kernel demands of query, key and value, for ``suit``: one device and
+dtype, the query's head size for the key, as many positions of key and value, and
+
+Args:
+    rank: dimensions of all three.
+    heads_dim: which of them are the heads, from the front.
+    same_rows: dimension 0 is a row, and the query has one for each of the key's.
+    grouped: the query may have a multiple of the key's heads, not only as many.
+    aligned: float16 or bfloat16, of head sizes up to 256, at an address and of strides in steps of 16 bytes:
+        what FlashAttention takes without a copy.
+
+Raises:
+    InvalidArgument: ``heads_dim`` is none of ``rank`` dimensions.)";
+
 }  // namespace
 
 void bind_demands(nb::module_& module) {
-  nb::class_<Demands>(module, "Demands")
+  nb::class_<Demands>(module, "Demands", kDoc)
       .def(
           "__init__",
           [](Demands* self, std::int32_t rank, std::int32_t heads_dim, bool same_rows, bool grouped,
-             bool aligned) { new (self) Demands{rank, heads_dim, same_rows, grouped, aligned}; },
-          nb::kw_only(), nb::arg("rank"), nb::arg("heads_dim"), nb::arg("same_rows"),
-          nb::arg("grouped"), nb::arg("aligned"))
+             bool aligned) {
+            if (heads_dim < 0 || heads_dim >= rank)
+              throw InvalidArgument("[Demands] heads_dim is " + std::to_string(heads_dim) +
+                                    ": give one of " + std::to_string(rank) +
+                                    " dimensions, from the front");
+            new (self) Demands{rank, heads_dim, same_rows, grouped, aligned};
+          },
+          nb::arg("rank"), nb::arg("heads_dim"), nb::kw_only(), nb::arg("same_rows") = true,
+          nb::arg("grouped") = true, nb::arg("aligned") = false)
       .def("met", &Demands::met, nb::arg("query").none(), nb::arg("key").none(),
            nb::arg("value").none());
 }

@@ -236,6 +236,12 @@ def test_flash_attention_needs_its_tiles_on_a_device(make, seen, monkeypatch):  
     assert seen.name == ""
     call("fa2")
     assert seen.name == "flash_attn_with_kvcache"
+    # Tiles never go past what the kernel is given, nor past the cache.
+    row = [t[:1, : LENGTHS[0]] for t in cache[1]]
+    flash.flash_attn_func(q[:1], *row, backend="fa3")
+    assert seen.name == "flash_attn_func"
+    flash.flash_attn_with_kvcache(q[:1], *row, cache_seqlens=LENGTHS[0], backend="fa3")
+    assert seen.name == "flash_attn_with_kvcache"
 
 
 # --- leases and ends ----------------------------------------------------------------------------------------

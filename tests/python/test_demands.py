@@ -12,10 +12,10 @@ from vtensor.integrations._kv import check_groups, check_pair, check_rank, check
 
 import vtensor
 from vtensor import _core
-from vtensor.demands import demands, suit
+from vtensor.demands import Demands, suit
 
-ALIKE, GROUPED = demands(4, 1, grouped=False), demands(4, 1)
-FLASH = demands(4, 2, aligned=True)
+ALIKE, GROUPED = Demands(4, 1, grouped=False), Demands(4, 1)
+FLASH = Demands(4, 2, aligned=True)
 
 
 def refused(check, *arguments, **options) -> bool:
@@ -88,8 +88,14 @@ def test_what_models_use_suits():
     heads_first = noise(2, 8, 5, 64, dtype=torch.float32)
     assert suit(GROUPED, noise(2, 32, 1, 64, dtype=torch.float32), heads_first, heads_first[..., :48])
     assert suit(
-        demands(3, 1, same_rows=False, aligned=True), noise(3, 8, 64), noise(9, 8, 64), noise(9, 8, 64)
+        Demands(3, 1, same_rows=False, aligned=True), noise(3, 8, 64), noise(9, 8, 64), noise(9, 8, 64)
     )
+
+
+def test_demands_that_cannot_be_meant():
+    for rank, heads_dim in ((4, -2), (4, 4), (0, 0)):
+        with pytest.raises(vtensor.InvalidArgument, match="heads_dim is"):
+            Demands(rank, heads_dim)
 
 
 @pytest.mark.parametrize("other", [None, 3, np.zeros((1, 2, 3, 16)), "tensor", torch.Tensor], ids=type)

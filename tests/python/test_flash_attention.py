@@ -526,6 +526,32 @@ def test_a_cache_that_was_made_for_another_model(host, seen):
     close(k, v)
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("heads", [1, 3, HEADS])
+def test_new_heads_are_those_of_the_cache_and_not_its_length(host, seen, heads_first, heads):
+    for length in (1, 3, HEADS):
+        k, v = caches(host, length=length, heads_first=heads_first)
+        q, new = noise(2, 1, HEADS, SIZE), noise(2, 1, heads, SIZE)
+        if heads == HEADS:
+            shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=length, backend="torch")
+        else:
+            with refused(seen, "new positions", "another model"):
+                shims.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=length, backend="torch")
+        assert k.length == v.length == length + (heads == HEADS)
+        close(k, v)
+
+
+def test_new_positions_of_too_few_dimensions(host, seen):
+    k, v = caches(host, length=5)
+    for new in (noise(2)[0], noise(2), noise(2, HEADS, SIZE)):
+        with refused(seen, "new positions", "[batch, positions, heads, head size]"):
+            shims.flash_attn_with_kvcache(
+                noise(2, 1, HEADS, SIZE), k, v, new, new, cache_seqlens=5, backend="fa2"
+            )
+    assert k.length == v.length == 5
+    close(k, v)
+
+
 def test_ragged_rows_for_kernels_that_cannot_take_them(host, seen):
     k, v = caches(host, length=5)
     q = noise(2, 1, HEADS, SIZE)
