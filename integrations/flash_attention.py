@@ -289,24 +289,23 @@ def flash_attn_with_kvcache(
         )
     rows_read(operation, q, k_owner.shape[0], kernel.argument("cache_batch_idx", args, kwargs))
     lengths = kernel.argument("cache_seqlens", args, kwargs)
-    known: list[int] | None
+    shortest, longest = 0, holds  # as far as the host knows
     if lengths is None or isinstance(lengths, int):
-        known = [holds if lengths is None else lengths]
-    else:
-        known = told(operation, "cache_seqlens", q, lengths)
-    if known is not None:
-        check_within(operation, "cache_seqlens", known, holds)
+        shortest = longest = holds if lengths is None else lengths
+    elif known := told(operation, "cache_seqlens", q, lengths):
+        shortest, longest = min(known), max(known)
+    if shortest < 0 or longest > holds:
+        check_within(operation, "cache_seqlens", [shortest, longest], holds)
     added = _added(kernel, q, owners, lengths, args, kwargs)
-    stop = (max(known) if known else holds) + added
+    stop = longest + added
     try:
         if added:
             more = max(0, stop - holds)
             k_owner.extend(more)
             v_owner.extend(more)
             if k_owner.pool.device.type == "cuda":  # a kernel's write cannot part shared pages (I6)
-                start = min(known) if known else 0
-                k_owner.own(start, stop)
-                v_owner.own(start, stop)
+                k_owner.own(shortest, stop)
+                v_owner.own(shortest, stop)
         keys = _cache(kernel, k_cache, k_owner, lengths, stop)
         values = _cache(kernel, v_cache, v_owner, lengths, stop)
         _check(kernel, q, keys, values)
