@@ -331,8 +331,8 @@ class CacheCore:
 
 class Demands:
     """
-    What a kernel demands of query, key and value, for ``suit``: one device and
-    dtype, the query's head size for the key, as many positions of key and value, and
+    What a kernel demands of query, key and value, for ``suit``: one device, one
+    dtype, one head size of query and key, as many positions of key and value, and what these say.
 
     Args:
         rank: dimensions of all three.

@@ -53,8 +53,8 @@ struct Demands {
 };
 
 constexpr const char* kDoc =
-    R"(What a kernel demands of query, key and value, for ``suit``: one device and
-dtype, the query's head size for the key, as many positions of key and value, and
+    R"(What a kernel demands of query, key and value, for ``suit``: one device, one
+dtype, one head size of query and key, as many positions of key and value, and what these say.
 
 Args:
     rank: dimensions of all three.

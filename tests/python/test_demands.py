@@ -11,7 +11,6 @@ from vtensor.integrations import flash_attention as flash
 from vtensor.integrations._kv import check_groups, check_pair, check_rank, check_rows
 
 import vtensor
-from vtensor import _core
 from vtensor.demands import Demands, suit
 
 ALIKE, GROUPED = Demands(4, 1, grouped=False), Demands(4, 1)
@@ -112,14 +111,3 @@ def test_what_dlpack_cannot_describe_does_not_suit():
     seen = []
     torch.vmap(lambda x: seen.append(suit(GROUPED, x, x, x)) or x)(noise(2, 1, 2, 3, 16, dtype=torch.float32))
     assert seen == [False]
-
-
-def test_without_the_exchange_api_nothing_suits():
-    q = noise(1, 2, 3, 16)
-    assert suit(GROUPED, q, q, q)
-    _core.use_exchange_api(False)
-    try:
-        assert not suit(GROUPED, q, q, q)
-        assert flash.flash_attn_func(q, q, q, backend="torch").shape == q.shape
-    finally:
-        _core.use_exchange_api(True)

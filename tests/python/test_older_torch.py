@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vtensor.integrations import flash_attention
 
 import vtensor
 from vtensor import _core, testing
+from vtensor.demands import Demands, suit
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +54,9 @@ def test_a_source_that_is_not_strided_is_refused():
     with pytest.raises(vtensor.InvalidArgument, match="not strided"):
         t.append(torch.ones(2, 4).to_sparse())
     t.close()
+
+
+def test_what_cannot_be_known_at_a_glance_is_checked_in_python():
+    q = torch.zeros(1, 2, 3, 16)
+    assert not suit(Demands(4, 1), q, q, q)
+    assert flash_attention.flash_attn_func(q, q, q, backend="torch").shape == q.shape
