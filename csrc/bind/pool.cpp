@@ -222,8 +222,7 @@ void bind_pool(nb::module_& module) {
           CudaOptions cuda{.device = device, .page_size = page_size};
           if (!library.empty()) cuda.library = library;
           cuda.memory_is_host_memory = memory_is_host_memory;
-          cuda.copy_timeout =
-              std::chrono::duration_cast<std::chrono::milliseconds>(options.patience);
+          cuda.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(options.patience);
           return PagePool::create(make_cuda_driver(cuda), options);
         });
       },

@@ -1,5 +1,10 @@
 #include "driver/cuda_calls.h"
 
+#include <future>
+#include <memory>
+#include <system_error>
+#include <thread>
+
 namespace vtensor {
 namespace {
 
@@ -19,6 +24,38 @@ DriverError CudaCalls::refusal(const char* operation, Call call, CUresult code) 
                      message +
                          ": what the operation had done is undone; where other CUDA calls fail "
                          "too, the device is in error and the process must be restarted");
+}
+
+// cuCtxSynchronize knows no bound. So a thread waits in it that holds nothing of ours, and is left
+// there where the device does not finish.
+void CudaCalls::synchronize(const char* operation, std::chrono::milliseconds timeout) {
+  const auto promise = std::make_shared<std::promise<CUresult>>();
+  std::future<CUresult> answer = promise->get_future();
+  {
+    const trace::Span span(trace::What::driver_call, 0, 0, 0, Call::cuCtxSynchronize);
+    if (meter_.enter(Call::cuCtxSynchronize)) {
+      throw refusal(operation, Call::cuCtxSynchronize, CUDA_ERROR_UNKNOWN);
+    }
+    const auto give_up = [&](const std::string& found) {
+      throw TimedOut("[driver." + std::string(operation) +
+                     "] all work on cuda:" + std::to_string(device) + " was to end, " + found);
+    };
+    try {
+      std::thread([promise, enter = cuCtxSetCurrent.function, wait = cuCtxSynchronize.function,
+                   context = context] {
+        const CUresult entered = enter(context);
+        promise->set_value(entered == CUDA_SUCCESS ? wait() : entered);
+      }).detach();
+    } catch (const std::system_error&) {
+      give_up("there is no room for a thread that waits: lower the number of threads");
+    }
+    if (answer.wait_for(timeout) != std::future_status::ready) {
+      give_up("the device did not finish within " + std::to_string(timeout.count()) +
+              " ms: look for a kernel that does not end");
+    }
+  }
+  const CUresult code = answer.get();
+  if (code != CUDA_SUCCESS) throw refusal(operation, Call::cuCtxSynchronize, code);
 }
 
 void CudaCalls::enter_worker() {

@@ -2,6 +2,7 @@
 // thread needs before it calls.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -44,6 +45,10 @@ class CudaCalls : public CudaApi {
     if (code != CUDA_SUCCESS) throw refusal(operation, entry.call, code);
   }
   DriverError refusal(const char* operation, Call call, CUresult code) const;
+
+  // Waits for all work of the primary context. Throws TimedOut, and DriverError where it is in
+  // error or a stream of it is being captured.
+  void synchronize(const char* operation, std::chrono::milliseconds timeout);
 
   // Does for good what the two classes below do for an operation. For threads of our own.
   void enter_worker();

@@ -64,6 +64,7 @@ class CudaDriver final : public Driver {
   CUdevice device_ = 0;
   CUmemAllocationProp properties_{};
   DriverTraits traits_{};
+  std::chrono::milliseconds timeout_{};
 
   std::mutex records_;  // guards the handles
   std::set<Handle> handles_;
@@ -126,7 +127,8 @@ void CudaDriver::open(const CudaOptions& options) {
   traits_.available = free_memory() / 10 * 9;
   mappings_.open(traits_.page_size, properties_.location);
   streams_.open();
-  copies_.open(traits_.page_size, options.copy_timeout);
+  timeout_ = options.timeout;
+  copies_.open(traits_.page_size, timeout_);
   probe_rdma();
 }
 
@@ -157,25 +159,28 @@ CudaDriver::~CudaDriver() {
   } catch (const Error&) {
     // The process is ending or the device is in error: give back what it still takes.
   }
-  const bool copies_are_over = close();
+  const bool over = close();
   context.reset();
-  if (copies_are_over) cuda_.call(cuda_.cuDevicePrimaryCtxRelease, device_);
+  if (over) cuda_.call(cuda_.cuDevicePrimaryCtxRelease, device_);
 }
 
-// False where copies still run, which need the context.
+// False where work still runs, which needs the context and what is mapped.
 bool CudaDriver::close() {
-  const bool copies_are_over = copies_.close();
+  bool over = copies_.close();
   // The core waited for the fences of what it unmapped. Ranges that are left hold quarantined
   // pages, and nobody knows what runs there.
   try {
     if (mappings_.any()) quiesce();
+  } catch (const TimedOut&) {
+    over = false;
+    mappings_.abandon();
   } catch (const Error&) {
     // As above.
   }
   mappings_.close();
   for (const Handle handle : handles_) cuda_.call(cuda_.cuMemRelease, handle);
   streams_.close();
-  return copies_are_over;
+  return over;
 }
 
 int CudaDriver::attribute(CUdevice_attribute which) {
@@ -309,9 +314,7 @@ void CudaDriver::enter_worker() {
 
 void CudaDriver::quiesce() {
   refuse_in_forked_child("driver.quiesce");
-  const RelaxedCapture relaxed(cuda_, "quiesce");
-  const PrimaryContext context(cuda_, "quiesce");
-  cuda_.require("quiesce", cuda_.cuCtxSynchronize);
+  cuda_.synchronize("quiesce", timeout_);
 }
 
 }  // namespace

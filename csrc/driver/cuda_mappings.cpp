@@ -62,6 +62,11 @@ void CudaMappings::abandon(Address range) {
   ranges_.erase(range);
 }
 
+void CudaMappings::abandon() {
+  const std::lock_guard lock(records_);
+  ranges_.clear();
+}
+
 bool CudaMappings::any() const {
   const std::lock_guard lock(records_);
   return !ranges_.empty();

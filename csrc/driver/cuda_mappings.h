@@ -29,8 +29,9 @@ class CudaMappings {
 
   // Frees a range of which nobody knows what is mapped in it: every page is tried.
   void give_back(Address range);
-  // Leaves a range and what is mapped in it to the process for good.
+  // Leaves a range, or all, and what is mapped there to the process for good.
   void abandon(Address range);
+  void abandon();
   bool any() const;
 
  private:

@@ -138,8 +138,8 @@ class Driver {
   // Called first by a thread that works for the core alone: captures by others do not refuse its
   // calls.
   virtual void enter_worker() = 0;
-  // Returns once no work launched so far can touch this device's memory. Unbounded: for the
-  // driver's end, and where a fence cannot be made.
+  // Returns once no work launched so far can touch this device's memory: for the driver's end.
+  // Throws TimedOut where the device does not finish.
   virtual void quiesce() = 0;
 
  protected:
@@ -157,7 +157,7 @@ struct CudaOptions {
   std::size_t page_size = 0;             // 0: the device's recommended granularity, at least 2 MiB
   std::string library = "libcuda.so.1";  // loaded now, not at import
   bool memory_is_host_memory = false;  // a simulated libcuda: tensors are handed out as CPU tensors
-  std::chrono::milliseconds copy_timeout{60'000};  // after which copy_pages gives the device up
+  std::chrono::milliseconds timeout{60'000};  // after which a wait gives the device up
 };
 std::unique_ptr<Driver> make_cuda_driver(const CudaOptions& options);
 

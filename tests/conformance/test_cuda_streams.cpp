@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <filesystem>
+#include <iterator>
 #include <thread>
 
 #include "base/errors.h"
@@ -18,15 +20,21 @@ namespace {
 
 constexpr std::size_t kPageSize = SimulatedCuda::kPageSize;
 
-// Gives copies up soon.
+// Gives the device up soon.
 struct Hasty : SimulatedCuda {
   static std::unique_ptr<Driver> open() {
     return make_cuda_driver({.page_size = kPageSize,
                              .library = simcuda_library(),
                              .memory_is_host_memory = true,
-                             .copy_timeout = std::chrono::milliseconds(50)});
+                             .timeout = std::chrono::milliseconds(50)});
   }
 };
+
+// A wait that the driver gave up goes on in a thread, until the device has finished.
+std::size_t threads_here() {
+  const std::filesystem::directory_iterator threads("/proc/self/task");
+  return static_cast<std::size_t>(std::distance(begin(threads), end(threads)));
+}
 
 // Two pages mapped side by side, and two streams of a caller.
 template <class T>
@@ -238,6 +246,7 @@ TEST_CASE("the driver's end gives back what a late copy had, or leaves it to a c
   for (const bool is_over : {true, false}) {
     CAPTURE(is_over);
     const SimcudaControl& control = SimulatedCuda::control();
+    const std::size_t threads = threads_here();
     SimcudaLeaks leaks;
     {
       Bench<Hasty> bench;
@@ -259,18 +268,38 @@ TEST_CASE("the driver's end gives back what a late copy had, or leaves it to a c
         bench.driver->free_range(range, 1);
       }
       const auto start = std::chrono::steady_clock::now();
-      if (!is_over) control.configure("sync_timeout", 100);  // the caller's range is still there
       bench.driver.reset();
       CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
       leaks = control.leaks();
+      control.release(stream);
       control.destroy_stream(stream);
     }
+    CHECK(comes_true([&] { return threads_here() == threads; }));
+    CHECK(control.illegal_accesses() == 0);
     CHECK(leaks.handles == 0);
-    CHECK(leaks.mappings == (is_over ? 0 : 1));
-    CHECK(leaks.ranges == (is_over ? 0 : 1));
+    CHECK(leaks.mappings == (is_over ? 0 : 2));  // the caller's range is still there, too
+    CHECK(leaks.ranges == (is_over ? 0 : 2));
     CHECK(leaks.contexts == (is_over ? 0 : 1));
     CHECK(leaks.events == 0);
   }
+}
+
+TEST_CASE("the driver's end waits within a bound, and leaves what the device may use") {  // I12
+  SceneOf<Hasty> s;
+  const std::size_t threads = threads_here();
+  s.control.hold(s.one.number());
+  s.launch(s.one, 0, 7);
+  CHECK_THROWS_AS(s.driver->quiesce(), TimedOut);
+  const auto start = std::chrono::steady_clock::now();
+  s.driver.reset();
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
+  CHECK(s.control.leaks().mappings == 2);
+  CHECK(s.control.leaks().contexts == 2);  // the caller's, and the one that the kernel needs
+  CHECK(s.control.leaks().handles == 0);   // the mappings hold their memory
+  s.control.release(s.one.number());
+  CHECK(s.holds(s.range, 0, 7));
+  CHECK(s.control.illegal_accesses() == 0);
+  CHECK(comes_true([&] { return threads_here() == threads; }));
 }
 
 TEST_CASE("a clean end does not wait for the device") {
