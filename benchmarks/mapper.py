@@ -13,6 +13,7 @@ import vtensor
 from .harness import (
     Bar,
     Figure,
+    Sample,
     Settings,
     Skipped,
     Spread,
@@ -51,12 +52,14 @@ def caller_calls(pool: vtensor.Pool) -> int:
 # --- decode steps
 
 
+STEPS, ROUNDS = (4096, 192), (3, 1)  # in full, and quick
+LAYERS = 4  # of a model; all cross in the same step, and what the first one runs is cold
 STEP_PAGE = 1 << 20
 STEP_TOKEN = 32 << 10  # bytes of K, and of V: 64 heads of 128 in float32; 32 tokens a page
 WINDOW = 16  # tokens that a step's attention reads, so that the step is short
 
 
-class Cache:
+class Layer:
     """K and V, one token a step; `add` is what differs."""
 
     def __init__(
@@ -70,15 +73,15 @@ class Cache:
         scaled_dot_product_attention(q, *recent)
 
 
-def growing(pool: vtensor.Pool, capacity: int) -> Cache:
+def growing(pool: vtensor.Pool, capacity: int) -> Layer:
     shape = (1, 0, STEP_TOKEN // 4 // HEAD_DIM, HEAD_DIM)
     keys, values = (
         vtensor.empty(*shape, grow_dim=1, capacity=capacity, dtype=torch.float32, pool=pool) for _ in range(2)
     )
-    return Cache(lambda k, v: (keys.append(k), values.append(v)))
+    return Layer(lambda k, v: (keys.append(k), values.append(v)))
 
 
-def preallocated(capacity: int) -> Cache:
+def preallocated(capacity: int) -> Layer:
     keys, values = (torch.zeros(1, capacity, STEP_TOKEN // 4 // HEAD_DIM, HEAD_DIM) for _ in range(2))
     length = 0
 
@@ -89,77 +92,78 @@ def preallocated(capacity: int) -> Cache:
         length += 1
         return keys[:, :length], values[:, :length]
 
-    return Cache(add)
+    return Layer(add)
 
 
 def crossing_steps(settings: Settings) -> list[Figure]:
-    """Caches of four kinds go through the same steps side by side; of these, the steps that cross a page."""
-    steps, rounds = settings.pick(4096, 192), settings.pick(3, 1)
-    per_page = STEP_PAGE // STEP_TOKEN
-    heads = STEP_TOKEN // 4 // HEAD_DIM
-    k, v = (torch.randn(1, 1, heads, HEAD_DIM) for _ in range(2))
-    q = torch.randn(1, heads, 1, HEAD_DIM)
-    work = torch.randn(512, 1024), torch.randn(1024)  # what a model does besides, in part
-    taken: dict[str, list[float]] = {"mapper": [], "synchronous": [], "preallocated": [], "control": []}
-    calls = 0
-    for _ in range(rounds):
-        ahead = vtensor.Pool("cpu", page_size=STEP_PAGE)
-        synchronous = vtensor.Pool("cpu", page_size=STEP_PAGE, ahead=0)
-        caches = {
-            "mapper": growing(ahead, steps),
-            "synchronous": growing(synchronous, steps),
-            "preallocated": preallocated(steps),
-            "control": preallocated(steps),
-        }
-
-        def one(name: str, caches: dict[str, Cache] = caches) -> Callable[[], float]:
-            def sample() -> float:
-                def step() -> None:
-                    torch.mv(*work)
-                    caches[name].step(q, k, v)
-
-                return clock(step)
-
-            return sample
-
-        each = interleave({name: one(name) for name in caches}, 2 * per_page, warmup=0)
-        before = caller_calls(ahead)
-        each = interleave({name: one(name) for name in caches}, steps - 2 * per_page, warmup=0)
-        calls += caller_calls(ahead) - before
-        for name, seconds in each.items():
-            taken[name] += seconds[::per_page]
-        del caches
-        ahead.close()
-        synchronous.close()
+    """Of a decode loop, the steps that cross a page: with a mapper, and without one."""
+    mapper, calls = crossings(settings, None)
+    synchronous, _ = crossings(settings, 0)
 
     def tail(name: str) -> Spread:
-        ratio = quantile(sorted(taken[name]), 0.99) / quantile(sorted(taken["preallocated"]), 0.99)
+        ratio = quantile(sorted(mapper[name]), 0.99) / quantile(sorted(mapper["preallocated"]), 0.99)
         return Spread(ratio, ratio, ratio)
+
+    def compared(name: str, taken: dict[str, list[float]], bar: Bar) -> Figure:
+        return slowdown(
+            name, "preallocated", taken["growing"], taken["preallocated"], taken["control"], bar=bar
+        )
 
     limit = Bar(1.1)
     what = "decode step that crosses a page"
     return [
-        slowdown(
-            f"{what}, mapper", "preallocated", taken["mapper"], taken["preallocated"], taken["control"], limit
-        ),
-        Figure(f"{what}, mapper, p99", "preallocated, p99", "x", tail("mapper"), tail("control"), limit),
-        slowdown(
-            f"{what}, ahead=0",
-            "preallocated",
-            taken["synchronous"],
-            taken["preallocated"],
-            taken["control"],
-            Bar(5, at_least=True),
-        ),
+        compared(f"{what}, mapper", mapper, limit),
+        Figure(f"{what}, mapper, p99", "preallocated, p99", "x", tail("growing"), tail("control"), limit),
+        compared(f"{what}, ahead=0", synchronous, Bar(5, at_least=True)),
         # Not a count to gate: a mapper that gets no processor for long enough is overtaken.
         Figure(
-            f"{steps * rounds:,} decode steps",
+            f"{settings.pick(*STEPS) * settings.pick(*ROUNDS):,} decode steps",
             "driver calls of the caller",
             "calls",
             Spread(calls, calls, calls),
             bar=Bar(0),
         ),
     ]
+
+
+def crossings(settings: Settings, ahead: int | None) -> tuple[dict[str, list[float]], int]:
+    """Seconds of the steps that cross, of caches that go through the same steps in turn, and the driver calls
+    that the growing one's caller made once it was under way. One pool at a time: what another populates
+    would take the memory's time from the mapper."""
+    steps = settings.pick(*STEPS)
+    per_page = STEP_PAGE // STEP_TOKEN
+    heads = STEP_TOKEN // 4 // HEAD_DIM
+    k, v = (torch.randn(1, 1, heads, HEAD_DIM) for _ in range(2))
+    q = torch.randn(1, heads, 1, HEAD_DIM)
+    work = torch.randn(512, 1024), torch.randn(1024)  # what a layer does besides, in part
+    taken: dict[str, list[float]] = {"growing": [], "preallocated": [], "control": []}
+    calls = 0
+    for _ in range(settings.pick(*ROUNDS)):
+        pool = vtensor.Pool("cpu", page_size=STEP_PAGE, ahead=ahead)
+        caches = {
+            "growing": [growing(pool, steps) for _ in range(LAYERS)],
+            "preallocated": [preallocated(steps) for _ in range(LAYERS)],
+            "control": [preallocated(steps) for _ in range(LAYERS)],
+        }
+
+        def sample(layers: list[Layer]) -> Sample:
+            def step() -> None:
+                for layer in layers:
+                    torch.mv(*work)
+                    layer.step(q, k, v)
+
+            return lambda: clock(step)
+
+        samples = {name: sample(layers) for name, layers in caches.items()}
+        interleave(samples, 2 * per_page, warmup=0)
+        before = caller_calls(pool)
+        each = interleave(samples, steps - 2 * per_page, warmup=0)
+        calls += caller_calls(pool) - before
+        for name, seconds in each.items():
+            taken[name] += seconds[::per_page]
+        del caches, samples
+        pool.close()
+    return taken, calls
 
 
 # --- extend over ready pages

@@ -1,5 +1,5 @@
-// How far ahead of a tensor's length pages should be ready: as far as it will grow in the next few
-// milliseconds, and one more call like the last ones. A tensor that grows by one token every 20 ms
+// How far ahead of a tensor's length pages should be ready: as far as it will grow while the mapper
+// makes them, and one more call like the last ones. A tensor that grows by one token every 20 ms
 // needs one page just in time; one that is filled as fast as memory allows, some megabytes. Waking
 // the mapper costs several times what growing does, so it is woken only where less than that is
 // ready, and then goes twice as far.
@@ -10,6 +10,25 @@
 #include <cstdint>
 
 namespace vtensor {
+
+// How long before they are needed pages are asked for, ns: twice as long as the mapper took of late
+// for all that it was called for. Of a pool, because whoever asks last waits for all others.
+class Horizon {
+ public:
+  // The mapper was called, and `ns` later nothing was wanted any more.
+  void served(std::uint64_t ns) {
+    ns_ = std::clamp(std::max(2.0 * static_cast<double>(ns), 0.9 * ns_), kNearest, kFarthest);
+  }
+  double ns() const { return ns_; }
+
+ private:
+  // What the mapper may need until it runs on a busy machine, and for some fresh megabytes.
+  static constexpr double kNearest = 40e6;
+  // Where growth is as fast as the mapper, nothing is far enough.
+  static constexpr double kFarthest = 160e6;
+
+  double ns_ = kNearest;
+};
 
 class LookAhead {
  public:
@@ -24,8 +43,7 @@ class LookAhead {
     if (position > marked_position_ && now > marked_at_ && marked_at_ != 0) {
       const double rate =
           static_cast<double>(position - marked_position_) / static_cast<double>(now - marked_at_);
-      const auto seen = static_cast<std::size_t>(std::min(rate * kHorizon, kMost));
-      by_rate_ = std::max(seen, by_rate_ - by_rate_ / 4);  // fast to rise, slow to fall
+      rate_ = std::max(rate, rate_ * 0.75);  // fast to rise, slow to fall
     }
     marked_position_ = position;
     marked_at_ = now;
@@ -33,19 +51,25 @@ class LookAhead {
 
   // Positions beyond the length: where fewer are ready, the mapper is woken. 0 until the second
   // call.
-  std::size_t least() const { return step_ == 0 ? 0 : std::max({step_, by_rate_, kLeast}); }
+  std::size_t least(Horizon horizon) const {
+    return step_ == 0 ? 0 : std::max({step_, within(horizon), kLeast});
+  }
   // How many it then makes ready.
-  std::size_t lead() const { return step_ == 0 ? 0 : std::max({step_, 2 * by_rate_, 2 * kLeast}); }
+  std::size_t lead(Horizon horizon) const {
+    return step_ == 0 ? 0 : std::max({step_, 2 * within(horizon), 2 * kLeast});
+  }
 
  private:
-  // Nanoseconds: what the mapper may need until it runs on a busy machine, and a fresh page or two.
-  static constexpr double kHorizon = 10e6;
   static constexpr double kMost = 1e15;
   static constexpr std::size_t kLeast = 4;
 
+  std::size_t within(Horizon horizon) const {
+    return static_cast<std::size_t>(std::min(rate_ * horizon.ns(), kMost));
+  }
+
   std::size_t last_ = 0;
   std::size_t step_ = 0;
-  std::size_t by_rate_ = 0;
+  double rate_ = 0;  // positions a nanosecond
   std::size_t marked_position_ = 0;
   std::uint64_t marked_at_ = 0;
 };

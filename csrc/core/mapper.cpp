@@ -20,7 +20,7 @@ namespace {
 // What is mapped, zeroed or unmapped between two looks at the lists: a caller who overtakes the
 // mapper waits for no more than this. Memory that is populated takes time by the byte, what a
 // device does in its own time by the call.
-constexpr std::size_t kStepBytes = std::size_t{2} << 20;
+constexpr std::size_t kStepBytes = std::size_t{1} << 20;
 constexpr std::size_t kStepPages = 32;
 constexpr std::chrono::nanoseconds kShortestPause = std::chrono::microseconds(20);
 constexpr std::chrono::nanoseconds kLongestPause = std::chrono::milliseconds(1);
@@ -155,7 +155,7 @@ class Mapper::Step {
       }
       Ahead job{buffer, {}};
       if (!buffer->claim_ahead(job.arrival, pages)) {
-        pool_.wanting_.erase(pool_.wanting_.begin() + static_cast<std::ptrdiff_t>(i));
+        pool_.unwant(buffer);
         continue;
       }
       pages -= job.arrival.pages.size();
@@ -221,7 +221,7 @@ class Mapper::Step {
   void enter() {
     for (Ahead& job : ahead_) {
       job.buffer->enter_ahead(job.arrival);
-      if (!job.buffer->wants()) std::erase(pool_.wanting_, job.buffer);
+      job.buffer->wants() ? pool_.want_last(job.buffer) : pool_.unwant(job.buffer);
     }
     for (Back& job : back_) {
       job.buffer->enter_back(job.departure);

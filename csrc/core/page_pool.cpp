@@ -187,6 +187,19 @@ void PagePool::want(const std::shared_ptr<Buffer>& buffer) {
 
 void PagePool::unwant(const std::shared_ptr<Buffer>& buffer) noexcept {
   std::erase(wanting_, buffer);
+  if (!wanting_.empty() || called_at_ == steady_clock::time_point{}) return;
+  const auto taken = steady_clock::now() - std::exchange(called_at_, {});
+  horizon_.served(static_cast<std::uint64_t>(taken.count()));
+}
+
+void PagePool::want_last(const std::shared_ptr<Buffer>& buffer) noexcept {
+  const auto at = std::find(wanting_.begin(), wanting_.end(), buffer);
+  if (at != wanting_.end()) std::rotate(at, at + 1, wanting_.end());
+}
+
+void PagePool::call_for_pages() noexcept {
+  if (called_at_ == steady_clock::time_point{}) called_at_ = steady_clock::now();
+  call_mapper();
 }
 
 void PagePool::call_mapper() noexcept {

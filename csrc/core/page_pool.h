@@ -20,6 +20,7 @@
 #include "core/caller.h"
 #include "core/fork_guard.h"
 #include "core/generation.h"
+#include "core/look_ahead.h"
 #include "core/mapper.h"
 #include "core/page.h"
 #include "core/placement.h"
@@ -183,6 +184,11 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // `buffer` wants pages ahead: the mapper looks at it when it is next awake.
   void want(const std::shared_ptr<Buffer>& buffer);
   void unwant(const std::shared_ptr<Buffer>& buffer) noexcept;
+  // Behind all others that want pages.
+  void want_last(const std::shared_ptr<Buffer>& buffer) noexcept;
+  // The mapper is woken for what is wanted, and how long it takes for all of that is looked at.
+  void call_for_pages() noexcept;
+  Horizon horizon() const { return horizon_; }
   // The mapper is to hear of what is wanted once it is awake, or somebody waits for it.
   void tell_mapper_later() noexcept { untold_ = true; }
   // The mapper is woken once the lock is free, and started where it does not run.
@@ -267,12 +273,14 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::size_t quiet_wanted_ = 0;  // waits for the end of those
   std::uint64_t next_buffer_id_ = 1;
   std::unordered_set<Buffer*> buffers_;
-  std::vector<std::shared_ptr<Buffer>> unsettled_;  // have something to give back
-  std::vector<std::shared_ptr<Buffer>> wanting_;    // want pages ahead
-  std::vector<std::shared_ptr<Buffer>> idle_;       // parked, oldest first
-  bool wake_mapper_ = false;                        // once the lock is free
-  bool untold_ = false;                             // of some that wants pages
-  std::exception_ptr mapper_error_;                 // why its thread cannot work
+  std::vector<std::shared_ptr<Buffer>> unsettled_;        // have something to give back
+  std::vector<std::shared_ptr<Buffer>> wanting_;          // want pages ahead, who comes next first
+  std::chrono::steady_clock::time_point called_at_ = {};  // for these, unless that was not yet
+  Horizon horizon_;
+  std::vector<std::shared_ptr<Buffer>> idle_;  // parked, oldest first
+  bool wake_mapper_ = false;                   // once the lock is free
+  bool untold_ = false;                        // of some that wants pages
+  std::exception_ptr mapper_error_;            // why its thread cannot work
   LentPages lent_;
 
   std::atomic<Generation*> ended_{nullptr};

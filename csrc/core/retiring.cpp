@@ -186,7 +186,8 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
     foreign_.end = std::min(foreign_.end, kept_end);
     if (foreign_.empty()) foreign_ = {};
   } else if (pool_->looks_ahead() && !extent_.empty()) {
-    kept_end = slots_of({positions.begin, limit_lead(positions.end + pace_.lead())}).end;
+    kept_end =
+        slots_of({positions.begin, limit_lead(positions.end + pace_.lead(pool_->horizon()))}).end;
   }
   want_end_ = 0;
   set_ready(usable(extent_end(), std::min(mapped_end, kept_end)));

@@ -31,6 +31,8 @@ namespace vtensor {
 namespace {
 
 constexpr std::size_t kDefaultPageSize = std::size_t{64} << 10;
+// Made present in one call: the kernel maps nothing else meanwhile, in whatever thread.
+constexpr std::size_t kPopulateBytes = std::size_t{256} << 10;
 // The memfd is sparse, so its size costs nothing; twice this is no longer a file size.
 constexpr std::uint64_t kMemfdSize = std::uint64_t{1} << 62;
 
@@ -276,17 +278,14 @@ class HostDriver final : public Driver {
 
   void populate(Address at, std::size_t n) override {
     refuse_in_forked_child("host populate");
-    const trace::Span span(trace::What::driver_call, at, n * page_size_, 0, Call::madvise);
-    Refusal refusal = ask(Call::madvise);
-    // Reading makes shared memory present as writing does, and takes 16 small pages at a fault
-    // where they exist; what is mapped for writing may then be written to without another.
-    if (!refusal && madvise(reinterpret_cast<void*>(at), n * page_size_, MADV_POPULATE_READ) != 0 &&
-        errno != EINVAL) {  // EINVAL: a kernel without it; the first touch does it then
-      refusal.error = errno;
-    }
-    if (refusal) {
-      throw refused("host populate", Call::madvise, refusal.error,
-                    "making " + count_of(n, page_size_) + " present", "free memory");
+    const std::size_t pages_at_once = std::max(kPopulateBytes / page_size_, std::size_t{1});
+    for (std::size_t done = 0; done < n; done += pages_at_once) {
+      const std::size_t pages = std::min(pages_at_once, n - done);
+      const Refusal refusal = populate_some(at + done * page_size_, pages * page_size_);
+      if (refusal) {
+        throw refused("host populate", Call::madvise, refusal.error,
+                      "making " + count_of(n, page_size_) + " present", "free memory");
+      }
     }
   }
 
@@ -387,6 +386,18 @@ class HostDriver final : public Driver {
   Refusal ask(Call call) {
     const bool injected = meter_.enter(call);
     return {.error = injected ? ENOMEM : 0, .injected = injected};
+  }
+
+  Refusal populate_some(Address at, std::size_t bytes) {
+    const trace::Span span(trace::What::driver_call, at, bytes, 0, Call::madvise);
+    Refusal refusal = ask(Call::madvise);
+    // Reading makes shared memory present as writing does, and takes 16 small pages at a fault
+    // where they exist; what is mapped for writing may then be written to without another.
+    if (!refusal && madvise(reinterpret_cast<void*>(at), bytes, MADV_POPULATE_READ) != 0 &&
+        errno != EINVAL) {  // EINVAL: a kernel without it; the first touch does it then
+      refusal.error = errno;
+    }
+    return refusal;
   }
 
   // For calls that take down or undo: tries once more, where the limit on mappings was in the way.

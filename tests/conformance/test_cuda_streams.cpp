@@ -274,7 +274,7 @@ TEST_CASE("the driver's end gives back what a late copy had, or leaves it to a c
       control.release(stream);
       control.destroy_stream(stream);
     }
-    CHECK(comes_true([&] { return threads_here() == threads; }));
+    CHECK(comes_true([&] { return threads_here() <= threads; }));
     CHECK(control.illegal_accesses() == 0);
     CHECK(leaks.handles == 0);
     CHECK(leaks.mappings == (is_over ? 0 : 2));  // the caller's range is still there, too
@@ -299,7 +299,7 @@ TEST_CASE("the driver's end waits within a bound, and leaves what the device may
   s.control.release(s.one.number());
   CHECK(s.holds(s.range, 0, 7));
   CHECK(s.control.illegal_accesses() == 0);
-  CHECK(comes_true([&] { return threads_here() == threads; }));
+  CHECK(comes_true([&] { return threads_here() <= threads; }));
 }
 
 TEST_CASE("a clean end does not wait for the device") {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -206,7 +207,7 @@ def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
     t = quarter(ahead, 1, capacity=800)
     with vtensor.trace.record() as recording:
         for _ in range(pages * PER_PAGE):
-            time.sleep(0.012)  # less than one position in 10 ms
+            time.sleep(0.042)  # less than four positions within the farthest horizon
             t.extend(1)
             ahead.wait_idle(5)
             stats = check_sums(ahead)
@@ -214,6 +215,21 @@ def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
             assert t.length == 2 or 4 <= ready < 8 + PER_PAGE
     batches = [e for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
     assert pages // 2 <= len(batches) <= pages // 2 + 2
+
+
+def test_tensors_that_want_pages_are_served_in_turn():
+    """So that nobody waits for the second page of another to get his first."""
+    large = 1 << 20  # bytes: a step of the mapper, or several
+    with vtensor.Pool("cpu", page_size=large) as pool:
+        both = [vtensor.empty(0, grow_dim=0, capacity=16 * large, dtype=torch.uint8, pool=pool) for _ in "kv"]
+        with vtensor.trace.record() as recording:
+            vtensor.prepare(both, 8 * large)
+            pool.wait_idle(30)
+        served = [e.tensor for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
+        first = served.index(both[1].address)
+        assert len(served) == 16 and first < 6
+        # From the moment that both are known.
+        assert all(a != b for a, b in itertools.pairwise(served[first - 1 : first + 2 * (8 - first)]))
 
 
 def sleeps_of_mappers() -> int:
