@@ -9,8 +9,6 @@ import torch
 from vtensor import InvalidArgument, KVCache
 from vtensor.kv_rows import CacheRows, rows_of
 
-from ._kv import runs_in_stream
-
 
 def cache_of(
     operation: str,
@@ -52,7 +50,7 @@ def check_tile(operation: str, query: torch.Tensor, cache: KVCache | None, rows:
     Raises:
         InvalidArgument: naming both.
     """
-    if cache is not None and cache.tile < min(rows, cache.max_len) and runs_in_stream(query):
+    if cache is not None and cache.tile < min(rows, cache.max_len) and not query.is_cpu:
         raise InvalidArgument(
             f"[{operation}] {rows} rows are read at once, the cache maps with tile={cache.tile}: make it "
             f"with tile={rows} or more"

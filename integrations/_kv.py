@@ -34,17 +34,12 @@ def leased(
 
     None on a CPU: the kernel is done when it returns, and what it was given holds its pages until then.
     """
-    if not runs_in_stream(query):
+    if query.is_cpu:
         return _NOTHING
     if cache is not None:
         cache.record_stream()
     found = [owner for owner in owners if owner is not None]
     return vtensor.lease(*found) if found else _NOTHING
-
-
-def runs_in_stream(query: torch.Tensor) -> bool:
-    """Whether kernels on ``query`` may run after the call that launches them has returned."""
-    return not query.is_cpu
 
 
 def plain(t: KV, owner: VTensor | None, positions_dim: int) -> torch.Tensor:
@@ -58,6 +53,18 @@ def plain(t: KV, owner: VTensor | None, positions_dim: int) -> torch.Tensor:
         assert isinstance(t, torch.Tensor)
         return t
     return as_laid_out(owner.detach(), owner, positions_dim)
+
+
+def plain_views(
+    key: Any, value: Any, positions_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[VTensor | None, VTensor | None]]:
+    """What :func:`plain` gives for both, and whose they are; at once where these are VTensors, because behind
+    a kernel that has left memory cold each function of Python that is called takes microseconds."""
+    if isinstance(key, VTensor) and isinstance(value, VTensor):
+        if key._core.grow_dim == value._core.grow_dim == positions_dim:
+            return key.detach(), value.detach(), (key, value)
+    owners = owner_of(key), owner_of(value)
+    return plain(key, owners[0], positions_dim), plain(value, owners[1], positions_dim), owners
 
 
 def as_laid_out(view: torch.Tensor, owner: VTensor, positions_dim: int) -> torch.Tensor:

@@ -39,6 +39,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from vtensor import InvalidArgument, KVCache, VTensor, VTensorError
 from vtensor.demands import Demands, suit
@@ -53,7 +54,7 @@ from ._kv import (
     check_rows,
     leased,
     owner_of,
-    plain,
+    plain_views,
 )
 from .full_extent import FullExtent
 
@@ -101,7 +102,7 @@ _PACKAGES = {
 _ORDER = {8: ("fa2",), 9: ("fa3", "fa2", "fa4"), 10: ("fa4", "fa2"), 11: ("fa4", "fa2")}
 _LARGEST_HEAD = 256
 _NEW = Demands(4, 2, same_rows=False, grouped=False)  # [B, n, H, D], for a cache [rows, S, H, D]
-_PAGED = ("block_table", "page_table", "cu_seqlens_k_new")
+_PAGED = frozenset(("block_table", "page_table", "cu_seqlens_k_new"))
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,14 @@ class _Kernel:
     operation: str
     package: _Package
     call: Callable[..., Any]
-    places: Mapping[str, int]  # of the parameters by position, q being 0
+    names: tuple[str, ...]  # of the parameters behind v, in order
+    takes: frozenset[str]  # the same
     takes_any_name: bool
-    paged: tuple[str, ...]  # of its parameters, those of _PAGED
     demands: Demands
 
-    def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What was passed as ``name``, by either way; None where nothing was. ``args`` begin behind v."""
-        if name in kwargs:
-            return kwargs[name]
-        place = self.places.get(name, 0) - 3
-        return args[place] if 0 <= place < len(args) else None
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What was passed behind v, by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
 
 def available() -> tuple[str, ...]:
@@ -158,15 +156,18 @@ def flash_attn_func(
             not, or a FullExtent, whose rows have lengths that this function cannot be told.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
+    out = _at_once(kernel, q, k, v, args, kwargs)
+    if out is not NotImplemented:
+        return out
     for name, t in (("k", k), ("v", v)):
         if isinstance(t, FullExtent):
             raise InvalidArgument(
                 f"[flash_attn_func] {name} is a FullExtent, and this function takes no lengths: use "
                 "flash_attn_with_kvcache(cache_seqlens=), or pass the VTensor"
             )
-    owners = owner_of(k), owner_of(v)
-    keys, values = plain(k, owners[0], _POSITIONS), plain(v, owners[1], _POSITIONS)
-    _check(kernel, q, keys, values)
+    keys, values, owners = plain_views(k, v, _POSITIONS)
+    if not suit(kernel.demands, q, keys, values):
+        _check(kernel, q, keys, values)
     cache = None
     if owners[0] is None or owners[1] is None:
         cache = cache_of(
@@ -194,7 +195,8 @@ def flash_attn_varlen_func(
             smaller tiles than the package reads.
     """
     kernel = _kernel("flash_attn_varlen_func", backend, q.device)
-    takes_rows = "seqused_k" in kernel.places and kernel.argument("cu_seqlens_k", args, kwargs) is None
+    given = kernel.given(args, kwargs) if args else kwargs
+    takes_rows = "seqused_k" in kernel.names and given.get("cu_seqlens_k") is None
     for name, t in (("k", k), ("v", v)):
         if isinstance(t, FullExtent) or (t.ndim != 3 and not takes_rows):
             raise InvalidArgument(
@@ -202,11 +204,11 @@ def flash_attn_varlen_func(
                 f"[tokens, heads, head size]: pass {name}[0] where there is one row, or use "
                 "flash_attn_with_kvcache(cache_seqlens=)"
             )
-    owners = owner_of(k), owner_of(v)
-    keys, values = plain(k, owners[0], _POSITIONS), plain(v, owners[1], _POSITIONS)
-    _check(kernel, q, keys, values)
+    keys, values, owners = plain_views(k, v, _POSITIONS)
+    if not suit(kernel.demands, q, keys, values):
+        _check(kernel, q, keys, values)
     rows = keys.ndim == 4  # of one sequence each, instead of packed ones
-    needed = _packed(kernel, q, keys, args, kwargs) if not rows else _used(kernel, q, keys, args, kwargs)
+    needed = _used(kernel, q, keys, given) if rows else _packed(kernel, q, keys, given)
     cache = None
     if owners[0] is None or owners[1] is None:
         holds_dim = _POSITIONS if rows else 0
@@ -215,22 +217,35 @@ def flash_attn_varlen_func(
     return _launch(kernel, q, keys, values, args, kwargs, owners, cache)
 
 
+def _at_once(
+    kernel: _Kernel,
+    q: torch.Tensor,
+    k: KV,
+    v: KV,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    positions: int = -1,
+) -> Any:
+    """The call over the first ``positions`` of two VTensors, or all, where all suits at a glance;
+    NotImplemented elsewhere. Behind a kernel that has left memory cold each function of Python takes 5 us."""
+    if is_compiling() or not (kernel.takes_any_name or kernel.takes.issuperset(kwargs)):
+        return NotImplemented
+    return kernel.demands.launch(kernel.call, q, k, v, positions, not q.is_cpu, args, kwargs)
+
+
 def _packed(
-    kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, given: Mapping[str, Any]
 ) -> list[int] | None:
     """Of all packed tokens ``keys``, how many are read: ``[n]``; None where only the device knows."""
-    check_packed(kernel.operation, "cu_seqlens_q", kernel.argument("cu_seqlens_q", args, kwargs), q.shape[0])
-    starts = kernel.argument("cu_seqlens_k", args, kwargs)
-    found = check_packed(kernel.operation, "cu_seqlens_k", starts, keys.shape[0])
+    check_packed(kernel.operation, "cu_seqlens_q", given.get("cu_seqlens_q"), q.shape[0])
+    found = check_packed(kernel.operation, "cu_seqlens_k", given.get("cu_seqlens_k"), keys.shape[0])
     return [max(found)] if found else None
 
 
-def _used(
-    kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[int] | None:
+def _used(kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, given: Mapping[str, Any]) -> list[int] | None:
     """Of each row ``keys``, how many positions are read; None where only the device knows."""
     holds = keys.shape[_POSITIONS]
-    used = kernel.argument("seqused_k", args, kwargs)
+    used = given.get("seqused_k")
     if used is None:
         return [holds] * keys.shape[0]
     lengths = told(kernel.operation, "seqused_k", q, used)
@@ -277,18 +292,22 @@ def flash_attn_with_kvcache(
         raise InvalidArgument(
             f"[{operation}] one of k_cache and v_cache is a plain tensor: give VTensors, or views of both"
         )
-    owners = (k_owner, v_owner)
-    _refuse_paged(kernel, args, kwargs)
+    given = kernel.given(args, kwargs) if args else kwargs
+    if not _PAGED.isdisjoint(given) and (name := _paged(given)):
+        raise InvalidArgument(
+            f"[{operation}] {name} with a VTensor, whose rows are contiguous and grow alike: leave it out"
+        )
     if k_owner.ndim != 4 or v_owner.ndim != 4:
-        for name, owner in zip(("k_cache", "v_cache"), owners, strict=True):
+        for name, owner in (("k_cache", k_owner), ("v_cache", v_owner)):
             check_rank(operation, name, owner, 4, "[rows, positions, heads, head size]")
     holds = k_owner.length
     if v_owner.length != holds:
         raise InvalidArgument(
             f"[{operation}] k_cache holds {holds} positions, v_cache {v_owner.length}: append to both"
         )
-    rows_read(operation, q, k_owner.shape[0], kernel.argument("cache_batch_idx", args, kwargs))
-    lengths = kernel.argument("cache_seqlens", args, kwargs)
+    if "cache_batch_idx" in given or q.shape[0] > k_owner.shape[0]:
+        rows_read(operation, q, k_owner.shape[0], given.get("cache_batch_idx"))
+    lengths = given.get("cache_seqlens")
     shortest, longest = 0, holds  # as far as the host knows
     if lengths is None or isinstance(lengths, int):
         shortest = longest = holds if lengths is None else lengths
@@ -296,7 +315,9 @@ def flash_attn_with_kvcache(
         shortest, longest = min(known), max(known)
     if shortest < 0 or longest > holds:
         check_within(operation, "cache_seqlens", [shortest, longest], holds)
-    added = _added(kernel, q, owners, lengths, args, kwargs)
+    added = 0
+    if "k" in given or "v" in given:
+        added = _added(kernel, q, k_owner, v_owner, given)
     stop = longest + added
     try:
         if added:
@@ -306,12 +327,21 @@ def flash_attn_with_kvcache(
             if k_owner.pool.device.type == "cuda":  # a kernel's write cannot part shared pages (I6)
                 k_owner.own(shortest, stop)
                 v_owner.own(shortest, stop)
-        keys = _cache(kernel, k_cache, k_owner, lengths, stop)
-        values = _cache(kernel, v_cache, v_owner, lengths, stop)
-        _check(kernel, q, keys, values)
+        if not isinstance(lengths, torch.Tensor):
+            out = _at_once(kernel, q, k_cache, v_cache, args, kwargs, stop)
+            if out is not NotImplemented:
+                return out
+        keys, values, owners = plain_views(k_cache, v_cache, _POSITIONS)
+        if isinstance(lengths, torch.Tensor):
+            if kernel.package.reads_tiles:
+                keys, values = _covered(k_cache, keys), _covered(v_cache, values)
+        elif stop < holds:
+            keys, values = keys[:, :stop], values[:, :stop]
+        if not suit(kernel.demands, q, keys, values):
+            _check(kernel, q, keys, values)
         return _launch(kernel, q, keys, values, args, kwargs, owners)
     except BaseException:
-        for owner in owners:
+        for owner in (k_owner, v_owner):
             if owner.length > holds:
                 owner.truncate(holds)
         raise
@@ -328,12 +358,13 @@ def _over_plain(
     """Over plain tensors, which are passed on once they are known to have what is read and written."""
     operation = kernel.operation
     cache = None
-    if not _paged(kernel, args, kwargs):  # where a row is a page, lengths say nothing of it
+    given = kernel.given(args, kwargs) if args else kwargs
+    if not _paged(given):  # where a row is a page, lengths say nothing of it
         for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_rank(operation, name, t, 4, "[rows, positions, heads, head size]")
-        lengths = kernel.argument("cache_seqlens", args, kwargs)
-        added = _added(kernel, q, (k_cache, v_cache), lengths, args, kwargs)
-        rows = rows_read(operation, q, k_cache.shape[0], kernel.argument("cache_batch_idx", args, kwargs))
+        lengths = given.get("cache_seqlens")
+        added = _added(kernel, q, k_cache, v_cache, given)
+        rows = rows_read(operation, q, k_cache.shape[0], given.get("cache_batch_idx"))
         holds = k_cache.shape[_POSITIONS]
         known = told(operation, "cache_seqlens", q, holds if lengths is None else lengths)
         if known is not None:
@@ -341,60 +372,45 @@ def _over_plain(
         needed = None if known is None or rows is None else [n + added for n in known]
         cache = cache_of(operation, k_cache, v_cache, _POSITIONS, needed, rows)
         _check_tile(kernel, q, cache, needed, holds)
-    _check(kernel, q, k_cache, v_cache)
+    if not suit(kernel.demands, q, k_cache, v_cache):
+        _check(kernel, q, k_cache, v_cache)
     return _launch(kernel, q, k_cache, v_cache, args, kwargs, cache=cache)
 
 
-def _cache(
-    kernel: _Kernel, t: KV, owner: VTensor, lengths: int | torch.Tensor | None, stop: int
-) -> torch.Tensor:
-    """What the kernel is given for ``t``: exactly what is to be read, where the host knows that."""
-    if isinstance(lengths, torch.Tensor):
-        if isinstance(t, FullExtent) and kernel.package.reads_tiles:
-            t.cover(owner.length, tail=_READS_PAST)
-            return as_laid_out(t.tensor, owner, _POSITIONS)
-        return plain(t, owner, _POSITIONS)
-    view = plain(t, owner, _POSITIONS)
-    return view if owner.length == stop else view[:, :stop]
+def _covered(t: KV, view: torch.Tensor) -> torch.Tensor:
+    """What a kernel that reads tiles is given for ``t``, whose rows' lengths the device knows: ``view``, or
+    all of a FullExtent."""
+    if not isinstance(t, FullExtent):
+        return view
+    t.cover(t.owner.length, tail=_READS_PAST)
+    return as_laid_out(t.tensor, t.owner, _POSITIONS)
 
 
-def _paged(kernel: _Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _paged(given: Mapping[str, Any]) -> str:
     """The argument by which the cache or what is appended to it is said to lie otherwise than in rows."""
-    for name in kernel.paged:
-        if kernel.argument(name, args, kwargs) is not None:
-            return name
-    return ""
-
-
-def _refuse_paged(kernel: _Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    if name := _paged(kernel, args, kwargs):
-        raise InvalidArgument(
-            f"[{kernel.operation}] {name} with a VTensor, whose rows are contiguous and grow alike: leave it "
-            "out"
-        )
+    return next((name for name in sorted(_PAGED) if given.get(name) is not None), "")
 
 
 def _added(
     kernel: _Kernel,
     q: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    lengths: int | torch.Tensor | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    given: Mapping[str, Any],
 ) -> int:
-    """How many positions the kernel is to append to each row of the caches, behind ``lengths``."""
-    k, v = kernel.argument("k", args, kwargs), kernel.argument("v", args, kwargs)
+    """How many positions the kernel is to append to each row of the caches, behind their lengths."""
+    k, v = given.get("k"), given.get("v")
     if k is None and v is None:
         return 0
     if k is None or v is None or k.shape[:-1] != v.shape[:-1]:
         raise InvalidArgument(
             f"[{kernel.operation}] k and v are not of one shape: give as many new positions of both"
         )
-    if lengths is None:
+    if given.get("cache_seqlens") is None:
         raise InvalidArgument(
             f"[{kernel.operation}] k and v without cache_seqlens: say behind how many positions they go"
         )
-    for held, new in zip(caches, (k, v), strict=True):
+    for held, new in ((k_cache, k), (v_cache, v)):
         owner = owner_of(held)
         heads_first = owner is not None and owner.grow_dim == 2
         if heads_first or not suit(_NEW, new, held, held) or new.shape[0] != q.shape[0]:
@@ -442,20 +458,21 @@ def _launch(
 ) -> Any:
     """Leases, and calls. ``keys`` and ``values`` are plain: views of ``owners``, or of a layer of ``cache``,
     where there are such."""
-    if not kernel.takes_any_name and not kwargs.keys() <= kernel.places.keys():
-        unknown = ", ".join(sorted(kwargs.keys() - kernel.places.keys()))
+    if not kernel.takes_any_name and not kernel.takes.issuperset(kwargs):
+        unknown = ", ".join(sorted(kwargs.keys() - kernel.takes))
         raise InvalidArgument(
             f"[{kernel.operation}] {unknown}: no argument of {kernel.package.title}, which takes "
-            f"{', '.join(kernel.places)}: leave it out, or choose another with backend="
+            f"{', '.join(kernel.names)}: leave it out, or choose another with backend="
         )
+    if q.is_cpu:  # where nothing is leased, and each call of Python shows
+        return kernel.call(q, keys, values, *args, **kwargs)
     with leased(q, *owners, cache=cache):
         return kernel.call(q, keys, values, *args, **kwargs)
 
 
 def _check(kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Refuses what the kernels refuse, and what makes them copy all of K and V before they start."""
-    if suit(kernel.demands, q, keys, values):
-        return
+    """Refuses what the kernels refuse, and what makes them copy all of K and V before they start, where that
+    is not known at a glance."""
     if kernel.operation == "flash_attn_func":
         for name, t in (("q", q), ("k", keys), ("v", values)):
             check_rank(kernel.operation, name, t, 4, "[batch, positions, heads, head size]")
@@ -484,8 +501,7 @@ def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
             f"{title} copies all of {name} at every call, because its last stride is {strides[-1]}: lay the "
             "head size out last"
         )
-    compiling = torch.compiler.is_compiling()  # where there is no address
-    if (not compiling and t.data_ptr() % 16) or any(
+    if (not is_compiling() and t.data_ptr() % 16) or any(
         s * item % 16 for s, n in zip(strides[:-1], t.shape[:-1], strict=True) if n > 1
     ):
         raise InvalidArgument(
@@ -497,6 +513,8 @@ def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
 def _kernel(operation: str, backend: str | None, device: torch.device) -> _Kernel:
     """The function that is used. A compiler, which cannot trace imports, takes its name for a constant, and
     finds it by that."""
+    if not is_compiling():
+        return _find(operation, backend, device)
     return _in_use[_name_of(operation, backend, device)]
 
 
@@ -548,15 +566,15 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
     except ImportError as error:
         return error
     parameters = inspect.signature(call).parameters.values()
-    places = {p.name: place for place, p in enumerate(parameters) if p.kind is not p.VAR_KEYWORD}
+    names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)[3:]
     return _Kernel(
         f"{backend}.{operation}",
         operation,
         package,
         call,
-        places,
+        names,
+        frozenset(names),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
-        tuple(name for name in _PAGED if name in places),
         Demands(
             *((3, 1) if operation == "flash_attn_varlen_func" else (4, 2)),
             same_rows=operation == "flash_attn_func",

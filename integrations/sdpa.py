@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from vtensor import InvalidArgument
 
 from ._cache_layer import cache_of
-from ._kv import KV, check_heads_first, leased, owner_of, plain
+from ._kv import KV, check_heads_first, leased, plain_views
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -56,8 +56,7 @@ def scaled_dot_product_attention(
         InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length, shape or dtype,
             both masks, or positions that a KVCache's slot has not.
     """
-    owners = owner_of(key), owner_of(value)
-    keys, values = plain(key, owners[0], 2), plain(value, owners[1], 2)
+    keys, values, owners = plain_views(key, value, 2)
     check_heads_first(_OPERATION, query, keys, values, enable_gqa)
     of_query, of_keys = query.shape, keys.shape
     heads, queries, length = of_query[1], of_query[2], of_keys[2]

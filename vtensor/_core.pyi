@@ -350,6 +350,16 @@ class Demands:
 
     def met(self, query: object | None, key: object | None, value: object | None) -> bool: ...
 
+    def launch(self, call: object, query: object | None, key: object | None, value: object | None, positions: int, leased: bool, args: tuple, kwargs: dict) -> object:
+        """
+        ``call(query, key, value, *args, **kwargs)`` over plain views of two VTensors, where these
+        suit; NotImplemented, and nothing done, where they may not.
+
+        Args:
+            positions: of key and value, from the first; all where negative.
+            leased: a lease over both lasts for the call.
+        """
+
 class TraceRecording:
     def __init__(self, capacity: int) -> None: ...
 

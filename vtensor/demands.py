@@ -2,7 +2,8 @@
 
 For what launches kernels. Checks in Python take microseconds, and ten times as long behind a kernel that has
 left the interpreter's memory cold; so they are for explaining what is wrong, once :func:`suit` has said that
-something may be.
+something may be. ``Demands.launch`` goes further: where two VTensors suit, it takes their plain views, leases
+them and calls the kernel, all in one.
 """
 
 from __future__ import annotations

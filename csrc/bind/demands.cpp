@@ -1,10 +1,13 @@
-// What an attention kernel demands of its arguments, known at a glance: see vtensor/demands.py.
+// What an attention kernel demands of its arguments, known at a glance, and its launch over
+// VTensors that meet it: see vtensor/demands.py.
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "base/errors.h"
 #include "bind/bindings.h"
+#include "bind/lease.h"
 #include "bind/torch_face.h"
 
 namespace vtensor::bind {
@@ -30,7 +33,63 @@ struct Demands {
            (!aligned || (is_aligned(k) && is_aligned(v)));
   }
 
+  nb::object launch(nb::handle call, nb::handle query, nb::handle key, nb::handle value,
+                    std::int64_t positions, bool leased, const nb::tuple& args,
+                    const nb::dict& kwargs) const {
+    nb::object nothing = nb::borrow(Py_NotImplemented);
+    TensorCore* const keys = core_of(key, positions);
+    TensorCore* const values = core_of(value, positions);
+    if (keys == nullptr || values == nullptr) return nothing;
+    nb::object key_view = view_of(*keys, key, positions);
+    nb::object value_view = view_of(*values, value, positions);
+    if (!met(query, key_view, value_view)) return nothing;
+    nb::object given = nb::steal(PyTuple_New(3 + static_cast<Py_ssize_t>(args.size())));
+    if (!given.is_valid()) throw nb::python_error();
+    PyTuple_SET_ITEM(given.ptr(), 0, query.inc_ref().ptr());
+    PyTuple_SET_ITEM(given.ptr(), 1, key_view.release().ptr());
+    PyTuple_SET_ITEM(given.ptr(), 2, value_view.release().ptr());
+    for (std::size_t i = 0; i < args.size(); ++i)
+      PyTuple_SET_ITEM(given.ptr(), static_cast<Py_ssize_t>(3 + i),
+                       nb::object(args[i]).release().ptr());
+    const auto passed_on = [&] {
+      PyObject* result = PyObject_Call(call.ptr(), given.ptr(), kwargs.ptr());
+      if (result == nullptr) throw nb::python_error();
+      return nb::steal(result);
+    };
+    if (!leased) return passed_on();
+    Lease lease({keys, values}, std::nullopt);
+    nb::object result;
+    try {
+      result = passed_on();
+    } catch (...) {
+      lease.end();
+      throw;
+    }
+    lease.end();
+    return result;
+  }
+
  private:
+  // Dimensions: heads and positions, whichever comes first, and the head size.
+  std::size_t positions_dim() const { return static_cast<std::size_t>(2 * rank - 5 - heads_dim); }
+
+  // Null where `tensor` is no VTensor that grows along the kernel's positions and has so many.
+  TensorCore* core_of(nb::handle tensor, std::int64_t positions) const {
+    TensorCore* core = nullptr;
+    nb::object found = nb::getattr(tensor, "_core", nb::none());
+    if (found.is_none() || !nb::try_cast(found, core) || core->closed()) return nullptr;
+    if (core->spec().grow_dim != positions_dim() ||
+        positions > static_cast<std::int64_t>(core->length()))
+      return nullptr;
+    return core;
+  }
+  nb::object view_of(const TensorCore& core, nb::handle tensor, std::int64_t positions) const {
+    TorchFace& torch = TorchFace::get();
+    nb::object view = torch.detach(tensor);
+    if (positions < 0 || positions == static_cast<std::int64_t>(core.length())) return view;
+    return torch.narrow(view, positions_dim(), 0, static_cast<std::size_t>(positions));
+  }
+
   bool fit(const dlpack::Tensor& q, const dlpack::Tensor& other) const {
     return q.ndim == rank && other.ndim == rank && q.device.type == other.device.type &&
            q.device.index == other.device.index && q.dtype.code == other.dtype.code &&
@@ -67,6 +126,14 @@ Args:
 Raises:
     InvalidArgument: ``heads_dim`` is none of ``rank`` dimensions.)";
 
+constexpr const char* kLaunchDoc =
+    R"(``call(query, key, value, *args, **kwargs)`` over plain views of two VTensors, where these
+suit; NotImplemented, and nothing done, where they may not.
+
+Args:
+    positions: of key and value, from the first; all where negative.
+    leased: a lease over both lasts for the call.)";
+
 }  // namespace
 
 void bind_demands(nb::module_& module) {
@@ -84,7 +151,10 @@ void bind_demands(nb::module_& module) {
           nb::arg("rank"), nb::arg("heads_dim"), nb::kw_only(), nb::arg("same_rows") = true,
           nb::arg("grouped") = true, nb::arg("aligned") = false)
       .def("met", &Demands::met, nb::arg("query").none(), nb::arg("key").none(),
-           nb::arg("value").none());
+           nb::arg("value").none())
+      .def("launch", &Demands::launch, nb::arg("call"), nb::arg("query").none(),
+           nb::arg("key").none(), nb::arg("value").none(), nb::arg("positions"), nb::arg("leased"),
+           nb::arg("args"), nb::arg("kwargs"), kLaunchDoc);
 }
 
 }  // namespace vtensor::bind

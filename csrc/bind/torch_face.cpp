@@ -176,11 +176,16 @@ void TorchFace::set(nb::handle tensor, nb::handle storage, std::size_t offset, n
 
 nb::object TorchFace::detach(nb::handle tensor) { return call(detach_, {tensor.ptr()}); }
 
+nb::object TorchFace::narrow(nb::handle tensor, std::size_t dim, std::size_t start,
+                             std::size_t length) {
+  nb::int_ at_dim(dim), at(start), n(length);
+  return call(narrow_, {tensor.ptr(), at_dim.ptr(), at.ptr(), n.ptr()});
+}
+
 void TorchFace::copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length,
                           nb::handle source) {
   nb::object plain = detach(tensor);
-  nb::int_ at_dim(dim), at(start), n(length);
-  nb::object target = call(narrow_, {plain.ptr(), at_dim.ptr(), at.ptr(), n.ptr()});
+  nb::object target = narrow(plain, dim, start, length);
   call(copy_, {target.ptr(), source.ptr()});
 }
 

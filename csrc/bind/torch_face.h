@@ -42,6 +42,7 @@ class TorchFace {
   void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
            nb::handle strides);
   nb::object detach(nb::handle tensor);
+  nb::object narrow(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length);
   void copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length,
                  nb::handle source);
 

@@ -7,13 +7,13 @@ import gc
 
 import pytest
 import torch
-from vtensor.integrations import _cache_layer, _kv
 from vtensor.integrations import flash_attention as flash
 from vtensor.integrations import flex_attention as flex
 from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
 from stream_support import eventually
+from support import on_a_device
 from test_bad_input import SHAPE_OF_A_MESSAGE
 from test_flash_attention import close, noise, seen  # noqa: F401
 from vtensor import testing
@@ -215,18 +215,16 @@ def test_flex_attention_over_whole_layers(make):
     refused(lambda: flex.flex_attention(q, *cache[1], enable_gqa=True), "512 tokens of slot 0")
 
 
-def test_flex_attention_needs_whole_tiles_on_a_device(make, monkeypatch):
+def test_flex_attention_needs_whole_tiles_on_a_device(make):
     cache = make([100, 1, 33], layout="head", tile=64)
-    monkeypatch.setattr(_cache_layer, "runs_in_stream", lambda query: True)
     mask = flex.CacheMask(None, SLOTS, 1, MOST).update([100, 1, 33])
-    q = noise(SLOTS, HEADS, 1, SIZE, dtype=torch.float32)
+    q = on_a_device(noise(SLOTS, HEADS, 1, SIZE, dtype=torch.float32))
     refused(lambda: flex.flex_attention(q, *cache[1], block_mask=mask), "tile=64", "tile=128")
 
 
-def test_flash_attention_needs_its_tiles_on_a_device(make, seen, monkeypatch):  # noqa: F811
+def test_flash_attention_needs_its_tiles_on_a_device(make, seen):  # noqa: F811
     cache = make(dtype=torch.bfloat16, tile=128)
-    monkeypatch.setattr(_cache_layer, "runs_in_stream", lambda query: True)
-    q = noise(SLOTS, 1, HEADS, SIZE)
+    q = on_a_device(noise(SLOTS, 1, HEADS, SIZE))
 
     def call(backend):
         flash.flash_attn_with_kvcache(q, *cache[1], cache_seqlens=int32(*LENGTHS), backend=backend)
@@ -252,7 +250,7 @@ def test_the_cache_is_told_of_the_stream(make, monkeypatch):
     told = []
     monkeypatch.setattr(vtensor.KVCache, "record_stream", lambda self, stream=None: told.append(self))
     k, v = (t[2:, :33] for t in cache[1])
-    q = noise(1, 1, HEADS, SIZE, dtype=torch.float32)
+    host = noise(1, 1, HEADS, SIZE, dtype=torch.float32)
 
     calls = [
         lambda k, v: flash.flash_attn_func(q, k, v),
@@ -260,12 +258,11 @@ def test_the_cache_is_told_of_the_stream(make, monkeypatch):
         lambda k, v: flash.flash_attn_varlen_func(q[0], k[0], v[0], int32(0, 1), int32(0, 33), 1, 33),
         lambda k, v: scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))),
     ]
-    for on_a_device in (False, True):
-        monkeypatch.setattr(_kv, "runs_in_stream", lambda query, on=on_a_device: on)
+    for q in (host, on_a_device(host)):
         for call in calls:
             told.clear()
             call(k, v)
-            assert set(told) == ({cache} if on_a_device else set())
+            assert set(told) == (set() if q is host else {cache})
             told.clear()
             call(k.clone(), v.clone())
             assert not told

@@ -17,6 +17,68 @@ ALIKE, GROUPED = Demands(4, 1, grouped=False), Demands(4, 1)
 FLASH = Demands(4, 2, aligned=True)
 
 
+@pytest.fixture
+def pair(host):
+    """K and V ``[1, 5, 2, 16]`` that grow."""
+    made = [vtensor.from_tensor(noise(1, 5, 2, 16), grow_dim=1, capacity=8, pool=host) for _ in "kv"]
+    yield made
+    for t in made:
+        t.close()
+
+
+def leases(recording) -> int:
+    return sum(e.what == "lease" for e in recording.events())
+
+
+@pytest.mark.parametrize(("positions", "seen"), [(-1, 5), (5, 5), (3, 3), (0, 0)])
+def test_what_suits_is_launched_over_plain_views(pair, positions, seen):
+    k, v = pair
+
+    def kernel(*args, **kwargs):
+        return args, kwargs
+
+    q = noise(1, 1, 4, 16)
+    with vtensor.trace.record() as recording:
+        args, kwargs = FLASH.launch(kernel, q, k, v, positions, True, (1, "x"), {"y": 2})
+    assert leases(recording) == 2
+    assert args[0] is q and args[3:] == (1, "x") and kwargs == {"y": 2}
+    for view, ours in zip(args[1:3], pair, strict=True):
+        assert type(view) is torch.Tensor and view.shape == (1, seen, 2, 16)
+        assert view.data_ptr() == (ours.address if seen else 0)
+
+
+def test_a_launch_that_raises_ends_its_leases(pair):
+    def kernel(q, k, v):
+        raise ArithmeticError
+
+    with vtensor.trace.record() as recording, pytest.raises(ArithmeticError):
+        FLASH.launch(kernel, noise(1, 1, 4, 16), *pair, -1, True, (), {})
+    assert leases(recording) == 2
+
+
+def test_nothing_is_launched_that_may_not_suit(pair, host):
+    k, v = pair
+    q = noise(1, 1, 4, 16)
+    closed, longer = (
+        vtensor.from_tensor(noise(1, 6, 2, 16), grow_dim=1, capacity=8, pool=host) for _ in "cl"
+    )
+    closed.close()
+    heads_first = vtensor.from_tensor(noise(1, 5, 2, 16), grow_dim=2, capacity=32, pool=host)
+    for name, wrong in {
+        "plain": (q, k, v[:]),
+        "none": (q, None, v),
+        "closed": (q, closed, closed),
+        "of another length": (q, k, longer),
+        "growing along its heads": (q, heads_first, heads_first),
+        "another dtype": (q.float(), k, v),
+        "no tensor": ("q", k, v),
+    }.items():
+        assert FLASH.launch(pytest.fail, *wrong, -1, False, (), {}) is NotImplemented, name
+    assert FLASH.launch(pytest.fail, q, k, v, 6, False, (), {}) is NotImplemented
+    for t in (longer, heads_first):
+        t.close()
+
+
 def refused(check, *arguments, **options) -> bool:
     try:
         check(*arguments, **options)

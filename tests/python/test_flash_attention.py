@@ -8,13 +8,12 @@ import sys
 
 import pytest
 import torch
-from vtensor.integrations import _kv
 from vtensor.integrations import flash_attention as shims
 from vtensor.integrations.full_extent import FullExtent
 
 import fake_flash
 import vtensor
-from support import run_snippet
+from support import on_a_device, run_snippet
 from test_bad_input import SHAPE_OF_A_MESSAGE
 
 PACKAGES = ("fa2", "fa3", "fa4")
@@ -117,29 +116,24 @@ def test_plain_tensors_pass_as_they_are(seen, backend):
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
-def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, monkeypatch, name):
+def test_both_tensors_are_leased_while_the_kernel_is_launched(host, seen, name):
     k, v = caches(host, rows=1, length=5)
-    held = []
-
-    @contextlib.contextmanager
-    def lease(*tensors, stream=None):
-        held.append([id(t) for t in tensors])
-        yield
-        held.append("ended")
-
-    monkeypatch.setattr(vtensor, "lease", lease)
-    monkeypatch.setattr(_kv, "runs_in_stream", lambda query: True)
-    seen.before = lambda: held.append("launch")
-    q = noise(1, 1, HEADS, SIZE)
+    mark = vtensor.empty(1, grow_dim=0, capacity=2, pool=host)
+    seen.before = lambda: mark.extend(1)
+    q = on_a_device(noise(1, 1, HEADS, SIZE))
     if name == "flash_attn_varlen_func":
         packed = [vtensor.from_tensor(t[0], grow_dim=0, capacity=64, pool=host) for t in (k, v)]
         close(k, v)
         k, v, q = *packed, q[0]
     starts = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
     arguments = (*starts, 1, 5) if name == "flash_attn_varlen_func" else ()
-    getattr(shims, name)(q, k, v, *arguments, backend="fa2")
-    assert held == [[id(k), id(v)], "launch", "ended"]
-    close(k, v)
+    for given, leased in ((q, [k, v]), (torch.Tensor(q), [])):
+        with vtensor.trace.record() as recording:
+            getattr(shims, name)(given, k, v, *arguments, backend="fa2")
+        mark.truncate(1)
+        ends = [(e.what, e.address) for e in recording.events() if e.what in ("extend", "lease")]
+        assert ends == [("extend", mark.address + 4), *(("lease", t.address) for t in leased)]
+    close(k, v, mark)
 
 
 # --- which package ------------------------------------------------------------------------------------------

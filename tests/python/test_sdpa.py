@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
-from vtensor.integrations import _kv
 from vtensor.integrations.full_extent import FullExtent
 from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
+from support import on_a_device
 from test_bad_input import SHAPE_OF_A_MESSAGE
 
 HEADS, SIZE, CAPACITY = 2, 16, 256
@@ -171,10 +171,10 @@ def test_both_tensors_are_leased_during_the_call(host, monkeypatch):
         yield
 
     monkeypatch.setattr(vtensor, "lease", lease)
-    monkeypatch.setattr(_kv, "runs_in_stream", lambda query: True)
-    scaled_dot_product_attention(noise(2, HEADS, 1, SIZE), k, v)
+    q = on_a_device(noise(2, HEADS, 1, SIZE))
+    scaled_dot_product_attention(q, k, v)
     plain = noise(2, HEADS, 5, SIZE)
-    scaled_dot_product_attention(noise(2, HEADS, 1, SIZE), plain, plain)
+    scaled_dot_product_attention(q, plain, plain)
     assert held == [[id(k), id(v)]]
     close(k, v)
 
