@@ -83,6 +83,7 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
   pthread_setname_np(pthread_self(), "vtensor-mapper");
   bool entered = false;
   std::chrono::nanoseconds pause = kShortestPause;
+  std::chrono::nanoseconds retry = kLongestPause;
   while (!signal->stopping.load(std::memory_order_acquire)) {
     Time next;
     {
@@ -94,8 +95,11 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
         if (!entered) enter(pool);
         entered = true;
         next = serve(pool, *signal, pause);
+        retry = kLongestPause;
       } catch (const std::exception&) {  // refused, or no memory
-        next = std::chrono::steady_clock::now() + (entered ? kLongestPause : kRetryPause);
+        if (!entered) retry = kRetryPause;
+        next = std::chrono::steady_clock::now() + retry;
+        retry = std::min(2 * retry, kRetryPause);
       }
     }  // the pool may end here, in this thread
     std::unique_lock lock(signal->mutex);

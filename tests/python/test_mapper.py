@@ -12,7 +12,17 @@ import pytest
 import torch
 
 import vtensor
-from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled, mapper_calls, quarter
+from support import (
+    PER_PAGE,
+    calls,
+    calls_since,
+    check_sums,
+    eventually,
+    filled,
+    mapper_calls,
+    quarter,
+    simcuda_disarm,
+)
 from vtensor import testing
 
 PAGE = 4096
@@ -230,6 +240,20 @@ def test_tensors_that_want_pages_are_served_in_turn():
         assert len(served) == 16 and first < 6
         # From the moment that both are known.
         assert all(a != b for a, b in itertools.pairwise(served[first - 1 : first + 2 * (8 - first)]))
+
+
+def test_a_refused_mapper_tries_again_and_less_and_less_often(sim, stream_pool):
+    pool = stream_pool(ahead=16 * PAGE, reserve=PAGE)
+    t = quarter(pool, 1, capacity=400)
+    pool.wait_idle(5)
+    before = sim.calls("cuMemGetInfo")
+    sim.fail("cuMemGetInfo", 0, 1_000_000)
+    t.prepare(PER_PAGE)
+    time.sleep(0.5)
+    tries = sim.calls("cuMemGetInfo") - before
+    simcuda_disarm()
+    assert 2 <= tries < 40
+    eventually(lambda: pool.stats().pages_ahead == 1)
 
 
 def sleeps_of_mappers() -> int:
