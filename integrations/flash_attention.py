@@ -156,9 +156,11 @@ def flash_attn_func(
             not, or a FullExtent, whose rows have lengths that this function cannot be told.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
-    out = _at_once(kernel, q, k, v, args, kwargs)
-    if out is not NotImplemented:
-        return out
+    views = None if is_compiling() else kernel.demands.views(q, k, v, -1)
+    if views is not None:  # of two VTensors; what is asked below is known then
+        keys, values = views
+        both: Any = k, v
+        return _launch(kernel, q, keys, values, args, kwargs, both)
     for name, t in (("k", k), ("v", v)):
         if isinstance(t, FullExtent):
             raise InvalidArgument(
@@ -215,22 +217,6 @@ def flash_attn_varlen_func(
         cache = cache_of(kernel.operation, keys, values, holds_dim, needed)
         _check_tile(kernel, q, cache, needed, keys.shape[holds_dim])
     return _launch(kernel, q, keys, values, args, kwargs, owners, cache)
-
-
-def _at_once(
-    kernel: _Kernel,
-    q: torch.Tensor,
-    k: KV,
-    v: KV,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    positions: int = -1,
-) -> Any:
-    """The call over the first ``positions`` of two VTensors, or all, where all suits at a glance;
-    NotImplemented elsewhere. Behind a kernel that has left memory cold each function of Python takes 5 us."""
-    if is_compiling() or not (kernel.takes_any_name or kernel.takes.issuperset(kwargs)):
-        return NotImplemented
-    return kernel.demands.launch(kernel.call, q, k, v, positions, not q.is_cpu, args, kwargs)
 
 
 def _packed(
@@ -327,10 +313,11 @@ def flash_attn_with_kvcache(
             if k_owner.pool.device.type == "cuda":  # a kernel's write cannot part shared pages (I6)
                 k_owner.own(shortest, stop)
                 v_owner.own(shortest, stop)
-        if not isinstance(lengths, torch.Tensor):
-            out = _at_once(kernel, q, k_cache, v_cache, args, kwargs, stop)
-            if out is not NotImplemented:
-                return out
+        if not is_compiling() and not isinstance(lengths, torch.Tensor):
+            views = kernel.demands.views(q, k_cache, v_cache, stop)
+            if views is not None:
+                keys, values = views
+                return _launch(kernel, q, keys, values, args, kwargs, (k_owner, v_owner))
         keys, values, owners = plain_views(k_cache, v_cache, _POSITIONS)
         if isinstance(lengths, torch.Tensor):
             if kernel.package.reads_tiles:

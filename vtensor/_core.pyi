@@ -350,14 +350,15 @@ class Demands:
 
     def met(self, query: object | None, key: object | None, value: object | None) -> bool: ...
 
-    def launch(self, call: object, query: object | None, key: object | None, value: object | None, positions: int, leased: bool, args: tuple, kwargs: dict) -> object:
+    def views(self, query: object | None, key: object | None, value: object | None, positions: int) -> tuple | None:
         """
-        ``call(query, key, value, *args, **kwargs)`` over plain views of two VTensors, where these
-        suit; NotImplemented, and nothing done, where they may not.
+        Plain views of two VTensors, where these suit.
 
         Args:
             positions: of key and value, from the first; all where negative.
-            leased: a lease over both lasts for the call.
+
+        Returns:
+            Of key and value; None where they may not suit, or are no VTensors that grow along the positions.
         """
 
 class TraceRecording:

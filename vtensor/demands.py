@@ -2,8 +2,7 @@
 
 For what launches kernels. Checks in Python take microseconds, and ten times as long behind a kernel that has
 left the interpreter's memory cold; so they are for explaining what is wrong, once :func:`suit` has said that
-something may be. ``Demands.launch`` goes further: where two VTensors suit, it takes their plain views, leases
-them and calls the kernel, all in one.
+something may be. ``Demands.views`` takes the plain views of two VTensors besides, where these suit.
 """
 
 from __future__ import annotations

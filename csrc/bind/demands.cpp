@@ -2,12 +2,11 @@
 // VTensors that meet it: see vtensor/demands.py.
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <string>
 
 #include "base/errors.h"
 #include "bind/bindings.h"
-#include "bind/lease.h"
+#include "bind/tensor_core.h"
 #include "bind/torch_face.h"
 
 namespace vtensor::bind {
@@ -33,40 +32,15 @@ struct Demands {
            (!aligned || (is_aligned(k) && is_aligned(v)));
   }
 
-  nb::object launch(nb::handle call, nb::handle query, nb::handle key, nb::handle value,
-                    std::int64_t positions, bool leased, const nb::tuple& args,
-                    const nb::dict& kwargs) const {
-    nb::object nothing = nb::borrow(Py_NotImplemented);
+  nb::object views(nb::handle query, nb::handle key, nb::handle value,
+                   std::int64_t positions) const {
     TensorCore* const keys = core_of(key, positions);
     TensorCore* const values = core_of(value, positions);
-    if (keys == nullptr || values == nullptr) return nothing;
-    nb::object key_view = view_of(*keys, key, positions);
-    nb::object value_view = view_of(*values, value, positions);
-    if (!met(query, key_view, value_view)) return nothing;
-    nb::object given = nb::steal(PyTuple_New(3 + static_cast<Py_ssize_t>(args.size())));
-    if (!given.is_valid()) throw nb::python_error();
-    PyTuple_SET_ITEM(given.ptr(), 0, query.inc_ref().ptr());
-    PyTuple_SET_ITEM(given.ptr(), 1, key_view.release().ptr());
-    PyTuple_SET_ITEM(given.ptr(), 2, value_view.release().ptr());
-    for (std::size_t i = 0; i < args.size(); ++i)
-      PyTuple_SET_ITEM(given.ptr(), static_cast<Py_ssize_t>(3 + i),
-                       nb::object(args[i]).release().ptr());
-    const auto passed_on = [&] {
-      PyObject* result = PyObject_Call(call.ptr(), given.ptr(), kwargs.ptr());
-      if (result == nullptr) throw nb::python_error();
-      return nb::steal(result);
-    };
-    if (!leased) return passed_on();
-    Lease lease({keys, values}, std::nullopt);
-    nb::object result;
-    try {
-      result = passed_on();
-    } catch (...) {
-      lease.end();
-      throw;
-    }
-    lease.end();
-    return result;
+    if (keys == nullptr || values == nullptr) return nb::none();
+    nb::object of_key = view_of(*keys, key, positions);
+    nb::object of_value = view_of(*values, value, positions);
+    if (!met(query, of_key, of_value)) return nb::none();
+    return nb::make_tuple(of_key, of_value);
   }
 
  private:
@@ -126,13 +100,13 @@ Args:
 Raises:
     InvalidArgument: ``heads_dim`` is none of ``rank`` dimensions.)";
 
-constexpr const char* kLaunchDoc =
-    R"(``call(query, key, value, *args, **kwargs)`` over plain views of two VTensors, where these
-suit; NotImplemented, and nothing done, where they may not.
+constexpr const char* kViewsDoc = R"(Plain views of two VTensors, where these suit.
 
 Args:
     positions: of key and value, from the first; all where negative.
-    leased: a lease over both lasts for the call.)";
+
+Returns:
+    Of key and value; None where they may not suit, or are no VTensors that grow along the positions.)";
 
 }  // namespace
 
@@ -152,9 +126,11 @@ void bind_demands(nb::module_& module) {
           nb::arg("grouped") = true, nb::arg("aligned") = false)
       .def("met", &Demands::met, nb::arg("query").none(), nb::arg("key").none(),
            nb::arg("value").none())
-      .def("launch", &Demands::launch, nb::arg("call"), nb::arg("query").none(),
-           nb::arg("key").none(), nb::arg("value").none(), nb::arg("positions"), nb::arg("leased"),
-           nb::arg("args"), nb::arg("kwargs"), kLaunchDoc);
+      .def("views", &Demands::views, nb::arg("query").none(), nb::arg("key").none(),
+           nb::arg("value").none(), nb::arg("positions"),
+           nb::sig("def views(self, query: object | None, key: object | None, value: object | None,"
+                   " positions: int) -> tuple | None"),
+           kViewsDoc);
 }
 
 }  // namespace vtensor::bind

@@ -66,13 +66,15 @@ void Buffer::mark_pace() {
 }
 
 // Asks for more where the growth to come would soon pass what is ready, and there is more to be
-// had.
+// had. Where less is allowed than the growth asks for, once half of that is used up.
 void Buffer::look_ahead() {
   if (!pool_->looks_ahead() || positions_.end + pace_.least(pool_->horizon()) <= ready_until_)
     return;
+  const std::size_t end = limit_lead(positions_.end + pace_.lead(pool_->horizon()));
+  if (positions_.end + (end - positions_.end) / 2 <= ready_until_) return;
   if (pool_->unused_pages() == 0) return;
-  want(slots_of({positions_.begin, limit_lead(positions_.end + pace_.lead(pool_->horizon()))}).end,
-       true);
+  want(slots_of({positions_.begin, end}).end, true);
+  if (wanting_) pool_->time_mapper();
 }
 
 void Buffer::want(std::size_t slots_end, bool soon) {
@@ -82,7 +84,7 @@ void Buffer::want(std::size_t slots_end, bool soon) {
     if (!wanting_) pool_->want(shared_from_this());
     wanting_ = true;
     want_end_ = std::max(want_end_, slots_end);
-    soon ? pool_->call_for_pages() : pool_->tell_mapper_later();
+    soon ? pool_->call_mapper() : pool_->tell_mapper_later();
   } catch (const std::bad_alloc&) {
     // Whoever needs the pages will say.
   }
@@ -96,6 +98,7 @@ void Buffer::prepare(std::size_t end) {
 }
 
 void Buffer::want_until(std::size_t end, bool soon) {
+  pool_->time_nothing();
   if (end > positions_.begin) want(slots_of({positions_.begin, end}).end, soon);
 }
 

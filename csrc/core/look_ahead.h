@@ -1,8 +1,8 @@
 // How far ahead of a tensor's length pages should be ready: as far as it will grow while the mapper
 // makes them, and one more call like the last ones. A tensor that grows by one token every 20 ms
-// needs one page just in time; one that is filled as fast as memory allows, some megabytes. Waking
-// the mapper costs several times what growing does, so it is woken only where less than that is
-// ready, and then goes twice as far.
+// needs one page just in time; one that is filled as fast as memory allows, tens of megabytes.
+// Waking the mapper costs several times what growing does, so it is woken only where less than that
+// is ready, and then goes twice as far.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,6 @@
 #include "core/mapper.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <new>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "base/process.h"
+#include "base/signals.h"
 #include "base/trace.h"
 #include "core/buffer.h"
 #include "core/page_pool.h"
@@ -30,18 +30,11 @@ constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
 
 void Mapper::start(std::weak_ptr<PagePool> pool) {
   auto signal = std::make_shared<Signal>();
-  // Signals are for the threads that the program knows.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
+  {
+    const SignalsBlocked blocked;
     thread_ =
         std::make_unique<std::thread>([pool = std::move(pool), signal] { run(pool, signal); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   signal_ = std::move(signal);
   running_.store(true, std::memory_order_release);
 }
@@ -225,7 +218,7 @@ class Mapper::Step {
   void enter() {
     for (Ahead& job : ahead_) {
       job.buffer->enter_ahead(job.arrival);
-      job.buffer->wants() ? pool_.want_last(job.buffer) : pool_.unwant(job.buffer);
+      job.buffer->wants() ? pool_.want_last(job.buffer) : pool_.served(job.buffer);
     }
     for (Back& job : back_) {
       job.buffer->enter_back(job.departure);

@@ -187,9 +187,16 @@ void PagePool::want(const std::shared_ptr<Buffer>& buffer) {
 
 void PagePool::unwant(const std::shared_ptr<Buffer>& buffer) noexcept {
   std::erase(wanting_, buffer);
-  if (!wanting_.empty() || called_at_ == steady_clock::time_point{}) return;
-  const auto taken = steady_clock::now() - std::exchange(called_at_, {});
-  horizon_.served(static_cast<std::uint64_t>(taken.count()));
+  if (wanting_.empty()) timed_from_.reset();
+}
+
+void PagePool::served(const std::shared_ptr<Buffer>& buffer) noexcept {
+  const auto from = timed_from_;
+  unwant(buffer);
+  if (!wanting_.empty()) return;
+  const bool timed = !std::exchange(untimed_, false);
+  if (from && timed)
+    horizon_.served(static_cast<std::uint64_t>((steady_clock::now() - *from).count()));
 }
 
 void PagePool::want_last(const std::shared_ptr<Buffer>& buffer) noexcept {
@@ -197,9 +204,8 @@ void PagePool::want_last(const std::shared_ptr<Buffer>& buffer) noexcept {
   if (at != wanting_.end()) std::rotate(at, at + 1, wanting_.end());
 }
 
-void PagePool::call_for_pages() noexcept {
-  if (called_at_ == steady_clock::time_point{}) called_at_ = steady_clock::now();
-  call_mapper();
+void PagePool::time_mapper() noexcept {
+  if (!timed_from_) timed_from_ = steady_clock::now();
 }
 
 void PagePool::call_mapper() noexcept {

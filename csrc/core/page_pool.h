@@ -14,6 +14,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_set>
 #include <vector>
 
@@ -184,10 +185,14 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // `buffer` wants pages ahead: the mapper looks at it when it is next awake.
   void want(const std::shared_ptr<Buffer>& buffer);
   void unwant(const std::shared_ptr<Buffer>& buffer) noexcept;
+  // The same, because the mapper has made them ready.
+  void served(const std::shared_ptr<Buffer>& buffer) noexcept;
   // Behind all others that want pages.
   void want_last(const std::shared_ptr<Buffer>& buffer) noexcept;
-  // The mapper is woken for what is wanted, and how long it takes for all of that is looked at.
-  void call_for_pages() noexcept;
+  // How long the mapper takes is looked at, from now until nothing is wanted; not where a caller
+  // has named an amount besides, which may be any.
+  void time_mapper() noexcept;
+  void time_nothing() noexcept { untimed_ = true; }
   Horizon horizon() const { return horizon_; }
   // The mapper is to hear of what is wanted once it is awake, or somebody waits for it.
   void tell_mapper_later() noexcept { untold_ = true; }
@@ -273,9 +278,10 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::size_t quiet_wanted_ = 0;  // waits for the end of those
   std::uint64_t next_buffer_id_ = 1;
   std::unordered_set<Buffer*> buffers_;
-  std::vector<std::shared_ptr<Buffer>> unsettled_;        // have something to give back
-  std::vector<std::shared_ptr<Buffer>> wanting_;          // want pages ahead, who comes next first
-  std::chrono::steady_clock::time_point called_at_ = {};  // for these, unless that was not yet
+  std::vector<std::shared_ptr<Buffer>> unsettled_;  // have something to give back
+  std::vector<std::shared_ptr<Buffer>> wanting_;    // want pages ahead, who comes next first
+  std::optional<std::chrono::steady_clock::time_point> timed_from_;
+  bool untimed_ = false;
   Horizon horizon_;
   std::vector<std::shared_ptr<Buffer>> idle_;  // parked, oldest first
   bool wake_mapper_ = false;                   // once the lock is free

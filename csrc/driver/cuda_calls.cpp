@@ -5,6 +5,8 @@
 #include <system_error>
 #include <thread>
 
+#include "base/signals.h"
+
 namespace vtensor {
 namespace {
 
@@ -41,10 +43,14 @@ void CudaCalls::synchronize(const char* operation, std::chrono::milliseconds tim
                      "] all work on cuda:" + std::to_string(device) + " was to end, " + found);
     };
     try {
-      std::thread([promise, enter = cuCtxSetCurrent.function, wait = cuCtxSynchronize.function,
+      const SignalsBlocked blocked;
+      std::thread([promise, exchange = cuThreadExchangeStreamCaptureMode.function,
+                   enter = cuCtxSetCurrent.function, wait = cuCtxSynchronize.function,
                    context = context] {
-        const CUresult entered = enter(context);
-        promise->set_value(entered == CUDA_SUCCESS ? wait() : entered);
+        CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+        CUresult code = exchange(&mode);
+        if (code == CUDA_SUCCESS) code = enter(context);
+        promise->set_value(code == CUDA_SUCCESS ? wait() : code);
       }).detach();
     } catch (const std::system_error&) {
       give_up("there is no room for a thread that waits: lower the number of threads");

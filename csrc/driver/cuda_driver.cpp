@@ -1,6 +1,7 @@
 // Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory
 // management.
 #include <mutex>
+#include <new>
 #include <optional>
 #include <set>
 
@@ -176,6 +177,9 @@ bool CudaDriver::close() {
     mappings_.abandon();
   } catch (const Error&) {
     // As above.
+  } catch (const std::bad_alloc&) {
+    over = false;  // nothing is known
+    mappings_.abandon();
   }
   mappings_.close();
   for (const Handle handle : handles_) cuda_.call(cuda_.cuMemRelease, handle);

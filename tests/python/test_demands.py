@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -26,37 +28,18 @@ def pair(host):
         t.close()
 
 
-def leases(recording) -> int:
-    return sum(e.what == "lease" for e in recording.events())
-
-
 @pytest.mark.parametrize(("positions", "seen"), [(-1, 5), (5, 5), (3, 3), (0, 0)])
-def test_what_suits_is_launched_over_plain_views(pair, positions, seen):
-    k, v = pair
-
-    def kernel(*args, **kwargs):
-        return args, kwargs
-
-    q = noise(1, 1, 4, 16)
-    with vtensor.trace.record() as recording:
-        args, kwargs = FLASH.launch(kernel, q, k, v, positions, True, (1, "x"), {"y": 2})
-    assert leases(recording) == 2
-    assert args[0] is q and args[3:] == (1, "x") and kwargs == {"y": 2}
-    for view, ours in zip(args[1:3], pair, strict=True):
+def test_plain_views_of_what_suits(pair, positions, seen):
+    views = FLASH.views(noise(1, 1, 4, 16), *pair, positions)
+    for view, ours in zip(views, pair, strict=True):
         assert type(view) is torch.Tensor and view.shape == (1, seen, 2, 16)
         assert view.data_ptr() == (ours.address if seen else 0)
+    kept = [weakref.ref(view) for view in views]
+    del view, views
+    assert [ref() for ref in kept] == [None, None]
 
 
-def test_a_launch_that_raises_ends_its_leases(pair):
-    def kernel(q, k, v):
-        raise ArithmeticError
-
-    with vtensor.trace.record() as recording, pytest.raises(ArithmeticError):
-        FLASH.launch(kernel, noise(1, 1, 4, 16), *pair, -1, True, (), {})
-    assert leases(recording) == 2
-
-
-def test_nothing_is_launched_that_may_not_suit(pair, host):
+def test_no_views_of_what_may_not_suit(pair, host):
     k, v = pair
     q = noise(1, 1, 4, 16)
     closed, longer = (
@@ -73,8 +56,8 @@ def test_nothing_is_launched_that_may_not_suit(pair, host):
         "another dtype": (q.float(), k, v),
         "no tensor": ("q", k, v),
     }.items():
-        assert FLASH.launch(pytest.fail, *wrong, -1, False, (), {}) is NotImplemented, name
-    assert FLASH.launch(pytest.fail, q, k, v, 6, False, (), {}) is NotImplemented
+        assert FLASH.views(*wrong, -1) is None, name
+    assert FLASH.views(q, k, v, 6) is None
     for t in (longer, heads_first):
         t.close()
 

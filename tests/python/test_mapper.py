@@ -227,19 +227,34 @@ def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
     assert pages // 2 <= len(batches) <= pages // 2 + 2
 
 
+def test_a_mapper_that_may_not_look_far_is_not_woken_for_each_page():
+    page, pages, most = 64 << 10, 400, 32
+    with vtensor.Pool("cpu", page_size=page, ahead=most * page) as pool:
+        t = vtensor.empty(0, page // 4, grow_dim=0, capacity=4 * pages, dtype=torch.uint8, pool=pool)
+        with vtensor.trace.record() as recording:
+            for _ in range(4 * pages):
+                until = time.perf_counter() + 0.0002  # in 40 ms grow 50 pages
+                while time.perf_counter() < until:
+                    pass
+                t.extend(1)
+                assert pool.stats().pages_ahead <= most
+        maps = [e for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
+    assert len(maps) < pages / 4
+
+
 def test_tensors_that_want_pages_are_served_in_turn():
     """So that nobody waits for the second page of another to get his first."""
     large = 1 << 20  # bytes: a step of the mapper, or several
     with vtensor.Pool("cpu", page_size=large) as pool:
-        both = [vtensor.empty(0, grow_dim=0, capacity=16 * large, dtype=torch.uint8, pool=pool) for _ in "kv"]
+        both = [vtensor.empty(0, grow_dim=0, capacity=64 * large, dtype=torch.uint8, pool=pool) for _ in "kv"]
         with vtensor.trace.record() as recording:
-            vtensor.prepare(both, 8 * large)
+            vtensor.prepare(both, 32 * large)
             pool.wait_idle(30)
         served = [e.tensor for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
         first = served.index(both[1].address)
-        assert len(served) == 16 and first < 6
+        assert len(served) == 64 and first < 24
         # From the moment that both are known.
-        assert all(a != b for a, b in itertools.pairwise(served[first - 1 : first + 2 * (8 - first)]))
+        assert all(a != b for a, b in itertools.pairwise(served[first - 1 : first + 2 * (32 - first)]))
 
 
 def test_a_refused_mapper_tries_again_and_less_and_less_often(sim, stream_pool):
