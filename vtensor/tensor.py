@@ -314,8 +314,7 @@ class VTensor(torch.Tensor):
         return self._alias().numpy(force=force)
 
     def _alias(self) -> torch.Tensor:
-        # A forked child may read, and another thread of its parent may have held the lock that a snapshot
-        # takes.
+        # A forked child may read, and a thread of its parent may have held the lock that a snapshot takes.
         return torch.Tensor.detach(self) if _core.in_forked_child() else self.snapshot()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -430,12 +429,13 @@ def _watched(tensor: VTensor) -> Iterator[None]:
 
 
 def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -> VTensor:
-    # Outside inference mode, because an inference tensor could not be resized later. As a view of a tensor of
-    # its own, because views of views name the first as their base: so no view keeps the VTensor alive.
+    if torch.is_inference_mode_enabled():  # an inference tensor could not be resized later
+        with torch.inference_mode(False):
+            return _wrap(core, pool, dtype, length)
+    # As a view of a tensor of its own, because views of views name the first as their base: so no view keeps
+    # the VTensor alive.
     device = torch.device("cpu") if pool._core.device[0] == 1 else pool.device
-    with torch.inference_mode(False):
-        plain = torch.empty(0, dtype=dtype, device=device)
-        tensor = plain.as_subclass(VTensor)
+    tensor = torch.empty(0, dtype=dtype, device=device).as_subclass(VTensor)
     tensor._core = core
     tensor._pool = pool
     try:
