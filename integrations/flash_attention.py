@@ -113,8 +113,7 @@ class _Kernel:
     operation: str
     package: _Package
     call: Callable[..., Any]
-    names: tuple[str, ...]  # of the parameters behind v, in order
-    takes: frozenset[str]  # the same
+    names: Mapping[str, None]  # of the parameters behind v, in order
     takes_any_name: bool
     demands: Demands
 
@@ -445,8 +444,8 @@ def _launch(
 ) -> Any:
     """Leases, and calls. ``keys`` and ``values`` are plain: views of ``owners``, or of a layer of ``cache``,
     where there are such."""
-    if not kernel.takes_any_name and not kernel.takes.issuperset(kwargs):
-        unknown = ", ".join(sorted(kwargs.keys() - kernel.takes))
+    if not kernel.takes_any_name and not kwargs.keys() <= kernel.names.keys():
+        unknown = ", ".join(sorted(kwargs.keys() - kernel.names.keys()))
         raise InvalidArgument(
             f"[{kernel.operation}] {unknown}: no argument of {kernel.package.title}, which takes "
             f"{', '.join(kernel.names)}: leave it out, or choose another with backend="
@@ -553,14 +552,13 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
     except ImportError as error:
         return error
     parameters = inspect.signature(call).parameters.values()
-    names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)[3:]
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     return _Kernel(
         f"{backend}.{operation}",
         operation,
         package,
         call,
-        names,
-        frozenset(names),
+        dict.fromkeys(names[3:]),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
         Demands(
             *((3, 1) if operation == "flash_attn_varlen_func" else (4, 2)),

@@ -1,5 +1,4 @@
-// What an attention kernel demands of its arguments, known at a glance, and its launch over
-// VTensors that meet it: see vtensor/demands.py.
+// What an attention kernel demands of its arguments, known at a glance: see vtensor/demands.py.
 #include <algorithm>
 #include <cstdint>
 #include <string>

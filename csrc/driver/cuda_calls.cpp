@@ -2,7 +2,6 @@
 
 #include <future>
 #include <memory>
-#include <system_error>
 #include <thread>
 
 #include "base/signals.h"
@@ -38,11 +37,7 @@ void CudaCalls::synchronize(const char* operation, std::chrono::milliseconds tim
     if (meter_.enter(Call::cuCtxSynchronize)) {
       throw refusal(operation, Call::cuCtxSynchronize, CUDA_ERROR_UNKNOWN);
     }
-    const auto give_up = [&](const std::string& found) {
-      throw TimedOut("[driver." + std::string(operation) +
-                     "] all work on cuda:" + std::to_string(device) + " was to end, " + found);
-    };
-    try {
+    {
       const SignalsBlocked blocked;
       std::thread([promise, exchange = cuThreadExchangeStreamCaptureMode.function,
                    enter = cuCtxSetCurrent.function, wait = cuCtxSynchronize.function,
@@ -52,12 +47,11 @@ void CudaCalls::synchronize(const char* operation, std::chrono::milliseconds tim
         if (code == CUDA_SUCCESS) code = enter(context);
         promise->set_value(code == CUDA_SUCCESS ? wait() : code);
       }).detach();
-    } catch (const std::system_error&) {
-      give_up("there is no room for a thread that waits: lower the number of threads");
     }
     if (answer.wait_for(timeout) != std::future_status::ready) {
-      give_up("the device did not finish within " + std::to_string(timeout.count()) +
-              " ms: look for a kernel that does not end");
+      throw TimedOut("[driver." + std::string(operation) + "] all work on cuda:" +
+                     std::to_string(device) + " was to end, the device did not finish within " +
+                     std::to_string(timeout.count()) + " ms: look for a kernel that does not end");
     }
   }
   const CUresult code = answer.get();

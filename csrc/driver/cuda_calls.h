@@ -46,8 +46,8 @@ class CudaCalls : public CudaApi {
   }
   DriverError refusal(const char* operation, Call call, CUresult code) const;
 
-  // Waits for all work of the primary context. Throws TimedOut, and DriverError where it is in
-  // error or a stream of it is being captured.
+  // Waits for all work of the primary context. Throws TimedOut, DriverError where it is in error or
+  // a stream of it is being captured, and std::system_error where no thread can be made.
   void synchronize(const char* operation, std::chrono::milliseconds timeout);
 
   // Does for good what the two classes below do for an operation. For threads of our own.

@@ -1,7 +1,7 @@
 // Pages of an NVIDIA GPU: one cuMemCreate allocation a page, mapped with CUDA's virtual memory
 // management.
+#include <exception>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <set>
 
@@ -172,13 +172,10 @@ bool CudaDriver::close() {
   // pages, and nobody knows what runs there.
   try {
     if (mappings_.any()) quiesce();
-  } catch (const TimedOut&) {
-    over = false;
-    mappings_.abandon();
-  } catch (const Error&) {
+  } catch (const DriverError&) {
     // As above.
-  } catch (const std::bad_alloc&) {
-    over = false;  // nothing is known
+  } catch (const std::exception&) {  // too late, or without a thread to wait in: nothing is known
+    over = false;
     mappings_.abandon();
   }
   mappings_.close();

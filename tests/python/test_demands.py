@@ -121,7 +121,7 @@ def test_nothing_that_suits_is_refused(qkv, grouped):
         flash._check_layout(kernel, "k", k)
         flash._check_layout(kernel, "v", v)
 
-    kernel = flash._Kernel("", "test", flash._PACKAGES["fa3"], print, {}, True, (), FLASH)
+    kernel = flash._Kernel("", "test", flash._PACKAGES["fa3"], print, {}, True, FLASH)
     assert not suit(FLASH, q, k, v) or not refused(as_flash)
 
 
