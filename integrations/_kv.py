@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 import vtensor
 from vtensor import InvalidArgument, KVCache, VTensor
@@ -15,6 +16,7 @@ from vtensor.demands import Demands, suit
 from .full_extent import FullExtent
 
 KV = torch.Tensor | FullExtent
+_GROUPED, _ALIKE = Demands(4, 1), Demands(4, 1, grouped=False)
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -55,16 +57,17 @@ def plain(t: KV, owner: VTensor | None, positions_dim: int) -> torch.Tensor:
     return as_laid_out(owner.detach(), owner, positions_dim)
 
 
-def plain_views(
-    key: Any, value: Any, positions_dim: int
-) -> tuple[torch.Tensor, torch.Tensor, tuple[VTensor | None, VTensor | None]]:
-    """What :func:`plain` gives for both, and whose they are; at once where these are VTensors, because behind
-    a kernel that has left memory cold each function of Python that is called takes microseconds."""
-    if isinstance(key, VTensor) and isinstance(value, VTensor):
-        if key._core.grow_dim == value._core.grow_dim == positions_dim:
-            return key.detach(), value.detach(), (key, value)
-    owners = owner_of(key), owner_of(value)
-    return plain(key, owners[0], positions_dim), plain(value, owners[1], positions_dim), owners
+def plain_views(key: KV, value: KV, positions_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`plain` gives for both."""
+    return plain(key, owner_of(key), positions_dim), plain(value, owner_of(value), positions_dim)
+
+
+def plain_heads_first(
+    query: torch.Tensor, key: KV, value: KV, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, KVCache | None] | None:
+    """Of ``[B, H, S, D]``, plain K and V and the cache whose layer they are, where all is known at a glance
+    to suit, and all positions may be read."""
+    return None if is_compiling() else (_GROUPED if enable_gqa else _ALIKE).plain(query, key, value)
 
 
 def as_laid_out(view: torch.Tensor, owner: VTensor, positions_dim: int) -> torch.Tensor:
@@ -143,9 +146,6 @@ def check_rank(operation: str, name: str, t: KV, rank: int, layout: str) -> None
     tensor = t.tensor if isinstance(t, FullExtent) else t
     if tensor.ndim != rank:
         raise InvalidArgument(f"[{operation}] {name} is {list(tensor.shape)}: give {layout}")
-
-
-_GROUPED, _ALIKE = Demands(4, 1), Demands(4, 1, grouped=False)
 
 
 def check_heads_first(

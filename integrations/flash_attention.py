@@ -34,7 +34,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -42,7 +42,7 @@ import torch
 from torch.compiler import is_compiling
 
 from vtensor import InvalidArgument, KVCache, VTensor, VTensorError
-from vtensor.demands import Demands, suit
+from vtensor.demands import Demands, Unknown, suit
 
 from ._cache_layer import cache_of, check_tile
 from ._flash_lengths import check_packed, check_within, rows_read, told
@@ -103,6 +103,7 @@ _ORDER = {8: ("fa2",), 9: ("fa3", "fa2", "fa4"), 10: ("fa4", "fa2"), 11: ("fa4",
 _LARGEST_HEAD = 256
 _NEW = Demands(4, 2, same_rows=False, grouped=False)  # [B, n, H, D], for a cache [rows, S, H, D]
 _PAGED = frozenset(("block_table", "page_table", "cu_seqlens_k_new"))
+_APART = _PAGED | {"cache_batch_idx"}  # of a call with one of these, lengths are not those of the first rows
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class _Kernel:
     call: Callable[..., Any]
     names: Mapping[str, None]  # of the parameters behind v, in order
     takes_any_name: bool
-    demands: Demands
+    demands: Demands | Unknown
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """What was passed behind v, by name."""
@@ -155,26 +156,21 @@ def flash_attn_func(
             not, or a FullExtent, whose rows have lengths that this function cannot be told.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
-    views = None if is_compiling() else kernel.demands.views(q, k, v, -1)
-    if views is not None:  # of two VTensors; what is asked below is known then
-        keys, values = views
-        both: Any = k, v
-        return _launch(kernel, q, keys, values, args, kwargs, both)
+    found = kernel.demands.plain(q, k, v)
+    if found is not None:  # what is asked below is known then
+        return _launch(kernel, q, found, args, kwargs, k, v)
     for name, t in (("k", k), ("v", v)):
         if isinstance(t, FullExtent):
             raise InvalidArgument(
                 f"[flash_attn_func] {name} is a FullExtent, and this function takes no lengths: use "
                 "flash_attn_with_kvcache(cache_seqlens=), or pass the VTensor"
             )
-    keys, values, owners = plain_views(k, v, _POSITIONS)
-    if not suit(kernel.demands, q, keys, values):
+    keys, values = plain_views(k, v, _POSITIONS)
+    if not kernel.demands.met(q, keys, values):
         _check(kernel, q, keys, values)
-    cache = None
-    if owners[0] is None or owners[1] is None:
-        cache = cache_of(
-            "flash_attn_func", keys, values, _POSITIONS, [keys.shape[_POSITIONS]] * keys.shape[0]
-        )
-    return _launch(kernel, q, keys, values, args, kwargs, owners, cache)
+    needed = [keys.shape[_POSITIONS]] * keys.shape[0]
+    cache = cache_of("flash_attn_func", keys, values, _POSITIONS, needed)
+    return _launch(kernel, q, (keys, values, cache), args, kwargs, k, v)
 
 
 def flash_attn_varlen_func(
@@ -197,7 +193,11 @@ def flash_attn_varlen_func(
     """
     kernel = _kernel("flash_attn_varlen_func", backend, q.device)
     given = kernel.given(args, kwargs) if args else kwargs
-    takes_rows = "seqused_k" in kernel.names and given.get("cu_seqlens_k") is None
+    starts = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+    found = kernel.demands.plain(q, k, v, starts[1], starts[0])
+    if found is not None:
+        return _launch(kernel, q, found, args, kwargs, k, v)
+    takes_rows = "seqused_k" in kernel.names and starts[1] is None
     for name, t in (("k", k), ("v", v)):
         if isinstance(t, FullExtent) or (t.ndim != 3 and not takes_rows):
             raise InvalidArgument(
@@ -205,17 +205,15 @@ def flash_attn_varlen_func(
                 f"[tokens, heads, head size]: pass {name}[0] where there is one row, or use "
                 "flash_attn_with_kvcache(cache_seqlens=)"
             )
-    keys, values, owners = plain_views(k, v, _POSITIONS)
-    if not suit(kernel.demands, q, keys, values):
+    keys, values = plain_views(k, v, _POSITIONS)
+    if not kernel.demands.met(q, keys, values):
         _check(kernel, q, keys, values)
     rows = keys.ndim == 4  # of one sequence each, instead of packed ones
     needed = _used(kernel, q, keys, given) if rows else _packed(kernel, q, keys, given)
-    cache = None
-    if owners[0] is None or owners[1] is None:
-        holds_dim = _POSITIONS if rows else 0
-        cache = cache_of(kernel.operation, keys, values, holds_dim, needed)
-        _check_tile(kernel, q, cache, needed, keys.shape[holds_dim])
-    return _launch(kernel, q, keys, values, args, kwargs, owners, cache)
+    holds_dim = _POSITIONS if rows else 0
+    cache = cache_of(kernel.operation, keys, values, holds_dim, needed)
+    _check_tile(kernel, q, cache, needed, keys.shape[holds_dim])
+    return _launch(kernel, q, (keys, values, cache), args, kwargs, k, v)
 
 
 def _packed(
@@ -269,63 +267,47 @@ def flash_attn_with_kvcache(
     """
     operation = "flash_attn_with_kvcache"
     kernel = _kernel(operation, backend, q.device)
+    given = kernel.given(args, kwargs) if args else kwargs
+    lengths = given.get("cache_seqlens")
+    room = None
+    if _APART.isdisjoint(given):
+        new_k, new_v = given.get("k"), given.get("v")
+        if new_k is None or type(k_cache) is not VTensor:
+            found = kernel.demands.plain(q, k_cache, v_cache, lengths, None, new_k, new_v)
+            if found is not None:
+                return _launch(kernel, q, found, args, kwargs, k_cache, v_cache)
+        else:
+            room = kernel.demands.room(q, k_cache, v_cache, lengths, new_k, new_v)
     k_owner, v_owner = owner_of(k_cache), owner_of(v_cache)
     if k_owner is None and v_owner is None:
         assert isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
-        return _over_plain(kernel, q, k_cache, v_cache, args, kwargs)
+        cache = _check_plain(kernel, q, k_cache, v_cache, given)
+        return _launch(kernel, q, (k_cache, v_cache, cache), args, kwargs, k_cache, v_cache)
     if k_owner is None or v_owner is None:
         raise InvalidArgument(
             f"[{operation}] one of k_cache and v_cache is a plain tensor: give VTensors, or views of both"
         )
-    given = kernel.given(args, kwargs) if args else kwargs
-    if not _PAGED.isdisjoint(given) and (name := _paged(given)):
-        raise InvalidArgument(
-            f"[{operation}] {name} with a VTensor, whose rows are contiguous and grow alike: leave it out"
-        )
-    if k_owner.ndim != 4 or v_owner.ndim != 4:
-        for name, owner in (("k_cache", k_owner), ("v_cache", v_owner)):
-            check_rank(operation, name, owner, 4, "[rows, positions, heads, head size]")
-    holds = k_owner.length
-    if v_owner.length != holds:
-        raise InvalidArgument(
-            f"[{operation}] k_cache holds {holds} positions, v_cache {v_owner.length}: append to both"
-        )
-    if "cache_batch_idx" in given or q.shape[0] > k_owner.shape[0]:
-        rows_read(operation, q, k_owner.shape[0], given.get("cache_batch_idx"))
-    lengths = given.get("cache_seqlens")
-    shortest, longest = 0, holds  # as far as the host knows
-    if lengths is None or isinstance(lengths, int):
-        shortest = longest = holds if lengths is None else lengths
-    elif known := told(operation, "cache_seqlens", q, lengths):
-        shortest, longest = min(known), max(known)
-    if shortest < 0 or longest > holds:
-        check_within(operation, "cache_seqlens", [shortest, longest], holds)
-    added = 0
-    if "k" in given or "v" in given:
-        added = _added(kernel, q, k_owner, v_owner, given)
-    stop = longest + added
+    holds, shortest, stop = room or _room(kernel, q, k_owner, v_owner, given)
     try:
-        if added:
-            more = max(0, stop - holds)
-            k_owner.extend(more)
-            v_owner.extend(more)
-            if k_owner.pool.device.type == "cuda":  # a kernel's write cannot part shared pages (I6)
-                k_owner.own(shortest, stop)
-                v_owner.own(shortest, stop)
-        if not is_compiling() and not isinstance(lengths, torch.Tensor):
-            views = kernel.demands.views(q, k_cache, v_cache, stop)
-            if views is not None:
-                keys, values = views
-                return _launch(kernel, q, keys, values, args, kwargs, (k_owner, v_owner))
-        keys, values, owners = plain_views(k_cache, v_cache, _POSITIONS)
-        if isinstance(lengths, torch.Tensor):
+        if stop > holds:
+            k_owner.extend(stop - holds)
+            v_owner.extend(stop - holds)
+        if given.get("k") is not None and k_owner.pool.device.type == "cuda":  # a write parts no page (I6)
+            k_owner.own(shortest, stop)
+            v_owner.own(shortest, stop)
+        exact = None if isinstance(lengths, torch.Tensor) else stop
+        found = kernel.demands.plain(q, k_cache, v_cache, exact)
+        if found is not None:
+            return _launch(kernel, q, found, args, kwargs, k_cache, v_cache)
+        keys, values = plain_views(k_cache, v_cache, _POSITIONS)
+        if exact is None:
             if kernel.package.reads_tiles:
                 keys, values = _covered(k_cache, keys), _covered(v_cache, values)
         elif stop < holds:
             keys, values = keys[:, :stop], values[:, :stop]
-        if not suit(kernel.demands, q, keys, values):
+        if not kernel.demands.met(q, keys, values):
             _check(kernel, q, keys, values)
-        return _launch(kernel, q, keys, values, args, kwargs, owners)
+        return _launch(kernel, q, (keys, values, None), args, kwargs, k_cache, v_cache)
     except BaseException:
         for owner in (k_owner, v_owner):
             if owner.length > holds:
@@ -333,34 +315,62 @@ def flash_attn_with_kvcache(
         raise
 
 
-def _over_plain(
+def _room(
+    kernel: _Kernel, q: torch.Tensor, k_owner: VTensor, v_owner: VTensor, given: Mapping[str, Any]
+) -> tuple[int, int, int]:
+    """What VTensors are to hold for a kernel that is given ``given``: see ``Demands.room``, of which this
+    explains what does not suit, and takes what it cannot tell at a glance."""
+    operation = kernel.operation
+    if name := _paged(given):
+        raise InvalidArgument(
+            f"[{operation}] {name} with a VTensor, whose rows are contiguous and grow alike: leave it out"
+        )
+    for name, owner in (("k_cache", k_owner), ("v_cache", v_owner)):
+        check_rank(operation, name, owner, 4, "[rows, positions, heads, head size]")
+    holds = k_owner.length
+    if v_owner.length != holds:
+        raise InvalidArgument(
+            f"[{operation}] k_cache holds {holds} positions, v_cache {v_owner.length}: append to both"
+        )
+    rows_read(operation, q, k_owner.shape[0], given.get("cache_batch_idx"))
+    lengths = given.get("cache_seqlens")
+    shortest, longest = 0, holds  # as far as the host knows
+    if lengths is None:
+        shortest = holds
+    elif known := told(operation, "cache_seqlens", q, lengths):
+        shortest, longest = min(known), max(known)
+    check_within(operation, "cache_seqlens", [shortest, longest], holds)
+    return holds, shortest, longest + _added(kernel, q, k_owner, v_owner, given)
+
+
+def _check_plain(
     kernel: _Kernel,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Over plain tensors, which are passed on once they are known to have what is read and written."""
+    given: Mapping[str, Any],
+) -> KVCache | None:
+    """The KVCache of plain tensors, once these are known to have what is read and written."""
     operation = kernel.operation
-    cache = None
-    given = kernel.given(args, kwargs) if args else kwargs
-    if not _paged(given):  # where a row is a page, lengths say nothing of it
+    paged = _paged(given)
+    if not paged:
         for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_rank(operation, name, t, 4, "[rows, positions, heads, head size]")
-        lengths = given.get("cache_seqlens")
-        added = _added(kernel, q, k_cache, v_cache, given)
-        rows = rows_read(operation, q, k_cache.shape[0], given.get("cache_batch_idx"))
-        holds = k_cache.shape[_POSITIONS]
-        known = told(operation, "cache_seqlens", q, holds if lengths is None else lengths)
-        if known is not None:
-            check_within(operation, "cache_seqlens", known, holds, added)
-        needed = None if known is None or rows is None else [n + added for n in known]
-        cache = cache_of(operation, k_cache, v_cache, _POSITIONS, needed, rows)
-        _check_tile(kernel, q, cache, needed, holds)
-    if not suit(kernel.demands, q, k_cache, v_cache):
+    if not kernel.demands.met(q, k_cache, v_cache):
         _check(kernel, q, k_cache, v_cache)
-    return _launch(kernel, q, k_cache, v_cache, args, kwargs, cache=cache)
+    if paged:  # where a row is a page, lengths say nothing of it
+        return None
+    lengths = given.get("cache_seqlens")
+    added = _added(kernel, q, k_cache, v_cache, given)
+    rows = rows_read(operation, q, k_cache.shape[0], given.get("cache_batch_idx"))
+    holds = k_cache.shape[_POSITIONS]
+    known = told(operation, "cache_seqlens", q, holds if lengths is None else lengths)
+    if known is not None:
+        check_within(operation, "cache_seqlens", known, holds, added)
+    needed = None if known is None or rows is None else [n + added for n in known]
+    cache = cache_of(operation, k_cache, v_cache, _POSITIONS, needed, rows)
+    _check_tile(kernel, q, cache, needed, holds)
+    return cache
 
 
 def _covered(t: KV, view: torch.Tensor) -> torch.Tensor:
@@ -435,24 +445,24 @@ def _check_tile(
 def _launch(
     kernel: _Kernel,
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    taken: tuple[torch.Tensor, torch.Tensor, KVCache | None],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    owners: tuple[VTensor | None, VTensor | None] = (None, None),
-    cache: KVCache | None = None,
+    k: KV,
+    v: KV,
 ) -> Any:
-    """Leases, and calls. ``keys`` and ``values`` are plain: views of ``owners``, or of a layer of ``cache``,
-    where there are such."""
+    """Leases what ``k`` and ``v`` are, and calls with them as the kernel takes them: plain tensors, and the
+    cache of whose layer they are."""
     if not kernel.takes_any_name and not kwargs.keys() <= kernel.names.keys():
         unknown = ", ".join(sorted(kwargs.keys() - kernel.names.keys()))
         raise InvalidArgument(
             f"[{kernel.operation}] {unknown}: no argument of {kernel.package.title}, which takes "
             f"{', '.join(kernel.names)}: leave it out, or choose another with backend="
         )
+    keys, values, cache = taken
     if q.is_cpu:  # where nothing is leased, and each call of Python shows
         return kernel.call(q, keys, values, *args, **kwargs)
-    with leased(q, *owners, cache=cache):
+    with leased(q, owner_of(k), owner_of(v), cache=cache):
         return kernel.call(q, keys, values, *args, **kwargs)
 
 
@@ -507,7 +517,7 @@ def _kernel(operation: str, backend: str | None, device: torch.device) -> _Kerne
 def _name_of(operation: str, backend: str | None, device: torch.device) -> str:
     kernel = _find(operation, backend, device)
     name = kernel.name
-    _in_use[name] = kernel
+    _in_use[name] = replace(kernel, demands=Unknown())
     return name
 
 
@@ -564,5 +574,6 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
             *((3, 1) if operation == "flash_attn_varlen_func" else (4, 2)),
             same_rows=operation == "flash_attn_func",
             aligned=bool(package.dtypes),
+            reads_tiles=package.reads_tiles,
         ),
     )

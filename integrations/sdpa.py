@@ -20,11 +20,12 @@ from torch.nn.attention.bias import causal_lower_right
 from vtensor import InvalidArgument
 
 from ._cache_layer import cache_of
-from ._kv import KV, check_heads_first, leased, plain_views
+from ._kv import KV, check_heads_first, leased, owner_of, plain_heads_first, plain_views
 
 __all__ = ["scaled_dot_product_attention"]
 
 _OPERATION = "scaled_dot_product_attention"
+_POSITIONS = 2  # of [B, H, S, D]
 
 
 def scaled_dot_product_attention(
@@ -56,23 +57,26 @@ def scaled_dot_product_attention(
         InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length, shape or dtype,
             both masks, or positions that a KVCache's slot has not.
     """
-    keys, values, owners = plain_views(key, value, 2)
-    check_heads_first(_OPERATION, query, keys, values, enable_gqa)
+    found = plain_heads_first(query, key, value, enable_gqa)
+    if found is not None:
+        keys, values, cache = found
+    else:
+        keys, values = plain_views(key, value, _POSITIONS)
+        check_heads_first(_OPERATION, query, keys, values, enable_gqa)
+        needed = [keys.shape[_POSITIONS]] * query.shape[0]
+        cache = cache_of(_OPERATION, keys, values, _POSITIONS, needed)
     of_query, of_keys = query.shape, keys.shape
     heads, queries, length = of_query[1], of_query[2], of_keys[2]
     groups = heads // of_keys[1]
     if attn_mask is not None:
         _check_mask(attn_mask, query, length, is_causal)
-    cache = None
-    if owners[0] is None or owners[1] is None:
-        cache = cache_of(_OPERATION, keys, values, 2, [length] * of_query[0])
     mask, upper_left = attn_mask, False
     if is_causal and queries > 1:
         if queries == length:  # where both corners are one
             upper_left = True
         else:
             mask = _lower_right(queries, length, query.device)
-    with leased(query, *owners, cache=cache):
+    with leased(query, owner_of(key), owner_of(value), cache=cache):
         if groups == 1 or queries > 1 or query.device.type != "cpu":
             return functional.scaled_dot_product_attention(
                 query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=groups > 1

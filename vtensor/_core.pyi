@@ -271,6 +271,12 @@ class KeptPrefix:
     @property
     def in_use(self) -> bool: ...
 
+class SlotRange:
+    def rows(self, offset: int, item_size: int, sizes: Sequence[int], strides: Sequence[int], positions_dim: int) -> tuple[list[int], int, int] | None: ...
+
+    @property
+    def cache(self) -> object: ...
+
 class CacheCore:
     def __init__(self, pool: PagePool, slots: int, max_length: int, tile: int, lookahead: int, kinds: Sequence[tuple[int, int, int]]) -> None: ...
 
@@ -304,7 +310,7 @@ class CacheCore:
 
     def begins(self, arg: int, /) -> list[int]: ...
 
-    def storage(self, arg: int, /) -> object: ...
+    def storage(self, kind: int, cache: object) -> object: ...
 
     def populate(self, at: int, nbytes: int) -> None: ...
 
@@ -341,24 +347,42 @@ class Demands:
         grouped: the query may have a multiple of the key's heads, not only as many.
         aligned: float16 or bfloat16, of head sizes up to 256, at an address and of strides in steps of 16 bytes:
             what FlashAttention takes without a copy.
+        reads_tiles: the kernel reads whole tiles, which go past the lengths that it is told.
 
     Raises:
         InvalidArgument: ``heads_dim`` is none of ``rank`` dimensions.
     """
 
-    def __init__(self, rank: int, heads_dim: int, *, same_rows: bool = True, grouped: bool = True, aligned: bool = False) -> None: ...
+    def __init__(self, rank: int, heads_dim: int, *, same_rows: bool = True, grouped: bool = True, aligned: bool = False, reads_tiles: bool = False) -> None: ...
 
     def met(self, query: object | None, key: object | None, value: object | None) -> bool: ...
 
-    def views(self, query: object | None, key: object | None, value: object | None, positions: int) -> tuple | None:
+    def plain(self, query: object | None, key: object | None, value: object | None, lengths: object | None = None, starts: object | None = None, new_key: object | None = None, new_value: object | None = None) -> tuple | None:
         """
-        Plain views of two VTensors, where these suit.
+        Key and value as the kernel takes them, where all suits.
 
         Args:
-            positions: of key and value, from the first; all where negative.
+            query, key, value: VTensors that grow along the positions, plain tensors, and layers of a KVCache, of
+                which the kernel touches only what its slots have.
+            lengths: positions that are read and written: None for all there are; an int for all rows; int32
+                ``[rows]`` of the query, which only a host tensor tells; of packed sequences, where each begins and
+                the last ends.
+            starts: the same of the query's packed sequences.
+            new_key, new_value: what the kernel writes behind ``lengths``, in plain tensors.
 
         Returns:
-            Of key and value; None where they may not suit, or are no VTensors that grow along the positions.
+            Plain views of VTensors, of ``lengths`` positions where that is an int; plain tensors as they are; and the
+            KVCache, or None. None alone where something may not suit.
+        """
+
+    def room(self, query: object | None, key: object | None, value: object | None, lengths: object | None, new_key: object | None, new_value: object | None) -> tuple[int, int, int] | None:
+        """
+        What two VTensors are to hold for a kernel that writes behind
+        ``lengths``; these and the others as for ``plain``.
+
+        Returns:
+            The positions that they hold; the fewest that a row has, as far as the host knows; and those that the
+            longest row will have. None where something may not suit.
         """
 
 class TraceRecording:

@@ -2,7 +2,7 @@
 
 For what launches kernels. Checks in Python take microseconds, and ten times as long behind a kernel that has
 left the interpreter's memory cold; so they are for explaining what is wrong, once :func:`suit` has said that
-something may be. ``Demands.views`` takes the plain views of two VTensors besides, where these suit.
+something may be. ``Demands.plain`` takes what a kernel is given besides, where that suits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from vtensor._core import Demands
 
-__all__ = ["Demands", "suit"]
+__all__ = ["Demands", "Unknown", "suit"]
 
 
 def suit(demands: Demands, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -28,3 +28,17 @@ def suit(demands: Demands, query: torch.Tensor, key: torch.Tensor, value: torch.
         a compiler, which sees through checks in Python and not into this.
     """
     return not is_compiling() and demands.met(query, key, value)
+
+
+class Unknown:
+    """In the place of :class:`Demands` for a compiler, which sees through checks in Python and not into
+    those: whatever is asked, something may not suit."""
+
+    def met(self, *given: object) -> bool:
+        return False
+
+    def plain(self, *given: object) -> None:
+        return None
+
+    def room(self, *given: object) -> None:
+        return None

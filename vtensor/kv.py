@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,6 @@ from vtensor._prefix import PrefixIndex, token_ids
 from vtensor._streams import Stream, stream_handle
 from vtensor._swap import Group, HostCopy, Part, Swapper
 from vtensor.errors import Closed, DriverError, InvalidArgument, OutOfPages
-from vtensor.kv_rows import mark
 from vtensor.pool import Pool, default_pool
 
 __all__ = ["KVCache", "KVCacheStats"]
@@ -108,9 +108,10 @@ class KVCache:
         )
         kinds = range(len(self._layout.kinds))
         self._rows = [self._core.row_bytes(kind) for kind in kinds]
-        self._bytes = [whole_storage(cast(torch.UntypedStorage, self._core.storage(kind))) for kind in kinds]
-        for memory, row_bytes, kind in zip(self._bytes, self._rows, self._layout.kinds, strict=True):
-            mark(memory, self, row_bytes, kind.item_bytes)
+        known = weakref.ref(self)  # by all views of the layers: see kv_rows
+        self._bytes = [
+            whole_storage(cast(torch.UntypedStorage, self._core.storage(kind, known))) for kind in kinds
+        ]
         self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
         self._prefixes = PrefixIndex(self._unit())
         self._queries = self._hits = 0

@@ -6,19 +6,17 @@ neither read nor written.
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from vtensor import _core
 from vtensor.errors import Closed
 
 if TYPE_CHECKING:
     from vtensor.kv import KVCache
 
 __all__ = ["CacheRows", "rows_of"]
-
-_MARK = "_vtensor_kv_range"  # of a storage: torch keeps one Python object for it, and every view has that
 
 
 class CacheRows(NamedTuple):
@@ -37,19 +35,6 @@ class CacheRows(NamedTuple):
         return self.first + (positions - 1) * self.step + 1 if positions else 0
 
 
-class _Range(NamedTuple):
-    cache: weakref.ref[KVCache]
-    slots: int
-    row_bytes: int  # of a slot; row r of slot s is the (r * slots + s)-th
-    item_bytes: int  # of a token in a row
-
-
-def mark(memory: torch.Tensor, cache: KVCache, row_bytes: int, item_bytes: int) -> None:
-    """Notes whose memory this is, for all tensors over it. Keeps nothing alive."""
-    of = _Range(weakref.ref(cache), cache.max_batch, row_bytes, item_bytes)
-    setattr(memory.untyped_storage(), _MARK, of)
-
-
 def rows_of(t: torch.Tensor, positions_dim: int) -> CacheRows | None:
     """What ``t`` shows of a cache, with rows along dimension 0 and a row's positions along ``positions_dim``;
     one row where that is 0.
@@ -62,22 +47,14 @@ def rows_of(t: torch.Tensor, positions_dim: int) -> CacheRows | None:
         Closed: the cache is closed, or gone.
     """
     try:
-        of: _Range | None = getattr(t.untyped_storage(), _MARK, None)
+        of: _core.SlotRange | None = getattr(t.untyped_storage(), "_vtensor_slot_range", None)
     except RuntimeError:  # torch.func's wrappers have no storage
         return None
     if of is None:
         return None
-    cache = of.cache()
+    cache = cast("KVCache | None", of.cache)
     if cache is None or cache.closed:
         raise Closed("[KVCache] the cache whose layer this is has been closed: make a new one")
-    item, strides, sizes = t.element_size(), t.stride(), t.shape
-    row, inside = divmod(int(t.storage_offset()) * item, of.row_bytes)
-    apart, odd = divmod(strides[0] * item, of.row_bytes) if positions_dim and sizes[0] > 1 else (0, 0)
-    step, askew = divmod(strides[positions_dim] * item, of.item_bytes)
-    if sizes[positions_dim] < 2:
-        step, askew = 1, 0
-    if odd or askew:
-        return None
-    count = sizes[0] if positions_dim else 1
-    slots = [(row + b * apart) % of.slots for b in range(count)]
-    return CacheRows(cache, slots, inside // of.item_bytes, step)
+    item = t.element_size()
+    found = of.rows(int(t.storage_offset()) * item, item, t.shape, t.stride(), positions_dim)
+    return None if found is None else CacheRows(cache, *found)

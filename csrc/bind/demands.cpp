@@ -1,10 +1,15 @@
 // What an attention kernel demands of its arguments, known at a glance: see vtensor/demands.py.
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/errors.h"
 #include "bind/bindings.h"
+#include "bind/slot_range.h"
 #include "bind/tensor_core.h"
 #include "bind/torch_face.h"
 
@@ -17,50 +22,185 @@ constexpr std::int64_t kAlignment = 16;  // bytes
 struct Demands {
   std::int32_t rank;
   std::int32_t heads_dim;
-  bool same_rows;  // dimension 0 is a row, and the query has one for each of the key's
-  bool grouped;    // several heads of the query may share one of the key
-  bool aligned;    // as FlashAttention: 16 bits, and no strides for which it would copy
+  bool same_rows;    // dimension 0 is a row, and the query has one for each of the key's
+  bool grouped;      // several heads of the query may share one of the key
+  bool aligned;      // as FlashAttention: 16 bits, and no strides for which it would copy
+  bool reads_tiles;  // whole ones, and past a length with them
 
   // False where something may be wrong: whoever asks then looks closer, and says what.
   bool met(nb::handle query, nb::handle key, nb::handle value) const {
     TorchFace& torch = TorchFace::get();
     dlpack::Tensor q, k, v;
-    return torch.glance(query, q) && torch.glance(key, k) && torch.glance(value, v) && fit(q, k) &&
-           fit(q, v) && std::equal(k.shape, k.shape + rank - 1, v.shape) && heads_fit(q, k) &&
-           k.shape[rank - 1] == q.shape[rank - 1] && (!same_rows || q.shape[0] == k.shape[0]) &&
-           (!aligned || (is_aligned(k) && is_aligned(v)));
+    return torch.glance(query, q) && torch.glance(key, k) && torch.glance(value, v) &&
+           suit(q, k, v);
   }
 
-  nb::object views(nb::handle query, nb::handle key, nb::handle value,
-                   std::int64_t positions) const {
-    TensorCore* const keys = core_of(key, positions);
-    TensorCore* const values = core_of(value, positions);
-    if (keys == nullptr || values == nullptr) return nb::none();
-    nb::object of_key = view_of(*keys, key, positions);
-    nb::object of_value = view_of(*values, value, positions);
-    if (!met(query, of_key, of_value)) return nb::none();
-    return nb::make_tuple(of_key, of_value);
+  nb::object plain(nb::handle query, nb::handle key, nb::handle value, nb::handle lengths,
+                   nb::handle starts, nb::handle new_key, nb::handle new_value) const {
+    dlpack::Tensor q, k, v;
+    Told told;
+    if (!look({query, key, value}, {new_key, new_value}, lengths, {&q, &k, &v}, told) ||
+        !begin_within(starts, q.shape[0]) ||
+        TorchFace::get().is_plain(key) != TorchFace::get().is_plain(value))
+      return nb::none();
+    Side of_key = side(key, k, q, told);
+    Side of_value = side(value, v, q, told);
+    if (!of_key.tensor || !of_value.tensor) return nb::none();
+    return nb::make_tuple(of_key.tensor, of_value.tensor,
+                          of_key.cache ? of_key.cache : of_value.cache);
+  }
+
+  nb::object room(nb::handle query, nb::handle key, nb::handle value, nb::handle lengths,
+                  nb::handle new_key, nb::handle new_value) const {
+    dlpack::Tensor q, k, v;
+    Told told;
+    if (!look({query, key, value}, {new_key, new_value}, lengths, {&q, &k, &v}, told) ||
+        told.kind == Told::all || core_of(key) == nullptr || core_of(value) == nullptr)
+      return nb::none();
+    const std::int64_t holds = k.shape[positions_dim()];
+    std::int64_t shortest = 0, longest = holds;
+    if (told.kind != Told::unknown) {
+      const auto [low, high] = std::minmax_element(told.positions.begin(), told.positions.end());
+      shortest = *low, longest = *high;
+    }
+    if (shortest < 0 || longest > holds) return nb::none();
+    return nb::make_tuple(holds, shortest, longest + told.added);
   }
 
  private:
+  // How many positions the key's rows have: all there are, one number for all rows, one for each,
+  // or what only the device knows; and how many are written behind them.
+  struct Told {
+    enum : std::uint8_t { all, alike, each, unknown } kind = all;
+    std::vector<std::int64_t> positions;
+    std::int64_t added = 0;
+  };
+  struct Seen {
+    dlpack::Tensor *query, *key, *value;
+  };
+  // Key or value as the kernel takes it, null where it may not suit; and the cache that it is of.
+  struct Side {
+    nb::object tensor;
+    nb::object cache = nb::none();
+  };
+
+  bool suit(const dlpack::Tensor& q, const dlpack::Tensor& k, const dlpack::Tensor& v) const {
+    return fit(q, k) && fit(q, v) && std::equal(k.shape, k.shape + rank - 1, v.shape) &&
+           heads_fit(q, k) && k.shape[rank - 1] == q.shape[rank - 1] &&
+           (!same_rows || q.shape[0] == k.shape[0]) &&
+           (!aligned || (is_aligned(k) && is_aligned(v)));
+  }
+
+  bool packed() const { return rank == 3; }
   // Dimensions: heads and positions, whichever comes first, and the head size.
   std::size_t positions_dim() const { return static_cast<std::size_t>(2 * rank - 5 - heads_dim); }
 
-  // Null where `tensor` is no VTensor that grows along the kernel's positions and has so many.
-  TensorCore* core_of(nb::handle tensor, std::int64_t positions) const {
+  // False where something may be wrong.
+  bool look(std::array<nb::handle, 3> given, std::array<nb::handle, 2> added, nb::handle lengths,
+            Seen seen, Told& told) const {
+    TorchFace& torch = TorchFace::get();
+    const dlpack::Tensor &q = *seen.query, &k = *seen.key, &v = *seen.value;
+    if (!torch.glance(given[0], *seen.query) || !torch.glance(given[1], *seen.key) ||
+        !torch.glance(given[2], *seen.value) || !suit(q, k, v) ||
+        (!packed() && q.shape[0] > k.shape[0]) || !look(lengths, q, told))
+      return false;
+    if (added[0].is_none() && added[1].is_none()) return true;
+    dlpack::Tensor new_k, new_v;
+    if (packed() || told.kind == Told::all || !torch.glance(added[0], new_k) ||
+        !torch.glance(added[1], new_v) || !goes_behind(new_k, q, k) || !goes_behind(new_v, q, v))
+      return false;
+    told.added = new_k.shape[positions_dim()];
+    return told.added == new_v.shape[positions_dim()];
+  }
+  bool goes_behind(const dlpack::Tensor& added, const dlpack::Tensor& q,
+                   const dlpack::Tensor& held) const {
+    return fit(q, added) && added.shape[0] == q.shape[0] &&
+           added.shape[heads_dim] == held.shape[heads_dim] &&
+           added.shape[rank - 1] == held.shape[rank - 1];
+  }
+  bool look(nb::handle lengths, const dlpack::Tensor& q, Told& told) const {
+    if (lengths.is_none()) return true;
+    if (PyLong_CheckExact(lengths.ptr())) {
+      told = {Told::alike, {0}, 0};
+      return !packed() && nb::try_cast(lengths, told.positions[0]);
+    }
+    dlpack::Tensor numbers;
+    if (!is_numbers(lengths, numbers) || (!packed() && numbers.shape[0] != q.shape[0]))
+      return false;
+    const std::span<const std::int32_t> found = on_host(numbers);
+    if (found.empty()) {
+      told.kind = Told::unknown;
+      return numbers.device.type != dlpack::kCpu;
+    }
+    told = {Told::each, {found.begin(), found.end()}, 0};
+    if (!packed()) return true;
+    // From where each sequence begins to where the last ends.
+    told.positions = {*std::max_element(found.begin(), found.end())};
+    return *std::min_element(found.begin(), found.end()) >= 0;
+  }
+  static bool begin_within(nb::handle starts, std::int64_t tokens) {
+    if (starts.is_none()) return true;
+    dlpack::Tensor numbers;
+    if (!is_numbers(starts, numbers)) return false;
+    const std::span<const std::int32_t> found = on_host(numbers);
+    return std::all_of(found.begin(), found.end(),
+                       [&](std::int32_t start) { return 0 <= start && start <= tokens; });
+  }
+  static bool is_numbers(nb::handle object, dlpack::Tensor& numbers) {
+    TorchFace& torch = TorchFace::get();
+    return torch.is_plain(object) && torch.glance(object, numbers) && numbers.ndim == 1 &&
+           numbers.dtype.code == dlpack::kInt && numbers.dtype.bits == 32 &&
+           (numbers.shape[0] < 2 || numbers.strides[0] == 1);
+  }
+  // Empty too where the host cannot look.
+  static std::span<const std::int32_t> on_host(const dlpack::Tensor& numbers) {
+    if (numbers.device.type != dlpack::kCpu || numbers.shape[0] == 0) return {};
+    const char* first = static_cast<const char*>(numbers.data) + numbers.byte_offset;
+    return {reinterpret_cast<const std::int32_t*>(first),
+            static_cast<std::size_t>(numbers.shape[0])};
+  }
+
+  Side side(nb::handle tensor, const dlpack::Tensor& seen, const dlpack::Tensor& q,
+            const Told& told) const {
+    const std::int64_t holds = seen.shape[positions_dim()];
+    const auto there = [&](std::int64_t n) { return 0 <= n && n + told.added <= holds; };
+    if (!std::all_of(told.positions.begin(), told.positions.end(), there)) return {};
+    return TorchFace::get().is_plain(tensor) ? plain_side(tensor, seen, q, told)
+                                             : grown_side(tensor, holds, told);
+  }
+  // Of a plain tensor, which may be of a cache's layer: what its slots have not is not to be
+  // touched, nor, where a kernel reads tiles, what may lie behind.
+  Side plain_side(nb::handle tensor, const dlpack::Tensor& seen, const dlpack::Tensor& q,
+                  const Told& told) const {
+    const SlotRange* range = SlotRange::of(tensor);
+    if (range == nullptr) return {nb::borrow(tensor)};
+    const auto rows = range->rows(seen, packed() ? 0 : positions_dim());
+    if (!rows || range->closed() || reads_tiles) return {};
+    if (told.kind != Told::unknown) {
+      const std::int64_t whole[] = {seen.shape[positions_dim()]};
+      const std::span<const std::int64_t> needed =
+          told.kind == Told::all ? whole : std::span<const std::int64_t>(told.positions);
+      if (!range->ready(*rows, needed, told.added,
+                        packed() ? 1 : static_cast<std::size_t>(q.shape[0])))
+        return {};
+    }
+    return {nb::borrow(tensor), range->cache()};
+  }
+  // Null where `tensor` is no VTensor that grows along the kernel's positions.
+  TensorCore* core_of(nb::handle tensor) const {
     TensorCore* core = nullptr;
     nb::object found = nb::getattr(tensor, "_core", nb::none());
-    if (found.is_none() || !nb::try_cast(found, core) || core->closed()) return nullptr;
-    if (core->spec().grow_dim != positions_dim() ||
-        positions > static_cast<std::int64_t>(core->length()))
-      return nullptr;
-    return core;
+    const bool suits = !found.is_none() && nb::try_cast(found, core) && !core->closed() &&
+                       core->spec().grow_dim == positions_dim();
+    return suits ? core : nullptr;
   }
-  nb::object view_of(const TensorCore& core, nb::handle tensor, std::int64_t positions) const {
+  // Of a VTensor, which is to have grown by what is written.
+  Side grown_side(nb::handle tensor, std::int64_t holds, const Told& told) const {
+    if (told.added != 0 || core_of(tensor) == nullptr) return {};
     TorchFace& torch = TorchFace::get();
     nb::object view = torch.detach(tensor);
-    if (positions < 0 || positions == static_cast<std::int64_t>(core.length())) return view;
-    return torch.narrow(view, positions_dim(), 0, static_cast<std::size_t>(positions));
+    if (told.kind != Told::alike || told.positions[0] == holds) return {std::move(view)};
+    return {torch.narrow(view, positions_dim(), 0, static_cast<std::size_t>(told.positions[0]))};
   }
 
   bool fit(const dlpack::Tensor& q, const dlpack::Tensor& other) const {
@@ -95,17 +235,32 @@ Args:
     grouped: the query may have a multiple of the key's heads, not only as many.
     aligned: float16 or bfloat16, of head sizes up to 256, at an address and of strides in steps of 16 bytes:
         what FlashAttention takes without a copy.
+    reads_tiles: the kernel reads whole tiles, which go past the lengths that it is told.
 
 Raises:
     InvalidArgument: ``heads_dim`` is none of ``rank`` dimensions.)";
 
-constexpr const char* kViewsDoc = R"(Plain views of two VTensors, where these suit.
+constexpr const char* kPlainDoc = R"(Key and value as the kernel takes them, where all suits.
 
 Args:
-    positions: of key and value, from the first; all where negative.
+    query, key, value: VTensors that grow along the positions, plain tensors, and layers of a KVCache, of
+        which the kernel touches only what its slots have.
+    lengths: positions that are read and written: None for all there are; an int for all rows; int32
+        ``[rows]`` of the query, which only a host tensor tells; of packed sequences, where each begins and
+        the last ends.
+    starts: the same of the query's packed sequences.
+    new_key, new_value: what the kernel writes behind ``lengths``, in plain tensors.
 
 Returns:
-    Of key and value; None where they may not suit, or are no VTensors that grow along the positions.)";
+    Plain views of VTensors, of ``lengths`` positions where that is an int; plain tensors as they are; and the
+    KVCache, or None. None alone where something may not suit.)";
+
+constexpr const char* kRoomDoc = R"(What two VTensors are to hold for a kernel that writes behind
+``lengths``; these and the others as for ``plain``.
+
+Returns:
+    The positions that they hold; the fewest that a row has, as far as the host knows; and those that the
+    longest row will have. None where something may not suit.)";
 
 }  // namespace
 
@@ -114,22 +269,33 @@ void bind_demands(nb::module_& module) {
       .def(
           "__init__",
           [](Demands* self, std::int32_t rank, std::int32_t heads_dim, bool same_rows, bool grouped,
-             bool aligned) {
+             bool aligned, bool reads_tiles) {
             if (heads_dim < 0 || heads_dim >= rank)
               throw InvalidArgument("[Demands] heads_dim is " + std::to_string(heads_dim) +
                                     ": give one of " + std::to_string(rank) +
                                     " dimensions, from the front");
-            new (self) Demands{rank, heads_dim, same_rows, grouped, aligned};
+            new (self) Demands{rank, heads_dim, same_rows, grouped, aligned, reads_tiles};
           },
           nb::arg("rank"), nb::arg("heads_dim"), nb::kw_only(), nb::arg("same_rows") = true,
-          nb::arg("grouped") = true, nb::arg("aligned") = false)
+          nb::arg("grouped") = true, nb::arg("aligned") = false, nb::arg("reads_tiles") = false)
       .def("met", &Demands::met, nb::arg("query").none(), nb::arg("key").none(),
            nb::arg("value").none())
-      .def("views", &Demands::views, nb::arg("query").none(), nb::arg("key").none(),
-           nb::arg("value").none(), nb::arg("positions"),
-           nb::sig("def views(self, query: object | None, key: object | None, value: object | None,"
-                   " positions: int) -> tuple | None"),
-           kViewsDoc);
+      .def("plain", &Demands::plain, nb::arg("query").none(), nb::arg("key").none(),
+           nb::arg("value").none(), nb::arg("lengths").none() = nb::none(),
+           nb::arg("starts").none() = nb::none(), nb::arg("new_key").none() = nb::none(),
+           nb::arg("new_value").none() = nb::none(),
+           nb::sig("def plain(self, query: object | None, key: object | None, value: object | None,"
+                   " lengths: object | None = None, starts: object | None = None,"
+                   " new_key: object | None = None, new_value: object | None = None)"
+                   " -> tuple | None"),
+           kPlainDoc)
+      .def("room", &Demands::room, nb::arg("query").none(), nb::arg("key").none(),
+           nb::arg("value").none(), nb::arg("lengths").none(), nb::arg("new_key").none(),
+           nb::arg("new_value").none(),
+           nb::sig("def room(self, query: object | None, key: object | None, value: object | None,"
+                   " lengths: object | None, new_key: object | None, new_value: object | None)"
+                   " -> tuple[int, int, int] | None"),
+           kRoomDoc);
 }
 
 }  // namespace vtensor::bind

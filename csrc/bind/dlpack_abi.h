@@ -18,7 +18,9 @@ struct DataType {
 };
 inline constexpr DataType kUint8{1, 8, 1};
 // Of DataType::code.
-inline constexpr std::uint8_t kFloat = 2, kBfloat = 4;
+inline constexpr std::uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
+// Of Device::type.
+inline constexpr std::int32_t kCpu = 1;
 
 struct Tensor {
   void* data;

@@ -39,6 +39,14 @@ class OperationMutex {
     owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   }
 
+  // False where an operation is under way, also one of this thread.
+  bool try_lock() {
+    const std::thread::id self = std::this_thread::get_id();
+    if (owner_.load(std::memory_order_relaxed) == self || !mutex_.try_lock()) return false;
+    owner_.store(self, std::memory_order_relaxed);
+    return true;
+  }
+
   void unlock() {
     owner_.store({}, std::memory_order_relaxed);
     mutex_.unlock();

@@ -24,6 +24,7 @@
 #include "bind/operation.h"
 #include "bind/operation_lock.h"
 #include "bind/released_gil.h"
+#include "bind/slot_range.h"
 #include "bind/torch_face.h"
 
 namespace vtensor::bind {
@@ -57,7 +58,9 @@ class CacheCore {
     refuse_in_forked_child("KVCache");
     const Caller asking = caller("KVCache");
     with_memory(*pool, asking, [&] { cache_ = std::make_unique<SlotCache>(pool, shape, asking); });
+    *view_ = {cache_.get(), &mutex_};
   }
+  ~CacheCore() { *view_ = {}; }
 
   bool step(const Lengths& lengths) {
     const Operation operation(*this, "KVCache.step");
@@ -176,8 +179,9 @@ class CacheCore {
 
   std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
 
-  // The whole range of a kind, as bytes; it keeps the addresses reserved, and no page.
-  nb::object storage(std::size_t kind) {
+  // The whole range of a kind, as bytes; it keeps the addresses reserved, and no page. Views of it
+  // know `cache`, a weak reference.
+  nb::object storage(std::size_t kind, nb::object cache) {
     const Operation operation(*this, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->range(kind);
     Generation* generation;
@@ -185,8 +189,10 @@ class CacheCore {
       const ReleasedGil released;
       generation = range->publish();
     }
-    return TorchFace::get().storage_over(generation, range->slot_address(0, 0),
-                                         range->reserved_bytes(), pool_->traits().device);
+    nb::object storage = TorchFace::get().storage_over(
+        generation, range->slot_address(0, 0), range->reserved_bytes(), pool_->traits().device);
+    SlotRange::mark(storage, SlotRange(view_, kind, std::move(cache)));
+    return storage;
   }
 
   // Makes the memory of whole pages present, a piece at a time, without the cache's lock. Requires:
@@ -233,6 +239,7 @@ class CacheCore {
     closed_ = true;
     if (cache_) {
       const Caller asking = caller("KVCache.close", stream);
+      *view_ = {};
       const ReleasedGil released;
       cache_->close(asking);
       cache_.reset();
@@ -296,6 +303,7 @@ class CacheCore {
   std::unique_ptr<SlotCache> cache_;
   std::atomic<bool> closed_{false};
   OperationMutex mutex_;
+  const std::shared_ptr<SlotCacheView> view_ = std::make_shared<SlotCacheView>();
 };
 
 }  // namespace
@@ -310,6 +318,24 @@ void bind_slot_cache(nb::module_& module) {
   nb::class_<KeptPrefix>(module, "KeptPrefix")
       .def_prop_ro("pages", &KeptPrefix::pages)
       .def_prop_ro("in_use", &KeptPrefix::in_use);
+
+  using Numbers = std::vector<std::int64_t>;
+  nb::class_<SlotRange>(module, "SlotRange")
+      .def(
+          "rows",
+          [](const SlotRange& range, std::size_t offset, std::size_t item_size,
+             const Numbers& sizes, const Numbers& strides, std::size_t positions_dim)
+              -> std::optional<std::tuple<std::vector<std::size_t>, std::int64_t, std::int64_t>> {
+            const auto rows = range.rows(offset, item_size, sizes, strides, positions_dim);
+            if (!rows) return {};
+            std::vector<std::size_t> slots(positions_dim == 0 ? 1
+                                                              : static_cast<std::size_t>(sizes[0]));
+            for (std::size_t i = 0; i < slots.size(); ++i) slots[i] = rows->slot(i);
+            return std::tuple{slots, rows->first, rows->step};
+          },
+          nb::arg("offset"), nb::arg("item_size"), nb::arg("sizes"), nb::arg("strides"),
+          nb::arg("positions_dim"))
+      .def_prop_ro("cache", &SlotRange::cache);
 
   const auto no_stream = nb::arg("stream") = nb::none();
   nb::class_<CacheCore>(module, "CacheCore")
@@ -340,7 +366,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("restore", &CacheCore::restore, nb::arg("slot"), nb::arg("prefix") = nb::none())
       .def("shared_pages", &CacheCore::shared_pages)
       .def("begins", &CacheCore::begins)
-      .def("storage", &CacheCore::storage)
+      .def("storage", &CacheCore::storage, nb::arg("kind"), nb::arg("cache"))
       .def("populate", &CacheCore::populate, nb::arg("at"), nb::arg("nbytes"))
       .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length)

@@ -160,9 +160,10 @@ nb::object TorchFace::tensor_over(Generation* generation, Address address, std::
 
 nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes,
                                    Device device) {
-  nb::object extent = tensor_over(generation, address, bytes, device);
-  return call(untyped_storage_, {extent.ptr()});
+  return storage(tensor_over(generation, address, bytes, device));
 }
+
+nb::object TorchFace::storage(nb::handle tensor) { return call(untyped_storage_, {tensor.ptr()}); }
 
 nb::object TorchFace::empty_storage(nb::handle device) {
   return storage_type_(0, nb::arg("device") = device);

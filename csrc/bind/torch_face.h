@@ -38,6 +38,8 @@ class TorchFace {
   nb::object storage_over(Generation* generation, Address address, std::size_t bytes,
                           Device device);
   nb::object empty_storage(nb::handle device);
+  // The one under `tensor`, whose Python object all tensors over it share.
+  nb::object storage(nb::handle tensor);
 
   void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
            nb::handle strides);

@@ -28,9 +28,10 @@ def pair(host):
         t.close()
 
 
-@pytest.mark.parametrize(("positions", "seen"), [(-1, 5), (5, 5), (3, 3), (0, 0)])
+@pytest.mark.parametrize(("positions", "seen"), [(None, 5), (5, 5), (3, 3), (0, 0)])
 def test_plain_views_of_what_suits(pair, positions, seen):
-    views = FLASH.views(noise(1, 1, 4, 16), *pair, positions)
+    *views, cache = FLASH.plain(noise(1, 1, 4, 16), *pair, positions)
+    assert cache is None
     for view, ours in zip(views, pair, strict=True):
         assert type(view) is torch.Tensor and view.shape == (1, seen, 2, 16)
         assert view.data_ptr() == (ours.address if seen else 0)
@@ -48,7 +49,8 @@ def test_no_views_of_what_may_not_suit(pair, host):
     closed.close()
     heads_first = vtensor.from_tensor(noise(1, 5, 2, 16), grow_dim=2, capacity=32, pool=host)
     for name, wrong in {
-        "plain": (q, k, v[:]),
+        "one of them plain": (q, k, v[:]),
+        "another number of sequences": (noise(2, 1, 4, 16), k, v),
         "none": (q, None, v),
         "closed": (q, closed, closed),
         "of another length": (q, k, longer),
@@ -56,8 +58,8 @@ def test_no_views_of_what_may_not_suit(pair, host):
         "another dtype": (q.float(), k, v),
         "no tensor": ("q", k, v),
     }.items():
-        assert FLASH.views(*wrong, -1) is None, name
-    assert FLASH.views(q, k, v, 6) is None
+        assert FLASH.plain(*wrong) is None, name
+    assert FLASH.plain(q, k, v, 6) is None
     for t in (longer, heads_first):
         t.close()
 

@@ -14,6 +14,7 @@ from vtensor.integrations import flash_attention as shims
 
 import fake_flash
 import vtensor
+from support import on_a_device
 from test_flash_attention import (  # noqa: F401
     CAPACITY,
     GROUPS,
@@ -150,12 +151,11 @@ def test_shorter_rows_append_where_there_is_room(host, seen, backend):  # noqa: 
     close(k, v)
 
 
-def test_lengths_of_a_device_grow_behind_the_longest_row(host, seen, monkeypatch):  # noqa: F811
+def test_lengths_of_a_device_grow_behind_the_longest_row(host, seen):  # noqa: F811
     """The host does not look at them: as many positions as are appended."""
     k, v = caches(host, length=40)
-    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    q = noise(2, 3, HEADS, SIZE)
-    shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=int32(12, 37), backend="fa2")
+    q, lengths = noise(2, 3, HEADS, SIZE), on_a_device(int32(12, 37))
+    shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=lengths, backend="fa2")
     assert k.length == v.length == 43
     close(k, v)
 
