@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -307,7 +306,8 @@ class HostDriver final : public Driver {
     refuse_in_forked_child("host find_parted");
     std::fill(parted.begin(), parted.end(), std::uint8_t{0});
     // Not knowing costs copies, not correctness.
-    if (!scan_pagemap(at, parted)) std::fill(parted.begin(), parted.end(), std::uint8_t{1});
+    if (ask(Call::pagemap) || !pagemap_.find_private(at, page_size_, parted))
+      std::fill(parted.begin(), parted.end(), std::uint8_t{1});
   }
 
   std::size_t free_memory() override { return free_host_memory(); }
@@ -527,24 +527,6 @@ class HostDriver final : public Driver {
     }
   }
 
-  // False where the kernel does not tell.
-  bool scan_pagemap(Address at, std::span<std::uint8_t> parted) {
-    const std::size_t entries_a_page = page_size_ / traits_.granularity;
-    const std::size_t total = parted.size() * entries_a_page;
-    const std::size_t first = at / traits_.granularity;
-    std::array<Pagemap::Entry, 4096> entries;
-    std::size_t done = 0;
-    while (done < total && !ask(Call::pagemap)) {
-      const std::size_t wanted = std::min(total - done, entries.size());
-      const std::size_t n = pagemap_.read(first + done, std::span(entries).first(wanted));
-      if (n == 0) break;
-      for (std::size_t i = 0; i < n; ++i, ++done) {
-        if (Pagemap::is_private(entries[i])) parted[done / entries_a_page] = 1;
-      }
-    }
-    return done == total;
-  }
-
   const int hole_protection_;
   MapLimit& limit_;
   std::size_t page_size_ = 0;
@@ -553,7 +535,7 @@ class HostDriver final : public Driver {
   std::atomic<Handle> next_handle_{0};
   std::map<Address, Reservation> reservations_;  // what the kernel knows of each range
   ForkedState state_;
-  const Pagemap pagemap_;
+  Pagemap pagemap_;
 };
 
 }  // namespace

@@ -1,8 +1,10 @@
 // The host driver's operations against the kernel: what is really mapped, shared, parted and given
 // back.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <random>
 #include <thread>
 
+#include "driver/pagemap.h"
 #include "host_fixture.h"
 
 namespace vtensor {
@@ -190,6 +192,34 @@ TEST_CASE_FIXTURE(HostFixture, "parted pages are found in spans longer than one 
   driver->meter().fail_after(0);  // a pagemap that cannot be read costs copies, not correctness
   driver->find_parted(range, parted);
   CHECK(std::accumulate(parted.begin(), parted.end(), 0) == kPages);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "both ways to ask the kernel find the pages that were written to") {
+  constexpr std::size_t kPages = 1000;
+  const Address range = driver->reserve(kPages);
+  map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::guarded);
+  std::mt19937 random(0);
+  std::vector<std::uint8_t> written(kPages, 0);
+  Pagemap pagemap;
+  for (int round = 0; round < 40; ++round) {
+    // From nothing over more pieces than one call returns to everything; some are only read.
+    for (std::size_t i = 0; i < kPages; ++i) {
+      volatile char& byte = byte_at(range + i * kPage + random() % kPage);
+      if (random() % 4 == 0) CHECK((byte == 0 || written[i]));
+      if (round > 0 && random() % (200 / static_cast<unsigned>(round)) == 0) {
+        byte = 1;
+        written[i] = 1;
+      }
+    }
+    const std::size_t first = random() % kPages, n = random() % (kPages - first + 1);
+    const std::vector<std::uint8_t> wanted(
+        written.begin() + static_cast<std::ptrdiff_t>(first),
+        written.begin() + static_cast<std::ptrdiff_t>(first + n));
+    std::vector<std::uint8_t> scanned(n, 0), found(n, 0);
+    if (pagemap.scan(range + first * kPage, kPage, scanned)) CHECK(scanned == wanted);
+    CHECK(pagemap.read(range + first * kPage, kPage, found));
+    CHECK(found == wanted);
+  }
 }
 
 TEST_CASE_FIXTURE(HostFixture, "copy_page copies what is seen, parted or not") {
