@@ -233,7 +233,7 @@ def prefix(settings: Settings) -> list[Figure]:
     samples: dict[str, Callable[[], float]] = {
         name: lambda cache=cache: sample(cache) for name, cache in caches.items()
     }
-    taken = interleave(samples, settings.pick(10, 2))
+    taken = interleave(samples, settings.pick(30, 2))
     branch = copy.deepcopy(ours)
     more = pool.stats().pages_used - used
     for cache in (branch, ours):

@@ -157,6 +157,8 @@ class Pool:
     def _adopt(self, core: _core.PagePool, device: torch.device) -> None:
         self._core: _core.PagePool | _core.ClosedPool = core
         self._device = device
+        # A simulated device's memory is the host's.
+        self._tensor_device = torch.device("cpu") if core.device[0] == 1 else device
         self._tensors: weakref.WeakSet[_Registered] = weakref.WeakSet()
         self._closed = False
         # What freed tensors left parked would keep the pool alive without an owner.

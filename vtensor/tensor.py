@@ -159,8 +159,10 @@ class VTensor(torch.Tensor):
             DriverError: a driver call was refused.
             TimedOut: that work has not ended in 60 s.
         """
-        with _watched(self):
+        try:  # as _watched, which takes longer
             core = self._core.fork(self, stream_handle("VTensor.fork", stream))
+        finally:
+            _watch_writes(self)
         return _wrap(core, self._pool, self.dtype, core.length)
 
     def own(self, start: int, stop: int) -> VTensor:
@@ -434,8 +436,7 @@ def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -
             return _wrap(core, pool, dtype, length)
     # As a view of a tensor of its own, because views of views name the first as their base: so no view keeps
     # the VTensor alive.
-    device = torch.device("cpu") if pool._core.device[0] == 1 else pool.device
-    tensor = torch.empty(0, dtype=dtype, device=device).as_subclass(VTensor)
+    tensor = torch.empty(0, dtype=dtype, device=pool._tensor_device).as_subclass(VTensor)
     tensor._core = core
     tensor._pool = pool
     try:

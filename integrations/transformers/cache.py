@@ -5,6 +5,7 @@ Follows ``transformers/cache_utils.py`` of transformers 5.23 (``Cache``, ``Dynam
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -263,6 +264,16 @@ class VTensorCache(ForOneGeneration, DynamicCache):
                 if number > 0 or not getattr(layer, "is_initialized", True):
                     self.reset()
                 raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VTensorCache:
+        """A cache in the same pool whose layers share all whole pages with these until one of the two writes
+        (I6). What copy.deepcopy would do by itself, in two thirds of the time besides the layers'."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(
+            (name, copy.deepcopy(value, memo)) for name, value in self.__getstate__().items()
+        )
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_marked": False, "_use": Use(), "_model": None}
