@@ -3,9 +3,9 @@
 FlashAttention's kernels need a GPU: where 2 is installed and runs, its calls are the bare ones. On a CPU a
 module of the same functions takes its place. For the shims' own time these do nothing; for the share at 8k
 keys they are SDPA, as a user would write it. The bare call reads the same memory as the shim's, because what
-a cache of the processor still holds counts for more than a shim; only what appends has memory of its own.
-The share is that of a step over several layers, as a model takes it: of one call between others the shim's
-code would be cold, and not the bare call's, which all of them run.
+a cache of the processor still holds counts for more than a shim. The share is that of a step over several
+layers with memory of their own, as a model takes it: of one call between others the shim's code would be
+cold, and not the bare call's, which all of them run.
 Not measured here: 3 and 4, whose functions differ in how the shims pass arguments on only.
 """
 
@@ -35,7 +35,7 @@ MOST_SLOWDOWN = 1.01
 CALLS = 50  # one alone is too short for the clock
 LAYERS = 8
 
-Call = Callable[[], object]
+Call = Callable[[int], object]  # with its number in the sample: calls go over the layers in turn
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
     ours: Call
     bare: Call
     control: Call
-    undo: Call = lambda: None
+    undo: Callable[[], object] = lambda: None
     against: str = "the bare call"
 
 
@@ -54,7 +54,7 @@ def run(settings: Settings) -> list[Figure]:
     figures = []
     length = settings.pick(8192, 256)
     with torch.no_grad():
-        for keys, kernel, figure_of in ((2, nothing, own_time), (length, attend, share)):
+        for keys, kernel, figure_of in ((CALLS, nothing, own_time), (length, attend, share)):
             with module(settings, kernel) as flash:
                 for case in chain(flash_cases(settings, flash, keys), sdpa_cases(settings, keys)):
                     figures.append(figure_of(settings, case, keys))
@@ -80,8 +80,8 @@ def measured(
 
     def sample(call: Call) -> Sample:
         def several() -> None:
-            for _ in range(calls):
-                call()
+            for number in range(calls):
+                call(number)
 
         def once() -> float:
             seconds = clock(several, settings.wait) / calls
@@ -144,24 +144,18 @@ def module(settings: Settings, kernel: Callable[..., torch.Tensor]) -> Iterator[
 # --- the calls ----------------------------------------------------------------------------------------------
 
 
-def tensors(settings: Settings, *sizes: int, grow_dim: int, dtype: torch.dtype) -> list[Any]:
-    """K and V of noise as VTensors with room for what is appended, and their plain views."""
-    room = sizes[grow_dim] + 4 * CALLS
-    ours = [
-        vtensor.from_tensor(
-            torch.randn(sizes, device=settings.device).to(dtype), grow_dim=grow_dim, capacity=room
-        )
-        for _ in "kv"
-    ]
-    return [*ours, *(t.snapshot() for t in ours)]
+Layer = tuple[Any, Any, torch.Tensor, torch.Tensor]
 
 
-def preallocated(t: torch.Tensor) -> torch.Tensor:
-    """``t`` and room for what is appended, over memory of the kind that VTensors have: of what the kernel
-    reads, how it is mapped counts for more than a shim."""
-    room = t.new_zeros(t.shape[0], 4 * CALLS, *t.shape[2:])
-    whole = torch.cat((t, room), 1)
-    return vtensor.from_tensor(whole, grow_dim=1, capacity=whole.shape[1]).snapshot()
+def layers_of(settings: Settings, *sizes: int, grow_dim: int, dtype: torch.dtype) -> list[Layer]:
+    """K and V of noise as VTensors, and their plain views."""
+
+    def make() -> Any:
+        noise = torch.randn(sizes, device=settings.device).to(dtype)
+        return vtensor.from_tensor(noise, grow_dim=grow_dim, capacity=sizes[grow_dim])
+
+    pairs = [(make(), make()) for _ in range(settings.pick(LAYERS, 2))]
+    return [(k, v, k.snapshot(), v.snapshot()) for k, v in pairs]
 
 
 def same(name: str, ours: Call, bare: Call, against: str = "the bare call") -> Case:
@@ -173,94 +167,101 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
     options: dict[str, Any] = {"causal": True}
     ours = {**options, "backend": "fa2"}
     sizes = (1, length, HEADS, HEAD_DIM)
-    k, v, plain_k, plain_v = tensors(settings, *sizes, grow_dim=1, dtype=torch.bfloat16)
+    layers = layers_of(settings, *sizes, grow_dim=1, dtype=torch.bfloat16)
     q = torch.randn(1, 1, QUERY_HEADS, HEAD_DIM, device=settings.device).bfloat16()
     new = torch.randn(1, 1, HEADS, HEAD_DIM, device=settings.device).bfloat16()
+
+    def of(number: int) -> Layer:
+        return layers[number % len(layers)]
+
     yield same(
         "flash_attn_func",
-        lambda: flash_attention.flash_attn_func(q, k, v, **ours),
-        lambda: bare.flash_attn_func(q, plain_k, plain_v, **options),
+        lambda i: flash_attention.flash_attn_func(q, *of(i)[:2], **ours),
+        lambda i: bare.flash_attn_func(q, *of(i)[2:], **options),
     )
     yield same(
         "flash_attn_with_kvcache",
-        lambda: flash_attention.flash_attn_with_kvcache(q, k, v, cache_seqlens=length, **ours),
-        lambda: bare.flash_attn_with_kvcache(q, plain_k, plain_v, cache_seqlens=length, **options),
+        lambda i: flash_attention.flash_attn_with_kvcache(q, *of(i)[:2], cache_seqlens=length, **ours),
+        lambda i: bare.flash_attn_with_kvcache(q, *of(i)[2:], cache_seqlens=length, **options),
     )
-    appended, start = 0, max(0, length - CALLS)  # so that no page is crossed: see mapper.py for that
+    start = length - CALLS  # so that no page is crossed, more or less: see mapper.py for that
 
-    def append_bare() -> Call:
-        whole_k, whole_v = preallocated(plain_k), preallocated(plain_v)
+    def append(i: int) -> None:
+        k, v, *_ = of(i)
+        flash_attention.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=k.length, **ours)
 
-        def call() -> None:
-            nonlocal appended
-            at = start + appended
-            bare.flash_attn_with_kvcache(q, whole_k, whole_v, new, new, cache_seqlens=at, **options)
-            appended += 1
-
-        return call
+    def append_bare(i: int) -> None:
+        at = start + i // len(layers)
+        bare.flash_attn_with_kvcache(q, *of(i)[2:], new, new, cache_seqlens=at, **options)
 
     def undo() -> None:
-        nonlocal appended
-        appended = 0
-        k.truncate(start), v.truncate(start)
+        for k, v, *_ in layers:
+            k.truncate(start), v.truncate(start)
 
     undo()
     yield Case(
         "flash_attn_with_kvcache and its append",
-        lambda: flash_attention.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=k.length, **ours),
-        append_bare(),
-        append_bare(),
+        append,
+        append_bare,
+        append_bare,
         undo,
         "the bare call, into preallocated memory",
     )
-    k.extend(length - start), v.extend(length - start)
+    for k, v, *_ in layers:
+        k.extend(length - start), v.extend(length - start)
     starts = [torch.tensor([0, n], dtype=torch.int32, device=settings.device) for n in (1, length)]
-    row_k, row_v = k[0], v[0]
+    rows = [[t[0] for t in layer] for layer in layers]
     yield same(
         "flash_attn_varlen_func",
-        lambda: flash_attention.flash_attn_varlen_func(q[0], row_k, row_v, *starts, 1, length, **ours),
-        lambda: bare.flash_attn_varlen_func(q[0], plain_k[0], plain_v[0], *starts, 1, length, **options),
+        lambda i: flash_attention.flash_attn_varlen_func(
+            q[0], *rows[i % len(rows)][:2], *starts, 1, length, **ours
+        ),
+        lambda i: bare.flash_attn_varlen_func(q[0], *rows[i % len(rows)][2:], *starts, 1, length, **options),
     )
-    cache = vtensor.KVCache(1, HEADS, HEAD_DIM, 1, length + CALLS, torch.bfloat16, settings.device)
+    cache = vtensor.KVCache(len(layers), HEADS, HEAD_DIM, 1, length + CALLS, torch.bfloat16, settings.device)
     cache.alloc()
     if cache.step([length]):
-        layer_k, layer_v = cache[0]
-        layer_k[0, :length], layer_v[0, :length] = plain_k[0], plain_v[0]
+        for number, (_, _, plain_k, plain_v) in enumerate(layers):
+            layer_k, layer_v = cache[number]
+            layer_k[0, :length], layer_v[0, :length] = plain_k[0], plain_v[0]
         yield same(
             "flash_attn_with_kvcache over a KVCache",
-            lambda: flash_attention.flash_attn_with_kvcache(q, *cache[0], cache_seqlens=length, **ours),
-            lambda: bare.flash_attn_with_kvcache(q, *cache[0], cache_seqlens=length, **options),
+            lambda i: flash_attention.flash_attn_with_kvcache(
+                q, *cache[i % len(layers)], cache_seqlens=length, **ours
+            ),
+            lambda i: bare.flash_attn_with_kvcache(
+                q, *cache[i % len(layers)], cache_seqlens=length, **options
+            ),
         )
-    close(k, v, cache)
+    cache.close()
+    close(layers)
 
 
 def sdpa_cases(settings: Settings, length: int) -> Iterator[Case]:
-    sizes = (1, HEADS, length, HEAD_DIM)
-    k, v, *view = tensors(settings, *sizes, grow_dim=2, dtype=torch.float32)
+    layers = layers_of(settings, 1, HEADS, length, HEAD_DIM, grow_dim=2, dtype=torch.float32)
     q = torch.randn(1, QUERY_HEADS, 1, HEAD_DIM, device=settings.device)
     yield same(
         "SDPA",
-        lambda: sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-        lambda: scaled_dot_product_attention(q, *view, enable_gqa=True),
+        lambda i: sdpa.scaled_dot_product_attention(q, *layers[i % len(layers)][:2], enable_gqa=True),
+        lambda i: scaled_dot_product_attention(q, *layers[i % len(layers)][2:], enable_gqa=True),
     )
-    close(k, v)
+    close(layers)
 
 
 def flex_cases(settings: Settings, length: int) -> Iterator[Case]:
     """Against the same compiled function of torch, over views of the same strides."""
-    sizes = (1, HEADS, length, HEAD_DIM)
-    k, v, *view = tensors(settings, *sizes, grow_dim=2, dtype=torch.float32)
+    layers = layers_of(settings, 1, HEADS, length, HEAD_DIM, grow_dim=2, dtype=torch.float32)
     q = torch.randn(1, QUERY_HEADS, 1, HEAD_DIM, device=settings.device)
     compiled = torch.compile(flex_attention, fullgraph=True)
     yield same(
         "FlexAttention",
-        lambda: flex.flex_attention(q, k, v, enable_gqa=True),
-        lambda: compiled(q, *view, enable_gqa=True),
+        lambda i: flex.flex_attention(q, *layers[i % len(layers)][:2], enable_gqa=True),
+        lambda i: compiled(q, *layers[i % len(layers)][2:], enable_gqa=True),
         against="the compiled call",
     )
-    close(k, v)
+    close(layers)
 
 
-def close(*held: Any) -> None:
-    for one in held:
-        one.close()
+def close(layers: list[Layer]) -> None:
+    for k, v, *_ in layers:
+        k.close(), v.close()

@@ -270,7 +270,7 @@ def flash_attn_with_kvcache(
     given = kernel.given(args, kwargs) if args else kwargs
     lengths = given.get("cache_seqlens")
     room = None
-    if _APART.isdisjoint(given):
+    if _APART.isdisjoint(given) or all(given[name] is None for name in _APART & given.keys()):
         new_k, new_v = given.get("k"), given.get("v")
         if new_k is None or type(k_cache) is not VTensor:
             found = kernel.demands.plain(q, k_cache, v_cache, lengths, None, new_k, new_v)
@@ -278,21 +278,26 @@ def flash_attn_with_kvcache(
                 return _launch(kernel, q, found, args, kwargs, k_cache, v_cache)
         else:
             room = kernel.demands.room(q, k_cache, v_cache, lengths, new_k, new_v)
-    k_owner, v_owner = owner_of(k_cache), owner_of(v_cache)
-    if k_owner is None and v_owner is None:
-        assert isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
-        cache = _check_plain(kernel, q, k_cache, v_cache, given)
-        return _launch(kernel, q, (k_cache, v_cache, cache), args, kwargs, k_cache, v_cache)
-    if k_owner is None or v_owner is None:
-        raise InvalidArgument(
-            f"[{operation}] one of k_cache and v_cache is a plain tensor: give VTensors, or views of both"
-        )
-    holds, shortest, stop = room or _room(kernel, q, k_owner, v_owner, given)
+    k_owner: Any = k_cache
+    v_owner: Any = v_cache
+    if room is None:
+        k_owner, v_owner = owner_of(k_cache), owner_of(v_cache)
+        if k_owner is None and v_owner is None:
+            assert isinstance(k_cache, torch.Tensor) and isinstance(v_cache, torch.Tensor)
+            cache = _check_plain(kernel, q, k_cache, v_cache, given)
+            return _launch(kernel, q, (k_cache, v_cache, cache), args, kwargs, k_cache, v_cache)
+        if k_owner is None or v_owner is None:
+            raise InvalidArgument(
+                f"[{operation}] one of k_cache and v_cache is a plain tensor: give VTensors, or views of both"
+            )
+        room = _room(kernel, q, k_owner, v_owner, given)
+    holds, shortest, longest, added = room
+    stop = longest + added
     try:
         if stop > holds:
             k_owner.extend(stop - holds)
             v_owner.extend(stop - holds)
-        if given.get("k") is not None and k_owner.pool.device.type == "cuda":  # a write parts no page (I6)
+        if added and not (type(k_owner) is VTensor is type(v_owner)):  # pages that no write parts (I6)
             k_owner.own(shortest, stop)
             v_owner.own(shortest, stop)
         exact = None if isinstance(lengths, torch.Tensor) else stop
@@ -317,7 +322,7 @@ def flash_attn_with_kvcache(
 
 def _room(
     kernel: _Kernel, q: torch.Tensor, k_owner: VTensor, v_owner: VTensor, given: Mapping[str, Any]
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, int]:
     """What VTensors are to hold for a kernel that is given ``given``: see ``Demands.room``, of which this
     explains what does not suit, and takes what it cannot tell at a glance."""
     operation = kernel.operation
@@ -335,12 +340,12 @@ def _room(
     rows_read(operation, q, k_owner.shape[0], given.get("cache_batch_idx"))
     lengths = given.get("cache_seqlens")
     shortest, longest = 0, holds  # as far as the host knows
-    if lengths is None:
-        shortest = holds
+    if lengths is None or isinstance(lengths, int):
+        shortest = longest = holds if lengths is None else lengths
     elif known := told(operation, "cache_seqlens", q, lengths):
         shortest, longest = min(known), max(known)
     check_within(operation, "cache_seqlens", [shortest, longest], holds)
-    return holds, shortest, longest + _added(kernel, q, k_owner, v_owner, given)
+    return holds, shortest, longest, _added(kernel, q, k_owner, v_owner, given)
 
 
 def _check_plain(

@@ -341,8 +341,8 @@ class Demands:
     dtype, one head size of query and key, as many positions of key and value, and what these say.
 
     Args:
-        rank: dimensions of all three.
-        heads_dim: which of them are the heads, from the front.
+        rank: dimensions of all three: 4, or 3 where sequences are packed.
+        heads_dim: which of them are the heads, from the front: beside the head size, or before the positions.
         same_rows: dimension 0 is a row, and the query has one for each of the key's.
         grouped: the query may have a multiple of the key's heads, not only as many.
         aligned: float16 or bfloat16, of head sizes up to 256, at an address and of strides in steps of 16 bytes:
@@ -350,7 +350,7 @@ class Demands:
         reads_tiles: the kernel reads whole tiles, which go past the lengths that it is told.
 
     Raises:
-        InvalidArgument: ``heads_dim`` is none of ``rank`` dimensions.
+        InvalidArgument: another ``rank`` or ``heads_dim``.
     """
 
     def __init__(self, rank: int, heads_dim: int, *, same_rows: bool = True, grouped: bool = True, aligned: bool = False, reads_tiles: bool = False) -> None: ...
@@ -368,21 +368,21 @@ class Demands:
                 ``[rows]`` of the query, which only a host tensor tells; of packed sequences, where each begins and
                 the last ends.
             starts: the same of the query's packed sequences.
-            new_key, new_value: what the kernel writes behind ``lengths``, in plain tensors.
+            new_key, new_value: what the kernel writes behind ``lengths``.
 
         Returns:
             Plain views of VTensors, of ``lengths`` positions where that is an int; plain tensors as they are; and the
             KVCache, or None. None alone where something may not suit.
         """
 
-    def room(self, query: object | None, key: object | None, value: object | None, lengths: object | None, new_key: object | None, new_value: object | None) -> tuple[int, int, int] | None:
+    def room(self, query: object | None, key: object | None, value: object | None, lengths: object | None, new_key: object | None, new_value: object | None) -> tuple[int, int, int, int] | None:
         """
         What two VTensors are to hold for a kernel that writes behind
         ``lengths``; these and the others as for ``plain``.
 
         Returns:
-            The positions that they hold; the fewest that a row has, as far as the host knows; and those that the
-            longest row will have. None where something may not suit.
+            The positions that they hold; those of the shortest and of the longest row, as far as the host knows; and
+            how many are written behind each. None where something may not suit.
         """
 
 class TraceRecording:

@@ -169,8 +169,7 @@ class VTensor(torch.Tensor):
         """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of
         this tensor's own; returns the tensor.
 
-        On CUDA, call it before writing through views of shared pages; on the host the kernel parts them by
-        itself.
+        On CUDA, call it before writing through views of shared pages; on the host the kernel parts them.
 
         Raises:
             InvalidArgument: not ``0 <= start <= stop <= length``.

@@ -47,7 +47,7 @@ struct Demands {
     Side of_value = side(value, v, q, told);
     if (!of_key.tensor || !of_value.tensor) return nb::none();
     return nb::make_tuple(of_key.tensor, of_value.tensor,
-                          of_key.cache ? of_key.cache : of_value.cache);
+                          of_key.cache.is_none() ? of_value.cache : of_key.cache);
   }
 
   nb::object room(nb::handle query, nb::handle key, nb::handle value, nb::handle lengths,
@@ -64,7 +64,7 @@ struct Demands {
       shortest = *low, longest = *high;
     }
     if (shortest < 0 || longest > holds) return nb::none();
-    return nb::make_tuple(holds, shortest, longest + told.added);
+    return nb::make_tuple(holds, shortest, longest, told.added);
   }
 
  private:
@@ -124,14 +124,14 @@ struct Demands {
       told = {Told::alike, {0}, 0};
       return !packed() && nb::try_cast(lengths, told.positions[0]);
     }
-    dlpack::Tensor numbers;
-    if (!is_numbers(lengths, numbers) || (!packed() && numbers.shape[0] != q.shape[0]))
-      return false;
-    const std::span<const std::int32_t> found = on_host(numbers);
-    if (found.empty()) {
+    Numbers numbers;
+    if (!read(lengths, numbers) || (!packed() && numbers.count != q.shape[0])) return false;
+    if (!numbers.known) {
       told.kind = Told::unknown;
-      return numbers.device.type != dlpack::kCpu;
+      return true;
     }
+    const std::span<const std::int32_t> found = numbers.found;
+    if (found.empty()) return false;
     told = {Told::each, {found.begin(), found.end()}, 0};
     if (!packed()) return true;
     // From where each sequence begins to where the last ends.
@@ -140,24 +140,30 @@ struct Demands {
   }
   static bool begin_within(nb::handle starts, std::int64_t tokens) {
     if (starts.is_none()) return true;
-    dlpack::Tensor numbers;
-    if (!is_numbers(starts, numbers)) return false;
-    const std::span<const std::int32_t> found = on_host(numbers);
-    return std::all_of(found.begin(), found.end(),
+    Numbers numbers;
+    return read(starts, numbers) &&
+           std::all_of(numbers.found.begin(), numbers.found.end(),
                        [&](std::int32_t start) { return 0 <= start && start <= tokens; });
   }
-  static bool is_numbers(nb::handle object, dlpack::Tensor& numbers) {
-    TorchFace& torch = TorchFace::get();
-    return torch.is_plain(object) && torch.glance(object, numbers) && numbers.ndim == 1 &&
-           numbers.dtype.code == dlpack::kInt && numbers.dtype.bits == 32 &&
-           (numbers.shape[0] < 2 || numbers.strides[0] == 1);
-  }
-  // Empty too where the host cannot look.
-  static std::span<const std::int32_t> on_host(const dlpack::Tensor& numbers) {
-    if (numbers.device.type != dlpack::kCpu || numbers.shape[0] == 0) return {};
-    const char* first = static_cast<const char*>(numbers.data) + numbers.byte_offset;
-    return {reinterpret_cast<const std::int32_t*>(first),
-            static_cast<std::size_t>(numbers.shape[0])};
+  // An int32 tensor ``[count]``, of which the host may know what is in it.
+  struct Numbers {
+    std::int64_t count = 0;
+    bool known = false;
+    std::span<const std::int32_t> found;
+  };
+  static bool read(nb::handle object, Numbers& numbers) {
+    dlpack::Tensor seen;
+    if (!TorchFace::get().glance(object, seen) || seen.ndim != 1 ||
+        seen.dtype.code != dlpack::kInt || seen.dtype.bits != 32)
+      return false;
+    numbers.count = seen.shape[0];
+    numbers.known = nb::getattr(object, "is_cpu").is(nb::bool_(true));
+    if (!numbers.known || numbers.count == 0) return true;
+    const char* first = static_cast<const char*>(seen.data) + seen.byte_offset;
+    numbers.found = {reinterpret_cast<const std::int32_t*>(first),
+                     static_cast<std::size_t>(numbers.count)};
+    // Tensors without memory are for tracing.
+    return seen.data != nullptr && (numbers.count == 1 || seen.strides[0] == 1);
   }
 
   Side side(nb::handle tensor, const dlpack::Tensor& seen, const dlpack::Tensor& q,
@@ -184,7 +190,9 @@ struct Demands {
                         packed() ? 1 : static_cast<std::size_t>(q.shape[0])))
         return {};
     }
-    return {nb::borrow(tensor), range->cache()};
+    nb::object cache = range->cache();
+    if (cache.is_none()) return {};
+    return {nb::borrow(tensor), std::move(cache)};
   }
   // Null where `tensor` is no VTensor that grows along the kernel's positions.
   TensorCore* core_of(nb::handle tensor) const {
@@ -229,8 +237,8 @@ constexpr const char* kDoc =
 dtype, one head size of query and key, as many positions of key and value, and what these say.
 
 Args:
-    rank: dimensions of all three.
-    heads_dim: which of them are the heads, from the front.
+    rank: dimensions of all three: 4, or 3 where sequences are packed.
+    heads_dim: which of them are the heads, from the front: beside the head size, or before the positions.
     same_rows: dimension 0 is a row, and the query has one for each of the key's.
     grouped: the query may have a multiple of the key's heads, not only as many.
     aligned: float16 or bfloat16, of head sizes up to 256, at an address and of strides in steps of 16 bytes:
@@ -238,7 +246,7 @@ Args:
     reads_tiles: the kernel reads whole tiles, which go past the lengths that it is told.
 
 Raises:
-    InvalidArgument: ``heads_dim`` is none of ``rank`` dimensions.)";
+    InvalidArgument: another ``rank`` or ``heads_dim``.)";
 
 constexpr const char* kPlainDoc = R"(Key and value as the kernel takes them, where all suits.
 
@@ -249,7 +257,7 @@ Args:
         ``[rows]`` of the query, which only a host tensor tells; of packed sequences, where each begins and
         the last ends.
     starts: the same of the query's packed sequences.
-    new_key, new_value: what the kernel writes behind ``lengths``, in plain tensors.
+    new_key, new_value: what the kernel writes behind ``lengths``.
 
 Returns:
     Plain views of VTensors, of ``lengths`` positions where that is an int; plain tensors as they are; and the
@@ -259,8 +267,8 @@ constexpr const char* kRoomDoc = R"(What two VTensors are to hold for a kernel t
 ``lengths``; these and the others as for ``plain``.
 
 Returns:
-    The positions that they hold; the fewest that a row has, as far as the host knows; and those that the
-    longest row will have. None where something may not suit.)";
+    The positions that they hold; those of the shortest and of the longest row, as far as the host knows; and
+    how many are written behind each. None where something may not suit.)";
 
 }  // namespace
 
@@ -270,10 +278,10 @@ void bind_demands(nb::module_& module) {
           "__init__",
           [](Demands* self, std::int32_t rank, std::int32_t heads_dim, bool same_rows, bool grouped,
              bool aligned, bool reads_tiles) {
-            if (heads_dim < 0 || heads_dim >= rank)
-              throw InvalidArgument("[Demands] heads_dim is " + std::to_string(heads_dim) +
-                                    ": give one of " + std::to_string(rank) +
-                                    " dimensions, from the front");
+            if ((rank != 3 && rank != 4) || heads_dim < rank - 3 || heads_dim > rank - 2)
+              throw InvalidArgument("[Demands] rank is " + std::to_string(rank) +
+                                    ", heads_dim is " + std::to_string(heads_dim) +
+                                    ": give rank 4 and 1 or 2, or rank 3 and 0 or 1");
             new (self) Demands{rank, heads_dim, same_rows, grouped, aligned, reads_tiles};
           },
           nb::arg("rank"), nb::arg("heads_dim"), nb::kw_only(), nb::arg("same_rows") = true,
@@ -294,7 +302,7 @@ void bind_demands(nb::module_& module) {
            nb::arg("new_value").none(),
            nb::sig("def room(self, query: object | None, key: object | None, value: object | None,"
                    " lengths: object | None, new_key: object | None, new_value: object | None)"
-                   " -> tuple[int, int, int] | None"),
+                   " -> tuple[int, int, int, int] | None"),
            kRoomDoc);
 }
 

@@ -1,6 +1,5 @@
 #include "bind/slot_range.h"
 
-#include <cstring>
 #include <utility>
 
 #include "bind/torch_face.h"
@@ -37,6 +36,7 @@ std::optional<SlotRows> SlotRange::rows(std::size_t offset, std::size_t item_siz
                                         std::span<const std::int64_t> sizes,
                                         std::span<const std::int64_t> strides,
                                         std::size_t positions_dim) const {
+  if (sizes.size() != strides.size() || positions_dim >= sizes.size()) return {};
   const std::size_t apart =
       positions_dim != 0 && sizes[0] > 1 ? static_cast<std::size_t>(strides[0]) * item_size : 0;
   const std::size_t step = sizes[positions_dim] > 1

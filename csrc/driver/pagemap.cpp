@@ -36,18 +36,15 @@ bool is_private(Entry entry) {
 
 // Kept open: opening it takes as long as reading 300 entries. Where that is refused it tells
 // nothing.
-Pagemap::Pagemap() : file_(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)) {}
+Pagemap::Pagemap(bool may_scan)
+    : file_(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)), scans_(may_scan) {}
 
 Pagemap::~Pagemap() {
   if (file_ >= 0) close(file_);
 }
 
 bool Pagemap::find_private(Address at, std::size_t page_size, std::span<std::uint8_t> found) {
-  if (scans_.load(std::memory_order_relaxed)) {
-    if (scan(at, page_size, found)) return true;
-    scans_.store(false, std::memory_order_relaxed);
-  }
-  return read(at, page_size, found);
+  return (scans() && scan(at, page_size, found)) || read(at, page_size, found);
 }
 
 bool Pagemap::scan(Address at, std::size_t page_size, std::span<std::uint8_t> found) {
@@ -67,7 +64,10 @@ bool Pagemap::scan(Address at, std::size_t page_size, std::span<std::uint8_t> fo
   while (scan.start < scan.end) {
     const int n = ioctl(file_, kScan, &scan);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return false;
+    if (n < 0) {
+      if (errno == ENOTTY || errno == EINVAL) scans_.store(false, std::memory_order_relaxed);
+      return false;
+    }
     for (const PageRegion& region : std::span(regions).first(static_cast<std::size_t>(n))) {
       const std::size_t first = (region.start - at) / page_size;
       const std::size_t last = (region.end - 1 - at) / page_size;

@@ -12,7 +12,9 @@ namespace vtensor {
 
 class Pagemap {
  public:
-  Pagemap();
+  // By an entry for each page of the kernel, or, where it may and the kernel has it (Linux 6.7), by
+  // PAGEMAP_SCAN, which passes over page tables that are not there.
+  explicit Pagemap(bool may_scan = true);
   ~Pagemap();
   Pagemap(const Pagemap&) = delete;
   Pagemap& operator=(const Pagemap&) = delete;
@@ -21,14 +23,14 @@ class Pagemap {
   // file's: their own, after a write to a private mapping. False where the kernel does not tell.
   bool find_private(Address at, std::size_t page_size, std::span<std::uint8_t> found);
 
-  // The two ways to ask. By PAGEMAP_SCAN (Linux 6.7), which passes over page tables that are not
-  // there; and by an entry for each page of the kernel, in all of which one finds the memory.
+  bool scans() const { return scans_.load(std::memory_order_relaxed); }
+
+ private:
   bool scan(Address at, std::size_t page_size, std::span<std::uint8_t> found);
   bool read(Address at, std::size_t page_size, std::span<std::uint8_t> found) const;
 
- private:
   const int file_;
-  std::atomic<bool> scans_{true};  // until the kernel says that it cannot
+  std::atomic<bool> scans_;  // until the kernel says that it cannot
 };
 
 }  // namespace vtensor

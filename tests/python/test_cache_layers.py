@@ -319,3 +319,4 @@ def test_views_know_their_slots_and_tokens(make, options):
         assert rows_of(t, 1).tokens(0) == 0
     assert rows_of(k[:1, :5].clone(), 1) is None and rows_of(k[[0, 2], :5], 1) is None
     assert rows_of(k[0][:, None], 1) is None  # tokens of one slot as rows
+    assert rows_of(k[0, 0, 0], 1) is None and rows_of(k[0, 0, 0, 0], 0) is None

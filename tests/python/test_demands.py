@@ -139,7 +139,7 @@ def test_what_models_use_suits():
 
 
 def test_demands_that_cannot_be_meant():
-    for rank, heads_dim in ((4, -2), (4, 4), (0, 0)):
+    for rank, heads_dim in ((4, -2), (4, 4), (0, 0), (4, 0), (4, 3), (3, 2), (2, 0), (5, 2)):
         with pytest.raises(vtensor.InvalidArgument, match="heads_dim is"):
             Demands(rank, heads_dim)
 

@@ -14,7 +14,6 @@ from vtensor.integrations import flash_attention as shims
 
 import fake_flash
 import vtensor
-from support import on_a_device
 from test_flash_attention import (  # noqa: F401
     CAPACITY,
     GROUPS,
@@ -151,13 +150,38 @@ def test_shorter_rows_append_where_there_is_room(host, seen, backend):  # noqa: 
     close(k, v)
 
 
-def test_lengths_of_a_device_grow_behind_the_longest_row(host, seen):  # noqa: F811
+def test_lengths_of_a_device_grow_behind_the_longest_row(host, seen, monkeypatch):  # noqa: F811
     """The host does not look at them: as many positions as are appended."""
     k, v = caches(host, length=40)
-    q, lengths = noise(2, 3, HEADS, SIZE), on_a_device(int32(12, 37))
-    shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=lengths, backend="fa2")
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    q = noise(2, 3, HEADS, SIZE)
+    shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=int32(12, 37), backend="fa2")
     assert k.length == v.length == 43
     close(k, v)
+
+
+@pytest.mark.parametrize("shared", ["both", "values"])
+def test_an_append_parts_the_pages_that_it_writes_to(stream_pool, seen, shared):  # noqa: F811
+    """I6: where a kernel's write cannot part shared pages, it would fault, or change the other tensor. What
+    extend adds is its own anyway, but not what a shorter row is written behind."""
+    pool = stream_pool()
+    k, v = caches(pool, length=100)
+    before = k.clone(), v.clone()
+    forks = [k.fork() if shared == "both" else k, v.fork()]
+    q = noise(2, 1, HEADS, SIZE, seed=3)
+    shims.flash_attn_with_kvcache(q, *forks, q, q, cache_seqlens=int32(10, 100), backend="fa2")
+    assert [t.length for t in forks] == [101, 101]
+    assert torch.equal(v, before[1]) and (shared == "values" or torch.equal(k, before[0]))
+    assert all(torch.equal(t[row, at], q[row, 0]) for t in forks for row, at in enumerate((10, 100)))
+    # Where nothing is appended, nothing is parted.
+    further = forks[1].fork()
+    used = pool.stats().pages_used
+    none = noise(2, 0, HEADS, SIZE)
+    shims.flash_attn_with_kvcache(
+        q, forks[0], forks[1], none, none, cache_seqlens=int32(10, 100), backend="fa2"
+    )
+    assert pool.stats().pages_used == used
+    close(k, v, further, *(t for t in forks if t is not k))
 
 
 # --- torch.compile ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from vtensor.integrations.sdpa import scaled_dot_product_attention
 import vtensor
 from support import on_a_device
 from vtensor.demands import Demands, Unknown
+from vtensor.kv_rows import rows_of
 
 ROWS, HOLDS, ROOM, HEADS, SIZE = 3, 7, 12, 2, 16
 TOKENS = [HOLDS, 0, 4]  # of a cache's slots
@@ -136,7 +137,7 @@ def calls(draw: st.DrawFn, operation: str):
         named = ("query's numbers", "numbers")
         starts = [told(draw(st.integers(0, 3)), ascending=True, name=name) for name in named]
         return (kind, other), noise(HOLDS, heads, SIZE), (*starts, 1, 1), {}
-    batch = draw(st.sampled_from([1, 2, ROWS, ROWS, ROWS, ROWS + 1]))
+    batch = draw(st.sampled_from([0, 1, 2, ROWS, ROWS, ROWS, ROWS + 1]))
     q = noise(batch, draw(st.integers(1, 2)), heads, SIZE)
     if operation == "flash_attn_func":
         return (kind, other), q, (), {}
@@ -161,23 +162,25 @@ def calls(draw: st.DrawFn, operation: str):
     if wrong == "index":
         given["cache_batch_idx"] = torch.zeros(batch, dtype=torch.int32)
     elif wrong == "table":
-        given["block_table"] = noise(1)
+        given["block_table"] = draw(st.sampled_from([None, noise(1)]))
     return (kind, other), q, (), given
 
 
 @pytest.mark.parametrize(
     "operation", ["flash_attn_func", "flash_attn_varlen_func", *["flash_attn_with_kvcache"] * 3]
 )
-@given(data=st.data(), reads_tiles=st.booleans())
+@given(data=st.data(), reads_tiles=st.booleans(), on_device=st.booleans())
 @settings(max_examples=1500, deadline=None)
-def test_a_glance_sees_what_a_closer_look_sees(sides, operation, data, reads_tiles):
+def test_a_glance_sees_what_a_closer_look_sees(sides, operation, data, reads_tiles, on_device):
     kinds, q, args, kwargs = data.draw(calls(operation))
+    q = on_a_device(q) if on_device else q
     of = sides[operation == "flash_attn_varlen_func"]
     k, v = of[kinds[0]][0], of[kinds[1]][1]
     held = [t.length if isinstance(t, vtensor.VTensor) else 0 for t in (k, v)]
     kernel = Kernel(operation, reads_tiles)
     outcomes = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vtensor.KVCache, "record_stream", lambda cache: kernel.got.append(id(cache)))
         for look in (kernel.at_a_glance, kernel.looked_into):
             patch.setattr(flash, "_kernel", lambda *given, look=look: look)
             kernel.got.clear()
@@ -216,7 +219,7 @@ def test_what_serving_asks_is_seen_at_a_glance(sides, kind, lengths, appends):
     if appends and kind == "grown":
         assert demands.plain(q, k, v, told, None, *new) is None  # they are to grow first
         longest = HOLDS if lengths == HOLDS else HOLDS - 1
-        assert demands.room(q, k, v, told, *new) == (HOLDS, 0 if lengths == "each" else HOLDS, longest + 1)
+        assert demands.room(q, k, v, told, *new) == (HOLDS, 0 if lengths == "each" else HOLDS, longest, 1)
         return
     keys, values, cache = demands.plain(q, k, v, told, None, *new)
     shown = 3 if (kind, lengths) == ("grown", 3) else k.shape[1]
@@ -224,6 +227,40 @@ def test_what_serving_asks_is_seen_at_a_glance(sides, kind, lengths, appends):
     assert (cache is not None) == kind.startswith("cached")
     if kind != "grown":
         assert keys is k and values is v
+
+
+@pytest.mark.parametrize("kind", ["grown", "plain", "cached"])
+def test_what_only_a_device_knows_is_left_to_it(sides, kind):
+    k, v = sides[0][kind]
+    demands = Demands(4, 2, same_rows=False, aligned=True)
+    q, new = noise(ROWS, 1, 4, SIZE), noise(ROWS, 1, HEADS, SIZE)
+    past = on_a_device(torch.full((ROWS,), ROOM + 1, dtype=torch.int32))
+    assert demands.plain(q, k, v, past) is not None and demands.plain(q, k, v, past[:2]) is None
+    if kind == "grown":
+        assert demands.room(q, k, v, past, new, new) == (HOLDS, 0, HOLDS, 1)
+
+
+def test_tensors_without_memory_tell_nothing(sides):
+    """As those that a tracer makes: what is in them is not looked at."""
+    k, v = sides[0]["plain"]
+    q, lengths = noise(ROWS, 1, 4, SIZE), torch.ones(ROWS, dtype=torch.int32)
+    lengths.untyped_storage().resize_(0)
+    assert Demands(4, 2, same_rows=False).plain(q, k, v, lengths) is None
+    assert Demands(3, 1, same_rows=False).plain(q[0], k[0], v[0], lengths) is None
+    assert Demands(3, 1, same_rows=False).plain(q[0], k[0], v[0], None, lengths) is None
+
+
+def test_a_cache_that_is_gone_but_for_its_core(host):
+    """A thread may be inside one of its operations: it is as closed for the glance as for the closer look."""
+    cache = vtensor.KVCache(1, HEADS, SIZE, ROWS, 4, pool=host)
+    kept, (k, v) = cache._core, cache[0]
+    q = noise(ROWS, 1, 4, SIZE)
+    assert Demands(4, 2).plain(q, k, v, 0) is not None
+    del cache
+    assert Demands(4, 2).plain(q, k, v, 0) is None
+    with pytest.raises(vtensor.Closed):
+        rows_of(k, 1)
+    kept.close()
 
 
 def test_sdpa_over_a_cache_at_a_glance(sides):
