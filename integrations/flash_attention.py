@@ -39,7 +39,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from vtensor import InvalidArgument, KVCache, VTensor, VTensorError
 from vtensor.demands import Demands, Unknown, suit
@@ -106,7 +106,7 @@ _PAGED = frozenset(("block_table", "page_table", "cu_seqlens_k_new"))
 _APART = _PAGED | {"cache_batch_idx"}  # of a call with one of these, lengths are not those of the first rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Kernel:
     """One function of one package."""
 
@@ -514,9 +514,9 @@ def _check_layout(kernel: _Kernel, name: str, t: torch.Tensor) -> None:
 def _kernel(operation: str, backend: str | None, device: torch.device) -> _Kernel:
     """The function that is used. A compiler, which cannot trace imports, takes its name for a constant, and
     finds it by that."""
-    if not is_compiling():
-        return _find(operation, backend, device)
-    return _in_use[_name_of(operation, backend, device)]
+    if is_dynamo_compiling():
+        return _in_use[_name_of(operation, backend, device)]
+    return _find(operation, backend, device)
 
 
 def _name_of(operation: str, backend: str | None, device: torch.device) -> str:

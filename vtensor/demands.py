@@ -31,7 +31,7 @@ def suit(demands: Demands, query: torch.Tensor, key: torch.Tensor, value: torch.
 
 
 class Unknown:
-    """In the place of :class:`Demands` for a compiler, which sees through checks in Python and not into
+    """In the place of ``Demands`` for a compiler, which sees through checks in Python and not into
     those: whatever is asked, something may not suit."""
 
     def met(self, *given: object) -> bool:
