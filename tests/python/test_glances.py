@@ -240,6 +240,16 @@ def test_what_only_a_device_knows_is_left_to_it(sides, kind):
         assert demands.room(q, k, v, past, new, new) == (HOLDS, 0, HOLDS, 1)
 
 
+def test_either_may_be_of_a_cache(sides):
+    """Which is then told of the stream."""
+    k, v = sides[0]["cached"]
+    other, q, demands = torch.zeros_like(k), noise(ROWS, 1, 4, SIZE), Demands(4, 2)
+    cache = demands.plain(q, k, v, 0)[2]
+    assert isinstance(cache, vtensor.KVCache)
+    assert demands.plain(q, other, v, 0)[2] is demands.plain(q, k, other, 0)[2] is cache
+    assert demands.plain(q, other, other, 0)[2] is None
+
+
 def test_tensors_without_memory_tell_nothing(sides):
     """As those that a tracer makes: what is in them is not looked at."""
     k, v = sides[0]["plain"]
