@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -161,6 +161,11 @@ def layers_of(settings: Settings, *sizes: int, grow_dim: int, dtype: torch.dtype
     return [(k, v, k.snapshot(), v.snapshot()) for k, v in pairs]
 
 
+def in_turn(layers: Sequence[Any]) -> Callable[[int], Any]:
+    """The layer of the call with this number."""
+    return lambda number: layers[number % len(layers)]
+
+
 def same(name: str, ours: Call, bare: Call, against: str = "the bare call") -> Case:
     """The bare call over the same memory."""
     return Case(name, ours, bare, bare, against=against)
@@ -174,28 +179,27 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
     q = torch.randn(1, 1, QUERY_HEADS, HEAD_DIM, device=settings.device).bfloat16()
     new = torch.randn(1, 1, HEADS, HEAD_DIM, device=settings.device).bfloat16()
 
-    def of(number: int) -> Layer:
-        return layers[number % len(layers)]
+    layer = in_turn(layers)
 
     yield same(
         "flash_attn_func",
-        lambda i: flash_attention.flash_attn_func(q, *of(i)[:2], **ours),
-        lambda i: bare.flash_attn_func(q, *of(i)[2:], **options),
+        lambda i: flash_attention.flash_attn_func(q, *layer(i)[:2], **ours),
+        lambda i: bare.flash_attn_func(q, *layer(i)[2:], **options),
     )
     yield same(
         "flash_attn_with_kvcache",
-        lambda i: flash_attention.flash_attn_with_kvcache(q, *of(i)[:2], cache_seqlens=length, **ours),
-        lambda i: bare.flash_attn_with_kvcache(q, *of(i)[2:], cache_seqlens=length, **options),
+        lambda i: flash_attention.flash_attn_with_kvcache(q, *layer(i)[:2], cache_seqlens=length, **ours),
+        lambda i: bare.flash_attn_with_kvcache(q, *layer(i)[2:], cache_seqlens=length, **options),
     )
     start = length - CALLS  # so that no page is crossed, more or less: see mapper.py for that
 
     def append(i: int) -> None:
-        k, v, *_ = of(i)
+        k, v, *_ = layer(i)
         flash_attention.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=k.length, **ours)
 
     def append_bare(i: int) -> None:
         at = start + i // len(layers)
-        bare.flash_attn_with_kvcache(q, *of(i)[2:], new, new, cache_seqlens=at, **options)
+        bare.flash_attn_with_kvcache(q, *layer(i)[2:], new, new, cache_seqlens=at, **options)
 
     def undo() -> None:
         for k, v, *_ in layers:
@@ -213,28 +217,23 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
     for k, v, *_ in layers:
         k.extend(length - start), v.extend(length - start)
     starts = [torch.tensor([0, n], dtype=torch.int32, device=settings.device) for n in (1, length)]
-    rows = [[t[0] for t in layer] for layer in layers]
+    row = in_turn([[t[0] for t in tensors] for tensors in layers])
     yield same(
         "flash_attn_varlen_func",
-        lambda i: flash_attention.flash_attn_varlen_func(
-            q[0], *rows[i % len(rows)][:2], *starts, 1, length, **ours
-        ),
-        lambda i: bare.flash_attn_varlen_func(q[0], *rows[i % len(rows)][2:], *starts, 1, length, **options),
+        lambda i: flash_attention.flash_attn_varlen_func(q[0], *row(i)[:2], *starts, 1, length, **ours),
+        lambda i: bare.flash_attn_varlen_func(q[0], *row(i)[2:], *starts, 1, length, **options),
     )
     cache = vtensor.KVCache(len(layers), HEADS, HEAD_DIM, 1, length + CALLS, torch.bfloat16, settings.device)
     cache.alloc()
     if cache.step([length]):
-        for number, (_, _, plain_k, plain_v) in enumerate(layers):
-            layer_k, layer_v = cache[number]
-            layer_k[0, :length], layer_v[0, :length] = plain_k[0], plain_v[0]
+        slots = [cache[number] for number in range(len(layers))]
+        for (k, v), (_, _, plain_k, plain_v) in zip(slots, layers, strict=True):
+            k[0, :length], v[0, :length] = plain_k[0], plain_v[0]
+        slot = in_turn(slots)
         yield same(
             "flash_attn_with_kvcache over a KVCache",
-            lambda i: flash_attention.flash_attn_with_kvcache(
-                q, *cache[i % len(layers)], cache_seqlens=length, **ours
-            ),
-            lambda i: bare.flash_attn_with_kvcache(
-                q, *cache[i % len(layers)], cache_seqlens=length, **options
-            ),
+            lambda i: flash_attention.flash_attn_with_kvcache(q, *slot(i), cache_seqlens=length, **ours),
+            lambda i: bare.flash_attn_with_kvcache(q, *slot(i), cache_seqlens=length, **options),
         )
     cache.close()
     close(layers)
@@ -242,11 +241,12 @@ def flash_cases(settings: Settings, bare: Any, length: int) -> Iterator[Case]:
 
 def sdpa_cases(settings: Settings, length: int) -> Iterator[Case]:
     layers = layers_of(settings, 1, HEADS, length, HEAD_DIM, grow_dim=2, dtype=torch.float32)
+    layer = in_turn(layers)
     q = torch.randn(1, QUERY_HEADS, 1, HEAD_DIM, device=settings.device)
     yield same(
         "SDPA",
-        lambda i: sdpa.scaled_dot_product_attention(q, *layers[i % len(layers)][:2], enable_gqa=True),
-        lambda i: scaled_dot_product_attention(q, *layers[i % len(layers)][2:], enable_gqa=True),
+        lambda i: sdpa.scaled_dot_product_attention(q, *layer(i)[:2], enable_gqa=True),
+        lambda i: scaled_dot_product_attention(q, *layer(i)[2:], enable_gqa=True),
     )
     close(layers)
 
@@ -254,12 +254,13 @@ def sdpa_cases(settings: Settings, length: int) -> Iterator[Case]:
 def flex_cases(settings: Settings, length: int) -> Iterator[Case]:
     """Against the same compiled function of torch, over views of the same strides."""
     layers = layers_of(settings, 1, HEADS, length, HEAD_DIM, grow_dim=2, dtype=torch.float32)
+    layer = in_turn(layers)
     q = torch.randn(1, QUERY_HEADS, 1, HEAD_DIM, device=settings.device)
     compiled = torch.compile(flex_attention, fullgraph=True)
     yield same(
         "FlexAttention",
-        lambda i: flex.flex_attention(q, *layers[i % len(layers)][:2], enable_gqa=True),
-        lambda i: compiled(q, *layers[i % len(layers)][2:], enable_gqa=True),
+        lambda i: flex.flex_attention(q, *layer(i)[:2], enable_gqa=True),
+        lambda i: compiled(q, *layer(i)[2:], enable_gqa=True),
         against="the compiled call",
     )
     close(layers)

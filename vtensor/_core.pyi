@@ -272,6 +272,9 @@ class KeptPrefix:
     def in_use(self) -> bool: ...
 
 class SlotRange:
+    @staticmethod
+    def of(tensor: object) -> SlotRange | None: ...
+
     def rows(self, offset: int, item_size: int, sizes: Sequence[int], strides: Sequence[int], positions_dim: int) -> tuple[list[int], int, int] | None: ...
 
     @property

@@ -47,7 +47,7 @@ def rows_of(t: torch.Tensor, positions_dim: int) -> CacheRows | None:
         Closed: the cache is closed, or gone.
     """
     try:
-        of: _core.SlotRange | None = getattr(t.untyped_storage(), "_vtensor_slot_range", None)
+        of = _core.SlotRange.of(t)
     except RuntimeError:  # torch.func's wrappers have no storage
         return None
     if of is None:

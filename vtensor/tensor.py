@@ -592,7 +592,7 @@ def _make(
         grow_dim=dim,
         capacity=capacity,
         dtype=dtype,
-        device=torch.device("cpu") if pool._core.device[0] == 1 else pool.device,
+        device=pool._tensor_device,
         item_size=dtype.itemsize,
         zeroed=zeroed,
         move_when_full=when_full == "move",

@@ -178,8 +178,9 @@ struct Demands {
   // touched, nor, where a kernel reads tiles, what may lie behind.
   Side plain_side(nb::handle tensor, const dlpack::Tensor& seen, const dlpack::Tensor& q,
                   const Told& told) const {
-    const SlotRange* range = SlotRange::of(tensor);
-    if (range == nullptr) return {nb::borrow(tensor)};
+    const nb::object mark = SlotRange::of(tensor);
+    if (mark.is_none()) return {nb::borrow(tensor)};
+    const auto* range = nb::cast<const SlotRange*>(mark);
     const auto rows = range->rows(seen, packed() ? 0 : positions_dim());
     if (!rows || range->closed() || reads_tiles) return {};
     if (told.kind != Told::unknown) {

@@ -321,6 +321,8 @@ void bind_slot_cache(nb::module_& module) {
 
   using Numbers = std::vector<std::int64_t>;
   nb::class_<SlotRange>(module, "SlotRange")
+      .def_static("of", &SlotRange::of, nb::arg("tensor"),
+                  nb::sig("def of(tensor: object) -> SlotRange | None"))
       .def(
           "rows",
           [](const SlotRange& range, std::size_t offset, std::size_t item_size,

@@ -26,10 +26,8 @@ void SlotRange::mark(nb::handle storage, SlotRange range) {
   nb::setattr(storage, kMark, nb::cast(std::move(range)));
 }
 
-const SlotRange* SlotRange::of(nb::handle tensor) {
-  const SlotRange* range = nullptr;
-  nb::object mark = nb::getattr(TorchFace::get().storage(tensor), kMark, nb::none());
-  return !mark.is_none() && nb::try_cast(mark, range) ? range : nullptr;
+nb::object SlotRange::of(nb::handle tensor) {
+  return nb::getattr(TorchFace::get().storage(tensor), kMark, nb::none());
 }
 
 std::optional<SlotRows> SlotRange::rows(std::size_t offset, std::size_t item_size,

@@ -43,8 +43,8 @@ class SlotRange {
 
   // Notes it on `storage`, which all views of it share; keeps nothing alive.
   static void mark(nb::handle storage, SlotRange range);
-  // Null where `tensor` is over other memory.
-  static const SlotRange* of(nb::handle tensor);
+  // What was noted; None where `tensor` is over other memory.
+  static nb::object of(nb::handle tensor);
 
   // What lies `offset` bytes behind the range's begin, as rows along dimension 0 with positions
   // along `positions_dim`; one row where that is 0. Nothing where it is no such rows.
