@@ -21,6 +21,22 @@ check_architecture() {
   pytest -q tests/python/test_architecture.py
 }
 
+# NVIDIA's cuda.h is needed for this alone, so it stays out of the environment: each release is downloaded once.
+check_cuda_abi() {
+  local headers=build/cuda-headers release header
+  for release in nvidia-cuda-runtime-cu12==12.4.127 nvidia-cuda-runtime==13.0.96 nvidia-cuda-runtime==13.5.37; do
+    compgen -G "$headers/$release/nvidia/*/include/cuda.h" >/dev/null ||
+      $PYTHON -m pip install -q --no-deps --upgrade --target "$headers/$release" "$release" ||
+      echo "skipped: $release could not be downloaded"
+  done
+  for header in $headers/*/nvidia/*/include/cuda.h $VENV/lib/python3*/site-packages/nvidia/*/include/cuda.h \
+    /usr/local/cuda/include/cuda.h; do
+    [ -e "$header" ] || continue
+    "${CXX:-c++}" -std=c++20 -fsyntax-only -I csrc -isystem "$(dirname "$header")" tests/cuda_abi/equal.cpp || return
+    echo "equal to $header"
+  done
+}
+
 # The compile commands of the sanitizer build serve clang-tidy too.
 check_tidy() {
   git ls-files -co --exclude-standard 'csrc/base/*.cpp' 'csrc/driver/*.cpp' 'csrc/core/*.cpp' |
@@ -45,6 +61,7 @@ step "clang-format" check_cpp_format
 scripts/docs.sh
 step "Golden stub" check_stub
 step "Include rules" check_architecture
+step "libcuda as cuda.h declares it" check_cuda_abi
 step "C++ tests under ASan and UBSan" cpp_tests asan-ubsan
 step "C++ tests under TSan" cpp_tests tsan
 step "clang-tidy" check_tidy

@@ -34,6 +34,7 @@ void look_at(PagePool& pool, const Caller& caller, Launched& launched) {
   if (launched.pool == &pool && launched.stream == caller.stream) return;
   launched = {};
   if (pool.traits().asynchronous) {
+    if (!caller.named) pool.driver().require_own(caller.operation, caller.stream);
     launched.captured = pool.driver().capturing(caller.stream);
     if (caller.named && !launched.captured) launched.after = pool.driver().fence(caller.stream);
   }
@@ -68,8 +69,7 @@ Lease::Lease(const std::vector<TensorCore*>& tensors, std::optional<Stream> stre
   std::vector<std::pair<std::shared_ptr<Buffer>, Caller>> leased;
   for (TensorCore* tensor : tensors) {
     if (tensor->closed()) throw Closed("[lease] a tensor is closed: make a new one");
-    const Device device = tensor->buffer()->pool()->traits().device;
-    leased.emplace_back(tensor->buffer(), caller_of("lease", stream_, device));
+    leased.emplace_back(tensor->buffer(), caller_of("lease", stream_, *tensor->buffer()->pool()));
   }
   const ReleasedGil released;
   generations_.reserve(leased.size());
@@ -85,8 +85,7 @@ void Lease::end() {
   refuse_in_forked_child("lease");
   std::vector<Caller> callers;
   for (const Generation* generation : generations_) {
-    const Device device = generation->buffer->pool()->traits().device;
-    callers.push_back(caller_of("lease", stream_, device));
+    callers.push_back(caller_of("lease", stream_, *generation->buffer->pool()));
   }
   const std::vector<Generation*> held = std::exchange(generations_, {});
   std::vector<Generation*> left;

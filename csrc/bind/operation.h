@@ -48,10 +48,13 @@ class TensorCore::Operation {
   TensorCore& core_;
 };
 
-// Who asks, in the stream that he named or else torch's current one.
-inline Caller caller_of(const char* operation, std::optional<Stream> stream, Device device) {
-  return {operation, stream ? *stream : TorchFace::get().current_stream(device),
-          stream.has_value()};
+// Who asks, in the stream that he named or else torch's current one. Throws InvalidArgument where
+// that which he named cannot be.
+inline Caller caller_of(const char* operation, std::optional<Stream> stream, PagePool& pool) {
+  const DriverTraits& traits = pool.traits();
+  if (!stream) return {operation, TorchFace::get().current_stream(traits.device), false};
+  if (traits.asynchronous) pool.driver().require_own(operation, *stream);
+  return {operation, *stream, true};
 }
 
 // Runs `body` without the GIL. Where the driver refuses, what is parked or about to be unmapped is
@@ -63,12 +66,13 @@ void with_memory(PagePool& pool, const Caller& caller, Body body) {
     const ReleasedGil released;
     body();
   };
-  const auto find_memory = [&pool] {
+  bool asked = true;
+  const auto find_memory = [&pool, &asked] {
     {
       const ReleasedGil released;
       pool.give_all_back();
     }
-    if (pool.traits().asynchronous) TorchFace::get().empty_cache();
+    if (pool.traits().asynchronous) asked = TorchFace::get().empty_cache();
   };
   try {
     return attempt();
@@ -88,8 +92,10 @@ void with_memory(PagePool& pool, const Caller& caller, Body body) {
     if (!pool.traits().asynchronous) throw;
     throw OutOfPages("[" + std::string(caller.operation) + "] need a page of " +
                      std::to_string(pool.page_size()) + " bytes, the device has no memory left: " +
-                     std::to_string(pool.driver().free_memory()) +
-                     " bytes free after torch gave back its cache (" + refusal.name +
+                     std::to_string(pool.driver().free_memory()) + " bytes free " +
+                     (asked ? "after torch gave back its cache"
+                            : "while torch cannot give back its cache, as during a capture") +
+                     " (" + refusal.name +
                      "): free tensors, here or in other processes, or lower budget=");
   }
 }

@@ -236,16 +236,17 @@ class CacheCore {
   void close(std::optional<Stream> stream) {
     refuse_in_forked_child("KVCache.close");
     mutex_.lock("KVCache.close");
-    closed_ = true;
+    const std::unique_ptr<OperationMutex, void (*)(OperationMutex*)> unlock(
+        &mutex_, [](OperationMutex* mutex) { mutex->unlock(); });
     if (cache_) {
       const Caller asking = caller("KVCache.close", stream);
+      closed_ = true;
       *view_ = {};
       const ReleasedGil released;
       cache_->close(asking);
       cache_.reset();
       pool_.reset();
     }
-    mutex_.unlock();
   }
   bool closed() const { return closed_; }
 
@@ -291,7 +292,7 @@ class CacheCore {
   Reading read() { return Reading(*this); }
 
   Caller caller(const char* operation, std::optional<Stream> stream = {}) const {
-    return caller_of(operation, stream, pool_->traits().device);
+    return caller_of(operation, stream, *pool_);
   }
   template <typename Body>
   void run(const char* operation, std::optional<Stream> stream, Body body) {

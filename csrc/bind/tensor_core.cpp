@@ -72,7 +72,7 @@ TensorCore::~TensorCore() {
 }
 
 Caller TensorCore::caller(const char* operation, std::optional<Stream> stream) const {
-  return caller_of(operation, stream, buffer_->pool()->traits().device);
+  return caller_of(operation, stream, *buffer_->pool());
 }
 
 RowShape TensorCore::row_shape(std::size_t capacity, std::size_t phase) const {
@@ -108,8 +108,8 @@ void TensorCore::use(std::shared_ptr<Buffer> buffer) {
   }
   nb::object strides = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(dims)));
   for (std::size_t dim = 0; dim < dims; ++dim) {
-    PyTuple_SET_ITEM(strides.ptr(), static_cast<Py_ssize_t>(dim),
-                     PyLong_FromLongLong(stride_values_[dim]));
+    PyTuple_SetItem(strides.ptr(), static_cast<Py_ssize_t>(dim),
+                    PyLong_FromLongLong(stride_values_[dim]));
   }
   strides_ = std::move(strides);
 }
@@ -119,7 +119,7 @@ nb::object TensorCore::sizes(std::size_t length) const {
   if (!sizes.is_valid()) throw nb::python_error();
   for (std::size_t dim = 0; dim < spec_.sizes.size(); ++dim) {
     const auto size = dim == spec_.grow_dim ? static_cast<std::int64_t>(length) : spec_.sizes[dim];
-    PyTuple_SET_ITEM(sizes.ptr(), static_cast<Py_ssize_t>(dim), PyLong_FromLongLong(size));
+    PyTuple_SetItem(sizes.ptr(), static_cast<Py_ssize_t>(dim), PyLong_FromLongLong(size));
   }
   return sizes;
 }
@@ -408,8 +408,9 @@ nb::object TensorCore::snapshot(nb::handle self) {
 
 void TensorCore::record_stream(Stream stream) {
   Operation operation(*this, "VTensor.record_stream");
+  const Caller caller = this->caller("VTensor.record_stream", stream);
   const ReleasedGil released;
-  buffer_->use({"VTensor.record_stream", stream});
+  buffer_->use({caller.operation, caller.stream});
 }
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {

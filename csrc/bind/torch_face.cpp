@@ -63,7 +63,16 @@ Stream TorchFace::current_stream(Device device) {
   return nb::cast<Stream>(call(current_stream_, {index.ptr()}));
 }
 
-void TorchFace::empty_cache() { cuda_.attr("empty_cache")(); }
+bool TorchFace::empty_cache() {
+  try {
+    cuda_.attr("empty_cache")();
+    return true;
+  } catch (nb::python_error& error) {
+    // torch 2.11 raises an internal error where a capture is under way.
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    return false;
+  }
+}
 
 bool TorchFace::glance(nb::handle object, dlpack::Tensor& seen) {
   const auto type = reinterpret_cast<PyTypeObject*>(tensor_type_.ptr());

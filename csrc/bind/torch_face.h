@@ -58,7 +58,9 @@ class TorchFace {
   // torch's current stream of a CUDA device; 0 for others.
   Stream current_stream(Device device);
   // Has torch's caching allocator give back what it keeps for later.
-  void empty_cache();
+  // Has torch give back the memory that it keeps. False where it cannot, as while a graph is
+  // captured.
+  bool empty_cache();
 
   // For tests of releases without DLPack's C exchange API: reads by Python attributes instead.
   void use_exchange_api(bool use);

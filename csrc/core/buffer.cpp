@@ -141,7 +141,9 @@ void Buffer::raise_error() {
 }
 
 void Buffer::require_no_capture(const Caller& caller) {
-  if (!driver_.traits().asynchronous || !driver_.capturing(caller.stream)) return;
+  if (!driver_.traits().asynchronous) return;
+  driver_.require_own(caller.operation, caller.stream);
+  if (!driver_.capturing(caller.stream)) return;
   throw Error("[" + std::string(caller.operation) +
               "] this needs driver calls, and the current stream is being captured into a CUDA "
               "graph: grow before the capture, or extend(n) and truncate(length) once so that the "
@@ -208,38 +210,49 @@ void Buffer::zero_foreign(const Caller& caller, std::span<const Run> runs) {
   }
 }
 
-// Maps pages of others, those of one run behind those of the last, at empty entries.
-void Buffer::map_shared(std::span<const Run> runs, std::span<Page* const> pages, EntryState state) {
+// Maps pages of others, those of one run behind those of the last, at empty entries. Lets the lock
+// go meanwhile. Requires: no other thread uses these entries.
+void Buffer::map_shared(PoolLock& lock, std::span<const Run> runs, std::span<Page* const> pages,
+                        EntryState state) {
   if (runs.empty()) return;
   std::vector<Handle> handles;
   for (const Page* page : pages) handles.push_back(page->handle);
-  std::vector<Entry*> entries;
   std::vector<PageRun> mapped;
+  std::size_t at = 0;
   for (const Run& run : runs) {
-    mapped.push_back(
-        {address_of(run), std::span(handles).subspan(entries.size(), run.slots.size())});
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
-      entries.push_back(&table_.at(run.row, slot));
+    mapped.push_back({address_of(run), std::span(handles).subspan(at, run.slots.size())});
+    at += run.slots.size();
   }
-  const auto enter = [&](std::size_t i, EntryState entered) {
-    pool_->share(pages[i]);
-    *entries[i] = {pages[i], entered};
+  const auto for_each = [&](auto enter) {
+    std::size_t i = 0;
+    for (const Run& run : runs) {
+      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot, ++i)
+        enter(i, table_.at(run.row, slot));
+    }
   };
+  for (Page* page : pages) pool_->share(page);  // they are to be there when the calls are made
   try {
+    const Unlocked unlocked(lock);
     const trace::Span span(trace::What::map, mapped.front().at, pages.size() * page_size_, base_);
     driver_.map(mapped, state == EntryState::guarded ? Access::guarded : Access::writable);
   } catch (const UndoFailed& error) {
-    for (const std::size_t i : error.stuck) {
-      enter(i, EntryState::quarantined);
+    auto stuck = error.stuck.begin();
+    for_each([&](std::size_t i, Entry& entry) {
+      if (stuck == error.stuck.end() || *stuck != i) return pool_->drop(pages[i]);
+      ++stuck;
+      entry = {pages[i], EntryState::quarantined};
       pool_->quarantine(pages[i]);
       ++quarantined_;
-    }
+    });
+    throw;
+  } catch (...) {
+    for (Page* page : pages) pool_->drop(page);
     throw;
   }
-  for (std::size_t i = 0; i < pages.size(); ++i) {
-    enter(i, state);
+  for_each([&](std::size_t i, Entry& entry) {
+    entry = {pages[i], state};
     if (state == EntryState::writable) pages[i]->last_owner = id_;  // the owner moves here
-  }
+  });
   mapped_ += pages.size();
   if (state == EntryState::guarded) guarded_ += pages.size();
 }

@@ -211,8 +211,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void leave() noexcept;
   // Unmaps what neither the extent nor a generation covers, where its fences have passed, and frees
   // the range after the owner has left. False where something is left to do; `refusal` says then
-  // what the driver refused, if it did.
-  bool settle() noexcept;
+  // what the driver refused, if it did. Lets the lock go meanwhile, unless it is null: for who
+  // cannot, as a deleter.
+  bool settle(PoolLock* lock) noexcept;
   const std::exception_ptr& refusal() const { return refusal_; }
   std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
   // Has what nobody needs any more given back: now, or as soon as it may be.
@@ -268,7 +269,9 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
     Arrival* arrival;
   };
   static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
-  void carry_out(Departure& departure) noexcept;
+  // Begins no more calls after `until`, which it looks at after each.
+  void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
+                                           std::nullopt) noexcept;
   FencePtr clean(std::span<const Run> runs);
 
   std::size_t count_parted();
@@ -295,15 +298,16 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void enter(Arrival& arrival);
   void enter(Departure& departure);
   Departure departing(std::vector<Run> runs, std::size_t writable);
-  void map_shared(std::span<const Run> runs, std::span<Page* const> pages, EntryState state);
+  void map_shared(PoolLock& lock, std::span<const Run> runs, std::span<Page* const> pages,
+                  EntryState state);
   std::vector<Run> foreign_in(Interval slots) const;
   void zero_foreign(const Caller& caller, std::span<const Run> runs);
   void quarantine(const Run& run, std::span<const std::size_t> stuck);
   void quarantine(const Run& run) noexcept;
   // Throws where pages of the extent are quarantined.
   void require_whole(const char* operation) const;
-  // Throws where `stream` is being captured: driver work would become part of the graph, or break
-  // it.
+  // Throws where the caller's stream is being captured, because driver work would become part of
+  // the graph, or break it, and where it is not the driver's own.
   void require_no_capture(const Caller& caller);
   std::size_t lost_pages() const;
   std::size_t fresh_pages_for(std::span<const Run> guarded) const;
@@ -316,7 +320,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void adopt(const Run& run, std::span<Page* const> pages) noexcept;
   std::vector<Run> parted_in_extent();
   std::vector<Run> quieten(PoolLock& lock, const Caller& caller);
-  void guard(std::span<const Run> runs);
+  void guard(PoolLock* lock, std::span<const Run> runs);
   void unguard(std::span<const Run> runs);
 
   // Where the slots behind the extent begin.

@@ -16,20 +16,17 @@ bool PagePool::make_ready(PoolLock& lock, std::size_t pages) {
   const std::size_t missing = pages - kept_.size();
   std::vector<Handle> made;
   std::exception_ptr error;
-  depart();
-  lock.let_go();
   try {
+    const Unlocked unlocked(lock);
     made.reserve(missing);
     while (made.size() < missing) made.push_back(driver_->create(1));
   } catch (...) {
     error = std::current_exception();
   }
-  lock.take_again();
-  arrive();
   for (const Handle handle : made) keep(placement_->adopt(handle));
   just_made_ += made.size();
-  while (used_ + parted_ + kept_.size() > budget_pages() && kept_.oldest())
-    empty(kept_.oldest(), 1);
+  const std::size_t full = used_ + parted_ + kept_.size();
+  if (full > budget_pages()) release(lock, full - budget_pages());
   if (error) std::rethrow_exception(error);
   return true;
 }
@@ -67,6 +64,31 @@ void PagePool::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
   while (used_ + parted_ + taken + kept_.size() > budget_pages() && kept_.oldest())
     empty(kept_.oldest(), 1);
+}
+
+void PagePool::release(PoolLock& lock, std::size_t n) {
+  n = std::min(n, kept_.size());
+  if (traits().adjacent_handles) {
+    for (; n != 0; --n) empty(kept_.oldest(), 1);
+    return;
+  }
+  std::vector<Page*> leaving;  // in no list meanwhile
+  leaving.reserve(n);
+  for (; n != 0; --n) {
+    leaving.push_back(kept_.oldest());
+    kept_.remove(leaving.back());
+  }
+  std::size_t gone = 0;
+  std::exception_ptr error;
+  try {
+    const Unlocked unlocked(lock);
+    for (; gone < leaving.size(); ++gone) driver_->destroy(leaving[gone]->handle, 1);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  for (; leaving.size() > gone; leaving.pop_back()) kept_.push_oldest(leaving.back());
+  for (Page* page : leaving) placement_->emptied(page);
+  if (error) std::rethrow_exception(error);
 }
 
 // Gives back the memory of `n` kept pages with handles from first->handle on.
@@ -154,15 +176,12 @@ void PagePool::stock(PoolLock& lock, std::size_t pages) {
     for (const auto& [first, n] : missing) fresh += n;
     make_room(taken.size(), fresh);
     used_ += taken.size();
-    depart();
-    lock.let_go();
     try {
+      const Unlocked unlocked(lock);
       for (const auto& [first, n] : missing) driver_->fill(first, n);
     } catch (...) {
       error = std::current_exception();
     }
-    lock.take_again();
-    arrive();
   } catch (...) {
     error = std::current_exception();
     dirty.resize(taken.size());
@@ -187,7 +206,7 @@ steady_clock::time_point PagePool::tend_kept(PoolLock& lock) {
   const auto now = steady_clock::now();
   try {
     if (kept_.size() > high_) {
-      empty(kept_.oldest(), 1);  // one at a time: callers wait for the lock meanwhile
+      release(lock, 1);  // one at a time: callers may wait for the lock meanwhile
       return now;
     }
     const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : spare_pages()});
@@ -206,7 +225,7 @@ steady_clock::time_point PagePool::tend_kept(PoolLock& lock) {
       const std::chrono::nanoseconds freed_at(kept_.oldest()->freed_at);
       due = std::min(due, steady_clock::time_point(freed_at) + options_.max_age);
       if (due > now) return due;
-      empty(kept_.oldest(), 1);
+      release(lock, 1);
       return now;
     }
     return due;

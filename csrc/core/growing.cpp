@@ -205,11 +205,10 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
     promised -= pages;
   };
   if (!arriving.empty()) {
-    pool->depart();
-    lock.let_go();
-    carry_out(arriving, caller.stream, populate);
-    lock.take_again();
-    pool->arrive();
+    {
+      const Unlocked unlocked(lock);
+      carry_out(arriving, caller.stream, populate);
+    }
     for (const Arriving& one : arriving) one.buffer->enter(*one.arrival);
     for (const Arriving& one : arriving) {
       if (!one.arrival->error) continue;

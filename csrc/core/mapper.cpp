@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -19,9 +20,11 @@ namespace {
 
 // What is mapped, zeroed or unmapped between two looks at the lists: a caller who overtakes the
 // mapper waits for no more than this. Memory that is populated takes time by the byte, what a
-// device does in its own time by the call.
+// device does in its own time by the call. Unmapping ends with the first call that is over after so
+// long, because calls may wait for what runs on the device.
 constexpr std::size_t kStepBytes = std::size_t{1} << 20;
 constexpr std::size_t kStepPages = 32;
+constexpr std::chrono::nanoseconds kStepTime = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kShortestPause = std::chrono::microseconds(20);
 constexpr std::chrono::nanoseconds kLongestPause = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
@@ -91,7 +94,7 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
         retry = kLongestPause;
       } catch (const std::exception&) {  // refused, or no memory
         if (!entered) retry = kRetryPause;
-        next = std::chrono::steady_clock::now() + retry;
+        next = pool->retired() ? Time::max() : std::chrono::steady_clock::now() + retry;
         retry = std::min(2 * retry, kRetryPause);
       }
     }  // the pool may end here, in this thread
@@ -123,7 +126,8 @@ void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
 }
 
 // What is done between two looks at the lists: claimed with the lock, carried out without it, and
-// entered with it again. Of one kind at a time, for as many tensors as there is room for.
+// entered with it again. Of one kind at a time, for as many tensors as there is room for; but on a
+// device, where each call may wait, pages are mapped for one.
 class Mapper::Step {
  public:
   explicit Step(PagePool& pool)
@@ -157,18 +161,20 @@ class Mapper::Step {
       }
       pages -= job.arrival.pages.size();
       ahead_.push_back(std::move(job));
+      if (pool_.traits().asynchronous) break;
       ++i;  // there may be more to do for it
     }
     return !ahead_.empty();
   }
 
   bool claim_back() {
+    const std::size_t most = 8 * most_;  // memory is not touched for it
     std::size_t pages = 0;
     back_.reserve(pool_.unsettled_.size());
-    for (std::size_t i = 0; i < pool_.unsettled_.size() && pages < most_to_unmap();) {
+    for (std::size_t i = 0; i < pool_.unsettled_.size() && pages < most;) {
       const std::shared_ptr<Buffer> buffer = pool_.unsettled_[i];
       Back job{buffer, {}};
-      switch (buffer->claim_back(job.departure, most_to_unmap() - pages)) {
+      switch (buffer->claim_back(job.departure, most - pages)) {
         case Buffer::Claim::done:
           std::erase(pool_.unsettled_, buffer);
           continue;
@@ -190,11 +196,10 @@ class Mapper::Step {
 
   bool claim_cleaning() {
     if (pool_.options_.zero == ZeroPolicy::never) return false;
-    cleanings_.reserve(1);
     for (const std::shared_ptr<Buffer>& buffer : pool_.idle_) {
       Cleaning job{buffer, {}, nullptr, nullptr};
       if (buffer->claim_cleaning(job.runs, most_)) {
-        cleanings_.push_back(std::move(job));
+        cleaning_ = std::move(job);
         return true;
       }
       waits_ |= buffer->to_clean();
@@ -205,13 +210,16 @@ class Mapper::Step {
   void carry_out() noexcept {
     const Stream side = pool_.driver().side_stream();
     for (Ahead& job : ahead_) job.buffer->carry_out(job.arrival, side, true);
-    for (Back& job : back_) job.buffer->carry_out(job.departure);
-    for (Cleaning& job : cleanings_) {
-      try {
-        job.zeroed = job.buffer->clean(job.runs);
-      } catch (...) {
-        job.error = std::current_exception();
-      }
+    const auto until = std::chrono::steady_clock::now() + kStepTime;
+    for (Back& job : back_) {
+      job.buffer->carry_out(job.departure, until);
+      if (std::chrono::steady_clock::now() >= until) break;  // the others are claimed again
+    }
+    if (!cleaning_) return;
+    try {
+      cleaning_->zeroed = cleaning_->buffer->clean(cleaning_->runs);
+    } catch (...) {
+      cleaning_->error = std::current_exception();
     }
   }
 
@@ -225,8 +233,9 @@ class Mapper::Step {
       if (!job.departure.error)
         job.buffer->give_back_unused();  // the owner may have left meanwhile
     }
-    for (Cleaning& job : cleanings_)
-      job.buffer->enter_cleaning(job.runs, std::move(job.zeroed), job.error);
+    if (cleaning_)
+      cleaning_->buffer->enter_cleaning(cleaning_->runs, std::move(cleaning_->zeroed),
+                                        cleaning_->error);
   }
 
  private:
@@ -245,13 +254,11 @@ class Mapper::Step {
     std::exception_ptr error;
   };
 
-  // Memory is not touched for it.
-  std::size_t most_to_unmap() const { return 8 * most_; }
-
   // Has handles made in one go, where the driver takes long for them.
   void make_ready(PoolLock& lock, std::size_t pages) {
     std::size_t wanted = 0;
-    for (const std::shared_ptr<Buffer>& buffer : pool_.wanting_) wanted += buffer->missing_ahead();
+    for (std::size_t i = 0; i < pool_.wanting_.size() && wanted < pages; ++i)
+      wanted += pool_.wanting_[i]->missing_ahead();
     try {
       pool_.make_ready(lock, std::min(wanted, pages));
     } catch (...) {
@@ -265,7 +272,7 @@ class Mapper::Step {
   bool refused_ = false;
   std::vector<Ahead> ahead_;
   std::vector<Back> back_;
-  std::vector<Cleaning> cleanings_;
+  std::optional<Cleaning> cleaning_;
 };
 
 Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& signal,
@@ -287,7 +294,8 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
         lock.take_again();
         continue;
       }
-      if (step.refused()) next = std::min(next, std::chrono::steady_clock::now() + kRetryPause);
+      if (step.refused() && !pool->retired())
+        next = std::min(next, std::chrono::steady_clock::now() + kRetryPause);
       if (!step.waits()) {
         pause = kShortestPause;
       } else {
@@ -297,11 +305,10 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
       break;
     }
     pause = kShortestPause;
-    pool->depart();
-    lock.let_go();
-    step.carry_out();
-    lock.take_again();
-    pool->arrive();
+    {
+      const Unlocked unlocked(lock);
+      step.carry_out();
+    }
     step.enter();
   }
   pool->changed();

@@ -22,6 +22,8 @@ namespace {
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 // How long a request waits although what is on its way out would not suffice: others may give back.
 constexpr std::chrono::nanoseconds kHope = std::chrono::milliseconds(200);
+// Who needs quiet waits for no more than so many pages to be released.
+constexpr std::size_t kReleasedAtOnce = 32;
 
 }  // namespace
 
@@ -106,7 +108,7 @@ bool PagePool::require_free(PoolLock& lock, const char* operation, std::size_t p
     const std::size_t there = driver_->free_memory();
     if (there >= fresh && there - fresh >= options_.reserve) break;
     looked_away = true;
-    if (give_up_spare()) continue;
+    if (give_up_spare(lock)) continue;
     trace::event(trace::What::out_of_memory, 0, fresh);
     throw ReserveReached(need + "the device has " + std::to_string(there) +
                          " bytes free, of which reserve= leaves " +
@@ -124,26 +126,26 @@ bool PagePool::require_ready(PoolLock& lock, const char* operation, std::size_t 
     try {
       if (!make_ready(lock, pages)) return looked_away;
     } catch (const DeviceOutOfMemory&) {
-      if (!give_up_spare()) throw;
+      if (!give_up_spare(lock)) throw;
     }
     looked_away = true;
   }
 }
 
-bool PagePool::give_up_spare() {
+bool PagePool::give_up_spare(PoolLock& lock) {
   bool any = unpark_oldest();
   for (auto buffer = buffers_.begin(); !any && buffer != buffers_.end(); ++buffer)
     any = (*buffer)->drop_ahead() != 0;
-  if (any) settle_all();
+  if (any) settle_all(lock);
   return any;
 }
 
 bool PagePool::take_back(PoolLock& lock, steady_clock::time_point since, std::size_t missing) {
   const std::size_t before = used_;
   reap();
-  settle_all();
+  settle_all(lock);
   if (used_ < before) return true;
-  if (give_up_spare()) return true;
+  if (give_up_spare(lock)) return true;
   // What is left to hope for are pages that wait for the mapper, or for work on the device, and
   // those of a buffer for which calls are made just now.
   const auto waited = steady_clock::now() - since;
@@ -277,16 +279,16 @@ bool PagePool::relieve() noexcept {
   PoolLock lock(shared_from_this());
   reap();
   if (!unpark_all() && unsettled_.empty()) return false;
-  settle_all();
+  settle_all(lock);
   return true;
 }
 
 void PagePool::give_all_back() noexcept {
   PoolLock lock(shared_from_this());
   reap();
-  while (give_up_spare()) {
+  while (give_up_spare(lock)) {
   }
-  settle_all();
+  settle_all(lock);
 }
 
 void PagePool::await(PoolLock& lock, const char* operation, const char* what,
@@ -330,7 +332,7 @@ void PagePool::await_quiet(PoolLock& lock, const char* operation) {
 PoolCounts PagePool::counts() {
   PoolLock lock(shared_from_this());
   reap();
-  if (!looks_ahead()) settle_all();
+  if (!looks_ahead()) settle_all(lock);
   count_parted();
   PoolCounts counts;
   for (Buffer* buffer : buffers_) buffer->add_to(counts);
@@ -356,15 +358,19 @@ void PagePool::set_budget(std::size_t bytes) {
   count_parted();
   const auto since = steady_clock::now();
   const auto in_use = [this] { return used_ + parted_ + promised_; };
-  while (in_use() > pages && take_back(lock, since, in_use() - pages)) {
+  for (;;) {
+    while (in_use() > pages && take_back(lock, since, in_use() - pages)) {
+    }
+    if (pages == 0 || in_use() > pages) {
+      throw OutOfPages("[Pool.budget] need a budget of at least " +
+                       std::to_string(std::max<std::size_t>(in_use(), 1) * page_size()) +
+                       " bytes for what is in use, " + std::to_string(bytes) +
+                       " bytes were asked for: free tensors or views first");
+    }
+    const std::size_t most = pages - in_use();
+    if (kept_.size() <= most) break;
+    release(lock, kept_.size() - most);  // others may take pages meanwhile
   }
-  if (pages == 0 || in_use() > pages) {
-    throw OutOfPages("[Pool.budget] need a budget of at least " +
-                     std::to_string(std::max<std::size_t>(in_use(), 1) * page_size()) +
-                     " bytes for what is in use, " + std::to_string(bytes) +
-                     " bytes were asked for: free tensors or views first");
-  }
-  while (in_use() + kept_.size() > pages && kept_.oldest()) empty(kept_.oldest(), 1);
   budget_pages_ = pages;
 }
 
@@ -372,9 +378,17 @@ std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   reap();
   unpark_all();
+  const WantsQuiet wants(*this);
   await_quiet(lock, "Pool.trim");
-  settle_all();
-  return empty_all();
+  settle_all(lock);
+  if (traits().adjacent_handles) return empty_all();
+  const std::size_t pages = kept_.size();
+  for (std::size_t left = pages; left != 0 && kept_.oldest();) {
+    const std::size_t some = std::min(left, kReleasedAtOnce);
+    release(lock, some);
+    left -= some;
+  }
+  return pages;
 }
 
 bool PagePool::idle() const {
@@ -392,7 +406,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   const auto until = steady_clock::now() + timeout;
   PoolLock lock(shared_from_this());
   reap();
-  std::exception_ptr refused = settle_all();  // what was refused is tried again, here
+  std::exception_ptr refused = settle_all(lock);  // what was refused is tried again, here
   wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
   while (!refused && !idle()) {
     wake_mapper_ |= std::exchange(untold_, false);
@@ -404,7 +418,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
     }
     wait_changed(lock, steady_clock::now() + kLook);
     reap();
-    refused = settle_all();
+    refused = settle_all(lock);
     if (!refused) refused = mapper_error_;
   }
   for (Buffer* buffer : buffers_) {
@@ -416,6 +430,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
 void PagePool::retire() noexcept {
   PoolLock lock(shared_from_this());
   options_.park = low_ = 0;
+  retired_ = true;
   reap();
   unpark_all();
 }
@@ -531,14 +546,15 @@ void PagePool::reap() noexcept {
   }
 }
 
-std::exception_ptr PagePool::settle_all() noexcept {
+std::exception_ptr PagePool::settle_all(PoolLock& lock) noexcept {
   std::exception_ptr first;
-  const std::vector<std::shared_ptr<Buffer>> all = std::exchange(unsettled_, {});
-  unsettled_.reserve(buffers_.size());
+  const std::vector<std::shared_ptr<Buffer>> all = unsettled_;
   for (const std::shared_ptr<Buffer>& buffer : all) {
-    if (buffer->settle()) continue;
-    unsettled_.push_back(buffer);
-    if (!first) first = buffer->refusal();
+    if (buffer->settle(&lock)) {
+      std::erase(unsettled_, buffer);
+    } else if (!first) {
+      first = buffer->refusal();
+    }
   }
   return first;
 }

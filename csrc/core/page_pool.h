@@ -124,6 +124,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // The pool's owner leaves: nothing is parked or mapped ahead from here on, and the mapper ends
   // once what waits for fences is gone.
   void retire() noexcept;
+  bool retired() const { return retired_.load(std::memory_order_relaxed); }
 
   // Of the mapper, for those who may outlive the pool.
   Mapper::Waker waker() const { return mapper_.waker(); }
@@ -219,26 +220,20 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // meanwhile. Throws TimedOut.
   void await_quiet(PoolLock& lock, const char* operation);
   // Settles what waits for it. Returns the first refusal.
-  std::exception_ptr settle_all() noexcept;
+  std::exception_ptr settle_all(PoolLock& lock) noexcept;
   // Keeps free memory between the pool's marks; returns when to look again.
   std::chrono::steady_clock::time_point tend_kept(PoolLock& lock);
-  // Around driver calls without the lock; fork(2) waits for their end.
-  void depart() { ++in_flight_; }
-  void arrive() {
-    --in_flight_;
-    changed();
-  }
-
   PoolEvents counted;  // what happened so far
 
  private:
   friend class PoolLock;
+  friend class Unlocked;
   friend class Mapper;
   PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, const PoolOptions& options);
   std::size_t in_pages(std::size_t bytes) const { return bytes / page_size(); }
   std::size_t free_pages(std::size_t pages, std::size_t parted);
   // Gives up what is parked, or ahead of some tensor; false where there is neither.
-  bool give_up_spare();
+  bool give_up_spare(PoolLock& lock);
   class WantsQuiet;
   // One step of taking back for a request of that time; false where nothing is left that would make
   // up for `missing` pages.
@@ -248,6 +243,9 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void stock(PoolLock& lock, std::size_t pages);
   void keep(Page* page, bool aged = false) noexcept;
   void make_room(std::size_t taken, std::size_t fresh);
+  // Gives back the memory of the `n` oldest kept pages; where each has a handle of its own, without
+  // the lock.
+  void release(PoolLock& lock, std::size_t n);
   void empty(Page* first, std::size_t n);
   std::size_t empty_all();
   bool unpark_oldest();
@@ -286,6 +284,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::vector<std::shared_ptr<Buffer>> idle_;  // parked, oldest first
   bool wake_mapper_ = false;                   // once the lock is free
   bool untold_ = false;                        // of some that wants pages
+  std::atomic<bool> retired_{false};           // its owner has left
   std::exception_ptr mapper_error_;            // why its thread cannot work
   LentPages lent_;
 
@@ -309,8 +308,30 @@ class PoolLock {
 
  private:
   friend class PagePool;
+  friend class Unlocked;
   std::shared_ptr<PagePool> pool_;
   std::unique_lock<std::mutex> lock_;
+};
+
+// For its length the lock is let go, for driver calls, which may take as long as the device is
+// busy. Who needs quiet waits for its end, as fork(2) does. What the calls change is claimed
+// before.
+class Unlocked {
+ public:
+  explicit Unlocked(PoolLock& lock) : lock_(lock) {
+    ++lock_.pool_->in_flight_;
+    lock_.let_go();
+  }
+  ~Unlocked() {
+    lock_.take_again();
+    --lock_.pool_->in_flight_;
+    lock_.pool_->changed();
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PoolLock& lock_;
 };
 
 }  // namespace vtensor

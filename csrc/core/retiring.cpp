@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -270,7 +271,7 @@ void Buffer::give_back_unused() noexcept {
   if (busy_) return;  // whoever made it busy comes here again
   if (!owned_ && generations_.empty() && std::exchange(may_park_, false)) try_to_park();
   if (!pool_->looks_ahead()) {
-    if (!settle()) pool_->settle_later(shared_from_this());
+    if (!settle(nullptr)) pool_->settle_later(shared_from_this());
     return;
   }
   refusal_ = nullptr;
@@ -291,7 +292,7 @@ void Buffer::refused() noexcept {
   retry_at_ = std::chrono::steady_clock::now() + kRetryRefused;
 }
 
-bool Buffer::settle() noexcept {
+bool Buffer::settle(PoolLock* lock) noexcept {
   if (busy_) return false;
   refusal_ = nullptr;
   try {
@@ -299,7 +300,11 @@ bool Buffer::settle() noexcept {
     while (begin_retirement()) {
       Departure departure;
       if (!claim_departure(departure, kNoLimit)) return false;
-      carry_out(departure);
+      {
+        std::optional<Unlocked> unlocked;
+        if (lock != nullptr) unlocked.emplace(*lock);
+        carry_out(departure);
+      }
       enter_back(departure);
       if (refusal_) return false;
     }
@@ -313,7 +318,10 @@ bool Buffer::settle() noexcept {
 // For the mapper: what it can take out, or that it must wait.
 Buffer::Claim Buffer::claim_back(Departure& departure, std::size_t pages) noexcept {
   if (busy()) return Claim::waits;
-  if (refusal_ && std::chrono::steady_clock::now() < retry_at_) return Claim::refused;
+  // Of a closed pool a caller tries again: the process may be about to end, and a
+  // device in error refuses for good.
+  if (refusal_ && (pool_->retired() || std::chrono::steady_clock::now() < retry_at_))
+    return Claim::refused;
   refusal_ = nullptr;
   try {
     const bool quiet = is_quiet();
@@ -364,28 +372,30 @@ bool Buffer::claim_departure(Departure& departure, std::size_t pages) {
   return true;
 }
 
-void Buffer::carry_out(Departure& departure) noexcept {
+void Buffer::carry_out(Departure& departure,
+                       std::optional<std::chrono::steady_clock::time_point> until) noexcept {
+  const std::size_t at_once = until ? 1 : departure.runs.size();
   try {
     std::vector<PageRun> batch;
-    batch.reserve(departure.runs.size());
+    batch.reserve(at_once);
     std::size_t at = 0;
-    for (const Run& run : departure.runs) {
-      batch.push_back(
-          {address_of(run), std::span(departure.handles).subspan(at, run.slots.size())});
-      at += run.slots.size();
-    }
-    const auto unmap = [&](std::span<const PageRun> runs, Access access) {
-      if (runs.empty()) return;
+    while (departure.done < departure.runs.size()) {
+      if (until && departure.done != 0 && std::chrono::steady_clock::now() >= *until) return;
+      const bool writable = departure.done < departure.writable;
+      const std::size_t end = writable ? departure.writable : departure.runs.size();
+      batch.clear();
       std::size_t pages = 0;
-      for (const PageRun& run : runs) pages += run.handles.size();
-      const trace::Span span(trace::What::unmap, runs.front().at, pages * page_size_, base_);
-      driver_.unmap(runs, access);
-    };
-    const auto all = std::span<const PageRun>(batch);
-    unmap(all.first(departure.writable), Access::writable);
-    departure.done = departure.writable;
-    unmap(all.subspan(departure.writable), Access::guarded);
-    departure.done = departure.runs.size();
+      for (std::size_t i = departure.done; i < std::min(end, departure.done + at_once); ++i) {
+        const Run& run = departure.runs[i];
+        batch.push_back(
+            {address_of(run), std::span(departure.handles).subspan(at + pages, run.slots.size())});
+        pages += run.slots.size();
+      }
+      const trace::Span span(trace::What::unmap, batch.front().at, pages * page_size_, base_);
+      driver_.unmap(batch, writable ? Access::writable : Access::guarded);
+      departure.done += batch.size();
+      at += pages;
+    }
   } catch (const UndoFailed& error) {
     departure.error = std::current_exception();
     departure.stuck.assign(error.stuck.begin(), error.stuck.end());
@@ -423,7 +433,7 @@ void Buffer::enter_back(Departure& departure) {
   if (departure.error) {
     refusal_ = departure.error;
     retry_at_ = std::chrono::steady_clock::now() + kRetryRefused;
-  } else {
+  } else if (departure.done == departure.runs.size()) {
     for (const Interval slots : departure.slots) retire_no_more(slots);
   }
   pool_->changed();

@@ -1,5 +1,6 @@
 // Sharing pages between buffers and rows, and parting them again: the copy-on-write half of Buffer.
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -40,14 +41,15 @@ void Buffer::adopt(const Run& run, std::span<Page* const> pages) noexcept {
 
 // Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable.
 // Whole or nothing, except that pages which the kernel had parted may stay folded: nobody can tell
-// but by the counts. Zeroes the positions `stale` at the end. Lets the lock go while the device
-// copies. Requires: busy.
+// but by the counts. Zeroes the positions `stale` at the end. Lets the lock go while pages are
+// copied and remapped, but not to undo that. Requires: busy.
 void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Run> runs, Interval stale) {
   struct Change {
     Run run;
     std::vector<std::uint8_t> parted;
     std::vector<Page*> to = {};
     std::vector<Handle> handles = {};  // of `to`
+    std::vector<Handle> from = {};
   };
   std::vector<Change> changes;
   std::vector<PageCopy> copies;
@@ -65,7 +67,7 @@ void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Run> run
       return adopt(change.run, change.to);
     }
     try {
-      driver_.remap(address_of(change.run), change.handles, Access::writable, handles(change.run),
+      driver_.remap(address_of(change.run), change.handles, Access::writable, change.from,
                     Access::guarded);
       drop_new(change);
     } catch (const UndoFailed& error) {
@@ -118,6 +120,7 @@ void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Run> run
         change.parted.push_back(was_parted);
         change.to.push_back(to);
         change.handles.push_back(to->handle);
+        change.from.push_back(from->handle);
         if (!alone || was_parted) {
           // From here on it holds neither its last owner's bytes nor, until all is copied, ours.
           to->last_owner = kNobody;
@@ -125,25 +128,18 @@ void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Run> run
         }
       }
     }
-    if (!copies.empty()) {
-      const trace::Span span(trace::What::copy, copies.front().from, copies.size() * page_size_,
-                             base_);
-      std::exception_ptr refused;
-      pool_->depart();
-      lock.let_go();
-      try {
+    if (!changes.empty()) {
+      const Unlocked unlocked(lock);
+      if (!copies.empty()) {
+        const trace::Span span(trace::What::copy, copies.front().from, copies.size() * page_size_,
+                               base_);
         driver_.copy_pages(copies, {});
-      } catch (...) {
-        refused = std::current_exception();
       }
-      lock.take_again();
-      pool_->arrive();
-      if (refused) std::rethrow_exception(refused);
-    }
-    for (; done < changes.size(); ++done) {
-      const Change& change = changes[done];
-      driver_.remap(address_of(change.run), handles(change.run), Access::guarded, change.handles,
-                    Access::writable);
+      for (; done < changes.size(); ++done) {
+        const Change& change = changes[done];
+        driver_.remap(address_of(change.run), change.from, Access::guarded, change.handles,
+                      Access::writable);
+      }
     }
     zero_positions(stale, caller.stream);
   } catch (const UndoFailed& error) {
@@ -287,14 +283,24 @@ void Buffer::unguard(std::span<const Run> runs) {
   }
 }
 
-// Guards writable runs, which are about to be shared. Whole or nothing. Requires: no work that may
-// write to them is left in any stream.
-void Buffer::guard(std::span<const Run> runs) {
+// Guards writable runs, which are about to be shared. Whole or nothing. Lets the lock go meanwhile,
+// unless it is null, but not to undo. Requires: busy, or null, and no work that may write to the
+// runs is left in any stream.
+void Buffer::guard(PoolLock* lock, std::span<const Run> runs) {
+  if (runs.empty()) return;
+  std::vector<Handle> same;
+  for (const Run& run : runs) {
+    const auto of_run = handles(run);
+    same.insert(same.end(), of_run.begin(), of_run.end());
+  }
   std::size_t done = 0;
   try {
-    for (; done < runs.size(); ++done) {
-      const auto same = handles(runs[done]);
-      driver_.remap(address_of(runs[done]), same, Access::writable, same, Access::guarded);
+    std::optional<Unlocked> unlocked;
+    if (lock != nullptr) unlocked.emplace(*lock);
+    for (std::size_t at = 0; done < runs.size(); ++done) {
+      const auto of_run = std::span<const Handle>(same).subspan(at, runs[done].slots.size());
+      driver_.remap(address_of(runs[done]), of_run, Access::writable, of_run, Access::guarded);
+      at += of_run.size();
     }
   } catch (const UndoFailed& error) {
     quarantine(runs[done], error.stuck);  // guarded or not, nobody knows
@@ -325,7 +331,7 @@ void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
     std::vector<Run> writable;
     for (std::size_t row = 0; row < shape_.rows; ++row) collect(writable, row, shown, is_writable);
     seen.reserve(seen.size() + mapped_);
-    guard(writable);
+    guard(nullptr, writable);
   } catch (...) {
     return;  // the child still gets mappings of its own, and may see our later writes
   }
@@ -360,7 +366,7 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
             pages.push_back(table_.at(run.row, slot).page);
         }
       }
-      child->map_shared(theirs, pages, state);
+      child->map_shared(lock, theirs, pages, state);
     };
     if (exclusive) {
       map(is_writable, EntryState::writable);
@@ -372,7 +378,7 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
       std::vector<Run> writable;
       for (std::size_t row = 0; row < shape_.rows; ++row)
         collect(writable, row, extent_, is_writable);
-      guard(writable);
+      guard(&lock, writable);
     }
     child->positions_ = {0, positions_.size()};
     child->extent_ = child->slots_of(child->positions_);
@@ -382,7 +388,7 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
   } catch (...) {
     child->owned_ = false;
     child->touch({0, extent_.size()});
-    if (!child->settle()) pool_->settle_later(child);
+    if (!child->settle(&lock)) pool_->settle_later(child);
     throw;
   }
   return child;
@@ -410,7 +416,7 @@ std::vector<std::shared_ptr<Shelf>> Buffer::offer(const Caller& caller,
     for (std::size_t row = 0; row < shape_.rows; ++row)
       collect(writable, row, {slots.front().begin, slots.back().end}, is_writable);
   }
-  guard(writable);
+  guard(&lock, writable);
   for (std::size_t i = 0; i < slots.size(); ++i) {
     for (Page* page : pages[i]) pool_->share(page);
     shelves.push_back(std::make_shared<Shelf>(pool_, slots[i], std::move(pages[i])));
@@ -430,7 +436,7 @@ void Buffer::accept(const Caller& caller, Interval positions,
   }
   pool_->await(lock, caller.operation, "the work that used the pages that were here", [&] {
     if (busy_) return false;
-    settle();
+    settle(&lock);
     if (refusal_) std::rethrow_exception(refusal_);
     return count_mapped(slots) == 0;
   });
@@ -445,7 +451,7 @@ void Buffer::accept(const Caller& caller, Interval positions,
     for (const std::shared_ptr<Shelf>& shelf : shelves)
       pages.insert(pages.end(), shelf->row(row).begin(), shelf->row(row).end());
   }
-  map_shared(runs, pages, EntryState::guarded);
+  map_shared(lock, runs, pages, EntryState::guarded);
   positions_ = positions;
   extent_ = slots;
   retire_no_more(extent_);
@@ -539,7 +545,7 @@ void Buffer::reindex(const Caller& caller, std::span<const std::size_t> rows) {
       collect(sources, row, extent_, is_writable);
     }
   }
-  guard(sources);
+  guard(nullptr, sources);
 
   std::size_t done = 0;
   try {

@@ -44,6 +44,17 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
                          .capacity = shape_.max_length,
                          .row_stride = pages * shape_.slots}});
     }
+    // A layer begins in the first token of slot 0, and kernels are given its address whether that
+    // is mapped or not.
+    std::vector<Address> first_pages;
+    for (const Kind& kind : kinds_) {
+      const std::size_t pages = ceil_div(kind.shape.item_bytes, pool_->page_size());
+      for (std::size_t row = 0; row < kind.shape.rows; ++row) {
+        for (std::size_t page = 0; page < pages; ++page)
+          first_pages.push_back(kind.range->slot_address(row * shape_.slots, page));
+      }
+    }
+    pool_->driver().back_holes(first_pages);
   } catch (const CapacityExceeded&) {
     for (const Kind& kind : kinds_) kind.range->abandon();
     throw CapacityExceeded("[KVCache] " + text(shape_.slots) + " slots of " +

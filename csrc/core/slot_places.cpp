@@ -145,7 +145,7 @@ std::size_t SlotCache::take(const Caller& caller, Choose choose) {
       slot = choose();
       if (!slot) {
         pool_->await(lock, caller.operation, "the work that used the pages of a freed slot", [&] {
-          static_cast<void>(pool_->settle_all());
+          static_cast<void>(pool_->settle_all(lock));
           slot = choose();
           if (slot || leaving()) return slot.has_value();
           if (const std::exception_ptr refused = refusal()) std::rethrow_exception(refused);

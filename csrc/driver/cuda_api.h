@@ -2,29 +2,14 @@
 // imports and runs on the CPU without CUDA installed.
 #pragma once
 
-#include <cuda.h>
-
-// cuda.h renames these by macro to the current version of their binary interface. The table below
-// names the versions itself; the names of Call, declared next, must stay as documented.
-#undef cuDevicePrimaryCtxRelease
-#undef cuMemGetInfo
-#undef cuMemcpyDtoDAsync
-#undef cuStreamDestroy
-#undef cuStreamGetCaptureInfo
-#undef cuEventDestroy
-
-// In every libcuda since 11.3, but declared by the headers of CUDA 12 alone.
-extern "C" CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream stream,
-                                                      CUstreamCaptureStatus* status, cuuint64_t* id,
-                                                      CUgraph* graph,
-                                                      const CUgraphNode** dependencies,
-                                                      size_t* dependency_count);
-
 #include <string>
 
 #include "base/calls.h"
+#include "driver/cuda_abi.h"
 
 namespace vtensor {
+
+using namespace cuda;  // CUresult and the like
 
 // X(documented name, exported symbol)
 #define VTENSOR_CUDA_ENTRIES(X)                                           \
@@ -43,15 +28,18 @@ namespace vtensor {
   X(cuMemMap, cuMemMap)                                                   \
   X(cuMemUnmap, cuMemUnmap)                                               \
   X(cuMemSetAccess, cuMemSetAccess)                                       \
+  X(cuPointerGetAttribute, cuPointerGetAttribute)                         \
   X(cuMemsetD8Async, cuMemsetD8Async)                                     \
   X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2)                              \
   X(cuCtxGetCurrent, cuCtxGetCurrent)                                     \
   X(cuCtxSetCurrent, cuCtxSetCurrent)                                     \
+  X(cuCtxGetDevice, cuCtxGetDevice)                                       \
   X(cuCtxSynchronize, cuCtxSynchronize)                                   \
   X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode) \
   X(cuStreamCreate, cuStreamCreate)                                       \
   X(cuStreamDestroy, cuStreamDestroy_v2)                                  \
   X(cuStreamQuery, cuStreamQuery)                                         \
+  X(cuStreamGetCtx, cuStreamGetCtx)                                       \
   X(cuStreamWaitEvent, cuStreamWaitEvent)                                 \
   X(cuStreamIsCapturing, cuStreamIsCapturing)                             \
   X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v2)                    \
@@ -77,12 +65,12 @@ struct CudaApi {
   // "CUDA_ERROR_INVALID_VALUE"; the number where the loaded libcuda does not know it.
   std::string name_of(CUresult code) const;
 
-#define VTENSOR_CUDA_MEMBER(name, symbol) CudaEntry<decltype(::symbol)> name{Call::name};
+#define VTENSOR_CUDA_MEMBER(name, symbol) CudaEntry<cuda::symbol> name{Call::name};
   VTENSOR_CUDA_ENTRIES(VTENSOR_CUDA_MEMBER)
 #undef VTENSOR_CUDA_MEMBER
 
  private:
-  decltype(::cuGetErrorName)* error_name_ = nullptr;
+  cuda::cuGetErrorName* error_name_ = nullptr;
 };
 
 }  // namespace vtensor

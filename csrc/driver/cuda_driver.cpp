@@ -34,6 +34,7 @@ class CudaDriver final : public Driver {
   void destroy(Handle first, std::size_t n) override;
   void map(std::span<const PageRun> runs, Access access) override;
   void unmap(std::span<const PageRun> runs, Access access) override;
+  void back_holes(std::span<const Address> pages) override;
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access) override;
   void zero(Address at, std::size_t bytes, Stream stream) override;
@@ -47,6 +48,7 @@ class CudaDriver final : public Driver {
   FencePtr fence(Stream stream) override;
   bool passed(const Fence& fence) override;
   void order(Stream stream, const Fence& fence) override;
+  void require_own(const char* operation, Stream stream) override;
   bool capturing(Stream stream) override;
   void keep_for_graph(Stream stream, void (*release)(void*), void* argument) override;
   void enter_worker() override;
@@ -56,6 +58,7 @@ class CudaDriver final : public Driver {
   std::size_t granularity(CUmemAllocationGranularity_flags kind);
   int attribute(CUdevice_attribute which);
   void probe_rdma();
+  void make_zeros();
   bool close();
 
   CudaCalls cuda_;
@@ -69,6 +72,10 @@ class CudaDriver final : public Driver {
 
   std::mutex records_;  // guards the handles
   std::set<Handle> handles_;
+  std::mutex backing_;  // guards the page of zeros
+  Handle zeros_ = 0;
+  Address zeros_home_ = 0;  // where it is mapped besides
+  bool zeros_mapped_ = false, are_zeros_ = false;
 };
 
 // What a forked child gives back is the parent's, and libcuda must not be called there (I13).
@@ -77,6 +84,14 @@ bool is_forked_child() { return in_forked_child.load(std::memory_order_relaxed);
 void CudaDriver::open(const CudaOptions& options) {
   traits_.device = {options.memory_is_host_memory ? 1 : 2, options.device};
   const CUresult started = cuda_.call(cuda_.cuInit, 0u);
+  if (started == CUDA_ERROR_STUB_LIBRARY) {
+    throw DriverError(
+        "cuInit", started, "CUDA_ERROR_STUB_LIBRARY",
+        "[Pool] a CUDA device was asked for, " + options.library +
+            " is the stub that the CUDA toolkit has for linking: take the toolkit's "
+            "stubs folder off LD_LIBRARY_PATH, so that the NVIDIA driver's library is "
+            "found, or use device=\"cpu\"");
+  }
   if (started != CUDA_SUCCESS) {
     throw DriverError("cuInit", started, cuda_.name_of(started),
                       "[Pool] a CUDA device was asked for, cuInit answered " +
@@ -141,9 +156,16 @@ void CudaDriver::probe_rdma() {
     page = create(1);
   } catch (const DeviceOutOfMemory&) {
     return;  // which says nothing of the flag
-  } catch (const DriverError&) {
-    properties_.allocFlags.gpuDirectRDMACapable = 0;
-    return;
+  } catch (const DriverError& refusal) {
+    switch (refusal.code) {
+      case CUDA_ERROR_INVALID_VALUE:
+      case CUDA_ERROR_NOT_PERMITTED:
+      case CUDA_ERROR_NOT_SUPPORTED:
+        properties_.allocFlags.gpuDirectRDMACapable = 0;
+        return;
+      default:  // not because of the flag
+        throw;
+    }
   }
   destroy(page, 1);
 }
@@ -168,6 +190,15 @@ CudaDriver::~CudaDriver() {
 // False where work still runs, which needs the context and what is mapped.
 bool CudaDriver::close() {
   bool over = copies_.close();
+  if (are_zeros_) {
+    try {
+      const PageRun run{zeros_home_, {&zeros_, 1}};
+      mappings_.unmap("close", {&run, 1}, Access::writable);
+      mappings_.free_range(zeros_home_, 1);
+    } catch (const DriverError&) {
+      // Left to the end of the mappings.
+    }
+  }
   // The core waited for the fences of what it unmapped. Ranges that are left hold quarantined
   // pages, and nobody knows what runs there.
   try {
@@ -252,6 +283,38 @@ void CudaDriver::unmap(std::span<const PageRun> runs, Access access) {
   mappings_.unmap("unmap", runs, access);
 }
 
+void CudaDriver::back_holes(std::span<const Address> pages) {
+  refuse_in_forked_child("driver.back_holes");
+  if (pages.empty()) return;
+  const RelaxedCapture relaxed(cuda_, "back_holes");
+  const PrimaryContext context(cuda_, "back_holes");
+  CUdeviceptr pointer = 0;
+  if (cuda_.call(cuda_.cuPointerGetAttribute, &pointer, CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                 pages.front()) == CUDA_SUCCESS) {
+    return;  // this device gives kernels addresses that are only reserved
+  }
+  const std::lock_guard lock(backing_);
+  if (!are_zeros_) make_zeros();
+  mappings_.back_holes(zeros_, pages);
+}
+
+// A page of zeros, never anybody's (I7). Goes on where an earlier try was refused; what there is of
+// it is the driver's to its end.
+void CudaDriver::make_zeros() {
+  if (zeros_ == 0) zeros_ = create(1);
+  if (zeros_home_ == 0) zeros_home_ = mappings_.reserve(1);
+  const PageRun run{zeros_home_, {&zeros_, 1}};
+  if (!zeros_mapped_) mappings_.map("back_holes", {&run, 1}, Access::writable);
+  zeros_mapped_ = true;
+  zero(zeros_home_, traits_.page_size, streams_.side());
+  are_zeros_ = streams_.wait("back_holes", *streams_.record("back_holes", streams_.side()),
+                             std::chrono::steady_clock::now() + timeout_);
+  if (are_zeros_) return;
+  throw TimedOut(
+      "[driver.back_holes] a page was to be zeroed on cuda:" + std::to_string(cuda_.device) +
+      ", the device did not finish: look for a kernel that does not end");
+}
+
 void CudaDriver::remap(Address at, std::span<const Handle> from, Access from_access,
                        std::span<const Handle> to, Access to_access) {
   refuse_in_forked_child("driver.remap");
@@ -295,6 +358,11 @@ bool CudaDriver::passed(const Fence& fence) {
 void CudaDriver::order(Stream stream, const Fence& fence) {
   refuse_in_forked_child("driver.order");
   streams_.order(stream, fence);
+}
+
+void CudaDriver::require_own(const char* operation, Stream stream) {
+  refuse_in_forked_child("driver.require_own");
+  streams_.require_own(operation, stream);
 }
 
 bool CudaDriver::capturing(Stream stream) {

@@ -53,18 +53,79 @@ Address CudaMappings::reserve(std::size_t pages) {
 void CudaMappings::free_range(Address range, std::size_t pages) {
   const RelaxedCapture relaxed(cuda_, "free_range");
   const std::size_t bytes = pages * page_size_;
+  const CUresult code = uncover(holes_in(range, pages, true));
+  if (code != CUDA_SUCCESS) throw cuda_.refusal("free_range", Call::cuMemUnmap, code);
   cuda_.require_at("free_range", cuda_.cuMemAddressFree, range, bytes, range, bytes);
   abandon(range);
 }
 
 void CudaMappings::abandon(Address range) {
   const std::lock_guard lock(records_);
-  ranges_.erase(range);
+  const auto found = ranges_.find(range);
+  if (found == ranges_.end()) return;
+  holes_.erase(holes_.lower_bound(range), holes_.lower_bound(range + found->second * page_size_));
+  ranges_.erase(found);
 }
 
 void CudaMappings::abandon() {
   const std::lock_guard lock(records_);
   ranges_.clear();
+  holes_.clear();
+}
+
+void CudaMappings::back_holes(Handle zeros, std::span<const Address> pages) {
+  {
+    const std::lock_guard lock(records_);
+    zeros_ = zeros;
+    for (const Address page : pages) holes_.emplace(page, false);
+  }
+  const CUresult code = cover(pages);
+  if (code == CUDA_ERROR_OUT_OF_MEMORY)
+    throw DeviceOutOfMemory(cuda_.refusal("back_holes", Call::cuMemMap, code));
+  if (code != CUDA_SUCCESS) throw cuda_.refusal("back_holes", Call::cuMemMap, code);
+}
+
+// Those of the pages at `at` at which the page of zeros is kept, and stands now or not.
+std::vector<Address> CudaMappings::holes_in(Address at, std::size_t pages, bool backed) const {
+  std::vector<Address> found;
+  const std::lock_guard lock(records_);
+  const auto end = holes_.lower_bound(at + pages * page_size_);
+  for (auto hole = holes_.lower_bound(at); hole != end; ++hole) {
+    if (hole->second == backed) found.push_back(hole->first);
+  }
+  return found;
+}
+
+// Takes the page of zeros away; puts it back where that is refused at one of them.
+CUresult CudaMappings::uncover(std::span<const Address> holes) {
+  for (std::size_t i = 0; i < holes.size(); ++i) {
+    const CUresult code = unmap(holes[i], 1);
+    if (code != CUDA_SUCCESS) {
+      cover(holes.first(i));
+      return code;
+    }
+    const std::lock_guard lock(records_);
+    holes_.at(holes[i]) = false;
+  }
+  return CUDA_SUCCESS;
+}
+
+// Puts the page of zeros there as far as the driver lets it; the last refusal.
+CUresult CudaMappings::cover(std::span<const Address> holes) {
+  CUresult refused = CUDA_SUCCESS;
+  for (const Address hole : holes) {
+    CUresult code = cuda_.call_at(cuda_.cuMemMap, hole, page_size_, hole, page_size_, 0, zeros_, 0);
+    if (code == CUDA_SUCCESS) {
+      code = set_access({hole, 0, 1}, Access::guarded);
+      // Without access it stands there all the same, unless it can be taken away.
+      if (code == CUDA_SUCCESS || unmap(hole, 1) != CUDA_SUCCESS) {
+        const std::lock_guard lock(records_);
+        holes_.at(hole) = true;
+      }
+    }
+    if (code != CUDA_SUCCESS) refused = code;
+  }
+  return refused;
 }
 
 bool CudaMappings::any() const {
@@ -158,9 +219,16 @@ void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Acc
   if (stretches.empty()) return;
   const RelaxedCapture relaxed(cuda_, operation);
   const std::size_t pages = stretches.back().first + stretches.back().pages;
+  std::vector<Address> covered;
+  for (const Stretch& stretch : stretches) {
+    const auto holes = holes_in(stretch.at, stretch.pages, true);
+    covered.insert(covered.end(), holes.begin(), holes.end());
+  }
+  CUresult code = uncover(covered);
+  if (code != CUDA_SUCCESS) throw cuda_.refusal(operation, Call::cuMemUnmap, code);
   std::size_t mapped = 0;
   Call refused = Call::cuMemMap;
-  CUresult code = map_pages(runs, 0, pages, &mapped);
+  code = map_pages(runs, 0, pages, &mapped);
   if (code == CUDA_SUCCESS) {
     refused = Call::cuMemSetAccess;
     for (const Stretch& stretch : stretches) {
@@ -171,6 +239,7 @@ void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Acc
   if (code == CUDA_SUCCESS) return;
   const DriverError cause = cuda_.refusal(operation, refused, code);
   std::vector<std::size_t> stuck = unmap_first(stretches, mapped);
+  cover(covered);
   if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
   // Page tables take memory too.
   if (code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
@@ -187,7 +256,10 @@ void CudaMappings::unmap(const char* operation, std::span<const PageRun> runs, A
     code = unmap(stretches[gone].at, stretches[gone].pages);
     if (code != CUDA_SUCCESS) break;
   }
-  if (code == CUDA_SUCCESS) return;
+  if (code == CUDA_SUCCESS) {
+    for (const Stretch& stretch : stretches) cover(holes_in(stretch.at, stretch.pages, false));
+    return;
+  }
   const DriverError cause = cuda_.refusal(operation, Call::cuMemUnmap, code);
   std::vector<std::size_t> stuck;
   for (const Stretch& stretch : std::span(stretches).first(gone)) {

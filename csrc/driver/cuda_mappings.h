@@ -27,6 +27,9 @@ class CudaMappings {
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access);
 
+  // Has `zeros` stand at each of these pages, guarded, wherever nothing else is mapped.
+  void back_holes(Handle zeros, std::span<const Address> pages);
+
   // Frees a range of which nobody knows what is mapped in it: every page is tried.
   void give_back(Address range);
   // Leaves a range, or all, and what is mapped there to the process for good.
@@ -45,6 +48,9 @@ class CudaMappings {
   CUresult map_pages(std::span<const PageRun> runs, std::size_t first, std::size_t count,
                      std::size_t* mapped);
   CUresult set_access(const Stretch& stretch, Access access);
+  std::vector<Address> holes_in(Address at, std::size_t pages, bool backed) const;
+  CUresult uncover(std::span<const Address> holes);
+  CUresult cover(std::span<const Address> holes);
   CUresult unmap(Address at, std::size_t pages);
   std::vector<std::size_t> unmap_first(std::span<const Stretch> stretches, std::size_t pages);
 
@@ -55,8 +61,11 @@ class CudaMappings {
   // in-place operations of VTensor part shared pages (I6: "where the device allows it").
   std::atomic<bool> read_only_refused_{false};
 
-  mutable std::mutex records_;             // guards the ranges
+  mutable std::mutex records_;             // guards what follows
   std::map<Address, std::size_t> ranges_;  // pages by address
+  // Pages at which `zeros_` stands where nothing else does, and whether it does now.
+  std::map<Address, bool> holes_;
+  Handle zeros_ = 0;
 };
 
 }  // namespace vtensor

@@ -70,6 +70,9 @@ class CudaFence final : public Fence {
 
 const CudaFence& cuda_fence(const Fence& fence) { return static_cast<const CudaFence&>(fence); }
 
+// Streams with numbers up to this have no handle: 0, CU_STREAM_LEGACY and this.
+constexpr Stream kPerThreadStream = 2;
+
 CUstream handle_of(Stream stream) { return reinterpret_cast<CUstream>(stream); }
 
 // What a graph's user object calls in the end, unless keeping it failed half way.
@@ -78,7 +81,7 @@ struct Kept {
   void* argument;
 };
 
-void CUDA_CB release_kept(void* pointer) {
+void release_kept(void* pointer) {
   const std::unique_ptr<const Kept> kept(static_cast<const Kept*>(pointer));
   if (kept->release != nullptr) kept->release(kept->argument);
 }
@@ -161,6 +164,25 @@ void CudaStreams::order(Stream stream, const Fence& fence) {
 void CudaStreams::let_wait(const char* operation, Stream stream, const Fence& fence) {
   cuda_.require(operation, cuda_.cuStreamWaitEvent, handle_of(stream), cuda_fence(fence).event,
                 CU_EVENT_WAIT_DEFAULT);
+}
+
+// Events are recorded in streams of their own context only, and threads of ours, in which the
+// primary context is current, record them. A default stream is that of the current context, but
+// where that is another device's: then torch means the default stream of ours.
+void CudaStreams::require_own(const char* operation, Stream stream) {
+  CUcontext context = nullptr;
+  const CUresult code = cuda_.call(cuda_.cuStreamGetCtx, handle_of(stream), &context);
+  if (code != CUDA_SUCCESS || context == cuda_.context)
+    return;  // what fails fails where it is used
+  CUdevice device = cuda_.device;
+  const bool is_default = stream <= kPerThreadStream;
+  if (is_default && cuda_.call(cuda_.cuCtxGetDevice, &device) != CUDA_SUCCESS) return;
+  if (device != cuda_.device) return;
+  throw InvalidArgument(
+      std::string("[") + operation + "] stream " + std::to_string(stream) +
+      " is of another context than the primary one of cuda:" + std::to_string(cuda_.device) +
+      ", as those of a green context are: use a stream that was made while the "
+      "primary context, which is PyTorch's, was current");
 }
 
 bool CudaStreams::capturing(const char* operation, Stream stream) {

@@ -29,6 +29,8 @@ class CudaStreams {
   FencePtr fence(Stream stream);
   bool passed(const Fence& fence);
   void order(Stream stream, const Fence& fence);
+  // Throws InvalidArgument where the stream is of another context than the primary one.
+  void require_own(const char* operation, Stream stream);
   bool capturing(const char* operation, Stream stream);
   // Throws where the stream is being captured: what is launched there would not run now.
   void refuse_capture(const char* operation, Stream stream);

@@ -96,6 +96,11 @@ class Driver {
   // and `access` are what is mapped there, for undoing. Requires: no work, launched or about to be,
   // touches them.
   virtual void unmap(std::span<const PageRun> runs, Access access) = 0;
+  // Keeps a page of zeros, read-only and the driver's own, at each of these pages of reserved
+  // ranges wherever nothing is mapped there, until their range is freed: where kernels are given no
+  // address of a hole, though they touch nothing there. Costs calls whenever they are mapped or
+  // unmapped. Nothing where holes may be given. Throws as `create` and `map`.
+  virtual void back_holes(std::span<const Address> pages) = 0;
   // Replaces what stands behind mapped pages, all of one access. A guarded page that was parted
   // loses its parted content. Requires: as unmap.
   virtual void remap(Address at, std::span<const Handle> from, Access from_access,
@@ -130,6 +135,9 @@ class Driver {
   virtual bool passed(const Fence& fence) = 0;
   // What is launched in `stream` from now on starts only after the fence. Never blocks.
   virtual void order(Stream stream, const Fence& fence) = 0;
+  // Throws InvalidArgument where work in `stream`, as this thread names it, cannot be ordered with
+  // what the core does.
+  virtual void require_own(const char* operation, Stream stream) = 0;
   // Whether `stream` is being captured into a graph: then nothing of ours may be launched in it.
   virtual bool capturing(Stream stream) = 0;
   // Calls `release(argument)` once, when the graph being captured in `stream`, and everything made

@@ -119,6 +119,8 @@ class HostDriver final : public Driver {
 
   const DriverTraits& traits() const override { return traits_; }
 
+  void back_holes(std::span<const Address>) override {}  // any address may be given to anybody
+
   Address reserve(std::size_t pages) override {
     refuse_in_forked_child("host reserve");
     // Longer by what alignment may need; the surplus stays reserved until the range is freed.
@@ -317,6 +319,7 @@ class HostDriver final : public Driver {
   FencePtr fence(Stream) override { return nullptr; }
   bool passed(const Fence&) override { return true; }
   void order(Stream, const Fence&) override {}
+  void require_own(const char*, Stream) override {}
   bool capturing(Stream) override { return false; }
   void keep_for_graph(Stream, void (*)(void*), void*) override {}
   void enter_worker() override {}

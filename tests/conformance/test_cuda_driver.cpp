@@ -223,6 +223,9 @@ TEST_CASE("what cannot be opened says why") {
   SimulatedCuda::control().reset();
   SimulatedCuda::control().configure("devices", 0);
   check_refused<DriverError>(options(), "cuInit", "CUDA_ERROR_NO_DEVICE (100): check nvidia-smi");
+  SimulatedCuda::control().reset();
+  SimulatedCuda::control().fail("cuInit", 0, 1, CUDA_ERROR_STUB_LIBRARY);
+  check_refused<DriverError>(options(), "cuInit", "stubs folder off LD_LIBRARY_PATH");
 }
 
 TEST_CASE("opening that is refused at any call leaves nothing") {  // I8, I14
@@ -279,6 +282,21 @@ TEST_CASE("memory is made for GPUDirect RDMA where the device takes the flag") {
     const std::string wanted = supported == 1 ? "rdma=1" : "rdma=0";
     CHECK(SimulatedCuda::control().line(1).find(wanted) != std::string::npos);
   }
+}
+
+TEST_CASE("the flag for GPUDirect RDMA is dropped only where it is what is refused") {
+  for (const CUresult code :
+       {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_NOT_SUPPORTED}) {
+    SimulatedCuda::prepare();
+    SimulatedCuda::control().fail("cuMemCreate", 0, 1, code);
+    const auto driver = SimulatedCuda::open();
+    SimulatedCuda::control().log(1);
+    driver->create(1);
+    CHECK(SimulatedCuda::control().line(1).find("rdma=0") != std::string::npos);
+  }
+  SimulatedCuda::prepare();
+  SimulatedCuda::control().fail("cuMemCreate", 0, 1, CUDA_ERROR_ILLEGAL_ADDRESS);
+  check_refused<DriverError>(options(), "cuMemCreate", "CUDA_ERROR_ILLEGAL_ADDRESS");
 }
 
 TEST_CASE("a full device says nothing of GPUDirect RDMA") {

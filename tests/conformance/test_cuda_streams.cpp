@@ -58,6 +58,43 @@ using Scene = SceneOf<SimulatedCuda>;
 
 }  // namespace
 
+TEST_CASE("streams of another context are refused, also its default stream") {
+  Scene s;
+  const auto own = [&](const CallerStream& stream) {
+    s.driver->require_own("test", stream.stream());
+    s.driver->require_own("test", 0);
+  };
+  const auto refused = [&](Stream stream) {
+    try {
+      s.driver->require_own("test", stream);
+      FAIL("taken");
+    } catch (const InvalidArgument& error) {
+      CHECK(std::string(error.what()).starts_with("[test] stream " + std::to_string(stream)));
+      CHECK(std::string(error.what()).find("green context") != std::string::npos);
+    }
+  };
+  own(s.one);
+  CUcontext before = nullptr;
+  s.caller.api.cuCtxGetCurrent.function(&before);
+  s.caller.api.cuCtxSetCurrent.function(reinterpret_cast<CUcontext>(s.control.make_context(0)));
+  {
+    const CallerStream foreign(s.caller);
+    refused(foreign.stream());
+    refused(0);
+    s.caller.api.cuCtxSetCurrent.function(before);
+    refused(foreign.stream());
+    own(s.two);
+    CHECK_THROWS_AS(s.driver->fence(foreign.stream()), DriverError);
+  }
+  s.caller.api.cuCtxSetCurrent.function(nullptr);
+  own(s.one);
+  // Another device's default stream is current where a program changes devices: ours is meant.
+  s.control.configure("devices", 2);
+  s.caller.api.cuCtxSetCurrent.function(reinterpret_cast<CUcontext>(s.control.make_context(1)));
+  own(s.one);
+  s.caller.api.cuCtxSetCurrent.function(before);
+}
+
 TEST_CASE("a fence passes when its stream's work is done, in no order with other streams") {
   Scene s;
   s.control.hold(s.one.number());

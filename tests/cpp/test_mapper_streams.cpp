@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -61,9 +62,10 @@ class Launcher : public Owner {
   const SimcudaControl& control_;
 };
 
-// Random operations of one thread on one tensor after another. Returns how many were refused.
+// Random operations of one thread on one tensor after another, whose kernels take time where
+// `busy`. Returns how many were refused.
 std::size_t drive(const std::shared_ptr<PagePool>& pool, const SimcudaControl& control,
-                  unsigned seed, std::size_t steps) {
+                  unsigned seed, std::size_t steps, bool busy) {
   std::mt19937 random(seed);
   const Stream stream = control.make_stream(0);
   std::size_t refused = 0;
@@ -86,6 +88,7 @@ std::size_t drive(const std::shared_ptr<PagePool>& pool, const SimcudaControl& c
         case 4:
         case 5:
         case 6:
+          if (busy) control.occupy(stream, 0.1 * static_cast<double>(n % 4));
           owner->launch(n % 2 == 0);
           break;
         default:
@@ -100,11 +103,14 @@ std::size_t drive(const std::shared_ptr<PagePool>& pool, const SimcudaControl& c
   return refused;
 }
 
-// Returns how many operations were refused.
-std::size_t hammer(const PoolOptions& options, std::size_t pages) {
+// Returns how many operations were refused. `blocking`: unmap and set-access wait for the device,
+// which is busy.
+std::size_t hammer(const PoolOptions& options, std::size_t pages, bool blocking = false) {
   const SimcudaControl control;
   control.reset();
   control.configure("granularity", kBytes);
+  control.configure("blocking", blocking);
+  const std::size_t steps = blocking ? 300 : 2000;
   control.unseen_events(2);
   std::shared_ptr<PagePool> pool = open_pool(pages, options);
   pool->ensure_mapper();
@@ -112,7 +118,7 @@ std::size_t hammer(const PoolOptions& options, std::size_t pages) {
   std::vector<std::size_t> refused(3);
   std::vector<std::thread> threads;
   for (unsigned i = 0; i < refused.size(); ++i) {
-    threads.emplace_back([&, i] { refused[i] = drive(pool, control, i, 2000); });
+    threads.emplace_back([&, i] { refused[i] = drive(pool, control, i, steps, blocking); });
   }
   std::thread watcher([&] {
     for (unsigned i = 0; !done; ++i) {
@@ -151,13 +157,89 @@ TEST_CASE("streams and leases beside a mapper that works only when asked") {
   CHECK(hammer({}, 512) == 0);
 }
 
-TEST_CASE("streams and leases where memory is short, and ages") {
-  hammer({.zero = ZeroPolicy::always,
-          .ahead = 64 * kBytes,
-          .park = 16 * kBytes,
-          .low = 4 * kBytes,
-          .max_age = std::chrono::milliseconds(1)},
-         64);
+const PoolOptions kShort{.zero = ZeroPolicy::always,
+                         .ahead = 64 * kBytes,
+                         .park = 16 * kBytes,
+                         .low = 4 * kBytes,
+                         .max_age = std::chrono::milliseconds(1)};
+
+TEST_CASE("streams and leases where memory is short, and ages") { hammer(kShort, 64); }
+
+TEST_CASE("streams and leases where driver calls wait for the device") {
+  CHECK(hammer({.ahead = 64 * kBytes, .park = 48 * kBytes}, 512, true) == 0);
+  CHECK(hammer({}, 512, true) == 0);
+  hammer(kShort, 64, true);
+}
+
+// A driver call of each kind takes so long that others come meanwhile, if the lock lets them.
+TEST_CASE("the lock is free while driver calls wait for the device") {
+  constexpr double kBusy = 100;  // ms
+  const SimcudaControl control;
+  control.reset();
+  control.configure("granularity", kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(256, {.ahead = 8 * kBytes});
+  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), true};
+  const std::uint64_t elsewhere = control.make_stream(0);
+  const RowShape shape{2, kBytes / 2, kCapacity, 0, false};
+  const std::size_t rows[] = {0, 1};
+
+  struct Sharer : Owner {
+    using Owner::buffer_;
+    using Owner::Owner;
+  };
+  auto owner = std::make_unique<Sharer>(pool, caller, shape);
+  owner->grow(16, false);
+  std::vector<std::shared_ptr<Buffer>> forks;
+  const auto fork = [&] { forks.push_back(owner->buffer_->share(caller, shape, rows, false)); };
+  const auto keep = [&] {  // free pages whose memory is kept
+    auto freed = std::make_unique<Sharer>(pool, caller, shape);
+    freed->grow(16, false);
+    freed.reset();
+    pool->wait_idle(kPatience);
+  };
+  const auto shrink = [&] {
+    owner->shrink(8, false);
+    pool->wait_idle(kPatience);
+  };
+  struct Step {
+    const char* name;
+    std::function<void()> before, take;
+  };
+  const Step steps[] = {
+      {"fork", [] {}, fork},
+      {"own", [] {}, [&] { owner->buffer_->own(caller, {0, 16}); }},
+      {"give back", [] {}, shrink},
+      {"trim", keep, [&] { pool->trim(); }},
+      {"budget", keep, [&] { pool->set_budget(pool->counts().used * kBytes); }},
+  };
+  for (const Step& step : steps) {
+    CAPTURE(std::string(step.name));
+    step.before();
+    control.configure("blocking", 1);
+    control.set_latency("cuMemRelease", kBusy * 250, 0);  // there are four and more of them
+    control.occupy(elsewhere, kBusy);
+    std::atomic<bool> done{false};
+    std::thread works([&] {
+      CHECK_NOTHROW(step.take());
+      done = true;
+    });
+    std::size_t taken = 0;
+    for (; !done; ++taken) {
+      {
+        const PoolLock lock(pool);
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    works.join();
+    control.configure("blocking", 0);
+    control.set_latency("cuMemRelease", 0, 0);
+    CHECK(taken > 10);
+    pool->check_invariants();
+  }
+  for (const std::shared_ptr<Buffer>& forked : forks) forked->abandon();
+  owner.reset();
+  pool->wait_idle(kPatience);
+  CHECK(pool->counts().used == 0);
 }
 
 }  // namespace vtensor

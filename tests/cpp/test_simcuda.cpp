@@ -8,11 +8,17 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 
 #include "driver/cuda_api.h"
 #include "simcuda/client.h"
+
+using namespace vtensor::cuda;
 
 namespace {
 
@@ -193,7 +199,6 @@ TEST_CASE("memory goes when the handle is released and no mapping is left") {
   CHECK(sim.map(range, handle) == CUDA_SUCCESS);
   CHECK(sim.api.cuMemRelease.function(handle) == CUDA_SUCCESS);
   CHECK(sim.control.free_memory(0) == all - kPage);
-  CHECK(sim.api.cuMemRelease.function(handle) == CUDA_ERROR_INVALID_VALUE);
   CHECK(sim.map(range + kPage, handle) == CUDA_ERROR_INVALID_VALUE);
   CHECK(sim.api.cuMemUnmap.function(range, kPage) == CUDA_SUCCESS);
   CHECK(sim.control.free_memory(0) == all);
@@ -255,21 +260,112 @@ TEST_CASE("memory work appears when it is waited for, and must still be mapped t
   CHECK(sim.api.cuMemUnmap.function(range + kPage, kPage) == CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
+TEST_CASE("after an illegal access calls without a context go on, and others as they are set to") {
+  Simulation sim;
+  sim.control.configure("eager", 0);
+  const CUdeviceptr range = sim.mapped(2);
+  const CUdeviceptr empty = sim.reserve(1);
+  CUevent event = nullptr;
+  CHECK(sim.api.cuEventCreate.function(&event, 0) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemsetD8Async.function(range, 4, kPage, nullptr) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemUnmap.function(range, kPage) == CUDA_SUCCESS);  // too early
+  CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_ILLEGAL_ADDRESS);
+  int count = 0;
+  CUcontext current = nullptr;
+  CUmemGenericAllocationHandle handle = 0;
+  const auto answers = [&](CUresult of_memory) {
+    CHECK(sim.api.cuInit.function(0) == CUDA_SUCCESS);
+    CHECK(sim.api.cuDeviceGetCount.function(&count) == CUDA_SUCCESS);
+    CHECK(sim.api.cuCtxGetCurrent.function(&current) == CUDA_SUCCESS);
+    CHECK(sim.api.cuCtxSetCurrent.function(current) == CUDA_SUCCESS);
+    CHECK(sim.api.cuEventQuery.function(event) == CUDA_ERROR_ILLEGAL_ADDRESS);
+    CHECK(sim.api.cuEventRecord.function(event, nullptr) == CUDA_ERROR_ILLEGAL_ADDRESS);
+    CHECK(sim.api.cuMemCreate.function(&handle, kPage, &sim.properties, 0) == of_memory);
+    CHECK(sim.api.cuMemUnmap.function(range + kPage, kPage) == of_memory);
+  };
+  answers(CUDA_ERROR_ILLEGAL_ADDRESS);
+  CHECK(sim.api.cuMemAddressFree.function(empty, kPage) == CUDA_SUCCESS);
+  sim.control.configure("sticky_vmm", 0);
+  answers(CUDA_SUCCESS);
+}
+
+TEST_CASE("an error is that of one context") {
+  Simulation sim;
+  sim.control.configure("late_faults", 1);
+  const CUdeviceptr nothing = sim.reserve(1);
+  CHECK(sim.api.cuMemsetD8Async.function(nothing, 4, kPage, nullptr) == CUDA_SUCCESS);
+  CHECK(sim.api.cuStreamQuery.function(nullptr) == CUDA_ERROR_ILLEGAL_ADDRESS);
+  const auto other = reinterpret_cast<CUcontext>(sim.control.make_context(0));
+  CHECK(sim.api.cuCtxSetCurrent.function(other) == CUDA_SUCCESS);
+  CHECK(sim.api.cuStreamQuery.function(nullptr) == CUDA_SUCCESS);
+}
+
+TEST_CASE("memory work over what is not accessible is refused at once, or faults when it runs") {
+  Simulation sim;
+  const CUdeviceptr range = sim.mapped(1), hidden = sim.reserve(1);
+  CHECK(sim.map(hidden, sim.create()) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemsetD8Async.function(hidden, 1, 1, nullptr) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.api.cuMemcpyDtoDAsync.function(range, hidden, 1, nullptr) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(sim.control.illegal_accesses() == 0);
+  sim.control.configure("late_faults", 1);
+  CHECK(sim.api.cuMemcpyDtoDAsync.function(range, hidden, 1, nullptr) == CUDA_SUCCESS);
+  CHECK(sim.control.illegal_accesses() == 1);
+  CHECK(sim.api.cuCtxSynchronize.function() == CUDA_ERROR_ILLEGAL_ADDRESS);
+}
+
+TEST_CASE("others take memory of the device, and give it back") {
+  Simulation sim;
+  sim.control.configure("memory", 3 * kPage);
+  CHECK(sim.control.take_memory(0, 2 * kPage) == CUDA_SUCCESS);
+  CHECK(sim.control.free_memory(0) == kPage);
+  sim.create();
+  CHECK(sim.control.take_memory(0, 1) == CUDA_ERROR_OUT_OF_MEMORY);
+  CUmemGenericAllocationHandle handle = 0;
+  CHECK(sim.api.cuMemCreate.function(&handle, kPage, &sim.properties, 0) ==
+        CUDA_ERROR_OUT_OF_MEMORY);
+  CHECK(sim.control.take_memory(0, -static_cast<std::int64_t>(kPage)) == CUDA_SUCCESS);
+  CHECK(sim.api.cuMemCreate.function(&handle, kPage, &sim.properties, 0) == CUDA_SUCCESS);
+  CHECK(sim.control.take_memory(1, 0) == CUDA_ERROR_INVALID_DEVICE);
+}
+
+// Run by the next one, in a process of its own.
+TEST_CASE("ends the process" * doctest::skip()) {
+  Simulation sim;
+  const auto handle = sim.create();
+  CHECK(sim.api.cuMemRelease.function(handle) == CUDA_SUCCESS);
+  sim.api.cuMemRelease.function(handle);
+}
+
+TEST_CASE("a handle that is none ends the process that releases it") {
+  const std::string said = std::filesystem::temp_directory_path() / "simcuda-test-XXXXXX";
+  std::string file = said;
+  close(mkstemp(file.data()));
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe");
+  const int status = std::system(
+      (program + " --no-skip --test-case='ends the process' >'" + file + "' 2>&1").c_str());
+  std::ifstream stream(file);
+  const std::string text(std::istreambuf_iterator<char>(stream), {});
+  std::filesystem::remove(file);
+  CHECK(status != 0);
+  CHECK(text.find("cuMemRelease of handle 1, which is none") != std::string::npos);
+}
+
 TEST_CASE("failures, counts, latencies and the log") {
   Simulation sim;
   CHECK(sim.control.fail("cuMemUnheard", 0, 1, 1) == -1);
   CHECK(sim.control.configure("colour", 1) == -1);
-  CHECK(sim.control.fail("cuMemRelease", 1, 2, CUDA_ERROR_NOT_PERMITTED) == 0);
+  CHECK(sim.control.fail("cuMemAddressFree", 1, 2, CUDA_ERROR_NOT_PERMITTED) == 0);
   sim.control.log(1);
   const auto handle = sim.create();
+  const CUdeviceptr none = 0;
   for (const CUresult answer : {CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_PERMITTED,
                                 CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_INVALID_VALUE}) {
-    CHECK(sim.api.cuMemRelease.function(handle + 1) == answer);
+    CHECK(sim.api.cuMemAddressFree.function(none, handle) == answer);
   }
-  CHECK(sim.control.calls("cuMemRelease") == 4);
+  CHECK(sim.control.calls("cuMemAddressFree") == 4);
   REQUIRE(sim.control.log_lines() == 5);
   CHECK(sim.control.line(0) == "cuMemCreate(size=65536, rdma=0, flags=0) = CUDA_SUCCESS -> 1");
-  CHECK(sim.control.line(2) == "cuMemRelease(handle=2) = CUDA_ERROR_NOT_PERMITTED");
+  CHECK(sim.control.line(2) == "cuMemAddressFree(ptr=0x0, size=1) = CUDA_ERROR_NOT_PERMITTED");
   sim.control.log(0);
   sim.create();
   CHECK(sim.control.log_lines() == 5);

@@ -14,6 +14,7 @@
 using vtensor::conformance::Caller;
 using vtensor::conformance::CallerStream;
 using vtensor::conformance::comes_true;
+using namespace vtensor::cuda;
 
 namespace {
 
@@ -193,6 +194,73 @@ TEST_CASE("synchronising waits for what another thread releases, and never for e
   s.record(s.one);
   s.control.configure("sync_timeout", 5);
   CHECK(s.api.cuCtxSynchronize.function() == CUDA_ERROR_LAUNCH_TIMEOUT);
+}
+
+TEST_CASE("unmapping and setting access wait for all work, where they are set to") {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::milliseconds kBusy(30);
+  Simulation s;
+  CUmemAccessDesc wanted{};
+  wanted.location = s.properties.location;
+  wanted.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  const auto set_access = [&] { return s.api.cuMemSetAccess.function(s.range, kPage, &wanted, 1); };
+  const auto unmap = [&] { return s.api.cuMemUnmap.function(s.range + kPage, kPage); };
+  s.control.configure("sync_timeout", 10'000);
+  s.control.configure("blocking", 1);
+  for (const bool unmaps : {false, true}) {
+    CHECK(s.control.occupy(s.one.number(), kBusy.count()) == 0);
+    CHECK(s.launch(s.one.number(), 7, unmaps ? 1 : 0) == CUDA_SUCCESS);
+    const Clock::time_point start = Clock::now();
+    CHECK((unmaps ? unmap() : set_access()) == CUDA_SUCCESS);
+    CHECK(Clock::now() - start >= kBusy / 2);
+  }
+  CHECK(s.control.illegal_accesses() == 0);  // it ran before
+  s.map(1);
+
+  // Other threads call meanwhile; what never ends is given up.
+  s.control.hold(s.one.number());
+  CHECK(s.launch(s.one.number(), 7) == CUDA_SUCCESS);
+  std::thread releases([&] {
+    CHECK(s.launch(s.two.number(), 8, 1) == CUDA_SUCCESS);
+    s.control.release(s.one.number());
+  });
+  CHECK(unmap() == CUDA_SUCCESS);
+  releases.join();
+  s.control.configure("sync_timeout", 5);
+  s.control.hold(s.one.number());
+  CHECK(s.launch(s.one.number(), 7) == CUDA_SUCCESS);
+  CHECK(set_access() == CUDA_ERROR_LAUNCH_TIMEOUT);
+}
+
+TEST_CASE("an event is recorded in streams of its own context, and waited for by all") {
+  Simulation s;
+  const auto other = reinterpret_cast<CUcontext>(s.control.make_context(0));
+  CUcontext own = nullptr, found = nullptr;
+  CHECK(s.api.cuCtxGetCurrent.function(&own) == CUDA_SUCCESS);
+  CHECK(s.api.cuCtxSetCurrent.function(other) == CUDA_SUCCESS);
+  const auto foreign = reinterpret_cast<CUstream>(s.control.make_stream(0));
+  CHECK(s.api.cuStreamGetCtx.function(nullptr, &found) == CUDA_SUCCESS);
+  CHECK(found == other);
+  CHECK(s.api.cuCtxSetCurrent.function(own) == CUDA_SUCCESS);
+  CHECK(s.api.cuStreamGetCtx.function(foreign, &found) == CUDA_SUCCESS);
+  CHECK(found == other);
+  CHECK(s.api.cuStreamGetCtx.function(s.one.handle, &found) == CUDA_SUCCESS);
+  CHECK(found == own);
+  const CUevent event = s.make_event();
+  CHECK(s.api.cuEventRecord.function(event, foreign) == CUDA_ERROR_INVALID_HANDLE);
+  CHECK(s.api.cuEventRecord.function(event, s.one.handle) == CUDA_SUCCESS);
+  CHECK(s.api.cuStreamWaitEvent.function(foreign, event, 0) == CUDA_SUCCESS);
+  // The default stream of a context is its own, too.
+  s.control.hold(0);
+  CHECK(s.launch(0, 1) == CUDA_SUCCESS);
+  CHECK(s.api.cuCtxSetCurrent.function(other) == CUDA_SUCCESS);
+  CHECK(s.launch(0, 2, 1) == CUDA_SUCCESS);
+  CHECK(s.byte(1) == 2);
+  CHECK(s.api.cuCtxSynchronize.function() == CUDA_SUCCESS);
+  CHECK(s.api.cuCtxSetCurrent.function(nullptr) == CUDA_SUCCESS);
+  CHECK(s.api.cuStreamGetCtx.function(nullptr, &found) == CUDA_ERROR_INVALID_CONTEXT);
+  CHECK(s.api.cuCtxSetCurrent.function(own) == CUDA_SUCCESS);
+  s.control.release(0);
 }
 
 TEST_CASE("a mapping that is replaced under a running kernel is an illegal access") {

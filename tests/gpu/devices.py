@@ -16,8 +16,8 @@ from vtensor import testing
 
 sys.path.append(str(Path(__file__).parents[1] / "python"))
 
+from cuda_support import TorchOnTheDevice, free_memory, mapping_at  # noqa: E402
 from cuda_support import device as settings  # noqa: E402
-from cuda_support import free_memory, mapping_at  # noqa: E402
 from stream_support import SimulatedDevice  # noqa: E402
 from support import simcuda_library  # noqa: E402
 
@@ -57,6 +57,7 @@ class Bindings:
 
 class Gpu:
     torch_device = torch.device("cuda", 0)
+    others_memory = 16 << 20  # bytes that CUDA and torch may take or return beside a test
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -101,6 +102,7 @@ class SimulatedBindings:
 
 class Simulated:
     torch_device = torch.device("cpu")
+    others_memory = 0
 
     def __init__(self, unseen_events: int) -> None:
         if simcuda_library() is None:
@@ -115,9 +117,11 @@ class Simulated:
     def free_memory(self) -> int:
         return free_memory()
 
-    def nearly_full(self, left: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def nearly_full(self, left: int) -> Iterator[None]:
         used = (4 << 30) - free_memory()
-        return settings(memory=used + left)
+        with settings(memory=used + left), TorchOnTheDevice():
+            yield
 
     def bindings(self) -> SimulatedBindings:
         return SimulatedBindings()

@@ -52,7 +52,7 @@ def test_shared_pages_are_one_handle_mapped_read_only(pool, bindings):  # I6
         pytest.xfail(f"this device does not map its memory read-only: access {access}")
 
 
-@pytest.mark.parametrize("pages", [1, 16])
+@pytest.mark.parametrize("pages", [1, 64])
 def test_memory_is_taken_and_returned(pool, device, pages):  # I14
     bytes_tensor(pool, 1).close()  # modules and the scratch page are loaded
     pool.wait_idle()
@@ -66,20 +66,24 @@ def test_memory_is_taken_and_returned(pool, device, pages):  # I14
     assert pool.stats().pages_cached == pages
     pool.trim()
     assert pool.stats().pages_cached == 0
-    assert abs(before - device.free_memory()) < PAGE
+    assert abs(before - device.free_memory()) <= device.others_memory
 
 
 def test_closing_the_pool_returns_all_memory(device):
-    device.pool(page_size=PAGE, budget=32 * PAGE).close()
+    def free_memory_of_a_life() -> int:
+        pool = device.pool(page_size=PAGE, budget=128 * PAGE)
+        t = bytes_tensor(pool, 60)
+        fork = t.fork().add_(1)
+        free = device.free_memory()
+        del t, fork
+        gc.collect()
+        pool.close()
+        return free
+
+    free_memory_of_a_life()  # what is used first takes device memory when its module is loaded
     before = device.free_memory()
-    pool = device.pool(page_size=PAGE, budget=128 * PAGE)
-    t = bytes_tensor(pool, 60)
-    fork = t.fork().add_(1)
-    assert before - device.free_memory() >= 120 * PAGE
-    del t, fork
-    gc.collect()
-    pool.close()
-    assert abs(before - device.free_memory()) < PAGE
+    assert before - free_memory_of_a_life() >= 120 * PAGE
+    assert abs(before - device.free_memory()) <= device.others_memory
 
 
 def test_a_full_device_raises_and_recovers(device):  # I9
@@ -90,7 +94,7 @@ def test_a_full_device_raises_and_recovers(device):  # I9
             for _ in range(64):  # CUDA may keep back some that it does not count as free
                 t.extend(PAGE)
         length = t.length
-        assert length < 68 * PAGE and bool((t[: 4 * PAGE] == 5).all())
+        assert length < 68 * PAGE  # what it holds is compared below: a comparison takes device memory too
     t.extend(20 * PAGE)
     assert t.length == length + 20 * PAGE
     assert bool((t[: 4 * PAGE] == 5).all()) and not t[4 * PAGE :].any()

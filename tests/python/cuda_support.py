@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import vtensor
 from support import quarter, ramp, simcuda_control, simcuda_library
@@ -14,6 +17,22 @@ from support import quarter, ramp, simcuda_control, simcuda_library
 needs_simcuda = pytest.mark.skipif(
     simcuda_library() is None, reason="libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)"
 )
+
+
+def load_simulated_libcuda() -> None:
+    """Has cuda-bindings take the simulated libcuda in this process, if it has not loaded another."""
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    from cuda.bindings import driver
+    from cuda.bindings._internal import driver as loader
+
+    library = ctypes.CDLL(str(simcuda_library()))
+    loaded = SimpleNamespace(_handle_uint=library._handle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "load_nvidia_dynamic_lib", lambda name: loaded)
+        driver.cuInit(0)
+    if b"simulated" not in driver.cuDeviceGetName(64, 0)[1]:
+        pytest.skip("cuda-bindings has loaded the real libcuda in this process: run this file by itself")
+
 
 READ, READ_WRITE = 1, 3  # CUmemAccess_flags
 
@@ -23,7 +42,7 @@ def device(**settings: int):
     """The simulated device with other settings, for as long as it lasts."""
     control = simcuda_control()
     control.simcuda_configure.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
-    usual = {"memory": 4 << 30, "devices": 1, "vmm": 1, "read_only": 1, "granularity": 4096}
+    usual = {"memory": 4 << 30, "devices": 1, "vmm": 1, "read_only": 1, "granularity": 4096, "pointers": 1}
     try:
         for name, value in settings.items():
             assert control.simcuda_configure(name.encode(), value) == 0
@@ -46,6 +65,47 @@ def free_memory() -> int:
     look = simcuda_control().simcuda_free_memory
     look.argtypes, look.restype = (ctypes.c_int,), ctypes.c_uint64
     return look(0)
+
+
+class TorchOnTheDevice(TorchDispatchMode):
+    """What torch's operations make takes memory of the simulated device, as on a GPU: in segments, which the
+    allocator keeps. Without room for one they raise torch.OutOfMemoryError. At its end all is given back."""
+
+    SEGMENT = 2 << 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments = self.room = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {t.untyped_storage().data_ptr() for t in given}
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in known:
+                self.allocate(made.untyped_storage().nbytes())
+        return result
+
+    def allocate(self, nbytes: int) -> None:
+        while nbytes > self.room:
+            if take_memory(self.SEGMENT) != 0:
+                raise torch.OutOfMemoryError(
+                    f"{nbytes} bytes asked for, the simulated device has {free_memory()}"
+                )
+            self.segments += 1
+            self.room += self.SEGMENT
+        self.room -= nbytes
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        assert take_memory(-self.segments * self.SEGMENT) == 0
+
+
+def take_memory(nbytes: int) -> int:
+    """Others take so many bytes of the device, or give them back, below 0. A CUresult."""
+    take = simcuda_control().simcuda_take_memory
+    take.argtypes, take.restype = (ctypes.c_int, ctypes.c_int64), ctypes.c_int
+    return take(0, nbytes)
 
 
 def values(length: int, rows: tuple[int, ...] = ()) -> torch.Tensor:

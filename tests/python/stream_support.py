@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,9 @@ _SIGNATURES = {
     "simcuda_late_events": ([_u64, _double], None),
     "simcuda_unseen_events": ([_u64], None),
     "simcuda_launch": ([_u64, _u64, _u64, _int], _int),
+    "simcuda_occupy": ([_u64, _double], _int),
+    "simcuda_take_memory": ([_int, ctypes.c_int64], _int),
+    "simcuda_make_context": ([_int], _u64),
     "simcuda_make_stream": ([_int], _u64),
     "simcuda_destroy_stream": ([_u64], _int),
     "simcuda_pending": ([_u64], _u64),
@@ -71,6 +75,13 @@ class SimulatedDevice:
             self.hold(made)
         return made
 
+    def foreign_stream(self) -> int:
+        """A stream of another context of the device, as those of a green context are."""
+        with self._current(self._call["simcuda_make_context"](0)):
+            made = self._call["simcuda_make_stream"](0)
+        self._streams.append(made)
+        return made
+
     def destroy(self, stream: int) -> None:
         self._streams.remove(stream)
         self._done("simcuda_destroy_stream", stream)
@@ -105,6 +116,10 @@ class SimulatedDevice:
         return self._call["simcuda_calls"](call.encode())
 
     # -- kernels
+
+    def occupy(self, stream: int, milliseconds: float) -> None:
+        """A kernel runs for so long from now on, which touches no memory that is looked at here."""
+        self._done("simcuda_occupy", stream, milliseconds)
 
     def kernel(self, stream: int, tensor, start: int = 0, stop: int | None = None, writes: int = 0) -> None:
         """Launches a kernel over positions start to stop of each row; it writes that byte, or reads."""
@@ -149,15 +164,29 @@ class SimulatedDevice:
     @contextlib.contextmanager
     def context(self, device: int = 0) -> Iterator[None]:
         """The primary context of a device is current, as torch has it."""
-        before, primary = _u64(), _u64()
-        self._done("cuCtxGetCurrent", ctypes.byref(before))
+        primary = _u64()
         self._done("cuDevicePrimaryCtxRetain", ctypes.byref(primary), device)
-        self._done("cuCtxSetCurrent", primary.value)
+        try:
+            with self._current(primary.value):
+                yield
+        finally:
+            self._done("cuDevicePrimaryCtxRelease_v2", device)
+
+    @contextlib.contextmanager
+    def other_context(self) -> Iterator[None]:
+        """Another context of the device is current than its primary one, as a green context may be."""
+        with self._current(self._call["simcuda_make_context"](0)):
+            yield
+
+    @contextlib.contextmanager
+    def _current(self, context: int) -> Iterator[None]:
+        before = _u64()
+        self._done("cuCtxGetCurrent", ctypes.byref(before))
+        self._done("cuCtxSetCurrent", context)
         try:
             yield
         finally:
             self._done("cuCtxSetCurrent", before.value)
-            self._done("cuDevicePrimaryCtxRelease_v2", device)
 
     def let_go(self) -> None:
         """Lets everything run that was held back."""
@@ -175,6 +204,29 @@ class SimulatedDevice:
         if illegal:
             self._call["simcuda_reset"]()
         return illegal
+
+
+@contextlib.contextmanager
+def busy_device(milliseconds: float = 0.3) -> Iterator[None]:
+    """cuMemUnmap and cuMemSetAccess wait for the device, in which a kernel runs about half of the time."""
+    device = SimulatedDevice()
+    stream = device.stream()
+    over = threading.Event()
+
+    def launch() -> None:
+        while not over.wait(2 * milliseconds / 1000):
+            device.occupy(stream, milliseconds)
+
+    launcher = threading.Thread(target=launch, daemon=True)
+    device.configure("blocking", 1)
+    launcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        launcher.join()
+        device.configure("blocking", 0)
+        device.destroy(stream)
 
 
 def eventually(what: Callable[[], object], seconds: float = 5.0) -> bool:

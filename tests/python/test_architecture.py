@@ -69,8 +69,8 @@ def test_cpp_layers() -> None:
                 wrong.append(f"{name(path)}: {layer} knows nothing of {header}")
             if TORCH.match(header):
                 wrong.append(f"{name(path)}: {header}, but one build serves every PyTorch")
-            if header == "cuda.h" and not name(path).startswith("csrc/driver/cuda_"):
-                wrong.append(f"{name(path)}: cuda.h belongs to the CUDA driver")
+            if header == "cuda.h":
+                wrong.append(f"{name(path)}: cuda.h, but the build needs nothing of CUDA")
     assert not wrong
 
 
@@ -152,6 +152,15 @@ def cpp_identifiers(text: str) -> set[str]:
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
     text = re.sub(r'"(\\.|[^"\\\n])*"', '""', text)
     return set(re.findall(r"[A-Za-z_]\w*", text))
+
+
+def test_what_is_declared_of_libcuda_is_held_equal_to_cuda_h() -> None:
+    declared, checked = (
+        cpp_identifiers((ROOT / file).read_text())
+        for file in ("csrc/driver/cuda_abi.h", "tests/cuda_abi/equal.cpp")
+    )
+    declared = {identifier for identifier in declared if identifier.lower().startswith("cu")}
+    assert declared and not declared - checked, "tests/cuda_abi/equal.cpp compares each of them"
 
 
 def python_identifiers(text: str) -> set[str]:

@@ -8,12 +8,36 @@ import pytest
 
 from support import run_snippet, simcuda_library
 
-# A pool whose mapper is kept busy: pages ahead, parked tensors, and something always on its way out.
-BUSY = """
-import threading, time
+# A pool of the host, or of a device on which kernels run that unmap and set-access wait for.
+POOLS = {
+    "host": """
+pool = vtensor.Pool("cpu", page_size=PAGE, budget=16384 * PAGE)
+""",
+    "busy_device": """
+from stream_support import busy_device
+pool = open_pool("simcuda", 16384, ahead=None, patience=20)
+busy = busy_device()
+busy.__enter__()
+""",
+}
+DEVICES = pytest.mark.parametrize(
+    "device",
+    [
+        "host",
+        pytest.param(
+            "busy_device",
+            marks=pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built"),
+        ),
+    ],
+)
+# Its mapper is kept busy: pages ahead, parked tensors, and something always on its way out.
+BUSY = r"""
+import threading, time, warnings
+# Python from 3.12 on says so at every fork beside threads, which is what these tests are about.
+warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded, use of f", DeprecationWarning)
 torch.set_num_threads(1)
 PAGE = 4096
-pool = vtensor.Pool("cpu", page_size=PAGE, budget=16384 * PAGE)
+{pool}
 stop = threading.Event()
 failed = []
 
@@ -50,12 +74,14 @@ def join(threads):
 """
 
 
-def check(code: str, *, finalize: bool = False, timeout: float = 30.0) -> None:
-    finished = run_snippet(BUSY + textwrap.dedent(code), finalize=finalize, timeout=timeout).check()
+def check(code: str, *, device: str = "host", finalize: bool = False, timeout: float = 30.0) -> None:
+    code = BUSY.replace("{pool}", POOLS[device]) + textwrap.dedent(code)
+    finished = run_snippet(code, finalize=finalize, timeout=timeout).check()
     assert finished.err == "", finished.err
 
 
-def test_deleters_under_the_gil_beside_a_busy_mapper():
+@DEVICES
+def test_deleters_under_the_gil_beside_a_busy_mapper(device):
     """A deleter runs with the GIL held, on any thread; it waits for neither mapper nor grower."""
     check(
         """
@@ -81,11 +107,13 @@ def test_deleters_under_the_gil_beside_a_busy_mapper():
         pool.wait_idle(10)
         testing.check_invariants(pool)
         assert pool.stats().tensors == 0
-        """
+        """,
+        device=device,
     )
 
 
-def test_a_finalizer_that_closes_grows_and_drops_inside_other_operations():
+@DEVICES
+def test_a_finalizer_that_closes_grows_and_drops_inside_other_operations(device):
     check(
         """
         class Node:
@@ -107,11 +135,13 @@ def test_a_finalizer_that_closes_grows_and_drops_inside_other_operations():
         threads = [thread(churn), thread(grow)]
         time.sleep(0.4)
         join(threads)
-        """
+        """,
+        device=device,
     )
 
 
-def test_pool_operations_beside_one_another():
+@DEVICES
+def test_pool_operations_beside_one_another(device):
     check(
         """
         def tell():
@@ -125,7 +155,8 @@ def test_pool_operations_beside_one_another():
         time.sleep(0.4)
         join(threads)
         pool.close()
-        """
+        """,
+        device=device,
     )
 
 
@@ -157,9 +188,10 @@ with testing.fail_after(pool, 0, 1000):
 }
 
 
+@DEVICES
 @pytest.mark.parametrize("ending", EXITS)
-def test_exit(ending):
-    check("\n" + EXITS[ending], finalize=True)
+def test_exit(ending, device):
+    check("\n" + EXITS[ending], device=device, finalize=True)
 
 
 CHILD = """

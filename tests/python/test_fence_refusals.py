@@ -9,10 +9,11 @@ import pytest
 
 import vtensor
 from stream_support import eventually
-from support import filled, quarter
+from support import filled, quarter, simcuda_disarm
 from vtensor import testing
 
 AHEAD = 16 * 4096
+ILLEGAL_ADDRESS = 700  # a CUresult
 WORKERS = pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
 
 
@@ -87,8 +88,9 @@ def test_a_parked_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
     t = filled(pool, 16, 5)
     sim.kernel(stream, t)
     t.close(stream=stream)
+    asked = sim.calls("cuEventQuery")
     sim.fail("cuEventQuery", 1, 6)
-    time.sleep(0.05)
+    assert eventually(lambda: sim.calls("cuEventQuery") >= asked + 9)
     sim.release(stream)
     pool.wait_idle(2)
     with quarter(pool, 16) as t:
@@ -164,3 +166,19 @@ def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, str
     child.extend(2)
     assert not child[:, 5:].any()
     t.close(), child.close()
+
+
+def test_the_mapper_leaves_a_closed_pool_of_a_device_in_error_alone(sim, stream_pool):
+    """The process may be ending, and libcuda with it; who closes the pool again tries again."""
+    pool = stream_pool(ahead=AHEAD, park=0)
+    t = filled(pool, 16)
+    sim.fail("*", refuse=10**9, code=ILLEGAL_ADDRESS)
+    t.close()
+    pool.close()
+    time.sleep(0.05)
+    tried = sim.calls("*")
+    time.sleep(0.6)  # twice as long as the mapper waits where the pool is open
+    assert sim.calls("*") == tried
+    simcuda_disarm()
+    pool.close()
+    assert pool.stats().pages_mapped == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 
 import vtensor
 from kv_support import PAGE, SHAPES, options_of
@@ -22,10 +23,14 @@ class Machine(CacheMachine):
         return open_pool(self.kind, BUDGET_PAGES, page_size=PAGE, ahead=self.ahead)
 
 
-def case(kind: str, shape: str, ahead: int = 0, **options):
+def machine(kind: str, shape: str, ahead: int = 0, **options) -> type[Machine]:
     name = "".join(word.title() for word in f"{kind} {shape} {'mapper' if ahead else ''}".split())
     fixed = {"kind": kind, "ahead": ahead, "looks_ahead": ahead > 0, "options": options_of(shape, **options)}
-    test = type(name, (Machine,), fixed).TestCase
+    return type(name, (Machine,), fixed)
+
+
+def case(kind: str, *arguments, **options):
+    test = machine(kind, *arguments, **options).TestCase
     test.settings = settings(max_examples=12, stateful_step_count=40)
     return pytest.mark.skipif(
         kind == "simcuda" and simcuda_library() is None, reason="libsimcuda.so is not built"
@@ -37,3 +42,23 @@ for _kind in ("host", "simcuda"):
         globals()[f"Test{_kind}{_shape}".replace(" ", "_")] = case(_kind, _shape)
     for _shape in ("sliced", "tiles"):
         globals()[f"Test{_kind}{_shape}mapper"] = case(_kind, _shape, ahead=8 * PAGE, lookahead=20)
+
+
+@pytest.mark.parametrize("shape", ["sliced", "tiles"])
+def test_the_same_draws_make_the_same_requests(kind, shape):
+    """Whatever the mapper has done by then: Hypothesis draws by what there is, and draws the same twice."""
+    if kind == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built")
+    histories = []
+    for _ in range(2):
+        history = []
+
+        class Recorded(machine(kind, shape, ahead=8 * PAGE, lookahead=20)):
+            def check(self, history=history):
+                super().check()
+                history.append([(len(r.values), r.swapped) for r in self.requests.values()])
+
+        same = settings(max_examples=20, stateful_step_count=40, derandomize=True, database=None)
+        run_state_machine_as_test(Recorded, settings=same)
+        histories.append(history)
+    assert histories[0] == histories[1]

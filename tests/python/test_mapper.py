@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import vtensor
+from stream_support import busy_device
 from support import (
     PER_PAGE,
     calls,
@@ -32,6 +33,17 @@ PAGE = 4096
 def ahead(pool_factory):
     """1,200 host pages; each tensor may have 16 pages ahead."""
     return pool_factory("host", pages=1200, ahead=16 * PAGE, park=0)
+
+
+@pytest.fixture(params=["host", "busy_device"])
+def anywhere(request, pool_factory):
+    """The same, and on a device on which kernels run that unmap and set-access wait for."""
+    if request.param == "host":
+        yield request.getfixturevalue("ahead")
+        return
+    pool = pool_factory("simcuda", pages=1200, ahead=16 * PAGE, park=0)
+    with busy_device():
+        yield pool
 
 
 def ones(t, n, value=1):
@@ -161,17 +173,17 @@ def test_a_long_append_loop_makes_no_driver_call(ahead):
     assert t[2 * PER_PAGE + 1 :].eq(expected[:, None]).all() and t[: 2 * PER_PAGE + 1].eq(1).all()
 
 
-def test_a_loop_that_gives_the_mapper_no_time_is_right_all_the_same(ahead):
+def test_a_loop_that_gives_the_mapper_no_time_is_right_all_the_same(anywhere):
     """Whoever overtakes the mapper maps the page himself."""
-    tensors = [quarter(ahead, rows=(2,), capacity=400) for _ in range(3)]
+    tensors = [quarter(anywhere, rows=(2,), capacity=400) for _ in range(3)]
     for i in range(400):
         for k, t in enumerate(tensors):
             t.append(ones(t, 1, (i + k) % 251))
     expected = torch.arange(400)
     for k, t in enumerate(tensors):
         assert t.eq(((expected + k) % 251).to(torch.uint8)[None, :, None]).all()
-    ahead.wait_idle(5)
-    check_sums(ahead)
+    anywhere.wait_idle(5)
+    check_sums(anywhere)
 
 
 def test_overtaking_waits_for_no_more_than_a_step_of_the_mapper(pool_factory):
@@ -486,13 +498,13 @@ def test_one_thread_a_pool_that_ends_with_it(pool_factory):
     eventually(lambda: mappers() == before + 1)
 
 
-def test_threads_prepare_grow_and_drop_views(ahead):
+def test_threads_prepare_grow_and_drop_views(anywhere):
     errors = []
 
     def work(number):
         try:
             for turn in range(30):
-                t = quarter(ahead, 2, rows=(2,), capacity=80)
+                t = quarter(anywhere, 2, rows=(2,), capacity=80)
                 t.fill_(number)
                 views = []
                 for _ in range(8):
@@ -508,12 +520,12 @@ def test_threads_prepare_grow_and_drop_views(ahead):
     for thread in threads:
         thread.start()
     for _ in range(20):
-        check_sums(ahead)
-        testing.check_invariants(ahead)
+        check_sums(anywhere)
+        testing.check_invariants(anywhere)
         time.sleep(0.005)
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
     assert not errors, errors[0]
-    ahead.wait_idle(5)
-    assert check_sums(ahead).pages_mapped == 0
+    anywhere.wait_idle(5)
+    assert check_sums(anywhere).pages_mapped == 0

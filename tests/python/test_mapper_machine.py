@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import vtensor
+from stream_support import busy_device
 from support import check_sums, open_pool, quarter, simcuda_library
 from test_state_machine import Machine
 from vtensor import testing
@@ -50,21 +51,28 @@ class MapperMachine(Machine):
         return counts, super().facts(pool)[1]
 
     def attempt(self, pool, operation, fail):
+        """As there; what a refused driver call ended is done again: which thread's call that was depends on
+        time, and what is drawn next must not."""
         before = self.facts(pool)
-        try:
-            if fail is None:
-                return operation()
-            with testing.fail_after(pool, fail):
-                result = operation()
-            self.rest(pool)
-            return result
-        except vtensor.DriverError:
-            pass  # the operation's own, or one that the mapper met before (I10)
-        except vtensor.OutOfPages as error:
-            assert "page" in str(error)
-        self.rest(pool)
-        assert self.facts(pool) == before
-        return REFUSED
+        for refuse in (fail, None):
+            try:
+                if refuse is None:
+                    return operation()
+                with testing.fail_after(pool, refuse):
+                    result = operation()
+                self.rest(pool)
+                return result
+            except (vtensor.DriverError, vtensor.OutOfPages) as error:
+                self.rest(pool)
+                assert self.facts(pool) == before
+                if isinstance(error, vtensor.OutOfPages):
+                    assert "page" in str(error)
+                    return REFUSED
+                # The operation's own, or one that the mapper met before (I10).
+        raise AssertionError("refused though no refusal was injected")
+
+    def may_part(self, pool, pages):
+        return super().may_part(pool, pages) or self.free_for_need(pool) >= pages
 
     def attempt_close(self, t, close, fail):
         if fail is None:
@@ -194,6 +202,23 @@ class CudaMapperMachine(MapperMachine):
     kind = "simcuda"
 
 
+class BusyDeviceMachine(CudaMapperMachine):
+    """Unmap and set-access wait for the device, which is busy."""
+
+    def open_pools(self):
+        pools = super().open_pools()
+        self.busy = busy_device()
+        self.busy.__enter__()
+        return pools
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "busy"):
+                self.busy.__exit__(None, None, None)
+
+
 class AskedMachine(MapperMachine):
     """The mapper works only for what is prepared; freed tensors are parked all the same."""
 
@@ -209,6 +234,8 @@ def case(machine, examples):
 
 TestLookingAhead = case(MapperMachine, 40)
 TestAsked = case(AskedMachine, 20)
-TestSimulatedCuda = pytest.mark.skipif(
+needs_simcuda = pytest.mark.skipif(
     simcuda_library() is None, reason="libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)"
-)(case(CudaMapperMachine, 20))
+)
+TestSimulatedCuda = needs_simcuda(case(CudaMapperMachine, 20))
+TestBusyDevice = needs_simcuda(case(BusyDeviceMachine, 10))

@@ -52,6 +52,23 @@ def test_unmapping_goes_in_steps(pool_factory):
     assert len(unmapped) > 1 and max(unmapped) <= 16 << 20
 
 
+def test_unmapping_is_bounded_by_time(sim, stream_pool):
+    """Each call may wait for the device, so an owner who comes back waits for one alone."""
+    pool = stream_pool(patience=20, ahead=PAGE, park=0)
+    rows = 8
+    t = filled(pool, 8, rows=(rows,))
+    made = sim.calls("cuMemUnmap")
+    sim.slow("cuMemUnmap", 20_000)
+    t.truncate(0)
+    eventually(lambda: sim.calls("cuMemUnmap") > made)
+    t.extend(1)
+    assert sim.calls("cuMemUnmap") - made < rows
+    sim.slow("cuMemUnmap", 0)
+    pool.wait_idle(5)
+    assert pool.stats().pages_needed == rows and pool.stats().pages_held == 0
+    t.close()
+
+
 # 512 MiB, which take the mapper some tenths of a second.
 BACKLOG = """
 pages = 8192

@@ -86,8 +86,8 @@ def test_one_shrink_is_few_calls(pool_factory):
     assert made.get("munmap", 0) + made.get("mmap", 0) == 1
 
 
-# Calls that change or ask something of the calling thread alone.
-THREAD_STATE = {"cuCtxGetCurrent", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"}
+# Calls that change or ask something of the calling thread alone; of a default stream, its context is that.
+THREAD_STATE = {"cuCtxGetCurrent", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode", "cuStreamGetCtx"}
 
 
 @pytest.mark.parametrize("pages", [10, 200])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vtensor
-from cuda_support import free_memory
+from cuda_support import TorchOnTheDevice, free_memory
 from stream_support import eventually
 from support import filled, quarter, ramp, same_bytes, simcuda_library
 from vtensor import testing
@@ -94,6 +94,47 @@ def test_torch_gives_back_what_is_needed(sim, stream_pool, emptied, full, name):
     emptied.then = lambda: full(None)
     GROW[name](t, pool)
     assert emptied == [1]
+    t.close()
+
+
+def test_torch_that_cannot_give_back_its_cache(sim, stream_pool, emptied, full):
+    """Its allocator raises an internal error while a graph is captured; memory is short all the same."""
+
+    def refuse():
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    pool = stream_pool()
+    t = filled(pool, 8)
+    full(0)
+    emptied.then = refuse
+    with pytest.raises(vtensor.OutOfPages, match=r"bytes free while torch cannot give back its cache"):
+        t.extend(20)
+    emptied.then = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        t.extend(20)
+    assert t.length == 8
+    full(None)
+    t.extend(20)
+    t.close()
+
+
+def test_torch_beside_a_pool_that_takes_all(sim, stream_pool, emptied, full):
+    """Results of its operations are memory of the device too; in-place operations take none."""
+    pool = stream_pool()
+    t = filled(pool, 16)
+    full(TorchOnTheDevice.SEGMENT // PAGE + 4)
+    with TorchOnTheDevice():
+        assert (t == 1).all()  # in one segment
+        t.extend(16)
+        with pytest.raises(vtensor.OutOfPages):
+            t.extend(16)
+        t.add_(1)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(TorchOnTheDevice.SEGMENT, dtype=torch.uint8)
+    full(None)
     t.close()
 
 

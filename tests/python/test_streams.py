@@ -125,6 +125,53 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, name, operation):
     t.close()
 
 
+@pytest.mark.parametrize("operation", ["shrink", "truncate", "fork", "close", "lease", "record_stream"])
+def test_a_stream_of_another_context_is_refused(sim, stream_pool, operation):
+    """Events are recorded in streams of their own context only: what waits for it could never go."""
+    pool = stream_pool()
+    t = filled(pool, 16, 3)
+    stream = sim.foreign_stream()
+    calls = {
+        "shrink": lambda: t.shrink(1, stream=stream),
+        "truncate": lambda: t.truncate(1, stream=stream),
+        "fork": lambda: t.fork(stream=stream),
+        "close": lambda: t.close(stream=stream),
+        "lease": lambda: vtensor.lease(t, stream=stream).__enter__(),
+        "record_stream": lambda: t.record_stream(stream),
+    }
+    with pytest.raises(vtensor.InvalidArgument, match=rf"{operation}\] stream {stream} is of another"):
+        calls[operation]()
+    assert t.length == 16 and t.eq(3).all()
+    t.close()
+
+
+def test_a_slot_cache_refuses_streams_of_another_context(sim, stream_pool):
+    cache = vtensor.KVCache(1, 1, 64, max_batch=2, max_len=64, dtype=torch.uint8, pool=stream_pool())
+    stream = sim.foreign_stream()
+    slot = cache.alloc()
+    assert cache.step([16, 0])
+    for call in (lambda: cache.free(slot, stream=stream), lambda: cache.close(stream=stream)):
+        with pytest.raises(vtensor.InvalidArgument, match="another context"):
+            call()
+    assert cache.step([32, 0])
+    cache.close()
+
+
+def test_growth_beside_another_current_context_is_refused(sim, stream_pool):
+    """Its default stream is another than the one that the pool would wait for."""
+    pool = stream_pool()
+    t = filled(pool, 8)
+    with sim.other_context():
+        with pytest.raises(vtensor.InvalidArgument, match=r"\[VTensor.extend\] stream 0 is of another"):
+            t.extend(8)
+        lease = vtensor.lease(t).__enter__()
+        with pytest.raises(vtensor.InvalidArgument, match=r"\[lease\] stream 0 is of another context"):
+            lease.__exit__(None, None, None)
+    lease.__exit__(None, None, None)
+    t.extend(8)
+    t.close()
+
+
 def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
     """It is waited for once; what numbers a stream that is gone is not asked again."""
     pool = stream_pool()

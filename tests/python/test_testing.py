@@ -203,8 +203,10 @@ def test_strict_holes_fault_on_a_read_past_the_end() -> None:
 
 def test_an_injected_failure_changes_nothing(pool) -> None:
     t = filled(pool, 3)
+    # On CUDA the first call asks whose context the stream is of; without an answer growth goes on.
+    skip = int(pool.device.type == "cuda")
     with pytest.raises(vtensor.DriverError):
-        with testing.fail_after(pool, 0):
+        with testing.fail_after(pool, skip):
             t.extend(4 * PER_PAGE)
     assert t.length == 3 and t.eq(1).all()
     t.extend(4 * PER_PAGE)  # only the one call was refused

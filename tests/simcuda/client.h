@@ -43,6 +43,9 @@ struct SimcudaControl {
   SIMCUDA_ENTRY(late_events, simcuda_late_events);
   SIMCUDA_ENTRY(unseen_events, simcuda_unseen_events);
   SIMCUDA_ENTRY(launch, simcuda_launch);
+  SIMCUDA_ENTRY(occupy, simcuda_occupy);
+  SIMCUDA_ENTRY(take_memory, simcuda_take_memory);
+  SIMCUDA_ENTRY(make_context, simcuda_make_context);
   SIMCUDA_ENTRY(make_stream, simcuda_make_stream);
   SIMCUDA_ENTRY(destroy_stream, simcuda_destroy_stream);
   SIMCUDA_ENTRY(pending, simcuda_pending);

@@ -1,8 +1,11 @@
 #include "sim.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
+#include <thread>
 
 namespace simcuda {
 namespace {
@@ -45,15 +48,18 @@ Sim& sim() {
 }
 
 Context* Sim::find(CUcontext context) {
-  for (Context& candidate : contexts) {
-    if (reinterpret_cast<CUcontext>(&candidate) == context && candidate.retained > 0) {
-      return &candidate;
-    }
-  }
-  return nullptr;
+  const auto is_it = [context](const Context& candidate) {
+    return reinterpret_cast<CUcontext>(const_cast<Context*>(&candidate)) == context &&
+           candidate.retained > 0;
+  };
+  const auto primary = std::ranges::find_if(contexts, is_it);
+  if (primary != contexts.end()) return &*primary;
+  const auto other =
+      std::ranges::find_if(others, [&](const auto& candidate) { return is_it(*candidate); });
+  return other == others.end() ? nullptr : other->get();
 }
 
-int Sim::device() const { return current_context == nullptr ? 0 : device_of(current_context); }
+CUcontext Sim::context() { return current_context == nullptr ? primary(0) : current_context; }
 
 std::uint64_t Sim::free_memory(int device) const {
   const std::uint64_t used = model->memory.used(device);
@@ -92,9 +98,40 @@ std::string describe(const char* call, std::initializer_list<Argument> arguments
   return line;
 }
 
+CUresult wait_until(Sim& s, CUcontext context, std::unique_lock<std::mutex>& lock,
+                    const std::function<bool()>& is_done) {
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(s.settings.sync_timeout);
+  s.model->streams.wait_out_queries();
+  while (!is_done()) {
+    if (s.model->streams.error(context) != CUDA_SUCCESS) break;
+    if (std::chrono::steady_clock::now() >= deadline) return CUDA_ERROR_LAUNCH_TIMEOUT;
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    lock.lock();
+  }
+  return s.model->streams.error(context);
+}
+
+namespace {
+
+// What calls answer in a process of which a context is in error. Those that look at no context go
+// on; of the others cuda.h says that they may return the errors of earlier work.
+CUresult sticky_error(Sim& s, const char* call, Needs needs) {
+  if (needs == Needs::context) return s.model->streams.error(current_context);
+  if (needs != Needs::vmm || !s.settings.sticky_vmm || !s.model->streams.any_error())
+    return CUDA_SUCCESS;
+  constexpr std::array<std::string_view, 3> kNever = {"cuMemGetAllocationGranularity",
+                                                      "cuMemAddressReserve", "cuMemAddressFree"};
+  return std::ranges::find(kNever, call) != kNever.end() ? CUDA_SUCCESS
+                                                         : CUDA_ERROR_ILLEGAL_ADDRESS;
+}
+
+}  // namespace
+
 CUresult refusal(Sim& s, const char* call, Needs needs, During during) {
-  // After an illegal access every call answers that, as on a device.
-  if (s.model->streams.error() != CUDA_SUCCESS) return s.model->streams.error();
+  const CUresult error = sticky_error(s, call, needs);
+  if (error != CUDA_SUCCESS) return error;
   if (!s.initialised && std::strcmp(call, "cuInit") != 0) return CUDA_ERROR_NOT_INITIALIZED;
   if (needs == Needs::vmm && !s.settings.vmm) return CUDA_ERROR_NOT_SUPPORTED;
   if (needs == Needs::context) {

@@ -2,18 +2,19 @@
 // through.
 #pragma once
 
-#include <cuda.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "sim_control.h"
 #include "sim_graphs.h"
@@ -22,12 +23,18 @@
 #include "simcuda.h"
 
 #define SIMCUDA_EXPORT extern "C" __attribute__((visibility("default")))
+// The head of an entry point's definition, which must have the type that cuda_abi.h gives it.
+#define SIMCUDA_ENTRY(symbol)                  \
+  SIMCUDA_EXPORT vtensor::cuda::symbol symbol; \
+  SIMCUDA_EXPORT vtensor::cuda::CUresult symbol
 
 namespace simcuda {
 
 constexpr std::uint64_t kMaxDevices = 64;
 
+// The primary one of a device, or another.
 struct Context {
+  int device = 0;
   int retained = 0;
 };
 
@@ -47,20 +54,24 @@ struct Sim {
   CallControl control;
   Destructors destructors;
   std::unique_ptr<Model> model = std::make_unique<Model>(destructors);
-  std::array<Context, kMaxDevices> contexts;
+  std::array<Context, kMaxDevices> contexts;     // by device
+  std::vector<std::unique_ptr<Context>> others;  // for ever: made by tests
   bool initialised = false;
 
   bool has_device(int device) const {
     return device >= 0 &&
            static_cast<std::size_t>(device) < std::min(settings.devices, kMaxDevices);
   }
+  bool takes(CUmemAllocationHandleType type) const {
+    return (settings.handle_types & type) == type;
+  }
   // Null where the handle names no context that is alive.
   Context* find(CUcontext context);
-  int device_of(CUcontext context) const {
-    return static_cast<int>(reinterpret_cast<const Context*>(context) - contexts.data());
+  CUcontext primary(int device) {
+    return reinterpret_cast<CUcontext>(&contexts[static_cast<std::size_t>(device)]);
   }
-  // Of the current context; the first where there is none.
-  int device() const;
+  // The current one; the first device's primary one where there is none.
+  CUcontext context();
   std::uint64_t free_memory(int device) const;
   SimcudaLeaks leaks() const;
 };
@@ -94,6 +105,10 @@ enum class During { any_capture, no_capture };
 
 // The answer before the model is asked, where that is not CUDA_SUCCESS.
 CUresult refusal(Sim& s, const char* call, Needs needs, During during);
+
+// Returns when `is_done` says so, or the context is in error, without keeping others from calling.
+CUresult wait_until(Sim& s, CUcontext context, std::unique_lock<std::mutex>& lock,
+                    const std::function<bool()>& is_done);
 
 // Every entry point: counts, delays, refuses where asked to or where the rules say so, or has
 // `model(sim, result, lock)` answer; then logs.

@@ -10,7 +10,7 @@
 namespace simcuda {
 namespace {
 
-constexpr std::array<std::string_view, 44> kCalls = {
+constexpr std::array<std::string_view, 49> kCalls = {
     "cuInit",
     "cuDeviceGetCount",
     "cuDeviceGet",
@@ -26,17 +26,22 @@ constexpr std::array<std::string_view, 44> kCalls = {
     "cuMemMap",
     "cuMemUnmap",
     "cuMemSetAccess",
+    "cuMemGetAccess",
+    "cuMemRetainAllocationHandle",
+    "cuPointerGetAttribute",
     "cuMemsetD8",
     "cuMemcpyDtoD",
     "cuMemsetD8Async",
     "cuMemcpyDtoDAsync",
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
+    "cuCtxGetDevice",
     "cuCtxSynchronize",
     "cuThreadExchangeStreamCaptureMode",
     "cuStreamCreate",
     "cuStreamDestroy",
     "cuStreamQuery",
+    "cuStreamGetCtx",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuStreamIsCapturing",
@@ -62,15 +67,20 @@ struct SettingName {
   const char* variable;
   std::uint64_t Settings::* value;
 };
-constexpr std::array<SettingName, 8> kSettings = {{
+constexpr std::array<SettingName, 13> kSettings = {{
     {"devices", "SIMCUDA_DEVICES", &Settings::devices},
     {"memory", "SIMCUDA_MEMORY", &Settings::memory},
     {"vmm", "SIMCUDA_VMM", &Settings::vmm},
     {"granularity", "SIMCUDA_GRANULARITY", &Settings::granularity},
     {"read_only", "SIMCUDA_READ_ONLY", &Settings::read_only},
     {"rdma", "SIMCUDA_RDMA", &Settings::rdma},
+    {"pointers", "SIMCUDA_POINTERS", &Settings::pointers},
+    {"handle_types", "SIMCUDA_HANDLE_TYPES", &Settings::handle_types},
     {"eager", "SIMCUDA_EAGER", &Settings::eager},
     {"sync_timeout", "SIMCUDA_SYNC_TIMEOUT", &Settings::sync_timeout},
+    {"blocking", "SIMCUDA_BLOCKING", &Settings::blocking},
+    {"sticky_vmm", "SIMCUDA_STICKY_VMM", &Settings::sticky_vmm},
+    {"late_faults", "SIMCUDA_LATE_FAULTS", &Settings::late_faults},
 }};
 
 bool matches(const std::string& pattern, const std::string& call) {
@@ -183,6 +193,7 @@ const char* error_name(CUresult code) {
     SIMCUDA_NAME(CUDA_ERROR_NOT_SUPPORTED)
     SIMCUDA_NAME(CUDA_ERROR_INVALID_HANDLE)
     SIMCUDA_NAME(CUDA_ERROR_ILLEGAL_STATE)
+    SIMCUDA_NAME(CUDA_ERROR_NOT_FOUND)
     SIMCUDA_NAME(CUDA_ERROR_NOT_READY)
     SIMCUDA_NAME(CUDA_ERROR_LAUNCH_TIMEOUT)
     SIMCUDA_NAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)

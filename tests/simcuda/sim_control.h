@@ -2,8 +2,6 @@
 // latencies, counts and the log of calls.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -11,7 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "driver/cuda_abi.h"
+
 namespace simcuda {
+
+using namespace vtensor::cuda;  // CUresult and the like
 
 struct Settings {
   std::uint64_t devices = 1;
@@ -20,8 +22,13 @@ struct Settings {
   std::uint64_t granularity = std::uint64_t{2} << 20;
   std::uint64_t read_only = 1;
   std::uint64_t rdma = 1;
+  std::uint64_t pointers = 1;
+  std::uint64_t handle_types = 1;
   std::uint64_t eager = 1;
   std::uint64_t sync_timeout = 10'000;
+  std::uint64_t blocking = 0;
+  std::uint64_t sticky_vmm = 1;
+  std::uint64_t late_faults = 0;
 
   static Settings from_environment();
   // Null where there is no such setting.

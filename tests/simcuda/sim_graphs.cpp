@@ -86,10 +86,10 @@ CUresult SimGraphs::allow_unsafe_call(CUstreamCaptureMode mode) {
   return answer;
 }
 
-bool SimGraphs::invalidate_all(int device) {
+bool SimGraphs::invalidate_all(CUcontext context) {
   bool any = false;
   for (const auto& capture : captures_) {
-    if (capture->origin->device != device) continue;
+    if (capture->origin->context != context) continue;
     capture->invalidated = true;
     any = true;
   }

@@ -1,8 +1,6 @@
 // Stream captures, graphs and user objects of the simulated libcuda (a test double).
 #pragma once
 
-#include <cuda.h>
-
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -62,8 +60,8 @@ class SimGraphs {
   // Whether a thread in that mode may make a call that captures must not overlap. Where not, the
   // captures in its way are invalidated.
   CUresult allow_unsafe_call(CUstreamCaptureMode mode);
-  // Invalidates all captures on a device; whether there were any.
-  bool invalidate_all(int device);
+  // Invalidates all captures in a context; whether there were any.
+  bool invalidate_all(CUcontext context);
 
   Graph* find(CUgraph graph);
   CUresult destroy(CUgraph graph);

@@ -99,17 +99,35 @@ CUresult SimMemory::create(std::uint64_t* handle, std::size_t size, int device,
   return CUDA_SUCCESS;
 }
 
+CUresult SimMemory::take(int device, std::int64_t bytes, std::uint64_t room) {
+  if (bytes > 0 && static_cast<std::uint64_t>(bytes) > room) return CUDA_ERROR_OUT_OF_MEMORY;
+  used_[device] += static_cast<std::uint64_t>(bytes);
+  return CUDA_SUCCESS;
+}
+
 CUresult SimMemory::release(std::uint64_t handle) {
   const auto found = allocations_.find(handle);
-  if (found == allocations_.end() || found->second.released) return CUDA_ERROR_INVALID_VALUE;
-  found->second.released = true;
+  if (found == allocations_.end() || found->second.references == 0) {
+    std::fprintf(stderr, "simcuda (test double): cuMemRelease of handle %llu, which is none\n",
+                 static_cast<unsigned long long>(handle));
+    std::abort();  // the reference calls it undefined
+  }
+  --found->second.references;
   forget_if_unused(found);
+  return CUDA_SUCCESS;
+}
+
+CUresult SimMemory::retain(Address at, std::uint64_t* handle) {
+  CUmemAccess_flags access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
+  *handle = handle_at(at, &access);
+  if (*handle == 0) return CUDA_ERROR_INVALID_VALUE;
+  ++allocations_.at(*handle).references;
   return CUDA_SUCCESS;
 }
 
 void SimMemory::forget_if_unused(std::map<std::uint64_t, Allocation>::iterator allocation) {
   const Allocation& it = allocation->second;
-  if (!it.released || it.mappings != 0) return;
+  if (it.references != 0 || it.mappings != 0) return;
   expect(fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                    static_cast<off_t>(it.offset), static_cast<off_t>(it.size)) == 0,
          "fallocate");
@@ -119,7 +137,7 @@ void SimMemory::forget_if_unused(std::map<std::uint64_t, Allocation>::iterator a
 
 CUresult SimMemory::map(Address at, std::size_t size, std::size_t offset, std::uint64_t handle) {
   const auto found = allocations_.find(handle);
-  if (found == allocations_.end() || found->second.released) return CUDA_ERROR_INVALID_VALUE;
+  if (found == allocations_.end() || found->second.references == 0) return CUDA_ERROR_INVALID_VALUE;
   if (offset != 0 || size != found->second.size) return CUDA_ERROR_INVALID_VALUE;
   if (!inside_one_range(at, size)) return CUDA_ERROR_INVALID_VALUE;
   const auto next = mappings_.lower_bound(at);
@@ -219,7 +237,7 @@ std::uint64_t SimMemory::used(int device) const {
 
 std::size_t SimMemory::handles() const {
   return static_cast<std::size_t>(std::ranges::count_if(
-      allocations_, [](const auto& entry) { return !entry.second.released; }));
+      allocations_, [](const auto& entry) { return entry.second.references != 0; }));
 }
 
 std::uint64_t SimMemory::handle_at(Address at, CUmemAccess_flags* access) const {

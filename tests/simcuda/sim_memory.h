@@ -2,14 +2,16 @@
 // ranges, and the mappings between them, under the rules of the real driver as we believe them.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <vector>
 
+#include "driver/cuda_abi.h"
+
 namespace simcuda {
+
+using namespace vtensor::cuda;  // CUresult and the like
 
 using Address = std::uintptr_t;
 
@@ -26,6 +28,10 @@ class SimMemory {
   // `room`: bytes that the device may still hand out.
   CUresult create(std::uint64_t* handle, std::size_t size, int device, std::uint64_t room);
   CUresult release(std::uint64_t handle);
+  // One more reference to what is mapped there, which wants a release of its own.
+  CUresult retain(Address at, std::uint64_t* handle);
+  // What others than our callers take of the device, or, below 0, give back.
+  CUresult take(int device, std::int64_t bytes, std::uint64_t room);
   CUresult map(Address at, std::size_t size, std::size_t offset, std::uint64_t handle);
   CUresult unmap(Address at, std::size_t size);
   CUresult set_access(Address at, std::size_t size, CUmemAccess_flags access);
@@ -42,6 +48,7 @@ class SimMemory {
   std::size_t handles() const;
   std::size_t mappings() const { return mappings_.size(); }
   std::size_t ranges() const { return ranges_.size(); }
+  bool is_reserved(Address at) const { return inside_one_range(at, 1); }
   // 0 where nothing is mapped.
   std::uint64_t handle_at(Address at, CUmemAccess_flags* access) const;
 
@@ -51,7 +58,7 @@ class SimMemory {
     std::size_t offset = 0;  // in the memfd
     int device = 0;
     std::size_t mappings = 0;
-    bool released = false;
+    unsigned references = 1;
   };
   struct Mapping {
     std::size_t size = 0;

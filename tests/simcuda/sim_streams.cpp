@@ -4,17 +4,25 @@
 #include <utility>
 
 namespace simcuda {
+namespace {
+
+std::chrono::steady_clock::duration duration(double milliseconds) {
+  return std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+      std::chrono::duration<double, std::milli>(milliseconds));
+}
+
+}  // namespace
 
 SimStreams::~SimStreams() {
   for (const auto& [name, stream] : streams_) stream->queue.clear();
-  for (const auto& [device, stream] : defaults_) {
+  for (const auto& [context, stream] : defaults_) {
     if (stream != nullptr) stream->queue.clear();
   }
 }
 
-CUstream SimStreams::make(int device, bool blocking) {
+CUstream SimStreams::make(CUcontext context, bool blocking) {
   auto stream = std::make_shared<Stream>();
-  stream->device = device;
+  stream->context = context;
   stream->blocking = blocking;
   stream->held = hold_new_;
   const auto name = reinterpret_cast<CUstream>(stream.get());
@@ -22,13 +30,13 @@ CUstream SimStreams::make(int device, bool blocking) {
   return name;
 }
 
-std::shared_ptr<SimStreams::Stream> SimStreams::find(CUstream stream, int device) {
+std::shared_ptr<SimStreams::Stream> SimStreams::find(CUstream stream, CUcontext context) {
   // 0, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD: the last is not simulated apart.
   if (reinterpret_cast<std::uintptr_t>(stream) <= 2) {
-    auto& only = defaults_[device];
+    auto& only = defaults_[context];
     if (only == nullptr) {
       only = std::make_shared<Stream>();
-      only->device = device;
+      only->context = context;
       only->held = hold_new_;
     }
     return only;
@@ -44,8 +52,9 @@ bool SimStreams::destroy(CUstream stream) {
   return true;
 }
 
-CUevent SimStreams::make_event() {
+CUevent SimStreams::make_event(CUcontext context) {
   auto event = std::make_unique<Event>();
+  event->context = context;
   const auto name = reinterpret_cast<CUevent>(event.get());
   events_.emplace(name, std::move(event));
   return name;
@@ -63,16 +72,16 @@ std::size_t SimStreams::streams() const {
       std::ranges::count_if(streams_, [](const auto& entry) { return !entry.second->destroyed; }));
 }
 
-std::shared_ptr<SimStreams::Stream> SimStreams::blocking_capture(int device) const {
+std::shared_ptr<SimStreams::Stream> SimStreams::blocking_capture(CUcontext context) const {
   for (const auto& [name, stream] : streams_) {
-    if (stream->device == device && stream->blocking && stream->capture != nullptr) return stream;
+    if (stream->context == context && stream->blocking && stream->capture != nullptr) return stream;
   }
   return nullptr;
 }
 
 void SimStreams::enqueue(const std::shared_ptr<Stream>& stream, Item item) {
   // The default stream and the blocking ones wait for each other.
-  const auto& legacy = defaults_[stream->device];
+  const auto& legacy = defaults_[stream->context];
   const auto wait_for = [&](const std::shared_ptr<Stream>& other) {
     if (other != nullptr && other->done != other->given()) {
       item.behind.push_back({other, other->given()});
@@ -80,7 +89,7 @@ void SimStreams::enqueue(const std::shared_ptr<Stream>& stream, Item item) {
   };
   if (stream == legacy) {
     for (const auto& [name, other] : streams_) {
-      if (other->blocking && other->device == stream->device) wait_for(other);
+      if (other->blocking && other->context == stream->context) wait_for(other);
     }
   } else if (stream->blocking) {
     wait_for(legacy);
@@ -96,6 +105,13 @@ void SimStreams::launch(const std::shared_ptr<Stream>& stream, Work work) {
   }
   Item item;
   item.work = std::move(work);
+  enqueue(stream, std::move(item));
+}
+
+void SimStreams::occupy(const std::shared_ptr<Stream>& stream, double milliseconds) {
+  Item item;
+  item.kind = Item::Kind::wait;
+  item.earliest = std::chrono::steady_clock::now() + duration(milliseconds);
   enqueue(stream, std::move(item));
 }
 
@@ -134,25 +150,34 @@ bool SimStreams::idle(const std::shared_ptr<Stream>& stream) {
   run();
   if (!stream->queue.empty()) return false;
   // What the default stream has done includes what the blocking ones have.
-  if (stream != defaults_[stream->device]) return true;
+  if (stream != defaults_[stream->context]) return true;
   return std::ranges::none_of(streams_, [&](const auto& entry) {
-    return entry.second->blocking && entry.second->device == stream->device &&
+    return entry.second->blocking && entry.second->context == stream->context &&
            !entry.second->queue.empty();
   });
 }
 
-bool SimStreams::idle(int device) {
+bool SimStreams::idle(CUcontext context) {
   run();
   const auto is_busy = [&](const auto& entry) {
-    return entry.second != nullptr && entry.second->device == device &&
+    return entry.second != nullptr && entry.second->context == context &&
            !entry.second->queue.empty();
   };
   return std::ranges::none_of(streams_, is_busy) && std::ranges::none_of(defaults_, is_busy);
 }
 
-void SimStreams::wait_out_queries(int device) {
-  const auto wait_out = [&](const auto& entry) {
-    if (entry.second == nullptr || entry.second->device != device) return;
+bool SimStreams::all_idle() {
+  run();
+  const auto is_busy = [&](const auto& entry) {
+    return entry.second != nullptr && !entry.second->queue.empty() &&
+           error(entry.second->context) == CUDA_SUCCESS;
+  };
+  return std::ranges::none_of(streams_, is_busy) && std::ranges::none_of(defaults_, is_busy);
+}
+
+void SimStreams::wait_out_queries() {
+  const auto wait_out = [](const auto& entry) {
+    if (entry.second == nullptr) return;
     for (Item& item : entry.second->queue) {
       if (item.queries != kNever) item.queries = 0;
     }
@@ -164,15 +189,14 @@ void SimStreams::wait_out_queries(int device) {
 void SimStreams::hold_all(bool held) {
   hold_new_ = held;
   for (const auto& [name, stream] : streams_) hold(*stream, held);
-  for (const auto& [device, stream] : defaults_) {
+  for (const auto& [context, stream] : defaults_) {
     if (stream != nullptr) hold(*stream, held);
   }
 }
 
 void SimStreams::set_late(std::uint64_t queries, double milliseconds) {
   late_queries_ = queries;
-  late_ = std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-      std::chrono::duration<double, std::milli>(milliseconds));
+  late_ = duration(milliseconds);
   if (queries != 0 || milliseconds > 0) return;
   const auto in_time = [](const auto& entry) {
     if (entry.second == nullptr) return;
@@ -187,12 +211,13 @@ void SimStreams::set_late(std::uint64_t queries, double milliseconds) {
 
 // Executes the first item of a stream; false where it may not be executed yet.
 bool SimStreams::run_next(Stream& stream) {
+  if (error(stream.context) != CUDA_SUCCESS) return false;
   if (stream.queue.empty() || (stream.held && stream.steps == 0)) return false;
   const Item& item = stream.queue.front();
   if (!std::ranges::all_of(item.behind, &Point::reached)) return false;
   if (item.queries != 0 || std::chrono::steady_clock::now() < item.earliest) return false;
-  if (item.kind == Item::Kind::work) execute(item.work);
-  if (item.then && error_ == CUDA_SUCCESS) item.then();
+  if (item.kind == Item::Kind::work) execute(item.work, stream.context);
+  if (item.then && error(stream.context) == CUDA_SUCCESS) item.then();
   stream.queue.pop_front();
   ++stream.done;
   if (stream.held) --stream.steps;
@@ -200,13 +225,13 @@ bool SimStreams::run_next(Stream& stream) {
 }
 
 void SimStreams::run() {
-  for (bool moved = true; moved && error_ == CUDA_SUCCESS;) {
+  for (bool moved = true; moved;) {
     moved = false;
     for (const auto& [name, stream] : streams_) {
-      while (error_ == CUDA_SUCCESS && run_next(*stream)) moved = true;
+      while (run_next(*stream)) moved = true;
     }
-    for (const auto& [device, stream] : defaults_) {
-      while (error_ == CUDA_SUCCESS && stream != nullptr && run_next(*stream)) moved = true;
+    for (const auto& [context, stream] : defaults_) {
+      while (stream != nullptr && run_next(*stream)) moved = true;
     }
   }
   std::erase_if(streams_, [](const auto& entry) {
@@ -214,7 +239,7 @@ void SimStreams::run() {
   });
 }
 
-void SimStreams::execute(const Work& work) {
+void SimStreams::execute(const Work& work, CUcontext context) {
   const bool writes = work.kind != Work::Kind::read;
   bool allowed =
       memory_.allows(work.at, work.size,
@@ -231,7 +256,7 @@ void SimStreams::execute(const Work& work) {
   };
   if (!allowed || !std::ranges::all_of(work.mappings, is_there)) {
     ++illegal_accesses_;
-    error_ = CUDA_ERROR_ILLEGAL_ADDRESS;
+    errors_[context] = CUDA_ERROR_ILLEGAL_ADDRESS;
     return;
   }
   switch (work.kind) {
@@ -244,6 +269,11 @@ void SimStreams::execute(const Work& work) {
     case Work::Kind::read:
       break;
   }
+}
+
+CUresult SimStreams::error(CUcontext context) const {
+  const auto found = errors_.find(context);
+  return found == errors_.end() ? CUDA_SUCCESS : found->second;
 }
 
 bool SimStreams::touches(Address at, std::size_t size) const {

@@ -7,8 +7,6 @@
 // launch is an illegal access.
 #pragma once
 
-#include <cuda.h>
-
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -51,14 +49,14 @@ class SimStreams {
     enum class Kind : std::uint8_t { work, wait, record } kind = Kind::work;
     Work work{};
     std::vector<Point> behind{};
-    // record: passes only after so many queries and not before that time
+    // Executed not before that time; record: and only after so many queries.
     std::uint64_t queries = 0;
     std::chrono::steady_clock::time_point earliest{};
     std::function<void()> then{};  // once it was executed
   };
   struct Stream {
-    int device = 0;
-    bool blocking = true;  // in step with the device's default stream
+    CUcontext context = nullptr;
+    bool blocking = true;  // in step with the context's default stream
     bool held = false;
     bool destroyed = false;
     std::uint64_t steps = 0;  // items that a held stream may still execute
@@ -69,6 +67,7 @@ class SimStreams {
     std::uint64_t given() const { return done + queue.size(); }
   };
   struct Event {
+    CUcontext context = nullptr;
     Point point;
     std::shared_ptr<Capture> capture;  // where it was last recorded in one
     std::uint64_t unseen = 0;          // queries that are told "not ready" whatever it stands for
@@ -80,27 +79,30 @@ class SimStreams {
   SimStreams(const SimStreams&) = delete;
   SimStreams& operator=(const SimStreams&) = delete;
 
-  CUstream make(int device, bool blocking);
-  // Null where there is none of that name. `device`: of the default stream.
-  std::shared_ptr<Stream> find(CUstream stream, int device);
+  CUstream make(CUcontext context, bool blocking);
+  // Null where there is none of that name. `context`: of the default stream.
+  std::shared_ptr<Stream> find(CUstream stream, CUcontext context);
   bool destroy(CUstream stream);
-  CUevent make_event();
+  CUevent make_event(CUcontext context);
   Event* find(CUevent event);
   bool destroy(CUevent event);
   std::size_t streams() const;
   std::size_t events() const { return events_.size(); }
-  // A blocking stream of the device that is being captured, or null.
-  std::shared_ptr<Stream> blocking_capture(int device) const;
+  // A blocking stream of the context that is being captured, or null.
+  std::shared_ptr<Stream> blocking_capture(CUcontext context) const;
 
   void launch(const std::shared_ptr<Stream>& stream, Work work);
+  // As a kernel that runs for so long from now on.
+  void occupy(const std::shared_ptr<Stream>& stream, double milliseconds);
   void wait(const std::shared_ptr<Stream>& stream, const Event& event);
   void record(const std::shared_ptr<Stream>& stream, Event* event);
   // Counts as one query of the event.
   bool passed(Event& event);
   bool idle(const std::shared_ptr<Stream>& stream);
-  bool idle(int device);
+  bool idle(CUcontext context);
+  bool all_idle();
   // Synchronising waits events out that only want to be queried more often.
-  void wait_out_queries(int device);
+  void wait_out_queries();
 
   void hold(Stream& stream, bool held) {
     stream.held = held;
@@ -117,23 +119,24 @@ class SimStreams {
   bool touches(Address at, std::size_t size) const;
   std::uint64_t illegal_accesses() const { return illegal_accesses_; }
   void count_illegal_access() { ++illegal_accesses_; }
-  // What the device is in error with, or CUDA_SUCCESS.
-  CUresult error() const { return error_; }
+  // What a context is in error with, or CUDA_SUCCESS; and whether any is.
+  CUresult error(CUcontext context) const;
+  bool any_error() const { return !errors_.empty(); }
 
  private:
   bool run_next(Stream& stream);
   void enqueue(const std::shared_ptr<Stream>& stream, Item item);
-  void execute(const Work& work);
+  void execute(const Work& work, CUcontext context);
 
   SimMemory& memory_;
   std::map<CUstream, std::shared_ptr<Stream>> streams_;
-  std::map<int, std::shared_ptr<Stream>> defaults_;
+  std::map<CUcontext, std::shared_ptr<Stream>> defaults_;
   std::map<CUevent, std::unique_ptr<Event>> events_;
   bool hold_new_ = false;
   std::uint64_t late_queries_ = 0, unseen_queries_ = 0;
   std::chrono::steady_clock::duration late_{};
   std::uint64_t illegal_accesses_ = 0;
-  CUresult error_ = CUDA_SUCCESS;
+  std::map<CUcontext, CUresult> errors_;
 };
 
 }  // namespace simcuda

@@ -1,16 +1,17 @@
 // The entry points of the simulated libcuda (a test double) that vtensor's CUDA driver uses, with
 // their real names and versions: devices, contexts and memory. Streams are in simcuda_streams.cpp.
-#include <cuda.h>
-
 #include <algorithm>
 #include <cstdio>
 
 #include "sim.h"
 
 using simcuda::answer;
+using simcuda::answer_waiting;
+using simcuda::During;
 using simcuda::Needs;
 using simcuda::Result;
 using simcuda::Sim;
+using namespace vtensor::cuda;
 
 namespace {
 
@@ -24,16 +25,20 @@ bool is_device_memory(const Sim& s, const CUmemAllocationProp* properties) {
          s.has_device(properties->location.id);
 }
 
+// Before a call that changes what is accessible, where that waits for all work on the device.
+CUresult wait_where_blocking(Sim& s, std::unique_lock<std::mutex>& lock) {
+  if (!s.settings.blocking) return CUDA_SUCCESS;
+  return simcuda::wait_until(s, nullptr, lock, [&] { return s.model->streams.all_idle(); });
+}
+
 }  // namespace
 
-// cuda.h's macros give the definitions their exported versions, such as cuMemGetInfo_v2.
-
-SIMCUDA_EXPORT CUresult CUDAAPI cuGetErrorName(CUresult code, const char** name) {
+SIMCUDA_ENTRY(cuGetErrorName)(CUresult code, const char** name) {
   *name = simcuda::error_name(code);
   return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuInit(unsigned int flags) {
+SIMCUDA_ENTRY(cuInit)(unsigned int flags) {
   return answer("cuInit", Needs::nothing, {{"flags", flags}}, [&](Sim& s, Result&) {
     if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
     if (s.settings.devices == 0) return CUDA_ERROR_NO_DEVICE;
@@ -42,7 +47,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuInit(unsigned int flags) {
   });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuDeviceGetCount(int* count) {
+SIMCUDA_ENTRY(cuDeviceGetCount)(int* count) {
   return answer("cuDeviceGetCount", Needs::nothing, {}, [&](Sim& s, Result& result) {
     result = s.settings.devices;
     *count = static_cast<int>(s.settings.devices);
@@ -50,7 +55,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuDeviceGetCount(int* count) {
   });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuDeviceGet(CUdevice* device, int ordinal) {
+SIMCUDA_ENTRY(cuDeviceGet)(CUdevice* device, int ordinal) {
   return answer("cuDeviceGet", Needs::nothing,
                 {{"ordinal", static_cast<unsigned long long>(ordinal)}},
                 [&](Sim& s, Result& result) {
@@ -61,8 +66,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuDeviceGet(CUdevice* device, int ordinal) {
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
-                                                     CUdevice device) {
+SIMCUDA_ENTRY(cuDeviceGetAttribute)(int* value, CUdevice_attribute attribute, CUdevice device) {
   return answer("cuDeviceGetAttribute", Needs::nothing,
                 {{"attribute", static_cast<unsigned long long>(attribute)},
                  {"device", static_cast<unsigned long long>(device)}},
@@ -75,26 +79,33 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attrib
                     case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED:
                       *value = s.settings.rdma != 0;
                       break;
+                    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
+                      *value = s.takes(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+                      break;
+                    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
+                      *value = s.takes(CU_MEM_HANDLE_TYPE_FABRIC);
+                      break;
                     default:
-                      return CUDA_ERROR_INVALID_VALUE;  // the only two that are simulated
+                      return CUDA_ERROR_INVALID_VALUE;  // not simulated
                   }
                   result = static_cast<unsigned long long>(*value);
                   return CUDA_SUCCESS;
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+SIMCUDA_ENTRY(cuDevicePrimaryCtxRetain)(CUcontext* context, CUdevice device) {
   return answer("cuDevicePrimaryCtxRetain", Needs::nothing,
                 {{"device", static_cast<unsigned long long>(device)}}, [&](Sim& s, Result&) {
                   if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
                   auto& primary = s.contexts[static_cast<std::size_t>(device)];
+                  primary.device = device;
                   ++primary.retained;
                   *context = reinterpret_cast<CUcontext>(&primary);
                   return CUDA_SUCCESS;
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) {
+SIMCUDA_ENTRY(cuDevicePrimaryCtxRelease_v2)(CUdevice device) {
   return answer("cuDevicePrimaryCtxRelease", Needs::nothing,
                 {{"device", static_cast<unsigned long long>(device)}}, [&](Sim& s, Result&) {
                   if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
@@ -105,14 +116,14 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) {
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuCtxGetCurrent(CUcontext* context) {
+SIMCUDA_ENTRY(cuCtxGetCurrent)(CUcontext* context) {
   return answer("cuCtxGetCurrent", Needs::nothing, {}, [&](Sim&, Result&) {
     *context = simcuda::current_context;
     return CUDA_SUCCESS;
   });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) {
+SIMCUDA_ENTRY(cuCtxSetCurrent)(CUcontext context) {
   return answer("cuCtxSetCurrent", Needs::nothing, {{"set", context != nullptr}},
                 [&](Sim& s, Result&) {
                   if (context != nullptr && !s.find(context)) return CUDA_ERROR_INVALID_CONTEXT;
@@ -121,17 +132,26 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) {
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemGetInfo(size_t* free, size_t* total) {
+SIMCUDA_ENTRY(cuCtxGetDevice)(CUdevice* device) {
+  return answer("cuCtxGetDevice", Needs::context, During::any_capture, {},
+                [&](Sim& s, Result& result) {
+                  *device = s.find(simcuda::current_context)->device;
+                  result = static_cast<unsigned long long>(*device);
+                  return CUDA_SUCCESS;
+                });
+}
+
+SIMCUDA_ENTRY(cuMemGetInfo_v2)(size_t* free, size_t* total) {
   return answer("cuMemGetInfo", Needs::context, {}, [&](Sim& s, Result& result) {
-    result = *free = s.free_memory(s.device_of(simcuda::current_context));
+    result = *free = s.free_memory(s.find(simcuda::current_context)->device);
     *total = s.settings.memory;
     return CUDA_SUCCESS;
   });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI
-cuMemGetAllocationGranularity(size_t* granularity, const CUmemAllocationProp* properties,
-                              CUmemAllocationGranularity_flags kind) {
+SIMCUDA_ENTRY(cuMemGetAllocationGranularity)(size_t* granularity,
+                                             const CUmemAllocationProp* properties,
+                                             CUmemAllocationGranularity_flags kind) {
   return answer("cuMemGetAllocationGranularity", Needs::vmm,
                 {{"kind", static_cast<unsigned long long>(kind)}}, [&](Sim& s, Result& result) {
                   if (!is_device_memory(s, properties)) return CUDA_ERROR_INVALID_VALUE;
@@ -140,8 +160,8 @@ cuMemGetAllocationGranularity(size_t* granularity, const CUmemAllocationProp* pr
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment,
-                                                    CUdeviceptr hint, unsigned long long flags) {
+SIMCUDA_ENTRY(cuMemAddressReserve)(CUdeviceptr* ptr, size_t size, size_t alignment,
+                                   CUdeviceptr hint, unsigned long long flags) {
   return answer("cuMemAddressReserve", Needs::vmm,
                 {{"size", size}, {"alignment", alignment}, {"hint_ptr", hint}, {"flags", flags}},
                 [&](Sim& s, Result& result) {
@@ -154,14 +174,13 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr* ptr, size_t siz
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemAddressFree(CUdeviceptr ptr, size_t size) {
+SIMCUDA_ENTRY(cuMemAddressFree)(CUdeviceptr ptr, size_t size) {
   return answer("cuMemAddressFree", Needs::vmm, {{"ptr", ptr}, {"size", size}},
                 [&](Sim& s, Result&) { return s.model->memory.free_range(ptr, size); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
-                                            const CUmemAllocationProp* properties,
-                                            unsigned long long flags) {
+SIMCUDA_ENTRY(cuMemCreate)(CUmemGenericAllocationHandle* handle, size_t size,
+                           const CUmemAllocationProp* properties, unsigned long long flags) {
   const bool rdma = properties != nullptr && properties->allocFlags.gpuDirectRDMACapable != 0;
   return answer("cuMemCreate", Needs::vmm, {{"size", size}, {"rdma", rdma}, {"flags", flags}},
                 [&](Sim& s, Result& result) {
@@ -169,6 +188,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle
                       !is_device_memory(s, properties) || (rdma && s.settings.rdma != 1)) {
                     return CUDA_ERROR_INVALID_VALUE;
                   }
+                  if (!s.takes(properties->requestedHandleTypes)) return CUDA_ERROR_NOT_SUPPORTED;
                   const int device = properties->location.id;
                   std::uint64_t made = 0;
                   const CUresult code =
@@ -178,14 +198,13 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
+SIMCUDA_ENTRY(cuMemRelease)(CUmemGenericAllocationHandle handle) {
   return answer("cuMemRelease", Needs::vmm, {{"handle", handle}},
                 [&](Sim& s, Result&) { return s.model->memory.release(handle); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
-                                         CUmemGenericAllocationHandle handle,
-                                         unsigned long long flags) {
+SIMCUDA_ENTRY(cuMemMap)(CUdeviceptr ptr, size_t size, size_t offset,
+                        CUmemGenericAllocationHandle handle, unsigned long long flags) {
   return answer(
       "cuMemMap", Needs::vmm,
       {{"ptr", ptr}, {"size", size}, {"offset", offset}, {"handle", handle}, {"flags", flags}},
@@ -195,50 +214,58 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t of
       });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size) {
-  return answer("cuMemUnmap", Needs::vmm, {{"ptr", ptr}, {"size", size}}, [&](Sim& s, Result&) {
-    if (s.model->streams.touches(ptr, size)) s.model->streams.count_illegal_access();
-    return s.model->memory.unmap(ptr, size);
-  });
+SIMCUDA_ENTRY(cuMemUnmap)(CUdeviceptr ptr, size_t size) {
+  return answer_waiting("cuMemUnmap", Needs::vmm, During::no_capture,
+                        {{"ptr", ptr}, {"size", size}},
+                        [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+                          const CUresult code = wait_where_blocking(s, lock);
+                          if (code != CUDA_SUCCESS) return code;
+                          if (s.model->streams.touches(ptr, size))
+                            s.model->streams.count_illegal_access();
+                          return s.model->memory.unmap(ptr, size);
+                        });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemSetAccess(CUdeviceptr ptr, size_t size,
-                                               const CUmemAccessDesc* wanted, size_t count) {
+SIMCUDA_ENTRY(cuMemSetAccess)(CUdeviceptr ptr, size_t size, const CUmemAccessDesc* wanted,
+                              size_t count) {
   const bool is_one = wanted != nullptr && count == 1;
-  return answer("cuMemSetAccess", Needs::vmm,
-                {{"ptr", ptr},
-                 {"size", size},
-                 {"access", is_one ? static_cast<unsigned long long>(wanted->flags) : 0},
-                 {"count", count}},
-                [&](Sim& s, Result&) {
-                  // More than one location is not simulated.
-                  if (!is_one || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
-                    return CUDA_ERROR_INVALID_VALUE;
-                  }
-                  if (!s.has_device(wanted->location.id)) return CUDA_ERROR_INVALID_DEVICE;
-                  if (wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_READ && !s.settings.read_only) {
-                    return CUDA_ERROR_NOT_SUPPORTED;
-                  }
-                  if (wanted->flags != CU_MEM_ACCESS_FLAGS_PROT_NONE &&
-                      wanted->flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
-                      wanted->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
-                    return CUDA_ERROR_INVALID_VALUE;
-                  }
-                  if (s.model->streams.touches(ptr, size)) {
-                    s.model->streams.count_illegal_access();
-                  }
-                  return s.model->memory.set_access(ptr, size, wanted->flags);
-                });
+  return answer_waiting(
+      "cuMemSetAccess", Needs::vmm, During::no_capture,
+      {{"ptr", ptr},
+       {"size", size},
+       {"access", is_one ? static_cast<unsigned long long>(wanted->flags) : 0},
+       {"count", count}},
+      [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
+        // More than one location is not simulated.
+        if (!is_one || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
+          return CUDA_ERROR_INVALID_VALUE;
+        }
+        if (!s.has_device(wanted->location.id)) return CUDA_ERROR_INVALID_DEVICE;
+        if (wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_READ && !s.settings.read_only) {
+          return CUDA_ERROR_NOT_SUPPORTED;
+        }
+        if (wanted->flags != CU_MEM_ACCESS_FLAGS_PROT_NONE &&
+            wanted->flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
+            wanted->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
+          return CUDA_ERROR_INVALID_VALUE;
+        }
+        const CUresult code = wait_where_blocking(s, lock);
+        if (code != CUDA_SUCCESS) return code;
+        if (s.model->streams.touches(ptr, size)) {
+          s.model->streams.count_illegal_access();
+        }
+        return s.model->memory.set_access(ptr, size, wanted->flags);
+      });
 }
 
 // What a script may ask of any libcuda.
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuDriverGetVersion(int* version) {
-  *version = CUDA_VERSION;
+SIMCUDA_ENTRY(cuDriverGetVersion)(int* version) {
+  *version = 13000;  // 13.0
   return CUDA_SUCCESS;
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuDeviceGetName(char* name, int size, CUdevice) {
+SIMCUDA_ENTRY(cuDeviceGetName)(char* name, int size, CUdevice) {
   std::snprintf(name, static_cast<std::size_t>(size), "simulated libcuda (test double)");
   return CUDA_SUCCESS;
 }

@@ -10,11 +10,26 @@
 //   read_only    SIMCUDA_READ_ONLY    1 where cuMemSetAccess takes PROT_READ (1)
 //   rdma         SIMCUDA_RDMA         1 where cuMemCreate takes the GPUDirect RDMA flag, 2 where it
 //                                     refuses it though the attribute says otherwise (1)
+//   pointers     SIMCUDA_POINTERS     to what addresses cuPointerGetAttribute gives a device
+//   pointer,
+//                                     beside those mapped with access: 1 mapped without, 2
+//                                     reserved, 3 both (1)
+//   handle_types SIMCUDA_HANDLE_TYPES the shareable handle types that cuMemCreate takes, a mask (1:
+//                                     POSIX descriptors)
 //   eager        SIMCUDA_EAGER        1 where work that may run does so when it is launched, 0
 //   where
 //                                     only when somebody asks about it: harder on the driver (1)
 //   sync_timeout SIMCUDA_SYNC_TIMEOUT milliseconds after which synchronising with work that is held
 //                                     back answers CUDA_ERROR_LAUNCH_TIMEOUT (10,000)
+//   blocking     SIMCUDA_BLOCKING     1 where cuMemUnmap and cuMemSetAccess return only once all
+//   work
+//                                     on the device is done, as cuda.h allows, and within
+//                                     sync_timeout (0)
+//   sticky_vmm   SIMCUDA_STICKY_VMM   1 where virtual memory management answers the error of a
+//   context
+//                                     that is in error, as cuda.h allows, 0 where it goes on (1)
+//   late_faults  SIMCUDA_LATE_FAULTS  1 where memory work over what is not accessible is taken and
+//                                     faults when it runs, 0 where it is refused at once (0)
 // SIMCUDA_REPORT_LEAKS=1 has the library say on stderr, when it is unloaded, what was not given
 // back.
 //
@@ -52,6 +67,9 @@ typedef struct {
   uint64_t objects;   // cuUserObjectCreate, and references left
 } SimcudaLeaks;
 SimcudaLeaks simcuda_leaks(void);
+// Another takes so many bytes of a device, as PyTorch does for the results of its operations, or
+// gives them back, below 0. Returns a CUresult.
+int simcuda_take_memory(int device, int64_t bytes);
 // Bytes of a device that no allocation takes.
 uint64_t simcuda_free_memory(int device);
 
@@ -67,7 +85,8 @@ size_t simcuda_log_lines(void);
 // Copies a line with its ending zero into `line`; returns its length without it, as snprintf does.
 size_t simcuda_log_line(size_t index, char* line, size_t size);
 
-// Streams are CUstream values, and 0 the default stream of device 0 or of the thread's context.
+// Streams are CUstream values, and 0 the default stream of the thread's context, or else of device
+// 0.
 // What returns an int returns 0, or -1 where there is no such stream.
 #define SIMCUDA_ALL_STREAMS UINT64_MAX
 
@@ -88,11 +107,18 @@ void simcuda_unseen_events(uint64_t queries);
 
 // Launches a kernel that reads [address, address + size), or stores the byte `writes` there where
 // that is not 0. What it finds when it is executed counts: memory that is not accessible, or is not
-// what was mapped at the launch, is an illegal access, and all later calls answer that. Returns a
-// CUresult. In a stream that is being captured it becomes part of the graph.
+// what was mapped at the launch, is an illegal access, and later calls in that context answer that.
+// Returns a CUresult. In a stream that is being captured it becomes part of the graph.
 int simcuda_launch(uint64_t stream, uint64_t address, uint64_t size, int writes);
 
-// A stream for tests that make no driver calls of their own.
+// Keeps a stream busy for so long from now on, as a kernel does that touches none of the memory
+// here.
+int simcuda_occupy(uint64_t stream, double milliseconds);
+
+// A CUcontext of a device beside its primary one, as a green context's is: streams and events that
+// are made while it is current are its own.
+uint64_t simcuda_make_context(int device);
+// A stream for tests that make no driver calls of their own, in the current context.
 uint64_t simcuda_make_stream(int blocking);
 int simcuda_destroy_stream(uint64_t stream);
 // Items that a stream has not executed yet.

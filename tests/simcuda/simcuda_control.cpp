@@ -1,6 +1,4 @@
 // The control interface of the simulated libcuda (a test double): see simcuda.h.
-#include <cuda.h>
-
 #include <cstdio>
 
 #include "sim.h"
@@ -9,11 +7,12 @@ using simcuda::Sim;
 using simcuda::sim;
 using simcuda::SimStreams;
 using simcuda::Work;
+using namespace vtensor::cuda;
 
 namespace {
 
 std::shared_ptr<SimStreams::Stream> stream_of(Sim& s, std::uint64_t stream) {
-  return s.model->streams.find(reinterpret_cast<CUstream>(stream), s.device());
+  return s.model->streams.find(reinterpret_cast<CUstream>(stream), s.context());
 }
 
 // Changes what a stream may do; -1 where there is no such stream.
@@ -57,6 +56,7 @@ SIMCUDA_EXPORT void simcuda_reset(void) {
   s.control = simcuda::CallControl();
   s.model = std::make_unique<simcuda::Model>(s.destructors);
   s.contexts = {};
+  s.others.clear();
   s.initialised = false;
   simcuda::capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;  // of this thread
 }
@@ -152,10 +152,33 @@ SIMCUDA_EXPORT int simcuda_launch(uint64_t stream, uint64_t address, uint64_t si
   return simcuda::submit(s, reinterpret_cast<CUstream>(stream), std::move(work));
 }
 
+SIMCUDA_EXPORT int simcuda_occupy(uint64_t stream, double milliseconds) {
+  Sim& s = sim();
+  const std::lock_guard lock(s.mutex);
+  const auto found = stream_of(s, stream);
+  if (found == nullptr) return -1;
+  s.model->streams.occupy(found, milliseconds);
+  return 0;
+}
+
+SIMCUDA_EXPORT int simcuda_take_memory(int device, int64_t bytes) {
+  Sim& s = sim();
+  const std::lock_guard lock(s.mutex);
+  if (!s.has_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  return s.model->memory.take(device, bytes, s.free_memory(device));
+}
+
+SIMCUDA_EXPORT uint64_t simcuda_make_context(int device) {
+  Sim& s = sim();
+  const std::lock_guard lock(s.mutex);
+  s.others.push_back(std::make_unique<simcuda::Context>(device, 1));
+  return simcuda::number(s.others.back().get());
+}
+
 SIMCUDA_EXPORT uint64_t simcuda_make_stream(int blocking) {
   Sim& s = sim();
   const std::lock_guard lock(s.mutex);
-  return simcuda::number(s.model->streams.make(s.device(), blocking != 0));
+  return simcuda::number(s.model->streams.make(s.context(), blocking != 0));
 }
 
 SIMCUDA_EXPORT int simcuda_destroy_stream(uint64_t stream) {

@@ -1,9 +1,5 @@
 // The entry points of the simulated libcuda (a test double) for streams, events, stream captures
 // and graphs.
-#include <cuda.h>
-
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include "sim.h"
@@ -16,6 +12,7 @@ using simcuda::Result;
 using simcuda::Sim;
 using simcuda::SimStreams;
 using simcuda::Work;
+using namespace vtensor::cuda;
 using StreamPtr = std::shared_ptr<SimStreams::Stream>;
 
 namespace {
@@ -24,10 +21,10 @@ bool is_default(CUstream stream) { return reinterpret_cast<std::uintptr_t>(strea
 
 // Finds a stream that something is asked of, under the rules of captures.
 CUresult enter_stream(Sim& s, CUstream name, StreamPtr* stream) {
-  *stream = s.model->streams.find(name, s.device());
+  *stream = s.model->streams.find(name, s.context());
   if (*stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   if (is_default(name)) {
-    if (const StreamPtr capturing = s.model->streams.blocking_capture((*stream)->device)) {
+    if (const StreamPtr capturing = s.model->streams.blocking_capture((*stream)->context)) {
       capturing->capture->invalidated = true;
       return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
     }
@@ -48,24 +45,9 @@ CUresult refuse_captured(const std::shared_ptr<simcuda::Capture>& capture, CUres
   return code;
 }
 
-// Returns when `is_done` says so, without keeping others from calling.
-template <class IsDone>
-CUresult wait_until(Sim& s, int device, std::unique_lock<std::mutex>& lock, IsDone is_done) {
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::milliseconds(s.settings.sync_timeout);
-  s.model->streams.wait_out_queries(device);
-  while (!is_done()) {
-    if (s.model->streams.error() != CUDA_SUCCESS) break;
-    if (std::chrono::steady_clock::now() >= deadline) return CUDA_ERROR_LAUNCH_TIMEOUT;
-    lock.unlock();
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
-    lock.lock();
-  }
-  return s.model->streams.error();
-}
-
 CUresult fill(Sim& s, CUstream stream, CUdeviceptr ptr, unsigned char value, std::size_t size) {
-  if (!s.model->memory.allows(ptr, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
+  if (!s.settings.late_faults &&
+      !s.model->memory.allows(ptr, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   return simcuda::submit(s, stream,
@@ -73,8 +55,9 @@ CUresult fill(Sim& s, CUstream stream, CUdeviceptr ptr, unsigned char value, std
 }
 
 CUresult copy(Sim& s, CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t size) {
-  if (!s.model->memory.allows(to, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
-      !s.model->memory.allows(from, size, CU_MEM_ACCESS_FLAGS_PROT_READ)) {
+  if (!s.settings.late_faults &&
+      (!s.model->memory.allows(to, size, CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
+       !s.model->memory.allows(from, size, CU_MEM_ACCESS_FLAGS_PROT_READ))) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   return simcuda::submit(s, stream,
@@ -96,45 +79,45 @@ CUresult simcuda::submit(Sim& s, CUstream stream, Work work) {
   return CUDA_SUCCESS;
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemsetD8(CUdeviceptr ptr, unsigned char value, size_t size) {
+SIMCUDA_ENTRY(cuMemsetD8_v2)(CUdeviceptr ptr, unsigned char value, size_t size) {
   return answer("cuMemsetD8", Needs::context, {{"ptr", ptr}, {"value", value}, {"size", size}},
                 [&](Sim& s, Result&) { return fill(s, nullptr, ptr, value, size); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr ptr, unsigned char value, size_t size,
-                                                CUstream stream) {
+SIMCUDA_ENTRY(cuMemsetD8Async)(CUdeviceptr ptr, unsigned char value, size_t size, CUstream stream) {
   return answer("cuMemsetD8Async", Needs::context, During::any_capture,
                 {{"ptr", ptr}, {"value", value}, {"size", size}, {"stream", number(stream)}},
                 [&](Sim& s, Result&) { return fill(s, stream, ptr, value, size); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t size) {
+SIMCUDA_ENTRY(cuMemcpyDtoD_v2)(CUdeviceptr to, CUdeviceptr from, size_t size) {
   return answer("cuMemcpyDtoD", Needs::context,
                 {{"to_ptr", to}, {"from_ptr", from}, {"size", size}},
                 [&](Sim& s, Result&) { return copy(s, nullptr, to, from, size); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size,
-                                                  CUstream stream) {
+SIMCUDA_ENTRY(cuMemcpyDtoDAsync_v2)(CUdeviceptr to, CUdeviceptr from, size_t size,
+                                    CUstream stream) {
   return answer("cuMemcpyDtoDAsync", Needs::context, During::any_capture,
                 {{"to_ptr", to}, {"from_ptr", from}, {"size", size}, {"stream", number(stream)}},
                 [&](Sim& s, Result&) { return copy(s, stream, to, from, size); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuCtxSynchronize(void) {
+SIMCUDA_ENTRY(cuCtxSynchronize)(void) {
   return simcuda::answer_waiting("cuCtxSynchronize", Needs::context, During::no_capture, {},
                                  [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
-                                   const int device = s.device();
+                                   const CUcontext context = s.context();
                                    // A context with a capture in it cannot be asked, whatever the
                                    // thread's mode.
-                                   if (s.model->graphs.invalidate_all(device))
+                                   if (s.model->graphs.invalidate_all(context))
                                      return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-                                   return wait_until(s, device, lock,
-                                                     [&] { return s.model->streams.idle(device); });
+                                   return simcuda::wait_until(s, context, lock, [&] {
+                                     return s.model->streams.idle(context);
+                                   });
                                  });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+SIMCUDA_ENTRY(cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode* mode) {
   return answer("cuThreadExchangeStreamCaptureMode", Needs::nothing,
                 {{"mode", static_cast<unsigned long long>(*mode)}}, [&](Sim&, Result&) {
                   std::swap(*mode, simcuda::capture_mode);
@@ -142,22 +125,22 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptur
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamCreate(CUstream* stream, unsigned int flags) {
+SIMCUDA_ENTRY(cuStreamCreate)(CUstream* stream, unsigned int flags) {
   return answer("cuStreamCreate", Needs::context, {{"flags", flags}}, [&](Sim& s, Result& result) {
-    *stream = s.model->streams.make(s.device(), (flags & CU_STREAM_NON_BLOCKING) == 0);
+    *stream = s.model->streams.make(s.context(), (flags & CU_STREAM_NON_BLOCKING) == 0);
     result = number(*stream);
     return CUDA_SUCCESS;
   });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
+SIMCUDA_ENTRY(cuStreamDestroy_v2)(CUstream stream) {
   return answer(
       "cuStreamDestroy", Needs::context, {{"stream", number(stream)}}, [&](Sim& s, Result&) {
         return s.model->streams.destroy(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
       });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamQuery(CUstream stream) {
+SIMCUDA_ENTRY(cuStreamQuery)(CUstream stream) {
   return answer("cuStreamQuery", Needs::context, {{"stream", number(stream)}},
                 [&](Sim& s, Result&) {
                   StreamPtr found;
@@ -166,12 +149,12 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuStreamQuery(CUstream stream) {
                   code = refuse_captured(found->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
                   if (code != CUDA_SUCCESS) return code;
                   if (s.model->streams.idle(found)) return CUDA_SUCCESS;
-                  const CUresult error = s.model->streams.error();
+                  const CUresult error = s.model->streams.error(found->context);
                   return error != CUDA_SUCCESS ? error : CUDA_ERROR_NOT_READY;
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
+SIMCUDA_ENTRY(cuStreamSynchronize)(CUstream stream) {
   return simcuda::answer_waiting(
       "cuStreamSynchronize", Needs::context, During::no_capture, {{"stream", number(stream)}},
       [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
@@ -180,12 +163,26 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
         if (code != CUDA_SUCCESS) return code;
         code = refuse_captured(found->capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
         if (code != CUDA_SUCCESS) return code;
-        return wait_until(s, found->device, lock, [&] { return s.model->streams.idle(found); });
+        return simcuda::wait_until(s, found->context, lock,
+                                   [&] { return s.model->streams.idle(found); });
       });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event,
-                                                  unsigned int flags) {
+SIMCUDA_ENTRY(cuStreamGetCtx)(CUstream stream, CUcontext* context) {
+  return answer("cuStreamGetCtx", Needs::nothing, {{"stream", number(stream)}},
+                [&](Sim& s, Result&) {
+                  if (is_default(stream)) {
+                    *context = simcuda::current_context;
+                    return *context == nullptr ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+                  }
+                  const StreamPtr found = s.model->streams.find(stream, nullptr);
+                  if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  *context = found->context;
+                  return CUDA_SUCCESS;
+                });
+}
+
+SIMCUDA_ENTRY(cuStreamWaitEvent)(CUstream stream, CUevent event, unsigned int flags) {
   return answer("cuStreamWaitEvent", Needs::context, During::any_capture,
                 {{"stream", number(stream)}, {"event", number(event)}, {"flags", flags}},
                 [&](Sim& s, Result&) {
@@ -214,28 +211,29 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned int flags) {
+SIMCUDA_ENTRY(cuEventCreate)(CUevent* event, unsigned int flags) {
   return answer("cuEventCreate", Needs::context, {{"flags", flags}}, [&](Sim& s, Result& result) {
-    *event = s.model->streams.make_event();
+    *event = s.model->streams.make_event(s.context());
     result = number(*event);
     return CUDA_SUCCESS;
   });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuEventDestroy(CUevent event) {
+SIMCUDA_ENTRY(cuEventDestroy_v2)(CUevent event) {
   return answer("cuEventDestroy", Needs::context, {{"event", number(event)}}, [&](Sim& s, Result&) {
     return s.model->streams.destroy(event) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
   });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
+SIMCUDA_ENTRY(cuEventRecord)(CUevent event, CUstream stream) {
   return answer("cuEventRecord", Needs::context, During::any_capture,
                 {{"event", number(event)}, {"stream", number(stream)}}, [&](Sim& s, Result&) {
                   StreamPtr found;
                   const CUresult code = enter_stream(s, stream, &found);
                   if (code != CUDA_SUCCESS) return code;
                   auto* const it = s.model->streams.find(event);
-                  if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+                  if (it == nullptr || it->context != found->context)
+                    return CUDA_ERROR_INVALID_HANDLE;
                   if (found->capture != nullptr) {
                     it->capture = found->capture;
                     return CUDA_SUCCESS;
@@ -246,20 +244,21 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuEventQuery(CUevent event) {
+SIMCUDA_ENTRY(cuEventQuery)(CUevent event) {
   return answer("cuEventQuery", Needs::nothing, During::no_capture, {{"event", number(event)}},
                 [&](Sim& s, Result&) {
                   auto* const it = s.model->streams.find(event);
                   if (it == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  const CUresult code = refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
+                  CUresult code = refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
+                  if (code == CUDA_SUCCESS) code = s.model->streams.error(it->context);
                   if (code != CUDA_SUCCESS) return code;
                   if (s.model->streams.passed(*it)) return CUDA_SUCCESS;
-                  const CUresult error = s.model->streams.error();
+                  const CUresult error = s.model->streams.error(it->context);
                   return error != CUDA_SUCCESS ? error : CUDA_ERROR_NOT_READY;
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuEventSynchronize(CUevent event) {
+SIMCUDA_ENTRY(cuEventSynchronize)(CUevent event) {
   return simcuda::answer_waiting(
       "cuEventSynchronize", Needs::context, During::no_capture, {{"event", number(event)}},
       [&](Sim& s, Result&, std::unique_lock<std::mutex>& lock) {
@@ -268,20 +267,19 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuEventSynchronize(CUevent event) {
         const CUresult code = refuse_captured(it->capture, CUDA_ERROR_CAPTURED_EVENT);
         if (code != CUDA_SUCCESS || it->point.reached()) return code;
         const SimStreams::Point point = it->point;
-        return wait_until(s, point.stream->device, lock, [&] {
+        return simcuda::wait_until(s, point.stream->context, lock, [&] {
           s.model->streams.run();
           return point.reached();
         });
       });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamIsCapturing(CUstream stream,
-                                                    CUstreamCaptureStatus* status) {
+SIMCUDA_ENTRY(cuStreamIsCapturing)(CUstream stream, CUstreamCaptureStatus* status) {
   return answer("cuStreamIsCapturing", Needs::context, During::any_capture,
                 {{"stream", number(stream)}}, [&](Sim& s, Result& result) {
-                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  const StreamPtr found = s.model->streams.find(stream, s.context());
                   if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  if (is_default(stream) && s.model->streams.blocking_capture(found->device)) {
+                  if (is_default(stream) && s.model->streams.blocking_capture(found->context)) {
                     return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
                   }
                   *status = found->capture == nullptr     ? CU_STREAM_CAPTURE_STATUS_NONE
@@ -292,20 +290,19 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuStreamIsCapturing(CUstream stream,
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream stream,
-                                                          CUstreamCaptureStatus* status,
-                                                          cuuint64_t* id, CUgraph* graph,
-                                                          const CUgraphNode** dependencies,
-                                                          size_t* dependency_count) {
+SIMCUDA_ENTRY(cuStreamGetCaptureInfo_v2)(CUstream stream, CUstreamCaptureStatus* status,
+                                         std::uint64_t* id, CUgraph* graph,
+                                         const CUgraphNode** dependencies,
+                                         size_t* dependency_count) {
   return answer("cuStreamGetCaptureInfo", Needs::context, During::any_capture,
                 {{"stream", number(stream)}}, [&](Sim& s, Result&) {
                   // Nodes are not simulated.
                   if (dependencies != nullptr || dependency_count != nullptr) {
                     return CUDA_ERROR_NOT_SUPPORTED;
                   }
-                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  const StreamPtr found = s.model->streams.find(stream, s.context());
                   if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-                  if (is_default(stream) && s.model->streams.blocking_capture(found->device)) {
+                  if (is_default(stream) && s.model->streams.blocking_capture(found->context)) {
                     return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
                   }
                   const auto& capture = found->capture;
@@ -319,29 +316,28 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream stream,
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
+SIMCUDA_ENTRY(cuStreamBeginCapture_v2)(CUstream stream, CUstreamCaptureMode mode) {
   return answer("cuStreamBeginCapture", Needs::context, During::any_capture,
                 {{"stream", number(stream)}, {"mode", static_cast<unsigned long long>(mode)}},
                 [&](Sim& s, Result&) {
                   if (is_default(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  const StreamPtr found = s.model->streams.find(stream, s.context());
                   if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
                   return s.model->graphs.begin(found, mode);
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph* graph) {
+SIMCUDA_ENTRY(cuStreamEndCapture)(CUstream stream, CUgraph* graph) {
   return answer("cuStreamEndCapture", Needs::context, During::any_capture,
                 {{"stream", number(stream)}}, [&](Sim& s, Result&) {
-                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  const StreamPtr found = s.model->streams.find(stream, s.context());
                   if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
                   return s.model->graphs.end(found, graph);
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuUserObjectCreate(CUuserObject* object, void* pointer,
-                                                   CUhostFn destructor, unsigned int references,
-                                                   unsigned int flags) {
+SIMCUDA_ENTRY(cuUserObjectCreate)(CUuserObject* object, void* pointer, CUhostFn destructor,
+                                  unsigned int references, unsigned int flags) {
   return answer("cuUserObjectCreate", Needs::nothing,
                 {{"references", references}, {"flags", flags}}, [&](Sim& s, Result& result) {
                   const CUresult code =
@@ -351,16 +347,15 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuUserObjectCreate(CUuserObject* object, void* p
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuUserObjectRelease(CUuserObject object, unsigned int references) {
+SIMCUDA_ENTRY(cuUserObjectRelease)(CUuserObject object, unsigned int references) {
   return answer("cuUserObjectRelease", Needs::nothing,
                 {{"object", number(object)}, {"references", references}}, [&](Sim& s, Result&) {
                   return s.model->graphs.release_object(object, references);
                 });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuGraphRetainUserObject(CUgraph graph, CUuserObject object,
-                                                        unsigned int references,
-                                                        unsigned int flags) {
+SIMCUDA_ENTRY(cuGraphRetainUserObject)(CUgraph graph, CUuserObject object, unsigned int references,
+                                       unsigned int flags) {
   return answer(
       "cuGraphRetainUserObject", Needs::nothing,
       {{"graph", number(graph)},
@@ -370,23 +365,23 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuGraphRetainUserObject(CUgraph graph, CUuserObj
       [&](Sim& s, Result&) { return s.model->graphs.keep(graph, object, references, flags); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuGraphDestroy(CUgraph graph) {
+SIMCUDA_ENTRY(cuGraphDestroy)(CUgraph graph) {
   return answer("cuGraphDestroy", Needs::nothing, {{"graph", number(graph)}},
                 [&](Sim& s, Result&) { return s.model->graphs.destroy(graph); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuGraphInstantiate(CUgraphExec* executable, CUgraph graph,
-                                                   unsigned long long flags) {
+SIMCUDA_ENTRY(cuGraphInstantiateWithFlags)(CUgraphExec* executable, CUgraph graph,
+                                           unsigned long long flags) {
   return answer("cuGraphInstantiate", Needs::context, {{"graph", number(graph)}, {"flags", flags}},
                 [&](Sim& s, Result&) { return s.model->graphs.instantiate(executable, graph); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec executable) {
+SIMCUDA_ENTRY(cuGraphExecDestroy)(CUgraphExec executable) {
   return answer("cuGraphExecDestroy", Needs::nothing, {{"executable", number(executable)}},
                 [&](Sim& s, Result&) { return s.model->graphs.destroy(executable); });
 }
 
-SIMCUDA_EXPORT CUresult CUDAAPI cuGraphLaunch(CUgraphExec executable, CUstream stream) {
+SIMCUDA_ENTRY(cuGraphLaunch)(CUgraphExec executable, CUstream stream) {
   return answer("cuGraphLaunch", Needs::context, During::any_capture,
                 {{"executable", number(executable)}, {"stream", number(stream)}},
                 [&](Sim& s, Result&) {
@@ -398,7 +393,7 @@ SIMCUDA_EXPORT CUresult CUDAAPI cuGraphLaunch(CUgraphExec executable, CUstream s
                   }
                   // Its user objects stay until its last node has run, also where the executable
                   // is destroyed before.
-                  const StreamPtr found = s.model->streams.find(stream, s.device());
+                  const StreamPtr found = s.model->streams.find(stream, s.context());
                   if (!graph->nodes.empty() && found->capture == nullptr && !found->queue.empty()) {
                     found->queue.back().then = s.model->graphs.keep_for_launch(*graph);
                   }

@@ -206,6 +206,10 @@ class World:
         new = t.memory.slots(t.front + t.length, t.front + t.length + n)
         return len(new & self.mapped_slots(t)) * t.rows
 
+    def may_part(self, pool: vtensor.Pool, pages: int) -> bool:
+        """Whether the budget leaves what a write may part: the kernel does that without asking."""
+        return pool.stats().pages_free >= pages
+
     def shared_pages(self, t: ModelTensor) -> int:
         return sum(record.shared > 1 for record in t.actual.pages())
 

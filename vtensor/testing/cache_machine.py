@@ -123,7 +123,9 @@ class CacheMachine(RuleBasedStateMachine):
             fail: the driver calls that pass before one is refused; None refuses none.
 
         Returns:
-            what the operation does; ``REFUSED`` where it was refused.
+            what the operation does; ``REFUSED`` where it was refused. Where the pool looks ahead, whether it
+            is refused depends on time, as the mapper makes calls too: it is then done again, so that the same
+            draws make the same requests.
         """
         before = (self.cache.lengths, self.cache.stats().slots_free)
         try:
@@ -134,7 +136,7 @@ class CacheMachine(RuleBasedStateMachine):
         except vtensor.DriverError as error:
             assert fail is not None, error
             assert (self.cache.lengths, self.cache.stats().slots_free) == before
-            return REFUSED
+            return operation() if self.looks_ahead else REFUSED
 
     def grow(self, by: Mapping[int, int], fail: int | None) -> bool:
         """One step of the cache, as far as ``max_len`` allows, and a :meth:`write` for each slot.
@@ -239,7 +241,8 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_use())
     @rule(steps=st.lists(growths(), min_size=_SLOTS, max_size=_SLOTS), fail=failures(12))
     def step(self, steps: list[int], fail: int | None) -> None:
-        self.grow({slot: steps[slot % len(steps)] for slot in self.in_use()}, fail)
+        # By the order of requests: which slot each has depends on what the mapper did so far.
+        self.grow({slot: steps[i % len(steps)] for i, slot in enumerate(self.in_use())}, fail)
 
     @precondition(lambda self: self.requests)
     @rule(index=which)

@@ -272,8 +272,8 @@ class TensorMachine(World, RuleBasedStateMachine):
         if not t.pool._core.parts_on_write:
             if way == "numpy":
                 way = "copy_"  # no in-place operation on the tensor itself
-        elif t.pool.stats().pages_free < self.shared_pages(t):
-            return  # the kernel parts pages without asking; what then is, test_sharing.py says
+        elif not self.may_part(t.pool, self.shared_pages(t)):
+            return
         before = t.memory.cells
         if way in ("fill_", "one"):
             value = family_bytes(t.family, t.dtype.itemsize, self.seeded())
@@ -307,7 +307,7 @@ class TensorMachine(World, RuleBasedStateMachine):
             # Shared pages are read-only there: a caller who writes through views calls own() before.
             if not within or self.attempt(t.pool, lambda: t.actual.own(0, t.length), None) is REFUSED:
                 return
-        elif view.pool.stats().pages_free < len(view.slots) * view.memory.rows:
+        elif not self.may_part(view.pool, len(view.slots) * view.memory.rows):
             return
         n = view.stop - view.start
         data = family_bytes(t.family, view.memory.rows * n * view.memory.item_bytes, self.seeded())

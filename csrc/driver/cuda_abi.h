@@ -1,0 +1,227 @@
+// The part of libcuda's binary interface that the CUDA driver and its tests use: numbers, layouts
+// and signatures, under the names of the CUDA driver API reference
+// (https://docs.nvidia.com/cuda/cuda-driver-api). They hold for CUDA 12.4 to 13.x, on 64-bit Linux.
+//
+// With them the build needs nothing of CUDA. `make check` holds all of them equal to NVIDIA's own
+// cuda.h (tests/cuda_abi).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace vtensor::cuda {
+
+struct CUctx_st;
+struct CUstream_st;
+struct CUevent_st;
+struct CUgraph_st;
+struct CUgraphNode_st;
+struct CUgraphExec_st;
+struct CUuserObject_st;
+
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUmemGenericAllocationHandle = unsigned long long;
+using CUcontext = CUctx_st*;
+using CUstream = CUstream_st*;
+using CUevent = CUevent_st*;
+using CUgraph = CUgraph_st*;
+using CUgraphNode = CUgraphNode_st*;
+using CUgraphExec = CUgraphExec_st*;
+using CUuserObject = CUuserObject_st*;
+using CUhostFn = void (*)(void*);
+
+// Of each enumeration only what is named somewhere: a libcuda may answer any other number too.
+
+enum CUresult : unsigned {
+  CUDA_SUCCESS = 0,
+  CUDA_ERROR_INVALID_VALUE = 1,
+  CUDA_ERROR_OUT_OF_MEMORY = 2,
+  CUDA_ERROR_NOT_INITIALIZED = 3,
+  CUDA_ERROR_STUB_LIBRARY = 34,
+  CUDA_ERROR_NO_DEVICE = 100,
+  CUDA_ERROR_INVALID_DEVICE = 101,
+  CUDA_ERROR_INVALID_CONTEXT = 201,
+  CUDA_ERROR_INVALID_HANDLE = 400,
+  CUDA_ERROR_ILLEGAL_STATE = 401,
+  CUDA_ERROR_NOT_FOUND = 500,
+  CUDA_ERROR_NOT_READY = 600,
+  CUDA_ERROR_ILLEGAL_ADDRESS = 700,
+  CUDA_ERROR_LAUNCH_TIMEOUT = 702,
+  CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
+  CUDA_ERROR_NOT_PERMITTED = 800,
+  CUDA_ERROR_NOT_SUPPORTED = 801,
+  CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+  CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+  CUDA_ERROR_STREAM_CAPTURE_MERGE = 902,
+  CUDA_ERROR_STREAM_CAPTURE_UNMATCHED = 903,
+  CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
+  CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
+  CUDA_ERROR_CAPTURED_EVENT = 907,
+  CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
+  CUDA_ERROR_UNKNOWN = 999,
+};
+
+enum CUdevice_attribute : unsigned {
+  CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
+  CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
+  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110,
+  CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128,
+};
+
+enum CUmemAllocationType : unsigned {
+  CU_MEM_ALLOCATION_TYPE_INVALID = 0,
+  CU_MEM_ALLOCATION_TYPE_PINNED = 1,
+};
+enum CUmemAllocationHandleType : unsigned {
+  CU_MEM_HANDLE_TYPE_NONE = 0,
+  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+  CU_MEM_HANDLE_TYPE_FABRIC = 8,
+};
+enum CUmemLocationType : unsigned {
+  CU_MEM_LOCATION_TYPE_INVALID = 0,
+  CU_MEM_LOCATION_TYPE_DEVICE = 1,
+};
+enum CUmemAccess_flags : unsigned {
+  CU_MEM_ACCESS_FLAGS_PROT_NONE = 0,
+  CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
+  CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+};
+enum CUmemAllocationGranularity_flags : unsigned {
+  CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
+  CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1,
+};
+
+enum CUpointer_attribute : unsigned {
+  CU_POINTER_ATTRIBUTE_DEVICE_POINTER = 3,
+  CU_POINTER_ATTRIBUTE_MAPPED = 13,
+};
+
+enum CUdriverProcAddressQueryResult : unsigned {
+  CU_GET_PROC_ADDRESS_SUCCESS = 0,
+  CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND = 1,
+  CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT = 2,
+};
+
+enum CUstreamCaptureMode : unsigned {
+  CU_STREAM_CAPTURE_MODE_GLOBAL = 0,
+  CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
+  CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+};
+enum CUstreamCaptureStatus : unsigned {
+  CU_STREAM_CAPTURE_STATUS_NONE = 0,
+  CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
+  CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2,
+};
+
+// Flags, which the entry points take as plain numbers.
+inline constexpr unsigned CU_STREAM_DEFAULT = 0;
+inline constexpr unsigned CU_STREAM_NON_BLOCKING = 1;
+inline constexpr unsigned CU_EVENT_DISABLE_TIMING = 2;
+inline constexpr unsigned CU_EVENT_WAIT_DEFAULT = 0;
+inline constexpr unsigned CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1;
+inline constexpr unsigned CU_GRAPH_USER_OBJECT_MOVE = 1;
+
+struct CUmemLocation {
+  CUmemLocationType type;
+  int id;
+};
+
+struct CUmemAllocationProp {
+  CUmemAllocationType type;
+  CUmemAllocationHandleType requestedHandleTypes;
+  CUmemLocation location;
+  void* win32HandleMetaData;
+  struct {
+    unsigned char compressionType;
+    unsigned char gpuDirectRDMACapable;
+    unsigned short usage;
+    unsigned char reserved[4];
+  } allocFlags;
+};
+
+struct CUmemAccessDesc {
+  CUmemLocation location;
+  CUmemAccess_flags flags;
+};
+
+// The types of the entry points, under the symbols that libcuda exports. They are types so that
+// nothing can be linked to by mistake: libcuda is loaded at run time.
+
+using cuGetErrorName = CUresult(CUresult code, const char** name);
+using cuInit = CUresult(unsigned flags);
+using cuDriverGetVersion = CUresult(int* version);
+using cuGetProcAddress_v2 = CUresult(const char* symbol, void** function, int version,
+                                     std::uint64_t flags, CUdriverProcAddressQueryResult* status);
+
+using cuDeviceGetCount = CUresult(int* count);
+using cuDeviceGet = CUresult(CUdevice* device, int ordinal);
+using cuDeviceGetName = CUresult(char* name, int size, CUdevice device);
+using cuDeviceGetAttribute = CUresult(int* value, CUdevice_attribute attribute, CUdevice device);
+using cuDevicePrimaryCtxRetain = CUresult(CUcontext* context, CUdevice device);
+using cuDevicePrimaryCtxRelease_v2 = CUresult(CUdevice device);
+using cuCtxGetCurrent = CUresult(CUcontext* context);
+using cuCtxSetCurrent = CUresult(CUcontext context);
+using cuCtxGetDevice = CUresult(CUdevice* device);
+using cuCtxSynchronize = CUresult();
+using cuCtxGetStreamPriorityRange = CUresult(int* least, int* greatest);
+
+using cuMemGetInfo_v2 = CUresult(std::size_t* free, std::size_t* total);
+using cuMemGetAllocationGranularity = CUresult(std::size_t* granularity,
+                                               const CUmemAllocationProp* properties,
+                                               CUmemAllocationGranularity_flags kind);
+using cuMemAddressReserve = CUresult(CUdeviceptr* range, std::size_t size, std::size_t alignment,
+                                     CUdeviceptr hint, unsigned long long flags);
+using cuMemAddressFree = CUresult(CUdeviceptr range, std::size_t size);
+using cuMemCreate = CUresult(CUmemGenericAllocationHandle* handle, std::size_t size,
+                             const CUmemAllocationProp* properties, unsigned long long flags);
+using cuMemRelease = CUresult(CUmemGenericAllocationHandle handle);
+using cuMemMap = CUresult(CUdeviceptr at, std::size_t size, std::size_t offset,
+                          CUmemGenericAllocationHandle handle, unsigned long long flags);
+using cuMemUnmap = CUresult(CUdeviceptr at, std::size_t size);
+using cuMemSetAccess = CUresult(CUdeviceptr at, std::size_t size, const CUmemAccessDesc* wanted,
+                                std::size_t count);
+using cuMemGetAccess = CUresult(unsigned long long* access, const CUmemLocation* location,
+                                CUdeviceptr at);
+using cuMemRetainAllocationHandle = CUresult(CUmemGenericAllocationHandle* handle, void* at);
+using cuPointerGetAttribute = CUresult(void* value, CUpointer_attribute attribute, CUdeviceptr at);
+using cuMemsetD8_v2 = CUresult(CUdeviceptr at, unsigned char value, std::size_t size);
+using cuMemsetD8Async = CUresult(CUdeviceptr at, unsigned char value, std::size_t size,
+                                 CUstream stream);
+using cuMemcpyDtoD_v2 = CUresult(CUdeviceptr to, CUdeviceptr from, std::size_t size);
+using cuMemcpyDtoDAsync_v2 = CUresult(CUdeviceptr to, CUdeviceptr from, std::size_t size,
+                                      CUstream stream);
+
+using cuStreamCreate = CUresult(CUstream* stream, unsigned flags);
+using cuStreamCreateWithPriority = CUresult(CUstream* stream, unsigned flags, int priority);
+using cuStreamDestroy_v2 = CUresult(CUstream stream);
+using cuStreamQuery = CUresult(CUstream stream);
+using cuStreamGetCtx = CUresult(CUstream stream, CUcontext* context);
+using cuStreamSynchronize = CUresult(CUstream stream);
+using cuStreamWaitEvent = CUresult(CUstream stream, CUevent event, unsigned flags);
+using cuEventCreate = CUresult(CUevent* event, unsigned flags);
+using cuEventDestroy_v2 = CUresult(CUevent event);
+using cuEventRecord = CUresult(CUevent event, CUstream stream);
+using cuEventQuery = CUresult(CUevent event);
+using cuEventSynchronize = CUresult(CUevent event);
+
+using cuThreadExchangeStreamCaptureMode = CUresult(CUstreamCaptureMode* mode);
+using cuStreamIsCapturing = CUresult(CUstream stream, CUstreamCaptureStatus* status);
+using cuStreamGetCaptureInfo_v2 = CUresult(CUstream stream, CUstreamCaptureStatus* status,
+                                           std::uint64_t* id, CUgraph* graph,
+                                           const CUgraphNode** dependencies,
+                                           std::size_t* dependency_count);
+using cuStreamBeginCapture_v2 = CUresult(CUstream stream, CUstreamCaptureMode mode);
+using cuStreamEndCapture = CUresult(CUstream stream, CUgraph* graph);
+using cuUserObjectCreate = CUresult(CUuserObject* object, void* pointer, CUhostFn destructor,
+                                    unsigned references, unsigned flags);
+using cuUserObjectRelease = CUresult(CUuserObject object, unsigned references);
+using cuGraphRetainUserObject = CUresult(CUgraph graph, CUuserObject object, unsigned references,
+                                         unsigned flags);
+using cuGraphDestroy = CUresult(CUgraph graph);
+using cuGraphInstantiateWithFlags = CUresult(CUgraphExec* executable, CUgraph graph,
+                                             unsigned long long flags);
+using cuGraphExecDestroy = CUresult(CUgraphExec executable);
+using cuGraphLaunch = CUresult(CUgraphExec executable, CUstream stream);
+
+}  // namespace vtensor::cuda
