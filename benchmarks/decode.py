@@ -20,11 +20,11 @@ def run(settings: Settings) -> list[Figure]:
         raise Skipped("the demo runs on the CPU")
     try:
         from transformers import DynamicCache, StaticCache
+        from vtensor.integrations.transformers import VTensorCache
     except ImportError as error:
         raise Skipped(f"needs transformers ({error})") from error
     from vtensor.integrations.demo.measure import FULL
     from vtensor.integrations.demo.model import PreallocatedCache, make_llama
-    from vtensor.integrations.transformers import VTensorCache
 
     start, steps, warmup = FULL.prompt, settings.pick(FULL.new, 2), settings.pick(3, 1)
     model = make_llama(FULL.layers, FULL.vocab_size)

@@ -26,7 +26,7 @@ def run(settings: Settings) -> list[Figure]:
     if settings.device != "cpu":
         raise Skipped("the demo's model runs on the CPU")
     try:
-        import transformers  # noqa: F401
+        import vtensor.integrations.transformers  # noqa: F401
     except ImportError as error:
         raise Skipped(f"needs transformers ({error})") from error
     figures = []

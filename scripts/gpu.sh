@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # gpu.sh [ARGUMENTS]: builds vtensor with this machine's own Python (PYTHON3=, default python3), which has
-# PyTorch, nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. Then runs the GPU tests, asks the
-# questions of benchmarks/gpu, and, in the time that is left, runs the benchmarks on the GPU. All of it ends within
-# MINUTES= (default 8). What fails stops nothing after it. Results go to $OUT, or to benchmarks/results where OUT is
-# not set, as they come: 8 files at most. ARGUMENTS are those of `python -m benchmarks.gpu`; with --only it asks those
-# questions and runs no tests; with --rehearsal it needs no GPU, and writes to build/gpu-rehearsal.
+# PyTorch, nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. Meanwhile it asks those questions of
+# benchmarks/gpu that need no vtensor and measure nothing. Then it runs the GPU tests, asks the other questions, and, in
+# the time that is left, runs the tests of attention and the benchmarks on the GPU. All of it ends within MINUTES=
+# (default 8). What fails stops nothing after it: without a build it asks what needs none. Results go to $OUT, or to
+# benchmarks/results where OUT is not set, as they come: 8 files at most. ARGUMENTS are those of
+# `python -m benchmarks.gpu`; with --only it asks those questions and runs no tests; with --rehearsal it needs no GPU,
+# and writes to build/gpu-rehearsal.
 source "$(dirname "$0")/lib.sh"
 
 python=$(command -v "${PYTHON3:-python3}") || die "no ${PYTHON3:-python3}: name a Python with PYTHON3="
@@ -59,24 +61,28 @@ sys.exit(f"{sys.executable} lacks: {', '.join(missing)}" if missing else 0)
 CODE
 }
 build() {
+  rm -rf "$site" # nothing is asked of an older build
   logged build.txt within 180 "$python" -m pip install -v --no-index --no-build-isolation --no-deps --upgrade \
     --target "$site" .
 }
 has_gpu() {
   within 60 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 }
-# A process each: what hangs, or leaves the device in error, takes no other file with it.
+# gpu_tests NAME...: a process each, so that what hangs, or leaves the device in error, takes no other file with it.
 gpu_tests() {
   local name status=0
-  for name in cuda_mapping cuda_tensor attention; do
+  for name in "$@"; do
     logged gpu-tests.txt within 70 "$python" -m pytest -v --tb=short -o faulthandler_timeout=60 \
       "tests/gpu/test_$name.py" || status=1
   done
   return $status
 }
+# questions SECONDS [ARGUMENTS]: leaves so many to what comes after them.
 questions() {
-  within "$limit" "$python" -m benchmarks.gpu --minutes "${MINUTES:-8}" --spent $((SECONDS + grace + 5)) \
-    --out "$results" "$@"
+  local left_to_others=$1
+  shift
+  within "$limit" "$python" -m benchmarks.gpu --minutes "${MINUTES:-8}" \
+    --spent $((SECONDS + grace + 5 + left_to_others)) --out "$results" "$@"
 }
 benchmarks() {
   within 300 "$python" -m benchmarks --device cuda --json "$results/benchmarks-cuda.json" \
@@ -86,14 +92,27 @@ benchmarks() {
 mkdir -p "$results"
 rm -f "$results"/{build,gpu-tests}.txt
 step "Python" check_machine
-step "Offline build" build
 gpu=false
 if has_gpu; then gpu=true; fi
-if $everything; then attempt "GPU tests" gpu_tests; fi
-if $gpu || $rehearsal; then
-  attempt "Questions" questions "$@"
-else
+if ! $gpu && ! $rehearsal; then
   echo "No GPU here: '$0 --rehearsal' asks the questions of stand-ins, to show that their code runs."
 fi
-if $gpu && [ $# -eq 0 ] && [ $((limit - SECONDS)) -ge 60 ]; then attempt "Benchmarks" benchmarks; fi
+can_ask=$($gpu || $rehearsal && echo true || echo false)
+
+if $everything && $can_ask; then
+  (step "Questions while it builds" questions 0 --first "$@") &
+  asking=$!
+fi
+attempt "Offline build" build
+is_built=$([ ${#failed[@]} -eq 0 ] && echo true || echo false)
+if [ -n "${asking:-}" ]; then wait "$asking" || failed+=("Questions while it builds"); fi
+
+if ! $everything; then
+  if $can_ask; then attempt "Questions" questions 0 "$@"; fi
+else
+  if $is_built; then attempt "GPU tests" gpu_tests cuda_mapping cuda_tensor beside_cuda_core; fi
+  if $can_ask; then attempt "Questions" questions 70 --rest "$@"; fi
+  if $is_built; then attempt "GPU tests of attention" gpu_tests attention; fi
+fi
+if $gpu && $is_built && [ $# -eq 0 ] && [ $((limit - SECONDS)) -ge 60 ]; then attempt "Benchmarks" benchmarks; fi
 [ ${#failed[@]} -eq 0 ] || die "failed: ${failed[*]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from benchmarks import machine
 
 from . import QUESTIONS, Question, report
-from .session import OUT_OF_TIME, ROOT, read, run_worker
+from .session import OUT_OF_TIME, ROOT, first_line, read, run_worker
 
 LEAST_SECONDS = 8  # to import torch, start CUDA and find anything
 
@@ -82,12 +83,24 @@ def unfinished(questions: list[dict[str, Any]]) -> list[int]:
     return [q["number"] for q in questions if q["status"] != "answered" or lacks_time(q)]
 
 
+def why_no_vtensor() -> str:
+    """Why the questions that need vtensor cannot be asked; empty where they can."""
+    try:
+        import vtensor  # noqa: F401
+    except ImportError as error:
+        return f"vtensor cannot be imported: {first_line(error)}"
+    return ""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """1 where a question failed or was not reached; no figure is judged."""
     begun = time.time()
     numbers = ", ".join(f"{question.number} {question.module[1:]}" for question in QUESTIONS)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, epilog=numbers)
-    parser.add_argument("--only", type=chosen, metavar="N,N", help="the numbers of the questions to ask")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", type=chosen, metavar="N,N", help="the numbers of the questions to ask")
+    which.add_argument("--first", action="store_true", help="those that can be asked while vtensor is built")
+    which.add_argument("--rest", action="store_true", help="the others, into what --first wrote")
     parser.add_argument("--minutes", type=float, default=8, help="all of it ends within these (default 8)")
     parser.add_argument(
         "--spent", type=float, default=0, metavar="SECONDS", help="of the minutes, gone already"
@@ -96,6 +109,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rehearsal", action="store_true", help="no GPU: run the code, and measure nothing")
     options = parser.parse_args(arguments)
 
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        parser.error(
+            "cuda-bindings is not installed, through which the driver is asked: pip install cuda-bindings"
+        )
     if not options.rehearsal and not torch.cuda.is_available():
         parser.error("torch finds no GPU here: --rehearsal runs the code without one")
     if options.rehearsal and not Path(os.environ.setdefault("VTENSOR_SIMCUDA", simulated())).exists():
@@ -109,9 +126,17 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # through the `finally`s
     deadline = begun + options.minutes * 60 - options.spent
     result = report.Result(folder, describe(options.rehearsal), options.rehearsal, options.only or ())
+    if options.rest:
+        result.go_on()
+    no_vtensor = why_no_vtensor()
     mode = "; rehearsal, no figure is a GPU's" if options.rehearsal else ""
     for question in QUESTIONS:
         if options.only and question.number not in options.only:
+            continue
+        if (options.first and not question.while_building) or (options.rest and question.while_building):
+            continue
+        if question.needs_vtensor and no_vtensor:
+            result.add(question.number, question.text, "not reached", 0, [], no_vtensor)
             continue
         seconds = min(question.seconds, deadline - time.time() - 5)
         if seconds < LEAST_SECONDS:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .calls import timed
-from .driver import READ_WRITE, AccessDescription, Location, Pages
+from .driver import Pages
 from .kernels import Kernel, launch_run, make_kernels, milliseconds
 from .session import Session
 
@@ -71,7 +71,6 @@ def map_pages(session: Session, until: Any | None, most: int, touch: Any | None 
     With the stream `touch`, kernels in it write the pages at once, beside those that run.
     """
     driver, found = session.driver, Mapped()
-    wanted = AccessDescription(Location(1, driver.device), READ_WRITE)
     handles = min(most, 64)
     early: list[torch.Tensor] = []
     with Pages(driver, PAGE, most, handles) as pages:
@@ -85,8 +84,8 @@ def map_pages(session: Session, until: Any | None, most: int, touch: Any | None 
             else:
                 handle = pages.handles[slot % handles]
             for name, call, arguments in (
-                ("map", driver.cuMemMap, (pages.at(slot), PAGE, 0, handle, 0)),
-                ("set-access", driver.cuMemSetAccess, (pages.at(slot), PAGE, wanted, 1)),
+                ("map", driver.map, (pages.at(slot), PAGE, handle)),
+                ("set-access", driver.set_access, (pages.at(slot), PAGE)),
             ):
                 code, microseconds = timed(call, *arguments)
                 driver.must(code)

@@ -4,21 +4,19 @@ save.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from time import perf_counter_ns
 
 import torch
+from cuda.bindings import driver as cuda
 
-from .driver import READ_WRITE, AccessDescription, Driver, Location, Pages
+from .driver import Driver, Pages
 from .session import Session
 
 MIB = 1 << 20
-HOST_CLOCK = (
-    "host clock around one ctypes call (its own cost is the first figure), pages touched by a kernel before"
-)
+HOST_CLOCK = "host clock around one call, up to the first figure of it cuda-bindings'; pages written before"
 
 
 def timed(call: Callable[..., int], *arguments: object) -> tuple[int, float]:
@@ -52,9 +50,8 @@ class Clock:
 
 def run(session: Session) -> None:
     driver = session.driver
-    count = ctypes.c_int()
-    overhead = [timed(driver.cuDeviceGetCount, count)[1] for _ in range(session.pick(5000, 200))]
-    session.figure("ctypes and a trivial driver call (cuDeviceGetCount)", overhead, "us", "host clock")
+    overhead = [timed(cuda.cuDeviceGetCount)[1] for _ in range(session.pick(5000, 200))]
+    session.figure("cuda-bindings and a trivial driver call (cuDeviceGetCount)", overhead, "us", "host clock")
     session.fact("the GPUDirect RDMA flag", driver.rdma, "of cuMemCreate, wherever handles are made here")
     session.fact(
         "VMM calls in a thread without a context",
@@ -128,36 +125,34 @@ def _one_round(session: Session, clock: Clock, pages: int, size: int) -> None:
     driver = session.driver
     for _ in range(session.pick(16, 1)):
         address = clock.made("reserve", driver.reserve, pages * size, size)
-        clock("address-free", driver.cuMemAddressFree, address, pages * size)
+        clock("address-free", driver.free, address, pages * size)
     address = clock.made("reserve", driver.reserve, pages * size, size)
     for _ in range(session.pick(16, 1)):
-        handle = clock.made("create without the RDMA flag", driver.create_without_rdma, size)
+        handle = clock.made("create without the RDMA flag", driver.create_plain, size)
         driver.must(driver.release(handle))
     handles = [clock.made("create", driver.create, size) for _ in range(pages)]
     addresses = [address + i * size for i in range(pages)]
-    wanted = AccessDescription(Location(1, driver.device), READ_WRITE)
     half = pages // 2
     for at, handle in zip(addresses, handles, strict=True):
-        clock("map", driver.cuMemMap, at, size, 0, handle, 0)
+        clock("map", driver.map, at, size, handle)
     for at in addresses:
-        clock("set-access", driver.cuMemSetAccess, at, size, wanted, 1)
+        clock("set-access", driver.set_access, at, size)
     session.tensor_at(address, (pages * size,), torch.uint8).fill_(1)
     session.device.synchronize()
     for handle in handles[:half]:
-        clock("release, still mapped", driver.cuMemRelease, handle)
+        clock("release, still mapped", driver.release, handle)
     for at in addresses[:half]:
-        clock("unmap, and the memory goes", driver.cuMemUnmap, at, size)
+        clock("unmap, and the memory goes", driver.unmap, at, size)
     for at in addresses[half:]:
-        clock("unmap, handle kept", driver.cuMemUnmap, at, size)
+        clock("unmap, handle kept", driver.unmap, at, size)
     for handle in handles[half:]:
-        clock("release, and the memory goes", driver.cuMemRelease, handle)
-    clock("address-free", driver.cuMemAddressFree, address, pages * size)
+        clock("release, and the memory goes", driver.release, handle)
+    clock("address-free", driver.free, address, pages * size)
 
 
 def merged_calls(session: Session, size: int) -> dict[str, float]:
     """One set-access, and one unmap, over n pages, against n of them; the gain at the most pages."""
     driver = session.driver
-    wanted = AccessDescription(Location(1, driver.device), READ_WRITE)
     counts = session.pick((1, 2, 4, 8, 16, 32, 64), (1, 2))
     taken: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
     with Pages(driver, size, max(counts), max(counts)) as pages:
@@ -166,8 +161,8 @@ def merged_calls(session: Session, size: int) -> dict[str, float]:
             runs = [(0, count)] if merged else [(slot, 1) for slot in range(count)]
             for slot, handle in enumerate(pages.handles[:count]):
                 driver.must(pages.map(slot, handle))
-            access = [timed(driver.cuMemSetAccess, pages.at(at), n * size, wanted, 1) for at, n in runs]
-            unmap = [timed(driver.cuMemUnmap, pages.at(at), n * size) for at, n in runs]
+            access = [timed(driver.set_access, pages.at(at), n * size) for at, n in runs]
+            unmap = [timed(driver.unmap, pages.at(at), n * size) for at, n in runs]
             pages.mapped.clear()
             for call, answers in (("set-access", access), ("unmap", unmap)):
                 for code, _ in answers:

@@ -6,7 +6,6 @@ work as the real thing does. It is a test double: its times are no GPU's.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .driver import WAIT_GREATER_OR_EQUAL, Driver
+from .driver import Driver
 
 Work = Callable[[], object]
 
@@ -32,7 +31,7 @@ class CudaDevice:
         self._cycles_a_second = 0.0
 
     def open_driver(self) -> Driver:
-        return Driver("libcuda.so.1")
+        return Driver()
 
     def stream(self) -> Any:
         return torch.cuda.Stream()
@@ -75,8 +74,7 @@ class CudaDevice:
 
     def hold(self, driver: Driver, stream: Any, flag: torch.Tensor) -> int:
         """Has the stream wait until the flag is 1 or more; the driver's answer."""
-        code: int = driver.cuStreamWaitValue32(stream.cuda_stream, flag.data_ptr(), 1, WAIT_GREATER_OR_EQUAL)
-        return code
+        return driver.wait_for_flag(stream.cuda_stream, flag.data_ptr())
 
     def capture(self, work: Work) -> Work:
         """Captures `work` in a CUDA graph; what replays it."""
@@ -142,7 +140,7 @@ class _StandInStream:
 
 
 class StandIn:
-    """CPU tensors, threads for streams, and the simulated libcuda that ``$VTENSOR_SIMCUDA`` names."""
+    """CPU tensors, threads for streams, and the simulated libcuda in the place of the real one."""
 
     rehearsal = True
     torch_device = torch.device("cpu")
@@ -152,7 +150,7 @@ class StandIn:
         self._streams: list[_StandInStream] = []
 
     def open_driver(self) -> Driver:
-        driver = Driver(os.environ["VTENSOR_SIMCUDA"])
+        driver = Driver()
         driver.must(driver.retain_context())
         return driver
 

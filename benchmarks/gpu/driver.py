@@ -1,5 +1,5 @@
-"""libcuda's virtual memory management through ctypes: the real driver, or the simulated one of
-``tests/simcuda``.
+"""libcuda's virtual memory management through NVIDIA's cuda-bindings: the real driver, or the simulated one
+of ``tests/simcuda`` where that lies as ``libcuda.so.1`` on ``LD_LIBRARY_PATH``.
 
 It needs no torch. Each call returns the driver's answer as it came, because the answers are what is asked
 about; ``must`` raises on a refusal. The calls drop the GIL, as vtensor's own do.
@@ -7,77 +7,17 @@ about; ``must`` raises on a refusal. The calls drop the GIL, as vtensor's own do
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
 
+from cuda.bindings import driver as cuda
+
 READ_ONLY, READ_WRITE, NO_ACCESS = 1, 3, 0  # CUmemAccess_flags
-GRANULARITY_MINIMUM = 0
-WAIT_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
-_PINNED, _ON_DEVICE = 1, 1
-_RDMA_SUPPORTED = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-
-
-class Location(ctypes.Structure):
-    _fields_ = [("type", c_int), ("id", c_int)]
-
-
-class AllocationFlags(ctypes.Structure):
-    _fields_ = [
-        ("compressionType", c_ubyte),
-        ("gpuDirectRDMACapable", c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", c_ubyte * 4),
-    ]
-
-
-class AllocationProperties(ctypes.Structure):
-    _fields_ = [
-        ("type", c_int),
-        ("requestedHandleTypes", c_int),
-        ("location", Location),
-        ("win32HandleMetaData", c_void_p),
-        ("allocFlags", AllocationFlags),
-    ]
-
-
-class AccessDescription(ctypes.Structure):
-    _fields_ = [("location", Location), ("flags", c_int)]
-
-
-# Documented name: (exported symbol, argument types). All return a CUresult.
-CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "cuInit": ("cuInit", (c_uint,)),
-    "cuDeviceGetCount": ("cuDeviceGetCount", (POINTER(c_int),)),
-    "cuDeviceGetAttribute": ("cuDeviceGetAttribute", (POINTER(c_int), c_int, c_int)),
-    "cuDevicePrimaryCtxRetain": ("cuDevicePrimaryCtxRetain", (POINTER(c_void_p), c_int)),
-    "cuDevicePrimaryCtxRelease": ("cuDevicePrimaryCtxRelease_v2", (c_int,)),
-    "cuCtxSetCurrent": ("cuCtxSetCurrent", (c_void_p,)),
-    "cuCtxGetCurrent": ("cuCtxGetCurrent", (POINTER(c_void_p),)),
-    "cuCtxSynchronize": ("cuCtxSynchronize", ()),
-    "cuMemGetInfo": ("cuMemGetInfo_v2", (POINTER(c_size_t), POINTER(c_size_t))),
-    "cuMemGetAllocationGranularity": (
-        "cuMemGetAllocationGranularity",
-        (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
-    ),
-    "cuMemAddressReserve": (
-        "cuMemAddressReserve",
-        (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
-    ),
-    "cuMemAddressFree": ("cuMemAddressFree", (c_uint64, c_size_t)),
-    "cuMemCreate": ("cuMemCreate", (POINTER(c_uint64), c_size_t, POINTER(AllocationProperties), c_uint64)),
-    "cuMemRelease": ("cuMemRelease", (c_uint64,)),
-    "cuMemMap": ("cuMemMap", (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64)),
-    "cuMemUnmap": ("cuMemUnmap", (c_uint64, c_size_t)),
-    "cuMemSetAccess": ("cuMemSetAccess", (c_uint64, c_size_t, POINTER(AccessDescription), c_size_t)),
-    "cuMemsetD8": ("cuMemsetD8_v2", (c_uint64, c_ubyte, c_size_t)),
-    "cuMemcpyDtoD": ("cuMemcpyDtoD_v2", (c_uint64, c_uint64, c_size_t)),
-}
-# Not in the simulated libcuda: looked up when first called.
-REAL_ONLY: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "cuDriverGetVersion": ("cuDriverGetVersion", (POINTER(c_int),)),
-    "cuStreamWaitValue32": ("cuStreamWaitValue32_v2", (c_void_p, c_uint64, c_uint32, c_uint)),
-}
+NOT_SHAREABLE, POSIX_DESCRIPTOR, FABRIC = 0, 1, 8  # CUmemAllocationHandleType
+_ON_DEVICE = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+_MINIMUM = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+_RDMA_SUPPORTED = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+_GREATER_OR_EQUAL = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+_DEVICE_POINTER = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 
 
 class Refused(Exception):
@@ -85,120 +25,122 @@ class Refused(Exception):
 
 
 class Driver:
-    """The VMM calls on one device. Handles, addresses and sizes are integers; sizes are in bytes."""
+    """The VMM calls on one device. Handles, addresses and sizes are integers; sizes are in bytes.
 
-    def __init__(self, library: str = "libcuda.so.1", device: int = 0) -> None:
-        self._loaded = ctypes.CDLL(library)
-        for name, entry in CALLS.items():
-            self._resolve(name, entry)
-        self._error_name = self._loaded.cuGetErrorName
-        self._error_name.argtypes, self._error_name.restype = (c_int, POINTER(c_char_p)), c_int
+    What makes something returns (answer, what it made), all else the answer alone: 0 is CUDA_SUCCESS.
+    """
+
+    def __init__(self, device: int = 0) -> None:
         self.device = device
-        self._properties = AllocationProperties(type=_PINNED, location=Location(_ON_DEVICE, device))
-        self.must(self.cuInit(0))
-        rdma = c_int()
-        self.must(self.cuDeviceGetAttribute(byref(rdma), _RDMA_SUPPORTED, device))
-        size = c_size_t()
-        self.must(
-            self.cuMemGetAllocationGranularity(byref(size), byref(self._properties), GRANULARITY_MINIMUM)
-        )
-        self.granularity = size.value
-        self.rdma = "not supported"
-        if rdma.value:
-            self.rdma = self._probe_rdma()
+        self.must(cuda.cuInit(0)[0])
+        self._plain = {kind: self._properties_for(kind) for kind in (NOT_SHAREABLE, POSIX_DESCRIPTOR, FABRIC)}
+        self._properties = self._plain[NOT_SHAREABLE]
+        self._wanted = {flags: [self._access(flags)] for flags in (NO_ACCESS, READ_ONLY, READ_WRITE)}
+        code, self.granularity = cuda.cuMemGetAllocationGranularity(self._properties, _MINIMUM)
+        self.must(code)
+        code, supported = cuda.cuDeviceGetAttribute(_RDMA_SUPPORTED, device)
+        self.must(code)
+        self.rdma = self._probe_rdma() if supported else "not supported"
+
+    def _properties_for(self, handle_type: int, rdma: bool = False) -> cuda.CUmemAllocationProp:
+        properties = cuda.CUmemAllocationProp()
+        properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = cuda.CUmemAllocationHandleType(handle_type)
+        properties.location.type, properties.location.id = _ON_DEVICE, self.device
+        properties.allocFlags.gpuDirectRDMACapable = int(rdma)
+        return properties
 
     def _probe_rdma(self) -> str:
         """Asks for GPUDirect RDMA from here on, as vtensor's own driver does, unless that is refused."""
-        self._properties.allocFlags.gpuDirectRDMACapable = 1
+        self._properties = self._properties_for(NOT_SHAREABLE, rdma=True)
         code, handle = self.create(self.granularity)
         if code != 0:
-            self._properties.allocFlags.gpuDirectRDMACapable = 0
+            self._properties = self._plain[NOT_SHAREABLE]
             return f"supported by its attribute, refused with {self.name_of(code)}"
         self.must(self.release(handle))
         return "asked for"
 
-    def _resolve(self, name: str, entry: tuple[str, tuple[Any, ...]]) -> Any:
-        function = getattr(self._loaded, entry[0])
-        function.argtypes, function.restype = entry[1], c_int
-        setattr(self, name, function)
-        return function
-
-    def __getattr__(self, name: str) -> Any:
-        if name in REAL_ONLY:
-            return self._resolve(name, REAL_ONLY[name])
-        raise AttributeError(name)
+    def _access(self, flags: int) -> cuda.CUmemAccessDesc:
+        wanted = cuda.CUmemAccessDesc()
+        wanted.location.type, wanted.location.id = _ON_DEVICE, self.device
+        wanted.flags = cuda.CUmemAccess_flags(flags)
+        return wanted
 
     def name_of(self, code: int) -> str:
-        """ "CUDA_ERROR_INVALID_VALUE"; the number where libcuda has no name for it."""
-        name = c_char_p()
-        if self._error_name(code, byref(name)) == 0 and name.value:
-            return name.value.decode()
-        return str(code)
+        """ "CUDA_ERROR_INVALID_VALUE"."""
+        return str(cuda.CUresult(code).name)
 
     def must(self, code: int) -> None:
         """Raises Refused unless `code` is CUDA_SUCCESS."""
         if code != 0:
-            raise Refused(f"the driver answered {self.name_of(code)} ({code})")
-
-    # The calls with plain arguments; those that make something return (code, what they made).
+            raise Refused(f"the driver answered {self.name_of(code)} ({int(code)})")
 
     def reserve(self, size: int, alignment: int = 0) -> tuple[int, int]:
-        address = c_uint64()
-        code = self.cuMemAddressReserve(byref(address), size, alignment, 0, 0)
-        return code, address.value
+        return _made(cuda.cuMemAddressReserve(size, alignment, 0, 0))
 
     def free(self, address: int, size: int) -> int:
-        code: int = self.cuMemAddressFree(address, size)
-        return code
+        return _code(cuda.cuMemAddressFree(address, size))
 
     def create(self, size: int) -> tuple[int, int]:
-        handle = c_uint64()
-        code = self.cuMemCreate(byref(handle), size, byref(self._properties), 0)
-        return code, handle.value
+        return _made(cuda.cuMemCreate(size, self._properties, 0))
 
-    def create_without_rdma(self, size: int) -> tuple[int, int]:
-        plain = AllocationProperties(type=_PINNED, location=Location(_ON_DEVICE, self.device))
-        handle = c_uint64()
-        code = self.cuMemCreate(byref(handle), size, byref(plain), 0)
-        return code, handle.value
+    def create_plain(self, size: int, handle_type: int = NOT_SHAREABLE) -> tuple[int, int]:
+        """Without GPUDirect RDMA; perhaps with a type of handle that other processes may be given."""
+        return _made(cuda.cuMemCreate(size, self._plain[handle_type], 0))
 
     def release(self, handle: int) -> int:
-        code: int = self.cuMemRelease(handle)
-        return code
+        return _code(cuda.cuMemRelease(handle))
 
     def map(self, address: int, size: int, handle: int, offset: int = 0) -> int:
-        code: int = self.cuMemMap(address, size, offset, handle, 0)
-        return code
+        return _code(cuda.cuMemMap(address, size, offset, handle, 0))
 
     def unmap(self, address: int, size: int) -> int:
-        code: int = self.cuMemUnmap(address, size)
-        return code
+        return _code(cuda.cuMemUnmap(address, size))
 
     def set_access(self, address: int, size: int, flags: int = READ_WRITE) -> int:
-        wanted = AccessDescription(Location(_ON_DEVICE, self.device), flags)
-        code: int = self.cuMemSetAccess(address, size, byref(wanted), 1)
-        return code
+        return _code(cuda.cuMemSetAccess(address, size, self._wanted[flags], 1))
+
+    def fill(self, address: int, value: int, size: int) -> int:
+        return _code(cuda.cuMemsetD8(address, value, size))
+
+    def copy(self, to: int, origin: int, size: int) -> int:
+        return _code(cuda.cuMemcpyDtoD(to, origin, size))
+
+    def device_pointer(self, address: int) -> int:
+        """Whether kernels may be given that address: what Triton asks of each of its arguments."""
+        return _code(cuda.cuPointerGetAttribute(_DEVICE_POINTER, address))
+
+    def wait_for_flag(self, stream: int, address: int) -> int:
+        """Has the stream wait until the 32-bit number there is 1 or more."""
+        return _code(cuda.cuStreamWaitValue32(stream, address, 1, _GREATER_OR_EQUAL))
+
+    def synchronize(self) -> int:
+        return _code(cuda.cuCtxSynchronize())
 
     def memory(self) -> tuple[int, int, int]:
-        """(code, free bytes, total bytes); needs a current context."""
-        free, total = c_size_t(), c_size_t()
-        return self.cuMemGetInfo(byref(free), byref(total)), free.value, total.value
+        """(answer, free bytes, total bytes); needs a current context."""
+        code, free, total = cuda.cuMemGetInfo()
+        return code, free, total
 
     def retain_context(self) -> int:
         """Makes the device's primary context current in this thread."""
-        context = c_void_p()
-        code: int = self.cuDevicePrimaryCtxRetain(byref(context), self.device)
-        return code or self.cuCtxSetCurrent(context)
+        code, context = cuda.cuDevicePrimaryCtxRetain(self.device)
+        return code or _code(cuda.cuCtxSetCurrent(context))
 
     def release_context(self) -> None:
-        self.must(self.cuCtxSetCurrent(None))
-        self.must(self.cuDevicePrimaryCtxRelease(self.device))
+        self.must(_code(cuda.cuCtxSetCurrent(cuda.CUcontext(0))))
+        self.must(_code(cuda.cuDevicePrimaryCtxRelease(self.device)))
 
-    def version(self) -> int:
-        """The CUDA version that the driver supports: 13000 for 13.0."""
-        value = c_int()
-        self.must(self.cuDriverGetVersion(byref(value)))
-        return value.value
+
+def _code(answer: tuple[Any, ...]) -> int:
+    code: int = answer[0]
+    return code
+
+
+def _made(answer: tuple[Any, Any]) -> tuple[int, int]:
+    """(answer, what was made, or 0 where that was refused)."""
+    code, made = answer
+    return code, int(made) if code == 0 else 0
 
 
 class Pages:

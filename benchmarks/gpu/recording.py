@@ -87,16 +87,13 @@ class Player:
         return code
 
     def _cuMemsetD8(self, range: int, offset: int, size: int) -> int:
-        code: int = self._driver.cuMemsetD8(self._at(range, offset), 1, size)
-        return code
+        return self._driver.fill(self._at(range, offset), 1, size)
 
     def _cuMemcpyDtoD(self, range: int, offset: int, from_offset: int, size: int) -> int:
-        code: int = self._driver.cuMemcpyDtoD(self._at(range, offset), self._at(range, from_offset), size)
-        return code
+        return self._driver.copy(self._at(range, offset), self._at(range, from_offset), size)
 
     def _cuCtxSynchronize(self) -> int:
-        code: int = self._driver.cuCtxSynchronize()
-        return code
+        return self._driver.synchronize()
 
     def close(self) -> None:
         """Gives back what is left; the answers say nothing, because what is left depends on the case's."""
@@ -223,7 +220,6 @@ CASES_IN_ORDER: dict[str, tuple[tuple[Any, ...], ...]] = {
     "map past the end of the range": (reserve(1), create(2), put(0, 2)),
     "free with the wrong size": (reserve(), free(2), free(8), free(4)),
     "free from the middle": (reserve(), free(2, 2), free(4)),
-    "free while mapped": (*MAPPED, free(), unmap(0), free()),
     "free twice": (reserve(), free(), free()),
     "create of size 0": (create(0),),
     "create of half a granule": (create(0.5),),
@@ -231,16 +227,15 @@ CASES_IN_ORDER: dict[str, tuple[tuple[Any, ...], ...]] = {
     "reserve of half a granule": (reserve(0.5),),
     "reserve with an alignment": (reserve(4, 16), create(), put(0), access(0)),
     "reserve with an alignment of three granules": (reserve(3, 3),),
-    # RISKY from here on.
+    # RISKY from here on. Releasing what was released is not among them: the reference calls it undefined.
+    "free while mapped": (*MAPPED, free(), unmap(0), free()),
     "map of a handle that was released and is mapped elsewhere": (*MAPPED, release(), put(1)),
-    "release twice while mapped": (*MAPPED, release(), release()),
-    "release twice": (create(), release(), release()),
     "copy from behind what is mapped": (*MAPPED, copy(0, 1, 1), WAIT),
     "fill over the end of what is mapped": (*MAPPED, fill(0.5, 1), WAIT),
     "fill of what is read-only": (reserve(), create(), put(0), access(0, 1, READ_ONLY), fill(0, 1), WAIT),
 }
 
-RISKY = list(CASES_IN_ORDER)[-6:]
+RISKY = list(CASES_IN_ORDER)[-5:]
 
 
 def lines_of(case: str, granularity: int) -> Iterator[Line]:
@@ -283,7 +278,7 @@ def play(session: Session, cases: Sequence[str]) -> None:
         for line in lines_of(case, driver.granularity):
             session.call({**line, "answer": player.play(line)})
         player.close()
-        if driver.cuCtxSynchronize() != 0:
+        if driver.synchronize() != 0:
             return
 
 

@@ -42,6 +42,14 @@ class Result:
     def paths(self) -> list[Path]:
         return [Path(f"{self._stem}{end}") for end in (".json", ".md", "-driver.jsonl")]
 
+    def go_on(self) -> None:
+        """Takes over what an earlier call of the same day wrote, if it did."""
+        as_json, _, recording = self.paths
+        if as_json.exists():
+            self.document["questions"] = json.loads(as_json.read_text())["questions"]
+        if recording.exists():
+            self._calls = [json.loads(line) for line in recording.read_text().splitlines()[1:]]
+
     def add(
         self,
         number: int,

@@ -182,6 +182,7 @@ def run_worker(
     worker = subprocess.Popen(
         command,
         cwd=ROOT,
+        env=with_libcuda(os.environ["VTENSOR_SIMCUDA"], emit.parent) if rehearsal else None,
         stderr=stderr,
         stdout=subprocess.DEVNULL if case else None,
         start_new_session=not case,
@@ -201,6 +202,13 @@ def run_worker(
                 worker.wait(10)  # one that hangs in the kernel is left behind
             except subprocess.TimeoutExpired:
                 print(f"    a process of {module} does not end", flush=True)
+
+
+def with_libcuda(library: str, folder: Path) -> dict[str, str]:
+    """An environment in which a new process finds `library` as libcuda, through a link in that folder."""
+    (folder / "libcuda.so.1").symlink_to(Path(library).resolve())
+    others = os.environ.get("LD_LIBRARY_PATH")
+    return {**os.environ, "LD_LIBRARY_PATH": f"{folder}:{others}" if others else str(folder)}
 
 
 def read(emit: Path) -> list[dict[str, Any]]:

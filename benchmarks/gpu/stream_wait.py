@@ -3,7 +3,8 @@ that is mapped only then; the host maps the page and sets the flag.
 
 What a mapper might do meanwhile is tried one after the other, in processes of their own. A call that waits
 for the stream could never return: a watchdog sets the flag after two seconds, and the call counts as a
-deadlock. The kernel may then fault, because its page is not mapped.
+deadlock, but none that the watchdog did not rescue does. The kernel may then fault, because its page is not
+mapped.
 """
 
 from __future__ import annotations
@@ -145,10 +146,11 @@ def run(session: Session) -> None:
         wrong += end.facts.get("wrong elements", 0)
         how = "DEADLOCK, until the watchdog set the flag" if rescued else f"the process {end.text}"
         session.fact(f"{name}, while a stream waits for the flag", how)
-        if rescued or end.code is None:
+        if rescued:
             deadlocks.append(name)
         elif end.code != 0:
-            broken.append(f"{name}: {(end.error_tail.strip().splitlines() or [''])[-1]}")
+            said = (end.error_tail.strip().splitlines() or [""])[-1]
+            broken.append(f"{name}: the process {end.text} {said}".strip())
     session.fact("wrong elements written by kernels that had waited", wrong)
     if deadlocks:
         session.answer(f"These do not return while a stream waits for a flag: {'; '.join(deadlocks)}.")

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cuda_support import device, needs_simcuda
-from support import simcuda_library
+from cuda_support import device, load_simulated_libcuda, needs_simcuda
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
+
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 from benchmarks.gpu import recording  # noqa: E402
 from benchmarks.gpu.driver import Driver  # noqa: E402
@@ -28,8 +29,9 @@ GRANULARITY = 2 << 20
 
 @pytest.fixture
 def driver() -> Iterator[Driver]:
+    load_simulated_libcuda()
     with device(granularity=GRANULARITY):
-        driver = Driver(str(simcuda_library()))
+        driver = Driver()
         driver.must(driver.retain_context())
         yield driver
         driver.release_context()

@@ -15,6 +15,8 @@ PYTHON = """#!/usr/bin/env bash
 case "$*" in
   *"pip install"*) said="build" ;;
   *"-m pytest"*) said="test ${*: -1}" ;;
+  *"-m benchmarks.gpu"*--first*) said="first questions" ;;
+  *"-m benchmarks.gpu"*--rest*) said="other questions" ;;
   *"-m benchmarks.gpu"*) said="questions" ;;
   *"-m benchmarks"*) said="benchmarks" ;;
   *is_available*) exit "$GPU" ;;
@@ -23,7 +25,9 @@ esac
 echo "$said" | tee -a "$SAID"
 if [[ -n $FAILS && $said = *$FAILS* ]]; then exit 1; fi
 """
-TESTS = [f"test tests/gpu/test_{name}.py" for name in ("cuda_mapping", "cuda_tensor", "attention")]
+FILES = ("cuda_mapping", "cuda_tensor", "beside_cuda_core", "attention")
+TESTS = [f"test tests/gpu/test_{name}.py" for name in FILES]
+SETUP = ["build", "first questions"]  # side by side
 
 
 @pytest.fixture
@@ -49,7 +53,8 @@ def gpu_script(tmp_path):
 
 def test_a_gpu_is_tested_asked_and_measured(gpu_script):
     done = gpu_script()
-    assert (done.said, done.code) == (["build", *TESTS, "questions", "benchmarks"], 0)
+    assert (sorted(done.said[:2]), done.code) == (SETUP, 0)
+    assert done.said[2:] == [*TESTS[:3], "other questions", TESTS[3], "benchmarks"]
     assert done.files == {"build.txt": ["build"], "gpu-tests.txt": TESTS}
 
 
@@ -59,16 +64,22 @@ def test_a_second_call_asks_only(gpu_script):
 
 def test_without_a_gpu_only_a_rehearsal_asks(gpu_script):
     assert gpu_script(gpu=False).said == ["build", *TESTS]
-    assert gpu_script("--rehearsal", gpu=False).said[4:] == ["build", *TESTS, "questions"]
+    done = gpu_script("--rehearsal", gpu=False).said[5:]
+    assert sorted(done[:2]) == SETUP and done[2:] == [*TESTS[:3], "other questions", TESTS[3]]
 
 
-def test_a_build_that_fails_leaves_its_log(gpu_script):
-    done = gpu_script(fails="build")
-    assert (done.said, done.files, done.code) == (["build"], {"build.txt": ["build"]}, 1)
+@pytest.mark.parametrize("arguments", [(), ("--only", "1")])
+def test_without_a_build_the_questions_are_asked_all_the_same(gpu_script, arguments):
+    done = gpu_script(*arguments, fails="build")
+    asked = ["questions"] if arguments else ["first questions", "other questions"]
+    assert sorted(done.said) == sorted(["build", *asked])
+    assert (done.files, done.code) == ({"build.txt": ["build"]}, 1)
+    assert "error: failed: Offline build" in done.err
 
 
-@pytest.mark.parametrize("what", ["mapping", "questions", "benchmarks"])
+@pytest.mark.parametrize("what", ["mapping", "first", "other", "benchmarks"])
 def test_what_fails_stops_nothing_after_it(gpu_script, what):
     done = gpu_script(fails=what)
-    assert (done.said, done.code) == (["build", *TESTS, "questions", "benchmarks"], 1)
+    assert (sorted(done.said[:2]), done.code) == (SETUP, 1)
+    assert done.said[2:] == [*TESTS[:3], "other questions", TESTS[3], "benchmarks"]
     assert "error: failed: " in done.err
