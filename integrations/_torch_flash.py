@@ -156,7 +156,7 @@ def _flash(
     right: int,
 ) -> torch.Tensor:
     """Torch's own FlashAttention 2, of ``[B, S, H, D]``, or packed ``[T, H, D]`` where the starts are given.
-    Heads may be grouped. What is passed means the same in torch 2.9 to 2.13: the window says all of what is
+    Heads may be grouped. What is passed means the same in torch 2.10 to 2.13: the window says all of what is
     seen, lower-right, and is_causal names the window (-1, 0) besides."""
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         q,

@@ -1,24 +1,27 @@
 """Hugging Face transformers with K and V that grow in place.
 
 ``VTensorCache`` is a ``DynamicCache``: pass it to an unmodified ``model.generate()`` as
-``past_key_values``. What a layer hands to attention is a plain view of exactly the tokens stored, as
+``past_key_values``. What a layer hands to attention is a view of exactly the tokens stored, as
 ``DynamicCache`` does, so attention masks, kernels and tokens are the same; only the copy of the whole
-past at every token is gone. Importing this changes nothing in transformers.
+past at every token is gone. Importing this changes nothing in transformers; torch.export learns of the cache.
 """
 
 from __future__ import annotations
 
+from . import release as _release  # noqa: F401  # before what an older one has not
+
+# isort: split
 from .attention import register_attention, unregister_attention
 from .cache import VTensorCache
 from .default import install, installed, uninstall
-from .encoder_decoder import VTensorEncoderDecoderCache, encoder_decoder_cache
+from .encoder_decoder import encoder_decoder_cache
+from .export import register_export
 from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
 __all__ = [
     "VTensorCache",
-    "VTensorEncoderDecoderCache",
     "VTensorHybridLayer",
     "VTensorHybridSlidingWindowLayer",
     "VTensorLayer",
@@ -30,3 +33,5 @@ __all__ = [
     "uninstall",
     "unregister_attention",
 ]
+
+register_export()

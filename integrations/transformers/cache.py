@@ -6,14 +6,13 @@ Follows ``transformers/cache_utils.py`` of transformers 5.23 (``Cache``, ``Dynam
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
-    DummyLayer,
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -23,16 +22,15 @@ from transformers.cache_utils import (
 
 from vtensor import InvalidArgument, Pool, VTensorError
 
-from .callers import ForOneGeneration, Generation, Use, calling_models
 from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
-from .model_shape import ModelShape
+from .single_step import SingleStepView
 from .window import VTensorSlidingWindowLayer
 
-__all__ = ["VTensorCache", "check_pool"]
+__all__ = ["VTensorCache", "check_pool", "holds_nothing"]
 
 
-class VTensorCache(ForOneGeneration, DynamicCache):
+class VTensorCache(DynamicCache):
     """A ``DynamicCache`` for ``model.generate(..., past_key_values=cache)`` that grows in place.
 
     It is built from the model's own layer types. Full attention becomes ``VTensorLayer``, sliding window and
@@ -50,11 +48,12 @@ class VTensorCache(ForOneGeneration, DynamicCache):
             ``generate()`` does, has that step's memory mapped, see ``prepare``.
         offloading, offload_only_non_sliding: as for ``DynamicCache``.
 
-    ``copy.deepcopy`` shares pages until either side writes. A pickled cache is dense and comes back in the
-    default pool. ``reset()`` gives all memory back.
+    What ``DynamicCache`` takes first, ``(keys, values)`` of each layer, may stand in the place of ``config``,
+    which is then given by name.
 
-    A cache is for the model of its config, and for one ``generate()`` at a time. ``generate()`` with another
-    model's, or while another ``generate()`` runs on it, raises InvalidArgument before the first forward.
+    ``copy.deepcopy`` shares pages until either side writes. A pickled cache is dense and comes back in the
+    default pool. ``reset()`` gives all memory back. To ``torch.export`` a cache is the plain K and V that it
+    holds. What two threads do to one cache at a time is not kept apart.
 
     Raises:
         InvalidArgument: no config of transformers, a ``max_len`` below 1, or a ``pool`` that is none.
@@ -64,17 +63,22 @@ class VTensorCache(ForOneGeneration, DynamicCache):
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        states: PreTrainedConfig | Iterable[tuple[torch.Tensor | None, ...]] | None = None,
+        /,
         max_len: int | None = None,
         pool: Pool | None = None,
         *,
+        config: PreTrainedConfig | None = None,
         compiled: bool = False,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
+        if config is None and isinstance(states, PreTrainedConfig):
+            states, config = None, states
         if not isinstance(config, PreTrainedConfig):
+            given = states if config is None else config
             raise InvalidArgument(
-                f"[VTensorCache] config is a {type(config).__name__}: pass model.config, which says "
+                f"[VTensorCache] config is a {type(given).__name__}: pass model.config, which says "
                 "what kind of cache each layer needs"
             )
         if max_len is not None and (isinstance(max_len, bool) or not isinstance(max_len, int) or max_len < 1):
@@ -83,33 +87,42 @@ class VTensorCache(ForOneGeneration, DynamicCache):
                 "or None for no limit"
             )
         check_pool("VTensorCache", pool)
+        # generate() too takes the decoder's config of the decoder's config: of Florence-2 they are two.
         super().__init__(
-            config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding
+            config=config.get_text_config(decoder=True),
+            offloading=offloading,
+            offload_only_non_sliding=offload_only_non_sliding,
         )
         self.max_len = max_len
         self.compiled = compiled
         self.layers = [_growing(layer, max_len, pool) for layer in self.layers]
-        self._made_for = type(config).__name__
-        self._shape = ModelShape.of(config)
-        growing = (number for number, layer in enumerate(self.layers) if isinstance(layer, VTensorLayer))
-        self._first_growing = next(growing, 0)
-        self._use = Use()
-        self._model: weakref.ref[PreTrainedModel] | None = None  # the last one found to be of this config
+        for number, (keys, values, *_) in enumerate(states or ()):
+            if keys is not None and values is not None:
+                self.update(keys, values, number)
+
+    @classmethod
+    def over(cls, cache: DynamicCache) -> VTensorCache:
+        """One of the layers of ``cache``, as they are."""
+        made = cls.__new__(cls)
+        made.__dict__.update(cache.__dict__, max_len=None, compiled=False)
+        return made
+
+    @classmethod
+    def in_place_of(cls, cache: DynamicCache, pool: Pool | None, *, compiled: bool) -> VTensorCache:
+        """One that grows in place, for the layers of an empty ``DynamicCache``."""
+        made = cls.over(cache)
+        made.compiled = compiled
+        made.layers = [_growing(layer, None, pool) for layer in cache.layers]
+        return made
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers makes the masks of a step before the forward. Where ``compiled``, so that the
-        step can be prepared. On the host it should: without a mask, transformers 5.23 has SDPA read K and V
-        once for each query head (``enable_gqa``), which at 8k tokens takes twice the time. It compiles
-        ``generate()`` on accelerators only, where this is False unless ``compiled``. It is False for a window
-        beside linear attention, for which transformers 5.23 makes the mask of full attention."""
-        return bool(self.layers) and all(
-            isinstance(layer, DummyLayer)
-            or (
-                isinstance(layer, VTensorLayer)
-                and not isinstance(layer, VTensorHybridSlidingWindowLayer)
-                and (self.compiled or layer.is_on_host)
-            )
+        """Whether ``generate()`` makes the masks of a step before the forward, so that the step can be
+        prepared: where ``compiled``. Never for a window beside linear attention, for which transformers 5.23
+        makes the mask of full attention, nor for linear attention alone."""
+        return self.compiled and all(
+            (isinstance(layer, VTensorLayer) and not isinstance(layer, VTensorHybridSlidingWindowLayer))
+            or holds_nothing(layer)
             for layer in self.layers
         )
 
@@ -118,27 +131,33 @@ class VTensorCache(ForOneGeneration, DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends to one layer, see ``VTensorLayer.update``.
+        """Appends to one layer, see ``VTensorLayer.update``; of one token on the host it returns a
+        ``SingleStepView`` of each.
 
         Where a layer refuses, the layers before it, which took this step's tokens already, are put back
         too: after an error the cache holds what it held before the forward call, and can go on from there.
         Where one of them is Hugging Face's own and cannot go back, the cache is emptied.
 
         Raises:
-            InvalidArgument: another model than the config's, or another thread's ``generate()`` runs on this.
+            InvalidArgument: a layer that the model of the config has not, or states that do not fit.
             CapacityExceeded, OutOfPages: as ``VTensorLayer.update``.
         """
         if torch.compiler.is_compiling():
             return self._append(key_states, value_states, layer_idx, *args, **kwargs)
-        self._use.check()
-        if layer_idx <= self._first_growing:  # once a forward
-            self._check_caller()
-        self._check_number(layer_idx)
+        new = key_states.shape[-2]
         try:
-            return self._append(key_states, value_states, layer_idx, *args, **kwargs)
+            if layer_idx >= len(self.layers):
+                raise InvalidArgument(
+                    f"[VTensorCache.update] layer {layer_idx} of a cache with {len(self.layers)} layers: "
+                    "make one from this model's own config, VTensorCache(model.config)"
+                )
+            keys, values = self._append(key_states, value_states, layer_idx, *args, **kwargs)
         except VTensorError:
-            self._put_back(before=layer_idx)
+            self._put_back(layer_idx, new)
             raise
+        if new == 1 and keys.is_cpu:
+            return keys.as_subclass(SingleStepView), values.as_subclass(SingleStepView)
+        return keys, values
 
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -175,70 +194,21 @@ class VTensorCache(ForOneGeneration, DynamicCache):
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
-    def _put_back(self, before: int) -> None:
-        failed, changed = self.layers[before], self.layers[:before]
-        if not isinstance(failed, VTensorLayer):
-            return
-        if any(_cannot_go_back(layer) for layer in (*changed, failed)):
+    def _put_back(self, failed: int, new: int) -> None:
+        """Takes a step of ``new`` tokens back in the layers before the one that failed."""
+        changed = self.layers[:failed]
+        if failed < len(self.layers):
+            if not isinstance(self.layers[failed], VTensorLayer):
+                return
+            length = self.layers[failed].get_seq_length()
+        else:
+            length = self.get_seq_length() - new
+        if any(_cannot_go_back(layer) for layer in self.layers[: failed + 1]):
             self.reset()
             return
-        length = failed.get_seq_length()
         for layer in changed:
             if isinstance(layer, VTensorLayer) and layer.get_seq_length() > length:
                 layer.truncate(length)
-
-    # ------------------------------------------------------------------ whose cache it is
-
-    def _generation_begins(self, model: PreTrainedModel, generation: Generation) -> None:
-        self._refuse_two_halves(model)
-        self.begin(model, generation)
-
-    def begin(self, model: PreTrainedModel, generation: Generation) -> None:
-        """The cache is used by that ``generate()`` of that model from now on.
-
-        Raises InvalidArgument for another model than the config's, and while another ``generate()`` uses it.
-        """
-        self._check_config(model)
-        self._use.begin(generation)
-
-    def _check_caller(self) -> None:
-        """That the model whose forward calls is the config's, for a forward without ``generate()``."""
-        callers = calling_models()
-        innermost = next(callers, None)
-        if innermost is None or (self._model is not None and innermost[0] is self._model()):
-            return
-        for model, given in (innermost, *callers):
-            if given is self:
-                self._refuse_two_halves(model)
-            if isinstance(given, EncoderDecoderCache) and given.cross_attention_cache is self:
-                return  # the other half speaks for it: a model may attend to all that the encoder read
-        self._check_config(innermost[0])
-        self._model = weakref.ref(innermost[0])
-
-    def _check_config(self, model: PreTrainedModel) -> None:
-        difference = self._shape.difference(ModelShape.of(model.config))
-        if difference is not None:
-            made_with, used_with = difference
-            maker = "encoder_decoder_cache" if model.config.is_encoder_decoder else "VTensorCache"
-            raise InvalidArgument(
-                f"[VTensorCache] made for a {self._made_for} with {made_with}, but the "
-                f"{type(model).__name__} that uses it has {used_with}: make one from this model's own "
-                f"config, {maker}(model.config)"
-            )
-
-    def _refuse_two_halves(self, model: PreTrainedModel) -> None:
-        if model.config.is_encoder_decoder:
-            raise InvalidArgument(
-                f"[VTensorCache] one cache for a {type(model).__name__}, which has an encoder and a decoder "
-                "and wants one of two halves: pass past_key_values=encoder_decoder_cache(model.config)"
-            )
-
-    def _check_number(self, layer_idx: int) -> None:
-        if layer_idx >= len(self.layers):
-            raise InvalidArgument(
-                f"[VTensorCache.update] layer {layer_idx} of a cache with {len(self.layers)} layers, made "
-                f"for a {self._made_for}: make one from this model's own config"
-            )
 
     # ------------------------------------------------------------------ batches
 
@@ -250,7 +220,7 @@ class VTensorCache(ForOneGeneration, DynamicCache):
         """Repeats every sequence ``repeats`` times, in every layer."""
         self._change_batch(lambda layer: layer.batch_repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         """Keeps the sequences that ``indices`` selects, in every layer."""
         self._change_batch(lambda layer: layer.batch_select_indices(indices))
 
@@ -270,13 +240,8 @@ class VTensorCache(ForOneGeneration, DynamicCache):
         (I6). What copy.deepcopy would do by itself, in two thirds of the time besides the layers'."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(
-            (name, copy.deepcopy(value, memo)) for name, value in self.__getstate__().items()
-        )
+        copied.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
         return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_marked": False, "_use": Use(), "_model": None}
 
 
 def check_pool(asking: str, pool: object) -> None:
@@ -303,8 +268,13 @@ def _growing(layer: Any, max_len: int | None, pool: Pool | None) -> Any:
     return layer
 
 
+def holds_nothing(layer: Any) -> bool:
+    """Whether it is there for its number alone (a ``DummyLayer`` of transformers 5.23)."""
+    return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
+
+
 def _cannot_go_back(layer: Any) -> bool:
     """Whether a step that a layer has taken cannot be taken back."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return True
-    return not isinstance(layer, VTensorLayer | DummyLayer)
+    return not isinstance(layer, VTensorLayer) and not holds_nothing(layer)

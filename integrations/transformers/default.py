@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 
 from vtensor import InvalidArgument, Pool
 
 from .cache import VTensorCache, check_pool
-from .encoder_decoder import VTensorEncoderDecoderCache
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -52,7 +51,7 @@ def install(pool: Pool | None = None) -> None:
         for name in _CACHE_NAMES:
             if name not in given and model_kwargs.get(name) is not None:
                 compiled = generation_config.compile_config is not None
-                cache = _growing(model_kwargs[name], model.config, pool, compiled)
+                cache = _growing(model_kwargs[name], pool, compiled)
                 if generation_config.is_assistant:
                     cache.activate_past_recording()
                 model_kwargs[name] = cache
@@ -84,11 +83,10 @@ def installed(pool: Pool | None = None) -> Iterator[None]:
         uninstall()
 
 
-def _growing(cache: Any, config: PreTrainedConfig, pool: Pool | None, compiled: bool) -> Any:
-    if type(cache) is DynamicCache:
-        options = {"compiled": compiled, "offloading": cache.offloading}
-        return VTensorCache(config.get_text_config(decoder=True), pool=pool, **options)
+def _growing(cache: Any, pool: Pool | None, compiled: bool) -> Any:
+    if type(cache) is DynamicCache and cache.layers:
+        return VTensorCache.in_place_of(cache, pool, compiled=compiled)
     if type(cache) is EncoderDecoderCache:
         halves = cache.self_attention_cache, cache.cross_attention_cache
-        return VTensorEncoderDecoderCache(*(_growing(half, config, pool, compiled) for half in halves))
+        return EncoderDecoderCache(*(_growing(half, pool, compiled) for half in halves))
     return cache

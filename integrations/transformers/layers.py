@@ -5,6 +5,7 @@ Follows ``DynamicLayer`` in ``transformers/cache_utils.py`` of transformers 5.23
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ class VTensorLayer(DynamicLayer):
         self.owners: tuple[VTensor, VTensor] | None = None
         self.prepared = 0
         self.record_past = False
-        # What the coming update fills and returns. A compiled forward sees these plain views alone: not the
-        # VTensors (pytorch issue 193932), and no mapping, which cannot be traced.
+        # What the coming update fills and returns. A compiled forward sees these plain views alone: not a
+        # subclass (pytorch issue 193932), and no mapping, which cannot be traced.
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
         self._away: tuple[torch.Tensor, torch.Tensor] | None = None
         CacheLayerMixin.__init__(self)  # of the layers between, some want arguments
@@ -51,8 +52,8 @@ class VTensorLayer(DynamicLayer):
         return self._stored(0)
 
     @keys.setter
-    def keys(self, value: None) -> None:
-        self._refuse_assignment("keys", value)
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._assign(0, value)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -60,15 +61,47 @@ class VTensorLayer(DynamicLayer):
         return self._stored(1)
 
     @values.setter
-    def values(self, value: None) -> None:
-        self._refuse_assignment("values", value)
+    def values(self, value: torch.Tensor | None) -> None:
+        self._assign(1, value)
 
-    def _refuse_assignment(self, name: str, value: object) -> None:
-        if value is not None or self.owners is not None:  # the base class's __init__ sets None
+    def _assign(self, which: int, value: torch.Tensor | None) -> None:
+        """Replaces K (0) or V (1) by a copy of ``value``; None gives all memory back."""
+        if value is None:
+            self._release()
+            return
+        if self.owners is None:
             raise InvalidArgument(
-                f"[VTensorLayer.{name}] assignment, but the memory is the layer's own: "
-                "use update(), crop(), reset() or reorder_cache()"
+                "[VTensorLayer] K or V assigned before the first update(), which says what both are: "
+                "call update(keys, values)"
             )
+        if value.ndim != 4:
+            raise InvalidArgument(
+                f"[VTensorLayer] K or V assigned as {list(value.shape)}: "
+                "give [batch, heads, tokens, head_dim]"
+            )
+        self._end_preparation()
+        owners = list(self.owners)
+        owners[which] = self._copy_of(value)
+        self._replace(owners)
+
+    def _replace(self, owners: list[VTensor]) -> None:
+        """Takes these for K and V, and closes those of before that are not among them."""
+        assert self.owners is not None
+        before, (keys, values) = self.owners, owners
+        if keys is not before[0] or values is not before[1]:
+            self._adopt(keys, values)
+            for owner, old in zip(owners, before, strict=True):
+                if owner is not old:
+                    old.close()
+
+    def _copy_of(self, states: torch.Tensor) -> VTensor:
+        """An owner of the same states [batch, heads, tokens, head_dim]."""
+        owner = self._make_owner(states)
+        try:
+            return owner.append(_heads_first(owner, states))
+        except BaseException:
+            owner.close()
+            raise
 
     def _stored(self, which: int) -> torch.Tensor | None:
         if self._away is not None:
@@ -136,6 +169,9 @@ class VTensorLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends states [batch, heads, new tokens, head_dim] and returns plain views of all of K and V.
 
+        States of another dtype than those before give the dtype that ``torch.cat`` would: what is stored is
+        converted once where it has to be, which copies it.
+
         Raises CapacityExceeded past ``max_len`` tokens (see ``activate_past_recording``), OutOfPages where
         the pool has none left, and InvalidArgument for states that do not fit those before. The layer is
         then as it was (I8).
@@ -143,8 +179,8 @@ class VTensorLayer(DynamicLayer):
         new = key_states.shape[-2]
         compiling = torch.compiler.is_compiling()
         if new and self.prepared == new and self._views is not None:
-            # An emptied layer may have been prepared for the batch that it held before.
-            if compiling or self.get_seq_length() > 0 or self._takes(key_states, value_states):
+            # It may have been prepared for the batch or the dtype that it held before.
+            if compiling or self._takes(key_states, value_states):
                 return self._fill(key_states, value_states)
         if compiling:
             outside: tuple[torch.Tensor, torch.Tensor]
@@ -165,17 +201,28 @@ class VTensorLayer(DynamicLayer):
             self._make_owners(key_states, value_states)
         self._before_growth(new)
         assert self.owners is not None
-        keys, values = self.owners
-        length = keys.length
+        before = self.owners
+        length = before[0].length
+        owners = [*before]
         try:
-            keys.append(_heads_first(keys, key_states))
-            values.append(_heads_first(values, value_states))
+            for which, states in enumerate((key_states, value_states)):
+                owner = owners[which]
+                if owner.dtype != states.dtype:
+                    dtype = torch.promote_types(owner.dtype, states.dtype)
+                    if dtype != owner.dtype:
+                        owner = owners[which] = self._copy_of(self._view(owner).to(dtype))
+                    states = states.to(dtype)
+                owner.append(_heads_first(owner, states))
         except BaseException:
+            for owner, old in zip(owners, before, strict=True):
+                if owner is not old:
+                    owner.close()
+                elif owner.length > length:
+                    owner.truncate(length)
             if fresh:
                 self._release()
-            elif keys.length > length:
-                keys.truncate(length)
             raise
+        self._replace(owners)
         return self._after_growth(new)
 
     def prepare(self, tokens: int) -> None:
@@ -198,8 +245,7 @@ class VTensorLayer(DynamicLayer):
         self.prepared = tokens
         self._views = self._visible(keys, tokens), self._visible(values, tokens)
 
-    def settle(self) -> None:
-        """Takes back what was prepared and not used; ends an offload."""
+    def _end_preparation(self) -> None:
         self._views = None
         if self._away is not None:
             self.prefetch()
@@ -207,6 +253,10 @@ class VTensorLayer(DynamicLayer):
             prepared, self.prepared = self.prepared, 0
             for owner in self.owners:
                 owner.truncate(owner.length - prepared)
+
+    def settle(self) -> None:
+        """Takes back what was prepared and not used; ends an offload."""
+        self._end_preparation()
         # Of two lengths, where a truncate was refused between K and V, the shorter one counts.
         if self.owners is not None and self.owners[0].length != self.owners[1].length:
             shorter = min(owner.length for owner in self.owners)
@@ -267,11 +317,6 @@ class VTensorLayer(DynamicLayer):
     def _visible(self, owner: VTensor, new: int) -> torch.Tensor:
         """What attention reads in a step of `new` tokens, which `owner` has already."""
         return self._view(owner)
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether K and V lie in host memory; False before the first update."""
-        return self.owners is not None and self.owners[0].device.type == "cpu"
 
     def get_seq_length(self) -> int:
         """Tokens stored."""
@@ -344,10 +389,16 @@ class VTensorLayer(DynamicLayer):
         if self.owners is not None:
             self.reorder_cache(torch.arange(self.owners[0].shape[0]).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the sequences that ``indices`` selects: positions, or one bool for each sequence."""
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
+        """Keeps the sequences that ``indices`` selects: positions, one bool for each sequence, or a slice. A
+        layer that keeps none is emptied."""
         if self.owners is not None:
-            self.reorder_cache(torch.arange(self.owners[0].shape[0])[torch.as_tensor(indices).cpu()])
+            index = indices.cpu() if isinstance(indices, torch.Tensor) else indices
+            kept = torch.arange(self.owners[0].shape[0])[index]
+            if kept.numel() == 0:
+                self._release()
+            else:
+                self.reorder_cache(kept)
 
     def offload(self) -> None:
         """Moves K and V to host memory, and gives their pages back; on the host nothing is to be done.

@@ -9,7 +9,7 @@ import transformers as hf
 from transformers import EncoderDecoderCache
 from vtensor.integrations.transformers import VTensorCache, encoder_decoder_cache
 
-from tiny_models import SIZES, VOCAB, MaskedDynamicCache
+from tiny_models import SIZES, VOCAB, SameKernelCache
 
 WINDOW = 24
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -164,8 +164,8 @@ def make(name: str):
 def caches(model, pool, max_len=256):
     """Ours and Hugging Face's for a model: fresh ones, which one kernel reads alike."""
     if not model.config.is_encoder_decoder:
-        return VTensorCache(model.config, max_len, pool), MaskedDynamicCache(config=model.config)
-    theirs = EncoderDecoderCache(*(MaskedDynamicCache(config=model.config) for _ in range(2)))
+        return VTensorCache(model.config, max_len, pool), SameKernelCache(config=model.config)
+    theirs = EncoderDecoderCache(*(SameKernelCache(config=model.config) for _ in range(2)))
     return encoder_decoder_cache(model.config, max_len, pool), theirs
 
 

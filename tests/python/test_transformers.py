@@ -15,7 +15,7 @@ from vtensor.integrations.transformers import VTensorCache
 
 from tiny_models import (
     GREEDY,
-    MaskedDynamicCache,
+    SameKernelCache,
     assert_same_content,
     assert_same_output,
     filled,
@@ -42,7 +42,7 @@ def model(request):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_generate_is_bit_identical_to_dynamic_cache(model, pages, method, batch):
     ids = prompt(batch)
-    theirs = MaskedDynamicCache(config=model.config)
+    theirs = SameKernelCache(config=model.config)
     ours = VTensorCache(model.config, max_len=128, pool=pages)
     expected = run(model, theirs, ids, **METHODS[method])
     assert_same_output(run(model, ours, ids, **METHODS[method]), expected)
@@ -58,14 +58,7 @@ def test_generate_gives_the_tokens_of_the_unmodified_dynamic_cache(model, pages,
     given = run(model, VTensorCache(model.config, max_len=128, pool=pages), ids, **METHODS[method])
     assert torch.equal(given.sequences, expected.sequences)
     for a, b in zip(given.logits, expected.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # another kernel, where there is a mask
-
-
-def test_single_steps_have_a_mask_on_the_host_alone(llama, pages):
-    cache = VTensorCache(llama.config, 128, pages)
-    assert not cache.is_compileable  # nothing is known before the first update
-    run(llama, cache, prompt(), **GREEDY)
-    assert cache.is_compileable
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # another kernel for single steps
 
 
 @pytest.mark.parametrize("method", ["greedy", "beams"])
@@ -74,7 +67,7 @@ def test_left_padded_batch(model, pages, method):
     for row, padding in enumerate([0, 9, 40]):
         ids[row, :padding] = 0
         mask[row, :padding] = 0
-    theirs, ours = MaskedDynamicCache(config=model.config), VTensorCache(model.config, 128, pages)
+    theirs, ours = SameKernelCache(config=model.config), VTensorCache(model.config, 128, pages)
     expected = run(model, theirs, ids, mask, **METHODS[method])
     assert_same_output(run(model, ours, ids, mask, **METHODS[method]), expected)
     alone = run(model, VTensorCache(model.config, 128, pages), ids[2:, 40:], **METHODS[method])
@@ -84,7 +77,7 @@ def test_left_padded_batch(model, pages, method):
 def test_bfloat16(pages):
     model = make_llama("sdpa").to(torch.bfloat16)
     ids = prompt(2)
-    expected = run(model, MaskedDynamicCache(config=model.config), ids, **GREEDY)
+    expected = run(model, SameKernelCache(config=model.config), ids, **GREEDY)
     assert_same_output(run(model, VTensorCache(model.config, 128, pages), ids, **GREEDY), expected)
 
 
@@ -92,7 +85,7 @@ def test_layout_of_a_cuda_pool_over_the_simulated_driver(llama, pool_factory):
     """[B, S, H, D], one row a sequence, and all the CUDA path below."""
     pool = pool_factory("simcuda", pages=512)
     ids = prompt(2)
-    theirs, ours = MaskedDynamicCache(config=llama.config), VTensorCache(llama.config, 128, pool)
+    theirs, ours = SameKernelCache(config=llama.config), VTensorCache(llama.config, 128, pool)
     expected = run(llama, theirs, ids, **METHODS["beams"])
     got = run(llama, ours, ids, **METHODS["beams"])
     assert ours.layers[0].owners[0].grow_dim == 1
@@ -105,7 +98,7 @@ def test_layout_of_a_cuda_pool_over_the_simulated_driver(llama, pool_factory):
 def test_prompt_lookup_crops_what_was_guessed_wrong(llama, pages):
     ids = prompt(1, 12).repeat(1, 5)  # a text that suggests its own continuation
     method = GREEDY | {"prompt_lookup_num_tokens": 4}
-    theirs, ours = MaskedDynamicCache(config=llama.config), VTensorCache(llama.config, 128, pages)
+    theirs, ours = SameKernelCache(config=llama.config), VTensorCache(llama.config, 128, pages)
     expected = run(llama, theirs, ids, **method)
     assert torch.equal(run(llama, ours, ids, **method).sequences, expected.sequences)
     assert_same_content(ours, theirs)
@@ -113,7 +106,7 @@ def test_prompt_lookup_crops_what_was_guessed_wrong(llama, pages):
 
 def test_prefill_in_parts_and_going_on_with_the_same_cache(llama, pages):
     ids = prompt()
-    expected = run(llama, MaskedDynamicCache(config=llama.config), ids, **GREEDY).sequences
+    expected = run(llama, SameKernelCache(config=llama.config), ids, **GREEDY).sequences
     cache = VTensorCache(llama.config, 128, pages)
     first = run(llama, cache, ids, do_sample=False, max_new_tokens=7, prefill_chunk_size=16)
     rest = run(llama, cache, first.sequences, do_sample=False, max_new_tokens=13)
@@ -122,12 +115,12 @@ def test_prefill_in_parts_and_going_on_with_the_same_cache(llama, pages):
 
 def test_inference_mode_on_and_off(llama, pages):
     ids = prompt(2)
-    expected = run(llama, MaskedDynamicCache(config=llama.config), ids, **METHODS["beams"]).sequences
+    expected = run(llama, SameKernelCache(config=llama.config), ids, **METHODS["beams"]).sequences
     cache = VTensorCache(llama.config, 128, pages)
     with torch.inference_mode():
         first = run(llama, cache, ids, do_sample=False, max_new_tokens=6).sequences
     rest = run(llama, cache, first, do_sample=False, max_new_tokens=14).sequences
-    assert torch.equal(rest, run(llama, MaskedDynamicCache(config=llama.config), ids, **GREEDY).sequences)
+    assert torch.equal(rest, run(llama, SameKernelCache(config=llama.config), ids, **GREEDY).sequences)
     with torch.inference_mode():
         beams = run(llama, VTensorCache(llama.config, 128, pages), ids, **METHODS["beams"]).sequences
     assert torch.equal(beams, expected)
@@ -159,10 +152,10 @@ def test_two_caches_at_once_in_one_pool(llama, pages):
         ids, other = a, b
     method = {"do_sample": False, "max_new_tokens": 6}
     assert torch.equal(
-        a, run(llama, MaskedDynamicCache(config=llama.config), prompt(seed=1), **method).sequences
+        a, run(llama, SameKernelCache(config=llama.config), prompt(seed=1), **method).sequences
     )
     assert torch.equal(
-        b, run(llama, MaskedDynamicCache(config=llama.config), prompt(2, seed=2), **method).sequences
+        b, run(llama, SameKernelCache(config=llama.config), prompt(2, seed=2), **method).sequences
     )
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from vtensor.integrations.transformers import VTensorCache, register_attention, unregister_attention
 
 from model_zoo import MODELS, make
-from tiny_models import one_thread, prompt, run  # noqa: F401
+from tiny_models import before, one_thread, prompt, run  # noqa: F401
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 
@@ -90,6 +90,8 @@ def padded(padding=(0, 9, 33)):
 @pytest.mark.parametrize("method", ["greedy", "beams"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 2", "Gemma 3", "Qwen3"])
 def test_padded_batches_give_the_tokens_of_the_masked_kernel(kernel, pages, name, method):
+    if name == "Gemma 2" and before("5.21"):
+        pytest.skip("transformers before 5.21 has SDPA compute Gemma 2 without its softcap")
     how = GREEDY | ({"num_beams": 2} if method == "beams" else {})
     ids, mask = padded()
     expected = run(make(name), DynamicCache(config=make(name).config), ids, mask, **how)

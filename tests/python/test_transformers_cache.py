@@ -21,7 +21,7 @@ from vtensor.integrations.transformers import VTensorCache, encoder_decoder_cach
 from tiny_models import (
     GREEDY,
     SIZES,
-    MaskedDynamicCache,
+    SameKernelCache,
     assert_same_content,
     assert_same_output,
     filled,
@@ -220,7 +220,7 @@ def test_out_of_pages_in_generate_leaves_cache_and_pool_usable(llama, pool_facto
     assert [layer.get_seq_length() for layer in cache.layers] == [64, 64]  # I8: as before that forward call
     testing.check_invariants(pool)
     expected = run(
-        llama, MaskedDynamicCache(config=llama.config), prompt(1, 60), do_sample=False, max_new_tokens=5
+        llama, SameKernelCache(config=llama.config), prompt(1, 60), do_sample=False, max_new_tokens=5
     )
     cache.reset()
     got = run(llama, cache, prompt(1, 60), do_sample=False, max_new_tokens=5)
@@ -284,8 +284,8 @@ def test_wrong_batch_operation_changes_nothing(llama, pages):
     ours, theirs = filled(llama.config, pages)
     with pytest.raises(vtensor.InvalidArgument, match="out of range"):
         ours.reorder_cache(torch.tensor([0, 2]))
-    with pytest.raises(vtensor.InvalidArgument):
-        ours.batch_select_indices(torch.tensor([False, False]))
+    with pytest.raises(IndexError, match="out of bounds"):
+        ours.batch_select_indices(torch.tensor([0, 2]))
     assert_same_content(ours, theirs)
 
 
@@ -296,7 +296,7 @@ def test_wrong_batch_operation_changes_nothing(llama, pages):
         (torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 16)),  # another head size
         (torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 8)),
         (torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 2, 16)),  # more values than keys
-        (torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16, dtype=torch.float64)),
+        (torch.zeros(2, 2, 1, 16), torch.zeros(2, 1, 1, 16, dtype=torch.float64)),  # other heads
     ],
 )
 def test_states_that_do_not_fit_are_refused_whole(llama, pages, key, value):
@@ -338,14 +338,145 @@ def test_a_model_instead_of_its_config(llama):
         VTensorCache(llama, 128)
 
 
-def test_assignment_is_refused(llama, pages):
+# ---------------------------------------------------------------------- what DynamicCache allows
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (torch.float32, torch.bfloat16),  # decoding under autocast
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16),  # neither holds the other
+    ],
+)
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+def test_a_dtype_that_changes(llama, pool_factory, kind, first, then):
+    pool = pool_factory(kind, pages=256)
+    ours, theirs = VTensorCache(llama.config, 256, pool), DynamicCache(config=llama.config)
+    for dtype in (first, then, then, first):
+        for layer in range(2):
+            new = [x.to(dtype) for x in states(2, 3, seed=layer)]
+            given, expected = (cache.update(*new, layer) for cache in (ours, theirs))
+            for a, b in zip(given, expected, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b)
+    assert ours.layers[0].dtype == torch.promote_types(first, then)
+    testing.check_invariants(pool)
+
+
+def test_a_dtype_of_k_alone_that_changes(llama, pages):
     ours, theirs = filled(llama.config, pages)
-    layer = ours.layers[0]
-    with pytest.raises(vtensor.InvalidArgument, match="update"):
-        layer.keys = torch.zeros(1)
-    with pytest.raises(vtensor.InvalidArgument, match="update"):
-        layer.values = None
+    key, value = states(2, 1)
+    for cache in (ours, theirs):
+        cache.update(key.double(), value, 0)
     assert_same_content(ours, theirs)
+    assert ours.layers[0].keys.dtype == torch.float64 and ours.layers[0].values.dtype == torch.float32
+
+
+def test_a_dtype_that_changes_does_so_whole_or_not_at_all(llama, pages):
+    """I8: whichever call is refused."""
+    ours, theirs = filled(llama.config, pages, batch=1)
+    key, value = (x.double() for x in states(1, 60, seed=3))
+    reached = 0
+    for skip in range(60):
+        try:
+            with testing.fail_after(pages, skip):
+                ours.update(key, value, 0)
+        except vtensor.VTensorError:
+            reached += 1
+            assert_same_content(ours, theirs)
+            assert ours.layers[0].keys.dtype == torch.float32
+            testing.check_invariants(pages)
+        else:
+            break
+    assert reached >= 4, "the injected failures must reach both copies and both appends"
+    theirs.update(key, value, 0)
+    assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
+
+
+def test_a_prepared_step_of_another_dtype(llama, pages):
+    ours, theirs = filled(llama.config, pages)
+    ours.prepare(1)
+    for cache in (ours, theirs):
+        for layer in range(2):
+            cache.update(*(x.double() for x in states(2, 1)), layer)
+    assert_same_content(ours, theirs)
+
+
+@pytest.mark.parametrize("kept", [slice(1, None), slice(None, None, 2), [2, 0], [-1]])
+def test_select_by_whatever_indexes_a_tensor(llama, pages, kept):
+    ours, theirs = filled(llama.config, pages, batch=3)
+    for cache in (ours, theirs):
+        cache.batch_select_indices(kept)
+    assert_same_content(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "nothing", [torch.tensor([False, False]), slice(0, 0), [], torch.tensor([], dtype=int)]
+)
+def test_select_nothing(llama, pages, nothing):
+    ours, theirs = filled(llama.config, pages)
+    for cache in (ours, theirs):
+        cache.batch_select_indices(nothing)
+        assert cache.get_seq_length() == 0
+    assert pages.stats().pages_used == 0
+    assert ours.update(*states(5, 3), 0)[0].shape == (5, 2, 3, 16)
+
+
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+def test_assigned_k_and_v(llama, pool_factory, kind):
+    """Shorter, longer, of another batch, a view of what is there; one after the other."""
+    ours, theirs = filled(llama.config, pool_factory(kind, pages=256))
+    for batch, tokens in ((2, 12), (2, 90), (3, 40)):
+        key, value = states(batch, tokens, seed=tokens)
+        for cache in (ours, theirs):
+            cache.layers[0].keys, cache.layers[0].values = key, value
+        assert_same_content(ours, theirs)
+    for cache in (ours, theirs):
+        layer = cache.layers[0]
+        layer.keys, layer.values = layer.keys[1:, :, :30], layer.values[1:, :, :30]
+        cache.update(*states(2, 1), 0)
+    assert_same_content(ours, theirs)
+    key[:] = 0  # a copy was taken
+    assert_same_content(ours, theirs)
+
+
+def test_assigned_while_a_step_is_prepared(llama, pages):
+    ours, theirs = filled(llama.config, pages)
+    ours.prepare(1)
+    for cache in (ours, theirs):
+        cache.layers[0].keys = states(2, 70, seed=8)[0]
+    assert_same_content(ours, theirs)
+
+
+def test_assigned_none_gives_the_memory_back(llama, pages):
+    ours, _ = filled(llama.config, pages)
+    for layer in ours.layers:
+        layer.keys = layer.values = None
+    assert ours.get_seq_length() == 0 and pages.stats().pages_used == 0
+
+
+def test_what_cannot_be_assigned(llama, pages):
+    ours, theirs = filled(llama.config, pages)
+    with pytest.raises(vtensor.InvalidArgument, match=r"assigned as \[1\]: give \[batch, heads"):
+        ours.layers[0].keys = torch.zeros(1)
+    assert_same_content(ours, theirs)
+    with pytest.raises(vtensor.InvalidArgument, match=r"before the first update.*call update"):
+        VTensorCache(llama.config, 256, pages).layers[0].keys = states()[0]
+
+
+@pytest.mark.keeps_pages
+def test_made_from_states_as_data_parallel_code_does(llama, pages):
+    ours, theirs = filled(llama.config, pages)
+    for made in (
+        type(ours)(iter(theirs), config=llama.config),
+        type(ours)([(k, v) for k, v, _ in theirs], config=llama.config, pool=pages),
+        type(ours)([(None, None, None), *list(theirs)[1:]], config=llama.config, pool=pages),
+    ):
+        for a, b in zip(made.layers, theirs.layers, strict=True):
+            assert a.keys is None or (torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values))
+        assert made.layers[1].get_seq_length() == 70
+        made.reset()
+    assert type(ours)(config=llama.config, pool=pages).get_seq_length() == 0
 
 
 def test_offload_on_the_host_moves_nothing(llama, pages):

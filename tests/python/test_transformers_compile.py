@@ -10,6 +10,7 @@ import vtensor
 pytest.importorskip("transformers")
 
 import torch._dynamo
+import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
@@ -17,7 +18,7 @@ from vtensor.integrations.transformers import VTensorCache
 
 from model_zoo import caches, make
 from tiny_models import (
-    MaskedDynamicCache,
+    SameKernelCache,
     assert_same_content,
     make_llama,
     one_thread,  # noqa: F401
@@ -37,7 +38,7 @@ def fresh_compiler():
 
 def decode(model, pool, steps, backend, **compile_options):
     """Steps of a compiled model beside an eager one over a DynamicCache; returns the compiles."""
-    ours, theirs = VTensorCache(model.config, 512, pool), MaskedDynamicCache(config=model.config)
+    ours, theirs = VTensorCache(model.config, 512, pool), SameKernelCache(config=model.config)
     compiles = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=compiles, fullgraph=True, **compile_options)
     ids = prompt(1, 40)
@@ -65,9 +66,9 @@ def test_two_compiles_over_300_steps_that_cross_pages(pages, name):
     assert decode(make(name), pages, 300, "eager") <= 2
 
 
-def test_compiled_by_inductor(pages, monkeypatch):
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
-    assert decode(make_llama("sdpa", num_hidden_layers=1), pages, 80, "inductor") <= 2
+def test_compiled_by_inductor(pages):
+    with torch._inductor.config.patch(compile_threads=1):
+        assert decode(make_llama("sdpa", num_hidden_layers=1), pages, 80, "inductor") <= 2
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
@@ -106,7 +107,7 @@ def test_without_a_prepared_step_the_error_says_what_to_call(pages):
 
 def two(pool, length=60):
     """A cache of Llama's shapes and a DynamicCache of the same content."""
-    ours, theirs = VTensorCache(make("Llama").config, 256, pool), MaskedDynamicCache()
+    ours, theirs = VTensorCache(make("Llama").config, 256, pool), SameKernelCache()
     for layer in range(2):
         for cache in (ours, theirs):
             cache.update(*states(2, length, seed=layer), layer)
@@ -165,13 +166,17 @@ def test_prepare_is_whole_or_not_at_all(pool_factory):
     assert_same_content(ours, theirs)
 
 
-def test_states_that_do_not_fit_what_was_prepared_are_refused(pages):
+def test_states_that_do_not_fit_what_was_prepared_are_refused(pages, monkeypatch):
     ours, theirs = two(pages)
     ours.prepare(1)
-    with pytest.raises(vtensor.InvalidArgument, match="prepared"):
-        ours.update(*states(1, 1), 0)  # would be broadcast
-    with pytest.raises(vtensor.InvalidArgument, match="prepared"):
-        ours.update(*(x.double() for x in states(2, 1)), 0)
+    with monkeypatch.context() as compiling:
+        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
+        with pytest.raises(vtensor.InvalidArgument, match="prepared"):
+            ours.update(*states(1, 1), 0)  # would be broadcast
+        with pytest.raises(vtensor.InvalidArgument, match="prepared"):
+            ours.update(*(x.double() for x in states(2, 1)), 0)
+    with pytest.raises(vtensor.InvalidArgument, match="must agree"):
+        ours.update(*states(1, 1), 0)
     assert_same_content(ours, theirs)
 
 
@@ -186,13 +191,17 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_compiled_operation_takes_a_view_and_not_yet_the_vtensor_itself(host, operation):
-    """The day that pytorch issue 193932 is fixed this fails: then plain views need be no rule any more, and
-    the note in the design goes."""
+    """torch 2.13 refuses the latter, by pytorch issue 193932: once no release that is supported does, plain
+    views need be no rule any more, and the note in the design goes."""
     compute = OPERATIONS[operation]
     k = vtensor.from_tensor(torch.randn(1, 2, 5, 16), grow_dim=2, capacity=64, pool=host)
     q = torch.randn(1, 2, 1, 16)
     compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q, k.snapshot()), compute(q, k.snapshot()))
     torch._dynamo.reset()
-    with pytest.raises(TypeError, match="Multiple dispatch failed"):
-        compiled(q, k)
+    try:
+        computed = compiled(q, k)
+    except TypeError as error:
+        assert "Multiple dispatch failed" in str(error)
+    else:  # torch 2.10.0 and 2.15.0 compute it
+        assert not torch.__version__.startswith("2.13.") and torch.equal(computed, compute(q, k.snapshot()))

@@ -19,10 +19,12 @@ from vtensor.integrations.transformers import VTensorCache, VTensorSlidingWindow
 
 from model_zoo import WINDOW, caches, make
 from tiny_models import (
+    RECORDED_WINDOW,
     SIZES,
-    MaskedDynamicCache,
+    SameKernelCache,
     assert_same_content,
     assert_same_output,
+    before,
     make_llama,
     one_thread,  # noqa: F401
     prompt,
@@ -109,11 +111,12 @@ def test_a_view_outside_keeps_its_bytes_while_the_window_moves(pages):
     assert torch.equal(view, kept)  # I3
 
 
-@pytest.mark.parametrize("before", [10, 60])
+@pytest.mark.skipif(before("5.18"), reason=RECORDED_WINDOW)
+@pytest.mark.parametrize("prompt", [10, 60])
 @pytest.mark.parametrize("remove", [0, 1, 6])
-def test_crop_while_the_past_is_recorded(pages, before, remove):
+def test_crop_while_the_past_is_recorded(pages, prompt, remove):
     layers = both(pages)
-    step(layers, before)
+    step(layers, prompt)
     for layer in layers:
         layer.activate_past_recording()
     for seed in range(4):
@@ -183,7 +186,7 @@ def test_reset(pages):
     step((ours, theirs), 100)
     ours.reset()
     assert pages.stats().pages_used == 0 and ours.get_seq_length() == 0 and ours.keys is None
-    theirs.reset()
+    theirs = DynamicSlidingWindowLayer(WINDOW)  # whose reset() left zeros before 5.18
     step((ours, theirs), 30)
 
 
@@ -264,7 +267,7 @@ def test_out_of_pages_at_the_prompt_leaves_nothing(pool_factory):
     assert [layer.get_seq_length() for layer in cache.layers] == [0, 0]
     assert pool.stats().pages_mapped == 0
     ids, method = prompt(1, 60), {"do_sample": False, "max_new_tokens": 4}
-    expected = run(model, MaskedDynamicCache(config=model.config), ids, **method)
+    expected = run(model, SameKernelCache(config=model.config), ids, **method)
     assert_same_output(run(model, cache, ids, **method), expected)
 
 
@@ -273,7 +276,7 @@ def test_going_on_after_out_of_pages(pool_factory):
     model = make("Gemma 3")
     pool = pool_factory("host", pages=24)
     other = vtensor.empty(10, 4096, grow_dim=1, capacity=4096, dtype=torch.uint8, pool=pool)
-    ours, theirs = VTensorCache(model.config, 4096, pool), MaskedDynamicCache(config=model.config)
+    ours, theirs = VTensorCache(model.config, 4096, pool), SameKernelCache(config=model.config)
     with pytest.raises(vtensor.OutOfPages):
         run(model, ours, prompt(1, 60), do_sample=False, max_new_tokens=200)
     length = ours.get_seq_length()

@@ -1,0 +1,14 @@
+"""The oldest transformers that the cache works with; docs/versions.md has what was run."""
+
+from __future__ import annotations
+
+import transformers
+from packaging.version import Version
+
+OLDEST = "5.17"
+
+if Version(transformers.__version__) < Version(OLDEST):
+    raise ImportError(
+        f"[vtensor.integrations.transformers] transformers {transformers.__version__} is installed, and "
+        f"{OLDEST} is the oldest that works: pip install 'transformers>={OLDEST}'"
+    )
