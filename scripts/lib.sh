@@ -15,11 +15,16 @@ die() {
   exit 1
 }
 
-# step TITLE COMMAND...: runs the command under a heading and says how long it took.
+# step TITLE COMMAND...: runs the command under a heading and says how long it took. A function ends at the first
+# of its commands that fails: beside `||` it would go on.
 step() {
-  local title=$1 start=$SECONDS
+  local title=$1 start=$SECONDS status
   shift
   printf '\n== %s\n' "$title"
-  "$@" || die "'$title' failed: $*"
+  set +e
+  (set -e; "$@")
+  status=$?
+  set -e
+  [ "$status" -eq 0 ] || die "'$title' failed: $*"
   printf -- '-- %s: %d s\n' "$title" $((SECONDS - start))
 }

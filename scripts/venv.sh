@@ -20,13 +20,14 @@ for holder in $holders; do
   if is_current $VENV/.installed-"$holder"; then exit 0; fi
 done
 
+minimum_python=$(sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
+
 make_venv() {
   local python=${PYTHON3:-python3}
   command -v "$python" >/dev/null ||
-    die "no $python: install Python 3.11 or newer, or name one with PYTHON3="
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    die "$("$python" --version) is too old: constraints.txt needs 3.11 or newer (vtensor itself 3.10);" \
-      "name one with PYTHON3="
+    die "no $python: install Python $minimum_python or newer, or name one with PYTHON3="
+  "$python" -c "import sys; sys.exit(sys.version_info < (${minimum_python/./, }))" ||
+    die "$("$python" --version) is too old, vtensor needs $minimum_python or newer: name one with PYTHON3="
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     die "$python cannot make virtual environments: install its venv module" \
       "(Debian, Ubuntu: apt-get install python3-venv)"
@@ -41,16 +42,31 @@ find_compiler() {
 
 # vtensor builds against the environment it will run in, so the build tools come first.
 install_build_tools() {
-  $PYTHON -m pip install -q -c constraints.txt \
-    scikit-build-core nanobind cmake ninja nvidia-cuda-runtime
+  $PYTHON -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
 }
-install_extra() {
-  $PYTHON -m pip install --progress-bar off -c constraints.txt --no-build-isolation -e ".[$extra]" |
+install() {
+  $PYTHON -m pip install --progress-bar off -c constraints.txt "$@" |
     grep -E --line-buffered '^(Collecting|Building|Installing|Successfully)' | cut -c1-200
+}
+# Without a GPU the CPU build is as good, and a tenth of the size: it is taken wherever an index has it.
+install_torch() {
+  local torch
+  torch=$(grep '^torch==' constraints.txt)
+  if $PYTHON -m pip freeze | grep -E "^$torch(\+|\$)" >/dev/null; then return; fi
+  if [ ! -e /dev/nvidiactl ]; then
+    if $PYTHON -m pip install -q --dry-run --no-deps "$torch+cpu" >/dev/null 2>&1; then
+      step "PyTorch for CPUs: 0.2 GB to download, 1 GB on disk" install "$torch+cpu"
+      return
+    fi
+    printf '\n%s\n' "Without a GPU, PyTorch for CPUs is enough: 0.2 GB instead of 3. To take it, stop here and set" \
+      "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+  fi
+  step "PyTorch with CUDA: 3 GB to download, 5 GB on disk" install "$torch"
 }
 
 find_compiler
 step "Virtual environment in $VENV" make_venv
 step "Build tools" install_build_tools
-step "Dependencies and first build (PyTorch: some hundred MB)" install_extra
+install_torch
+step "Dependencies and first build" install --no-build-isolation -e ".[$extra]"
 touch "$stamp"

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec as _find_spec
+
+if _find_spec("vtensor._core") is None:
+    raise ImportError(
+        f"[import vtensor] {__path__[0]} is vtensor's source folder, without the compiled extension: Python "
+        "looks in the folder it is run from before it looks among what is installed. Run it elsewhere, "
+        "or build the extension with scripts/build.sh and run .venv/bin/python"
+    )
+
 from vtensor import _starting as _starting  # before torch is imported
+from vtensor import _torch_version as _torch_version  # before anything needs what an older one has not
 from vtensor import trace
 from vtensor.errors import (
     CapacityExceeded,

@@ -87,6 +87,42 @@ print(*sorted(new - set(sys.stdlib_module_names)))
     assert set(run_python(code, tmp_path).split()) <= {"vtensor", "torch"}
 
 
+@pytest.mark.parametrize("command", [["-c", "import vtensor"], ["-m", "vtensor", "info"]])
+def test_sources_without_the_extension_say_so(tmp_path: Path, command: list[str]) -> None:
+    sources = tmp_path / "vtensor"
+    shutil.copytree(ROOT / "vtensor", sources, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    # -S: no site-packages, and with them no editable install that would be found first.
+    result = subprocess.run(
+        [sys.executable, "-S", *command], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 1
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith(f"ImportError: [import vtensor] {sources} is vtensor's source folder")
+    assert "Run it elsewhere" in message and "scripts/build.sh" in message
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "1.13.0a0+git1234"])
+def test_an_older_torch_is_refused(tmp_path: Path, version: str) -> None:
+    code = f"""
+import torch
+torch.__version__ = {version!r}
+try:
+    import vtensor
+except ImportError as error:
+    print(error)
+"""
+    (oldest,) = re.findall('"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert run_python(code, tmp_path) == (
+        f"[import vtensor] torch {version} is installed, vtensor needs {oldest} or newer: "
+        f'pip install "torch>={oldest}"\n'
+    )
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.11.0a0+git1234", "3.0.0+cpu"])
+def test_no_newer_torch_is_refused(tmp_path: Path, version: str) -> None:
+    run_python(f"import torch; torch.__version__ = {version!r}; import vtensor", tmp_path)
+
+
 @pytest.mark.seconds(300)
 def test_import_is_fast(tmp_path: Path) -> None:
     # Timed inside the process, after `import torch`: the difference between two whole processes would

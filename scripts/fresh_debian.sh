@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# fresh_debian.sh [TARGETS]: what a new user sees. Makes a Debian 13 with nothing but what README asks for, clones what
+# is committed into it, and runs `make demo` there, or `make` with each of TARGETS. Needs root, and some 10 GB under
+# build/ while it runs. Takes over this machine's Debian mirror, proxy, and pip's settings but for local folders.
+# Not a part of CI: PyTorch's CUDA build alone is 3 GB to download.
+source "$(dirname "$0")/lib.sh"
+
+packages=(python3-venv python3-dev g++ make git)
+root=$PWD/build/fresh-debian
+
+[ "$(id -u)" = 0 ] || die "mounting and chroot need root: run this as root"
+[ ! -e "$root" ] || die "$root is there: another run uses it, or was killed before it could remove it"
+
+# All is mounted in namespaces of their own, and unshare ends after all their processes: outside of them nothing is
+# mounted under $root at any time.
+in_namespace() {
+  unshare --mount --pid --fork --kill-child "$@"
+}
+remove() {
+  rm -rf --one-file-system "$root"
+}
+trap remove EXIT
+trap 'exit 130' INT TERM
+
+debian_mirror() {
+  apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' |
+    grep -v security | head -n 1
+}
+bootstrap() {
+  command -v debootstrap >/dev/null || apt-get install -qq --no-install-recommends debootstrap
+  in_namespace debootstrap --variant=minbase trixie "$root" $(debian_mirror) | tail -n 1
+}
+
+# pip's settings here, as variables: those of its files first, so that those of the environment win.
+pip_settings() {
+  local name value
+  python3 -m pip config list | sed -n "s/^global\.\(.*\)='\(.*\)'$/\1 \2/p" | while read -r name value; do
+    name=${name//-/_}
+    echo "PIP_${name^^}=${value//\\n/ }"
+  done
+  env | grep '^PIP_' || true
+}
+# What the fresh Debian takes over of this machine's settings: nothing that names a folder or file here, except for the
+# certificates, of which it gets a copy.
+collect_settings() {
+  local certificates
+  certificates=$(pip_settings | sed -n 's/^PIP_CERT=//p' | tail -n 1)
+  mapfile -t settings < <(pip_settings | sed -E 's#([= ])(file://)?/[^ ]*#\1#g')
+  mapfile -t -O ${#settings[@]} settings < <(env | grep -iE '^(https?|no)_proxy=')
+  settings+=(PIP_NO_CACHE_DIR=1)
+  if [ -n "$certificates" ]; then
+    cp "$certificates" "$root/root/pip-certificates.crt"
+    settings+=(PIP_CERT=/root/pip-certificates.crt)
+  fi
+}
+
+# inside COMMAND...: runs it in the fresh Debian, with the environment of a new login and the settings. Its /dev is its
+# own, as debootstrap made it.
+inside() {
+  in_namespace bash -euc '
+    root=$1
+    mount -t proc proc "$root/proc"
+    mount --rbind /sys "$root/sys"
+    mount -t devpts -o newinstance,ptmxmode=666 devpts "$root/dev/pts"
+    mkdir -p "$root/dev/shm"
+    mount -t tmpfs shm "$root/dev/shm"
+    exec chroot "$@"
+  ' bash "$root" /usr/bin/env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
+    DEBIAN_FRONTEND=noninteractive "${settings[@]}" "$@"
+}
+install_packages() {
+  inside apt-get update -qq
+  inside apt-get install -qq --no-install-recommends "${packages[@]}" >/dev/null
+  inside apt-get clean
+}
+
+mkdir -p build
+step "Debian 13" bootstrap
+collect_settings
+step "Packages: ${packages[*]}" install_packages
+step "Clone" git clone -q --no-hardlinks . "$root/root/vtensor"
+for target in "${@:-demo}"; do
+  step "make $target" inside make -C /root/vtensor "$target"
+done
