@@ -86,18 +86,12 @@ def count(cache: KVCache) -> KVCacheStats:
         slots_swapped=states.count(SWAPPED),
         slots_lost=counts.lost,
         tokens=sum(lengths),
-        unit=cache._prefixes.unit,
+        unit=cache._core.unit,
         page_tokens=cache._page_tokens(),
         ranges=cache._layout.ranges,
         nbytes_live=live,
         nbytes_mapped=pages.mapped * size,
-        nbytes_swapped=sum(
-            copy.nbytes
-            for copy in [
-                *cache._swapped.values(),
-                *{id(g): g.head for g in cache._groups.values()}.values(),
-            ]
-        ),
+        nbytes_swapped=counts.swapped_bytes,
         pages_used=counts.distinct,
         pages_shared=counts.shared,
         pages_mapped=pages.mapped,
@@ -105,10 +99,10 @@ def count(cache: KVCache) -> KVCacheStats:
         pages_ahead=pages.ahead,
         pages_parked=pages.parked,
         pages_held=pages.held,
-        prefix_tokens=len(cache._prefixes) * cache._prefixes.unit,
-        prefix_queries=cache._queries,
-        prefix_hits=cache._hits,
-        prefix_evictions=cache._prefixes.evictions,
+        prefix_tokens=counts.prefix_units * cache._core.unit,
+        prefix_queries=counts.prefix_queries,
+        prefix_hits=counts.prefix_hits,
+        prefix_evictions=counts.prefix_evictions,
         waste=(pages.needed * size - live) / live if live else 0.0,
         driver_calls=cache._pool.stats().driver_calls,
     )

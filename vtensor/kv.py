@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, Literal, cast
 
@@ -14,13 +12,14 @@ import torch
 from vtensor import _core
 from vtensor._kv_stats import USED, KVCacheStats, count
 from vtensor._layout import Layout, layout_of, whole_storage
-from vtensor._prefix import PrefixIndex, token_ids
 from vtensor._streams import Stream, stream_handle
-from vtensor._swap import Group, HostCopy, Part, Swapper
-from vtensor.errors import Closed, DriverError, InvalidArgument, OutOfPages
+from vtensor._tokens import checked_salt, token_ids
+from vtensor.errors import Closed, InvalidArgument
 from vtensor.pool import Pool, default_pool
 
 __all__ = ["KVCache", "KVCacheStats"]
+
+_MOST = 2**62  # more than any address space has bytes
 
 
 class KVCache:
@@ -104,7 +103,7 @@ class KVCache:
             max_length=max_len,
             tile=tile,
             lookahead=lookahead,
-            kinds=[(kind.rows, kind.item_bytes, kind.window) for kind in self._layout.kinds],
+            kinds=[(kind.first_layers, kind.item_bytes, kind.window) for kind in self._layout.kinds],
         )
         kinds = range(len(self._layout.kinds))
         self._rows = [self._core.row_bytes(kind) for kind in kinds]
@@ -113,13 +112,6 @@ class KVCache:
             whole_storage(cast(torch.UntypedStorage, self._core.storage(kind, known))) for kind in kinds
         ]
         self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
-        self._prefixes = PrefixIndex(self._unit())
-        self._queries = self._hits = 0
-        self._swapper = Swapper(self._bytes[0].device, self._core.populate)
-        self._swapped: dict[int, HostCopy] = {}
-        self._told: dict[int, Sequence[int]] = {}  # of a slot, the tokens that the index knows it by
-        self._leaving: list[int] = []  # slots whose pages go once they are copied out
-        self._groups: dict[int, Group] = {}  # of swapped slots that share pages
         pool._register(self)
 
     # -- requests
@@ -141,20 +133,9 @@ class KVCache:
             NoFreeSlot: ``max_batch`` requests are in the cache.
             DriverError, Closed: nothing was changed.
         """
-        if tokens is None:
-            return self._alloc_empty(expect)
-        ids = token_ids("KVCache.alloc", tokens)
-        found = self._prefixes.find(ids, salt)[: max(0, len(ids) - 1) // self._prefixes.unit]
-        self._queries += len(ids)
-        length = self._core.covered(len(found) * self._prefixes.unit)
-        while found and self._core.covered((len(found) - 1) * self._prefixes.unit) == length:
-            found.pop()  # where a token takes several pages, the last unit may hold no whole one
-        if length == 0:
-            return self._alloc_empty(max(expect, len(ids)))
-        slot = self._core.alloc_prefix(found, length)
-        self._hits += length
-        self._told[slot] = ids[:length]
-        return slot
+        expect = self._count("KVCache.alloc", "expect", expect)
+        ids = None if tokens is None else token_ids("KVCache.alloc", tokens)
+        return self._core.alloc(expect, ids, checked_salt("KVCache.alloc", salt))
 
     def step(self, lengths: Sequence[int] | torch.Tensor) -> bool:
         """Makes the first ``lengths[slot]`` tokens of each slot ready to be written and read.
@@ -178,10 +159,7 @@ class KVCache:
         # What engines pass is not asked of torch's metaclass, which costs as much as the rest of a calm step.
         if type(lengths) is not list and isinstance(lengths, torch.Tensor):
             lengths = lengths.tolist()
-        tries = 0
-        while not (done := self._core.step(lengths)) and self._make_room(tries):
-            tries += 1
-        return done
+        return self._core.step(lengths)
 
     def free(self, slot: int, stream: Stream | None = None) -> None:
         """Ends a request. Its pages stay with the slot for the next one, until others need them.
@@ -190,12 +168,7 @@ class KVCache:
             slot: of a request, also a swapped one.
             stream: in which work that uses the slot was launched; the current one unless given.
         """
-        slot = self._slot("KVCache.free", slot)
-        self._swapper.forget(slot)
-        self._core.free(slot, stream_handle("KVCache.free", stream))
-        self._swapped.pop(slot, None)
-        self._told.pop(slot, None)
-        self._leave_group(slot)
+        self._core.free(self._slot("KVCache.free", slot), stream_handle("KVCache.free", stream))
 
     def truncate(self, slot: int, length: int, stream: Stream | None = None) -> None:
         """Cuts a request to its first ``length`` tokens, as after rejected drafts.
@@ -207,11 +180,8 @@ class KVCache:
             InvalidArgument: it has fewer, or windowed layers have given back what they would see from there.
         """
         slot = self._slot("KVCache.truncate", slot)
-        self._swapper.wait(slot)
-        if length < 0:
-            raise InvalidArgument(f"[KVCache.truncate] length is {length}: it must be at least 0")
+        length = self._count("KVCache.truncate", "length", length)
         self._core.truncate(slot, length, stream_handle("KVCache.truncate", stream))
-        self._told[slot] = self._told.get(slot, [])[:length]
 
     def length(self, slot: int) -> int:
         """Tokens of a slot; of a swapped one, those it will have again. 0 where it is free."""
@@ -237,12 +207,8 @@ class KVCache:
             InvalidArgument: the slot is free or swapped out.
         """
         slot = self._slot("KVCache.fork", slot)
-        if n < 0:
-            raise InvalidArgument(f"[KVCache.fork] n is {n}: it must be at least 0")
-        self._swapper.wait(slot)
-        forks = self._core.fork(slot, n, stream_handle("KVCache.fork", stream))
-        self._told.update(dict.fromkeys(forks, self._told.get(slot, [])))
-        return forks
+        n = self._count("KVCache.fork", "n", n)
+        return self._core.fork(slot, n, stream_handle("KVCache.fork", stream))
 
     def reorder(
         self, slots: Sequence[int], sources: Sequence[int], stream: Stream | None = None
@@ -266,12 +232,7 @@ class KVCache:
         """
         old = [self._slot("KVCache.reorder", slot) for slot in slots]
         new = [self._slot("KVCache.reorder", slot) for slot in sources]
-        for slot in old:
-            self._swapper.wait(slot)
-        told = [self._told.get(slot, []) for slot in new]
-        result = self._core.reorder(old, new, stream_handle("KVCache.reorder", stream))
-        self._told.update(zip(result, told, strict=True))
-        return result
+        return self._core.reorder(old, new, stream_handle("KVCache.reorder", stream))
 
     def publish(self, slot: int, tokens: Sequence[int] | torch.Tensor, *, salt: str = "") -> int:
         """Puts the whole units of ``tokens``, which are the slot's first, into the prefix index. It keeps
@@ -291,28 +252,7 @@ class KVCache:
         """
         slot = self._slot("KVCache.publish", slot)
         ids = token_ids("KVCache.publish", tokens)
-        length = self._core.length(slot)
-        if len(ids) > length:
-            raise InvalidArgument(
-                f"[KVCache.publish] {len(ids)} tokens were given, slot {slot} has {length}: give those whose "
-                "K and V are in it"
-            )
-        told = self._told.get(slot, [])
-        shared = min(len(told), len(ids))
-        if list(ids[:shared]) != list(told[:shared]):
-            raise InvalidArgument(
-                f"[KVCache.publish] the tokens disagree with those that slot {slot} was given for its first "
-                f"{len(told)}: name the tokens whose K and V it has"
-            )
-        self._swapper.wait(slot)
-        unit = self._prefixes.unit
-
-        def offer(first: int, last: int) -> list[_core.KeptPrefix]:
-            return self._core.offer(slot, [i * unit for i in range(first, last + 1)])
-
-        known = self._prefixes.add(ids, salt, offer) * unit
-        self._told[slot] = ids[: max(known, len(told))] if len(ids) >= len(told) else told
-        return known
+        return self._core.publish(slot, ids, checked_salt("KVCache.publish", salt))
 
     def own(self, slot: int, start: int, stop: int) -> None:
         """Gives ``slot`` pages of its own behind tokens ``start`` to ``stop``, before something writes there
@@ -322,13 +262,8 @@ class KVCache:
             OutOfPages: nothing was changed.
         """
         slot = self._slot("KVCache.own", slot)
-        self._swapper.wait(slot)
-        while True:
-            try:
-                return self._core.own(slot, start, stop)
-            except OutOfPages:
-                if not self._make_room():
-                    raise
+        start = self._count("KVCache.own", "start", start)
+        self._core.own(slot, start, self._count("KVCache.own", "stop", stop))
 
     def record_stream(self, stream: Stream | None = None) -> None:
         """Says that work in ``stream`` uses the slots, as :meth:`step` says of the current one: pages that
@@ -350,31 +285,8 @@ class KVCache:
             InvalidArgument: a slot is free or swapped out already.
             OutOfPages: the host has no memory for them; nothing was changed.
         """
-        slots = [slot] if isinstance(slot, int) else list(slot)
-        slots = [self._slot("KVCache.swap_out", one) for one in slots]
-        states = self._core.states
-        for one in slots:
-            if states[one] != USED or slots.count(one) != 1:
-                what = ("free", "named twice", "swapped out already")[states[one]]
-                raise InvalidArgument(f"[KVCache.swap_out] slot {one} is {what}: name slots in use")
-            self._swapper.wait(one)
-        group = self._group_of(slots)
-        going: list[tuple[int, HostCopy, list[Part]]] = []
-        for one in slots:
-            own = group if group is not None and one in group.waiting else None
-            rows = self._rows_of(one, own.length if own else 0)
-            copy = HostCopy(rows, self._swapper.pinned)
-            parts = copy.parts(rows)
-            if own is not None and one == slots[0]:
-                parts += own.head.parts(self._rows_of(one, own.length, head=True))
-            going.append((one, copy, parts))
-        for one, copy, parts in going:  # there is memory for all of them
-            if group is not None and one in group.waiting:
-                self._groups[one] = group
-            self._core.set_aside(one)
-            self._swapped[one] = copy
-            self._leaving.append(one)
-            self._swapper.copy_out(one, parts, partial(self._vacate, one))
+        slots = slot if isinstance(slot, Iterable) else [slot]
+        self._core.swap_out([self._slot("KVCache.swap_out", one) for one in slots])
 
     def swap_in(self, slot: int) -> bool:
         """Gives a swapped request its pages back, at the same addresses, and starts copying, layer by layer.
@@ -389,39 +301,23 @@ class KVCache:
         Raises:
             InvalidArgument: it is not swapped out.
         """
-        slot = self._slot("KVCache.swap_in", slot)
-        copy = self._swapped.get(slot)
-        if copy is None:
-            raise InvalidArgument(f"[KVCache.swap_in] slot {slot} is not swapped out: call swap_out first")
-        self._swapper.forget(slot)
-        group = self._groups.get(slot)
-        kept = None if group is None else group.kept
-        while not self._core.restore(slot, kept):
-            if not self._make_room():
-                return False
-        parts = copy.parts(self._rows_of(slot, group.length if group else 0))
-        if group is not None and kept is None:
-            parts += group.head.parts(self._rows_of(slot, group.length, head=True))
-        self._swapper.copy_in(slot, parts)
-        del self._swapped[slot]
-        self._leaving = [other for other in self._leaving if other in self._swapped]
-        self._leave_group(slot)
-        if group is not None and kept is None and group.waiting:
-            self._swapper.wait(slot)  # what is shared is not written to any more
-            with suppress(DriverError):  # then the others copy it too
-                (group.kept,) = self._core.offer(slot, [0, group.length])
-        return True
+        return self._core.swap_in(self._slot("KVCache.swap_in", slot))
 
     def wait(self, slot: int, layer: int | None = None) -> None:
         """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
-        CUDA the current stream waits instead of the caller.
+        CUDA the current stream waits instead of the caller. Of a request that was swapped out, it returns
+        once its pages are given back.
 
         Args:
             slot: of the request.
             layer: its number; all of them unless given.
+
+        Raises:
+            TimedOut: the copies have not ended within a minute. They go on, and can be waited for again.
         """
-        slot = self._slot("KVCache.wait", slot)
-        self._swapper.wait(slot, layer)
+        if layer is not None:
+            layer = self._count("KVCache.wait", "layer", layer)
+        self._core.wait(self._slot("KVCache.wait", slot), layer)
 
     # -- tensors
 
@@ -432,7 +328,7 @@ class KVCache:
         Plain tensors, always the same, over partly mapped memory: what lies behind a slot's length reads as
         zeros on the CPU and faults on CUDA, and writes there fault.
         """
-        if not self._layers:
+        if self._core.closed:
             raise Closed("[KVCache] the cache is closed: make a new one")
         return self._layers[layer]
 
@@ -465,14 +361,8 @@ class KVCache:
         Args:
             stream: in which work that uses the cache was launched; the current one unless given.
         """
-        if self._core.closed:
-            return
-        self._swapper.close()
-        self._prefixes.clear()
-        self._swapped.clear()
-        self._groups.clear()
-        self._layers, self._bytes = [], []
         self._core.close(stream_handle("KVCache.close", stream))
+        self._layers, self._bytes = [], []
 
     def __enter__(self) -> KVCache:
         return self
@@ -496,11 +386,6 @@ class KVCache:
 
     # -- inside
 
-    def _alloc_empty(self, expect: int) -> int:
-        slot = self._core.alloc(expect)
-        self._told.pop(slot, None)  # reorder() may have given the slot up, and the core freed it
-        return slot
-
     def _slot(self, operation: str, slot: int) -> int:
         try:
             number = index(slot)
@@ -512,63 +397,16 @@ class KVCache:
             )
         return number
 
-    def _unit(self) -> int:
-        size = self._pool.page_size
-        return max(-(-size // kind.item_bytes) for kind in self._layout.kinds)
+    def _count(self, operation: str, name: str, value: int) -> int:
+        try:
+            number = index(value)
+        except TypeError:
+            raise InvalidArgument(f"[{operation}] {name} is {value!r}: give an integer") from None
+        if not 0 <= number < _MOST:
+            raise InvalidArgument(f"[{operation}] {name} is {number}: it must be at least 0, and below 2**62")
+        return number
 
     def _page_tokens(self) -> int:
         return max(1, self._pool.page_size // max(kind.item_bytes for kind in self._layout.kinds))
-
-    def _rows_of(self, slot: int, shared: int, head: bool = False) -> list[tuple[int, torch.Tensor]]:
-        """The bytes of a slot's tokens, row after row, each with the first layer that reads it: the whole
-        pages of its first ``shared`` tokens, or what lies behind these."""
-        rows = []
-        size = self._pool.page_size
-        for number, (kind, kept) in enumerate(zip(self._layout.kinds, self._core.begins(slot), strict=True)):
-            split = shared * kind.item_bytes // size * size
-            begin = 0 if head else split or kept * kind.item_bytes
-            end = split if head else self._core.length(slot) * kind.item_bytes
-            for row, layer in enumerate(kind.first_layers):
-                at = (row * self.max_batch + slot) * self._rows[number]
-                if end > begin:
-                    rows.append((layer, self._bytes[number][at + begin : at + end]))
-        return rows
-
-    def _group_of(self, slots: Sequence[int]) -> Group | None:
-        """What slots that go together share with the first: whole units, so that their pages can be kept."""
-        lengths = {}
-        size = self._pool.page_size
-        for slot in slots[1:]:
-            shared = self._core.shared_pages(slot, slots[0])
-            kinds = zip(self._layout.kinds, shared, self._core.begins(slot), strict=True)
-            tokens = min(0 if begin else pages * size // kind.item_bytes for kind, pages, begin in kinds)
-            tokens = min(tokens, self._core.length(slot), self._core.length(slots[0]))
-            if tokens >= self._prefixes.unit:
-                lengths[slot] = tokens // self._prefixes.unit * self._prefixes.unit
-        if not lengths:
-            return None
-        length = min(lengths.values())
-        head = HostCopy(self._rows_of(slots[0], length, head=True), self._swapper.pinned)
-        return Group(length, head, {slots[0], *lengths})
-
-    def _leave_group(self, slot: int) -> None:
-        group = self._groups.pop(slot, None)
-        if group is not None:
-            group.waiting.discard(slot)
-            if not group.waiting:
-                group.kept = None  # its pages stay with those who have mapped them
-
-    def _make_room(self, tries: int = 0) -> bool:
-        """For a call that found memory short for the n-th time: whether it is worth another try."""
-        while self._leaving:
-            slot = self._leaving.pop(0)
-            if slot in self._swapped:
-                self._swapper.forget(slot)
-                return True
-        return self._prefixes.evict(self._layout.ranges << min(tries, 10)) != 0
-
-    def _vacate(self, slot: int) -> None:
-        stream = self._swapper.stream
-        self._core.vacate(slot, None if stream is None else stream.cuda_stream)
 
     _registered: Any = None  # the pool's way to this cache

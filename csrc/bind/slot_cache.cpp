@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,15 +19,16 @@
 #include <utility>
 #include <vector>
 
-#include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "bind/bindings.h"
+#include "bind/host_memory.h"
 #include "bind/operation.h"
 #include "bind/operation_lock.h"
 #include "bind/released_gil.h"
 #include "bind/slot_range.h"
 #include "bind/torch_face.h"
+#include "core/wait.h"
 
 namespace vtensor::bind {
 
@@ -33,24 +36,15 @@ namespace nb = nanobind;
 
 namespace {
 
+constexpr int kCudaDevice = 2;  // as DLPack numbers them
+
 using Lengths = std::vector<std::int64_t>;
 
-// Pages that an index keeps: of one run of positions, a shelf a kind.
-struct KeptPrefix {
-  Prefix shelves;
-
-  std::size_t pages() const {
-    std::size_t pages = 0;
-    for (const auto& shelf : shelves) pages += shelf->pages();
-    return pages;
-  }
-  bool in_use() const {
-    if (shelves.empty()) return false;
-    const PoolLock lock(shelves.front()->pool());
-    return std::any_of(shelves.begin(), shelves.end(),
-                       [](const auto& shelf) { return shelf->in_use(); });
-  }
-};
+std::vector<Token> tokens_of(const nb::bytes& ids) {
+  std::vector<Token> tokens(ids.size() / sizeof(Token));
+  std::memcpy(tokens.data(), ids.c_str(), tokens.size() * sizeof(Token));
+  return tokens;
+}
 
 class CacheCore {
  public:
@@ -65,30 +59,18 @@ class CacheCore {
   bool step(const Lengths& lengths) {
     const Operation operation(*this, "KVCache.step");
     if (cache_->step_within(caller("KVCache.step"), lengths)) return true;
-    try {
-      run("KVCache.step", {}, [&](const Caller& caller) { cache_->step(caller, lengths); });
-    } catch (const OutOfPages&) {
-      return false;
-    } catch (const DeviceOutOfMemory&) {
-      return false;
-    }
-    return true;
+    return run_if_it_fits("KVCache.step",
+                          [&](const Caller& caller) { cache_->step(caller, lengths); });
   }
 
-  std::size_t alloc(std::size_t expected) {
+  std::size_t alloc(std::size_t expected, const std::optional<nb::bytes>& ids,
+                    const std::string& salt) {
     const Operation operation(*this, "KVCache.alloc");
+    const std::vector<Token> tokens = ids ? tokens_of(*ids) : std::vector<Token>();
     std::size_t slot = 0;
-    run("KVCache.alloc", {}, [&](const Caller& caller) { slot = cache_->alloc(caller, expected); });
-    return slot;
-  }
-
-  std::size_t alloc_prefix(const std::vector<const KeptPrefix*>& parts, std::size_t length) {
-    const Operation operation(*this, "KVCache.alloc");
-    std::vector<Prefix> prefix;
-    for (const KeptPrefix* part : parts) prefix.push_back(part->shelves);
-    std::size_t slot = 0;
-    run("KVCache.alloc", {},
-        [&](const Caller& caller) { slot = cache_->alloc(caller, prefix, length); });
+    run("KVCache.alloc", {}, [&](const Caller& caller) {
+      slot = ids ? cache_->alloc(caller, tokens, salt, expected) : cache_->alloc(caller, expected);
+    });
     return slot;
   }
 
@@ -125,21 +107,20 @@ class CacheCore {
     return result;
   }
 
-  std::vector<std::shared_ptr<KeptPrefix>> offer(std::size_t slot,
-                                                 const std::vector<std::size_t>& bounds) {
+  std::size_t publish(std::size_t slot, const nb::bytes& ids, const std::string& salt) {
     const Operation operation(*this, "KVCache.publish");
-    std::vector<Prefix> parts;
-    run("KVCache.publish", {},
-        [&](const Caller& caller) { parts = cache_->offer(caller, slot, bounds); });
-    std::vector<std::shared_ptr<KeptPrefix>> kept;
-    for (Prefix& part : parts)
-      kept.push_back(std::make_shared<KeptPrefix>(KeptPrefix{std::move(part)}));
-    return kept;
+    const std::vector<Token> tokens = tokens_of(ids);
+    std::size_t published = 0;
+    run("KVCache.publish", {}, [&](const Caller& caller) {
+      published = cache_->publish(caller, slot, tokens, salt);
+    });
+    return published;
   }
 
   void own(std::size_t slot, std::size_t start, std::size_t stop) {
     const Operation operation(*this, "KVCache.own");
-    run("KVCache.own", {}, [&](const Caller& caller) { cache_->own(caller, slot, {start, stop}); });
+    run_evicting("KVCache.own",
+                 [&](const Caller& caller) { cache_->own(caller, slot, {start, stop}); });
   }
 
   void record_stream(std::optional<Stream> stream) {
@@ -148,33 +129,44 @@ class CacheCore {
     cache_->use({"KVCache.record_stream", caller("KVCache.record_stream", stream).stream});
   }
 
-  void set_aside(std::size_t slot) {
+  void swap_out(const std::vector<std::size_t>& slots) {
     const Operation operation(*this, "KVCache.swap_out");
-    cache_->set_aside(caller("KVCache.swap_out"), slot);
+    const bool pinned = pool_->traits().device.type == kCudaDevice;
+    run("KVCache.swap_out", {}, [&](const Caller& caller) {
+      cache_->swap_out(caller, slots, [&](std::size_t bytes) {
+        return allocate_host_memory(caller.operation, bytes, pinned);
+      });
+    });
   }
 
-  void vacate(std::size_t slot, std::optional<Stream> stream) {
-    const Operation operation(*this, "KVCache.swap_out");
-    run("KVCache.swap_out", stream, [&](const Caller& caller) { cache_->vacate(caller, slot); });
-  }
-
-  bool restore(std::size_t slot, const KeptPrefix* prefix) {
+  bool swap_in(std::size_t slot) {
     const Operation operation(*this, "KVCache.swap_in");
-    const Prefix shelves = prefix ? prefix->shelves : Prefix();
-    try {
-      run("KVCache.swap_in", {},
-          [&](const Caller& caller) { cache_->restore(caller, slot, shelves); });
-    } catch (const OutOfPages&) {
-      return false;
-    } catch (const DeviceOutOfMemory&) {
-      return false;
-    }
-    return true;
+    return run_if_it_fits("KVCache.swap_in",
+                          [&](const Caller& caller) { cache_->swap_in(caller, slot); });
   }
 
-  std::vector<std::size_t> shared_pages(std::size_t slot, std::size_t other) {
-    const Operation operation(*this, "KVCache.swap_out");
-    return cache_->shared_pages(slot, other);
+  // Outside the operation while it waits, so that other threads go on. Ctrl-C ends the wait.
+  void wait(std::size_t slot, std::optional<std::size_t> layer) {
+    std::shared_ptr<PagePool> pool;
+    FencePtr copied;
+    bool leaves = false;
+    Caller asking{"KVCache.wait"};
+    {
+      const Operation operation(*this, "KVCache.wait");
+      pool = pool_;
+      copied = cache_->copies(slot, layer);
+      leaves = cache_->state(slot) == SlotState::swapped;
+      asking = caller("KVCache.wait");
+    }
+    if (pool->traits().asynchronous && !leaves) {
+      if (copied != nullptr) pool->driver().order(asking.stream, *copied);
+      return;
+    }
+    await(*pool, copied);
+    if (!leaves) return;
+    const Operation operation(*this, "KVCache.wait");
+    const ReleasedGil released;
+    cache_->await_departure(asking, slot);
   }
 
   std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
@@ -195,17 +187,6 @@ class CacheCore {
     return storage;
   }
 
-  // Makes the memory of whole pages present, a piece at a time, without the cache's lock. Requires:
-  // they are mapped, and the cache is not closed meanwhile.
-  void populate(Address at, std::size_t nbytes) {
-    const ReleasedGil released;
-    constexpr std::size_t kPiece = std::size_t{2} << 20;
-    const std::size_t page = pool_->page_size();
-    const std::size_t piece = std::max<std::size_t>(kPiece / page, 1);
-    for (std::size_t done = 0, n = ceil_div(nbytes, page); done < n; done += piece)
-      pool_->driver().populate(at + done * page, std::min(piece, n - done));
-  }
-
   std::size_t row_bytes(std::size_t kind) { return read()->range(kind)->row_bytes(); }
   Lengths lengths() {
     const Reading cache = read();
@@ -219,7 +200,7 @@ class CacheCore {
     return states;
   }
   std::size_t length(std::size_t slot) { return read()->length(slot); }
-  std::size_t covered(std::size_t position) { return read()->covered(position); }
+  std::size_t unit() { return read()->unit(); }
 
   SlotCacheCounts counts() {
     const Operation operation(*this, "KVCache.stats");
@@ -300,6 +281,53 @@ class CacheCore {
     with_memory(*pool_, asking, [&] { body(asking); });
   }
 
+  // The same; where memory is short, prefixes that nobody uses are given up first.
+  template <typename Body>
+  void run_evicting(const char* operation, Body body) {
+    const auto evicted = [this](unsigned tries) {
+      const ReleasedGil released;
+      return cache_->evict(tries);
+    };
+    for (unsigned tries = 0;; ++tries) {
+      try {
+        return run(operation, {}, body);
+      } catch (const OutOfPages&) {
+        if (!evicted(tries)) throw;
+      } catch (const DeviceOutOfMemory&) {
+        if (!evicted(tries)) throw;
+      }
+    }
+  }
+  // The same. False where memory is short all the same.
+  template <typename Body>
+  bool run_if_it_fits(const char* operation, Body body) {
+    try {
+      run_evicting(operation, body);
+    } catch (const OutOfPages&) {
+      return false;
+    } catch (const DeviceOutOfMemory&) {
+      return false;
+    }
+    return true;
+  }
+
+  static void await(PagePool& pool, const FencePtr& fence) {
+    constexpr std::chrono::milliseconds kLook{50};
+    const auto until = std::chrono::steady_clock::now() + pool.options().patience;
+    for (;;) {
+      bool over = false;
+      {
+        const ReleasedGil released;
+        over = wait_for(pool.driver(), fence, kLook);
+      }
+      if (over) return;
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      if (std::chrono::steady_clock::now() < until) continue;
+      throw TimedOut("[KVCache.wait] timed out after " + seconds_text(pool.options().patience) +
+                     ": the slot is still being copied; it stays as it is");
+    }
+  }
+
   std::shared_ptr<PagePool> pool_;  // both null once closed
   std::unique_ptr<SlotCache> cache_;
   std::atomic<bool> closed_{false};
@@ -314,11 +342,12 @@ void bind_slot_cache(nb::module_& module) {
       .def_ro("pages", &SlotCacheCounts::pages)
       .def_ro("distinct", &SlotCacheCounts::distinct)
       .def_ro("shared", &SlotCacheCounts::shared)
-      .def_ro("lost", &SlotCacheCounts::lost);
-
-  nb::class_<KeptPrefix>(module, "KeptPrefix")
-      .def_prop_ro("pages", &KeptPrefix::pages)
-      .def_prop_ro("in_use", &KeptPrefix::in_use);
+      .def_ro("lost", &SlotCacheCounts::lost)
+      .def_ro("swapped_bytes", &SlotCacheCounts::swapped_bytes)
+      .def_ro("prefix_units", &SlotCacheCounts::prefix_units)
+      .def_ro("prefix_evictions", &SlotCacheCounts::prefix_evictions)
+      .def_ro("prefix_queries", &SlotCacheCounts::prefix_queries)
+      .def_ro("prefix_hits", &SlotCacheCounts::prefix_hits);
 
   using Numbers = std::vector<std::int64_t>;
   nb::class_<SlotRange>(module, "SlotRange")
@@ -346,37 +375,36 @@ void bind_slot_cache(nb::module_& module) {
           "__init__",
           [](CacheCore* core, const std::shared_ptr<PagePool>& pool, std::size_t slots,
              std::size_t max_length, std::size_t tile, std::size_t lookahead,
-             const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& kinds) {
+             const std::vector<std::tuple<std::vector<std::size_t>, std::size_t, std::size_t>>&
+                 kinds) {
             SlotCacheShape shape{slots, max_length, tile, lookahead, {}};
-            for (const auto& [rows, item_bytes, window] : kinds)
-              shape.kinds.push_back({rows, item_bytes, window});
+            for (const auto& [layers, item_bytes, window] : kinds)
+              shape.kinds.push_back({layers.size(), item_bytes, window, layers});
             new (core) CacheCore(pool, std::move(shape));
           },
           nb::arg("pool"), nb::arg("slots"), nb::arg("max_length"), nb::arg("tile"),
           nb::arg("lookahead"), nb::arg("kinds"))
       .def("step", &CacheCore::step)
-      .def("alloc", &CacheCore::alloc)
-      .def("alloc_prefix", &CacheCore::alloc_prefix)
+      .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
+           nb::arg("salt") = "")
       .def("free", &CacheCore::free, nb::arg("slot"), no_stream)
       .def("truncate", &CacheCore::truncate, nb::arg("slot"), nb::arg("length"), no_stream)
       .def("fork", &CacheCore::fork, nb::arg("slot"), nb::arg("n"), no_stream)
       .def("reorder", &CacheCore::reorder, nb::arg("slots"), nb::arg("sources"), no_stream)
-      .def("offer", &CacheCore::offer)
+      .def("publish", &CacheCore::publish)
       .def("own", &CacheCore::own)
       .def("record_stream", &CacheCore::record_stream, no_stream)
-      .def("vacate", &CacheCore::vacate, nb::arg("slot"), no_stream)
-      .def("set_aside", &CacheCore::set_aside)
-      .def("restore", &CacheCore::restore, nb::arg("slot"), nb::arg("prefix") = nb::none())
-      .def("shared_pages", &CacheCore::shared_pages)
+      .def("swap_out", &CacheCore::swap_out)
+      .def("swap_in", &CacheCore::swap_in)
+      .def("wait", &CacheCore::wait, nb::arg("slot"), nb::arg("layer") = nb::none())
       .def("begins", &CacheCore::begins)
       .def("storage", &CacheCore::storage, nb::arg("kind"), nb::arg("cache"))
-      .def("populate", &CacheCore::populate, nb::arg("at"), nb::arg("nbytes"))
       .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length)
-      .def("covered", &CacheCore::covered)
       .def("counts", &CacheCore::counts)
       .def("pages", &CacheCore::pages)
       .def("close", &CacheCore::close, no_stream)
+      .def_prop_ro("unit", &CacheCore::unit)
       .def_prop_ro("lengths", &CacheCore::lengths)
       .def_prop_ro("states", &CacheCore::states)
       .def_prop_ro("closed", &CacheCore::closed);

@@ -163,6 +163,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool published();
   // Work in the caller's stream uses the pages: they are unmapped only after it.
   void use(const Caller& caller);
+  // Points behind all work launched so far that may use the pages.
+  std::vector<FencePtr> work();
   // As `publish`, for work that will be launched in the caller's stream.
   Generation* lease(const Caller& caller);
   // All of that work is launched. `after` is a point behind it where the caller named the stream;
@@ -339,6 +341,10 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void set_ready(Interval slots);
   void retire_no_more(Interval slots);
   Generation* publish_locked();
+  // Whether what is launched there may still run when the launch returns.
+  bool runs_behind(Stream stream) const {
+    return driver_.traits().asynchronous || stream == driver_.copy_stream();
+  }
   void note(Stream stream);
   void note(const Caller& caller);
   std::vector<FencePtr> fences();

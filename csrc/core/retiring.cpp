@@ -31,7 +31,7 @@ void Buffer::touch(Interval slots) {
 }
 
 void Buffer::note(Stream stream) {
-  if (!driver_.traits().asynchronous) return;
+  if (!runs_behind(stream)) return;
   if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end())
     streams_.push_back(stream);
 }
@@ -52,9 +52,14 @@ void Buffer::note(const Caller& caller) {
 }
 
 void Buffer::use(const Caller& caller) {
-  if (!driver_.traits().asynchronous) return;
+  if (!runs_behind(caller.stream)) return;
   PoolLock lock(pool_);
   note(caller);
+}
+
+std::vector<FencePtr> Buffer::work() {
+  PoolLock lock(pool_);
+  return fences();
 }
 
 Generation* Buffer::lease(const Caller& caller) {

@@ -7,12 +7,21 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
+#include "core/wait.h"
 
 namespace vtensor {
 
 namespace {
 
 std::string text(std::size_t number) { return std::to_string(number); }
+
+// Positions that fill a page in rows of every kind.
+std::size_t unit_of(const SlotCacheShape& shape, std::size_t page_size) {
+  std::size_t unit = 1;
+  for (const SlotKind& kind : shape.kinds)
+    unit = std::max(unit, ceil_div(page_size, kind.item_bytes));
+  return unit;
+}
 
 }  // namespace
 
@@ -23,7 +32,8 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       slots_(shape_.slots),
       lengths_(shape_.slots),
       calm_(shape_.slots),
-      stream_(caller.stream) {
+      stream_(caller.stream),
+      prefixes_(unit_of(shape_, pool->page_size())) {
   due_.reserve(shape_.slots);
   for (Slot& slot : slots_) {
     slot.buffers.resize(shape_.kinds.size());
@@ -80,6 +90,8 @@ void SlotCache::close(const Caller& caller) noexcept {
     }
     leave(slot);
   }
+  prefixes_.clear();
+  finish_copies();
   {
     const PoolLock lock(pool_);
     pool_->reap();
@@ -95,7 +107,7 @@ void SlotCache::close(const Caller& caller) noexcept {
 }
 
 std::size_t SlotCache::length(std::size_t slot) const {
-  return slots_[slot].state == SlotState::swapped ? slots_[slot].length
+  return slots_[slot].state == SlotState::swapped ? slots_[slot].swapped->length
                                                   : static_cast<std::size_t>(lengths_[slot]);
 }
 
@@ -167,6 +179,7 @@ bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
 
 bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths) || !due_.empty()) return false;
+  settle_copies();
   use(caller);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin());
   return true;
@@ -174,6 +187,7 @@ bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> 
 
 void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths)) require_lengths(caller, lengths);
+  settle_copies();
   use(caller);
   if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);
   for (const std::size_t slot : due_) forget_heads(caller, slot);
@@ -273,6 +287,16 @@ std::size_t SlotCache::calm_of(std::size_t kind, std::size_t slot, std::size_t l
 
 void SlotCache::free(const Caller& caller, std::size_t slot) {
   if (slot >= slots_.size() || slots_[slot].state == SlotState::free) require_used(caller, slot);
+  settle_copies();
+  if (slots_[slot].arriving != nullptr) {
+    // The next request's bytes must not be overwritten by this one's.
+    const FencePtr fence = copies(slot, {});
+    if (!wait_for(pool_->driver(), fence, pool_->options().patience)) {
+      throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
+                     seconds_text(pool_->options().patience) + ": slot " + text(slot) +
+                     " is still being copied from host memory; it stays as it is");
+    }
+  }
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
   leave(slot);
 }
@@ -280,6 +304,9 @@ void SlotCache::free(const Caller& caller, std::size_t slot) {
 void SlotCache::leave(std::size_t slot) noexcept {
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
   slots_[slot].state = SlotState::free;
+  slots_[slot].tokens.clear();
+  slots_[slot].arriving = nullptr;
+  if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
   std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
   lengths_[slot] = calm_[slot] = 0;
 }
@@ -301,6 +328,7 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
     }
   }
   if (length == static_cast<std::size_t>(lengths_[slot])) return;
+  await_arrival(caller, slot);
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     if (length == 0) slots_[slot].begins[kind] = 0;
     Buffer& buffer = *slots_[slot].buffers[kind];
@@ -309,12 +337,15 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
     buffer.retract(caller, kept, length + tail() + shape_.lookahead);
   }
   lengths_[slot] = static_cast<std::int64_t>(length);
+  std::vector<Token>& tokens = slots_[slot].tokens;
+  tokens.resize(std::min(tokens.size(), length));
   look_further({&slot, 1});
 }
 
 std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot, std::size_t n) {
   require_used(caller, slot);
   require_free(caller, n);
+  await_arrival(caller, slot);
   const auto length = static_cast<std::size_t>(lengths_[slot]);
   std::vector<std::size_t> forks;
   forks.reserve(n);
@@ -392,44 +423,6 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
   return result;
 }
 
-std::size_t SlotCache::covered(std::size_t position) const {
-  std::size_t covered = position;
-  for (const Kind& kind : kinds_) {
-    covered =
-        std::min(covered, page_of(kind, position) * pool_->page_size() / kind.shape.item_bytes);
-  }
-  return covered;
-}
-
-std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
-                                     std::span<const std::size_t> bounds) {
-  require_used(caller, slot);
-  if (bounds.size() < 2) return {};
-  if (bounds.back() > static_cast<std::size_t>(lengths_[slot])) {
-    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) + " has " +
-                          std::to_string(lengths_[slot]) + " tokens, " + text(bounds.back()) +
-                          " were named: publish no more than it has");
-  }
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    if (slots_[slot].begins[kind] == 0) continue;
-    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
-                          " has layers with a window of " + text(kinds_[kind].shape.window) +
-                          " that gave their first pages back: publish before it is " +
-                          text(kinds_[kind].shape.window) + " tokens long");
-  }
-  expect_parting(slot);
-  std::vector<Prefix> parts(bounds.size() - 1);
-  std::vector<Interval> pages(parts.size());
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    for (std::size_t i = 0; i < parts.size(); ++i)
-      pages[i] = {page_of(kinds_[kind], bounds[i]), page_of(kinds_[kind], bounds[i + 1])};
-    const auto shelves = slots_[slot].buffers[kind]->offer(caller, pages);
-    for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(shelves[i]);
-  }
-  look_further({&slot, 1});
-  return parts;
-}
-
 void SlotCache::own(const Caller& caller, std::size_t slot, Interval positions) {
   require_used(caller, slot);
   const auto length = static_cast<std::size_t>(lengths_[slot]);
@@ -438,6 +431,7 @@ void SlotCache::own(const Caller& caller, std::size_t slot, Interval positions) 
                           text(positions.begin) + " to " + text(positions.end) + " of slot " +
                           text(slot) + ", which has " + text(length) + " tokens");
   }
+  await_arrival(caller, slot);
   std::vector<Buffer::Growth> growths;
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     const Interval kept{std::max(positions.begin, slots_[slot].begins[kind]), positions.end};
@@ -445,60 +439,6 @@ void SlotCache::own(const Caller& caller, std::size_t slot, Interval positions) 
     if (!kept.empty()) growths.push_back({&buffer, buffer.positions(), kept});
   }
   Buffer::grow(caller, growths, false);
-  look_further({&slot, 1});
-}
-
-void SlotCache::set_aside(const Caller& caller, std::size_t slot) {
-  require_used(caller, slot);
-  slots_[slot].state = SlotState::swapped;
-  slots_[slot].length = static_cast<std::size_t>(lengths_[slot]);
-  lengths_[slot] = calm_[slot] = 0;
-}
-
-void SlotCache::require_swapped(const Caller& caller, std::size_t slot) const {
-  if (slot < slots_.size() && slots_[slot].state == SlotState::swapped) return;
-  throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
-                        " is not swapped out: call swap_out first");
-}
-
-void SlotCache::vacate(const Caller& caller, std::size_t slot) {
-  require_swapped(caller, slot);
-  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->retract(caller, {});
-}
-
-std::vector<std::size_t> SlotCache::shared_pages(std::size_t slot, std::size_t other) {
-  std::vector<std::size_t> shared;
-  const PoolLock lock(pool_);
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind)
-    shared.push_back(slots_[slot].buffers[kind]->shared_with(*slots_[other].buffers[kind]));
-  return shared;
-}
-
-void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& prefix) {
-  require_swapped(caller, slot);
-  const Slot& restored = slots_[slot];
-  try {
-    for (std::size_t kind = 0; kind < prefix.size(); ++kind) {
-      const std::shared_ptr<Shelf>& shelf = prefix[kind];
-      if (shelf->slots().empty()) continue;
-      // What begins in the last of these pages is there, and its end in a page that is new.
-      const std::size_t end =
-          ceil_div(shelf->slots().end * pool_->page_size(), kinds_[kind].shape.item_bytes);
-      restored.buffers[kind]->accept(caller, {0, std::min(restored.length, end)}, {&shelf, 1});
-    }
-    std::vector<Buffer::Growth> growths;
-    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      Buffer& buffer = *restored.buffers[kind];
-      const std::size_t written = std::min(buffer.positions().end, restored.length);
-      growths.push_back({&buffer, needed(kind, slot, restored.length), {written, restored.length}});
-    }
-    Buffer::grow(caller, growths, false);
-  } catch (...) {
-    for (const std::shared_ptr<Buffer>& buffer : restored.buffers) buffer->retract(caller, {});
-    throw;
-  }
-  slots_[slot].state = SlotState::used;
-  lengths_[slot] = static_cast<std::int64_t>(restored.length);
   look_further({&slot, 1});
 }
 

@@ -8,16 +8,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <list>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/interval.h"
 #include "core/buffer.h"
 #include "core/caller.h"
 #include "core/page_pool.h"
-#include "core/shelf.h"
+#include "core/prefix_index.h"
 
 namespace vtensor {
 
@@ -26,6 +29,7 @@ struct SlotKind {
   std::size_t rows = 0;        // of a slot; each grows with the slot's length
   std::size_t item_bytes = 0;  // of one position in one row
   std::size_t window = 0;      // positions that are kept behind the length; 0: all
+  std::vector<std::size_t> layers = {};  // of each row, the first layer that reads it
 };
 
 // Lengths and positions are those of a request: its tokens.
@@ -41,14 +45,20 @@ struct SlotCacheShape {
 
 enum class SlotState : std::uint8_t { free, used, swapped };
 
-// What an index keeps of one run of positions: a shelf a kind.
-using Prefix = std::vector<std::shared_ptr<Shelf>>;
+// Memory of the host, as long as it has a holder.
+using HostMemory = std::shared_ptr<std::byte>;
+// Gives so many bytes of it, which copies of the driver reach. Throws OutOfPages.
+using AllocateHost = std::function<HostMemory(std::size_t bytes)>;
 
 struct SlotCacheCounts {
   PoolCounts pages;          // of this cache's slots
   std::size_t distinct = 0;  // pages mapped, counted once
   std::size_t shared = 0;    // of these, mapped in several slots or kept by an index
   std::size_t lost = 0;      // slots given up after a driver call that could not be undone
+  std::size_t swapped_bytes = 0;  // of host memory, that swapped slots take
+  // Of the prefix index: units that it keeps, and has given up; tokens it was asked for, and had.
+  std::size_t prefix_units = 0, prefix_evictions = 0;
+  std::size_t prefix_queries = 0, prefix_hits = 0;
 };
 
 // One thread at a time. Where an operation throws, nothing has changed, unless it says otherwise.
@@ -72,9 +82,9 @@ class SlotCache {
   // A free slot of length 0: the one whose parked pages fit a request of `expected` positions best;
   // where that is 0, the one with most. Throws NoFreeSlot, and TimedOut where none becomes ready.
   std::size_t alloc(const Caller& caller, std::size_t expected);
-  // A free slot whose first `length` positions are those of `prefix`, which lie behind one another
-  // from position 0 on.
-  std::size_t alloc(const Caller& caller, std::span<const Prefix> prefix, std::size_t length);
+  // One that begins with what the index has of a request's tokens, but never all of them.
+  std::size_t alloc(const Caller& caller, std::span<const Token> tokens, const std::string& salt,
+                    std::size_t expected);
   // Makes the first lengths[s] positions of each slot its own: mapped, and shared with nobody where
   // they are new. All or nothing, in one batch of driver calls; none where the pages are ready.
   // Where the driver refuses, pages that were shared may have been parted; nothing else has
@@ -93,22 +103,28 @@ class SlotCache {
   // are made, and for good, where there are no free slots for these besides.
   std::vector<std::size_t> reorder(const Caller& caller, std::span<const std::size_t> beams,
                                    std::span<const std::size_t> sources);
-  // The whole pages of the positions between neighbouring `bounds`, which ascend from a multiple
-  // of `unit` on, to be mapped by later requests.
-  std::vector<Prefix> offer(const Caller& caller, std::size_t slot,
-                            std::span<const std::size_t> bounds);
-  // The positions below are wholly in the pages that are offered of [0, position).
-  std::size_t covered(std::size_t position) const;
+  // Puts the whole units of `tokens`, which are the slot's first, into the index. Returns how many
+  // tokens it has of them.
+  std::size_t publish(const Caller& caller, std::size_t slot, std::span<const Token> tokens,
+                      const std::string& salt);
+  // Gives prefixes up that nobody uses, for an operation that found memory short for the n-th time;
+  // false where there are none.
+  bool evict(unsigned tries);
+  // Tokens of the smallest prefix that requests can share.
+  std::size_t unit() const { return prefixes_.unit(); }
   // Parts what is shared behind `positions`.
   void own(const Caller& caller, std::size_t slot, Interval positions);
-  // A swap in three parts. Set aside, a slot has no length for `step`, and is nobody's to use but
-  // for copying out of it; vacated, it has no page; restored, it has pages of its own for the
-  // length that it had, but those of `prefix` for its first positions.
-  void set_aside(const Caller& caller, std::size_t slot);
-  void vacate(const Caller& caller, std::size_t slot);
-  void restore(const Caller& caller, std::size_t slot, const Prefix& prefix);
-  // How many of the first pages of two slots are the same.
-  std::vector<std::size_t> shared_pages(std::size_t slot, std::size_t other);
+  // Moves slots to host memory, behind the work launched so far: pages go once they are copied.
+  // Those that share pages share them again afterwards, and are copied once.
+  void swap_out(const Caller& caller, std::span<const std::size_t> slots,
+                const AllocateHost& allocate);
+  // Gives a swapped slot pages again, at its addresses, and launches the copies, layer by layer.
+  void swap_in(const Caller& caller, std::size_t slot);
+  // A point behind the copies of a slot: those that `layer` waits for, or all; null where there are
+  // none.
+  FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
+  // Returns once a swapped slot has given its pages back. Requires: its copies are over.
+  void await_departure(const Caller& caller, std::size_t slot);
   // The first position that is kept, of each kind.
   const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
   // Work in the caller's stream uses all slots in use. Requires: the stream lasts.
@@ -125,11 +141,45 @@ class SlotCache {
     std::shared_ptr<Buffer> range;
     RowShape rows;  // of one slot
   };
+  // Host memory that copies may still use: let go once the fence has passed, which is made when the
+  // holder no longer needs it.
+  struct Held {
+    HostMemory memory;
+    std::size_t bytes = 0;
+    bool fenced = false;
+    FencePtr until = nullptr;
+  };
+  // Slots that were swapped out together and begin with the same pages.
+  struct SwapGroup {
+    std::size_t length = 0;   // positions whose pages are the same
+    std::list<Held> head;     // their bytes
+    std::size_t waiting = 0;  // slots that have not come back
+    Prefix pages;             // once the first slot has them again
+  };
+  struct Swapped {
+    std::size_t length = 0;
+    std::list<Held> memory;  // the bytes that it shares with no other
+    std::shared_ptr<SwapGroup> group;
+    FencePtr copied;
+  };
+  // Copies on their way in, in the order of the layers.
+  struct Arriving {
+    std::vector<std::size_t> layers;  // that read the first rows behind each fence
+    std::vector<FencePtr> fences;
+  };
   struct Slot {
     SlotState state = SlotState::free;
-    std::size_t length = 0;                        // of a swapped one
     std::vector<std::shared_ptr<Buffer>> buffers;  // of each kind; null until first used
     std::vector<std::size_t> begins;               // first position that is kept, of each kind
+    std::vector<Token> tokens;           // those that the index knows it by, from position 0 on
+    std::unique_ptr<Swapped> swapped;    // where it is
+    std::unique_ptr<Arriving> arriving;  // null once nothing is on its way
+  };
+  // Bytes of one row of a slot.
+  struct SlotBytes {
+    std::size_t layer;  // the first that reads them
+    Address at;
+    std::size_t bytes;
   };
 
   std::size_t page_of(const Kind& kind, std::size_t position) const {
@@ -142,7 +192,6 @@ class SlotCache {
   bool find_due(std::span<const std::int64_t> lengths);
   void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
   void require_used(const Caller& caller, std::size_t slot) const;
-  void require_swapped(const Caller& caller, std::size_t slot) const;
   void require_free(const Caller& caller, std::size_t n) const;
   std::size_t count_free() const;
   void expect_parting(std::size_t slot) { calm_[slot] = lengths_[slot]; }
@@ -174,6 +223,24 @@ class SlotCache {
   std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length,
                      const Slot* parent);
 
+  std::size_t alloc_prefix(const Caller& caller, std::span<const Prefix> prefix,
+                           std::size_t length);
+  std::vector<Prefix> offer(const Caller& caller, std::size_t slot,
+                            std::span<const std::size_t> bounds);
+  std::size_t covered(std::size_t position) const;
+
+  std::vector<SlotBytes> bytes_of(std::size_t slot, std::size_t length, std::size_t shared,
+                                  bool head) const;
+  std::shared_ptr<SwapGroup> group_of(std::span<const std::size_t> slots,
+                                      std::vector<bool>& members);
+  void order_copies(const Caller& caller, std::size_t slot);
+  void restore(const Caller& caller, std::size_t slot, const Prefix& prefix);
+  void share_again(const Caller& caller, std::size_t slot, SwapGroup& group) noexcept;
+  void leave_swap(Swapped& swapped) noexcept;
+  void await_arrival(const Caller& caller, std::size_t slot);
+  void settle_copies() noexcept;
+  void finish_copies() noexcept;
+
   const std::shared_ptr<PagePool> pool_;
   const SlotCacheShape shape_;
   std::vector<Kind> kinds_;
@@ -183,6 +250,10 @@ class SlotCache {
   std::vector<std::int64_t> calm_;
   std::vector<std::size_t> due_;  // of one step; kept for its memory
   Stream stream_ = 0;             // the last one whose work was said to use all slots
+  PrefixIndex prefixes_;
+  std::size_t prefix_queries_ = 0, prefix_hits_ = 0;
+  std::vector<std::size_t> arriving_;  // slots
+  std::list<Held> held_;               // by no slot any more
 };
 
 }  // namespace vtensor

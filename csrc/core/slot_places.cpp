@@ -195,8 +195,8 @@ std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
   return slot;
 }
 
-std::size_t SlotCache::alloc(const Caller& caller, std::span<const Prefix> prefix,
-                             std::size_t length) {
+std::size_t SlotCache::alloc_prefix(const Caller& caller, std::span<const Prefix> prefix,
+                                    std::size_t length) {
   const std::size_t slot = accept(caller, prefix, length, nullptr);
   look_further({&slot, 1});
   return slot;
@@ -223,6 +223,7 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
       pages[kind] = part[kind]->slots().end;
     }
   }
+  std::vector<Token> tokens = parent ? parent->tokens : std::vector<Token>();
   const std::size_t slot = take_empty(caller, pages);
   try {
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -234,7 +235,10 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
     leave(slot);
     throw;
   }
-  if (parent) slots_[slot].begins = parent->begins;
+  if (parent) {
+    slots_[slot].begins = parent->begins;
+    slots_[slot].tokens = std::move(tokens);
+  }
   lengths_[slot] = static_cast<std::int64_t>(length);
   return slot;
 }
@@ -253,6 +257,18 @@ SlotCacheCounts SlotCache::counts() {
     counts.lost += is_lost(slot);
   }
   counts.distinct = seen.size();
+  std::unordered_set<const SwapGroup*> groups;
+  for (const Slot& slot : slots_) {
+    if (slot.swapped == nullptr) continue;
+    for (const Held& held : slot.swapped->memory) counts.swapped_bytes += held.bytes;
+    const SwapGroup* const group = slot.swapped->group.get();
+    if (group == nullptr || !groups.insert(group).second) continue;
+    for (const Held& held : group->head) counts.swapped_bytes += held.bytes;
+  }
+  counts.prefix_units = prefixes_.size();
+  counts.prefix_evictions = prefixes_.evictions();
+  counts.prefix_queries = prefix_queries_;
+  counts.prefix_hits = prefix_hits_;
   counts.pages.budget_pages = pool_->budget_pages();
   return counts;
 }

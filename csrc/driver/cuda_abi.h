@@ -191,6 +191,10 @@ using cuMemsetD8Async = CUresult(CUdeviceptr at, unsigned char value, std::size_
 using cuMemcpyDtoD_v2 = CUresult(CUdeviceptr to, CUdeviceptr from, std::size_t size);
 using cuMemcpyDtoDAsync_v2 = CUresult(CUdeviceptr to, CUdeviceptr from, std::size_t size,
                                       CUstream stream);
+using cuMemcpyDtoHAsync_v2 = CUresult(void* to, CUdeviceptr from, std::size_t size,
+                                      CUstream stream);
+using cuMemcpyHtoDAsync_v2 = CUresult(CUdeviceptr to, const void* from, std::size_t size,
+                                      CUstream stream);
 
 using cuStreamCreate = CUresult(CUstream* stream, unsigned flags);
 using cuStreamCreateWithPriority = CUresult(CUstream* stream, unsigned flags, int priority);

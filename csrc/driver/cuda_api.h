@@ -31,6 +31,8 @@ using namespace cuda;  // CUresult and the like
   X(cuPointerGetAttribute, cuPointerGetAttribute)                         \
   X(cuMemsetD8Async, cuMemsetD8Async)                                     \
   X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2)                              \
+  X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2)                              \
+  X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2)                              \
   X(cuCtxGetCurrent, cuCtxGetCurrent)                                     \
   X(cuCtxSetCurrent, cuCtxSetCurrent)                                     \
   X(cuCtxGetDevice, cuCtxGetDevice)                                       \

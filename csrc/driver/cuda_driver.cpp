@@ -45,6 +45,9 @@ class CudaDriver final : public Driver {
   std::size_t free_memory() override;
 
   Stream side_stream() override { return streams_.side(); }
+  Stream copy_stream() override { return streams_.copies(); }
+  void copy_out(void* to, Address from, std::size_t bytes) override;
+  void copy_in(Address to, const void* from, std::size_t bytes) override;
   FencePtr fence(Stream stream) override;
   bool passed(const Fence& fence) override;
   void order(Stream stream, const Fence& fence) override;
@@ -343,6 +346,22 @@ std::size_t CudaDriver::free_memory() {
   std::size_t free = 0, total = 0;
   cuda_.require("free_memory", cuda_.cuMemGetInfo, &free, &total);
   return free;
+}
+
+void CudaDriver::copy_out(void* to, Address from, std::size_t bytes) {
+  refuse_in_forked_child("driver.copy_out");
+  const RelaxedCapture relaxed(cuda_, "copy_out");
+  const PrimaryContext context(cuda_, "copy_out");
+  cuda_.require_at("copy_out", cuda_.cuMemcpyDtoHAsync, from, bytes, to, from, bytes,
+                   reinterpret_cast<CUstream>(streams_.copies()));
+}
+
+void CudaDriver::copy_in(Address to, const void* from, std::size_t bytes) {
+  refuse_in_forked_child("driver.copy_in");
+  const RelaxedCapture relaxed(cuda_, "copy_in");
+  const PrimaryContext context(cuda_, "copy_in");
+  cuda_.require_at("copy_in", cuda_.cuMemcpyHtoDAsync, to, bytes, to, from, bytes,
+                   reinterpret_cast<CUstream>(streams_.copies()));
 }
 
 FencePtr CudaDriver::fence(Stream stream) {

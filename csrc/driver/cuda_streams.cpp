@@ -92,16 +92,20 @@ CudaStreams::CudaStreams(CudaCalls& cuda) : cuda_(cuda), events_(std::make_share
 
 void CudaStreams::open() {
   const PrimaryContext context(cuda_, "open");
-  // Non-blocking: it must not wait for the legacy default stream, nor that one for it.
-  CUstream side = nullptr;
-  cuda_.require("open", cuda_.cuStreamCreate, &side, CU_STREAM_NON_BLOCKING);
-  side_ = side;
+  // Non-blocking: they must not wait for the legacy default stream, nor that one for them.
+  for (CUstream* ours : {&side_, &copies_}) {
+    CUstream made = nullptr;
+    cuda_.require("open", cuda_.cuStreamCreate, &made, CU_STREAM_NON_BLOCKING);
+    *ours = made;
+  }
 }
 
 void CudaStreams::close() {
   // Both may still be in use on the device: CUDA then frees them later.
   for (const CUevent event : events_->all()) cuda_.call(cuda_.cuEventDestroy, event);
-  if (side_ != nullptr) cuda_.call(cuda_.cuStreamDestroy, side_);
+  for (const CUstream ours : {side_, copies_}) {
+    if (ours != nullptr) cuda_.call(cuda_.cuStreamDestroy, ours);
+  }
 }
 
 bool CudaStreams::side_is_idle() { return cuda_.call(cuda_.cuStreamQuery, side_) == CUDA_SUCCESS; }

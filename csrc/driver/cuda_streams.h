@@ -23,6 +23,7 @@ class CudaStreams {
   void close();
 
   Stream side() const { return reinterpret_cast<Stream>(side_); }
+  Stream copies() const { return reinterpret_cast<Stream>(copies_); }
   // Whether nothing runs on the side stream, as `close`: what cannot be known is "no".
   bool side_is_idle();
 
@@ -48,7 +49,7 @@ class CudaStreams {
 
   CudaCalls& cuda_;
   std::shared_ptr<CudaEvents> events_;
-  CUstream side_ = nullptr;
+  CUstream side_ = nullptr, copies_ = nullptr;
 };
 
 }  // namespace vtensor

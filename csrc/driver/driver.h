@@ -124,16 +124,23 @@ class Driver {
   // Bytes of the device's memory that nobody has taken, other processes included.
   virtual std::size_t free_memory() = 0;
 
-  // Order between what streams do and what the core does. On the host all work is done by the
-  // threads that call, so there every fence is null, which has passed.
+  // Order between what streams do and what the core does. On the host all work but copies is done
+  // by the threads that call, so there a fence of another stream is null, which has passed.
 
   // Our own stream, beside those of the callers.
   virtual Stream side_stream() = 0;
+  // Our own stream for copies between mapped pages and memory of the host; on the host, threads.
+  virtual Stream copy_stream() = 0;
+  // Launch one there, and return at once. Until a fence made afterwards has passed, the pages stay
+  // mapped, and the host's memory where it is; its address may be anybody's.
+  virtual void copy_out(void* to, Address from, std::size_t bytes) = 0;
+  virtual void copy_in(Address to, const void* from, std::size_t bytes) = 0;
   // A point behind all work launched in `stream` so far; null where there is nothing to wait for.
   virtual FencePtr fence(Stream stream) = 0;
   // Whether that work is done. Never blocks.
   virtual bool passed(const Fence& fence) = 0;
-  // What is launched in `stream` from now on starts only after the fence. Never blocks.
+  // What is launched in `stream` from now on starts only after the fence. Never blocks; but on the
+  // host, where the caller is what works there, it waits. Throws TimedOut.
   virtual void order(Stream stream, const Fence& fence) = 0;
   // Throws InvalidArgument where work in `stream`, as this thread names it, cannot be ordered with
   // what the core does.

@@ -9,15 +9,19 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <optional>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/trace.h"
+#include "driver/host_copies.h"
 #include "driver/host_fork.h"
 #include "driver/host_memory.h"
 #include "driver/pagemap.h"
@@ -109,6 +113,7 @@ class HostDriver final : public Driver {
   }
 
   ~HostDriver() override {
+    copies_.stop();
     // What is left holds quarantined pages, and nobody can reach it any more.
     if (!in_forked_child) {
       for (const auto& [range, left] : reservations_)
@@ -314,11 +319,27 @@ class HostDriver final : public Driver {
 
   std::size_t free_memory() override { return free_host_memory(); }
 
-  // Nothing on the host runs behind the caller's back.
   Stream side_stream() override { return 0; }
-  FencePtr fence(Stream) override { return nullptr; }
-  bool passed(const Fence&) override { return true; }
-  void order(Stream, const Fence&) override {}
+  Stream copy_stream() override { return kCopyStream; }
+
+  void copy_out(void* to, Address from, std::size_t bytes) override {
+    copy(HostCopies::Direction::out, to, reinterpret_cast<const void*>(from), bytes);
+  }
+  void copy_in(Address to, const void* from, std::size_t bytes) override {
+    copy(HostCopies::Direction::in, reinterpret_cast<void*>(to), from, bytes);
+  }
+
+  // Nothing but copies runs behind the caller's back.
+  FencePtr fence(Stream stream) override {
+    refuse_in_forked_child("host fence");
+    return stream == kCopyStream ? copies_.fence() : nullptr;
+  }
+  bool passed(const Fence& fence) override { return HostCopies::passed(fence); }
+  void order(Stream stream, const Fence& fence) override {
+    if (stream == kCopyStream || wait_for(fence)) return;
+    throw TimedOut("[host order] timed out after " + seconds_text(kPatience) +
+                   ": copies between pages and host memory have not ended");
+  }
   void require_own(const char*, Stream) override {}
   bool capturing(Stream) override { return false; }
   void keep_for_graph(Stream, void (*)(void*), void*) override {}
@@ -326,6 +347,30 @@ class HostDriver final : public Driver {
   void quiesce() override {}
 
  private:
+  static constexpr Stream kCopyStream = 1;
+  static constexpr std::chrono::seconds kPatience{60};
+
+  void copy(HostCopies::Direction direction, void* to, const void* from, std::size_t bytes) {
+    refuse_in_forked_child("host copy");
+    try {
+      copies_.copy(direction, to, from, bytes);
+    } catch (const std::system_error& error) {
+      const int code = error.code().value();
+      throw DriverError("pthread_create", code, errno_name(code),
+                        "[host copy] a thread for copies was refused with " + errno_name(code) +
+                            ": raise the limit on threads (ulimit -u) or on address space "
+                            "(ulimit -v), or end some threads");
+    }
+  }
+
+  static bool wait_for(const Fence& fence) {
+    const auto until = std::chrono::steady_clock::now() + kPatience;
+    for (; !HostCopies::passed(fence); std::this_thread::sleep_for(std::chrono::microseconds(50))) {
+      if (std::chrono::steady_clock::now() >= until) return false;
+    }
+    return true;
+  }
+
   static constexpr int kHoleFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
   struct Refusal {
@@ -539,6 +584,9 @@ class HostDriver final : public Driver {
   std::map<Address, Reservation> reservations_;  // what the kernel knows of each range
   ForkedState state_;
   Pagemap pagemap_;
+  HostCopies copies_{[this](void* at, std::size_t bytes) {
+    populate_some(reinterpret_cast<Address>(at), bytes);  // refused, the copy's own faults do it
+  }};
 };
 
 }  // namespace

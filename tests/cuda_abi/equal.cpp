@@ -193,6 +193,8 @@ EQUAL_FUNCTION(cuMemsetD8_v2);
 EQUAL_FUNCTION(cuMemsetD8Async);
 EQUAL_FUNCTION(cuMemcpyDtoD_v2);
 EQUAL_FUNCTION(cuMemcpyDtoDAsync_v2);
+EQUAL_FUNCTION(cuMemcpyDtoHAsync_v2);
+EQUAL_FUNCTION(cuMemcpyHtoDAsync_v2);
 EQUAL_FUNCTION(cuStreamCreate);
 EQUAL_FUNCTION(cuStreamCreateWithPriority);
 EQUAL_FUNCTION(cuStreamDestroy_v2);

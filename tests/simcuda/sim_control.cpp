@@ -10,7 +10,7 @@
 namespace simcuda {
 namespace {
 
-constexpr std::array<std::string_view, 49> kCalls = {
+constexpr std::array<std::string_view, 51> kCalls = {
     "cuInit",
     "cuDeviceGetCount",
     "cuDeviceGet",
@@ -33,6 +33,8 @@ constexpr std::array<std::string_view, 49> kCalls = {
     "cuMemcpyDtoD",
     "cuMemsetD8Async",
     "cuMemcpyDtoDAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
     "cuCtxGetDevice",

@@ -240,7 +240,7 @@ void SimStreams::run() {
 }
 
 void SimStreams::execute(const Work& work, CUcontext context) {
-  const bool writes = work.kind != Work::Kind::read;
+  const bool writes = work.kind != Work::Kind::read && work.kind != Work::Kind::to_host;
   bool allowed =
       memory_.allows(work.at, work.size,
                      writes ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ);
@@ -265,6 +265,12 @@ void SimStreams::execute(const Work& work, CUcontext context) {
       break;
     case Work::Kind::copy:
       memory_.copy(work.at, work.from, work.size);
+      break;
+    case Work::Kind::to_host:
+      memory_.copy(reinterpret_cast<Address>(work.host), work.at, work.size);
+      break;
+    case Work::Kind::from_host:
+      memory_.copy(work.at, reinterpret_cast<Address>(work.host), work.size);
       break;
     case Work::Kind::read:
       break;

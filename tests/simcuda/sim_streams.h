@@ -24,11 +24,12 @@ struct Capture;
 
 // What a stream was given to do.
 struct Work {
-  enum class Kind : std::uint8_t { fill, copy, read } kind = Kind::read;
+  enum class Kind : std::uint8_t { fill, copy, to_host, from_host, read } kind = Kind::read;
   Address at = 0;
   std::size_t size = 0;
   unsigned char value = 0;  // fill
   Address from = 0;         // copy
+  void* host = nullptr;     // to_host, from_host
   // The mappings that were there at the launch.
   std::vector<std::uint64_t> mappings{};
 };

@@ -64,6 +64,15 @@ CUresult copy(Sim& s, CUstream stream, CUdeviceptr to, CUdeviceptr from, std::si
                          {.kind = Work::Kind::copy, .at = to, .size = size, .from = from});
 }
 
+CUresult copy_host(Sim& s, CUstream stream, Work::Kind kind, CUdeviceptr at, void* host,
+                   size_t size) {
+  const auto access = kind == Work::Kind::to_host ? CU_MEM_ACCESS_FLAGS_PROT_READ
+                                                  : CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  if (!s.settings.late_faults && !s.model->memory.allows(at, size, access))
+    return CUDA_ERROR_INVALID_VALUE;
+  return simcuda::submit(s, stream, {.kind = kind, .at = at, .size = size, .host = host});
+}
+
 }  // namespace
 
 CUresult simcuda::submit(Sim& s, CUstream stream, Work work) {
@@ -101,6 +110,24 @@ SIMCUDA_ENTRY(cuMemcpyDtoDAsync_v2)(CUdeviceptr to, CUdeviceptr from, size_t siz
   return answer("cuMemcpyDtoDAsync", Needs::context, During::any_capture,
                 {{"to_ptr", to}, {"from_ptr", from}, {"size", size}, {"stream", number(stream)}},
                 [&](Sim& s, Result&) { return copy(s, stream, to, from, size); });
+}
+
+SIMCUDA_ENTRY(cuMemcpyDtoHAsync_v2)(void* to, CUdeviceptr from, size_t size, CUstream stream) {
+  return answer("cuMemcpyDtoHAsync", Needs::context, During::any_capture,
+                {{"from_ptr", from}, {"size", size}, {"stream", number(stream)}},
+                [&](Sim& s, Result&) {
+                  return copy_host(s, stream, Work::Kind::to_host, from, to, size);
+                });
+}
+
+SIMCUDA_ENTRY(cuMemcpyHtoDAsync_v2)(CUdeviceptr to, const void* from, size_t size,
+                                    CUstream stream) {
+  return answer("cuMemcpyHtoDAsync", Needs::context, During::any_capture,
+                {{"to_ptr", to}, {"size", size}, {"stream", number(stream)}},
+                [&](Sim& s, Result&) {
+                  return copy_host(s, stream, Work::Kind::from_host, to, const_cast<void*>(from),
+                                   size);
+                });
 }
 
 SIMCUDA_ENTRY(cuCtxSynchronize)(void) {

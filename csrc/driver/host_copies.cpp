@@ -1,0 +1,156 @@
+#include "driver/host_copies.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <system_error>
+
+#include "base/process.h"
+#include "base/signals.h"
+
+namespace vtensor {
+namespace {
+
+// One core does not fill the memory's bandwidth, and two leave others to what computes meanwhile.
+constexpr std::size_t kThreads = 2;
+// Page tables are locked in pieces of this.
+constexpr std::size_t kPiece = std::size_t{2} << 20;
+
+struct Copy {
+  HostCopies::Direction direction;
+  std::byte* to;
+  const std::byte* from;
+  std::size_t bytes;
+  std::size_t begun = 0;  // bytes that some thread copies or has copied
+  std::size_t left;       // bytes that are not copied yet
+};
+
+}  // namespace
+
+struct HostCopies::Queue {
+  explicit Queue(std::function<void(void*, std::size_t)> make_present)
+      : make_present(std::move(make_present)) {}
+
+  const std::function<void(void*, std::size_t)> make_present;
+  std::mutex mutex;  // guards what follows, but for `done`
+  std::condition_variable changed;
+  std::deque<Copy> copies;
+  std::uint64_t queued = 0;
+  std::atomic<std::uint64_t> done{0};  // of those queued, the first so many
+  bool stopping = false;
+
+  // The first copy of which something is still to be begun, and that need not wait; null where
+  // there is none.
+  Copy* next() {
+    for (Copy& copy : copies) {
+      if (copy.direction != copies.front().direction) return nullptr;
+      if (copy.begun < copy.bytes) return &copy;
+    }
+    return nullptr;
+  }
+  void finish(Copy& copy, std::size_t bytes) {
+    copy.left -= bytes;
+    const std::uint64_t before = done.load(std::memory_order_relaxed);
+    std::uint64_t now = before;
+    for (; !copies.empty() && copies.front().left == 0; ++now) copies.pop_front();
+    if (now == before) return;
+    done.store(now, std::memory_order_release);
+    changed.notify_all();
+  }
+};
+
+namespace {
+
+class CopyFence final : public Fence {
+ public:
+  CopyFence(std::shared_ptr<const std::atomic<std::uint64_t>> done, std::uint64_t behind)
+      : done_(std::move(done)), behind_(behind) {}
+  bool passed() const { return done_->load(std::memory_order_acquire) >= behind_; }
+
+ private:
+  const std::shared_ptr<const std::atomic<std::uint64_t>> done_;
+  const std::uint64_t behind_;
+};
+
+}  // namespace
+
+HostCopies::HostCopies(std::function<void(void*, std::size_t)> make_present)
+    : queue_(std::make_shared<Queue>(std::move(make_present))) {
+  threads_.reserve(kThreads);
+}
+
+void HostCopies::stop() {
+  if (in_forked_child.load(std::memory_order_relaxed)) {
+    // The threads are the parent's, and one of them may hold the lock or wait: all of it stays.
+    for (auto& thread : threads_) static_cast<void>(thread.release());
+    static_cast<void>(new std::shared_ptr<Queue>(queue_));
+    threads_.clear();
+    return;
+  }
+  {
+    const std::lock_guard lock(queue_->mutex);
+    queue_->stopping = true;
+  }
+  queue_->changed.notify_all();
+  for (const auto& thread : threads_) thread->join();
+  threads_.clear();
+}
+
+void HostCopies::copy(Direction direction, void* to, const void* from, std::size_t bytes) {
+  if (bytes == 0) return;
+  const std::lock_guard lock(queue_->mutex);
+  while (threads_.size() < kThreads) {
+    try {
+      const SignalsBlocked blocked;
+      threads_.push_back(std::make_unique<std::thread>([queue = queue_] { work(*queue); }));
+    } catch (const std::system_error&) {
+      if (threads_.empty()) throw;
+      break;  // one copies, and the next copy tries again
+    }
+  }
+  queue_->copies.push_back({direction, static_cast<std::byte*>(to),
+                            static_cast<const std::byte*>(from), bytes, 0, bytes});
+  ++queue_->queued;
+  queue_->changed.notify_all();
+}
+
+FencePtr HostCopies::fence() const {
+  const std::lock_guard lock(queue_->mutex);
+  if (queue_->copies.empty()) return nullptr;
+  return std::make_shared<const CopyFence>(
+      std::shared_ptr<const std::atomic<std::uint64_t>>(queue_, &queue_->done), queue_->queued);
+}
+
+bool HostCopies::passed(const Fence& fence) { return static_cast<const CopyFence&>(fence).passed(); }
+
+void HostCopies::work(Queue& queue) {
+  pthread_setname_np(pthread_self(), "vtensor-copies");
+  std::unique_lock lock(queue.mutex);
+  for (;;) {
+    Copy* copy = queue.next();
+    if (copy == nullptr) {
+      if (queue.stopping && queue.copies.empty()) return;
+      queue.changed.wait(lock);
+      continue;
+    }
+    const std::size_t at = copy->begun;
+    const std::size_t bytes = std::min(kPiece, copy->bytes - at);
+    copy->begun += bytes;
+    const Direction direction = copy->direction;
+    std::byte* const to = copy->to + at;
+    const std::byte* const from = copy->from + at;
+    lock.unlock();
+    if (direction == Direction::in) queue.make_present(to, bytes);
+    std::memcpy(to, from, bytes);
+    lock.lock();
+    queue.finish(*copy, bytes);
+  }
+}
+
+}  // namespace vtensor
