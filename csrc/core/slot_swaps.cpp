@@ -92,6 +92,10 @@ void SlotCache::order_copies(const Caller& caller, std::size_t slot) {
 void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slots,
                          const AllocateHost& allocate) {
   for (const std::size_t slot : slots) {
+    if (slot < slots_.size() && slots_[slot].state == SlotState::swapped) {
+      throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
+                            " is swapped out already: name slots in use");
+    }
     require_used(caller, slot);
     if (std::count(slots.begin(), slots.end(), slot) != 1) {
       throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +

@@ -20,7 +20,7 @@ import gc
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -166,7 +166,7 @@ def _name(frame: FrameType) -> str:
     return f"before {bytecode} in {code.co_qualname}, {Path(code.co_filename).name}:{frame.f_lineno}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _leaving_with(code: CodeType) -> frozenset[int]:
     """The offsets between the end of a ``with`` block and the call of its ``__exit__``.
 

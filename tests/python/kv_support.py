@@ -7,6 +7,8 @@ import torch
 import vtensor
 
 PAGE = 4096
+UNIT = 16  # tokens to a page of "layers"
+RANGES = 4  # rows of a slot of "layers"
 # Shapes that differ in how rows lie: 16 tokens fill a page, or 8, or a token takes more than a page.
 SHAPES: dict[str, dict] = {
     "layers": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},

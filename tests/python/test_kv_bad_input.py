@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, make_cache
+from kv_support import MAX_BATCH, UNIT, make_cache
 from vtensor.testing.kv_model import check_contents, write
 
 
@@ -29,20 +29,24 @@ BAD = {
         "10 tokens.*to have 9.*truncate",
     ),
     "too long": (
-        lambda c: c.step([999, 5, 0, 0, 0, 0]),
+        lambda c: c.step([999, UNIT, 0, 0, 0, 0]),
         vtensor.CapacityExceeded,
         "999 tokens, max_len is 120",
     ),
     "length of a free slot": (
-        lambda c: c.step([10, 5, 0, 1, 0, 0]),
+        lambda c: c.step([10, UNIT, 0, 1, 0, 0]),
         vtensor.InvalidArgument,
         "slot 3 is free",
     ),
     "too few lengths": (lambda c: c.step([10]), vtensor.InvalidArgument, "1 lengths.*6 slots"),
-    "too many lengths": (lambda c: c.step([10, 5] + [0] * 9), vtensor.InvalidArgument, "11 lengths.*6 slots"),
-    "negative length": (lambda c: c.step([-1, 5, 0, 0, 0, 0]), vtensor.InvalidArgument, "to have -1"),
+    "too many lengths": (
+        lambda c: c.step([10, UNIT] + [0] * 9),
+        vtensor.InvalidArgument,
+        "11 lengths.*6 slots",
+    ),
+    "negative length": (lambda c: c.step([-1, UNIT, 0, 0, 0, 0]), vtensor.InvalidArgument, "to have -1"),
     "swapped length": (
-        lambda c: c.step([10, 5, 4, 0, 0, 0]),
+        lambda c: c.step([10, UNIT, 4, 0, 0, 0]),
         vtensor.InvalidArgument,
         "slot 2 is swapped out",
     ),
@@ -55,6 +59,14 @@ BAD = {
     "truncate below": (lambda c: c.truncate(0, -1), vtensor.InvalidArgument, "length is -1"),
     "publish too much": (lambda c: c.publish(0, range(11)), vtensor.InvalidArgument, "11 tokens.*has 10"),
     "publish other tokens": (lambda c: c.publish(1, [4] * 5), vtensor.InvalidArgument, "disagree"),
+    "publish bytes": (lambda c: c.publish(0, b"\1" * 64), vtensor.InvalidArgument, "tokens is a bytes"),
+    "publish what is no integer": (lambda c: c.publish(0, [1.5]), vtensor.InvalidArgument, "64 bits"),
+    "publish too large a token": (lambda c: c.publish(0, [2**63]), vtensor.InvalidArgument, "64 bits"),
+    "a salt of another kind": (lambda c: c.alloc([1], salt=[1]), vtensor.InvalidArgument, "salt is a list"),
+    "expect fewer than no tokens": (lambda c: c.alloc(expect=-1), vtensor.InvalidArgument, "expect is -1"),
+    "expect too many": (lambda c: c.alloc(expect=2**64), vtensor.InvalidArgument, "below 2"),
+    "own from before": (lambda c: c.own(0, -1, 3), vtensor.InvalidArgument, "start is -1"),
+    "wait for no layer": (lambda c: c.wait(0, -1), vtensor.InvalidArgument, "layer is -1"),
     "publish a matrix": (
         lambda c: c.publish(0, torch.zeros(2, 2, dtype=torch.long)),
         vtensor.InvalidArgument,
@@ -78,13 +90,12 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_told_and_changes_nothing(cache, what):
     call, error, words = BAD[what]
-    prompt = [5] * 5
+    prompt = [5] * UNIT
     a, b, c = cache.alloc(), cache.alloc(tokens=prompt), cache.alloc()
     assert (a, b, c) == (0, 1, 2)
-    assert cache.step([10, 5, 4, 0, 0, 0])
+    assert cache.step([10, UNIT, 4, 0, 0, 0])
     write(cache, 0, 0, range(10))
-    cache.publish(1, prompt)
-    cache._told[1] = prompt  # as if a whole unit of it had been found
+    assert cache.publish(1, prompt) == UNIT
     cache.swap_out(c)
     cache.wait(c)
     before = (cache.lengths, cache.stats())
@@ -95,7 +106,7 @@ def test_bad_input_is_told_and_changes_nothing(cache, what):
     for name in ("slots_used", "slots_free", "slots_swapped", "pages_mapped", "pages_used", "prefix_tokens"):
         assert getattr(before[1], name) == getattr(after[1], name), name
     check_contents(cache, 0, range(10))
-    assert cache.step([11, 6, 0, 0, 0, 0]) and cache.swap_in(c)
+    assert cache.step([11, UNIT + 1, 0, 0, 0, 0]) and cache.swap_in(c)
 
 
 @pytest.mark.parametrize(

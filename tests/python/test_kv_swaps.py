@@ -1,0 +1,301 @@
+"""KVCache.swap_out, swap_in and wait: data, sharing, memory, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import vtensor
+from kv_support import MAX_BATCH, MAX_LEN, PAGE, RANGES, SHAPES, UNIT, grown, make_cache
+from support import calls, calls_since, run_snippet
+from vtensor import testing
+from vtensor.testing.kv_model import check_contents, write
+
+
+@pytest.fixture
+def cache(pool_factory, kind):
+    with make_cache(pool_factory(kind, 400)) as made:
+        yield made
+
+
+def used(cache) -> int:
+    return cache.pool.stats().pages_used
+
+
+def filled(cache, length: int) -> int:
+    """A slot with so many tokens."""
+    slot = cache.alloc()
+    assert grown(cache, slot, length)
+    write(cache, slot, 0, range(length))
+    return slot
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_swapped_request_comes_back_bit_for_bit(pool_factory, kind, shape):
+    with make_cache(pool_factory(kind, 2000), shape) as cache:
+        slot = cache.alloc()
+        values = []
+        for length in (10, 30, 37, 60):
+            grown(cache, slot, length)
+            write(cache, slot, len(values), range(len(values), length))
+            values = list(range(length))
+        cache.swap_out(slot)
+        cache.wait(slot)
+        assert cache.stats().pages_mapped == 0 and cache.length(slot) == 60
+        other = cache.alloc()  # somebody else's bytes in the same pages meanwhile
+        grown(cache, other, MAX_LEN)
+        write(cache, other, 0, range(1000, 1000 + MAX_LEN))
+        cache.free(other)
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        check_contents(cache, slot, values, SHAPES[shape].get("windows"))
+        assert cache.step([61 if at == slot else 0 for at in range(MAX_BATCH)])
+
+
+def test_a_group_shares_pages_again(cache):
+    parent = cache.alloc()
+    grown(cache, parent, 2 * UNIT + 3)
+    write(cache, parent, 0, range(2 * UNIT + 3))
+    group = [parent, *cache.fork(parent, 2)]
+    before = used(cache)
+    cache.swap_out(group)
+    for slot in group:
+        cache.wait(slot)
+    assert used(cache) == 0
+    whole = (2 * UNIT + 3) * PAGE // UNIT * RANGES
+    assert cache.stats().nbytes_swapped < 1.4 * whole  # not three times
+    for slot in (group[1], group[0], group[2]):
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        check_contents(cache, slot, range(2 * UNIT + 3))
+    assert used(cache) == before + 2 * RANGES  # the last, half-full pages are each slot's own
+
+
+def test_a_swap_in_that_finds_memory_short_changes_nothing(pool_factory, kind):
+    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
+        slot, other = cache.alloc(), cache.alloc()
+        grown(cache, slot, 3 * UNIT)
+        write(cache, slot, 0, range(3 * UNIT))
+        cache.swap_out(slot)
+        assert cache.step([2 * UNIT if at == other else 0 for at in range(MAX_BATCH)])
+        assert not cache.swap_in(slot)
+        assert cache.length(slot) == 3 * UNIT and cache.stats().slots_swapped == 1
+        cache.free(other)
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        check_contents(cache, slot, range(3 * UNIT))
+
+
+def test_a_step_waits_for_pages_that_are_being_swapped_out(pool_factory, kind):
+    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
+        slot = cache.alloc()
+        grown(cache, slot, 4 * UNIT)
+        other = cache.alloc()
+        cache.swap_out(slot)
+        assert cache.step([4 * UNIT if at == other else 0 for at in range(MAX_BATCH)])
+
+
+def test_pages_are_present_before_they_are_copied_to(pool_factory):
+    """Page tables are filled in large steps: a fault for each page takes twice the copy's time."""
+    with make_cache(pool_factory("host", 400)) as cache:
+        slot = filled(cache, 40)
+        cache.swap_out(slot)
+        cache.wait(slot)
+        before = calls(cache.pool)
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        assert calls_since(cache.pool, before)["madvise"] > 0
+        check_contents(cache, slot, range(40))
+
+
+@pytest.mark.parametrize("layers_first", [True, False])
+def test_what_a_layer_reads_is_there_once_it_was_waited_for(pool_factory, kind, layers_first):
+    with make_cache(pool_factory(kind, 400), "windows") as cache:
+        slot = filled(cache, 70)
+        cache.swap_out(slot)
+        assert cache.swap_in(slot)  # behind the copies out, which may not have ended
+        for layer in range(len(cache)) if layers_first else reversed(range(len(cache))):
+            cache.wait(slot, layer)
+        check_contents(cache, slot, range(70), SHAPES["windows"]["windows"])
+
+
+def test_refused_driver_calls_change_nothing(pool_factory, kind):
+    """I8: of a group that goes and comes back, with the n-th driver call refused."""
+    refusals = 0
+    for n in range(60):
+        with make_cache(pool_factory(kind, 400)) as cache:
+            first = filled(cache, 2 * UNIT + 3)
+            group = [first, *cache.fork(first, 1)]
+            with testing.fail_after(cache.pool, n):
+                for change in [partial(cache.swap_out, group), *(partial(cache.swap_in, s) for s in group)]:
+                    before = cache.stats().slots_swapped
+                    try:
+                        change()
+                    except vtensor.DriverError:
+                        refusals += 1
+                        assert cache.stats().slots_swapped == before
+                        change()
+            for slot in group:
+                cache.wait(slot)
+                check_contents(cache, slot, range(2 * UNIT + 3))
+            testing.check_invariants(cache.pool)
+    assert refusals > (20 if kind == "simcuda" else 1)
+
+
+def test_a_swap_without_host_memory_changes_nothing(cache, monkeypatch):
+    group = [filled(cache, 20), filled(cache, 20)]
+    real, sizes = torch.empty, []
+
+    def empty(size, **options):
+        sizes.append(size)
+        if len(sizes) == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(size, **options)
+
+    monkeypatch.setattr("torch.empty", empty)
+    with pytest.raises(vtensor.OutOfPages, match="host memory.*compute it again"):
+        cache.swap_out(group)
+    monkeypatch.undo()
+    assert cache.stats().slots_swapped == 0 and cache.lengths[:2] == [20, 20]
+    for slot in group:
+        check_contents(cache, slot, range(20))
+    cache.swap_out(group)
+
+
+def test_host_memory_goes_with_the_last_copy_that_uses_it(cache):
+    slot = filled(cache, 40)
+    for _ in range(3):
+        cache.swap_out(slot)
+        assert cache.stats().nbytes_swapped == 40 * RANGES * PAGE // UNIT
+        assert cache.swap_in(slot)
+        assert cache.stats().nbytes_swapped == 0
+    cache.swap_out(slot)
+    cache.free(slot)
+    assert cache.stats().nbytes_swapped == 0
+
+
+def test_a_default_device_of_the_program_is_not_ours(cache):
+    slot = filled(cache, 40)
+    torch.set_default_device("meta")
+    try:
+        cache.swap_out(slot)
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+    finally:
+        torch.set_default_device(None)
+    check_contents(cache, slot, range(40))
+
+
+def test_numbers_of_numpy_name_slots(cache):
+    np = pytest.importorskip("numpy")
+    slot = filled(cache, 40)
+    cache.swap_out(np.int64(slot))
+    assert cache.swap_in(np.int64(slot))
+    cache.swap_out(np.array([slot]))
+    assert cache.stats().slots_swapped == 1
+
+
+PREAMBLE = """
+import os, resource, signal, sys
+import torch, vtensor
+from vtensor.testing.kv_model import check_contents, write
+pool = vtensor.Pool(page_size=4096, budget=64 << 20, ahead=0)
+cache = vtensor.KVCache(2, 2, 32, 4, 1024, dtype=torch.float32, pool=pool)
+slot = cache.alloc()
+assert cache.step([1000, 0, 0, 0])
+write(cache, slot, 0, range(1000))
+"""
+
+
+def test_no_thread_for_the_copies():
+    """Nothing is changed, the error says what is missing, and it works once there is room."""
+    run_snippet(
+        PREAMBLE
+        + """
+def addresses():
+    return int(open("/proc/self/statm").read().split()[0]) * 4096
+torch.empty(4 << 20, dtype=torch.uint8)
+soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (addresses() + (6 << 20), hard))
+try:
+    cache.swap_out(slot)
+except vtensor.DriverError as error:
+    assert error.call == "pthread_create" and "thread" in str(error), error
+else:
+    sys.exit("it was not refused")
+finally:
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+assert cache.lengths[slot] == 1000
+check_contents(cache, slot, range(1000))
+cache.swap_out(slot)
+assert cache.swap_in(slot)
+cache.wait(slot)
+check_contents(cache, slot, range(1000))
+cache.close()
+pool.close()
+"""
+    )
+
+
+def test_signals_while_requests_come_and_go():
+    """I17, I2: a handler that raises at any moment of swapping leaves the request here or away, whole."""
+    run_snippet(
+        PREAMBLE
+        + """
+import random
+class Late(Exception):
+    pass
+def late(number, frame):
+    raise Late
+signal.signal(signal.SIGALRM, late)
+random.seed(5)
+interrupted = 0
+for _ in range(400):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
+        cache.swap_out(slot)
+        cache.swap_in(slot)
+        cache.wait(slot)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Late:
+        interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if cache.stats().slots_swapped:
+        assert cache.swap_in(slot)
+    cache.wait(slot)
+    check_contents(cache, slot, range(1000))
+assert interrupted > 20, interrupted
+cache.close()
+pool.close()
+"""
+    )
+
+
+def test_a_forked_child_is_refused_at_once():
+    """I13: while the parent's copies are under way, each call in the child raises, and none waits."""
+    run_snippet(
+        PREAMBLE
+        + """
+cache.swap_out(slot)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    left = 0
+    for call in (
+        lambda: cache.free(slot), lambda: cache.wait(slot), lambda: cache.truncate(slot, 1),
+        lambda: cache.fork(slot), lambda: cache.swap_in(slot), lambda: cache.close(),
+    ):
+        try:
+            call()
+        except vtensor.VTensorError as error:
+            left += "forked" in str(error)
+    os._exit(left)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+assert cache.swap_in(slot)
+cache.wait(slot)
+check_contents(cache, slot, range(1000))
+"""
+    )
