@@ -32,9 +32,12 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       slots_(shape_.slots),
       lengths_(shape_.slots),
       calm_(shape_.slots),
+      listed_as_(shape_.slots),
       stream_(caller.stream),
       prefixes_(unit_of(shape_, pool->page_size())) {
   due_.reserve(shape_.slots);
+  settling_.reserve(shape_.slots);
+  for (std::size_t slot = 0; slot < shape_.slots; ++slot) list_ready(slot, 0);
   for (Slot& slot : slots_) {
     slot.buffers.resize(shape_.kinds.size());
     slot.begins.resize(shape_.kinds.size());
@@ -102,6 +105,8 @@ void SlotCache::close(const Caller& caller) noexcept {
     }
   }
   slots_.clear();
+  ready_.clear();
+  settling_.clear();
   for (const Kind& kind : kinds_) kind.range->abandon();
   kinds_.clear();
 }
@@ -309,6 +314,7 @@ void SlotCache::leave(std::size_t slot) noexcept {
   if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
   std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
   lengths_[slot] = calm_[slot] = 0;
+  settling_.push_back(slot);
 }
 
 void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t length) {
@@ -398,7 +404,7 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
     if (!named(slot)) dropped.push_back(slot);
   }
   // Where there is room for the forks beside what is dropped, a refusal loses nothing.
-  const bool beside = count_free() >= dropped.size();
+  const bool beside = has_free(dropped.size());
   const auto drop = [&] {
     for (const std::size_t slot : dropped) free(caller, slot);
   };

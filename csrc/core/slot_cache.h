@@ -12,8 +12,10 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/interval.h"
@@ -193,6 +195,7 @@ class SlotCache {
   void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
   void require_used(const Caller& caller, std::size_t slot) const;
   void require_free(const Caller& caller, std::size_t n) const;
+  bool has_free(std::size_t n) const;
   std::size_t count_free() const;
   void expect_parting(std::size_t slot) { calm_[slot] = lengths_[slot]; }
   void forget_heads(const Caller& caller, std::size_t slot);
@@ -208,8 +211,12 @@ class SlotCache {
     std::size_t before = 0;  // slots of the page table that are empty before these, in every kind
   };
   Fit fit(const Slot& slot) const;
-  std::optional<std::size_t> choose(std::size_t expected) const;
-  std::optional<std::size_t> choose_empty(std::span<const std::size_t> pages) const;
+  using Ready = std::set<std::pair<std::size_t, std::size_t>>;
+  void admit_settled();
+  void list_ready(std::size_t slot, std::size_t parked);
+  bool confirm(Ready::iterator listed, Fit& seen);
+  std::optional<std::size_t> choose(std::size_t expected);
+  std::optional<std::size_t> choose_empty(std::span<const std::size_t> pages);
   bool leaving() const;
   std::exception_ptr refusal() const;
   static bool is_lost(const Slot& slot);
@@ -248,6 +255,12 @@ class SlotCache {
   std::vector<std::int64_t> lengths_;  // 0 where the slot is not in use
   // Up to here a length needs no more than to be told: every page is there, ready, and its own.
   std::vector<std::int64_t> calm_;
+  // Free slots: those whose places can be had, by their parked positions and number as last seen,
+  // and the others, until their pages have gone or are parked.
+  Ready ready_;
+  std::vector<std::size_t> listed_as_;  // parked positions, of each of these
+  std::vector<std::size_t> settling_;
+  std::size_t look_at_ = 0;       // in settling_, next
   std::vector<std::size_t> due_;  // of one step; kept for its memory
   Stream stream_ = 0;             // the last one whose work was said to use all slots
   PrefixIndex prefixes_;

@@ -18,18 +18,20 @@ constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 
 }  // namespace
 
+// Whether `n` slots are free, those on their way out included.
+bool SlotCache::has_free(std::size_t n) const { return n <= ready_.size() || n <= count_free(); }
+
 std::size_t SlotCache::count_free() const {
   const PoolLock lock(pool_);
-  return static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) {
-    return slot.state == SlotState::free && !is_lost(slot);
-  }));
+  const auto lost = std::count_if(settling_.begin(), settling_.end(),
+                                  [this](std::size_t slot) { return is_lost(slots_[slot]); });
+  return ready_.size() + settling_.size() - static_cast<std::size_t>(lost);
 }
 
 void SlotCache::require_free(const Caller& caller, std::size_t n) const {
-  const std::size_t free_slots = count_free();
-  if (n <= free_slots) return;
+  if (has_free(n)) return;
   throw NoFreeSlot("[" + std::string(caller.operation) + "] need " + std::to_string(n) +
-                   " free slots, " + std::to_string(free_slots) + " of " +
+                   " free slots, " + std::to_string(count_free()) + " of " +
                    std::to_string(slots_.size()) +
                    " are: free(slot) one, or make the cache with a larger max_batch=");
 }
@@ -52,31 +54,72 @@ SlotCache::Fit SlotCache::fit(const Slot& slot) const {
   return fit;
 }
 
-// The smallest that has enough, or else the largest. Requires: the pool's lock.
-std::optional<std::size_t> SlotCache::choose(std::size_t expected) const {
-  const std::size_t enough = expected == 0 ? kAll : expected;
-  std::optional<std::size_t> best;
-  std::size_t parked = 0;
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].state != SlotState::free) continue;
-    const Fit seen = fit(slots_[slot]);
-    if (!seen.ready) continue;
-    const bool better =
-        parked >= enough ? seen.parked >= enough && seen.parked < parked : seen.parked > parked;
-    if (best && !better) continue;
-    best = slot;
-    parked = seen.parked;
+// Moves freed slots to those that can be had, as far as their pages have come to rest. A slot moves
+// once, and few that cannot are looked at, so that this costs an alloc nothing that grows with the
+// slots. Requires: the pool's lock.
+void SlotCache::admit_settled() {
+  std::size_t looks = 8;
+  while (!settling_.empty() && looks != 0) {
+    std::size_t& at = settling_[look_at_ % settling_.size()];
+    const Fit seen = fit(slots_[at]);
+    if (!seen.ready) {
+      ++look_at_;
+      --looks;
+      continue;
+    }
+    list_ready(at, seen.parked);
+    at = settling_.back();
+    settling_.pop_back();
   }
-  return best;
 }
 
-// One with nothing mapped below `pages` of each kind. Requires: the pool's lock.
-std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> pages) const {
+void SlotCache::list_ready(std::size_t slot, std::size_t parked) {
+  ready_.insert({parked, slot});
+  listed_as_[slot] = parked;
+}
+
+// Whether a ready slot is still as it was when it was listed; lists it anew where it is not: the
+// pool takes parked pages back. Requires: the pool's lock.
+bool SlotCache::confirm(Ready::iterator listed, Fit& seen) {
+  const auto [parked, slot] = *listed;
+  seen = fit(slots_[slot]);
+  if (seen.ready && seen.parked == parked) return true;
+  ready_.erase(listed);
+  if (seen.ready) {
+    list_ready(slot, seen.parked);
+  } else {
+    settling_.push_back(slot);
+  }
+  return false;
+}
+
+// The smallest that has enough, or else the largest; of those that are alike the first. Requires:
+// the pool's lock.
+std::optional<std::size_t> SlotCache::choose(std::size_t expected) {
+  admit_settled();
+  while (!ready_.empty()) {
+    auto found = expected == 0 ? ready_.end() : ready_.lower_bound({expected, 0});
+    if (found == ready_.end()) found = ready_.lower_bound({ready_.rbegin()->first, 0});
+    Fit seen;
+    if (confirm(found, seen)) return found->second;
+  }
+  return std::nullopt;
+}
+
+// One with nothing mapped below `pages` of each kind. Those with the fewest parked pages come first;
+// where a slot has some from its beginning on, so have all behind it. Requires: the pool's lock.
+std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> pages) {
   const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].state != SlotState::free) continue;
-    const Fit seen = fit(slots_[slot]);
-    if (seen.ready && seen.before >= most) return slot;
+  admit_settled();
+  for (auto listed = ready_.begin(); listed != ready_.end();) {
+    Fit seen;
+    if (!confirm(listed, seen)) {
+      listed = ready_.begin();
+      continue;
+    }
+    if (seen.before >= most) return listed->second;
+    if (seen.parked != 0) break;
+    ++listed;
   }
   return std::nullopt;
 }
@@ -84,8 +127,9 @@ std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> 
 // Whether pages of some free slot are on their way out, as far as the driver lets them go.
 // Requires: the pool's lock.
 bool SlotCache::leaving() const {
-  return std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
-    if (slot.state != SlotState::free || is_lost(slot) || fit(slot).ready) return false;
+  return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t at) {
+    const Slot& slot = slots_[at];
+    if (is_lost(slot) || fit(slot).ready) return false;
     return std::none_of(slot.buffers.begin(), slot.buffers.end(),
                         [](const auto& buffer) { return buffer && buffer->refusal(); });
   });
@@ -118,16 +162,14 @@ std::size_t SlotCache::parked_pages(const Slot& slot) {
   return pages;
 }
 
-// Has the free slot with the fewest parked pages give them back. False where none has any.
+// Has the free slot with the fewest parked positions give them back. False where none has any.
 // Requires: the pool's lock.
 bool SlotCache::unpark_one() {
-  const Slot* fewest = nullptr;
-  for (const Slot& slot : slots_) {
-    if (slot.state != SlotState::free || is_lost(slot) || parked_pages(slot) == 0) continue;
-    if (!fewest || parked_pages(slot) < parked_pages(*fewest)) fewest = &slot;
-  }
-  if (!fewest) return false;
-  for (const std::shared_ptr<Buffer>& buffer : fewest->buffers) {
+  const auto fewest =
+      std::find_if(ready_.begin(), ready_.end(),
+                   [this](const auto& listed) { return parked_pages(slots_[listed.second]) != 0; });
+  if (fewest == ready_.end()) return false;
+  for (const std::shared_ptr<Buffer>& buffer : slots_[fewest->second].buffers) {
     if (buffer && !buffer->parked().empty()) buffer->unpark();
   }
   return true;
@@ -186,6 +228,7 @@ bool SlotCache::enter(const Caller& caller, std::size_t slot) {
     throw;
   }
   slots_[slot].state = SlotState::used;
+  ready_.erase({listed_as_[slot], slot});
   return true;
 }
 

@@ -129,6 +129,14 @@ FencePtr HostCopies::fence() const {
 
 bool HostCopies::passed(const Fence& fence) { return static_cast<const CopyFence&>(fence).passed(); }
 
+bool HostCopies::wait(const Fence& fence, std::chrono::nanoseconds patience) {
+  const auto until = std::chrono::steady_clock::now() + patience;
+  for (; !passed(fence); std::this_thread::sleep_for(std::chrono::microseconds(50))) {
+    if (std::chrono::steady_clock::now() >= until) return false;
+  }
+  return true;
+}
+
 void HostCopies::work(Queue& queue) {
   pthread_setname_np(pthread_self(), "vtensor-copies");
   std::unique_lock lock(queue.mutex);

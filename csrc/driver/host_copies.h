@@ -1,7 +1,9 @@
 // The copying stream of the host: threads of our own that copy what callers queue, beside them.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -29,6 +31,8 @@ class HostCopies {
   // A point behind what is queued; null where all of that is copied.
   FencePtr fence() const;
   static bool passed(const Fence& fence);
+  // False where it has not passed by then.
+  static bool wait(const Fence& fence, std::chrono::nanoseconds patience);
   // Returns once what is queued is copied and the threads have ended.
   void stop();
 

@@ -14,7 +14,6 @@
 #include <map>
 #include <optional>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "base/align.h"
@@ -336,7 +335,7 @@ class HostDriver final : public Driver {
   }
   bool passed(const Fence& fence) override { return HostCopies::passed(fence); }
   void order(Stream stream, const Fence& fence) override {
-    if (stream == kCopyStream || wait_for(fence)) return;
+    if (stream == kCopyStream || HostCopies::wait(fence, kPatience)) return;
     throw TimedOut("[host order] timed out after " + seconds_text(kPatience) +
                    ": copies between pages and host memory have not ended");
   }
@@ -361,14 +360,6 @@ class HostDriver final : public Driver {
                             ": raise the limit on threads (ulimit -u) or on address space "
                             "(ulimit -v), or end some threads");
     }
-  }
-
-  static bool wait_for(const Fence& fence) {
-    const auto until = std::chrono::steady_clock::now() + kPatience;
-    for (; !HostCopies::passed(fence); std::this_thread::sleep_for(std::chrono::microseconds(50))) {
-      if (std::chrono::steady_clock::now() >= until) return false;
-    }
-    return true;
   }
 
   static constexpr int kHoleFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;

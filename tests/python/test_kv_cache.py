@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -436,3 +437,21 @@ def test_threads_take_turns(pool_factory, kind):
             thread.join(60)
         assert not errors and not any(thread.is_alive() for thread in threads)
         testing.check_invariants(cache.pool)
+
+
+def test_an_alloc_does_not_look_at_all_slots():
+    """Four times the slots take four times as long, not sixteen times."""
+
+    def fastest(slots: int) -> float:
+        times = []
+        for _ in range(3):
+            with open_pool("host", 400) as pool, make_cache(pool, "latent", max_batch=slots) as cache:
+                start = time.perf_counter()
+                taken = [cache.alloc() for _ in range(slots)]
+                for slot in taken:
+                    cache.free(slot)
+                assert {cache.alloc() for _ in range(slots)} == set(taken)
+                times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert fastest(8000) < 8 * fastest(2000)
