@@ -1,0 +1,34 @@
+// What the operating system refused, in words.
+#pragma once
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/calls.h"
+#include "base/errors.h"
+
+namespace vtensor {
+
+inline std::string errno_name(int error) {
+  static constexpr std::pair<int, const char*> kNames[] = {
+      {EACCES, "EACCES"}, {EAGAIN, "EAGAIN"}, {EBADF, "EBADF"},   {EFAULT, "EFAULT"},
+      {EFBIG, "EFBIG"},   {EINTR, "EINTR"},   {EINVAL, "EINVAL"}, {EMFILE, "EMFILE"},
+      {ENFILE, "ENFILE"}, {ENODEV, "ENODEV"}, {ENOMEM, "ENOMEM"}, {ENOSPC, "ENOSPC"},
+      {ENOSYS, "ENOSYS"}, {EPERM, "EPERM"},
+  };
+  for (const auto& [number, name] : kNames) {
+    if (number == error) return name;
+  }
+  return "errno " + std::to_string(error);
+}
+
+// "[operation] what was refused with ENOMEM: remedy".
+inline DriverError refused(const char* operation, Call call, int error, const std::string& what,
+                    const std::string& remedy) {
+  const std::string name = errno_name(error);
+  return {std::string(name_of(call)), error, name,
+          "[" + std::string(operation) + "] " + what + " was refused with " + name + ": " + remedy};
+}
+
+}  // namespace vtensor
