@@ -567,7 +567,9 @@ class HostDriver final : public Driver {
   ForkedState state_;
   Pagemap pagemap_;
   HostCopies copies_{[this](void* at, std::size_t bytes) {
-    populate_some(reinterpret_cast<Address>(at), bytes);  // refused, the copy's own faults do it
+    // Refused, the copy's own faults do it.
+    for (std::size_t done = 0; done < bytes; done += kPopulateBytes)
+      populate_some(reinterpret_cast<Address>(at) + done, std::min(kPopulateBytes, bytes - done));
   }};
 };
 
