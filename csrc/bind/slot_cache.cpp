@@ -111,9 +111,8 @@ class CacheCore {
     const Operation operation(*this, "KVCache.publish");
     const std::vector<Token> tokens = tokens_of(ids);
     std::size_t published = 0;
-    run("KVCache.publish", {}, [&](const Caller& caller) {
-      published = cache_->publish(caller, slot, tokens, salt);
-    });
+    run("KVCache.publish", {},
+        [&](const Caller& caller) { published = cache_->publish(caller, slot, tokens, salt); });
     return published;
   }
 

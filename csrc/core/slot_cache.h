@@ -28,9 +28,9 @@ namespace vtensor {
 
 // Rows that are alike: K and V of some layers, or heads of them.
 struct SlotKind {
-  std::size_t rows = 0;        // of a slot; each grows with the slot's length
-  std::size_t item_bytes = 0;  // of one position in one row
-  std::size_t window = 0;      // positions that are kept behind the length; 0: all
+  std::size_t rows = 0;                  // of a slot; each grows with the slot's length
+  std::size_t item_bytes = 0;            // of one position in one row
+  std::size_t window = 0;                // positions that are kept behind the length; 0: all
   std::vector<std::size_t> layers = {};  // of each row, the first layer that reads it
 };
 
@@ -53,10 +53,10 @@ using HostMemory = std::shared_ptr<std::byte>;
 using AllocateHost = std::function<HostMemory(std::size_t bytes)>;
 
 struct SlotCacheCounts {
-  PoolCounts pages;          // of this cache's slots
-  std::size_t distinct = 0;  // pages mapped, counted once
-  std::size_t shared = 0;    // of these, mapped in several slots or kept by an index
-  std::size_t lost = 0;      // slots given up after a driver call that could not be undone
+  PoolCounts pages;               // of this cache's slots
+  std::size_t distinct = 0;       // pages mapped, counted once
+  std::size_t shared = 0;         // of these, mapped in several slots or kept by an index
+  std::size_t lost = 0;           // slots given up after a driver call that could not be undone
   std::size_t swapped_bytes = 0;  // of host memory, that swapped slots take
   // Of the prefix index: units that it keeps, and has given up; tokens it was asked for, and had.
   std::size_t prefix_units = 0, prefix_evictions = 0;

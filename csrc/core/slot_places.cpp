@@ -106,8 +106,9 @@ std::optional<std::size_t> SlotCache::choose(std::size_t expected) {
   return std::nullopt;
 }
 
-// One with nothing mapped below `pages` of each kind. Those with the fewest parked pages come first;
-// where a slot has some from its beginning on, so have all behind it. Requires: the pool's lock.
+// One with nothing mapped below `pages` of each kind. Those with the fewest parked pages come
+// first; where a slot has some from its beginning on, so have all behind it. Requires: the pool's
+// lock.
 std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> pages) {
   const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
   admit_settled();
@@ -165,9 +166,9 @@ std::size_t SlotCache::parked_pages(const Slot& slot) {
 // Has the free slot with the fewest parked positions give them back. False where none has any.
 // Requires: the pool's lock.
 bool SlotCache::unpark_one() {
-  const auto fewest =
-      std::find_if(ready_.begin(), ready_.end(),
-                   [this](const auto& listed) { return parked_pages(slots_[listed.second]) != 0; });
+  const auto fewest = std::find_if(ready_.begin(), ready_.end(), [this](const auto& listed) {
+    return parked_pages(slots_[listed.second]) != 0;
+  });
   if (fewest == ready_.end()) return false;
   for (const std::shared_ptr<Buffer>& buffer : slots_[fewest->second].buffers) {
     if (buffer && !buffer->parked().empty()) buffer->unpark();

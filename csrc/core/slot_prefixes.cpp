@@ -29,9 +29,8 @@ std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
   require_used(caller, slot);
   const std::string operation = "[" + std::string(caller.operation) + "] ";
   if (tokens.size() > static_cast<std::size_t>(lengths_[slot])) {
-    throw InvalidArgument(operation + std::to_string(tokens.size()) +
-                          " tokens were given, slot " + std::to_string(slot) + " has " +
-                          std::to_string(lengths_[slot]) +
+    throw InvalidArgument(operation + std::to_string(tokens.size()) + " tokens were given, slot " +
+                          std::to_string(slot) + " has " + std::to_string(lengths_[slot]) +
                           ": give those whose K and V are in it");
   }
   std::vector<Token>& before = slots_[slot].tokens;
@@ -47,8 +46,7 @@ std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
   std::vector<std::size_t> bounds;
   for (std::size_t i = known; i <= units; ++i) bounds.push_back(i * unit());
   const std::size_t published = units * unit();
-  std::vector<Token> after(tokens.begin(),
-                           tokens.begin() + static_cast<std::ptrdiff_t>(published));
+  std::vector<Token> after(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(published));
   prefixes_.add(tokens, salt, known, offer(caller, slot, bounds));
   if (published > before.size()) before = std::move(after);
   return published;
@@ -77,14 +75,16 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
   require_used(caller, slot);
   if (bounds.size() < 2) return {};
   if (bounds.back() > static_cast<std::size_t>(lengths_[slot])) {
-    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) + " has " +
-                          std::to_string(lengths_[slot]) + " tokens, " + std::to_string(bounds.back()) +
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
+                          " has " + std::to_string(lengths_[slot]) + " tokens, " +
+                          std::to_string(bounds.back()) +
                           " were named: publish no more than it has");
   }
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     if (slots_[slot].begins[kind] == 0) continue;
     throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
-                          " has layers with a window of " + std::to_string(kinds_[kind].shape.window) +
+                          " has layers with a window of " +
+                          std::to_string(kinds_[kind].shape.window) +
                           " that gave their first pages back: publish before it is " +
                           std::to_string(kinds_[kind].shape.window) + " tokens long");
   }

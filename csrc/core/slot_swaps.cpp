@@ -61,8 +61,8 @@ std::shared_ptr<SlotCache::SwapGroup> SlotCache::group_of(std::span<const std::s
         const Buffer& buffer = *slots_[slots[i]].buffers[kind];
         const std::size_t pages = buffer.shared_with(*slots_[slots[0]].buffers[kind]);
         const bool whole = slots_[slots[i]].begins[kind] == 0;
-        length = std::min(
-            length, whole ? pages * pool_->page_size() / kinds_[kind].shape.item_bytes : 0);
+        length = std::min(length,
+                          whole ? pages * pool_->page_size() / kinds_[kind].shape.item_bytes : 0);
       }
       if (length < unit()) continue;
       least = std::min(least, length / unit() * unit());
@@ -266,8 +266,7 @@ FencePtr SlotCache::copies(std::size_t slot, std::optional<std::size_t> layer) {
   const Arriving* const arriving = slots_[slot].arriving.get();
   if (arriving == nullptr || arriving->fences.empty()) return nullptr;
   if (!layer) return arriving->fences.back();
-  const auto behind =
-      std::upper_bound(arriving->layers.begin(), arriving->layers.end(), *layer);
+  const auto behind = std::upper_bound(arriving->layers.begin(), arriving->layers.end(), *layer);
   if (behind == arriving->layers.begin()) return nullptr;
   return arriving->fences[static_cast<std::size_t>(behind - arriving->layers.begin()) - 1];
 }

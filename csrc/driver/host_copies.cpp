@@ -127,7 +127,9 @@ FencePtr HostCopies::fence() const {
       std::shared_ptr<const std::atomic<std::uint64_t>>(queue_, &queue_->done), queue_->queued);
 }
 
-bool HostCopies::passed(const Fence& fence) { return static_cast<const CopyFence&>(fence).passed(); }
+bool HostCopies::passed(const Fence& fence) {
+  return static_cast<const CopyFence&>(fence).passed();
+}
 
 bool HostCopies::wait(const Fence& fence, std::chrono::nanoseconds patience) {
   const auto until = std::chrono::steady_clock::now() + patience;

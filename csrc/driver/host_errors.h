@@ -25,7 +25,7 @@ inline std::string errno_name(int error) {
 
 // "[operation] what was refused with ENOMEM: remedy".
 inline DriverError refused(const char* operation, Call call, int error, const std::string& what,
-                    const std::string& remedy) {
+                           const std::string& remedy) {
   const std::string name = errno_name(error);
   return {std::string(name_of(call)), error, name,
           "[" + std::string(operation) + "] " + what + " was refused with " + name + ": " + remedy};

@@ -223,7 +223,8 @@ def open_pool(kind: str, pages: int = 64, page_size: int = 4096, **kw):
     """
     from vtensor import testing
 
-    kw.setdefault("ahead", 0)
+    if os.environ.get("VTENSOR_POOLS") != "default":
+        kw.setdefault("ahead", 0)
 
     if kind == "host":
         return vtensor.Pool("cpu", page_size=page_size, budget=pages * page_size, **kw)

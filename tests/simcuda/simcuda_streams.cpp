@@ -113,18 +113,16 @@ SIMCUDA_ENTRY(cuMemcpyDtoDAsync_v2)(CUdeviceptr to, CUdeviceptr from, size_t siz
 }
 
 SIMCUDA_ENTRY(cuMemcpyDtoHAsync_v2)(void* to, CUdeviceptr from, size_t size, CUstream stream) {
-  return answer("cuMemcpyDtoHAsync", Needs::context, During::any_capture,
-                {{"from_ptr", from}, {"size", size}, {"stream", number(stream)}},
-                [&](Sim& s, Result&) {
-                  return copy_host(s, stream, Work::Kind::to_host, from, to, size);
-                });
+  return answer(
+      "cuMemcpyDtoHAsync", Needs::context, During::any_capture,
+      {{"from_ptr", from}, {"size", size}, {"stream", number(stream)}},
+      [&](Sim& s, Result&) { return copy_host(s, stream, Work::Kind::to_host, from, to, size); });
 }
 
 SIMCUDA_ENTRY(cuMemcpyHtoDAsync_v2)(CUdeviceptr to, const void* from, size_t size,
                                     CUstream stream) {
   return answer("cuMemcpyHtoDAsync", Needs::context, During::any_capture,
-                {{"to_ptr", to}, {"size", size}, {"stream", number(stream)}},
-                [&](Sim& s, Result&) {
+                {{"to_ptr", to}, {"size", size}, {"stream", number(stream)}}, [&](Sim& s, Result&) {
                   return copy_host(s, stream, Work::Kind::from_host, to, const_cast<void*>(from),
                                    size);
                 });
