@@ -295,10 +295,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.offer(self.slot(index), fail)
 
     @precondition(lambda self: self.in_use())
-    @rule(n=st.integers(1, 3))
-    def swap_out(self, n: int) -> None:
+    @rule(n=st.integers(1, 3), fail=failures(12))
+    def swap_out(self, n: int, fail: int | None) -> None:
         slots = self.in_use()[-n:]
-        self.cache.swap_out(slots if n > 1 else slots[0])
+        if self.attempt(lambda: self.cache.swap_out(slots if n > 1 else slots[0]), fail) is REFUSED:
+            return
         for slot in slots:
             self.cache.wait(slot)  # so that the same steps give the same counts
         for slot in slots:

@@ -109,14 +109,14 @@ def check_contents(
 
     Args:
         values: of the slot's tokens, all of them.
-        windows: as for :class:`~vtensor.KVCache`; of such a layer only what it sees is looked at.
+        windows: as for :class:`~vtensor.KVCache`; of such a layer only what the next token sees is looked at.
 
     Raises:
         AssertionError: it names slot and layer, and the first tokens that differ.
     """
     for layer in range(len(cache)):
         window = windows[layer] if windows else None
-        first = 0 if window is None else max(0, len(values) - window)
+        first = 0 if window is None else max(0, len(values) + 1 - window)
         for name, tensor, wanted in zip(
             "KV", cache[layer], expected(cache, layer, values[first:]), strict=True
         ):
