@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, Phase, settings
 
 import vtensor
 from stream_support import SimulatedDevice, eventually
-from support import memfd_mappings, memfds, open_pool, simcuda_disarm, simcuda_leaks, simcuda_library
+from support import (
+    DEFAULT_POOLS,
+    memfd_mappings,
+    memfds,
+    open_pool,
+    simcuda_disarm,
+    simcuda_leaks,
+    simcuda_library,
+)
 from vtensor import testing
 
 KINDS = ("host", "simcuda")
@@ -45,8 +53,17 @@ settings.load_profile(os.environ.get("VTENSOR_HYPOTHESIS", "ci"))
 def pytest_configure(config):
     config.addinivalue_line("markers", "seconds(n): the most time the test may take")
     config.addinivalue_line("markers", "keeps_pages: it may leave pages in the default pool")
+    config.addinivalue_line("markers", "exact: it counts pages, as they are without look-ahead and parking")
     if not faulthandler.is_enabled():
         faulthandler.enable()
+
+
+def pytest_collection_modifyitems(config, items):
+    if not DEFAULT_POOLS:
+        return
+    exact = [item for item in items if item.get_closest_marker("exact")]
+    config.hook.pytest_deselected(items=exact)
+    items[:] = [item for item in items if not item.get_closest_marker("exact")]
 
 
 def pytest_collection_finish(session):

@@ -8,9 +8,9 @@
 
     at_every_bytecode(setup=make, operation=lambda made: made.extend(1), check=check)
 
-The operation is begun again from a fresh ``setup()`` for each place, and interrupted at the first that was not
-tried yet. Nothing is drawn and nothing is timed: two runs of a deterministic operation try the same places in
-the same order.
+The operation is begun again from a fresh ``setup()`` for each place, and interrupted at the first that was
+not tried yet. Nothing is drawn and nothing is timed: two runs of a deterministic operation try the same
+places in the same order.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def at_every_bytecode(
     each: Callable[[FrameType, int], Hashable] = path,
     stride: int = 1,
     most: int = 20_000,
+    seen: set[Hashable] | None = None,
 ) -> int:
     """Interrupts ``operation(state)`` before one bytecode after another, until it comes to its end.
 
@@ -90,6 +91,7 @@ def at_every_bytecode(
             tried once: :func:`path`, :func:`place` (fewer) or :func:`moment` (all).
         stride: tries every n-th of them only.
         most: a bound for the tries.
+        seen: what was tried before, of other operations; it grows.
 
     Returns the places that were tried.
 
@@ -97,7 +99,7 @@ def at_every_bytecode(
         AssertionError: of ``check``; the exception did not come out of the operation; there are more places
             than ``most``. A note says where the operation was interrupted.
     """
-    seen: set[Hashable] = set()
+    seen = set() if seen is None else seen
     for tried in range(most):
         state = setup()
         run = _Run(_files(within), each, stride, seen)
@@ -142,8 +144,9 @@ class _Run:
         if event == "call":
             if not frame.f_code.co_filename.startswith(self.files):
                 return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        elif event == "opcode" and frame.f_lasti not in _leaving_with(frame.f_code):
+            frame.f_trace, frame.f_trace_lines = self.trace, False  # Python 3.13 wants it before the next
+            frame.f_trace_opcodes = True
+        elif event == "opcode" and frame.f_lasti not in _never(frame.f_code):
             self.n += 1
             key = self.each(frame, self.n)
             if key not in self.seen:
@@ -167,11 +170,13 @@ def _name(frame: FrameType) -> str:
 
 
 @cache
-def _leaving_with(code: CodeType) -> frozenset[int]:
-    """The offsets between the end of a ``with`` block and the call of its ``__exit__``.
+def _never(code: CodeType) -> frozenset[int]:
+    """The offsets at which nothing comes from outside, and where code relies on that.
 
-    They belong to no exception handler, and need none: CPython looks for signals and asynchronous exceptions in
-    calls and jumps back, and there is neither. An ``__exit__`` in Python is interrupted in its own frame.
+    CPython looks for signals and asynchronous exceptions in calls and jumps back. There is neither between
+    the end of a ``with`` block and the call of its ``__exit__``, which no exception handler covers (an
+    ``__exit__`` in Python is interrupted in its own frame); nor in ``return name``, which hands over what may
+    be stored nowhere else any more.
     """
     found: set[int] = set()
     code_of = [one for one in dis.get_instructions(code) if one.opname != "PRECALL"]  # Python 3.11's
@@ -181,6 +186,11 @@ def _leaving_with(code: CodeType) -> frozenset[int]:
         elif one.opname == "CALL" and i > 3 and all(_is_none(a) for a in code_of[i - 3 : i]):
             begin = i - 4 if code_of[i - 4].opname == "SWAP" else i - 3  # below it, what the block returns
             found.update(range(code_of[begin].offset, one.offset + 1))
+        elif one.opname == "RETURN_VALUE":
+            begin = i - 1 if code_of[i - 1].opname.startswith(("LOAD_FAST", "LOAD_CONST")) else i
+            found.update(range(code_of[begin].offset, one.offset + 1))
+        elif one.opname == "RETURN_CONST":
+            found.add(one.offset)
     return frozenset(found)
 
 

@@ -20,6 +20,8 @@ import vtensor
 from vtensor.testing.model import bytes_of
 
 HERE = Path(__file__).resolve().parent
+# Pools with the options that users get: look-ahead and parking.
+DEFAULT_POOLS = os.environ.get("VTENSOR_POOLS") == "default"
 ROOT = HERE.parent.parent
 
 # Positions to a page in the tensors that `quarter` makes.
@@ -219,11 +221,12 @@ def open_pool(kind: str, pages: int = 64, page_size: int = 4096, **kw):
     """A pool of `pages` pages over the host ("host") or the simulated libcuda ("simcuda").
 
     The simulated device takes 4 KiB pages here, which real ones do not: all else is the same, and small
-    pages make small tests. Without look-ahead unless asked for, so that counts are exact at once.
+    pages make small tests. Without look-ahead, so that counts are exact at once, unless that is asked for or
+    the tests run with the pools that users get.
     """
     from vtensor import testing
 
-    if os.environ.get("VTENSOR_POOLS") != "default":
+    if not DEFAULT_POOLS:
         kw.setdefault("ahead", 0)
 
     if kind == "host":

@@ -35,6 +35,7 @@ def used(cache) -> int:
 # -- vAttention's calls
 
 
+@pytest.mark.exact
 def test_mapped_is_what_lengths_need(cache):
     a, b = cache.alloc(), cache.alloc()
     lengths = [0] * MAX_BATCH
@@ -70,6 +71,7 @@ def test_layers_do_not_overlap(pool_factory, kind, shape):
             check_contents(cache, slot, values[slot])
 
 
+@pytest.mark.exact
 def test_a_step_that_crosses_no_page_makes_no_call(cache):
     slot = cache.alloc()
     grown(cache, slot, 1)
@@ -81,6 +83,7 @@ def test_a_step_that_crosses_no_page_makes_no_call(cache):
     assert calls_since(cache.pool, before)
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("slots", [1, MAX_BATCH])
 def test_a_step_is_one_batch(pool_factory, slots):
     """All layers of all slots at once: on CUDA one set-access a row, maps by page, and no wait in between."""
@@ -96,6 +99,7 @@ def test_a_step_is_one_batch(pool_factory, slots):
         assert sum(event.what == "map" for event in recorded.events()) == 1
 
 
+@pytest.mark.exact
 def test_memory_short_changes_nothing_and_works_after_a_free(pool_factory, kind):
     with make_cache(pool_factory(kind, 8 * RANGES)) as cache:
         a, b = cache.alloc(), cache.alloc()
@@ -113,6 +117,7 @@ def test_memory_short_changes_nothing_and_works_after_a_free(pool_factory, kind)
         assert cache.step(more)
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("tile", [1, 12, 64])
 def test_a_lookahead_is_mapped_exactly(pool_factory, kind, tile):
     pool = pool_factory(kind, 400)
@@ -127,6 +132,7 @@ def test_a_lookahead_is_mapped_exactly(pool_factory, kind, tile):
             assert stats.pages_needed + stats.pages_ahead == wanted
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("tile", [1, 12, 64])
 def test_steps_over_pages_ahead_make_no_call(pool_factory, kind, tile):
     """I15."""
@@ -145,6 +151,7 @@ def test_steps_over_pages_ahead_make_no_call(pool_factory, kind, tile):
         assert not {call for call in calls_since(pool, before) if call not in ours}
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("tile", [12, 64, MAX_LEN + 1, 2**62])
 def test_a_tile_behind_the_length_is_mapped_and_finite(pool_factory, kind, tile):
     with make_cache(pool_factory(kind, 400), tile=tile) as cache:
@@ -160,6 +167,7 @@ def test_a_tile_behind_the_length_is_mapped_and_finite(pool_factory, kind, tile)
 # -- freed slots
 
 
+@pytest.mark.exact
 def test_a_freed_slot_keeps_its_pages_for_the_next_request(cache):
     slot = cache.alloc()
     grown(cache, slot, 50)
@@ -204,6 +212,7 @@ def test_kept_pages_go_to_whoever_needs_them(pool_factory, kind):
 # -- sharing
 
 
+@pytest.mark.exact
 def test_a_fork_takes_a_page_a_row_at_its_first_write(cache):
     parent = cache.alloc()
     grown(cache, parent, 40)
@@ -235,6 +244,7 @@ def test_writes_through_views_stay_with_their_slot(host_cache):  # I6
     check_contents(cache, fork, [*range(3), 77, *range(4, 40)])
 
 
+@pytest.mark.exact
 def test_own_parts_what_is_written(cache):
     parent = cache.alloc()
     grown(cache, parent, 40)
@@ -248,6 +258,7 @@ def test_own_parts_what_is_written(cache):
     check_contents(cache, fork, [*range(100, 117), *range(17, 40)])
 
 
+@pytest.mark.exact
 def test_a_beam_step_copies_and_maps_nothing_for_survivors(cache):
     beams = [cache.alloc() for _ in range(3)]
     for beam in beams:
@@ -266,6 +277,7 @@ def test_a_beam_step_copies_and_maps_nothing_for_survivors(cache):
     assert set(calls_since(cache.pool, before)) <= {"pagemap"}  # the counting's own
 
 
+@pytest.mark.exact
 def test_prefixes_are_shared_by_whole_units(cache):
     prompt = list(range(3 * UNIT + 5))
     slot = cache.alloc(tokens=prompt)
@@ -286,6 +298,7 @@ def test_prefixes_are_shared_by_whole_units(cache):
     assert stats.prefix_tokens == 3 * UNIT and stats.prefix_hits == 4 * UNIT and stats.unit == UNIT
 
 
+@pytest.mark.exact
 def test_a_slot_that_a_beam_step_gave_up_forgets_its_prompt(cache) -> None:
     prompt, other = [7] * UNIT, [8] * UNIT
     beams = [cache.alloc(tokens=prompt) for _ in range(2)]
@@ -307,6 +320,7 @@ def test_the_last_token_is_always_computed(cache):
     assert cache.length(cache.alloc(tokens=prompt)) == UNIT
 
 
+@pytest.mark.exact
 def test_prefixes_outlive_their_request_and_go_least_recently_used_first(pool_factory, kind):
     with make_cache(pool_factory(kind, 7 * RANGES)) as cache:
         old, new = [1] * (2 * UNIT + 1), [2] * (2 * UNIT + 1)
@@ -331,6 +345,7 @@ def test_prefixes_outlive_their_request_and_go_least_recently_used_first(pool_fa
 # -- windows
 
 
+@pytest.mark.exact
 def test_pages_before_a_window_go_back(pool_factory, kind):
     pool = pool_factory(kind, 400)
     with make_cache(pool, "windows") as cache:
@@ -347,6 +362,7 @@ def test_pages_before_a_window_go_back(pool_factory, kind):
 # -- life
 
 
+@pytest.mark.exact
 def test_views_outlive_the_cache(pool_factory, kind):
     pool = pool_factory(kind, 400)
     cache = make_cache(pool)
@@ -365,6 +381,7 @@ def test_views_outlive_the_cache(pool_factory, kind):
     assert pool.stats().nbytes_reserved == 0  # I14
 
 
+@pytest.mark.exact
 def test_a_pool_closes_its_caches():
     pool = open_pool("host")
     cache = make_cache(pool)
@@ -373,6 +390,7 @@ def test_a_pool_closes_its_caches():
     assert cache.closed and pool.stats().pages_used == 0
 
 
+@pytest.mark.exact
 def test_a_dropped_cache_leaves_nothing(pool_factory, kind):
     pool = pool_factory(kind)
     cache = make_cache(pool)

@@ -1,4 +1,4 @@
-"""I17: what comes from outside between two bytecodes of a KVCache's operation finds it before it or behind it."""
+"""I17: what comes from outside between two bytecodes finds a KVCache before the operation or behind it."""
 
 from __future__ import annotations
 

@@ -129,6 +129,7 @@ def test_a_failed_own_leaves_its_bytes_to_nobody(pool_factory, pages):
     assert {"cuMemcpyDtoDAsync", "cuEventRecord", "cuMemMap"} <= refused
 
 
+@pytest.mark.exact
 def test_prefilled_memory_serves_larger_tensors(small):
     small.prefill(10 * 4096)
     assert small.stats().pages_cached == 10

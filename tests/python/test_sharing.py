@@ -114,6 +114,7 @@ def test_a_write_to_a_cuda_tensor_stays_on_its_side():
     ).check()
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("write", [*WRITES, *ALIASED])
 @pytest.mark.parametrize("view_of", ["parent_before_the_fork", "parent", "child"])
 def test_a_write_through_a_host_view_stays_on_its_side(host, write, view_of):
@@ -186,6 +187,7 @@ def test_a_tensor_in_closed_ranks_of_forks(pool):
 # --- counts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exact
 def test_a_fork_costs_no_page_until_a_write_and_then_one(host):
     pool = host
     parent = filled(pool, 4 * PER_PAGE, rows=(2,))
@@ -208,6 +210,7 @@ def test_a_fork_costs_no_page_until_a_write_and_then_one(host):
     assert parent[0].eq(1).all() and parent[1, 7].eq(8).all() and parent[1, :7].eq(1).all()
 
 
+@pytest.mark.exact
 def test_an_in_place_operation_on_a_cuda_tensor_costs_its_shared_pages(simcuda):
     """Pages cannot part at a fault there: the tensor's own are parted before the write."""
     parent = filled(simcuda, 4 * PER_PAGE, rows=(2,))
@@ -222,6 +225,7 @@ def test_an_in_place_operation_on_a_cuda_tensor_costs_its_shared_pages(simcuda):
     assert child[1, 5].eq(9).all() and child[0].eq(1).all()
 
 
+@pytest.mark.exact
 def test_reading_costs_no_page(pool):
     parent = filled(pool, 4 * PER_PAGE)
     child = parent.fork()
@@ -229,6 +233,7 @@ def test_reading_costs_no_page(pool):
     assert pool.stats().pages_used == 4
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("first", ["parent", "child"])
 def test_the_last_partial_page_is_copied_by_whoever_appends_first(pool, first):
     parent = base(pool)
@@ -244,6 +249,7 @@ def test_the_last_partial_page_is_copied_by_whoever_appends_first(pool, first):
     assert same_bytes(b, torch.cat([ramp(b[:LENGTH]), x + 1]))
 
 
+@pytest.mark.exact
 def test_an_append_at_a_page_boundary_copies_nothing(pool):
     parent = filled(pool, 2 * PER_PAGE)
     child = parent.fork()
@@ -264,6 +270,7 @@ def test_extend_after_shrink_within_a_shared_page(pool):
     assert same_bytes(child[: LENGTH - 1], ramp(parent)[: LENGTH - 1])
 
 
+@pytest.mark.exact
 def test_front_shrink_of_a_fork(pool):
     parent = base(pool)
     child = parent.fork()
@@ -280,6 +287,7 @@ def parent_like(child) -> torch.Tensor:
     return torch.empty(LENGTH, child.shape[1])
 
 
+@pytest.mark.exact
 def test_parted_pages_are_charged_and_then_folded(host):
     parent = base(host)
     child = parent.fork()
@@ -304,6 +312,7 @@ def test_parted_pages_are_charged_and_then_folded(host):
     assert not calls_since(host, before).get("pwrite"), "folded twice"
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("then", ["fork", "reallocate", "reindex"])
 def test_parted_pages_are_folded_before(host, then):
     parent = quarter(host, LENGTH, rows=(2,), dtype=torch.float32)
@@ -324,6 +333,7 @@ def test_parted_pages_are_folded_before(host, then):
     assert host.stats().pages_used >= 6 + 4
 
 
+@pytest.mark.exact
 def test_folding_that_does_not_fit_raises_and_loses_nothing(pool_factory):
     pool = pool_factory("host", pages=8)
     parent = filled(pool, 5 * PER_PAGE, 1)
@@ -373,6 +383,7 @@ def test_deepcopy_keeps_identity_within_one_copy(pool):
     assert a is b and a is not t
 
 
+@pytest.mark.exact
 def test_reindexed_rows_part_at_the_first_write(pool):
     t = filled(pool, 2 * PER_PAGE, rows=(3,), capacity=64)
     t.reindex([1, 1, 1])
@@ -391,6 +402,7 @@ def test_reindexed_rows_append_apart(pool):
     assert t[:, :LENGTH].eq(1).all() and same_bytes(t[:, LENGTH:], x)
 
 
+@pytest.mark.exact
 def test_beam_search_in_small(pool):
     """Beams chosen anew at each step, against plain index_select and cat."""
     generator = torch.Generator().manual_seed(5)
@@ -406,6 +418,7 @@ def test_beam_search_in_small(pool):
     assert pool.stats().pages_used <= 3 * 6
 
 
+@pytest.mark.exact
 def test_both_sides_close_in_any_order(pool):
     for order in (0, 1):
         pair = [base(pool)]

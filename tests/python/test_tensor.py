@@ -52,6 +52,7 @@ def slot_of(t, position: int) -> int:
 # --- creation ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exact
 def test_empty_is_a_torch_tensor_of_the_asked_shape(pool):
     t = vtensor.empty(2, 3, 5, 7, grow_dim=1, capacity=100, dtype=torch.float32, pool=pool)
     assert isinstance(t, torch.Tensor) and isinstance(t, vtensor.VTensor)
@@ -136,6 +137,7 @@ def test_empty_like_takes_all_but_the_contents(pool):
     assert vtensor.empty_like(t, capacity=50).capacity == 50
 
 
+@pytest.mark.exact
 def test_empty_like_in_another_pool(host, pool_factory):
     other = pool_factory("host", page_size=16384)
     t = filled(host, 6)
@@ -171,6 +173,7 @@ def test_extend_moves_nothing(pool):
     assert t[:, :3].eq(7).all() and not t[:, 3:].any()  # I2, I7
 
 
+@pytest.mark.exact
 def test_extend_by_nothing(pool):
     t = filled(pool, 3)
     before = calls(pool)
@@ -251,6 +254,7 @@ def test_append_of_a_source_that_requires_grad(pool):
     assert t.length == 2 and t[1].eq(1).all() and not t.requires_grad
 
 
+@pytest.mark.exact
 def test_prepare_says_whether_there_is_room(pool):
     t = filled(pool, 3, rows=(2,), capacity=12)
     before = calls(pool)
@@ -268,6 +272,7 @@ def test_prepare_says_whether_there_is_room(pool):
 # --- shrinking --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exact
 def test_shrink_gives_whole_pages_back(pool):
     t = filled(pool, 10, 5, rows=(3,))
     address = t.data_ptr()
@@ -281,6 +286,7 @@ def test_shrink_gives_whole_pages_back(pool):
     assert (t.eq(0) | t.eq(5)).all() and t.data_ptr() == address  # I7: zeros or its own
 
 
+@pytest.mark.exact
 def test_truncate(pool):
     t = filled(pool, 10, 5)
     assert t.truncate(10) is t and t.length == 10
@@ -290,6 +296,7 @@ def test_truncate(pool):
     assert pool.stats().pages_used == 0
 
 
+@pytest.mark.exact
 def test_front_shrink_leaves_the_rest_where_it_is(pool):
     t = quarter(pool, 12, rows=(2,), capacity=64)
     t.copy_(ramp(t))
@@ -305,6 +312,7 @@ def test_front_shrink_leaves_the_rest_where_it_is(pool):
     assert same_bytes(t[:, :1], expected[:, 11:])
 
 
+@pytest.mark.exact
 def test_shrink_both_ends_to_nothing_and_grow_again(pool):
     t = filled(pool, 9, 1)
     t.shrink(4, front=True).shrink(5)
@@ -334,6 +342,7 @@ def test_front_shrinks_use_capacity_up_and_then_raise(pool):
     assert t.length == 5 and t[:3].eq(1).all()
 
 
+@pytest.mark.exact
 def test_front_shrinks_then_move_where_the_tensor_was_asked_to(pool):
     t = filled(pool, 8, 1, rows=(2,), capacity=10, when_full="move")
     expected = ramp(t)
@@ -353,6 +362,7 @@ def test_front_shrinks_then_move_where_the_tensor_was_asked_to(pool):
     assert t.length == 10
 
 
+@pytest.mark.exact
 def test_a_sliding_window_runs_for_ever(pool):
     t = quarter(pool, capacity=12, when_full="move")
     window = []
@@ -370,6 +380,7 @@ def test_a_sliding_window_runs_for_ever(pool):
 # --- reallocate -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exact
 def test_reallocate_keeps_the_pages(pool):
     t = quarter(pool, 10, rows=(2,), capacity=12)
     t.copy_(ramp(t))
@@ -407,6 +418,7 @@ def test_reallocate_after_a_front_shrink_has_the_whole_capacity(pool):
 # --- length 0 ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exact
 def test_length_zero(pool):
     t = quarter(pool, rows=(2,), capacity=9)
     assert t.length == 0 and t.shape[1] == 0 and t.numel() == 0
@@ -423,6 +435,7 @@ def test_length_zero(pool):
 # --- records and properties -------------------------------------------------------------------------------
 
 
+@pytest.mark.exact
 def test_pages_tells_of_each_mapped_page(pool):
     t = filled(pool, 9, rows=(2,), capacity=20)
     records = t.pages()
@@ -438,6 +451,7 @@ def test_pages_tells_of_each_mapped_page(pool):
     assert [r.index for r in t.pages()] == [1, 2, 1, 2]
 
 
+@pytest.mark.exact
 def test_nbytes_mapped_follows_the_length(pool):
     t = quarter(pool, rows=(3,), capacity=32)
     reserved = t.nbytes_reserved
@@ -486,6 +500,7 @@ def test_snapshot_is_a_plain_tensor_of_this_moment(pool):
     assert s.eq(4).all()  # I3
 
 
+@pytest.mark.exact
 def test_own_makes_pages_unshared(pool):
     t = filled(pool, 12, 6, rows=(2,))
     f = t.fork()
@@ -511,6 +526,7 @@ def test_reindex(pool, index):
     assert t.eq(3).all()
 
 
+@pytest.mark.exact
 def test_reindex_copies_no_whole_page(pool):
     t = filled(pool, 8, rows=(4,), capacity=20)  # two whole pages a row
     ids = page_ids(t)
@@ -549,6 +565,7 @@ def test_reindex_wants_rows(pool):
 # --- close ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exact
 def test_close_gives_everything_back(pool):
     t = filled(pool, 9, rows=(2,))
     address, reserved = t.address, t.nbytes_reserved
@@ -560,6 +577,7 @@ def test_close_gives_everything_back(pool):
     t.close()  # again does nothing
 
 
+@pytest.mark.exact
 def test_every_operation_on_a_closed_tensor_raises_closed(pool):
     t = filled(pool, 5)
     x = torch.zeros(1, t.shape[1], dtype=t.dtype)
@@ -590,6 +608,7 @@ def test_every_operation_on_a_closed_tensor_raises_closed(pool):
     assert t.closed and "closed" in repr(t).lower() and t.pages() == []
 
 
+@pytest.mark.exact
 def test_a_tensor_that_dies_gives_its_pages_back(pool):
     t = filled(pool, 9)
     assert pool.stats().tensors == 1

@@ -48,6 +48,7 @@ def large(pool_factory, kind):
     return pool_factory(kind, pages=600)
 
 
+@pytest.mark.exact
 def test_tensors_of_one_pool(large):
     """Each thread grows, shrinks, shares and closes its own, and always sees its own number only."""
 
@@ -126,6 +127,7 @@ def test_snapshots_beside_growth(large):
     assert torch.equal(t, torch.arange(1200)[None, :, None].expand(2, -1, 64))
 
 
+@pytest.mark.exact
 def test_close_beside_growth(large):
     """Whoever comes after the close gets Closed; nobody crashes, and nothing is left."""
     for _ in range(20):
@@ -150,6 +152,7 @@ def test_close_beside_growth(large):
     assert large.stats().pages_used == 0
 
 
+@pytest.mark.exact
 def test_pool_close_beside_everything(pool_factory, kind):
     """Torch's own work goes through snapshots there: a kernel beside a close is its caller's race."""
     for _ in range(5):
@@ -176,6 +179,7 @@ def test_pool_close_beside_everything(pool_factory, kind):
         assert pool.closed and (stats.pages_used, stats.tensors) == (0, 0)
 
 
+@pytest.mark.exact
 def test_pool_close_beside_the_making_of_tensors(pool_factory):
     """The pool's list of its tensors changes while close() goes through it."""
     interval = sys.getswitchinterval()
@@ -204,6 +208,7 @@ def test_pool_close_beside_the_making_of_tensors(pool_factory):
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.exact
 def test_budget_is_kept_by_threads_that_compete(pool_factory, kind):
     pool = pool_factory(kind, pages=20)
     refused = []
@@ -227,6 +232,7 @@ def test_budget_is_kept_by_threads_that_compete(pool_factory, kind):
     assert len(refused) < THREADS * 60
 
 
+@pytest.mark.exact
 def test_stats_and_invariants_beside_everything(large):
     done = threading.Event()
 
@@ -249,6 +255,7 @@ def test_stats_and_invariants_beside_everything(large):
     run_together(work, work, watch)
 
 
+@pytest.mark.exact
 def test_views_that_die_on_other_threads(large):
     """Deleters run wherever the last reference goes, beside operations on the same pool (I11)."""
     handed: list[torch.Tensor] = []
@@ -278,6 +285,7 @@ def test_views_that_die_on_other_threads(large):
     assert large.stats().pages_used == 0
 
 
+@pytest.mark.exact
 def test_a_finalizer_inside_an_operation_does_not_deadlock(pool):
     """The collector may run inside any operation, and close, grow or drop tensors of the same pool."""
     done = []

@@ -53,7 +53,8 @@ t.close()
 x = view = t = None
 gc.collect()
 testing.check_invariants(pool)
-assert pool.stats().pages_used == 0, pool.stats()
+pool.wait_idle()  # with look-ahead, pages leave a moment later
+assert pool.stats().pages_used == pool.stats().pages_parked, pool.stats()
 pool.close()
 """
 
@@ -239,6 +240,7 @@ TAKEN_AWAY = {
 }
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("how", TAKEN_AWAY)
 @pytest.mark.parametrize("then", ["extend", "append", "shrink", "fork", "reallocate", "snapshot"])
 def test_a_storage_taken_away_is_noticed_at_the_next_operation(host, how, then):
@@ -358,6 +360,7 @@ def test_regrown_positions_are_the_same_memory_as_the_old_view(pool):
     assert old.eq(6).all()  # the page never left: one memory, one content
 
 
+@pytest.mark.exact
 def test_held_pages_are_counted_until_the_last_view_goes(pool):
     t = filled(pool, 5 * PER_PAGE, rows=(2,))
     early = t[:, :1]
@@ -371,6 +374,7 @@ def test_held_pages_are_counted_until_the_last_view_goes(pool):
     assert late.eq(1).all()
 
 
+@pytest.mark.exact
 def test_a_view_pins_its_own_generation_only(pool):
     t = filled(pool, PER_PAGE, capacity=100)
     view = t[:2]
@@ -385,6 +389,7 @@ def test_a_view_pins_its_own_generation_only(pool):
     assert pool.stats().pages_used == 0 and pool.stats().nbytes_reserved == 0
 
 
+@pytest.mark.exact
 def test_a_view_does_not_keep_the_tensor_alive(pool):
     t = filled(pool, 12)
     gone = weakref.ref(t)
@@ -395,6 +400,7 @@ def test_a_view_does_not_keep_the_tensor_alive(pool):
     assert pool.stats().tensors == 0 and all(v.eq(1).all() for v in views)
 
 
+@pytest.mark.exact
 def test_a_tensor_has_no_reference_cycle(pool):
     gc.collect()
     gc.disable()
@@ -421,6 +427,7 @@ def test_a_dead_tensors_views_do_not_stop_others_from_the_budget(pool):
     assert not quarter(pool, 30 * PER_PAGE, capacity=400).any()  # I7
 
 
+@pytest.mark.exact
 def test_numpy_array_keeps_its_memory(host):
     t = filled(host, 12, 3)
     array = t[2:5].numpy()
@@ -432,6 +439,7 @@ def test_numpy_array_keeps_its_memory(host):
     assert host.stats().pages_used == 0
 
 
+@pytest.mark.exact
 def test_shared_tensors_are_as_safe_as_others(kind):
     """While pages are shared the class of the tensor may be another one: the same list, in short."""
     skip_unless_built(kind)
