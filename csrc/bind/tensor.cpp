@@ -1,4 +1,5 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -107,7 +108,13 @@ void bind_tensor(nb::module_& module) {
           nb::arg("tensor"), nb::arg("length"), nb::arg("stream") = nb::none())
       .def("own", [](TensorCore& core, nb::handle self, nb::handle start,
                      nb::handle stop) { core.own(self, integer(start), integer(stop)); })
-      .def("reindex", &TensorCore::reindex)
+      .def("reindex",
+           [](TensorCore& core, nb::handle self, std::vector<std::int64_t> index) {
+             TensorCore::Reindexing one{&core, self, std::move(index)};
+             TensorCore::reindex({&one, 1}, {});
+           })
+      .def("reserve", [](TensorCore& core, nb::handle self,
+                         nb::handle capacity) { core.reserve(self, integer(capacity)); })
       .def("fork", &TensorCore::fork, nb::arg("tensor"), nb::arg("stream") = nb::none())
       .def("reallocate",
            [](TensorCore& core, nb::handle self, nb::handle capacity) {
@@ -133,6 +140,18 @@ void bind_tensor(nb::module_& module) {
       .def_prop_ro("capacity", &TensorCore::capacity)
       .def_prop_ro("grow_dim", [](TensorCore& core) { return core.spec().grow_dim; })
       .def_prop_ro("closed", &TensorCore::closed);
+
+  module.def(
+      "reindex",
+      [](const std::vector<TensorCore*>& cores, const std::vector<nb::handle>& tensors,
+         std::vector<std::vector<std::int64_t>> indices,
+         const std::vector<std::pair<nb::dict, nb::dict>>& states) {
+        std::vector<TensorCore::Reindexing> all;
+        for (std::size_t i = 0; i < cores.size(); ++i)
+          all.push_back({cores.at(i), tensors.at(i), std::move(indices.at(i))});
+        TensorCore::reindex(all, states);
+      },
+      nb::arg("cores"), nb::arg("tensors"), nb::arg("indices"), nb::arg("states"));
 
   module.def(
       "use_exchange_api", [](bool use) { TorchFace::get().use_exchange_api(use); }, nb::arg("use"),

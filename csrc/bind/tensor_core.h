@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "base/interval.h"
@@ -52,7 +54,17 @@ class TensorCore {
   void shrink(nb::handle self, std::int64_t n, bool front, std::optional<Stream> stream);
   void truncate(nb::handle self, std::int64_t length, std::optional<Stream> stream);
   void own(nb::handle self, std::int64_t start, std::int64_t stop);
-  void reindex(nb::handle self, const std::vector<std::int64_t>& index);
+  struct Reindexing {
+    TensorCore* core;
+    nb::handle self;
+    std::vector<std::int64_t> index;
+  };
+  // All of them or, where one is refused, none. With them, in the same step as far as Python can
+  // see, each dict of `states` is updated by its second.
+  static void reindex(std::span<Reindexing> tensors,
+                      std::span<const std::pair<nb::dict, nb::dict>> states);
+  // Moves the tensor to a range of this capacity, in place as far as Python can see.
+  void reserve(nb::handle self, std::int64_t capacity);
   std::unique_ptr<TensorCore> fork(nb::handle self, std::optional<Stream> stream);
   // Takes the tensor off its storage. Once the new one stands, this one is to be closed; else
   // restored.
@@ -91,6 +103,8 @@ class TensorCore {
   void detach(nb::handle self);
   void leave();
   void use(std::shared_ptr<Buffer> buffer);
+  std::vector<std::size_t> chosen_rows(std::span<const std::int64_t> index) const;
+  void take_rows(std::shared_ptr<Buffer> rows, std::size_t batch);
   bool fill_from(const TensorFacts& source, std::size_t start, std::size_t n);
 
   std::shared_ptr<Buffer> buffer_;

@@ -67,8 +67,8 @@ void TensorCore::own(nb::handle self, std::int64_t start, std::int64_t stop) {
   with_memory(*buffer_->pool(), caller, [&] { buffer_->own(caller, positions); });
 }
 
-void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index) {
-  Operation operation(*this, "VTensor.reindex", self);
+// The rows that `index` of dimension 0 chooses.
+std::vector<std::size_t> TensorCore::chosen_rows(std::span<const std::int64_t> index) const {
   if (spec_.grow_dim == 0)
     refuse("VTensor.reindex",
            "dimension 0 is the one that grows: there are no rows to choose from");
@@ -86,35 +86,87 @@ void TensorCore::reindex(nb::handle self, const std::vector<std::int64_t>& index
     for (std::size_t row = 0; row < inner; ++row)
       rows.push_back(static_cast<std::size_t>(i) * inner + row);
   }
-  detach(self);
-  std::shared_ptr<Buffer> chosen;
-  const std::size_t phase = phase_of_first();
-  const Caller caller = this->caller("VTensor.reindex");
+  return rows;
+}
+
+void TensorCore::reindex(std::span<Reindexing> tensors,
+                         std::span<const std::pair<nb::dict, nb::dict>> states) {
+  // In one order, whatever that of the caller: two threads then never wait for each other.
+  std::sort(tensors.begin(), tensors.end(),
+            [](const Reindexing& a, const Reindexing& b) { return a.core < b.core; });
+  std::vector<std::unique_ptr<Operation>> operations;
+  std::vector<std::vector<std::size_t>> rows;
+  bool one_pool = true;
+  for (const Reindexing& tensor : tensors) {
+    operations.push_back(std::make_unique<Operation>(*tensor.core, "VTensor.reindex", tensor.self));
+    rows.push_back(tensor.core->chosen_rows(tensor.index));
+    one_pool &= tensor.core->buffer_->pool() == tensors.front().core->buffer_->pool();
+  }
+  std::vector<std::shared_ptr<Buffer>> moved(tensors.size());  // null where in place
   try {
-    RowShape shape = row_shape(spec_.capacity, phase);
-    shape.rows = rows.size();
-    with_memory(*buffer_->pool(), caller, [&] {
-      const bool in_place =
-          rows.size() == buffer_->shape().rows && buffer_->pool()->traits().remaps_in_one_step;
-      if (in_place && !buffer_->published()) {
-        buffer_->reindex(caller, rows);
-      } else {
-        chosen = buffer_->share(caller, shape, rows, false);
-      }
-    });
+    for (const Reindexing& tensor : tensors) tensor.core->detach(tensor.self);
+    std::vector<Buffer::Reindexing> in_place;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const TensorCore& core = *tensors[i].core;
+      Buffer& buffer = *core.buffer_;
+      const Caller caller = core.caller("VTensor.reindex");
+      RowShape shape = core.row_shape(core.spec_.capacity, core.phase_of_first());
+      const bool may_stay =
+          one_pool && rows[i].size() == shape.rows && buffer.pool()->traits().remaps_in_one_step;
+      shape.rows = rows[i].size();
+      with_memory(*buffer.pool(), caller, [&] {
+        if (may_stay && !buffer.published()) {
+          in_place.push_back({&buffer, rows[i]});
+        } else {
+          moved[i] = buffer.share(caller, shape, rows[i], false);
+        }
+      });
+    }
+    if (!in_place.empty()) {
+      const Caller caller = tensors.front().core->caller("VTensor.reindex");
+      with_memory(*in_place.front().buffer->pool(), caller,
+                  [&] { Buffer::reindex(caller, in_place); });
+    }
   } catch (...) {
-    publish(self);
+    for (const std::shared_ptr<Buffer>& buffer : moved) {
+      if (buffer) buffer->abandon();
+    }
+    for (const Reindexing& tensor : tensors) tensor.core->publish(tensor.self);
     throw;
   }
-  if (chosen) {
-    spec_.sizes[0] = static_cast<std::int64_t>(index.size());
-    buffer_->abandon();
-    use(std::move(chosen));
-    const std::size_t reached = stale_until_ - std::min(stale_until_, positions_.begin);
-    positions_ = {0, length()};
-    stale_until_ = spec_.zeroed ? buffer_->reach(positions_) : reached;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (moved[i]) tensors[i].core->take_rows(std::move(moved[i]), tensors[i].index.size());
   }
-  publish(self);
+  for (const auto& [state, changes] : states) {
+    if (PyDict_Update(state.ptr(), changes.ptr()) != 0) throw nb::python_error();
+  }
+  for (const Reindexing& tensor : tensors) tensor.core->publish(tensor.self);
+}
+
+// Takes over a buffer of `batch` times the inner rows, which hold the same positions.
+void TensorCore::take_rows(std::shared_ptr<Buffer> rows, std::size_t batch) {
+  spec_.sizes[0] = static_cast<std::int64_t>(batch);
+  buffer_->abandon();
+  use(std::move(rows));
+  const std::size_t reached = stale_until_ - std::min(stale_until_, positions_.begin);
+  positions_ = {0, length()};
+  stale_until_ = spec_.zeroed ? buffer_->reach(positions_) : reached;
+}
+
+void TensorCore::reserve(nb::handle self, std::int64_t capacity) {
+  Operation operation(*this, "VTensor.reserve", self);
+  if (capacity < 0 || static_cast<std::size_t>(capacity) < length()) {
+    throw CapacityExceeded("[VTensor.reserve] capacity of " + std::to_string(capacity) +
+                           " does not hold the length of " + std::to_string(length()) +
+                           ": raise it");
+  }
+  const std::size_t before = std::exchange(spec_.capacity, static_cast<std::size_t>(capacity));
+  try {
+    move_to_front(self, caller("VTensor.reserve"), 0, false);
+  } catch (...) {
+    spec_.capacity = before;
+    throw;
+  }
 }
 
 std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stream> stream) {

@@ -189,10 +189,15 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // nothing. Requires: nothing is owned, and nothing ready or parked there.
   void accept(const Caller& caller, Interval positions,
               std::span<const std::shared_ptr<Shelf>> shelves);
-  // Row i gets the pages of row rows[i], at the same addresses. Requires: no generation is alive,
-  // and a driver that remaps in one step, because a page that cannot be put back would leave the
-  // owner without it.
-  void reindex(const Caller& caller, std::span<const std::size_t> rows);
+  // Row i gets the pages of row rows[i], at the same addresses; in all of these buffers or, where
+  // the driver refuses, in none. Requires: buffers of one pool, each named once, no generation of
+  // which is alive, and a driver that remaps in one step, because a page that cannot be put back
+  // would leave the owner without it.
+  struct Reindexing {
+    Buffer* buffer;
+    std::span<const std::size_t> rows;
+  };
+  static void reindex(const Caller& caller, std::span<const Reindexing> all);
   // A parked buffer whose owner left gets a new one; false where it is not parked, or something
   // else of it is still mapped. Waits for the mapper's step.
   bool adopt_parked(const Caller& caller);

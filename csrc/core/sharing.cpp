@@ -1,5 +1,6 @@
 // Sharing pages between buffers and rows, and parting them again: the copy-on-write half of Buffer.
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -492,38 +493,49 @@ std::size_t Buffer::writable_until(std::size_t position) const {
   return end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
 }
 
-void Buffer::reindex(const Caller& caller, std::span<const std::size_t> rows) {
-  PoolLock lock(pool_);
-  pool_->reap();
-  const std::vector<Run> parted = quieten(lock, caller);
-  const Busy busy(*this, lock, caller);
-  part(lock, caller, parted);
+void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
+  if (all.empty()) return;
+  const std::shared_ptr<PagePool>& pool = all.front().buffer->pool_;
+  Driver& driver = pool->driver();
+  PoolLock lock(pool);
+  pool->reap();
+  std::vector<std::unique_ptr<Busy>> busy;
+  for (const auto& [buffer, rows] : all) {
+    const std::vector<Run> parted = buffer->quieten(lock, caller);
+    busy.push_back(std::make_unique<Busy>(*buffer, lock, caller));
+    buffer->part(lock, caller, parted);
+  }
 
   // Runs in which row i has to change its pages, with what each has now and will have.
   struct Change {
+    Buffer* buffer;
     Run run;
     std::vector<Entry> from;
     std::vector<Page*> to;
   };
   std::vector<Change> changes;
-  for (std::size_t row = 0; row < rows.size(); ++row) {
-    for (std::size_t slot = extent_.begin; slot < extent_.end;) {
-      const auto differs = [&](std::size_t s) {
-        return table_.at(row, s).page != table_.at(rows[row], s).page;
-      };
-      if (!differs(slot)) {
-        ++slot;
-        continue;
+  for (const auto& [buffer, rows] : all) {
+    const Interval extent = buffer->extent_;
+    const PageTable& table = buffer->table_;
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+      for (std::size_t slot = extent.begin; slot < extent.end;) {
+        const auto differs = [&table, &rows, row](std::size_t s) {
+          return table.at(row, s).page != table.at(rows[row], s).page;
+        };
+        if (!differs(slot)) {
+          ++slot;
+          continue;
+        }
+        Change change{buffer, {row, {slot, slot}}, {}, {}};
+        const EntryState state = table.at(row, slot).state;
+        while (slot < extent.end && differs(slot) && table.at(row, slot).state == state) {
+          change.from.push_back(table.at(row, slot));
+          change.to.push_back(table.at(rows[row], slot).page);
+          ++slot;
+        }
+        change.run.slots.end = slot;
+        changes.push_back(std::move(change));
       }
-      Change change{{row, {slot, slot}}, {}, {}};
-      const EntryState state = table_.at(row, slot).state;
-      while (slot < extent_.end && differs(slot) && table_.at(row, slot).state == state) {
-        change.from.push_back(table_.at(row, slot));
-        change.to.push_back(table_.at(rows[row], slot).page);
-        ++slot;
-      }
-      change.run.slots.end = slot;
-      changes.push_back(std::move(change));
     }
   }
   if (changes.empty()) return;
@@ -538,32 +550,33 @@ void Buffer::reindex(const Caller& caller, std::span<const std::size_t> rows) {
     for (const Page* page : change.to) handles.push_back(page->handle);
     return handles;
   };
-  // Rows that stay and are now seen by another row as well.
-  std::vector<Run> sources;
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    if (rows[row] == row && std::count(rows.begin(), rows.end(), row) > 1) {
-      collect(sources, row, extent_, is_writable);
+  for (const auto& [buffer, rows] : all) {
+    // Rows that stay and are now seen by another row as well.
+    std::vector<Run> sources;
+    for (std::size_t row = 0; row < buffer->shape_.rows; ++row) {
+      if (rows[row] == row && std::count(rows.begin(), rows.end(), row) > 1)
+        buffer->collect(sources, row, buffer->extent_, is_writable);
     }
+    buffer->guard(nullptr, sources);
   }
-  guard(nullptr, sources);
 
   std::size_t done = 0;
   try {
     for (; done < changes.size(); ++done) {
       const Change& change = changes[done];
-      driver_.remap(address_of(change.run), handles_from(change), change.from.front().access(),
-                    handles_to(change), Access::guarded);
+      driver.remap(change.buffer->address_of(change.run), handles_from(change),
+                   change.from.front().access(), handles_to(change), Access::guarded);
     }
   } catch (const Error& error) {
-    const auto give_up = [this](const Change& change) {
-      for (Page* page : change.to) pool_->quarantine(page);
-      quarantine(change.run);
+    const auto give_up = [&pool](const Change& change) {
+      for (Page* page : change.to) pool->quarantine(page);
+      change.buffer->quarantine(change.run);
     };
     for (std::size_t i = 0; i < done; ++i) {
       const Change& change = changes[i];
       try {
-        driver_.remap(address_of(change.run), handles_to(change), Access::guarded,
-                      handles_from(change), change.from.front().access());
+        driver.remap(change.buffer->address_of(change.run), handles_to(change), Access::guarded,
+                     handles_from(change), change.from.front().access());
       } catch (const Error&) {
         give_up(change);
       }
@@ -572,13 +585,13 @@ void Buffer::reindex(const Caller& caller, std::span<const std::size_t> rows) {
     throw;
   }
   for (const Change& change : changes) {
-    for (Page* page : change.to) pool_->share(page);
+    for (Page* page : change.to) pool->share(page);
   }
   for (const Change& change : changes) {
     for (std::size_t i = 0; i < change.to.size(); ++i) {
-      Entry& entry = table_.at(change.run.row, change.run.slots.begin + i);
-      if (is_writable(entry)) ++guarded_;
-      pool_->drop(entry.page);
+      Entry& entry = change.buffer->table_.at(change.run.row, change.run.slots.begin + i);
+      if (is_writable(entry)) ++change.buffer->guarded_;
+      pool->drop(entry.page);
       entry = {change.to[i], EntryState::guarded};
     }
   }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.cache_utils import (
 
 from vtensor import InvalidArgument, Pool, VTensorError
 
+from .changes import BatchChange, Choice, finish, reordered, repeated, selected, twin_of
 from .hybrid import VTensorHybridLayer, VTensorHybridSlidingWindowLayer
 from .layers import VTensorLayer
 from .single_step import SingleStepView
@@ -213,27 +215,44 @@ class VTensorCache(DynamicCache):
     # ------------------------------------------------------------------ batches
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders every layer for beam search; see ``VTensorLayer.reorder_cache``."""
-        self._change_batch(lambda layer: layer.reorder_cache(beam_idx))
+        """Reorders every layer for beam search, or none where one refuses; see
+        ``VTensorLayer.reorder_cache``."""
+        self._change_batch(reordered(beam_idx), lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence ``repeats`` times, in every layer."""
-        self._change_batch(lambda layer: layer.batch_repeat_interleave(repeats))
+        """Repeats every sequence ``repeats`` times, in every layer or in none."""
+        self._change_batch(repeated(repeats), lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
-        """Keeps the sequences that ``indices`` selects, in every layer."""
-        self._change_batch(lambda layer: layer.batch_select_indices(indices))
+        """Keeps the sequences that ``indices`` selects, in every layer or in none."""
+        self._change_batch(selected(indices), lambda layer: layer.batch_select_indices(indices))
 
-    def _change_batch(self, change: Callable[[Any], None]) -> None:
-        # Sequences that a layer dropped are gone for good: after a failure between two layers, or between K
-        # and V of one, an empty cache is the only whole one.
-        for number, layer in enumerate(self.layers):
-            try:
-                change(layer)
-            except BaseException:
-                if number > 0 or not getattr(layer, "is_initialized", True):
-                    self.reset()
-                raise
+    def _change_batch(self, choice: Choice, of_others: Callable[[Any], None]) -> None:
+        change = BatchChange()
+        for layer in self.layers:
+            if isinstance(layer, VTensorLayer):
+                layer.plan_batch(change, choice)
+            else:
+                twin = twin_of(layer)
+                of_others(twin)
+                change.assign(layer, vars(twin))
+        change.carry_out()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens in every layer, or in none where one refuses."""
+        steps: list[Callable[[], object]] = []
+        for layer in self.layers:
+            if isinstance(layer, VTensorLayer):
+                steps.append(layer.plan_crop(tokens_to_remove))
+            else:
+                twin = twin_of(layer)
+                twin.crop(tokens_to_remove)
+                steps.append(partial(vars(layer).update, vars(twin)))
+        finish(lambda: [step() for step in steps])
+
+    def reset(self) -> None:
+        """Gives all memory back."""
+        finish(super().reset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensorCache:
         """A cache in the same pool whose layers share all whole pages with these until one of the two writes

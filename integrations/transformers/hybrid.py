@@ -7,6 +7,7 @@ K and V are VTensors; the states of the linear part, which do not grow, are Hugg
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.cache_utils import (
 
 from vtensor import Pool
 
+from .changes import BatchChange, Choice, finish, twin_of
 from .layers import VTensorLayer
 from .window import VTensorSlidingWindowLayer
 
@@ -56,34 +58,58 @@ class _TwoParts:
 
     def reset(self: Any) -> None:
         """Gives the memory of K and V back, and zeroes the linear states."""
-        self._attention.reset(self)
-        LinearAttentionLayer.reset(self)
+        finish(lambda: (self._attention.reset(self), LinearAttentionLayer.reset(self)))
 
     def reorder_cache(self: Any, beam_idx: torch.Tensor) -> None:
         """Makes sequence ``beam_idx[i]`` the i-th."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
         self._attention.reorder_cache(self, beam_idx)
+
+    def plan_batch(self: Any, change: BatchChange, choice: Choice) -> None:
+        """As ``VTensorLayer``'s, of both parts."""
+        self._attention.plan_batch(self, change, choice)
+        linear = twin_of(self, LinearAttentionLayer)
+        states = [*linear.conv_states.values(), *linear.recurrent_states.values()]
+        batch = next((state.shape[0] for state in states if state is not None), None)
+        if batch is not None:
+            if kept := choice(batch):
+                linear.reorder_cache(torch.tensor(kept))
+            else:
+                linear = LinearAttentionLayer(self.number_of_states)
+                linear.record_past = self.record_past
+            change.assign(self, _linear_states(linear))
 
     def crop(self: Any, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens, where the linear part recorded its past."""
-        LinearAttentionLayer.crop(self, tokens_to_remove)
         self._attention.crop(self, tokens_to_remove)
+
+    def plan_crop(self: Any, tokens_to_remove: int) -> Callable[[], None]:
+        """As ``VTensorLayer``'s, of both parts."""
+        linear = twin_of(self, LinearAttentionLayer)
+        linear.crop(tokens_to_remove)
+        cut = self._attention.plan_crop(self, tokens_to_remove)
+
+        def crop() -> None:
+            cut()
+            self.__dict__.update(_linear_states(linear))
+
+        return crop
 
     def _empty_copy(self: Any) -> VTensorLayer:
         copied: VTensorLayer = self._attention._empty_copy(self)
-        copied.__dict__.update(copy.deepcopy(self._linear_states()))
+        copied.__dict__.update(copy.deepcopy(_linear_states(self)))
         return copied
 
     def __getstate__(self: Any) -> dict[str, Any]:
         state: dict[str, Any] = self._attention.__getstate__(self)
-        return state | {"linear": self._linear_states()}
+        return state | {"linear": _linear_states(self)}
 
     def _restore(self: Any, state: dict[str, Any]) -> None:
         self.__dict__.update(state["linear"])
         self._attention._restore(self, state)
 
-    def _linear_states(self: Any) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _LINEAR}
+
+def _linear_states(layer: Any) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in _LINEAR}
 
 
 class VTensorHybridLayer(_TwoParts, LinearAttentionAndFullAttentionLayer, VTensorLayer):

@@ -5,14 +5,17 @@ Follows ``DynamicLayer`` in ``transformers/cache_utils.py`` of transformers 5.23
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 import vtensor
-from vtensor import CapacityExceeded, InvalidArgument, Pool, VTensor
+from vtensor import CapacityExceeded, InvalidArgument, Pool, VTensor, together
+
+from .changes import BatchChange, Choice, finish, reordered, repeated, selected
 
 __all__ = ["VTensorLayer"]
 
@@ -146,10 +149,9 @@ class VTensorLayer(DynamicLayer):
             raise
 
     def _adopt(self, keys: VTensor, values: VTensor) -> tuple[VTensor, VTensor]:
-        self.dtype, self.device = keys.dtype, keys.device
-        self.owners = keys, values
-        self.is_initialized = True
-        return self.owners
+        owners = keys, values
+        self.__dict__.update(owners=owners, dtype=keys.dtype, device=keys.device, is_initialized=True)
+        return owners
 
     def _reserve(self, new: int) -> None:
         """Has addresses for `new` more tokens, where they may be more than max_len."""
@@ -158,9 +160,9 @@ class VTensorLayer(DynamicLayer):
             need = max(keys.length, values.length) + new
             # One by one: whichever moved is as good as before, should the other fail.
             if need > keys.capacity:
-                self.owners = keys, values = keys.reallocate(2 * need), values
+                together.reserve(keys, 2 * need)
             if need > values.capacity:
-                self.owners = keys, values.reallocate(2 * need)
+                together.reserve(values, 2 * need)
 
     # ------------------------------------------------------------------ growth
 
@@ -236,23 +238,30 @@ class VTensorLayer(DynamicLayer):
         self._check_room(tokens)
         self._before_growth(tokens)
         keys, values = self.owners
+        length = keys.length
         try:
             keys.extend(tokens)
             values.extend(tokens)
+            self.prepared = tokens
+            self._views = self._visible(keys, tokens), self._visible(values, tokens)
         except BaseException:
-            self.settle()
+            self._views = None
+            self._take_back(length)
             raise
-        self.prepared = tokens
-        self._views = self._visible(keys, tokens), self._visible(values, tokens)
 
     def _end_preparation(self) -> None:
         self._views = None
         if self._away is not None:
             self.prefetch()
         if self.prepared and self.owners is not None:
-            prepared, self.prepared = self.prepared, 0
-            for owner in self.owners:
-                owner.truncate(owner.length - prepared)
+            finish(partial(self._take_back, min(owner.length for owner in self.owners) - self.prepared))
+
+    def _take_back(self, length: int) -> None:
+        """Ends a preparation, before which there were ``length`` tokens."""
+        for owner in self.owners or ():
+            if owner.length > length:
+                owner.truncate(length)
+        self.prepared = 0
 
     def settle(self) -> None:
         """Takes back what was prepared and not used; ends an offload."""
@@ -348,57 +357,62 @@ class VTensorLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens (transformers passes zero or a negative number)."""
+        finish(self.plan_crop(tokens_to_remove))
+
+    def plan_crop(self, tokens_to_remove: int) -> Callable[[], None]:
+        """What ``crop`` does, which may be done again where it was begun; raises what ``crop`` does."""
         if tokens_to_remove > 0:
             raise InvalidArgument(
                 f"[VTensorCache.crop] tokens_to_remove={tokens_to_remove}, but it counts from the end: "
                 "pass zero or a negative number"
             )
-        self.truncate(max(0, self.get_seq_length() + tokens_to_remove))
+        self.settle()
+        return partial(self.truncate, max(0, self.get_seq_length() + tokens_to_remove))
 
     def reset(self) -> None:
         """Gives all memory back. The next ``update`` may bring another batch size, dtype or device."""
         self._release()
 
     def _release(self) -> None:
-        owners, self.owners = self.owners, None
-        self._views = self._away = None
-        self.prepared = 0
-        self.is_initialized = False
+        owners = self.owners
+        self.__dict__.update(self._released())
         for owner in owners or ():
             owner.close()
 
+    def _released(self) -> dict[str, Any]:
+        """The attributes of a layer without memory."""
+        return {"owners": None, "_views": None, "_away": None, "prepared": 0, "is_initialized": False}
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence ``beam_idx[i]`` the i-th: pages are remapped; only partial last ones are copied, by
-        whoever appends first.
-
-        If it fails between K and V the layer is emptied, because what K held before may be gone.
-        """
-        self.settle()
-        if self.owners is not None:
-            keys, values = self.owners
-            index = beam_idx.tolist()
-            keys.reindex(index)
-            try:
-                values.reindex(index)
-            except BaseException:
-                self.reset()
-                raise
+        whoever appends first."""
+        self._change_batch(reordered(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence ``repeats`` times; the copies share pages until they are written."""
-        if self.owners is not None:
-            self.reorder_cache(torch.arange(self.owners[0].shape[0]).repeat_interleave(repeats))
+        self._change_batch(repeated(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         """Keeps the sequences that ``indices`` selects: positions, one bool for each sequence, or a slice. A
         layer that keeps none is emptied."""
-        if self.owners is not None:
-            index = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-            kept = torch.arange(self.owners[0].shape[0])[index]
-            if kept.numel() == 0:
-                self._release()
-            else:
-                self.reorder_cache(kept)
+        self._change_batch(selected(indices))
+
+    def _change_batch(self, choice: Choice) -> None:
+        change = BatchChange()
+        self.plan_batch(change, choice)
+        change.carry_out()
+
+    def plan_batch(self, change: BatchChange, choice: Choice) -> None:
+        """Adds to ``change`` what gives this layer the sequences of ``choice``."""
+        self.settle()
+        if self.owners is None:
+            return
+        kept = choice(self.owners[0].shape[0])
+        if kept:
+            change.reindex(self.owners, kept)
+        else:
+            change.assign(self, self._released())
+            change.close(self.owners)
 
     def offload(self) -> None:
         """Moves K and V to host memory, and gives their pages back; on the host nothing is to be done.
@@ -420,14 +434,16 @@ class VTensorLayer(DynamicLayer):
         no room for them."""
         if self._away is None or self.owners is None:
             return
-        keys, values = self.owners
-        keys.append(_heads_first(keys, self._away[0].to(keys.device, non_blocking=True)))
         try:
-            values.append(_heads_first(values, self._away[1].to(values.device, non_blocking=True)))
+            for owner, states in zip(self.owners, self._away, strict=True):
+                owner.truncate(0)  # an offload, or a prefetch, may have been broken off
+                owner.append(_heads_first(owner, states.to(owner.device, non_blocking=True)))
+            self._away = None
         except BaseException:
-            keys.truncate(0)
+            if self._away is not None:
+                for owner in self.owners:
+                    owner.truncate(0)
             raise
-        self._away = None
 
     # ------------------------------------------------------------------ copies
 

@@ -5,6 +5,7 @@ Follows ``DynamicSlidingWindowLayer`` in ``transformers/cache_utils.py`` of tran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,11 +89,20 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
 
     def _trim(self) -> None:
         """Lets go of what no coming query sees."""
-        surplus = self._held() - (self.sliding_window - 1)
+        kept = self.sliding_window - 1
+        surplus = self._held() - kept
         if surplus > 0 and self.owners is not None:
-            for owner in self.owners:
-                owner.shrink(surplus, front=True)
-            self.dropped += surplus
+            dropped = self.dropped + surplus
+            try:
+                for owner in self.owners:
+                    owner.shrink(surplus, front=True)
+                self.dropped = dropped
+            except BaseException:  # of three that belong together
+                for owner in self.owners:
+                    if owner.length > kept:
+                        owner.shrink(owner.length - kept, front=True)
+                self.dropped = dropped
+                raise
 
     def truncate(self, length: int) -> None:
         """Keeps the first ``length`` of the tokens seen.
@@ -100,38 +110,50 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         Raises InvalidArgument where those that the next query would see are gone already.
         """
         self.settle()
+        if length < self.get_seq_length():
+            super().truncate(self._left_of(length))
+            if length == 0:
+                self.dropped = 0
+
+    def _left_of(self, length: int) -> int:
+        """How many of the tokens held are among the first ``length``, where the next query needs no others.
+
+        Raises InvalidArgument where it does.
+        """
         drop = self.get_seq_length() - length
-        if drop <= 0:
-            return
         left = self._held() - drop
-        if left < min(length, self.sliding_window - 1):
-            if length > 0:
-                raise InvalidArgument(
-                    f"[VTensorCache.crop] {drop} tokens back from {self.get_seq_length()}, but of a layer "
-                    f"with a window of {self.sliding_window} only the last {self._held()} are held: "
-                    "call activate_past_recording() before the tokens that may be taken back"
-                )
-            left = 0
-        super().truncate(left)
+        if left >= min(length, self.sliding_window - 1):
+            return left
         if length == 0:
-            self.dropped = 0
+            return 0
+        raise InvalidArgument(
+            f"[VTensorCache.crop] {drop} tokens back from {self.get_seq_length()}, but of a layer with a "
+            f"window of {self.sliding_window} only the last {self._held()} are held: "
+            "call activate_past_recording() before the tokens that may be taken back"
+        )
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens, then those that no coming query sees.
+    def plan_crop(self, tokens_to_remove: int) -> Callable[[], None]:
+        """As ``VTensorLayer``'s; of a ``crop`` that then lets go of what no coming query sees.
 
-        Raises InvalidArgument where the window is full and ``activate_past_recording()`` was not called.
+        Raises InvalidArgument where the window is full and ``activate_past_recording()`` was not called, or
+        was called later.
         """
         if self.get_seq_length() >= self.sliding_window and not self.record_past:
             raise InvalidArgument(
                 "[VTensorCache.crop] the window is full, and what lies before it was let go: "
                 "call activate_past_recording() before the tokens that may be taken back"
             )
-        super().crop(tokens_to_remove)
-        self._trim()
+        cut = super().plan_crop(tokens_to_remove)
+        self._left_of(max(0, self.get_seq_length() + tokens_to_remove))
 
-    def _release(self) -> None:
-        super()._release()
-        self.dropped = 0
+        def crop() -> None:
+            cut()
+            self._trim()
+
+        return crop
+
+    def _released(self) -> dict[str, Any]:
+        return super()._released() | {"dropped": 0}
 
     def _empty_copy(self) -> VTensorLayer:
         copied = type(self)(self.sliding_window, self.max_len, self.pool)

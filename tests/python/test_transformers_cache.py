@@ -257,32 +257,9 @@ def test_update_rolls_back_when_v_fails_after_k(llama, pages):
     assert torch.equal(ours.layers[0].values, theirs.layers[0].values)
 
 
-def test_a_failing_reorder_never_mixes_beams(llama, pages):
-    ours, theirs = filled(llama.config, pages, batch=3)
-    order = torch.tensor([1, 1, 0])
-    emptied = 0
-    for skip in range(40):
-        try:
-            with testing.fail_after(pages, skip):
-                ours.reorder_cache(order)
-        except vtensor.VTensorError:
-            testing.check_invariants(pages)
-            if ours.get_seq_length() == 0:
-                emptied += 1
-                assert not any(layer.is_initialized for layer in ours.layers)
-                ours, _ = filled(llama.config, pages, batch=3)
-            else:
-                assert_same_content(ours, theirs)
-        else:
-            break
-    assert emptied > 0
-    theirs.reorder_cache(order)
-    assert_same_content(ours, theirs)
-
-
 def test_wrong_batch_operation_changes_nothing(llama, pages):
     ours, theirs = filled(llama.config, pages)
-    with pytest.raises(vtensor.InvalidArgument, match="out of range"):
+    with pytest.raises(vtensor.InvalidArgument, match="index 2 is out of range for 2 sequences"):
         ours.reorder_cache(torch.tensor([0, 2]))
     with pytest.raises(IndexError, match="out of bounds"):
         ours.batch_select_indices(torch.tensor([0, 2]))

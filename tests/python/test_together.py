@@ -1,0 +1,94 @@
+"""Several tensors, and states beside them, changed together: all or none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+from vtensor import testing, together
+
+
+def rows(pool, n=3, length=1500):
+    t = vtensor.empty(n, 0, grow_dim=1, capacity=4096, dtype=torch.int32, pool=pool)
+    return t.append(torch.arange(n * length, dtype=torch.int32).reshape(n, length).to(t.device))
+
+
+def test_each_by_its_own_index_and_states_with_them(pool):
+    a, b = rows(pool), rows(pool, 2)
+    before = a.clone(), b.clone()
+    state = {"kept": 1, "other": 2}
+    together.reindex([a, b], [[2, 2, -3], [1]], [(state, {"kept": 3})])
+    assert torch.equal(a, before[0][[2, 2, 0]]) and torch.equal(b, before[1][[1]])
+    assert state == {"kept": 3, "other": 2}
+    together.reindex([], [], [(state, {"kept": 4})])
+    assert state["kept"] == 4
+    testing.check_invariants(pool)
+
+
+def test_refused_for_one_changes_none(pool):
+    """I8."""
+    a, b, closed = rows(pool), rows(pool), rows(pool)
+    closed.close()
+    before, state = a.clone(), {}
+    for others, index, says in (
+        ([b], [3], "out of range"),
+        ([b], [], "empty"),
+        ([closed], [0], "closed"),
+        ([a], [0], "inside another operation"),
+    ):
+        with pytest.raises(vtensor.VTensorError, match=says):
+            together.reindex([a, *others], [[1, 0, 0], *[index for _ in others]], [(state, {"x": 1})])
+        assert torch.equal(a, before) and not state
+
+
+def test_tensors_of_several_pools(pool_factory):
+    """I8: a driver call refused in one of them changes the other neither."""
+    pools = [pool_factory("host") for _ in range(2)]
+    a, b = map(rows, pools)
+    before = a.clone(), b.clone()
+    refused = 0
+    for skip in range(100):
+        try:
+            with testing.fail_after(pools[1], skip):
+                together.reindex([a, b], [[1, 1, 0]] * 2)
+        except vtensor.DriverError:
+            refused += 1
+            assert torch.equal(a, before[0]) and torch.equal(b, before[1])
+        else:
+            break
+    assert refused
+    assert torch.equal(a, before[0][[1, 1, 0]]) and torch.equal(b, before[1][[1, 1, 0]])
+
+
+def test_reserve_moves_in_place(pool):
+    """I2; and with views alive, I3."""
+    t = rows(pool, 2, 1000)
+    before, view = t.clone(), t.snapshot()
+    assert together.reserve(t, 100_000) is None
+    assert t.capacity == 100_000 and torch.equal(t, before) and torch.equal(view, before)
+    t.append(before)
+    assert torch.equal(t, torch.cat([before, before], 1)) and torch.equal(view, before)
+    del view
+    together.reserve(t, 2000)
+    with pytest.raises(vtensor.CapacityExceeded):
+        t.extend(1)
+    with pytest.raises(vtensor.CapacityExceeded, match="raise it"):
+        together.reserve(t, 1999)
+    assert torch.equal(t, torch.cat([before, before], 1)) and t.capacity == 2000
+    testing.check_invariants(pool)
+
+
+def test_a_refused_reserve_leaves_the_tensor(pool):
+    """I8."""
+    t = rows(pool)
+    before = t.clone()
+    for skip in range(100):
+        try:
+            with testing.fail_after(pool, skip):
+                together.reserve(t, 8192)
+        except vtensor.DriverError:
+            assert t.capacity == 4096 and torch.equal(t, before)
+        else:
+            break
+    assert t.capacity == 8192 and torch.equal(t, before)

@@ -1,0 +1,317 @@
+"""Changes of a whole VTensorCache, refused or interrupted anywhere: all layers as before, or all as after."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+from vtensor import testing
+
+pytest.importorskip("transformers")
+
+import vtensor.integrations.transformers as package
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
+from vtensor.integrations.transformers import (
+    VTensorCache,
+    VTensorHybridLayer,
+    VTensorHybridSlidingWindowLayer,
+    VTensorLayer,
+    VTensorSlidingWindowLayer,
+)
+
+from interrupts import at_every_bytecode, place
+from tiny_models import one_thread, states  # noqa: F401
+
+BATCH, TOKENS, WINDOW = 3, 20, 8
+ORDER = torch.tensor([1, 1, 0])
+FULL, SLIDING, HYBRID, HYBRID_SLIDING = VTensorLayer, "sliding", VTensorHybridLayer, "hybrid sliding"
+KINDS = {
+    "sliding": lambda pool: VTensorSlidingWindowLayer(WINDOW, None, pool),
+    "hybrid sliding": lambda pool: VTensorHybridSlidingWindowLayer(WINDOW, None, pool),
+    "linear": lambda pool: LinearAttentionLayer(),
+    FULL: lambda pool: VTensorLayer(None, pool),
+    HYBRID: lambda pool: VTensorHybridLayer(None, pool),
+}
+ALL = (FULL, "linear", SLIDING, HYBRID, HYBRID_SLIDING)
+
+
+def feed(cache, layer, new, seed=0, batch=BATCH):
+    """One layer's part of a forward of ``new`` tokens."""
+    if hasattr(layer, "update_conv_state"):
+        g = torch.Generator().manual_seed(seed)
+        layer.update_conv_state(torch.randn(batch, 4, 3, generator=g))
+        layer.update_recurrent_state(torch.randn(batch, 2, 2, generator=g))
+    if hasattr(layer, "update"):
+        return cache.update(*states(batch, new, seed=seed), cache.layers.index(layer))
+    return None
+
+
+def filled(pool, kinds=ALL, tokens=TOKENS, record=False):
+    cache = VTensorCache.over(DynamicCache())
+    cache.layers = [KINDS[kind](pool) for kind in kinds]
+    if record:
+        cache.activate_past_recording()
+    for number, layer in enumerate(cache.layers):
+        for seed, new in enumerate((tokens - 2, 2)):
+            feed(cache, layer, new, seed=10 * number + seed)
+    return cache
+
+
+def copied(t):
+    return None if t is None else t.clone()
+
+
+def content(cache):
+    """What each layer holds."""
+    found = []
+    for layer in cache.layers:
+        of_layer = []
+        if isinstance(layer, VTensorLayer):
+            of_layer += [layer.get_seq_length(), copied(layer.keys), copied(layer.values)]
+        if isinstance(layer, LinearAttentionLayer):
+            of_layer += map(copied, (*layer.conv_states.values(), *layer.recurrent_states.values()))
+            of_layer += layer.has_previous_state.values()
+        found.append(of_layer)
+    return found
+
+
+def same(a, b):
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return (
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
+    )
+
+
+CHANGES = {
+    "reorder": lambda cache: cache.reorder_cache(ORDER),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([2, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select none": lambda cache: cache.batch_select_indices([]),
+}
+KEPT = {"reorder": [1, 1, 0], "select": [2, 0], "repeat": [0, 0, 1, 1, 2, 2]}
+
+
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+@pytest.mark.parametrize("change", KEPT)
+def test_every_layer_gets_the_same_sequences(pool_factory, kind, change):
+    pool = pool_factory(kind, pages=4096)
+    kinds = (
+        ALL if change == "reorder" else tuple(kind for kind in ALL if kind != "linear")
+    )  # which has no others
+    cache = filled(pool, kinds)
+    before = content(cache)
+    CHANGES[change](cache)
+    wanted = [[t[KEPT[change]] if isinstance(t, torch.Tensor) else t for t in layer] for layer in before]
+    assert same(content(cache), wanted)
+    for layer in cache.layers:
+        feed(cache, layer, 2, seed=7, batch=len(KEPT[change]))
+    testing.check_invariants(pool)
+    cache.reset()
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+@pytest.mark.parametrize("change", KEPT)
+def test_a_refused_change_of_the_batch_changes_no_layer(pool_factory, kind, change, views):
+    """I8: whichever driver call of whichever layer is refused; in place, and where views are outside."""
+    pool = pool_factory(kind, pages=4096)
+    cache = filled(pool, (FULL, HYBRID, HYBRID_SLIDING))
+    before = content(cache)
+    wanted = [[t[KEPT[change]] if isinstance(t, torch.Tensor) else t for t in layer] for layer in before]
+    calls = all_calls(pool)
+    CHANGES[change](cache)
+    calls = all_calls(pool) - calls
+    assert same(content(cache), wanted)
+    refusals = 0
+    for skip in range(0, calls, 1 + calls // 30):
+        cache.reset()
+        cache = filled(pool, (FULL, HYBRID, HYBRID_SLIDING))
+        kept = [layer.keys for layer in cache.layers] if views else []
+        try:
+            with testing.fail_after(pool, skip):
+                CHANGES[change](cache)
+        except vtensor.VTensorError:
+            refusals += 1
+            assert same(content(cache), before)
+        else:  # what a freed tensor left was given back, and the call made once more
+            assert same(content(cache), wanted)
+        kept.clear()
+        testing.check_invariants(pool)
+    assert refusals >= 4
+    cache.reset()
+
+
+def all_calls(pool):
+    return sum(sum(calls.values()) for calls in pool.stats().driver_calls.values())
+
+
+def test_an_index_that_one_layer_has_not_changes_none(pages):
+    cache = filled(pages, (HYBRID, FULL))
+    before = content(cache)
+    with pytest.raises(vtensor.InvalidArgument, match="out of range"):
+        cache.reorder_cache(torch.tensor([0, 3]))
+    assert same(content(cache), before)
+    cache.layers[1].batch_select_indices([0])  # layers that came apart
+    with pytest.raises(vtensor.InvalidArgument, match="out of range"):
+        cache.reorder_cache(torch.tensor([2, 1, 0]))
+    assert same(content(cache)[0], before[0])
+    cache.reset()
+
+
+@pytest.mark.parametrize("kinds", [(FULL, SLIDING), (SLIDING, FULL), (FULL, "linear")])
+def test_a_refused_crop_shortens_no_layer(pages, kinds):
+    """I8: a full window, and linear attention, cannot go back unless they recorded."""
+    cache = filled(pages, kinds)
+    before = content(cache)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-4)
+    assert same(content(cache), before)
+    for layer in cache.layers:
+        feed(cache, layer, 1, seed=3)
+    assert {layer.get_seq_length() for layer in cache.layers if isinstance(layer, VTensorLayer)} == {
+        TOKENS + 1
+    }
+    cache.reset()
+
+
+def test_a_crop_further_back_than_was_recorded_shortens_no_layer(pages):
+    """I8."""
+    cache = filled(pages, (FULL, SLIDING))
+    cache.activate_past_recording()
+    before = content(cache)
+    with pytest.raises(vtensor.InvalidArgument, match="only the last"):
+        cache.crop(-4)
+    assert same(content(cache), before)
+    cache.reset()
+
+
+def test_a_layer_that_keeps_none_is_as_new(pages):
+    cache = filled(pages, (FULL, HYBRID))
+    cache.batch_select_indices([])
+    assert pages.stats().pages_used == 0
+    for layer in cache.layers:
+        feed(cache, layer, 3, batch=5)
+    assert cache.layers[1].keys.shape[0] == cache.layers[1].conv_states[0].shape[0] == 5
+    cache.reset()
+
+
+# ---------------------------------------------------------------------- exceptions from outside
+
+
+def usable(cache, pool, batch):
+    for layer in cache.layers:
+        seen = layer.get_seq_length() if isinstance(layer, VTensorLayer) else 0
+        feed(cache, layer, 2, seed=5, batch=batch)
+        if isinstance(layer, VTensorLayer):
+            assert layer.get_seq_length() == seen + 2
+            assert torch.equal(layer.keys[..., -2:, :], states(batch, 2, seed=5)[0])
+    testing.check_invariants(pool)
+    cache.reset()
+    pool.wait_idle(timeout=10)
+    assert pool.stats().pages_used == 0
+
+
+WHOLE = CHANGES | {
+    "crop": lambda cache: cache.crop(-3),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("within", [package, vtensor], ids=["cache", "tensors"])
+@pytest.mark.parametrize("change", WHOLE)
+def test_an_interrupted_change_is_whole(pages, change, within):
+    """I17: all layers are as before, or all as after."""
+    kinds = (FULL, SLIDING, HYBRID) if change not in ("reorder", "reset") else ALL[:4]
+    operation, record = WHOLE[change], change == "crop"
+
+    def setup():
+        return filled(pages, kinds, record=record)
+
+    begun, ended = setup(), setup()
+    operation(ended)
+    before, after = content(begun), content(ended)
+    for cache in (begun, ended):
+        cache.reset()
+    outcomes = set()
+
+    def check(cache, outcome):
+        now = content(cache)
+        if same(now, before):
+            outcomes.add("before")
+            batch = BATCH
+        else:
+            outcomes.add("after")
+            assert same(now, after), outcome
+            batch = len(KEPT.get(change, range(BATCH)))
+        usable(cache, pages, batch)
+
+    at_every_bytecode(setup, operation, check, within=within, each=place)
+    assert "before" in outcomes or within is vtensor
+    assert "after" in outcomes
+
+
+def test_an_interrupted_update_is_whole_layer_by_layer(pages, monkeypatch):
+    """I17: with an address range that runs out and a window that moves."""
+    monkeypatch.setattr("vtensor.integrations.transformers.layers._FIRST_CAPACITY", TOKENS)
+    kinds = (FULL, SLIDING, HYBRID)
+    new = [states(BATCH, 3, seed=number) for number in range(3)]
+
+    def operation(cache):
+        for number in range(3):
+            cache.update(*new[number], number)
+
+    begun, ended = filled(pages, kinds), filled(pages, kinds)
+    operation(ended)
+    before, after = content(begun), content(ended)
+    for cache in (begun, ended):
+        cache.reset()
+
+    def check(cache, outcome):
+        for number, layer in enumerate(content(cache)):
+            assert same(layer, before[number]) or same(layer, after[number])
+        usable(cache, pages, BATCH)
+
+    for within in (package, vtensor):
+        at_every_bytecode(lambda: filled(pages, kinds), operation, check, within=within, each=place)
+
+
+def test_an_interrupted_preparation_is_none(pages):
+    """I17: whatever was prepared, or taken back, the tokens are those of before."""
+
+    def operation(cache):
+        cache.prepare(5)
+        cache.prepare(2)
+        assert cache.layers[0].keys.shape[-2] == TOKENS
+
+    begun = filled(pages, (FULL, SLIDING))
+    before = content(begun)
+    begun.reset()
+
+    def check(cache, outcome):
+        assert same(content(cache), before)
+        usable(cache, pages, BATCH)
+
+    at_every_bytecode(lambda: filled(pages, (FULL, SLIDING)), operation, check, within=package, each=place)
+
+
+def test_an_interrupted_offload_loses_nothing(pool_factory):
+    """I17: on the way out and on the way back."""
+    pool = pool_factory("simcuda", pages=4096)
+
+    def operation(cache):
+        for layer in cache.layers:
+            layer.offload()
+            layer.prefetch()
+
+    begun = filled(pool, (FULL, HYBRID))
+    before = content(begun)
+    begun.reset()
+
+    def check(cache, outcome):
+        assert same(content(cache), before)
+        usable(cache, pool, BATCH)
+
+    at_every_bytecode(lambda: filled(pool, (FULL, HYBRID)), operation, check, within=package, each=place)
