@@ -57,7 +57,7 @@ def flash_attn_varlen_func(
         return _flash(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, left, right
         )
-    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for row in range(len(starts_q) - 1):
         queries = slice(starts_q[row], starts_q[row + 1])

@@ -45,7 +45,7 @@ from vtensor import InvalidArgument, KVCache, VTensor, VTensorError
 from vtensor.demands import Demands, Unknown, suit
 
 from ._cache_layer import cache_of, check_tile
-from ._flash_lengths import check_packed, check_within, rows_read, told
+from ._flash_lengths import check_leftpad, check_within, read_in_rows, read_packed, rows_read, told
 from ._kv import (
     KV,
     as_laid_out,
@@ -187,9 +187,10 @@ def flash_attn_varlen_func(
 
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
-        InvalidArgument: as there; rows are given where packed sequences are asked for; or ``cu_seqlens_q``,
-            ``cu_seqlens_k`` or ``seqused_k`` go past the end, as far as the host knows them; or a KVCache of
-            smaller tiles than the package reads.
+        InvalidArgument: as there; rows are given where packed sequences are asked for; ``cu_seqlens_q`` or
+            ``cu_seqlens_k`` are not int32, are of other numbers of sequences, or go back; they or
+            ``seqused_k`` go past the end, as far as the host knows them; or a KVCache of smaller tiles than
+            the package reads.
     """
     kernel = _kernel("flash_attn_varlen_func", backend, q.device)
     given = kernel.given(args, kwargs) if args else kwargs
@@ -209,32 +210,11 @@ def flash_attn_varlen_func(
     if not kernel.demands.met(q, keys, values):
         _check(kernel, q, keys, values)
     rows = keys.ndim == 4  # of one sequence each, instead of packed ones
-    needed = _used(kernel, q, keys, given) if rows else _packed(kernel, q, keys, given)
+    needed = (read_in_rows if rows else read_packed)(kernel.operation, q, keys, given)
     holds_dim = _POSITIONS if rows else 0
     cache = cache_of(kernel.operation, keys, values, holds_dim, needed)
     _check_tile(kernel, q, cache, needed, keys.shape[holds_dim])
     return _launch(kernel, q, (keys, values, cache), args, kwargs, k, v)
-
-
-def _packed(
-    kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, given: Mapping[str, Any]
-) -> list[int] | None:
-    """Of all packed tokens ``keys``, how many are read: ``[n]``; None where only the device knows."""
-    check_packed(kernel.operation, "cu_seqlens_q", given.get("cu_seqlens_q"), q.shape[0])
-    found = check_packed(kernel.operation, "cu_seqlens_k", given.get("cu_seqlens_k"), keys.shape[0])
-    return [max(found)] if found else None
-
-
-def _used(kernel: _Kernel, q: torch.Tensor, keys: torch.Tensor, given: Mapping[str, Any]) -> list[int] | None:
-    """Of each row ``keys``, how many positions are read; None where only the device knows."""
-    holds = keys.shape[_POSITIONS]
-    used = given.get("seqused_k")
-    if used is None:
-        return [holds] * keys.shape[0]
-    lengths = told(kernel.operation, "seqused_k", q, used)
-    if lengths is not None:
-        check_within(kernel.operation, "seqused_k", lengths, holds)
-    return lengths
 
 
 def flash_attn_with_kvcache(
@@ -261,14 +241,17 @@ def flash_attn_with_kvcache(
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
         InvalidArgument: as there; lengths above the cache's, no room for what is appended in plain tensors,
-            or rows that it has not, as far as the host knows them; lengths of another dtype or number; a
-            KVCache of smaller tiles than the package reads.
+            or rows that it has not, as far as the host knows them; lengths, or padding on the left, of
+            another dtype or number, and padding past a length; a KVCache of smaller tiles than the package
+            reads.
         CapacityExceeded, OutOfPages, DriverError: as for ``VTensor.extend``.
     """
     operation = "flash_attn_with_kvcache"
     kernel = _kernel(operation, backend, q.device)
     given = kernel.given(args, kwargs) if args else kwargs
     lengths = given.get("cache_seqlens")
+    if "cache_leftpad" in given and (leftpad := given["cache_leftpad"]) is not None and not _paged(given):
+        check_leftpad(operation, q, leftpad, lengths, _held(k_cache))
     room = None
     if _APART.isdisjoint(given) or all(given[name] is None for name in _APART & given.keys()):
         new_k, new_v = given.get("k"), given.get("v")
@@ -390,6 +373,15 @@ def _covered(t: KV, view: torch.Tensor) -> torch.Tensor:
 def _paged(given: Mapping[str, Any]) -> str:
     """The argument by which the cache or what is appended to it is said to lie otherwise than in rows."""
     return next((name for name in sorted(_PAGED) if given.get(name) is not None), "")
+
+
+def _held(cache: KV) -> int:
+    """The positions of a row."""
+    owner = owner_of(cache)
+    if owner is not None:
+        return owner.length
+    assert isinstance(cache, torch.Tensor)
+    return cache.shape[_POSITIONS] if cache.ndim > _POSITIONS else 0
 
 
 def _added(

@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
         else:
             mask = _lower_right(queries, length, query.device)
     with leased(query, owner_of(key), owner_of(value), cache=cache):
-        if groups == 1 or queries > 1 or query.device.type != "cpu":
+        if groups == 1 or queries != 1 or query.device.type != "cpu":
             return functional.scaled_dot_product_attention(
                 query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=groups > 1
             )

@@ -40,7 +40,7 @@ struct Demands {
     dlpack::Tensor q, k, v;
     Told told;
     if (!look({query, key, value}, {new_key, new_value}, lengths, {&q, &k, &v}, told) ||
-        !begin_within(starts, q.shape[0]) ||
+        !begin_within(starts, q.shape[0], told) ||
         TorchFace::get().is_plain(key) != TorchFace::get().is_plain(value))
       return nb::none();
     Side of_key = side(key, k, q, told);
@@ -74,6 +74,7 @@ struct Demands {
     enum : std::uint8_t { all, alike, each, unknown } kind = all;
     std::vector<std::int64_t> positions;
     std::int64_t added = 0;
+    std::int64_t numbers = 0;  // that a tensor of lengths has
   };
   struct Seen {
     dlpack::Tensor *query, *key, *value;
@@ -121,29 +122,36 @@ struct Demands {
   bool look(nb::handle lengths, const dlpack::Tensor& q, Told& told) const {
     if (lengths.is_none()) return true;
     if (PyLong_CheckExact(lengths.ptr())) {
-      told = {Told::alike, {0}, 0};
+      told = {Told::alike, {0}};
       return !packed() && nb::try_cast(lengths, told.positions[0]);
     }
     Numbers numbers;
     if (!read(lengths, numbers) || (!packed() && numbers.count != q.shape[0])) return false;
+    told.numbers = numbers.count;
     if (!numbers.known) {
       told.kind = Told::unknown;
       return true;
     }
     const std::span<const std::int32_t> found = numbers.found;
     if (found.empty()) return false;
-    told = {Told::each, {found.begin(), found.end()}, 0};
-    if (!packed()) return true;
+    told.kind = Told::each;
+    if (!packed()) {
+      told.positions.assign(found.begin(), found.end());
+      return true;
+    }
     // From where each sequence begins to where the last ends.
-    told.positions = {*std::max_element(found.begin(), found.end())};
-    return *std::min_element(found.begin(), found.end()) >= 0;
+    told.positions = {found.back()};
+    return found.front() >= 0 && std::is_sorted(found.begin(), found.end());
   }
-  static bool begin_within(nb::handle starts, std::int64_t tokens) {
+  // Whether as many sequences as those of the key begin in order, and end, within `tokens`.
+  static bool begin_within(nb::handle starts, std::int64_t tokens, const Told& told) {
     if (starts.is_none()) return true;
     Numbers numbers;
-    return read(starts, numbers) &&
-           std::all_of(numbers.found.begin(), numbers.found.end(),
-                       [&](std::int32_t start) { return 0 <= start && start <= tokens; });
+    if (!read(starts, numbers) || (told.kind != Told::all && numbers.count != told.numbers))
+      return false;
+    const std::span<const std::int32_t> found = numbers.found;
+    return found.empty() || (found.front() >= 0 && found.back() <= tokens &&
+                             std::is_sorted(found.begin(), found.end()));
   }
   // An int32 tensor ``[count]``, of which the host may know what is in it.
   struct Numbers {
