@@ -254,12 +254,49 @@ def test_the_command_over_the_simulated_driver(tmp_path):
         (["--token-budget", 3], "token_budget=3"),
         (["--policy", "static", "--memory", "1MiB"], "give it more"),
         (["--latencies", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--speed", "nan"], "over 0"),
+        (["--speed", "inf"], "over 0"),
+        (["--tokens-per-second", "inf"], "--tokens-per-second inf"),
+        (["--max-batch", 10**9], "--max-batch 1000000000: it must be at most 65,536"),
+        (["--max-len", 10**30], "at most"),
+        (["--limit", 10**30], "at most"),
+        (["--layer-group", 10**30], "at most"),
+        (["--lookahead", 10**30], "at most"),
+        (["--lookahead", -1], "--lookahead -1: it must be at least 0"),
+        (["--lookahead", 10**6], "lookahead is 1000000"),
+        (["--memory", "9" * 400 + "GiB"], "write it as"),
+        (["--memory", "9" * 19 + "TiB"], "write it as"),
+        (["--page-size", 10**25], "write it as"),
+        (["--model", "9999999x1x1"], "pass one of"),
     ],
+    ids=lambda given: " ".join(map(str, given))[:40] if isinstance(given, list) else "",
 )
 def test_wrong_arguments(tmp_path, capsys, arguments, what):
     assert run_here(few_rows(tmp_path), *arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: [") and what in captured.err and captured.out == ""
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    ['{"mmap": NaN}', '{"mmap": Infinity}', '{"mmap": 1e999}', f'{{"mmap": {10**400}}}', "[" * 200_000],
+    ids=lambda given: given[:20],
+)
+def test_wrong_latencies(tmp_path, capsys, given):
+    (tmp_path / "latencies.json").write_text(given)
+    assert run_here(few_rows(tmp_path), "--latencies", tmp_path / "latencies.json") == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: [replay] --latencies") and said.err.count("\n") == 1 and not said.out
+
+
+def test_a_trace_of_short_requests(tmp_path, capsys):
+    """With the default look-ahead, which then is all that a request may have; and JSON that is JSON."""
+    trace = azure(tmp_path, "2023-11-16 18:15:46,3,2", "2023-11-16 18:15:47,4,4")
+    assert run_here(trace, "--memory", "1GiB", "--json") == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["settings"]["max_len"] == 8
+    assert [result["finished"] for result in told["results"]] == [2] * 4
 
 
 def run_here(*arguments):

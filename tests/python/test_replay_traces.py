@@ -74,7 +74,15 @@ def test_tokens_of_pieces_are_a_sequence(pieces, cut, start, stop, step):
         ("2023-11-16 18:15:46.68,374,-4", "GeneratedTokens is '-4'"),
         ("2023-11-16 18:15:46.68,374,4.5", "GeneratedTokens is '4.5'"),
         ("", "0 fields"),
+        ("2023-11-16 18:15:46.1e999,374,44", "TIMESTAMP is"),
+        ("2023-11-16 18:15:46.1_0,374,44", "TIMESTAMP is"),
+        ("nan,374,44", "TIMESTAMP is 'nan'"),
+        ("0001-01-01 00:00:00,374,44", "TIMESTAMP is"),
+        (f"2023-11-16 18:15:46.68,{'9' * 5000},44", "ContextTokens is '9+[.]"),
+        (f"2023-11-16 18:15:46.68,{2**31},44", "ContextTokens is 2147483648, not .* 1 to 2,147,483,647"),
+        (f"2023-11-16 18:15:46.68,{'9' * 200_000},44", "field larger than field limit"),
     ],
+    ids=lambda given: str(given)[:40],
 )
 def test_malformed_azure_rows(tmp_path, row, what):
     with pytest.raises(InvalidArgument, match=f"trace.csv line 3: {what}"):
@@ -96,16 +104,35 @@ def test_malformed_azure_rows(tmp_path, row, what):
         (ROW | {"hash_ids": [3]}, "1 hash_ids for 600 tokens, which are 2"),
         (ROW | {"hash_ids": [3, -4]}, "hash_ids is"),
         (ROW | {"hash_ids": None}, "hash_ids is None"),
+        (ROW | {"hash_ids": [3, 2**54]}, "hash_ids is .*below 2"),
+        (ROW | {"timestamp": float("nan")}, "this is not JSON .*NaN"),
+        (ROW | {"timestamp": float("inf")}, "this is not JSON .*Infinity"),
+        (json.dumps(ROW).replace("1000", "1e999"), "timestamp is inf"),
+        (ROW | {"timestamp": 10**400}, "timestamp is 1000"),
+        (ROW | {"note": float("nan")}, "this is not JSON .*NaN"),
+        (json.dumps(ROW).replace("1000", "9" * 5000), "this is not JSON"),
+        (ROW | {"output_length": 10**30}, "output_length is 1000"),
+        ("[" * 200_000, "this is not JSON .*recursion"),
     ],
+    ids=lambda given: str(given)[:40],
 )
 def test_malformed_mooncake_rows(tmp_path, row, what):
     with pytest.raises(InvalidArgument, match=f"trace.jsonl line 2: {what}"):
         read_trace(mooncake(tmp_path, ROW, row, ROW))
 
 
+def test_the_largest_numbers(tmp_path):
+    row = {"timestamp": 2**52, "input_length": 1, "output_length": 2**31 - 1, "hash_ids": [2**54 - 1]}
+    (read,) = read_trace(mooncake(tmp_path, row))
+    assert read.output_tokens == 2**31 - 1 and list(read.prompt) == [2**63 - 512]
+
+
 def test_files_that_are_no_traces(tmp_path):
     with pytest.raises(InvalidArgument, match="line 1: the columns are"):
         (tmp_path / "other.csv").write_text("a,b,c\n1,2,3\n")
+        read_trace(tmp_path / "other.csv")
+    with pytest.raises(InvalidArgument, match="line 1: field larger"):
+        (tmp_path / "other.csv").write_text("a" * 200_000 + ",b,c\n")
         read_trace(tmp_path / "other.csv")
     with pytest.raises(InvalidArgument, match="has no rows"):
         read_trace(azure(tmp_path))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 __all__ = ["add_arguments", "add_parser", "main"]
+
+_LOOKAHEAD = 32
+_MOST_AT_A_TIME = 2**16
+_MOST = 2**31 - 1
 
 _DESCRIPTION = """Serves a trace of real requests with each of several memory managers in the same memory: the
 same scheduler, the same model of the device, simulated time. Ours maps pages for real, with page and token
@@ -67,8 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lookahead",
         type=int,
-        default=32,
-        help="tokens kept ready by the mapper; vtensor only (default: %(default)s)",
+        help=f"tokens kept ready by the mapper; vtensor only (default: {_LOOKAHEAD}, or --max-len below it)",
     )
     parser.add_argument(
         "--driver",
@@ -114,7 +118,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    rows = read_trace(arguments.trace, _at_least_one("--limit", arguments.limit))
+    rows = read_trace(arguments.trace, _within("--limit", arguments.limit, 1))
     server = _server(arguments, rows)
     if server.driver == "simulated":  # it reads this when it is loaded: real devices take no smaller pages
         os.environ.setdefault(
@@ -136,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> None:
                     rows,
                     token_bytes=server.shape.token_bytes,
                     service=service,
-                    speed=arguments.speed,
+                    speed=_over_zero("--speed", arguments.speed),
                     token_budget=arguments.token_budget,
                     progress=progress,
                 )
@@ -154,16 +158,19 @@ def _run(arguments: argparse.Namespace) -> None:
 def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
     shape = model_shape(arguments.model)
     page_size = parse_bytes(arguments.page_size)
-    longest = max(row.prompt_tokens + row.output_tokens for row in rows)
+    max_len = _within("--max-len", arguments.max_len, 1)
+    if max_len is None:
+        max_len = max(row.prompt_tokens + row.output_tokens for row in rows)
+    lookahead = _within("--lookahead", arguments.lookahead, 0)
     return Server(
         shape=shape,
         memory=parse_bytes(arguments.memory),
-        max_batch=_at_least_one("--max-batch", arguments.max_batch) or 1,
-        max_len=_at_least_one("--max-len", arguments.max_len) or longest,
+        max_batch=_within("--max-batch", arguments.max_batch, 1, _MOST_AT_A_TIME),
+        max_len=max_len,
         page_size=page_size,
-        layer_group=_at_least_one("--layer-group", arguments.layer_group)
+        layer_group=_within("--layer-group", arguments.layer_group, 1)
         or default_layer_group(shape, page_size),
-        lookahead=arguments.lookahead,
+        lookahead=min(_LOOKAHEAD, max_len) if lookahead is None else lookahead,
         driver=arguments.driver,
     )
 
@@ -182,6 +189,7 @@ def _settings(arguments: argparse.Namespace, server: Server, rows: list[Row]) ->
         "requests": len(rows),
         "max_len": server.max_len,
         "layer_group": server.layer_group,
+        "lookahead": server.lookahead,
         "tokens_in_memory": server.tokens,
         "scaled_down_by": scale(server.shape, server.page_size),
     }
@@ -192,22 +200,33 @@ def _latencies(path: str | None) -> dict[str, float]:
         return {}
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"[replay] --latencies {path} cannot be read: {error}") from error
-    if not isinstance(given, dict) or not all(type(us) in (int, float) and us >= 0 for us in given.values()):
+    if not isinstance(given, dict) or not all(
+        type(us) in (int, float) and 0 <= us <= _MOST for us in given.values()
+    ):
         raise InvalidArgument(f'[replay] --latencies {path}: write {{"cuMemMap": 2.5, ...}}, in microseconds')
     return {name: us / 1e6 for name, us in given.items()}
 
 
-def _at_least_one(name: str, number: int | None) -> int | None:
-    if number is not None and number < 1:
-        raise InvalidArgument(f"[replay] {name} {number}: it must be at least 1")
+@overload
+def _within(name: str, number: int, least: int, most: int = _MOST) -> int: ...
+
+
+@overload
+def _within(name: str, number: int | None, least: int, most: int = _MOST) -> int | None: ...
+
+
+def _within(name: str, number: int | None, least: int, most: int = _MOST) -> int | None:
+    if number is not None and not least <= number <= most:
+        bound = f"at least {least}" if number < least else f"at most {most:,}"
+        raise InvalidArgument(f"[replay] {name} {number}: it must be {bound}")
     return number
 
 
 def _over_zero(name: str, number: float) -> float:
-    if not number > 0:
-        raise InvalidArgument(f"[replay] {name} {number}: it must be over 0")
+    if not (number > 0 and math.isfinite(number)):
+        raise InvalidArgument(f"[replay] {name} {number}: it must be over 0, and a number")
     return number
 
 

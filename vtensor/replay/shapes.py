@@ -48,7 +48,7 @@ def model_shape(name: str) -> ModelShape:
     """The shape of a known model, or of ``LAYERSxKV_HEADSxHEAD_DIM``. Raises InvalidArgument for others."""
     if name in MODELS:
         return MODELS[name]
-    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", name):
+    if match := re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})", name, flags=re.ASCII):
         return ModelShape(*(int(number) for number in match.groups()))
     raise InvalidArgument(
         f"[replay] model {name!r}: pass one of {', '.join(MODELS)}, or LAYERSxKV_HEADSxHEAD_DIM as in "
@@ -58,8 +58,10 @@ def model_shape(name: str) -> ModelShape:
 
 def parse_bytes(text: str) -> int:
     """Bytes of ``40GiB``, ``2MiB``, ``4096``. Raises InvalidArgument for anything else, and for none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", text.strip(), flags=re.IGNORECASE)
+    match = re.fullmatch(
+        r"(\d{1,19}(?:\.\d{1,19})?)\s*([KMGT]iB)?", text.strip(), flags=re.IGNORECASE | re.ASCII
+    )
     size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
-    if size < 1:
+    if not 0 < size < 2**63:
         raise InvalidArgument(f"[replay] size {text!r}: write it as 40GiB, 512MiB, 64KiB or in bytes")
     return size

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from reprlib import repr as brief
+from typing import Any, NoReturn, TextIO, overload
 
 from vtensor.errors import InvalidArgument
 
@@ -24,6 +25,9 @@ PIECE_TOKENS = 512
 """Tokens that one of Mooncake's hash ids stands for."""
 
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+_MOST_TOKENS = 2**31 - 1
+_LATEST = 2**53  # milliseconds, to which a float is exact
+_PIECES = 2**63 // PIECE_TOKENS  # so that token ids have 64 bits
 
 
 class PieceTokens(Sequence[int]):
@@ -99,12 +103,11 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[R
 
 def _azure(path: Path) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8") as file:
-        lines = csv.reader(file)
-        header = next(lines, [])
+        lines = _lines(path, file)
+        _, header = next(lines, (1, []))
         if header != _AZURE_COLUMNS:
-            raise _malformed(path, 1, f"the columns are {header}, not {_AZURE_COLUMNS}")
-        for fields in lines:
-            line = lines.line_num
+            raise _malformed(path, 1, f"the columns are {brief(header)}, not {_AZURE_COLUMNS}")
+        for line, fields in lines:
             if len(fields) != len(header):
                 raise _malformed(path, line, f"{len(fields)} fields, not {len(header)}")
             yield Row(
@@ -114,12 +117,22 @@ def _azure(path: Path) -> Iterator[Row]:
             )
 
 
+def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+    """The number of each line of a CSV file and its fields."""
+    lines = csv.reader(file)
+    try:
+        for fields in lines:
+            yield lines.line_num, fields
+    except csv.Error as error:  # a field over 131,072 characters
+        raise _malformed(path, lines.line_num, str(error)) from error
+
+
 def _mooncake(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as file:
         for line, text in enumerate(file, 1):
             try:
-                row = json.loads(text)
-            except ValueError as error:
+                row = json.loads(text, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
                 raise _malformed(path, line, f"this is not JSON ({error})") from error
             if not isinstance(row, dict):
                 raise _malformed(path, line, f"a {type(row).__name__}, not an object")
@@ -127,34 +140,47 @@ def _mooncake(path: Path) -> Iterator[Row]:
             pieces: Any = row.get("hash_ids")
             when: Any = row.get("timestamp")
             needed = -(-prompt // PIECE_TOKENS)
-            if not isinstance(pieces, list) or not all(type(piece) is int and piece >= 0 for piece in pieces):
-                raise _malformed(path, line, f"hash_ids is {pieces!r}, not a list of whole numbers")
+            if not isinstance(pieces, list) or not all(
+                type(piece) is int and 0 <= piece < _PIECES for piece in pieces
+            ):
+                raise _malformed(
+                    path, line, f"hash_ids is {brief(pieces)}, not a list of whole numbers below 2**54"
+                )
             if len(pieces) != needed:
                 raise _malformed(
                     path, line, f"{len(pieces)} hash_ids for {prompt} tokens, which are {needed}"
                 )
-            if type(when) not in (int, float) or when < 0:
-                raise _malformed(path, line, f"timestamp is {when!r}, not milliseconds")
+            if type(when) not in (int, float) or not 0 <= when < _LATEST:
+                raise _malformed(path, line, f"timestamp is {brief(when)}, not milliseconds")
             output = _count(path, line, "output_length", row.get("output_length"))
             yield Row(when / 1000, prompt, output, tuple(pieces))
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it has no {name}")
+
+
 def _number(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdigit() else text
+    # Python refuses to read thousands of digits, and no count has as many.
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
 
 
 def _count(path: Path, line: int, name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise _malformed(path, line, f"{name} is {value!r}, not a whole number over 0")
+    if type(value) is not int or not 0 < value <= _MOST_TOKENS:
+        raise _malformed(
+            path, line, f"{name} is {brief(value)}, not a whole number from 1 to {_MOST_TOKENS:,}"
+        )
     return value
 
 
 def _seconds(path: Path, line: int, text: str) -> float:
     whole, _, fraction = text.partition(".")  # of seconds: more digits than datetime reads
     try:
+        if fraction and not (fraction.isascii() and fraction.isdigit()):
+            raise ValueError(fraction)
         return datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
-    except ValueError as error:
-        raise _malformed(path, line, f"TIMESTAMP is {text!r}, not a date and time") from error
+    except (ValueError, OverflowError) as error:
+        raise _malformed(path, line, f"TIMESTAMP is {brief(text)}, not a date and time") from error
 
 
 def _malformed(path: Path, line: int, what: str) -> InvalidArgument:
