@@ -207,9 +207,9 @@ class HostDriver final : public Driver {
     for (std::size_t done = 0; done < runs.size(); ++done) {
       const Progress progress = map_run(runs[done], access);
       if (!progress.refusal) continue;
-      const DriverError cause =
-          refused("host map", Call::mmap, progress.refusal.error,
-                  "mapping " + count_of(pages_in(runs), page_size_), limit_.advice());
+      const DriverError cause = refused("host map", Call::mmap, progress.refusal.error,
+                                        "mapping " + count_of(pages_in(runs), page_size_),
+                                        limit_.advice(runs[done].handles.size() * page_size_));
       take_down(runs.first(done), runs[done], progress.touched, cause);
       throw cause;
     }
@@ -243,9 +243,9 @@ class HostDriver final : public Driver {
     state_.mirror.provide((pieces + 1) + 2 * count_pieces(from));
     const Progress progress = map_run({at, to}, to_access);
     if (!progress.refusal) return;
-    const DriverError cause =
-        refused("host remap", Call::mmap, progress.refusal.error,
-                "remapping " + count_of(to.size(), page_size_), limit_.advice());
+    const DriverError cause = refused("host remap", Call::mmap, progress.refusal.error,
+                                      "remapping " + count_of(to.size(), page_size_),
+                                      limit_.advice(to.size() * page_size_));
     const PageRun touched{at, from.first(progress.touched)};
     put_back({&touched, 1}, from_access, cause);
     throw cause;

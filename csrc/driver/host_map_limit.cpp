@@ -2,12 +2,15 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
+#include <fstream>
+#include <sstream>
 #include <string>
 
 #include "base/errors.h"
@@ -42,6 +45,42 @@ std::size_t count_lines_of_maps() {
   return lines;
 }
 
+// A line of /proc/self/status that counts kilobytes.
+std::size_t bytes_in_status(const std::string& name) {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string key;
+    std::size_t kilobytes;
+    if (words >> key >> kilobytes && key == name) return kilobytes * 1024;
+  }
+  return 0;
+}
+
+// That limit of the process which `bytes` more would pass; empty where it is none of these.
+std::string passed_by(std::size_t bytes) {
+  struct OfBytes {
+    __rlimit_resource resource;
+    const char *used, *what, *remedy;
+  };
+  constexpr OfBytes kLimits[] = {
+      {RLIMIT_DATA, "VmData:",
+       "bytes of private memory that may be written to, as shared pages may, of at most ",
+       " (RLIMIT_DATA): raise the limit with ulimit -d, or share fewer pages"},
+      {RLIMIT_AS, "VmSize:", "bytes of addresses, of at most ",
+       " (RLIMIT_AS): raise the limit with ulimit -v, or lower capacity="},
+  };
+  for (const auto& [resource, name, what, remedy] : kLimits) {
+    rlimit limit{};
+    if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) continue;
+    const std::size_t used = bytes_in_status(name);
+    if (used + bytes <= limit.rlim_cur) continue;
+    return "the process has " + std::to_string(used) + " " + what + std::to_string(limit.rlim_cur) +
+           remedy;
+  }
+  return {};
+}
+
 }  // namespace
 
 MapLimit::Source MapLimit::kernel() { return {read_limit, count_lines_of_maps}; }
@@ -74,8 +113,12 @@ void MapLimit::take_ballast() {
   for (std::size_t i = 1; i < kBallast; i += 2) mprotect(ballast_ + i * unit, unit, PROT_READ);
 }
 
-std::string MapLimit::advice() const {
-  return "the process has " + std::to_string(source_.count()) + " kernel mappings of at most " +
+std::string MapLimit::advice(std::size_t bytes) const {
+  const std::size_t count = source_.count();
+  if (count + kBallast < source_.limit()) {
+    if (std::string passed = passed_by(bytes); !passed.empty()) return passed;
+  }
+  return "the process has " + std::to_string(count) + " kernel mappings of at most " +
          std::to_string(source_.limit()) +
          " (vm.max_map_count): make a pool with a larger page_size=, close tensors, or raise the "
          "limit "

@@ -43,8 +43,9 @@ class MapLimit {
   // again when there is room.
   bool throw_off_ballast();
 
-  // For messages: what there is, and what to do.
-  std::string advice() const;
+  // For messages, after the kernel has refused `bytes` more: which limit was in the way, what there
+  // is, and what to do.
+  std::string advice(std::size_t bytes = 0) const;
 
  private:
   void take_ballast();

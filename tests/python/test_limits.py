@@ -201,3 +201,32 @@ def test_memory_of_the_file_refused():
             assert "ulimit -f" in str(error), error
         """
     ).check()
+
+
+def test_private_memory_refused():
+    """`ulimit -d` is named, and not the limit on mappings: what is shared is mapped private and writable."""
+    run_snippet(
+        """
+        import resource
+        pool = vtensor.Pool("cpu", page_size=65536, budget=1 << 28, ahead=0)
+        t = filled(pool, 2048, capacity=2048)  # 32 MiB
+        for line in open("/proc/self/status"):
+            if line.startswith("VmData:"):
+                now = int(line.split()[1]) * 1024
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (now + (8 << 20), hard))
+        for _ in range(2):
+            try:
+                t.fork()
+            except vtensor.DriverError as error:
+                assert error.call == "mmap" and error.name == "ENOMEM", (error.call, error.name)
+                assert "RLIMIT_DATA" in str(error) and "ulimit -d" in str(error), error
+                assert "max_map_count" not in str(error), error
+            else:
+                raise AssertionError("32 MiB were mapped private")
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        f = t.fork()
+        assert torch.equal(f, t)
+        f.close(); t.close(); pool.close()
+        """
+    ).check()
