@@ -286,7 +286,14 @@ Generation* Buffer::publish_locked() {
   auto generation = std::make_unique<Generation>();
   generation->buffer = shared_from_this();
   generation->slots = extent_;
+  generation->place = generations_.size();
   generations_.push_back(generation.get());
+  try {
+    covered_.add(extent_);
+  } catch (...) {
+    generations_.pop_back();
+    throw;
+  }
   return generation.release();
 }
 

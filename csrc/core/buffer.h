@@ -19,24 +19,15 @@
 #include "base/align.h"
 #include "base/interval.h"
 #include "core/caller.h"
+#include "core/coverage.h"
 #include "core/generation.h"
 #include "core/look_ahead.h"
 #include "core/page_pool.h"
 #include "core/page_table.h"
+#include "core/roster.h"
+#include "core/row_shape.h"
 
 namespace vtensor {
-
-// A position is what one step of growth adds to a row.
-struct RowShape {
-  std::size_t rows = 0;
-  std::size_t item_bytes = 0;  // of one position in one row
-  std::size_t capacity = 0;    // positions
-  std::size_t phase = 0;       // bytes before position 0 in a row's first page
-  bool zeroed = false;         // pages are zeroed even where they come back to this buffer
-  std::size_t row_stride = 0;  // pages from one row to the next; 0: they lie side by side
-
-  friend bool operator==(const RowShape&, const RowShape&) = default;
-};
 
 struct PageRecord {
   std::size_t row;
@@ -213,6 +204,12 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::vector<PageRecord> pages();
 
   // Everything below requires the pool's lock.
+
+  // Its places on the pool's lists, which are the pool's affair.
+  struct Places {
+    Roster::Place unsettled, wanting, parked, parked_alike, unclean;
+  };
+  Places places;
 
   void forget(const Generation* generation) noexcept;
   void leave() noexcept;
@@ -427,7 +424,8 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::vector<Stream> streams_;  // torch's and our own, in which work may use the pages
   std::vector<Stream> leased_;   // named by leases that have not ended
   std::vector<FencePtr> after_;  // points behind work in other streams that used the pages
-  std::vector<const Generation*> generations_;
+  std::vector<Generation*> generations_;
+  Coverage covered_;  // by generations
   std::unique_ptr<Generation> owner_end_ =
       std::make_unique<Generation>();  // made ahead: leaving cannot fail
   PageTable table_;

@@ -3,6 +3,7 @@
 // told in the same way.
 #pragma once
 
+#include <cstddef>
 #include <memory>
 
 #include "base/interval.h"
@@ -14,6 +15,7 @@ class Buffer;
 struct Generation {
   std::shared_ptr<Buffer> buffer;
   Interval slots;              // the same in every row
+  std::size_t place = 0;       // in its buffer's list
   bool is_owner = false;       // stands for the owner, not for a storage
   Generation* next = nullptr;  // in the pool's list of ended generations
 };

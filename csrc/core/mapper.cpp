@@ -147,11 +147,10 @@ class Mapper::Step {
     make_ready(lock, pages);
     pages = std::min(pages, pool_.spare_pages());  // others may have taken some meanwhile
     ahead_.reserve(pool_.wanting_.size());
-    for (std::size_t i = 0; i < pool_.wanting_.size();) {
-      const std::shared_ptr<Buffer> buffer = pool_.wanting_[i];
+    for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
+      const std::shared_ptr<Buffer> buffer = *at++;
       if (buffer->busy() || (pages == 0 && !ahead_.empty())) {
         waits_ |= buffer->busy();
-        ++i;
         continue;
       }
       Ahead job{buffer, {}};
@@ -162,7 +161,6 @@ class Mapper::Step {
       pages -= job.arrival.pages.size();
       ahead_.push_back(std::move(job));
       if (pool_.traits().asynchronous) break;
-      ++i;  // there may be more to do for it
     }
     return !ahead_.empty();
   }
@@ -171,13 +169,13 @@ class Mapper::Step {
     const std::size_t most = 8 * most_;  // memory is not touched for it
     std::size_t pages = 0;
     back_.reserve(pool_.unsettled_.size());
-    for (std::size_t i = 0; i < pool_.unsettled_.size() && pages < most;) {
-      const std::shared_ptr<Buffer> buffer = pool_.unsettled_[i];
+    for (auto at = pool_.unsettled_.begin(); at != pool_.unsettled_.end() && pages < most;) {
+      const std::shared_ptr<Buffer> buffer = *at++;
       Back job{buffer, {}};
       switch (buffer->claim_back(job.departure, most - pages)) {
         case Buffer::Claim::done:
-          std::erase(pool_.unsettled_, buffer);
-          continue;
+          pool_.unsettled_.remove(buffer->places.unsettled);
+          break;
         case Buffer::Claim::claimed:
           pages += job.departure.handles.size();
           back_.push_back(std::move(job));
@@ -189,20 +187,24 @@ class Mapper::Step {
           refused_ = true;
           break;
       }
-      ++i;
     }
     return !back_.empty();
   }
 
   bool claim_cleaning() {
     if (pool_.options_.zero == ZeroPolicy::never) return false;
-    for (const std::shared_ptr<Buffer>& buffer : pool_.idle_) {
+    for (auto at = pool_.unclean_.begin(); at != pool_.unclean_.end();) {
+      const std::shared_ptr<Buffer> buffer = *at++;
       Cleaning job{buffer, {}, nullptr, nullptr};
       if (buffer->claim_cleaning(job.runs, most_)) {
         cleaning_ = std::move(job);
         return true;
       }
-      waits_ |= buffer->to_clean();
+      if (buffer->to_clean()) {
+        waits_ = true;
+      } else {
+        pool_.unclean_.remove(buffer->places.unclean);
+      }
     }
     return false;
   }
@@ -257,8 +259,10 @@ class Mapper::Step {
   // Has handles made in one go, where the driver takes long for them.
   void make_ready(PoolLock& lock, std::size_t pages) {
     std::size_t wanted = 0;
-    for (std::size_t i = 0; i < pool_.wanting_.size() && wanted < pages; ++i)
-      wanted += pool_.wanting_[i]->missing_ahead();
+    for (const std::shared_ptr<Buffer>& buffer : pool_.wanting_) {
+      if (wanted >= pages) break;
+      wanted += buffer->missing_ahead();
+    }
     try {
       pool_.make_ready(lock, std::min(wanted, pages));
     } catch (...) {

@@ -168,27 +168,22 @@ void PagePool::quarantine(Page* page) {
 
 std::uint64_t PagePool::add(Buffer* buffer) {
   buffers_.insert(buffer);
-  // So that listing one cannot fail.
-  unsettled_.reserve(buffers_.size());
-  wanting_.reserve(buffers_.size());
-  idle_.reserve(buffers_.size());
   return next_id();
 }
 
 void PagePool::settle_later(const std::shared_ptr<Buffer>& buffer) {
-  if (std::find(unsettled_.begin(), unsettled_.end(), buffer) == unsettled_.end())
-    unsettled_.push_back(buffer);
+  if (!buffer->places.unsettled.taken()) unsettled_.add(buffer->places.unsettled, buffer);
   // What was refused is not worth a thread of its own: it is tried again when somebody asks.
   if (!buffer->refusal() || looks_ahead()) call_mapper();
 }
 
 void PagePool::want(const std::shared_ptr<Buffer>& buffer) {
-  wanting_.push_back(buffer);
+  wanting_.add(buffer->places.wanting, buffer);
   if (!mapper_.running()) call_mapper();
 }
 
 void PagePool::unwant(const std::shared_ptr<Buffer>& buffer) noexcept {
-  std::erase(wanting_, buffer);
+  wanting_.remove(buffer->places.wanting);
   if (wanting_.empty()) timed_from_.reset();
 }
 
@@ -202,8 +197,7 @@ void PagePool::served(const std::shared_ptr<Buffer>& buffer) noexcept {
 }
 
 void PagePool::want_last(const std::shared_ptr<Buffer>& buffer) noexcept {
-  const auto at = std::find(wanting_.begin(), wanting_.end(), buffer);
-  if (at != wanting_.end()) std::rotate(at, at + 1, wanting_.end());
+  if (wanting_.remove(buffer->places.wanting)) wanting_.add(buffer->places.wanting, buffer);
 }
 
 void PagePool::time_mapper() noexcept {
@@ -242,23 +236,31 @@ bool PagePool::may_park(std::size_t pages) {
 }
 
 void PagePool::park(const std::shared_ptr<Buffer>& buffer, std::size_t pages) {
-  idle_.push_back(buffer);
+  idle_by_shape_[buffer->shape()].add_first(buffer->places.parked_alike, buffer);
+  idle_.add(buffer->places.parked, buffer);
+  if (options_.zero != ZeroPolicy::never) unclean_.add(buffer->places.unclean, buffer);
   parked_ += pages;
   if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) call_mapper();
 }
 
 std::shared_ptr<Buffer> PagePool::find_parked(const RowShape& shape) {
+  const auto alike = idle_by_shape_.find(shape);
+  if (alike == idle_by_shape_.end()) return nullptr;
   std::shared_ptr<Buffer> busy;
-  for (auto at = idle_.rbegin(); at != idle_.rend(); ++at) {
-    if ((*at)->shape() != shape || !(*at)->adoptable()) continue;
-    if (!(*at)->busy()) return *at;
-    if (!busy) busy = *at;
+  for (const std::shared_ptr<Buffer>& buffer : alike->second) {
+    if (!buffer->adoptable()) continue;
+    if (!buffer->busy()) return buffer;
+    if (!busy) busy = buffer;
   }
   return busy;
 }
 
 void PagePool::unpark(Buffer& buffer, std::size_t pages) {
-  std::erase_if(idle_, [&buffer](const auto& other) { return other.get() == &buffer; });
+  const std::shared_ptr<Buffer> kept = idle_.remove(buffer.places.parked);
+  const auto alike = idle_by_shape_.find(buffer.shape());
+  alike->second.remove(buffer.places.parked_alike);
+  if (alike->second.empty()) idle_by_shape_.erase(alike);
+  unclean_.remove(buffer.places.unclean);
   parked_ -= pages;
 }
 
@@ -398,7 +400,7 @@ bool PagePool::idle() const {
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& buffer) { return buffer->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||
-          std::none_of(idle_.begin(), idle_.end(),
+          std::none_of(unclean_.begin(), unclean_.end(),
                        [](const auto& buffer) { return buffer->to_clean(); }));
 }
 
@@ -548,10 +550,10 @@ void PagePool::reap() noexcept {
 
 std::exception_ptr PagePool::settle_all(PoolLock& lock) noexcept {
   std::exception_ptr first;
-  const std::vector<std::shared_ptr<Buffer>> all = unsettled_;
+  const std::vector<std::shared_ptr<Buffer>> all(unsettled_.begin(), unsettled_.end());
   for (const std::shared_ptr<Buffer>& buffer : all) {
     if (buffer->settle(&lock)) {
-      std::erase(unsettled_, buffer);
+      unsettled_.remove(buffer->places.unsettled);
     } else if (!first) {
       first = buffer->refusal();
     }

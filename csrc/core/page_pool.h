@@ -12,6 +12,7 @@
 #include <exception>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -25,6 +26,8 @@
 #include "core/mapper.h"
 #include "core/page.h"
 #include "core/placement.h"
+#include "core/roster.h"
+#include "core/row_shape.h"
 #include "driver/driver.h"
 
 namespace vtensor {
@@ -83,7 +86,6 @@ struct PoolEvents {
 };
 
 class PoolLock;
-struct RowShape;
 
 class PagePool : public std::enable_shared_from_this<PagePool> {
  public:
@@ -276,16 +278,18 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   std::size_t quiet_wanted_ = 0;  // waits for the end of those
   std::uint64_t next_buffer_id_ = 1;
   std::unordered_set<Buffer*> buffers_;
-  std::vector<std::shared_ptr<Buffer>> unsettled_;  // have something to give back
-  std::vector<std::shared_ptr<Buffer>> wanting_;    // want pages ahead, who comes next first
+  Roster unsettled_;  // have something to give back
+  Roster wanting_;    // want pages ahead, who comes next first
   std::optional<std::chrono::steady_clock::time_point> timed_from_;
   bool untimed_ = false;
   Horizon horizon_;
-  std::vector<std::shared_ptr<Buffer>> idle_;  // parked, oldest first
-  bool wake_mapper_ = false;                   // once the lock is free
-  bool untold_ = false;                        // of some that wants pages
-  std::atomic<bool> retired_{false};           // its owner has left
-  std::exception_ptr mapper_error_;            // why its thread cannot work
+  Roster idle_;                               // parked, oldest first
+  std::map<RowShape, Roster> idle_by_shape_;  // the same, newest first
+  Roster unclean_;                            // of these, those that may be to be zeroed
+  bool wake_mapper_ = false;                  // once the lock is free
+  bool untold_ = false;                       // of some that wants pages
+  std::atomic<bool> retired_{false};          // its owner has left
+  std::exception_ptr mapper_error_;           // why its thread cannot work
   LentPages lent_;
 
   std::atomic<Generation*> ended_{nullptr};

@@ -1,7 +1,10 @@
 #include "core/placement.h"
 
 #include <algorithm>
+#include <set>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 namespace vtensor {
 
@@ -24,6 +27,62 @@ Page* Placement::new_record(Handle handle) {
 
 namespace {
 
+// Closed runs, none of whose pages is in use. A run on it changes only between `remove` and `add`.
+class IdleRuns {
+ public:
+  void add(HandleRun* run) {
+    by_length_.insert(run);
+    if (run->free_kept != 0) by_kept_.insert(run);
+  }
+  void remove(HandleRun* run) {
+    by_length_.erase(run);
+    by_kept_.erase(run);
+  }
+  std::size_t size() const { return by_length_.size(); }
+
+  // One of `least` pages or more with the most kept memory, as far as a few looks find it; or else
+  // the shortest that has `pages`. Null where there is neither.
+  HandleRun* best(std::size_t pages, std::size_t least) const {
+    std::size_t looks = kMostLooks;
+    for (HandleRun* run : by_kept_) {
+      if (run->length >= least) return run;
+      if (--looks == 0) break;
+    }
+    const auto found = by_length_.lower_bound(pages);
+    return found == by_length_.end() ? nullptr : *found;
+  }
+
+  // Gives all of them out, by their handles.
+  std::vector<HandleRun*> take_all() {
+    std::vector<HandleRun*> all(by_length_.begin(), by_length_.end());
+    std::sort(all.begin(), all.end(),
+              [](const HandleRun* a, const HandleRun* b) { return a->first < b->first; });
+    by_length_.clear();
+    by_kept_.clear();
+    return all;
+  }
+
+ private:
+  static constexpr std::size_t kMostLooks = 32;
+
+  struct Shorter {
+    using is_transparent = void;
+    bool operator()(const HandleRun* a, const HandleRun* b) const {
+      return std::pair(a->length, a->first) < std::pair(b->length, b->first);
+    }
+    bool operator()(const HandleRun* run, std::size_t pages) const { return run->length < pages; }
+    bool operator()(std::size_t pages, const HandleRun* run) const { return pages < run->length; }
+  };
+  struct KeepsMore {
+    bool operator()(const HandleRun* a, const HandleRun* b) const {
+      return std::tuple(b->free_kept, b->length, a->first) <
+             std::tuple(a->free_kept, a->length, b->first);
+    }
+  };
+  std::set<HandleRun*, Shorter> by_length_;
+  std::set<HandleRun*, KeepsMore> by_kept_;  // those that keep any
+};
+
 class AdjacentPlacement final : public Placement {
  public:
   AdjacentPlacement(Driver& driver, KeptPages& kept) : driver_(driver), kept_(kept) {}
@@ -39,7 +98,7 @@ class AdjacentPlacement final : public Placement {
   void close_home(RowHome& home) override {
     for (HandleRun* run : home.runs) {
       run->open = false;
-      if (run->used == 0) idle_.push_back(run);
+      if (run->used == 0) idle_.add(run);
     }
     home.runs.clear();
   }
@@ -73,14 +132,17 @@ class AdjacentPlacement final : public Placement {
       ++run->free_empty;
       run->empty_from = std::min(run->empty_from, index);
     }
-    if (--run->used == 0 && !run->open) idle_.push_back(run);
+    if (--run->used == 0 && !run->open) idle_.add(run);
   }
 
   void emptied(Page* page) override {
     HandleRun* run = page->run;
+    const bool idle = run->used == 0 && !run->open;
+    if (idle) idle_.remove(run);
     --run->free_kept;
     ++run->free_empty;
     run->empty_from = std::min<std::size_t>(run->empty_from, page->handle - run->first);
+    if (idle) idle_.add(run);
   }
 
  private:
@@ -114,25 +176,27 @@ class AdjacentPlacement final : public Placement {
     return run.pages[from];
   }
 
-  // Of the idle runs of `least` pages or more that with the most kept memory, or else one that is
-  // long enough, cut to `pages`; null where none is.
+  // The best of the idle runs, see IdleRuns, cut to `pages`; null where none serves.
   HandleRun* adopt_idle(std::size_t pages, std::size_t least) {
-    const auto rank = [pages, least](const HandleRun* run) {
-      if (run->length < least) return std::pair(std::size_t{0}, false);
-      return std::pair(run->free_kept, run->length >= pages);
-    };
-    const auto best =
-        std::max_element(idle_.begin(), idle_.end(),
-                         [&](const HandleRun* a, const HandleRun* b) { return rank(a) < rank(b); });
-    if (best == idle_.end() || rank(*best) == std::pair(std::size_t{0}, false)) return nullptr;
-    HandleRun* run = *best;
-    if (run->length > pages && run->pages.size() == run->length) {
-      run = cut(*run, pages);
-    } else {
-      if (run->length > pages) split(*run, pages);
-      std::erase(idle_, run);
+    HandleRun* const best = idle_.best(pages, least);
+    if (best == nullptr) return nullptr;
+    HandleRun* run = best;
+    HandleRun* rest = nullptr;
+    idle_.remove(best);
+    try {
+      if (best->length > pages) {
+        // Of a run whose records all exist the last pages, so that the others keep theirs.
+        const bool whole = best->pages.size() == best->length;
+        HandleRun* const last = cut(*best, whole ? pages : best->length - pages);
+        run = whole ? last : best;
+        rest = whole ? best : last;
+      }
+    } catch (...) {
+      idle_.add(best);
+      throw;
     }
     run->open = true;
+    if (rest != nullptr) idle_.add(rest);
     return run;
   }
 
@@ -149,12 +213,6 @@ class AdjacentPlacement final : public Placement {
     run->length = pages;
     run->open = true;
     return run;
-  }
-
-  // Leaves `pages` pages in an idle run and makes another of what lies behind them.
-  void split(HandleRun& run, std::size_t pages) {
-    idle_.reserve(idle_.size() + 1);
-    idle_.push_back(cut(run, run.length - pages));
   }
 
   // Takes the last `pages` pages from an idle run, as a run of their own: joined runs are long, and
@@ -184,13 +242,11 @@ class AdjacentPlacement final : public Placement {
   // Makes one of idle runs that lie side by side, as rows of other lengths have split them: their
   // number stays within what is in use. Seldom: where the same lengths return, none is missing.
   void join_idle() {
-    std::sort(idle_.begin(), idle_.end(),
-              [](const HandleRun* a, const HandleRun* b) { return a->first < b->first; });
     std::vector<HandleRun*> joined;
-    for (HandleRun* run : idle_) {
+    for (HandleRun* run : idle_.take_all()) {
       if (joined.empty() || !append(*joined.back(), *run)) joined.push_back(run);
     }
-    idle_ = std::move(joined);
+    for (HandleRun* run : joined) idle_.add(run);
     runs_.remove_if([](const HandleRun& run) { return run.length == 0; });
     join_at_ = std::max(kJoinAt, 2 * idle_.size());
   }
@@ -222,7 +278,7 @@ class AdjacentPlacement final : public Placement {
   Driver& driver_;
   KeptPages& kept_;
   std::list<HandleRun> runs_;
-  std::vector<HandleRun*> idle_;   // closed, and none of their pages in use
+  IdleRuns idle_;
   std::size_t join_at_ = kJoinAt;  // so many idle runs that joining them is worth a look
 };
 

@@ -1,6 +1,7 @@
 // Giving back: what no extent and no generation covers is unmapped once the work that may touch it
 // is done, by the mapper or, in a pool without one, at once.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <limits>
 #include <optional>
@@ -169,9 +170,10 @@ void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
 }
 
 void Buffer::forget(const Generation* generation) noexcept {
-  const auto at = std::find(generations_.begin(), generations_.end(), generation);
-  *at = generations_.back();
+  generations_[generation->place] = generations_.back();
+  generations_.back()->place = generation->place;
   generations_.pop_back();
+  covered_.remove(generation->slots);
   if (!extent_.contains(generation->slots)) touch(generation->slots);
 }
 
@@ -217,19 +219,20 @@ void Buffer::leave() noexcept {
 }
 
 std::vector<Interval> Buffer::uncovered() const {
-  std::vector<Interval> kept{extent_, ahead(), parked_};
-  for (const Generation* generation : generations_) kept.push_back(generation->slots);
+  std::array<Interval, 3> kept{extent_, ahead(), parked_};
   std::sort(kept.begin(), kept.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
   std::vector<Interval> rest;
-  std::size_t at = touched_.begin;
-  for (const Interval interval : kept) {
-    if (interval.empty()) continue;
-    if (interval.begin > at) rest.push_back({at, std::min(interval.begin, touched_.end)});
-    at = std::max(at, interval.end);
-    if (at >= touched_.end) break;
-  }
-  if (at < touched_.end) rest.push_back({at, touched_.end});
-  std::erase_if(rest, [this](Interval slots) { return slots.empty() || count_mapped(slots) == 0; });
+  const auto add = [this, &rest](Interval slots) {
+    if (!slots.empty() && count_mapped(slots) != 0) rest.push_back(slots);
+  };
+  covered_.gaps(touched_, [&kept, &add](Interval gap) {
+    for (const Interval interval : kept) {
+      if (intersection(interval, gap).empty()) continue;
+      add({gap.begin, interval.begin});
+      gap.begin = std::max(gap.begin, interval.end);
+    }
+    add(gap);
+  });
   return rest;
 }
 
