@@ -29,15 +29,7 @@ constexpr std::size_t kReleasedAtOnce = 32;
 
 std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
                                            const PoolOptions& options) {
-  const DriverTraits& traits = driver->traits();
-  const std::size_t budget = options.budget ? options.budget : traits.available;
-  const std::size_t pages = budget / traits.page_size;
-  if (pages == 0) {
-    throw InvalidArgument("[Pool] budget of " + std::to_string(budget) +
-                          " bytes holds no page of " + std::to_string(traits.page_size) +
-                          " bytes: raise budget= or lower page_size=");
-  }
-  std::shared_ptr<PagePool> pool(new PagePool(std::move(driver), pages, options));
+  std::shared_ptr<PagePool> pool = enlist(std::move(driver), options);
   if (pool->traits().parts_on_write) join_forks(pool.get());
   // Now, and not when memory or mappings are short: a thread that cannot have its own ends the
   // process.

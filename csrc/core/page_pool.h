@@ -42,7 +42,7 @@ inline constexpr std::size_t kParkByBudget = std::numeric_limits<std::size_t>::m
 
 // Sizes in bytes.
 struct PoolOptions {
-  std::size_t budget = 0;  // 0: what the driver says is available
+  std::size_t budget = 0;  // 0: what the driver says is available and no other pool was promised
   ZeroPolicy zero = ZeroPolicy::new_owner;
   // What a tensor may have mapped ahead of need. 0: nothing is done in the background but what
   // somebody prepares, and what has to wait for a fence.
@@ -232,6 +232,11 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   friend class Unlocked;
   friend class Mapper;
   PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, const PoolOptions& options);
+  // Makes a pool that those made later count with. Throws as `create`.
+  static std::shared_ptr<PagePool> enlist(std::unique_ptr<Driver> driver,
+                                          const PoolOptions& options);
+  // Bytes that it may take and has not.
+  std::size_t promised_bytes();
   std::size_t in_pages(std::size_t bytes) const { return bytes / page_size(); }
   std::size_t free_pages(std::size_t pages, std::size_t parted);
   // Gives up what is parked, or ahead of some tensor; false where there is neither.

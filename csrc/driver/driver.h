@@ -54,6 +54,8 @@ enum class Access : std::uint8_t {
 struct Device {
   std::int32_t type;  // as DLPack numbers them: 1 CPU, 2 CUDA
   std::int32_t index;
+
+  friend bool operator==(const Device&, const Device&) = default;
 };
 
 struct DriverTraits {
@@ -61,7 +63,7 @@ struct DriverTraits {
   Device device;                  // what tensors over this memory report to DLPack
   std::size_t page_size;          // bytes; the unit of everything below
   std::size_t granularity;        // the driver's smallest page, bytes
-  std::size_t available;          // bytes a pool may take by default
+  std::size_t available;          // bytes a pool may take by default, where it is the only one
   bool adjacent_handles = false;  // h and h + 1 at neighbouring pages merge into one kernel mapping
   bool created_zero = false;      // memory behind a handle reads as zeros until first written
   bool parts_on_write = false;  // a write to a guarded page parts it silently, instead of faulting

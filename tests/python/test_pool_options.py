@@ -336,3 +336,16 @@ def test_a_closed_pool_takes_no_orders(pool_factory):
         pool.prefill(PAGE)
     assert pool.trim() == 0
     pool.wait_idle(1)
+
+
+def test_a_default_budget_leaves_what_other_pools_were_promised():
+    with vtensor.Pool("cpu") as first, vtensor.Pool("cpu") as second:
+        assert 0 < second.budget < first.budget / 2
+        first.close()
+        with vtensor.Pool("cpu") as third:
+            assert third.budget > 2 * second.budget
+
+
+def test_a_pool_that_was_promised_all_memory_leaves_some_to_a_default_pool():
+    with vtensor.Pool("cpu", budget=1 << 46), vtensor.Pool("cpu") as default:
+        assert 1 << 20 < default.budget < 1 << 46
