@@ -19,6 +19,30 @@ PAGE = 4096
 PAGE_TOKENS = 4
 RANGES = 2
 KINDS = ("model", "host", "simcuda")
+SLOTS = 4
+LONG = [1, 0] * 5
+
+# Budgets of pages, and requests for them. Some are found in the index, forked, swapped and stopped; some are
+# computed again; none but "never" fails.
+GROUPS = (
+    16,
+    [
+        Request("first", LONG, 8),
+        Request("group", [0] * 6, 6, samples=3),
+        Request("never", [2] * 60, 4),
+        Request("stops", [*LONG, 1], 6, stop=frozenset({0, 1, 3})),
+        Request("alike", [*LONG, 2], 6, samples=2, stop=frozenset({2})),
+    ],
+)
+SINGLES = (
+    12,
+    [
+        Request("first", [0] * 14, 4),
+        Request("second", [1] * 2, 12),
+        Request("never", [0, 1] * 9, 8),
+        Request("third", [1] * 3, 3),
+    ],
+)
 
 
 def mark(salt: str, tokens: list[int]) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from vtensor.errors import InvalidArgument
-from vtensor.serving.requests import Group, Request, Sequence, Status
+from vtensor.serving._commit import commit
+from vtensor.serving.requests import Group, Request, Sequence, Status, token_id
 from vtensor.serving.scheduler import Plan, Scheduler
 
 __all__ = ["Completion", "Engine", "greedy"]
@@ -33,12 +34,17 @@ def greedy(logits: torch.Tensor, sequence: Sequence) -> int:
 class Engine:
     """Runs requests together, each as if it were alone.
 
+    Any operation may raise, be it for an error of the cache or the model, or for Ctrl-C: the next one goes on
+    from there, and each request's end is returned once.
+
     Args:
         scheduler: owns the cache that ``forward`` reads and writes.
         forward: computes ``plan.work`` and returns the logits at the last token of each, [work, vocabulary];
-            ``vtensor.integrations.transformers.serving.ServedModel`` does for Hugging Face models.
+            ``vtensor.integrations.transformers.serving.ServedModel`` does for Hugging Face models. Where it
+            has a method ``check(request)``, that raises InvalidArgument for what the model cannot compute.
         choose: ``choose(logits, sequence)``, the next token of a sequence; logits: [vocabulary]. What it
             draws must depend on the sequence alone if a request shall get the same tokens in any company.
+            Where it raises, or returns no token id, that request ends with the reason.
     """
 
     def __init__(
@@ -50,38 +56,73 @@ class Engine:
         self.scheduler = scheduler
         self.forward = forward
         self.choose = choose
+        self._plan: Plan | None = None  # the last, until its ends are among these:
+        self._ended: list[Completion] = []  # not returned yet
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises InvalidArgument as ``Scheduler.add`` does, and for a prompt without
-        tokens."""
-        if isinstance(request.prompt, int):
-            raise InvalidArgument(
-                f"[Engine.submit] the prompt of request {request.id!r} is a number: a model needs token ids"
-            )
+        """Queues a request. Raises InvalidArgument as ``Scheduler.add`` does, for a prompt without tokens,
+        and for what the model cannot compute."""
+        if isinstance(request, Request):
+            if isinstance(request.prompt, int):
+                raise InvalidArgument(
+                    f"[Engine.submit] the prompt of request {request.id!r} is a number: a model needs token "
+                    "ids"
+                )
+            check = getattr(self.forward, "check", None)
+            if check is not None:
+                check(request)
         self.scheduler.add(request)
 
     def step(self) -> list[Completion]:
-        """One iteration; returns the requests that it ended. Where the model raises, the iteration is taken
-        back, and the next call tries it again."""
-        plan = self.scheduler.plan()
-        try:
-            tokens: list[int] = []
-            if plan:
-                logits = self.forward(plan)
-                tokens = [self.choose(logits[i], sequence) for i, sequence in plan.sampled]
-        except BaseException:
-            self.scheduler.abandon(plan)
-            raise
-        return [_completion(group) for group in plan.failed + self.scheduler.complete(plan, tokens)]
+        """One iteration; returns the requests that ended. Where the model or the cache raises, the iteration
+        is taken back, and the next call tries it again."""
+        self._iterate()
+        ended = self._ended
+        self._ended = []
+        return ended
 
     def run(self, requests: abc.Iterable[Request] = ()) -> dict[abc.Hashable, Completion]:
-        """Submits requests and iterates until none is left; returns their ends by id."""
+        """Submits requests and iterates until none is left; returns their ends by id, and those of a run that
+        was cut off before."""
         for request in requests:
             self.submit(request)
-        done: dict[abc.Hashable, Completion] = {}
         while self.scheduler.unfinished:
-            done |= {completion.id: completion for completion in self.step()}
+            self._iterate()
+        self._collect()
+        done = {completion.id: completion for completion in self._ended}
+        self._ended = []
         return done
+
+    def _iterate(self) -> None:
+        scheduler = self.scheduler
+        self._collect()
+        if scheduler.planned is not None:  # of a step that was cut off
+            scheduler.abandon(scheduler.planned)
+        plan = self._plan = scheduler.plan()
+        try:
+            scheduler.complete(plan, self._tokens(plan) if plan else [])
+        except BaseException:
+            if scheduler.planned is plan:
+                scheduler.abandon(plan)
+            raise
+        self._collect()
+
+    def _tokens(self, plan: Plan) -> list[int | Exception]:
+        logits = self.forward(plan)
+        return [self._token(logits[i], sequence) for i, sequence in plan.sampled]
+
+    def _token(self, logits: torch.Tensor, sequence: Sequence) -> int | Exception:
+        try:
+            return token_id("Engine.step", self.choose(logits, sequence))
+        except Exception as error:
+            return error
+
+    def _collect(self) -> None:
+        """The ends of the last iteration, where it is complete."""
+        plan = self._plan
+        if plan is not None and plan.ended is not None:
+            ended = [_completion(group) for group in plan.failed + plan.ended]
+            commit([(self._ended.extend, ended), (setattr, self, "_plan", None)])
 
 
 def _completion(group: Group) -> Completion:

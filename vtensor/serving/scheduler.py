@@ -4,17 +4,26 @@ First come, first served. The rules are those of vLLM's paper (Kwon et al., SOSP
 latest arrival is preempted first, a request's sequences all together; a single sequence is computed again,
 several that share are swapped out. Prompts are computed in pieces beside the decoding sequences, under one
 budget of tokens (Sarathi-Serve, Agrawal et al., OSDI 2024). What fits is for the cache's ``step`` to say.
+
+Any call may be cut off, by an error of the cache or by an exception from outside (I17). So each change of the
+books is prepared, calls of the cache included, and then made by one ``commit``. What was cut off between the
+cache and the books is settled when the next operation begins.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from array import array
+from bisect import bisect
 from collections import abc
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import repeat
+from operator import attrgetter
+from typing import NamedTuple, cast
 
-from vtensor.errors import InvalidArgument
-from vtensor.serving.requests import Group, Request, Sequence, Status
+from vtensor.errors import InvalidArgument, NoFreeSlot
+from vtensor.serving._commit import Change, commit, each
+from vtensor.serving.requests import Group, Request, Sequence, Status, token_id
 from vtensor.serving.slots import SlotCache
 
 __all__ = ["Plan", "Scheduler", "SchedulerStats", "Work"]
@@ -46,6 +55,8 @@ class Plan:
     """Slots on their way back: ``cache.wait(slot, layer)`` before each layer reads them."""
     tokens: int = 0
     """Tokens computed."""
+    ended: list[Group] | None = None
+    """Requests that ended with it; None until it is complete."""
 
     def __bool__(self) -> bool:
         return bool(self.work)
@@ -79,6 +90,10 @@ class Scheduler:
             tokens = ...  # run the model over plan.work, choose a token for each of plan.sampled
             scheduler.complete(plan, tokens)
 
+    Any call may raise, for an error of the cache or for Ctrl-C. No request, token or slot is lost with it; a
+    request whose slots it was changing may be computed again. An iteration that is still :attr:`planned` can
+    be completed by another call, or abandoned.
+
     Args:
         cache: a :class:`vtensor.KVCache`, or what has its calls. Nobody else may alloc or free in it.
         token_budget: tokens computed in an iteration at most; at least one for each slot.
@@ -98,19 +113,22 @@ class Scheduler:
         self.waiting: list[Group] = []
         self.running: list[Group] = []
         self.swapped: list[Group] = []
+        self.planned: Plan | None = None
+        """The iteration that is under way."""
         self._unit = cache.stats().unit
         self._lengths = [0] * cache.max_batch
-        self._slots_free = cache.max_batch
-        self._ids: dict[abc.Hashable, Group] = {}
+        self._groups: dict[abc.Hashable, Group] = {}  # by id, and some that have just ended
         self._arrivals = 0
         self._refused = False  # memory was short, and no request has ended since
-        self._planned: Plan | None = None
-        self._next = Plan()  # begins with the news of an iteration that was taken back
+        self._prompts: list[Group] = []  # computed by the last iteration, to be shared before the next
+        self._next = Plan()  # begins with the news of an iteration that was taken back, or cut off
+        self._settled = True  # books and cache agree; not while an operation changes them, or was cut off
+        self._changing: list[Group] = []  # whose slots an operation is changing
 
     @property
     def unfinished(self) -> int:
         """Requests that wait, run or are swapped out."""
-        return len(self._ids)
+        return len(self.waiting) + len(self.running) + len(self.swapped)
 
     def add(self, request: Request) -> Group:
         """Queues a request behind those that came before it.
@@ -118,7 +136,9 @@ class Scheduler:
         Raises InvalidArgument where its id is taken, or where no slot could ever hold it.
         """
         cache = self.cache
-        if request.id in self._ids:
+        if not isinstance(request, Request):
+            raise InvalidArgument(f"[Scheduler.add] {request!r} is no Request: make one")
+        if self._held(request.id) is not None:
             raise InvalidArgument(
                 f"[Scheduler.add] request {request.id!r} is there already: choose another id"
             )
@@ -133,38 +153,70 @@ class Scheduler:
                 f"{cache.max_batch} slots"
             )
         group = Group(request, self._arrivals)
-        self._arrivals += 1
-        self._ids[request.id] = group
-        self.waiting.append(group)
+        commit(
+            [
+                (self._groups.__setitem__, request.id, group),
+                (self.waiting.append, group),
+                (setattr, self, "_arrivals", group.order + 1),
+            ]
+        )
         return group
 
     def cancel(self, request_id: abc.Hashable) -> None:
-        """Drops a request and frees what it holds. Raises InvalidArgument for an unknown id, and between
-        ``plan`` and ``complete``."""
-        if self._planned is not None:
+        """Drops a request and frees what it holds.
+
+        Raises:
+            InvalidArgument: an unknown id; an iteration is under way.
+            DriverError, TimedOut: of the cache. The request is still there.
+        """
+        if self.planned is not None:
             raise InvalidArgument("[Scheduler.cancel] an iteration is under way: complete it first")
-        if request_id not in self._ids:
+        group = self._held(request_id)
+        if group is None:
             raise InvalidArgument(
                 f"[Scheduler.cancel] no request {request_id!r} is waiting, running or swapped"
             )
-        group = self._ids[request_id]
-        self._queue_of(group).remove(group)
-        self._end(group, Status.CANCELLED)
+        self._settle()
+        self._settled = False
+        self._note([*self._free(group, group.holders), *self._leave(group, Status.CANCELLED)])
+        self._forget(group)
+        self._settled = True
+
+    def _held(self, request_id: abc.Hashable) -> Group | None:
+        group = self._groups.get(request_id)
+        return group if group is not None and group.status in _HELD else None
 
     # ------------------------------------------------------------------ planning
 
     def plan(self) -> Plan:
         """The next iteration; memory for it is mapped. Empty where nothing can be computed now: call again
-        while there are ``unfinished`` requests. Raises InvalidArgument where the last is not complete."""
-        if self._planned is not None:
+        while there are ``unfinished`` requests.
+
+        Raises:
+            InvalidArgument: the last one is not complete.
+            DriverError, OutOfPages, NoFreeSlot, TimedOut: of the cache. No iteration is under way.
+        """
+        if self.planned is not None:
             raise InvalidArgument(
                 "[Scheduler.plan] the last iteration is not complete: call complete() first"
             )
-        plan, self._next = self._next, Plan()
+        self._settle()
+        self._settled = False
+        plan = self._next
+        plan.work, plan.sampled, plan.tokens = [], [], 0
+        for group in self._prompts:
+            self._share(group)
+        self._prompts = []
         self._advance(plan)
         if not plan.preempted:
             self._admit(plan)
-        self._planned = plan
+        commit(
+            [
+                (setattr, self, "planned", plan),
+                (setattr, self, "_next", Plan()),
+                (setattr, self, "_settled", True),
+            ]
+        )
         return plan
 
     def _advance(self, plan: Plan) -> None:
@@ -182,11 +234,10 @@ class Scheduler:
                     _plan_sampling(plan, i, work)
                 return
             plan.work, plan.tokens = [], 0
-            victim = self.running.pop()
-            if self.running:
-                self._preempt(plan, victim)
+            if len(self.running) > 1:
+                self._preempt(plan, self.running[-1])
             else:
-                self._fail(plan, victim)
+                self._fail(plan, self.running[0])
 
     def _plan_running(self, plan: Plan) -> None:
         prompts: list[Sequence] = []
@@ -222,17 +273,18 @@ class Scheduler:
             came_back = queue is self.swapped
             if plan.tokens + len(group.holders) > self.token_budget:
                 return
-            if not came_back and len(group.live) > self._slots_free:
+            if not came_back and len(group.live) > self._slots_free():
                 return
             if self._bring_back(plan, group) if came_back else self._place(plan, group):
-                queue.pop(0)
-                group.status = Status.RUNNING
-                self.running.append(group)
-            elif self.running:
-                self._refused = True
-            else:
-                queue.pop(0)
+                continue
+            if not self.running:
                 self._fail(plan, group)
+                continue
+            self._refused = True
+
+    def _slots_free(self) -> int:
+        """Those that no request has, or gets once its prompt is computed."""
+        return self.cache.max_batch - sum(len(group.live) for group in self.running + self.swapped)
 
     def _place(self, plan: Plan, group: Group) -> bool:
         """Gives a waiting request a slot, and memory for all of its prompt: a piece of it would be lost again
@@ -240,30 +292,43 @@ class Scheduler:
         sequence, request = group.live[0], group.request
         target = _target(sequence)
         tokens = None if isinstance(request.prompt, int) else sequence.ids(0, target)
-        slot = self.cache.alloc(
-            tokens, salt=request.salt, expect=group.prompt_tokens + request.max_new_tokens
-        )
+        try:
+            slot = self.cache.alloc(
+                tokens, salt=request.salt, expect=group.prompt_tokens + request.max_new_tokens
+            )
+        except NoFreeSlot:  # the cache has lost some to calls that it could not undo
+            if self.running:
+                return False
+            raise
         covered = self.cache.length(slot)
-        self._lengths[slot] = target
-        if not self.cache.step(self._lengths):
-            self._lengths[slot] = 0
+        lengths = self._lengths.copy()
+        lengths[slot] = target
+        if not self.cache.step(lengths):
             self.cache.free(slot)
             return False
-        sequence.slot = slot
-        sequence.computed = sequence.published = covered
-        self._slots_free -= len(group.live)
+        changes: list[Change] = [
+            (setattr, sequence, "slot", slot),
+            (setattr, sequence, "computed", covered),
+            (setattr, sequence, "published", covered),
+            (setattr, self, "_lengths", lengths),
+        ]
         if not group.admitted:
-            group.admitted = True
-            plan.admitted.append(group)
-            self.stats.admitted += 1
-            self.stats.prompt_tokens += group.prompt_tokens
-            self.stats.reused_tokens += covered
+            stats = self.stats
+            changes += [
+                (setattr, group, "admitted", True),
+                (plan.admitted.append, group),
+                (setattr, stats, "admitted", stats.admitted + 1),
+                (setattr, stats, "prompt_tokens", stats.prompt_tokens + group.prompt_tokens),
+                (setattr, stats, "reused_tokens", stats.reused_tokens + covered),
+            ]
+        self._note([*changes, *self._run(group)])
         self._plan_piece(plan, sequence)
         _plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
         return True
 
     def _bring_back(self, plan: Plan, group: Group) -> bool:
         """Swaps a request in, with room for a token more of each sequence; or leaves it where it was."""
+        self._changing.append(group)
         lengths = self._lengths.copy()
         back: list[int] = []
         for sequence in group.holders:
@@ -273,147 +338,269 @@ class Scheduler:
             back.append(slot)
             lengths[slot] = max(self.cache.length(slot), sequence.computed + 1)
         if len(back) < len(group.holders) or not self.cache.step(lengths):
-            self.cache.swap_out(back)
+            if back:
+                self.cache.swap_out(back)
+            self._note([])
             return False
-        self._lengths = lengths
-        plan.swapped_in += back
+        self._note([(plan.swapped_in.extend, back), (setattr, self, "_lengths", lengths), *self._run(group)])
         for sequence in group.holders:
             plan.work.append(Work(sequence, sequence.computed, sequence.computed + 1))
             plan.tokens += 1
             _plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
         return True
 
+    def _run(self, group: Group) -> list[Change]:
+        return [
+            (self._queue_of(group).remove, group),
+            (self.running.append, group),
+            (setattr, group, "status", Status.RUNNING),
+        ]
+
     # ------------------------------------------------------------------ making room
 
     def _preempt(self, plan: Plan, group: Group) -> None:
-        plan.preempted.append(group)
-        self._refused = True  # until somebody ends: it would be the first to go again
-        if len(group.holders) > 1 and self._swap_out(group):
-            self.stats.swapped += 1
+        stats, shared = self.stats, len(group.holders) > 1
+        if shared and (changes := self._swap_out(group)):
+            changes.append((setattr, stats, "swapped", stats.swapped + 1))
         else:
-            self._recompute(group, publish=len(group.holders) == 1)
-            self.stats.recomputed += 1
+            if not shared:  # what is published need not be computed again, unless memory is short until then
+                self._publish(group.live[0], group.live[0].computed)
+            changes = [*self._free(group, group.holders), *self._wait(group)]
+            changes.append((setattr, stats, "recomputed", stats.recomputed + 1))
+        # Until somebody ends: it would be the first to go again.
+        self._note([*changes, (plan.preempted.append, group), (setattr, self, "_refused", True)])
 
-    def _swap_out(self, group: Group) -> bool:
-        """False where host memory is short; the slots are then to be freed."""
+    def _swap_out(self, group: Group) -> list[Change]:
+        """Moves its slots to the host, and says what is then to be noted: nothing where that has no room."""
+        self._changing.append(group)
+        slots = [_slot(sequence) for sequence in group.holders]
         try:
-            self.cache.swap_out([_slot(sequence) for sequence in group.holders])
+            self.cache.swap_out(slots)
         except MemoryError:
-            return False
-        for sequence in group.holders:
-            self._lengths[_slot(sequence)] = 0
-        group.status = Status.SWAPPED
-        insort(self.swapped, group, key=lambda group: group.order)
-        return True
+            return []
+        return [
+            *((self._lengths.__setitem__, slot, 0) for slot in slots),
+            (self._queue_of(group).remove, group),
+            (self.swapped.insert, bisect(self.swapped, group.order, key=_order), group),
+            (setattr, group, "status", Status.SWAPPED),
+        ]
 
-    def _recompute(self, group: Group, publish: bool = False) -> None:
-        """Back to the waiting, where its arrival puts it. What is published first, and not given up until
-        then, need not be computed again."""
-        for sequence in group.holders:
-            if publish:
-                self._publish(sequence)
-            self._free(sequence)
+    def _wait(self, group: Group) -> list[Change]:
+        """Back to the waiting, where its arrival puts it, with nothing computed."""
+        changes: list[Change] = [
+            (self._queue_of(group).remove, group),
+            (self.waiting.insert, bisect(self.waiting, group.order, key=_order), group),
+            (setattr, group, "status", Status.WAITING),
+            (setattr, group, "forked", len(group.live) == 1),
+        ]
         for sequence in group.live:
-            sequence.computed = sequence.published = 0
-        self._slots_free += len(group.live)
-        group.forked = len(group.live) == 1
-        group.status = Status.WAITING
-        insort(self.waiting, group, key=lambda group: group.order)
+            changes += [(setattr, sequence, name, 0) for name in ("computed", "published")]
+            changes.append((setattr, sequence, "slot", None))
+        return changes
 
     def _fail(self, plan: Plan, group: Group) -> None:
         tokens = max(sequence.known for sequence in group.live)
-        group.reason = (
+        reason = (
             f"{tokens} tokens in {len(group.live)} sequences do not fit into the cache's memory with nothing "
             "else running: give its pool a larger budget, or ask for less"
         )
-        plan.failed.append(group)
-        self.stats.failed += 1
-        self._end(group, Status.FAILED)
+        self._note(
+            [
+                *self._free(group, group.holders),
+                *self._leave(group, Status.FAILED, reason),
+                (plan.failed.append, group),
+                (setattr, self.stats, "failed", self.stats.failed + 1),
+            ]
+        )
+        self._forget(group)
 
-    def _end(self, group: Group, status: Status) -> None:
-        if group.status in (Status.RUNNING, Status.SWAPPED):
-            self._slots_free += len(group.live)
-            for sequence in group.holders:
-                self._free(sequence)
-        group.status = status
-        del self._ids[group.request.id]
-        self._refused = False
+    def _leave(self, group: Group, status: Status, reason: str = "") -> list[Change]:
+        """The end of a request, whose slots are free."""
+        return [
+            (self._queue_of(group).remove, group),
+            (setattr, group, "status", status),
+            (setattr, group, "reason", reason),
+            (setattr, self, "_refused", False),
+        ]
 
-    def _free(self, sequence: Sequence) -> None:
-        slot = _slot(sequence)
-        self.cache.free(slot)
-        self._lengths[slot] = 0
-        sequence.slot = None
+    def _free(self, group: Group, sequences: list[Sequence]) -> list[Change]:
+        """Frees slots, and says what is then to be noted."""
+        self._changing.append(group)
+        changes: list[Change] = []
+        for sequence in sequences:
+            if sequence.slot is not None:
+                self.cache.free(sequence.slot)
+                changes += [
+                    (setattr, sequence, "slot", None),
+                    (self._lengths.__setitem__, sequence.slot, 0),
+                ]
+        return changes
 
     def _queue_of(self, group: Group) -> list[Group]:
         return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[
             group.status
         ]
 
+    # ------------------------------------------------------------------ keeping books and cache together
+
+    def _note(self, changes: list[Change]) -> None:
+        """Brings the books up to what was done to the cache."""
+        commit([*changes, (self._changing.clear,)])
+
+    def _forget(self, group: Group) -> None:
+        """Gives up the id of a request that has ended."""
+        self._groups.pop(group.request.id, None)
+
+    def _settle(self) -> None:
+        """After an operation that was cut off: the requests whose slots it was changing are computed again,
+        slots that nobody has by the books are freed, and lengths are those of the cache."""
+        if self._settled:
+            return
+        for group in self._changing:
+            if group.status in (Status.RUNNING, Status.SWAPPED):
+                commit(self._wait(group))
+        self._groups = {group.request.id: group for group in [*self.waiting, *self.running, *self.swapped]}
+        held = {s.slot for group in self.running + self.swapped for s in group.holders}
+        for slot in range(self.cache.max_batch):
+            if slot not in held:
+                with suppress(InvalidArgument):  # most are free already
+                    self.cache.free(slot)
+        lengths = [0] * self.cache.max_batch
+        for group in self.running:
+            for sequence in group.holders:
+                lengths[_slot(sequence)] = self.cache.length(_slot(sequence))
+        self._note([(setattr, self, "_lengths", lengths), (setattr, self, "_settled", True)])
+
     # ------------------------------------------------------------------ completing
 
-    def complete(self, plan: Plan, tokens: abc.Sequence[int] | None = None) -> list[Group]:
+    def complete(self, plan: Plan, tokens: abc.Sequence[int | Exception] | None = None) -> list[Group]:
         """Takes note that the plan's tokens are computed, and of those that were chosen.
 
         Args:
             plan: the last one of ``plan()``.
-            tokens: a token id for each of ``plan.sampled``; None where only their number is known.
+            tokens: a token id for each of ``plan.sampled``, or the exception that there was instead: that
+                request fails, and no other. None where only their number is known.
 
-        Returns the requests that are finished.
+        Returns the requests that ended.
 
-        Raises InvalidArgument for another plan, or another number of tokens; nothing was changed.
+        Raises:
+            InvalidArgument: another plan, another number of tokens, or no token ids; nothing was changed.
+            DriverError, OutOfPages, TimedOut: of the cache. The iteration is still under way.
         """
-        if plan is not self._planned:
+        if plan is not self.planned:
             raise InvalidArgument("[Scheduler.complete] this is not the iteration that is under way")
         if tokens is not None and len(tokens) != len(plan.sampled):
             raise InvalidArgument(
                 f"[Scheduler.complete] {len(tokens)} tokens, {len(plan.sampled)} sequences are due one"
             )
-        self._planned = None
-        self.stats.computed_tokens += plan.tokens
+        chosen = None if tokens is None else _chosen(tokens)
+        self._settle()
+        self._settled = False
+        computed: list[Sequence] = []
+        stops: list[int] = []
+        prompts: list[Group] = []
         for sequence, start, stop in plan.work:
-            sequence.computed = stop
-            if start < sequence.group.prompt_tokens <= stop:
-                self._publish(sequence)
-                if not sequence.group.forked:
-                    self._fork(sequence.group)
-        finished: list[Group] = []
-        for i, (_, sequence) in enumerate(plan.sampled):
+            if sequence.slot is not None:  # otherwise lost with an operation that was cut off
+                computed.append(sequence)
+                stops.append(stop)
+                if start < sequence.group.prompt_tokens <= stop:
+                    prompts.append(sequence.group)
+        extended: list[Sequence] = []
+        known: list[int] = []
+        going: dict[Group, list[Sequence]] = {}
+        errors: dict[Group, Exception] = {}
+        for (_, sequence), token in zip(plan.sampled, chosen or repeat(None), strict=False):
             group = sequence.group
-            sequence.known += 1
-            ended = sequence.generated == group.request.max_new_tokens
-            if tokens is not None:
-                sequence.output.append(int(tokens[i]))
-                ended = ended or sequence.output[-1] in group.request.stop
-            if ended:
-                self._end_sequence(sequence)
-                if not group.live:
-                    finished.append(group)
-        return finished
+            if isinstance(token, Exception):
+                errors.setdefault(group, token)
+                continue
+            n = sequence.known + 1
+            extended.append(sequence)
+            known.append(n)
+            request = group.request
+            if n - group.prompt_tokens == request.max_new_tokens or token in request.stop:
+                going.setdefault(group, []).append(sequence)
+        changes = [
+            each(setattr, computed, repeat("computed"), stops),
+            each(setattr, extended, repeat("known"), known),
+        ]
+        if chosen is not None:
+            ids = chosen if not errors else [token for token in chosen if not isinstance(token, Exception)]
+            changes.append(each(list.append, [sequence.output for sequence in extended], ids))
+        for group, error in errors.items():
+            going.pop(group, None)
+            changes += self._free(group, group.holders)
+            changes += self._leave(group, Status.FAILED, f"{type(error).__name__}: {error}")
+        ended_groups = list(errors)
+        for group, sequences in going.items():
+            changes += self._end_sequences(group, sequences)
+            if len(sequences) == len(group.live):
+                changes += self._leave(group, Status.FINISHED)
+                ended_groups.append(group)
+        stats = self.stats
+        self._note(
+            [
+                *changes,
+                (setattr, stats, "computed_tokens", stats.computed_tokens + plan.tokens),
+                (setattr, stats, "finished", stats.finished + len(ended_groups) - len(errors)),
+                (setattr, stats, "failed", stats.failed + len(errors)),
+                (setattr, self, "_prompts", prompts),
+                (setattr, plan, "ended", ended_groups),
+                (setattr, self, "planned", None),
+            ]
+        )
+        for group in ended_groups:
+            self._forget(group)
+        self._settled = True
+        return ended_groups
+
+    def _end_sequences(self, group: Group, ended: list[Sequence]) -> list[Change]:
+        """Publishes what they computed, and frees their slots."""
+        self._changing.append(group)  # were it abandoned now, pages that are published would be written again
+        first, live = group.live[0], [sequence for sequence in group.live if sequence not in ended]
+        changes: list[Change] = [(setattr, group, "live", live), (setattr, self, "_refused", False)]
+        for sequence in ended:
+            if sequence.slot is not None:
+                self._publish(sequence, sequence.known)
+        if group.forked or not live:
+            return [*self._free(group, ended), *changes]
+        changes.append((setattr, group, "forked", len(live) == 1))
+        if first in ended and first.slot is not None:  # the prompt's only slot goes on to the next
+            changes += [
+                (setattr, live[0], "slot", first.slot),
+                (setattr, live[0], "computed", group.prompt_tokens),
+                (setattr, live[0], "published", first.published),
+                (setattr, first, "slot", None),
+            ]
+        return changes
 
     def abandon(self, plan: Plan) -> None:
         """Takes an iteration back that could not be computed: its tokens are planned again.
 
         Raises InvalidArgument for another plan than the last.
         """
-        if plan is not self._planned:
+        if plan is not self.planned:
             raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
-        self._planned = None
-        self._next = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
+        news = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
+        commit([(setattr, self, "_next", news), (setattr, self, "planned", None)])
 
     def reorder(self, request_id: abc.Hashable, sources: abc.Sequence[int]) -> None:
         """A step of a beam search, between two iterations: the request's i-th live sequence continues the
         ``sources[i]``-th. Nothing is copied.
 
-        Raises InvalidArgument where the request's sequences do not all have slots, or for sources that are
-        not its own.
+        Raises:
+            InvalidArgument: the request's sequences have no tokens of their own, or are swapped out; sources
+                are not its own; an iteration is under way.
+            DriverError, OutOfPages, TimedOut: of the cache. The sequences are as before.
         """
-        group = self._ids.get(request_id)
+        if self.planned is None:
+            self._settle()
+        group = self._held(request_id)
         if (
-            self._planned is not None
+            self.planned is not None
             or group is None
-            or group.status is not Status.RUNNING
-            or not group.forked
+            or group.status is Status.SWAPPED
+            or group.live[0].generated == 0
         ):
             raise InvalidArgument(
                 f"[Scheduler.reorder] request {request_id!r} has no sequences at work: call it after "
@@ -424,43 +611,74 @@ class Scheduler:
             raise InvalidArgument(
                 f"[Scheduler.reorder] sources {list(sources)} of {len(live)} live sequences"
             )
-        before = [_slot(sequence) for sequence in live]
-        slots = self.cache.reorder(before, [before[source] for source in sources])
-        states = [(list(s.output), s.known, s.computed, s.published, self._lengths[_slot(s)]) for s in live]
-        for slot in before:
-            self._lengths[slot] = 0
-        for sequence, source, slot in zip(live, sources, slots, strict=True):
-            output, sequence.known, sequence.computed, sequence.published, length = states[source]
-            sequence.output, sequence.slot = list(output), slot
-            self._lengths[slot] = length
+        changes: list[Change] = []
+        for sequence, source in zip(live, sources, strict=True):
+            changes.append((setattr, sequence, "known", live[source].known))
+            changes.append((setattr, sequence, "output", list(live[source].output)))
+        if group.status is Status.RUNNING and group.forked:  # otherwise one slot has their prompt, or none
+            self._settled = False
+            self._changing.append(group)
+            before = [_slot(sequence) for sequence in live]
+            slots = self.cache.reorder(before, [before[source] for source in sources])
+            lengths = self._lengths.copy()
+            for slot in before:
+                lengths[slot] = 0
+            for sequence, source, slot in zip(live, sources, slots, strict=True):
+                lengths[slot] = self._lengths[before[source]]
+                changes += [
+                    (setattr, sequence, "slot", slot),
+                    (setattr, sequence, "computed", live[source].computed),
+                    (setattr, sequence, "published", live[source].published),
+                ]
+            changes.append((setattr, self, "_lengths", lengths))
+        self._note([*changes, (setattr, self, "_settled", True)])
 
-    def _fork(self, group: Group) -> None:
+    def _share(self, group: Group) -> None:
+        """Publishes a prompt that is computed, and gives each sequence a slot that continues it."""
+        if group.status is not Status.RUNNING:
+            return  # it has ended since, or is computed again
         first, *others = group.live
+        self._publish(first, first.computed)
+        if group.forked:
+            return
+        self._changing.append(group)
+        lengths = self._lengths.copy()
+        changes: list[Change] = [
+            (setattr, group, "forked", True),
+            (setattr, self, "_lengths", lengths),
+        ]
         for sequence, slot in zip(others, self.cache.fork(_slot(first), len(others)), strict=True):
-            sequence.slot = slot
-            sequence.computed, sequence.published = first.computed, first.published
-            self._lengths[slot] = self._lengths[_slot(first)]
-        group.forked = True
+            lengths[slot] = lengths[_slot(first)]
+            changes += [
+                (setattr, sequence, "slot", slot),
+                (setattr, sequence, "computed", first.computed),
+                (setattr, sequence, "published", first.published),
+            ]
+        self._note(changes)
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: Sequence, computed: int) -> None:
+        """Puts what is new of a sequence's computed tokens into the cache's index."""
         request = sequence.group.request
         known = sequence.group.prompt_tokens + len(sequence.output)
-        tokens = 0 if isinstance(request.prompt, int) else min(known, sequence.computed)
+        tokens = 0 if isinstance(request.prompt, int) else min(known, computed)
         if tokens - sequence.published >= self._unit:
             ids = sequence.ids(0, tokens)
             sequence.published = self.cache.publish(_slot(sequence), ids, salt=request.salt)
 
-    def _end_sequence(self, sequence: Sequence) -> None:
-        group = sequence.group
-        self._publish(sequence)
-        self._free(sequence)
-        self._slots_free += 1
-        self._refused = False
-        group.live.remove(sequence)
-        if not group.live:
-            self.running.remove(group)
-            self._end(group, Status.FINISHED)
-            self.stats.finished += 1
+
+_HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)
+_order = attrgetter("order")
+
+
+def _chosen(tokens: abc.Sequence[int | Exception]) -> abc.Sequence[int | Exception]:
+    """Token ids as ints. Raises InvalidArgument for what is none."""
+    with suppress(TypeError, OverflowError):
+        ids = array("q", iter(cast("abc.Sequence[int]", tokens)))
+        if min(ids, default=0) >= 0:
+            return ids
+    return [
+        token if isinstance(token, Exception) else token_id("Scheduler.complete", token) for token in tokens
+    ]
 
 
 def _slot(sequence: Sequence) -> int:

@@ -1,0 +1,259 @@
+"""Exceptions from outside, before every bytecode of the scheduler and the engine (I17): no request, token or
+slot is lost, and none is there twice."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+import vtensor.serving
+from interrupts import at_every_bytecode, moment, place
+from kv_model import ModelCache
+from serving_support import GROUPS, SINGLES, SLOTS, alone, choose, engine_over
+from vtensor import InvalidArgument
+from vtensor.serving import Request, Status
+from vtensor.serving.engine import _completion
+
+
+class Run:
+    """An engine on its way, and the ends that it has returned."""
+
+    def __init__(self, budget: int, requests: list[Request], steps: int = 0) -> None:
+        self.requests = requests
+        self.cache = ModelCache(2, 2, 64, SLOTS, 64, torch.float32, layer_group=2, budget=budget)
+        self.engine = engine_over(self.cache, token_budget=16)
+        self.scheduler = self.engine.scheduler
+        self.ends = []
+        for request in requests:
+            self.engine.submit(request)
+        for _ in range(steps):
+            self.ends += self.engine.step()
+
+    def check_books(self) -> None:
+        """What holds at any time, also right behind an exception."""
+        scheduler = self.scheduler
+        queues = {
+            Status.WAITING: scheduler.waiting,
+            Status.RUNNING: scheduler.running,
+            Status.SWAPPED: scheduler.swapped,
+        }
+        for status, queue in queues.items():
+            orders = [group.order for group in queue]
+            assert orders == sorted(set(orders))
+            for group in queue:
+                assert group.status is status
+                holders = [] if status is Status.WAITING else group.holders
+                for sequence in group.live:
+                    assert (sequence.slot is not None) == (sequence in holders)
+                    assert sequence.slot is not None or sequence.computed == 0
+                assert all(len(sequence.output) == sequence.generated for sequence in group.sequences)
+        slots = [s.slot for group in scheduler.running + scheduler.swapped for s in group.holders]
+        assert len(set(slots)) == len(slots)
+
+    def finish(self, cancelled: tuple = ()) -> None:
+        """It goes on to the end that it would have had."""
+        self.check_books()
+        for _ in range(200):
+            self.ends += self.engine.step()
+            if not self.scheduler.unfinished:
+                break
+        wanted = [request for request in self.requests if request.id not in cancelled]
+        ends = {end.id: end for end in self.ends}
+        assert len(ends) == len(self.ends) and set(ends) == {request.id for request in wanted}
+        for request in wanted:
+            if request.id == "never":
+                assert "larger budget" in ends["never"].error
+            else:
+                assert ends[request.id].tokens == alone(request) and not ends[request.id].error
+        stats = self.scheduler.stats
+        assert (stats.finished, stats.failed) == (len(wanted) - 1, 1)
+        assert self.cache.stats().slots_free == SLOTS
+        self.engine.forward.store.check()
+
+
+def steps_of(mix) -> int:
+    run, steps = Run(*mix), 0
+    while run.scheduler.unfinished:
+        run.ends += run.engine.step()
+        steps += 1
+    run.finish()
+    return steps
+
+
+def interrupt(setup, operation, check, **options) -> int:
+    options = {"within": vtensor.serving, "each": place} | options
+    return at_every_bytecode(setup, operation, check, **options)
+
+
+def test_step():
+    """Each iteration of two runs in turn: the ends come from this step, or from a later one."""
+    seen = set()
+
+    def check(run, outcome):
+        run.ends += outcome.result or []
+        run.finish()
+
+    for mix in (GROUPS, SINGLES):
+        for steps in range(steps_of(mix)):
+            interrupt(partial(Run, *mix, steps), lambda run: run.engine.step(), check, stride=3, seen=seen)
+    assert len(seen) > 1500
+
+
+def test_run():
+    def check(run, outcome):
+        run.ends += (outcome.result or {}).values()
+        run.finish()
+
+    tried = interrupt(lambda: Run(*GROUPS), lambda run: run.engine.run(), check, each=moment, stride=997)
+    assert tried > 20
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_an_iteration_can_be_completed_again_or_abandoned(abandoned):
+    """Whatever complete() had done; where it had done all, the plan says what ended."""
+
+    def prepared(steps):
+        run = Run(*GROUPS, steps)
+        run.plan = run.scheduler.plan()
+        work = run.engine.forward(run.plan)
+        run.tokens = [choose(work[i], sequence) for i, sequence in run.plan.sampled]
+        return run
+
+    def check(run, outcome):
+        plan, scheduler = run.plan, run.scheduler
+        run.check_books()
+        assert (scheduler.planned is None) == (plan.ended is not None)
+        if scheduler.planned is None:
+            with pytest.raises(InvalidArgument, match="under way"):
+                scheduler.complete(plan, run.tokens)
+        elif abandoned:
+            scheduler.abandon(plan)
+        else:
+            scheduler.complete(plan, run.tokens)
+        if plan.ended is not None:
+            run.ends += map(_completion, plan.failed + plan.ended)
+        run.finish()
+
+    seen = set()
+    for steps in range(steps_of(GROUPS)):
+        interrupt(
+            partial(prepared, steps),
+            lambda run: run.scheduler.complete(run.plan, run.tokens),
+            check,
+            stride=2,
+            seen=seen,
+        )
+
+
+@pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING, Status.SWAPPED])
+def test_cancel(status):
+    def group_of(run):
+        scheduler = run.scheduler
+        groups = [*scheduler.waiting, *scheduler.running, *scheduler.swapped]
+        return next(group for group in groups if group.request.id == "group")
+
+    def prepared():
+        run = Run(*GROUPS)
+        while group_of(run).status is not status:
+            run.ends += run.engine.step()
+        run.group = group_of(run)
+        return run
+
+    def check(run, outcome):
+        run.check_books()
+        if run.group.status is not Status.CANCELLED:
+            assert outcome.interrupted
+            run.scheduler.cancel("group")
+        with pytest.raises(InvalidArgument, match="no request 'group'"):
+            run.scheduler.cancel("group")
+        run.finish(cancelled=("group",))
+
+    assert interrupt(prepared, lambda run: run.scheduler.cancel("group"), check) > 50
+
+
+def test_add():
+    *others, last = GROUPS[1]
+
+    def check(run, outcome):
+        run.requests = GROUPS[1]
+        if run.scheduler.unfinished == len(others):
+            run.engine.submit(last)
+        with pytest.raises(InvalidArgument, match="there already"):
+            run.engine.submit(last)
+        run.finish()
+
+    assert interrupt(lambda: Run(GROUPS[0], others), lambda run: run.engine.submit(last), check) > 50
+
+
+def test_reorder():
+    """The beams are those of before, or go on with their sources; FakeModel checks what they read."""
+    sources = [1, 1, 0]
+
+    def prepared(steps):
+        run = Run(60, [Request("beams", [1, 0, 1, 1, 0], 8, samples=3)], steps)
+        (run.group,) = run.scheduler.running
+        run.steps, run.before = steps, [sequence.tokens for sequence in run.group.live]
+        return run
+
+    def reorder(run):
+        run.scheduler.reorder("beams", sources)
+
+    def check(run, outcome):
+        after = [run.before[source] for source in sources]
+        run.check_books()
+        if [sequence.tokens for sequence in run.group.live] != after:
+            assert outcome.interrupted and [sequence.tokens for sequence in run.group.live] == run.before
+            reorder(run)
+        assert [sequence.tokens for sequence in run.group.live] == after
+        (end,) = run.engine.run().values()
+        assert [tokens[: run.steps] for tokens in end.tokens] == [tokens[5:] for tokens in after]
+        assert run.cache.stats().slots_free == SLOTS
+
+    for steps in (1, 3):
+        assert interrupt(partial(prepared, steps), reorder, check) > 50
+
+
+class Name:
+    """An id whose hash and comparison are Python, and may be interrupted."""
+
+    def __init__(self, name) -> None:
+        self.name = name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other) -> bool:
+        return self.name == other.name
+
+
+def test_ids_whose_hash_is_interrupted():
+    requests = [Request(Name(i), [i] * 6, 3) for i in range(3)]
+
+    def prepared():
+        run = Run(60, requests)
+        run.seen = run.engine.step()
+        return run
+
+    def serve(run):
+        run.engine.submit(Request(Name(3), [3] * 6, 3))
+        run.scheduler.cancel(Name(1))
+        return run.engine.run()
+
+    def check(run, outcome):
+        run.check_books()
+        done = run.seen
+        done += (outcome.result or {}).values()
+        while run.scheduler.unfinished:
+            done += run.engine.step()
+        done += run.engine.step()
+        names = [end.id.name for end in done]
+        assert len(set(names)) == len(names) and {0, 2} <= set(names) <= {0, 1, 2, 3}
+        assert run.cache.stats().slots_free == SLOTS
+        for name in range(4):  # all are free again
+            run.engine.submit(Request(Name(name), [1], 1))
+
+    here = sys.modules[__name__]
+    assert interrupt(prepared, serve, check, within=here, each=moment) > 30
