@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from vtensor import InvalidArgument, KVCache
-from vtensor.serving import Plan
+from vtensor.serving import Plan, Request
 
 __all__ = ["ServedModel", "serving_cache"]
 
@@ -76,9 +76,24 @@ class ServedModel:
         self._states = _States(self)
         self._plan = Plan()
         self._slots = self._positions = torch.empty(0, dtype=torch.long)
+        self._vocabulary: int = config.vocab_size
         self._name = f"vtensor-served-{next(_names)}"
-        AttentionInterface.register(self._name, self._attend)
-        model.set_attn_implementation(self._name)
+        try:
+            AttentionInterface.register(self._name, self._attend)
+            model.set_attn_implementation(self._name)
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidArgument for a prompt of token ids that the model has not."""
+        assert not isinstance(request.prompt, int)
+        largest = max(request.prompt[:])
+        if largest >= self._vocabulary:
+            raise InvalidArgument(
+                f"[ServedModel] token id {largest} in the prompt of request {request.id!r}: the model has "
+                f"{self._vocabulary}"
+            )
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """Computes the plan's work; returns the logits at the end of each, [work, vocabulary]."""

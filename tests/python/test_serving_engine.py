@@ -150,6 +150,17 @@ def test_a_request_that_cannot_fit_ends_with_its_reason():
     assert done["fits"].tokens == alone(model, expected)
 
 
+def test_a_prompt_of_ids_that_the_model_has_not_is_refused():
+    model = make_llama("sdpa")
+    good = Request("good", ids(9, 2), 6)
+    with engine_for(model, pages=8) as engine:
+        engine.submit(good)
+        with pytest.raises(InvalidArgument, match=f"{VOCAB} in the prompt of request 'bad'.* has {VOCAB}"):
+            engine.submit(Request("bad", [1, VOCAB], 6))
+        done = engine.run()
+    assert done["good"].tokens == alone(model, good)
+
+
 def test_the_model_has_its_own_attention_again():
     model = make_llama("sdpa")
     request = Request(0, ids(30, 2), 6)

@@ -1,0 +1,135 @@
+"""One bad request is refused, or ends with its reason, and no other hears of it."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+
+from serving_support import FakeModel, alone, choose, opened, store_of
+from vtensor import InvalidArgument
+from vtensor.serving import Engine, Request, Scheduler
+
+BAD = {
+    "no ids": ({"prompt": None}, "not of token ids"),
+    "too large an id": ({"prompt": [1, 2**63]}, "is too large"),
+    "far too large an id": ({"prompt": [1, 2**64]}, "not of token ids"),
+    "a negative id": ({"prompt": (1, -1)}, "negative"),
+    "a fraction": ({"prompt": [1, 2.0]}, "not of token ids"),
+    "text": ({"prompt": "text"}, "not of token ids"),
+    "a set": ({"prompt": {1, 2}}, "not of token ids"),
+    "floats": ({"prompt": torch.ones(3)}, "not of token ids"),
+    "two prompts": ({"prompt": torch.ones(2, 3, dtype=torch.long)}, "not of token ids"),
+    "nothing": ({"prompt": []}, "at least one"),
+    "a salt of lists": ({"salt": ["tenant"]}, "give a string"),
+    "no salt": ({"salt": None}, "give a string"),
+    "half a token": ({"max_new_tokens": 2.5}, "whole number"),
+    "no number": ({"max_new_tokens": None}, "whole number"),
+    "no tokens": ({"max_new_tokens": 0}, "at least one"),
+    "half a sample": ({"samples": 0.5}, "whole number"),
+    "no samples": ({"samples": 0}, "at least one"),
+    "no stop": ({"stop": None}, "set of token ids"),
+    "a stop of words": ({"stop": {"stop"}}, "set of token ids"),
+    "a list for an id": ({"id": [1]}, "hashable"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_cannot_be_made(name):
+    changed, message = BAD[name]
+    with pytest.raises(InvalidArgument, match=message) as refused:
+        Request(**{"id": "bad", "prompt": [1, 2], "max_new_tokens": 2} | changed)
+    assert str(refused.value).startswith("[Request] ")
+
+
+def test_what_is_made_stays_as_it_was_checked():
+    tokens, stop = [1, 2, 3], {4}
+    request = Request("a", tokens, 2, stop=stop)
+    tokens.append(2**63)
+    stop.add("x")
+    assert list(request.prompt) == [1, 2, 3] and request.stop == frozenset({4})
+    for prompt in (
+        torch.tensor([5, 6]),
+        torch.tensor([5, 6]).numpy(),
+        array("i", [5, 6]),
+        b"\5\6",
+        range(5, 7),
+    ):
+        made = Request("b", prompt, torch.tensor(2), samples=True)
+        assert list(made.prompt) == [5, 6] and type(made.max_new_tokens) is int
+
+
+@pytest.fixture
+def cache():
+    with opened("host", 60, 4) as cache:
+        yield cache
+
+
+GOOD = [Request("good", [1] * 8, 6), Request("fork", [2] * 6, 4, samples=2)]
+
+
+def test_what_is_no_request(cache):
+    engine = Engine(Scheduler(cache), FakeModel(store_of(cache)), choose)
+    for bad in (None, "request", ("id", [1], 2)):
+        with pytest.raises(InvalidArgument, match="is no Request"):
+            engine.submit(bad)
+    assert engine.scheduler.unfinished == 0
+
+
+def raising(work, sequence):
+    raise ZeroDivisionError("no chances")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (raising, "ZeroDivisionError: no chances"),
+        (lambda work, sequence: 2.5, "token id 2.5"),
+        (lambda work, sequence: 2**63, "token id 9223372036854775808"),
+        (lambda work, sequence: -1, "token id -1"),
+        (lambda work, sequence: None, "token id None"),
+    ],
+)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_choice_that_fails_ends_its_request_alone(cache, wrong, reason, samples):
+    """At its first token, and at a later one of one of its samples."""
+    for after in (0, 2):
+        bad = Request("bad", [3] * 6, 8, samples=samples)
+
+        def chosen(work, sequence, bad=bad, after=after):
+            failing = sequence.group.request is bad and sequence.generated == after
+            return (wrong if failing and sequence.index == samples - 1 else choose)(work, sequence)
+
+        engine = Engine(Scheduler(cache), FakeModel(store_of(cache)), chosen)
+        done = engine.run([bad, *GOOD])
+        assert reason in done["bad"].error
+        assert done["bad"].tokens[-1] == alone(bad)[-1][:after]
+        for good in GOOD:
+            assert done[good.id].tokens == alone(good) and not done[good.id].error
+        assert cache.stats().slots_free == 4
+        assert (engine.scheduler.stats.finished, engine.scheduler.stats.failed) == (2, 1)
+
+
+def test_tokens_that_are_none(cache):
+    scheduler = Scheduler(cache)
+    scheduler.add(GOOD[0])
+    plan = scheduler.plan()
+    for bad in (2.5, 2**63, -1, None, "1"):
+        with pytest.raises(InvalidArgument, match="Scheduler.complete.*token id"):
+            scheduler.complete(plan, [bad])
+    assert scheduler.planned is plan
+    scheduler.complete(plan, torch.tensor([3]))
+    assert scheduler.running[0].live[0].output == [3]
+
+
+def test_what_the_model_cannot_compute_is_not_queued(cache):
+    class Small(FakeModel):
+        def check(self, request):
+            if max(request.prompt) > 9:
+                raise InvalidArgument("[Small] too large")
+
+    engine = Engine(Scheduler(cache), Small(store_of(cache)), choose)
+    with pytest.raises(InvalidArgument, match="too large"):
+        engine.submit(Request("large", [10], 2))
+    assert list(engine.run([GOOD[0]])) == ["good"]
