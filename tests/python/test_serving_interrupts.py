@@ -4,15 +4,14 @@ slot is lost, and none is there twice."""
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
-import torch
 
 import vtensor.serving
 from interrupts import at_every_bytecode, moment, place
-from kv_model import ModelCache
-from serving_support import GROUPS, SINGLES, SLOTS, alone, choose, engine_over
+from serving_support import GROUPS, SINGLES, SLOTS, alone, choose, engine_over, opened
 from vtensor import InvalidArgument
 from vtensor.serving import Request, Status
 from vtensor.serving.engine import _completion
@@ -21,9 +20,10 @@ from vtensor.serving.engine import _completion
 class Run:
     """An engine on its way, and the ends that it has returned."""
 
-    def __init__(self, budget: int, requests: list[Request], steps: int = 0) -> None:
+    def __init__(self, budget: int, requests: list[Request], steps: int = 0, kind: str = "model") -> None:
         self.requests = requests
-        self.cache = ModelCache(2, 2, 64, SLOTS, 64, torch.float32, layer_group=2, budget=budget)
+        self.resources = ExitStack()
+        self.cache = self.resources.enter_context(opened(kind, budget, SLOTS))
         self.engine = engine_over(self.cache, token_budget=16)
         self.scheduler = self.engine.scheduler
         self.ends = []
@@ -72,6 +72,7 @@ class Run:
         assert (stats.finished, stats.failed) == (len(wanted) - 1, 1)
         assert self.cache.stats().slots_free == SLOTS
         self.engine.forward.store.check()
+        self.resources.close()
 
 
 def steps_of(mix) -> int:
@@ -98,8 +99,21 @@ def test_step():
 
     for mix in (GROUPS, SINGLES):
         for steps in range(steps_of(mix)):
-            interrupt(partial(Run, *mix, steps), lambda run: run.engine.step(), check, stride=3, seen=seen)
+            interrupt(partial(Run, *mix, steps), lambda run: run.engine.step(), check, stride=4, seen=seen)
     assert len(seen) > 1500
+
+
+def test_step_in_real_memory():
+    seen = set()
+
+    def check(run, outcome):
+        run.ends += outcome.result or []
+        run.finish()
+
+    for steps in range(0, steps_of(GROUPS), 2):
+        begin = partial(Run, *GROUPS, steps, "host")
+        interrupt(begin, lambda run: run.engine.step(), check, stride=23, seen=seen)
+    assert len(seen) > 1000
 
 
 def test_run():
