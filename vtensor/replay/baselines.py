@@ -30,6 +30,10 @@ class NeverSwapped:
     def swap_in(self, slot: int) -> bool:
         raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out")
 
+    def _check_used(self, slot: int, free: list[int]) -> None:
+        if slot in free:
+            raise InvalidArgument(f"[{type(self).__name__}.free] slot {slot} is free")
+
 
 class OneSample(NeverSwapped):
     """Nor are requests forked: those of a trace have one sample each."""
@@ -73,6 +77,7 @@ class StaticCache(OneSample):
         return True
 
     def free(self, slot: int) -> None:
+        self._check_used(slot, self._free)
         self._lengths[slot] = 0
         self._free.append(slot)
 

@@ -84,6 +84,7 @@ class PagedCache(NeverSwapped):
         return True
 
     def free(self, slot: int) -> None:
+        self._check_used(slot, self._free_slots)
         self._give_back(slot)
         self._hashes[slot] = []
         self._lengths[slot] = 0

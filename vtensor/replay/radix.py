@@ -64,6 +64,7 @@ class RadixCache(OneSample):
         return True
 
     def free(self, slot: int) -> None:
+        self._check_used(slot, self._free_slots)
         path = self._paths[slot]
         self._tokens_free += self._lengths[slot] - len(path) * self.unit
         self._clock += 1

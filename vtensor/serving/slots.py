@@ -16,7 +16,8 @@ class SlotStats(Protocol):
 
 
 class SlotCache(Protocol):
-    """One slot a sequence; :class:`vtensor.KVCache` says what each call does."""
+    """One slot a sequence; :class:`vtensor.KVCache` says what each call does. One that raises has changed
+    nothing, and ``free`` raises InvalidArgument for a slot that is free."""
 
     @property
     def max_batch(self) -> int:
