@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import index
 
 from vtensor.errors import InvalidArgument
 
-__all__ = ["Group", "Request", "Sequence", "Status"]
+__all__ = ["Group", "Request", "Sequence", "Status", "token_id"]
+
+
+def token_id(operation: str, token: object) -> int:
+    """A token id that was given as any kind of whole number. Raises InvalidArgument for anything else."""
+    try:
+        number = index(token)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise InvalidArgument(f"[{operation}] token id {token!r}: give a whole number from 0 to 2**63 - 1")
+    return number
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,10 @@ class Request:
         stop: token ids that end a sequence; they count as generated.
         salt: requests share prefixes only with those of the same salt, so that tenants are kept apart.
 
-    Raises InvalidArgument for an empty prompt, and for numbers under one.
+    A prompt that can be changed, a list or a tensor, is copied.
+
+    Raises InvalidArgument for anything of another type, what is no token id, an empty prompt, and numbers
+    under one.
     """
 
     id: abc.Hashable
@@ -34,14 +50,43 @@ class Request:
     salt: str = ""
 
     def __post_init__(self) -> None:
-        numbers = {
-            "tokens in the prompt": self.prompt_tokens,
-            "max_new_tokens": self.max_new_tokens,
-            "samples": self.samples,
-        }
+        try:
+            hash(self.id)
+        except TypeError:
+            raise InvalidArgument(f"[Request] id is {self.id!r}: give something hashable") from None
+        if not isinstance(self.salt, str):
+            raise self._wrong("salt", self.salt, "give a string")
+        if not isinstance(self.prompt, int):
+            object.__setattr__(self, "prompt", self._checked_prompt(self.prompt))
+        try:
+            object.__setattr__(self, "stop", frozenset(map(index, self.stop)))
+        except TypeError:
+            raise self._wrong("stop", self.stop, "give a set of token ids") from None
+        numbers = {"max_new_tokens": self.max_new_tokens, "samples": self.samples}
         for name, number in numbers.items():
+            try:
+                object.__setattr__(self, name, index(number))
+            except TypeError:
+                raise self._wrong(name, number, "give a whole number") from None
+        for name, number in {"tokens in the prompt": self.prompt_tokens, **numbers}.items():
             if number < 1:
-                raise InvalidArgument(f"[Request] {name}: {number}, of request {self.id!r}: at least one")
+                raise self._wrong(name, number, "at least one")
+
+    def _checked_prompt(self, prompt: abc.Sequence[int]) -> abc.Sequence[int]:
+        try:
+            ids = array("Q", list(prompt[:]))  # the fastest of the codes that refuse what is negative
+            if max(ids, default=0) >= 1 << 63:
+                raise OverflowError(f"{max(ids)} is too large")
+        except (LookupError, OverflowError, TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"[Request] the prompt of request {self.id!r} is not of token ids ({error}): give whole "
+                "numbers from 0 to 2**63 - 1, or how many they are"
+            ) from None
+        fixed = isinstance(prompt, abc.Sequence) and not isinstance(prompt, abc.MutableSequence)
+        return prompt if fixed else tuple(ids)
+
+    def _wrong(self, name: str, value: object, do: str) -> InvalidArgument:
+        return InvalidArgument(f"[Request] {name}: {value!r}, of request {self.id!r}: {do}")
 
     @property
     def prompt_tokens(self) -> int:
