@@ -7,8 +7,9 @@ with a model's forward; that of a Hugging Face model is in ``vtensor.integration
 from __future__ import annotations
 
 from vtensor.serving.engine import Completion, Engine, greedy
+from vtensor.serving.plans import Plan, SchedulerStats, Work
 from vtensor.serving.requests import Group, Request, Sequence, Status
-from vtensor.serving.scheduler import Plan, Scheduler, SchedulerStats, Work
+from vtensor.serving.scheduler import Scheduler
 from vtensor.serving.slots import SlotCache, SlotStats
 
 __all__ = [

@@ -9,8 +9,9 @@ import torch
 
 from vtensor.errors import InvalidArgument
 from vtensor.serving._commit import commit
+from vtensor.serving.plans import Plan
 from vtensor.serving.requests import Group, Request, Sequence, Status, token_id
-from vtensor.serving.scheduler import Plan, Scheduler
+from vtensor.serving.scheduler import Scheduler
 
 __all__ = ["Completion", "Engine", "greedy"]
 

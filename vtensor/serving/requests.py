@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import abc
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import index
+from typing import cast
 
 from vtensor.errors import InvalidArgument
 
-__all__ = ["Group", "Request", "Sequence", "Status", "token_id"]
+__all__ = ["Group", "Request", "Sequence", "Status", "token_id", "token_ids"]
 
 
 def token_id(operation: str, token: object) -> int:
@@ -22,6 +24,15 @@ def token_id(operation: str, token: object) -> int:
     if not 0 <= number < 1 << 63:
         raise InvalidArgument(f"[{operation}] token id {token!r}: give a whole number from 0 to 2**63 - 1")
     return number
+
+
+def token_ids(operation: str, tokens: abc.Sequence[int | Exception]) -> abc.Sequence[int | Exception]:
+    """Token ids as ints, and exceptions as they are. Raises InvalidArgument for anything else."""
+    with suppress(TypeError, OverflowError):
+        ids = array("q", iter(cast("abc.Sequence[int]", tokens)))
+        if min(ids, default=0) >= 0:
+            return ids
+    return [token if isinstance(token, Exception) else token_id(operation, token) for token in tokens]
 
 
 @dataclass(frozen=True)

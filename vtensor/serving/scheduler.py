@@ -12,72 +12,19 @@ cache and the books is settled when the next operation begins.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect
 from collections import abc
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
-from typing import NamedTuple, cast
 
 from vtensor.errors import InvalidArgument, NoFreeSlot
 from vtensor.serving._commit import Change, commit, each
-from vtensor.serving.requests import Group, Request, Sequence, Status, token_id
-from vtensor.serving.slots import SlotCache
+from vtensor.serving.plans import Plan, SchedulerStats, Work, plan_sampling, slot_of, target
+from vtensor.serving.requests import Group, Request, Sequence, Status, token_ids
+from vtensor.serving.slots import SlotCache, check_fits
 
-__all__ = ["Plan", "Scheduler", "SchedulerStats", "Work"]
-
-
-class Work(NamedTuple):
-    """Tokens ``[start, stop)`` of a sequence, whose K and V go to these positions of its slot."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-
-
-@dataclass
-class Plan:
-    """One iteration."""
-
-    work: list[Work] = field(default_factory=list)
-    """The decoding sequences (one token each) first, then pieces of prompts."""
-    sampled: list[tuple[int, Sequence]] = field(default_factory=list)
-    """Who gets a token from the logits at the end of which work (its index)."""
-    admitted: list[Group] = field(default_factory=list)
-    """Requests that have their first tokens computed here."""
-    preempted: list[Group] = field(default_factory=list)
-    """Requests that had to make room: swapped out, or back among the waiting."""
-    failed: list[Group] = field(default_factory=list)
-    """Requests that the cache cannot hold even alone."""
-    swapped_in: list[int] = field(default_factory=list)
-    """Slots on their way back: ``cache.wait(slot, layer)`` before each layer reads them."""
-    tokens: int = 0
-    """Tokens computed."""
-    ended: list[Group] | None = None
-    """Requests that ended with it; None until it is complete."""
-
-    def __bool__(self) -> bool:
-        return bool(self.work)
-
-
-@dataclass
-class SchedulerStats:
-    """Counts since the scheduler was made."""
-
-    admitted: int = 0
-    finished: int = 0
-    failed: int = 0
-    recomputed: int = 0
-    """Preemptions that gave up what was computed."""
-    swapped: int = 0
-    """Preemptions that moved it to host memory."""
-    prompt_tokens: int = 0
-    """Of admitted requests."""
-    reused_tokens: int = 0
-    """Of those, the ones that published prefixes covered."""
-    computed_tokens: int = 0
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -135,23 +82,13 @@ class Scheduler:
 
         Raises InvalidArgument where its id is taken, or where no slot could ever hold it.
         """
-        cache = self.cache
         if not isinstance(request, Request):
             raise InvalidArgument(f"[Scheduler.add] {request!r} is no Request: make one")
         if self._held(request.id) is not None:
             raise InvalidArgument(
                 f"[Scheduler.add] request {request.id!r} is there already: choose another id"
             )
-        if request.prompt_tokens + request.max_new_tokens > cache.max_len:
-            raise InvalidArgument(
-                f"[Scheduler.add] {request.prompt_tokens} tokens and {request.max_new_tokens} new ones, of "
-                f"request {request.id!r}: the cache's max_len is {cache.max_len}"
-            )
-        if request.samples > cache.max_batch:
-            raise InvalidArgument(
-                f"[Scheduler.add] {request.samples} samples, of request {request.id!r}: the cache has "
-                f"{cache.max_batch} slots"
-            )
+        check_fits("Scheduler.add", request, self.cache)
         group = Group(request, self._arrivals)
         commit(
             [
@@ -225,13 +162,13 @@ class Scheduler:
             self._plan_running(plan)
             lengths = self._lengths.copy()
             for sequence, _, stop in plan.work:
-                slot = _slot(sequence)
+                slot = slot_of(sequence)
                 if lengths[slot] < stop:
                     lengths[slot] = stop
             if self.cache.step(lengths):
                 self._lengths = lengths
                 for i, work in enumerate(plan.work):
-                    _plan_sampling(plan, i, work)
+                    plan_sampling(plan, i, work)
                 return
             plan.work, plan.tokens = [], 0
             if len(self.running) > 1:
@@ -256,7 +193,7 @@ class Scheduler:
     def _plan_piece(self, plan: Plan, sequence: Sequence) -> None:
         """As much of what a sequence still has to compute as the budget leaves."""
         start = sequence.computed
-        stop = min(_target(sequence), start + self.token_budget - plan.tokens)
+        stop = min(target(sequence), start + self.token_budget - plan.tokens)
         if stop > start:
             plan.work.append(Work(sequence, start, stop))
             plan.tokens += stop - start
@@ -275,12 +212,11 @@ class Scheduler:
                 return
             if not came_back and len(group.live) > self._slots_free():
                 return
-            if self._bring_back(plan, group) if came_back else self._place(plan, group):
-                continue
-            if not self.running:
+            fits = self._bring_back(plan, group) if came_back else self._place(plan, group)
+            if not fits and self.running:
+                self._refused = True
+            elif not fits:
                 self._fail(plan, group)
-                continue
-            self._refused = True
 
     def _slots_free(self) -> int:
         """Those that no request has, or gets once its prompt is computed."""
@@ -290,19 +226,18 @@ class Scheduler:
         """Gives a waiting request a slot, and memory for all of its prompt: a piece of it would be lost again
         as soon as the next piece found no room."""
         sequence, request = group.live[0], group.request
-        target = _target(sequence)
-        tokens = None if isinstance(request.prompt, int) else sequence.ids(0, target)
+        prompt = target(sequence)
+        tokens = None if isinstance(request.prompt, int) else sequence.ids(0, prompt)
         try:
-            slot = self.cache.alloc(
-                tokens, salt=request.salt, expect=group.prompt_tokens + request.max_new_tokens
-            )
+            expect = group.prompt_tokens + request.max_new_tokens
+            slot = self.cache.alloc(tokens, salt=request.salt, expect=expect)
         except NoFreeSlot:  # the cache has lost some to calls that it could not undo
             if self.running:
                 return False
             raise
         covered = self.cache.length(slot)
         lengths = self._lengths.copy()
-        lengths[slot] = target
+        lengths[slot] = prompt
         if not self.cache.step(lengths):
             self.cache.free(slot)
             return False
@@ -323,7 +258,7 @@ class Scheduler:
             ]
         self._note([*changes, *self._run(group)])
         self._plan_piece(plan, sequence)
-        _plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
+        plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
         return True
 
     def _bring_back(self, plan: Plan, group: Group) -> bool:
@@ -332,7 +267,7 @@ class Scheduler:
         lengths = self._lengths.copy()
         back: list[int] = []
         for sequence in group.holders:
-            slot = _slot(sequence)
+            slot = slot_of(sequence)
             if not self.cache.swap_in(slot):
                 break
             back.append(slot)
@@ -346,7 +281,7 @@ class Scheduler:
         for sequence in group.holders:
             plan.work.append(Work(sequence, sequence.computed, sequence.computed + 1))
             plan.tokens += 1
-            _plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
+            plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
         return True
 
     def _run(self, group: Group) -> list[Change]:
@@ -373,7 +308,7 @@ class Scheduler:
     def _swap_out(self, group: Group) -> list[Change]:
         """Moves its slots to the host, and says what is then to be noted: nothing where that has no room."""
         self._changing.append(group)
-        slots = [_slot(sequence) for sequence in group.holders]
+        slots = [slot_of(sequence) for sequence in group.holders]
         try:
             self.cache.swap_out(slots)
         except MemoryError:
@@ -430,16 +365,12 @@ class Scheduler:
         for sequence in sequences:
             if sequence.slot is not None:
                 self.cache.free(sequence.slot)
-                changes += [
-                    (setattr, sequence, "slot", None),
-                    (self._lengths.__setitem__, sequence.slot, 0),
-                ]
+                changes.append((setattr, sequence, "slot", None))
+                changes.append((self._lengths.__setitem__, sequence.slot, 0))
         return changes
 
     def _queue_of(self, group: Group) -> list[Group]:
-        return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[
-            group.status
-        ]
+        return (self.waiting, self.running, self.swapped)[_HELD.index(group.status)]
 
     # ------------------------------------------------------------------ keeping books and cache together
 
@@ -468,7 +399,7 @@ class Scheduler:
         lengths = [0] * self.cache.max_batch
         for group in self.running:
             for sequence in group.holders:
-                lengths[_slot(sequence)] = self.cache.length(_slot(sequence))
+                lengths[slot_of(sequence)] = self.cache.length(slot_of(sequence))
         self._note([(setattr, self, "_lengths", lengths), (setattr, self, "_settled", True)])
 
     # ------------------------------------------------------------------ completing
@@ -493,7 +424,7 @@ class Scheduler:
             raise InvalidArgument(
                 f"[Scheduler.complete] {len(tokens)} tokens, {len(plan.sampled)} sequences are due one"
             )
-        chosen = None if tokens is None else _chosen(tokens)
+        chosen = None if tokens is None else token_ids("Scheduler.complete", tokens)
         self._settle()
         self._settled = False
         computed: list[Sequence] = []
@@ -517,8 +448,7 @@ class Scheduler:
             n = sequence.known + 1
             extended.append(sequence)
             known.append(n)
-            request = group.request
-            if n - group.prompt_tokens == request.max_new_tokens or token in request.stop:
+            if n - group.prompt_tokens == group.request.max_new_tokens or token in group.request.stop:
                 going.setdefault(group, []).append(sequence)
         changes = [
             each(setattr, computed, repeat("computed"), stops),
@@ -537,13 +467,12 @@ class Scheduler:
             if len(sequences) == len(group.live):
                 changes += self._leave(group, Status.FINISHED)
                 ended_groups.append(group)
-        stats = self.stats
         self._note(
             [
                 *changes,
-                (setattr, stats, "computed_tokens", stats.computed_tokens + plan.tokens),
-                (setattr, stats, "finished", stats.finished + len(ended_groups) - len(errors)),
-                (setattr, stats, "failed", stats.failed + len(errors)),
+                (setattr, self.stats, "computed_tokens", self.stats.computed_tokens + plan.tokens),
+                (setattr, self.stats, "finished", self.stats.finished + len(ended_groups) - len(errors)),
+                (setattr, self.stats, "failed", self.stats.failed + len(errors)),
                 (setattr, self, "_prompts", prompts),
                 (setattr, plan, "ended", ended_groups),
                 (setattr, self, "planned", None),
@@ -618,7 +547,7 @@ class Scheduler:
         if group.status is Status.RUNNING and group.forked:  # otherwise one slot has their prompt, or none
             self._settled = False
             self._changing.append(group)
-            before = [_slot(sequence) for sequence in live]
+            before = [slot_of(sequence) for sequence in live]
             slots = self.cache.reorder(before, [before[source] for source in sources])
             lengths = self._lengths.copy()
             for slot in before:
@@ -647,8 +576,8 @@ class Scheduler:
             (setattr, group, "forked", True),
             (setattr, self, "_lengths", lengths),
         ]
-        for sequence, slot in zip(others, self.cache.fork(_slot(first), len(others)), strict=True):
-            lengths[slot] = lengths[_slot(first)]
+        for sequence, slot in zip(others, self.cache.fork(slot_of(first), len(others)), strict=True):
+            lengths[slot] = lengths[slot_of(first)]
             changes += [
                 (setattr, sequence, "slot", slot),
                 (setattr, sequence, "computed", first.computed),
@@ -663,37 +592,8 @@ class Scheduler:
         tokens = 0 if isinstance(request.prompt, int) else min(known, computed)
         if tokens - sequence.published >= self._unit:
             ids = sequence.ids(0, tokens)
-            sequence.published = self.cache.publish(_slot(sequence), ids, salt=request.salt)
+            sequence.published = self.cache.publish(slot_of(sequence), ids, salt=request.salt)
 
 
 _HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)
 _order = attrgetter("order")
-
-
-def _chosen(tokens: abc.Sequence[int | Exception]) -> abc.Sequence[int | Exception]:
-    """Token ids as ints. Raises InvalidArgument for what is none."""
-    with suppress(TypeError, OverflowError):
-        ids = array("q", iter(cast("abc.Sequence[int]", tokens)))
-        if min(ids, default=0) >= 0:
-            return ids
-    return [
-        token if isinstance(token, Exception) else token_id("Scheduler.complete", token) for token in tokens
-    ]
-
-
-def _slot(sequence: Sequence) -> int:
-    assert sequence.slot is not None
-    return sequence.slot
-
-
-def _target(sequence: Sequence) -> int:
-    """How far a sequence is computed before it is its turn to sample, or to be forked."""
-    return sequence.known if sequence.group.forked else sequence.group.prompt_tokens
-
-
-def _plan_sampling(plan: Plan, i: int, work: Work) -> None:
-    """Notes who gets a token at the end of the i-th work: all the samples of a prompt, where it is theirs."""
-    sequence = work.sequence
-    if work.stop == sequence.known:
-        followers = [sequence] if sequence.group.forked else sequence.group.live
-        plan.sampled += [(i, follower) for follower in followers]

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from vtensor.errors import InvalidArgument
+from vtensor.serving.requests import Request
+
 
 class SlotStats(Protocol):
     """The part of ``KVCacheStats`` that a scheduler reads."""
@@ -46,3 +49,17 @@ class SlotCache(Protocol):
     def swap_in(self, slot: int) -> bool: ...
 
     def stats(self) -> SlotStats: ...
+
+
+def check_fits(operation: str, request: Request, cache: SlotCache) -> None:
+    """Raises InvalidArgument for a request that the cache's slots could never hold."""
+    if request.prompt_tokens + request.max_new_tokens > cache.max_len:
+        raise InvalidArgument(
+            f"[{operation}] {request.prompt_tokens} tokens and {request.max_new_tokens} new ones, of "
+            f"request {request.id!r}: the cache's max_len is {cache.max_len}"
+        )
+    if request.samples > cache.max_batch:
+        raise InvalidArgument(
+            f"[{operation}] {request.samples} samples, of request {request.id!r}: the cache has "
+            f"{cache.max_batch} slots"
+        )

@@ -1,0 +1,79 @@
+"""What an iteration computes, and how many did what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vtensor.serving.requests import Group, Sequence
+
+__all__ = ["Plan", "SchedulerStats", "Work", "plan_sampling", "slot_of", "target"]
+
+
+class Work(NamedTuple):
+    """Tokens ``[start, stop)`` of a sequence, whose K and V go to these positions of its slot."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+@dataclass
+class Plan:
+    """One iteration."""
+
+    work: list[Work] = field(default_factory=list)
+    """The decoding sequences (one token each) first, then pieces of prompts."""
+    sampled: list[tuple[int, Sequence]] = field(default_factory=list)
+    """Who gets a token from the logits at the end of which work (its index)."""
+    admitted: list[Group] = field(default_factory=list)
+    """Requests that have their first tokens computed here."""
+    preempted: list[Group] = field(default_factory=list)
+    """Requests that had to make room: swapped out, or back among the waiting."""
+    failed: list[Group] = field(default_factory=list)
+    """Requests that the cache cannot hold even alone."""
+    swapped_in: list[int] = field(default_factory=list)
+    """Slots on their way back: ``cache.wait(slot, layer)`` before each layer reads them."""
+    tokens: int = 0
+    """Tokens computed."""
+    ended: list[Group] | None = None
+    """Requests that ended with it; None until it is complete."""
+
+    def __bool__(self) -> bool:
+        return bool(self.work)
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the scheduler was made."""
+
+    admitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    recomputed: int = 0
+    """Preemptions that gave up what was computed."""
+    swapped: int = 0
+    """Preemptions that moved it to host memory."""
+    prompt_tokens: int = 0
+    """Of admitted requests."""
+    reused_tokens: int = 0
+    """Of those, the ones that published prefixes covered."""
+    computed_tokens: int = 0
+
+
+def slot_of(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot
+
+
+def target(sequence: Sequence) -> int:
+    """How far a sequence is computed before it is its turn to sample, or to be forked."""
+    return sequence.known if sequence.group.forked else sequence.group.prompt_tokens
+
+
+def plan_sampling(plan: Plan, i: int, work: Work) -> None:
+    """Notes who gets a token at the end of the i-th work: all the samples of a prompt, where it is theirs."""
+    sequence = work.sequence
+    if work.stop == sequence.known:
+        followers = [sequence] if sequence.group.forked else sequence.group.live
+        plan.sampled += [(i, follower) for follower in followers]
