@@ -20,6 +20,7 @@ class Account:
         self.lock = threading.Lock()
         self.balance = self.copy = 0
         self.both = (0, 0)
+        self.letters = ["a bill"]
 
     def add_in_two_steps(self, amount):
         self.balance += amount
@@ -33,6 +34,11 @@ class Account:
     def add_often(self, amount):
         for _ in range(5):
             self.add_at_once(amount)
+
+    def take_letters(self):
+        letters = self.letters
+        self.letters = []
+        return letters
 
     def refuse_to_stop(self):
         try:
@@ -67,6 +73,13 @@ def test_a_change_at_once_holds_and_leaves_its_lock():
     before, after = (0, 0), (1, 1)
     assert seen[before, True, None] > 10 and seen[after, True, None] >= 1 and seen[after, False, after] == 1
     assert sum(seen.values()) == tried + 1
+
+
+def test_what_is_handed_over_by_a_return_is_here_or_there():
+    def check(account, outcome):
+        assert (outcome.result == ["a bill"]) != (account.letters == ["a bill"])
+
+    assert at_every_bytecode(Account, lambda a: a.take_letters(), check, within=HERE) > 5
 
 
 def test_what_is_tried_once():
