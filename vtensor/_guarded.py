@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vtensor._processes import keep_private
 from vtensor.tensor import VTensor
 
 # They change a tensor's shape or storage and none of its elements, whatever their schema says.
@@ -33,6 +34,9 @@ class GuardedVTensor(VTensor):
             guarded = [t for t in _flat([args, kwargs]) if isinstance(t, GuardedVTensor) and t.length]
             with _PartBeforeWrite({t.untyped_storage().data_ptr(): t for t in guarded}):
                 return func(*args, **kwargs)
+
+
+keep_private(GuardedVTensor)
 
 
 class _PartBeforeWrite(TorchDispatchMode):

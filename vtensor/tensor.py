@@ -10,6 +10,7 @@ import torch
 
 from vtensor import _core
 from vtensor._line import tensor_line
+from vtensor._processes import keep_private
 from vtensor._streams import Stream, stream_handle
 from vtensor.errors import CapacityExceeded, Closed, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
@@ -379,6 +380,9 @@ class VTensor(torch.Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the tensor's storage is vtensor's."""
         _refuse("set_")
+
+
+keep_private(VTensor)
 
 
 def _refuse(operation: str) -> NoReturn:

@@ -35,6 +35,7 @@ TorchFace::TorchFace() {
   is_conj_ = tensor_type_.attr("is_conj");
   from_dlpack_ = torch.attr("_C").attr("_from_dlpack");
   storage_type_ = torch.attr("UntypedStorage");
+  private_ = nb::module_::import_("vtensor._processes").attr("STORAGE_METHODS");
   grad_enabled_ = torch.attr("is_grad_enabled");
   cuda_ = torch.attr("cuda");
   // Only builds with CUDA have it.
@@ -169,7 +170,11 @@ nb::object TorchFace::tensor_over(Generation* generation, Address address, std::
 
 nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes,
                                    Device device) {
-  return storage(tensor_over(generation, address, bytes, device));
+  nb::object storage = this->storage(tensor_over(generation, address, bytes, device));
+  // Torch keeps the object, and what is set on it, for as long as the storage lives.
+  nb::object attributes = storage.attr("__dict__");
+  if (PyDict_Update(attributes.ptr(), private_.ptr()) != 0) throw nb::python_error();
+  return storage;
 }
 
 nb::object TorchFace::storage(nb::handle tensor) { return call(untyped_storage_, {tensor.ptr()}); }

@@ -34,7 +34,8 @@ class TorchFace {
   // False where `object` is no strided tensor. Conjugate and negative bits are not looked at.
   bool read(nb::handle tensor, TensorFacts& facts);
 
-  // A storage over `generation`, which ends with it. `address` and `bytes` are the extent.
+  // A storage over `generation`, which ends with it. `address` and `bytes` are the extent. It
+  // refuses to be shared with other processes.
   nb::object storage_over(Generation* generation, Address address, std::size_t bytes,
                           Device device);
   nb::object empty_storage(nb::handle device);
@@ -57,7 +58,6 @@ class TorchFace {
 
   // torch's current stream of a CUDA device; 0 for others.
   Stream current_stream(Device device);
-  // Has torch's caching allocator give back what it keeps for later.
   // Has torch give back the memory that it keeps. False where it cannot, as while a graph is
   // captured.
   bool empty_cache();
@@ -73,6 +73,7 @@ class TorchFace {
   nb::object set_, detach_, narrow_, copy_, untyped_storage_, is_neg_, is_conj_;
   nb::object current_stream_, cuda_;
   nb::object from_dlpack_, storage_type_, grad_enabled_;
+  nb::object private_;  // what a storage of ours has set on it
   const dlpack::ExchangeApi* available_ = nullptr;
   const dlpack::ExchangeApi* api_ = nullptr;
 };
