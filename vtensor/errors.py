@@ -5,7 +5,8 @@
     VTensorError (RuntimeError)
      ├─ InvalidArgument (ValueError)    a size, dtype, device or index that cannot be meant
      ├─ CapacityExceeded (ValueError)   more positions than the reserved address range holds
-     ├─ OutOfPages (MemoryError)        the pool's budget, or the device, has no page left
+     ├─ OutOfPages (MemoryError, torch.OutOfMemoryError)
+ │                                  the pool's budget, or the device, has no page left
      ├─ NoFreeSlot                      every slot of a KV cache is taken
      ├─ DriverError                     the operating system or CUDA refused a call; what it did was undone
      ├─ TimedOut (TimeoutError)         work on the device, or another thread, did not end within the bound
@@ -15,6 +16,8 @@ Messages read ``[operation] what was asked, what there is: what to do``.
 """
 
 from __future__ import annotations
+
+import torch
 
 __all__ = [
     "CapacityExceeded",
@@ -40,8 +43,11 @@ class CapacityExceeded(VTensorError, ValueError):
     """More positions were asked for than the tensor's reserved address range holds."""
 
 
-class OutOfPages(VTensorError, MemoryError):
-    """The budget of the pool, or the memory of its device, has too few pages. Nothing was changed."""
+class OutOfPages(VTensorError, torch.OutOfMemoryError, MemoryError):
+    """The budget of the pool, or the memory of its device, has too few pages. Nothing was changed.
+
+    What handles ``torch.cuda.OutOfMemoryError`` handles it too.
+    """
 
 
 class NoFreeSlot(VTensorError):

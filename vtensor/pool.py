@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from vtensor import _core
+from vtensor._arguments import choice, device_of, integer, number
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Pool:
         max_age: float | None = None,
         reserve: int = 0,
     ) -> None:
-        device = torch.device(device)
+        device = device_of("Pool", device)
         size = checked_page_size(page_size)
         options = pool_options(budget, zero, ahead, park, low, high, max_age, reserve)
         if device.type == "cpu":
@@ -201,6 +202,7 @@ class Pool:
 
     @budget.setter
     def budget(self, nbytes: int) -> None:
+        nbytes = integer("Pool.budget", "budget", nbytes)
         if not 0 < nbytes <= _MOST_BYTES:
             raise InvalidArgument(
                 f"[Pool.budget] {nbytes} bytes asked for: it must hold a page and fit in an address space"
@@ -253,6 +255,7 @@ class Pool:
             Closed: the pool is closed.
         """
         core = self._open_core("Pool.prefill")
+        nbytes = integer("Pool.prefill", "nbytes", nbytes)
         if nbytes < 0:
             raise InvalidArgument(f"[Pool.prefill] nbytes is {nbytes}: it must be at least 0")
         core.prefill(min(-(-nbytes // self.page_size), _MOST_BYTES))
@@ -277,6 +280,7 @@ class Pool:
                 what the mapper met for some tensor, raised once.
             TimedOut: work on the device that may use the pages has not ended.
         """
+        timeout = number("Pool.wait_idle", "timeout", timeout)
         if not 0 < timeout <= _MOST_SECONDS:
             raise InvalidArgument(f"[Pool.wait_idle] timeout is {timeout}: it must be above 0 seconds")
         self._core.wait_idle(timeout)
@@ -363,12 +367,15 @@ class _Registered:
 
 def checked_page_size(page_size: int | None) -> int:
     """As the core takes it, where 0 asks for the default."""
-    if page_size is not None and not 0 < page_size <= _MOST_BYTES:
+    if page_size is None:
+        return 0
+    size = integer("Pool", "page_size", page_size)
+    if not 0 < size <= _MOST_BYTES:
         raise InvalidArgument(
-            f"[Pool] page_size is {page_size} bytes: give a power of two from 4096 (host), or a multiple of "
-            "the granularity (CUDA)"
+            f"[Pool] page_size is {size} bytes: give a power of two from 4096 (host), or a multiple of the "
+            "granularity (CUDA)"
         )
-    return page_size or 0
+    return size
 
 
 def pool_options(
@@ -383,38 +390,54 @@ def pool_options(
     patience: float = 60.0,
 ) -> _core.PoolOptions:
     """The core's options, from those of :class:`Pool`; ``patience`` is the bound of its waits, in seconds."""
-    if budget is not None and not 0 < budget <= _MOST_BYTES:
-        raise InvalidArgument(
-            f"[Pool] budget is {budget} bytes: it must hold a page and fit in an address space"
-        )
+    if budget is not None:
+        budget = integer("Pool", "budget", budget)
+        if not 0 < budget <= _MOST_BYTES:
+            raise InvalidArgument(
+                f"[Pool] budget is {budget} bytes: it must hold a page and fit in an address space"
+            )
     policies = {
         "never": _core.ZeroPolicy.never,
         "new_owner": _core.ZeroPolicy.new_owner,
         "always": _core.ZeroPolicy.always,
     }
-    if zero not in policies:
-        raise InvalidArgument(f"[Pool] zero is {zero!r}: it must be one of {', '.join(map(repr, policies))}")
-    for name, value in (("ahead", ahead), ("park", park), ("low", low), ("high", high), ("reserve", reserve)):
-        if value is not None and not 0 <= value <= _MOST_BYTES:
-            raise InvalidArgument(f"[Pool] {name} is {value} bytes: it must be at least 0 and fit in memory")
-    if high is not None and low > high:
-        raise InvalidArgument(f"[Pool] low is {low} bytes and high {high}: low must not pass high")
-    if max_age is not None and not 0 < max_age <= _MOST_SECONDS:
-        raise InvalidArgument(f"[Pool] max_age is {max_age} seconds: it must be above 0; None means for ever")
-    ahead = _AHEAD if ahead is None else ahead
+    policy = policies[choice("Pool", "zero", zero, policies)]
+    ahead = _AHEAD if ahead is None else _nbytes("ahead", ahead)
     if park is None:
         park = 0 if ahead == 0 else _core.PARK_BY_BUDGET
+    else:
+        park = _nbytes("park", park)
+    low = _nbytes("low", low)
+    high = _core.NO_LIMIT if high is None else _nbytes("high", high)
+    if low > high:
+        raise InvalidArgument(f"[Pool] low is {low} bytes and high {high}: low must not pass high")
     return _core.PoolOptions(
         budget=budget or 0,
-        zero=policies[zero],
+        zero=policy,
         ahead=ahead,
         park=park,
         low=low,
-        high=_core.NO_LIMIT if high is None else high,
-        max_age=max_age or 0.0,
-        reserve=reserve,
-        patience=patience,
+        high=high,
+        max_age=0.0 if max_age is None else _seconds("max_age", max_age),
+        reserve=_nbytes("reserve", reserve),
+        patience=_seconds("patience", patience),
     )
+
+
+def _nbytes(name: str, value: int) -> int:
+    value = integer("Pool", name, value)
+    if not 0 <= value <= _MOST_BYTES:
+        raise InvalidArgument(f"[Pool] {name} is {value} bytes: it must be at least 0 and fit in memory")
+    return value
+
+
+def _seconds(name: str, value: float) -> float:
+    value = number("Pool", name, value)
+    if not 0 < value <= _MOST_SECONDS:
+        raise InvalidArgument(
+            f"[Pool] {name} is {value} seconds: it must be above 0 and below {_MOST_SECONDS}"
+        )
+    return value
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
@@ -431,7 +454,7 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
     Raises:
         DriverError: the device's driver is missing or refuses.
     """
-    device = torch.device(device)
+    device = device_of("default_pool", device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     if device.type == "cpu":

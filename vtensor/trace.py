@@ -23,6 +23,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import operator
 import os
 import tempfile
 import threading
@@ -30,9 +31,10 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from vtensor import _core
+from vtensor._arguments import integer
 from vtensor.errors import InvalidArgument, VTensorError
 
 __all__ = ["Event", "Recording", "load", "record"]
@@ -138,15 +140,18 @@ class Recording:
 
         Raises:
             VTensorError: ``profile`` is no such file, or a profiler that still runs or has exported before.
+            OSError: a file cannot be read or written.
         """
+        file = _path("export", path)
         started = self._begun("export").started
         trace: dict[str, Any] = (
             {"baseTimeNanoseconds": started} if profile is None else _read_profile(profile)
         )
         theirs = trace.pop("traceEvents", [])
-        named = {(record.get("pid"), record.get("tid")) for record in theirs if record.get("ph") == "M"}
+        threads = [(record.get("pid"), record.get("tid")) for record in theirs if record.get("ph") == "M"]
+        named = {(pid, tid) for pid, tid in threads if isinstance(pid, int) and isinstance(tid, int)}
         ours = _records(self.events(), trace.get("baseTimeNanoseconds", 0), named)
-        _write(Path(path), trace, itertools.chain(theirs, ours))
+        _write(file, trace, itertools.chain(theirs, ours))
 
     def _begun(self, operation: str) -> _core.TraceRecording:
         if self._core is None:
@@ -171,10 +176,12 @@ def record(capacity: int | None = None) -> Recording:
         InvalidArgument: a capacity below 1 or above 2**28, or, when entered, above a running recording's.
         VTensorError: when entered in a forked child process, where vtensor does nothing to record.
     """
-    if capacity is not None and not 1 <= capacity <= _MOST_EVENTS:
-        raise InvalidArgument(
-            f"[trace.record] capacity is {capacity} events: it must lie between 1 and {_MOST_EVENTS:,}"
-        )
+    if capacity is not None:
+        capacity = integer("trace.record", "capacity", capacity)
+        if not 1 <= capacity <= _MOST_EVENTS:
+            raise InvalidArgument(
+                f"[trace.record] capacity is {capacity} events: it must lie between 1 and {_MOST_EVENTS:,}"
+            )
     return Recording(capacity)
 
 
@@ -188,11 +195,13 @@ def load(path: str | os.PathLike[str]) -> list[Event]:
         VTensorError: the file is no trace, or was cut short.
         OSError: it cannot be read.
     """
-    trace = _read_trace(Path(path), "load", "it was cut short or is another file; export the recording again")
+    trace = _read_trace(
+        _path("load", path), "load", "it was cut short or is another file; export the recording again"
+    )
     base = trace.get("baseTimeNanoseconds", 0)
     try:
         found = [_event(one, base) for one in trace["traceEvents"] if one.get("cat") == "vtensor"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise VTensorError(
             f"[trace.load] {path} holds an event that no Recording.export wrote ({error!r}): export the "
             "recording again"
@@ -203,9 +212,7 @@ def load(path: str | os.PathLike[str]) -> list[Event]:
 # -- the Chrome trace format ("Trace Event Format", the Chromium project), which Perfetto reads too
 
 
-def _records(
-    events: Sequence[Event], base: int, named: set[tuple[object, object]]
-) -> Iterator[dict[str, Any]]:
+def _records(events: Sequence[Event], base: int, named: set[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """With times in microseconds since `base` (nanoseconds of Unix time), as torch's profiler has them.
 
     `named` are the (pid, tid) that need no name.
@@ -246,6 +253,8 @@ def _records(
 def _event(written: dict[str, Any], base: int) -> Event:
     """One of `_records`, back again."""
     name, more = written["name"], written["args"]
+    if not isinstance(name, str) or more["role"] not in ("caller", "mapper"):
+        raise ValueError(name, more["role"])
     known = name in _KINDS
     return Event(
         time_ns=base + round(written["ts"] * 1000),
@@ -253,9 +262,9 @@ def _event(written: dict[str, Any], base: int) -> Event:
         what=name if known else "driver_call",
         call="" if known else name,
         address=int(more["address"], 16),
-        nbytes=more["nbytes"],
+        nbytes=operator.index(more["nbytes"]),
         tensor=int(more["tensor"], 16),
-        thread=written["tid"],
+        thread=operator.index(written["tid"]),
         role=more["role"],
     )
 
@@ -268,6 +277,15 @@ def _changes_of_mapping(events: Iterable[Event]) -> list[tuple[int, int]]:
         for event in events
         if event.what in signs
     )
+
+
+def _path(operation: str, path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise InvalidArgument(
+            f"[trace.{operation}] path is a {type(path).__name__}: give a str or a pathlib.Path"
+        ) from None
 
 
 def _read_profile(profile: str | os.PathLike[str] | Profiler) -> dict[str, Any]:
@@ -292,11 +310,20 @@ def _read_trace(path: Path, operation: str, remedy: str) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
-    except (EOFError, OSError, ValueError, zlib.error):
+    except (EOFError, OSError, RecursionError, ValueError, zlib.error):
         trace = None
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+    if not _is_trace(trace):
         raise VTensorError(f"[trace.{operation}] {path} holds no trace: {remedy}")
     return trace
+
+
+def _is_trace(read: Any) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(read, dict) or not isinstance(read.get("traceEvents"), list):
+        return False
+    base = read.get("baseTimeNanoseconds", 0)
+    return (
+        isinstance(base, int) and abs(base) < 2**63 and all(isinstance(e, dict) for e in read["traceEvents"])
+    )
 
 
 def _write(path: Path, head: dict[str, Any], records: Iterable[dict[str, Any]]) -> None:

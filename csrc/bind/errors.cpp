@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <exception>
+#include <new>
 
 #include "bind/bindings.h"
 
@@ -45,6 +46,10 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise("Closed", error.what());
   } catch (const Error& error) {
     raise("VTensorError", error.what());
+  } catch (const std::bad_alloc&) {
+    raise("OutOfPages",
+          "[vtensor] the process has no memory left for vtensor's own tables: free some, or raise "
+          "its limit (ulimit -v)");
   }
 }
 

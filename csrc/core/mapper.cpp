@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <new>
 #include <optional>
+#include <system_error>
 #include <utility>
 #include <vector>
 
+#include "base/errors.h"
 #include "base/process.h"
 #include "base/signals.h"
 #include "base/trace.h"
@@ -33,10 +35,14 @@ constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
 
 void Mapper::start(std::weak_ptr<PagePool> pool) {
   auto signal = std::make_shared<Signal>();
-  {
+  try {
     const SignalsBlocked blocked;
     thread_ =
         std::make_unique<std::thread>([pool = std::move(pool), signal] { run(pool, signal); });
+  } catch (const std::system_error& error) {
+    throw DriverError("pthread_create", error.code().value(), "EAGAIN",
+                      "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the "
+                      "process's limits (ulimit -u, ulimit -v), or make the pool with ahead=0");
   }
   signal_ = std::move(signal);
   running_.store(true, std::memory_order_release);

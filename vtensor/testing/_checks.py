@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vtensor.errors import VTensorError
+from vtensor._arguments import integer, of_type
+from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Pool
 
 
@@ -18,8 +19,14 @@ def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[None]:
 
     Raises:
         Closed: the pool is closed.
+        InvalidArgument: a number that no number of calls can be.
     """
-    core = pool._open_core("fail_after")
+    core = of_type("fail_after", "pool", pool, Pool)._open_core("fail_after")
+    skip, refuse = integer("fail_after", "skip", skip), integer("fail_after", "refuse", refuse)
+    if not 0 <= skip < 2**64 or not 0 <= refuse < 2**64:
+        raise InvalidArgument(
+            f"[fail_after] skip is {skip}, refuse {refuse}: each must be a number of calls, from 0"
+        )
     core.fail_after(skip, refuse)
     try:
         yield
@@ -32,7 +39,9 @@ def check_invariants(pool: Pool) -> None:
 
     Raises:
         AssertionError: they contradict one another, which is a bug of vtensor: please report it.
+        InvalidArgument: it is no pool.
     """
+    of_type("check_invariants", "pool", pool, Pool)
     try:
         pool._core.check_invariants()
     except VTensorError as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vtensor import pool as _pool
+from vtensor._arguments import of_type
 from vtensor.kv import KVCache
 from vtensor.pool import Pool
 
@@ -23,7 +24,7 @@ class Look:
     """
 
     def __init__(self, *pools: Pool) -> None:
-        self._asked = pools
+        self._asked = [of_type("assert_no_leaks", "a pool", pool, Pool) for pool in pools]
         self._before = {pool: _counts(pool) for pool in self._pools()}
         self._files_before = _files()
 
@@ -66,6 +67,7 @@ def assert_no_leaks(*pools: Pool) -> Iterator[None]:
 
     Raises:
         AssertionError: something is left; it says what, and in which tensors.
+        InvalidArgument: something named is no pool.
         DriverError: pages could not be unmapped.
         TimedOut: work on the device still uses them, after 10 s.
     """

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from vtensor import _core
-from vtensor.errors import VTensorError
+from vtensor._arguments import integer
+from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
 
 
@@ -32,7 +33,7 @@ def host_pool(
     """
     core = _core.host_pool(
         page_size=checked_page_size(page_size),
-        strict_holes=strict_holes,
+        strict_holes=bool(strict_holes),
         options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cpu"))
@@ -63,6 +64,11 @@ def simulated_cuda_pool(
         raise VTensorError(
             "[simulated_cuda_pool] no library= and no $VTENSOR_SIMCUDA: build tests/simcuda and name it"
         )
+    if not isinstance(library, (str, os.PathLike)):
+        raise InvalidArgument(f"[simulated_cuda_pool] library is a {type(library).__name__}: give a path")
+    device = integer("simulated_cuda_pool", "device", device)
+    if not 0 <= device < 2**31:
+        raise InvalidArgument(f"[simulated_cuda_pool] device is {device}: give the number of one, from 0")
     core = _core.cuda_pool(
         device,
         page_size=checked_page_size(page_size),

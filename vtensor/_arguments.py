@@ -1,0 +1,62 @@
+"""What callers give, as an operation takes it: refused in the operation's words where it is something else.
+
+What is handed on to the core is checked there (csrc/bind/arguments.h).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import torch
+
+from vtensor.errors import InvalidArgument
+
+T = TypeVar("T")
+
+
+def of_type(operation: str, name: str, value: object, wanted: type[T]) -> T:
+    """`value`, which is a `wanted`."""
+    if not isinstance(value, wanted):
+        raise _refusal(operation, name, value, f"a {wanted.__name__}")
+    return value
+
+
+def integer(operation: str, name: str, value: Any) -> int:
+    """`value` as an int."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _refusal(operation, name, value, "an integer") from None
+
+
+def number(operation: str, name: str, value: Any) -> float:
+    """`value` as a float."""
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError):
+        raise _refusal(operation, name, value, "a number") from None
+
+
+def choice(operation: str, name: str, value: object, choices: Collection[str]) -> str:
+    """`value`, which is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgument(
+            f"[{operation}] {name} is {value!r}: it must be one of {', '.join(map(repr, choices))}"
+        )
+    return value
+
+
+def device_of(operation: str, value: Any) -> torch.device:
+    """`value` as a device of torch's."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise InvalidArgument(
+            f"[{operation}] device is {value!r}: give one that torch.device() knows"
+        ) from None
+
+
+def _refusal(operation: str, name: str, value: object, wanted: str) -> InvalidArgument:
+    return InvalidArgument(f"[{operation}] {name} is a {type(value).__name__}: give {wanted}")
