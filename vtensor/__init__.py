@@ -13,6 +13,7 @@ if _find_spec("vtensor._core") is None:
 
 from vtensor import _starting as _starting  # before torch is imported
 from vtensor import _torch_version as _torch_version  # before anything needs what an older one has not
+from vtensor import _variants as _variants  # which name the classes of tensors to the core
 from vtensor import trace
 from vtensor.errors import (
     CapacityExceeded,

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from vtensor import _core
 from vtensor._streams import Stream, stream_handle
-from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.tensor import VTensor
 
 
-class lease:
+class lease(_core.Lease):
     """A context manager around kernel launches: their work still needs these tensors.
 
     Pages that the tensors give back meanwhile, from whatever thread, stay mapped until the work launched in
@@ -38,20 +37,7 @@ class lease:
     """
 
     def __init__(self, *tensors: VTensor, stream: Stream | None = None) -> None:
-        self._cores = _cores_of("lease", tensors)
-        self._stream = stream_handle("lease", stream)
-        self._lease: _core.Lease | None = None
-
-    def __enter__(self) -> lease:
-        if self._lease is not None:
-            raise VTensorError("[lease] this lease has begun and not ended: make one for each with")
-        self._lease = _core.Lease(self._cores, self._stream)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._lease is not None:
-            self._lease.end()
-            self._lease = None
+        super().__init__(tensors, stream_handle("lease", stream))
 
 
 def prepare(tensors: Iterable[VTensor], n: int) -> None:
@@ -62,13 +48,4 @@ def prepare(tensors: Iterable[VTensor], n: int) -> None:
         InvalidArgument: ``n`` is negative, or something is no VTensor.
         Closed: one of them is closed.
     """
-    _core.prepare(_cores_of("prepare", tensors), n)
-
-
-def _cores_of(operation: str, tensors: Iterable[VTensor]) -> list[_core.TensorCore]:
-    tensors = tuple(tensors)
-    try:
-        return [tensor._core for tensor in tensors]
-    except AttributeError:
-        other = next(t for t in tensors if not isinstance(t, VTensor))
-        raise InvalidArgument(f"[{operation}] got a {type(other).__name__}: give VTensors") from None
+    _core.prepare(tensors, n)

@@ -212,7 +212,7 @@ class Pool:
     @property
     def closed(self) -> bool:
         """Whether ``close()`` was called."""
-        return self._closed
+        return self._closed or isinstance(self._core, _core.ClosedPool)
 
     def stats(self) -> PoolStats:
         """Counts of this moment. Looks for pages that writes have parted, and changes nothing."""
@@ -299,21 +299,18 @@ class Pool:
 
     def _close(self, seconds: float) -> None:
         """As ``close``; waits ``seconds`` at most for what the device still uses."""
-        self._closed = True  # nothing new from here on
         core = self._core
         if isinstance(core, _core.ClosedPool):
             core.trim()  # tries again what was refused
             return
-        first: BaseException | None = None
-        with _sets_lock:
-            entries = list(self._tensors)
-        for entry in entries:
-            try:
-                entry.close()
-            except VTensorError as error:
-                first = first or error
-        if first is not None:
-            raise first  # what could be closed is; a second call closes the rest
+        try:
+            self._closed = True  # nothing new from here on
+            self._close_tensors()
+        except VTensorError:
+            raise  # what could be closed is; a second call closes the rest
+        except BaseException:  # from outside (I17): the pool is as before, and so are the tensors still open
+            self._closed = False
+            raise
         core.retire()
         try:
             # What the device still uses is never unmapped under it, and what the driver refuses stays held.
@@ -325,6 +322,19 @@ class Pool:
             closed = self._core = _core.ClosedPool(core)
             del core
             closed.leave_mapper()  # which may have the last hold on the pool
+
+    def _close_tensors(self) -> None:
+        """As many as can be; then raises the first refusal."""
+        first: VTensorError | None = None
+        with _sets_lock:
+            entries = list(self._tensors)
+        for entry in entries:
+            try:
+                entry.close()
+            except VTensorError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def __enter__(self) -> Pool:
         return self

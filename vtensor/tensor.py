@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
 
 from vtensor import _core
+from vtensor._arguments import choice, device_of, integer, of_type
 from vtensor._line import tensor_line
 from vtensor._processes import keep_private
 from vtensor._streams import Stream, stream_handle
-from vtensor.errors import CapacityExceeded, Closed, InvalidArgument, VTensorError
+from vtensor.errors import CapacityExceeded, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
 
 PageRecord = _core.PageRecord
@@ -61,12 +61,7 @@ class VTensor(torch.Tensor):
             DriverError: a driver call was refused.
             InvalidArgument: ``n`` is negative.
         """
-        try:
-            if self._core.extend(self, n):
-                _watch_writes(self)
-        except BaseException:
-            _watch_writes(self)
-            raise
+        self._core.extend(self, n)
         return self
 
     def prepare(self, n: int) -> VTensor:
@@ -96,12 +91,7 @@ class VTensor(torch.Tensor):
                 ``no_grad``.
             CapacityExceeded, OutOfPages, DriverError: as for :meth:`extend`.
         """
-        try:
-            if self._core.append(self, x):
-                _watch_writes(self)
-        except BaseException:
-            _watch_writes(self)
-            raise
+        self._core.append(self, x)
         return self
 
     def shrink(self, n: int, front: bool = False, stream: Stream | None = None) -> VTensor:
@@ -136,14 +126,9 @@ class VTensor(torch.Tensor):
             CapacityExceeded: ``capacity`` is below the length, or passes the address space.
             OutOfPages, DriverError: as for :meth:`fork`.
         """
-        with _watched(self):
-            core = self._core.reallocate(self, capacity)
-            try:
-                moved = _wrap(core, self._pool, self.dtype, core.length)
-            except BaseException:
-                self._core.restore(self)
-                raise
-            self.close()
+        moved = _coreless(self._pool, self._core.dtype)
+        self._core.reallocate(self, moved, capacity)
+        self._pool._register(moved)
         return moved
 
     # -- sharing
@@ -160,11 +145,8 @@ class VTensor(torch.Tensor):
             DriverError: a driver call was refused.
             TimedOut: that work has not ended in 60 s.
         """
-        try:  # as _watched, which takes longer
-            core = self._core.fork(self, stream_handle("VTensor.fork", stream))
-        finally:
-            _watch_writes(self)
-        return _wrap(core, self._pool, self.dtype, core.length)
+        core = self._core.fork(self, stream_handle("VTensor.fork", stream))
+        return _over(core, self._pool, core.length)
 
     def own(self, start: int, stop: int) -> VTensor:
         """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of
@@ -176,8 +158,7 @@ class VTensor(torch.Tensor):
             InvalidArgument: not ``0 <= start <= stop <= length``.
             OutOfPages, DriverError: nothing was changed.
         """
-        with _watched(self):
-            self._core.own(self, start, stop)
+        self._core.own(self, start, stop)
         return self
 
     def reindex(self, index: Sequence[int] | torch.Tensor) -> VTensor:
@@ -195,13 +176,13 @@ class VTensor(torch.Tensor):
             InvalidArgument: an index out of range, none, or ``grow_dim == 0``.
             OutOfPages, DriverError: nothing was changed.
         """
-        if isinstance(index, torch.Tensor) and (index.dtype == torch.bool or index.is_floating_point()):
-            raise InvalidArgument(
-                f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
-            )
-        rows: Iterable[int] = index.tolist() if isinstance(index, torch.Tensor) else index
-        with _watched(self):
-            self._core.reindex(self, list(rows))
+        if isinstance(index, torch.Tensor):
+            if index.dtype == torch.bool or index.is_floating_point():
+                raise InvalidArgument(
+                    f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
+                )
+            index = index.tolist()
+        self._core.reindex(self, index)
         return self
 
     # -- reading
@@ -287,9 +268,7 @@ class VTensor(torch.Tensor):
         What views hold stays until the last of them is gone, and what work in ``stream`` (torch's current one
         unless given) may use until that has passed. A second call does nothing.
         """
-        if not self._core.closed:
-            self._core.close(self, stream_handle("VTensor.close", stream))
-            self.__class__ = _ClosedVTensor
+        self._core.close(self, stream_handle("VTensor.close", stream))
 
     def __enter__(self) -> VTensor:
         return self
@@ -392,63 +371,28 @@ def _refuse(operation: str) -> NoReturn:
     )
 
 
-class _ClosedVTensor(VTensor):
-    """A VTensor after its end: every torch operation raises Closed."""
-
-    @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> NoReturn:
-        name = getattr(func, "__name__", str(func))
-        raise Closed(f"[{name}] the VTensor is closed: make a new one, or keep a snapshot() before closing")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise Closed("[copy.deepcopy] the VTensor is closed")
-
-
-def _watch_writes(tensor: VTensor) -> None:
-    """Lets torch's writes to `tensor` through `GuardedVTensor` where a shared page would fault, and only
-    there."""
-    if tensor._pool._core.parts_on_write or tensor._core.closed:
-        return
-    if not tensor._core.shares_pages:
-        tensor.__class__ = VTensor
-        return
-    # An import that only CUDA tensors with shared pages need.
-    from vtensor._guarded import GuardedVTensor
-
-    tensor.__class__ = GuardedVTensor
-
-
-@contextmanager
-def _watched(tensor: VTensor) -> Iterator[None]:
-    """Around what may share or part pages, and may have done so when it raises."""
-    try:
-        yield
-    finally:
-        _watch_writes(tensor)
-
-
-def _wrap(core: _core.TensorCore, pool: Pool, dtype: torch.dtype, length: int) -> VTensor:
+def _coreless(pool: Pool, dtype: torch.dtype) -> VTensor:
+    """A VTensor that has no core yet, and shows nothing."""
     if torch.is_inference_mode_enabled():  # an inference tensor could not be resized later
         with torch.inference_mode(False):
-            return _wrap(core, pool, dtype, length)
+            return _coreless(pool, dtype)
     # As a view of a tensor of its own, because views of views name the first as their base: so no view keeps
     # the VTensor alive.
     tensor = torch.empty(0, dtype=dtype, device=pool._tensor_device).as_subclass(VTensor)
-    tensor._core = core
     tensor._pool = pool
+    return tensor
+
+
+def _over(core: _core.TensorCore, pool: Pool, length: int) -> VTensor:
+    """The VTensor of a core, with `length` positions, known to the pool."""
+    tensor = _coreless(pool, core.dtype)
+    tensor._core = core
     try:
         core.attach(tensor, length)
     except BaseException:
         core.close(tensor)  # now, and not when the traceback lets it go
         raise
     pool._register(tensor)
-    _watch_writes(tensor)
     return tensor
 
 
@@ -513,6 +457,7 @@ def empty_like(
     Raises:
         InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
+    of_type("empty_like", "t", t, torch.Tensor)
     if isinstance(t, VTensor):
         options.setdefault("grow_dim", t.grow_dim)
         capacity = t.capacity if capacity is None else capacity
@@ -538,7 +483,8 @@ def from_tensor(
         InvalidArgument: as for :func:`empty`; or ``x`` requires grad outside ``no_grad``.
         CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
-    dim = _checked_dim(tuple(x.shape), grow_dim)
+    of_type("from_tensor", "x", x, torch.Tensor)
+    dim = _checked_dim(x.shape, grow_dim)
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]
     device = None if pool is not None else x.device
     t = empty(
@@ -552,6 +498,7 @@ def from_tensor(
 
 
 def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:
+    grow_dim = integer("empty", "grow_dim", grow_dim)
     if not -len(sizes) <= grow_dim < len(sizes):
         raise InvalidArgument(
             f"[empty] grow_dim is {grow_dim}, the shape has {len(sizes)} dimensions: name one of them"
@@ -559,7 +506,10 @@ def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:
     return grow_dim % len(sizes)
 
 
-def _same_device(asked: torch.device, of_pool: torch.device) -> bool:
+def _same_device(device: torch.device | str | int | None, of_pool: torch.device) -> bool:
+    if device is None:
+        return True
+    asked = device_of("empty", device)
     return asked.type == of_pool.type and (asked.index is None or asked.index == (of_pool.index or 0))
 
 
@@ -573,13 +523,14 @@ def _make(
     when_full: WhenFull,
     zeroed: bool,
 ) -> VTensor:
-    shape: tuple[int, ...] = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes  # type: ignore[assignment]
+    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
+    shape = tuple(integer("empty", "a size", size) for size in given)
     dim = _checked_dim(shape, grow_dim)
-    if when_full not in ("raise", "move"):
-        raise InvalidArgument(f"[empty] when_full is {when_full!r}: it must be 'raise' or 'move'")
+    choice("empty", "when_full", when_full, ("raise", "move"))
+    capacity = integer("empty", "capacity", capacity)
     if capacity < 0:
         raise InvalidArgument(f"[empty] capacity is {capacity}: it must be at least 0")
-    if max(capacity, *shape) > _MOST_POSITIONS:
+    if max(capacity, *map(abs, shape)) > _MOST_POSITIONS:
         raise CapacityExceeded(
             f"[empty] sizes {shape} or capacity {capacity} pass the address space: lower them"
         )
@@ -588,7 +539,7 @@ def _make(
         raise InvalidArgument(f"[empty] dtype is {dtype!r}: give a torch.dtype that is not quantized")
     if pool is None:
         pool = default_pool("cpu" if device is None else device)
-    elif device is not None and not _same_device(torch.device(device), pool.device):
+    elif not _same_device(device, of_type("empty", "pool", pool, Pool).device):
         raise InvalidArgument(f"[empty] device is {device}, the pool's {pool.device}: leave one of them out")
     core = _core.TensorCore(
         pool=pool._open_core("empty"),
@@ -601,4 +552,4 @@ def _make(
         zeroed=zeroed,
         move_when_full=when_full == "move",
     )
-    return _wrap(core, pool, dtype, shape[dim])
+    return _over(core, pool, shape[dim])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vtensor import _core
-from vtensor.tensor import VTensor, _watch_writes
+from vtensor.tensor import VTensor
 
 __all__ = ["reindex", "reserve"]
 
@@ -30,11 +30,7 @@ def reindex(
     Raises:
         InvalidArgument, OutOfPages, DriverError: as ``VTensor.reindex``; nothing was changed.
     """
-    try:
-        _core.reindex([tensor._core for tensor in tensors], list(tensors), list(indices), list(states))
-    finally:
-        for tensor in tensors:
-            _watch_writes(tensor)
+    _core.reindex([tensor._core for tensor in tensors], list(tensors), list(indices), list(states))
 
 
 def reserve(tensor: VTensor, capacity: int) -> None:
@@ -45,7 +41,4 @@ def reserve(tensor: VTensor, capacity: int) -> None:
         CapacityExceeded: ``capacity`` is below the length, or passes the address space.
         OutOfPages, DriverError: nothing was changed.
     """
-    try:
-        tensor._core.reserve(tensor, capacity)
-    finally:
-        _watch_writes(tensor)
+    tensor._core.reserve(tensor, capacity)

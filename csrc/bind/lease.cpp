@@ -1,7 +1,6 @@
 #include "bind/lease.h"
 
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/vector.h>
 
 #include <exception>
 #include <utility>
@@ -61,27 +60,47 @@ void end_one(Generation* generation, const Caller& caller, Launched& launched) {
   }
 }
 
+// The cores of VTensors, which keep them.
+std::vector<nb::object> cores_of(const char* operation, nb::handle tensors) {
+  return each(operation, "tensors", tensors, [operation](nb::handle tensor) {
+    nb::object core = nb::getattr(tensor, "_core", nb::none());
+    if (!nb::isinstance<TensorCore>(core))
+      refuse(operation, "got " + type_text(tensor) + ": give VTensors");
+    return core;
+  });
+}
+
 }  // namespace
 
-Lease::Lease(const std::vector<TensorCore*>& tensors, std::optional<Stream> stream)
-    : stream_(stream) {
+Lease::Lease(nb::handle tensors, std::optional<Stream> stream)
+    : cores_(cores_of("lease", tensors)), stream_(stream) {}
+
+void Lease::begin() {
   refuse_in_forked_child("lease");
+  if (begun_) throw Error("[lease] this lease has begun and not ended: make one for each with");
   std::vector<std::pair<std::shared_ptr<Buffer>, Caller>> leased;
-  for (TensorCore* tensor : tensors) {
-    if (tensor->closed()) throw Closed("[lease] a tensor is closed: make a new one");
-    leased.emplace_back(tensor->buffer(), caller_of("lease", stream_, *tensor->buffer()->pool()));
+  for (const nb::object& core : cores_) {
+    const TensorCore& tensor = nb::cast<TensorCore&>(core);
+    if (tensor.closed()) throw Closed("[lease] a tensor is closed: make a new one");
+    leased.emplace_back(tensor.buffer(), caller_of("lease", stream_, *tensor.buffer()->pool()));
   }
-  const ReleasedGil released;
-  generations_.reserve(leased.size());
+  begun_ = true;
+  std::vector<Generation*> held;
   try {
-    for (const auto& [buffer, caller] : leased) generations_.push_back(buffer->lease(caller));
+    const ReleasedGil released;
+    held.reserve(leased.size());
+    for (const auto& [buffer, caller] : leased) held.push_back(buffer->lease(caller));
   } catch (...) {
-    for (Generation* generation : generations_) generation->buffer->pool()->end(generation);
+    begun_ = false;
+    const ReleasedGil released;
+    for (Generation* generation : held) generation->buffer->pool()->end(generation);
     throw;
   }
+  generations_ = std::move(held);
 }
 
 void Lease::end() {
+  if (!begun_) return;
   refuse_in_forked_child("lease");
   std::vector<Caller> callers;
   for (const Generation* generation : generations_) {
@@ -103,21 +122,33 @@ void Lease::end() {
     }
   }
   generations_ = std::move(left);
+  begun_ = !generations_.empty();
   if (error) std::rethrow_exception(error);
 }
 
 void bind_lease(nb::module_& module) {
   nb::class_<Lease>(module, "Lease")
-      .def(nb::init<const std::vector<TensorCore*>&, std::optional<Stream>>(), nb::arg("tensors"),
+      .def(nb::init<nb::handle, std::optional<Stream>>(), nb::arg("tensors"),
            nb::arg("stream") = nb::none())
-      .def("end", &Lease::end);
+      .def(
+          "__enter__",
+          [](nb::handle self) {
+            nb::cast<Lease&>(self).begin();
+            return nb::borrow(self);
+          },
+          nb::sig("def __enter__(self) -> Lease"))
+      .def(
+          "__exit__", [](Lease& lease, nb::args) { lease.end(); },
+          nb::sig("def __exit__(self, *exc: object) -> None"));
 
   module.def(
       "prepare",
-      [](const std::vector<TensorCore*>& tensors, std::int64_t n) {
-        for (TensorCore* tensor : tensors) tensor->prepare(n);
+      [](nb::handle tensors, nb::handle n) {
+        const std::int64_t positions = integer("prepare", "n", n);
+        for (const nb::object& core : cores_of("prepare", tensors))
+          nb::cast<TensorCore&>(core).prepare(positions);
       },
-      nb::arg("tensors"), nb::arg("n"));
+      nb::arg("tensors").none(), nb::arg("n").none());
 }
 
 }  // namespace vtensor::bind

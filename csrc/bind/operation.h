@@ -6,14 +6,25 @@
 
 #include "base/errors.h"
 #include "base/process.h"
+#include "bind/arguments.h"
 #include "bind/released_gil.h"
 #include "bind/tensor_core.h"
 
 namespace vtensor::bind {
 
-[[noreturn]] inline void refuse(const char* operation, const std::string& message) {
-  throw InvalidArgument("[" + std::string(operation) + "] " + message);
-}
+// For its length the tensor is of the class whose torch functions run no Python, where an exception
+// from outside would find an operation half done (I17); then of the one that its state asks for.
+class TensorCore::Undressed {
+ public:
+  Undressed(TensorCore& core, nb::handle self);
+  ~Undressed();
+  Undressed(const Undressed&) = delete;
+  Undressed& operator=(const Undressed&) = delete;
+
+ private:
+  TensorCore& core_;
+  nb::handle self_;
+};
 
 // One operation on one tensor: refused in a forked child, on a closed tensor and beside another
 // operation.
@@ -35,6 +46,7 @@ class TensorCore::Operation {
   }
   // Also notices where the tensor's storage or shape was changed behind our back, and puts it back.
   Operation(TensorCore& core, const char* name, nb::handle self) : Operation(core, name) {
+    undressed_.emplace(core, self);
     if (core.is_ours(self)) return;
     core.publish(self);
     throw Error("[" + std::string(name) +
@@ -42,10 +54,14 @@ class TensorCore::Operation {
                 "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the "
                 "call, and use t.snapshot() or t.clone() for what changes tensors in place");
   }
-  ~Operation() { core_.mutex_.unlock(); }
+  ~Operation() {
+    undressed_.reset();
+    core_.mutex_.unlock();
+  }
 
  private:
   TensorCore& core_;
+  std::optional<Undressed> undressed_;
 };
 
 // Who asks, in the stream that he named or else torch's current one. Throws InvalidArgument where

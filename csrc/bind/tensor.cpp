@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/process.h"
+#include "bind/arguments.h"
 #include "bind/bindings.h"
 #include "bind/released_gil.h"
 #include "bind/tensor_core.h"
@@ -40,20 +41,6 @@ std::size_t mapped_bytes(TensorCore& core) {
   return of_buffer("VTensor.nbytes_mapped", core, std::size_t{0}, [](Buffer& buffer) {
     return buffer.mapped_pages() * buffer.pool()->page_size();
   });
-}
-
-bool shares_pages(TensorCore& core) {
-  return of_buffer("VTensor", core, false, [](Buffer& buffer) { return buffer.guarded(); });
-}
-
-// A Python integer of any size, as the nearest 64-bit one: that is out of every range too.
-std::int64_t integer(nb::handle value) {
-  nb::object index = nb::steal(PyNumber_Index(value.ptr()));
-  if (!index.is_valid()) throw nb::python_error();
-  int overflow = 0;
-  const long long result = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-  if (overflow != 0) return overflow > 0 ? INT64_MAX : INT64_MIN;
-  return result;
 }
 
 }  // namespace
@@ -91,36 +78,59 @@ void bind_tensor(nb::module_& module) {
           nb::arg("dtype"), nb::arg("device"), nb::arg("item_size"), nb::arg("zeroed"),
           nb::arg("move_when_full"))
       .def("attach", &TensorCore::attach)
-      .def("prepare", [](TensorCore& core, nb::handle n) { core.prepare(integer(n)); })
-      .def("extend", [](TensorCore& core, nb::handle self,
-                        nb::handle n) { return core.extend(self, integer(n)); })
-      .def("append", &TensorCore::append)
+      .def(
+          "prepare",
+          [](TensorCore& core, nb::handle n) { core.prepare(integer("VTensor.prepare", "n", n)); },
+          nb::arg("n").none())
+      .def(
+          "extend",
+          [](TensorCore& core, nb::handle self, nb::handle n) {
+            core.extend(self, integer("VTensor.extend", "n", n));
+          },
+          nb::arg("tensor"), nb::arg("n").none())
+      .def("append", &TensorCore::append, nb::arg("tensor"), nb::arg("source").none())
       .def(
           "shrink",
-          [](TensorCore& core, nb::handle self, nb::handle n, bool front,
-             std::optional<Stream> stream) { core.shrink(self, integer(n), front, stream); },
-          nb::arg("tensor"), nb::arg("n"), nb::arg("front"), nb::arg("stream") = nb::none())
+          [](TensorCore& core, nb::handle self, nb::handle n, nb::handle front,
+             std::optional<Stream> stream) {
+            core.shrink(self, integer("VTensor.shrink", "n", n),
+                        truth("VTensor.shrink", "front", front), stream);
+          },
+          nb::arg("tensor"), nb::arg("n").none(), nb::arg("front").none(),
+          nb::arg("stream") = nb::none())
       .def(
           "truncate",
           [](TensorCore& core, nb::handle self, nb::handle length, std::optional<Stream> stream) {
-            core.truncate(self, integer(length), stream);
+            core.truncate(self, integer("VTensor.truncate", "length", length), stream);
           },
-          nb::arg("tensor"), nb::arg("length"), nb::arg("stream") = nb::none())
-      .def("own", [](TensorCore& core, nb::handle self, nb::handle start,
-                     nb::handle stop) { core.own(self, integer(start), integer(stop)); })
-      .def("reindex",
-           [](TensorCore& core, nb::handle self, std::vector<std::int64_t> index) {
-             TensorCore::Reindexing one{&core, self, std::move(index)};
-             TensorCore::reindex({&one, 1}, {});
-           })
-      .def("reserve", [](TensorCore& core, nb::handle self,
-                         nb::handle capacity) { core.reserve(self, integer(capacity)); })
+          nb::arg("tensor"), nb::arg("length").none(), nb::arg("stream") = nb::none())
+      .def(
+          "own",
+          [](TensorCore& core, nb::handle self, nb::handle start, nb::handle stop) {
+            core.own(self, integer("VTensor.own", "start", start),
+                     integer("VTensor.own", "stop", stop));
+          },
+          nb::arg("tensor"), nb::arg("start").none(), nb::arg("stop").none())
+      .def(
+          "reindex",
+          [](TensorCore& core, nb::handle self, nb::handle index) {
+            TensorCore::Reindexing one{&core, self, integers("VTensor.reindex", "index", index)};
+            TensorCore::reindex({&one, 1}, {});
+          },
+          nb::arg("tensor"), nb::arg("index").none())
+      .def(
+          "reserve",
+          [](TensorCore& core, nb::handle self, nb::handle capacity) {
+            core.reserve(self, integer("VTensor.reserve", "capacity", capacity));
+          },
+          nb::arg("tensor"), nb::arg("capacity").none())
       .def("fork", &TensorCore::fork, nb::arg("tensor"), nb::arg("stream") = nb::none())
-      .def("reallocate",
-           [](TensorCore& core, nb::handle self, nb::handle capacity) {
-             return core.reallocate(self, integer(capacity));
-           })
-      .def("restore", &TensorCore::restore)
+      .def(
+          "reallocate",
+          [](TensorCore& core, nb::handle self, nb::handle moved, nb::handle capacity) {
+            core.reallocate(self, moved, integer("VTensor.reallocate", "capacity", capacity));
+          },
+          nb::arg("tensor"), nb::arg("moved"), nb::arg("capacity").none())
       .def("snapshot", &TensorCore::snapshot)
       .def("close", &TensorCore::close, nb::arg("tensor"), nb::arg("stream") = nb::none())
       .def("record_stream", &TensorCore::record_stream)
@@ -134,11 +144,11 @@ void bind_tensor(nb::module_& module) {
       .def_prop_ro(
           "reserved_bytes",
           [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->reserved_bytes(); })
-      .def_prop_ro("shares_pages", &shares_pages)
       .def_prop_ro("address", &TensorCore::address)
       .def_prop_ro("length", &TensorCore::length)
       .def_prop_ro("capacity", &TensorCore::capacity)
       .def_prop_ro("grow_dim", [](TensorCore& core) { return core.spec().grow_dim; })
+      .def_prop_ro("dtype", [](TensorCore& core) { return core.spec().dtype; })
       .def_prop_ro("closed", &TensorCore::closed);
 
   module.def(
@@ -152,6 +162,15 @@ void bind_tensor(nb::module_& module) {
         TensorCore::reindex(all, states);
       },
       nb::arg("cores"), nb::arg("tensors"), nb::arg("indices"), nb::arg("states"));
+
+  module.def(
+      "use_tensor_classes",
+      [](nb::object open, nb::object guarded, nb::object closed) {
+        TensorCore::use_classes({std::move(open), std::move(guarded), std::move(closed)});
+      },
+      nb::kw_only(), nb::arg("open"), nb::arg("guarded"), nb::arg("closed"),
+      "The classes that a VTensor has as it is made, with shared pages where writes fault, and "
+      "closed.");
 
   module.def(
       "use_exchange_api", [](bool use) { TorchFace::get().use_exchange_api(use); }, nb::arg("use"),

@@ -16,6 +16,8 @@ namespace vtensor::bind {
 
 namespace {
 
+TensorClasses& classes = *new TensorClasses;  // Python objects, and the interpreter may end first
+
 // Above this, torch's parallel copy is faster than one memcpy a row.
 constexpr std::size_t kMemcpyLimit = std::size_t{256} << 10;
 
@@ -37,6 +39,8 @@ std::size_t product(std::span<const std::int64_t> sizes) {
 }
 
 }  // namespace
+
+void TensorCore::use_classes(TensorClasses named) { classes = std::move(named); }
 
 TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
     : spec_(std::move(spec)) {
@@ -65,6 +69,7 @@ TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::siz
     : spec_(std::move(spec)), positions_{0, length} {
   if (foreign || spec_.zeroed) stale_until_ = buffer->reach(positions_);
   use(std::move(buffer));
+  may_be_guarded_ = true;
 }
 
 TensorCore::~TensorCore() {
@@ -180,8 +185,28 @@ void TensorCore::detach(nb::handle self) {
   published_ = {};
 }
 
+TensorCore::Undressed::Undressed(TensorCore& core, nb::handle self) : core_(core), self_(self) {
+  if (self.type().is(classes.guarded)) nb::setattr(self, "__class__", classes.open);
+}
+
+TensorCore::Undressed::~Undressed() { core_.dress(self_); }
+
+void TensorCore::dress(nb::handle self) noexcept {
+  if (closed_ || buffer_->pool()->traits().parts_on_write) may_be_guarded_ = false;
+  if (may_be_guarded_) {
+    const ReleasedGil released;
+    may_be_guarded_ = buffer_->guarded();
+  }
+  const nb::handle wanted = closed_           ? classes.closed
+                            : may_be_guarded_ ? classes.guarded
+                                              : classes.open;
+  if (self.type().is(wanted)) return;
+  if (PyObject_SetAttrString(self.ptr(), "__class__", wanted.ptr()) != 0) PyErr_Clear();
+}
+
 void TensorCore::attach(nb::handle self, std::size_t length) {
   Operation operation(*this, "empty");
+  const Undressed undressed(*this, self);
   const Caller caller = this->caller("empty");
   if (positions_.empty() && length != 0) {
     detach(self);
@@ -198,8 +223,11 @@ void TensorCore::require_room(const char* operation, std::size_t n) const {
   throw CapacityExceeded(
       "[" + std::string(operation) + "] need " + std::to_string(n) + " more positions, length is " +
       std::to_string(length()) + " of capacity " + std::to_string(spec_.capacity) +
-      (used_up ? ", " + std::to_string(used_up) + " used up by front shrinks" : "") +
-      ": make it with a larger capacity=, or move it with t.reallocate(capacity)");
+      (used_up
+           ? ", " + std::to_string(used_up) +
+                 " used up by front shrinks: make it with when_full=\"move\", which gives them back"
+           : ": make it with a larger capacity=") +
+      ", or move it with t.reallocate(capacity)");
 }
 
 // What of `added` positions must be zeroed: of a forked tensor what its parent had truncated, of
@@ -210,17 +238,16 @@ Interval TensorCore::stale_in(Interval added) const {
 }
 
 // Adds `n` positions. `fill(start)` writes them before torch is told of them. Whole or nothing.
-// True where the tensor moved.
 template <typename Fill>
-bool TensorCore::grow(nb::handle self, const Caller& caller, std::size_t n, bool populate,
+void TensorCore::grow(nb::handle self, const Caller& caller, std::size_t n, bool populate,
                       Fill fill) {
   require_room(caller.operation, n);
-  if (n == 0) return false;
+  if (n == 0) return;
   const trace::Span span = traced(trace::What::extend, positions_.end, n);
   if (positions_.end + n > spec_.capacity) {
     move_to_front(self, caller, n, populate);
     fill(positions_.end - n);
-    return true;
+    return;
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
@@ -239,7 +266,6 @@ bool TensorCore::grow(nb::handle self, const Caller& caller, std::size_t n, bool
     throw;
   }
   if (spec_.zeroed) stale_until_ = std::max(stale_until_, after.end);
-  return false;
 }
 
 void TensorCore::prepare(std::int64_t n) {
@@ -252,13 +278,12 @@ void TensorCore::prepare(std::int64_t n) {
   buffer_->prepare(end);
 }
 
-bool TensorCore::extend(nb::handle self, std::int64_t n) {
+void TensorCore::extend(nb::handle self, std::int64_t n) {
   Operation operation(*this, "VTensor.extend", self);
   if (n < 0)
     refuse("VTensor.extend",
            "n is " + std::to_string(n) + ": it must be at least 0; t.shrink(n) makes it shorter");
-  return grow(self, caller("VTensor.extend"), static_cast<std::size_t>(n), false,
-              [](std::size_t) {});
+  grow(self, caller("VTensor.extend"), static_cast<std::size_t>(n), false, [](std::size_t) {});
 }
 
 // Copies `n` positions at `start` by memcpy; false where the source's layout or size asks for
@@ -291,7 +316,7 @@ bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::si
   return true;
 }
 
-bool TensorCore::append(nb::handle self, nb::handle source) {
+void TensorCore::append(nb::handle self, nb::handle source) {
   TorchFace& torch = TorchFace::get();
   Operation operation(*this, "VTensor.append", self);
   const Caller caller = this->caller("VTensor.append");
@@ -340,10 +365,9 @@ bool TensorCore::append(nb::handle self, nb::handle source) {
   }
   const std::size_t before = length();
   bool copied = n == 0;
-  const bool moved = grow(self, caller, n, true, [&](std::size_t start) {
-    copied = resolved && fill_from(from, start, n);
-  });
-  if (copied) return moved;
+  grow(self, caller, n, true,
+       [&](std::size_t start) { copied = resolved && fill_from(from, start, n); });
+  if (copied) return;
   try {
     torch.copy_into(self, spec_.grow_dim, before, n, kept);
   } catch (...) {
@@ -352,7 +376,6 @@ bool TensorCore::append(nb::handle self, nb::handle source) {
     reshape(self);
     throw;
   }
-  return moved;
 }
 
 void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, std::optional<Stream> stream) {
@@ -414,6 +437,7 @@ void TensorCore::record_stream(Stream stream) {
 }
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
+  if (closed_) return;
   refuse_in_forked_child("VTensor.close");
   mutex_.lock("VTensor.close");
   const std::unique_ptr<OperationMutex, void (*)(OperationMutex*)> unlock(
@@ -421,18 +445,20 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   if (closed_) return;
   const Caller caller = this->caller("VTensor.close", stream);
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());
-  detach(self);
+  const Undressed undressed(*this, self);
   {
     const ReleasedGil released;
     buffer_->use(caller);
   }
-  leave();
+  detach(self);
+  leave(self);
 }
 
-// Lets the buffer, and with it the pool, go.
-void TensorCore::leave() {
+// Lets the buffer, and with it the pool, go. The tensor is off its storage.
+void TensorCore::leave(nb::handle self) {
   closed_ = true;
   positions_ = {};
+  dress(self);
   const std::shared_ptr<Buffer> left = std::move(buffer_);
   const ReleasedGil released;
   left->abandon();

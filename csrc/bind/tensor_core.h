@@ -30,9 +30,20 @@ struct TensorSpec {
   bool move_when_full = false;  // where front shrinks used capacity up, move instead of raising
 };
 
-// Methods take the VTensor itself first. They are called with the GIL held.
+// The Python classes of a VTensor: as it is made, with shared pages where torch's writes would
+// fault, and closed.
+struct TensorClasses {
+  nb::object open, guarded, closed;
+};
+
+// Methods take the VTensor itself first, and see to its class. They are called with the GIL held,
+// and what they do to a tensor they do in one call from Python: no exception from outside comes
+// between (I17).
 class TensorCore {
  public:
+  // Once, when vtensor is imported.
+  static void use_classes(TensorClasses classes);
+
   TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec);
   // Over pages shared with another buffer. `foreign`: what they hold behind `length` is not this
   // tensor's (I7).
@@ -48,9 +59,8 @@ class TensorCore {
 
   // Has the mapper make the next `n` positions ready.
   void prepare(std::int64_t n);
-  // Both return whether the tensor moved to another range.
-  bool extend(nb::handle self, std::int64_t n);
-  bool append(nb::handle self, nb::handle source);
+  void extend(nb::handle self, std::int64_t n);
+  void append(nb::handle self, nb::handle source);
   void shrink(nb::handle self, std::int64_t n, bool front, std::optional<Stream> stream);
   void truncate(nb::handle self, std::int64_t length, std::optional<Stream> stream);
   void own(nb::handle self, std::int64_t start, std::int64_t stop);
@@ -66,10 +76,8 @@ class TensorCore {
   // Moves the tensor to a range of this capacity, in place as far as Python can see.
   void reserve(nb::handle self, std::int64_t capacity);
   std::unique_ptr<TensorCore> fork(nb::handle self, std::optional<Stream> stream);
-  // Takes the tensor off its storage. Once the new one stands, this one is to be closed; else
-  // restored.
-  std::unique_ptr<TensorCore> reallocate(nb::handle self, std::int64_t capacity);
-  void restore(nb::handle self);
+  // Puts `moved`, a VTensor that has no core yet, over these pages, and closes this one.
+  void reallocate(nb::handle self, nb::handle moved, std::int64_t capacity);
   nb::object snapshot(nb::handle self);
   void close(nb::handle self, std::optional<Stream> stream);
   // Work in `stream` uses the tensor: its pages are unmapped only after it.
@@ -84,6 +92,7 @@ class TensorCore {
 
  private:
   class Operation;
+  class Undressed;
 
   Caller caller(const char* operation, std::optional<Stream> stream = {}) const;
   void retract(const Caller& caller);
@@ -96,12 +105,13 @@ class TensorCore {
   bool is_ours(nb::handle self);
   void require_room(const char* operation, std::size_t n) const;
   template <typename Fill>
-  bool grow(nb::handle self, const Caller& caller, std::size_t n, bool populate, Fill fill);
+  void grow(nb::handle self, const Caller& caller, std::size_t n, bool populate, Fill fill);
   void move_to_front(nb::handle self, const Caller& caller, std::size_t n, bool populate);
   void publish(nb::handle self);
   void reshape(nb::handle self);
   void detach(nb::handle self);
-  void leave();
+  void dress(nb::handle self) noexcept;
+  void leave(nb::handle self);
   void use(std::shared_ptr<Buffer> buffer);
   std::vector<std::size_t> chosen_rows(std::span<const std::int64_t> index) const;
   void take_rows(std::shared_ptr<Buffer> rows, std::size_t batch);
@@ -116,6 +126,7 @@ class TensorCore {
   Interval published_;           // slots under it
   std::size_t stale_until_ = 0;  // positions below may hold bytes that growth must not show
   bool closed_ = false;
+  bool may_be_guarded_ = false;  // some page shared, where writes to it fault
   OperationMutex mutex_;
   TensorFacts facts_;  // of the last look, under mutex_
 };

@@ -1,5 +1,8 @@
 // The operations of a VTensor that share its pages with another, or move them to another range.
+#include <nanobind/stl/unique_ptr.h>
+
 #include <algorithm>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -29,6 +32,7 @@ void TensorCore::move_to_front(nb::handle self, const Caller& caller, std::size_
   const std::size_t stale =
       spec_.zeroed ? length + n : stale_until_ - std::min(stale_until_, positions_.begin);
   detach(self);
+  may_be_guarded_ = true;
   std::shared_ptr<Buffer> moved;
   try {
     const RowShape shape = row_shape(spec_.capacity, phase_of_first());
@@ -104,7 +108,10 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
   }
   std::vector<std::shared_ptr<Buffer>> moved(tensors.size());  // null where in place
   try {
-    for (const Reindexing& tensor : tensors) tensor.core->detach(tensor.self);
+    for (const Reindexing& tensor : tensors) {
+      tensor.core->detach(tensor.self);
+      tensor.core->may_be_guarded_ = true;
+    }
     std::vector<Buffer::Reindexing> in_place;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const TensorCore& core = *tensors[i].core;
@@ -174,13 +181,14 @@ std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stre
   const Caller caller = this->caller("VTensor.fork", stream);
   const RowShape shape = row_shape(spec_.capacity, phase_of_first());
   const std::vector<std::size_t> rows = every_row(shape);
+  may_be_guarded_ = true;
   std::shared_ptr<Buffer> child;
   with_memory(*buffer_->pool(), caller,
               [&] { child = buffer_->share(caller, shape, rows, false); });
   return std::make_unique<TensorCore>(std::move(child), spec_, length(), true);
 }
 
-std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t capacity) {
+void TensorCore::reallocate(nb::handle self, nb::handle moved, std::int64_t capacity) {
   Operation operation(*this, "VTensor.reallocate", self);
   const Caller caller = this->caller("VTensor.reallocate");
   if (capacity < 0 || static_cast<std::size_t>(capacity) < length()) {
@@ -190,24 +198,27 @@ std::unique_ptr<TensorCore> TensorCore::reallocate(nb::handle self, std::int64_t
   }
   const RowShape shape = row_shape(static_cast<std::size_t>(capacity), phase_of_first());
   const std::vector<std::size_t> rows = every_row(shape);
+  TensorSpec spec = spec_;
+  spec.capacity = static_cast<std::size_t>(capacity);
+  {
+    const ReleasedGil released;
+    buffer_->use(caller);
+  }
   detach(self);
-  std::shared_ptr<Buffer> moved;
+  may_be_guarded_ = true;
   try {
+    std::shared_ptr<Buffer> pages;
     with_memory(*buffer_->pool(), caller,
-                [&] { moved = buffer_->share(caller, shape, rows, !buffer_->published()); });
+                [&] { pages = buffer_->share(caller, shape, rows, !buffer_->published()); });
+    auto core = std::make_unique<TensorCore>(std::move(pages), std::move(spec), length(),
+                                             stale_until_ > positions_.end);
+    core->attach(moved, length());
+    nb::setattr(moved, "_core", nb::cast(std::move(core)));
   } catch (...) {
     publish(self);
     throw;
   }
-  TensorSpec spec = spec_;
-  spec.capacity = static_cast<std::size_t>(capacity);
-  return std::make_unique<TensorCore>(std::move(moved), std::move(spec), length(),
-                                      stale_until_ > positions_.end);
-}
-
-void TensorCore::restore(nb::handle self) {
-  Operation operation(*this, "VTensor.reallocate");
-  publish(self);
+  leave(self);
 }
 
 }  // namespace vtensor::bind

@@ -1,15 +1,17 @@
-"""Torch's writes to tensors whose shared pages are mapped read-only (CUDA): what they write to is parted
-first (I6)."""
+"""The classes of a VTensor in the states in which torch's functions on it are not torch's alone: with shared
+pages that a write would fault at, and closed. The core sets them (csrc/bind/tensor_core.cpp)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vtensor import _core
 from vtensor._processes import keep_private
+from vtensor.errors import Closed
 from vtensor.tensor import VTensor
 
 # They change a tensor's shape or storage and none of its elements, whatever their schema says.
@@ -17,7 +19,8 @@ _METADATA_ONLY = frozenset(["as_strided_", "detach", "detach_", "resize_", "resi
 
 
 class GuardedVTensor(VTensor):
-    """A VTensor some of whose pages are shared where a write would fault."""
+    """A VTensor some of whose pages are shared and mapped read-only (CUDA): what torch writes to is parted
+    first (I6)."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -36,7 +39,22 @@ class GuardedVTensor(VTensor):
                 return func(*args, **kwargs)
 
 
-keep_private(GuardedVTensor)
+class ClosedVTensor(VTensor):
+    """A VTensor after its end: every torch operation raises Closed."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        name = getattr(func, "__name__", str(func))
+        raise Closed(f"[{name}] the VTensor is closed: make a new one, or keep a snapshot() before closing")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise Closed("[copy.deepcopy] the VTensor is closed")
 
 
 class _PartBeforeWrite(TorchDispatchMode):
@@ -75,3 +93,7 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
             yield from _flat(value)
         elif isinstance(value, dict):
             yield from _flat(value.values())
+
+
+keep_private(GuardedVTensor)
+_core.use_tensor_classes(open=VTensor, guarded=GuardedVTensor, closed=ClosedVTensor)

@@ -1,0 +1,72 @@
+// What Python gives to an operation, as C++ takes it; refused in the operation's words where it is
+// something else. Bindings take such arguments as nb::handle: of a refusal by nanobind's own
+// conversions nobody learns which argument of which operation was meant.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/errors.h"
+
+namespace vtensor::bind {
+
+namespace nb = nanobind;
+
+[[noreturn]] inline void refuse(const char* operation, const std::string& message) {
+  throw InvalidArgument("[" + std::string(operation) + "] " + message);
+}
+
+// "a str", for messages.
+inline std::string type_text(nb::handle value) {
+  return "a " + nb::cast<std::string>(value.type().attr("__name__"));
+}
+
+// The TypeError that is set, as a refusal; other errors are the argument's own.
+[[noreturn]] inline void refuse_type(const char* operation, const char* name, nb::handle value,
+                                     const char* wanted) {
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
+  PyErr_Clear();
+  refuse(operation, std::string(name) + " is " + type_text(value) + ": give " + wanted);
+}
+
+// An integer of any size, as the nearest of 64 bits: that is out of every range too.
+inline std::int64_t integer(const char* operation, const char* name, nb::handle value) {
+  nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  if (!index.is_valid()) refuse_type(operation, name, value, "an integer");
+  int overflow = 0;
+  const long long result = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0) return overflow > 0 ? INT64_MAX : INT64_MIN;
+  return result;
+}
+
+inline bool truth(const char* operation, const char* name, nb::handle value) {
+  const int result = PyObject_IsTrue(value.ptr());
+  if (result < 0) refuse_type(operation, name, value, "a bool");
+  return result == 1;
+}
+
+// What iterating over `values` gives, each made by `make(value)`.
+template <typename Make>
+auto each(const char* operation, const char* name, nb::handle values, Make make) {
+  nb::object iterator = nb::steal(PyObject_GetIter(values.ptr()));
+  if (!iterator.is_valid()) refuse_type(operation, name, values, "a sequence");
+  std::vector<decltype(make(nb::handle()))> made;
+  while (PyObject* value = PyIter_Next(iterator.ptr())) {
+    const nb::object held = nb::steal(value);
+    made.push_back(make(held));
+  }
+  if (PyErr_Occurred()) throw nb::python_error();
+  return made;
+}
+
+inline std::vector<std::int64_t> integers(const char* operation, const char* name,
+                                          nb::handle values) {
+  return each(operation, name, values,
+              [&](nb::handle value) { return integer(operation, name, value); });
+}
+
+}  // namespace vtensor::bind
