@@ -15,6 +15,9 @@ from vtensor._streams import Stream, stream_handle
 from vtensor.errors import CapacityExceeded, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
 
+# Its methods are called by the class: torch.compile, where it breaks a graph at the method of an object of an
+# extension, goes on with a call that has lost the object (torch 2.13).
+TensorCore = _core.TensorCore
 PageRecord = _core.PageRecord
 WhenFull = Literal["raise", "move"]
 
@@ -37,7 +40,7 @@ class VTensor(torch.Tensor):
     It is an inference structure: gradients are refused.
     """
 
-    _core: _core.TensorCore
+    _core: TensorCore
     _pool: Pool
     _registered: object
 
@@ -61,7 +64,7 @@ class VTensor(torch.Tensor):
             DriverError: a driver call was refused.
             InvalidArgument: ``n`` is negative.
         """
-        self._core.extend(self, n)
+        TensorCore.extend(self._core, self, n)
         return self
 
     def prepare(self, n: int) -> VTensor:
@@ -76,7 +79,7 @@ class VTensor(torch.Tensor):
             InvalidArgument: ``n`` is negative.
             DriverError: what the mapper met for this tensor before; raised once.
         """
-        self._core.prepare(n)
+        TensorCore.prepare(self._core, n)
         return self
 
     def append(self, x: torch.Tensor) -> VTensor:
@@ -91,7 +94,7 @@ class VTensor(torch.Tensor):
                 ``no_grad``.
             CapacityExceeded, OutOfPages, DriverError: as for :meth:`extend`.
         """
-        self._core.append(self, x)
+        TensorCore.append(self._core, self, x)
         return self
 
     def shrink(self, n: int, front: bool = False, stream: Stream | None = None) -> VTensor:
@@ -105,7 +108,7 @@ class VTensor(torch.Tensor):
         Raises:
             InvalidArgument: ``n`` is negative or above the length.
         """
-        self._core.shrink(self, n, front, stream_handle("VTensor.shrink", stream))
+        TensorCore.shrink(self._core, self, n, front, stream_handle("VTensor.shrink", stream))
         return self
 
     def truncate(self, length: int, stream: Stream | None = None) -> VTensor:
@@ -114,7 +117,7 @@ class VTensor(torch.Tensor):
         Raises:
             InvalidArgument: ``length`` is negative or above the present length.
         """
-        self._core.truncate(self, length, stream_handle("VTensor.truncate", stream))
+        TensorCore.truncate(self._core, self, length, stream_handle("VTensor.truncate", stream))
         return self
 
     def reallocate(self, capacity: int) -> VTensor:
@@ -127,7 +130,7 @@ class VTensor(torch.Tensor):
             OutOfPages, DriverError: as for :meth:`fork`.
         """
         moved = _coreless(self._pool, self._core.dtype)
-        self._core.reallocate(self, moved, capacity)
+        TensorCore.reallocate(self._core, self, moved, capacity)
         self._pool._register(moved)
         return moved
 
@@ -145,7 +148,7 @@ class VTensor(torch.Tensor):
             DriverError: a driver call was refused.
             TimedOut: that work has not ended in 60 s.
         """
-        core = self._core.fork(self, stream_handle("VTensor.fork", stream))
+        core = TensorCore.fork(self._core, self, stream_handle("VTensor.fork", stream))
         return _over(core, self._pool, core.length)
 
     def own(self, start: int, stop: int) -> VTensor:
@@ -158,7 +161,7 @@ class VTensor(torch.Tensor):
             InvalidArgument: not ``0 <= start <= stop <= length``.
             OutOfPages, DriverError: nothing was changed.
         """
-        self._core.own(self, start, stop)
+        TensorCore.own(self._core, self, start, stop)
         return self
 
     def reindex(self, index: Sequence[int] | torch.Tensor) -> VTensor:
@@ -182,7 +185,7 @@ class VTensor(torch.Tensor):
                     f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
                 )
             index = index.tolist()
-        self._core.reindex(self, index)
+        TensorCore.reindex(self._core, self, index)
         return self
 
     # -- reading
@@ -193,7 +196,7 @@ class VTensor(torch.Tensor):
 
         It keeps its shape and its pages whatever this tensor does later.
         """
-        alias: torch.Tensor = self._core.snapshot(self)
+        alias: torch.Tensor = TensorCore.snapshot(self._core, self)
         return alias
 
     def pages(self) -> list[PageRecord]:
@@ -205,7 +208,7 @@ class VTensor(torch.Tensor):
         it one, so ``page_id`` is -1), ``"held"`` by older views or by work that may use it, or
         ``"quarantined"``.
         """
-        return self._core.pages()
+        return TensorCore.pages(self._core)
 
     @property
     def length(self) -> int:
@@ -258,7 +261,7 @@ class VTensor(torch.Tensor):
         handle = stream_handle("VTensor.record_stream", stream)
         if handle is None:
             raise InvalidArgument("[VTensor.record_stream] stream is None: name one")
-        self._core.record_stream(handle)
+        TensorCore.record_stream(self._core, handle)
 
     # -- the end
 
@@ -268,7 +271,7 @@ class VTensor(torch.Tensor):
         What views hold stays until the last of them is gone, and what work in ``stream`` (torch's current one
         unless given) may use until that has passed. A second call does nothing.
         """
-        self._core.close(self, stream_handle("VTensor.close", stream))
+        TensorCore.close(self._core, self, stream_handle("VTensor.close", stream))
 
     def __enter__(self) -> VTensor:
         return self
@@ -383,7 +386,7 @@ def _coreless(pool: Pool, dtype: torch.dtype) -> VTensor:
     return tensor
 
 
-def _over(core: _core.TensorCore, pool: Pool, length: int) -> VTensor:
+def _over(core: TensorCore, pool: Pool, length: int) -> VTensor:
     """The VTensor of a core, with `length` positions, known to the pool."""
     tensor = _coreless(pool, core.dtype)
     tensor._core = core
@@ -541,7 +544,7 @@ def _make(
         pool = default_pool("cpu" if device is None else device)
     elif not _same_device(device, of_type("empty", "pool", pool, Pool).device):
         raise InvalidArgument(f"[empty] device is {device}, the pool's {pool.device}: leave one of them out")
-    core = _core.TensorCore(
+    core = TensorCore(
         pool=pool._open_core("empty"),
         sizes=list(shape),
         grow_dim=dim,
