@@ -231,6 +231,9 @@ class TensorCore:
     def capacity(self) -> int: ...
 
     @property
+    def moves_when_full(self) -> bool: ...
+
+    @property
     def grow_dim(self) -> int: ...
 
     @property

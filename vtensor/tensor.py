@@ -226,6 +226,11 @@ class VTensor(torch.Tensor):
         return self._core.grow_dim
 
     @property
+    def when_full(self) -> WhenFull:
+        """What an ``extend`` does that needs what front shrinks used up: ``"raise"`` or ``"move"``."""
+        return "move" if self._core.moves_when_full else "raise"
+
+    @property
     def pool(self) -> Pool:
         """The pool that lends the pages."""
         return self._pool
@@ -453,8 +458,8 @@ def empty_like(
     """A tensor of ``t``'s shape, dtype and device.
 
     Args:
-        t: a VTensor, whose ``grow_dim``, capacity and pool are taken unless given; or a plain tensor, which
-            needs ``grow_dim=`` and ``capacity=``.
+        t: a VTensor, whose ``grow_dim``, capacity, pool and ``when_full`` are taken unless given; or a plain
+            tensor, which needs ``grow_dim=`` and ``capacity=``.
         capacity, pool, options: as for :func:`empty`.
 
     Raises:
@@ -463,6 +468,7 @@ def empty_like(
     of_type("empty_like", "t", t, torch.Tensor)
     if isinstance(t, VTensor):
         options.setdefault("grow_dim", t.grow_dim)
+        options.setdefault("when_full", t.when_full)
         capacity = t.capacity if capacity is None else capacity
         pool = t.pool if pool is None and "device" not in options else pool
     if capacity is None or "grow_dim" not in options:

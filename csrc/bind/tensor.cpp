@@ -147,6 +147,7 @@ void bind_tensor(nb::module_& module) {
       .def_prop_ro("address", &TensorCore::address)
       .def_prop_ro("length", &TensorCore::length)
       .def_prop_ro("capacity", &TensorCore::capacity)
+      .def_prop_ro("moves_when_full", [](TensorCore& core) { return core.spec().move_when_full; })
       .def_prop_ro("grow_dim", [](TensorCore& core) { return core.spec().grow_dim; })
       .def_prop_ro("dtype", [](TensorCore& core) { return core.spec().dtype; })
       .def_prop_ro("closed", &TensorCore::closed);

@@ -91,6 +91,22 @@ def test_over_capacity_names_both_and_the_remedy(pool):
         t.extend(3)
 
 
+def test_capacity_that_front_shrinks_used_up_names_the_option(pool):
+    t = filled(pool, 6, capacity=8)
+    assert t.when_full == "raise" and vtensor.empty_like(t).when_full == "raise"
+    t.shrink(4, front=True)
+    with refused(vtensor.CapacityExceeded, pool, t, says=['when_full="move"', 4, "reallocate"]):
+        t.extend(3)
+
+
+def test_what_is_like_another_does_the_same_when_full(pool):
+    t = filled(pool, 6, capacity=8, when_full="move")
+    for twin in (t, vtensor.empty_like(t), t.fork()):
+        assert twin.when_full == "move"
+        assert twin.shrink(4, front=True).extend(5).length == 7
+    assert vtensor.empty_like(t, when_full="raise").when_full == "raise"
+
+
 def test_shrink_by_more_than_there_is(pool):
     t = filled(pool, 6)
     for front in (False, True):

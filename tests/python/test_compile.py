@@ -30,6 +30,7 @@ METHODS = {
     "length": lambda t, n: t.length,
     "capacity": lambda t, n: t.capacity,
     "grow_dim": lambda t, n: t.grow_dim,
+    "when_full": lambda t, n: t.when_full,
     "pool": lambda t, n: t.pool.page_size,
     "nbytes_mapped": lambda t, n: t.nbytes_mapped,
     "nbytes_reserved": lambda t, n: t.nbytes_reserved,
