@@ -292,18 +292,21 @@ std::size_t SlotCache::calm_of(std::size_t kind, std::size_t slot, std::size_t l
 
 void SlotCache::free(const Caller& caller, std::size_t slot) {
   if (slot >= slots_.size() || slots_[slot].state == SlotState::free) require_used(caller, slot);
-  settle_copies();
-  if (slots_[slot].arriving != nullptr) {
-    // The next request's bytes must not be overwritten by this one's.
-    const FencePtr fence = copies(slot, {});
-    if (!wait_for(pool_->driver(), fence, pool_->options().patience)) {
-      throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
-                     seconds_text(pool_->options().patience) + ": slot " + text(slot) +
-                     " is still being copied from host memory; it stays as it is");
-    }
-  }
+  require_arrived(caller, slot);
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
   leave(slot);
+}
+
+// The next request's bytes must not be overwritten by this one's, so a slot on its way in is waited
+// for.
+void SlotCache::require_arrived(const Caller& caller, std::size_t slot) {
+  settle_copies();
+  if (slots_[slot].arriving == nullptr) return;
+  const FencePtr fence = copies(slot, {});
+  if (wait_for(pool_->driver(), fence, pool_->options().patience)) return;
+  throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
+                 seconds_text(pool_->options().patience) + ": slot " + text(slot) +
+                 " is still being copied from host memory; it stays as it is");
 }
 
 void SlotCache::leave(std::size_t slot) noexcept {
@@ -403,6 +406,7 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
   for (const std::size_t slot : beams) {
     if (!named(slot)) dropped.push_back(slot);
   }
+  for (const std::size_t slot : dropped) require_arrived(caller, slot);
   // Where there is room for the forks beside what is dropped, a refusal loses nothing.
   const bool beside = has_free(dropped.size());
   const auto drop = [&] {

@@ -196,6 +196,7 @@ class SlotCache {
   void require_used(const Caller& caller, std::size_t slot) const;
   void require_free(const Caller& caller, std::size_t n) const;
   bool has_free(std::size_t n) const;
+  void require_arrived(const Caller& caller, std::size_t slot);
   std::size_t count_free() const;
   void expect_parting(std::size_t slot) { calm_[slot] = lengths_[slot]; }
   void forget_heads(const Caller& caller, std::size_t slot);

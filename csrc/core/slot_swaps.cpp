@@ -61,8 +61,10 @@ std::shared_ptr<SlotCache::SwapGroup> SlotCache::group_of(std::span<const std::s
         const Buffer& buffer = *slots_[slots[i]].buffers[kind];
         const std::size_t pages = buffer.shared_with(*slots_[slots[0]].buffers[kind]);
         const bool whole = slots_[slots[i]].begins[kind] == 0;
-        length = std::min(length,
-                          whole ? pages * pool_->page_size() / kinds_[kind].shape.item_bytes : 0);
+        // Up to here no more pages are whole; so a group stays one, however often it is swapped.
+        const std::size_t most =
+            ((pages + 1) * pool_->page_size() - 1) / kinds_[kind].shape.item_bytes;
+        length = std::min(length, whole ? most : 0);
       }
       if (length < unit()) continue;
       least = std::min(least, length / unit() * unit());
