@@ -4,12 +4,17 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
+#include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -18,11 +23,13 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "core/slot_cache.h"
+#include "core/wait.h"
 #include "simcuda/client.h"
 
 namespace vtensor::slots {
 
 constexpr std::size_t kPage = 4096;
+constexpr std::chrono::seconds kPatience(20);
 inline const Caller kCaller{"test"};
 
 struct OnHost {
@@ -64,6 +71,24 @@ inline SlotCacheShape mixed(std::size_t slots, std::size_t max_length = 64) {
   return {slots, max_length, 1, 0, {{3, 1000, 0}, {1, 6144, 0}, {2, 2048, 0}}};
 }
 
+// Host memory for slots that are swapped out, which counts what is not freed yet.
+class HostBytes {
+ public:
+  HostMemory operator()(std::size_t bytes) const {
+    auto* const data = static_cast<std::byte*>(std::aligned_alloc(64, ceil_div(bytes, 64) * 64));
+    *live_ += bytes;
+    return {data, [live = live_, bytes](std::byte* at) {
+              std::memset(at, 0xdd, bytes);  // a copy that comes too late is seen
+              std::free(at);
+              *live -= bytes;
+            }};
+  }
+  std::size_t live() const { return *live_; }
+
+ private:
+  std::shared_ptr<std::atomic<std::size_t>> live_ = std::make_shared<std::atomic<std::size_t>>(0);
+};
+
 template <class T>
 class Bench {
  public:
@@ -79,7 +104,7 @@ class Bench {
 
   static std::shared_ptr<PagePool> open(std::size_t pages, PoolOptions options) {
     options.budget = pages * kPage;
-    options.patience = std::chrono::seconds(20);
+    options.patience = std::min<std::chrono::nanoseconds>(options.patience, kPatience);
     return PagePool::create(T::open(), options);
   }
 
@@ -90,6 +115,7 @@ class Bench {
   void free(std::size_t slot) {
     cache->free(kCaller, slot);
     model.erase(slot);
+    away.erase(slot);
   }
   // As the bindings do it: false where memory is short.
   bool step(const std::vector<std::int64_t>& wanted) {
@@ -125,6 +151,30 @@ class Bench {
     model.at(slot)[position] = ++last_;
     write(slot, position);
   }
+  // A slot's tokens are the numbers in its cells: what requests with the same tokens share is the
+  // same.
+  std::vector<Token> tokens(std::size_t slot) const {
+    return {model.at(slot).begin(), model.at(slot).end()};
+  }
+  std::size_t publish(std::size_t slot) { return cache->publish(kCaller, slot, tokens(slot), ""); }
+  std::size_t alloc(const std::vector<Token>& wanted) {
+    const std::size_t slot = cache->alloc(kCaller, wanted, "", 0);
+    const auto found = static_cast<std::ptrdiff_t>(cache->length(slot));
+    model[slot] = {wanted.begin(), wanted.begin() + found};
+    return slot;
+  }
+  void swap_out(const std::vector<std::size_t>& slots) {
+    cache->swap_out(kCaller, slots, host);
+    for (const std::size_t slot : slots) {
+      away[slot] = std::move(model.at(slot));
+      model.erase(slot);
+    }
+  }
+  void swap_in(std::size_t slot) {
+    cache->swap_in(kCaller, slot);
+    model[slot] = std::move(away.at(slot));
+    away.erase(slot);
+  }
   std::size_t entered(std::size_t slot) {
     model[slot].resize(cache->length(slot));
     return slot;
@@ -149,9 +199,15 @@ class Bench {
   // I2, I4, I5, I6, and that the cache and the model agree.
   void check() const {
     for (const auto& [slot, cells] : model) {
-      if (cache->state(slot) != SlotState::used) continue;
+      REQUIRE(cache->state(slot) == SlotState::used);
       CHECK(cache->length(slot) == cells.size());
+      CHECK(wait_for(pool->driver(), cache->copies(slot, {}), kPatience));
       CHECK(whole(slot));
+      static_cast<void>(cache->copies(slot, {}));  // lets go of what they used
+    }
+    for (const auto& [slot, cells] : away) {
+      CHECK(cache->state(slot) == SlotState::swapped);
+      CHECK(cache->length(slot) == cells.size());
     }
     CHECK_NOTHROW(pool->check_invariants());
     const PoolCounts counts = pool->counts();
@@ -160,10 +216,12 @@ class Bench {
   // I14: nothing is left of the cache, or of the pool once its last user has gone.
   void finish(bool refused = false) {
     model.clear();
+    away.clear();
     cache.reset();
+    CHECK(host.live() == 0);
     for (int tries = 0; tries < 100; ++tries) {
       try {
-        pool->wait_idle(std::chrono::seconds(20));
+        pool->wait_idle(kPatience);
         break;
       } catch (const DriverError&) {
       }
@@ -211,7 +269,9 @@ class Bench {
 
   std::shared_ptr<PagePool> pool;
   std::unique_ptr<SlotCache> cache;
-  std::map<std::size_t, std::vector<std::uint32_t>> model;
+  std::map<std::size_t, std::vector<std::uint32_t>> model;  // of slots in use
+  std::map<std::size_t, std::vector<std::uint32_t>> away;   // of those swapped out
+  HostBytes host;
 
  private:
   // The mapper may be the last to let the pool go.
@@ -248,29 +308,83 @@ class Bench {
   std::uint32_t last_ = 0;
 };
 
-// What swapping keeps of a slot that goes out beside another: the whole pages at their beginnings
-// that they share.
-inline Prefix shared_prefix(SlotCache& cache, std::size_t slot, std::size_t other) {
-  std::size_t bound = std::min(cache.length(slot), cache.length(other));
-  const std::vector<std::size_t> pages = cache.shared_pages(slot, other);
-  for (std::size_t kind = 0; kind < pages.size(); ++kind) {
-    const std::size_t item = cache.shape().kinds[kind].item_bytes;
-    if (cache.begins(slot)[kind] != 0 || cache.begins(other)[kind] != 0) return {};
-    bound = std::min(bound, pages[kind] * kPage / item);
+// What every refusal is tried on: slots that share pages, one beside them, and one with nothing.
+template <class T>
+struct Scene : Bench<T> {
+  Scene() : Bench<T>({6, 64, 1, 0, {{2, 1000, 0}, {1, 6144, 0}}}, 400) {
+    const std::size_t first = this->alloc();
+    this->grow(first, 5);
+    forks = this->fork(first, 2);
+    const std::size_t other = this->alloc();
+    this->grow(other, 2);
+    slots = {first, forks[0], forks[1], other, this->alloc()};
   }
-  if (bound == 0) return {};
-  const std::vector<std::size_t> bounds{0, bound};
-  return cache.offer(kCaller, other, bounds).front();
-}
+  std::vector<std::int64_t> wanted() const {
+    std::vector<std::int64_t> lengths = this->lengths();
+    for (const auto& [slot, cells] : this->model) lengths[slot] += 4;
+    return lengths;
+  }
+  // Writes behind the lengths reach pages of the slots' own.
+  void check_writes() {
+    for (int i = 0; i < 3; ++i) {
+      std::vector<std::int64_t> lengths = this->lengths();
+      for (const auto& [slot, cells] : this->model) ++lengths[slot];
+      CHECK(this->step(lengths));
+      CHECK(this->pool->counts().parted == 0);
+    }
+  }
+  std::vector<std::size_t> forks, slots;
+};
 
-// Tokens that lie wholly in the pages of a prefix.
-inline std::size_t tokens_of(const Prefix& prefix, const SlotCache& cache) {
-  std::size_t tokens = prefix.empty() ? 0 : cache.shape().max_length;
-  for (std::size_t kind = 0; kind < prefix.size(); ++kind) {
-    const std::size_t item = cache.shape().kinds[kind].item_bytes;
-    tokens = std::min(tokens, prefix[kind]->slots().end * kPage / item);
+// Runs `operate` in a fresh scene that `arrange` made, once for every driver call that it makes,
+// with that call refused (or that one and the next, or all after it), until it makes fewer, and
+// then `verify`. `failures`: how many of these runs it must at least throw in.
+template <class T>
+void refuse_each_call(const std::function<void(Scene<T>&)>& arrange,
+                      const std::function<void(Scene<T>&)>& operate,
+                      const std::function<void(Scene<T>&, bool done)>& verify,
+                      std::size_t failures = 3) {
+  constexpr std::uint64_t kForEver = std::numeric_limits<std::uint64_t>::max() / 2;
+  for (const std::uint64_t refuse : {std::uint64_t{1}, std::uint64_t{2}, kForEver}) {
+    std::size_t failed = 0;
+    bool reached = true;
+    for (std::uint64_t skip = 0; reached; ++skip) {
+      CAPTURE(skip);
+      CAPTURE(refuse);
+      REQUIRE(skip < 1000);
+      Scene<T> scene;
+      arrange(scene);
+      const std::uint64_t before = scene.calls();
+      bool done = false, lost = false;
+      scene.pool->driver().meter().fail_after(skip, refuse);
+      try {
+        operate(scene);
+        done = true;
+      } catch (const UndoFailed&) {
+        lost = true;
+      } catch (const OutOfPages&) {
+      } catch (const DriverError&) {
+      } catch (const InvalidArgument&) {
+        throw;
+      } catch (const Error&) {
+        lost = true;  // says that pages were
+      }
+      scene.pool->driver().meter().disarm();
+      reached = scene.calls() - before > skip;
+      scene.pool->relieve();  // now, not when the mapper tries again
+      failed += !done;
+      CHECK_NOTHROW(scene.pool->check_invariants());
+      const PoolCounts counts = scene.pool->counts();
+      CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);
+      if (!lost && scene.cache->counts().lost == 0 && counts.quarantined == 0) {
+        scene.check();
+        verify(scene, done);
+        scene.check();
+      }
+      scene.finish(true);
+    }
+    CHECK(failed >= failures);
   }
-  return tokens;
 }
 
 }  // namespace vtensor::slots

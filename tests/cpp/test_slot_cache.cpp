@@ -1,4 +1,4 @@
-// A KV cache's slots: steps that happen whole or not at all, sharing, parking, windows, swapping.
+// A KV cache's slots: steps that happen whole or not at all, sharing, prefixes, windows.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -91,73 +91,9 @@ TEST_CASE_TEMPLATE("a cache that passes the address space says so", T, OnHost, O
   CHECK(pool->counts().reserved_pages == 0);
 }
 
-// What every refusal is tried on: some slots grow by pages, others part shared ones, all in one
-// step.
-template <class T>
-struct Scene : Bench<T> {
-  Scene() : Bench<T>({6, 64, 1, 0, {{2, 1000, 0}, {1, 6144, 0}}}, 400) {
-    const std::size_t first = this->alloc();
-    this->grow(first, 5);
-    forks = this->fork(first, 2);
-    const std::size_t other = this->alloc();
-    this->grow(other, 2);
-    slots = {first, forks[0], forks[1], other, this->alloc()};
-  }
-  std::vector<std::int64_t> wanted() const {
-    std::vector<std::int64_t> lengths = this->lengths();
-    for (const std::size_t slot : slots) lengths[slot] += 4;
-    return lengths;
-  }
-  std::vector<std::size_t> forks, slots;
-};
-
-template <class T>
-void refuse_each_call(const std::function<void(Scene<T>&)>& operate,
-                      const std::function<void(Scene<T>&, bool done)>& verify) {
-  constexpr std::uint64_t kForEver = std::numeric_limits<std::uint64_t>::max() / 2;
-  for (const std::uint64_t refuse : {std::uint64_t{1}, std::uint64_t{2}, kForEver}) {
-    std::size_t failures = 0;
-    bool reached = true;
-    for (std::uint64_t skip = 0; reached; ++skip) {
-      CAPTURE(skip);
-      CAPTURE(refuse);
-      REQUIRE(skip < 1000);
-      Scene<T> scene;
-      const std::uint64_t before = scene.calls();
-      bool done = false, lost = false;
-      scene.pool->driver().meter().fail_after(skip, refuse);
-      try {
-        operate(scene);
-        done = true;
-      } catch (const UndoFailed&) {
-        lost = true;
-      } catch (const OutOfPages&) {
-      } catch (const DriverError&) {
-      } catch (const InvalidArgument&) {
-        throw;
-      } catch (const Error&) {
-        lost = true;  // says that pages were
-      }
-      scene.pool->driver().meter().disarm();
-      reached = scene.calls() - before > skip;
-      failures += !done;
-      CHECK_NOTHROW(scene.pool->check_invariants());
-      const PoolCounts counts = scene.pool->counts();
-      CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);
-      if (!lost && scene.cache->counts().lost == 0 && counts.quarantined == 0) {
-        scene.check();
-        verify(scene, done);
-        scene.check();
-      }
-      scene.finish(true);
-    }
-    CHECK(failures >= 3);
-  }
-}
-
 TEST_CASE_TEMPLATE("a step happens whole or not at all, whatever is refused (I8)", T, OnHost,
                    OnSimulation) {
-  refuse_each_call<T>([](Scene<T>& scene) { scene.step(scene.wanted()); },
+  refuse_each_call<T>([](Scene<T>&) {}, [](Scene<T>& scene) { scene.step(scene.wanted()); },
                       [](Scene<T>& scene, bool done) {
                         if (!done) CHECK(scene.step(scene.wanted()));
                         CHECK(scene.cache->length(scene.slots[0]) == 9);
@@ -165,41 +101,40 @@ TEST_CASE_TEMPLATE("a step happens whole or not at all, whatever is refused (I8)
 }
 
 TEST_CASE_TEMPLATE("so does a fork", T, OnHost, OnSimulation) {
-  refuse_each_call<T>([](Scene<T>& scene) { scene.fork(scene.slots[3], 1); },
+  refuse_each_call<T>([](Scene<T>&) {}, [](Scene<T>& scene) { scene.fork(scene.slots[3], 1); },
                       [](Scene<T>& scene, bool done) {
-                        // Writes behind the length must reach a page of the slot's own, fork or no
-                        // fork.
-                        for (int i = 0; i < 3; ++i) {
-                          std::vector<std::int64_t> lengths = scene.lengths();
-                          for (const auto& [slot, cells] : scene.model) ++lengths[slot];
-                          CHECK(scene.step(lengths));
-                          CHECK(scene.pool->counts().parted == 0);
-                        }
+                        scene.check_writes();  // fork or no fork
                         CHECK(scene.model.size() == (done ? 6 : 5));
                       });
 }
 
-TEST_CASE_TEMPLATE("so does a restoring", T, OnHost, OnSimulation) {
+TEST_CASE_TEMPLATE("so does the publishing of a prefix", T, OnHost, OnSimulation) {
+  const auto grow = [](Scene<T>& scene) { scene.grow(scene.slots[3], 11); };
+  refuse_each_call<T>(
+      grow, [](Scene<T>& scene) { scene.publish(scene.slots[3]); },
+      [](Scene<T>& scene, bool done) {
+        CHECK(scene.cache->counts().prefix_units == (done ? 2 : 0));
+        CHECK((scene.pool->counts().shelved != 0) == done);
+        CHECK(scene.publish(scene.slots[3]) == 10);
+        scene.check_writes();
+      });
+}
+
+TEST_CASE_TEMPLATE("so does the beginning of a request with a prefix", T, OnHost, OnSimulation) {
   refuse_each_call<T>(
       [](Scene<T>& scene) {
-        const std::size_t slot = scene.forks[0], source = scene.slots[0];
-        const Prefix shared = shared_prefix(*scene.cache, slot, source);
-        scene.cache->set_aside(kCaller, slot);
-        const std::vector<std::uint32_t> cells = scene.model.at(slot);
-        scene.model.erase(slot);
-        scene.cache->vacate(kCaller, slot);
-        scene.cache->restore(kCaller, slot, shared);
-        scene.model[slot] = cells;
-        scene.truncate(slot, tokens_of(shared, *scene.cache));
+        scene.grow(scene.slots[3], 11);
+        scene.publish(scene.slots[3]);
       },
-      [](Scene<T>& scene, bool) {
-        for (int i = 0; i < 3; ++i) {
-          std::vector<std::int64_t> lengths = scene.lengths();
-          for (const auto& [slot, cells] : scene.model) ++lengths[slot];
-          CHECK(scene.step(lengths));
-          CHECK(scene.pool->counts().parted == 0);
-        }
-      });
+      [](Scene<T>& scene) { scene.alloc(scene.tokens(scene.slots[3])); },
+      [](Scene<T>& scene, bool done) {
+        CHECK(scene.model.size() == (done ? 6 : 5));
+        CHECK((scene.cache->counts().prefix_hits != 0) == done);
+        if (!done) scene.alloc(scene.tokens(scene.slots[3]));
+        CHECK(scene.model.size() == 6);
+        scene.check_writes();
+      },
+      1);
 }
 
 TEST_CASE_TEMPLATE("a slot lost in a driver call is never given out again", T, OnHost,
@@ -289,33 +224,91 @@ TEST_CASE_TEMPLATE("a beam step keeps, forks and drops", T, OnHost, OnSimulation
 TEST_CASE_TEMPLATE("published pages outlive their request and are mapped again", T, OnHost,
                    OnSimulation) {
   Bench<T> bench({3, 64, 1, 0, {{2, 1024, 0}, {1, 2048, 0}}}, 200);
+  CHECK(bench.cache->unit() == 4);
   const std::size_t first = bench.alloc();
   CHECK(bench.grow(first, 22));
-  auto kept = bench.cache->offer(kCaller, first, std::vector<std::size_t>{0, 4, 8, 20});
-  REQUIRE(kept.size() == 3);
-  const auto cells = bench.model.at(first);
+  const std::vector<Token> tokens = bench.tokens(first);
+  CHECK(bench.publish(first) == 20);
+  CHECK(bench.publish(first) == 20);  // once
+  CHECK(bench.cache->counts().prefix_units == 5);
+  CHECK(bench.pool->counts().shelved == 2 * 5 + 10);
   bench.check();
   CHECK(bench.grow(first, 1));
   bench.free(first);
-  CHECK(bench.used() >= 2 * 5 + 10);
   const std::size_t before = bench.used();
-  const std::size_t second = bench.cache->alloc(kCaller, kept, 20);
-  bench.model[second] = {cells.begin(), cells.begin() + 20};
+  CHECK(before >= 2 * 5 + 10);
+  const std::size_t second = bench.alloc(tokens);
+  CHECK(bench.cache->length(second) == 20);
   CHECK(bench.used() <= before);
   bench.check();
-  kept.pop_back();
-  const std::size_t third = bench.cache->alloc(kCaller, kept, 8);
-  bench.model[third] = {cells.begin(), cells.begin() + 8};
+  // Never all of a request's tokens: the last one is computed.
+  const std::size_t third = bench.alloc({tokens.begin(), tokens.begin() + 12});
+  CHECK(bench.cache->length(third) == 8);
   CHECK(bench.grow(second, 5));
   CHECK(bench.grow(third, 9));
   bench.rewrite(third, 2);
   bench.check();
-  kept.clear();
-  bench.check();
+  CHECK_THROWS_AS(bench.publish(third), InvalidArgument);  // these are other tokens now
+  CHECK_FALSE(bench.cache->evict(0));                      // all are in use
   bench.free(second);
+  bench.check();
   bench.free(third);
+  for (unsigned tries = 0; bench.cache->evict(tries);) ++tries;
+  const SlotCacheCounts counts = bench.cache->counts();
+  CHECK(counts.prefix_units == 0);
+  CHECK(counts.prefix_evictions == 5);
+  CHECK(counts.prefix_queries == 22 + 12);
+  CHECK(counts.prefix_hits == 20 + 8);
   bench.pool->trim();
   CHECK(bench.used() == 0);
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("positions of several pages are shared as far as whole pages hold them", T,
+                   OnHost, OnSimulation) {
+  Bench<T> bench({2, 64, 1, 0, {{1, 6144, 0}, {1, 3000, 0}}}, 200);
+  const std::size_t unit = bench.cache->unit();
+  CHECK(unit == 2);
+  const std::size_t first = bench.alloc();
+  CHECK(bench.grow(first, 12));
+  CHECK(bench.publish(first) == 12);
+  for (std::size_t asked = 0; asked <= 12; ++asked) {
+    std::vector<Token> tokens = bench.tokens(first);
+    tokens.resize(asked);
+    const std::size_t slot = bench.alloc(tokens);
+    const std::size_t units = (std::max<std::size_t>(asked, 1) - 1) / unit;
+    const std::size_t covered = std::min(units * unit * 6144 / kPage * kPage / 6144,
+                                         units * unit * 3000 / kPage * kPage / 3000);
+    CHECK(bench.cache->length(slot) == covered);
+    bench.check();
+    CHECK(bench.grow(slot, 1));
+    bench.check();
+    bench.free(slot);
+  }
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("what cannot be published says so", T, OnHost, OnSimulation) {
+  Bench<T> bench({2, 64, 1, 0, {{1, 1024, 0}}}, 200);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 9));
+  std::vector<Token> tokens = bench.tokens(slot);
+  CHECK_THROWS_AS(bench.cache->publish(kCaller, 1 - slot, tokens, ""), InvalidArgument);
+  tokens.push_back(7);
+  CHECK_THROWS_AS(bench.cache->publish(kCaller, slot, tokens, ""), InvalidArgument);
+  tokens.resize(3);
+  CHECK(bench.cache->publish(kCaller, slot, tokens, "") == 0);
+  CHECK(bench.publish(slot) == 8);
+  tokens = bench.tokens(slot);
+  ++tokens[1];
+  CHECK_THROWS_AS(bench.cache->publish(kCaller, slot, tokens, ""), InvalidArgument);
+  bench.truncate(slot, 1);
+  CHECK(bench.grow(slot, 8));
+  CHECK(bench.publish(slot) == 8);  // other tokens, after the first
+  CHECK(bench.cache->counts().prefix_units == 4);
+  // Under another salt nothing is known.
+  CHECK(bench.cache->length(bench.cache->alloc(kCaller, bench.tokens(slot), "other", 0)) == 0);
+  bench.check();
   bench.finish();
 }
 
@@ -325,10 +318,11 @@ TEST_CASE_TEMPLATE("a prefix cut before its first step stays mapped with its til
   const std::size_t first = bench.alloc();
   CHECK(bench.grow(first, 20));
   CHECK(bench.used() == 2 * 13);  // and a tile behind them
-  auto kept = bench.cache->offer(kCaller, first, std::vector<std::size_t>{0, 8});
-  const std::size_t second = bench.cache->alloc(kCaller, kept, 8);
-  kept.clear();
-  bench.model[second] = {bench.model[first].begin(), bench.model[first].begin() + 8};
+  const std::vector<Token> tokens = bench.tokens(first);
+  CHECK(bench.cache->publish(kCaller, first, std::span(tokens).first(8), "") == 8);
+  const std::size_t second = bench.alloc(tokens);
+  CHECK(bench.cache->length(second) == 8);
+  CHECK_FALSE(bench.cache->evict(0));
   bench.truncate(second, 6);
   bench.check();  // I3
   CHECK(bench.grow(second, 1));
@@ -380,8 +374,7 @@ TEST_CASE_TEMPLATE("windowed layers give their first pages back", T, OnHost, OnS
   const std::size_t fork = bench.fork(slot, 1).front();
   for (int i = 0; i < 20; ++i) CHECK(bench.grow(fork, 1));
   bench.check();
-  CHECK_THROWS_AS(bench.cache->offer(kCaller, slot, std::vector<std::size_t>{0, 8}),
-                  InvalidArgument);
+  CHECK_THROWS_AS(bench.publish(slot), InvalidArgument);
   bench.truncate(slot, 0);
   CHECK(bench.grow(slot, 12));
   bench.check();
@@ -397,79 +390,6 @@ TEST_CASE_TEMPLATE("a window as large as can be is no window", T, OnHost, OnSimu
   CHECK(bench.cache->step_within(kCaller, lengths));
   CHECK(bench.grow(slot, 63 - 7 - 1));
   bench.check();
-}
-
-TEST_CASE_TEMPLATE("a group that is swapped shares its pages again", T, OnHost, OnSimulation) {
-  for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
-    Bench<T> bench(mixed(3), 400, {.ahead = ahead});
-    const std::size_t first = bench.alloc();
-    CHECK(bench.grow(first, 21));
-    const std::size_t second = bench.fork(first, 1).front();
-    CHECK(bench.grow(second, 3));
-    Prefix shared = shared_prefix(*bench.cache, second, first);
-    REQUIRE(!shared.empty());
-    std::size_t most = bench.used();
-    const auto shared_before = bench.cache->shared_pages(second, first);
-    for (std::size_t kind = 0; kind < 3; ++kind) {  // pages that no token ends in are not kept
-      most += bench.cache->shape().kinds[kind].rows *
-              (shared_before[kind] - shared[kind]->slots().size());
-    }
-    for (int round = 0; round < 20; ++round) {
-      bench.cache->set_aside(kCaller, second);
-      CHECK(bench.cache->lengths()[second] == 0);
-      CHECK_THROWS_AS(bench.cache->fork(kCaller, second, 1), InvalidArgument);
-      // What swapping copies.
-      std::vector<std::vector<char>> copies;
-      const auto each_row = [&](const std::function<void(char*, std::size_t)>& body) {
-        for (std::size_t kind = 0; kind < 3; ++kind) {
-          const SlotKind& rows = bench.cache->shape().kinds[kind];
-          const std::size_t skip = shared[kind]->slots().end * kPage;
-          for (std::size_t row = 0; row < rows.rows; ++row)
-            body(bench.item(second, kind, row, 0) + skip, 24 * rows.item_bytes - skip);
-        }
-      };
-      each_row([&](char* at, std::size_t n) { copies.emplace_back(at, at + n); });
-      bench.cache->vacate(kCaller, second);
-      if (round % 2 == 0) {
-        bench.pool->wait_idle(std::chrono::seconds(20));
-        CHECK(bench.used() == bench.pages_of(21));
-      }
-      bench.cache->restore(kCaller, second, shared);
-      auto copy = copies.begin();
-      each_row([&](char* at, std::size_t n) { std::memcpy(at, (copy++)->data(), n); });
-      const auto pages = bench.cache->shared_pages(second, first);
-      for (std::size_t kind = 0; kind < 3; ++kind)
-        CHECK(pages[kind] == shared[kind]->slots().size());
-      bench.check();
-    }
-    bench.pool->wait_idle(std::chrono::seconds(20));
-    CHECK(bench.used() <= most);
-    shared.clear();
-    CHECK_THROWS_AS(bench.cache->vacate(kCaller, first), InvalidArgument);
-    CHECK(bench.grow(second, 4));
-    bench.check();
-    bench.finish();
-  }
-}
-
-TEST_CASE_TEMPLATE("a group shares what one of it has given back since", T, OnHost, OnSimulation) {
-  Bench<T> bench(mixed(3), 400);
-  const std::size_t first = bench.alloc();
-  CHECK(bench.grow(first, 21));
-  const std::size_t second = bench.fork(first, 1).front();
-  const auto cells = bench.model.at(second);
-  Prefix shared = shared_prefix(*bench.cache, second, first);
-  bench.cache->set_aside(kCaller, second);
-  bench.cache->vacate(kCaller, second);
-  bench.model.erase(second);
-  bench.truncate(first, 3);
-  bench.cache->restore(kCaller, second, shared);
-  CHECK(tokens_of(shared, *bench.cache) > 3);
-  bench.model[second] = cells;
-  bench.truncate(second, tokens_of(shared, *bench.cache));
-  bench.check();
-  shared.clear();
-  bench.finish();
 }
 
 }  // namespace vtensor::slots

@@ -15,8 +15,6 @@ namespace {
 
 using std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kPatience(20);
-
 SlotCacheShape plain(std::size_t slots, std::size_t lookahead = 0) {
   return {slots, 64, 1, lookahead, {{2, 1024, 0}}};
 }

@@ -17,7 +17,6 @@ namespace vtensor::slots {
 namespace {
 
 constexpr std::size_t kSlots = 6, kLength = 24, kPages = 80;
-constexpr std::size_t kUnit = 5;  // positions that hold a whole page of every kind
 
 // Bytes of the process that are in memory.
 std::size_t resident() {
@@ -73,7 +72,6 @@ class Machine {
     }
   }
   std::size_t finish() {
-    kept_.clear();
     // Handles are used again, and not made anew for ever: the most is a thousand.
     if (!T::is_cuda) CHECK(bench_.pool->driver().create(1) < 4'000);
     if (settled_ != 0) CHECK(resident() < settled_ + (std::size_t{16} << 20));
@@ -82,12 +80,10 @@ class Machine {
   }
   std::size_t refused() const { return refused_; }
   std::size_t stepped() const { return stepped_; }
+  std::size_t found() const { return found_; }        // requests that began with a known prefix
+  std::size_t returned() const { return returned_; }  // slots swapped in
 
  private:
-  struct Kept {
-    std::vector<std::uint32_t> cells;
-    std::vector<Prefix> units;
-  };
   std::size_t pick(std::size_t n) { return random_() % n; }
   // A slot in use, or none.
   std::optional<std::size_t> any() {
@@ -102,7 +98,7 @@ class Machine {
     if (what == 0) return static_cast<void>(bench_.alloc(pick(kLength)));
     if (what == 1) return alloc_known();
     const auto slot = any();
-    if (!slot) return static_cast<void>(bench_.alloc());
+    if (!slot) return bench_.away.empty() ? static_cast<void>(bench_.alloc()) : swap_in();
     std::vector<std::uint32_t>& cells = bench_.model.at(*slot);
     switch (what) {
       case 2:
@@ -118,13 +114,13 @@ class Machine {
         if (!cells.empty()) bench_.rewrite(*slot, pick(cells.size()));
         return;
       case 8:
+        return swap_out(*slot);
       case 9:
-        return swap(*slot);
+        return swap_in();
       case 10:
         return reorder();
       case 11:
-        if (!kept_.empty()) kept_.pop_front();
-        return;
+        return static_cast<void>(bench_.cache->evict(0));
       default:
         return step();
     }
@@ -144,75 +140,45 @@ class Machine {
     }
     ++refused_;
     CHECK(bench_.lengths() == before);
-    if (!kept_.empty()) {
-      kept_.pop_front();
-    } else if (const auto slot = any()) {
-      bench_.free(*slot);
-    }
+    if (bench_.cache->evict(0)) return;
+    if (const auto slot = any()) bench_.free(*slot);
   }
 
   void publish(std::size_t slot) {
-    const std::size_t units = bench_.model.at(slot).size() / kUnit;
-    std::vector<std::size_t> bounds;
-    for (std::size_t i = 0; i <= units; ++i) bounds.push_back(i * kUnit);
-    auto parts = bench_.cache->offer(kCaller, slot, bounds);
-    if (parts.empty()) return;
-    const auto& cells = bench_.model.at(slot);
-    kept_.push_back({{cells.begin(), cells.begin() + static_cast<std::ptrdiff_t>(units * kUnit)},
-                     std::move(parts)});
-    if (kept_.size() > 3) kept_.pop_front();
+    if (bench_.publish(slot) == 0) return;
+    prompts_.push_back(bench_.tokens(slot));
+    if (prompts_.size() > 8) prompts_.pop_front();
   }
 
+  // A request that begins as one before it, and goes on with tokens of its own.
   void alloc_known() {
-    if (kept_.empty()) return;
-    const Kept& kept = kept_[pick(kept_.size())];
-    const std::size_t units = 1 + pick(kept.units.size());
-    const std::size_t length = bench_.cache->covered(units * kUnit);
-    const std::size_t slot =
-        bench_.cache->alloc(kCaller, std::span(kept.units).first(units), length);
-    bench_.model[slot] = {kept.cells.begin(),
-                          kept.cells.begin() + static_cast<std::ptrdiff_t>(length)};
+    if (prompts_.empty()) return;
+    std::vector<Token> tokens = prompts_[pick(prompts_.size())];
+    tokens.resize(tokens.size() - pick(4));
+    const std::size_t same = tokens.size();
+    tokens.resize(same + pick(8), -1);
+    const std::size_t slot = bench_.alloc(tokens);
+    CHECK(bench_.cache->length(slot) <= same);
+    found_ += bench_.cache->length(slot) != 0;
   }
 
-  // Out and in again, alone or beside a slot that it shares pages with.
-  void swap(std::size_t slot) {
-    SlotCache& cache = *bench_.cache;
-    Prefix shared;
-    const auto source = any();
-    if (source && *source != slot) shared = shared_prefix(cache, slot, *source);
-    const std::vector<std::uint32_t> cells = bench_.model.at(slot);
-    struct Copy {
-      char* at;
-      std::vector<char> bytes;
-    };
-    std::vector<Copy> copies;
-    for (std::size_t kind = 0; kind < cache.shape().kinds.size(); ++kind) {
-      const SlotKind& rows = cache.shape().kinds[kind];
-      std::size_t begin = cache.begins(slot)[kind] * rows.item_bytes;
-      if (!shared.empty()) begin = shared[kind]->slots().end * kPage;
-      const std::size_t end = cells.size() * rows.item_bytes;
-      for (std::size_t row = 0; begin < end && row < rows.rows; ++row) {
-        char* at = bench_.item(slot, kind, row, 0);
-        copies.push_back({at + begin, {at + begin, at + end}});
-      }
+  // One, or some that may share pages.
+  void swap_out(std::size_t slot) {
+    std::vector<std::size_t> slots{slot};
+    for (std::size_t more = pick(3); more != 0; --more) {
+      const std::size_t other = *any();
+      if (std::find(slots.begin(), slots.end(), other) == slots.end()) slots.push_back(other);
     }
-    cache.set_aside(kCaller, slot);
-    bench_.model.erase(slot);
-    cache.vacate(kCaller, slot);
-    for (int tries = 0;; ++tries) {
-      try {
-        cache.restore(kCaller, slot, shared);
-        break;
-      } catch (const UndoFailed&) {
-        throw;
-      } catch (const OutOfPages&) {
-        return cache.free(kCaller, slot);
-      } catch (const DriverError&) {
-        if (tries == 3) return cache.free(kCaller, slot);
-      }
-    }
-    for (const Copy& copy : copies) std::memcpy(copy.at, copy.bytes.data(), copy.bytes.size());
-    bench_.model[slot] = cells;
+    bench_.swap_out(slots);
+  }
+
+  void swap_in() {
+    if (bench_.away.empty()) return;
+    auto at = bench_.away.begin();
+    std::advance(at, static_cast<std::ptrdiff_t>(pick(bench_.away.size())));
+    if (pick(8) == 0) return bench_.free(at->first);
+    bench_.swap_in(at->first);
+    ++returned_;
   }
 
   void reorder() {
@@ -238,9 +204,9 @@ class Machine {
   Bench<T> bench_;
   std::mt19937 random_;
   const bool refuse_;
-  std::deque<Kept> kept_;
+  std::deque<std::vector<Token>> prompts_;  // published not long ago
   bool lost_ = false;
-  std::size_t done_ = 0, refused_ = 0, stepped_ = 0;
+  std::size_t done_ = 0, refused_ = 0, stepped_ = 0, found_ = 0, returned_ = 0;
   std::size_t settled_ = 0;  // bytes resident once caches are warm; of long runs
 };
 
@@ -256,6 +222,8 @@ TEST_CASE("random operations on the host") {
   machine.run(operations());
   CHECK(machine.refused() > operations() / 100);
   CHECK(machine.stepped() > operations() / 10);
+  CHECK(machine.found() > operations() / 1'000);
+  CHECK(machine.returned() > operations() / 200);
   CHECK(machine.finish() == operations());
 }
 

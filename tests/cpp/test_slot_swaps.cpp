@@ -1,0 +1,574 @@
+// Slots of a KV cache that leave for host memory and come back: whole or not at all, in the order
+// of the layers, and behind copies that take as long as they like.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/lsan_interface.h>
+#endif
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "cpp/slot_cache_bench.h"
+
+namespace vtensor::slots {
+namespace {
+
+// K and V of three layers, in rows of two kinds.
+SlotCacheShape layered(std::size_t slots) {
+  return {slots, 64, 1, 0, {{3, 1000, 0, {0, 1, 2}}, {2, 2048, 0, {0, 2}}}};
+}
+
+// Bytes of the slots' positions, where they share nothing.
+std::size_t bytes_of(const SlotCacheShape& shape, std::size_t positions) {
+  std::size_t bytes = 0;
+  for (const SlotKind& kind : shape.kinds) bytes += kind.rows * kind.item_bytes * positions;
+  return bytes;
+}
+
+// A simulated device whose copying stream does nothing until it is let.
+class HeldCopies : public Bench<OnSimulation> {
+ public:
+  HeldCopies(SlotCacheShape shape, std::size_t pages, PoolOptions options = {})
+      : Bench(std::move(shape), pages, options) {}
+  ~HeldCopies() { release(); }
+
+  void hold() { control.hold(pool->driver().copy_stream()); }
+  void release() {
+    if (pool) control.release(pool->driver().copy_stream());
+  }
+  // Executes one item of the stream. False where there is none.
+  bool step_copies() {
+    const Stream stream = pool->driver().copy_stream();
+    if (control.pending(stream) == 0) return false;
+    control.step(stream);
+    return true;
+  }
+  bool passed(std::size_t slot, std::optional<std::size_t> layer = {}) {
+    const FencePtr fence = cache->copies(slot, layer);
+    return fence == nullptr || pool->driver().passed(*fence);
+  }
+
+  const SimcudaControl& control = OnSimulation::control();
+};
+
+constexpr PoolOptions hasty() {
+  PoolOptions options;
+  options.patience = std::chrono::milliseconds(50);
+  return options;
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("a swapped slot takes no page, and comes back to its addresses (I2)", T, OnHost,
+                   OnSimulation) {
+  for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
+    Bench<T> bench(layered(2), 200, {.ahead = ahead});
+    const std::size_t slot = bench.alloc();
+    CHECK(bench.grow(slot, 21));
+    for (int round = 0; round < 10; ++round) {
+      bench.swap_out({slot});
+      CHECK(bench.cache->lengths()[slot] == 0);
+      CHECK_THROWS_AS(bench.cache->fork(kCaller, slot, 1), InvalidArgument);
+      CHECK_THROWS_AS(bench.cache->truncate(kCaller, slot, 1), InvalidArgument);
+      CHECK_THROWS_AS(bench.cache->swap_out(kCaller, {&slot, 1}, bench.host), InvalidArgument);
+      CHECK(bench.cache->counts().swapped_bytes == bytes_of(bench.cache->shape(), 21 + round));
+      CHECK(bench.host.live() == bytes_of(bench.cache->shape(), 21 + round));
+      CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
+      bench.cache->await_departure(kCaller, slot);
+      if (ahead == 0) CHECK(bench.pool->counts().mapped == 0);
+      bench.check();
+      bench.swap_in(slot);
+      CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), InvalidArgument);
+      CHECK(bench.cache->counts().swapped_bytes == 0);
+      bench.check();
+      CHECK(bench.cache->copies(slot, {}) == nullptr);
+      CHECK(bench.host.live() == 0);
+      CHECK(bench.grow(slot, 1));
+    }
+    CHECK_THROWS_AS(bench.cache->swap_out(kCaller, std::array{slot, slot}, bench.host),
+                    InvalidArgument);
+    CHECK_THROWS_AS(bench.cache->swap_out(kCaller, std::array{slot, 1 - slot}, bench.host),
+                    InvalidArgument);
+    bench.check();
+    bench.finish();
+  }
+}
+
+TEST_CASE_TEMPLATE("one that has nothing, and one that a window has passed, swap too", T, OnHost,
+                   OnSimulation) {
+  Bench<T> bench({3, 64, 1, 0, {{1, 1024, 0}, {2, 1500, 7}}}, 200);
+  const std::size_t slot = bench.alloc(), empty = bench.alloc();
+  CHECK(bench.grow(slot, 30));
+  CHECK(bench.grow(slot, 1));
+  const std::size_t fork = bench.fork(slot, 1).front();  // which no group can have
+  CHECK(bench.cache->begins(slot)[1] == 24);
+  bench.swap_out({slot, empty, fork});
+  CHECK(bench.host.live() == 2 * (31 * 1024 + 2 * 1500 * (31 - 24)));
+  bench.swap_in(fork);
+  bench.swap_in(empty);
+  bench.swap_in(slot);
+  CHECK(bench.cache->begins(slot)[1] == 24);
+  bench.check();
+  for (int i = 0; i < 20; ++i) {
+    for (const std::size_t each : {slot, empty, fork}) CHECK(bench.grow(each, 1));
+  }
+  bench.check();
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("a group that is swapped is copied once, and shares its pages again", T, OnHost,
+                   OnSimulation) {
+  for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
+    Bench<T> bench(mixed(3), 400, {.ahead = ahead});
+    const std::size_t first = bench.alloc();
+    CHECK(bench.grow(first, 21));
+    const std::size_t second = bench.fork(first, 1).front();
+    CHECK(bench.grow(second, 3));
+    // Whole units of 5 positions, and the pages that these are wholly in.
+    const std::size_t head = 3 * 4 + 30 + 2 * 10;
+    const std::size_t bytes = bytes_of(bench.cache->shape(), 21 + 24) - head * kPage;
+    const std::size_t most = bench.pages_of(21) + bench.pages_of(24) - head;
+    for (int round = 0; round < 20; ++round) {
+      std::vector<std::size_t> slots{first, second};
+      if (round % 2 != 0) std::swap(slots[0], slots[1]);
+      bench.swap_out(slots);
+      CHECK(bench.cache->counts().swapped_bytes == bytes);
+      CHECK(bench.host.live() == bytes);
+      if (round % 4 == 0) {
+        bench.pool->wait_idle(kPatience);
+        CHECK(bench.used() == 0);
+      }
+      if (round % 3 == 0) std::swap(slots[0], slots[1]);
+      bench.swap_in(slots[0]);
+      CHECK(bench.cache->counts().shared == head);  // kept for the other
+      bench.check();
+      bench.swap_in(slots[1]);
+      bench.check();
+      CHECK(bench.cache->counts().shared == head);
+      CHECK(bench.host.live() == 0);
+    }
+    bench.pool->wait_idle(kPatience);
+    CHECK(bench.used() == most);
+    CHECK(bench.pool->counts().shelved == 0);
+    CHECK(bench.grow(second, 4));
+    CHECK(bench.grow(first, 4));
+    bench.check();
+    bench.finish();
+  }
+}
+
+TEST_CASE_TEMPLATE("a group shares what one of it has given back since", T, OnHost, OnSimulation) {
+  Bench<T> bench(mixed(3), 400);
+  const std::size_t first = bench.alloc();
+  CHECK(bench.grow(first, 21));
+  const std::size_t second = bench.fork(first, 1).front();
+  bench.swap_out({first, second});
+  bench.swap_in(first);
+  bench.truncate(first, 3);
+  const std::size_t before = bench.used();
+  bench.swap_in(second);
+  CHECK(bench.used() < before + bench.pages_of(21));
+  CHECK(bench.pool->counts().shelved == 0);
+  bench.check();
+  bench.finish();
+}
+
+TEST_CASE_TEMPLATE("what is left of a group goes on without those that were freed", T, OnHost,
+                   OnSimulation) {
+  for (const bool first_freed_away : {true, false}) {
+    Bench<T> bench(mixed(4), 400);
+    const std::size_t first = bench.alloc();
+    CHECK(bench.grow(first, 11));
+    std::vector<std::size_t> slots{first};
+    for (const std::size_t fork : bench.fork(first, 2)) slots.push_back(fork);
+    bench.swap_out(slots);
+    if (first_freed_away) {
+      bench.free(slots[0]);
+    } else {
+      bench.swap_in(slots[0]);
+      bench.check();
+      bench.free(slots[0]);
+      CHECK(bench.pool->counts().shelved != 0);
+    }
+    bench.swap_in(slots[1]);
+    bench.check();
+    bench.free(slots[2]);
+    CHECK(bench.pool->counts().shelved == 0);
+    bench.check();
+    CHECK(bench.host.live() == 0);
+    bench.finish();
+  }
+}
+
+TEST_CASE_TEMPLATE("swapping out happens whole or not at all, whatever is refused (I8)", T, OnHost,
+                   OnSimulation) {
+  refuse_each_call<T>(
+      [](Scene<T>&) {},
+      [](Scene<T>& scene) { scene.swap_out({scene.slots[0], scene.forks[0], scene.forks[1]}); },
+      [](Scene<T>& scene, bool done) {
+        if (!done) {
+          CHECK(scene.model.size() == 5);
+          CHECK(scene.cache->counts().swapped_bytes == 0);
+          CHECK(scene.host.live() == 0);  // check() has waited for the copies
+          CHECK(scene.step(scene.lengths()));
+          scene.swap_out({scene.slots[0], scene.forks[0], scene.forks[1]});
+        }
+        CHECK(scene.away.size() == 3);
+        scene.cache->await_departure(kCaller, scene.slots[0]);
+        for (const std::size_t slot : {scene.slots[0], scene.forks[0]}) scene.swap_in(slot);
+        scene.check();
+        scene.swap_in(scene.forks[1]);
+        scene.check_writes();
+      },
+      T::is_cuda ? 3 : 0);  // on the host copies take no driver call
+}
+
+TEST_CASE_TEMPLATE("so does swapping in, of each slot of a group", T, OnHost, OnSimulation) {
+  for (const std::size_t n : {1, 2, 3}) {
+    CAPTURE(n);
+    refuse_each_call<T>(
+        [n](Scene<T>& scene) {
+          scene.swap_out({scene.slots[0], scene.forks[0], scene.forks[1]});
+          for (std::size_t i = 0; i + 1 < n; ++i) scene.swap_in(scene.slots[i]);
+          scene.pool->wait_idle(kPatience);
+        },
+        [n](Scene<T>& scene) { scene.swap_in(scene.slots[n - 1]); },
+        [n](Scene<T>& scene, bool done) {
+          CHECK(scene.away.size() == 3 - n + !done);
+          for (std::size_t i = done ? n : n - 1; i < 3; ++i) scene.swap_in(scene.slots[i]);
+          scene.check();
+          CHECK(scene.host.live() == 0);
+          scene.check_writes();
+        },
+        1);
+  }
+}
+
+TEST_CASE_TEMPLATE("where memory is short, nothing of a swap has happened", T, OnHost,
+                   OnSimulation) {
+  Bench<T> bench({3, 64, 1, 0, {{1, kPage, 0}}}, 24);
+  const std::size_t slot = bench.alloc(), other = bench.alloc();
+  CHECK(bench.grow(slot, 16));
+  std::size_t left = 1;
+  const AllocateHost short_of = [&](std::size_t bytes) {
+    if (left-- == 0) throw OutOfPages("no host memory");
+    return bench.host(bytes);
+  };
+  CHECK(bench.grow(other, 2));
+  CHECK_THROWS_AS(bench.cache->swap_out(kCaller, std::array{slot, other}, short_of), OutOfPages);
+  CHECK(bench.host.live() == 0);
+  bench.check();
+  bench.swap_out({slot});
+  CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
+  CHECK(bench.grow(other, 10));
+  CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), OutOfPages);
+  bench.check();
+  CHECK(bench.grow(other, 2));
+  bench.free(other);
+  bench.swap_in(slot);
+  bench.check();
+  bench.finish();
+}
+
+// I3, I12: by fences alone; nobody waits.
+TEST_CASE("layers arrive in their order, each behind a fence of its own") {
+  HeldCopies bench(layered(2), 200);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 13));
+  bench.swap_out({slot});
+  bench.cache->await_departure(kCaller, slot);
+  bench.hold();
+  bench.swap_in(slot);
+  CHECK(bench.cache->length(slot) == 13);
+  const auto& shape = bench.cache->shape();
+  const auto arrived = [&](std::size_t layer) {  // all rows that the layer reads
+    for (std::size_t kind = 0; kind < shape.kinds.size(); ++kind) {
+      const SlotKind& rows = shape.kinds[kind];
+      for (std::size_t row = 0; row < rows.rows; ++row) {
+        if (rows.layers[row] != layer) continue;
+        const char* const at = bench.item(slot, kind, row, 0);
+        if (std::all_of(at, at + 13 * rows.item_bytes, [](char byte) { return byte == 0; }))
+          return false;
+      }
+    }
+    return true;
+  };
+  for (std::size_t layer = 0; layer < 3; ++layer) {
+    CAPTURE(layer);
+    CHECK_FALSE(bench.passed(slot, layer));
+    while (!bench.passed(slot, layer) && bench.step_copies()) {
+    }
+    CHECK(bench.passed(slot, layer));
+    CHECK(arrived(layer));
+    for (std::size_t later = layer + 1; later < 3; ++later) {
+      CHECK_FALSE(bench.passed(slot, later));
+      CHECK_FALSE(arrived(later));
+    }
+    CHECK(bench.passed(slot) == (layer == 2));
+  }
+  bench.check();
+  CHECK(bench.control.illegal_accesses() == 0);
+  bench.release();
+  bench.finish();
+}
+
+TEST_CASE("a layer before the first that has rows waits for nothing") {
+  HeldCopies bench({1, 64, 1, 0, {{2, 1024, 0, {1, 3}}}}, 100);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 9));
+  bench.swap_out({slot});
+  bench.hold();
+  bench.swap_in(slot);
+  CHECK(bench.cache->copies(slot, 0) == nullptr);
+  CHECK_FALSE(bench.passed(slot, 1));
+  CHECK(bench.cache->copies(slot, 2) == bench.cache->copies(slot, 1));
+  CHECK(bench.cache->copies(slot, 7) == bench.cache->copies(slot, {}));
+  CHECK(bench.cache->copies(slot, 3) != bench.cache->copies(slot, 2));
+  bench.release();
+  bench.check();
+  bench.finish();
+}
+
+TEST_CASE("pages stay mapped until they are copied, and nobody gets them (I3)") {
+  for (const std::size_t ahead : {std::size_t{0}, 8 * kPage}) {
+    PoolOptions options = hasty();
+    options.ahead = ahead;
+    HeldCopies bench({3, 64, 1, 0, {{2, 1024, 0}}}, 24, options);
+    const std::size_t slot = bench.alloc(), other = bench.alloc();
+    CHECK(bench.grow(slot, 36));  // 18 of 24 pages
+    CHECK(bench.grow(other, 4));
+    bench.hold();
+    bench.swap_out({slot});
+    CHECK_FALSE(bench.passed(slot));
+    CHECK(bench.pool->counts().held == 18);
+    CHECK_THROWS_AS(bench.cache->await_departure(kCaller, slot), TimedOut);  // I12
+    CHECK_FALSE(bench.grow(other, 32));
+    bench.pool->trim();
+    CHECK(bench.pool->counts().held == 18);
+    while (bench.step_copies()) {
+      bench.pool->trim();
+      if (!bench.passed(slot)) CHECK(bench.pool->counts().held == 18);
+    }
+    CHECK(bench.passed(slot));
+    bench.release();
+    bench.cache->await_departure(kCaller, slot);
+    CHECK(bench.pool->counts().held == 0);
+    CHECK(bench.grow(other, 32));
+    bench.check();
+    bench.free(other);
+    bench.swap_in(slot);
+    bench.check();
+    CHECK(bench.control.illegal_accesses() == 0);
+    bench.finish();
+  }
+}
+
+TEST_CASE("what is copied out is what work launched before has written") {
+  HeldCopies bench({1, 64, 1, 0, {{1, kPage, 0}}}, 24);
+  const std::uint64_t stream = bench.control.make_stream(0);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 2));
+  bench.control.hold(stream);
+  const auto at = reinterpret_cast<std::uintptr_t>(bench.item(slot, 0, 0, 0));
+  CHECK(bench.control.launch(stream, at, 2 * kPage, 7) == 0);
+  bench.cache->swap_out({"test", stream}, {&slot, 1}, bench.host);
+  bench.control.run();
+  CHECK_FALSE(bench.passed(slot));
+  CHECK(bench.pool->counts().held == 2);
+  bench.control.release(stream);
+  CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
+  bench.cache->await_departure(kCaller, slot);
+  bench.cache->swap_in(kCaller, slot);
+  CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
+  const char* const bytes = bench.item(slot, 0, 0, 0);
+  CHECK(std::all_of(bytes, bytes + 2 * kPage, [](char byte) { return byte == 7; }));
+  CHECK(bench.control.illegal_accesses() == 0);
+  bench.model.clear();
+  bench.cache.reset();
+  bench.control.destroy_stream(stream);
+}
+
+TEST_CASE("a slot is freed only once it has arrived") {
+  HeldCopies bench({3, 64, 1, 0, {{2, 1024, 0}}}, 100, hasty());
+  const std::size_t slot = bench.alloc(), other = bench.alloc();
+  CHECK(bench.grow(slot, 13));
+  CHECK(bench.grow(other, 13));
+  bench.swap_out({slot});
+  bench.cache->await_departure(kCaller, slot);
+  bench.hold();
+  bench.swap_in(slot);
+  const auto unchanged = [&] {
+    CHECK(bench.cache->state(slot) == SlotState::used);
+    CHECK(bench.cache->state(other) == SlotState::used);
+    CHECK(bench.cache->length(slot) == 13);
+    CHECK(bench.cache->counts().pages.needed == 16);
+    CHECK_FALSE(bench.passed(slot));
+  };
+  CHECK_THROWS_AS(bench.cache->free(kCaller, slot), TimedOut);
+  unchanged();
+  // A beam that goes on, and one that is dropped while it is on its way.
+  CHECK_THROWS_AS(bench.cache->reorder(kCaller, std::array{slot, other}, std::array{other, other}),
+                  TimedOut);
+  unchanged();
+  CHECK(bench.alloc() == 3 - slot - other);  // no fork is left behind
+  bench.release();
+  bench.check();
+  bench.free(slot);
+  CHECK(bench.alloc() == slot);
+  CHECK(bench.control.illegal_accesses() == 0);
+  bench.finish();
+}
+
+TEST_CASE("a slot that leaves again before it has arrived comes back whole") {
+  HeldCopies bench(layered(3), 200);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 13));
+  bench.swap_out({slot});
+  bench.hold();
+  bench.swap_in(slot);
+  bench.swap_out({slot});
+  bench.swap_in(slot);
+  CHECK_FALSE(bench.passed(slot));
+  CHECK(bench.host.live() == 2 * bytes_of(bench.cache->shape(), 13));
+  bench.release();
+  bench.check();
+  CHECK(bench.control.illegal_accesses() == 0);
+  CHECK(bench.host.live() == 0);
+  bench.finish();
+}
+
+TEST_CASE("host memory lasts as long as copies may use it, and no longer") {
+  HeldCopies bench(layered(3), 200);
+  const std::size_t slot = bench.alloc(), gone = bench.alloc();
+  CHECK(bench.grow(slot, 13));
+  CHECK(bench.grow(gone, 5));
+  const std::size_t bytes = bytes_of(bench.cache->shape(), 13);
+  bench.hold();
+  bench.swap_out({slot, gone});
+  bench.free(gone);
+  const auto settle = [&] { static_cast<void>(bench.cache->copies(slot, {})); };
+  settle();
+  CHECK(bench.host.live() == bytes_of(bench.cache->shape(), 13 + 5));  // still written to
+  bench.release();
+  settle();
+  CHECK(bench.host.live() == bytes);
+  bench.hold();
+  bench.swap_in(slot);
+  settle();
+  CHECK(bench.host.live() == bytes);  // still read
+  while (!bench.passed(slot) && bench.step_copies()) CHECK(bench.host.live() == bytes);
+  bench.release();
+  settle();
+  CHECK(bench.host.live() == 0);
+  bench.check();
+
+  // What a refused operation has launched uses it too.
+  bench.hold();
+  CHECK(bench.control.fail("cuMemcpyDtoHAsync", 2, 1, 700) == 0);
+  CHECK_THROWS_AS(bench.cache->swap_out(kCaller, {&slot, 1}, bench.host), DriverError);
+  settle();
+  CHECK(bench.host.live() == bytes);
+  bench.release();
+  settle();
+  CHECK(bench.host.live() == 0);
+  bench.check();
+  bench.swap_out({slot});
+  bench.hold();
+  CHECK(bench.control.fail("cuMemcpyHtoDAsync", 2, 1, 700) == 0);
+  CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), DriverError);
+  bench.free(slot);
+  settle();
+  CHECK(bench.host.live() == bytes);
+  bench.release();
+  settle();
+  CHECK(bench.host.live() == 0);
+  CHECK(bench.control.illegal_accesses() == 0);
+  bench.finish();
+}
+
+TEST_CASE("pages that a refused operation has begun to copy stay mapped until it has ended (I3)") {
+  HeldCopies bench(layered(1), 200);
+  const std::size_t slot = bench.alloc();
+  CHECK(bench.grow(slot, 13));
+  const std::size_t pages = bench.used();
+  for (const char* const call : {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"}) {
+    const bool out = std::string(call) == "cuMemcpyDtoHAsync";
+    if (!out) bench.swap_out({slot});
+    bench.hold();
+    CHECK(bench.control.fail(call, 2, 1, 700) == 0);
+    if (out) {
+      CHECK_THROWS_AS(bench.cache->swap_out(kCaller, {&slot, 1}, bench.host), DriverError);
+      bench.truncate(slot, 0);
+    } else {
+      CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), DriverError);
+    }
+    bench.pool->trim();
+    CHECK(bench.pool->counts().held == pages);
+    bench.release();
+    bench.pool->wait_idle(kPatience);
+    CHECK(bench.pool->counts().mapped == 0);
+    CHECK(bench.control.illegal_accesses() == 0);
+    if (out) CHECK(bench.grow(slot, 13));
+  }
+  bench.swap_in(slot);
+  bench.check();
+  bench.finish();
+}
+
+TEST_CASE("a cache that closes over copies without end gives back all but host memory (I12, I14)") {
+  HeldCopies bench(layered(4), 200, hasty());
+  std::vector<std::size_t> slots;
+  for (int i = 0; i < 3; ++i) {
+    slots.push_back(bench.alloc());
+    CHECK(bench.grow(slots.back(), 13));
+  }
+  bench.swap_out({slots[0], slots[1]});
+  bench.cache->await_departure(kCaller, slots[0]);
+  bench.hold();
+  bench.swap_in(slots[0]);     // on its way in
+  bench.swap_out({slots[2]});  // and out
+  const std::size_t bytes = bench.host.live();
+  CHECK(bytes == bytes_of(bench.cache->shape(), 3 * 13));
+  bench.model.clear();
+  bench.away.clear();
+  {
+#if defined(__SANITIZE_ADDRESS__)
+    const __lsan::ScopedDisabler on_purpose;
+#endif
+    bench.cache.reset();
+  }
+  CHECK(bench.host.live() == bytes);
+  CHECK(bench.pool->counts().mapped != 0);
+  CHECK(bench.pool->counts().needed == 0);
+  while (bench.step_copies()) {
+  }
+  bench.release();
+  CHECK(bench.control.illegal_accesses() == 0);
+  bench.pool->wait_idle(kPatience);
+  CHECK(bench.pool->counts().mapped == 0);
+  CHECK(bench.pool->counts().used == 0);
+  CHECK(bench.pool->counts().reserved_pages == 0);
+  CHECK(bench.host.live() == bytes);  // nobody waits for it any more
+  const std::weak_ptr<PagePool> weak = bench.pool;
+  bench.pool.reset();
+  CHECK(weak.expired());
+  CHECK(OnSimulation::leaks() == "");
+}
+
+TEST_CASE_TEMPLATE("a cache that closes while copies run waits for them", T, OnHost, OnSimulation) {
+  for (int round = 0; round < 20; ++round) {
+    Bench<T> bench({2, 512, 1, 0, {{2, 16 * kPage, 0}}}, 40'000);
+    const std::size_t slot = bench.alloc();
+    std::vector<std::int64_t> lengths(2);
+    lengths[slot] = 64;
+    bench.cache->step(kCaller, lengths);
+    bench.cache->swap_out(kCaller, {&slot, 1}, bench.host);
+    if (round % 2 != 0) bench.cache->swap_in(kCaller, slot);
+    bench.finish();
+  }
+}
+
+}  // namespace vtensor::slots
