@@ -192,6 +192,11 @@ TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does n
       CHECK(comes_true([&] { return driver.passed(*fence); }));
       const PageCopy copy{handles[1], range};
       driver.copy_pages({&copy, 1}, {&fence, 1});
+      char byte = 1;
+      driver.copy_out(&byte, range, 1);
+      driver.copy_in(range, &byte, 1);
+      const FencePtr copied = driver.fence(driver.copy_stream());
+      CHECK(comes_true([&] { return driver.passed(*copied); }));
       driver.remap(range, {handles, 1}, Access::writable, {handles, 1}, Access::guarded);
       bench.unmap(range, {handles, 1}, Access::guarded);
       driver.free_range(range, 1);
