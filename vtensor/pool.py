@@ -99,8 +99,8 @@ class Pool:
         page_size: bytes; the unit of mapping. Host: a power of two from 4 KiB, 64 KiB unless given. CUDA: a
             multiple of the device's granularity, 2 MiB unless given.
         budget: bytes of pages that may be in use. Unless given, 80% of what the machine or its cgroup has
-            free (host), or 90% of the free device memory (CUDA), less what other pools of this process may still
-            take, and never below a sixteenth of that. Pools of other processes are not seen.
+            free (host), or 90% of the free device memory (CUDA), less what other pools of this process may
+            still take, and never below a sixteenth of that. Pools of other processes are not seen.
         zero: when a reused page is zeroed: ``"new_owner"`` (before another tensor sees it), ``"always"``, or
             ``"never"`` (tensors may then see what others left).
         ahead: bytes that each tensor may have mapped ahead of need, by the pool's mapper, as far as the rate

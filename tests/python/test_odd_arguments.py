@@ -1,5 +1,4 @@
-"""Whatever leaves vtensor for a wrong argument, too little of something or a broken file is one of its errors, in
-its words; and nothing was changed (I8)."""
+"""Whatever leaves vtensor for odd arguments, too little of something or a broken file is one of its errors."""
 
 from __future__ import annotations
 
