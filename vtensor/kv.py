@@ -19,6 +19,9 @@ from vtensor.pool import Pool, default_pool
 
 __all__ = ["KVCache", "KVCacheStats"]
 
+# Its methods are called by the class, as those of a tensor's core: see tensor.py.
+CacheCore = _core.CacheCore
+
 _MOST = 2**62  # more than any address space has bytes
 
 
@@ -97,7 +100,7 @@ class KVCache:
         self._pool = pool
         core = pool._open_core("KVCache")
         self.max_batch, self.max_len, self.dtype, self.tile = max_batch, max_len, dtype, tile
-        self._core = _core.CacheCore(
+        self._core = CacheCore(
             core,
             slots=max_batch,
             max_length=max_len,
@@ -106,10 +109,11 @@ class KVCache:
             kinds=[(kind.first_layers, kind.item_bytes, kind.window) for kind in self._layout.kinds],
         )
         kinds = range(len(self._layout.kinds))
-        self._rows = [self._core.row_bytes(kind) for kind in kinds]
+        self._rows = [CacheCore.row_bytes(self._core, kind) for kind in kinds]
         known = weakref.ref(self)  # by all views of the layers: see kv_rows
         self._bytes = [
-            whole_storage(cast(torch.UntypedStorage, self._core.storage(kind, known))) for kind in kinds
+            whole_storage(cast(torch.UntypedStorage, CacheCore.storage(self._core, kind, known)))
+            for kind in kinds
         ]
         self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
         pool._register(self)
@@ -135,7 +139,7 @@ class KVCache:
         """
         expect = self._count("KVCache.alloc", "expect", expect)
         ids = None if tokens is None else token_ids("KVCache.alloc", tokens)
-        return self._core.alloc(expect, ids, checked_salt("KVCache.alloc", salt))
+        return CacheCore.alloc(self._core, expect, ids, checked_salt("KVCache.alloc", salt))
 
     def step(self, lengths: Sequence[int] | torch.Tensor) -> bool:
         """Makes the first ``lengths[slot]`` tokens of each slot ready to be written and read.
@@ -159,7 +163,12 @@ class KVCache:
         # What engines pass is not asked of torch's metaclass, which costs as much as the rest of a calm step.
         if type(lengths) is not list and isinstance(lengths, torch.Tensor):
             lengths = lengths.tolist()
-        return self._core.step(lengths)
+        try:
+            return CacheCore.step(self._core, lengths)
+        except TypeError:
+            raise InvalidArgument(
+                f"[KVCache.step] lengths is {lengths!r}: give {self.max_batch} integers, one for each slot"
+            ) from None
 
     def free(self, slot: int, stream: Stream | None = None) -> None:
         """Ends a request. Its pages stay with the slot for the next one, until others need them.
@@ -168,7 +177,7 @@ class KVCache:
             slot: of a request, also a swapped one.
             stream: in which work that uses the slot was launched; the current one unless given.
         """
-        self._core.free(self._slot("KVCache.free", slot), stream_handle("KVCache.free", stream))
+        CacheCore.free(self._core, self._slot("KVCache.free", slot), stream_handle("KVCache.free", stream))
 
     def truncate(self, slot: int, length: int, stream: Stream | None = None) -> None:
         """Cuts a request to its first ``length`` tokens, as after rejected drafts.
@@ -181,11 +190,11 @@ class KVCache:
         """
         slot = self._slot("KVCache.truncate", slot)
         length = self._count("KVCache.truncate", "length", length)
-        self._core.truncate(slot, length, stream_handle("KVCache.truncate", stream))
+        CacheCore.truncate(self._core, slot, length, stream_handle("KVCache.truncate", stream))
 
     def length(self, slot: int) -> int:
         """Tokens of a slot; of a swapped one, those it will have again. 0 where it is free."""
-        return self._core.length(self._slot("KVCache.length", slot))
+        return CacheCore.length(self._core, self._slot("KVCache.length", slot))
 
     @property
     def lengths(self) -> list[int]:
@@ -208,7 +217,7 @@ class KVCache:
         """
         slot = self._slot("KVCache.fork", slot)
         n = self._count("KVCache.fork", "n", n)
-        return self._core.fork(slot, n, stream_handle("KVCache.fork", stream))
+        return CacheCore.fork(self._core, slot, n, stream_handle("KVCache.fork", stream))
 
     def reorder(
         self, slots: Sequence[int], sources: Sequence[int], stream: Stream | None = None
@@ -232,7 +241,7 @@ class KVCache:
         """
         old = [self._slot("KVCache.reorder", slot) for slot in slots]
         new = [self._slot("KVCache.reorder", slot) for slot in sources]
-        return self._core.reorder(old, new, stream_handle("KVCache.reorder", stream))
+        return CacheCore.reorder(self._core, old, new, stream_handle("KVCache.reorder", stream))
 
     def publish(self, slot: int, tokens: Sequence[int] | torch.Tensor, *, salt: str = "") -> int:
         """Puts the whole units of ``tokens``, which are the slot's first, into the prefix index. It keeps
@@ -252,7 +261,7 @@ class KVCache:
         """
         slot = self._slot("KVCache.publish", slot)
         ids = token_ids("KVCache.publish", tokens)
-        return self._core.publish(slot, ids, checked_salt("KVCache.publish", salt))
+        return CacheCore.publish(self._core, slot, ids, checked_salt("KVCache.publish", salt))
 
     def own(self, slot: int, start: int, stop: int) -> None:
         """Gives ``slot`` pages of its own behind tokens ``start`` to ``stop``, before something writes there
@@ -263,7 +272,7 @@ class KVCache:
         """
         slot = self._slot("KVCache.own", slot)
         start = self._count("KVCache.own", "start", start)
-        self._core.own(slot, start, self._count("KVCache.own", "stop", stop))
+        CacheCore.own(self._core, slot, start, self._count("KVCache.own", "stop", stop))
 
     def record_stream(self, stream: Stream | None = None) -> None:
         """Says that work in ``stream`` uses the slots, as :meth:`step` says of the current one: pages that
@@ -272,7 +281,7 @@ class KVCache:
         Args:
             stream: that lasts; the current one unless given.
         """
-        self._core.record_stream(stream_handle("KVCache.record_stream", stream))
+        CacheCore.record_stream(self._core, stream_handle("KVCache.record_stream", stream))
 
     # -- swapping
 
@@ -286,7 +295,7 @@ class KVCache:
             OutOfPages: the host has no memory for them; nothing was changed.
         """
         slots = slot if isinstance(slot, Iterable) else [slot]
-        self._core.swap_out([self._slot("KVCache.swap_out", one) for one in slots])
+        CacheCore.swap_out(self._core, [self._slot("KVCache.swap_out", one) for one in slots])
 
     def swap_in(self, slot: int) -> bool:
         """Gives a swapped request its pages back, at the same addresses, and starts copying, layer by layer.
@@ -301,7 +310,7 @@ class KVCache:
         Raises:
             InvalidArgument: it is not swapped out.
         """
-        return self._core.swap_in(self._slot("KVCache.swap_in", slot))
+        return CacheCore.swap_in(self._core, self._slot("KVCache.swap_in", slot))
 
     def wait(self, slot: int, layer: int | None = None) -> None:
         """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
@@ -317,7 +326,7 @@ class KVCache:
         """
         if layer is not None:
             layer = self._count("KVCache.wait", "layer", layer)
-        self._core.wait(self._slot("KVCache.wait", slot), layer)
+        CacheCore.wait(self._core, self._slot("KVCache.wait", slot), layer)
 
     # -- tensors
 
@@ -349,7 +358,9 @@ class KVCache:
     def pages(self, slot: int) -> list[_core.PageRecord]:
         """What stands behind each page of a slot, row after row."""
         slot = self._slot("KVCache.pages", slot)
-        return [record for kind in range(len(self._rows)) for record in self._core.pages(slot, kind)]
+        return [
+            record for kind in range(len(self._rows)) for record in CacheCore.pages(self._core, slot, kind)
+        ]
 
     def stats(self) -> KVCacheStats:
         """Counts of this moment."""
@@ -361,7 +372,7 @@ class KVCache:
         Args:
             stream: in which work that uses the cache was launched; the current one unless given.
         """
-        self._core.close(stream_handle("KVCache.close", stream))
+        CacheCore.close(self._core, stream_handle("KVCache.close", stream))
         self._layers, self._bytes = [], []
 
     def __enter__(self) -> KVCache:

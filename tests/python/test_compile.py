@@ -135,3 +135,37 @@ def test_what_is_refused_is_refused_in_our_words(host, operation):
     with pytest.raises(vtensor.VTensorError, match=rf"^\[VTensor\.{operation}\]"):
         compiled(step)(t, torch.ones(100))
     assert t.extend(1).length == 13
+
+
+CACHE_OPERATIONS = {
+    "step": lambda c, n: c.step([n, 0]),
+    "length": lambda c, n: c.length(0),
+    "truncate": lambda c, n: c.truncate(0, n - 1),
+    "publish": lambda c, n: c.publish(0, list(range(n - 1))),
+    "own": lambda c, n: c.own(0, 0, n - 1),
+    "fork": lambda c, n: c.fork(0, 1),
+    "reorder": lambda c, n: c.reorder([0, 1], [1, 0]),
+    "swap_out": lambda c, n: c.swap_out(1),
+    "swap_in": lambda c, n: c.swap_in(1),
+    "wait": lambda c, n: c.wait(1, 0),
+    "free": lambda c, n: c.free(1),
+    "alloc": lambda c, n: c.alloc([1, 2, 3]),
+    "stats": lambda c, n: c.stats().tokens,
+    "record_stream": lambda c, n: c.record_stream(),
+}
+
+
+def test_a_cache_in_a_compiled_function(host):
+    """A request's life, each call in a function of its own: it breaks the graph, and works."""
+    x = torch.ones(9)
+    with vtensor.KVCache(2, 2, 32, 2, 64, dtype=torch.float32, pool=host) as cache:
+        assert cache.alloc() == 0
+        for name, operation in CACHE_OPERATIONS.items():
+
+            def call(x, operation=operation):
+                y = x * 2
+                operation(cache, x.shape[0])
+                return y + 1
+
+            assert compiled(call)(x).eq(3).all(), name
+        assert cache.lengths == [8, 0] and cache.stats().slots_used == 2

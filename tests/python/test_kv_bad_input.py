@@ -59,6 +59,8 @@ BAD = {
     "truncate below": (lambda c: c.truncate(0, -1), vtensor.InvalidArgument, "length is -1"),
     "publish too much": (lambda c: c.publish(0, range(11)), vtensor.InvalidArgument, "11 tokens.*has 10"),
     "publish other tokens": (lambda c: c.publish(1, [4] * 5), vtensor.InvalidArgument, "disagree"),
+    "lengths that are none": (lambda c: c.step([10, "a", 0, 0, 0, 0]), vtensor.InvalidArgument, "6 integers"),
+    "a length too large": (lambda c: c.step([2**70] * 6), vtensor.InvalidArgument, "6 integers"),
     "publish bytes": (lambda c: c.publish(0, b"\1" * 64), vtensor.InvalidArgument, "tokens is a bytes"),
     "publish what is no integer": (lambda c: c.publish(0, [1.5]), vtensor.InvalidArgument, "64 bits"),
     "publish too large a token": (lambda c: c.publish(0, [2**63]), vtensor.InvalidArgument, "64 bits"),

@@ -1,4 +1,4 @@
-"""Whatever leaves vtensor for odd arguments, too little of something or a broken file is one of its errors."""
+"""Whatever leaves vtensor for odd arguments, too little memory or a broken file is one of its errors."""
 
 from __future__ import annotations
 
