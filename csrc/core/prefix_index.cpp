@@ -105,6 +105,8 @@ std::size_t PrefixIndex::evict(std::size_t pages) {
   }
   for (Node* node : going) forget(node);  // children before their parents
   evictions_ += going.size();
+  // Salts are the requests' own, so those that nothing is known of must not add up.
+  std::erase_if(roots_, [](const auto& root) { return root.second->children.empty(); });
   return freed;
 }
 

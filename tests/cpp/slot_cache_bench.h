@@ -241,6 +241,13 @@ class Bench {
     CHECK(T::leaks() == "");
   }
 
+  // The mapper may be the last to let the pool go.
+  static void await_end() {
+    const auto until = std::chrono::steady_clock::now() + kPatience;
+    while (T::leaks() != "" && std::chrono::steady_clock::now() < until)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
   std::size_t used() const { return pool->counts().used; }
   // Pages that one slot of `length` takes, in all kinds.
   std::size_t pages_of(std::size_t length) const {
@@ -274,12 +281,6 @@ class Bench {
   HostBytes host;
 
  private:
-  // The mapper may be the last to let the pool go.
-  static void await_end() {
-    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-    while (T::leaks() != "" && std::chrono::steady_clock::now() < until)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
   static std::uint32_t mark_of(std::size_t kind, std::size_t row, std::uint32_t number) {
     return number * 64 + static_cast<std::uint32_t>(kind * 16 + row);
   }
@@ -336,16 +337,18 @@ struct Scene : Bench<T> {
   std::vector<std::size_t> forks, slots;
 };
 
+constexpr std::uint64_t kForEver = std::numeric_limits<std::uint64_t>::max() / 2;
+
 // Runs `operate` in a fresh scene that `arrange` made, once for every driver call that it makes,
-// with that call refused (or that one and the next, or all after it), until it makes fewer, and
+// with that call refused (or as many from there on as `refusals` say), until it makes fewer, and
 // then `verify`. `failures`: how many of these runs it must at least throw in.
 template <class T>
 void refuse_each_call(const std::function<void(Scene<T>&)>& arrange,
                       const std::function<void(Scene<T>&)>& operate,
                       const std::function<void(Scene<T>&, bool done)>& verify,
-                      std::size_t failures = 3) {
-  constexpr std::uint64_t kForEver = std::numeric_limits<std::uint64_t>::max() / 2;
-  for (const std::uint64_t refuse : {std::uint64_t{1}, std::uint64_t{2}, kForEver}) {
+                      std::size_t failures = 3,
+                      const std::vector<std::uint64_t>& refusals = {1, 2, kForEver}) {
+  for (const std::uint64_t refuse : refusals) {
     std::size_t failed = 0;
     bool reached = true;
     for (std::uint64_t skip = 0; reached; ++skip) {
