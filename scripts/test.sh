@@ -7,7 +7,7 @@ step "Python tests" pytest "${@:-tests}"
 if [ $# -gt 0 ]; then exit; fi
 # The general suites again with the options that users get: look-ahead and parking.
 general=()
-for name in tensor sharing torch_safety kv_cache kv_swaps cache_layers threads regressions; do
+for name in tensor capacity sharing torch_safety kv_cache kv_swaps cache_layers threads regressions; do
   general+=("tests/python/test_$name.py")
 done
 export VTENSOR_POOLS=default
