@@ -29,6 +29,11 @@ Registry& registry() {
   return *all;
 }
 
+// A simulated device's memory is the host's, and it has a budget of its own all the same.
+bool shares_memory(const DriverTraits& one, const DriverTraits& other) {
+  return one.name == other.name && one.device == other.device;
+}
+
 }  // namespace
 
 std::size_t PagePool::promised_bytes() {
@@ -49,7 +54,7 @@ std::shared_ptr<PagePool> PagePool::enlist(std::unique_ptr<Driver> driver,
     std::size_t promised = 0;
     for (const std::weak_ptr<PagePool>& one : pools) {
       const std::shared_ptr<PagePool> pool = one.lock();
-      if (pool && pool->traits().device == traits.device) promised += pool->promised_bytes();
+      if (pool && shares_memory(pool->traits(), traits)) promised += pool->promised_bytes();
     }
     budget = traits.available;
     if (promised != 0) {
