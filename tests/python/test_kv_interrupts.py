@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import vtensor
-from interrupts import at_every_bytecode
+from interrupts import at_every_bytecode, place
 from kv_support import MAX_BATCH, MAX_LEN, UNIT, make_cache
 from support import open_pool
 from vtensor import testing
@@ -94,6 +96,47 @@ def test_an_operation_is_whole(what):
 
     places = at_every_bytecode(Scene, lambda scene: operation(scene.cache), check)
     assert places > 5
+
+
+@settings(max_examples=30)
+@given(
+    history=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=5),
+    what=st.sampled_from(sorted(OPERATIONS)),
+    stride=st.integers(3, 30),
+)
+def test_whatever_came_before(history, what, stride):
+    """Every slot has the beginning of the prompt, as far as it is long: so has it afterwards."""
+
+    def attempt(scene: Scene, name: str) -> None:
+        try:
+            OPERATIONS[name](scene.cache)
+        except vtensor.VTensorError:  # a slot is free by now, or away
+            pass
+
+    def setup() -> Scene:
+        scene = Scene()
+        for name in history:
+            attempt(scene, name)
+        return scene
+
+    undisturbed = setup()
+    before = undisturbed.state()
+    attempt(undisturbed, what)
+    after = undisturbed.state()
+    undisturbed.end()
+
+    def check(scene: Scene, outcome) -> None:
+        assert scene.state() in (before, after)
+        testing.check_invariants(scene.pool)
+        cache = scene.cache
+        for slot in range(MAX_BATCH):
+            if cache.length(slot) and not cache.lengths[slot]:
+                assert cache.swap_in(slot)
+            cache.wait(slot)
+            check_contents(cache, slot, PROMPT[: cache.length(slot)])
+        scene.end()
+
+    at_every_bytecode(setup, lambda scene: attempt(scene, what), check, each=place, stride=stride)
 
 
 def test_closing_is_whole():
