@@ -302,10 +302,12 @@ class HostDriver final : public Driver {
   Stream copy_stream() override { return kCopyStream; }
 
   void copy_out(void* to, Address from, std::size_t bytes) override {
+    refuse_in_forked_child("host copy_out");
     if (bytes >= kHugePage) advise_huge_pages(reinterpret_cast<Address>(to), bytes);
     copy(HostCopies::Direction::out, to, reinterpret_cast<const void*>(from), bytes);
   }
   void copy_in(Address to, const void* from, std::size_t bytes) override {
+    refuse_in_forked_child("host copy_in");
     copy(HostCopies::Direction::in, reinterpret_cast<void*>(to), from, bytes);
   }
 
@@ -341,7 +343,6 @@ class HostDriver final : public Driver {
   }
 
   void copy(HostCopies::Direction direction, void* to, const void* from, std::size_t bytes) {
-    refuse_in_forked_child("host copy");
     try {
       copies_.copy(direction, to, from, bytes);
     } catch (const std::system_error& error) {

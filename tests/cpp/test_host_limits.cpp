@@ -46,6 +46,9 @@ class Filler {
   explicit Filler(std::size_t count) {
     const std::size_t have = MapLimit::kernel().count();
     REQUIRE(count > have);
+    // Errors are worded while nothing can be mapped, and a sanitizer's heap maps memory for each
+    // size that it has not at hand.
+    for (std::size_t bytes = 16; bytes <= 1024; bytes += 16) std::string(bytes, ' ').swap(heap_);
     const std::size_t wanted = count - have;
     bytes_ = (wanted + 1) * unit_;
     start_ = static_cast<char*>(
@@ -62,6 +65,7 @@ class Filler {
   const std::size_t unit_ = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   char* start_;
   std::size_t bytes_;
+  std::string heap_;
 };
 
 void set_limit(int resource, std::size_t value) {

@@ -148,12 +148,15 @@ class Machine {
     if (bench_.publish(slot) == 0) return;
     prompts_.push_back(bench_.tokens(slot));
     if (prompts_.size() > 8) prompts_.pop_front();
+    if (pick(4) != 0) begin_like(prompts_.back());  // before memory is short, and it is given up
+  }
+
+  void alloc_known() {
+    if (!prompts_.empty()) begin_like(prompts_[pick(prompts_.size())]);
   }
 
   // A request that begins as one before it, and goes on with tokens of its own.
-  void alloc_known() {
-    if (prompts_.empty()) return;
-    std::vector<Token> tokens = prompts_[pick(prompts_.size())];
+  void begin_like(std::vector<Token> tokens) {
     tokens.resize(tokens.size() - pick(4));
     const std::size_t same = tokens.size();
     tokens.resize(same + pick(8), -1);
