@@ -187,8 +187,8 @@ void SlotCache::swap_in(const Caller& caller, std::size_t slot) {
   add(bytes_of(slot, swapped.length, group ? group->length : 0, false), swapped.memory);
   if (group != nullptr && !shared)
     add(bytes_of(slot, group->length, group->length, true), group->head);
-  std::stable_sort(coming.begin(), coming.end(),
-                   [](const Coming& a, const Coming& b) { return a.row.layer < b.row.layer; });
+  std::sort(coming.begin(), coming.end(),
+            [](const Coming& a, const Coming& b) { return a.row.layer < b.row.layer; });
   auto arriving = std::make_unique<Arriving>();
   arriving_.reserve(arriving_.size() + 1);
 
