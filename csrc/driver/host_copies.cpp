@@ -88,8 +88,9 @@ HostCopies::HostCopies(std::function<void(void*, std::size_t)> make_present)
 void HostCopies::stop() {
   if (in_forked_child.load(std::memory_order_relaxed)) {
     // The threads are the parent's, and one of them may hold the lock or wait: all of it stays.
-    for (auto& thread : threads_) [[maybe_unused]]
-      const std::thread* const parents = thread.release();
+    for (auto& thread : threads_) {
+      [[maybe_unused]] const std::thread* const parents = thread.release();
+    }
     static_cast<void>(new std::shared_ptr<Queue>(queue_));
     threads_.clear();
     return;
