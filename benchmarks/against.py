@@ -71,6 +71,7 @@ def main() -> None:
         print(f"{name + ': ' + figure:95.95}" + "".join(f" {value:10.4g}" for value in values))
     if options.json:
         keys = ("benchmark", "figure", "other", "here", "other_us", "here_us")
+        rows = [[None if value != value else value for value in row] for row in rows]  # NaN is no JSON
         text = {
             "date": report.today(),
             "machine": machine.describe("cpu"),
