@@ -10,7 +10,17 @@ import time
 import pytest
 
 import vtensor
-from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled, mapper_calls, quarter
+from support import (
+    PER_PAGE,
+    calls,
+    calls_since,
+    check_sums,
+    eventually,
+    filled,
+    mapper_calls,
+    quarter,
+    run_snippet,
+)
 from vtensor import testing
 
 PAGE = 4096
@@ -339,11 +349,16 @@ def test_a_closed_pool_takes_no_orders(pool_factory):
 
 
 def test_a_default_budget_leaves_what_other_pools_were_promised():
-    with vtensor.Pool("cpu") as first, vtensor.Pool("cpu") as second:
-        assert 0 < second.budget < first.budget / 2
-        first.close()
-        with vtensor.Pool("cpu") as third:
-            assert third.budget > 2 * second.budget
+    # In a process of its own, whose default pool takes nothing.
+    run_snippet(
+        """
+        with vtensor.Pool("cpu") as first, vtensor.Pool("cpu") as second:
+            assert 0 < second.budget < first.budget / 2
+            first.close()
+            with vtensor.Pool("cpu") as third:
+                assert third.budget > 2 * second.budget
+        """
+    ).check()
 
 
 def test_a_pool_that_was_promised_all_memory_leaves_some_to_a_default_pool():
