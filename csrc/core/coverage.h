@@ -20,11 +20,11 @@ class Coverage {
   void add(Interval slots) {
     if (slots.empty()) return;
     reach(slots.end);
-    change(1, {0, slots_}, slots, 1);
+    change(slots, 1);
   }
   // Requires: it was added, and not removed since.
   void remove(Interval slots) noexcept {
-    if (!slots.empty()) change(1, {0, slots_}, slots, -1);
+    if (!slots.empty()) change(slots, -1);
   }
 
   // Calls `visit` with each maximal part of `slots` that nothing covers, from the first on.
@@ -64,15 +64,20 @@ class Coverage {
     slots_ = nodes_.size() / 2;
   }
 
-  void change(std::size_t node, Interval span, Interval slots, int by) noexcept {
-    Node& here = nodes_[node];
-    if (slots.contains(span)) {
-      here.covers = static_cast<std::uint32_t>(static_cast<int>(here.covers) + by);
-    } else {
-      const std::size_t middle = span.begin + span.size() / 2;
-      if (slots.begin < middle) change(2 * node, {span.begin, middle}, slots, by);
-      if (slots.end > middle) change(2 * node + 1, {middle, span.end}, slots, by);
+  // The nodes that make up `slots`, from the leaves up, then what lies above their ends.
+  void change(Interval slots, int by) noexcept {
+    std::size_t begin = slots_ + slots.begin, end = slots_ + slots.end;
+    for (; begin < end; begin /= 2, end /= 2) {
+      if (begin % 2 != 0) cover(begin++, by);
+      if (end % 2 != 0) cover(--end, by);
     }
+    for (const std::size_t leaf : {slots_ + slots.begin, slots_ + slots.end - 1}) {
+      for (std::size_t node = leaf / 2; node != 0; node /= 2) cover(node, 0);
+    }
+  }
+  void cover(std::size_t node, int by) noexcept {
+    Node& here = nodes_[node];
+    here.covers = static_cast<std::uint32_t>(static_cast<int>(here.covers) + by);
     here.full =
         here.covers != 0 || (node < slots_ && nodes_[2 * node].full && nodes_[2 * node + 1].full);
   }
