@@ -464,12 +464,12 @@ def test_an_alloc_does_not_look_at_all_slots():
         times = []
         for _ in range(3):
             with open_pool("host", 400) as pool, make_cache(pool, "latent", max_batch=slots) as cache:
-                start = time.perf_counter()
+                start = time.thread_time()
                 taken = [cache.alloc() for _ in range(slots)]
                 for slot in taken:
                     cache.free(slot)
                 assert {cache.alloc() for _ in range(slots)} == set(taken)
-                times.append(time.perf_counter() - start)
+                times.append(time.thread_time() - start)
         return min(times)
 
     assert fastest(8000) < 8 * fastest(2000)
