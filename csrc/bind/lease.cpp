@@ -44,7 +44,7 @@ void look_at(PagePool& pool, const Caller& caller, Launched& launched) {
 void end_one(Generation* generation, const Caller& caller, Launched& launched) {
   const std::shared_ptr<Buffer> buffer = generation->buffer;
   PagePool& pool = *buffer->pool();
-  trace::event(trace::What::lease, buffer->slot_address(0, generation->slots.begin),
+  trace::event(trace::What::lease, buffer->range().address(0, generation->slots.begin),
                generation->slots.size() * buffer->shape().rows * pool.page_size());
   look_at(pool, caller, launched);
   if (launched.captured) {

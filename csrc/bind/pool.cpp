@@ -55,7 +55,7 @@ struct ClosedPool {
   explicit ClosedPool(const std::shared_ptr<PagePool>& closed)
       : pool(closed),
         page_size(closed->page_size()),
-        budget_pages(closed->budget_pages()),
+        budget_pages(closed->store().budget()),
         device(closed->traits().device),
         calls(driver_calls(*closed)),
         events(closed->events()),
@@ -125,7 +125,7 @@ void bind_pool(nb::module_& module) {
 
   nb::class_<PagePool>(module, "PagePool")
       .def_prop_ro("page_size", &PagePool::page_size)
-      .def_prop_ro("budget_pages", &PagePool::budget_pages)
+      .def_prop_ro("budget_pages", [](PagePool& pool) { return pool.store().budget(); })
       .def_prop_ro("parts_on_write", [](PagePool& pool) { return pool.traits().parts_on_write; })
       .def_prop_ro("device",
                    [](PagePool& pool) {

@@ -181,12 +181,12 @@ class CacheCore {
       generation = range->publish();
     }
     nb::object storage = TorchFace::get().storage_over(
-        generation, range->slot_address(0, 0), range->reserved_bytes(), pool_->traits().device);
+        generation, range->range().base(), range->range().bytes(), pool_->traits().device);
     SlotRange::mark(storage, SlotRange(view_, kind, std::move(cache)));
     return storage;
   }
 
-  std::size_t row_bytes(std::size_t kind) { return read()->range(kind)->row_bytes(); }
+  std::size_t row_bytes(std::size_t kind) { return read()->range(kind)->range().row_bytes(); }
   Lengths lengths() {
     const Reading cache = read();
     return {cache->lengths().begin(), cache->lengths().end()};

@@ -16,9 +16,9 @@ SlotRange::SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t kind
     : view_(std::move(view)), cache_(std::move(cache)) {
   const SlotCacheShape& shape = view_->cache->shape();
   const Buffer& range = *view_->cache->range(kind);
-  begin_ = range.slot_address(0, 0);
+  begin_ = range.range().base();
   slots_ = shape.slots;
-  row_bytes_ = range.row_bytes();
+  row_bytes_ = range.range().row_bytes();
   item_bytes_ = shape.kinds[kind].item_bytes;
 }
 

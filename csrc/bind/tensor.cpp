@@ -143,7 +143,7 @@ void bind_tensor(nb::module_& module) {
                    })
       .def_prop_ro(
           "reserved_bytes",
-          [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->reserved_bytes(); })
+          [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->range().bytes(); })
       .def_prop_ro("address", &TensorCore::address)
       .def_prop_ro("length", &TensorCore::length)
       .def_prop_ro("capacity", &TensorCore::capacity)

@@ -96,7 +96,7 @@ std::size_t TensorCore::phase_of_first() const {
 trace::Span TensorCore::traced(trace::What what, std::size_t first, std::size_t n) const {
   const RowShape& shape = buffer_->shape();
   return {what, buffer_->address_of(0, first), n * shape.rows * shape.item_bytes,
-          buffer_->slot_address(0, 0)};
+          buffer_->range().base()};
 }
 
 // Takes over a buffer, and the strides that its rows make.
@@ -106,7 +106,8 @@ void TensorCore::use(std::shared_ptr<Buffer> buffer) {
   stride_values_.assign(dims, 1);
   for (std::size_t dim = dims; dim-- > 0;) {
     if (dim + 1 == spec_.grow_dim) {
-      stride_values_[dim] = static_cast<std::int64_t>(buffer_->row_bytes() / spec_.item_size);
+      stride_values_[dim] =
+          static_cast<std::int64_t>(buffer_->range().row_bytes() / spec_.item_size);
     } else if (dim + 1 < dims) {
       stride_values_[dim] = stride_values_[dim + 1] * spec_.sizes[dim + 1];
     }
@@ -149,8 +150,8 @@ void TensorCore::publish(nb::handle self) {
     detach(self);
     return;
   }
-  const Address first = buffer_->slot_address(0, slots.begin);
-  const Address end = buffer_->slot_address(buffer_->shape().rows - 1, slots.end);
+  const Address first = buffer_->range().address(0, slots.begin);
+  const Address end = buffer_->range().address(buffer_->shape().rows - 1, slots.end);
   Generation* generation = buffer_->try_publish();
   if (generation == nullptr) {
     const ReleasedGil released;
@@ -171,7 +172,7 @@ void TensorCore::reshape(nb::handle self) {
     publish(self);
     return;
   }
-  const Address first = buffer_->slot_address(0, slots.begin);
+  const Address first = buffer_->range().address(0, slots.begin);
   TorchFace::get().set(self, storage_, (address() - first) / spec_.item_size, sizes(length()),
                        strides_);
 }
@@ -359,7 +360,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
       torch.is_plain(source) && !torch.is_negative(source) && !torch.is_conjugate(source);
   const auto n = static_cast<std::size_t>(from.shape[spec_.grow_dim]);
   const auto source_at = reinterpret_cast<Address>(from.data);
-  if (source_at - buffer_->slot_address(0, 0) < buffer_->reserved_bytes()) {
+  if (source_at - buffer_->range().base() < buffer_->range().bytes()) {
     kept = nb::borrow(kept).attr("clone")();  // it may lie where the new positions come to lie
     if (!torch.read(kept, from)) refuse("VTensor.append", "the source cannot be read");
   }

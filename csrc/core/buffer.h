@@ -19,11 +19,12 @@
 #include "base/align.h"
 #include "base/interval.h"
 #include "core/caller.h"
-#include "core/coverage.h"
 #include "core/generation.h"
 #include "core/look_ahead.h"
 #include "core/page_pool.h"
-#include "core/page_table.h"
+#include "core/pending_unmap.h"
+#include "core/pending_work.h"
+#include "core/reservation.h"
 #include "core/roster.h"
 #include "core/row_shape.h"
 
@@ -41,42 +42,11 @@ struct PageRecord {
 
 class Shelf;
 
-// What page tables say of a page, for PagePool::check_invariants.
-struct PageUse {
-  std::uint32_t entries = 0;
-  std::uint32_t reachable = 0;  // of these, in buffers that a tensor or a view can still reach
-  bool writable = false;        // through a reachable entry
-};
-
 class Buffer : public std::enable_shared_from_this<Buffer> {
  public:
-  // Neighbouring slots of one row.
-  struct Run {
-    std::size_t row;
-    Interval slots;
-  };
-
-  // Pages on their way to empty slots: claimed with the lock, mapped without it, entered or given
-  // back with it.
-  struct Arrival {
-    std::vector<Run> runs;
-    std::vector<Page*> pages;        // run after run
-    std::exception_ptr error;        // nothing of it is mapped, but what is stuck
-    std::vector<std::size_t> stuck;  // indices in `pages`
-    bool ahead = false;              // for the mapper, which zeroes on the side stream
-    bool zeroing = false;            // some of it had to be zeroed
-    FencePtr zeroed;                 // null where that is complete
-  };
-
-  // Pages on their way out, in the same steps.
-  struct Departure {
-    std::vector<Interval> slots;  // of what is retiring
-    std::vector<Run> runs;        // the writable ones first
-    std::size_t writable = 0;     // of the runs
-    std::vector<Handle> handles;  // run after run
-    std::size_t done = 0;         // of the runs
-    std::exception_ptr error;
-    std::vector<std::size_t> stuck;  // pages in runs[done...]
+  // What is retiring, on its way out.
+  struct Departure : Reservation::Departure {
+    std::vector<Interval> slots;
   };
 
   // Takes a parked buffer of this shape, or makes one. Throws InvalidArgument, CapacityExceeded
@@ -96,20 +66,15 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const RowShape& shape() const { return shape_; }
-  std::size_t row_bytes() const {
-    return (shape_.row_stride ? shape_.row_stride : row_pages_) * page_size_;
-  }
-  std::size_t reserved_bytes() const { return shape_.rows * row_pages_ * page_size_; }
+  Reservation& range() { return range_; }
+  const Reservation& range() const { return range_; }
   Address address_of(std::size_t row, std::size_t position) const {
-    return base_ + row * row_bytes() + shape_.phase + position * shape_.item_bytes;
-  }
-  Address slot_address(std::size_t row, std::size_t slot) const {
-    return base_ + row * row_bytes() + slot * page_size_;
+    return range_.address(row, 0) + shape_.phase + position * shape_.item_bytes;
   }
   Interval slots_of(Interval positions) const;
   // The first position that lies wholly behind the pages of `positions`.
   std::size_t reach(Interval positions) const {
-    return ceil_div(slots_of(positions).end * page_size_ - shape_.phase, shape_.item_bytes);
+    return ceil_div(slots_of(positions).end * range_.page_size() - shape_.phase, shape_.item_bytes);
   }
 
   // Throws, once, what the mapper met while it worked for this buffer (I10).
@@ -136,7 +101,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   void prepare(std::size_t end);
   // The same for both in one go, for many buffers under one lock: `grow_ready` once `is_ready`.
   // They require the pool's lock.
-  bool shares() const { return guarded_ != 0; }
+  bool shares() const { return range_.guarded() != 0; }
   bool is_ready(Interval positions) const;
   void grow_ready(const Caller& caller, Interval positions);
   // Positions below lie in the extent or in what is ready.
@@ -200,7 +165,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool guarded();
   std::size_t mapped_pages();
   // As that, at once: no lock is waited for and nothing taken back, so that it may be a moment old.
-  std::size_t mapped_pages_seen() const noexcept { return mapped_ + quarantined_; }
+  std::size_t mapped_pages_seen() const noexcept { return range_.mapped() + range_.quarantined(); }
   std::vector<PageRecord> pages();
 
   // Everything below requires the pool's lock.
@@ -218,7 +183,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // what the driver refused, if it did. Lets the lock go meanwhile, unless it is null: for who
   // cannot, as a deleter.
   bool settle(PoolLock* lock) noexcept;
-  const std::exception_ptr& refusal() const { return refusal_; }
+  const std::exception_ptr& refusal() const { return unmap_.refusal(); }
   std::exception_ptr take_error() { return std::exchange(error_, nullptr); }
   // Has what nobody needs any more given back: now, or as soon as it may be.
   void give_back_unused() noexcept;
@@ -244,115 +209,64 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   std::size_t writable_until(std::size_t position) const;
   Interval extent() const { return extent_; }
   Interval positions() const { return positions_; }
-  std::size_t quarantined() const { return quarantined_; }
   bool placed() const { return host_ != nullptr; }
   // Of a placed one: nothing of its rows is mapped, or can still come to be, so that the place may
   // be used again.
-  bool vacant() const { return !reserved_ && quarantined_ == 0; }
+  bool vacant() const { return !reserved_ && range_.quarantined() == 0; }
   Interval parked() const { return parked_; }
   // A parked buffer gets a new owner, whose growth waits for the work of the last one. Requires:
   // adoptable. Throws where the driver refuses; it stays parked then.
   void adopt(const Caller& caller);
 
   // What the mapper does for this buffer. Between claiming and entering it is busy.
-  bool claim_ahead(Arrival& arrival, std::size_t pages);
+  bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages);
   std::size_t missing_ahead() const;
   bool wants() const { return wanting_; }
   enum class Claim : std::uint8_t { claimed, waits, refused, done };
   Claim claim_back(Departure& departure, std::size_t pages) noexcept;
-  bool claim_cleaning(std::vector<Run>& runs, std::size_t pages);
+  bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages);
   bool to_clean() const;
-  void enter_ahead(Arrival& arrival);
+  void enter_ahead(Reservation::Arrival& arrival);
   void enter_back(Departure& departure);
-  void enter_cleaning(std::span<const Run> runs, FencePtr zeroed, std::exception_ptr error);
-  // The steps without the lock; they never throw.
-  void carry_out(Arrival& arrival, Stream stream, bool populate) noexcept;
-  // Maps what several buffers have claimed, in one batch: all or none.
-  struct Arriving {
-    Buffer* buffer;
-    Arrival* arrival;
-  };
-  static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
-  // Begins no more calls after `until`, which it looks at after each.
-  void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
-                                           std::nullopt) noexcept;
-  FencePtr clean(std::span<const Run> runs);
+  void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
+                      std::exception_ptr error);
+  // Zeroes what was claimed, without the lock.
+  FencePtr clean(std::span<const Reservation::Run> runs);
 
-  std::size_t count_parted();
   // Guards every page for a child about to be forked, and adds them to `seen`.
   void guard_for_child(std::vector<Page*>& seen) noexcept;
   void add_to(PoolCounts& counts) const;
-  // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
-  // several references.
-  std::size_t add_pages(std::unordered_set<const Page*>& seen) const;
   void check(std::unordered_map<const Page*, PageUse>& uses) const;
 
  private:
   class Growing;
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
-  // Maximal runs in `slots` of `row` whose entries are `wanted` and have one state.
-  void collect(std::vector<Run>& runs, std::size_t row, Interval slots,
-               bool (*wanted)(const Entry&)) const;
-  // Valid until the next call.
-  std::span<const Handle> handles(const Run& run);
-  Address address_of(const Run& run) const { return slot_address(run.row, run.slots.begin); }
-  void open_homes();
-  void claim(Arrival& arrival);
-  void enter(Arrival& arrival);
-  void enter(Departure& departure);
-  Departure departing(std::vector<Run> runs, std::size_t writable);
-  void map_shared(PoolLock& lock, std::span<const Run> runs, std::span<Page* const> pages,
-                  EntryState state);
-  std::vector<Run> foreign_in(Interval slots) const;
-  void zero_foreign(const Caller& caller, std::span<const Run> runs);
-  void quarantine(const Run& run, std::span<const std::size_t> stuck);
-  void quarantine(const Run& run) noexcept;
+  std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   // Throws where pages of the extent are quarantined.
   void require_whole(const char* operation) const;
   // Throws where the caller's stream is being captured, because driver work would become part of
   // the graph, or break it, and where it is not the driver's own.
   void require_no_capture(const Caller& caller);
-  std::size_t lost_pages() const;
-  std::size_t fresh_pages_for(std::span<const Run> guarded) const;
   static std::size_t fresh_pages_for(std::span<const Growing> all);
-  std::size_t parted_pages_in(std::span<const Run> guarded);
-  std::vector<std::uint8_t> find_parted(const Run& run);
-  void part(PoolLock& lock, const Caller& caller, std::span<const Run> runs, Interval stale = {});
-  void zero_positions(Interval positions, Stream stream);
-  void zero_bytes(Address at, std::size_t bytes, Stream stream);
-  void adopt(const Run& run, std::span<Page* const> pages) noexcept;
-  std::vector<Run> parted_in_extent();
-  std::vector<Run> quieten(PoolLock& lock, const Caller& caller);
-  void guard(PoolLock* lock, std::span<const Run> runs);
-  void unguard(std::span<const Run> runs);
+  void part(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
+            Interval stale = {});
+  class Busy;
+  std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller);
 
   // Where the slots behind the extent begin.
   std::size_t extent_end() const { return extent_.empty() ? 0 : extent_.end; }
-  // Whether the page shows nothing of an owner before this one.
-  bool clean(const Page& page) const { return !page.dirty || page.last_owner == id_; }
   // The slots from `begin` on, up to `end`, that are mapped writable in every row and clean.
   Interval usable(std::size_t begin, std::size_t end) const;
-  std::size_t count_mapped(Interval slots) const;
   std::size_t limit_lead(std::size_t position) const;
   void mark_pace();
   void look_ahead();
   void want(std::size_t slots_end, bool soon);
   std::vector<Interval> uncovered() const;
-  void touch(Interval slots);
   void set_ready(Interval slots);
-  void retire_no_more(Interval slots);
   Generation* publish_locked();
-  // Whether what is launched there may still run when the launch returns.
-  bool runs_behind(Stream stream) const {
-    return driver_.traits().asynchronous || stream == driver_.copy_stream();
-  }
-  void note(Stream stream);
-  void note(const Caller& caller);
-  std::vector<FencePtr> fences();
+  std::vector<FencePtr> fences() const;
   bool is_quiet();
-  bool await(const FencePtr& fence);
-  bool await_work(PoolLock& lock, Stream stream) noexcept;
   // Waits until nobody makes driver calls for us, and has the mapper keep off meanwhile.
   void await_turn(PoolLock& lock, const Caller& caller);
   void await_streams(PoolLock& lock, const Caller& caller);
@@ -363,9 +277,6 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   // keep is bounded by the host.
   std::size_t pages_to_count(std::size_t pages) const { return host_ == nullptr ? pages : 0; }
   bool release_range();
-  bool all_passed(std::vector<FencePtr>& fences);
-  void undo(PoolLock& lock, const Caller& caller, const Arrival& arrival) noexcept;
-  void refused() noexcept;
   // Has memory for what `missing` counts, with the lock held since it was last asked. Requires: not
   // busy, so that what this buffer itself no longer needs may go meanwhile.
   void require_ready(PoolLock& lock, const Caller& caller,
@@ -385,11 +296,7 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   const std::shared_ptr<PagePool> pool_;
   Driver& driver_;
   const RowShape shape_;
-  const std::size_t page_size_;
-  const std::size_t row_pages_;
-
-  Address base_ = 0;
-  std::uint64_t id_ = 0;
+  Reservation range_;
   Generation* host_ = nullptr;  // where it is placed: what keeps the range there reserved
   bool owned_ = true;           // the owner has not left
   bool reserved_ = false;       // the range is ours
@@ -397,10 +304,6 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   bool wanting_ = false;        // on the pool's list
   // What growing over ready pages looks at lies together: many buffers grow in one step, and their
   // memory is cold.
-  std::size_t guarded_ = 0;  // pages
-  // Changed with the lock; read without it by mapped_pages_seen().
-  std::atomic<std::size_t> mapped_ = 0;
-  std::atomic<std::size_t> quarantined_ = 0;
   std::size_t want_end_ = 0;  // slots below are wanted ready
   std::size_t ready_until_ = 0;
   Interval positions_;
@@ -409,34 +312,22 @@ class Buffer : public std::enable_shared_from_this<Buffer> {
   Interval foreign_;  // slots of an adopted buffer that may hold its last owner's bytes
   Interval adopted_;  // of a placed one, slots that were parked when its owner came
   Interval parked_;   // slots that wait for the next owner, mapped in every row
-  Interval touched_;  // slots in which something may be mapped that nobody needs
-  // What is about to be unmapped, and the work that must be done before. Slots that come into use
-  // again are taken out.
-  std::vector<Interval> retiring_;
-  std::vector<FencePtr> retiring_after_;
+  PendingUnmap unmap_;
   std::vector<FencePtr> parked_after_;
   std::chrono::steady_clock::time_point parked_at_;
   bool aged_ = false;  // its pages have been free for long
   // What must be done before slots behind the extent are used: zeroing on the side stream, and the
   // work of an adopted buffer's last owner.
   std::vector<FencePtr> ready_after_;
-  FencePtr cleaned_after_;       // the zeroing of parked pages; null where it is complete
-  std::vector<Stream> streams_;  // torch's and our own, in which work may use the pages
-  std::vector<Stream> leased_;   // named by leases that have not ended
-  std::vector<FencePtr> after_;  // points behind work in other streams that used the pages
-  std::vector<Generation*> generations_;
-  Coverage covered_;  // by generations
+  FencePtr cleaned_after_;  // the zeroing of parked pages; null where it is complete
+  PendingWork work_;
+  Generations generations_;
   std::unique_ptr<Generation> owner_end_ =
       std::make_unique<Generation>();  // made ahead: leaving cannot fail
-  PageTable table_;
-  std::vector<RowHome> homes_;
-  std::size_t waiting_ = 0;  // callers, for that to end; the mapper lets them go first
-  bool may_park_ = true;     // once, when the owner has left
+  std::size_t waiting_ = 0;            // callers, for that to end; the mapper lets them go first
+  bool may_park_ = true;               // once, when the owner has left
   LookAhead pace_;
-  std::exception_ptr error_;                        // of the mapper, not yet raised
-  std::exception_ptr refusal_;                      // of a fence or an unmap
-  std::chrono::steady_clock::time_point retry_at_;  // when the mapper tries that again
-  std::vector<Handle> scratch_;
+  std::exception_ptr error_;  // of the mapper, not yet raised
 };
 
 }  // namespace vtensor

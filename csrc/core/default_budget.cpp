@@ -39,8 +39,8 @@ bool shares_memory(const DriverTraits& one, const DriverTraits& other) {
 std::size_t PagePool::promised_bytes() {
   if (retired()) return 0;
   const PoolLock lock(shared_from_this());
-  const std::size_t unused = unused_pages();
-  return (unused - std::min(unused, kept_.size())) * page_size();
+  const std::size_t unused = store_.unused();
+  return (unused - std::min(unused, store_.kept().size())) * page_size();
 }
 
 std::shared_ptr<PagePool> PagePool::enlist(std::unique_ptr<Driver> driver,
@@ -63,13 +63,14 @@ std::shared_ptr<PagePool> PagePool::enlist(std::unique_ptr<Driver> driver,
       if (free > 0) budget = static_cast<std::size_t>(static_cast<double>(budget) * left / free);
     }
   }
-  const std::size_t pages = budget / traits.page_size;
-  if (pages == 0) {
+  if (budget < traits.page_size) {
     throw InvalidArgument("[Pool] budget of " + std::to_string(budget) +
                           " bytes holds no page of " + std::to_string(traits.page_size) +
                           " bytes: raise budget= or lower page_size=");
   }
-  std::shared_ptr<PagePool> pool(new PagePool(std::move(driver), pages, options));
+  PoolOptions budgeted = options;
+  budgeted.budget = budget;
+  std::shared_ptr<PagePool> pool(new PagePool(std::move(driver), budgeted));
   pools.push_back(pool);
   return pool;
 }

@@ -149,9 +149,9 @@ class Mapper::Step {
   bool claim_ahead(PoolLock& lock) {
     pool_.untold_ = false;
     if (pool_.wanting_.empty()) return false;
-    std::size_t pages = std::min(most_, pool_.spare_pages());
+    std::size_t pages = std::min(most_, pool_.store().spare());
     make_ready(lock, pages);
-    pages = std::min(pages, pool_.spare_pages());  // others may have taken some meanwhile
+    pages = std::min(pages, pool_.store().spare());  // others may have taken some meanwhile
     ahead_.reserve(pool_.wanting_.size());
     for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
       const std::shared_ptr<Buffer> buffer = *at++;
@@ -161,7 +161,7 @@ class Mapper::Step {
       }
       Ahead job{buffer, {}};
       if (!buffer->claim_ahead(job.arrival, pages)) {
-        pool_.unwant(buffer);
+        pool_.wanting_.remove(*buffer);
         continue;
       }
       pages -= job.arrival.pages.size();
@@ -199,7 +199,7 @@ class Mapper::Step {
 
   bool claim_cleaning() {
     if (pool_.options_.zero == ZeroPolicy::never) return false;
-    for (auto at = pool_.unclean_.begin(); at != pool_.unclean_.end();) {
+    for (auto at = pool_.parked_.unclean.begin(); at != pool_.parked_.unclean.end();) {
       const std::shared_ptr<Buffer> buffer = *at++;
       Cleaning job{buffer, {}, nullptr, nullptr};
       if (buffer->claim_cleaning(job.runs, most_)) {
@@ -209,7 +209,7 @@ class Mapper::Step {
       if (buffer->to_clean()) {
         waits_ = true;
       } else {
-        pool_.unclean_.remove(buffer->places.unclean);
+        pool_.parked_.unclean.remove(buffer->places.unclean);
       }
     }
     return false;
@@ -217,10 +217,13 @@ class Mapper::Step {
 
   void carry_out() noexcept {
     const Stream side = pool_.driver().side_stream();
-    for (Ahead& job : ahead_) job.buffer->carry_out(job.arrival, side, true);
+    for (Ahead& job : ahead_) {
+      const Reservation::Arriving one{&job.buffer->range(), &job.arrival};
+      Reservation::carry_out({&one, 1}, side, true);
+    }
     const auto until = std::chrono::steady_clock::now() + kStepTime;
     for (Back& job : back_) {
-      job.buffer->carry_out(job.departure, until);
+      job.buffer->range().carry_out(job.departure, until);
       if (std::chrono::steady_clock::now() >= until) break;  // the others are claimed again
     }
     if (!cleaning_) return;
@@ -234,7 +237,8 @@ class Mapper::Step {
   void enter() {
     for (Ahead& job : ahead_) {
       job.buffer->enter_ahead(job.arrival);
-      job.buffer->wants() ? pool_.want_last(job.buffer) : pool_.served(job.buffer);
+      job.buffer->wants() ? pool_.wanting_.requeue(*job.buffer)
+                          : pool_.wanting_.served(*job.buffer);
     }
     for (Back& job : back_) {
       job.buffer->enter_back(job.departure);
@@ -249,7 +253,7 @@ class Mapper::Step {
  private:
   struct Ahead {
     std::shared_ptr<Buffer> buffer;
-    Buffer::Arrival arrival;
+    Reservation::Arrival arrival;
   };
   struct Back {
     std::shared_ptr<Buffer> buffer;
@@ -257,7 +261,7 @@ class Mapper::Step {
   };
   struct Cleaning {
     std::shared_ptr<Buffer> buffer;
-    std::vector<Buffer::Run> runs;
+    std::vector<Reservation::Run> runs;
     FencePtr zeroed;
     std::exception_ptr error;
   };
@@ -270,7 +274,7 @@ class Mapper::Step {
       wanted += buffer->missing_ahead();
     }
     try {
-      pool_.make_ready(lock, std::min(wanted, pages));
+      pool_.store().make_ready(lock, std::min(wanted, pages));
     } catch (...) {
       // Taking the pages meets it again, for the tensor that wants them.
     }
@@ -298,7 +302,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     const bool claimed = (back_first && step.claim_back()) || step.claim_ahead(lock) ||
                          (!back_first && step.claim_back()) || step.claim_cleaning();
     if (!claimed) {
-      next = pool->tend_kept(lock);
+      next = pool->tend(lock);
       if (next <= std::chrono::steady_clock::now()) {
         lock.let_go();  // others come in between
         lock.take_again();

@@ -37,14 +37,10 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
   return pool;
 }
 
-PagePool::PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages,
-                   const PoolOptions& options)
+PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options)
     : driver_(std::move(driver)),
-      budget_pages_(budget_pages),
       options_(options),
-      low_(options.low / driver_->traits().page_size),
-      high_(options.high / driver_->traits().page_size),
-      placement_(make_placement(*driver_, kept_)) {}
+      store_(*driver_, options, [this] { call_mapper(); }) {}
 
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
@@ -52,28 +48,16 @@ PagePool::~PagePool() {
   mapper_.stop();
   if (traits().parts_on_write) leave_forks(this);
   try {
-    empty_all();
+    store_.release_adjacent();
   } catch (...) {
     // the driver's own end gives back what it refused here
   }
 }
 
-std::size_t PagePool::unused_pages() const {
-  const std::size_t in_use = used_ + parted_ + promised_;
-  return budget_pages() > in_use ? budget_pages() - in_use : 0;
-}
-
-std::size_t PagePool::spare_pages() const {
-  if (options_.reserve == 0) return unused_pages();
-  const std::size_t there = driver_->free_memory();
-  const std::size_t fresh = there > options_.reserve ? in_pages(there - options_.reserve) : 0;
-  return std::min(unused_pages(), kept_.size() + fresh);
-}
-
 std::size_t PagePool::free_pages(std::size_t pages, std::size_t parted) {
-  if (parted_ != 0 && used_ + parted_ + pages > budget_pages()) count_parted();
-  const std::size_t in_use = used_ + promised_ + parted_ - std::min(parted, parted_);
-  return budget_pages() > in_use ? budget_pages() - in_use : 0;
+  if (store_.parted() != 0 && store_.used() + store_.parted() + pages > store_.budget())
+    count_parted();
+  return store_.unused_beside(parted);
 }
 
 bool PagePool::require_free(PoolLock& lock, const char* operation, std::size_t pages,
@@ -91,18 +75,15 @@ bool PagePool::require_free(PoolLock& lock, const char* operation, std::size_t p
     if (pages > free) {
       trace::event(trace::What::out_of_memory, 0, pages * page_size());
       throw OutOfPages(need + "the pool has " + std::to_string(free) + " of " +
-                       std::to_string(budget_pages()) +
+                       std::to_string(store_.budget()) +
                        " free: free tensors or views, or raise the pool's budget");
     }
   }
-  while (options_.reserve != 0 && pages > kept_.size()) {
-    const std::size_t fresh = (pages - kept_.size()) * page_size();
-    const std::size_t there = driver_->free_memory();
-    if (there >= fresh && there - fresh >= options_.reserve) break;
+  for (PageStore::Shortage shortage; (shortage = store_.shortage(pages)).missing != 0;) {
     looked_away = true;
     if (give_up_spare(lock)) continue;
-    trace::event(trace::What::out_of_memory, 0, fresh);
-    throw ReserveReached(need + "the device has " + std::to_string(there) +
+    trace::event(trace::What::out_of_memory, 0, shortage.missing);
+    throw ReserveReached(need + "the device has " + std::to_string(shortage.free) +
                          " bytes free, of which reserve= leaves " +
                          std::to_string(options_.reserve) +
                          " to others: free memory, or lower the pool's reserve");
@@ -116,7 +97,7 @@ bool PagePool::require_ready(PoolLock& lock, const char* operation, std::size_t 
   for (bool looked_away = false;;) {
     looked_away |= require_free(lock, operation, pages, parted);
     try {
-      if (!make_ready(lock, pages)) return looked_away;
+      if (!store_.make_ready(lock, pages)) return looked_away;
     } catch (const DeviceOutOfMemory&) {
       if (!give_up_spare(lock)) throw;
     }
@@ -133,10 +114,10 @@ bool PagePool::give_up_spare(PoolLock& lock) {
 }
 
 bool PagePool::take_back(PoolLock& lock, steady_clock::time_point since, std::size_t missing) {
-  const std::size_t before = used_;
+  const std::size_t before = store_.used();
   reap();
   settle_all(lock);
-  if (used_ < before) return true;
+  if (store_.used() < before) return true;
   if (give_up_spare(lock)) return true;
   // What is left to hope for are pages that wait for the mapper, or for work on the device, and
   // those of a buffer for which calls are made just now.
@@ -152,12 +133,6 @@ bool PagePool::take_back(PoolLock& lock, steady_clock::time_point since, std::si
   return true;
 }
 
-void PagePool::quarantine(Page* page) {
-  if (std::exchange(page->quarantined, true)) return;  // by another of those who share it
-  ++page->references;
-  ++quarantined_;
-}
-
 std::uint64_t PagePool::add(Buffer* buffer) {
   buffers_.insert(buffer);
   return next_id();
@@ -170,30 +145,8 @@ void PagePool::settle_later(const std::shared_ptr<Buffer>& buffer) {
 }
 
 void PagePool::want(const std::shared_ptr<Buffer>& buffer) {
-  wanting_.add(buffer->places.wanting, buffer);
+  wanting_.add(buffer);
   if (!mapper_.running()) call_mapper();
-}
-
-void PagePool::unwant(const std::shared_ptr<Buffer>& buffer) noexcept {
-  wanting_.remove(buffer->places.wanting);
-  if (wanting_.empty()) timed_from_.reset();
-}
-
-void PagePool::served(const std::shared_ptr<Buffer>& buffer) noexcept {
-  const auto from = timed_from_;
-  unwant(buffer);
-  if (!wanting_.empty()) return;
-  const bool timed = !std::exchange(untimed_, false);
-  if (from && timed)
-    horizon_.served(static_cast<std::uint64_t>((steady_clock::now() - *from).count()));
-}
-
-void PagePool::want_last(const std::shared_ptr<Buffer>& buffer) noexcept {
-  if (wanting_.remove(buffer->places.wanting)) wanting_.add(buffer->places.wanting, buffer);
-}
-
-void PagePool::time_mapper() noexcept {
-  if (!timed_from_) timed_from_ = steady_clock::now();
 }
 
 void PagePool::call_mapper() noexcept {
@@ -216,49 +169,23 @@ void PagePool::start_mapper() {
 
 bool PagePool::may_park(std::size_t pages) {
   const std::size_t most =
-      options_.park == kParkByBudget ? budget_pages() / 4 : in_pages(options_.park);
+      options_.park == kParkByBudget ? store_.budget() / 4 : in_pages(options_.park);
   if (pages > most) return false;
-  while (parked_ + pages > most) {
-    const auto oldest = std::find_if(idle_.begin(), idle_.end(),
-                                     [](const auto& buffer) { return !buffer->placed(); });
-    const std::shared_ptr<Buffer> leaving = *oldest;
-    leaving->unpark();
+  while (parked_.pages() + pages > most) {
+    const std::shared_ptr<Buffer> oldest = parked_.oldest_unplaced();
+    oldest->unpark();
   }
   return true;
 }
 
 void PagePool::park(const std::shared_ptr<Buffer>& buffer, std::size_t pages) {
-  idle_by_shape_[buffer->shape()].add_first(buffer->places.parked_alike, buffer);
-  idle_.add(buffer->places.parked, buffer);
-  if (options_.zero != ZeroPolicy::never) unclean_.add(buffer->places.unclean, buffer);
-  parked_ += pages;
+  parked_.add(buffer, pages, options_.zero != ZeroPolicy::never);
   if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) call_mapper();
 }
 
-std::shared_ptr<Buffer> PagePool::find_parked(const RowShape& shape) {
-  const auto alike = idle_by_shape_.find(shape);
-  if (alike == idle_by_shape_.end()) return nullptr;
-  std::shared_ptr<Buffer> busy;
-  for (const std::shared_ptr<Buffer>& buffer : alike->second) {
-    if (!buffer->adoptable()) continue;
-    if (!buffer->busy()) return buffer;
-    if (!busy) busy = buffer;
-  }
-  return busy;
-}
-
-void PagePool::unpark(Buffer& buffer, std::size_t pages) {
-  const std::shared_ptr<Buffer> kept = idle_.remove(buffer.places.parked);
-  const auto alike = idle_by_shape_.find(buffer.shape());
-  alike->second.remove(buffer.places.parked_alike);
-  if (alike->second.empty()) idle_by_shape_.erase(alike);
-  unclean_.remove(buffer.places.unclean);
-  parked_ -= pages;
-}
-
 bool PagePool::unpark_oldest() {
-  if (idle_.empty()) return false;
-  const std::shared_ptr<Buffer> oldest = idle_.front();
+  if (parked_.empty()) return false;
+  const std::shared_ptr<Buffer> oldest = parked_.oldest();
   oldest->unpark();
   return true;
 }
@@ -323,6 +250,24 @@ void PagePool::await_quiet(PoolLock& lock, const char* operation) {
   await(lock, operation, "driver calls of other threads", [this] { return in_flight_ == 0; });
 }
 
+void PagePool::prefill(std::size_t pages) {
+  if (pages == 0) return;
+  PoolLock lock(shared_from_this());
+  reap();
+  require_free(lock, "Pool.prefill", pages, 0);
+  store_.stock(lock, pages);
+}
+
+steady_clock::time_point PagePool::tend(PoolLock& lock) {
+  const auto now = steady_clock::now();
+  const auto due = store_.tend(lock);
+  if (due <= now || options_.max_age.count() == 0 || parked_.empty()) return due;
+  const std::shared_ptr<Buffer> oldest = parked_.oldest();
+  const auto aged = oldest->parked_at() + options_.max_age;
+  if (aged <= now) oldest->unpark_aged();
+  return std::min(due, aged);
+}
+
 PoolCounts PagePool::counts() {
   PoolLock lock(shared_from_this());
   reap();
@@ -330,19 +275,22 @@ PoolCounts PagePool::counts() {
   count_parted();
   PoolCounts counts;
   for (Buffer* buffer : buffers_) buffer->add_to(counts);
-  counts.parted = parted_;
-  counts.budget_pages = budget_pages();
-  counts.used = used_ + parted_;
-  counts.kept = kept_.size();
-  counts.quarantined = quarantined_;
+  counts.parted = store_.parted();
+  counts.budget_pages = store_.budget();
+  counts.used = store_.used() + store_.parted();
+  counts.kept = store_.kept().size();
+  counts.quarantined = store_.quarantined();
   counts.lent = lent_.size();
-  counts.shelved = shelved_;
+  counts.shelved = store_.shelved();
   return counts;
 }
 
 PoolEvents PagePool::events() {
-  PoolLock lock(shared_from_this());
-  return counted;
+  const PoolLock lock(shared_from_this());
+  PoolEvents events = counted;
+  events.pages_recycled = store_.pages_recycled;
+  events.pages_fresh = store_.pages_fresh;
+  return events;
 }
 
 void PagePool::set_budget(std::size_t bytes) {
@@ -351,7 +299,7 @@ void PagePool::set_budget(std::size_t bytes) {
   reap();
   count_parted();
   const auto since = steady_clock::now();
-  const auto in_use = [this] { return used_ + parted_ + promised_; };
+  const auto in_use = [this] { return store_.in_use(); };
   for (;;) {
     while (in_use() > pages && take_back(lock, since, in_use() - pages)) {
     }
@@ -362,10 +310,11 @@ void PagePool::set_budget(std::size_t bytes) {
                        " bytes were asked for: free tensors or views first");
     }
     const std::size_t most = pages - in_use();
-    if (kept_.size() <= most) break;
-    release(lock, kept_.size() - most);  // others may take pages meanwhile
+    const std::size_t kept = store_.kept().size();
+    if (kept <= most) break;
+    store_.release(lock, kept - most);  // others may take pages meanwhile
   }
-  budget_pages_ = pages;
+  store_.set_budget(pages);
 }
 
 std::size_t PagePool::trim() {
@@ -375,11 +324,11 @@ std::size_t PagePool::trim() {
   const WantsQuiet wants(*this);
   await_quiet(lock, "Pool.trim");
   settle_all(lock);
-  if (traits().adjacent_handles) return empty_all();
-  const std::size_t pages = kept_.size();
-  for (std::size_t left = pages; left != 0 && kept_.oldest();) {
+  if (traits().adjacent_handles) return store_.release_adjacent();
+  const std::size_t pages = store_.kept().size();
+  for (std::size_t left = pages; left != 0 && store_.kept().oldest();) {
     const std::size_t some = std::min(left, kReleasedAtOnce);
-    release(lock, some);
+    store_.release(lock, some);
     left -= some;
   }
   return pages;
@@ -392,7 +341,7 @@ bool PagePool::idle() const {
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& buffer) { return buffer->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||
-          std::none_of(unclean_.begin(), unclean_.end(),
+          std::none_of(parked_.unclean.begin(), parked_.unclean.end(),
                        [](const auto& buffer) { return buffer->to_clean(); }));
 }
 
@@ -423,7 +372,8 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
 
 void PagePool::retire() noexcept {
   PoolLock lock(shared_from_this());
-  options_.park = low_ = 0;
+  options_.park = 0;
+  store_.keep_no_stock();
   retired_ = true;
   reap();
   unpark_all();
@@ -445,26 +395,29 @@ void PagePool::check_invariants() {
     extra += page->references - use.entries;
     if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
   }
-  const std::size_t given_away = quarantined_ + lent_.size() + shelved_;
+  const std::size_t given_away = store_.quarantined() + lent_.size() + store_.shelved();
   if (extra > given_away) throw Error("I5: a page counts more references than it has");
-  if (uses.size() > used_ || used_ - uses.size() > given_away) {
-    throw Error("I5: " + std::to_string(used_) + " pages are counted used, page tables hold " +
+  const std::size_t used = store_.used();
+  if (uses.size() > used || used - uses.size() > given_away) {
+    throw Error("I5: " + std::to_string(used) + " pages are counted used, page tables hold " +
                 std::to_string(uses.size()));
   }
-  for (const Page* page = kept_.oldest(); page; page = page->newer) {
+  for (const Page* page = store_.kept().oldest(); page; page = page->newer) {
     if (page->references != 0 || !page->resident || uses.contains(page)) {
       throw Error("I5: kept page " + std::to_string(page->handle) + " is in use");
     }
   }
-  if (used_ + kept_.size() > budget_pages()) {
-    throw Error("I5: " + std::to_string(used_) + " used and " + std::to_string(kept_.size()) +
-                " kept pages pass the budget of " + std::to_string(budget_pages()));
+  const std::size_t kept = store_.kept().size();
+  if (used + kept > store_.budget()) {
+    throw Error("I5: " + std::to_string(used) + " used and " + std::to_string(kept) +
+                " kept pages pass the budget of " + std::to_string(store_.budget()));
   }
 }
 
 void PagePool::count_parted() {
-  parted_ = 0;
-  for (Buffer* buffer : buffers_) parted_ += buffer->count_parted();
+  std::size_t parted = 0;
+  for (Buffer* buffer : buffers_) parted += buffer->range().count_parted();
+  store_.set_parted(parted);
 }
 
 void PagePool::push(Generation* generation) noexcept {
@@ -514,7 +467,7 @@ void PagePool::before_fork() {
   if (!quiet) return;  // better a child that sees later writes than none
   std::vector<Page*> seen;
   for (Buffer* buffer : buffers_) buffer->guard_for_child(seen);
-  for (Page* page : seen) share(page);
+  for (Page* page : seen) store_.share(page);
   if (!seen.empty()) lent_.lend(std::move(seen));
 }
 
@@ -524,7 +477,7 @@ void PagePool::after_fork() {
 }
 
 void PagePool::reap() noexcept {
-  while (Page* page = lent_.take_back()) drop(page);
+  while (Page* page = lent_.take_back()) store_.drop(page);
   Generation* generation = ended_.exchange(nullptr, std::memory_order_acquire);
   while (generation) {
     Generation* next = generation->next;
@@ -553,6 +506,11 @@ std::exception_ptr PagePool::settle_all(PoolLock& lock) noexcept {
   return first;
 }
 
+PoolLock::PoolLock(const std::shared_ptr<PagePool>& pool) : pool_(pool), lock_(pool->mutex_) {}
+
+PoolLock::PoolLock(const std::shared_ptr<PagePool>& pool, std::try_to_lock_t how)
+    : pool_(pool), lock_(pool->mutex_, how) {}
+
 void PoolLock::let_go() noexcept {
   if (!lock_) return;
   // A deleter that found the lock taken left its generation to us.
@@ -563,6 +521,17 @@ void PoolLock::let_go() noexcept {
     lock_.unlock();
   } while (pool_->any_ended() && lock_.try_lock());
   if (wake) pool_->mapper_.wake();
+}
+
+Unlocked::Unlocked(PoolLock& lock) : lock_(lock) {
+  ++lock_.pool_->in_flight_;
+  lock_.let_go();
+}
+
+Unlocked::~Unlocked() {
+  lock_.take_again();
+  --lock_.pool_->in_flight_;
+  lock_.pool_->changed();
 }
 
 }  // namespace vtensor

@@ -12,50 +12,25 @@
 #include <exception>
 #include <functional>
 #include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <unordered_set>
 #include <vector>
 
 #include "core/caller.h"
 #include "core/fork_guard.h"
 #include "core/generation.h"
-#include "core/look_ahead.h"
 #include "core/mapper.h"
-#include "core/page.h"
-#include "core/placement.h"
+#include "core/page_store.h"
+#include "core/parked_buffers.h"
+#include "core/pool_lock.h"
+#include "core/pool_options.h"
 #include "core/roster.h"
 #include "core/row_shape.h"
+#include "core/wanting_buffers.h"
 #include "driver/driver.h"
 
 namespace vtensor {
-
-enum class ZeroPolicy : std::uint8_t {
-  never,
-  new_owner,  // a page shows zeros to a buffer that was not the last to have it
-  always,     // whenever it is taken
-};
-
-inline constexpr std::size_t kParkByBudget = std::numeric_limits<std::size_t>::max();
-
-// Sizes in bytes.
-struct PoolOptions {
-  std::size_t budget = 0;  // 0: what the driver says is available and no other pool was promised
-  ZeroPolicy zero = ZeroPolicy::new_owner;
-  // What a tensor may have mapped ahead of need. 0: nothing is done in the background but what
-  // somebody prepares, and what has to wait for a fence.
-  std::size_t ahead = 0;
-  // What freed tensors may leave mapped for the next of the same shape. kParkByBudget: a quarter of
-  // the budget.
-  std::size_t park = 0;
-  std::size_t low = 0;  // free memory that the mapper keeps made
-  std::size_t high = std::numeric_limits<std::size_t>::max();  // free memory kept at most
-  std::chrono::nanoseconds max_age{0};                         // of free memory; 0: any
-  std::size_t reserve = 0;  // of the device's memory, left to others
-  std::chrono::nanoseconds patience = std::chrono::seconds(60);  // the bound of every wait (I12)
-};
 
 struct PoolCounts {
   std::size_t budget_pages = 0;
@@ -77,15 +52,13 @@ struct PoolCounts {
 
 // Since the pool was made.
 struct PoolEvents {
-  std::uint64_t growths_ready = 0;    // growths into new pages that found them ready
-  std::uint64_t growths_mapped = 0;   // and that had to make driver calls
-  std::uint64_t pages_recycled = 0;   // pages taken whose memory was there
-  std::uint64_t pages_fresh = 0;      // and was not
+  std::uint64_t growths_ready = 0;   // growths into new pages that found them ready
+  std::uint64_t growths_mapped = 0;  // and that had to make driver calls
+  std::uint64_t pages_recycled = 0;  // see PageStore
+  std::uint64_t pages_fresh = 0;
   std::uint64_t tensors_adopted = 0;  // tensors that began on a parked tensor's pages
   std::uint64_t tensors_fresh = 0;
 };
-
-class PoolLock;
 
 class PagePool : public std::enable_shared_from_this<PagePool> {
  public:
@@ -99,7 +72,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   Driver& driver() { return *driver_; }
   const DriverTraits& traits() const { return driver_->traits(); }
   std::size_t page_size() const { return traits().page_size; }
-  std::size_t budget_pages() const { return budget_pages_.load(std::memory_order_relaxed); }
+  PageStore& store() { return store_; }
   const PoolOptions& options() const { return options_; }
   ZeroPolicy zero_policy() const { return options_.zero; }
   bool looks_ahead() const { return options_.ahead != 0; }
@@ -153,33 +126,6 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // DeviceOutOfMemory.
   bool require_ready(PoolLock& lock, const char* operation, std::size_t pages,
                      std::size_t parted = 0);
-  // Has the memory of `pages` free pages made, where the driver takes long for that. True where it
-  // let the lock go.
-  bool make_ready(PoolLock& lock, std::size_t pages);
-  // Keeps `pages` of those that require_ready found for the same operation, which is about to let
-  // the lock go; given back by promise(-pages).
-  void promise(std::ptrdiff_t pages) { promised_ += static_cast<std::size_t>(pages); }
-  RowHome open_home(std::size_t pages) { return placement_->open_home(pages); }
-  void close_home(RowHome& home) { placement_->close_home(home); }
-  // Adds to `out` free pages for `n` slots after `previous`, each with one reference. Requires:
-  // require_free(n). Throws where the driver refuses; nothing is taken then.
-  void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out);
-  void share(Page* page) { ++page->references; }
-  // `aged`: it has been free for as long as the pool keeps memory.
-  void drop(Page* page, bool aged = false) noexcept;
-  // Pages are put on a shelf, or taken off: their references have no page table entry.
-  void shelve(std::ptrdiff_t pages) { shelved_ += static_cast<std::size_t>(pages); }
-  // The page is counted and reported, and never used again.
-  void quarantine(Page* page);
-  bool must_zero(const Page& page, std::uint64_t owner) const {
-    if (!page.dirty || options_.zero == ZeroPolicy::never) return false;
-    return options_.zero == ZeroPolicy::always || owner == kNobody || page.last_owner != owner;
-  }
-  // Pages that the budget leaves, without taking anything back.
-  std::size_t unused_pages() const;
-  // The same, as far as the device's memory leaves the reserve alone. Throws what the driver does.
-  std::size_t spare_pages() const;
-
   std::uint64_t add(Buffer* buffer);
   void remove(Buffer* buffer) { buffers_.erase(buffer); }
   std::uint64_t next_id() { return next_buffer_id_++; }
@@ -187,16 +133,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void settle_later(const std::shared_ptr<Buffer>& buffer);
   // `buffer` wants pages ahead: the mapper looks at it when it is next awake.
   void want(const std::shared_ptr<Buffer>& buffer);
-  void unwant(const std::shared_ptr<Buffer>& buffer) noexcept;
-  // The same, because the mapper has made them ready.
-  void served(const std::shared_ptr<Buffer>& buffer) noexcept;
-  // Behind all others that want pages.
-  void want_last(const std::shared_ptr<Buffer>& buffer) noexcept;
-  // How long the mapper takes is looked at, from now until nothing is wanted; not where a caller
-  // has named an amount besides, which may be any.
-  void time_mapper() noexcept;
-  void time_nothing() noexcept { untimed_ = true; }
-  Horizon horizon() const { return horizon_; }
+  WantingBuffers& wanting() { return wanting_; }
   // The mapper is to hear of what is wanted once it is awake, or somebody waits for it.
   void tell_mapper_later() noexcept { untold_ = true; }
   // The mapper is woken once the lock is free, and started where it does not run.
@@ -207,9 +144,7 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   // Whether a freed buffer with `pages` pages may stay mapped, after older ones have made room.
   bool may_park(std::size_t pages);
   void park(const std::shared_ptr<Buffer>& buffer, std::size_t pages);
-  // A parked buffer of exactly this shape, the last one freed; null where there is none.
-  std::shared_ptr<Buffer> find_parked(const RowShape& shape);
-  void unpark(Buffer& buffer, std::size_t pages);
+  ParkedBuffers& parked() { return parked_; }
 
   // Lets the lock go until `done`, told by `changed`, or for as long as the patience lasts; then
   // throws TimedOut: "[operation] timed out after 60 s: what".
@@ -223,15 +158,15 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   void await_quiet(PoolLock& lock, const char* operation);
   // Settles what waits for it. Returns the first refusal.
   std::exception_ptr settle_all(PoolLock& lock) noexcept;
-  // Keeps free memory between the pool's marks; returns when to look again.
-  std::chrono::steady_clock::time_point tend_kept(PoolLock& lock);
+  // Keeps free and parked memory between the pool's marks; returns when to look again.
+  std::chrono::steady_clock::time_point tend(PoolLock& lock);
   PoolEvents counted;  // what happened so far
 
  private:
   friend class PoolLock;
   friend class Unlocked;
   friend class Mapper;
-  PagePool(std::unique_ptr<Driver> driver, std::size_t budget_pages, const PoolOptions& options);
+  PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options);
   // Makes a pool that those made later count with. Throws as `create`.
   static std::shared_ptr<PagePool> enlist(std::unique_ptr<Driver> driver,
                                           const PoolOptions& options);
@@ -247,14 +182,6 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   bool take_back(PoolLock& lock, std::chrono::steady_clock::time_point since, std::size_t missing);
   void start_mapper();
   void count_parted();
-  void stock(PoolLock& lock, std::size_t pages);
-  void keep(Page* page, bool aged = false) noexcept;
-  void make_room(std::size_t taken, std::size_t fresh);
-  // Gives back the memory of the `n` oldest kept pages; where each has a handle of its own, without
-  // the lock.
-  void release(PoolLock& lock, std::size_t n);
-  void empty(Page* first, std::size_t n);
-  std::size_t empty_all();
   bool unpark_oldest();
   bool unpark_all() noexcept;
   // True where it let the lock go.
@@ -264,83 +191,26 @@ class PagePool : public std::enable_shared_from_this<PagePool> {
   bool any_ended() noexcept;
 
   const std::unique_ptr<Driver> driver_;
-  std::atomic<std::size_t> budget_pages_;
   PoolOptions options_;
-  std::size_t low_, high_;  // marks of kept pages
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  KeptPages kept_;
-  const std::unique_ptr<Placement> placement_;
-  std::size_t used_ = 0;
-  std::size_t promised_ = 0;   // to operations that have let the lock go before they take them
-  std::size_t just_made_ = 0;  // of the kept pages, those made for a growth under way
-  std::size_t parted_ = 0;     // as last counted
-  std::size_t quarantined_ = 0;
-  std::size_t shelved_ = 0;
-  std::size_t parked_ = 0;        // pages of parked buffers
+  PageStore store_;
   std::size_t in_flight_ = 0;     // operations that make driver calls without the lock
   std::size_t quiet_wanted_ = 0;  // waits for the end of those
   std::uint64_t next_buffer_id_ = 1;
   std::unordered_set<Buffer*> buffers_;
   Roster unsettled_;  // have something to give back
-  Roster wanting_;    // want pages ahead, who comes next first
-  std::optional<std::chrono::steady_clock::time_point> timed_from_;
-  bool untimed_ = false;
-  Horizon horizon_;
-  Roster idle_;                               // parked, oldest first
-  std::map<RowShape, Roster> idle_by_shape_;  // the same, newest first
-  Roster unclean_;                            // of these, those that may be to be zeroed
-  bool wake_mapper_ = false;                  // once the lock is free
-  bool untold_ = false;                       // of some that wants pages
-  std::atomic<bool> retired_{false};          // its owner has left
-  std::exception_ptr mapper_error_;           // why its thread cannot work
+  WantingBuffers wanting_;
+  ParkedBuffers parked_;
+  bool wake_mapper_ = false;          // once the lock is free
+  bool untold_ = false;               // of some that wants pages
+  std::atomic<bool> retired_{false};  // its owner has left
+  std::exception_ptr mapper_error_;   // why its thread cannot work
   LentPages lent_;
 
   std::atomic<Generation*> ended_{nullptr};
   Mapper mapper_;
-};
-
-// Holds a pool's lock, and the pool. Generations that end meanwhile are reaped before it lets go.
-class PoolLock {
- public:
-  explicit PoolLock(const std::shared_ptr<PagePool>& pool) : pool_(pool), lock_(pool->mutex_) {}
-  PoolLock(const std::shared_ptr<PagePool>& pool, std::try_to_lock_t how)
-      : pool_(pool), lock_(pool->mutex_, how) {}
-  ~PoolLock() { let_go(); }
-  PoolLock(const PoolLock&) = delete;
-  PoolLock& operator=(const PoolLock&) = delete;
-  explicit operator bool() const { return lock_.owns_lock(); }
-
-  void let_go() noexcept;
-  void take_again() { lock_.lock(); }
-
- private:
-  friend class PagePool;
-  friend class Unlocked;
-  std::shared_ptr<PagePool> pool_;
-  std::unique_lock<std::mutex> lock_;
-};
-
-// For its length the lock is let go, for driver calls, which may take as long as the device is
-// busy. Who needs quiet waits for its end, as fork(2) does. What the calls change is claimed
-// before.
-class Unlocked {
- public:
-  explicit Unlocked(PoolLock& lock) : lock_(lock) {
-    ++lock_.pool_->in_flight_;
-    lock_.let_go();
-  }
-  ~Unlocked() {
-    lock_.take_again();
-    --lock_.pool_->in_flight_;
-    lock_.pool_->changed();
-  }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
-  PoolLock& lock_;
 };
 
 }  // namespace vtensor

@@ -13,19 +13,17 @@ namespace vtensor {
 // nobody; in a buffer of its own range from the first slot on, because its next owner is another
 // tensor, which begins there.
 void Buffer::try_to_park() {
-  if (quarantined_ != 0 || shape_.phase != 0 || !reserved_) return;
-  const auto usable = [this](std::size_t slot) {
-    for (std::size_t row = 0; row < shape_.rows; ++row) {
-      const Entry& entry = table_.at(row, slot);
-      if (!is_writable(entry) || entry.page->references != 1) return false;
-    }
-    return true;
+  if (range_.quarantined() != 0 || shape_.phase != 0 || !reserved_) return;
+  const auto usable = [](const Entry& entry) {
+    return is_writable(entry) && entry.page->references == 1;
   };
-  Interval slots{0, 0};
-  while (host_ != nullptr && slots.begin < table_.reserved() && !usable(slots.begin)) ++slots.begin;
-  slots.end = slots.begin;
-  while (slots.end < table_.reserved() && usable(slots.end)) ++slots.end;
-  const std::size_t pages = slots.size() * shape_.rows;
+  const std::size_t end = range_.reserved();
+  Interval slots{0, range_.first_not({0, end}, usable)};
+  while (host_ != nullptr && slots.empty() && slots.end < end) {
+    slots.begin = slots.end + 1;
+    slots.end = range_.first_not({slots.begin, end}, usable);
+  }
+  const std::size_t pages = slots.size() * range_.rows();
   if (pages == 0 || (host_ == nullptr && !pool_->may_park(pages))) return;
   try {
     parked_after_ = fences();
@@ -35,18 +33,18 @@ void Buffer::try_to_park() {
   }
   parked_ = slots;
   parked_at_ = std::chrono::steady_clock::now();
-  retire_no_more(parked_);
+  unmap_.remove(parked_);
   const bool dirty = pool_->options().zero != ZeroPolicy::never;
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
+  for (std::size_t row = 0; row < range_.rows(); ++row) {
     for (std::size_t slot = slots.begin; slot < slots.end; ++slot)
-      table_.at(row, slot).page->dirty = dirty;
+      range_.at(row, slot).page->dirty = dirty;
   }
-  trace::event(trace::What::park, slot_address(0, slots.begin), pages * page_size_, base_);
+  range_.event(trace::What::park, slots);
 }
 
 void Buffer::unpark() {
-  touch(parked_);
-  pool_->unpark(*this, pages_to_count(parked_.size() * shape_.rows));
+  unmap_.touch(parked_);
+  pool_->parked().remove(*this, pages_to_count(parked_.size() * range_.rows()));
   parked_ = {};
   parked_after_.clear();
   give_back_unused();
@@ -63,26 +61,22 @@ void Buffer::keep_nothing() {
 }
 
 bool Buffer::to_clean() const {
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = parked_.begin; slot < parked_.end; ++slot) {
-      if (table_.at(row, slot).page->dirty) return true;
-    }
-  }
-  return false;
+  return range_.first_not(parked_, [](const Entry& entry) { return !entry.page->dirty; }) <
+         parked_.end;
 }
 
 // Up to `pages` parked pages that are to be zeroed, once the last owner's work is done.
-bool Buffer::claim_cleaning(std::vector<Run>& runs, std::size_t pages) {
+bool Buffer::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) {
   if (busy()) return false;
   try {
-    if (!all_passed(parked_after_)) return false;
+    if (!all_passed(driver_, parked_after_)) return false;
   } catch (const Error&) {
     return false;  // the last owner's work cannot be asked about now
   }
-  for (std::size_t row = 0; row < shape_.rows && pages != 0; ++row) {
+  for (std::size_t row = 0; row < range_.rows() && pages != 0; ++row) {
     for (std::size_t slot = parked_.begin; slot < parked_.end && pages != 0; ++slot) {
       const std::size_t first = slot;
-      while (slot < parked_.end && pages != 0 && table_.at(row, slot).page->dirty) {
+      while (slot < parked_.end && pages != 0 && range_.at(row, slot).page->dirty) {
         ++slot;
         --pages;
       }
@@ -93,21 +87,23 @@ bool Buffer::claim_cleaning(std::vector<Run>& runs, std::size_t pages) {
   return busy_;
 }
 
-FencePtr Buffer::clean(std::span<const Run> runs) {
+FencePtr Buffer::clean(std::span<const Reservation::Run> runs) {
   const Stream stream = driver_.side_stream();
-  for (const Run& run : runs) zero_bytes(address_of(run), run.slots.size() * page_size_, stream);
+  for (const Reservation::Run& run : runs)
+    range_.zero({range_.address(run), run.slots.size() * range_.page_size()}, stream);
   return driver_.fence(stream);
 }
 
-void Buffer::enter_cleaning(std::span<const Run> runs, FencePtr zeroed, std::exception_ptr error) {
+void Buffer::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
+                            std::exception_ptr error) {
   busy_ = false;
-  note(driver_.side_stream());
+  work_.note(driver_.side_stream());
   if (error) {
     if (!parked_.empty()) unpark();  // its zeroing is refused: not for the next owner
   } else {
-    for (const Run& run : runs) {
+    for (const Reservation::Run& run : runs) {
       for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
-        table_.at(run.row, slot).page->dirty = false;
+        range_.at(run.row, slot).page->dirty = false;
     }
     if (zeroed) cleaned_after_ = std::move(zeroed);
   }
@@ -116,7 +112,8 @@ void Buffer::enter_cleaning(std::span<const Run> runs, FencePtr zeroed, std::exc
 }
 
 bool Buffer::adoptable() const {
-  return !parked_.empty() && quarantined_ == 0 && mapped_ == parked_.size() * shape_.rows;
+  return !parked_.empty() && range_.quarantined() == 0 &&
+         range_.mapped() == parked_.size() * range_.rows();
 }
 
 bool Buffer::adopt_parked(const Caller& caller) {
@@ -131,31 +128,25 @@ bool Buffer::adopt_parked(const Caller& caller) {
 
 void Buffer::adopt(const Caller& caller) {
   is_quiet();
-  touched_ = {};
-  retiring_.clear();
+  unmap_.look_at_nothing();
+  unmap_.clear();
   owner_end_ = std::make_unique<Generation>();
   owned_ = may_park_ = true;
-  id_ = pool_->next_id();
+  range_.set_owner(pool_->next_id());
   pace_ = {};
   error_ = nullptr;
   // The last owner's streams are done with, but for what these say.
   ready_after_ = std::exchange(parked_after_, {});
   if (cleaned_after_) ready_after_.push_back(std::exchange(cleaned_after_, nullptr));
-  after_.clear();
-  streams_.clear();
-  note(caller);
-  std::size_t clean = parked_.end;
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    std::size_t slot = parked_.begin;
-    while (slot < clean && !table_.at(row, slot).page->dirty) ++slot;
-    clean = slot;
-  }
+  work_.clear();
+  work_.note(caller);
+  std::size_t clean =
+      range_.first_not(parked_, [](const Entry& entry) { return !entry.page->dirty; });
   // What is missing before them, if anything, is mapped before they are reached.
   if (parked_.begin != 0) clean = 0;
   if (clean < parked_.end) foreign_ = {std::max(clean, parked_.begin), parked_.end};
-  trace::event(trace::What::adopt, slot_address(0, parked_.begin),
-               parked_.size() * shape_.rows * page_size_, base_);
-  pool_->unpark(*this, pages_to_count(parked_.size() * shape_.rows));
+  range_.event(trace::What::adopt, parked_);
+  pool_->parked().remove(*this, pages_to_count(parked_.size() * range_.rows()));
   if (placed()) adopted_ = parked_;
   parked_ = {};
   set_ready({0, clean});

@@ -10,28 +10,28 @@ namespace vtensor {
 std::size_t Buffer::mapped_pages() {
   PoolLock lock(pool_);
   pool_->reap();
-  return mapped_ + quarantined_;
+  return range_.mapped() + range_.quarantined();
 }
 
 std::vector<PageRecord> Buffer::pages() {
   PoolLock lock(pool_);
   pool_->reap();
   std::vector<PageRecord> records;
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    std::vector<Run> runs;
-    collect(runs, row, {0, row_pages_}, [](const Entry& entry) {
+  for (std::size_t row = 0; row < range_.rows(); ++row) {
+    std::vector<Reservation::Run> runs;
+    range_.collect(runs, row, {0, range_.row_pages()}, [](const Entry& entry) {
       return entry.page != nullptr && entry.state != EntryState::arriving;
     });
-    for (const Run& run : runs) {
-      const EntryState state = table_.at(row, run.slots.begin).state;
+    for (const Reservation::Run& run : runs) {
+      const EntryState state = range_.at(row, run.slots.begin).state;
       const std::vector<std::uint8_t> parted = state == EntryState::guarded
-                                                   ? find_parted(run)
+                                                   ? range_.find_parted(run)
                                                    : std::vector<std::uint8_t>(run.slots.size());
       for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-        const Page& page = *table_.at(row, slot).page;
+        const Page& page = *range_.at(row, slot).page;
         PageRecord record{row,
                           slot,
-                          slot_address(row, slot),
+                          range_.address(row, slot),
                           static_cast<std::int64_t>(page.handle),
                           page.references,
                           page.references > 1 ? "shared" : "mapped"};
@@ -55,24 +55,14 @@ std::vector<PageRecord> Buffer::pages() {
   return records;
 }
 
-std::size_t Buffer::count_mapped(Interval slots) const {
-  std::size_t mapped = 0;
-  const std::size_t end = std::min(slots.end, table_.reserved());
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = slots.begin; slot < end; ++slot)
-      mapped += is_mapped(table_.at(row, slot));
-  }
-  return mapped;
-}
-
 void Buffer::add_to(PoolCounts& counts) const {
-  const std::size_t needed = extent_.size() * shape_.rows - lost_pages();
+  const std::size_t needed = extent_.size() * range_.rows() - range_.count_quarantined(extent_);
   // What a place keeps from its last owner is parked until it is needed.
-  const std::size_t kept = count_mapped(intersection(ahead(), adopted_));
-  const std::size_t ahead_of_need = count_mapped(ahead()) - kept;
-  const std::size_t parked = count_mapped(parked_) + kept;
-  const std::size_t held = mapped_ - needed - ahead_of_need - parked;
-  counts.mapped += mapped_;
+  const std::size_t kept = range_.count_mapped(intersection(ahead(), adopted_));
+  const std::size_t ahead_of_need = range_.count_mapped(ahead()) - kept;
+  const std::size_t parked = range_.count_mapped(parked_) + kept;
+  const std::size_t held = range_.mapped() - needed - ahead_of_need - parked;
+  counts.mapped += range_.mapped();
   counts.needed += needed;
   counts.ahead += ahead_of_need;
   counts.parked += parked;
@@ -80,23 +70,11 @@ void Buffer::add_to(PoolCounts& counts) const {
   if (!owned_) counts.orphaned += held;
   if (host_ != nullptr) return;
   if (owned_) ++counts.buffers;
-  if (reserved_) counts.reserved_pages += row_pages_ * shape_.rows;
-}
-
-std::size_t Buffer::add_pages(std::unordered_set<const Page*>& seen) const {
-  std::size_t shared = 0;
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < table_.reserved(); ++slot) {
-      const Entry& entry = table_.at(row, slot);
-      if (is_mapped(entry) && seen.insert(entry.page).second) shared += entry.page->references > 1;
-    }
-  }
-  return shared;
+  if (reserved_) counts.reserved_pages += range_.row_pages() * range_.rows();
 }
 
 void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
-  const bool reachable = owned_ || !generations_.empty();
-  for (const Interval slots : retiring_) {
+  for (const Interval slots : unmap_.slots()) {
     bool used = !intersection(slots, extent_).empty() || !intersection(slots, ready_).empty() ||
                 !intersection(slots, parked_).empty();
     for (const Generation* generation : generations_)
@@ -106,36 +84,23 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
                   " are in use and wait to be unmapped");
     }
   }
-  std::size_t mapped = 0, guarded = 0;
-  for (std::size_t row = 0; row < shape_.rows; ++row) {
-    for (std::size_t slot = 0; slot < table_.reserved(); ++slot) {
-      const Entry& entry = table_.at(row, slot);
-      if (entry.state == EntryState::empty) {
-        bool covered = extent_.contains(slot) || ready_.contains(slot) || parked_.contains(slot);
-        for (const Generation* generation : generations_)
-          covered |= generation->slots.contains(slot);
-        if (covered || entry.page) {
-          throw Error("I3: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
-                      " is covered by an extent or a generation and is not mapped");
-        }
-        continue;
+  std::vector<Interval> covered{extent_, ready_, parked_};
+  for (const Generation* generation : generations_) covered.push_back(generation->slots);
+  for (std::size_t row = 0; row < range_.rows(); ++row) {
+    for (std::size_t slot = 0; slot < range_.reserved(); ++slot) {
+      const EntryState state = range_.at(row, slot).state;
+      const auto covers = [slot](Interval slots) { return slots.contains(slot); };
+      if (state == EntryState::empty && std::any_of(covered.begin(), covered.end(), covers)) {
+        throw Error("I3: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
+                    " is covered by an extent or a generation and is not mapped");
       }
-      PageUse& use = uses[entry.page];
-      ++use.entries;
-      if (entry.state == EntryState::arriving && !busy_) {
+      if (state == EntryState::arriving && !busy_) {
         throw Error("I8: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
                     " waits for a page that nobody maps");
       }
-      if (reachable) {
-        ++use.reachable;
-        use.writable |= is_writable(entry);
-      }
-      mapped += entry.mapped();
-      guarded += is_guarded(entry);
     }
   }
-  if (mapped != mapped_ || guarded != guarded_)
-    throw Error("I4: the counts of mapped pages are wrong");
+  range_.check(uses, owned_ || !generations_.empty());
 }
 
 }  // namespace vtensor

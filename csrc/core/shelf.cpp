@@ -9,8 +9,8 @@ namespace vtensor {
 Shelf::~Shelf() {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   const PoolLock lock(pool_);
-  pool_->shelve(-static_cast<std::ptrdiff_t>(pages_.size()));
-  for (Page* page : pages_) pool_->drop(page);
+  pool_->store().shelve(-static_cast<std::ptrdiff_t>(pages_.size()));
+  for (Page* page : pages_) pool_->store().drop(page);
 }
 
 bool Shelf::in_use() const {

@@ -20,7 +20,7 @@ class Shelf {
   // Takes the references over. Requires: the pool's lock.
   Shelf(std::shared_ptr<PagePool> pool, Interval slots, std::vector<Page*> pages)
       : pool_(std::move(pool)), slots_(slots), pages_(std::move(pages)) {
-    pool_->shelve(static_cast<std::ptrdiff_t>(pages_.size()));
+    pool_->store().shelve(static_cast<std::ptrdiff_t>(pages_.size()));
   }
   // Takes the pool's lock.
   ~Shelf();

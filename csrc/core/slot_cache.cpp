@@ -49,7 +49,7 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       if (!rows) throw CapacityExceeded("too many rows");
       std::shared_ptr<Buffer> range =
           Buffer::make(pool_, {*rows, kind.item_bytes, shape_.max_length}, caller);
-      const std::size_t pages = range->row_bytes() / pool_->page_size();
+      const std::size_t pages = range->range().row_bytes() / pool_->page_size();
       kinds_.push_back({kind,
                         std::move(range),
                         {.rows = kind.rows,
@@ -64,7 +64,7 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       const std::size_t pages = ceil_div(kind.shape.item_bytes, pool_->page_size());
       for (std::size_t row = 0; row < kind.shape.rows; ++row) {
         for (std::size_t page = 0; page < pages; ++page)
-          first_pages.push_back(kind.range->slot_address(row * shape_.slots, page));
+          first_pages.push_back(kind.range->range().address(row * shape_.slots, page));
       }
     }
     pool_->driver().back_holes(first_pages);

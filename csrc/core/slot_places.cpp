@@ -149,8 +149,9 @@ std::exception_ptr SlotCache::refusal() const {
 
 // Whether places of the slot can never be used again. Requires: the pool's lock.
 bool SlotCache::is_lost(const Slot& slot) {
-  return std::any_of(slot.buffers.begin(), slot.buffers.end(),
-                     [](const auto& buffer) { return buffer && buffer->quarantined() != 0; });
+  return std::any_of(slot.buffers.begin(), slot.buffers.end(), [](const auto& buffer) {
+    return buffer && buffer->range().quarantined() != 0;
+  });
 }
 
 // Requires: the pool's lock.
@@ -222,7 +223,7 @@ bool SlotCache::enter(const Caller& caller, std::size_t slot) {
         undo();
         return false;
       }
-      buffer = Buffer::place(kind.range, kind.range->slot_address(slot, 0), kind.rows, caller);
+      buffer = Buffer::place(kind.range, kind.range->range().address(slot, 0), kind.rows, caller);
     }
   } catch (...) {
     undo();
@@ -296,7 +297,7 @@ SlotCacheCounts SlotCache::counts() {
     for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
       if (!buffer) continue;
       buffer->add_to(counts.pages);
-      counts.shared += buffer->add_pages(seen);
+      counts.shared += buffer->range().add_pages(seen);
     }
     counts.lost += is_lost(slot);
   }
@@ -313,7 +314,7 @@ SlotCacheCounts SlotCache::counts() {
   counts.prefix_evictions = prefixes_.evictions();
   counts.prefix_queries = prefix_queries_;
   counts.prefix_hits = prefix_hits_;
-  counts.pages.budget_pages = pool_->budget_pages();
+  counts.pages.budget_pages = pool_->store().budget();
   return counts;
 }
 

@@ -37,7 +37,7 @@ std::vector<SlotCache::SlotBytes> SlotCache::bytes_of(std::size_t slot, std::siz
     const Interval bytes = head ? Interval{0, split} : Interval{kept, length * item};
     if (bytes.empty()) continue;
     for (std::size_t row = 0; row < kind.shape.rows; ++row) {
-      const Address at = kind.range->slot_address(row * slots_.size() + slot, 0) + bytes.begin;
+      const Address at = kind.range->range().address(row * slots_.size() + slot, 0) + bytes.begin;
       const std::size_t layer = row < kind.shape.layers.size() ? kind.shape.layers[row] : 0;
       rows.push_back({layer, at, bytes.size()});
     }
