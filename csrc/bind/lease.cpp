@@ -18,7 +18,7 @@ namespace {
 // Runs on a thread of CUDA's own, which may make no driver call.
 void end_with_graph(void* held) {
   auto* generation = static_cast<Generation*>(held);
-  generation->buffer->pool()->end_later(generation);
+  generation->client->pool()->end_later(generation);
 }
 
 // What is known of a stream in the pool asked about last: most leases are of one pool.
@@ -42,7 +42,7 @@ void look_at(PagePool& pool, const Caller& caller, Launched& launched) {
 }
 
 void end_one(Generation* generation, const Caller& caller, Launched& launched) {
-  const std::shared_ptr<Buffer> buffer = generation->buffer;
+  const auto buffer = std::static_pointer_cast<Buffer>(generation->client);  // a tensor's
   PagePool& pool = *buffer->pool();
   trace::event(trace::What::lease, buffer->range().address(0, generation->slots.begin),
                generation->slots.size() * buffer->shape().rows * pool.page_size());
@@ -93,7 +93,7 @@ void Lease::begin() {
   } catch (...) {
     begun_ = false;
     const ReleasedGil released;
-    for (Generation* generation : held) generation->buffer->pool()->end(generation);
+    for (Generation* generation : held) generation->client->pool()->end(generation);
     throw;
   }
   generations_ = std::move(held);
@@ -104,7 +104,7 @@ void Lease::end() {
   refuse_in_forked_child("lease");
   std::vector<Caller> callers;
   for (const Generation* generation : generations_) {
-    callers.push_back(caller_of("lease", stream_, *generation->buffer->pool()));
+    callers.push_back(caller_of("lease", stream_, *generation->client->pool()));
   }
   const std::vector<Generation*> held = std::exchange(generations_, {});
   std::vector<Generation*> left;

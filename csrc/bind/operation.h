@@ -1,14 +1,17 @@
 // What every operation on a VTensor does first, and how it asks the core for memory.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "base/errors.h"
 #include "base/process.h"
 #include "bind/arguments.h"
 #include "bind/released_gil.h"
 #include "bind/tensor_core.h"
+#include "policy/make_room.h"
 
 namespace vtensor::bind {
 
@@ -73,47 +76,15 @@ inline Caller caller_of(const char* operation, std::optional<Stream> stream, Pag
   return {operation, *stream, true};
 }
 
-// Runs `body` without the GIL. Where the driver refuses, what is parked or about to be unmapped is
-// given back first; where the device has no memory left, also what is ahead and what torch caches;
-// and then once more. No lock that the mapper or a deleter takes is held meanwhile (I11).
-template <typename Body>
-void with_memory(PagePool& pool, const Caller& caller, Body body) {
-  const auto attempt = [&body] {
-    const ReleasedGil released;
-    body();
-  };
-  bool asked = true;
-  const auto find_memory = [&pool, &asked] {
-    {
-      const ReleasedGil released;
-      pool.give_all_back();
-    }
-    if (pool.traits().asynchronous) asked = TorchFace::get().empty_cache();
-  };
-  try {
-    return attempt();
-  } catch (const UndoFailed&) {
-    throw;
-  } catch (const DeviceOutOfMemory&) {
-    find_memory();
-  } catch (const ReserveReached&) {
-    find_memory();
-  } catch (const DriverError&) {
-    const ReleasedGil released;
-    if (!pool.relieve()) throw;
-  }
-  try {
-    attempt();
-  } catch (const DeviceOutOfMemory& refusal) {
-    if (!pool.traits().asynchronous) throw;
-    throw OutOfPages("[" + std::string(caller.operation) + "] need a page of " +
-                     std::to_string(pool.page_size()) + " bytes, the device has no memory left: " +
-                     std::to_string(pool.driver().free_memory()) + " bytes free " +
-                     (asked ? "after torch gave back its cache"
-                            : "while torch cannot give back its cache, as during a capture") +
-                     " (" + refusal.name +
-                     "): free tensors, here or in other processes, or lower budget=");
-  }
+// Runs `body` without the GIL, and finds the memory that it needs: see make_room.h.
+inline void with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
+                        std::function<bool(unsigned tries)> give_up = {}) {
+  const Outside outside{[](const std::function<void()>& run) {
+                          const ReleasedGil released;
+                          run();
+                        },
+                        [] { return TorchFace::get().empty_cache(); }, std::move(give_up)};
+  vtensor::with_memory(pool, caller, outside, body);
 }
 
 }  // namespace vtensor::bind

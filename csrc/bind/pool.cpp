@@ -13,8 +13,8 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
-#include "core/page_pool.h"
 #include "driver/driver.h"
+#include "policy/page_pool.h"
 
 namespace vtensor::bind {
 

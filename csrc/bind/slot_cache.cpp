@@ -1,5 +1,5 @@
 // The half of a KVCache that Python does not see.
-#include "core/slot_cache.h"
+#include "kv/slot_cache.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -28,7 +28,7 @@
 #include "bind/released_gil.h"
 #include "bind/slot_range.h"
 #include "bind/torch_face.h"
-#include "core/wait.h"
+#include "vmm/wait.h"
 
 namespace vtensor::bind {
 
@@ -280,24 +280,18 @@ class CacheCore {
     with_memory(*pool_, asking, [&] { body(asking); });
   }
 
-  // The same; where memory is short, prefixes that nobody uses are given up first.
+  // The same; if memory is short, prefixes that no request uses are given up.
   template <typename Body>
   void run_evicting(const char* operation, Body body) {
-    const auto evicted = [this](unsigned tries) {
-      const ReleasedGil released;
-      return cache_->evict(tries);
-    };
-    for (unsigned tries = 0;; ++tries) {
-      try {
-        return run(operation, {}, body);
-      } catch (const OutOfPages&) {
-        if (!evicted(tries)) throw;
-      } catch (const DeviceOutOfMemory&) {
-        if (!evicted(tries)) throw;
-      }
-    }
+    const Caller asking = caller(operation, {});
+    with_memory(
+        *pool_, asking, [&] { body(asking); },
+        [this](unsigned tries) {
+          const ReleasedGil released;
+          return cache_->evict(tries);
+        });
   }
-  // The same. False where memory is short all the same.
+  // The same. False if memory is short all the same.
   template <typename Body>
   bool run_if_it_fits(const char* operation, Body body) {
     try {

@@ -11,7 +11,7 @@
 
 #include "bind/dlpack_abi.h"
 #include "bind/operation_lock.h"
-#include "core/slot_cache.h"
+#include "kv/slot_cache.h"
 
 namespace vtensor::bind {
 

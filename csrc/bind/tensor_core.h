@@ -15,7 +15,7 @@
 #include "base/trace.h"
 #include "bind/operation_lock.h"
 #include "bind/torch_face.h"
-#include "core/buffer.h"
+#include "tensor/buffer.h"
 
 namespace vtensor::bind {
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string_view>
 
-#include "core/buffer.h"
+#include "tensor/buffer.h"
 
 namespace vtensor::bind {
 
@@ -122,7 +122,7 @@ struct Export {
 template <typename Managed>
 void end_export(Managed* managed) {
   std::unique_ptr<Export<Managed>> exported(static_cast<Export<Managed>*>(managed->context));
-  exported->generation->buffer->pool()->end(exported->generation);
+  exported->generation->client->pool()->end(exported->generation);
 }
 
 template <typename Managed>

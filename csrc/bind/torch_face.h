@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bind/dlpack_abi.h"
-#include "core/generation.h"
 #include "driver/driver.h"
+#include "policy/generation.h"
 
 namespace vtensor::bind {
 

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <memory>
 
-#include "core/buffer.h"
-#include "core/page_pool.h"
+#include "policy/page_pool.h"
+#include "tensor/buffer.h"
 
 namespace vtensor {
 

@@ -22,9 +22,10 @@
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "core/slot_cache.h"
-#include "core/wait.h"
+#include "kv/slot_cache.h"
+#include "policy/make_room.h"
 #include "simcuda/client.h"
+#include "vmm/wait.h"
 
 namespace vtensor::slots {
 
@@ -374,7 +375,7 @@ void refuse_each_call(const std::function<void(Scene<T>&)>& arrange,
       }
       scene.pool->driver().meter().disarm();
       reached = scene.calls() - before > skip;
-      scene.pool->relieve();  // now, not when the mapper tries again
+      MakeRoom(*scene.pool).give_all_back(/*spare=*/false);  // now, not when the mapper tries again
       failed += !done;
       CHECK_NOTHROW(scene.pool->check_invariants());
       const PoolCounts counts = scene.pool->counts();

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "core/coverage.h"
+#include "policy/coverage.h"
 
 namespace vtensor {
 namespace {

@@ -2,7 +2,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
-#include "core/look_ahead.h"
+#include "policy/look_ahead.h"
 
 namespace vtensor {
 namespace {

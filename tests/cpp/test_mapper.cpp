@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "core/buffer.h"
-#include "core/page_pool.h"
 #include "driver/driver.h"
 #include "owner.h"
+#include "policy/page_pool.h"
+#include "tensor/buffer.h"
 
 namespace vtensor {
 namespace {

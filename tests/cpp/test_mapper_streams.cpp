@@ -15,11 +15,11 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "core/buffer.h"
-#include "core/page_pool.h"
 #include "driver/driver.h"
 #include "owner.h"
+#include "policy/page_pool.h"
 #include "simcuda/client.h"
+#include "tensor/buffer.h"
 
 namespace vtensor {
 namespace {

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/buffer.h"
-#include "core/prefix_index.h"
 #include "driver/driver.h"
+#include "kv/prefix_index.h"
+#include "tensor/buffer.h"
 
 namespace vtensor {
 namespace {

@@ -17,12 +17,13 @@ CPP = sorted(ROOT.glob("csrc/*/*.h")) + sorted(ROOT.glob("csrc/*/*.cpp"))
 CORE_PYTHON = sorted(ROOT.glob("vtensor/**/*.py"))
 INTEGRATIONS = sorted(ROOT.glob("integrations/**/*.py"))
 
-# bind -> core -> driver.h -> base. A pattern names the headers of ours that a layer may include.
+# bind -> kv -> tensor -> policy -> vmm -> driver.h -> base, and never back.
+ROOMS = ("vmm", "policy", "tensor", "kv", "bind")
+# A pattern names the headers of ours that a room may include.
 MAY_INCLUDE = {
     "base": r"base/.*",
     "driver": r"(base|driver)/.*",
-    "core": r"(base|core)/.*|driver/driver\.h",
-    "bind": r"(base|core|bind)/.*|driver/driver\.h",
+    **{room: rf"(base|{'|'.join(ROOMS[: i + 1])})/.*|driver/driver\.h" for i, room in enumerate(ROOMS)},
 }
 # Parts of vtensor.testing, which nothing else imports.
 MAY_NEED = {
@@ -71,6 +72,23 @@ def test_cpp_layers() -> None:
                 wrong.append(f"{name(path)}: {header}, but one build serves every PyTorch")
             if header == "cuda.h":
                 wrong.append(f"{name(path)}: cuda.h, but the build needs nothing of CUDA")
+    assert not wrong
+
+
+def test_no_friends_across_rooms() -> None:
+    """A class opens its data to the classes of its own room alone."""
+    home = {
+        found.group(1): path.parent.name
+        for path in CPP
+        for found in re.finditer(r"^(?:class|struct) (\w+)[^;]*\{", path.read_text(), re.MULTILINE)
+    }
+    friends = [
+        (path, found.group(1))
+        for path in CPP
+        for found in re.finditer(r"friend (?:class|struct) (?:\w+::)*(\w+);", path.read_text())
+    ]
+    assert friends
+    wrong = [f"{name(path)}: friend {friend}" for path, friend in friends if home[friend] != path.parent.name]
     assert not wrong
 
 

@@ -1,0 +1,125 @@
+#include "kv/prefix_index.h"
+
+#include <algorithm>
+#include <limits>
+#include <unordered_set>
+#include <utility>
+
+namespace vtensor {
+
+std::vector<Token> PrefixIndex::edge(std::span<const Token> tokens, std::size_t unit) const {
+  const auto of_unit = tokens.subspan(unit * unit_, unit_);
+  return {of_unit.begin(), of_unit.end()};
+}
+
+// The nodes of the first `units` of the tokens, as far as they are known.
+std::vector<PrefixIndex::Node*> PrefixIndex::walk(std::span<const Token> tokens,
+                                                  const std::string& salt,
+                                                  std::size_t units) const {
+  std::vector<Node*> path;
+  const auto root = roots_.find(salt);
+  if (root == roots_.end()) return path;
+  units = std::min(units, tokens.size() / unit_);
+  for (Node* node = root->second.get(); path.size() < units;) {
+    const auto child = node->children.find(edge(tokens, path.size()));
+    if (child == node->children.end()) break;
+    node = child->second.get();
+    path.push_back(node);
+  }
+  return path;
+}
+
+// Parents last, so that they go after their children.
+void PrefixIndex::touch(Node* node) noexcept {
+  for (; node->parent != nullptr; node = node->parent)
+    recent_.splice(recent_.end(), recent_, node->recent);
+}
+
+std::size_t PrefixIndex::known(std::span<const Token> tokens, const std::string& salt) const {
+  return walk(tokens, salt, std::numeric_limits<std::size_t>::max()).size();
+}
+
+std::vector<Prefix> PrefixIndex::take(std::span<const Token> tokens, const std::string& salt,
+                                      std::size_t units) {
+  const std::vector<Node*> path = walk(tokens, salt, units);
+  std::vector<Prefix> pages;
+  pages.reserve(path.size());
+  for (const Node* node : path) pages.push_back(node->pages);
+  if (!path.empty()) touch(path.back());
+  return pages;
+}
+
+void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, std::size_t known,
+                      std::vector<Prefix> pages) {
+  if (pages.empty()) {
+    if (const auto path = walk(tokens, salt, known); !path.empty()) touch(path.back());
+    return;
+  }
+  // The new branch is made aside and hung up in one step.
+  std::unique_ptr<Node> branch;
+  std::list<Node*> recent;
+  Node* leaf = nullptr;
+  for (std::size_t i = pages.size(); i-- != 0;) {
+    auto node = std::make_unique<Node>();
+    node->edge = edge(tokens, known + i);
+    node->pages = std::move(pages[i]);
+    node->recent = recent.insert(recent.end(), node.get());
+    if (leaf == nullptr) leaf = node.get();
+    if (branch != nullptr) {
+      branch->parent = node.get();
+      std::vector<Token> key = branch->edge;
+      node->children.emplace(std::move(key), std::move(branch));
+    }
+    branch = std::move(node);
+  }
+  auto root = roots_.find(salt);
+  if (root == roots_.end()) root = roots_.emplace(salt, std::make_unique<Node>()).first;
+  const std::vector<Node*> path = walk(tokens, salt, known);
+  Node* const parent = path.empty() ? root->second.get() : path.back();
+  branch->parent = parent;
+  std::vector<Token> key = branch->edge;
+  parent->children.emplace(std::move(key), std::move(branch));
+  recent_.splice(recent_.end(), recent);
+  touch(leaf);
+}
+
+std::size_t PrefixIndex::evict(std::size_t pages) {
+  std::size_t freed = 0;
+  std::vector<Node*> going;
+  std::unordered_set<const Node*> gone;
+  if (recent_.empty()) return 0;
+  {
+    const PoolLock lock(recent_.front()->pages.front()->pool());
+    for (Node* node : recent_) {
+      if (freed >= pages) break;
+      const bool in_use = std::any_of(node->pages.begin(), node->pages.end(),
+                                      [](const auto& shelf) { return shelf->in_use(); });
+      const bool has_children =
+          std::any_of(node->children.begin(), node->children.end(),
+                      [&gone](const auto& child) { return !gone.contains(child.second.get()); });
+      if (in_use || has_children) continue;
+      for (const auto& shelf : node->pages) freed += shelf->pages();
+      going.push_back(node);
+      gone.insert(node);
+    }
+  }
+  for (Node* node : going) forget(node);  // children before their parents
+  evictions_ += going.size();
+  // Salts are the requests' own, so those that nothing is known of must not add up.
+  std::erase_if(roots_, [](const auto& root) { return root.second->children.empty(); });
+  return freed;
+}
+
+// One by one, because a long prompt's nodes would end inside one another.
+void PrefixIndex::clear() {
+  while (!recent_.empty()) forget(recent_.front());
+  roots_.clear();
+}
+
+void PrefixIndex::forget(Node* node) {
+  recent_.erase(node->recent);
+  auto& siblings = node->parent->children;
+  siblings.erase(siblings.find(node->edge));
+}
+
+}  // namespace vtensor

@@ -1,0 +1,75 @@
+// What requests computed, kept for those that begin with the same tokens.
+//
+// A radix tree over token ids whose edges are all one unit long: the tokens that fill a page
+// (SGLang's RadixAttention, arXiv 2312.07104, has the tree; vTensor, arXiv 2407.15309, the pages
+// mapped again).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "tensor/shelf.h"
+
+namespace vtensor {
+
+using Token = std::int64_t;
+
+// The pages of one run of positions: a shelf for each kind of rows.
+using Prefix = std::vector<std::shared_ptr<Shelf>>;
+
+class PrefixIndex {
+ public:
+  // `unit`: tokens of one edge.
+  explicit PrefixIndex(std::size_t unit) : unit_(unit) {}
+  ~PrefixIndex() { clear(); }
+  PrefixIndex(const PrefixIndex&) = delete;
+  PrefixIndex& operator=(const PrefixIndex&) = delete;
+
+  std::size_t unit() const { return unit_; }
+  // Units in it.
+  std::size_t size() const { return recent_.size(); }
+  // Units that it gave up for want of memory.
+  std::size_t evictions() const { return evictions_; }
+
+  // Units of the longest known beginning of `tokens`.
+  std::size_t known(std::span<const Token> tokens, const std::string& salt) const;
+  // The pages of the first `units` of them, which are used now.
+  std::vector<Prefix> take(std::span<const Token> tokens, const std::string& salt,
+                           std::size_t units);
+  // Adds pages of the units behind the first `known`, which are used now too. All or nothing.
+  void add(std::span<const Token> tokens, const std::string& salt, std::size_t known,
+           std::vector<Prefix> pages);
+  // Gives up the least recently used units that nothing else uses, until `pages` pages are free or
+  // there are no more. Returns the pages. Takes the pool's lock.
+  std::size_t evict(std::size_t pages);
+  // Gives everything up; what slots have mapped stays theirs. Takes the pool's lock.
+  void clear();
+
+ private:
+  struct Node {
+    Node* parent = nullptr;
+    std::vector<Token> edge;
+    Prefix pages;
+    std::map<std::vector<Token>, std::unique_ptr<Node>> children;
+    std::list<Node*>::iterator recent;
+  };
+
+  std::vector<Token> edge(std::span<const Token> tokens, std::size_t unit) const;
+  std::vector<Node*> walk(std::span<const Token> tokens, const std::string& salt,
+                          std::size_t units) const;
+  void touch(Node* node) noexcept;
+  void forget(Node* node);
+
+  const std::size_t unit_;
+  std::map<std::string, std::unique_ptr<Node>> roots_;
+  std::list<Node*> recent_;  // least recently used first, leaves before their parents
+  std::size_t evictions_ = 0;
+};
+
+}  // namespace vtensor

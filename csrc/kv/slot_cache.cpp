@@ -1,0 +1,464 @@
+#include "kv/slot_cache.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "base/process.h"
+#include "vmm/wait.h"
+
+namespace vtensor {
+
+namespace {
+
+std::string text(std::size_t number) { return std::to_string(number); }
+
+// Positions that fill a page in rows of every kind.
+std::size_t unit_of(const SlotCacheShape& shape, std::size_t page_size) {
+  std::size_t unit = 1;
+  for (const SlotKind& kind : shape.kinds)
+    unit = std::max(unit, ceil_div(page_size, kind.item_bytes));
+  return unit;
+}
+
+}  // namespace
+
+SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
+                     const Caller& caller)
+    : pool_(pool),
+      shape_(std::move(shape)),
+      slots_(shape_.slots),
+      lengths_(shape_.slots),
+      calm_(shape_.slots),
+      listed_as_(shape_.slots),
+      stream_(caller.stream),
+      prefixes_(unit_of(shape_, pool->page_size())) {
+  due_.reserve(shape_.slots);
+  settling_.reserve(shape_.slots);
+  for (std::size_t slot = 0; slot < shape_.slots; ++slot) list_ready(slot, 0);
+  for (Slot& slot : slots_) {
+    slot.buffers.resize(shape_.kinds.size());
+    slot.begins.resize(shape_.kinds.size());
+  }
+  kinds_.reserve(shape_.kinds.size());
+  try {
+    for (const SlotKind& kind : shape_.kinds) {
+      const auto rows = checked_multiply(kind.rows, shape_.slots);
+      if (!rows) throw CapacityExceeded("too many rows");
+      std::shared_ptr<Buffer> range =
+          Buffer::make(pool_, {*rows, kind.item_bytes, shape_.max_length}, caller);
+      const std::size_t pages = range->range().row_bytes() / pool_->page_size();
+      kinds_.push_back({kind,
+                        std::move(range),
+                        {.rows = kind.rows,
+                         .item_bytes = kind.item_bytes,
+                         .capacity = shape_.max_length,
+                         .row_stride = pages * shape_.slots}});
+    }
+    // A layer begins in the first token of slot 0, and kernels are given its address whether that
+    // is mapped or not.
+    std::vector<Address> first_pages;
+    for (const Kind& kind : kinds_) {
+      const std::size_t pages = ceil_div(kind.shape.item_bytes, pool_->page_size());
+      for (std::size_t row = 0; row < kind.shape.rows; ++row) {
+        for (std::size_t page = 0; page < pages; ++page)
+          first_pages.push_back(kind.range->range().address(row * shape_.slots, page));
+      }
+    }
+    pool_->driver().back_holes(first_pages);
+  } catch (const CapacityExceeded&) {
+    for (const Kind& kind : kinds_) kind.range->abandon();
+    throw CapacityExceeded("[KVCache] " + text(shape_.slots) + " slots of " +
+                           text(shape_.max_length) +
+                           " tokens pass the address space: lower max_batch= or max_len=");
+  } catch (...) {
+    for (const Kind& kind : kinds_) kind.range->abandon();
+    throw;
+  }
+}
+
+SlotCache::~SlotCache() { close({"KVCache.close"}); }
+
+void SlotCache::close(const Caller& caller) noexcept {
+  // There the lock may be held by a thread of the parent.
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].state == SlotState::free) continue;
+    try {
+      for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+    } catch (const std::exception&) {
+      // No memory to note the stream: the others' fences still stand.
+    }
+    leave(slot);
+  }
+  prefixes_.clear();
+  finish_copies();
+  {
+    const PoolLock lock(pool_);
+    pool_->reap();
+    for (Slot& slot : slots_) {
+      for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+        if (buffer) buffer->keep_nothing();
+      }
+    }
+  }
+  slots_.clear();
+  ready_.clear();
+  settling_.clear();
+  for (const Kind& kind : kinds_) kind.range->abandon();
+  kinds_.clear();
+}
+
+std::size_t SlotCache::length(std::size_t slot) const {
+  return slots_[slot].state == SlotState::swapped ? slots_[slot].swapped->length
+                                                  : static_cast<std::size_t>(lengths_[slot]);
+}
+
+void SlotCache::require_used(const Caller& caller, std::size_t slot) const {
+  if (slot < slots_.size() && slots_[slot].state == SlotState::used) return;
+  const std::string what = "[" + std::string(caller.operation) + "] slot " + text(slot);
+  if (slot >= slots_.size()) {
+    throw InvalidArgument(what + " does not exist: the cache has slots 0 to " +
+                          text(slots_.size() - 1));
+  }
+  if (slots_[slot].state == SlotState::swapped)
+    throw InvalidArgument(what + " is swapped out: call swap_in first");
+  throw InvalidArgument(what + " is free: alloc() names the slots in use");
+}
+
+void SlotCache::require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const {
+  const std::string operation = "[" + std::string(caller.operation) + "] ";
+  if (lengths.size() != slots_.size()) {
+    throw InvalidArgument(operation + text(lengths.size()) + " lengths were given for " +
+                          text(slots_.size()) +
+                          " slots: give one for each slot, 0 where it is not in use");
+  }
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    const std::int64_t length = lengths[slot], now = lengths_[slot];
+    if (length == now) continue;
+    const std::string what = operation + "slot " + text(slot) + " ";
+    if (length > static_cast<std::int64_t>(shape_.max_length)) {
+      throw CapacityExceeded(what + "is to have " + std::to_string(length) +
+                             " tokens, max_len is " + text(shape_.max_length) +
+                             ": make the cache with a larger max_len=");
+    }
+    if (slots_[slot].state == SlotState::free)
+      throw InvalidArgument(what + "is free: its length must be 0");
+    if (slots_[slot].state == SlotState::swapped)
+      throw InvalidArgument(what + "is swapped out: its length must be 0 until swap_in");
+    if (length < now) {
+      throw InvalidArgument(what + "has " + std::to_string(now) + " tokens and is to have " +
+                            std::to_string(length) +
+                            ": lengths do not shrink by a step; call truncate(slot, length)");
+    }
+  }
+}
+
+// Where what a window of the layer can still see begins, for queries behind `length` positions.
+std::size_t SlotCache::window_begin(const Kind& kind, std::size_t length) const {
+  const std::size_t window = kind.shape.window;
+  return window == 0 || length < window ? 0 : length + 1 - window;
+}
+
+Interval SlotCache::needed(std::size_t kind, std::size_t slot, std::size_t length) const {
+  if (length == 0) return {};
+  return {slots_[slot].begins[kind], std::min(shape_.max_length, length + tail())};
+}
+
+// Lists the slots whose lengths go beyond their calm; false where a length cannot be.
+bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
+  due_.clear();
+  if (lengths.size() != slots_.size()) return false;
+  const auto most = static_cast<std::int64_t>(shape_.max_length);
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    const std::int64_t length = lengths[slot];
+    if (length < lengths_[slot] || length > most) return false;
+    if (length <= calm_[slot]) continue;
+    if (slots_[slot].state != SlotState::used) return false;  // whose calm is 0
+    due_.push_back(slot);
+  }
+  return true;
+}
+
+bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> lengths) {
+  if (!find_due(lengths) || !due_.empty()) return false;
+  settle_copies();
+  use(caller);
+  std::copy(lengths.begin(), lengths.end(), lengths_.begin());
+  return true;
+}
+
+void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
+  if (!find_due(lengths)) require_lengths(caller, lengths);
+  settle_copies();
+  use(caller);
+  if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);
+  for (const std::size_t slot : due_) forget_heads(caller, slot);
+  std::copy(lengths.begin(), lengths.end(), lengths_.begin());
+  look_further(due_);
+}
+
+// What the slots that are due take, where all of it is ready and their own.
+bool SlotCache::grow_ready(const Caller& caller, std::span<const std::int64_t> lengths) {
+  const PoolLock lock(pool_);
+  const auto each = [&](auto what) {
+    for (const std::size_t slot : due_) {
+      for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+        const Interval positions = needed(kind, slot, static_cast<std::size_t>(lengths[slot]));
+        if (!what(*slots_[slot].buffers[kind], positions)) return false;
+      }
+    }
+    return true;
+  };
+  if (!each([](const Buffer& buffer, Interval positions) {
+        return !buffer.shares() && buffer.is_ready(positions);
+      })) {
+    return false;
+  }
+  return each([&caller](Buffer& buffer, Interval positions) {
+    buffer.grow_ready(caller, positions);
+    return true;
+  });
+}
+
+// The same, by driver calls.
+void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths) {
+  std::vector<Buffer::Growth> growths;
+  growths.reserve(due_.size() * kinds_.size());
+  for (const std::size_t slot : due_) {
+    const auto before = static_cast<std::size_t>(lengths_[slot]);
+    const auto length = static_cast<std::size_t>(lengths[slot]);
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      growths.push_back(
+          {slots_[slot].buffers[kind].get(), needed(kind, slot, length), Interval{before, length}});
+    }
+  }
+  Buffer::grow(caller, growths, false);
+}
+
+// Gives back the pages before what windows can see from the present length on.
+void SlotCache::forget_heads(const Caller& caller, std::size_t slot) {
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const std::size_t begin = window_begin(kinds_[kind], static_cast<std::size_t>(lengths_[slot]));
+    Buffer& buffer = *slots_[slot].buffers[kind];
+    std::size_t& kept = slots_[slot].begins[kind];
+    if (page_of(kinds_[kind], begin) <= page_of(kinds_[kind], kept)) continue;
+    kept = begin;
+    buffer.retract(caller, {begin, buffer.positions().end}, shape_.max_length);
+  }
+}
+
+// Has the mapper look ahead of these slots, and finds how far their lengths may grow before
+// anything has to be done. Waking it costs more than the rest of a step, so it is woken only where
+// less than half of a slot's look-ahead is left, and then serves all that have asked meanwhile.
+void SlotCache::look_further(std::span<const std::size_t> slots) {
+  const PoolLock lock(pool_);
+  for (const std::size_t slot : slots) {
+    const auto length = static_cast<std::size_t>(lengths_[slot]);
+    const std::size_t end = std::min(shape_.max_length, length + tail() + shape_.lookahead);
+    std::size_t calm = shape_.max_length;
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      Buffer& buffer = *slots_[slot].buffers[kind];
+      if (length != 0 && shape_.lookahead != 0) {
+        const std::size_t ahead = buffer.slots_of({0, end}).end;
+        const std::size_t late = tail() + ceil_div(shape_.lookahead, std::size_t{2});
+        const std::size_t ready = buffer.ready_until();
+        if (ahead > buffer.extent().end) buffer.want_until(end, ready < length + late);
+        const std::size_t told = ahead * pool_->page_size() / kinds_[kind].shape.item_bytes;
+        if (told < shape_.max_length) calm = std::min(calm, told - tail() - shape_.lookahead);
+        if (ready < end && ready > length + late) calm = std::min(calm, ready - late);
+      }
+      calm = std::min(calm, calm_of(kind, slot, length));
+    }
+    calm_[slot] = static_cast<std::int64_t>(std::max(calm, length));
+  }
+}
+
+// How far a slot's rows of one kind allow its length to grow.
+std::size_t SlotCache::calm_of(std::size_t kind, std::size_t slot, std::size_t length) const {
+  const SlotKind& rows = kinds_[kind].shape;
+  const Buffer& buffer = *slots_[slot].buffers[kind];
+  const std::size_t most = shape_.max_length, page = pool_->page_size();
+  std::size_t calm = std::min(most, buffer.writable_until(length));
+  // The tile behind the length is mapped too.
+  const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
+  if (mapped < most) calm = std::min(calm, mapped - std::min(mapped, tail()));
+  if (rows.window == 0 || rows.window >= most) return calm;
+  const std::size_t next = (page_of(kinds_[kind], slots_[slot].begins[kind]) + 1) * page;
+  return std::min(calm, ceil_div(next, rows.item_bytes) + rows.window - 1);
+}
+
+void SlotCache::free(const Caller& caller, std::size_t slot) {
+  if (slot >= slots_.size() || slots_[slot].state == SlotState::free) require_used(caller, slot);
+  require_arrived(caller, slot);
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+  leave(slot);
+}
+
+// The next request's bytes must not be overwritten by this one's, so a slot on its way in is waited
+// for.
+void SlotCache::require_arrived(const Caller& caller, std::size_t slot) {
+  settle_copies();
+  if (slots_[slot].arriving == nullptr) return;
+  const FencePtr fence = copies(slot, {});
+  if (wait_for(pool_->driver(), fence, pool_->options().patience)) return;
+  throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
+                 seconds_text(pool_->options().patience) + ": slot " + text(slot) +
+                 " is still being copied from host memory; it stays as it is");
+}
+
+void SlotCache::leave(std::size_t slot) noexcept {
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
+  slots_[slot].state = SlotState::free;
+  slots_[slot].tokens.clear();
+  slots_[slot].arriving = nullptr;
+  if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
+  std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
+  lengths_[slot] = calm_[slot] = 0;
+  settling_.push_back(slot);
+}
+
+void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t length) {
+  require_used(caller, slot);
+  if (length > static_cast<std::size_t>(lengths_[slot])) {
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) + " has " +
+                          std::to_string(lengths_[slot]) + " tokens, and is to be cut to " +
+                          text(length) + ": call step(lengths) to grow");
+  }
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    if (length != 0 && slots_[slot].begins[kind] > window_begin(kinds_[kind], length)) {
+      throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
+                            " cannot go back to " + text(length) +
+                            " tokens: layers with a window of " + text(kinds_[kind].shape.window) +
+                            " have given back what they would see from there; free the slot and "
+                            "compute it again");
+    }
+  }
+  if (length == static_cast<std::size_t>(lengths_[slot])) return;
+  await_arrival(caller, slot);
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    if (length == 0) slots_[slot].begins[kind] = 0;
+    Buffer& buffer = *slots_[slot].buffers[kind];
+    Interval kept = needed(kind, slot, length);
+    kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
+    buffer.retract(caller, kept, length + tail() + shape_.lookahead);
+  }
+  lengths_[slot] = static_cast<std::int64_t>(length);
+  std::vector<Token>& tokens = slots_[slot].tokens;
+  tokens.resize(std::min(tokens.size(), length));
+  look_further({&slot, 1});
+}
+
+std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot, std::size_t n) {
+  require_used(caller, slot);
+  require_free(caller, n);
+  await_arrival(caller, slot);
+  const auto length = static_cast<std::size_t>(lengths_[slot]);
+  std::vector<std::size_t> forks;
+  forks.reserve(n);
+  if (n == 0) return forks;
+  std::vector<Prefix> whole(length == 0 ? 0 : 1);
+  if (length != 0) {
+    expect_parting(slot);
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      Buffer& buffer = *slots_[slot].buffers[kind];
+      const Interval pages = buffer.slots_of(buffer.positions());
+      whole[0].push_back(buffer.offer(caller, {&pages, 1}).front());
+    }
+    look_further({&slot, 1});
+  }
+  try {
+    while (forks.size() < n) {
+      const std::size_t made = accept(caller, whole, length, &slots_[slot]);
+      forks.push_back(made);
+      look_further({&made, 1});
+    }
+  } catch (...) {
+    for (const std::size_t made : forks) leave(made);
+    throw;
+  }
+  return forks;
+}
+
+std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
+                                            std::span<const std::size_t> beams,
+                                            std::span<const std::size_t> sources) {
+  const std::string operation = "[" + std::string(caller.operation) + "] ";
+  if (beams.size() != sources.size()) {
+    throw InvalidArgument(operation + text(beams.size()) + " slots and " + text(sources.size()) +
+                          " sources were given: give one source for each slot");
+  }
+  for (const std::size_t slot : beams) require_used(caller, slot);
+  for (std::size_t i = 0; i < beams.size(); ++i) {
+    if (std::count(beams.begin(), beams.end(), beams[i]) != 1)
+      throw InvalidArgument(operation + "slot " + text(beams[i]) + " is named twice");
+    if (std::find(beams.begin(), beams.end(), sources[i]) == beams.end()) {
+      throw InvalidArgument(operation + "source " + text(sources[i]) +
+                            " is none of the slots: fork(slot) takes one from elsewhere");
+    }
+  }
+  const auto named = [&](std::size_t slot) {
+    return std::find(sources.begin(), sources.end(), slot) != sources.end();
+  };
+  std::vector<std::size_t> dropped;
+  for (const std::size_t slot : beams) {
+    if (!named(slot)) dropped.push_back(slot);
+  }
+  for (const std::size_t slot : dropped) require_arrived(caller, slot);
+  // Where there is room for the forks beside what is dropped, a refusal loses nothing.
+  const bool beside = has_free(dropped.size());
+  const auto drop = [&] {
+    for (const std::size_t slot : dropped) free(caller, slot);
+  };
+  if (!beside) drop();
+  std::vector<std::size_t> result(beams.size());
+  std::vector<std::size_t> made;
+  try {
+    for (std::size_t i = 0; i < beams.size(); ++i) {
+      const auto first = std::find(sources.begin(), sources.end(), sources[i]);
+      if (static_cast<std::size_t>(first - sources.begin()) == i) {
+        result[i] = sources[i];
+        continue;
+      }
+      result[i] = fork(caller, sources[i], 1).front();
+      made.push_back(result[i]);
+    }
+  } catch (...) {
+    for (const std::size_t slot : made) leave(slot);
+    throw;
+  }
+  if (beside) drop();
+  return result;
+}
+
+void SlotCache::own(const Caller& caller, std::size_t slot, Interval positions) {
+  require_used(caller, slot);
+  const auto length = static_cast<std::size_t>(lengths_[slot]);
+  if (positions.begin > positions.end || positions.end > length) {
+    throw InvalidArgument("[" + std::string(caller.operation) + "] positions " +
+                          text(positions.begin) + " to " + text(positions.end) + " of slot " +
+                          text(slot) + ", which has " + text(length) + " tokens");
+  }
+  await_arrival(caller, slot);
+  std::vector<Buffer::Growth> growths;
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const Interval kept{std::max(positions.begin, slots_[slot].begins[kind]), positions.end};
+    Buffer& buffer = *slots_[slot].buffers[kind];
+    if (!kept.empty()) growths.push_back({&buffer, buffer.positions(), kept});
+  }
+  Buffer::grow(caller, growths, false);
+  look_further({&slot, 1});
+}
+
+void SlotCache::use(const Caller& caller) {
+  if (caller.stream == stream_) return;
+  stream_ = caller.stream;
+  for (const Slot& slot : slots_) {
+    if (slot.state == SlotState::free) continue;
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) buffer->use(caller);
+  }
+}
+
+}  // namespace vtensor

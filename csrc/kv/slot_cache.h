@@ -1,0 +1,273 @@
+// The memory of a KV cache: slots for requests, each with rows in address ranges that all slots
+// share. A slot's rows are a buffer, placed in the range of its kind; the ranges' addresses stay
+// for the cache's life. The four calls of vAttention (init, alloc_reqid, step, free_reqid; arXiv
+// 2405.04437) are the constructor, `alloc`, `step` and `free`.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/interval.h"
+#include "kv/prefix_index.h"
+#include "policy/page_pool.h"
+#include "tensor/buffer.h"
+#include "vmm/caller.h"
+
+namespace vtensor {
+
+// Rows that are alike: K and V of some layers, or heads of them.
+struct SlotKind {
+  std::size_t rows = 0;                  // of a slot; each grows with the slot's length
+  std::size_t item_bytes = 0;            // of one position in one row
+  std::size_t window = 0;                // positions that are kept behind the length; 0: all
+  std::vector<std::size_t> layers = {};  // of each row, the first layer that reads it
+};
+
+// Lengths and positions are those of a request: its tokens.
+struct SlotCacheShape {
+  std::size_t slots = 0;
+  std::size_t max_length = 0;
+  // What a kernel touches past the length lies in one tile with the last token, wherever tiles
+  // begin.
+  std::size_t tile = 1;
+  std::size_t lookahead = 0;  // positions kept ready behind the length, by the mapper
+  std::vector<SlotKind> kinds;
+};
+
+enum class SlotState : std::uint8_t { free, used, swapped };
+
+// Memory of the host, as long as it has a holder.
+using HostMemory = std::shared_ptr<std::byte>;
+// Gives so many bytes of it, which copies of the driver reach. Throws OutOfPages.
+using AllocateHost = std::function<HostMemory(std::size_t bytes)>;
+
+struct SlotCacheCounts {
+  PoolCounts pages;               // of this cache's slots
+  std::size_t distinct = 0;       // pages mapped, counted once
+  std::size_t shared = 0;         // of these, mapped in several slots or kept by an index
+  std::size_t lost = 0;           // slots given up after a driver call that could not be undone
+  std::size_t swapped_bytes = 0;  // of host memory, that swapped slots take
+  // Of the prefix index: units that it keeps, and has given up; tokens it was asked for, and had.
+  std::size_t prefix_units = 0, prefix_evictions = 0;
+  std::size_t prefix_queries = 0, prefix_hits = 0;
+};
+
+// One thread at a time. Where an operation throws, nothing has changed, unless it says otherwise.
+class SlotCache {
+ public:
+  // Reserves the addresses. Throws CapacityExceeded, DriverError.
+  SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape, const Caller& caller);
+  ~SlotCache();
+  SlotCache(const SlotCache&) = delete;
+  SlotCache& operator=(const SlotCache&) = delete;
+
+  const std::shared_ptr<PagePool>& pool() const { return pool_; }
+  const SlotCacheShape& shape() const { return shape_; }
+  // The buffer whose range a kind's rows lie in: row r of slot s at its row r * slots + s.
+  const std::shared_ptr<Buffer>& range(std::size_t kind) const { return kinds_[kind].range; }
+  std::span<const std::int64_t> lengths() const { return lengths_; }
+  SlotState state(std::size_t slot) const { return slots_[slot].state; }
+  // Positions of a swapped slot; of others, its length.
+  std::size_t length(std::size_t slot) const;
+
+  // A free slot of length 0: the one whose parked pages fit a request of `expected` positions best;
+  // where that is 0, the one with most. Throws NoFreeSlot, and TimedOut where none becomes ready.
+  std::size_t alloc(const Caller& caller, std::size_t expected);
+  // One that begins with what the index has of a request's tokens, but never all of them.
+  std::size_t alloc(const Caller& caller, std::span<const Token> tokens, const std::string& salt,
+                    std::size_t expected);
+  // Makes the first lengths[s] positions of each slot its own: mapped, and shared with nobody where
+  // they are new. All or nothing, in one batch of driver calls; none where the pages are ready.
+  // Where the driver refuses, pages that were shared may have been parted; nothing else has
+  // changed. Throws OutOfPages, InvalidArgument, CapacityExceeded.
+  void step(const Caller& caller, std::span<const std::int64_t> lengths);
+  // The same where no slot needs more than to be told. False, and nothing is done, where one does.
+  bool step_within(const Caller& caller, std::span<const std::int64_t> lengths);
+  // Its pages are parked for a later request, and go as soon as somebody needs them.
+  void free(const Caller& caller, std::size_t slot);
+  void truncate(const Caller& caller, std::size_t slot, std::size_t length);
+  // `n` free slots that share all pages of `slot`, guarded in all of them; with them what a kernel
+  // may touch behind the length.
+  std::vector<std::size_t> fork(const Caller& caller, std::size_t slot, std::size_t n);
+  // For each beam the slot that goes on with sources[i]: the source itself for the first that names
+  // it, a fork for others. Slots in `beams` that nobody goes on with are freed; before the forks
+  // are made, and for good, where there are no free slots for these besides.
+  std::vector<std::size_t> reorder(const Caller& caller, std::span<const std::size_t> beams,
+                                   std::span<const std::size_t> sources);
+  // Puts the whole units of `tokens`, which are the slot's first, into the index. Returns how many
+  // tokens it has of them.
+  std::size_t publish(const Caller& caller, std::size_t slot, std::span<const Token> tokens,
+                      const std::string& salt);
+  // Gives prefixes up that nobody uses, for an operation that found memory short for the n-th time;
+  // false where there are none.
+  bool evict(unsigned tries);
+  // Tokens of the smallest prefix that requests can share.
+  std::size_t unit() const { return prefixes_.unit(); }
+  // Parts what is shared behind `positions`.
+  void own(const Caller& caller, std::size_t slot, Interval positions);
+  // Moves slots to host memory, behind the work launched so far: pages go once they are copied.
+  // Those that share pages share them again afterwards, and are copied once.
+  void swap_out(const Caller& caller, std::span<const std::size_t> slots,
+                const AllocateHost& allocate);
+  // Gives a swapped slot pages again, at its addresses, and launches the copies, layer by layer.
+  void swap_in(const Caller& caller, std::size_t slot);
+  // A point behind the copies of a slot: those that `layer` waits for, or all; null where there are
+  // none.
+  FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
+  // Returns once a swapped slot has given its pages back. Requires: its copies are over.
+  void await_departure(const Caller& caller, std::size_t slot);
+  // The first position that is kept, of each kind.
+  const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
+  // Work in the caller's stream uses all slots in use. Requires: the stream lasts.
+  void use(const Caller& caller);
+  // Everything is freed; addresses go with the last view.
+  void close(const Caller& caller) noexcept;
+
+  SlotCacheCounts counts();
+  std::vector<PageRecord> pages(std::size_t slot, std::size_t kind);
+
+ private:
+  struct Kind {
+    SlotKind shape;
+    std::shared_ptr<Buffer> range;
+    RowShape rows;  // of one slot
+  };
+  // Host memory that copies may still use: let go once the fence has passed, which is made when the
+  // holder no longer needs it.
+  struct Held {
+    HostMemory memory;
+    std::size_t bytes = 0;
+    bool fenced = false;
+    FencePtr until = nullptr;
+  };
+  // Slots that were swapped out together and begin with the same pages.
+  struct SwapGroup {
+    std::size_t length = 0;   // positions whose pages are the same
+    std::list<Held> head;     // their bytes
+    std::size_t waiting = 0;  // slots that have not come back
+    Prefix pages;             // once the first slot has them again
+  };
+  struct Swapped {
+    std::size_t length = 0;
+    std::list<Held> memory;  // the bytes that it shares with no other
+    std::shared_ptr<SwapGroup> group;
+    FencePtr copied;
+  };
+  // Copies on their way in, in the order of the layers.
+  struct Arriving {
+    std::vector<std::size_t> layers;  // that read the first rows behind each fence
+    std::vector<FencePtr> fences;
+  };
+  struct Slot {
+    SlotState state = SlotState::free;
+    std::vector<std::shared_ptr<Buffer>> buffers;  // of each kind; null until first used
+    std::vector<std::size_t> begins;               // first position that is kept, of each kind
+    std::vector<Token> tokens;           // those that the index knows it by, from position 0 on
+    std::unique_ptr<Swapped> swapped;    // where it is
+    std::unique_ptr<Arriving> arriving;  // null once nothing is on its way
+  };
+  // Bytes of one row of a slot.
+  struct SlotBytes {
+    std::size_t layer;  // the first that reads them
+    Address at;
+    std::size_t bytes;
+  };
+
+  std::size_t page_of(const Kind& kind, std::size_t position) const {
+    return position * kind.shape.item_bytes / pool_->page_size();
+  }
+  // Positions behind a length that a kernel may touch.
+  std::size_t tail() const { return std::min(shape_.tile, shape_.max_length) - 1; }
+  Interval needed(std::size_t kind, std::size_t slot, std::size_t length) const;
+  std::size_t window_begin(const Kind& kind, std::size_t length) const;
+  bool find_due(std::span<const std::int64_t> lengths);
+  void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
+  void require_used(const Caller& caller, std::size_t slot) const;
+  void require_free(const Caller& caller, std::size_t n) const;
+  bool has_free(std::size_t n) const;
+  void require_arrived(const Caller& caller, std::size_t slot);
+  std::size_t count_free() const;
+  void expect_parting(std::size_t slot) { calm_[slot] = lengths_[slot]; }
+  void forget_heads(const Caller& caller, std::size_t slot);
+  void look_further(std::span<const std::size_t> slots);
+  std::size_t calm_of(std::size_t kind, std::size_t slot, std::size_t length) const;
+  bool grow_ready(const Caller& caller, std::span<const std::int64_t> lengths);
+  void grow(const Caller& caller, std::span<const std::int64_t> lengths);
+
+  // What a free slot can be used for now.
+  struct Fit {
+    bool ready = false;      // all of its places can be had
+    std::size_t parked = 0;  // positions behind parked pages
+    std::size_t before = 0;  // slots of the page table that are empty before these, in every kind
+  };
+  Fit fit(const Slot& slot) const;
+  using Ready = std::set<std::pair<std::size_t, std::size_t>>;
+  void admit_settled();
+  void list_ready(std::size_t slot, std::size_t parked);
+  bool confirm(Ready::iterator listed, Fit& seen);
+  std::optional<std::size_t> choose(std::size_t expected);
+  std::optional<std::size_t> choose_empty(std::span<const std::size_t> pages);
+  bool leaving() const;
+  std::exception_ptr refusal() const;
+  static bool is_lost(const Slot& slot);
+  static std::size_t parked_pages(const Slot& slot);
+  bool unpark_one();
+  template <typename Choose>
+  std::size_t take(const Caller& caller, Choose choose);
+  bool enter(const Caller& caller, std::size_t slot);
+  void leave(std::size_t slot) noexcept;
+  std::size_t take_empty(const Caller& caller, std::span<const std::size_t> pages);
+  std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length,
+                     const Slot* parent);
+
+  std::size_t alloc_prefix(const Caller& caller, std::span<const Prefix> prefix,
+                           std::size_t length);
+  std::vector<Prefix> offer(const Caller& caller, std::size_t slot,
+                            std::span<const std::size_t> bounds);
+  std::size_t covered(std::size_t position) const;
+
+  std::vector<SlotBytes> bytes_of(std::size_t slot, std::size_t length, std::size_t shared,
+                                  bool head) const;
+  std::shared_ptr<SwapGroup> group_of(std::span<const std::size_t> slots,
+                                      std::vector<bool>& members);
+  void order_copies(const Caller& caller, std::size_t slot);
+  void restore(const Caller& caller, std::size_t slot, const Prefix& prefix);
+  void share_again(const Caller& caller, std::size_t slot, SwapGroup& group) noexcept;
+  void leave_swap(Swapped& swapped) noexcept;
+  void await_arrival(const Caller& caller, std::size_t slot);
+  void settle_copies() noexcept;
+  void finish_copies() noexcept;
+
+  const std::shared_ptr<PagePool> pool_;
+  const SlotCacheShape shape_;
+  std::vector<Kind> kinds_;
+  std::vector<Slot> slots_;
+  std::vector<std::int64_t> lengths_;  // 0 where the slot is not in use
+  // Up to here a length needs no more than to be told: every page is there, ready, and its own.
+  std::vector<std::int64_t> calm_;
+  // Free slots: those whose places can be had, by their parked positions and number as last seen,
+  // and the others, until their pages have gone or are parked.
+  Ready ready_;
+  std::vector<std::size_t> listed_as_;  // parked positions, of each of these
+  std::vector<std::size_t> settling_;
+  std::size_t look_at_ = 0;       // in settling_, next
+  std::vector<std::size_t> due_;  // of one step; kept for its memory
+  Stream stream_ = 0;             // the last one whose work was said to use all slots
+  PrefixIndex prefixes_;
+  std::size_t prefix_queries_ = 0, prefix_hits_ = 0;
+  std::vector<std::size_t> arriving_;  // slots
+  std::list<Held> held_;               // by no slot any more
+};
+
+}  // namespace vtensor

@@ -1,0 +1,326 @@
+// Which free slot a new request gets: one whose parked pages fit, or one with nothing mapped where
+// shared pages are to go.
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "kv/slot_cache.h"
+
+namespace vtensor {
+
+namespace {
+
+constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
+
+}  // namespace
+
+// Whether `n` slots are free, those on their way out included.
+bool SlotCache::has_free(std::size_t n) const { return n <= ready_.size() || n <= count_free(); }
+
+std::size_t SlotCache::count_free() const {
+  const PoolLock lock(pool_);
+  const auto lost = std::count_if(settling_.begin(), settling_.end(),
+                                  [this](std::size_t slot) { return is_lost(slots_[slot]); });
+  return ready_.size() + settling_.size() - static_cast<std::size_t>(lost);
+}
+
+void SlotCache::require_free(const Caller& caller, std::size_t n) const {
+  if (has_free(n)) return;
+  throw NoFreeSlot("[" + std::string(caller.operation) + "] need " + std::to_string(n) +
+                   " free slots, " + std::to_string(count_free()) + " of " +
+                   std::to_string(slots_.size()) +
+                   " are: free(slot) one, or make the cache with a larger max_batch=");
+}
+
+// Requires: the pool's lock.
+SlotCache::Fit SlotCache::fit(const Slot& slot) const {
+  Fit fit{true, kAll, kAll};
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    const Buffer* buffer = slot.buffers[kind].get();
+    if (buffer == nullptr || buffer->vacant()) {
+      fit.parked = 0;
+      continue;
+    }
+    if (!buffer->adoptable()) return {};
+    const Interval parked = buffer->parked();
+    fit.before = std::min(fit.before, parked.begin);
+    const std::size_t end = parked.begin == 0 ? parked.end * pool_->page_size() : 0;
+    fit.parked = std::min(fit.parked, end / kinds_[kind].shape.item_bytes);
+  }
+  return fit;
+}
+
+// Moves freed slots to those that can be had, as far as their pages have come to rest. A slot moves
+// once, and few that cannot are looked at, so that this costs an alloc nothing that grows with the
+// slots. Requires: the pool's lock.
+void SlotCache::admit_settled() {
+  std::size_t looks = 8;
+  while (!settling_.empty() && looks != 0) {
+    std::size_t& at = settling_[look_at_ % settling_.size()];
+    const Fit seen = fit(slots_[at]);
+    if (!seen.ready) {
+      ++look_at_;
+      --looks;
+      continue;
+    }
+    list_ready(at, seen.parked);
+    at = settling_.back();
+    settling_.pop_back();
+  }
+}
+
+void SlotCache::list_ready(std::size_t slot, std::size_t parked) {
+  ready_.insert({parked, slot});
+  listed_as_[slot] = parked;
+}
+
+// Whether a ready slot is still as it was when it was listed; lists it anew where it is not: the
+// pool takes parked pages back. Requires: the pool's lock.
+bool SlotCache::confirm(Ready::iterator listed, Fit& seen) {
+  const auto [parked, slot] = *listed;
+  seen = fit(slots_[slot]);
+  if (seen.ready && seen.parked == parked) return true;
+  ready_.erase(listed);
+  if (seen.ready) {
+    list_ready(slot, seen.parked);
+  } else {
+    settling_.push_back(slot);
+  }
+  return false;
+}
+
+// The smallest that has enough, or else the largest; of those that are alike the first. Requires:
+// the pool's lock.
+std::optional<std::size_t> SlotCache::choose(std::size_t expected) {
+  admit_settled();
+  while (!ready_.empty()) {
+    auto found = expected == 0 ? ready_.end() : ready_.lower_bound({expected, 0});
+    if (found == ready_.end()) found = ready_.lower_bound({ready_.rbegin()->first, 0});
+    Fit seen;
+    if (confirm(found, seen)) return found->second;
+  }
+  return std::nullopt;
+}
+
+// One with nothing mapped below `pages` of each kind. Those with the fewest parked pages come
+// first; where a slot has some from its beginning on, so have all behind it. Requires: the pool's
+// lock.
+std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> pages) {
+  const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
+  admit_settled();
+  for (auto listed = ready_.begin(); listed != ready_.end();) {
+    Fit seen;
+    if (!confirm(listed, seen)) {
+      listed = ready_.begin();
+      continue;
+    }
+    if (seen.before >= most) return listed->second;
+    if (seen.parked != 0) break;
+    ++listed;
+  }
+  return std::nullopt;
+}
+
+// Whether pages of some free slot are on their way out, as far as the driver lets them go.
+// Requires: the pool's lock.
+bool SlotCache::leaving() const {
+  return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t at) {
+    const Slot& slot = slots_[at];
+    if (is_lost(slot) || fit(slot).ready) return false;
+    return std::none_of(slot.buffers.begin(), slot.buffers.end(),
+                        [](const auto& buffer) { return buffer && buffer->refusal(); });
+  });
+}
+
+// Why the pages of some free slot stay. Requires: the pool's lock.
+std::exception_ptr SlotCache::refusal() const {
+  for (const Slot& slot : slots_) {
+    if (slot.state != SlotState::free) continue;
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+      if (buffer && buffer->refusal()) return buffer->refusal();
+    }
+  }
+  return nullptr;
+}
+
+// Whether places of the slot can never be used again. Requires: the pool's lock.
+bool SlotCache::is_lost(const Slot& slot) {
+  return std::any_of(slot.buffers.begin(), slot.buffers.end(), [](const auto& buffer) {
+    return buffer && buffer->range().quarantined() != 0;
+  });
+}
+
+// Requires: the pool's lock.
+std::size_t SlotCache::parked_pages(const Slot& slot) {
+  std::size_t pages = 0;
+  for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+    if (buffer && !buffer->parked().empty())
+      pages += buffer->parked().size() * buffer->shape().rows;
+  }
+  return pages;
+}
+
+// Has the free slot with the fewest parked positions give them back. False where none has any.
+// Requires: the pool's lock.
+bool SlotCache::unpark_one() {
+  const auto fewest = std::find_if(ready_.begin(), ready_.end(), [this](const auto& listed) {
+    return parked_pages(slots_[listed.second]) != 0;
+  });
+  if (fewest == ready_.end()) return false;
+  for (const std::shared_ptr<Buffer>& buffer : slots_[fewest->second].buffers) {
+    if (buffer && !buffer->parked().empty()) buffer->unpark();
+  }
+  return true;
+}
+
+// The slot that `choose` names, taken; waits for one where all that are free are on their way out.
+template <typename Choose>
+std::size_t SlotCache::take(const Caller& caller, Choose choose) {
+  require_free(caller, 1);
+  for (;;) {
+    std::optional<std::size_t> slot;
+    {
+      PoolLock lock(pool_);
+      pool_->reap();
+      slot = choose();
+      if (!slot) {
+        pool_->await(lock, caller.operation, "the work that used the pages of a freed slot", [&] {
+          static_cast<void>(pool_->settle_all(lock));
+          slot = choose();
+          if (slot || leaving()) return slot.has_value();
+          if (const std::exception_ptr refused = refusal()) std::rethrow_exception(refused);
+          return false;
+        });
+      }
+    }
+    if (slot && enter(caller, *slot)) return *slot;
+  }
+}
+
+// Makes a free slot one in use: adopts what is parked, and takes its places where nothing is.
+// False where that has changed meanwhile.
+bool SlotCache::enter(const Caller& caller, std::size_t slot) {
+  std::vector<std::shared_ptr<Buffer>>& buffers = slots_[slot].buffers;
+  std::size_t entered = 0;
+  const auto undo = [&] {
+    for (std::size_t kind = 0; kind < entered; ++kind) buffers[kind]->abandon();
+  };
+  try {
+    for (; entered < kinds_.size(); ++entered) {
+      const Kind& kind = kinds_[entered];
+      std::shared_ptr<Buffer>& buffer = buffers[entered];
+      if (buffer && buffer->adopt_parked(caller)) continue;
+      bool vacant = !buffer;
+      if (buffer) {
+        const PoolLock lock(pool_);
+        vacant = buffer->vacant();
+      }
+      if (!vacant) {
+        undo();
+        return false;
+      }
+      buffer = Buffer::place(kind.range, kind.range->range().address(slot, 0), kind.rows, caller);
+    }
+  } catch (...) {
+    undo();
+    throw;
+  }
+  slots_[slot].state = SlotState::used;
+  ready_.erase({listed_as_[slot], slot});
+  return true;
+}
+
+std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
+  const std::size_t slot = take(caller, [&] { return choose(expected); });
+  look_further({&slot, 1});
+  return slot;
+}
+
+std::size_t SlotCache::alloc_prefix(const Caller& caller, std::span<const Prefix> prefix,
+                                    std::size_t length) {
+  const std::size_t slot = accept(caller, prefix, length, nullptr);
+  look_further({&slot, 1});
+  return slot;
+}
+
+std::size_t SlotCache::take_empty(const Caller& caller, std::span<const std::size_t> pages) {
+  return take(caller, [&]() -> std::optional<std::size_t> {
+    for (;;) {
+      const auto slot = choose_empty(pages);
+      if (slot || leaving() || !unpark_one()) return slot;
+    }
+  });
+}
+
+// A free slot with the pages of `parts`: positions from 0 on, or those that a parent has.
+std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
+                              std::size_t length, const Slot* parent) {
+  std::vector<std::size_t> pages(kinds_.size());
+  std::vector<std::vector<std::shared_ptr<Shelf>>> shelves(kinds_.size());
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    for (const Prefix& part : parts) {
+      if (part.at(kind)->slots().empty()) continue;
+      shelves[kind].push_back(part[kind]);
+      pages[kind] = part[kind]->slots().end;
+    }
+  }
+  std::vector<Token> tokens = parent ? parent->tokens : std::vector<Token>();
+  const std::size_t slot = take_empty(caller, pages);
+  try {
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      if (shelves[kind].empty()) continue;
+      const Interval positions = parent ? parent->buffers[kind]->positions() : Interval{0, length};
+      slots_[slot].buffers[kind]->accept(caller, positions, shelves[kind]);
+    }
+  } catch (...) {
+    leave(slot);
+    throw;
+  }
+  if (parent) {
+    slots_[slot].begins = parent->begins;
+    slots_[slot].tokens = std::move(tokens);
+  }
+  lengths_[slot] = static_cast<std::int64_t>(length);
+  return slot;
+}
+
+SlotCacheCounts SlotCache::counts() {
+  SlotCacheCounts counts;
+  const PoolLock lock(pool_);
+  pool_->reap();
+  std::unordered_set<const Page*> seen;
+  for (const Slot& slot : slots_) {
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+      if (!buffer) continue;
+      buffer->add_to(counts.pages);
+      counts.shared += buffer->range().add_pages(seen);
+    }
+    counts.lost += is_lost(slot);
+  }
+  counts.distinct = seen.size();
+  std::unordered_set<const SwapGroup*> groups;
+  for (const Slot& slot : slots_) {
+    if (slot.swapped == nullptr) continue;
+    for (const Held& held : slot.swapped->memory) counts.swapped_bytes += held.bytes;
+    const SwapGroup* const group = slot.swapped->group.get();
+    if (group == nullptr || !groups.insert(group).second) continue;
+    for (const Held& held : group->head) counts.swapped_bytes += held.bytes;
+  }
+  counts.prefix_units = prefixes_.size();
+  counts.prefix_evictions = prefixes_.evictions();
+  counts.prefix_queries = prefix_queries_;
+  counts.prefix_hits = prefix_hits_;
+  counts.pages.budget_pages = pool_->store().budget();
+  return counts;
+}
+
+std::vector<PageRecord> SlotCache::pages(std::size_t slot, std::size_t kind) {
+  const std::shared_ptr<Buffer>& buffer = slots_.at(slot).buffers.at(kind);
+  return buffer ? buffer->pages() : std::vector<PageRecord>();
+}
+
+}  // namespace vtensor

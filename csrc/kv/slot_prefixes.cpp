@@ -1,0 +1,105 @@
+// What requests share with those before them: pages that the prefix index keeps.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+#include "kv/slot_cache.h"
+
+namespace vtensor {
+
+std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens,
+                             const std::string& salt, std::size_t expected) {
+  const std::size_t most = tokens.empty() ? 0 : (tokens.size() - 1) / unit();
+  std::vector<Prefix> found = prefixes_.take(tokens, salt, most);
+  const std::size_t length = covered(found.size() * unit());
+  // Where a position takes several pages, the last unit may hold no whole one.
+  while (!found.empty() && covered((found.size() - 1) * unit()) == length) found.pop_back();
+  std::vector<Token> shared(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(length));
+  const std::size_t slot = length == 0 ? alloc(caller, std::max(expected, tokens.size()))
+                                       : alloc_prefix(caller, found, length);
+  slots_[slot].tokens = std::move(shared);
+  prefix_queries_ += tokens.size();
+  prefix_hits_ += length;
+  return slot;
+}
+
+std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
+                               std::span<const Token> tokens, const std::string& salt) {
+  require_used(caller, slot);
+  const std::string operation = "[" + std::string(caller.operation) + "] ";
+  if (tokens.size() > static_cast<std::size_t>(lengths_[slot])) {
+    throw InvalidArgument(operation + std::to_string(tokens.size()) + " tokens were given, slot " +
+                          std::to_string(slot) + " has " + std::to_string(lengths_[slot]) +
+                          ": give those whose K and V are in it");
+  }
+  std::vector<Token>& before = slots_[slot].tokens;
+  const std::size_t same = std::min(before.size(), tokens.size());
+  if (!std::equal(before.begin(), before.begin() + static_cast<std::ptrdiff_t>(same),
+                  tokens.begin())) {
+    throw InvalidArgument(operation + "the tokens disagree with those that slot " +
+                          std::to_string(slot) + " was given for its first " +
+                          std::to_string(before.size()) + ": name the tokens whose K and V it has");
+  }
+  const std::size_t known = prefixes_.known(tokens, salt);
+  const std::size_t units = std::max(known, tokens.size() / unit());
+  std::vector<std::size_t> bounds;
+  for (std::size_t i = known; i <= units; ++i) bounds.push_back(i * unit());
+  const std::size_t published = units * unit();
+  std::vector<Token> after(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(published));
+  prefixes_.add(tokens, salt, known, offer(caller, slot, bounds));
+  if (published > before.size()) before = std::move(after);
+  return published;
+}
+
+bool SlotCache::evict(unsigned tries) {
+  std::size_t rows = 0;
+  for (const Kind& kind : kinds_) rows += kind.shape.rows;
+  return prefixes_.evict(rows << std::min(tries, 10U)) != 0;
+}
+
+// The positions below are wholly in the pages that are offered of [0, position).
+std::size_t SlotCache::covered(std::size_t position) const {
+  std::size_t covered = position;
+  for (const Kind& kind : kinds_) {
+    covered =
+        std::min(covered, page_of(kind, position) * pool_->page_size() / kind.shape.item_bytes);
+  }
+  return covered;
+}
+
+// The whole pages of the positions between neighbouring `bounds`, which ascend from a multiple of
+// the unit on, to be mapped by later requests.
+std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
+                                     std::span<const std::size_t> bounds) {
+  require_used(caller, slot);
+  if (bounds.size() < 2) return {};
+  if (bounds.back() > static_cast<std::size_t>(lengths_[slot])) {
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
+                          " has " + std::to_string(lengths_[slot]) + " tokens, " +
+                          std::to_string(bounds.back()) +
+                          " were named: publish no more than it has");
+  }
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    if (slots_[slot].begins[kind] == 0) continue;
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
+                          " has layers with a window of " +
+                          std::to_string(kinds_[kind].shape.window) +
+                          " that gave their first pages back: publish before it is " +
+                          std::to_string(kinds_[kind].shape.window) + " tokens long");
+  }
+  await_arrival(caller, slot);
+  expect_parting(slot);
+  std::vector<Prefix> parts(bounds.size() - 1);
+  std::vector<Interval> pages(parts.size());
+  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+    for (std::size_t i = 0; i < parts.size(); ++i)
+      pages[i] = {page_of(kinds_[kind], bounds[i]), page_of(kinds_[kind], bounds[i + 1])};
+    const auto shelves = slots_[slot].buffers[kind]->offer(caller, pages);
+    for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(shelves[i]);
+  }
+  look_further({&slot, 1});
+  return parts;
+}
+
+}  // namespace vtensor

@@ -1,0 +1,119 @@
+// What a pool asks of whatever holds its pages: the rows of a tensor, the slots of a cache. The
+// pool keeps lists of its clients, and its worker does their work for them; neither knows what they
+// are.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "base/interval.h"
+#include "policy/roster.h"
+#include "vmm/pool_lock.h"
+#include "vmm/reservation.h"
+#include "vmm/row_shape.h"
+
+namespace vtensor {
+
+class PagePool;
+struct Generation;
+struct PoolCounts;
+
+// All of it requires the pool's lock, but what is said to need none.
+class Client : public std::enable_shared_from_this<Client> {
+ public:
+  Client() = default;
+  virtual ~Client() = default;
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  // Need no lock.
+  virtual const std::shared_ptr<PagePool>& pool() const = 0;
+  virtual const RowShape& shape() const = 0;
+  virtual Reservation& range() = 0;
+  // Whether it lies in the range of another, which bounds what it may keep.
+  virtual bool placed() const = 0;
+
+  // Its places on the pool's lists, which are the pool's affair.
+  struct Places {
+    Roster::Place unsettled, wanting, parked, parked_alike, unclean;
+  };
+  Places places;
+
+  // -- ends
+
+  // One of its generations has ended; the owner has left.
+  virtual void forget(const Generation* generation) noexcept = 0;
+  virtual void leave() noexcept = 0;
+
+  // -- what is given back
+
+  // Has what nothing needs any more given back: now, or as soon as it may be.
+  virtual void give_back_unused() noexcept = 0;
+  // Unmaps what nothing needs, if its fences have passed, and frees the range after the owner has
+  // left. False if something is left to do; `refusal` says then what the driver refused, if it did.
+  // Lets the lock go meanwhile, unless it is null: for a deleter, which cannot.
+  virtual bool settle(PoolLock* lock) noexcept = 0;
+  virtual const std::exception_ptr& refusal() const = 0;
+  // Mapped pages that go in a while, or at most so many; none if their unmapping was refused.
+  virtual std::size_t pages_leaving() const = 0;
+  // Gives up what is ready ahead of need; returns the number of pages.
+  virtual std::size_t drop_ahead() = 0;
+
+  // -- parking
+
+  // Whether it is parked, and nothing else of it is mapped: what is on its way out would come back
+  // as the next owner's (I7).
+  virtual bool adoptable() const = 0;
+  virtual std::chrono::steady_clock::time_point parked_at() const = 0;
+  // Parked pages are to go; `aged`: because they were parked for as long as the pool keeps memory.
+  virtual void unpark(bool aged = false) = 0;
+  // Whether some of them may still have to be zeroed.
+  virtual bool to_clean() const = 0;
+
+  // -- the worker's tasks: claimed, carried out without the lock, and entered. It is busy in
+  // between.
+
+  // Not for the worker to touch: another thread is at it, or waits to be.
+  virtual bool busy() const = 0;
+
+  // Maps up to `pages` of the pages that it wants ahead. False if nothing is left to do, or to do
+  // it with.
+  virtual bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) = 0;
+  virtual void enter_ahead(Reservation::Arrival& arrival) = 0;
+  // Pages that it wants and has not.
+  virtual std::size_t missing_ahead() const = 0;
+  virtual bool wants() const = 0;
+
+  // Slots on their way out.
+  struct Departure : Reservation::Departure {
+    std::vector<Interval> slots;
+  };
+  enum class Claim : std::uint8_t { claimed, waits, refused, done };
+  // Unmaps about `pages` pages of what is to go.
+  virtual Claim claim_back(Departure& departure, std::size_t pages) noexcept = 0;
+  virtual void enter_back(Departure& departure) = 0;
+
+  // Zeroes up to `pages` parked pages, once the last owner's work is done.
+  virtual bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) = 0;
+  virtual FencePtr clean(std::span<const Reservation::Run> runs) = 0;
+  virtual void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
+                              std::exception_ptr error) = 0;
+
+  // -- reports
+
+  // What the worker met for it, once.
+  virtual std::exception_ptr take_error() = 0;
+  // Guards every page for a child about to be forked, and adds them to `seen`.
+  virtual void guard_for_child(std::vector<Page*>& seen) noexcept = 0;
+  virtual void add_to(PoolCounts& counts) const = 0;
+  // Throws an Error that names the violated invariant.
+  virtual void check(std::unordered_map<const Page*, PageUse>& uses) const = 0;
+};
+
+}  // namespace vtensor

@@ -1,0 +1,49 @@
+// fork(2) as a fork of every tensor (I13). The child's mappings are private, but a private mapping
+// of a memfd shows the parent's later writes where the child has not written yet. So before the
+// fork the parent's pages are guarded as well, and count a reference for the child until it is
+// gone: nobody writes to them, and nobody else gets them.
+//
+// A child is gone when the write end of a pipe that it inherits is closed: by its exit, or by exec.
+#pragma once
+
+#include <vector>
+
+#include "vmm/page.h"
+
+namespace vtensor {
+
+class PagePool;
+
+// Pages that forked children still see.
+class LentPages {
+ public:
+  LentPages() = default;
+  ~LentPages();
+  LentPages(const LentPages&) = delete;
+  LentPages& operator=(const LentPages&) = delete;
+
+  bool empty() const { return loans_.empty(); }
+  std::size_t size() const;
+  // Before fork(2). Where the process has no file descriptor left, nothing tells when the child is
+  // gone: the pages are lent for good.
+  void lend(std::vector<Page*> pages);
+  // After fork(2), in the parent: the child alone holds the write end now.
+  void seal();
+  // One page whose child is gone, or null.
+  Page* take_back() noexcept;
+
+ private:
+  struct Loan {
+    int read_end;   // -1 where there is no pipe
+    int write_end;  // -1 once sealed
+    std::vector<Page*> pages;
+  };
+  std::vector<Loan> loans_;
+};
+
+// Has `pool` take part in every fork(2) until `leave_forks`. To be called after its driver was
+// made, because handlers run in reverse order before a fork.
+void join_forks(PagePool* pool);
+void leave_forks(PagePool* pool);
+
+}  // namespace vtensor

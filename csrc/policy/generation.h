@@ -1,0 +1,57 @@
+// An immutable, published extent of mapped pages. A torch storage over it keeps it alive; the pool
+// hears of its end from whatever thread drops that storage, and in the same way of the end of a
+// client's owner.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "base/interval.h"
+#include "policy/coverage.h"
+
+namespace vtensor {
+
+class Client;
+
+struct Generation {
+  std::shared_ptr<Client> client;
+  Interval slots;              // the same in every row
+  std::size_t place = 0;       // among those of its client
+  bool is_owner = false;       // stands for the owner, not for a storage
+  Generation* next = nullptr;  // in the pool's list of ended generations
+};
+
+// The generations of one client that have not ended, in any order.
+class Generations {
+ public:
+  bool empty() const { return all_.empty(); }
+  auto begin() const { return all_.begin(); }
+  auto end() const { return all_.end(); }
+  // Which slots any of them covers.
+  const Coverage& covered() const { return covered_; }
+
+  // Throws std::bad_alloc; nothing is changed then.
+  void add(Generation* generation) {
+    generation->place = all_.size();
+    all_.push_back(generation);
+    try {
+      covered_.add(generation->slots);
+    } catch (...) {
+      all_.pop_back();
+      throw;
+    }
+  }
+  void remove(const Generation* generation) noexcept {
+    all_[generation->place] = all_.back();
+    all_.back()->place = generation->place;
+    all_.pop_back();
+    covered_.remove(generation->slots);
+  }
+
+ private:
+  std::vector<Generation*> all_;
+  Coverage covered_;
+};
+
+}  // namespace vtensor

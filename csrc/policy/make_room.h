@@ -1,0 +1,77 @@
+// The one ladder that finds memory. What goes first, second and last, and when to give up:
+//
+//   1  what waits to be unmapped, if its fences have passed
+//   2  parked clients, the oldest first
+//   3  what is ready ahead of need
+//   4  waiting, for the device and for calls of other threads, as long as that may suffice
+//
+// find pages within the budget and beside the reserve. If the driver refuses all the same,
+//
+//   5  1 and 2, or without device memory 1 to 3, of the whole pool, and what the caller's framework
+//      caches; then the operation is tried once more
+//   6  what the caller itself keeps for later, a part a try
+//
+// and then the refusal is raised.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+
+#include "base/errors.h"
+#include "vmm/caller.h"
+#include "vmm/pool_lock.h"
+
+namespace vtensor {
+
+class PagePool;
+
+class MakeRoom {
+ public:
+  explicit MakeRoom(PagePool& pool) : pool_(pool) {}
+
+  // Rungs 1 to 4. They require the lock, and let it go to wait and to make memory. True where they
+  // did: others may have taken pages, or given some back.
+
+  // Returns with `pages` pages free, not counting `parted` pages that the kernel parted and that
+  // these are to replace. Throws OutOfPages, ReserveReached.
+  bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t parted);
+  // The same, with their memory made if the driver takes long for that. Throws DeviceOutOfMemory
+  // too.
+  bool ready(PoolLock& lock, const char* operation, std::size_t pages, std::size_t parted = 0);
+  // Returns with at most `pages` pages in use or kept. Throws OutOfPages, of `bytes` asked for.
+  void shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes);
+
+  // Rung 5 takes the lock. `spare`: also what is ready ahead. False if there was nothing.
+  bool give_all_back(bool spare) noexcept;
+
+ private:
+  using Time = std::chrono::steady_clock::time_point;
+
+  std::size_t free_pages(std::size_t pages, std::size_t parted);
+  // Rungs 2 and 3: one client's; false if there is none.
+  bool give_up_spare(PoolLock& lock);
+  // One step of rungs 1 to 4 for a request of that time; false if nothing is left that would make
+  // up for `missing` pages.
+  bool take_back(PoolLock& lock, Time since, std::size_t missing);
+
+  PagePool& pool_;
+};
+
+// What a caller of the core does beside it.
+struct Outside {
+  // Runs what makes driver calls or waits: without the locks that the caller holds.
+  std::function<void(const std::function<void()>& body)> run;
+  // Has its framework give its cache of device memory back; false if it cannot now.
+  std::function<bool()> empty_cache;
+  // Gives up a part of what it keeps for later, at the n-th try; false if there is nothing. May be
+  // empty.
+  std::function<bool(unsigned tries)> give_up = {};
+};
+
+// Runs `body`, which makes driver calls, with all rungs. No lock that the mapper or a deleter takes
+// is held meanwhile (I11).
+void with_memory(PagePool& pool, const Caller& caller, const Outside& outside,
+                 const std::function<void()>& body);
+
+}  // namespace vtensor

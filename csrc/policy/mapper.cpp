@@ -1,0 +1,332 @@
+#include "policy/mapper.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <new>
+#include <optional>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "base/process.h"
+#include "base/signals.h"
+#include "base/trace.h"
+#include "policy/client.h"
+#include "policy/page_pool.h"
+
+namespace vtensor {
+
+namespace {
+
+// What is mapped, zeroed or unmapped between two looks at the lists: a caller who overtakes the
+// mapper waits for no more than this. Memory that is populated takes time by the byte, what a
+// device does in its own time by the call. Unmapping ends with the first call that is over after so
+// long, because calls may wait for what runs on the device.
+constexpr std::size_t kStepBytes = std::size_t{1} << 20;
+constexpr std::size_t kStepPages = 32;
+constexpr std::chrono::nanoseconds kStepTime = std::chrono::milliseconds(1);
+constexpr std::chrono::nanoseconds kShortestPause = std::chrono::microseconds(20);
+constexpr std::chrono::nanoseconds kLongestPause = std::chrono::milliseconds(1);
+constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
+
+}  // namespace
+
+void Mapper::start(std::weak_ptr<PagePool> pool) {
+  auto signal = std::make_shared<Signal>();
+  try {
+    const SignalsBlocked blocked;
+    thread_ =
+        std::make_unique<std::thread>([pool = std::move(pool), signal] { run(pool, signal); });
+  } catch (const std::system_error& error) {
+    throw DriverError("pthread_create", error.code().value(), "EAGAIN",
+                      "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the "
+                      "process's limits (ulimit -u, ulimit -v), or make the pool with ahead=0");
+  }
+  signal_ = std::move(signal);
+  running_.store(true, std::memory_order_release);
+}
+
+void Mapper::Signal::wake() noexcept {
+  if (woken.exchange(true, std::memory_order_acq_rel)) return;
+  {
+    const std::lock_guard lock(mutex);
+  }  // it is asleep, or has not looked yet
+  changed.notify_one();
+}
+
+void Mapper::wake() noexcept {
+  if (running()) signal_->wake();
+}
+
+void Mapper::stop() noexcept {
+  if (!thread_) return;
+  if (in_forked_child.load(std::memory_order_relaxed)) {
+    [[maybe_unused]] const std::thread* const parents = thread_.release();
+    return;
+  }
+  {
+    const std::lock_guard lock(signal_->mutex);
+    signal_->stopping.store(true, std::memory_order_release);
+  }
+  signal_->changed.notify_one();
+  if (thread_->get_id() == std::this_thread::get_id()) {
+    thread_->detach();
+  } else {
+    thread_->join();
+  }
+  thread_.reset();
+  running_.store(false, std::memory_order_release);
+}
+
+void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Signal>& signal) {
+  thread_role = ThreadRole::mapper;
+  pthread_setname_np(pthread_self(), "vtensor-mapper");
+  bool entered = false;
+  std::chrono::nanoseconds pause = kShortestPause;
+  std::chrono::nanoseconds retry = kLongestPause;
+  while (!signal->stopping.load(std::memory_order_acquire)) {
+    Time next;
+    {
+      const std::lock_guard at_work(signal->at_work);
+      const std::shared_ptr<PagePool> pool = weak.lock();
+      if (!pool) return;
+      signal->woken.exchange(false, std::memory_order_acq_rel);
+      try {
+        if (!entered) enter(pool);
+        entered = true;
+        next = serve(pool, *signal, pause);
+        retry = kLongestPause;
+      } catch (const std::exception&) {  // refused, or no memory
+        if (!entered) retry = kRetryPause;
+        next = pool->retired() ? Time::max() : std::chrono::steady_clock::now() + retry;
+        retry = std::min(2 * retry, kRetryPause);
+      }
+    }  // the pool may end here, in this thread
+    std::unique_lock lock(signal->mutex);
+    const auto called = [&signal] {
+      return signal->woken.load(std::memory_order_acquire) ||
+             signal->stopping.load(std::memory_order_acquire);
+    };
+    if (next == Time::max()) {
+      signal->changed.wait(lock, called);
+    } else {
+      signal->changed.wait_until(lock, next, called);
+    }
+  }
+}
+
+// Makes the thread one that may call the driver. What refuses it is raised by whoever waits for us.
+void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
+  std::exception_ptr error;
+  try {
+    pool->driver().enter_worker();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const PoolLock lock(pool);
+  pool->mapper_error_ = error;
+  pool->changed();
+  if (error) std::rethrow_exception(error);
+}
+
+// What is done between two looks at the lists: claimed with the lock, carried out without it, and
+// entered with it again. Of one kind at a time, for as many tensors as there is room for; but on a
+// device, where each call may wait, pages are mapped for one.
+class Mapper::Step {
+ public:
+  explicit Step(PagePool& pool)
+      : pool_(pool),
+        most_(
+            std::max(pool.traits().asynchronous ? kStepPages : 1, kStepBytes / pool.page_size())) {}
+
+  // Something waits for the device, or for a caller's operation.
+  bool waits() const { return waits_; }
+  // The driver refused something that is tried again later.
+  bool refused() const { return refused_; }
+
+  bool claim_ahead(PoolLock& lock) {
+    pool_.untold_ = false;
+    if (pool_.wanting_.empty()) return false;
+    std::size_t pages = std::min(most_, pool_.store().spare());
+    make_ready(lock, pages);
+    pages = std::min(pages, pool_.store().spare());  // others may have taken some meanwhile
+    ahead_.reserve(pool_.wanting_.size());
+    for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
+      const std::shared_ptr<Client> client = *at++;
+      if (client->busy() || (pages == 0 && !ahead_.empty())) {
+        waits_ |= client->busy();
+        continue;
+      }
+      Ahead job{client, {}};
+      if (!client->claim_ahead(job.arrival, pages)) {
+        pool_.wanting_.remove(*client);
+        continue;
+      }
+      pages -= job.arrival.pages.size();
+      ahead_.push_back(std::move(job));
+      if (pool_.traits().asynchronous) break;
+    }
+    return !ahead_.empty();
+  }
+
+  bool claim_back() {
+    const std::size_t most = 8 * most_;  // memory is not touched for it
+    std::size_t pages = 0;
+    back_.reserve(pool_.unsettled_.size());
+    for (auto at = pool_.unsettled_.begin(); at != pool_.unsettled_.end() && pages < most;) {
+      const std::shared_ptr<Client> client = *at++;
+      Back job{client, {}};
+      switch (client->claim_back(job.departure, most - pages)) {
+        case Client::Claim::done:
+          pool_.unsettled_.remove(client->places.unsettled);
+          break;
+        case Client::Claim::claimed:
+          pages += job.departure.handles.size();
+          back_.push_back(std::move(job));
+          break;
+        case Client::Claim::waits:
+          waits_ = true;
+          break;
+        case Client::Claim::refused:
+          refused_ = true;
+          break;
+      }
+    }
+    return !back_.empty();
+  }
+
+  bool claim_cleaning() {
+    if (pool_.options_.zero == ZeroPolicy::never) return false;
+    for (auto at = pool_.parked_.unclean.begin(); at != pool_.parked_.unclean.end();) {
+      const std::shared_ptr<Client> client = *at++;
+      Cleaning job{client, {}, nullptr, nullptr};
+      if (client->claim_cleaning(job.runs, most_)) {
+        cleaning_ = std::move(job);
+        return true;
+      }
+      if (client->to_clean()) {
+        waits_ = true;
+      } else {
+        pool_.parked_.unclean.remove(client->places.unclean);
+      }
+    }
+    return false;
+  }
+
+  void carry_out() noexcept {
+    const Stream side = pool_.driver().side_stream();
+    for (Ahead& job : ahead_) {
+      const Reservation::Arriving one{&job.client->range(), &job.arrival};
+      Reservation::carry_out({&one, 1}, side, true);
+    }
+    const auto until = std::chrono::steady_clock::now() + kStepTime;
+    for (Back& job : back_) {
+      job.client->range().carry_out(job.departure, until);
+      if (std::chrono::steady_clock::now() >= until) break;  // the others are claimed again
+    }
+    if (!cleaning_) return;
+    try {
+      cleaning_->zeroed = cleaning_->client->clean(cleaning_->runs);
+    } catch (...) {
+      cleaning_->error = std::current_exception();
+    }
+  }
+
+  void enter() {
+    for (Ahead& job : ahead_) {
+      job.client->enter_ahead(job.arrival);
+      job.client->wants() ? pool_.wanting_.requeue(*job.client)
+                          : pool_.wanting_.served(*job.client);
+    }
+    for (Back& job : back_) {
+      job.client->enter_back(job.departure);
+      if (!job.departure.error)
+        job.client->give_back_unused();  // the owner may have left meanwhile
+    }
+    if (cleaning_)
+      cleaning_->client->enter_cleaning(cleaning_->runs, std::move(cleaning_->zeroed),
+                                        cleaning_->error);
+  }
+
+ private:
+  struct Ahead {
+    std::shared_ptr<Client> client;
+    Reservation::Arrival arrival;
+  };
+  struct Back {
+    std::shared_ptr<Client> client;
+    Client::Departure departure;
+  };
+  struct Cleaning {
+    std::shared_ptr<Client> client;
+    std::vector<Reservation::Run> runs;
+    FencePtr zeroed;
+    std::exception_ptr error;
+  };
+
+  // Has handles made in one go, where the driver takes long for them.
+  void make_ready(PoolLock& lock, std::size_t pages) {
+    std::size_t wanted = 0;
+    for (const std::shared_ptr<Client>& client : pool_.wanting_) {
+      if (wanted >= pages) break;
+      wanted += client->missing_ahead();
+    }
+    try {
+      pool_.store().make_ready(lock, std::min(wanted, pages));
+    } catch (...) {
+      // Taking the pages meets it again, for the tensor that wants them.
+    }
+  }
+
+  PagePool& pool_;
+  const std::size_t most_;
+  bool waits_ = false;
+  bool refused_ = false;
+  std::vector<Ahead> ahead_;
+  std::vector<Back> back_;
+  std::optional<Cleaning> cleaning_;
+};
+
+Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& signal,
+                           std::chrono::nanoseconds& pause) {
+  PoolLock lock(pool);
+  Time next = Time::max();
+  for (bool back_first = false; !signal.stopping.load(std::memory_order_acquire);
+       back_first = !back_first) {
+    while (pool->quiet_wanted_ != 0 && !signal.stopping.load(std::memory_order_acquire))
+      pool->wait_changed(lock, std::chrono::steady_clock::now() + kLongestPause);
+    pool->reap();
+    Step step(*pool);
+    const bool claimed = (back_first && step.claim_back()) || step.claim_ahead(lock) ||
+                         (!back_first && step.claim_back()) || step.claim_cleaning();
+    if (!claimed) {
+      next = pool->tend(lock);
+      if (next <= std::chrono::steady_clock::now()) {
+        lock.let_go();  // others come in between
+        lock.take_again();
+        continue;
+      }
+      if (step.refused() && !pool->retired())
+        next = std::min(next, std::chrono::steady_clock::now() + kRetryPause);
+      if (!step.waits()) {
+        pause = kShortestPause;
+      } else {
+        next = std::min(next, std::chrono::steady_clock::now() + pause);
+        pause = std::min(2 * pause, kLongestPause);
+      }
+      break;
+    }
+    pause = kShortestPause;
+    {
+      const Unlocked unlocked(lock);
+      step.carry_out();
+    }
+    step.enter();
+  }
+  pool->changed();
+  return next;
+}
+
+}  // namespace vtensor

@@ -1,0 +1,400 @@
+#include "policy/page_pool.h"
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "base/process.h"
+#include "base/trace.h"
+#include "policy/client.h"
+#include "policy/make_room.h"
+
+namespace vtensor {
+
+using std::chrono::steady_clock;
+
+namespace {
+
+// How long a wait sleeps before it looks at what nobody may have told it.
+constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
+// Who needs quiet waits for no more than so many pages to be released.
+constexpr std::size_t kReleasedAtOnce = 32;
+
+}  // namespace
+
+std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
+                                           const PoolOptions& options) {
+  std::shared_ptr<PagePool> pool = enlist(std::move(driver), options);
+  if (pool->traits().parts_on_write) join_forks(pool.get());
+  // Now, and not when memory or mappings are short: a thread that cannot have its own ends the
+  // process.
+  if (pool->looks_ahead() || options.low != 0) pool->ensure_mapper();
+  return pool;
+}
+
+PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options)
+    : driver_(std::move(driver)),
+      options_(options),
+      store_(*driver_, options, [this] { call_mapper(); }) {}
+
+PagePool::~PagePool() {
+  // Buffers and generations hold the pool, so none is left; only kept memory is.
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  mapper_.stop();
+  if (traits().parts_on_write) leave_forks(this);
+  try {
+    store_.release_adjacent();
+  } catch (...) {
+    // the driver's own end gives back what it refused here
+  }
+}
+
+std::uint64_t PagePool::add(Client* client) {
+  clients_.insert(client);
+  return next_id();
+}
+
+void PagePool::settle_later(const std::shared_ptr<Client>& client) {
+  if (!client->places.unsettled.taken()) unsettled_.add(client->places.unsettled, client);
+  // What was refused is not worth a thread of its own: it is tried again when somebody asks.
+  if (!client->refusal() || looks_ahead()) call_mapper();
+}
+
+void PagePool::want(const std::shared_ptr<Client>& client) {
+  wanting_.add(client);
+  if (!mapper_.running()) call_mapper();
+}
+
+void PagePool::call_mapper() noexcept {
+  wake_mapper_ = true;
+  try {
+    start_mapper();
+  } catch (const std::exception&) {
+    // No thread to be had: whoever needs pages makes the calls himself, and trim() the rest.
+  }
+}
+
+void PagePool::ensure_mapper() {
+  const PoolLock lock(shared_from_this());
+  start_mapper();
+}
+
+void PagePool::start_mapper() {
+  if (!mapper_.running()) mapper_.start(weak_from_this());
+}
+
+bool PagePool::may_park(std::size_t pages) {
+  const std::size_t most =
+      options_.park == kParkByBudget ? store_.budget() / 4 : in_pages(options_.park);
+  if (pages > most) return false;
+  while (parked_.pages() + pages > most) {
+    const std::shared_ptr<Client> oldest = parked_.oldest_unplaced();
+    oldest->unpark();
+  }
+  return true;
+}
+
+void PagePool::park(const std::shared_ptr<Client>& client, std::size_t pages) {
+  parked_.add(client, pages, options_.zero != ZeroPolicy::never);
+  if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) call_mapper();
+}
+
+bool PagePool::unpark_oldest() {
+  if (parked_.empty()) return false;
+  const std::shared_ptr<Client> oldest = parked_.oldest();
+  oldest->unpark();
+  return true;
+}
+
+void PagePool::unpark_all() noexcept {
+  while (unpark_oldest()) {
+  }
+}
+
+void PagePool::await(PoolLock& lock, const char* operation, const char* what,
+                     const std::function<bool()>& done) {
+  if (done()) return;
+  const trace::Span span(trace::What::wait, 0, 0);
+  for (const auto until = steady_clock::now() + options_.patience; !done();) {
+    if (steady_clock::now() >= until) {
+      throw TimedOut("[" + std::string(operation) + "] timed out after " +
+                     seconds_text(options_.patience) + ": " + what + " has not ended");
+    }
+    wait_changed(lock, steady_clock::now() + kLook);
+  }
+}
+
+// Whoever lets the lock go has to see to what ended generations and calls for the mapper left. What
+// comes in the last moment before the wait is seen at its end, so that is soon.
+void PagePool::wait_changed(PoolLock& lock, steady_clock::time_point until) {
+  if (tidy()) mapper_.wake();
+  lock.wait_changed(until);
+}
+
+// While one lives the mapper begins no step. Requires the lock at both ends.
+class PagePool::WantsQuiet {
+ public:
+  explicit WantsQuiet(PagePool& pool) : pool_(pool) { ++pool_.quiet_wanted_; }
+  ~WantsQuiet() { --pool_.quiet_wanted_; }
+  WantsQuiet(const WantsQuiet&) = delete;
+  WantsQuiet& operator=(const WantsQuiet&) = delete;
+
+ private:
+  PagePool& pool_;
+};
+
+void PagePool::await_quiet(PoolLock& lock, const char* operation) {
+  const WantsQuiet wants(*this);
+  await(lock, operation, "driver calls of other threads", [this] { return in_flight() == 0; });
+}
+
+void PagePool::prefill(std::size_t pages) {
+  if (pages == 0) return;
+  PoolLock lock(shared_from_this());
+  reap();
+  MakeRoom(*this).free(lock, "Pool.prefill", pages, 0);
+  store_.stock(lock, pages);
+}
+
+steady_clock::time_point PagePool::tend(PoolLock& lock) {
+  const auto now = steady_clock::now();
+  const auto due = store_.tend(lock);
+  if (due <= now || options_.max_age.count() == 0 || parked_.empty()) return due;
+  const std::shared_ptr<Client> oldest = parked_.oldest();
+  const auto aged = oldest->parked_at() + options_.max_age;
+  if (aged <= now) oldest->unpark(/*aged=*/true);
+  return std::min(due, aged);
+}
+
+PoolCounts PagePool::counts() {
+  PoolLock lock(shared_from_this());
+  reap();
+  if (!looks_ahead()) settle_all(lock);
+  count_parted();
+  PoolCounts counts;
+  for (Client* client : clients_) client->add_to(counts);
+  counts.parted = store_.parted();
+  counts.budget_pages = store_.budget();
+  counts.used = store_.used() + store_.parted();
+  counts.kept = store_.kept().size();
+  counts.quarantined = store_.quarantined();
+  counts.lent = lent_.size();
+  counts.shelved = store_.shelved();
+  return counts;
+}
+
+PoolEvents PagePool::events() {
+  const PoolLock lock(shared_from_this());
+  PoolEvents events = counted;
+  events.pages_recycled = store_.pages_recycled;
+  events.pages_fresh = store_.pages_fresh;
+  return events;
+}
+
+void PagePool::set_budget(std::size_t bytes) {
+  const std::size_t pages = in_pages(bytes);
+  PoolLock lock(shared_from_this());
+  reap();
+  count_parted();
+  MakeRoom(*this).shrink(lock, "Pool.budget", pages, bytes);
+  store_.set_budget(pages);
+}
+
+std::size_t PagePool::trim() {
+  PoolLock lock(shared_from_this());
+  reap();
+  unpark_all();
+  const WantsQuiet wants(*this);
+  await_quiet(lock, "Pool.trim");
+  settle_all(lock);
+  if (traits().adjacent_handles) return store_.release_adjacent();
+  const std::size_t pages = store_.kept().size();
+  for (std::size_t left = pages; left != 0 && store_.kept().oldest();) {
+    const std::size_t some = std::min(left, kReleasedAtOnce);
+    store_.release(lock, some);
+    left -= some;
+  }
+  return pages;
+}
+
+bool PagePool::idle() const {
+  // What is told to have ended may be the last to keep some client's range.
+  return in_flight() == 0 && !ended_.load(std::memory_order_acquire) &&
+         (wanting_.empty() || !mapper_.running()) &&
+         std::all_of(unsettled_.begin(), unsettled_.end(),
+                     [](const auto& client) { return client->refusal() != nullptr; }) &&
+         (options_.zero == ZeroPolicy::never || !mapper_.running() ||
+          std::none_of(parked_.unclean.begin(), parked_.unclean.end(),
+                       [](const auto& client) { return client->to_clean(); }));
+}
+
+void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
+  const auto until = steady_clock::now() + timeout;
+  PoolLock lock(shared_from_this());
+  reap();
+  std::exception_ptr refused = settle_all(lock);  // what was refused is tried again, here
+  wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
+  while (!refused && !idle()) {
+    wake_mapper_ |= std::exchange(untold_, false);
+    if (steady_clock::now() >= until) {
+      throw TimedOut("[Pool.wait_idle] timed out after " + seconds_text(timeout) + ": " +
+                     std::to_string(unsettled_.size()) +
+                     " tensors have pages that work on the device may still use, or the mapper is "
+                     "busy; they stay held, and go once that has ended");
+    }
+    wait_changed(lock, steady_clock::now() + kLook);
+    reap();
+    refused = settle_all(lock);
+    if (!refused) refused = mapper_error_;
+  }
+  for (Client* client : clients_) {
+    if (!refused) refused = client->take_error();
+  }
+  if (refused) std::rethrow_exception(refused);
+}
+
+void PagePool::retire() noexcept {
+  PoolLock lock(shared_from_this());
+  options_.park = 0;
+  store_.keep_no_stock();
+  retired_ = true;
+  reap();
+  unpark_all();
+}
+
+void PagePool::check_invariants() {
+  PoolLock lock(shared_from_this());
+  reap();
+  await_quiet(lock, "check_invariants");
+  std::unordered_map<const Page*, PageUse> uses;
+  for (Client* client : clients_) client->check(uses);
+  std::size_t extra = 0;
+  for (const auto& [page, use] : uses) {
+    const std::string name = "page " + std::to_string(page->handle);
+    if (page->references < use.entries) {
+      throw Error("I5: " + name + " has " + std::to_string(use.entries) +
+                  " page table entries and counts " + std::to_string(page->references));
+    }
+    extra += page->references - use.entries;
+    if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
+  }
+  const std::size_t given_away = store_.quarantined() + lent_.size() + store_.shelved();
+  if (extra > given_away) throw Error("I5: a page counts more references than it has");
+  const std::size_t used = store_.used();
+  if (uses.size() > used || used - uses.size() > given_away) {
+    throw Error("I5: " + std::to_string(used) + " pages are counted used, page tables hold " +
+                std::to_string(uses.size()));
+  }
+  for (const Page* page = store_.kept().oldest(); page; page = page->newer) {
+    if (page->references != 0 || !page->resident || uses.contains(page)) {
+      throw Error("I5: kept page " + std::to_string(page->handle) + " is in use");
+    }
+  }
+  const std::size_t kept = store_.kept().size();
+  if (used + kept > store_.budget()) {
+    throw Error("I5: " + std::to_string(used) + " used and " + std::to_string(kept) +
+                " kept pages pass the budget of " + std::to_string(store_.budget()));
+  }
+}
+
+void PagePool::count_parted() {
+  std::size_t parted = 0;
+  for (Client* client : clients_) parted += client->range().count_parted();
+  store_.set_parted(parted);
+}
+
+void PagePool::push(Generation* generation) noexcept {
+  generation->next = ended_.load(std::memory_order_relaxed);
+  while (!ended_.compare_exchange_weak(generation->next, generation, std::memory_order_acq_rel,
+                                       std::memory_order_relaxed)) {
+  }
+}
+
+// Asked after the lock was let go, by changing `ended_` from none to none: then either we see what
+// was pushed, or who pushes it sees the lock free. Two plain loads could both come too early.
+bool PagePool::left_over() noexcept {
+  Generation* none = nullptr;
+  return !ended_.compare_exchange_strong(none, nullptr, std::memory_order_acq_rel,
+                                         std::memory_order_acquire);
+}
+
+bool PagePool::tidy() noexcept {
+  if (ended_.load(std::memory_order_acquire)) reap();
+  return std::exchange(wake_mapper_, false);
+}
+
+void PagePool::end(Generation* generation) noexcept {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  const std::shared_ptr<PagePool> self = generation->client->pool();
+  push(generation);
+  // Whoever holds the lock looks again after letting it go, as we do.
+  while (left_over() && mutex_.try_lock()) {
+    const bool wake = tidy();
+    mutex_.unlock();
+    if (wake) mapper_.wake();
+  }
+}
+
+void PagePool::end_later(Generation* generation) noexcept {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  // From here on the mapper may end the pool: then not in this thread.
+  const Mapper::Waker waker = mapper_.waker();
+  push(generation);
+  waker.wake();
+}
+
+void PagePool::before_fork() {
+  std::unique_lock lock(mutex_);
+  bool quiet;
+  {
+    const WantsQuiet wants(*this);
+    quiet = changed_.wait_for(lock, options_.patience, [this] { return in_flight() == 0; });
+  }
+  lock.release();
+  if (!quiet) return;  // better a child that sees later writes than none
+  std::vector<Page*> seen;
+  for (Client* client : clients_) client->guard_for_child(seen);
+  for (Page* page : seen) store_.share(page);
+  if (!seen.empty()) lent_.lend(std::move(seen));
+}
+
+void PagePool::after_fork() {
+  lent_.seal();
+  mutex_.unlock();
+}
+
+void PagePool::reap() noexcept {
+  while (Page* page = lent_.take_back()) store_.drop(page);
+  Generation* generation = ended_.exchange(nullptr, std::memory_order_acquire);
+  while (generation) {
+    Generation* next = generation->next;
+    const std::shared_ptr<Client> client = generation->client;
+    if (generation->is_owner) {
+      client->leave();
+    } else {
+      client->forget(generation);
+    }
+    delete generation;
+    client->give_back_unused();
+    generation = next;
+  }
+}
+
+std::exception_ptr PagePool::settle_all(PoolLock& lock) noexcept {
+  std::exception_ptr first;
+  const std::vector<std::shared_ptr<Client>> all(unsettled_.begin(), unsettled_.end());
+  for (const std::shared_ptr<Client>& client : all) {
+    if (client->settle(&lock)) {
+      unsettled_.remove(client->places.unsettled);
+    } else if (!first) {
+      first = client->refusal();
+    }
+  }
+  return first;
+}
+
+}  // namespace vtensor

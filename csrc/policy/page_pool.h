@@ -1,0 +1,192 @@
+// The owner of all page handles of one device and one page size: budget, reuse, reference counts,
+// zeroing policy. Its lock is the one lock of the core: page tables and generations of its clients
+// stand under it too. Driver calls that take long are made without it, by whoever has marked the
+// client busy.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+#include "driver/driver.h"
+#include "policy/fork_guard.h"
+#include "policy/generation.h"
+#include "policy/mapper.h"
+#include "policy/parked_clients.h"
+#include "policy/roster.h"
+#include "policy/wanting_clients.h"
+#include "vmm/caller.h"
+#include "vmm/page_store.h"
+#include "vmm/pool_lock.h"
+#include "vmm/pool_options.h"
+#include "vmm/row_shape.h"
+
+namespace vtensor {
+
+struct PoolCounts {
+  std::size_t budget_pages = 0;
+  std::size_t used = 0;    // handles in use, and pages that the kernel parted from shared handles
+  std::size_t parted = 0;  // of these, the parted
+  std::size_t kept = 0;    // free handles whose memory is kept
+  std::size_t quarantined = 0;  // of the used, those given up
+  std::size_t lent = 0;         // references that forked children keep
+  std::size_t shelved = 0;      // references to pages that are kept without a mapping
+  std::size_t mapped = 0;       // page table entries
+  std::size_t needed = 0;       // of these, what lengths need
+  std::size_t ahead = 0;        // what is ready beyond that
+  std::size_t parked = 0;       // what freed tensors left for the next one
+  std::size_t held = 0;         // what only old generations hold, or waits to be unmapped
+  std::size_t orphaned = 0;     // of the held, what belongs to no tensor any more
+  std::size_t reserved_pages = 0;
+  std::size_t buffers = 0;  // whose tensor is open
+};
+
+// Since the pool was made.
+struct PoolEvents {
+  std::uint64_t growths_ready = 0;   // growths into new pages that found them ready
+  std::uint64_t growths_mapped = 0;  // and that had to make driver calls
+  std::uint64_t pages_recycled = 0;  // see PageStore
+  std::uint64_t pages_fresh = 0;
+  std::uint64_t tensors_adopted = 0;  // tensors that began on a parked tensor's pages
+  std::uint64_t tensors_fresh = 0;
+};
+
+class PagePool : public PoolMutex, public std::enable_shared_from_this<PagePool> {
+ public:
+  // Throws InvalidArgument where the budget is below one page.
+  static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver,
+                                          const PoolOptions& options);
+  ~PagePool();
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
+
+  Driver& driver() { return *driver_; }
+  const DriverTraits& traits() const { return driver_->traits(); }
+  std::size_t page_size() const { return traits().page_size; }
+  PageStore& store() { return store_; }
+  const PoolOptions& options() const { return options_; }
+  ZeroPolicy zero_policy() const { return options_.zero; }
+  bool looks_ahead() const { return options_.ahead != 0; }
+
+  PoolCounts counts();
+  PoolEvents events();
+  // Throws OutOfPages where more is in use and cannot be given back; nothing is changed then.
+  void set_budget(std::size_t bytes);
+  // Makes the memory of `pages` free pages present, for rows to come. Throws OutOfPages.
+  void prefill(std::size_t pages);
+  // Gives parked and free memory back; returns how many pages. What waits to be unmapped goes
+  // first.
+  std::size_t trim();
+  // Returns once nothing is left to do in the background. Throws the driver's error where
+  // something cannot be unmapped, and TimedOut.
+  void wait_idle(std::chrono::nanoseconds timeout);
+  // Throws an Error that names the violated invariant.
+  void check_invariants();
+  // The pool's owner leaves: nothing is parked or mapped ahead from here on, and the mapper ends
+  // once what waits for fences is gone.
+  void retire() noexcept;
+  bool retired() const { return retired_.load(std::memory_order_relaxed); }
+
+  // Of the mapper, for those who may outlive the pool.
+  Mapper::Waker waker() const { return mapper_.waker(); }
+
+  // Told by whoever drops the last reference to a generation. Never blocks, never throws (I11).
+  void end(Generation* generation) noexcept;
+  // The same, and makes no driver call whatever the options: for the callbacks of a driver.
+  void end_later(Generation* generation) noexcept;
+  // The same where the lock is held: reaped before it is let go.
+  void end_locked(Generation* generation) noexcept { push(generation); }
+  // So that `end_later` finds the mapper running. Throws std::system_error.
+  void ensure_mapper();
+
+  // Around fork(2), on a driver that parts pages at a write. The lock is held in between.
+  void before_fork();
+  void after_fork();
+
+  // Everything below requires the lock (see PoolLock).
+
+  std::uint64_t add(Client* client);
+  void remove(Client* client) { clients_.erase(client); }
+  std::uint64_t next_id() { return next_id_++; }
+  // `client` has pages or its range to give back: it is kept until it has.
+  void settle_later(const std::shared_ptr<Client>& client);
+  // `client` wants pages ahead: the mapper looks at it when it is next awake.
+  void want(const std::shared_ptr<Client>& client);
+  WantingClients& wanting() { return wanting_; }
+  // The mapper is to hear of what is wanted once it is awake, or somebody waits for it.
+  void tell_mapper_later() noexcept { untold_ = true; }
+  // The mapper is woken once the lock is free, and started where it does not run.
+  void call_mapper() noexcept;
+  // Gives back what ended generations held, or has the mapper do it.
+  void reap() noexcept;
+
+  // Whether a freed client with `pages` pages may stay mapped, after older ones have made room.
+  bool may_park(std::size_t pages);
+  void park(const std::shared_ptr<Client>& client, std::size_t pages);
+  ParkedClients& parked() { return parked_; }
+
+  // Lets the lock go until `done`, told by `changed`, or for as long as the patience lasts; then
+  // throws TimedOut: "[operation] timed out after 60 s: what".
+  void await(PoolLock& lock, const char* operation, const char* what,
+             const std::function<bool()>& done);
+  // Lets the lock go until somebody says `changed`, or `until`.
+  void wait_changed(PoolLock& lock, std::chrono::steady_clock::time_point until);
+  // Lets the lock go until nobody makes driver calls without it; the mapper begins no more
+  // meanwhile. Throws TimedOut.
+  void await_quiet(PoolLock& lock, const char* operation);
+  // Settles what waits for it. Returns the first refusal.
+  std::exception_ptr settle_all(PoolLock& lock) noexcept;
+  // Keeps free and parked memory between the pool's marks; returns when to look again.
+  std::chrono::steady_clock::time_point tend(PoolLock& lock);
+  PoolEvents counted;  // what happened so far
+
+ private:
+  friend class MakeRoom;
+  friend class Mapper;
+  PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options);
+  // Makes a pool that those made later count with. Throws as `create`.
+  static std::shared_ptr<PagePool> enlist(std::unique_ptr<Driver> driver,
+                                          const PoolOptions& options);
+  // Bytes that it may take and has not.
+  std::size_t promised_bytes();
+  std::size_t in_pages(std::size_t bytes) const { return bytes / page_size(); }
+  class WantsQuiet;
+  void start_mapper();
+  void count_parted();
+  bool unpark_oldest();
+  void unpark_all() noexcept;
+  bool idle() const;
+  void push(Generation* generation) noexcept;
+  // A deleter that finds the lock taken leaves its generation to the holder.
+  bool tidy() noexcept override;
+  bool left_over() noexcept override;
+  void after_unlock() noexcept override { mapper_.wake(); }
+
+  const std::unique_ptr<Driver> driver_;
+  PoolOptions options_;
+
+  PageStore store_;
+  std::size_t quiet_wanted_ = 0;  // waits for the end of driver calls without the lock
+  std::uint64_t next_id_ = 1;
+  std::unordered_set<Client*> clients_;
+  Roster unsettled_;  // have something to give back
+  WantingClients wanting_;
+  ParkedClients parked_;
+  bool wake_mapper_ = false;          // once the lock is free
+  bool untold_ = false;               // of some that wants pages
+  std::atomic<bool> retired_{false};  // its owner has left
+  std::exception_ptr mapper_error_;   // why its thread cannot work
+  LentPages lent_;
+
+  std::atomic<Generation*> ended_{nullptr};
+  Mapper mapper_;
+};
+
+}  // namespace vtensor

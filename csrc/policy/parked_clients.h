@@ -1,0 +1,40 @@
+// Freed clients that stay mapped, each for the next tensor of its shape. Requires the pool's lock.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+
+#include "policy/roster.h"
+#include "vmm/row_shape.h"
+
+namespace vtensor {
+
+class Client;
+
+class ParkedClients {
+ public:
+  bool empty() const { return all_.empty(); }
+  const std::shared_ptr<Client>& oldest() const { return all_.front(); }
+  // Counted pages of all of them.
+  std::size_t pages() const { return pages_; }
+  // The oldest whose range is its own; null if there is none.
+  std::shared_ptr<Client> oldest_unplaced() const;
+  // The last freed of exactly this shape that can be had, one that is busy last; null if there is
+  // none.
+  std::shared_ptr<Client> find(const RowShape& shape) const;
+
+  // `unclean`: its pages may have to be zeroed.
+  void add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean);
+  void remove(Client& client, std::size_t pages);
+
+  // Those whose pages may have to be zeroed.
+  Roster unclean;
+
+ private:
+  Roster all_;                           // oldest first
+  std::map<RowShape, Roster> by_shape_;  // newest first
+  std::size_t pages_ = 0;
+};
+
+}  // namespace vtensor

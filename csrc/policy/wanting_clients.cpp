@@ -1,0 +1,38 @@
+#include "policy/wanting_clients.h"
+
+#include <cstdint>
+#include <utility>
+
+#include "policy/client.h"
+
+namespace vtensor {
+
+using std::chrono::steady_clock;
+
+void WantingClients::add(const std::shared_ptr<Client>& client) {
+  all_.add(client->places.wanting, client);
+}
+
+void WantingClients::remove(Client& client) noexcept {
+  all_.remove(client.places.wanting);
+  if (all_.empty()) since_.reset();
+}
+
+void WantingClients::requeue(Client& client) noexcept {
+  if (const auto kept = all_.remove(client.places.wanting)) all_.add(client.places.wanting, kept);
+}
+
+void WantingClients::served(Client& client) noexcept {
+  const auto since = since_;
+  remove(client);
+  if (!all_.empty()) return;
+  const bool ignored = std::exchange(ignored_, false);
+  if (since && !ignored)
+    horizon_.served(static_cast<std::uint64_t>((steady_clock::now() - *since).count()));
+}
+
+void WantingClients::measure() noexcept {
+  if (!since_) since_ = steady_clock::now();
+}
+
+}  // namespace vtensor

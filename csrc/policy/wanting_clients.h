@@ -1,0 +1,41 @@
+// Buffers that want pages ahead of their lengths, the next to be served first, and how long that
+// takes. Requires the pool's lock.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+
+#include "policy/look_ahead.h"
+#include "policy/roster.h"
+
+namespace vtensor {
+
+class WantingClients {
+ public:
+  bool empty() const { return all_.empty(); }
+  std::size_t size() const { return all_.size(); }
+  Roster::Iterator begin() const { return all_.begin(); }
+  Roster::Iterator end() const { return all_.end(); }
+
+  void add(const std::shared_ptr<Client>& client);
+  void remove(Client& client) noexcept;
+  // Behind all others.
+  void requeue(Client& client) noexcept;
+  // All that it wanted is ready.
+  void served(Client& client) noexcept;
+
+  // Measures how long the mapper needs for the current requests, from now on. Ignores explicit
+  // prepare() calls, after ignore(): their size says nothing about the rate.
+  void measure() noexcept;
+  void ignore() noexcept { ignored_ = true; }
+  Horizon horizon() const { return horizon_; }
+
+ private:
+  Roster all_;
+  std::optional<std::chrono::steady_clock::time_point> since_;
+  bool ignored_ = false;
+  Horizon horizon_;
+};
+
+}  // namespace vtensor

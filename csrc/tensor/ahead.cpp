@@ -1,0 +1,181 @@
+// Looking ahead: which slots should be ready before they are needed, and what the mapper does for
+// that.
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/trace.h"
+#include "tensor/buffer.h"
+
+namespace vtensor {
+namespace {
+
+bool is_out_of_memory(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const DeviceOutOfMemory&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+// The slots behind the extent that are kept or made ready.
+Interval Buffer::ahead() const {
+  if (!owned_) return {};
+  const Interval slots{extent_end(), std::max({ready_.end, want_end_, foreign_.end})};
+  return slots.empty() ? Interval{} : slots;
+}
+
+void Buffer::set_ready(Interval slots) {
+  ready_ = slots.empty() ? Interval{} : slots;
+  unmap_.remove(ready_);
+  const std::size_t end = std::max(extent_end(), ready_.end);
+  ready_until_ = end == 0 ? 0 : (end * range_.page_size() - shape_.phase) / shape_.item_bytes;
+}
+
+// The slots from `begin` on, up to `end`, that are mapped writable in every row and show nothing
+// of others.
+Interval Buffer::usable(std::size_t begin, std::size_t end) const {
+  end = range_.first_not({begin, end}, [this](const Entry& entry) {
+    return is_writable(entry) && range_.clean(*entry.page);
+  });
+  return begin < end ? Interval{begin, end} : Interval{};
+}
+
+// The last position to look ahead to: within the capacity, and what the pool allows a tensor.
+std::size_t Buffer::limit_lead(std::size_t position) const {
+  const std::size_t slots = pool_->options().ahead / (range_.rows() * range_.page_size());
+  const std::size_t end = (extent_end() + slots) * range_.page_size();
+  const std::size_t allowed = end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
+  return std::max(positions_.end, std::min({position, shape_.capacity, allowed}));
+}
+
+void Buffer::mark_pace() {
+  if (!pool_->looks_ahead()) return;
+  pace_.mark(positions_.end, static_cast<std::uint64_t>(
+                                 std::chrono::steady_clock::now().time_since_epoch().count()));
+}
+
+// Asks for more where the growth to come would soon pass what is ready, and there is more to be
+// had. Where less is allowed than the growth asks for, once half of that is used up.
+void Buffer::look_ahead() {
+  if (!pool_->looks_ahead() ||
+      positions_.end + pace_.least(pool_->wanting().horizon()) <= ready_until_)
+    return;
+  const std::size_t end = limit_lead(positions_.end + pace_.lead(pool_->wanting().horizon()));
+  if (positions_.end + (end - positions_.end) / 2 <= ready_until_) return;
+  if (pool_->store().unused() == 0) return;
+  want(slots_of({positions_.begin, end}).end, true);
+  if (wanting_) pool_->wanting().measure();
+}
+
+void Buffer::want(std::size_t slots_end, bool soon) {
+  if (slots_end <= std::max(extent_end(), ready_.end)) return;
+  try {
+    range_.reserve(slots_end);
+    if (!wanting_) pool_->want(shared_from_this());
+    wanting_ = true;
+    want_end_ = std::max(want_end_, slots_end);
+    soon ? pool_->call_mapper() : pool_->tell_mapper_later();
+  } catch (const std::bad_alloc&) {
+    // Whoever needs the pages will say.
+  }
+}
+
+void Buffer::prepare(std::size_t end) {
+  PoolLock lock(pool_);
+  trace::event(trace::What::prepare, range_.address(0, extent_end()),
+               (end - positions_.end) * shape_.item_bytes * range_.rows(), range_.base());
+  want_until(end, true);
+}
+
+void Buffer::want_until(std::size_t end, bool soon) {
+  pool_->wanting().ignore();
+  if (end > positions_.begin) want(slots_of({positions_.begin, end}).end, soon);
+}
+
+std::size_t Buffer::missing_ahead() const {
+  const Interval wanted{std::max(extent_end(), ready_.end), std::max(want_end_, ready_.end)};
+  return wanted.empty() ? 0 : wanted.size() * range_.rows() - range_.count_mapped(wanted);
+}
+
+// Takes up to `pages` pages for wanted slots. False where nothing is left to do, or to do it with.
+bool Buffer::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
+  const auto give_up = [this] {
+    wanting_ = false;
+    unmap_.touch(ahead());  // rows that came part of the way
+    const std::size_t end = std::max(ready_.end, std::exchange(want_end_, 0));
+    if (owned_) set_ready(usable(extent_end(), end));
+    give_back_unused();
+    return false;
+  };
+  try {
+    std::vector<Reservation::Run> missing;
+    const Interval wanted{std::max(extent_end(), ready_.end), want_end_};
+    unmap_.remove(wanted);
+    for (std::size_t row = 0; row < range_.rows() && pages != 0; ++row) {
+      missing.clear();
+      range_.collect(missing, row, wanted, is_unmapped);
+      for (Reservation::Run& run : missing) {
+        if (range_.at(row, run.slots.begin).state != EntryState::empty) return give_up();
+        run.slots.end = std::min(run.slots.end, run.slots.begin + pages);
+        pages -= run.slots.size();
+        if (!run.slots.empty()) arrival.runs.push_back(run);
+      }
+    }
+    if (arrival.runs.empty()) return give_up();
+    arrival.ahead = true;
+    busy_ = true;
+    range_.claim(arrival);
+  } catch (const DeviceOutOfMemory&) {
+    busy_ = false;
+    return give_up();  // whoever needs the pages will say
+  } catch (...) {
+    busy_ = false;
+    error_ = std::current_exception();
+    return give_up();
+  }
+  return true;
+}
+
+void Buffer::enter_ahead(Reservation::Arrival& arrival) {
+  busy_ = false;
+  range_.enter(arrival);
+  for (const Reservation::Run& run : arrival.runs)
+    unmap_.touch(run.slots);  // in case nobody wants them any more
+  unmap_.touch(ahead());      // nor what came before them
+  if (arrival.zeroing) work_.note(driver_.side_stream());
+  if (arrival.error) {
+    want_end_ = 0;
+    if (!is_out_of_memory(arrival.error)) {  // otherwise whoever needs the pages will say
+      error_ = arrival.error;
+      trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
+    }
+  }
+  if (owned_) {
+    set_ready(usable(extent_end(), std::max(ready_.end, want_end_)));
+    if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
+    if (ready_.end >= want_end_) want_end_ = 0;
+  }
+  wanting_ = want_end_ != 0;
+  pool_->changed();
+  give_back_unused();
+}
+
+std::size_t Buffer::drop_ahead() {
+  if (busy_ || !owned_ || ahead().empty()) return 0;
+  const std::size_t pages = range_.count_mapped(ahead());
+  unmap_.touch(ahead());
+  want_end_ = 0;
+  foreign_ = {};
+  set_ready({});
+  if (pages != 0) give_back_unused();
+  return pages;
+}
+
+}  // namespace vtensor

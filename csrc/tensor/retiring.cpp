@@ -1,0 +1,280 @@
+// Giving back: what no extent and no generation covers is unmapped once the work that may touch it
+// is done, by the mapper or, in a pool without one, at once.
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/process.h"
+#include "base/trace.h"
+#include "tensor/buffer.h"
+#include "vmm/wait.h"
+
+namespace vtensor {
+
+namespace {
+
+constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
+
+}  // namespace
+
+void Buffer::use(const Caller& caller) {
+  if (!work_.runs_behind(caller.stream)) return;
+  const PoolLock lock(pool_);
+  work_.note(caller);
+}
+
+std::vector<FencePtr> Buffer::work() {
+  const PoolLock lock(pool_);
+  return fences();
+}
+
+Generation* Buffer::lease(const Caller& caller) {
+  Generation* generation = publish();
+  const PoolLock lock(pool_);
+  if (!owned_) {  // by another thread, meanwhile
+    pool_->end_locked(generation);
+    throw Closed("[lease] a tensor is closed: make a new one");
+  }
+  if (driver_.traits().asynchronous) work_.begin_lease(caller);
+  return generation;
+}
+
+void Buffer::end_lease(const Caller& caller, FencePtr after) {
+  if (!driver_.traits().asynchronous) return;
+  const PoolLock lock(pool_);
+  work_.end_lease(caller, std::move(after));
+}
+
+// Points behind all work launched so far that may use the pages.
+std::vector<FencePtr> Buffer::fences() const {
+  std::vector<FencePtr> fences = work_.fences();
+  fences.insert(fences.end(), ready_after_.begin(), ready_after_.end());
+  return fences;
+}
+
+// Whether all has passed that the next growth, or the next owner, would have to wait for.
+bool Buffer::is_quiet() {
+  if (cleaned_after_ && driver_.passed(*cleaned_after_)) cleaned_after_ = nullptr;
+  const bool ready = all_passed(driver_, ready_after_);
+  return all_passed(driver_, parked_after_) && ready && !cleaned_after_;
+}
+
+// Waits for the work of all streams that use the pages, without the lock. Requires: busy.
+void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
+  work_.note(caller);
+  const std::vector<FencePtr> all = fences();
+  if (all.empty()) return;
+  lock.let_go();
+  bool passed = true;
+  std::exception_ptr error;
+  try {
+    for (const FencePtr& fence : all)
+      passed = passed && wait_for(driver_, fence, pool_->options().patience);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.take_again();
+  if (error) std::rethrow_exception(error);
+  if (passed) return;
+  throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
+                 seconds_text(pool_->options().patience) +
+                 ": work launched on the device that uses this tensor has not ended; nothing was "
+                 "changed");
+}
+
+void Buffer::forget(const Generation* generation) noexcept {
+  generations_.remove(generation);
+  if (!extent_.contains(generation->slots)) unmap_.touch(generation->slots);
+}
+
+void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep) {
+  PoolLock lock(pool_);
+  work_.note(caller);
+  // Not what is only wanted: the mapper may be unmapping it.
+  const std::size_t mapped_end = std::max(extent_end(), ready_.end);
+  unmap_.touch(extent_);
+  unmap_.touch(ahead());
+  positions_ = positions;
+  extent_ = slots_of(positions);
+  // What is truncated and soon written again stays, as far as the look-ahead goes.
+  std::size_t kept_end = extent_.end;
+  if (placed()) {
+    if (!extent_.empty())
+      kept_end = slots_of({0, std::clamp(keep, positions.end, shape_.capacity)}).end;
+    foreign_.end = std::min(foreign_.end, kept_end);
+    if (foreign_.empty()) foreign_ = {};
+  } else if (pool_->looks_ahead() && !extent_.empty()) {
+    kept_end = slots_of({positions.begin,
+                         limit_lead(positions.end + pace_.lead(pool_->wanting().horizon()))})
+                   .end;
+  }
+  want_end_ = 0;
+  set_ready(usable(extent_end(), std::min(mapped_end, kept_end)));
+  give_back_unused();
+}
+
+void Buffer::abandon() noexcept {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  owner_end_->client = shared_from_this();
+  owner_end_->is_owner = true;
+  pool_->end(owner_end_.release());
+}
+
+void Buffer::leave() noexcept {
+  unmap_.touch({0, range_.reserved()});
+  owned_ = false;
+  positions_ = extent_ = foreign_ = {};
+  if (std::exchange(wanting_, false)) pool_->wanting().remove(*this);
+  want_end_ = 0;
+  set_ready({});
+}
+
+std::vector<Interval> Buffer::uncovered() const {
+  if (unmap_.touched().empty()) return {};
+  std::array<Interval, 3> kept{extent_, ahead(), parked_};
+  std::sort(kept.begin(), kept.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
+  std::vector<Interval> rest;
+  const auto add = [this, &rest](Interval slots) {
+    if (!slots.empty() && range_.count_mapped(slots) != 0) rest.push_back(slots);
+  };
+  generations_.covered().gaps(unmap_.touched(), [&kept, &add](Interval gap) {
+    for (const Interval interval : kept) {
+      if (intersection(interval, gap).empty()) continue;
+      add({gap.begin, interval.begin});
+      gap.begin = std::max(gap.begin, interval.end);
+    }
+    add(gap);
+  });
+  return rest;
+}
+
+std::size_t Buffer::pages_leaving() const {
+  if (unmap_.refusal()) return 0;
+  std::vector<Interval> leaving = unmap_.slots();
+  for (const Interval slots : uncovered()) leaving.push_back(slots);
+  std::size_t pages = 0;
+  for (const Interval slots : leaving) pages += range_.count_mapped(slots);
+  return pages;
+}
+
+// Whether something is on its way out. Notes what must be done before it may go.
+bool Buffer::begin_retirement() {
+  if (!unmap_.slots().empty()) return true;
+  std::vector<Interval> slots = uncovered();
+  std::vector<FencePtr> after;
+  if (!slots.empty()) after = fences();
+  for (const Interval interval : slots) range_.event(trace::What::retire, interval);
+  unmap_.begin(std::move(slots), std::move(after));
+  return !unmap_.slots().empty();
+}
+
+void Buffer::give_back_unused() noexcept {
+  if (busy_) return;  // whoever made it busy comes here again
+  if (!owned_ && generations_.empty() && std::exchange(may_park_, false)) try_to_park();
+  if (!pool_->looks_ahead()) {
+    if (!settle(nullptr)) pool_->settle_later(shared_from_this());
+    return;
+  }
+  unmap_.try_again();
+  try {
+    const bool ends = !owned_ && reserved_ && generations_.empty() && parked_.empty();
+    if (begin_retirement() || ends || !ready_after_.empty() || !parked_after_.empty() ||
+        cleaned_after_) {
+      pool_->settle_later(shared_from_this());
+    }
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    pool_->settle_later(shared_from_this());
+  }
+}
+
+bool Buffer::settle(PoolLock* lock) noexcept {
+  if (busy_) return false;
+  unmap_.try_again();
+  try {
+    const bool quiet = is_quiet();
+    while (begin_retirement()) {
+      Departure departure;
+      if (!claim_departure(departure, kNoLimit)) return false;
+      {
+        std::optional<Unlocked> unlocked;
+        if (lock != nullptr) unlocked.emplace(*lock);
+        range_.carry_out(departure);
+      }
+      enter_back(departure);
+      if (unmap_.refusal()) return false;
+    }
+    return release_range() && quiet;
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    return false;
+  }
+}
+
+// For the mapper: what it can take out, or that it must wait.
+Buffer::Claim Buffer::claim_back(Departure& departure, std::size_t pages) noexcept {
+  if (busy()) return Claim::waits;
+  // Of a closed pool a caller tries again: the process may be about to end, and a
+  // device in error refuses for good.
+  if (unmap_.refusal() &&
+      (pool_->retired() || std::chrono::steady_clock::now() < unmap_.retry_at()))
+    return Claim::refused;
+  unmap_.try_again();
+  try {
+    const bool quiet = is_quiet();
+    if (begin_retirement())
+      return claim_departure(departure, pages) ? Claim::claimed : Claim::waits;
+    return release_range() && quiet ? Claim::done : Claim::waits;
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    return Claim::refused;
+  }
+}
+
+// About `pages` pages of what is retiring. False where the work that may touch them is not done.
+bool Buffer::claim_departure(Departure& departure, std::size_t pages) {
+  if (!unmap_.may_go(driver_)) return false;
+  std::vector<Interval> slots = unmap_.first(pages / range_.rows());
+  std::vector<Reservation::Run> runs;
+  std::size_t writable = 0;
+  for (const auto wanted : {is_writable, is_guarded}) {
+    for (const Interval some : slots) {
+      for (std::size_t row = 0; row < range_.rows(); ++row) range_.collect(runs, row, some, wanted);
+    }
+    if (wanted == is_writable) writable = runs.size();
+  }
+  departure = {range_.departing(std::move(runs), writable), std::move(slots)};
+  busy_ = true;
+  return true;
+}
+
+void Buffer::enter_back(Departure& departure) {
+  busy_ = false;
+  range_.enter(departure, aged_);
+  if (departure.error) {
+    unmap_.refused(departure.error);
+  } else if (departure.done == departure.runs.size()) {
+    for (const Interval slots : departure.slots) unmap_.remove(slots);
+  }
+  pool_->changed();
+}
+
+// Frees the range of a buffer that nobody can reach any more. False where something is left in it.
+bool Buffer::release_range() {
+  if (owned_ || !reserved_ || !generations_.empty() || !parked_.empty()) return true;
+  if (range_.mapped() != 0) return false;
+  if (range_.quarantined() == 0 && host_ == nullptr)
+    driver_.free_range(range_.base(), range_.row_pages() * range_.rows());
+  range_.end(host_ == nullptr ? nullptr : &host_->client->range());
+  if (host_ != nullptr) pool_->end_locked(std::exchange(host_, nullptr));
+  reserved_ = false;
+  pool_->remove(this);
+  return true;
+}
+
+}  // namespace vtensor

@@ -1,0 +1,21 @@
+#include "tensor/shelf.h"
+
+#include <algorithm>
+
+#include "base/process.h"
+
+namespace vtensor {
+
+Shelf::~Shelf() {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  const PoolLock lock(pool_);
+  pool_->store().shelve(-static_cast<std::ptrdiff_t>(pages_.size()));
+  for (Page* page : pages_) pool_->store().drop(page);
+}
+
+bool Shelf::in_use() const {
+  return std::any_of(pages_.begin(), pages_.end(),
+                     [](const Page* page) { return page->references > 1; });
+}
+
+}  // namespace vtensor

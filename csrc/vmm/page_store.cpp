@@ -1,0 +1,253 @@
+#include "vmm/page_store.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "base/errors.h"
+#include "vmm/pool_lock.h"
+
+namespace vtensor {
+
+using std::chrono::steady_clock;
+
+PageStore::PageStore(Driver& driver, const PoolOptions& options, std::function<void()> tend)
+    : driver_(driver),
+      options_(options),
+      tend_(std::move(tend)),
+      budget_(in_pages(options.budget)),
+      low_(in_pages(options.low)),
+      high_(in_pages(options.high)),
+      placement_(make_placement(driver, kept_)) {}
+
+std::size_t PageStore::unused() const { return unused_beside(0); }
+
+std::size_t PageStore::unused_beside(std::size_t parted) const {
+  const std::size_t in_use = this->in_use() - std::min(parted, parted_);
+  return budget() > in_use ? budget() - in_use : 0;
+}
+
+std::size_t PageStore::spare() const {
+  if (options_.reserve == 0) return unused();
+  const std::size_t there = driver_.free_memory();
+  const std::size_t fresh = there > options_.reserve ? in_pages(there - options_.reserve) : 0;
+  return std::min(unused(), kept_.size() + fresh);
+}
+
+PageStore::Shortage PageStore::shortage(std::size_t pages) const {
+  if (options_.reserve == 0 || pages <= kept_.size()) return {};
+  const std::size_t fresh = (pages - kept_.size()) * driver_.traits().page_size;
+  const std::size_t there = driver_.free_memory();
+  if (there >= fresh && there - fresh >= options_.reserve) return {};
+  return {fresh, there};
+}
+
+void PageStore::quarantine(Page* page) {
+  if (std::exchange(page->quarantined, true)) return;  // by another of those who share it
+  ++page->references;
+  ++quarantined_;
+}
+
+bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
+  if (driver_.traits().adjacent_handles || kept_.size() >= pages) return false;
+  const std::size_t missing = pages - kept_.size();
+  std::vector<Handle> made;
+  std::exception_ptr error;
+  try {
+    const Unlocked unlocked(lock);
+    made.reserve(missing);
+    while (made.size() < missing) made.push_back(driver_.create(1));
+  } catch (...) {
+    error = std::current_exception();
+  }
+  for (const Handle handle : made) keep(placement_->adopt(handle));
+  just_made_ += made.size();
+  const std::size_t full = used_ + parted_ + kept_.size();
+  if (full > budget()) release(lock, full - budget());
+  if (error) std::rethrow_exception(error);
+  return true;
+}
+
+void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) {
+  const std::size_t begin = out.size();
+  std::size_t empty_pages = 0;
+  try {
+    placement_->pick(home, previous, n, out);
+    for (std::size_t i = begin; i < out.size(); ++i) empty_pages += !out[i]->resident;
+    make_room(out.size() - begin, empty_pages);
+  } catch (...) {
+    for (std::size_t i = begin; i < out.size(); ++i) {
+      out[i]->references = 0;
+      if (out[i]->resident) kept_.push(out[i]);
+      placement_->put_back(out[i]);
+    }
+    out.resize(begin);
+    throw;
+  }
+  if (empty_pages != 0) {
+    for (std::size_t i = begin; i < out.size(); ++i) out[i]->resident = true;
+  }
+  const std::size_t made = std::min(n - empty_pages, just_made_);
+  just_made_ -= made;
+  pages_fresh += empty_pages + made;
+  pages_recycled += n - empty_pages - made;
+  used_ += n;
+  if (kept_.size() < low_) tend_();
+}
+
+// Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory
+// yet.
+void PageStore::make_room(std::size_t taken, std::size_t fresh) {
+  if (fresh == 0) return;
+  while (used_ + parted_ + taken + kept_.size() > budget() && kept_.oldest())
+    empty(kept_.oldest(), 1);
+}
+
+void PageStore::release(PoolLock& lock, std::size_t n) {
+  n = std::min(n, kept_.size());
+  if (driver_.traits().adjacent_handles) {
+    for (; n != 0; --n) empty(kept_.oldest(), 1);
+    return;
+  }
+  std::vector<Page*> leaving;  // in no list meanwhile
+  leaving.reserve(n);
+  for (; n != 0; --n) {
+    leaving.push_back(kept_.oldest());
+    kept_.remove(leaving.back());
+  }
+  std::size_t gone = 0;
+  std::exception_ptr error;
+  try {
+    const Unlocked unlocked(lock);
+    for (; gone < leaving.size(); ++gone) driver_.destroy(leaving[gone]->handle, 1);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  for (; leaving.size() > gone; leaving.pop_back()) kept_.push_oldest(leaving.back());
+  for (Page* page : leaving) placement_->emptied(page);
+  if (error) std::rethrow_exception(error);
+}
+
+// Gives back the memory of `n` kept pages with handles from first->handle on.
+void PageStore::empty(Page* first, std::size_t n) {
+  driver_.destroy(first->handle, n);
+  for (std::size_t i = 0; i < n; ++i) {
+    Page* page = n == 1 ? first : first->run->pages[first->handle - first->run->first + i];
+    kept_.remove(page);
+    page->resident = false;
+    page->dirty = false;
+    placement_->emptied(page);
+  }
+}
+
+void PageStore::drop(Page* page, bool aged) noexcept {
+  if (--page->references != 0) return;
+  --used_;
+  page->dirty = true;
+  keep(page, aged);
+  placement_->put_back(page);
+}
+
+// Keeps the memory of a page that is free from now on, or has been for the longest of all.
+void PageStore::keep(Page* page, bool aged) noexcept {
+  const bool by_age = options_.max_age.count() != 0;
+  page->freed_at = 0;
+  if (by_age && !aged) {
+    page->freed_at = static_cast<std::uint64_t>(steady_clock::now().time_since_epoch().count());
+  }
+  aged ? kept_.push_oldest(page) : kept_.push(page);
+  if (by_age || kept_.size() > high_) tend_();
+}
+
+void PageStore::stock(PoolLock& lock, std::size_t pages) {
+  if (!driver_.traits().adjacent_handles) {
+    const std::size_t counted_before = just_made_;
+    make_ready(lock, pages);
+    just_made_ = std::min(just_made_, counted_before);  // nobody asked for them yet
+    return;
+  }
+  RowHome home = open_home(pages);
+  std::vector<Page*> taken;
+  std::vector<bool> dirty;
+  std::vector<std::pair<Handle, std::size_t>> missing;  // runs of handles
+  std::exception_ptr error;
+  try {
+    placement_->pick(home, nullptr, pages, taken);
+    for (const Page* page : taken) {
+      dirty.push_back(page->dirty);
+      if (page->resident) continue;
+      if (!missing.empty() && missing.back().first + missing.back().second == page->handle) {
+        ++missing.back().second;
+      } else {
+        missing.emplace_back(page->handle, 1);
+      }
+    }
+    std::size_t fresh = 0;
+    for (const auto& [first, n] : missing) fresh += n;
+    make_room(taken.size(), fresh);
+    used_ += taken.size();
+    try {
+      const Unlocked unlocked(lock);
+      for (const auto& [first, n] : missing) driver_.fill(first, n);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  } catch (...) {
+    error = std::current_exception();
+    dirty.resize(taken.size());
+    used_ += taken.size();
+  }
+  for (std::size_t i = 0; i < taken.size(); ++i) {
+    taken[i]->resident = taken[i]->resident || !error;
+    if (taken[i]->resident) {
+      drop(taken[i]);
+    } else {
+      taken[i]->references = 0;
+      --used_;
+      placement_->put_back(taken[i]);
+    }
+    taken[i]->dirty = dirty[i];
+  }
+  close_home(home);
+  if (error) std::rethrow_exception(error);
+}
+
+steady_clock::time_point PageStore::tend(PoolLock& lock) {
+  const auto now = steady_clock::now();
+  try {
+    if (kept_.size() > high_) {
+      release(lock, 1);  // one at a time: callers may wait for the lock meanwhile
+      return now;
+    }
+    const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : spare()});
+    if (kept_.size() < low) stock(lock, low);
+    auto due = steady_clock::time_point::max();
+    if (options_.max_age.count() == 0 || kept_.size() <= low) return due;
+    const std::chrono::nanoseconds freed_at(kept_.oldest()->freed_at);
+    due = steady_clock::time_point(freed_at) + options_.max_age;
+    if (due > now) return due;
+    release(lock, 1);
+    return now;
+  } catch (const Error&) {
+    return now + std::chrono::seconds(1);  // refused: later, perhaps
+  }
+  return steady_clock::time_point::max();
+}
+
+std::size_t PageStore::release_adjacent() {
+  std::vector<Page*> pages;
+  for (Page* page = kept_.oldest(); page; page = page->newer) pages.push_back(page);
+  std::sort(pages.begin(), pages.end(),
+            [](const Page* a, const Page* b) { return a->handle < b->handle; });
+  for (std::size_t begin = 0, end; begin < pages.size(); begin = end) {
+    end = begin + 1;
+    while (end < pages.size() && pages[begin]->run && pages[end]->run == pages[begin]->run &&
+           pages[end]->handle == pages[end - 1]->handle + 1) {
+      ++end;
+    }
+    empty(pages[begin], end - begin);
+  }
+  return pages.size();
+}
+
+}  // namespace vtensor

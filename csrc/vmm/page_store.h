@@ -1,0 +1,121 @@
+// The page handles of one device and one page size: budget, reference counts, and the memory of
+// free pages, which is kept for the next user. Requires the pool's lock, but where it says
+// otherwise; what takes a PoolLock lets it go while the driver makes or releases memory.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "driver/driver.h"
+#include "vmm/page.h"
+#include "vmm/placement.h"
+#include "vmm/pool_options.h"
+
+namespace vtensor {
+
+class PoolLock;
+
+class PageStore {
+ public:
+  // `tend` asks for a call of tend() soon.
+  PageStore(Driver& driver, const PoolOptions& options, std::function<void()> tend);
+  PageStore(const PageStore&) = delete;
+  PageStore& operator=(const PageStore&) = delete;
+
+  // -- the budget, in pages
+
+  // Needs no lock.
+  std::size_t budget() const { return budget_.load(std::memory_order_relaxed); }
+  void set_budget(std::size_t pages) { budget_ = pages; }
+  // Handles in use.
+  std::size_t used() const { return used_; }
+  // In use, parted at writes as last counted, or promised.
+  std::size_t in_use() const { return used_ + parted_ + promised_; }
+  // What the budget leaves, without taking anything back.
+  std::size_t unused() const;
+  // The same, as far as the device's memory leaves the reserve alone. Throws what the driver does.
+  std::size_t spare() const;
+  // The same as `unused`, not counting `parted` pages that are to be replaced.
+  std::size_t unused_beside(std::size_t parted) const;
+  // Bytes of the device that are missing for `pages` pages beside the reserve, and what is free;
+  // 0 if nothing is.
+  struct Shortage {
+    std::size_t missing = 0, free = 0;
+  };
+  Shortage shortage(std::size_t pages) const;
+  // Pages that the kernel parted from shared handles.
+  std::size_t parted() const { return parted_; }
+  void set_parted(std::size_t pages) { parted_ = pages; }
+  // Keeps `pages` for an operation that is about to let the lock go; given back by promise(-pages).
+  void promise(std::ptrdiff_t pages) { promised_ += static_cast<std::size_t>(pages); }
+
+  // -- handles in use
+
+  RowHome open_home(std::size_t pages) { return placement_->open_home(pages); }
+  void close_home(RowHome& home) { placement_->close_home(home); }
+  // Adds to `out` free pages for `n` slots after `previous`, each with one reference. Requires: the
+  // budget has them. Throws where the driver refuses; nothing is taken then.
+  void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out);
+  void share(Page* page) { ++page->references; }
+  // `aged`: it has been free for as long as the pool keeps memory.
+  void drop(Page* page, bool aged = false) noexcept;
+  // Pages are put on a shelf, or taken off: their references have no page table entry.
+  void shelve(std::ptrdiff_t pages) { shelved_ += static_cast<std::size_t>(pages); }
+  std::size_t shelved() const { return shelved_; }
+  // The page is counted and reported, and never used again.
+  void quarantine(Page* page);
+  std::size_t quarantined() const { return quarantined_; }
+  bool must_zero(const Page& page, std::uint64_t owner) const {
+    if (!page.dirty || options_.zero == ZeroPolicy::never) return false;
+    return options_.zero == ZeroPolicy::always || owner == kNobody || page.last_owner != owner;
+  }
+
+  // -- the memory of free pages
+
+  const KeptPages& kept() const { return kept_; }
+  // Has the memory of `pages` free pages made, where the driver takes long for that. True where it
+  // let the lock go.
+  bool make_ready(PoolLock& lock, std::size_t pages);
+  // The same on every driver, for pages that nobody asked for yet: takes them, makes what is
+  // missing without the lock, and puts them back.
+  void stock(PoolLock& lock, std::size_t pages);
+  // Gives back the memory of the `n` oldest kept pages; where each has a handle of its own, without
+  // the lock.
+  void release(PoolLock& lock, std::size_t n);
+  // Gives back the memory of all kept pages, neighbours in one call; returns how many.
+  std::size_t release_adjacent();
+  // Keeps free memory between the marks and below the age: one step. Returns when to call again.
+  std::chrono::steady_clock::time_point tend(PoolLock& lock);
+  void keep_no_stock() { low_ = 0; }
+
+  // Since the store was made.
+  std::uint64_t pages_recycled = 0;  // pages taken whose memory was there
+  std::uint64_t pages_fresh = 0;     // and was not
+
+ private:
+  std::size_t in_pages(std::size_t bytes) const { return bytes / driver_.traits().page_size; }
+  void keep(Page* page, bool aged = false) noexcept;
+  void make_room(std::size_t taken, std::size_t fresh);
+  void empty(Page* first, std::size_t n);
+
+  Driver& driver_;
+  const PoolOptions options_;
+  const std::function<void()> tend_;
+  std::atomic<std::size_t> budget_;
+  std::size_t low_, high_;  // marks of kept pages
+  KeptPages kept_;
+  const std::unique_ptr<Placement> placement_;
+  std::size_t used_ = 0;
+  std::size_t promised_ = 0;   // to operations that have let the lock go before they take them
+  std::size_t just_made_ = 0;  // of the kept pages, those made for a growth under way
+  std::size_t parted_ = 0;     // as last counted
+  std::size_t quarantined_ = 0;
+  std::size_t shelved_ = 0;
+};
+
+}  // namespace vtensor

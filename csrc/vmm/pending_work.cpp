@@ -1,0 +1,79 @@
+#include "vmm/pending_work.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace vtensor {
+
+bool all_passed(Driver& driver, std::vector<FencePtr>& fences) {
+  // Not erase_if: if the driver refuses to answer, none may be lost on the way.
+  for (std::size_t i = 0; i < fences.size();) {
+    if (driver.passed(*fences[i])) {
+      std::swap(fences[i], fences.back());
+      fences.pop_back();
+    } else {
+      ++i;
+    }
+  }
+  return fences.empty();
+}
+
+void PendingWork::note(Stream stream) {
+  if (!runs_behind(stream)) return;
+  if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end())
+    streams_.push_back(stream);
+}
+
+void PendingWork::note(const Caller& caller) {
+  if (caller.named && driver_.traits().asynchronous) {
+    try {
+      all_passed(driver_, after_);
+      if (FencePtr fence = driver_.fence(caller.stream)) after_.push_back(std::move(fence));
+      return;
+    } catch (const Error&) {
+      // It is being captured, or the driver refuses: made when it is needed.
+    }
+  }
+  note(caller.stream);
+}
+
+void PendingWork::begin_lease(const Caller& caller) {
+  if (caller.named) {
+    leased_.push_back(caller.stream);
+  } else {
+    note(caller.stream);
+  }
+}
+
+void PendingWork::end_lease(const Caller& caller, FencePtr after) {
+  if (!caller.named) return note(caller.stream);
+  if (after) {
+    try {
+      all_passed(driver_, after_);
+    } catch (const Error&) {
+      // They are asked again.
+    }
+    after_.push_back(std::move(after));
+  }
+  const auto leased = std::find(leased_.begin(), leased_.end(), caller.stream);
+  if (leased != leased_.end()) leased_.erase(leased);
+}
+
+std::vector<FencePtr> PendingWork::fences() const {
+  std::vector<FencePtr> fences = after_;
+  for (const std::vector<Stream>* streams : {&streams_, &leased_}) {
+    for (const Stream stream : *streams) {
+      if (FencePtr fence = driver_.fence(stream)) fences.push_back(std::move(fence));
+    }
+  }
+  return fences;
+}
+
+void PendingWork::clear() {
+  streams_.clear();
+  after_.clear();
+}
+
+}  // namespace vtensor

@@ -1,0 +1,327 @@
+#include "vmm/placement.h"
+
+#include <algorithm>
+#include <set>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace vtensor {
+
+Page* Placement::new_record(Handle handle) {
+  Page* page;
+  if (!spare_.empty()) {
+    page = spare_.back();
+    spare_.pop_back();
+    *page = Page{};
+  } else {
+    if (records_used_ == kRecordsAtOnce) {
+      records_.push_back(std::make_unique<Page[]>(kRecordsAtOnce));
+      records_used_ = 0;
+    }
+    page = &records_.back()[records_used_++];
+  }
+  page->handle = handle;
+  return page;
+}
+
+namespace {
+
+// Closed runs, none of whose pages is in use. A run on it changes only between `remove` and `add`.
+class IdleRuns {
+ public:
+  void add(HandleRun* run) {
+    by_length_.insert(run);
+    if (run->free_kept != 0) by_kept_.insert(run);
+  }
+  void remove(HandleRun* run) {
+    by_length_.erase(run);
+    by_kept_.erase(run);
+  }
+  std::size_t size() const { return by_length_.size(); }
+
+  // One of `least` pages or more with the most kept memory, as far as a few looks find it; or else
+  // the shortest that has `pages`. Null where there is neither.
+  HandleRun* best(std::size_t pages, std::size_t least) const {
+    std::size_t looks = kMostLooks;
+    for (HandleRun* run : by_kept_) {
+      if (run->length >= least) return run;
+      if (--looks == 0) break;
+    }
+    const auto found = by_length_.lower_bound(pages);
+    return found == by_length_.end() ? nullptr : *found;
+  }
+
+  // Gives all of them out, by their handles.
+  std::vector<HandleRun*> take_all() {
+    std::vector<HandleRun*> all(by_length_.begin(), by_length_.end());
+    std::sort(all.begin(), all.end(),
+              [](const HandleRun* a, const HandleRun* b) { return a->first < b->first; });
+    by_length_.clear();
+    by_kept_.clear();
+    return all;
+  }
+
+ private:
+  static constexpr std::size_t kMostLooks = 32;
+
+  struct Shorter {
+    using is_transparent = void;
+    bool operator()(const HandleRun* a, const HandleRun* b) const {
+      return std::pair(a->length, a->first) < std::pair(b->length, b->first);
+    }
+    bool operator()(const HandleRun* run, std::size_t pages) const { return run->length < pages; }
+    bool operator()(std::size_t pages, const HandleRun* run) const { return pages < run->length; }
+  };
+  struct KeepsMore {
+    bool operator()(const HandleRun* a, const HandleRun* b) const {
+      return std::tuple(b->free_kept, b->length, a->first) <
+             std::tuple(a->free_kept, a->length, b->first);
+    }
+  };
+  std::set<HandleRun*, Shorter> by_length_;
+  std::set<HandleRun*, KeepsMore> by_kept_;  // those that keep any
+};
+
+class AdjacentPlacement final : public Placement {
+ public:
+  AdjacentPlacement(Driver& driver, KeptPages& kept) : driver_(driver), kept_(kept) {}
+
+  RowHome open_home(std::size_t pages) override {
+    RowHome home{pages, {}};
+    home.runs.reserve(2);
+    if (HandleRun* run = adopt_idle(pages, 1)) home.runs.push_back(run);
+    if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
+    return home;
+  }
+
+  void close_home(RowHome& home) override {
+    for (HandleRun* run : home.runs) {
+      run->open = false;
+      if (run->used == 0) idle_.add(run);
+    }
+    home.runs.clear();
+  }
+
+  void pick(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) override {
+    std::size_t at = 0;
+    while (n != 0) {
+      if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
+      Page* page = pick_from(*home.runs[at], previous);
+      if (!page) {
+        ++at;
+        continue;
+      }
+      page->references = 1;
+      ++page->run->used;
+      out.push_back(page);
+      previous = page;
+      --n;
+    }
+  }
+
+  Page* adopt(Handle) override { return nullptr; }
+
+  void put_back(Page* page) override {
+    HandleRun* run = page->run;
+    const std::size_t index = page->handle - run->first;
+    if (page->resident) {
+      ++run->free_kept;
+      run->kept_from = std::min(run->kept_from, index);
+    } else {
+      ++run->free_empty;
+      run->empty_from = std::min(run->empty_from, index);
+    }
+    if (--run->used == 0 && !run->open) idle_.add(run);
+  }
+
+  void emptied(Page* page) override {
+    HandleRun* run = page->run;
+    const bool idle = run->used == 0 && !run->open;
+    if (idle) idle_.remove(run);
+    --run->free_kept;
+    ++run->free_empty;
+    run->empty_from = std::min<std::size_t>(run->empty_from, page->handle - run->first);
+    if (idle) idle_.add(run);
+  }
+
+ private:
+  // Memory that is there before memory that must be made; then the neighbour of `previous`, so that
+  // the kernel merges the two.
+  Page* pick_from(HandleRun& run, const Page* previous) {
+    const std::size_t neighbour =
+        previous && previous->run == &run ? previous->handle - run.first + 1 : run.length;
+    Page* beside = neighbour < run.pages.size() && run.pages[neighbour]->references == 0
+                       ? run.pages[neighbour]
+                       : nullptr;
+    if (run.free_kept != 0) {
+      if (!beside || !beside->resident) beside = first_free(run, run.kept_from, true);
+      --run.free_kept;
+      kept_.remove(beside);
+      return beside;
+    }
+    if (!beside && run.pages.size() < run.length) {
+      Page* page = new_record(run.first + run.pages.size());
+      page->run = &run;
+      run.pages.push_back(page);
+      return page;
+    }
+    if (!beside && run.free_empty != 0) beside = first_free(run, run.empty_from, false);
+    if (beside) --run.free_empty;
+    return beside;
+  }
+
+  static Page* first_free(const HandleRun& run, std::size_t& from, bool resident) {
+    while (run.pages[from]->references != 0 || run.pages[from]->resident != resident) ++from;
+    return run.pages[from];
+  }
+
+  // The best of the idle runs, see IdleRuns, cut to `pages`; null where none serves.
+  HandleRun* adopt_idle(std::size_t pages, std::size_t least) {
+    HandleRun* const best = idle_.best(pages, least);
+    if (best == nullptr) return nullptr;
+    HandleRun* run = best;
+    HandleRun* rest = nullptr;
+    idle_.remove(best);
+    try {
+      if (best->length > pages) {
+        // Of a run whose records all exist the last pages, so that the others keep theirs.
+        const bool whole = best->pages.size() == best->length;
+        HandleRun* const last = cut(*best, whole ? pages : best->length - pages);
+        run = whole ? last : best;
+        rest = whole ? best : last;
+      }
+    } catch (...) {
+      idle_.add(best);
+      throw;
+    }
+    run->open = true;
+    if (rest != nullptr) idle_.add(rest);
+    return run;
+  }
+
+  // A run of `pages` pages: new handles only where those that exist are in use.
+  HandleRun* open_run(std::size_t pages) {
+    HandleRun* idle = adopt_idle(pages, pages);
+    if (!idle && idle_.size() >= join_at_) {
+      join_idle();
+      idle = adopt_idle(pages, pages);
+    }
+    if (idle) return idle;
+    HandleRun* run = &runs_.emplace_back();
+    run->first = driver_.create(pages);
+    run->length = pages;
+    run->open = true;
+    return run;
+  }
+
+  // Takes the last `pages` pages from an idle run, as a run of their own: joined runs are long, and
+  // what takes a short one from them must not touch all of their records.
+  HandleRun* cut(HandleRun& run, std::size_t pages) {
+    const std::size_t left = run.length - pages;
+    std::vector<Page*> records;
+    if (run.pages.size() > left)
+      records.assign(run.pages.begin() + static_cast<std::ptrdiff_t>(left), run.pages.end());
+    HandleRun& last = runs_.emplace_back();
+    last.first = run.first + left;
+    last.length = pages;
+    last.pages = std::move(records);
+    run.length = left;
+    run.pages.resize(run.pages.size() - last.pages.size());
+    for (Page* page : last.pages) {
+      page->run = &last;
+      ++(page->resident ? last.free_kept : last.free_empty);
+    }
+    run.free_kept -= last.free_kept;
+    run.free_empty -= last.free_empty;
+    // A short run keeps no room for the records of a long one.
+    if (run.pages.capacity() > 2 * run.pages.size() + kMostUnused) run.pages.shrink_to_fit();
+    return &last;
+  }
+
+  // Makes one of idle runs that lie side by side, as rows of other lengths have split them: their
+  // number stays within what is in use. Seldom: where the same lengths return, none is missing.
+  void join_idle() {
+    std::vector<HandleRun*> joined;
+    for (HandleRun* run : idle_.take_all()) {
+      if (joined.empty() || !append(*joined.back(), *run)) joined.push_back(run);
+    }
+    for (HandleRun* run : joined) idle_.add(run);
+    runs_.remove_if([](const HandleRun& run) { return run.length == 0; });
+    join_at_ = std::max(kJoinAt, 2 * idle_.size());
+  }
+
+  // Moves all of `next` to the end of `run`; false where it does not follow it, or where that takes
+  // many records of pages that nobody has used.
+  bool append(HandleRun& run, HandleRun& next) {
+    if (run.first + run.length != next.first) return false;
+    const std::size_t gap = next.pages.empty() ? 0 : run.length - run.pages.size();
+    if (gap > kMostUnused) return false;
+    for (std::size_t i = 0; i < gap; ++i) {
+      Page* page = new_record(run.first + run.pages.size());
+      page->run = &run;
+      run.pages.push_back(page);
+    }
+    for (Page* page : next.pages) page->run = &run;
+    run.pages.insert(run.pages.end(), next.pages.begin(), next.pages.end());
+    run.free_kept += next.free_kept;
+    run.free_empty += next.free_empty + gap;
+    run.kept_from = run.empty_from = 0;
+    run.length += next.length;
+    next.length = 0;
+    return true;
+  }
+
+  static constexpr std::size_t kJoinAt = 64;
+  static constexpr std::size_t kMostUnused = 1024;
+
+  Driver& driver_;
+  KeptPages& kept_;
+  std::list<HandleRun> runs_;
+  IdleRuns idle_;
+  std::size_t join_at_ = kJoinAt;  // so many idle runs that joining them is worth a look
+};
+
+class UnorderedPlacement final : public Placement {
+ public:
+  UnorderedPlacement(Driver& driver, KeptPages& kept) : driver_(driver), kept_(kept) {}
+
+  RowHome open_home(std::size_t pages) override { return RowHome{pages, {}}; }
+  void close_home(RowHome&) override {}
+
+  void pick(RowHome&, const Page*, std::size_t n, std::vector<Page*>& out) override {
+    for (; n != 0; --n) {
+      Page* page = kept_.newest();
+      if (page) {
+        kept_.remove(page);
+      } else {
+        page = adopt(driver_.create(1));
+      }
+      page->references = 1;
+      out.push_back(page);
+    }
+  }
+
+  Page* adopt(Handle handle) override {
+    Page* page = new_record(handle);
+    page->dirty = !driver_.traits().created_zero;
+    page->resident = true;
+    return page;
+  }
+
+  void put_back(Page*) override {}
+  void emptied(Page* page) override { recycle_record(page); }
+
+ private:
+  Driver& driver_;
+  KeptPages& kept_;
+};
+
+}  // namespace
+
+std::unique_ptr<Placement> make_placement(Driver& driver, KeptPages& kept) {
+  if (driver.traits().adjacent_handles) return std::make_unique<AdjacentPlacement>(driver, kept);
+  return std::make_unique<UnorderedPlacement>(driver, kept);
+}
+
+}  // namespace vtensor

@@ -1,0 +1,70 @@
+// Which free page a row gets next. On the host, neighbouring handles at neighbouring slots merge
+// into one kernel mapping, so every row grows through a run of handles of its own; on CUDA handles
+// have no order.
+#pragma once
+
+#include <cstddef>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "vmm/page.h"
+
+namespace vtensor {
+
+// Adjacent handles [first, first + length), whose records are made as they are first needed. A page
+// of it is free while it has no reference, and kept while it is resident besides.
+struct HandleRun {
+  Handle first = 0;
+  std::size_t length = 0;
+  std::vector<Page*> pages;  // pages[i] has handle first + i
+  std::size_t used = 0;
+  std::size_t free_kept = 0;
+  std::size_t free_empty = 0;
+  std::size_t kept_from = 0;   // no free kept page lies below
+  std::size_t empty_from = 0;  // no free empty page lies below
+  bool open = false;           // a row grows through it
+};
+
+// The runs that one row grows through; the second and later ones serve where other tensors still
+// hold pages of the first.
+struct RowHome {
+  std::size_t pages = 0;
+  std::vector<HandleRun*> runs;
+};
+
+class Placement {
+ public:
+  virtual ~Placement() = default;
+
+  virtual RowHome open_home(std::size_t pages) = 0;
+  virtual void close_home(RowHome& home) = 0;
+  // Adds to `out` free pages for `n` slots after the one of `previous` (null at a row's start),
+  // each with one reference now and off the pool's list of kept pages; those that are not resident
+  // have no memory yet. May call Driver::create; where it throws, what was added so far stands in
+  // `out`.
+  virtual void pick(RowHome& home, const Page* previous, std::size_t n,
+                    std::vector<Page*>& out) = 0;
+  // Takes in a page that the driver made meanwhile, so that `pick` need not make one. Null where
+  // handles cost nothing until they are used.
+  virtual Page* adopt(Handle handle) = 0;
+  // The page has no reference any more; it is resident or empty.
+  virtual void put_back(Page* page) = 0;
+  // The memory of a free page was given back.
+  virtual void emptied(Page* page) = 0;
+
+ protected:
+  Page* new_record(Handle handle);
+  void recycle_record(Page* page) { spare_.push_back(page); }
+
+ private:
+  static constexpr std::size_t kRecordsAtOnce = 256;
+  std::vector<std::unique_ptr<Page[]>> records_;
+  std::size_t records_used_ = kRecordsAtOnce;  // of the last array
+  std::vector<Page*> spare_;
+};
+
+// `kept` is the pool's list of free pages whose memory is kept.
+std::unique_ptr<Placement> make_placement(Driver& driver, KeptPages& kept);
+
+}  // namespace vtensor

@@ -1,0 +1,428 @@
+#include "vmm/reservation.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/trace.h"
+#include "vmm/wait.h"
+
+namespace vtensor {
+
+Reservation::Reservation(Driver& driver, PageStore& pages, const RowShape& shape,
+                         std::size_t row_pages, std::chrono::nanoseconds patience)
+    : driver_(driver),
+      pages_(pages),
+      patience_(patience),
+      rows_(shape.rows),
+      row_pages_(row_pages),
+      row_stride_(shape.row_stride != 0 ? shape.row_stride : row_pages),
+      page_size_(driver.traits().page_size),
+      zeroed_(shape.zeroed),
+      table_(shape.rows) {}
+
+std::size_t Reservation::count_mapped(Interval slots) const {
+  std::size_t mapped = 0;
+  const std::size_t end = std::min(slots.end, reserved());
+  for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t slot = slots.begin; slot < end; ++slot) mapped += is_mapped(at(row, slot));
+  }
+  return mapped;
+}
+
+std::size_t Reservation::count_quarantined(Interval slots) const {
+  std::size_t lost = 0;
+  if (quarantined() == 0) return lost;
+  for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t slot = slots.begin; slot < slots.end; ++slot)
+      lost += at(row, slot).state == EntryState::quarantined;
+  }
+  return lost;
+}
+
+void Reservation::collect(std::vector<Run>& runs, std::size_t row, Interval slots,
+                          bool (*wanted)(const Entry&)) const {
+  const std::size_t end = std::min(slots.end, reserved());
+  if (slots.begin >= end) return;
+  const Entry* const entries = &at(row, 0);
+  for (std::size_t slot = slots.begin; slot < end;) {
+    const EntryState state = entries[slot].state;
+    const std::size_t first = slot;
+    while (slot < end && entries[slot].state == state) ++slot;
+    if (wanted(entries[first])) runs.push_back({row, {first, slot}});
+  }
+}
+
+std::vector<Reservation::Run> Reservation::collect(Interval slots,
+                                                   bool (*wanted)(const Entry&)) const {
+  std::vector<Run> runs;
+  for (std::size_t row = 0; row < rows_; ++row) collect(runs, row, slots, wanted);
+  return runs;
+}
+
+std::span<const Handle> Reservation::handles(const Run& run) {
+  scratch_.clear();
+  for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+    scratch_.push_back(at(run.row, slot).page->handle);
+  }
+  return scratch_;
+}
+
+void Reservation::open_homes() {
+  if (!homes_.empty()) return;
+  std::vector<RowHome> homes;
+  homes.reserve(rows_);
+  try {
+    for (std::size_t row = 0; row < rows_; ++row) homes.push_back(pages_.open_home(row_pages_));
+  } catch (...) {
+    for (RowHome& home : homes) pages_.close_home(home);
+    throw;
+  }
+  homes_ = std::move(homes);
+}
+
+void Reservation::claim(Arrival& arrival) {
+  std::size_t claimed = 0;
+  try {
+    open_homes();
+    for (const Run& run : arrival.runs) {
+      const Page* previous = run.slots.begin ? at(run.row, run.slots.begin - 1).page : nullptr;
+      const std::size_t begin = arrival.pages.size();
+      pages_.take(homes_[run.row], previous, run.slots.size(), arrival.pages);
+      Entry* entry = table_.entries(run.row, run.slots.begin);
+      for (std::size_t i = begin; i < arrival.pages.size(); ++i)
+        *entry++ = {arrival.pages[i], EntryState::arriving};
+      ++claimed;
+    }
+    arrival.stuck.reserve(arrival.pages.size());
+  } catch (...) {
+    arrival.error = std::current_exception();
+    arrival.runs.resize(claimed);
+    enter(arrival);
+    throw;
+  }
+}
+
+void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept {
+  const Reservation& first = *all.front().range;
+  const PageStore& pages_of = first.pages_;
+  Driver& driver = first.driver_;
+  const std::size_t page_size = first.page_size_;
+  std::vector<PageRun> runs;
+  std::vector<Handle> handles;
+  bool mapped = false, zeroing = false;
+
+  // `stuck` counts the pages of all arrivals in their order.
+  const auto fail = [&all](const std::exception_ptr& error, const std::vector<std::size_t>& stuck) {
+    std::size_t at = 0;
+    auto next = stuck.begin();
+    for (const Arriving& one : all) {
+      one.arrival->error = error;
+      const std::size_t end = at + one.arrival->pages.size();
+      for (; next != stuck.end() && *next < end; ++next) one.arrival->stuck.push_back(*next - at);
+      at = end;
+    }
+  };
+  const auto all_stuck = [&all](const std::exception_ptr& error) {
+    for (const Arriving& one : all) {
+      one.arrival->error = error;
+      for (std::size_t i = 0; i < one.arrival->pages.size(); ++i) one.arrival->stuck.push_back(i);
+    }
+  };
+  try {
+    std::size_t pages = 0, run_count = 0;
+    for (const Arriving& one : all) {
+      pages += one.arrival->pages.size();
+      run_count += one.arrival->runs.size();
+    }
+    handles.reserve(pages);
+    runs.reserve(run_count);
+    for (const Arriving& one : all) {
+      for (const Page* page : one.arrival->pages) handles.push_back(page->handle);
+    }
+    std::size_t at = 0;
+    for (const Arriving& one : all) {
+      for (const Run& run : one.arrival->runs) {
+        runs.push_back({one.range->address(run), std::span(handles).subspan(at, run.slots.size())});
+        at += run.slots.size();
+      }
+    }
+    {
+      const trace::Span span(trace::What::map, runs.front().at, pages * page_size, first.base_);
+      driver.map(runs, Access::writable);
+    }
+    mapped = true;
+    const PageRun* run = runs.data();
+    for (const Arriving& one : all) {
+      const std::uint64_t owner = one.range->zeroed_ ? kNobody : one.range->owner_;
+      Page* const* page = one.arrival->pages.data();
+      for (std::size_t r = 0; r < one.arrival->runs.size(); ++r, ++run) {
+        const std::size_t n = run->handles.size();
+        for (std::size_t i = 0; i < n; ++i) {
+          if (!pages_of.must_zero(*page[i], owner)) continue;
+          const std::size_t begin = i;
+          while (i < n && pages_of.must_zero(*page[i], owner)) ++i;
+          one.range->zero({run->at + begin * page_size, (i - begin) * page_size}, stream);
+          zeroing = one.arrival->zeroing = true;
+        }
+        if (populate) {
+          const trace::Span span(trace::What::populate, run->at, n * page_size, one.range->base_);
+          driver.populate(run->at, n);
+        }
+        page += n;
+      }
+      if (one.arrival->zeroing && one.arrival->ahead) one.arrival->zeroed = driver.fence(stream);
+    }
+  } catch (const UndoFailed& error) {
+    fail(std::current_exception(), error.stuck);
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    if (!mapped) return fail(error, {});
+    // Nobody saw these pages yet. What cannot be unmapped may show another's bytes: quarantined.
+    try {
+      if (zeroing && !wait_for(driver, driver.fence(stream), first.patience_))
+        return all_stuck(error);
+      const trace::Span span(trace::What::unmap, runs.front().at, handles.size() * page_size,
+                             first.base_);
+      driver.unmap(runs, Access::writable);
+      fail(error, {});
+    } catch (const UndoFailed& unmapping) {
+      fail(error, unmapping.stuck);
+    } catch (...) {
+      all_stuck(error);
+    }
+  }
+}
+
+void Reservation::enter(Arrival& arrival) {
+  Page* const* page = arrival.pages.data();
+  if (!arrival.error) {
+    for (const Run& run : arrival.runs) {
+      Entry* const entries = table_.entries(run.row, run.slots.begin);
+      for (std::size_t i = 0; i < run.slots.size(); ++i) {
+        (*page++)->last_owner = owner_;
+        entries[i].state = EntryState::writable;
+      }
+      mapped_ += run.slots.size();
+    }
+    return;
+  }
+  std::size_t at = 0;
+  auto stuck = arrival.stuck.begin();
+  for (const Run& run : arrival.runs) {
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot, ++at) {
+      Entry& entry = table_.at(run.row, slot);
+      if (stuck != arrival.stuck.end() && *stuck == at) {
+        ++stuck;
+        entry.state = EntryState::quarantined;
+        pages_.quarantine(page[at]);
+        ++quarantined_;
+      } else {
+        const bool dirty = page[at]->dirty;  // nobody wrote to it here
+        pages_.drop(page[at]);
+        page[at]->dirty = dirty;
+        entry = {};
+      }
+    }
+  }
+}
+
+// Whether all work launched in `stream` so far ends in time. Lets the lock go meanwhile.
+bool Reservation::await_work(PoolLock& lock, Stream stream) noexcept {
+  bool over = false;
+  try {
+    const FencePtr fence = driver_.fence(stream);
+    lock.let_go();
+    try {
+      over = wait_for(driver_, fence, patience_);
+    } catch (const Error&) {
+    }
+    lock.take_again();
+  } catch (const Error&) {
+  }
+  return over;
+}
+
+void Reservation::undo(PoolLock& lock, Stream stream, const Arrival& arrival) noexcept {
+  if (arrival.runs.empty()) return;
+  try {
+    Departure departure = departing(arrival.runs, arrival.runs.size());
+    if (!arrival.zeroing || await_work(lock, stream)) {
+      carry_out(departure);
+      enter(departure, false);
+      if (!departure.error) return;
+    }
+  } catch (...) {
+  }
+  for (const Run& run : arrival.runs) {
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+      if (is_mapped(at(run.row, slot))) quarantine({run.row, {slot, slot + 1}});
+    }
+  }
+}
+
+Reservation::Departure Reservation::departing(std::vector<Run> runs, std::size_t writable) {
+  Departure departure;
+  departure.runs = std::move(runs);
+  departure.writable = writable;
+  for (const Run& run : departure.runs) {
+    const auto of_run = handles(run);
+    departure.handles.insert(departure.handles.end(), of_run.begin(), of_run.end());
+  }
+  departure.stuck.reserve(departure.handles.size());
+  return departure;
+}
+
+void Reservation::carry_out(Departure& departure,
+                            std::optional<std::chrono::steady_clock::time_point> until) noexcept {
+  const std::size_t at_once = until ? 1 : departure.runs.size();
+  try {
+    std::vector<PageRun> batch;
+    batch.reserve(at_once);
+    std::size_t at = 0;
+    while (departure.done < departure.runs.size()) {
+      if (until && departure.done != 0 && std::chrono::steady_clock::now() >= *until) return;
+      const bool writable = departure.done < departure.writable;
+      const std::size_t end = writable ? departure.writable : departure.runs.size();
+      batch.clear();
+      std::size_t pages = 0;
+      for (std::size_t i = departure.done; i < std::min(end, departure.done + at_once); ++i) {
+        const Run& run = departure.runs[i];
+        batch.push_back(
+            {address(run), std::span(departure.handles).subspan(at + pages, run.slots.size())});
+        pages += run.slots.size();
+      }
+      const trace::Span span(trace::What::unmap, batch.front().at, pages * page_size_, base_);
+      driver_.unmap(batch, writable ? Access::writable : Access::guarded);
+      departure.done += batch.size();
+      at += pages;
+    }
+  } catch (const UndoFailed& error) {
+    departure.error = std::current_exception();
+    departure.stuck.assign(error.stuck.begin(), error.stuck.end());
+  } catch (...) {
+    departure.error = std::current_exception();
+  }
+}
+
+void Reservation::enter(Departure& departure, bool aged) {
+  for (std::size_t i = 0; i < departure.done; ++i) {
+    const Run& run = departure.runs[i];
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
+      Entry& entry = table_.at(run.row, slot);
+      if (is_guarded(entry)) --guarded_;
+      pages_.drop(entry.page, aged);
+      entry = {};
+    }
+    mapped_ -= run.slots.size();
+  }
+  std::size_t first = 0;
+  auto stuck = departure.stuck.begin();
+  for (std::size_t i = departure.done; i < departure.runs.size(); ++i) {
+    const Run& run = departure.runs[i];
+    std::vector<std::size_t> of_run;
+    for (; stuck != departure.stuck.end() && *stuck < first + run.slots.size(); ++stuck)
+      of_run.push_back(*stuck - first);
+    quarantine(run, of_run);
+    first += run.slots.size();
+  }
+}
+
+void Reservation::end(Reservation* host) noexcept {
+  if (quarantined() != 0) {
+    if (host != nullptr) host->quarantined_ += quarantined();
+    for (std::size_t row = 0; row < rows_; ++row) {
+      for (std::size_t slot = 0; slot < reserved(); ++slot) {
+        if (Page* page = at(row, slot).page) pages_.drop(page);
+      }
+    }
+  }
+  for (RowHome& home : homes_) pages_.close_home(home);
+  homes_.clear();
+}
+
+void Reservation::event(trace::What what, Interval slots) const {
+  trace::event(what, address(0, slots.begin), slots.size() * rows_ * page_size_, base_);
+}
+
+void Reservation::zero(Bytes bytes, Stream stream) {
+  const trace::Span span(trace::What::zero, bytes.at, bytes.size, base_);
+  driver_.zero(bytes.at, bytes.size, stream);
+}
+
+std::vector<Reservation::Run> Reservation::unclean_in(Interval slots) const {
+  std::vector<Run> runs;
+  const auto is_foreign = [this](const Entry& entry) {
+    return is_writable(entry) && !clean(*entry.page);
+  };
+  const std::size_t end = std::min(slots.end, reserved());
+  for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t slot = slots.begin; slot < end; ++slot) {
+      const std::size_t first = slot;
+      while (slot < end && is_foreign(at(row, slot))) ++slot;
+      if (slot > first) runs.push_back({row, {first, slot}});
+    }
+  }
+  return runs;
+}
+
+void Reservation::make_clean(std::span<const Run> runs, Stream stream) {
+  for (const Run& run : runs) zero({address(run), run.slots.size() * page_size_}, stream);
+  for (const Run& run : runs) {
+    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
+      at(run.row, slot).page->last_owner = owner_;
+  }
+}
+
+void Reservation::quarantine(const Run& run, std::span<const std::size_t> stuck) {
+  for (const std::size_t i : stuck) {
+    Entry& entry = table_.at(run.row, run.slots.begin + i);
+    if (entry.state == EntryState::guarded) --guarded_;
+    entry.state = EntryState::quarantined;
+    pages_.quarantine(entry.page);
+    --mapped_;
+    ++quarantined_;
+  }
+}
+
+void Reservation::quarantine(const Run& run) noexcept {
+  for (std::size_t i = 0; i < run.slots.size(); ++i) quarantine(run, std::span(&i, 1));
+}
+
+std::size_t Reservation::add_pages(std::unordered_set<const Page*>& seen) const {
+  std::size_t shared = 0;
+  for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t slot = 0; slot < reserved(); ++slot) {
+      const Entry& entry = at(row, slot);
+      if (is_mapped(entry) && seen.insert(entry.page).second) shared += entry.page->references > 1;
+    }
+  }
+  return shared;
+}
+
+void Reservation::check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const {
+  std::size_t mapped = 0, guarded = 0;
+  for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t slot = 0; slot < reserved(); ++slot) {
+      const Entry& entry = at(row, slot);
+      if ((entry.page == nullptr) != (entry.state == EntryState::empty)) {
+        throw Error("I3: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
+                    " has a page and no mapping, or a mapping and no page");
+      }
+      if (entry.page == nullptr) continue;
+      PageUse& use = uses[entry.page];
+      ++use.entries;
+      if (reachable) {
+        ++use.reachable;
+        use.writable |= is_writable(entry);
+      }
+      mapped += entry.mapped();
+      guarded += is_guarded(entry);
+    }
+  }
+  if (mapped != mapped_ || guarded != guarded_)
+    throw Error("I4: the counts of mapped pages are wrong");
+}
+
+}  // namespace vtensor

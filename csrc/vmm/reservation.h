@@ -1,0 +1,238 @@
+// A range of addresses, divided into rows of pages, and its page table. Maps, shares, parts and
+// unmaps any pages of it, in any order; which, and when, its owner decides.
+//
+// Each change has three steps: claimed with the pool's lock, carried out by the driver without it,
+// and entered with it again. In between nothing else may touch these pages: its owner sees to that.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "base/interval.h"
+#include "base/trace.h"
+#include "vmm/page_store.h"
+#include "vmm/page_table.h"
+#include "vmm/pool_lock.h"
+#include "vmm/row_shape.h"
+
+namespace vtensor {
+
+// What page tables say of a page, for PagePool::check_invariants.
+struct PageUse {
+  std::uint32_t entries = 0;
+  std::uint32_t reachable = 0;  // of these, in ranges that a tensor or a view can still reach
+  bool writable = false;        // through a reachable entry
+};
+
+class Reservation {
+ public:
+  // Neighbouring slots of one row.
+  struct Run {
+    std::size_t row;
+    Interval slots;
+  };
+
+  struct Bytes {
+    Address at;
+    std::size_t size;
+  };
+
+  // Pages on their way to empty slots.
+  struct Arrival {
+    std::vector<Run> runs;
+    std::vector<Page*> pages;        // run after run
+    std::exception_ptr error;        // nothing of it is mapped, but what is stuck
+    std::vector<std::size_t> stuck;  // indices in `pages`
+    bool ahead = false;              // for the mapper, which zeroes on the side stream
+    bool zeroing = false;            // some of it had to be zeroed
+    FencePtr zeroed;                 // null where that is complete
+  };
+  struct Arriving {
+    Reservation* range;
+    Arrival* arrival;
+  };
+
+  // Pages on their way out.
+  struct Departure {
+    std::vector<Run> runs;        // the writable ones first
+    std::size_t writable = 0;     // of the runs
+    std::vector<Handle> handles;  // run after run
+    std::size_t done = 0;         // of the runs
+    std::exception_ptr error;
+    std::vector<std::size_t> stuck;  // pages in runs[done...]
+  };
+
+  // `patience` bounds each wait (I12).
+  Reservation(Driver& driver, PageStore& pages, const RowShape& shape, std::size_t row_pages,
+              std::chrono::nanoseconds patience);
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+
+  std::size_t rows() const { return rows_; }
+  std::size_t row_pages() const { return row_pages_; }
+  std::size_t page_size() const { return page_size_; }
+  std::size_t row_bytes() const { return row_stride_ * page_size_; }
+  std::size_t bytes() const { return rows_ * row_pages_ * page_size_; }
+  Address base() const { return base_; }
+  Address address(std::size_t row, std::size_t slot) const {
+    return base_ + row * row_bytes() + slot * page_size_;
+  }
+  Address address(const Run& run) const { return address(run.row, run.slots.begin); }
+
+  // Everything below requires the pool's lock, where it does not say otherwise.
+
+  void begin(Address base, std::uint64_t owner) {
+    base_ = base;
+    owner_ = owner;
+  }
+  // Pages show zeros, or what this owner had there: those of another are not clean (I7).
+  void set_owner(std::uint64_t owner) { owner_ = owner; }
+  bool clean(const Page& page) const { return !page.dirty || page.last_owner == owner_; }
+
+  // -- the page table
+
+  const Entry& at(std::size_t row, std::size_t slot) const { return table_.at(row, slot); }
+  // Slots below have entries.
+  std::size_t reserved() const { return table_.reserved(); }
+  // Throws std::bad_alloc; nothing is changed then.
+  void reserve(std::size_t slots) { table_.reserve(slots); }
+  std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
+  std::size_t quarantined() const { return quarantined_.load(std::memory_order_relaxed); }
+  // Pages that writes do not reach.
+  std::size_t guarded() const { return guarded_; }
+  std::size_t count_mapped(Interval slots) const;
+  std::size_t count_quarantined(Interval slots) const;
+  // Adds maximal runs in `slots` of `row` whose entries are `wanted` and have one state.
+  void collect(std::vector<Run>& runs, std::size_t row, Interval slots,
+               bool (*wanted)(const Entry&)) const;
+  // The same, of every row.
+  std::vector<Run> collect(Interval slots, bool (*wanted)(const Entry&)) const;
+  // The first of `slots` that is not `wanted` in every row.
+  template <typename Wanted>
+  std::size_t first_not(Interval slots, Wanted wanted) const {
+    std::size_t end = std::min(slots.end, reserved());
+    for (std::size_t row = 0; row < rows_ && slots.begin < end; ++row) {
+      std::size_t slot = slots.begin;
+      while (slot < end && wanted(at(row, slot))) ++slot;
+      end = slot;
+    }
+    return std::max(slots.begin, end);
+  }
+
+  // -- mapping
+
+  // Takes pages for runs of empty entries. Throws what the driver does; nothing is claimed then.
+  void claim(Arrival& arrival);
+  // Without the lock: maps what several have claimed, in one batch, all or none; zeroes what their
+  // last owners left, and makes their memory present where it is to.
+  static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
+  // Enters pages that have arrived, or gives them back.
+  void enter(Arrival& arrival);
+  // Takes back pages that have arrived for a growth that failed afterwards. Lets the lock go.
+  void undo(PoolLock& lock, Stream stream, const Arrival& arrival) noexcept;
+
+  // -- unmapping
+
+  // Requires: the first `writable` of the runs are writable, the others guarded.
+  Departure departing(std::vector<Run> runs, std::size_t writable);
+  // Without the lock. Begins no more calls after `until`, which it looks at after each.
+  void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
+                                           std::nullopt) noexcept;
+  // `aged`: its pages have been free for as long as the pool keeps memory.
+  void enter(Departure& departure, bool aged);
+  // Nothing is mapped any more. What is quarantined keeps its page in its pool, and its addresses,
+  // which lie in `host` where that is not null.
+  void end(Reservation* host) noexcept;
+
+  // -- sharing (copy_on_write.cpp)
+
+  // Maps pages of others, those of one run behind those of the last, at empty entries. Lets the
+  // lock go meanwhile.
+  void map_shared(PoolLock& lock, std::span<const Run> runs, std::span<Page* const> pages,
+                  EntryState state);
+  // Guards writable runs, which are about to be shared. Whole or nothing. Lets the lock go
+  // meanwhile, unless it is null, but not to undo. Requires: no work that may write to the runs is
+  // left in any stream.
+  void guard(PoolLock* lock, std::span<const Run> runs);
+  // Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable,
+  // and zeroes `stale` at the end, in `stream`. Whole or nothing, except that pages which the
+  // kernel had parted may stay folded: nobody can tell but by the counts. Lets the lock go while
+  // pages are copied and remapped, but not to undo that. Throws TimedOut where copies may still
+  // run, in the side stream.
+  void part(PoolLock& lock, std::span<const Run> runs, std::span<const Bytes> stale, Stream stream);
+  // How many pages parting these takes: a page that nobody shares any more is kept.
+  std::size_t fresh_pages_for(std::span<const Run> guarded) const;
+  // Of a guarded run, the pages that the kernel parted at a write; 1 for each.
+  std::vector<std::uint8_t> find_parted(const Run& run) const;
+  std::size_t count_parted(std::span<const Run> guarded) const;
+  std::size_t count_parted() const;
+  std::vector<Run> parted_in(Interval slots) const;
+  // Runs whose pages become those of `to`, guarded; in all of them or, where the driver refuses, in
+  // none. Requires: a driver that remaps in one step, because a page that cannot be put back would
+  // leave its owner without it.
+  struct Change {
+    Reservation* range;
+    Run run;  // of one state
+    std::vector<Page*> to;
+  };
+  static void remap(std::span<const Change> changes);
+
+  // -- bytes
+
+  // May be called without the lock.
+  void zero(Bytes bytes, Stream stream);
+  // Runs of pages in `slots` that show what another owner left, and their zeroing.
+  std::vector<Run> unclean_in(Interval slots) const;
+  void make_clean(std::span<const Run> runs, Stream stream);
+
+  // -- reports
+
+  // Tells the trace what happens to `slots` of every row.
+  void event(trace::What what, Interval slots) const;
+
+  // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
+  // several references.
+  std::size_t add_pages(std::unordered_set<const Page*>& seen) const;
+  // Adds what its entries use, `reachable` by a tensor or a view. Throws an Error that names the
+  // violated invariant.
+  void check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const;
+
+ private:
+  void open_homes();
+  // Valid until the next call.
+  std::span<const Handle> handles(const Run& run);
+  bool await_work(PoolLock& lock, Stream stream) noexcept;
+  void quarantine(const Run& run, std::span<const std::size_t> stuck);
+  void quarantine(const Run& run) noexcept;
+  void unguard(std::span<const Run> runs);
+  // Makes `pages` the writable pages of a guarded run.
+  void replace(const Run& run, std::span<Page* const> pages) noexcept;
+
+  Driver& driver_;
+  PageStore& pages_;
+  const std::chrono::nanoseconds patience_;
+  const std::size_t rows_;
+  const std::size_t row_pages_;
+  const std::size_t row_stride_;  // pages
+  const std::size_t page_size_;
+  const bool zeroed_;  // pages are zeroed even where they come back to this owner
+  Address base_ = 0;
+  std::uint64_t owner_ = kNobody;
+  PageTable table_;
+  std::vector<RowHome> homes_;
+  std::vector<Handle> scratch_;
+  // Changed with the lock; read without it too.
+  std::atomic<std::size_t> mapped_ = 0;
+  std::atomic<std::size_t> quarantined_ = 0;
+  std::size_t guarded_ = 0;  // pages
+};
+
+}  // namespace vtensor
