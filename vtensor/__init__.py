@@ -15,6 +15,7 @@ from vtensor import _starting as _starting  # before torch is imported
 from vtensor import _torch_version as _torch_version  # before anything needs what an older one has not
 from vtensor import _variants as _variants  # which name the classes of tensors to the core
 from vtensor import trace
+from vtensor._notebook import draw_with as _draw_with
 from vtensor.errors import (
     CapacityExceeded,
     Closed,
@@ -31,6 +32,15 @@ from vtensor.pool import Pool, PoolStats, default_pool
 from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, zeros
 
 __version__ = "0.1.0"
+
+
+def _draw(shown: object) -> dict[str, str]:
+    from vtensor._html import bundle  # only notebooks need it
+
+    return bundle(shown)
+
+
+_draw_with(_draw)
 
 __all__ = [
     "CapacityExceeded",

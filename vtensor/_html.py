@@ -6,17 +6,18 @@ What is drawn comes from page tables and counts. No byte of a tensor is read and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import singledispatch
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vtensor import _pages
-from vtensor._pages import COLOURS, MEANINGS, Run, byte_text
+from vtensor._pages import COLOURS, MEANINGS, Run
+from vtensor._units import byte_text
 from vtensor.errors import Closed, VTensorError
-
-if TYPE_CHECKING:
-    from vtensor.pool import Pool
-    from vtensor.tensor import VTensor
+from vtensor.kv import KVCache
+from vtensor.pool import Pool
+from vtensor.tensor import VTensor
 
 _MOST_CELLS = 240  # to a strip
 _MOST_STRIPS = 8  # rows of a tensor, slots of a cache
@@ -44,8 +45,15 @@ _STYLE = (
 ).replace("DARK", "--vt-text:#e6edf3;--vt-faint:#9da7b1;--vt-empty:#2b3137;--vt-line:#545d66")
 
 
+@singledispatch
+def bundle(shown: object) -> dict[str, str]:
+    """``text/plain`` and ``text/html``."""
+    raise NotImplementedError(f"nothing draws a {type(shown).__name__}")
+
+
+@bundle.register(VTensor)
 def tensor_bundle(tensor: VTensor) -> dict[str, str]:
-    """A VTensor as ``text/plain`` (one line) and ``text/html``, for IPython's ``_repr_mimebundle_``."""
+    """A VTensor: each row's pages by state."""
     try:
         if tensor.closed:
             return _closed("VTensor")
@@ -65,8 +73,9 @@ def tensor_bundle(tensor: VTensor) -> dict[str, str]:
     return _bundle(name, facts, _tensor_strips(pages), _tensor_key(pages))
 
 
+@bundle.register(Pool)
 def pool_bundle(pool: Pool) -> dict[str, str]:
-    """A Pool as ``text/plain`` and ``text/html``."""
+    """A Pool: its budget, and what is mapped."""
     try:
         stats = pool.stats()
     except VTensorError as error:
@@ -93,8 +102,9 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
     return _bundle(name, facts, drawn, _key(mapped))
 
 
+@bundle.register(KVCache)
 def cache_bundle(cache: Any) -> dict[str, str]:
-    """A KVCache as ``text/plain`` and ``text/html``: what its memory holds, and each slot's tokens."""
+    """A KVCache: what its memory holds, and each slot's tokens."""
     if getattr(cache, "closed", False):
         return _closed("vtensor.KVCache")
     try:

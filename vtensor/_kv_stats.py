@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vtensor.kv import KVCache
+from vtensor import _core
+from vtensor._layout import Layout
+from vtensor.pool import Pool
 
 __all__ = ["FREE", "SWAPPED", "USED", "KVCacheStats", "count"]
 
@@ -73,12 +73,12 @@ class KVCacheStats:
     """Of the pool: calls made by ``"caller"`` and ``"mapper"``, each from a call's name to a count."""
 
 
-def count(cache: KVCache) -> KVCacheStats:
+def count(core: _core.CacheCore, layout: Layout, pool: Pool) -> KVCacheStats:
     """A cache's counts of this moment."""
-    counts = cache._core.counts()
-    states, lengths = cache._core.states, cache._core.lengths
-    pages, size = counts.pages, cache._pool.page_size
-    live = sum(cache._layout.nbytes(n, cache._core.begins(slot)) for slot, n in enumerate(lengths) if n)
+    counts = core.counts()
+    states, lengths = core.states, core.lengths
+    pages, size = counts.pages, pool.page_size
+    live = sum(layout.nbytes(n, core.begins(slot)) for slot, n in enumerate(lengths) if n)
     return KVCacheStats(
         page_size=size,
         slots_used=states.count(USED),
@@ -86,9 +86,9 @@ def count(cache: KVCache) -> KVCacheStats:
         slots_swapped=states.count(SWAPPED),
         slots_lost=counts.lost,
         tokens=sum(lengths),
-        unit=cache._core.unit,
-        page_tokens=cache._page_tokens(),
-        ranges=cache._layout.ranges,
+        unit=core.unit,
+        page_tokens=layout.page_tokens(size),
+        ranges=layout.ranges,
         nbytes_live=live,
         nbytes_mapped=pages.mapped * size,
         nbytes_swapped=counts.swapped_bytes,
@@ -99,10 +99,10 @@ def count(cache: KVCache) -> KVCacheStats:
         pages_ahead=pages.ahead,
         pages_parked=pages.parked,
         pages_held=pages.held,
-        prefix_tokens=counts.prefix_units * cache._core.unit,
+        prefix_tokens=counts.prefix_units * core.unit,
         prefix_queries=counts.prefix_queries,
         prefix_hits=counts.prefix_hits,
         prefix_evictions=counts.prefix_evictions,
         waste=(pages.needed * size - live) / live if live else 0.0,
-        driver_calls=cache._pool.stats().driver_calls,
+        driver_calls=pool.stats().driver_calls,
     )

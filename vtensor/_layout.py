@@ -56,6 +56,10 @@ class Layout:
             for kind, begin in zip(self.kinds, begins, strict=True)
         )
 
+    def page_tokens(self, page_size: int) -> int:
+        """Tokens of the largest rows in a page."""
+        return max(1, page_size // max(kind.item_bytes for kind in self.kinds))
+
     def views(
         self,
         ranges: Sequence[torch.Tensor],

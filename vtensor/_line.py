@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from vtensor._pages import byte_text
-
-if TYPE_CHECKING:
-    from vtensor.tensor import VTensor
+from vtensor import _core
+from vtensor._units import byte_text
 
 
-def tensor_line(tensor: VTensor) -> str:
-    """Shape, dtype, device, length of capacity and bytes mapped: no element is read, no device or lock waited
-    for, no driver called. The bytes may be a moment old."""
+def tensor_line(tensor: torch.Tensor, core: _core.TensorCore) -> str:
+    """A VTensor's shape, dtype, device, length of capacity and bytes mapped: no element is read, no device or
+    lock waited for, no driver called. The bytes may be a moment old."""
     # Closed tensors and guarded ones answer torch's attributes in Python, or refuse to.
     with torch._C.DisableTorchFunctionSubclass():
-        core = tensor._core
         if core.closed:
             return "<VTensor, closed>"
         dtype = str(tensor.dtype).removeprefix("torch.")

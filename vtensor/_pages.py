@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from vtensor.tensor import VTensor
+from vtensor.tensor import VTensor
 
 MOST_RECORDS = 1 << 15  # pages asked for one by one; above, the picture is drawn from the lengths
 
@@ -121,12 +120,3 @@ def cells(runs: Sequence[Run], slots: int, most: int) -> list[Run]:
     for cell, state in enumerate(found):
         append(merged, state, cell)
     return [Run(run.state, run.start * width, min(slots, run.stop * width)) for run in merged]
-
-
-def byte_text(nbytes: float) -> str:
-    """``1,536`` as ``"1.5 KiB"``."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = 0
-    while abs(nbytes) >= 1024 and power < len(units) - 1:
-        nbytes, power = nbytes / 1024, power + 1
-    return f"{nbytes:,.1f}".removesuffix(".0") + f" {units[power]}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import index
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 
 from vtensor import _core
 from vtensor._kv_stats import USED, KVCacheStats, count
 from vtensor._layout import Layout, layout_of, whole_storage
+from vtensor._notebook import bundle
 from vtensor._streams import Stream, stream_handle
 from vtensor._tokens import checked_salt, token_ids
 from vtensor.errors import Closed, InvalidArgument
@@ -364,7 +365,7 @@ class KVCache:
 
     def stats(self) -> KVCacheStats:
         """Counts of this moment."""
-        return count(self)
+        return count(self._core, self._layout, self._pool)
 
     def close(self, stream: Stream | None = None) -> None:
         """Frees every slot and gives the index up. Addresses go with the last view of the layers.
@@ -391,9 +392,7 @@ class KVCache:
         )
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        from vtensor import _html
-
-        return _html.cache_bundle(self)
+        return bundle(self)
 
     # -- inside
 
@@ -417,7 +416,4 @@ class KVCache:
             raise InvalidArgument(f"[{operation}] {name} is {number}: it must be at least 0, and below 2**62")
         return number
 
-    def _page_tokens(self) -> int:
-        return max(1, self._pool.page_size // max(kind.item_bytes for kind in self._layout.kinds))
-
-    _registered: Any = None  # the pool's way to this cache
+    _registered: object = None  # the pool's way to this cache

@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vtensor import _pages, trace
 from vtensor._events import lanes, memory_points, thinned
-from vtensor._pages import COLOURS, Run, byte_text
+from vtensor._pages import COLOURS, Run
 from vtensor._shares import Owner, SharedPage, as_tree, boxes
+from vtensor._units import byte_text
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
+from vtensor.tensor import VTensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from vtensor.tensor import VTensor
 
 __all__ = ["fragmentation", "memory", "page_map", "sharing", "timeline"]
 

@@ -8,17 +8,14 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 
 from vtensor import _core
 from vtensor._arguments import choice, device_of, integer, number
+from vtensor._notebook import bundle
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
-
-if TYPE_CHECKING:
-    from vtensor.kv import KVCache
-    from vtensor.tensor import VTensor
 
 _MOST_BYTES = 2**62
 _MOST_SECONDS = 10**9
@@ -174,9 +171,7 @@ class Pool:
         return f"<vtensor.Pool {self._device}, {self.budget:,} bytes in pages of {self.page_size:,}{state}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        from vtensor import _html  # only notebooks need it
-
-        return _html.pool_bundle(self)
+        return bundle(self)
 
     def _repr_html_(self) -> str:
         return self._repr_mimebundle_()["text/html"]
@@ -349,7 +344,7 @@ class Pool:
             raise Closed(f"[{operation}] the pool is closed: make a new one")
         return core
 
-    def _register(self, tensor: VTensor | KVCache) -> None:
+    def _register(self, tensor: _Tensor) -> None:
         tensor._registered = _Registered(tensor)
         with _sets_lock:
             self._tensors.add(tensor._registered)
@@ -363,12 +358,20 @@ def _retire(core: _core.PagePool) -> None:
         core.retire()
 
 
+class _Tensor(Protocol):
+    """What borrows a pool's pages and ends with it: a VTensor or a KVCache."""
+
+    _registered: object
+
+    def close(self) -> None: ...
+
+
 class _Registered:
     """A pool's way to a tensor. Owned by the tensor, because a WeakSet of tensors would compare them by
     ``==``."""
 
-    def __init__(self, tensor: VTensor | KVCache) -> None:
-        self._tensor: weakref.ref[VTensor | KVCache] = weakref.ref(tensor)
+    def __init__(self, tensor: _Tensor) -> None:
+        self._tensor: weakref.ref[_Tensor] = weakref.ref(tensor)
 
     def close(self) -> None:
         tensor = self._tensor()

@@ -10,6 +10,7 @@ import torch
 from vtensor import _core
 from vtensor._arguments import choice, device_of, integer, of_type
 from vtensor._line import tensor_line
+from vtensor._notebook import bundle
 from vtensor._processes import keep_private
 from vtensor._streams import Stream, stream_handle
 from vtensor.errors import CapacityExceeded, InvalidArgument, VTensorError
@@ -310,7 +311,7 @@ class VTensor(torch.Tensor):
         return self._alias().__dlpack__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return tensor_line(self)
+        return tensor_line(self, self._core)
 
     def __str__(self) -> str:
         # A compiled region has no snapshot to give, and breaks at any other question.
@@ -319,9 +320,7 @@ class VTensor(torch.Tensor):
     __format__ = object.__format__  # torch's refuses closed tensors
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        from vtensor import _html  # only notebooks need it
-
-        return _html.tensor_bundle(self)
+        return bundle(self)
 
     def _repr_html_(self) -> str:
         return self._repr_mimebundle_()["text/html"]

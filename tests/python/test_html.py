@@ -14,7 +14,7 @@ import torch
 
 import vtensor
 from support import calls, filled, mapper_calls, run_snippet
-from vtensor import _html, _pages
+from vtensor import _html, _pages, _units
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -281,7 +281,7 @@ def test_runs_end_at_gaps():
 
 def test_sizes_read_well():
     sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.5 KiB", 1 << 20: "1 MiB", 5 << 50: "5,120 TiB"}
-    assert {n: _pages.byte_text(n) for n in sizes} == sizes
+    assert {n: _units.byte_text(n) for n in sizes} == sizes
 
 
 def test_no_colour_is_used_twice():

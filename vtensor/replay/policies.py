@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from vtensor._simulated import simulated_cuda_pool
 from vtensor.errors import InvalidArgument
 from vtensor.kv import KVCache
 from vtensor.pool import Pool
@@ -17,7 +18,6 @@ from vtensor.replay.paged import PagedCache
 from vtensor.replay.radix import RadixCache
 from vtensor.replay.shapes import ModelShape
 from vtensor.replay.simulate import ReplayCache
-from vtensor.testing import simulated_cuda_pool
 
 __all__ = ["POLICIES", "Driver", "Server", "default_layer_group", "open_cache", "scale"]
 

@@ -6,11 +6,13 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from vtensor import pool as _pool
 from vtensor._arguments import of_type
 from vtensor.kv import KVCache
 from vtensor.pool import Pool
+from vtensor.tensor import VTensor
 
 _WHAT = ("tensors", "pages_needed", "pages_held", "pages_quarantined", "nbytes_reserved")
 _SECONDS = 10.0
@@ -86,11 +88,11 @@ def _counts(pool: Pool) -> dict[str, int]:
 
 
 def _named(pool: Pool) -> str:
-    open_tensors = [entry._tensor() for entry in list(pool._tensors)]
+    open_tensors: list[Any] = [entry._tensor() for entry in list(pool._tensors)]
     named = [
-        repr(t) if isinstance(t, KVCache) else f"{tuple(t.shape)} at {t.address:#x}"
+        f"{tuple(t.shape)} at {t.address:#x}" if isinstance(t, VTensor) else repr(t)
         for t in open_tensors
-        if t is not None and not t.closed
+        if isinstance(t, (KVCache, VTensor)) and not t.closed
     ]
     return f" (its open tensors: {', '.join(named)})" if named else ""
 

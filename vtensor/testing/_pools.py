@@ -1,15 +1,12 @@
-"""Pools for tests: with holes that fault, and over a simulated libcuda."""
+"""Pools for tests, with holes that fault."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from vtensor import _core
-from vtensor._arguments import integer
-from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
 
 
@@ -37,43 +34,3 @@ def host_pool(
         options=pool_options(budget, zero, **options),
     )
     return Pool._over(core, torch.device("cpu"))
-
-
-def simulated_cuda_pool(
-    library: str | os.PathLike[str] | None = None,
-    page_size: int | None = None,
-    budget: int | None = None,
-    zero: ZeroPolicy = "new_owner",
-    device: int = 0,
-    **options: Any,
-) -> Pool:
-    """A pool whose CUDA driver calls a simulated libcuda over host memory: a test double, whose tensors are
-    CPU tensors.
-
-    Args:
-        library: path of the simulated libcuda; ``$VTENSOR_SIMCUDA`` unless given.
-        page_size, budget, zero, device: as for :class:`~vtensor.Pool`.
-        options: as for :func:`host_pool`.
-
-    Raises:
-        VTensorError: no library was named.
-        InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.
-    """
-    library = library or os.environ.get("VTENSOR_SIMCUDA")
-    if not library:
-        raise VTensorError(
-            "[simulated_cuda_pool] no library= and no $VTENSOR_SIMCUDA: build tests/simcuda and name it"
-        )
-    if not isinstance(library, (str, os.PathLike)):
-        raise InvalidArgument(f"[simulated_cuda_pool] library is a {type(library).__name__}: give a path")
-    device = integer("simulated_cuda_pool", "device", device)
-    if not 0 <= device < 2**31:
-        raise InvalidArgument(f"[simulated_cuda_pool] device is {device}: give the number of one, from 0")
-    core = _core.cuda_pool(
-        device,
-        page_size=checked_page_size(page_size),
-        library=os.fspath(library),
-        memory_is_host_memory=True,
-        options=pool_options(budget, zero, **options),
-    )
-    return Pool._over(core, torch.device("cuda", device))
