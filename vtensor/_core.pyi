@@ -403,6 +403,8 @@ class Demands:
             how many are written behind each. None where something may not suit.
         """
 
+TRACE_KINDS: tuple = ...
+
 class TraceRecording:
     def __init__(self, capacity: int) -> None: ...
 

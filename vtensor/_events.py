@@ -6,10 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from vtensor.trace import Event
+from vtensor.trace import MAPPED, Event
 
 _GROWTH = {"extend": 1, "shrink": -1}
-_MAPPING = {"map": 1, "unmap": -1}
 
 
 class Point(NamedTuple):
@@ -38,8 +37,8 @@ def memory_points(events: Iterable[Event]) -> list[Point]:
             lengths[event.tensor] = max(0, before + _GROWTH[event.what] * event.nbytes)
             needed += lengths[event.tensor] - before
             copied = needed + (before if event.what == "extend" else 0)
-        elif event.what in _MAPPING:
-            mapped += _MAPPING[event.what] * event.nbytes
+        elif event.what in MAPPED:
+            mapped += MAPPED[event.what] * event.nbytes
         elif _reserves(event):
             ranges[event.nbytes] += 1
             reserved += event.nbytes

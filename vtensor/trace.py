@@ -40,10 +40,9 @@ from vtensor.errors import InvalidArgument, VTensorError
 __all__ = ["Event", "Recording", "load", "record"]
 
 _MOST_EVENTS = 2**28
-_KINDS = frozenset(
-    "driver_call extend shrink prepare fork part map unmap retire revive zero copy populate park adopt lease "
-    "wait out_of_memory error".split()
-)
+_KINDS = frozenset(_core.TRACE_KINDS)
+MAPPED = {"map": 1, "unmap": -1}
+"""The kinds that change what is mapped, each with the sign of its bytes."""
 
 
 class Profiler(Protocol):
@@ -271,11 +270,10 @@ def _event(written: dict[str, Any], base: int) -> Event:
 
 def _changes_of_mapping(events: Iterable[Event]) -> list[tuple[int, int]]:
     """(time, bytes) in order of time."""
-    signs = {"map": 1, "unmap": -1}
     return sorted(
-        (event.time_ns + event.duration_ns, signs[event.what] * event.nbytes)
+        (event.time_ns + event.duration_ns, MAPPED[event.what] * event.nbytes)
         for event in events
-        if event.what in signs
+        if event.what in MAPPED
     )
 
 

@@ -10,108 +10,71 @@
 
 namespace vtensor {
 
+// The driver calls, once for all that is made of them.
+
+// X(name)
+#define VTENSOR_HOST_CALLS(X)                                                  \
+  X(memfd_create)                                                              \
+  X(mmap)      /* map and remap */                                             \
+  X(munmap)    /* unmap (an mmap over the page), and the freeing of a range */ \
+  X(fallocate) /* FALLOC_FL_PUNCH_HOLE */                                      \
+  X(madvise)   /* populate */                                                  \
+  X(pwrite)    /* page copies */                                               \
+  X(pagemap)   /* search for parted pages */
+
+// X(documented name, symbol that libcuda exports)
+#define VTENSOR_CUDA_CALLS(X)                                             \
+  X(cuInit, cuInit)                                                       \
+  X(cuDeviceGetCount, cuDeviceGetCount)                                   \
+  X(cuDeviceGet, cuDeviceGet)                                             \
+  X(cuDeviceGetAttribute, cuDeviceGetAttribute)                           \
+  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)                   \
+  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)              \
+  X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity)         \
+  X(cuMemGetInfo, cuMemGetInfo_v2)                                        \
+  X(cuMemAddressReserve, cuMemAddressReserve)                             \
+  X(cuMemAddressFree, cuMemAddressFree)                                   \
+  X(cuMemCreate, cuMemCreate)                                             \
+  X(cuMemRelease, cuMemRelease)                                           \
+  X(cuMemMap, cuMemMap)                                                   \
+  X(cuMemUnmap, cuMemUnmap)                                               \
+  X(cuMemSetAccess, cuMemSetAccess)                                       \
+  X(cuPointerGetAttribute, cuPointerGetAttribute)                         \
+  X(cuMemsetD8Async, cuMemsetD8Async)                                     \
+  X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2)                              \
+  X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2)                              \
+  X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2)                              \
+  X(cuCtxGetCurrent, cuCtxGetCurrent)                                     \
+  X(cuCtxSetCurrent, cuCtxSetCurrent)                                     \
+  X(cuCtxGetDevice, cuCtxGetDevice)                                       \
+  X(cuCtxSynchronize, cuCtxSynchronize)                                   \
+  X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode) \
+  X(cuStreamCreate, cuStreamCreate)                                       \
+  X(cuStreamDestroy, cuStreamDestroy_v2)                                  \
+  X(cuStreamQuery, cuStreamQuery)                                         \
+  X(cuStreamGetCtx, cuStreamGetCtx)                                       \
+  X(cuStreamWaitEvent, cuStreamWaitEvent)                                 \
+  X(cuStreamIsCapturing, cuStreamIsCapturing)                             \
+  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v2)                    \
+  X(cuEventCreate, cuEventCreate)                                         \
+  X(cuEventDestroy, cuEventDestroy_v2)                                    \
+  X(cuEventRecord, cuEventRecord)                                         \
+  X(cuEventQuery, cuEventQuery)                                           \
+  X(cuUserObjectCreate, cuUserObjectCreate)                               \
+  X(cuUserObjectRelease, cuUserObjectRelease)                             \
+  X(cuGraphRetainUserObject, cuGraphRetainUserObject)
+
+#define VTENSOR_ENUMERATOR(name, ...) name,
+#define VTENSOR_NAME(name, ...) #name,
+
 enum class Call : std::uint8_t {
-  // host
-  memfd_create,
-  mmap,       // map and remap
-  munmap,     // unmap (an mmap of the empty reservation over the page) and the freeing of a range
-  fallocate,  // FALLOC_FL_PUNCH_HOLE
-  madvise,    // populate
-  pwrite,     // page copies
-  pagemap,    // search for parted pages
-  // CUDA
-  cuInit,
-  cuDeviceGetCount,
-  cuDeviceGet,
-  cuDeviceGetAttribute,
-  cuDevicePrimaryCtxRetain,
-  cuDevicePrimaryCtxRelease,
-  cuMemGetAllocationGranularity,
-  cuMemGetInfo,
-  cuMemAddressReserve,
-  cuMemAddressFree,
-  cuMemCreate,
-  cuMemRelease,
-  cuMemMap,
-  cuMemUnmap,
-  cuMemSetAccess,
-  cuPointerGetAttribute,
-  cuMemsetD8Async,
-  cuMemcpyDtoDAsync,
-  cuMemcpyDtoHAsync,
-  cuMemcpyHtoDAsync,
-  cuCtxGetCurrent,
-  cuCtxSetCurrent,
-  cuCtxGetDevice,
-  cuCtxSynchronize,
-  cuThreadExchangeStreamCaptureMode,
-  cuStreamCreate,
-  cuStreamDestroy,
-  cuStreamQuery,
-  cuStreamGetCtx,
-  cuStreamWaitEvent,
-  cuStreamIsCapturing,
-  cuStreamGetCaptureInfo,
-  cuEventCreate,
-  cuEventDestroy,
-  cuEventRecord,
-  cuEventQuery,
-  cuUserObjectCreate,
-  cuUserObjectRelease,
-  cuGraphRetainUserObject,
-  count_,
+  VTENSOR_HOST_CALLS(VTENSOR_ENUMERATOR) VTENSOR_CUDA_CALLS(VTENSOR_ENUMERATOR) count_,
 };
 
 constexpr std::size_t kCallCount = static_cast<std::size_t>(Call::count_);
 
 inline constexpr std::array<std::string_view, kCallCount> kCallNames = {
-    "memfd_create",
-    "mmap",
-    "munmap",
-    "fallocate",
-    "madvise",
-    "pwrite",
-    "pagemap",
-    "cuInit",
-    "cuDeviceGetCount",
-    "cuDeviceGet",
-    "cuDeviceGetAttribute",
-    "cuDevicePrimaryCtxRetain",
-    "cuDevicePrimaryCtxRelease",
-    "cuMemGetAllocationGranularity",
-    "cuMemGetInfo",
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
-    "cuMemCreate",
-    "cuMemRelease",
-    "cuMemMap",
-    "cuMemUnmap",
-    "cuMemSetAccess",
-    "cuPointerGetAttribute",
-    "cuMemsetD8Async",
-    "cuMemcpyDtoDAsync",
-    "cuMemcpyDtoHAsync",
-    "cuMemcpyHtoDAsync",
-    "cuCtxGetCurrent",
-    "cuCtxSetCurrent",
-    "cuCtxGetDevice",
-    "cuCtxSynchronize",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuStreamCreate",
-    "cuStreamDestroy",
-    "cuStreamQuery",
-    "cuStreamGetCtx",
-    "cuStreamWaitEvent",
-    "cuStreamIsCapturing",
-    "cuStreamGetCaptureInfo",
-    "cuEventCreate",
-    "cuEventDestroy",
-    "cuEventRecord",
-    "cuEventQuery",
-    "cuUserObjectCreate",
-    "cuUserObjectRelease",
-    "cuGraphRetainUserObject",
-};
+    VTENSOR_HOST_CALLS(VTENSOR_NAME) VTENSOR_CUDA_CALLS(VTENSOR_NAME)};
 
 constexpr std::string_view name_of(Call call) { return kCallNames[static_cast<std::size_t>(call)]; }
 

@@ -14,36 +14,34 @@
 
 namespace vtensor::trace {
 
-enum class What : std::uint8_t {
-  driver_call,  // `call` says which
-  extend,       // a tensor's length grew
-  shrink,       // or went back, `close` included
-  prepare,      // growth was announced
-  fork,         // pages became shared
-  part,         // shared pages became a tensor's own
-  map,          // pages came to stand behind addresses
-  unmap,        // and left them
-  retire,       // pages wait for a fence or for the mapper
-  revive,       // waiting or prepared pages were taken into use, without a driver call
-  zero,
-  copy,
-  populate,
-  park,   // a closed tensor left its mapped pages for the next one
-  adopt,  // which took them
-  lease,
-  wait,  // a thread waited: for a fence, for the mapper, for pages
-  out_of_memory,
-  error,  // of the mapper, not yet raised
-  count_,
-};
+// What there are events of, once for all that is made of it. X(name)
+#define VTENSOR_TRACE_KINDS(X)                                                              \
+  X(driver_call) /* `call` says which */                                                    \
+  X(extend)      /* a tensor's length grew */                                               \
+  X(shrink)      /* or went back, `close` included */                                       \
+  X(prepare)     /* growth was announced */                                                 \
+  X(fork)        /* pages became shared */                                                  \
+  X(part)        /* shared pages became a tensor's own */                                   \
+  X(map)         /* pages came to stand behind addresses */                                 \
+  X(unmap)       /* and left them */                                                        \
+  X(retire)      /* pages wait for a fence or for the mapper */                             \
+  X(revive)      /* waiting or prepared pages were taken into use, without a driver call */ \
+  X(zero)                                                                                   \
+  X(copy)                                                                                   \
+  X(populate)                                                                               \
+  X(park)  /* a closed tensor left its mapped pages for the next one */                     \
+  X(adopt) /* which took them */                                                            \
+  X(lease)                                                                                  \
+  X(wait) /* a thread waited: for a fence, for the mapper, for pages */                     \
+  X(out_of_memory)                                                                          \
+  X(error) /* of the mapper, not yet raised */
+
+enum class What : std::uint8_t { VTENSOR_TRACE_KINDS(VTENSOR_ENUMERATOR) count_ };
 
 constexpr std::size_t kWhatCount = static_cast<std::size_t>(What::count_);
 
 inline constexpr std::array<std::string_view, kWhatCount> kWhatNames = {
-    "driver_call", "extend", "shrink", "prepare",       "fork", "part",     "map",
-    "unmap",       "retire", "revive", "zero",          "copy", "populate", "park",
-    "adopt",       "lease",  "wait",   "out_of_memory", "error"};
-static_assert(!kWhatNames.back().empty(), "each has a name");
+    VTENSOR_TRACE_KINDS(VTENSOR_NAME)};
 
 constexpr std::string_view name_of(What what) { return kWhatNames[static_cast<std::size_t>(what)]; }
 

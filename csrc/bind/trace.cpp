@@ -49,6 +49,7 @@ nb::list rows(trace::Recording& recording) {
 void bind_trace(nb::module_& module) {
   using trace::Recording;
   const auto released = nb::call_guard<ReleasedGil>();
+  module.attr("TRACE_KINDS") = nb::tuple(strings(trace::kWhatNames));
   nb::class_<Recording>(module, "TraceRecording")
       .def(nb::init<std::size_t>(), nb::arg("capacity"), released)
       .def("stop", &Recording::stop, released)

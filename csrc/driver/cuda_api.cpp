@@ -33,7 +33,7 @@ CudaApi::CudaApi(const std::string& library) {
                           "(--gpus all), or use device=\"cpu\"");
   }
 #define VTENSOR_CUDA_RESOLVE(name, symbol) resolve(loaded, library, #symbol, name.function);
-  VTENSOR_CUDA_ENTRIES(VTENSOR_CUDA_RESOLVE)
+  VTENSOR_CUDA_CALLS(VTENSOR_CUDA_RESOLVE)
 #undef VTENSOR_CUDA_RESOLVE
   resolve(loaded, library, "cuGetErrorName", error_name_);
 }

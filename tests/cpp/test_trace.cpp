@@ -337,13 +337,4 @@ TEST_CASE("a child forked while another thread starts and stops waits for nothin
   other.join();
 }
 
-TEST_CASE("every event has a name of its own") {
-  std::vector<std::string_view> names(kWhatNames.begin(), kWhatNames.end());
-  CHECK(name_of(What::driver_call) == "driver_call");
-  CHECK(name_of(What::out_of_memory) == "out_of_memory");
-  CHECK(name_of(What::error) == "error");
-  std::sort(names.begin(), names.end());
-  CHECK(std::adjacent_find(names.begin(), names.end()) == names.end());
-}
-
 }  // namespace vtensor::trace

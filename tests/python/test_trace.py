@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import os
+import re
 import threading
 import time
 from itertools import pairwise
@@ -15,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import vtensor
 from support import filled, quarter, run_snippet
-from vtensor import trace
+from vtensor import _core, _events, plot, trace
 from vtensor.trace import Event
 
 # What torch's converted clock and ours may be apart, in microseconds. Seen: below 1.
@@ -140,6 +142,14 @@ def test_what_a_tensor_and_the_mapper_do_is_all_there(pool_factory):
     assert {"map", "populate", "zero"} <= {what for what, role in seen if role == "mapper"}
     assert any(event.what == "park" for event in events)
     assert seen["revive", "caller"].tensor and seen["zero", "caller"].nbytes == 4 * 1024
+
+
+def test_what_is_said_of_kinds_is_of_all_that_there_are_and_of_no_others():
+    _, described = inspect.getsource(Event).split("    what: str\n")
+    described = re.findall('``"([a-z_]+)"``', described.split("    call: str\n")[0])
+    assert sorted(described) == sorted(_core.TRACE_KINDS)
+    drawn = {*_events._GROWTH, *trace.MAPPED, *plot._KIND_OF, *plot._MARKS}
+    assert drawn < set(_core.TRACE_KINDS)
 
 
 def test_the_newest_stay_and_the_others_are_counted(host):
@@ -269,7 +279,7 @@ def test_capacities_that_cannot_be_meant(capacity):
 def test_a_forked_child_records_nothing_and_says_so():  # I13
     run_snippet(
         """
-        from vtensor import trace
+        from vtensor import _core, _events, plot, trace
         t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
 
         def refused(call):
@@ -297,7 +307,7 @@ def test_a_forked_child_records_nothing_and_says_so():  # I13
 def test_the_interpreter_exits_with_a_recording_that_runs():  # I14
     finished = run_snippet(
         """
-        from vtensor import trace
+        from vtensor import _core, _events, plot, trace
         recording = trace.record().__enter__()
         t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
         forgotten = trace.record(64).__enter__()

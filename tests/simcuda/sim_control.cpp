@@ -7,62 +7,17 @@
 #include <string_view>
 #include <thread>
 
+#include "base/calls.h"
+
 namespace simcuda {
 namespace {
 
-constexpr std::array<std::string_view, 51> kCalls = {
-    "cuInit",
-    "cuDeviceGetCount",
-    "cuDeviceGet",
-    "cuDeviceGetAttribute",
-    "cuDevicePrimaryCtxRetain",
-    "cuDevicePrimaryCtxRelease",
-    "cuMemGetAllocationGranularity",
-    "cuMemGetInfo",
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
-    "cuMemCreate",
-    "cuMemRelease",
-    "cuMemMap",
-    "cuMemUnmap",
-    "cuMemSetAccess",
-    "cuMemGetAccess",
-    "cuMemRetainAllocationHandle",
-    "cuPointerGetAttribute",
-    "cuMemsetD8",
-    "cuMemcpyDtoD",
-    "cuMemsetD8Async",
-    "cuMemcpyDtoDAsync",
-    "cuMemcpyDtoHAsync",
-    "cuMemcpyHtoDAsync",
-    "cuCtxGetCurrent",
-    "cuCtxSetCurrent",
-    "cuCtxGetDevice",
-    "cuCtxSynchronize",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuStreamCreate",
-    "cuStreamDestroy",
-    "cuStreamQuery",
-    "cuStreamGetCtx",
-    "cuStreamSynchronize",
-    "cuStreamWaitEvent",
-    "cuStreamIsCapturing",
-    "cuStreamGetCaptureInfo",
-    "cuStreamBeginCapture",
-    "cuStreamEndCapture",
-    "cuEventCreate",
-    "cuEventDestroy",
-    "cuEventRecord",
-    "cuEventQuery",
-    "cuEventSynchronize",
-    "cuUserObjectCreate",
-    "cuUserObjectRelease",
-    "cuGraphRetainUserObject",
-    "cuGraphDestroy",
-    "cuGraphInstantiate",
-    "cuGraphExecDestroy",
-    "cuGraphLaunch",
-};
+// What tests and benchmarks call besides vtensor, and what vtensor calls.
+constexpr auto kCalls = std::to_array<std::string_view>(
+    {"cuMemGetAccess", "cuMemRetainAllocationHandle", "cuMemsetD8", "cuMemcpyDtoD",
+     "cuStreamSynchronize", "cuStreamBeginCapture", "cuStreamEndCapture", "cuEventSynchronize",
+     "cuGraphDestroy", "cuGraphInstantiate", "cuGraphExecDestroy", "cuGraphLaunch",
+     VTENSOR_CUDA_CALLS(VTENSOR_NAME)});
 
 struct SettingName {
   const char* name;
