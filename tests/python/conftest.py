@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 import vtensor
+from kv_support import make_cache
 from stream_support import SimulatedDevice, eventually
 from support import (
     DEFAULT_POOLS,
@@ -184,6 +185,20 @@ def kind(request) -> str:
 def pool(pool_factory, kind):
     """64 pages of 4 KiB, of the host and of the simulated libcuda in turn."""
     return pool_factory(kind)
+
+
+@pytest.fixture
+def cache(pool_factory, kind):
+    """Over 400 pages of either kind: kv_support's "layers"."""
+    with make_cache(pool_factory(kind, 400)) as made:
+        yield made
+
+
+@pytest.fixture
+def host_cache(pool_factory):
+    """Likewise over host pages."""
+    with make_cache(pool_factory("host", 400)) as made:
+        yield made
 
 
 @pytest.fixture

@@ -37,3 +37,8 @@ def grown(cache: vtensor.KVCache, slot: int, length: int) -> bool:
     lengths = cache.lengths
     lengths[slot] = length
     return cache.step(lengths)
+
+
+def used(cache: vtensor.KVCache) -> int:
+    """Pages of its pool in use."""
+    return cache.pool.stats().pages_used

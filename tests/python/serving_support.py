@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 import vtensor
-from kv_model import ModelCache
 from support import open_pool
 from vtensor import testing
 from vtensor.serving import Engine, Request, Scheduler
@@ -18,7 +18,7 @@ LAYERS, HEADS, HEAD_DIM = 2, 2, 64  # float32, both layers in a page: 1 KiB a to
 PAGE = 4096
 PAGE_TOKENS = 4
 RANGES = 2
-KINDS = ("model", "host", "simcuda")
+KINDS = ("host", "simcuda")
 SLOTS = 4
 LONG = [1, 0] * 5
 
@@ -68,23 +68,7 @@ def alone(request: Request) -> list[list[int]]:
     return results
 
 
-class ModelStore:
-    """What a ModelCache holds."""
-
-    def __init__(self, cache: ModelCache) -> None:
-        self.cache = cache
-
-    def read(self, slot: int, stop: int) -> list[int]:
-        return self.cache.contents.save(slot, 0, stop)
-
-    def write(self, slot: int, start: int, values: list[int]) -> None:
-        self.cache.write(slot, start, values)
-
-    def check(self) -> None:
-        self.cache.check()
-
-
-class TensorStore:
+class Store:
     """What the tensors of a real cache hold: each token's mark, in K and V of every layer and head."""
 
     def __init__(self, cache: vtensor.KVCache) -> None:
@@ -128,27 +112,39 @@ def choose(work, sequence) -> int:
     return next_token(sequence.group.request.salt, sequence.tokens, sequence.index)
 
 
+class LittleHostMemory:
+    """A cache that refuses to swap out what would pass `nbytes` of host memory."""
+
+    def __init__(self, cache: vtensor.KVCache, nbytes: int) -> None:
+        self._cache, self._nbytes = cache, nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._cache[layer]
+
+    def swap_out(self, slots: int | Sequence[int]) -> None:
+        named = [slots] if isinstance(slots, int) else slots
+        pages = sum(-(-self._cache.length(slot) // PAGE_TOKENS) * RANGES for slot in named)
+        if self._cache.stats().nbytes_swapped + pages * PAGE > self._nbytes:
+            raise vtensor.OutOfPages(f"[KVCache.swap_out] {pages} pages do not fit host memory")
+        self._cache.swap_out(slots)
+
+
 @contextmanager
 def opened(
-    kind: str, budget: int, max_batch: int = 4, max_len: int = 64, host_budget: int = 1 << 30
+    kind: str, budget: int, max_batch: int = 4, max_len: int = 64, host_pages: int | None = None
 ) -> Iterator:
-    """A cache of `budget` pages: the model of one, or a real one on the host or the simulated driver, whose
-    host memory has no limit of its own."""
+    """A cache of `budget` pages on the host or the simulated driver, which swaps out at most `host_pages`."""
     sizes = (LAYERS, HEADS, HEAD_DIM, max_batch, max_len, torch.float32)
-    if kind == "model":
-        yield ModelCache(*sizes, layer_group=LAYERS, page_size=PAGE, budget=budget, host_budget=host_budget)
-        return
     pool = open_pool(kind, budget)
     try:
         with vtensor.KVCache(*sizes, pool.device, layer_group=LAYERS, tile=1, pool=pool) as cache:
-            yield cache
+            yield cache if host_pages is None else LittleHostMemory(cache, host_pages * PAGE)
     finally:
         pool.close()
 
 
-def store_of(cache) -> ModelStore | TensorStore:
-    return ModelStore(cache) if isinstance(cache, ModelCache) else TensorStore(cache)
-
-
 def engine_over(cache, **options) -> Engine:
-    return Engine(Scheduler(cache, **options), FakeModel(store_of(cache)), choose)
+    return Engine(Scheduler(cache, **options), FakeModel(Store(cache)), choose)

@@ -11,13 +11,6 @@ import vtensor
 from kv_support import MAX_BATCH, UNIT, make_cache
 from vtensor.testing.kv_model import check_contents, write
 
-
-@pytest.fixture
-def cache(pool_factory, kind):
-    with make_cache(pool_factory(kind, 400)) as made:
-        yield made
-
-
 BAD = {
     "unknown slot": (lambda c: c.free(99), vtensor.InvalidArgument, "slot 99.*slots 0 to 5"),
     "negative slot": (lambda c: c.length(-1), vtensor.InvalidArgument, "slot -1.*slots 0 to 5"),

@@ -8,20 +8,10 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, MAX_LEN, PAGE, RANGES, SHAPES, UNIT, grown, make_cache
+from kv_support import MAX_BATCH, MAX_LEN, PAGE, RANGES, SHAPES, UNIT, grown, make_cache, used
 from support import calls, calls_since, run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
-
-
-@pytest.fixture
-def cache(pool_factory, kind):
-    with make_cache(pool_factory(kind, 400)) as made:
-        yield made
-
-
-def used(cache) -> int:
-    return cache.pool.stats().pages_used
 
 
 def filled(cache, length: int) -> int:

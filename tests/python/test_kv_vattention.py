@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import vtensor
+from kv_support import grown
 from support import calls, calls_since, eventually
 from vtensor import testing
 from vtensor.errors import Closed, VTensorError
@@ -31,12 +32,6 @@ def pool(pool_factory, kind):
 def make(pool, **options):
     options = {"max_batch": 6, "max_len": 10 * TOKENS, **options}
     return vtensor.KVCache(2, 2, 32, dtype=torch.float32, device=pool.device, tile=1, pool=pool, **options)
-
-
-def step(cache, slot, length):
-    lengths = cache.lengths
-    lengths[slot] = length
-    return cache.step(lengths)
 
 
 def write(cache, slot, start, stop, value):
@@ -57,11 +52,11 @@ def test_a_wait_right_after_the_worker_was_asked_waits_for_it(pool_factory, kind
     for _ in range(30):
         with pool_factory(kind, pages=400) as pool, make(pool, lookahead=3 * TOKENS) as cache:
             slot = cache.alloc()
-            assert step(cache, slot, 1)
+            assert grown(cache, slot, 1)
             pool.wait_idle()
             assert cache.stats().pages_mapped == 4 * ROWS
             before = calls(pool)
-            assert step(cache, slot, 3 * TOKENS)
+            assert grown(cache, slot, 3 * TOKENS)
             assert not {"mmap", "cuMemMap", "cuMemSetAccess"} & set(calls_since(pool, before))
             write(cache, slot, 0, 3 * TOKENS, 7.0)
 
@@ -73,7 +68,7 @@ def test_steps_never_hand_out_what_the_worker_still_maps(pool_factory, kind):
         for turn in range(40):
             slot = cache.alloc()
             for length in range(TOKENS // 2, 10 * TOKENS, TOKENS // 2):
-                assert step(cache, slot, length)
+                assert grown(cache, slot, length)
                 write(cache, slot, length - TOKENS // 2, length, float(turn))  # faults where it is not mapped
             assert holds(cache, slot, 0, 10 * TOKENS - TOKENS // 2, float(turn))
             cache.free(slot)
@@ -83,7 +78,7 @@ def test_steps_never_hand_out_what_the_worker_still_maps(pool_factory, kind):
 def test_shared_pages_are_unmapped_once_and_by_the_last(pool, order):
     with make(pool) as cache:
         slot = cache.alloc()
-        assert step(cache, slot, 3 * TOKENS + 4)
+        assert grown(cache, slot, 3 * TOKENS + 4)
         write(cache, slot, 0, 3 * TOKENS + 4, 1.0)
         cache.publish(slot, list(range(3 * TOKENS)))
         family = [slot, *cache.fork(slot, 3)]
@@ -107,15 +102,15 @@ def test_short_memory_is_an_answer(pool_factory, kind):
     pool = pool_factory(kind, pages=2 * ROWS)
     with make(pool) as cache:
         first, second = cache.alloc(), cache.alloc()
-        assert step(cache, first, TOKENS)
+        assert grown(cache, first, TOKENS)
         write(cache, first, 0, TOKENS, 3.0)
         before = cache.lengths
-        assert not step(cache, second, 2 * TOKENS)
+        assert not grown(cache, second, 2 * TOKENS)
         assert cache.lengths == before
         assert holds(cache, first, 0, TOKENS, 3.0)
-        assert step(cache, second, TOKENS)
+        assert grown(cache, second, TOKENS)
         cache.free(first)
-        assert step(cache, second, 2 * TOKENS)
+        assert grown(cache, second, 2 * TOKENS)
         testing.check_invariants(pool)
 
 
@@ -126,15 +121,15 @@ def test_a_refused_call_is_an_exception_and_the_cache_goes_on(pool_factory, kind
         pool = pool_factory(kind, pages=200)
         with make(pool) as cache:
             kept = cache.alloc()
-            assert step(cache, kept, 2 * TOKENS + 1)
+            assert grown(cache, kept, 2 * TOKENS + 1)
             write(cache, kept, 0, 2 * TOKENS + 1, 5.0)
             before, failed = calls(pool), False
             with testing.fail_after(pool, skip, refuse):
                 try:
                     slot = cache.alloc()
-                    step(cache, slot, TOKENS + 1)
+                    grown(cache, slot, TOKENS + 1)
                     fork = cache.fork(slot)[0]
-                    step(cache, fork, TOKENS + 2)
+                    grown(cache, fork, TOKENS + 2)
                     cache.publish(slot, list(range(TOKENS)))
                     cache.truncate(fork, 3)
                     cache.swap_out(slot)
@@ -148,7 +143,7 @@ def test_a_refused_call_is_an_exception_and_the_cache_goes_on(pool_factory, kind
             testing.check_invariants(pool)
             assert holds(cache, kept, 0, 2 * TOKENS + 1, 5.0)
             if not cache.stats().slots_lost:
-                assert step(cache, kept, 3 * TOKENS)
+                assert grown(cache, kept, 3 * TOKENS)
                 write(cache, kept, 2 * TOKENS + 1, 3 * TOKENS, 6.0)
             made = sum(calls_since(pool, before).values())
         pool.close()
@@ -202,7 +197,7 @@ def test_looks_beside_steps_and_a_close(pool_factory, kind):
 def test_a_forked_child_may_look_and_leave(pool):
     with make(pool) as cache:
         slot = cache.alloc()
-        assert step(cache, slot, 5)
+        assert grown(cache, slot, 5)
         child = os.fork()
         if child == 0:
             try:
@@ -218,4 +213,4 @@ def test_a_forked_child_may_look_and_leave(pool):
         status = []
         eventually(lambda: status.append(os.waitpid(child, os.WNOHANG)) or status[-1][0] == child, 20)
         assert os.waitstatus_to_exitcode(status[-1][1]) == 0
-        assert step(cache, slot, 6)
+        assert grown(cache, slot, 6)

@@ -7,7 +7,7 @@ from array import array
 import pytest
 import torch
 
-from serving_support import FakeModel, alone, choose, opened, store_of
+from serving_support import FakeModel, Store, alone, choose, opened
 from vtensor import InvalidArgument
 from vtensor.serving import Engine, Request, Scheduler
 
@@ -70,7 +70,7 @@ GOOD = [Request("good", [1] * 8, 6), Request("fork", [2] * 6, 4, samples=2)]
 
 
 def test_what_is_no_request(cache):
-    engine = Engine(Scheduler(cache), FakeModel(store_of(cache)), choose)
+    engine = Engine(Scheduler(cache), FakeModel(Store(cache)), choose)
     for bad in (None, "request", ("id", [1], 2)):
         with pytest.raises(InvalidArgument, match="is no Request"):
             engine.submit(bad)
@@ -101,7 +101,7 @@ def test_a_choice_that_fails_ends_its_request_alone(cache, wrong, reason, sample
             failing = sequence.group.request is bad and sequence.generated == after
             return (wrong if failing and sequence.index == samples - 1 else choose)(work, sequence)
 
-        engine = Engine(Scheduler(cache), FakeModel(store_of(cache)), chosen)
+        engine = Engine(Scheduler(cache), FakeModel(Store(cache)), chosen)
         done = engine.run([bad, *GOOD])
         assert reason in done["bad"].error
         assert done["bad"].tokens[-1] == alone(bad)[-1][:after]
@@ -129,7 +129,7 @@ def test_what_the_model_cannot_compute_is_not_queued(cache):
             if max(request.prompt) > 9:
                 raise InvalidArgument("[Small] too large")
 
-    engine = Engine(Scheduler(cache), Small(store_of(cache)), choose)
+    engine = Engine(Scheduler(cache), Small(Store(cache)), choose)
     with pytest.raises(InvalidArgument, match="too large"):
         engine.submit(Request("large", [10], 2))
     assert list(engine.run([GOOD[0]])) == ["good"]

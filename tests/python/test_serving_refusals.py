@@ -69,7 +69,7 @@ def test_any_error_of_any_call_of_the_cache(mix, kind):
     budget, requests = MIXES[mix]
 
     def run(call):
-        with opened("model", budget, SLOTS) as cache:
+        with opened("host", budget, SLOTS) as cache:
             engine = engine_over(cache, token_budget=16)
             engine.scheduler.cache = refusing = Refusing(cache, call, kind("refused"))
             return refusing.calls, serve(engine, requests), refusing.calls
@@ -120,7 +120,7 @@ def test_any_refused_driver_call(kind, mix):
 def test_a_cancel_that_is_refused_can_be_called_again(error, status):
     first, group = Request("first", [1] * 14, 30), Request("group", [0] * 6, 14, samples=3)
     for call in range(1, 4):
-        with opened("model", 30, SLOTS) as cache:
+        with opened("host", 30, SLOTS) as cache:
             engine = engine_over(cache)
             engine.submit(first)
             engine.submit(group)
@@ -144,7 +144,7 @@ def test_a_cancel_that_is_refused_can_be_called_again(error, status):
 
 def test_beams_whose_step_is_refused_are_as_before():
     beams = Request("beams", [1, 0, 1, 1, 0], 8, samples=3)
-    with opened("model", 60, SLOTS) as cache:
+    with opened("host", 60, SLOTS) as cache:
         engine = engine_over(cache)
         engine.submit(beams)
         engine.step()
@@ -164,7 +164,7 @@ def test_beams_whose_step_is_refused_are_as_before():
 
 def test_the_running_go_on_where_the_cache_has_lost_slots():
     """A cache that could not undo a refused call has fewer slots than it was made with."""
-    with opened("model", 200, SLOTS) as cache:
+    with opened("host", 200, SLOTS) as cache:
         lost = cache.alloc()
         engine = engine_over(cache)
         requests = [Request(i, [i] * 6, 4) for i in range(6)]
