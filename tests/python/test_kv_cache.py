@@ -289,7 +289,9 @@ def test_a_slot_that_a_beam_step_gave_up_forgets_its_prompt(cache) -> None:
         grown(cache, slot, UNIT)
         cache.publish(slot, prompt)
     cache.reorder(beams, [beams[0], beams[0]])
-    while cache.stats().slots_free:
+    free = cache.stats().slots_free
+    assert free == MAX_BATCH - len(beams)
+    for _ in range(free):
         slot = cache.alloc(tokens=other)
         grown(cache, slot, UNIT)
         assert cache.publish(slot, other) == UNIT

@@ -246,11 +246,13 @@ def test_stats_and_invariants_beside_everything(large):
             done.set()
 
     def watch():
-        while not done.is_set():
+        while True:
             stats = large.stats()
             assert stats.pages_used + stats.pages_free == 600  # I5
             assert stats.pages_mapped == stats.pages_needed + stats.pages_held  # I4
             testing.check_invariants(large)
+            if done.is_set():
+                return
 
     run_together(work, work, watch)
 

@@ -63,9 +63,10 @@ def test_the_config_of_a_whole_or_of_its_text_model(pages):
         image_token_index=96,
     )
     model = hf.LlavaForConditionalGeneration(whole).eval()
+    expected = run(model, hf.DynamicCache(config=whole.text_config), prompt(), **FEW).sequences
     for config in (whole, whole.text_config):
         cache = VTensorCache(config, 256, pages)
-        run(model, cache, prompt(), **FEW)
+        assert torch.equal(run(model, cache, prompt(), **FEW).sequences, expected)
         forward(model, cache, prompt(1, 1))
         forward(model.model.language_model, cache, prompt(1, 1))
 
