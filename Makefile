@@ -10,12 +10,12 @@ demo:  ## set up, then generate text with a growing KV cache beside the usual on
 	@scripts/build.sh
 	@scripts/demo.sh
 
-test:  ## set up, then run the Python tests (GPU tests skip without a GPU)
+test:  ## set up, then run the Python tests but the slow ones (GPU tests skip without a GPU)
 	@scripts/venv.sh test
 	@scripts/build.sh
 	@scripts/test.sh
 
-check:  ## lint, types, layers, stub, format, C++ tests under the sanitizers (needs doctest)
+check:  ## lint, types, layers, stub, format, slow Python tests, C++ tests under the sanitizers (needs doctest)
 	@scripts/venv.sh dev
 	@scripts/build.sh
 	@scripts/check.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# check.sh: everything that does not need a test run of the Python side: lint, format, types, layers, the
-# golden stub, and the C++ tests under the sanitizers.
+# check.sh: what test.sh leaves: lint, format, types, layers, the golden stub, the slow Python tests, and the
+# C++ tests under the sanitizers.
 source "$(dirname "$0")/lib.sh"
 
 cpp_sources() {
@@ -19,6 +19,9 @@ check_stub() {
 }
 check_architecture() {
   pytest -q tests/python/test_architecture.py
+}
+slow_tests() {
+  VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so pytest -m slow tests
 }
 
 # NVIDIA's cuda.h is needed for this alone, so it stays out of the environment: each release is downloaded once.
@@ -61,6 +64,7 @@ step "clang-format" check_cpp_format
 scripts/docs.sh
 step "Golden stub" check_stub
 step "Include rules" check_architecture
+step "Slow Python tests" slow_tests
 step "libcuda as cuda.h declares it" check_cuda_abi
 step "C++ tests under ASan and UBSan" cpp_tests asan-ubsan
 step "C++ tests under TSan" cpp_tests tsan

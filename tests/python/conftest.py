@@ -27,6 +27,7 @@ from vtensor import testing
 
 KINDS = ("host", "simcuda")
 TEST_SECONDS = 120
+SLOW_FIXTURES = {"quick_run", "rehearsal"}  # all benchmarks, and all questions to a GPU, once through
 
 # "ci" gives the same examples each time, and a failure as it was found; VTENSOR_HYPOTHESIS=soak looks for new
 # ones, and for the shortest that fails, for as long as it takes.
@@ -53,13 +54,19 @@ settings.load_profile(os.environ.get("VTENSOR_HYPOTHESIS", "ci"))
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "seconds(n): the most time the test may take")
+    config.addinivalue_line("markers", "slow: `make check` runs it, `make test` does not")
+    config.addinivalue_line("markers", "alone: it times something, so no other test runs beside it")
     config.addinivalue_line("markers", "keeps_pages: it may leave pages in the default pool")
     config.addinivalue_line("markers", "exact: it counts pages, as they are without look-ahead and parking")
     if not faulthandler.is_enabled():
         faulthandler.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if SLOW_FIXTURES & set(item.fixturenames):
+            item.add_marker("slow")
     if not DEFAULT_POOLS:
         return
     exact = [item for item in items if item.get_closest_marker("exact")]

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,11 @@ def quarter(pool, length=0, *, rows=(), capacity=64, dtype=torch.uint8, make=vte
     item = pool.page_size // PER_PAGE // dtype.itemsize
     sizes = (*rows, length, item)
     return make(*sizes, grow_dim=len(rows), capacity=capacity, dtype=dtype, pool=pool, **kw)
+
+
+def in_words(value: object) -> str:
+    """A parameter as part of a test's name, which is the same in each process: no address."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 
 def filled(pool, length, value=1, **kw):

@@ -29,6 +29,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "vtensor", *arguments]
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(200)
 def test_quick_demo_reports_and_draws(tmp_path: Path) -> None:
     result = subprocess.run(
@@ -69,6 +70,7 @@ def test_quick_demo_reports_and_draws(tmp_path: Path) -> None:
     assert "generating" in result.stderr  # progress
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(100)
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -55,6 +55,7 @@ def prose(text: str) -> str:
 # --- examples
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(300)
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name)
 def test_examples_run(page: Path, tmp_path: Path) -> None:

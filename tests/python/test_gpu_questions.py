@@ -370,6 +370,7 @@ MODULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "status", "error"),
     [
@@ -397,6 +398,7 @@ def test_what_was_found_outlives_the_process_that_found_it(
     assert [fact["name"] for fact in question["facts"]] == (["before"] if status == "partial" else [])
 
 
+@pytest.mark.slow
 def test_what_was_found_is_kept_where_the_run_is_ended_from_outside(tmp_path, environment):
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearsal", "--only", "3", "--out", str(tmp_path)]
     runner = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -429,6 +431,7 @@ def test_what_can_be_asked_early_needs_no_vtensor():
     assert needs == sorted(needs), "what needs none comes first"
 
 
+@pytest.mark.slow
 def test_without_vtensor_the_others_are_asked(tmp_path, environment):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['vtensor'] = None\n")
     paths = [str(tmp_path), environment["PYTHONPATH"]]
@@ -462,6 +465,7 @@ def test_the_rest_is_added_to_what_was_asked_first(tmp_path, monkeypatch):
     assert lines == [kept] * sum(question.while_building for question in QUESTIONS)
 
 
+@pytest.mark.slow
 def test_questions_that_the_time_does_not_reach_are_named(tmp_path, environment):
     finished = ask(environment, "--rehearsal", "--out", str(tmp_path), "--minutes", "1", "--spent", "58")
     (as_json,) = tmp_path.glob("*.json")

@@ -12,6 +12,8 @@ import torch
 
 import vtensor
 
+pytestmark = pytest.mark.alone
+
 PAGE = 4096
 FEW, MOST = 4000, 8.0
 

@@ -123,6 +123,7 @@ def test_no_newer_torch_is_refused(tmp_path: Path, version: str) -> None:
     run_python(f"import torch; torch.__version__ = {version!r}; import vtensor", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(300)
 def test_import_is_fast(tmp_path: Path) -> None:
     # Timed inside the process, after `import torch`: the difference between two whole processes would
@@ -142,6 +143,7 @@ print((time.perf_counter() - start) * 1e3)
     pytest.fail(f"import vtensor added {[round(ms, 1) for ms in medians]} ms, a median each round")
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(600)
 def test_wheel_builds_offline(tmp_path: Path) -> None:
     sources = tmp_path / "sources"  # a copy, so that no earlier build helps this one

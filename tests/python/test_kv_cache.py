@@ -442,6 +442,7 @@ def test_threads_take_turns(pool_factory, kind):
         testing.check_invariants(cache.pool)
 
 
+@pytest.mark.alone
 def test_an_alloc_does_not_look_at_all_slots():
     """Four times the slots take four times as long, not sixteen times."""
 

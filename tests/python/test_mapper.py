@@ -71,6 +71,7 @@ def test_what_was_prepared_costs_the_caller_no_driver_call(host, rows):
     assert t.narrow(t.grow_dim, 0, 2).eq(9).all() and not t.narrow(t.grow_dim, 2, 18).any()
 
 
+@pytest.mark.alone
 def test_prepare_returns_before_the_pages_are_there(pool_factory):
     pool = pool_factory("host", pages=8192)
     t = quarter(pool, capacity=4 * 8192)
@@ -239,6 +240,7 @@ def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
     assert pages // 2 <= len(batches) <= pages // 2 + 2
 
 
+@pytest.mark.alone
 def test_a_mapper_that_may_not_look_far_is_not_woken_for_each_page():
     page, pages, most = 64 << 10, 400, 32
     with vtensor.Pool("cpu", page_size=page, ahead=most * page) as pool:

@@ -46,6 +46,7 @@ def test_there_are_six():
 
 
 @notebooks
+@pytest.mark.slow
 @pytest.mark.seconds(200)
 def test_it_runs_and_gives_what_is_stored(path, tmp_path, monkeypatch):
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):

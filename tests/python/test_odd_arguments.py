@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vtensor
-from support import filled, quarter, run_snippet
+from support import filled, in_words, quarter, run_snippet
 from vtensor import testing
 
 WORDS = re.compile(r"^\[[\w. ]+\] \S.*: \S.*", re.DOTALL)
@@ -29,7 +29,7 @@ def refused(call, *arguments, **named):
     return caught.value
 
 
-@pytest.mark.parametrize("value", [*NO_INTEGERS, *OUT_OF_RANGE], ids=str)
+@pytest.mark.parametrize("value", [*NO_INTEGERS, *OUT_OF_RANGE], ids=in_words)
 def test_sizes_of_a_tensor(pool, value):
     t = filled(pool, 6, rows=(2,))
     calls = [t.extend, t.shrink, t.truncate, t.prepare, t.reallocate]
@@ -99,7 +99,7 @@ def test_what_a_tensor_is_made_of(pool):
     assert pool.stats().tensors == 0 and pool.stats().nbytes_reserved == 0
 
 
-@pytest.mark.parametrize("value", [v for v in NO_INTEGERS if v is not None], ids=str)
+@pytest.mark.parametrize("value", [v for v in NO_INTEGERS if v is not None], ids=in_words)
 def test_options_of_pools(host, value):
     for option in ("page_size", "budget", "ahead", "park", "low", "high", "reserve"):
         refused(vtensor.Pool, "cpu", **{option: value})

@@ -99,7 +99,7 @@ def test_step():
 
     for mix in (GROUPS, SINGLES):
         for steps in range(steps_of(mix)):
-            interrupt(partial(Run, *mix, steps), lambda run: run.engine.step(), check, stride=4, seen=seen)
+            interrupt(partial(Run, *mix, steps), lambda run: run.engine.step(), check, stride=6, seen=seen)
     assert len(seen) > 1500
 
 

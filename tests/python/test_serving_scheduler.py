@@ -86,7 +86,7 @@ shapes = st.tuples(
 )
 
 
-def serve_together_and_alone(kind, shapes, pages, token_budget, host_pages=None):
+def serve_together_and_alone(kind, shapes, pages, token_budget, host_pages):
     arrivals = [
         (at, Request(i, prompt, new, samples, stop, salt))
         for i, (at, prompt, new, samples, stop, salt) in enumerate(shapes)
@@ -105,26 +105,24 @@ def serve_together_and_alone(kind, shapes, pages, token_budget, host_pages=None)
             assert done[wanted.id].tokens == by_itself.tokens == alone(wanted)
 
 
-@given(
-    shapes=st.lists(shapes, min_size=1, max_size=8),
-    pages=st.integers(6, 60),
-    token_budget=st.sampled_from([SLOTS, 16, 64]),
-    host_pages=st.sampled_from([0, 20, 1000]),
+@pytest.mark.parametrize(
+    ("kind", "examples"),
+    [("host", 60), ("simcuda", 40), pytest.param("host", 400, marks=pytest.mark.slow)],
 )
-@settings(max_examples=400)
-def test_each_request_as_if_alone(shapes, pages, token_budget, host_pages):
+def test_each_request_as_if_alone(kind, examples):
     """No request is lost, starved or overtaken; what can be served alone is, with the same tokens."""
-    serve_together_and_alone("host", shapes, pages, token_budget, host_pages)
-
-
-def test_each_request_as_if_alone_on_the_simulated_driver():
-    if simcuda_library() is None:
+    if kind == "simcuda" and simcuda_library() is None:
         pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
 
-    @given(shapes=st.lists(shapes, min_size=3, max_size=8), pages=st.integers(6, 60))
-    @settings(max_examples=40)
-    def serve_them(shapes, pages):
-        serve_together_and_alone("simcuda", shapes, pages, token_budget=16)
+    @given(
+        shapes=st.lists(shapes, min_size=1, max_size=8),
+        pages=st.integers(6, 60),
+        token_budget=st.sampled_from([SLOTS, 16, 64]),
+        host_pages=st.sampled_from([0, 20, 1000]),
+    )
+    @settings(max_examples=examples)
+    def serve_them(shapes, pages, token_budget, host_pages):
+        serve_together_and_alone(kind, shapes, pages, token_budget, host_pages)
 
     serve_them()
 

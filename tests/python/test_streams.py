@@ -10,7 +10,7 @@ import torch
 import vtensor
 from cuda_support import device
 from stream_support import eventually
-from support import filled, run_snippet, simcuda_library
+from support import filled, in_words, run_snippet, simcuda_library
 from vtensor._streams import stream_handle
 
 needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
@@ -55,7 +55,7 @@ def test_no_stream_is_torchs_current_one():
 @pytest.mark.parametrize(
     "wrong",
     [-1, 2**64, "7", 1.5, True, object(), torch.ones(2), WithProtocol(-1), SimpleNamespace(cuda_stream="s")],
-    ids=repr,
+    ids=in_words,
 )
 def test_what_is_no_stream(host, wrong):
     t = filled(host, 8, 3)

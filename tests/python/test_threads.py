@@ -361,6 +361,7 @@ def test_a_finalizer_of_the_tensor_inside_its_own_operation(pool):
     assert outcomes and t.length == 1 and t.eq(1).all()
 
 
+@pytest.mark.alone
 def test_the_gil_is_free_while_pages_are_mapped(pool_factory):
     """A large map runs beside Python of another thread: that one is never stopped for the whole of it."""
     pool = pool_factory("host", pages=20000)
