@@ -23,6 +23,11 @@ check_architecture() {
 slow_tests() {
   VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so pytest -m slow tests
 }
+# The general suites again with the options that users get: look-ahead and parking.
+default_pools() {
+  local general=(tests/python/test_{tensor,capacity,sharing,torch_safety,kv_cache,kv_swaps,cache_layers,threads,regressions}.py)
+  VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_POOLS=default pytest -q -n 2 --dist worksteal "${general[@]}"
+}
 
 # NVIDIA's cuda.h is needed for this alone, so it stays out of the environment: each release is downloaded once.
 check_cuda_abi() {
@@ -65,6 +70,7 @@ scripts/docs.sh
 step "Golden stub" check_stub
 step "Include rules" check_architecture
 step "Slow Python tests" slow_tests
+step "Python tests with default pools" default_pools
 step "libcuda as cuda.h declares it" check_cuda_abi
 step "C++ tests under ASan and UBSan" cpp_tests asan-ubsan
 step "C++ tests under TSan" cpp_tests tsan
