@@ -4,7 +4,7 @@
 #include <memory>
 #include <thread>
 
-#include "base/signals.h"
+#include "base/thread.h"
 
 namespace vtensor {
 namespace {

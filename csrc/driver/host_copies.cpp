@@ -1,7 +1,5 @@
 #include "driver/host_copies.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -12,7 +10,7 @@
 #include <system_error>
 
 #include "base/process.h"
-#include "base/signals.h"
+#include "base/thread.h"
 
 namespace vtensor {
 namespace {
@@ -109,8 +107,8 @@ void HostCopies::copy(Direction direction, void* to, const void* from, std::size
   const std::lock_guard lock(queue_->mutex);
   while (threads_.size() < kThreads) {
     try {
-      const SignalsBlocked blocked;
-      threads_.push_back(std::make_unique<std::thread>([queue = queue_] { work(*queue); }));
+      threads_.push_back(
+          start_thread("vtensor-copies", ThreadRole::caller, [queue = queue_] { work(*queue); }));
     } catch (const std::system_error&) {
       if (threads_.empty()) throw;
       break;  // one copies, and the next copy tries again
@@ -142,7 +140,6 @@ bool HostCopies::wait(const Fence& fence, std::chrono::nanoseconds patience) {
 }
 
 void HostCopies::work(Queue& queue) {
-  pthread_setname_np(pthread_self(), "vtensor-copies");
   std::unique_lock lock(queue.mutex);
   for (;;) {
     Copy* copy = queue.next();

@@ -1,7 +1,5 @@
 #include "policy/mapper.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <new>
 #include <optional>
@@ -11,7 +9,7 @@
 
 #include "base/errors.h"
 #include "base/process.h"
-#include "base/signals.h"
+#include "base/thread.h"
 #include "base/trace.h"
 #include "policy/client.h"
 #include "policy/page_pool.h"
@@ -36,9 +34,8 @@ constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
 void Mapper::start(std::weak_ptr<PagePool> pool) {
   auto signal = std::make_shared<Signal>();
   try {
-    const SignalsBlocked blocked;
-    thread_ =
-        std::make_unique<std::thread>([pool = std::move(pool), signal] { run(pool, signal); });
+    thread_ = start_thread("vtensor-mapper", ThreadRole::mapper,
+                           [pool = std::move(pool), signal] { run(pool, signal); });
   } catch (const std::system_error& error) {
     throw DriverError("pthread_create", error.code().value(), "EAGAIN",
                       "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the "
@@ -81,8 +78,6 @@ void Mapper::stop() noexcept {
 }
 
 void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Signal>& signal) {
-  thread_role = ThreadRole::mapper;
-  pthread_setname_np(pthread_self(), "vtensor-mapper");
   bool entered = false;
   std::chrono::nanoseconds pause = kShortestPause;
   std::chrono::nanoseconds retry = kLongestPause;

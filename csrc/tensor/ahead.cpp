@@ -137,7 +137,7 @@ bool Buffer::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
     return give_up();  // whoever needs the pages will say
   } catch (...) {
     busy_ = false;
-    error_ = std::current_exception();
+    failed(std::current_exception());
     return give_up();
   }
   return true;
@@ -153,7 +153,7 @@ void Buffer::enter_ahead(Reservation::Arrival& arrival) {
   if (arrival.error) {
     want_end_ = 0;
     if (!is_out_of_memory(arrival.error)) {  // otherwise whoever needs the pages will say
-      error_ = arrival.error;
+      failed(arrival.error);
       trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
     }
   }

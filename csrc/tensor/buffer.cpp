@@ -109,10 +109,21 @@ Interval Buffer::slots_of(Interval positions) const {
           ceil_div(shape_.phase + positions.end * shape_.item_bytes, range_.page_size())};
 }
 
+void Buffer::failed(std::exception_ptr error) {
+  error_ = std::move(error);
+  failed_.store(true, std::memory_order_relaxed);
+}
+
+std::exception_ptr Buffer::take_error() {
+  failed_.store(false, std::memory_order_relaxed);
+  return std::exchange(error_, nullptr);
+}
+
 void Buffer::raise_error() {
-  PoolLock lock(pool_, std::try_to_lock);
-  if (!lock || !error_) return;  // the next operation will tell
-  std::rethrow_exception(std::exchange(error_, nullptr));
+  if (!failed_.load(std::memory_order_relaxed)) return;
+  const PoolLock lock(pool_, std::try_to_lock);
+  if (!lock) return;  // the next operation raises it
+  if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
 }
 
 void Buffer::require_no_capture(const Caller& caller) {

@@ -187,7 +187,7 @@ class Buffer final : public Client {
   FencePtr clean(std::span<const Reservation::Run> runs) override;
   void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
                       std::exception_ptr error) override;
-  std::exception_ptr take_error() override { return std::exchange(error_, nullptr); }
+  std::exception_ptr take_error() override;
   void guard_for_child(std::vector<Page*>& seen) noexcept override;
   void add_to(PoolCounts& counts) const override;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override;
@@ -253,6 +253,7 @@ class Buffer final : public Client {
   void require_ready(PoolLock& lock, const Caller& caller,
                      const std::function<std::pair<std::size_t, std::size_t>()>& missing);
   Interval ahead() const;
+  void failed(std::exception_ptr error);
 
   // Marks the buffer busy, so that the mapper keeps off and the lock can be let go.
   class Busy {
@@ -298,7 +299,8 @@ class Buffer final : public Client {
   std::size_t waiting_ = 0;            // callers, for that to end; the mapper lets them go first
   bool may_park_ = true;               // once, when the owner has left
   LookAhead pace_;
-  std::exception_ptr error_;  // of the mapper, not yet raised
+  std::exception_ptr error_;         // of the mapper, not yet raised
+  std::atomic<bool> failed_{false};  // there is one: read without the lock
 };
 
 }  // namespace vtensor

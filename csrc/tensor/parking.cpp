@@ -130,7 +130,7 @@ void Buffer::adopt(const Caller& caller) {
   owned_ = may_park_ = true;
   range_.set_owner(pool_->next_id());
   pace_ = {};
-  error_ = nullptr;
+  take_error();
   // The last owner's streams are done with, but for what these say.
   ready_after_ = std::exchange(parked_after_, {});
   if (cleaned_after_) ready_after_.push_back(std::exchange(cleaned_after_, nullptr));

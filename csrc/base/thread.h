@@ -1,0 +1,50 @@
+// Threads of our own. Signals are for the threads that the program knows.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <chrono>
+#include <memory>
+#include <semaphore>
+#include <thread>
+#include <utility>
+
+#include "base/calls.h"
+
+namespace vtensor {
+
+// For its length this thread takes none, and the threads that it starts take none for good.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// Starts a thread that runs `body`. Returns once the thread has its thread-local data: the C
+// library makes them at the first use, and ends the process if mappings have run out by then.
+// Throws std::system_error.
+template <typename Body>
+std::unique_ptr<std::thread> start_thread(const char* name, ThreadRole role, Body body) {
+  const auto begun = std::make_shared<std::binary_semaphore>(0);
+  const SignalsBlocked blocked;
+  auto thread = std::make_unique<std::thread>([name, role, body = std::move(body), begun] {
+    thread_role = role;
+    pthread_setname_np(pthread_self(), name);
+    begun->release();
+    body();
+  });
+  static_cast<void>(begun->try_acquire_for(std::chrono::seconds(60)));
+  return thread;
+}
+
+}  // namespace vtensor
