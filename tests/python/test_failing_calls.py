@@ -147,7 +147,7 @@ def undo_refused(kind, name, refuse):
         pool.close()
 
 
-@pytest.mark.parametrize("refuse", [2, 1000])
+@pytest.mark.parametrize("refuse", [2, pytest.param(1000, marks=pytest.mark.slow)])
 def test_undoing_refused_too(kind, refuse):
     """What cannot be undone is quarantined: counted, never used again, never unmapped under somebody. The
     tensors still show what they did, and everything can be closed. In processes of their own: what is

@@ -27,6 +27,7 @@ def python_lines(text: str) -> str:
     return "\n".join(kept) + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(300)
 def test_readme_examples_run(tmp_path: Path) -> None:
     source = python_lines(README.read_text())

@@ -160,6 +160,7 @@ def test_skipped(t):
 """
 
 
+@pytest.mark.slow
 def test_the_plugin_fails_a_test_that_leaks(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\nusefixtures = no_leaked_pages\n")
@@ -308,10 +309,12 @@ class WithCarelessKernel(WithKernel):
         return result
 
 
+@pytest.mark.slow
 def test_a_rule_of_a_users_own() -> None:
     run_state_machine_as_test(WithKernel, settings=QUICK)
 
 
+@pytest.mark.slow
 def test_the_machine_finds_a_kernel_that_writes() -> None:
     with pytest.raises(AssertionError, match="contents changed"):
         run_state_machine_as_test(WithCarelessKernel, settings=settings(QUICK, max_examples=60))
@@ -395,6 +398,7 @@ class WithForgottenSalt(CacheMachine):
         return Unsalted(**self.options, dtype=torch.float32, pool=pool)
 
 
+@pytest.mark.slow
 def test_a_rule_over_a_cache() -> None:
     with testing.assert_no_leaks():
         run_state_machine_as_test(

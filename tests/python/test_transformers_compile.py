@@ -60,12 +60,15 @@ def decode(model, pool, steps, backend, **compile_options):
     return compiles.frame_count
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    "name", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma 3", "DeepSeek-V3"))]
+)
 def test_two_compiles_over_300_steps_that_cross_pages(pages, name):
     """With fullgraph=True, where a graph break is an error."""
     assert decode(make(name), pages, 300, "eager") <= 2
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor(pages):
     with torch._inductor.config.patch(compile_threads=1):
         assert decode(make_llama("sdpa", num_hidden_layers=1), pages, 80, "inductor") <= 2

@@ -113,7 +113,7 @@ def test_a_model_asks_for_no_mask_and_every_head_is_read_once(pages, attention):
     assert attention == [(2, 2, 2, 16)] * 4  # two steps after the prompt, two layers, 4 heads over 2 of K
 
 
-@pytest.mark.parametrize("kind", ["flex_attention", "eager"])
+@pytest.mark.parametrize("kind", [pytest.param("flex_attention", marks=pytest.mark.slow), "eager"])
 def test_other_attention_takes_them(pages, kind):
     model = make_llama(kind)
     expected = run(model, DynamicCache(config=model.config), prompt(2), **GREEDY)
