@@ -22,7 +22,9 @@ needs_simcuda = pytest.mark.skipif(
 def load_simulated_libcuda() -> None:
     """Has cuda-bindings take the simulated libcuda in this process, if it has not loaded another."""
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
-    pytest.importorskip("cuda.bindings._internal.driver", reason="cuda-bindings before 13 loads libcuda alone")
+    pytest.importorskip(
+        "cuda.bindings._internal.driver", reason="cuda-bindings before 13 loads libcuda alone"
+    )
     from cuda.bindings import driver
     from cuda.bindings._internal import driver as loader
 
