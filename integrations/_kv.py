@@ -1,5 +1,4 @@
-"""What the attention shims have in common: plain views of K and V, what all kernels demand of them,
-leases."""
+"""What the attention shims have in common: their kernels' specs, for compilers too, full extents, leases."""
 
 from __future__ import annotations
 
@@ -7,17 +6,62 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 import vtensor
 from vtensor import InvalidArgument, KVCache, VTensor
-from vtensor.demands import Demands, suit
+from vtensor.attention import AttentionSpec
 
 from .full_extent import FullExtent
 
 KV = torch.Tensor | FullExtent
-_GROUPED, _ALIKE = Demands(4, 1), Demands(4, 1, grouped=False)
+Taken = tuple[torch.Tensor, torch.Tensor, KVCache | None]
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class TracedSpec:
+    """In the place of an AttentionSpec for torch.compile, which cannot see into that: its calls become part
+    of the graph, and are made while that is traced. A backend that runs the graph as it is makes them again
+    at every call."""
+
+    def __init__(self, name: str, spec: AttentionSpec) -> None:
+        self._name = name
+        _traced[name] = spec
+
+    def take(self, *given: Any) -> Taken:
+        return self._take("take", *given)
+
+    def take_packed(self, *given: Any) -> Taken:
+        return self._take("take_packed", *given)
+
+    def take_listed(self, *given: Any) -> Taken:
+        return self._take("take_listed", *given)
+
+    def _take(self, method: str, query: Any, key: Any, value: Any, *given: Any) -> Taken:
+        if isinstance(key, VTensor) or isinstance(value, VTensor):
+            raise InvalidArgument(
+                f"[{self._name}] a VTensor in compiled code, which takes plain tensors: give a view, k[...]"
+            )
+        _allow_calls()
+        _call(self._name, method, query, key, value, *given)
+        return key, value, None
+
+
+_traced: dict[str, AttentionSpec] = {}
+
+
+def _call(name: str, method: str, *given: Any) -> None:
+    getattr(_traced[name], method)(*given)
+
+
+def constant_in_graphs(function: Any) -> Any:
+    """As torch.compiler.assume_constant_result, which imports the compiler, for a second, to do the same."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_in_graphs
+def _allow_calls() -> None:
+    torch._dynamo.allow_in_graph(_call)
 
 
 def owner_of(t: KV) -> VTensor | None:
@@ -44,125 +88,9 @@ def leased(
     return vtensor.lease(*found) if found else _NOTHING
 
 
-def plain(t: KV, owner: VTensor | None, positions_dim: int) -> torch.Tensor:
-    """A plain tensor of what ``t`` holds, whose ``owner_of`` is ``owner``, with positions along
-    ``positions_dim``.
-
-    A VTensor says by ``grow_dim`` which of dimensions 1 and 2 its positions are, and is transposed where the
-    kernel wants them in the other. A plain tensor is taken as it is, and so is its layout.
-    """
-    if owner is None:
-        assert isinstance(t, torch.Tensor)
-        return t
-    return as_laid_out(owner.detach(), owner, positions_dim)
-
-
-def plain_views(key: KV, value: KV, positions_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`plain` gives for both."""
-    return plain(key, owner_of(key), positions_dim), plain(value, owner_of(value), positions_dim)
-
-
-def plain_heads_first(
-    query: torch.Tensor, key: KV, value: KV, enable_gqa: bool
-) -> tuple[torch.Tensor, torch.Tensor, KVCache | None] | None:
-    """Of ``[B, H, S, D]``, plain K and V and the cache whose layer they are, where all is known at a glance
-    to suit, and all positions may be read."""
-    return None if is_compiling() else (_GROUPED if enable_gqa else _ALIKE).plain(query, key, value)
-
-
-def as_laid_out(view: torch.Tensor, owner: VTensor, positions_dim: int) -> torch.Tensor:
-    """``view`` of ``owner``, transposed where its positions are not along ``positions_dim``."""
-    grow_dim = owner.grow_dim
-    if grow_dim != positions_dim and owner.ndim == 4 and grow_dim in (1, 2):
-        return view.transpose(1, 2)
-    return view
-
-
-def check_pair(
-    operation: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads_dim: int
-) -> None:
-    """Refuses what no kernel takes: K and V of other devices, dtypes, lengths or heads.
-
-    Raises:
-        InvalidArgument: naming both sides.
-    """
-    if not query.device == key.device == value.device:
-        raise InvalidArgument(
-            f"[{operation}] query is on {query.device}, key on {key.device}, value on {value.device}: "
-            "move them to one device"
-        )
-    if not query.dtype == key.dtype == value.dtype:
-        raise InvalidArgument(
-            f"[{operation}] query is {query.dtype}, key {key.dtype}, value {value.dtype}: use one dtype"
-        )
-    of_query, of_key, of_value = query.shape, key.shape, value.shape
-    if of_key != of_value and of_key[:-1] != of_value[:-1]:
-        raise InvalidArgument(f"[{operation}] key is {list(of_key)}, value {list(of_value)}: append to both")
-    if of_key[-1] != of_query[-1]:
-        raise InvalidArgument(
-            f"[{operation}] key has a head size of {of_key[-1]}, query of {of_query[-1]}: "
-            "was the cache made for another model?"
-        )
-    heads, kv_heads = of_query[heads_dim], of_key[heads_dim]
-    if kv_heads == 0 or heads % kv_heads:
-        raise InvalidArgument(
-            f"[{operation}] query has {heads} heads, key {kv_heads}: the first must be a multiple of the "
-            "second; was the cache made for another model, or is it in another layout?"
-        )
-
-
-def check_rows(operation: str, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Refuses a query of another number of sequences than K has rows, which torch might broadcast and no
-    FlashAttention takes.
-
-    Raises:
-        InvalidArgument: naming both.
-    """
-    if query.shape[0] != key.shape[0]:
-        raise InvalidArgument(
-            f"[{operation}] query has {query.shape[0]} sequences, key {key.shape[0]} rows: give a query for "
-            "each row, or the rows of K that are meant"
-        )
-
-
-def check_groups(operation: str, query: torch.Tensor, key: torch.Tensor, enable_gqa: bool) -> None:
-    """Refuses grouped heads where they are not asked for, of ``[B, H, S, D]``.
-
-    Raises:
-        InvalidArgument: naming both numbers of heads.
-    """
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise InvalidArgument(
-            f"[{operation}] query has {query.shape[1]} heads, key {key.shape[1]}: pass enable_gqa=True"
-        )
-
-
-def check_rank(operation: str, name: str, t: KV, rank: int, layout: str) -> None:
-    """Refuses a tensor that has not ``rank`` dimensions; ``layout`` names them for the message.
-
-    Raises:
-        InvalidArgument: it has others.
-    """
-    tensor = t.tensor if isinstance(t, FullExtent) else t
-    if tensor.ndim != rank:
-        raise InvalidArgument(f"[{operation}] {name} is {list(tensor.shape)}: give {layout}")
-
-
-def check_heads_first(
-    operation: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> None:
-    """What kernels over ``[B, H, S, D]`` refuse.
-
-    Raises:
-        InvalidArgument: naming both sides.
-    """
-    if suit(_GROUPED if enable_gqa else _ALIKE, query, key, value):
-        return
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        check_rank(operation, name, t, 4, "[batch, heads, positions, head size]")
-    check_pair(operation, query, key, value, heads_dim=1)
-    check_rows(operation, query, key)
-    check_groups(operation, query, key, enable_gqa)
+def full_tensor(t: FullExtent, positions_dim: int) -> torch.Tensor:
+    """All of ``t``, with its positions along ``positions_dim``, 1 or 2."""
+    return t.tensor if t.owner.grow_dim == positions_dim else t.tensor.transpose(1, 2)
 
 
 def append(

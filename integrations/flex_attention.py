@@ -16,20 +16,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from vtensor import InvalidArgument, VTensor
+from vtensor import InvalidArgument
+from vtensor.attention import AttentionSpec
 
-from ._cache_layer import cache_of, check_tile
-from ._kv import (
-    KV,
-    as_laid_out,
-    check_heads_first,
-    leased,
-    owner_of,
-    plain,
-)
+from ._kv import KV, TracedSpec, full_tensor, leased, owner_of
 from .full_extent import FullExtent
 
 __all__ = ["CacheMask", "flex_attention"]
@@ -40,6 +34,21 @@ ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
 _OPERATION = "flex_attention"
 _TILE = 128
 _POSITIONS = 2  # of [B, H, S, D]
+_GROUPED, _ALIKE = (
+    AttentionSpec(
+        _OPERATION,
+        "query",
+        "key",
+        "value",
+        heads_first=True,
+        grouped=grouped,
+        lengths="a length of the mask",
+        tile=_TILE,
+        tiles_to_the_end=True,
+    )
+    for grouped in (True, False)
+)
+_TRACED_GROUPED, _TRACED_ALIKE = TracedSpec("flex, grouped", _GROUPED), TracedSpec("flex", _ALIKE)
 
 
 def flex_attention(
@@ -77,30 +86,23 @@ def flex_attention(
     if fixed != isinstance(value, FullExtent):
         raise InvalidArgument(f"[{_OPERATION}] one of key and value is a FullExtent: give both, or neither")
     owners = owner_of(key), owner_of(value)
-    keys, values = _given(key, owners[0]), _given(value, owners[1])
-    check_heads_first(_OPERATION, query, keys, values, enable_gqa)
-    cache = None
-    if owners[0] is None or owners[1] is None:
-        cache = cache_of(_OPERATION, keys, values, _POSITIONS, _needed(block_mask, keys))
-    check_tile(_OPERATION, query, cache, _TILE)
+    given = query, key if owners[0] is None else owners[0], value if owners[1] is None else owners[1]
+    spec: AttentionSpec | TracedSpec = _GROUPED if enable_gqa else _ALIKE
+    if is_dynamo_compiling():
+        spec = _TRACED_GROUPED if enable_gqa else _TRACED_ALIKE
     if isinstance(block_mask, CacheMask):
-        holds = keys.shape[_POSITIONS] if owners[0] is None else owners[0].length
-        if block_mask.longest is not None and block_mask.longest > holds:
-            raise InvalidArgument(
-                f"[{_OPERATION}] the mask shows {block_mask.longest} positions, the cache holds {holds}: "
-                "append first"
-            )
-        if block_mask.lengths.shape[0] != query.shape[0]:
-            raise InvalidArgument(
-                f"[{_OPERATION}] the mask is for {len(block_mask.lengths)} rows, query has {len(query)}: "
-                f"make a CacheMask with batch={len(query)}"
-            )
+        keys, values, cache = spec.take(*given, block_mask.told)
+        holds = keys.shape[_POSITIONS]
         whole = fixed or (cache is not None and block_mask.capacity == holds)
         block_mask = block_mask.block_mask if whole else block_mask.growing(holds)
+    else:
+        keys, values, cache = spec.take(*given) if block_mask is None else spec.take_listed(*given)
     if block_mask is None and fixed:
         raise InvalidArgument(
             f"[{_OPERATION}] a FullExtent without block_mask, which says what is there: make a CacheMask"
         )
+    if isinstance(key, FullExtent) and isinstance(value, FullExtent):
+        keys, values = (full_tensor(t.cover(t.owner.length), _POSITIONS) for t in (key, value))
     sizes = query.shape[_POSITIONS], keys.shape[_POSITIONS]
     if block_mask is not None and block_mask.seq_lengths != sizes:
         raise InvalidArgument(
@@ -117,20 +119,6 @@ def flex_attention(
     compiled = _compiled(dynamic=False if fixed else None)
     with leased(query, *owners, cache=cache):
         return compiled(query, keys, values, score_mod, block_mask, scale, enable_gqa, **options)
-
-
-def _given(t: KV, owner: VTensor | None) -> torch.Tensor:
-    """What FlexAttention is given for ``t``: a view of all positions, or the full extent, covered."""
-    if isinstance(t, FullExtent):
-        return as_laid_out(t.cover(t.owner.length).tensor, t.owner, _POSITIONS)
-    return plain(t, owner, _POSITIONS)
-
-
-def _needed(mask: BlockMask | CacheMask | None, keys: torch.Tensor) -> Sequence[int] | None:
-    """The positions of each row that are read; None where only the device, or the mask's maker, knows."""
-    if mask is None:
-        return [keys.shape[_POSITIONS]] * keys.shape[0]
-    return mask.known if isinstance(mask, CacheMask) else None
 
 
 @cache
@@ -158,6 +146,7 @@ class CacheMask:
     Attributes:
         lengths: int32 ``[batch]`` on ``device``.
         known: the lengths where the host knows them, else None.
+        told: int32 ``[batch]``, on the host where it knows the lengths.
         longest: the largest of these, or None.
         block_mask: for FullExtents; one object for the mask's life, whose counts ``update`` changes. Code of
             your own that is compiled takes it; ``flex_attention`` here takes the CacheMask.
@@ -224,6 +213,7 @@ class CacheMask:
                         "0 to the row's length"
                     )
         self.known: list[int] | None = known
+        self.told = new.clone() if new.is_cpu else self.lengths
         self.longest: int | None = None if known is None else max(known)
         self.lengths.copy_(new)
         # Clamped, because what a device alone knows nobody has checked.

@@ -14,18 +14,24 @@ differs where a cache does:
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from vtensor import InvalidArgument
+from vtensor.attention import AttentionSpec
 
-from ._cache_layer import cache_of
-from ._kv import KV, check_heads_first, leased, owner_of, plain_heads_first, plain_views
+from ._kv import KV, TracedSpec, leased, owner_of
+from .full_extent import FullExtent
 
 __all__ = ["scaled_dot_product_attention"]
 
 _OPERATION = "scaled_dot_product_attention"
-_POSITIONS = 2  # of [B, H, S, D]
+_GROUPED, _ALIKE = (
+    AttentionSpec(_OPERATION, "query", "key", "value", heads_first=True, grouped=grouped)
+    for grouped in (True, False)
+)
+_TRACED_GROUPED, _TRACED_ALIKE = TracedSpec("sdpa, grouped", _GROUPED), TracedSpec("sdpa", _ALIKE)
 
 
 def scaled_dot_product_attention(
@@ -57,14 +63,14 @@ def scaled_dot_product_attention(
         InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length, shape or dtype,
             both masks, or positions that a KVCache's slot has not.
     """
-    found = plain_heads_first(query, key, value, enable_gqa)
-    if found is not None:
-        keys, values, cache = found
+    if type(key) is FullExtent:
+        key = key.owner
+    if type(value) is FullExtent:
+        value = value.owner
+    if is_dynamo_compiling():
+        keys, values, cache = (_TRACED_GROUPED if enable_gqa else _TRACED_ALIKE).take(query, key, value)
     else:
-        keys, values = plain_views(key, value, _POSITIONS)
-        check_heads_first(_OPERATION, query, keys, values, enable_gqa)
-        needed = [keys.shape[_POSITIONS]] * query.shape[0]
-        cache = cache_of(_OPERATION, keys, values, _POSITIONS, needed)
+        keys, values, cache = (_GROUPED if enable_gqa else _ALIKE).take(query, key, value)
     of_query, of_keys = query.shape, keys.shape
     heads, queries, length = of_query[1], of_query[2], of_keys[2]
     groups = heads // of_keys[1]

@@ -14,7 +14,7 @@
 # keep=yes leaves the environment in build/matrix; table=no prints the row only.
 source "$(dirname "$0")/lib.sh"
 
-CORE=(tensor capacity torch_safety sharing kv_cache kv_swaps demands glances sdpa flash_attention flash_lengths flex_attention
+CORE=(tensor capacity torch_safety sharing kv_cache kv_swaps attention_spec sdpa flash_attention flash_lengths flex_attention
   state_machine kv_machine transformers_compile transformers_use)
 TABLE=docs/versions.md
 

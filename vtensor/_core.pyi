@@ -292,13 +292,7 @@ class SlotCacheCounts:
     def prefix_hits(self) -> int: ...
 
 class SlotRange:
-    @staticmethod
-    def of(tensor: object) -> SlotRange | None: ...
-
-    def rows(self, offset: int, item_size: int, sizes: Sequence[int], strides: Sequence[int], positions_dim: int) -> tuple[list[int], int, int] | None: ...
-
-    @property
-    def cache(self) -> object: ...
+    pass
 
 class CacheCore:
     def __init__(self, pool: PagePool, slots: int, max_length: int, tile: int, lookahead: int, kinds: Sequence[tuple[Sequence[int], int, int]]) -> None: ...
@@ -353,54 +347,78 @@ class CacheCore:
     @property
     def closed(self) -> bool: ...
 
-class Demands:
+class AttentionSpec:
     """
-    What a kernel demands of query, key and value, for ``suit``: one device, one
-    dtype, one head size of query and key, as many positions of key and value, and what these say.
+    What an attention kernel requires of its arguments: one device, dtype and head size, as many
+    positions of K and V, lengths that are there, and what these options say. All of it is refused here and nowhere
+    else.
+
+    In compiled code heads and head sizes are constants of the graph; other sizes and strides that the compiler leaves
+    open are not looked at, nor is what is in tensors.
 
     Args:
-        rank: dimensions of all three: 4, or 3 where sequences are packed.
-        heads_dim: which of them are the heads, from the front: beside the head size, or before the positions.
-        same_rows: dimension 0 is a row, and the query has one for each of the key's.
-        grouped: the query may have a multiple of the key's heads, not only as many.
-        aligned: float16 or bfloat16, of head sizes up to 256, at an address and of strides in steps of 16 bytes:
-            what FlashAttention takes without a copy.
-        reads_tiles: the kernel reads whole tiles, which go past the lengths that it is told.
-
-    Raises:
-        InvalidArgument: another ``rank`` or ``heads_dim``.
+        operation: whom messages name.
+        query, key, value: what messages call the three.
+        heads_first: they are ``[batch, heads, positions, head size]``, not ``[batch, positions, heads, head size]``.
+        packed: they are ``[tokens, heads, head size]`` instead.
+        rows: of a kernel of packed sequences, K may be rows of them.
+        same_rows: the query has one sequence for each row of K; else there may be more rows.
+        grouped: the query may have a multiple of K's heads, not only as many.
+        lengths: what messages call the lengths.
+        package: what messages call the kernel's maker.
+        dtypes: that it takes, of head sizes up to 256, at an address and of strides in steps of 16 bytes: what
+            FlashAttention takes without a copy. Empty: any, of any strides.
+        tile: rows that the kernel reads at once, past the lengths that it is told; 0 where it reads none past.
+        tiles_to_the_end: and past the end of what it is given.
     """
 
-    def __init__(self, rank: int, heads_dim: int, *, same_rows: bool = True, grouped: bool = True, aligned: bool = False, reads_tiles: bool = False) -> None: ...
+    def __init__(self, operation: str, query: str, key: str, value: str, *, heads_first: bool = False, packed: bool = False, rows: bool = False, same_rows: bool = True, grouped: bool = True, lengths: str = 'cache_seqlens', package: str = '', dtypes: tuple = (), tile: int = 0, tiles_to_the_end: bool = False) -> None: ...
 
-    def met(self, query: object | None, key: object | None, value: object | None) -> bool: ...
-
-    def plain(self, query: object | None, key: object | None, value: object | None, lengths: object | None = None, starts: object | None = None, new_key: object | None = None, new_value: object | None = None) -> tuple | None:
+    def take(self, query: object | None, key: object | None, value: object | None, lengths: object | None = None, index: object | None = None, leftpad: object | None = None, new_key: object | None = None, new_value: object | None = None) -> tuple:
         """
-        Key and value as the kernel takes them, where all suits.
+        K and V as the kernel takes them.
 
         Args:
-            query, key, value: VTensors that grow along the positions, plain tensors, and layers of a KVCache, of
-                which the kernel touches only what its slots have.
-            lengths: positions that are read and written: None for all there are; an int for all rows; int32
-                ``[rows]`` of the query, which only a host tensor tells; of packed sequences, where each begins and
-                the last ends.
-            starts: the same of the query's packed sequences.
-            new_key, new_value: what the kernel writes behind ``lengths``.
+            query, key, value: VTensors that grow along the positions, which are transposed where the kernel has those
+                elsewhere; plain tensors; layers of a KVCache, of which the kernel touches only what its slots have.
+            lengths: positions that are read, and behind which is written: None for all there are; an int for all rows;
+                int32 ``[sequences]``, which only a host tensor tells.
+            index: of each sequence the row of K; the first rows if None.
+            leftpad: int32 ``[sequences]``: how many of the positions come before a sequence's own.
+            new_key, new_value: ``[batch, positions, heads, head size]``, which the kernel writes.
 
         Returns:
             Plain views of VTensors, of ``lengths`` positions where that is an int; plain tensors as they are; and the
-            KVCache, or None. None alone where something may not suit.
+            KVCache, or None.
+
+        Raises:
+            InvalidArgument: what does not suit, by its name.
+            Closed: a VTensor or the KVCache is closed.
         """
 
-    def room(self, query: object | None, key: object | None, value: object | None, lengths: object | None, new_key: object | None, new_value: object | None) -> tuple[int, int, int, int] | None:
+    def take_packed(self, query: object | None, key: object | None, value: object | None, starts_q: object | None = None, starts_k: object | None = None, used: object | None = None) -> tuple:
+        """
+        As ``take``, of packed sequences.
+
+        Args:
+            starts_q, starts_k: int32 ``[sequences + 1]``: where each sequence begins, and the last ends.
+            used: of rows of K, the positions that are read, as ``lengths`` of ``take``.
+        """
+
+    def take_listed(self, query: object | None, key: object | None, value: object | None) -> tuple:
+        """
+        As ``take``, where what is read of K is listed elsewhere, as in a table
+        of pages, and not looked at.
+        """
+
+    def room(self, query: object | None, key: object | None, value: object | None, lengths: object | None, index: object | None, leftpad: object | None, new_key: object | None, new_value: object | None) -> tuple[int, int, int, int]:
         """
         What two VTensors are to hold for a kernel that writes behind
-        ``lengths``; these and the others as for ``plain``.
+        ``lengths``; arguments as for ``take``.
 
         Returns:
             The positions that they hold; those of the shortest and of the longest row, as far as the host knows; and
-            how many are written behind each. None where something may not suit.
+            how many are written behind each.
         """
 
 TRACE_KINDS: tuple = ...

@@ -18,7 +18,7 @@ struct DataType {
 };
 inline constexpr DataType kUint8{1, 8, 1};
 // Of DataType::code.
-inline constexpr std::uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
+inline constexpr std::uint8_t kInt = 0;
 // Of Device::type.
 inline constexpr std::int32_t kCpu = 1;
 

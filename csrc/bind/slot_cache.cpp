@@ -342,25 +342,7 @@ void bind_slot_cache(nb::module_& module) {
       .def_ro("prefix_queries", &SlotCacheCounts::prefix_queries)
       .def_ro("prefix_hits", &SlotCacheCounts::prefix_hits);
 
-  using Numbers = std::vector<std::int64_t>;
-  nb::class_<SlotRange>(module, "SlotRange")
-      .def_static("of", &SlotRange::of, nb::arg("tensor"),
-                  nb::sig("def of(tensor: object) -> SlotRange | None"))
-      .def(
-          "rows",
-          [](const SlotRange& range, std::size_t offset, std::size_t item_size,
-             const Numbers& sizes, const Numbers& strides, std::size_t positions_dim)
-              -> std::optional<std::tuple<std::vector<std::size_t>, std::int64_t, std::int64_t>> {
-            const auto rows = range.rows(offset, item_size, sizes, strides, positions_dim);
-            if (!rows) return {};
-            std::vector<std::size_t> slots(positions_dim == 0 ? 1
-                                                              : static_cast<std::size_t>(sizes[0]));
-            for (std::size_t i = 0; i < slots.size(); ++i) slots[i] = rows->slot(i);
-            return std::tuple{slots, rows->first, rows->step};
-          },
-          nb::arg("offset"), nb::arg("item_size"), nb::arg("sizes"), nb::arg("strides"),
-          nb::arg("positions_dim"))
-      .def_prop_ro("cache", &SlotRange::cache);
+  nb::class_<SlotRange>(module, "SlotRange");
 
   const auto no_stream = nb::arg("stream") = nb::none();
   nb::class_<CacheCore>(module, "CacheCore")

@@ -1,7 +1,11 @@
 #include "bind/slot_range.h"
 
-#include <utility>
+#include <nanobind/stl/vector.h>
 
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
 #include "bind/torch_face.h"
 
 namespace vtensor::bind {
@@ -27,43 +31,56 @@ void SlotRange::mark(nb::handle storage, SlotRange range) {
 }
 
 nb::object SlotRange::of(nb::handle tensor) {
-  return nb::getattr(TorchFace::get().storage(tensor), kMark, nb::none());
-}
-
-std::optional<SlotRows> SlotRange::rows(std::size_t offset, std::size_t item_size,
-                                        std::span<const std::int64_t> sizes,
-                                        std::span<const std::int64_t> strides,
-                                        std::size_t positions_dim) const {
-  if (sizes.size() != strides.size() || positions_dim >= sizes.size()) return {};
-  const std::size_t apart =
-      positions_dim != 0 && sizes[0] > 1 ? static_cast<std::size_t>(strides[0]) * item_size : 0;
-  const std::size_t step = sizes[positions_dim] > 1
-                               ? static_cast<std::size_t>(strides[positions_dim]) * item_size
-                               : item_bytes_;
-  if (apart % row_bytes_ != 0 || step % item_bytes_ != 0) return {};
-  return SlotRows{slots_, offset / row_bytes_, apart / row_bytes_,
-                  static_cast<std::int64_t>(offset % row_bytes_ / item_bytes_),
-                  static_cast<std::int64_t>(step / item_bytes_)};
+  try {
+    return nb::getattr(TorchFace::get().storage(tensor), kMark, nb::none());
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    return nb::none();  // torch.func's wrappers have no storage
+  }
 }
 
 std::optional<SlotRows> SlotRange::rows(const dlpack::Tensor& tensor,
                                         std::size_t positions_dim) const {
   const Address at = reinterpret_cast<Address>(tensor.data) + tensor.byte_offset;
   if (at < begin_) return {};  // an empty tensor, which says no address
-  const auto rank = static_cast<std::size_t>(tensor.ndim);
-  return rows(at - begin_, tensor.dtype.bits / 8, {tensor.shape, rank}, {tensor.strides, rank},
-              positions_dim);
+  const std::size_t item_size = tensor.dtype.bits / 8;
+  const auto bytes = [&](std::size_t dim) {
+    return static_cast<std::size_t>(tensor.strides[dim]) * item_size;
+  };
+  const std::size_t apart = positions_dim != 0 && tensor.shape[0] > 1 ? bytes(0) : 0;
+  const std::size_t step = tensor.shape[positions_dim] > 1 ? bytes(positions_dim) : item_bytes_;
+  if (apart % row_bytes_ != 0 || step % item_bytes_ != 0) return {};
+  const std::size_t offset = at - begin_;
+  return SlotRows{slots_, offset / row_bytes_, apart / row_bytes_,
+                  static_cast<std::int64_t>(offset % row_bytes_ / item_bytes_),
+                  static_cast<std::int64_t>(step / item_bytes_)};
 }
 
-bool SlotRange::ready(const SlotRows& rows, std::span<const std::int64_t> lengths,
-                      std::int64_t added, std::size_t count) const {
-  if (closed() || !view_->mutex->try_lock()) return false;
-  const std::span<const std::int64_t> has = view_->cache->lengths();
-  bool ready = true;
-  for (std::size_t i = 0; i < count && ready; ++i)
-    ready = rows.tokens(lengths[lengths.size() == 1 ? 0 : i] + added) <= has[rows.slot(i)];
+std::optional<SlotRange::Missing> SlotRange::missing(const SlotRows& rows, const Needed& needed,
+                                                     nb::handle cache) const {
+  const auto& [lengths, added, index, count] = needed;
+  const auto first_missing = [&](std::span<const std::int64_t> has) -> std::optional<Missing> {
+    for (std::size_t i = 0; i < count; ++i) {
+      if (lengths.size() > 1 && i >= lengths.size()) break;
+      const std::size_t slot = rows.slot(index.empty() ? i : static_cast<std::size_t>(index[i]));
+      const std::int64_t tokens = rows.tokens(lengths[lengths.size() == 1 ? 0 : i] + added);
+      if (tokens > has[slot]) return Missing{slot, tokens, has[slot]};
+    }
+    return {};
+  };
+  if (!view_->mutex
+           ->try_lock())  // another thread is inside an operation, which is to be waited for
+    return first_missing(nb::cast<std::vector<std::int64_t>>(cache.attr("lengths")));
+  std::optional<Missing> found = first_missing(view_->cache->lengths());
   view_->mutex->unlock();
-  return ready;
+  return found;
+}
+
+nb::object SlotRange::open_cache() const {
+  nb::object cache = cache_();
+  if (view_->cache == nullptr || cache.is_none())
+    throw Closed("[KVCache] the cache whose layer this is has been closed: make a new one");
+  return cache;
 }
 
 }  // namespace vtensor::bind

@@ -46,22 +46,29 @@ class SlotRange {
   // What was noted; None where `tensor` is over other memory.
   static nb::object of(nb::handle tensor);
 
-  // What lies `offset` bytes behind the range's begin, as rows along dimension 0 with positions
-  // along `positions_dim`; one row where that is 0. Nothing where it is no such rows.
-  std::optional<SlotRows> rows(std::size_t offset, std::size_t item_size,
-                               std::span<const std::int64_t> sizes,
-                               std::span<const std::int64_t> strides,
-                               std::size_t positions_dim) const;
+  // `tensor` as rows along dimension 0 with positions along `positions_dim`; one row where that is
+  // 0. Nothing where it is no such rows.
   std::optional<SlotRows> rows(const dlpack::Tensor& tensor, std::size_t positions_dim) const;
-  // Whether each of the first `count` rows' slots has what its first `lengths` and `added`
-  // positions show: of one row each, or all alike where there is but one number. False too where
-  // nobody may ask now.
-  bool ready(const SlotRows& rows, std::span<const std::int64_t> lengths, std::int64_t added,
-             std::size_t count) const;
 
-  bool closed() const { return view_->cache == nullptr; }
-  // The KVCache; None where it is gone.
-  nb::object cache() const { return cache_(); }
+  // What is read and written: of the first `count` rows, or of those that `index` names if it is
+  // not empty, the first `lengths` positions, of all rows alike where that is one number, and
+  // `added` more.
+  struct Needed {
+    std::span<const std::int64_t> lengths;
+    std::int64_t added;
+    std::span<const std::int64_t> index;
+    std::size_t count;
+  };
+  struct Missing {
+    std::size_t slot;
+    std::int64_t tokens, has;
+  };
+  // The first slot that has fewer tokens than are needed of it. `cache` is the KVCache.
+  std::optional<Missing> missing(const SlotRows& rows, const Needed& needed,
+                                 nb::handle cache) const;
+
+  // The KVCache; raises Closed where it is closed, or gone.
+  nb::object open_cache() const;
 
  private:
   std::shared_ptr<const SlotCacheView> view_;

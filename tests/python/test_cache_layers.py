@@ -17,7 +17,6 @@ from support import on_a_device
 from test_bad_input import SHAPE_OF_A_MESSAGE
 from test_flash_attention import close, noise, seen  # noqa: F401
 from vtensor import testing
-from vtensor.kv_rows import rows_of
 
 HEADS, SIZE, SLOTS, MOST = 2, 16, 3, 512
 LENGTHS = [70, 0, 33]
@@ -295,29 +294,3 @@ def test_a_cache_that_is_closed_or_gone(make, pages):
     del dropped
     gc.collect()
     refused(lambda: flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=0), "closed", error=vtensor.Closed)
-
-
-# --- what a view shows --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "head"}], ids=str)
-def test_views_know_their_slots_and_tokens(make, options):
-    cache = make(**options)
-    k, v = by_position(cache)
-
-    def told(t, positions_dim=1):
-        found = rows_of(t, positions_dim)
-        assert found is not None and found.cache is cache
-        return found.slots, found.first, found.tokens(2)
-
-    for t in (k, v):
-        assert told(t) == ([0, 1, 2], 0, 2)
-        assert told(t[1:, 7:]) == ([1, 2], 7, 9)
-        assert told(t[::2, 7::3]) == ([0, 2], 7, 11)
-        assert told(t[2:3, :, 1:]) == ([2], 0, 2)
-        assert told(t.transpose(1, 2), 2) == ([0, 1, 2], 0, 2)
-        assert told(t[1, 4:], 0) == ([1], 4, 6)
-        assert rows_of(t, 1).tokens(0) == 0
-    assert rows_of(k[:1, :5].clone(), 1) is None and rows_of(k[[0, 2], :5], 1) is None
-    assert rows_of(k[0][:, None], 1) is None  # tokens of one slot as rows
-    assert rows_of(k[0, 0, 0], 1) is None and rows_of(k[0, 0, 0, 0], 0) is None

@@ -225,10 +225,32 @@ def test_compiled_over_a_package(seen, monkeypatch):  # noqa: F811
     q = noise(1, 1, HEADS, SIZE)
     views = [(lambda n=n: (q, noise(1, n, HEADS, SIZE), noise(1, n, HEADS, SIZE))) for n in range(3, 9)]
     both(lambda q, k, v: shims.flash_attn_func(q, k, v, causal=True, backend="fa2"), *views)
-    with pytest.raises(Exception, match="multiple of 8"):
-        torch.compile(
-            lambda q: shims.flash_attn_func(q, q, q, backend="fa2"), backend="eager", fullgraph=True
-        )(noise(1, 3, HEADS, 12))
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda q: shims.flash_attn_func(q, q, q, backend="fa2"), backend=backend, fullgraph=True
+        )
+        for n in (3, 5, 7):  # then the positions are a symbol
+            assert compiled(noise(1, n, HEADS, SIZE)).shape == (1, n, HEADS, SIZE)
+        with pytest.raises(Exception, match="multiple of 8"):
+            compiled(noise(1, 3, HEADS, 12))
+
+
+def test_a_vtensor_is_for_what_is_around_the_graph(host):
+    """Of torch's tracing it is no part: views of it are."""
+    k, v = caches(host, length=5, heads_first=True, dtype=torch.float32)
+    q = noise(2, 1, HEADS, SIZE, dtype=torch.float32)
+
+    def attend(q, k, v):
+        return shims.flash_attn_func(q + 0, k, v) + 0
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        with pytest.raises(Exception, match="Observed exception"):
+            torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(attend, backend="aot_eager")(q, k, v), attend(q, k, v))
+    close(k, v)
 
 
 # --- torch's own kernel -------------------------------------------------------------------------------------

@@ -291,8 +291,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(pages):
         assert all(word in str(caught.value) for word in says), caught.value
 
     mask = CacheMask(None, ROWS, 1, CAPACITY)
-    refused("21 positions", "holds 20", block_mask=mask.update(21))
-    refused("21 positions", "holds 20", key=full[0], value=full[1], block_mask=mask)
+    refused("of the mask is 21", "holds 20", block_mask=mask.update(21))
+    refused("of the mask is 21", "holds 20", key=full[0], value=full[1], block_mask=mask)
     refused("1 queries and 19 keys", "1 and 20", block_mask=mask.update(19).growing(19))
     refused("512 keys", "20", block_mask=mask.block_mask)
     refused("block_mask", "CacheMask", key=full[0], value=full[1])
@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(pages):
     for rows in (1, 3):
         other = CacheMask(None, rows, 1, CAPACITY).update(15)
         for given in ({}, {"key": full[0], "value": full[1]}):
-            refused(f"for {rows} rows", "query has 2", "batch=2", block_mask=other, **given)
+            refused(f"the mask is [{rows}]", "query is [2, ", "one int32 for each", block_mask=other, **given)
     for rows, heads in ((3, None), (None, 3)):
         made = torch_flex.create_block_mask(causal, rows, heads, 1, 20, device="cpu")
         refused("rows and heads", "3", "[2, 2]", block_mask=made)

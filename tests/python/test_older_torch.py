@@ -8,7 +8,6 @@ from vtensor.integrations import flash_attention
 
 import vtensor
 from vtensor import _core, testing
-from vtensor.demands import Demands, suit
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +55,8 @@ def test_a_source_that_is_not_strided_is_refused():
     t.close()
 
 
-def test_what_cannot_be_known_at_a_glance_is_checked_in_python():
+def test_what_a_kernel_requires_is_read_by_attributes():
     q = torch.zeros(1, 2, 3, 16)
-    assert not suit(Demands(4, 1), q, q, q)
     assert flash_attention.flash_attn_func(q, q, q, backend="torch").shape == q.shape
+    with pytest.raises(vtensor.InvalidArgument, match="3 heads, k 2"):
+        flash_attention.flash_attn_func(q, q[:, :, :2], q[:, :, :2], backend="torch")

@@ -1,0 +1,541 @@
+// What an attention kernel requires of its arguments: decided here alone, and explained where it is
+// decided. Shims ask before every launch, so it is one call from Python.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "bind/attention_argument.h"
+#include "bind/bindings.h"
+#include "bind/slot_range.h"
+#include "bind/torch_face.h"
+
+namespace vtensor::bind {
+namespace {
+
+constexpr std::int64_t kLargestHead = 256;
+constexpr std::int64_t kAlignment = 16;  // bytes
+
+constexpr const char* kRows = "[batch, positions, heads, head size]";
+constexpr const char* kHeads = "[batch, heads, positions, head size]";
+constexpr const char* kPacked = "[tokens, heads, head size]";
+
+// How many positions of each row are there: one number for all rows, or one for each; empty where
+// only the device knows.
+struct Lengths {
+  std::vector<std::int64_t> positions;
+
+  bool known() const { return !positions.empty(); }
+  std::int64_t shortest() const { return *std::min_element(positions.begin(), positions.end()); }
+  std::int64_t longest() const { return *std::max_element(positions.begin(), positions.end()); }
+};
+
+class AttentionSpec {
+ public:
+  struct Options {
+    std::string operation;
+    std::array<std::string, 3> names;
+    bool heads_first, packed, rows, same_rows, grouped;
+    std::string lengths, package;
+    nb::tuple dtypes;
+    std::int64_t tile;
+    bool tiles_to_the_end;
+  };
+  explicit AttentionSpec(Options options) : o_(std::move(options)) {}
+
+  nb::tuple take(nb::handle query, nb::handle key, nb::handle value, nb::handle lengths,
+                 nb::handle index, nb::handle leftpad, nb::handle new_key,
+                 nb::handle new_value) const {
+    const Call t = call(query, key, value, new_key, new_value);
+    const Lengths told = check_rows(t, lengths, index, leftpad);
+    const std::int64_t added = check_new(t, lengths);
+    if (!lengths.is_none()) check_within(o_.lengths, lengths, told, t, added);
+    const std::int64_t sequences = t.q.rank == kMostDims ? t.q.shape[0] : kUnknown;
+    return taken(t, told, added, sequences, index,
+                 PyLong_Check(lengths.ptr()) ? told.longest() : kUnknown);
+  }
+
+  nb::tuple take_packed(nb::handle query, nb::handle key, nb::handle value, nb::handle starts_q,
+                        nb::handle starts_k, nb::handle used) const {
+    const Call t = call(query, key, value, nb::none(), nb::none(), o_.rows && starts_k.is_none());
+    const bool rows = t.k.rank == kMostDims;
+    Lengths told;
+    std::int64_t sequences = kUnknown;
+    if (rows) {
+      sequences = t.k.shape[0];
+      told = lengths_of("seqused_k", used, t);
+      if (!used.is_none()) check_within("seqused_k", used, told, t, 0);
+    } else if (const auto starts = starts_of("cu_seqlens_k", starts_k, t.k.shape[0])) {
+      sequences = starts->count - 1;
+      if (!starts->found.empty()) told.positions = {starts->found.back()};
+    }
+    if (const auto starts = starts_of("cu_seqlens_q", starts_q, t.q.shape[0]);
+        starts && !same(starts->count - 1, sequences))
+      refuse("cu_seqlens_q is of ", starts->count - 1, " sequences, there is K of ", sequences,
+             ": give as many of both");
+    return taken(t, told, 0, rows ? sequences : 1);
+  }
+
+  nb::tuple take_listed(nb::handle query, nb::handle key, nb::handle value) const {
+    return taken(call(query, key, value), {}, 0, kUnknown);
+  }
+
+  std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> room(
+      nb::handle query, nb::handle key, nb::handle value, nb::handle lengths, nb::handle index,
+      nb::handle leftpad, nb::handle new_key, nb::handle new_value) const {
+    const Call t = call(query, key, value, new_key, new_value);
+    for (const Argument* grown : {&t.k, &t.v})
+      if (grown->core == nullptr ||
+          !(grown->core->spec().grow_dim == 1 || grown->core->spec().grow_dim == 2))
+        refuse(grown->name, " is no VTensor that grows along its positions: give ", kRows,
+               " that does");
+    const Lengths told = check_rows(t, lengths, index, leftpad);
+    const std::int64_t added = check_new(t, lengths);
+    check_within(o_.lengths, lengths, told, t, 0);
+    return {holds(t), told.known() ? told.shortest() : 0, told.known() ? told.longest() : holds(t),
+            added};
+  }
+
+ private:
+  // What is given; `new_k` and `new_v` are None where nothing is written.
+  struct Call {
+    Argument q, k, v, new_k, new_v;
+
+    bool writes() const { return !new_k.object.is_none(); }
+  };
+
+  template <typename... Parts>
+  [[noreturn]] void refuse(const Parts&... parts) const {
+    std::ostringstream text;
+    text << '[' << o_.operation << "] ";
+    (text << ... << parts);
+    throw InvalidArgument(text.str());
+  }
+
+  std::size_t positions_dim(std::int32_t rank) const {
+    return rank != kMostDims ? 0 : o_.heads_first ? 2 : 1;
+  }
+  std::size_t heads_dim(std::int32_t rank) const {
+    return o_.heads_first ? 1 : static_cast<std::size_t>(rank - 2);
+  }
+  // The positions that a row of the key shows, and so one of the value.
+  std::int64_t holds(const Call& t) const { return t.k.shape[positions_dim(t.k.rank)]; }
+
+  // --- query, key and value
+
+  // Once all fit each other and the kernel. `rows`: the key may be rows of sequences, though the
+  // kernel takes packed ones.
+  Call call(nb::handle query, nb::handle key, nb::handle value, nb::handle new_key = nb::none(),
+            nb::handle new_value = nb::none(), bool rows = false) const {
+    if (new_key.is_none() != new_value.is_none())
+      refuse("one of k and v is None: give as many new positions of both");
+    Call t{{query, o_.names[0]},
+           {key, o_.names[1]},
+           {value, o_.names[2]},
+           {new_key, "k"},
+           {new_value, "v"}};
+    auto& [q, k, v, new_k, new_v] = t;
+    std::array<Argument*, 5> all{&q, &k, &v, &new_k, &new_v};
+    const std::span<Argument*> tensors(all.data(), t.writes() ? 5 : 3);
+    // All or none by DLPack, so that they are compared by the same.
+    if (!std::all_of(tensors.begin(), tensors.end(), [](Argument* a) { return a->see(); }))
+      for (Argument* a : tensors)
+        if (!a->read(o_.heads_first ? 3 : 2))
+          refuse(a->name, " is ", kind_of(a->object), ": give a strided tensor");
+    for (Argument* a : {&k, &v}) {
+      a->look_for_core();
+      a->transpose_from(o_.heads_first ? 1 : 2);
+    }
+    check_ranks(t, rows);
+    if (q.device != k.device || q.device != v.device)
+      refuse(q.name, " is on ", q.attribute("device"), ", ", k.name, " on ", k.attribute("device"),
+             ", ", v.name, " on ", v.attribute("device"), ": move them to one device");
+    if (q.dtype != k.dtype || q.dtype != v.dtype)
+      refuse(q.name, " is ", q.attribute("dtype"), ", ", k.name, " ", k.attribute("dtype"), ", ",
+             v.name, " ", v.attribute("dtype"), ": use one dtype");
+    if (!std::equal(k.shape.begin(), k.shape.begin() + k.rank - 1, v.shape.begin(), same))
+      refuse(k.name, " is ", k.sizes(), ", ", v.name, " ", v.sizes(), ": append to both");
+    if (!same(k.head_size(), q.head_size()))
+      refuse(k.name, " has a head size of ", k.head_size(), ", ", q.name, " of ", q.head_size(),
+             ": was the cache made for another model?");
+    if (o_.same_rows && !o_.packed && !same(q.shape[0], k.shape[0]))
+      refuse(q.name, " has ", q.shape[0], " sequences, ", k.name, " ", k.shape[0],
+             " rows: give a query for each row, or the rows of K that are meant");
+    check_heads(q, k);
+    if (nb::len(o_.dtypes) != 0) {
+      check_dtype(k);  // which is that of all
+      check_layout(k, /*with_size=*/true);
+      check_layout(v, /*with_size=*/false);  // which may be larger
+    }
+    return t;
+  }
+
+  void check_ranks(const Call& t, bool rows) const {
+    const Argument &q = t.q, &k = t.k, &v = t.v;
+    if (o_.packed) {
+      for (const Argument* side : {&k, &v})
+        if (side->rank != (rows && k.rank == kMostDims ? kMostDims : 3))
+          refuse(side->name, " has rows that lie apart, and sequences are to be packed as ",
+                 kPacked, ": pass ", side->name,
+                 "[0] where there is one row, or use flash_attn_with_kvcache(cache_seqlens=)");
+    } else {
+      for (const Argument* side : {&k, &v})
+        if (side->rank != kMostDims)
+          refuse(side->name, " is ", side->sizes(), ": give ", o_.heads_first ? kHeads : kRows);
+    }
+    // Of packed queries, which some kernels take beside rows, nobody knows how many sequences they
+    // are.
+    const bool may_be_packed = o_.packed || !o_.same_rows;
+    const bool may_be_rows = !o_.packed || k.rank == kMostDims;
+    if (!(q.rank == 3 && may_be_packed) && !(q.rank == kMostDims && may_be_rows))
+      refuse(q.name, " is ", q.sizes(), ": give ",
+             !may_be_rows     ? kPacked
+             : o_.heads_first ? kHeads
+                              : kRows);
+    if (!o_.same_rows && !o_.packed && (k.core == nullptr) != (v.core == nullptr))
+      refuse("one of ", k.name, " and ", v.name,
+             " is a plain tensor: give VTensors, or views of both");
+  }
+
+  void check_heads(const Argument& q, const Argument& k) const {
+    const std::int64_t heads = q.shape[heads_dim(q.rank)], of_key = k.shape[heads_dim(k.rank)];
+    if (heads == kUnknown || of_key == kUnknown) return;
+    if (of_key == 0 || heads % of_key != 0)
+      refuse(
+          q.name, " has ", heads, " heads, ", k.name, " ", of_key,
+          ": the first must be a multiple of the second; was the cache made for another model, or "
+          "is it in another layout?");
+    if (!o_.grouped && heads != of_key)
+      refuse(q.name, " has ", heads, " heads, ", k.name, " ", of_key, ": pass enable_gqa=True");
+  }
+
+  void check_dtype(const Argument& t) const {
+    if (PySequence_Contains(o_.dtypes.ptr(), t.object.attr("dtype").ptr()) == 1) return;
+    std::string takes;
+    for (nb::handle dtype : o_.dtypes)
+      takes += (takes.empty() ? "" : ", ") + text(dtype).substr(std::string("torch.").size());
+    refuse(o_.package, " takes ", takes, ", ", t.name, " is ", t.attribute("dtype"),
+           ": make the cache with one of these");
+  }
+
+  // Refuses what FlashAttention refuses, and what it would copy all of, at every call, to take it.
+  void check_layout(const Argument& t, bool with_size) const {
+    const std::int64_t size = t.head_size(), item = t.item_bytes;
+    if (with_size && size > kLargestHead)
+      refuse(o_.package, " takes head sizes up to ", kLargestHead, ", ", t.name, " has ", size,
+             ": use SDPA");
+    if (size != kUnknown && size * item % kAlignment != 0)
+      refuse(o_.package, " pads a head size of ", size, " and copies all of ", t.name,
+             " at every call: make the cache with a multiple of ", kAlignment / item);
+    const auto last = static_cast<std::size_t>(t.rank - 1);
+    if (!same(t.strides[last], 1))
+      refuse(o_.package, " copies all of ", t.name, " at every call, because its last stride is ",
+             t.strides[last], ": lay the head size out last");
+    bool aligned = t.address() % kAlignment == 0;
+    for (std::size_t i = 0; i < last; ++i)
+      if (t.shape[i] > 1 && t.strides[i] != kUnknown)
+        aligned = aligned && t.strides[i] * item % kAlignment == 0;
+    if (!aligned)
+      refuse(o_.package, " needs, or copies all of ", t.name,
+             " for, an address and strides that are multiples of ", kAlignment,
+             " bytes; its strides are ", text(listed(t.object.attr("stride")())),
+             ": give each head a multiple of ", kAlignment, " bytes");
+  }
+
+  // --- lengths
+
+  // As `given` says them, one for all rows or one for each sequence of the query; all there are
+  // where it is None.
+  Lengths lengths_of(std::string_view name, nb::handle given, const Call& t) const {
+    if (given.is_none()) return holds(t) == kUnknown ? Lengths{} : Lengths{{holds(t)}};
+    if (PyLong_Check(given.ptr())) {
+      Lengths lengths{{0}};
+      if (!nb::try_cast(given, lengths.positions[0])) lengths.positions[0] = -1;  // past 64 bits
+      return lengths;
+    }
+    if (!TorchFace::get().is_tensor(given)) {
+      if (nb::isinstance(given, nb::module_::import_("torch").attr("SymInt"))) return {};
+      refuse(name, " is ", kind_of(given), ": give an int or an int32 tensor");
+    }
+    return {one_for_each(name, given, t)};
+  }
+
+  std::vector<std::int64_t> one_for_each(std::string_view name, nb::handle given,
+                                         const Call& t) const {
+    auto numbers = numbers_of(given);
+    if (!numbers || (t.q.rank == kMostDims && !same(numbers->count, t.q.shape[0])))
+      refuse(name, " is ", kind_of(given), ", ", t.q.name, " is ", t.q.sizes(),
+             ": give one int32 for each sequence, in a tensor");
+    return std::move(numbers->found);
+  }
+
+  // Refuses lengths that the key does not have, and those behind which `added` more do not fit.
+  void check_within(std::string_view name, nb::handle given, const Lengths& lengths, const Call& t,
+                    std::int64_t added) const {
+    const std::int64_t has = holds(t);
+    if (!lengths.known() || has == kUnknown) return;
+    const std::int64_t low = lengths.shortest(), high = lengths.longest();
+    if (low < 0 || high > has)
+      refuse(name, " is ",
+             PyLong_Check(given.ptr()) ? text(given) : std::to_string(high > has ? high : low),
+             ", the cache holds ", has, " positions: append or extend first");
+    if (high + added > has)
+      refuse(name, " is ", high, " and ", added, " more are to be appended, the cache holds ", has,
+             " positions: make it longer, or give a VTensor, which grows");
+  }
+
+  // The lengths of the rows that are read, once these are rows of the key, and the padding in them
+  // is.
+  Lengths check_rows(const Call& t, nb::handle lengths, nb::handle index,
+                     nb::handle leftpad) const {
+    Lengths told = lengths_of(o_.lengths, lengths, t);
+    check_index(t, index);
+    if (leftpad.is_none()) return told;
+    const std::vector<std::int64_t> pads = one_for_each("cache_leftpad", leftpad, t);
+    for (std::size_t i = 0; i < pads.size(); ++i) {
+      const auto& ends = told.positions;
+      const std::int64_t end = ends.size() == pads.size() ? ends[i]
+                               : ends.size() == 1         ? ends[0]
+                                                          : holds(t);
+      if (pads[i] < 0 || (end != kUnknown && pads[i] > end))
+        refuse("cache_leftpad is ", pads[i], " of a sequence of ", end,
+               " positions: give how many of them are padding");
+    }
+    return told;
+  }
+
+  void check_index(const Call& t, nb::handle index) const {
+    if (t.q.rank != kMostDims || o_.same_rows) return;
+    const std::int64_t sequences = t.q.shape[0], rows = t.k.shape[0];
+    if (sequences == kUnknown || rows == kUnknown) return;
+    if (index.is_none()) {
+      if (sequences > rows)
+        refuse(t.q.name, " has ", sequences, " sequences, the cache ", rows,
+               " rows: give a row for each, or cache_batch_idx");
+      return;
+    }
+    const auto numbers = numbers_of(index, /*wide=*/true);
+    if (!numbers || !same(numbers->count, sequences))
+      refuse("cache_batch_idx is ", kind_of(index), ", ", t.q.name, " has ", sequences,
+             " sequences: give one row for each, in a tensor");
+    for (const std::int64_t row : numbers->found)
+      if (row < 0 || row >= rows)
+        refuse("cache_batch_idx names row ", row, ", the cache has rows 0 to ", rows - 1,
+               ": name those");
+  }
+
+  // Where packed sequences begin and the last ends; nothing where that is not said.
+  std::optional<Numbers> starts_of(std::string_view name, nb::handle given,
+                                   std::int64_t tokens) const {
+    if (given.is_none()) return {};
+    auto numbers = numbers_of(given);
+    if (!numbers) refuse(name, " is ", kind_of(given), ": give int32 [sequences + 1]");
+    const auto& found = numbers->found;
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      if (found[i] < 0 || (tokens != kUnknown && found[i] > tokens))
+        refuse(name, " goes to ", found[i], ", there are ", tokens,
+               " tokens: give where each sequence begins and the last ends");
+      if (i > 0 && found[i] < found[i - 1])
+        refuse(name, " goes from ", found[i - 1], " back to ", found[i],
+               ": give where each sequence begins and the last ends, in their order");
+    }
+    return numbers;
+  }
+
+  // How many positions the kernel writes behind the lengths.
+  std::int64_t check_new(const Call& t, nb::handle lengths) const {
+    if (!t.writes()) return 0;
+    if (lengths.is_none())
+      refuse("k and v without ", o_.lengths, ": say behind how many positions they go");
+    check_new(t.q, t.k, t.new_k);
+    check_new(t.q, t.v, t.new_v);
+    if (!same(t.new_k.shape[1], t.new_v.shape[1]))
+      refuse("k is ", t.new_k.sizes(), ", v ", t.new_v.sizes(),
+             ": give as many new positions of both");
+    return t.new_k.shape[1];
+  }
+  void check_new(const Argument& q, const Argument& held, const Argument& added) const {
+    if (added.rank != kMostDims || (q.rank == kMostDims && !same(added.shape[0], q.shape[0])))
+      refuse("new positions are ", added.sizes(), ", ", q.name, " is ", q.sizes(), ": give ", kRows,
+             " of the same batch");
+    if (!same(added.shape[2], held.shape[2]) || !same(added.shape[3], held.shape[3]) ||
+        added.dtype != held.dtype)
+      refuse("new positions are ", added.sizes(), " of ", added.attribute("dtype"),
+             ", the cache has ", held.shape[2], " heads of ", held.shape[3], ", ",
+             held.attribute("dtype"), ": was it made for another model?");
+  }
+
+  // --- how the kernel is given them
+
+  // Of a VTensor, its first `stop` positions.
+  nb::object view_of(const Argument& t, std::int64_t stop) const {
+    if (t.core == nullptr) return nb::borrow(t.object);
+    TorchFace& torch = TorchFace::get();
+    nb::object view = torch.detach(t.object);
+    if (t.transposed) view = view.attr("transpose")(1, 2);
+    const std::size_t dim = positions_dim(t.rank);
+    if (stop == kUnknown || stop == t.shape[dim]) return view;
+    return torch.narrow(view, dim, 0, static_cast<std::size_t>(stop));
+  }
+
+  // Once the slots of a KVCache whose layer key or value is have what is read and written.
+  nb::tuple taken(const Call& t, const Lengths& lengths, std::int64_t added, std::int64_t sequences,
+                  nb::handle index = nb::none(), std::int64_t stop = kUnknown) const {
+    nb::object of_key = cache_of(t.k, lengths, added, sequences, index);
+    nb::object of_value = cache_of(t.v, lengths, added, sequences, index);
+    nb::object cache = of_key.is_none() ? of_value : of_key;
+    if (o_.tile != 0 && !cache.is_none()) check_tile(t, lengths, added, cache);
+    return nb::make_tuple(view_of(t.k, stop), view_of(t.v, stop), cache);
+  }
+  nb::object cache_of(const Argument& t, const Lengths& lengths, std::int64_t added,
+                      std::int64_t sequences, nb::handle index) const {
+    if (t.core != nullptr || !t.seen) return nb::none();
+    const nb::object mark = SlotRange::of(t.object);
+    if (mark.is_none()) return nb::none();
+    const auto* range = nb::cast<const SlotRange*>(mark);
+    nb::object cache = range->open_cache();
+    const auto rows = range->rows(*t.seen, positions_dim(t.rank));
+    if (!rows) return nb::none();
+    if (!lengths.known() || sequences == kUnknown) return cache;
+    std::vector<std::int64_t> of_rows;
+    if (!index.is_none()) {
+      of_rows = numbers_of(index, /*wide=*/true)->found;
+      if (of_rows.empty()) return cache;
+    }
+    const SlotRange::Needed needed{lengths.positions, added, of_rows,
+                                   static_cast<std::size_t>(sequences)};
+    if (const auto missing = range->missing(*rows, needed, cache))
+      refuse(missing->tokens, " tokens of slot ", missing->slot,
+             " are to be read or written, step() has made ", missing->has,
+             " ready: call step(lengths) with those that are appended first, or pass fewer");
+    return cache;
+  }
+
+  // Refuses a cache of smaller tiles than the kernel's where a tile may go past what is mapped.
+  void check_tile(const Call& t, const Lengths& lengths, std::int64_t added,
+                  nb::handle cache) const {
+    if (!o_.tiles_to_the_end && lengths.known() && lengths.shortest() + added >= holds(t)) return;
+    if (is_on_host(t.q.object)) return;  // whose kernels read no tiles
+    const auto tile = nb::cast<std::int64_t>(cache.attr("tile"));
+    if (tile >= std::min(o_.tile, nb::cast<std::int64_t>(cache.attr("max_len")))) return;
+    refuse(o_.tile, " rows are read at once, the cache maps with tile=", tile,
+           ": make it with tile=", o_.tile, " or more");
+  }
+
+  Options o_;
+};
+
+constexpr const char* kDoc =
+    R"(What an attention kernel requires of its arguments: one device, dtype and head size, as many
+positions of K and V, lengths that are there, and what these options say. All of it is refused here and nowhere
+else.
+
+In compiled code heads and head sizes are constants of the graph; other sizes and strides that the compiler leaves
+open are not looked at, nor is what is in tensors.
+
+Args:
+    operation: whom messages name.
+    query, key, value: what messages call the three.
+    heads_first: they are ``[batch, heads, positions, head size]``, not ``[batch, positions, heads, head size]``.
+    packed: they are ``[tokens, heads, head size]`` instead.
+    rows: of a kernel of packed sequences, K may be rows of them.
+    same_rows: the query has one sequence for each row of K; else there may be more rows.
+    grouped: the query may have a multiple of K's heads, not only as many.
+    lengths: what messages call the lengths.
+    package: what messages call the kernel's maker.
+    dtypes: that it takes, of head sizes up to 256, at an address and of strides in steps of 16 bytes: what
+        FlashAttention takes without a copy. Empty: any, of any strides.
+    tile: rows that the kernel reads at once, past the lengths that it is told; 0 where it reads none past.
+    tiles_to_the_end: and past the end of what it is given.)";
+
+constexpr const char* kTakeDoc = R"(K and V as the kernel takes them.
+
+Args:
+    query, key, value: VTensors that grow along the positions, which are transposed where the kernel has those
+        elsewhere; plain tensors; layers of a KVCache, of which the kernel touches only what its slots have.
+    lengths: positions that are read, and behind which is written: None for all there are; an int for all rows;
+        int32 ``[sequences]``, which only a host tensor tells.
+    index: of each sequence the row of K; the first rows if None.
+    leftpad: int32 ``[sequences]``: how many of the positions come before a sequence's own.
+    new_key, new_value: ``[batch, positions, heads, head size]``, which the kernel writes.
+
+Returns:
+    Plain views of VTensors, of ``lengths`` positions where that is an int; plain tensors as they are; and the
+    KVCache, or None.
+
+Raises:
+    InvalidArgument: what does not suit, by its name.
+    Closed: a VTensor or the KVCache is closed.)";
+
+constexpr const char* kTakePackedDoc = R"(As ``take``, of packed sequences.
+
+Args:
+    starts_q, starts_k: int32 ``[sequences + 1]``: where each sequence begins, and the last ends.
+    used: of rows of K, the positions that are read, as ``lengths`` of ``take``.)";
+
+constexpr const char* kTakeListedDoc =
+    R"(As ``take``, where what is read of K is listed elsewhere, as in a table
+of pages, and not looked at.)";
+
+constexpr const char* kRoomDoc = R"(What two VTensors are to hold for a kernel that writes behind
+``lengths``; arguments as for ``take``.
+
+Returns:
+    The positions that they hold; those of the shortest and of the longest row, as far as the host knows; and
+    how many are written behind each.)";
+
+}  // namespace
+
+void bind_attention_spec(nb::module_& module) {
+  const auto optional = [](const char* name) { return nb::arg(name).none() = nb::none(); };
+  nb::class_<AttentionSpec>(module, "AttentionSpec", kDoc)
+      .def(
+          "__init__",
+          [](AttentionSpec* self, std::string operation, std::string query, std::string key,
+             std::string value, bool heads_first, bool packed, bool rows, bool same_rows,
+             bool grouped, std::string lengths, std::string package, nb::tuple dtypes,
+             std::int64_t tile, bool tiles_to_the_end) {
+            new (self) AttentionSpec({std::move(operation),
+                                      {std::move(query), std::move(key), std::move(value)},
+                                      heads_first,
+                                      packed,
+                                      rows,
+                                      same_rows,
+                                      grouped,
+                                      std::move(lengths),
+                                      std::move(package),
+                                      std::move(dtypes),
+                                      tile,
+                                      tiles_to_the_end});
+          },
+          nb::arg("operation"), nb::arg("query"), nb::arg("key"), nb::arg("value"), nb::kw_only(),
+          nb::arg("heads_first") = false, nb::arg("packed") = false, nb::arg("rows") = false,
+          nb::arg("same_rows") = true, nb::arg("grouped") = true,
+          nb::arg("lengths") = "cache_seqlens", nb::arg("package") = "",
+          nb::arg("dtypes") = nb::tuple(), nb::arg("tile") = 0, nb::arg("tiles_to_the_end") = false)
+      .def("take", &AttentionSpec::take, nb::arg("query").none(), nb::arg("key").none(),
+           nb::arg("value").none(), optional("lengths"), optional("index"), optional("leftpad"),
+           optional("new_key"), optional("new_value"), kTakeDoc)
+      .def("take_packed", &AttentionSpec::take_packed, nb::arg("query").none(),
+           nb::arg("key").none(), nb::arg("value").none(), optional("starts_q"),
+           optional("starts_k"), optional("used"), kTakePackedDoc)
+      .def("take_listed", &AttentionSpec::take_listed, nb::arg("query").none(),
+           nb::arg("key").none(), nb::arg("value").none(), kTakeListedDoc)
+      .def("room", &AttentionSpec::room, nb::arg("query").none(), nb::arg("key").none(),
+           nb::arg("value").none(), nb::arg("lengths").none(), nb::arg("index").none(),
+           nb::arg("leftpad").none(), nb::arg("new_key").none(), nb::arg("new_value").none(),
+           kRoomDoc);
+}
+
+}  // namespace vtensor::bind
