@@ -91,7 +91,7 @@ def flex_attention(
     if is_dynamo_compiling():
         spec = _TRACED_GROUPED if enable_gqa else _TRACED_ALIKE
     if isinstance(block_mask, CacheMask):
-        keys, values, cache = spec.take(*given, block_mask.told)
+        keys, values, cache = spec.take(*given, block_mask._checked_lengths)
         holds = keys.shape[_POSITIONS]
         whole = fixed or (cache is not None and block_mask.capacity == holds)
         block_mask = block_mask.block_mask if whole else block_mask.growing(holds)
@@ -146,7 +146,6 @@ class CacheMask:
     Attributes:
         lengths: int32 ``[batch]`` on ``device``.
         known: the lengths where the host knows them, else None.
-        told: int32 ``[batch]``, on the host where it knows the lengths.
         longest: the largest of these, or None.
         block_mask: for FullExtents; one object for the mask's life, whose counts ``update`` changes. Code of
             your own that is compiled takes it; ``flex_attention`` here takes the CacheMask.
@@ -196,7 +195,7 @@ class CacheMask:
             InvalidArgument: of numbers the host knows, a length that is below ``queries`` or above the
                 capacity, or a start that is negative or above its row's length. Nothing was changed.
         """
-        new, begin = self._checked("lengths", lengths), self._checked("starts", starts)
+        new, begin = self._per_row("lengths", lengths), self._per_row("starts", starts)
         known = new.tolist() if new.is_cpu else None
         if known is not None and (min(known) < self.queries or max(known) > self.capacity):
             raise InvalidArgument(
@@ -213,7 +212,7 @@ class CacheMask:
                         "0 to the row's length"
                     )
         self.known: list[int] | None = known
-        self.told = new.clone() if new.is_cpu else self.lengths
+        self._checked_lengths = new.clone() if new.is_cpu else self.lengths  # on the host if it knows them
         self.longest: int | None = None if known is None else max(known)
         self.lengths.copy_(new)
         # Clamped, because what a device alone knows nobody has checked.
@@ -224,7 +223,7 @@ class CacheMask:
         self._indices.copy_((first[:, None] + self._numbers).clamp(max=tiles - 1)[:, None, None])
         return self
 
-    def _checked(self, name: str, given: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def _per_row(self, name: str, given: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
         """``given`` as int32 ``[batch]``, where it is."""
         t = torch.as_tensor(given, dtype=torch.int32)
         if t.ndim and t.shape != self.lengths.shape:

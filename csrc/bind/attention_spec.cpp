@@ -221,7 +221,11 @@ class AttentionSpec {
   }
 
   void check_dtype(const Argument& t) const {
-    if (PySequence_Contains(o_.dtypes.ptr(), t.object.attr("dtype").ptr()) == 1) return;
+    if (t.seen && t.dtype == taken_dtype_) return;
+    if (PySequence_Contains(o_.dtypes.ptr(), t.object.attr("dtype").ptr()) == 1) {
+      if (t.seen) taken_dtype_ = t.dtype;
+      return;
+    }
     std::string takes;
     for (nb::handle dtype : o_.dtypes)
       takes += (takes.empty() ? "" : ", ") + text(dtype).substr(std::string("torch.").size());
@@ -434,6 +438,7 @@ class AttentionSpec {
   }
 
   Options o_;
+  mutable std::uint64_t taken_dtype_ = ~std::uint64_t{0};  // the last, as DLPack has it
 };
 
 constexpr const char* kDoc =

@@ -207,6 +207,15 @@ def test_one_of_them_grows(grown):
         refused(FLASH.take, q, t, t, says=["closed"], error=vtensor.Closed)
 
 
+def test_as_many_new_positions_of_both(grown):
+    q, one, two = noise(ROWS, 1, 4, SIZE), noise(ROWS, 1, HEADS, SIZE), noise(ROWS, 2, HEADS, SIZE)
+    plain = [t.clone() for t in grown]
+    for call, held in ((WITH_CACHE.room, grown), (WITH_CACHE.take, plain)):
+        for new in ((one, two), (two, one), (one, None), (None, one)):
+            refused(call, q, *held, 3, None, None, *new, says=["k", "v", "as many new positions of both"])
+        refused(call, q, *held, 3, None, None, one, "new", says=["v is a str"])
+
+
 def test_heads_that_fit_none():
     alike = AttentionSpec(*NAMES, heads_first=True, grouped=False)
     q, k, none = noise(1, 4, 3, SIZE), noise(1, 2, 3, SIZE), noise(1, 0, 3, SIZE)
