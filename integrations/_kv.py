@@ -19,49 +19,42 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class TracedSpec:
-    """In the place of an AttentionSpec for torch.compile, which cannot see into that: its calls become part
-    of the graph, and are made while that is traced. A backend that runs the graph as it is makes them again
-    at every call."""
+    """In the place of an AttentionSpec for torch.compile, which cannot see into that: its calls are made
+    while the graph is traced, over what the compiler knows then, and are no part of the graph. What does not
+    suit ends the compilation, with an error of the compiler's that has ours in it."""
 
     def __init__(self, name: str, spec: AttentionSpec) -> None:
         self._name = name
         _traced[name] = spec
 
     def take(self, *given: Any) -> Taken:
-        return self._take("take", *given)
+        return self._take("take", given)
 
     def take_packed(self, *given: Any) -> Taken:
-        return self._take("take_packed", *given)
+        return self._take("take_packed", given)
 
     def take_listed(self, *given: Any) -> Taken:
-        return self._take("take_listed", *given)
+        return self._take("take_listed", given)
 
-    def _take(self, method: str, query: Any, key: Any, value: Any, *given: Any) -> Taken:
+    def _take(self, method: str, given: tuple[Any, ...]) -> Taken:
+        name, key, value = self._name, given[1], given[2]
         if isinstance(key, VTensor) or isinstance(value, VTensor):
             raise InvalidArgument(
-                f"[{self._name}] a VTensor in compiled code, which takes plain tensors: give a view, k[...]"
+                f"[{name}] a VTensor in compiled code, which takes plain tensors: give a view, k[...]"
             )
-        _allow_calls()
-        _call(self._name, method, query, key, value, *given)
+        torch._dynamo.comptime.comptime(_take_while_tracing)
         return key, value, None
 
 
 _traced: dict[str, AttentionSpec] = {}
 
 
-def _call(name: str, method: str, *given: Any) -> None:
-    getattr(_traced[name], method)(*given)
-
-
-def constant_in_graphs(function: Any) -> Any:
-    """As torch.compiler.assume_constant_result, which imports the compiler, for a second, to do the same."""
-    function._dynamo_marked_constant = True
-    return function
-
-
-@constant_in_graphs
-def _allow_calls() -> None:
-    torch._dynamo.allow_in_graph(_call)
+def _take_while_tracing(frame: Any) -> None:
+    """Makes the call that TracedSpec._take, the traced ``frame``, has in its variables."""
+    name, method = (frame.get_local(variable).as_python_constant() for variable in ("name", "method"))
+    given = frame.get_local("given").as_proxy()
+    known = [t.node.meta["example_value"] if isinstance(t, torch.fx.Proxy) else t for t in given]
+    getattr(_traced[name], method)(*known)
 
 
 def owner_of(t: KV) -> VTensor | None:

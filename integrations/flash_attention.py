@@ -44,7 +44,7 @@ from torch.compiler import is_dynamo_compiling
 from vtensor import InvalidArgument, VTensor, VTensorError
 from vtensor.attention import AttentionSpec
 
-from ._kv import KV, Taken, TracedSpec, constant_in_graphs, full_tensor, leased, owner_of
+from ._kv import KV, Taken, TracedSpec, full_tensor, leased, owner_of
 from .full_extent import FullExtent
 
 __all__ = [
@@ -296,7 +296,6 @@ def _kernel(operation: str, backend: str | None, device: torch.device) -> _Kerne
     return _find(operation, backend, device)
 
 
-@constant_in_graphs
 def _name_of(operation: str, backend: str | None, device: torch.device) -> str:
     kernel = _find(operation, backend, device)
     if isinstance(kernel.spec, AttentionSpec):
@@ -304,6 +303,8 @@ def _name_of(operation: str, backend: str | None, device: torch.device) -> str:
     return kernel.name
 
 
+# All that torch.compiler.assume_constant_result does, which imports the compiler, for a second, to do it.
+setattr(_name_of, "_dynamo_marked_constant", True)  # noqa: B010
 _in_use: dict[str, _Kernel] = {}
 
 

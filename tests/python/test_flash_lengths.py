@@ -225,14 +225,14 @@ def test_compiled_over_a_package(seen, monkeypatch):  # noqa: F811
     q = noise(1, 1, HEADS, SIZE)
     views = [(lambda n=n: (q, noise(1, n, HEADS, SIZE), noise(1, n, HEADS, SIZE))) for n in range(3, 9)]
     both(lambda q, k, v: shims.flash_attn_func(q, k, v, causal=True, backend="fa2"), *views)
-    for backend in ("eager", "aot_eager"):
+    for fullgraph in (True, False):
         torch._dynamo.reset()
         compiled = torch.compile(
-            lambda q: shims.flash_attn_func(q, q, q, backend="fa2"), backend=backend, fullgraph=True
+            lambda q: shims.flash_attn_func(q, q, q, backend="fa2"), backend="aot_eager", fullgraph=fullgraph
         )
         for n in (3, 5, 7):  # then the positions are a symbol
             assert compiled(noise(1, n, HEADS, SIZE)).shape == (1, n, HEADS, SIZE)
-        with pytest.raises(Exception, match="multiple of 8"):
+        with pytest.raises(Exception, match="InvalidArgument: .*multiple of 8"):
             compiled(noise(1, 3, HEADS, 12))
 
 
