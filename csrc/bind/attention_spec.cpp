@@ -166,7 +166,7 @@ class AttentionSpec {
              v.name, " ", v.attribute("dtype"), ": use one dtype");
     if (!std::equal(k.shape.begin(), k.shape.begin() + k.rank - 1, v.shape.begin(), same))
       refuse(k.name, " is ", k.sizes(), ", ", v.name, " ", v.sizes(), ": append to both");
-    if (!same(k.head_size(), q.head_size()))
+    if (k.head_size() != q.head_size())
       refuse(k.name, " has a head size of ", k.head_size(), ", ", q.name, " of ", q.head_size(),
              ": was the cache made for another model?");
     if (o_.same_rows && !o_.packed && !same(q.shape[0], k.shape[0]))
@@ -210,7 +210,6 @@ class AttentionSpec {
 
   void check_heads(const Argument& q, const Argument& k) const {
     const std::int64_t heads = q.shape[heads_dim(q.rank)], of_key = k.shape[heads_dim(k.rank)];
-    if (heads == kUnknown || of_key == kUnknown) return;
     if (of_key == 0 || heads % of_key != 0)
       refuse(
           q.name, " has ", heads, " heads, ", k.name, " ", of_key,
@@ -239,11 +238,11 @@ class AttentionSpec {
     if (with_size && size > kLargestHead)
       refuse(o_.package, " takes head sizes up to ", kLargestHead, ", ", t.name, " has ", size,
              ": use SDPA");
-    if (size != kUnknown && size * item % kAlignment != 0)
+    if (size * item % kAlignment != 0)
       refuse(o_.package, " pads a head size of ", size, " and copies all of ", t.name,
              " at every call: make the cache with a multiple of ", kAlignment / item);
     const auto last = static_cast<std::size_t>(t.rank - 1);
-    if (!same(t.strides[last], 1))
+    if (t.strides[last] != 1)
       refuse(o_.package, " copies all of ", t.name, " at every call, because its last stride is ",
              t.strides[last], ": lay the head size out last");
     bool aligned = t.address() % kAlignment == 0;
@@ -373,7 +372,7 @@ class AttentionSpec {
     if (added.rank != kMostDims || (q.rank == kMostDims && !same(added.shape[0], q.shape[0])))
       refuse("new positions are ", added.sizes(), ", ", q.name, " is ", q.sizes(), ": give ", kRows,
              " of the same batch");
-    if (!same(added.shape[2], held.shape[2]) || !same(added.shape[3], held.shape[3]) ||
+    if (added.shape[2] != held.shape[2] || added.shape[3] != held.shape[3] ||
         added.dtype != held.dtype)
       refuse("new positions are ", added.sizes(), " of ", added.attribute("dtype"),
              ", the cache has ", held.shape[2], " heads of ", held.shape[3], ", ",
