@@ -111,7 +111,7 @@ class KVCache:
         )
         kinds = range(len(self._layout.kinds))
         self._rows = [CacheCore.row_bytes(self._core, kind) for kind in kinds]
-        known = weakref.ref(self)  # by all views of the layers: see kv_rows
+        known = weakref.ref(self)  # by all views of the layers: see bind/slot_range.h
         self._bytes = [
             whole_storage(cast(torch.UntypedStorage, CacheCore.storage(self._core, kind, known)))
             for kind in kinds
