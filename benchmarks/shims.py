@@ -158,7 +158,7 @@ def layers_of(settings: Settings, *sizes: int, grow_dim: int, dtype: torch.dtype
         return vtensor.from_tensor(noise, grow_dim=grow_dim, capacity=sizes[grow_dim])
 
     pairs = [(make(), make()) for _ in range(settings.pick(LAYERS, 2))]
-    return [(k, v, k.snapshot(), v.snapshot()) for k, v in pairs]
+    return [(k, v, k.alias(), v.alias()) for k, v in pairs]
 
 
 def in_turn(layers: Sequence[Any]) -> Callable[[int], Any]:

@@ -239,8 +239,8 @@ def flash_attn_with_kvcache(
             keys.extend(stop - holds)
             values.extend(stop - holds)
         if added and not (type(keys) is VTensor is type(values)):  # pages that no write parts (I6)
-            keys.own(shortest, stop)
-            values.own(shortest, stop)
+            keys.unshare(shortest, stop)
+            values.unshare(shortest, stop)
         exact = None if isinstance(lengths, torch.Tensor) else stop
         taken = spec.take(q, keys, values, exact, index)
         if keys is not k_cache or values is not v_cache:

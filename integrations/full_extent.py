@@ -79,7 +79,7 @@ class FullExtent:
             self._length = before
             return self
         try:
-            self._held = owner.extend(max(0, stop - before)).snapshot()
+            self._held = owner.extend(max(0, stop - before)).alias()
             self._held.narrow(owner.grow_dim, before, owner.length - before).zero_()
         finally:
             owner.truncate(before)

@@ -215,8 +215,8 @@ class Worker:
             modelled.shared = True
         self.tensors.append(Modelled(child, modelled.cells.clone(), set(modelled.bytes), shared=True))
 
-    def own(self, modelled: Modelled) -> None:
-        modelled.actual.own(0, modelled.actual.length)
+    def unshare(self, modelled: Modelled) -> None:
+        modelled.actual.unshare(0, modelled.actual.length)
 
     def reallocate(self, modelled: Modelled) -> None:
         try:
@@ -233,7 +233,7 @@ class Worker:
     def view(self, modelled: Modelled) -> None:
         if len(modelled.views) > 2:
             modelled.views.pop(self.random.randrange(len(modelled.views))).sum()
-        modelled.views.append(modelled.actual.snapshot())
+        modelled.views.append(modelled.actual.alias())
 
     def close(self, modelled: Modelled) -> None:
         modelled.check()
@@ -336,7 +336,7 @@ class Worker:
 
 
 WEIGHTS = {
-    "make": 3, "extend": 12, "append": 10, "truncate": 8, "window": 3, "prepare": 6, "fork": 2, "own": 1,
+    "make": 3, "extend": 12, "append": 10, "truncate": 8, "window": 3, "prepare": 6, "fork": 2, "unshare": 1,
     "reallocate": 1, "write": 3, "view": 4, "close": 2, "kernel": 6, "graph": 1, "compare": 3,
 }  # fmt: skip
 

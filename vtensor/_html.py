@@ -91,10 +91,10 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
     kept = min(stats.pages_cached, max(0, stats.pages_free))
     budget = [("used", stats.pages_used, COLOURS["mapped"]), ("free and kept", kept, COLOURS["parked"])]
     mapped = [
-        ("needed", stats.pages_needed, COLOURS["mapped"]),
-        ("ahead", stats.pages_ahead, COLOURS["ahead"]),
+        ("active", stats.pages_active, COLOURS["mapped"]),
+        ("prefetched", stats.pages_prefetched, COLOURS["prefetched"]),
         ("parked", stats.pages_parked, COLOURS["parked"]),
-        ("held", stats.pages_held, COLOURS["held"]),
+        ("pinned", stats.pages_pinned, COLOURS["pinned"]),
     ]
     drawn = _proportions("memory, of the budget", budget, stats.budget // size)
     drawn += _key([*budget, ("free", stats.pages_free - kept, None)])
@@ -250,7 +250,10 @@ def _slots(lengths: Sequence[int], page_tokens: int) -> str:
         shapes = [
             _box(0, _WIDTH, None),
             _box(
-                0, pages * page_tokens * scale, COLOURS["ahead"], "<title>the rest of its last page</title>"
+                0,
+                pages * page_tokens * scale,
+                COLOURS["prefetched"],
+                "<title>the rest of its last page</title>",
             ),
             _box(0, length * scale, COLOURS["mapped"], f"<title>{length:,} tokens</title>"),
         ]

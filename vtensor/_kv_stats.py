@@ -18,7 +18,7 @@ FREE, USED, SWAPPED = range(3)
 class KVCacheStats:
     """A KVCache at one moment. Pages, unless the name says otherwise.
 
-    ``pages_mapped == pages_needed + pages_ahead + pages_parked + pages_held`` (I4).
+    ``pages_mapped == pages_active + pages_prefetched + pages_parked + pages_pinned`` (I4).
     """
 
     page_size: int
@@ -51,13 +51,13 @@ class KVCacheStats:
     """Of these, mapped in several slots or kept by the prefix index."""
     pages_mapped: int
     """Mapped pages, counted once for each slot."""
-    pages_needed: int
+    pages_active: int
     """Of the mapped, what lengths need."""
-    pages_ahead: int
+    pages_prefetched: int
     """Of the mapped, what was prepared ahead of need."""
     pages_parked: int
     """Of the mapped, what freed slots keep for the next request."""
-    pages_held: int
+    pages_pinned: int
     """Of the mapped, what waits to be unmapped."""
     prefix_tokens: int
     """Tokens that the prefix index keeps."""
@@ -95,10 +95,10 @@ def count(core: _core.CacheCore, layout: Layout, pool: Pool) -> KVCacheStats:
         pages_used=counts.distinct,
         pages_shared=counts.shared,
         pages_mapped=pages.mapped,
-        pages_needed=pages.needed,
-        pages_ahead=pages.ahead,
+        pages_active=pages.needed,
+        pages_prefetched=pages.ahead,
         pages_parked=pages.parked,
-        pages_held=pages.held,
+        pages_pinned=pages.held,
         prefix_tokens=counts.prefix_units * core.unit,
         prefix_queries=counts.prefix_queries,
         prefix_hits=counts.prefix_hits,

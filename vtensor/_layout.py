@@ -124,7 +124,7 @@ def layout_of(
             f"[KVCache] layer_group is {layer_group}, there are {num_layers} layers: group at most all of "
             "them"
         )
-    if layout not in ("token", "head"):
+    if layout not in ("NHD", "HND"):
         raise InvalidArgument(f"[KVCache] layout is {layout!r}: give 'token' or 'head'")
     window_of = [0 if w is None else index(w) for w in (windows or [None] * num_layers)]
     if len(window_of) != num_layers:
@@ -145,7 +145,7 @@ def layout_of(
     places: dict[int, tuple[Place, Place | None]] = {}
 
     def place(group: list[int], dim: int, window: int) -> list[Place]:
-        per_head = layout == "head"
+        per_head = layout == "HND"
         width = dim * item * (1 if per_head else num_kv_heads)
         key = (width * len(group), window)
         kind = kinds.setdefault(key, len(kinds))

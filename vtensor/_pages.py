@@ -13,10 +13,10 @@ MOST_RECORDS = 1 << 15  # pages asked for one by one; above, the picture is draw
 COLOURS = {
     "mapped": "#1b9aaa",
     "shared": "#8e6bbf",
-    "ahead": "#9bd1d8",
+    "prefetched": "#9bd1d8",
     "parked": "#a9b665",
-    "held": "#e0a33e",
-    "parted": "#d9647a",
+    "pinned": "#e0a33e",
+    "private": "#d9647a",
     "quarantined": "#9c2c2c",
     "reserved": "#c9d1d6",
 }
@@ -25,16 +25,16 @@ COLOURS = {
 MEANINGS = {
     "mapped": "in use by this tensor alone",
     "shared": "in use, and shared copy-on-write",
-    "ahead": "prepared ahead of need",
+    "prefetched": "prepared ahead of need",
     "parked": "left by freed tensors for the next",
-    "held": "kept by views or by work that may use it",
-    "parted": "shared once, written since",
+    "pinned": "kept by views or by work that may use it",
+    "private": "shared once, written since",
     "quarantined": "given up after a refused driver call",
     "reserved": "addresses without memory",
 }
 
 # Where one cell stands for several pages it shows the first of these that is among them.
-_TELLING = ("quarantined", "parted", "shared", "held", "mapped", "parked", "ahead", "reserved")
+_TELLING = ("quarantined", "private", "shared", "pinned", "mapped", "parked", "prefetched", "reserved")
 
 
 class Run(NamedTuple):
@@ -101,7 +101,7 @@ def _from_lengths(tensor: VTensor, page_size: int, rows: int) -> list[Run]:
     position = math.prod(tensor.shape[tensor.grow_dim + 1 :]) * tensor.element_size()
     needed = -(-(tensor.address % page_size + tensor.length * position) // page_size)
     mapped = max(needed, tensor.nbytes_mapped // page_size // rows)
-    runs = [Run("mapped", 0, needed), Run("ahead", needed, mapped)]
+    runs = [Run("mapped", 0, needed), Run("prefetched", needed, mapped)]
     return [run for run in runs if run.stop > run.start]
 
 

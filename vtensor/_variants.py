@@ -51,7 +51,7 @@ class ClosedVTensor(VTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
         name = getattr(func, "__name__", str(func))
-        raise Closed(f"[{name}] the VTensor is closed: make a new one, or keep a snapshot() before closing")
+        raise Closed(f"[{name}] the VTensor is closed: make a new one, or keep an alias() before closing")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise Closed("[copy.deepcopy] the VTensor is closed")
@@ -80,7 +80,7 @@ class _PartBeforeWrite(TorchDispatchMode):
                 for written in _flat([value]):
                     owner = self._guarded.get(written.untyped_storage().data_ptr())
                     if owner is not None:
-                        owner.own(0, owner.length)
+                        owner.unshare(0, owner.length)
         return func(*args, **kwargs)
 
 

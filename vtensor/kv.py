@@ -42,8 +42,8 @@ class KVCache:
         dtype, device: of the tensors; the pool's device, or the CPU, unless given.
         layer_group: layers that lie in one page (the sliced layout). A page then holds fewer tokens of more
             layers, so less of the last page is wasted and shorter prefixes are shared.
-        layout: ``"token"`` for ``[max_batch, max_len, heads, head_dim]``, as FlashAttention takes it;
-            ``"head"`` for ``[max_batch, heads, max_len, head_dim]``, where each head is a row of its own, as
+        layout: ``"NHD"`` for ``[max_batch, max_len, heads, head_dim]``, as FlashAttention takes it;
+            ``"HND"`` for ``[max_batch, heads, max_len, head_dim]``, where each head is a row of its own, as
             SDPA on the CPU is fastest with.
         value_head_dim: 0 for a cache without V (MLA's latent in K).
         windows: for each layer None (full attention), or the tokens that its sliding window sees: pages
@@ -72,7 +72,7 @@ class KVCache:
         device: torch.device | str | int | None = None,
         *,
         layer_group: int = 1,
-        layout: Literal["token", "head"] = "token",
+        layout: Literal["NHD", "HND"] = "NHD",
         value_head_dim: int | None = None,
         windows: Sequence[int | None] | None = None,
         lookahead: int = 0,
@@ -264,16 +264,16 @@ class KVCache:
         ids = token_ids("KVCache.publish", tokens)
         return CacheCore.publish(self._core, slot, ids, checked_salt("KVCache.publish", salt))
 
-    def own(self, slot: int, start: int, stop: int) -> None:
+    def unshare(self, slot: int, start: int, stop: int) -> None:
         """Gives ``slot`` pages of its own behind tokens ``start`` to ``stop``, before something writes there
         directly. What :meth:`step` adds is its own anyway.
 
         Raises:
             OutOfPages: nothing was changed.
         """
-        slot = self._slot("KVCache.own", slot)
-        start = self._count("KVCache.own", "start", start)
-        CacheCore.own(self._core, slot, start, self._count("KVCache.own", "stop", stop))
+        slot = self._slot("KVCache.unshare", slot)
+        start = self._count("KVCache.unshare", "start", start)
+        CacheCore.unshare(self._core, slot, start, self._count("KVCache.unshare", "stop", stop))
 
     def record_stream(self, stream: Stream | None = None) -> None:
         """Says that work in ``stream`` uses the slots, as :meth:`step` says of the current one: pages that
@@ -333,7 +333,7 @@ class KVCache:
 
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K and V of a layer: ``[max_batch, max_len, heads, head_dim]``, or ``[max_batch, heads, max_len,
-        head_dim]`` in the "head" layout; V is None in a cache without V.
+        head_dim]`` in the "HND" layout; V is None in a cache without V.
 
         Plain tensors, always the same, over partly mapped memory: what lies behind a slot's length reads as
         zeros on the CPU and faults on CUDA, and writes there fault.

@@ -18,11 +18,11 @@ class lease(_core.Lease):
 
     Inside the capture of a CUDA graph the lease lasts for the graph's life: as long as it can be replayed.
     So a replay needs none for its pages to stay; but nobody knows of the streams it is launched in, so that
-    ``fork``, ``own``, ``reallocate`` and the first growth after a ``fork``, which remap pages in place, wait
-    for replays in other streams than the current one only where those are launched in a lease too.
+    ``fork``, ``unshare``, ``reallocate`` and the first growth after a ``fork``, which remap pages in place,
+    wait for replays in other streams than the current one only where those are launched in a lease too.
 
     A lease that names its stream waits for what was launched there by the end of the ``with``, so the stream
-    may be destroyed after it. Work in it is waited for by ``fork`` and ``own`` from the beginning on.
+    may be destroyed after it. Work in it is waited for by ``fork`` and ``unshare`` from the beginning on.
 
     Args:
         tensors: VTensors.

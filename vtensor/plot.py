@@ -283,10 +283,10 @@ def fragmentation(owners: Any, *, ax: Axes | None = None) -> Axes:
     left = dict.fromkeys(measured, 0.0)
     for part, colour in (
         ("data", COLOURS["mapped"]),
-        ("rest of last pages", COLOURS["parted"]),
-        ("ahead", COLOURS["ahead"]),
+        ("rest of last pages", COLOURS["private"]),
+        ("prefetched", COLOURS["prefetched"]),
         ("parked", COLOURS["parked"]),
-        ("held", COLOURS["held"]),
+        ("pinned", COLOURS["pinned"]),
     ):
         widths = [parts.get(part, 0) / scale for parts in measured.values()]
         if any(widths):
@@ -443,7 +443,7 @@ def _bytes_of(name: str, owner: Any) -> dict[str, int]:
     if hasattr(owner, "grow_dim"):
         pages = _pages.pages_of(owner)
         data = owner.numel() * owner.element_size()
-        spare = {"ahead": 0, "held": 0}
+        spare = {"prefetched": 0, "pinned": 0}
         for row in pages.rows:
             for run in row:
                 if run.state in spare:

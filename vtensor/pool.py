@@ -31,8 +31,8 @@ class PoolStats:
     """A pool at one moment. Pages, unless the name says bytes.
 
     Budget: ``pages_used + pages_free == budget // page_size`` (I5).
-    Mappings: ``pages_mapped == pages_needed + pages_ahead + pages_parked + pages_held`` (I4); a page that two
-    tensors share is mapped twice and used once.
+    Mappings: ``pages_mapped == pages_active + pages_prefetched + pages_parked + pages_pinned`` (I4); a page
+    that two tensors share is mapped twice and used once.
     """
 
     page_size: int
@@ -56,13 +56,13 @@ class PoolStats:
     """References that prefix indices keep on used pages, mapped or not."""
     pages_mapped: int
     """Page table entries: mapped pages, counted once for each place they are mapped at."""
-    pages_needed: int
+    pages_active: int
     """Of the mapped, what the tensors' lengths need."""
-    pages_ahead: int
+    pages_prefetched: int
     """Of the mapped, what was prepared ahead of need."""
     pages_parked: int
     """Of the mapped, what freed tensors left for the next one."""
-    pages_held: int
+    pages_pinned: int
     """Of the mapped, what only views of older extents hold."""
     pages_orphaned: int
     """Of the held, what belongs to no open tensor any more and goes with its last view."""
@@ -226,10 +226,10 @@ class Pool:
             pages_lent=counts.lent,
             pages_shelved=counts.shelved,
             pages_mapped=counts.mapped,
-            pages_needed=counts.needed,
-            pages_ahead=counts.ahead,
+            pages_active=counts.needed,
+            pages_prefetched=counts.ahead,
             pages_parked=counts.parked,
-            pages_held=counts.held,
+            pages_pinned=counts.held,
             pages_orphaned=counts.orphaned,
             nbytes_mapped=counts.mapped * size,
             nbytes_reserved=counts.reserved_pages * size,

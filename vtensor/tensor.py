@@ -36,7 +36,7 @@ class VTensor(torch.Tensor):
     :func:`~vtensor.from_tensor`.
 
     A view keeps the pages it could see when it was taken, for as long as it lives, and no more: not those
-    that the tensor grows into later, and not the tensor. Readers on other threads use :meth:`snapshot`.
+    that the tensor grows into later, and not the tensor. Readers on other threads use :meth:`alias`.
 
     It is an inference structure: gradients are refused.
     """
@@ -152,7 +152,7 @@ class VTensor(torch.Tensor):
         core = TensorCore.fork(self._core, self, stream_handle("VTensor.fork", stream))
         return _over(core, self._pool, core.length)
 
-    def own(self, start: int, stop: int) -> VTensor:
+    def unshare(self, start: int, stop: int) -> VTensor:
         """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of
         this tensor's own; returns the tensor.
 
@@ -162,7 +162,7 @@ class VTensor(torch.Tensor):
             InvalidArgument: not ``0 <= start <= stop <= length``.
             OutOfPages, DriverError: nothing was changed.
         """
-        TensorCore.own(self._core, self, start, stop)
+        TensorCore.unshare(self._core, self, start, stop)
         return self
 
     def reindex(self, index: Sequence[int] | torch.Tensor) -> VTensor:
@@ -191,13 +191,13 @@ class VTensor(torch.Tensor):
 
     # -- reading
 
-    def snapshot(self) -> torch.Tensor:
+    def alias(self) -> torch.Tensor:
         """A plain tensor of this moment over the same memory, for kernels, models and readers on other
         threads.
 
         It keeps its shape and its pages whatever this tensor does later.
         """
-        alias: torch.Tensor = TensorCore.snapshot(self._core, self)
+        alias: torch.Tensor = TensorCore.alias(self._core, self)
         return alias
 
     def pages(self) -> list[PageRecord]:
@@ -205,8 +205,8 @@ class VTensor(torch.Tensor):
 
         Records of ``row``, ``index`` (of the page in its row), ``address``, ``page_id``, ``shared`` (how many
         page tables, and forked processes, name that page) and ``state``: ``"mapped"``, ``"shared"``,
-        ``"ahead"`` of need, ``"parted"`` (shared once, written since; it has no id until the next fork gives
-        it one, so ``page_id`` is -1), ``"held"`` by older views or by work that may use it, or
+        ``"prefetched"``, ``"private"`` (shared once, written since; it has no id until the next fork gives
+        it one, so ``page_id`` is -1), ``"pinned"`` by older views or by work that may use it, or
         ``"quarantined"``.
         """
         return TensorCore.pages(self._core)
@@ -300,12 +300,12 @@ class VTensor(torch.Tensor):
         return self.clone(memory_format=torch.contiguous_format).__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A numpy array over :meth:`snapshot`: good whatever this tensor does later. ``force`` as torch's."""
+        """A numpy array over :meth:`alias`: good whatever this tensor does later. ``force`` as torch's."""
         return self._alias().numpy(force=force)
 
     def _alias(self) -> torch.Tensor:
-        # A forked child may read, and a thread of its parent may have held the lock that a snapshot takes.
-        return torch.Tensor.detach(self) if _core.in_forked_child() else self.snapshot()
+        # A forked child may read, and a thread of its parent may have held the lock that an alias takes.
+        return torch.Tensor.detach(self) if _core.in_forked_child() else self.alias()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self._alias().__dlpack__(*args, **kwargs)
@@ -314,7 +314,7 @@ class VTensor(torch.Tensor):
         return tensor_line(self, self._core)
 
     def __str__(self) -> str:
-        # A compiled region has no snapshot to give, and breaks at any other question.
+        # A compiled region has no alias to give, and breaks at any other question.
         return repr(self) if torch.compiler.is_compiling() or self.closed else str(self._alias())
 
     __format__ = object.__format__  # torch's refuses closed tensors
@@ -327,7 +327,7 @@ class VTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """As :meth:`snapshot`. Setting it is refused."""
+        """As :meth:`alias`. Setting it is refused."""
         return self._alias()
 
     @data.setter

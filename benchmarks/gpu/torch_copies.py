@@ -32,7 +32,7 @@ def in_process(session: Session, operation: Callable[[torch.Tensor], object]) ->
     t = vtensor.empty(4, 300, 8, 128, grow_dim=1, capacity=16384, dtype=torch.bfloat16, pool=pool)
     t.fill_(1)
     session.device.synchronize()
-    view = t.snapshot()
+    view = t.alias()
     session.fact("bytes of the storage", view.untyped_storage().nbytes())
     session.fact("bytes mapped", t.nbytes_mapped)
     session.fact("begun", True)

@@ -55,7 +55,7 @@ class TensorCore::Operation {
     throw Error("[" + std::string(name) +
                 "] the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
                 "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the "
-                "call, and use t.snapshot() or t.clone() for what changes tensors in place");
+                "call, and use t.alias() or t.clone() for what changes tensors in place");
   }
   ~Operation() {
     undressed_.reset();

@@ -116,10 +116,10 @@ class CacheCore {
     return published;
   }
 
-  void own(std::size_t slot, std::size_t start, std::size_t stop) {
-    const Operation operation(*this, "KVCache.own");
-    run_evicting("KVCache.own",
-                 [&](const Caller& caller) { cache_->own(caller, slot, {start, stop}); });
+  void unshare(std::size_t slot, std::size_t start, std::size_t stop) {
+    const Operation operation(*this, "KVCache.unshare");
+    run_evicting("KVCache.unshare",
+                 [&](const Caller& caller) { cache_->unshare(caller, slot, {start, stop}); });
   }
 
   void record_stream(std::optional<Stream> stream) {
@@ -367,7 +367,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("fork", &CacheCore::fork, nb::arg("slot"), nb::arg("n"), no_stream)
       .def("reorder", &CacheCore::reorder, nb::arg("slots"), nb::arg("sources"), no_stream)
       .def("publish", &CacheCore::publish)
-      .def("own", &CacheCore::own)
+      .def("unshare", &CacheCore::unshare)
       .def("record_stream", &CacheCore::record_stream, no_stream)
       .def("swap_out", &CacheCore::swap_out)
       .def("swap_in", &CacheCore::swap_in)

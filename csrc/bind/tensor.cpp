@@ -105,10 +105,10 @@ void bind_tensor(nb::module_& module) {
           },
           nb::arg("tensor"), nb::arg("length").none(), nb::arg("stream") = nb::none())
       .def(
-          "own",
+          "unshare",
           [](TensorCore& core, nb::handle self, nb::handle start, nb::handle stop) {
-            core.own(self, integer("VTensor.own", "start", start),
-                     integer("VTensor.own", "stop", stop));
+            core.unshare(self, integer("VTensor.unshare", "start", start),
+                         integer("VTensor.unshare", "stop", stop));
           },
           nb::arg("tensor"), nb::arg("start").none(), nb::arg("stop").none())
       .def(
@@ -131,7 +131,7 @@ void bind_tensor(nb::module_& module) {
             core.reallocate(self, moved, integer("VTensor.reallocate", "capacity", capacity));
           },
           nb::arg("tensor"), nb::arg("moved"), nb::arg("capacity").none())
-      .def("snapshot", &TensorCore::snapshot)
+      .def("alias", &TensorCore::alias)
       .def("close", &TensorCore::close, nb::arg("tensor"), nb::arg("stream") = nb::none())
       .def("record_stream", &TensorCore::record_stream)
       .def("pages", &pages_of)

@@ -425,8 +425,8 @@ void TensorCore::retract(const Caller& caller) {
   buffer_->retract(caller, positions_);
 }
 
-nb::object TensorCore::snapshot(nb::handle self) {
-  Operation operation(*this, "VTensor.snapshot", self);
+nb::object TensorCore::alias(nb::handle self) {
+  Operation operation(*this, "VTensor.alias", self);
   return TorchFace::get().detach(self);
 }
 

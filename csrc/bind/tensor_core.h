@@ -63,7 +63,7 @@ class TensorCore {
   void append(nb::handle self, nb::handle source);
   void shrink(nb::handle self, std::int64_t n, bool front, std::optional<Stream> stream);
   void truncate(nb::handle self, std::int64_t length, std::optional<Stream> stream);
-  void own(nb::handle self, std::int64_t start, std::int64_t stop);
+  void unshare(nb::handle self, std::int64_t start, std::int64_t stop);
   struct Reindexing {
     TensorCore* core;
     nb::handle self;
@@ -78,7 +78,7 @@ class TensorCore {
   std::unique_ptr<TensorCore> fork(nb::handle self, std::optional<Stream> stream);
   // Puts `moved`, a VTensor that has no core yet, over these pages, and closes this one.
   void reallocate(nb::handle self, nb::handle moved, std::int64_t capacity);
-  nb::object snapshot(nb::handle self);
+  nb::object alias(nb::handle self);
   void close(nb::handle self, std::optional<Stream> stream);
   // Work in `stream` uses the tensor: its pages are unmapped only after it.
   void record_stream(Stream stream);

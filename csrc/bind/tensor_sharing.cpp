@@ -58,17 +58,17 @@ void TensorCore::move_to_front(nb::handle self, const Caller& caller, std::size_
   publish(self);
 }
 
-void TensorCore::own(nb::handle self, std::int64_t start, std::int64_t stop) {
-  Operation operation(*this, "VTensor.own", self);
+void TensorCore::unshare(nb::handle self, std::int64_t start, std::int64_t stop) {
+  Operation operation(*this, "VTensor.unshare", self);
   if (start < 0 || stop < start || static_cast<std::size_t>(stop) > length()) {
-    refuse("VTensor.own", "start, stop are " + std::to_string(start) + ", " + std::to_string(stop) +
-                              ", the length " + std::to_string(length()) +
-                              ": need 0 <= start <= stop <= length");
+    refuse("VTensor.unshare", "start, stop are " + std::to_string(start) + ", " +
+                                  std::to_string(stop) + ", the length " +
+                                  std::to_string(length()) + ": need 0 <= start <= stop <= length");
   }
   const Interval positions{positions_.begin + static_cast<std::size_t>(start),
                            positions_.begin + static_cast<std::size_t>(stop)};
-  const Caller caller = this->caller("VTensor.own");
-  with_memory(*buffer_->pool(), caller, [&] { buffer_->own(caller, positions); });
+  const Caller caller = this->caller("VTensor.unshare");
+  with_memory(*buffer_->pool(), caller, [&] { buffer_->unshare(caller, positions); });
 }
 
 // The rows that `index` of dimension 0 chooses.

@@ -433,7 +433,7 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
   return result;
 }
 
-void SlotCache::own(const Caller& caller, std::size_t slot, Interval positions) {
+void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positions) {
   require_used(caller, slot);
   const auto length = static_cast<std::size_t>(lengths_[slot]);
   if (positions.begin > positions.end || positions.end > length) {

@@ -115,7 +115,7 @@ class SlotCache {
   // Tokens of the smallest prefix that requests can share.
   std::size_t unit() const { return prefixes_.unit(); }
   // Parts what is shared behind `positions`.
-  void own(const Caller& caller, std::size_t slot, Interval positions);
+  void unshare(const Caller& caller, std::size_t slot, Interval positions);
   // Moves slots to host memory, behind the work launched so far: pages go once they are copied.
   // Those that share pages share them again afterwards, and are copied once.
   void swap_out(const Caller& caller, std::span<const std::size_t> slots,

@@ -37,7 +37,7 @@ struct PageRecord {
   Address address;
   std::int64_t page_id;  // -1 where the kernel parted it and it has no handle of its own yet
   std::uint32_t shared;  // references to the page
-  const char* state;     // "mapped", "shared", "ahead", "parked", "parted", "held",
+  const char* state;     // "mapped", "shared", "prefetched", "parked", "private", "pinned",
                          // "quarantined"
 };
 
@@ -117,7 +117,7 @@ class Buffer final : public Client {
   void end_lease(const Caller& caller, FencePtr after);
 
   // Parts the shared pages behind `positions`, so that writes there reach the page.
-  void own(const Caller& caller, Interval positions);
+  void unshare(const Caller& caller, Interval positions);
   // Zeroes `positions` of every row; they are mapped and owned.
   void zero(const Caller& caller, Interval positions);
   // A buffer of `shape` whose row i has the pages of row rows[i]. No byte is copied; the pages are

@@ -40,13 +40,13 @@ std::vector<PageRecord> Buffer::pages() {
         } else if (!extent_.contains(slot)) {
           record.state = parked_.contains(slot) || intersection(ahead(), adopted_).contains(slot)
                              ? "parked"
-                         : ahead().contains(slot) ? "ahead"
-                                                  : "held";
+                         : ahead().contains(slot) ? "prefetched"
+                                                  : "pinned";
         }
         if (parted[slot - run.slots.begin]) {
           record.page_id = -1;
           record.shared = 1;
-          record.state = "parted";
+          record.state = "private";
         }
         records.push_back(record);
       }

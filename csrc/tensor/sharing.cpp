@@ -11,7 +11,7 @@
 
 namespace vtensor {
 
-void Buffer::own(const Caller& caller, Interval positions) {
+void Buffer::unshare(const Caller& caller, Interval positions) {
   PoolLock lock(pool_);
   pool_->reap();
   std::vector<Reservation::Run> guarded;

@@ -21,7 +21,7 @@ STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #263238 }
   .title { font-weight: 600 } .note { fill: #607d8b; font-size: 12px } .id { text-anchor: middle; fill: #fff }
   .free { fill: none; stroke: #b0bec5; stroke-dasharray: 3 3 }
-  .mapped { fill: #00798c } .shared { fill: #e08e1b } .parted { fill: #b5495b } .held { fill: #7a6fa5 }
+  .mapped { fill: #00798c } .shared { fill: #e08e1b } .private { fill: #b5495b } .pinned { fill: #7a6fa5 }
   @media (prefers-color-scheme: dark) {
     text { fill: #eceff1 } .note { fill: #90a4ae } .free { stroke: #607d8b }
   }
@@ -107,7 +107,7 @@ def fork() -> Picture:
         picture.strip(
             "child = t.fork()", child, "other addresses, the same pages: none is taken, none is copied"
         )
-        child.own(4, 6)
+        child.unshare(4, 6)
         child[4:6].fill_(7)
         picture.strip("child, written to", child, "page 2 was copied for it")
         picture.strip("t", t, "has what it had")
@@ -123,7 +123,7 @@ def views() -> Picture:
         picture.strip("view = t[:], extend(8)", t, "the view covers the first three pages")
         t.truncate(0)
         picture.strip(
-            "t.truncate(0)", t, "three stay mapped for the view (held); the others went back to the pool"
+            "t.truncate(0)", t, "three stay mapped for the view (pinned); the others went back to the pool"
         )
         del view
         picture.strip("del view", t)

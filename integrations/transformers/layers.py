@@ -115,7 +115,7 @@ class VTensorLayer(DynamicLayer):
         return view[..., : view.shape[-2] - self.prepared, :] if self.prepared else view
 
     def _view(self, owner: VTensor) -> torch.Tensor:
-        return _heads_first(owner, owner.snapshot())
+        return _heads_first(owner, owner.alias())
 
     def _make_owner(self, states: torch.Tensor) -> VTensor:
         pool = vtensor.default_pool(states.device) if self.pool is None else self.pool

@@ -144,7 +144,7 @@ class Bench {
   }
   // Into earlier positions, as a direct write.
   void rewrite(std::size_t slot, std::size_t position) {
-    cache->own(kCaller, slot, {position, position + 1});
+    cache->unshare(kCaller, slot, {position, position + 1});
     model.at(slot)[position] = ++last_;
     write(slot, position);
   }

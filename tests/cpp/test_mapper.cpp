@@ -289,7 +289,7 @@ TEST_CASE("a new owner never finds what is on its way out of an adopted buffer (
     first->grow(kCaller, {0, 8}, false);
     std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 8 * kBytes);
     const std::shared_ptr<Buffer> fork = first->share(kCaller, shape, rows, false);
-    first->own(kCaller, {0, 2});
+    first->unshare(kCaller, {0, 2});
     first->abandon();
     const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
     second->grow(kCaller, {0, 8}, false);

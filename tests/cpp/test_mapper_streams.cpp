@@ -207,7 +207,7 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   };
   const Step steps[] = {
       {"fork", [] {}, fork},
-      {"own", [] {}, [&] { owner->buffer_->own(caller, {0, 16}); }},
+      {"unshare", [] {}, [&] { owner->buffer_->unshare(caller, {0, 16}); }},
       {"give back", [] {}, shrink},
       {"trim", keep, [&] { pool->trim(); }},
       {"budget", keep, [&] { pool->set_budget(pool->counts().used * kBytes); }},

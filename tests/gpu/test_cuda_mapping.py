@@ -42,7 +42,7 @@ def test_shared_pages_are_one_handle_mapped_read_only(pool, bindings):  # I6
     for t in (parent, child):
         assert [bindings.handle_at(r.address) for r in t.pages()] == [r.page_id for r in t.pages()]
     access = bindings.access_at(parent.address)
-    child.own(0, 1)
+    child.unshare(0, 1)
     assert bindings.access_at(child.address) == READ_WRITE
     assert bindings.handle_at(child.address) != bindings.handle_at(parent.address)
     assert torch.equal(child, parent)

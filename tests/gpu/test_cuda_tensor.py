@@ -96,7 +96,7 @@ def test_writes_after_a_fork_stay_on_one_side(pool, tokens, by_child):  # I6
     x = tokens(5, seed=9)
     written.append(x)
     written.mul_(2)
-    written.own(0, 4)[:, :4].zero_()
+    written.unshare(0, 4)[:, :4].zero_()
     expected = torch.cat([want, x], 1) * 2
     expected[:, :4] = 0
     assert torch.equal(written, expected)
@@ -111,7 +111,7 @@ def test_a_copied_page_holds_what_another_stream_was_about_to_write(pool, tokens
     child = parent.fork()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    parent.own(0, parent.length)
+    parent.unshare(0, parent.length)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)  # about a tenth of a second
         parent.fill_(3)

@@ -14,7 +14,7 @@ SHAPES: dict[str, dict] = {
     "layers": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
     "sliced": {"num_layers": 4, "num_kv_heads": 2, "head_dim": 16, "layer_group": 4},
     "uneven groups": {"num_layers": 3, "num_kv_heads": 1, "head_dim": 32, "layer_group": 2},
-    "heads": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "layout": "head", "layer_group": 2},
+    "heads": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "layout": "HND", "layer_group": 2},
     "latent": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 36, "value_head_dim": 0},
     "two sizes": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 96, "value_head_dim": 32},
     "fat tokens": {"num_layers": 4, "num_kv_heads": 4, "head_dim": 96, "layer_group": 4},

@@ -94,7 +94,8 @@ def check_sums(pool):
     """I4 and I5 from what stats() says; returns the stats."""
     stats = pool.stats()
     assert (
-        stats.pages_mapped == stats.pages_needed + stats.pages_ahead + stats.pages_parked + stats.pages_held
+        stats.pages_mapped
+        == stats.pages_active + stats.pages_prefetched + stats.pages_parked + stats.pages_pinned
     ), stats
     assert stats.pages_used + stats.pages_free == stats.budget // stats.page_size, stats
     return stats

@@ -55,7 +55,7 @@ def main(model_folder: str, output: str) -> None:
         pool = vtensor.Pool("cpu", page_size=PAGE, budget=(pages if rank == 1 else 64) * PAGE)
         cache = VTensorCache(model.config, 256, pool)
         results[name] = attempt(model, cache, prompt(1, 60), **GREEDY)
-        results[name]["pages"] = pool.stats().pages_needed
+        results[name]["pages"] = pool.stats().pages_active
         # The next one works, on the same group.
         cache.reset()
         results[name]["after"] = attempt(model, VTensorCache(model.config), prompt(1, 60), **GREEDY)

@@ -119,7 +119,7 @@ def test_slots_by_their_rows(cache):
     refused(WITH_CACHE.take, q, k, v, int32(4, 7), int32(2, 0), None, new, new, says=["5 tokens of slot 2"])
 
 
-@pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "head"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "HND"}], ids=str)
 def test_views_know_their_slots_and_tokens(host, options):
     """By the first of them that is missing."""
     heads_first = "layout" in options

@@ -26,8 +26,8 @@ def state(pool, *tensors):
             "pages_used",
             "pages_free",
             "pages_mapped",
-            "pages_needed",
-            "pages_held",
+            "pages_active",
+            "pages_pinned",
             "pages_quarantined",
             "nbytes_reserved",
             "tensors",
@@ -138,7 +138,7 @@ def test_integers_of_other_kinds_are_taken(pool):
 def test_own_outside_the_tensor(pool, start, stop):
     t = filled(pool, 6)
     with refused(vtensor.InvalidArgument, pool, t, says=[start, stop, 6]):
-        t.own(start, stop)
+        t.unshare(start, stop)
 
 
 # --- creation ---------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_out_of_pages_at_a_copy_on_write(pool_factory, kind):
     with refused(vtensor.OutOfPages, pool, t, f):
         f.extend(1)  # the page to grow in is shared: it must be copied
     with refused(vtensor.OutOfPages, pool, t, f):
-        f.own(0, 10)
+        f.unshare(0, 10)
     t.close()
     assert f.extend(1)[:10].eq(1).all()
 

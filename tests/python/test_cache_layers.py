@@ -78,7 +78,7 @@ def refused(call, *says, error=vtensor.InvalidArgument):
 # --- FlashAttention -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "head"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "HND"}], ids=str)
 @pytest.mark.parametrize("backend", ["torch", "fa2", "fa4"])
 def test_steps_that_append_in_slots_of_their_own_lengths(make, seen, backend, options):  # noqa: F811
     """Across pages and in chosen slots, bit for bit as over plain tensors."""
@@ -169,7 +169,7 @@ def test_rows_of_used_lengths(make, seen):  # noqa: F811
 # --- SDPA and FlexAttention ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["token", "head"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_sdpa_over_what_slots_have(make, layout, queries):
     cache = make(layout=layout)
@@ -190,7 +190,7 @@ def test_sdpa_over_what_slots_have(make, layout, queries):
 def test_flex_attention_over_whole_layers(make):
     """One compile for all steps, ragged; whole tiles are read, and mapped."""
     with torch.no_grad():
-        cache = make([100, 1, 33], layout="head", tile=128)
+        cache = make([100, 1, 33], layout="HND", tile=128)
         plain = [torch.zeros_like(t) for t in cache[1]]
         for t, whole in zip(cache[1], plain, strict=True):
             for slot, n in enumerate(cache.lengths):
@@ -215,7 +215,7 @@ def test_flex_attention_over_whole_layers(make):
 
 
 def test_flex_attention_needs_whole_tiles_on_a_device(make):
-    cache = make([100, 1, 33], layout="head", tile=64)
+    cache = make([100, 1, 33], layout="HND", tile=64)
     mask = flex.CacheMask(None, SLOTS, 1, MOST).update([100, 1, 33])
     q = on_a_device(noise(SLOTS, HEADS, 1, SIZE, dtype=torch.float32))
     refused(lambda: flex.flex_attention(q, *cache[1], block_mask=mask), "tile=64", "tile=128")
@@ -277,9 +277,9 @@ def test_work_in_a_recorded_stream_is_waited_for(sim, stream_pool):
     cache.record_stream(stream)
     sim._done("simcuda_launch", stream, cache[0][0].data_ptr(), 256 * SIZE * 4, 5)
     cache.truncate(slot, 0)
-    assert pool.stats().pages_held == 8
+    assert pool.stats().pages_pinned == 8
     sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_held == 0)
+    assert eventually(lambda: pool.stats().pages_pinned == 0)
     cache.close()
 
 

@@ -20,8 +20,8 @@ METHODS = {
     "truncate": lambda t, n: t.truncate(n),
     "reallocate": lambda t, n: t.reallocate(50 + n),
     "fork": lambda t, n: t.fork(),
-    "own": lambda t, n: t.own(0, n),
-    "snapshot": lambda t, n: t.snapshot(),
+    "unshare": lambda t, n: t.unshare(0, n),
+    "alias": lambda t, n: t.alias(),
     "pages": lambda t, n: len(t.pages()),
     "numpy": lambda t, n: torch.from_numpy(t.numpy()),
     "record_stream": lambda t, n: t.record_stream(1 << 20),
@@ -113,7 +113,7 @@ def test_growing_and_shrinking_in_one_function(host):
         t.extend(n)
         t[-n:] = 2
         t.shrink(n, front=True)
-        seen = t.snapshot()
+        seen = t.alias()
         t.truncate(t.length - 1)
         return (seen * 2).sum() + x.sum(), len(t.pages()), t.length
 
@@ -142,7 +142,7 @@ CACHE_OPERATIONS = {
     "length": lambda c, n: c.length(0),
     "truncate": lambda c, n: c.truncate(0, n - 1),
     "publish": lambda c, n: c.publish(0, list(range(n - 1))),
-    "own": lambda c, n: c.own(0, 0, n - 1),
+    "unshare": lambda c, n: c.unshare(0, 0, n - 1),
     "fork": lambda c, n: c.fork(0, 1),
     "reorder": lambda c, n: c.reorder([0, 1], [1, 0]),
     "swap_out": lambda c, n: c.swap_out(1),

@@ -184,7 +184,7 @@ def test_stats_count_what_the_library_was_called_for(pool_factory):
         lambda t: t.add_(1),
         lambda t: t.__setitem__(slice(3, 9), 5.0),
         lambda t: torch.mul(torch.ones(10, 256), 2.0, out=t),
-        lambda t: t.own(0, 10)[2:7].fill_(3.0),
+        lambda t: t.unshare(0, 10)[2:7].fill_(3.0),
     ],
     ids=["add_", "setitem", "out", "view_after_own"],
 )
@@ -194,7 +194,7 @@ def test_writes_to_shared_pages_stay_on_one_side(simcuda, write, by_child):  # I
     child = parent.fork()
     written, other = (child, parent) if by_child else (parent, child)
     expected = values(10)
-    if write.__code__.co_consts and "own" in write.__code__.co_names:
+    if write.__code__.co_consts and "unshare" in write.__code__.co_names:
         expected[2:7].fill_(3.0)
     else:
         write(expected)
@@ -210,7 +210,7 @@ def test_own_parts_the_pages_behind_its_positions_only(simcuda):
     parent = tensor(simcuda, 4 * PER_PAGE)
     child = parent.fork()
     before = calls(simcuda)
-    child.own(PER_PAGE + 1, 2 * PER_PAGE + 1)
+    child.unshare(PER_PAGE + 1, 2 * PER_PAGE + 1)
     assert [record.shared for record in child.pages()] == [2, 1, 1, 2]
     assert calls_since(simcuda, before)["cuMemcpyDtoDAsync"] == 2
     assert mapping_at(child.pages()[0].address)[1] == READ

@@ -45,10 +45,10 @@ def fork_of_fork(pool):
     return [t, f], lambda: f.fork()
 
 
-def own(pool):
+def unshare(pool):
     t = tensor(pool, 12)
     f = t.fork()
-    return [t, f], lambda: f.own(0, 12)
+    return [t, f], lambda: f.unshare(0, 12)
 
 
 def write_in_place(pool):
@@ -68,7 +68,7 @@ def make(pool):
     return [t], lambda: vtensor.empty(2, 7, 256, grow_dim=1, capacity=64, pool=pool)
 
 
-OPERATIONS = [grow, append_to_fork, fork, fork_of_fork, own, write_in_place, reindex, make]
+OPERATIONS = [grow, append_to_fork, fork, fork_of_fork, unshare, write_in_place, reindex, make]
 
 
 def refuse_each(pool_factory, arrange, arm) -> None:
@@ -117,7 +117,7 @@ def test_an_operation_refused_at_any_call_happens_whole_or_not_at_all(pool_facto
 
 
 @pytest.mark.seconds(300)
-@pytest.mark.parametrize("arrange", [grow, fork, own, reindex], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("arrange", [grow, fork, unshare, reindex], ids=lambda f: f.__name__)
 def test_when_the_undoing_is_refused_too_nothing_is_lost_but_pages(pool_factory, arrange):
     def arm(pool, skip):
         return testing.fail_after(pool, skip, refuse=1_000_000)
@@ -133,7 +133,7 @@ def test_a_shared_page_is_quarantined_once(pool_factory):
         sharing = [t, t.fork()]
         for each in sharing:
             with testing.fail_after(pool, skip, refuse=1_000_000), contextlib.suppress(vtensor.VTensorError):
-                each.own(0, 3)
+                each.unshare(0, 3)
         lost = [all(record.state == "quarantined" for record in each.pages()) for each in sharing]
         for each in sharing:
             each.close()

@@ -415,10 +415,10 @@ def wait():
     except vtensor.TimedOut:
         pass
 interrupted(wait, 4)
-assert device.stats().pages_held == 5
+assert device.stats().pages_pinned == 5
 control.simcuda_release(every)
 device.wait_idle(10)
-assert device.stats().pages_held == 0
+assert device.stats().pages_pinned == 0
 t.extend(4)
 device.close()
 """

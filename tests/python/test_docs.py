@@ -254,8 +254,8 @@ def test_docstrings_name_every_parameter() -> None:
 
 MAY_FAIL = """
     append assert_no_leaks check_invariants default_pool empty empty_like export extend fail_after fork
-    from_tensor host_pool lease own Pool prefill prepare reallocate record reindex shrink simulated_cuda_pool
-    trim truncate wait_idle zeros
+    from_tensor host_pool lease Pool prefill prepare reallocate record reindex shrink simulated_cuda_pool
+    trim truncate unshare wait_idle zeros
 """
 
 

@@ -44,7 +44,7 @@ OPERATIONS = {
     "shrink_front": lambda pool, a, p, c, m: c.shrink(6, front=True),
     "fork": lambda pool, a, p, c, m: a.fork(),
     "fork_again": lambda pool, a, p, c, m: c.fork(),
-    "own": lambda pool, a, p, c, m: c.own(2, 9),
+    "unshare": lambda pool, a, p, c, m: c.unshare(2, 9),
     "reallocate": lambda pool, a, p, c, m: a.reallocate(40),
     "reallocate_shared": lambda pool, a, p, c, m: c.reallocate(40),
     "reindex": lambda pool, a, p, c, m: a.reindex([1, 1]),
@@ -61,8 +61,8 @@ def facts(pool, tensors):
     counts = (
         stats.pages_used,
         stats.pages_mapped,
-        stats.pages_needed,
-        stats.pages_held,
+        stats.pages_active,
+        stats.pages_pinned,
         stats.nbytes_reserved,
         stats.tensors,
     )
@@ -103,7 +103,7 @@ def test_one_refused_call(pool_factory, kind, name):
         pool.wait_idle(timeout=5)
         testing.check_invariants(pool)
         stats = pool.stats()
-        assert stats.pages_held == 0 and stats.pages_mapped == stats.pages_needed  # I4
+        assert stats.pages_pinned == 0 and stats.pages_mapped == stats.pages_active  # I4
         unchanged = [t for t in tensors if not t.closed and t is not result]
         assert name in ("fill_shared", "shrink_front", "close") or unchanged
         for t in tensors:

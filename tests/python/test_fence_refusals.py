@@ -33,7 +33,7 @@ def test_giving_back_is_refused_and_tried_again(sim, stream_pool, ahead, call, r
     u.close()
     sim.release(stream)
     t.truncate(4)
-    assert eventually(lambda: pool.stats().pages_held == 0, 8)
+    assert eventually(lambda: pool.stats().pages_pinned == 0, 8)
     testing.check_invariants(pool)
     assert t.eq(1).all()
     t.close()
@@ -52,9 +52,9 @@ def test_a_refused_question_loses_no_fence(sim, stream_pool, ahead):
     sim.fail("cuEventQuery", 1, 1)
     sim.release(streams[0])
     for stream in streams[1:]:
-        assert not eventually(lambda: pool.stats().pages_held == 0, 0.3 if ahead else 0.02)
+        assert not eventually(lambda: pool.stats().pages_pinned == 0, 0.3 if ahead else 0.02)
         sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_held == 0)
+    assert eventually(lambda: pool.stats().pages_pinned == 0)
     t.close()
 
 
@@ -111,7 +111,7 @@ def go_through(pool, sim, stream, n: int) -> str | None:
                 t.truncate(6)
             t.extend(18)
             child.extend(6)
-            parent.own(0, 10)
+            parent.unshare(0, 10)
             t.shrink(4, front=True, stream=stream)
             fork = t.fork(stream=stream)
             fork.close(stream=stream)
@@ -144,7 +144,7 @@ def test_every_driver_call_refused(sim, stream_pool, ahead, park):
             pool.wait_idle(2)
         pool.trim()
         stats = pool.stats()
-        assert (stats.pages_held, stats.pages_mapped, stats.pages_quarantined) == (0, 0, 0), (n, error)
+        assert (stats.pages_pinned, stats.pages_mapped, stats.pages_quarantined) == (0, 0, 0), (n, error)
         assert stats.nbytes_reserved == 0, (n, error)
     assert seen == {True, False}
 

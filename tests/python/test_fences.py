@@ -24,12 +24,12 @@ WORKERS = pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
 
 def idle(pool) -> bool:
     stats = pool.stats()
-    return stats.pages_held == 0 and stats.pages_ahead == 0
+    return stats.pages_pinned == 0 and stats.pages_prefetched == 0
 
 
 def stays_held(pool, pages: int) -> bool:
     time.sleep(0.02)
-    return pool.stats().pages_held == pages
+    return pool.stats().pages_pinned == pages
 
 
 # -- what waits
@@ -134,7 +134,7 @@ def test_out_of_order(sim, stream_pool, ahead):
         assert stays_held(pool, left)
         sim.release(streams[n])
         left -= n + 1
-        assert eventually(lambda left=left: pool.stats().pages_held == left), n
+        assert eventually(lambda left=left: pool.stats().pages_pinned == left), n
 
 
 @WORKERS
@@ -167,10 +167,10 @@ def test_growing_over_waiting_pages_revives_them(sim, stream_pool, ahead):
     made = calls_since(pool, before)
     assert not {"cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemCreate", "cuMemsetD8Async"} & made.keys()
     stats = pool.stats()
-    assert t.eq(1).all() and stats.pages_held + stats.pages_ahead == 2
+    assert t.eq(1).all() and stats.pages_pinned + stats.pages_prefetched == 2
     sim.kernel(0, t, writes=8)
     sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_held == 0)
+    assert eventually(lambda: pool.stats().pages_pinned == 0)
     testing.check_invariants(pool)
     assert t.length == 24 and t.eq(8).all()
     t.close()
@@ -184,11 +184,11 @@ def test_preparing_over_waiting_pages_revives_them(sim, stream_pool):
     sim.kernel(stream, t)
     t.truncate(4, stream=stream)
     t.prepare(12)
-    assert eventually(lambda: pool.stats().pages_ahead == 3)
+    assert eventually(lambda: pool.stats().pages_prefetched == 3)
     sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_held == 0)
+    assert eventually(lambda: pool.stats().pages_pinned == 0)
     testing.check_invariants(pool)
-    assert pool.stats().pages_ahead == 3
+    assert pool.stats().pages_prefetched == 3
     t.extend(12)
     assert t.eq(1).all()
     t.close()
@@ -208,7 +208,7 @@ def test_a_second_shrink_waits_for_its_own_fence(sim, stream_pool):
     assert stays_held(pool, 3)
     sim.release(second)
     pool.wait_idle(5)
-    assert pool.stats().pages_held == 0
+    assert pool.stats().pages_pinned == 0
     t.close()
 
 
@@ -231,7 +231,7 @@ def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
     t = quarter(pool, 4)
     sim.hold()  # the side stream as well
     t.prepare(12)
-    assert eventually(lambda: pool.stats().pages_ahead == 3)
+    assert eventually(lambda: pool.stats().pages_prefetched == 3)
     sim.release(0)
     t.extend(12)
     sim.kernel(0, t, writes=7)
@@ -248,7 +248,7 @@ def test_a_shrink_does_not_forget_the_zeroing(sim, stream_pool):
     t = quarter(pool, 4)
     sim.hold()
     t.prepare(12)
-    assert eventually(lambda: pool.stats().pages_ahead == 3)
+    assert eventually(lambda: pool.stats().pages_prefetched == 3)
     t.truncate(0)
     sim.release(0)
     t.extend(16)
@@ -284,7 +284,7 @@ def test_zeroing_that_never_ends_delays_and_does_not_wipe(sim, stream_pool):
     t = quarter(pool, 4)
     sim.hold()
     t.prepare(12)
-    assert eventually(lambda: pool.stats().pages_ahead == 3)
+    assert eventually(lambda: pool.stats().pages_prefetched == 3)
     sim.release(0)
     t.close()
     assert stays_held(pool, 4)
@@ -366,16 +366,16 @@ def test_what_was_given_up_of_an_adopted_tensor_is_not_shown(sim, stream_pool):
 
 
 @WORKERS
-@pytest.mark.parametrize("operation", ["fork", "own", "extend", "reallocate"])
+@pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])
 def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation):
     """I12: nothing is guarded, copied or remapped under a kernel; where that never ends, nothing changes."""
     pool = stream_pool(ahead=ahead, park=0, patience=0.2)
     t = filled(pool, 10, 1)
-    child = t.fork() if operation in ("own", "extend") else None
+    child = t.fork() if operation in ("unshare", "extend") else None
     target = child if child is not None else t
     act = {
         "fork": lambda: target.fork(),
-        "own": lambda: target.own(0, 10),
+        "unshare": lambda: target.unshare(0, 10),
         "extend": lambda: target.extend(4),
         "reallocate": lambda: target.reallocate(80),
     }[operation]
@@ -460,7 +460,7 @@ def test_a_fence_that_never_passes(sim, stream_pool, ahead):
     with pytest.raises(vtensor.TimedOut):
         t.fork()
     assert time.monotonic() - begin < 3
-    assert pool.stats().pages_held == 4 and pool.stats().pages_used == 4
+    assert pool.stats().pages_pinned == 4 and pool.stats().pages_used == 4
     with filled(pool, 16, 2) as u:
         assert u.eq(2).all() and pool.stats().pages_used == 8
     testing.check_invariants(pool)

@@ -54,8 +54,8 @@ def operations(t):
     return {
         "extend": lambda: t.extend(1), "append": lambda: t.append(x), "shrink": lambda: t.shrink(1),
         "shrink_front": lambda: t.shrink(1, front=True), "truncate": lambda: t.truncate(1),
-        "reallocate": lambda: t.reallocate(100), "fork": lambda: t.fork(), "own": lambda: t.own(0, 1),
-        "reindex": lambda: t.reindex([1, 0]), "close": lambda: t.close(), "snapshot": lambda: t.snapshot(),
+        "reallocate": lambda: t.reallocate(100), "fork": lambda: t.fork(), "unshare": lambda: t.unshare(0, 1),
+        "reindex": lambda: t.reindex([1, 0]), "close": lambda: t.close(), "alias": lambda: t.alias(),
         "pages": lambda: t.pages(), "prepare": lambda: t.prepare(1),
         "deepcopy": lambda: __import__("copy").deepcopy(t),
         "empty": lambda: quarter(pool, 1), "empty_like": lambda: vtensor.empty_like(t),
@@ -228,7 +228,7 @@ assert pool.stats().pages_used > before.pages_used
 testing.check_invariants(pool)
 os.write(ready, b"xxx")
 assert [reap(pid) for pid in children] == [0, 0, 0]
-t.own(0, t.length); parent_of.own(0, 10); shared.own(0, 10)
+t.unshare(0, t.length); parent_of.unshare(0, 10); shared.unshare(0, 10)
 stats = pool.stats()
 assert stats.pages_lent == 0 and stats.pages_used <= before.pages_used + 3, (before, stats)
 go_on()

@@ -33,7 +33,7 @@ def test_the_death_of_views_of_as_many_generations(order, ahead):
     def seconds_of(n):
         with vtensor.Pool("cpu", page_size=PAGE, budget=PAGE * (n + 64), ahead=ahead) as pool:
             t = vtensor.empty(0, grow_dim=0, capacity=PAGE * n, dtype=torch.uint8, pool=pool)
-            views = [t.extend(PAGE).snapshot() for _ in range(n)]
+            views = [t.extend(PAGE).alias() for _ in range(n)]
             t.truncate(PAGE)
             pool.wait_idle(timeout=60)
             if order == "oldest first":
@@ -52,7 +52,7 @@ def test_a_truncate_beside_views_of_as_many_generations():
     def seconds_of(n):
         with vtensor.Pool("cpu", page_size=PAGE, budget=PAGE * (n + 64), ahead=0) as pool:
             t = vtensor.empty(0, grow_dim=0, capacity=PAGE * n, dtype=torch.uint8, pool=pool)
-            views = [t.extend(PAGE).snapshot() for _ in range(n)]
+            views = [t.extend(PAGE).alias() for _ in range(n)]
             began = time.thread_time()
             for length in range(n - 1, n - 257, -1):
                 t.truncate(length * PAGE)

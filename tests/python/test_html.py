@@ -65,12 +65,12 @@ def test_every_state_is_named_and_drawn(host):
     t[4] = 9
     t.truncate(12)
     (strip,) = strips(t._repr_html_())
-    assert runs(strip)[:4] == ["page 0: shared", "page 1: parted", "page 2: shared", "page 3: held"]
+    assert runs(strip)[:4] == ["page 0: shared", "page 1: private", "page 2: shared", "page 3: pinned"]
     assert strip.get("aria-label").startswith(
-        "pages shared 0 to 0, parted 1 to 1, shared 2 to 2, held 3 to 3"
+        "pages shared 0 to 0, private 1 to 1, shared 2 to 2, pinned 3 to 3"
     )
     assert strip.get("role") == "img" and strip.findtext(f"{SVG}title") == strip.get("aria-label")
-    for state in ("shared 2", "parted 1", "held 1"):
+    for state in ("shared 2", "private 1", "pinned 1"):
         assert state in words(t._repr_html_())
     fork.close()
     del view
@@ -81,8 +81,8 @@ def test_pages_ahead_are_shown(pool_factory, kind):
     t = filled(pool, 4)
     t.prepare(8)
     pool.wait_idle()
-    assert runs(strips(t._repr_html_())[0])[:2] == ["page 0: mapped", "pages 1 to 2: ahead"]
-    assert "ahead 2" in words(t._repr_html_()) and "ahead 2" in words(pool._repr_html_())
+    assert runs(strips(t._repr_html_())[0])[:2] == ["page 0: mapped", "pages 1 to 2: prefetched"]
+    assert "prefetched 2" in words(t._repr_html_()) and "prefetched 2" in words(pool._repr_html_())
 
 
 def test_rows_alike_are_one_strip(pool):
@@ -129,7 +129,7 @@ def test_a_pool_shows_its_budget_and_its_pages(pool):
     fork = t.fork()
     budget, mapped = strips(pool._repr_html_())
     assert budget.get("aria-label").startswith("memory, of the budget: 2 used, ")
-    assert mapped.get("aria-label").endswith("4 needed, 0 ahead, 0 parked, 0 held, of 4 pages")
+    assert mapped.get("aria-label").endswith("4 active, 0 prefetched, 0 parked, 0 pinned, of 4 pages")
     assert "8 KiB of 256 KiB used in pages of 4 KiB, open tensors: 2" in words(pool._repr_html_())
     used = next(rect for rect in budget.iter(f"{SVG}rect") if rect.findtext(f"{SVG}title"))
     assert float(used.get("width")) == pytest.approx(720 * 2 / 64, abs=0.1)
@@ -171,7 +171,7 @@ def test_a_large_tensor_stays_a_small_picture(pool_factory):
     t[:: 4 * 7] = 2  # every seventh page parts
     html = t._repr_html_()
     assert len(html) < 40_000 and len(runs(strips(html)[0])) <= 241
-    assert "parted 572" in words(html)
+    assert "private 572" in words(html)
     fork.close()
 
 
@@ -272,10 +272,10 @@ def test_a_browser_draws_it_on_light_and_dark_grounds(host, tmp_path, dark, them
 def test_runs_end_at_gaps():
     runs: list[_pages.Run] = []
     for slot in (0, 1, 4):
-        _pages.append(runs, "held", slot)
-    assert runs == [("held", 0, 2), ("held", 4, 5)]
+        _pages.append(runs, "pinned", slot)
+    assert runs == [("pinned", 0, 2), ("pinned", 4, 5)]
     assert _pages.cells(runs, 6, 6) == [*runs[:1], ("reserved", 2, 4), runs[1], ("reserved", 5, 6)]
-    assert _pages.cells(runs, 6, 3) == [("held", 0, 2), ("reserved", 2, 4), ("held", 4, 6)]
+    assert _pages.cells(runs, 6, 3) == [("pinned", 0, 2), ("reserved", 2, 4), ("pinned", 4, 6)]
     assert _pages.cells([], 0, 3) == []
 
 

@@ -25,7 +25,7 @@ def test_mapped_is_what_lengths_need(cache):
     for lengths[a], lengths[b], pages in ((1, 0, 1), (16, 1, 2), (17, 16, 3), (40, 17, 5)):
         assert cache.step(lengths) and cache.lengths == lengths
         stats = cache.stats()
-        assert stats.pages_mapped == stats.pages_needed == stats.pages_used == pages * RANGES
+        assert stats.pages_mapped == stats.pages_active == stats.pages_used == pages * RANGES
         assert stats.tokens == sum(lengths) and stats.slots_used == 2
 
 
@@ -112,7 +112,7 @@ def test_a_lookahead_is_mapped_exactly(pool_factory, kind, tile):
             stats = cache.stats()
             wanted = -(-min(MAX_LEN, length + tile - 1 + 20) // UNIT) * RANGES
             assert stats.pages_mapped == wanted, length
-            assert stats.pages_needed + stats.pages_ahead == wanted
+            assert stats.pages_active + stats.pages_prefetched == wanted
 
 
 @pytest.mark.exact
@@ -144,7 +144,7 @@ def test_a_tile_behind_the_length_is_mapped_and_finite(pool_factory, kind, tile)
             end = min(MAX_LEN, length + tile - 1)
             k, v = cache[1]
             assert k[slot, :end].isfinite().all() and v[slot, length:end].eq(0).all()
-            assert cache.stats().pages_needed == -(-end // UNIT) * RANGES
+            assert cache.stats().pages_active == -(-end // UNIT) * RANGES
 
 
 # -- freed slots
@@ -234,7 +234,7 @@ def test_own_parts_what_is_written(cache):
     write(cache, parent, 0, range(40))
     (fork,) = cache.fork(parent)
     before = used(cache)
-    cache.own(fork, 0, 17)
+    cache.unshare(fork, 0, 17)
     assert used(cache) == before + 2 * RANGES
     write(cache, fork, 0, range(100, 117))
     check_contents(cache, parent, range(40))

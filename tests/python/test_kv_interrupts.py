@@ -60,7 +60,7 @@ OPERATIONS = {
     "fork": lambda cache: cache.fork(0, 2),
     "reorder": lambda cache: cache.reorder([0, 1], [1, 1]),
     "publish": lambda cache: cache.publish(1, PROMPT, salt="other"),
-    "own": lambda cache: cache.own(1, 0, LENGTH),
+    "unshare": lambda cache: cache.unshare(1, 0, LENGTH),
     "swap_out": lambda cache: cache.swap_out(0),
     "swap_out of a group": lambda cache: cache.swap_out([0, 1]),
     "swap_in": lambda cache: cache.swap_in(2),

@@ -24,7 +24,7 @@ def pool(request, stream_pool):
 
 
 def held(pool) -> int:
-    return pool.stats().pages_held
+    return pool.stats().pages_pinned
 
 
 def test_what_is_given_back_meanwhile_waits_for_the_lease(sim, pool):
@@ -38,7 +38,7 @@ def test_what_is_given_back_meanwhile_waits_for_the_lease(sim, pool):
         thread.join()
         assert held(pool) == 7
         sim.kernel(stream, t)
-        assert t.pages()[-1].state == "held"
+        assert t.pages()[-1].state == "pinned"
     assert held(pool) == 7
     sim.release(stream)
     assert eventually(lambda: held(pool) == 0)
@@ -50,7 +50,7 @@ def test_the_extent_of_the_beginning_is_held(sim, pool):
     """Kernels launched in the lease run over pages that were given back before the launch."""
     stream = sim.stream(held=True)
     t = filled(pool, 32, 1)
-    view = t.snapshot()
+    view = t.alias()
     with vtensor.lease(t, stream=stream):
         t.truncate(0)
         sim._done("simcuda_launch", stream, view.data_ptr(), view.numel(), 5)
@@ -245,7 +245,7 @@ class Snapshot:
     grow_dim = 0
 
     def __init__(self, t: vtensor.VTensor) -> None:
-        self._view = t.snapshot()
+        self._view = t.alias()
         self.length = self._view.shape[0]
 
     def __getitem__(self, index):
@@ -300,13 +300,13 @@ def test_a_graph_destroyed_while_it_is_replayed(sim, pool):
     assert eventually(lambda: held(pool) == 0)
 
 
-@pytest.mark.parametrize("operation", ["fork", "own", "extend", "reallocate"])
+@pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])
 def test_what_remaps_pages_waits_for_a_leased_replay(sim, stream_pool, operation):
     """The graph keeps the pages, but nobody knows in which streams it runs unless a lease says so."""
     pool = stream_pool(patience=0.05)
     stream = sim.stream()
     t = filled(pool, 15, 1)
-    child = t.fork() if operation in ("own", "extend") else None
+    child = t.fork() if operation in ("unshare", "extend") else None
     sim.begin_capture(stream)
     with vtensor.lease(t, stream=stream):
         sim.kernel(stream, t)
@@ -315,7 +315,7 @@ def test_what_remaps_pages_waits_for_a_leased_replay(sim, stream_pool, operation
     sim.hold(stream)
     with vtensor.lease(t, stream=stream):
         sim.replay(executable, stream)
-    arguments = {"fork": (), "own": (0, 15), "extend": (1,), "reallocate": (32,)}[operation]
+    arguments = {"fork": (), "unshare": (0, 15), "extend": (1,), "reallocate": (32,)}[operation]
     with pytest.raises(vtensor.TimedOut):
         getattr(t, operation)(*arguments)
     sim.release(stream)
@@ -466,7 +466,7 @@ t.close()
 captured.close()
 gc.collect()
 stats = pool.stats()
-assert stats.pages_held + stats.pages_parked == stats.pages_orphaned == 8, stats
+assert stats.pages_pinned + stats.pages_parked == stats.pages_orphaned == 8, stats
 """
 
 

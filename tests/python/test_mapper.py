@@ -60,14 +60,14 @@ def test_what_was_prepared_costs_the_caller_no_driver_call(host, rows):
     host.wait_idle(5)
     rows = max(1, t.shape[0] if t.grow_dim else 1)
     stats = check_sums(host)
-    assert (stats.pages_needed, stats.pages_ahead) == (rows, 4 * rows)  # 20 quarters are 5 pages
+    assert (stats.pages_active, stats.pages_prefetched) == (rows, 4 * rows)  # 20 quarters are 5 pages
     before, by_mapper = calls(host), mapper_calls(host)
     assert by_mapper["mmap"] >= 1 and by_mapper["madvise"] >= 1  # mapped and populated there
     for n in (5, 1, 12):
         t.extend(n)
     t.append(ones(t, 0))
     assert calls_since(host, before) == {} and mapper_calls(host) == by_mapper
-    assert check_sums(host).pages_ahead == 0 and host.stats().growths_ready == 2
+    assert check_sums(host).pages_prefetched == 0 and host.stats().growths_ready == 2
     assert t.narrow(t.grow_dim, 0, 2).eq(9).all() and not t.narrow(t.grow_dim, 2, 18).any()
 
 
@@ -80,7 +80,7 @@ def test_prepare_returns_before_the_pages_are_there(pool_factory):
     asked = time.perf_counter() - began
     pool.wait_idle(20)
     assert asked < (time.perf_counter() - began) / 2
-    assert pool.stats().pages_ahead == 8000
+    assert pool.stats().pages_prefetched == 8000
 
 
 def test_prepare_of_many_tensors(host):
@@ -105,7 +105,7 @@ def test_prepare_asks_nothing_that_cannot_be(host):
     with pytest.raises(vtensor.Closed):
         t.prepare(1)
     host.wait_idle(5)
-    assert host.stats().pages_ahead == 0
+    assert host.stats().pages_prefetched == 0
 
 
 def test_more_than_the_budget_is_prepared_as_far_as_it_goes(host):
@@ -113,7 +113,7 @@ def test_more_than_the_budget_is_prepared_as_far_as_it_goes(host):
     t.prepare(999)
     host.wait_idle(5)
     stats = check_sums(host)
-    assert stats.pages_used == 64 == stats.pages_needed + stats.pages_ahead
+    assert stats.pages_used == 64 == stats.pages_active + stats.pages_prefetched
     t.extend(63 * PER_PAGE)  # what is there
     with pytest.raises(vtensor.OutOfPages):
         t.extend(PER_PAGE)
@@ -142,11 +142,11 @@ def test_what_is_prepared_and_not_wanted_goes_with_a_shrink_or_the_tensor(host):
         t = filled(host, 5)
         t.prepare(30)
         host.wait_idle(5)
-        assert host.stats().pages_ahead > 0
+        assert host.stats().pages_prefetched > 0
         end(t)
         host.wait_idle(5)
         stats = check_sums(host)
-        assert stats.pages_mapped == stats.pages_needed  # I4, without look-ahead
+        assert stats.pages_mapped == stats.pages_active  # I4, without look-ahead
         del t
 
 
@@ -168,7 +168,7 @@ def test_a_long_append_loop_makes_no_driver_call(ahead):
     assert calls_since(ahead, before) == {}
     assert mapper_calls(ahead)["mmap"] > 10
     stats = check_sums(ahead)
-    assert stats.pages_needed == 1024 and stats.growths_mapped <= 3
+    assert stats.pages_active == 1024 and stats.growths_mapped <= 3
     assert stats.growths_ready >= 1020
     expected = (torch.arange(2 * PER_PAGE + 1, 4096) % 251).to(torch.uint8)
     assert t[2 * PER_PAGE + 1 :].eq(expected[:, None]).all() and t[: 2 * PER_PAGE + 1].eq(1).all()
@@ -191,7 +191,7 @@ def test_overtaking_waits_for_no_more_than_a_step_of_the_mapper(pool_factory):
     pool = pool_factory("host", pages=16000)
     t = quarter(pool, capacity=4 * 16000)
     t.prepare(4 * 16000)
-    eventually(lambda: pool.stats().pages_ahead)
+    eventually(lambda: pool.stats().pages_prefetched)
     t.extend(4 * 1000)
     assert pool.stats().pages_mapped < 15900, "extend came back only after all that was prepared"
     assert not t.any()
@@ -206,10 +206,10 @@ def test_the_bound_in_bytes_holds(ahead, rows):
     most = 0
     for _ in range(40):
         t.append(ones(t, 4))
-        most = max(most, check_sums(ahead).pages_ahead)
+        most = max(most, check_sums(ahead).pages_prefetched)
         if _ % 5 == 0:
             ahead.wait_idle(5)
-            most = max(most, check_sums(ahead).pages_ahead)
+            most = max(most, check_sums(ahead).pages_prefetched)
     assert most <= 16 // count * count
     assert most > 0 or count > 16
 
@@ -218,10 +218,10 @@ def test_look_ahead_follows_what_the_calls_ask_for(ahead):
     """One more call like the last ones; a prompt says nothing of the steps after it."""
     t = quarter(ahead, 40 * PER_PAGE, capacity=800)
     ahead.wait_idle(5)
-    assert ahead.stats().pages_ahead == 0
+    assert ahead.stats().pages_prefetched == 0
     t.extend(2 * PER_PAGE)
     ahead.wait_idle(5)
-    assert 2 <= ahead.stats().pages_ahead <= 16
+    assert 2 <= ahead.stats().pages_prefetched <= 16
 
 
 def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
@@ -234,7 +234,7 @@ def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
             t.extend(1)
             ahead.wait_idle(5)
             stats = check_sums(ahead)
-            ready = (stats.pages_needed + stats.pages_ahead) * PER_PAGE - t.length
+            ready = (stats.pages_active + stats.pages_prefetched) * PER_PAGE - t.length
             assert t.length == 2 or 4 <= ready < 8 + PER_PAGE
     batches = [e for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
     assert pages // 2 <= len(batches) <= pages // 2 + 2
@@ -251,7 +251,7 @@ def test_a_mapper_that_may_not_look_far_is_not_woken_for_each_page():
                 while time.perf_counter() < until:
                     pass
                 t.extend(1)
-                assert pool.stats().pages_ahead <= most
+                assert pool.stats().pages_prefetched <= most
         maps = [e for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
     assert len(maps) < pages / 4
 
@@ -282,7 +282,7 @@ def test_a_refused_mapper_tries_again_and_less_and_less_often(sim, stream_pool):
     tries = sim.calls("cuMemGetInfo") - before
     simcuda_disarm()
     assert 2 <= tries < 40
-    eventually(lambda: pool.stats().pages_ahead == 1)
+    eventually(lambda: pool.stats().pages_prefetched == 1)
 
 
 def sleeps_of_mappers() -> int:
@@ -314,7 +314,7 @@ def test_no_look_ahead_past_the_capacity(ahead):
         t.extend(PER_PAGE)
         ahead.wait_idle(5)
         assert ahead.stats().pages_mapped <= 6
-    assert ahead.stats().pages_ahead == 0
+    assert ahead.stats().pages_prefetched == 0
 
 
 def test_a_shrink_that_is_taken_back_costs_the_caller_no_driver_call(ahead):
@@ -336,7 +336,7 @@ def test_pages_are_given_back_by_the_mapper(ahead):
     view = t[:PER_PAGE]
     before = calls(ahead)
     t.shrink(90 * PER_PAGE, front=True)
-    assert check_sums(ahead).pages_held == 90  # by the view's generation
+    assert check_sums(ahead).pages_pinned == 90  # by the view's generation
     view = None
     eventually(lambda: ahead.stats().pages_mapped == 10)
     assert calls_since(ahead, before) == {} and mapper_calls(ahead)["munmap"] >= 1
@@ -353,10 +353,10 @@ def test_look_ahead_never_passes_the_budget_and_gives_way(pool_factory):
         greedy.extend(3 * PER_PAGE)
     pool.wait_idle(5)
     stats = check_sums(pool)
-    assert stats.pages_needed == 12 and stats.pages_ahead > 0 and stats.pages_free >= 0
+    assert stats.pages_active == 12 and stats.pages_prefetched > 0 and stats.pages_free >= 0
     other = filled(pool, 12 * PER_PAGE, 2)  # all that is left
     stats = check_sums(pool)
-    assert (stats.pages_needed, stats.pages_ahead, stats.pages_free) == (24, 0, 0)
+    assert (stats.pages_active, stats.pages_prefetched, stats.pages_free) == (24, 0, 0)
     with pytest.raises(vtensor.OutOfPages):
         greedy.extend(1)
     assert greedy.length == 12 * PER_PAGE and other.eq(2).all()
@@ -415,7 +415,7 @@ def test_what_the_mapper_met_is_raised_once_by_the_tensor_it_worked_for(host, sk
     assert error.call == ("mmap", "madvise")[skip]
     assert (error.code, error.name) == (errno.ENOMEM, "ENOMEM") and "refused" in str(error)
     stats = check_sums(host)
-    assert stats.pages_mapped == stats.pages_needed == 2 and stats.pages_quarantined == 0  # I8
+    assert stats.pages_mapped == stats.pages_active == 2 and stats.pages_quarantined == 0  # I8
     t.extend(0)
     t.extend(20)  # usable
     assert t[:2].eq(3).all() and not t[2:].any() and other.eq(4).all()
@@ -469,12 +469,12 @@ def test_a_refused_unmap_stays_held_and_is_raised_by_wait_idle(ahead):
         with pytest.raises(vtensor.DriverError) as refused:
             ahead.wait_idle(5)
         stats = check_sums(ahead)
-        assert stats.pages_mapped == 20 == stats.pages_needed + stats.pages_held + stats.pages_ahead
+        assert stats.pages_mapped == 20 == stats.pages_active + stats.pages_pinned + stats.pages_prefetched
     assert refused.value.call == "munmap"
     t.extend(4 * PER_PAGE)
     assert t.eq(1).all()
     ahead.wait_idle(5)
-    assert check_sums(ahead).pages_held == 0
+    assert check_sums(ahead).pages_pinned == 0
 
 
 # --- threads ----------------------------------------------------------------------------------------------

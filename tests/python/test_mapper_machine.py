@@ -47,7 +47,7 @@ class MapperMachine(Machine):
     def facts(self, pool):
         """What no refused operation changes: lengths, addresses, what is needed."""
         stats = pool.stats()
-        counts = (stats.pages_needed, stats.pages_quarantined, stats.tensors)
+        counts = (stats.pages_active, stats.pages_quarantined, stats.tensors)
         return counts, super().facts(pool)[1]
 
     def attempt(self, pool, operation, fail):
@@ -110,7 +110,7 @@ class MapperMachine(Machine):
         pool.trim()
         self.rest(pool)
         stats = pool.stats()
-        return stats.pages_free + stats.pages_ahead
+        return stats.pages_free + stats.pages_prefetched
 
     @precondition(lambda self: self.tensors)
     @rule(index=which, amount=amounts(), fail=failures())
@@ -132,10 +132,10 @@ class MapperMachine(Machine):
         self.rest(pool)
         needed, held = self.needed_and_held(pool)
         stats = check_sums(pool)
-        assert stats.pages_needed == needed
+        assert stats.pages_active == needed
         assert stats.pages_parked <= self.park
-        ahead_of_views = stats.pages_held + stats.pages_ahead
-        assert stats.pages_held <= held <= ahead_of_views, (stats, held)
+        ahead_of_views = stats.pages_pinned + stats.pages_prefetched
+        assert stats.pages_pinned <= held <= ahead_of_views, (stats, held)
 
     @rule(index=st.integers(0, 1), pages=st.integers(1, BUDGET_PAGES))
     def lower_the_budget(self, index, pages):
@@ -148,7 +148,7 @@ class MapperMachine(Machine):
         else:
             stats = check_sums(pool)
             assert stats.pages_used <= pages
-            assert stats.pages_needed == needed
+            assert stats.pages_active == needed
         pool.budget = BUDGET_PAGES * pool.page_size
 
     @rule(index=st.integers(0, 1), seed=st.integers(0, 3))
@@ -181,7 +181,7 @@ class MapperMachine(Machine):
 
     def check_counts(self, pool):
         stats = check_sums(pool)
-        assert stats.pages_needed == self.needed_and_held(pool)[0]  # I4
+        assert stats.pages_active == self.needed_and_held(pool)[0]  # I4
         assert stats.pages_quarantined == 0
         assert stats.tensors == sum(t.pool is pool for t in self.tensors)
         assert 0 <= stats.pages_parked <= self.park

@@ -65,7 +65,7 @@ def test_unmapping_is_bounded_by_time(sim, stream_pool):
     assert sim.calls("cuMemUnmap") - made < rows
     sim.slow("cuMemUnmap", 0)
     pool.wait_idle(5)
-    assert pool.stats().pages_needed == rows and pool.stats().pages_held == 0
+    assert pool.stats().pages_active == rows and pool.stats().pages_pinned == 0
     t.close()
 
 
@@ -75,11 +75,11 @@ pages = 8192
 pool = open_pool("host", pages, page_size=64 << 10)
 t = quarter(pool, capacity=pages * PER_PAGE)
 t.prepare(pages * PER_PAGE)
-eventually(lambda: pool.stats().pages_ahead)
+eventually(lambda: pool.stats().pages_prefetched)
 {what}
-assert pool.stats().pages_ahead < pages * 0.8
+assert pool.stats().pages_prefetched < pages * 0.8
 pool.wait_idle(20)
-assert pool.stats().pages_ahead == pages
+assert pool.stats().pages_prefetched == pages
 """
 
 
@@ -137,5 +137,5 @@ def test_what_keeps_the_mapper_from_working_is_raised(sim, stream_pool):
     assert sim.calls("cuThreadExchangeStreamCaptureMode") - tried <= 4
     simcuda_disarm()
     pool.wait_idle(5)
-    assert pool.stats().pages_ahead == 2
+    assert pool.stats().pages_prefetched == 2
     t.close()

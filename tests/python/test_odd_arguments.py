@@ -34,13 +34,13 @@ def test_sizes_of_a_tensor(pool, value):
     t = filled(pool, 6, rows=(2,))
     calls = [t.extend, t.shrink, t.truncate, t.prepare, t.reallocate]
     if isinstance(value, int) and value >= 2**31:
-        calls.append(lambda n: t.own(0, n))
+        calls.append(lambda n: t.unshare(0, n))
         calls.append(lambda n: t.reindex([n]))
         calls.remove(t.reallocate)  # of so many positions there may be addresses
         if value >= 2**63:
             refused(t.reallocate, value)
     elif not isinstance(value, int):  # reindex counts it from the end
-        calls += [lambda n: t.own(0, n), lambda n: t.own(n, 3), lambda n: t.reindex([n])]
+        calls += [lambda n: t.unshare(0, n), lambda n: t.unshare(n, 3), lambda n: t.reindex([n])]
     for call in calls:
         refused(call, value)
         assert t.length == 6 and not t.closed

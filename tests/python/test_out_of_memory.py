@@ -77,7 +77,7 @@ def test_a_device_without_memory(sim, stream_pool, emptied, full, name, ahead):
         GROW[name](t, pool)
     assert emptied == [1]
     after = pool.stats()
-    assert (t.length, after.pages_needed, after.tensors) == (8, before.pages_needed, before.tensors)
+    assert (t.length, after.pages_active, after.tensors) == (8, before.pages_active, before.tensors)
     assert same_bytes(t, data) and after.pages_quarantined == 0
     testing.check_invariants(pool)
     full(None)
@@ -175,11 +175,11 @@ def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full)
     other = quarter(pool, 4, capacity=32)
     other.prepare(24)
     pool.wait_idle(1)
-    assert pool.stats().pages_ahead == 6
+    assert pool.stats().pages_prefetched == 6
     full(0)
     t = filled(pool, 40, 7, capacity=40)  # 10 pages: 4 parked and 6 ahead
     assert t.eq(7).all() and not emptied
-    assert pool.stats().pages_ahead == 0 and pool.stats().pages_parked == 0
+    assert pool.stats().pages_prefetched == 0 and pool.stats().pages_parked == 0
     with pytest.raises(vtensor.OutOfPages):
         other.extend(8)
     assert emptied == [1] and other.length == 4
@@ -194,7 +194,7 @@ def test_the_budget_takes_back_what_is_spare(pool_factory, emptied, kind):
     other = quarter(pool, 4, capacity=32)
     other.prepare(24)
     pool.wait_idle(1)
-    assert (pool.stats().pages_parked, pool.stats().pages_ahead) == (4, 6)
+    assert (pool.stats().pages_parked, pool.stats().pages_prefetched) == (4, 6)
     t = filled(pool, 44, 7, capacity=44)
     assert t.eq(7).all() and pool.stats().pages_used == 12
     with pytest.raises(vtensor.OutOfPages, match=r"\[VTensor.extend\] need 1 pages.* has 0 of 12 free"):
@@ -250,7 +250,7 @@ def test_what_is_done_in_the_background_leaves_the_reserve_alone(sim, stream_poo
     t.prepare(160)
     pool.wait_idle(5)
     assert reserve <= free_memory() < before
-    assert 0 < pool.stats().pages_ahead < 8
+    assert 0 < pool.stats().pages_prefetched < 8
     t.close()
 
 
@@ -261,7 +261,7 @@ def test_pages_that_cannot_suffice_are_not_waited_for(sim, stream_pool, emptied)
     sim.kernel(stream, leaving)
     leaving.record_stream(stream)
     leaving.truncate(4)
-    assert (pool.stats().pages_held, pool.stats().pages_free) == (3, 2)
+    assert (pool.stats().pages_pinned, pool.stats().pages_free) == (3, 2)
     began = time.monotonic()
     with pytest.raises(vtensor.OutOfPages):
         kept.extend(6 * 4)  # one more than comes free
@@ -309,7 +309,7 @@ def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied
     full(0)
     t.prepare(20)
     pool.wait_idle(1)
-    assert pool.stats().pages_ahead == 0 and not emptied
+    assert pool.stats().pages_prefetched == 0 and not emptied
     t.shrink(1)  # nothing is raised
     full(None)
     sim.fail("cuMemMap", skip=1, code=OUT_OF_MEMORY)  # by a device that can make pages, and not map them
@@ -318,7 +318,7 @@ def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied
     t.shrink(1)
     assert not emptied
     t.prepare(20)
-    assert eventually(lambda: pool.stats().pages_ahead >= 5)
+    assert eventually(lambda: pool.stats().pages_prefetched >= 5)
     t.close()
 
 
@@ -329,14 +329,14 @@ def test_a_fork_without_memory_for_its_first_write(sim, stream_pool, emptied, fu
     child = t.fork()
     full(0)
     with pytest.raises(vtensor.OutOfPages):
-        child.own(0, 6)
+        child.unshare(0, 6)
     with pytest.raises(vtensor.OutOfPages):
         child.extend(1)
     assert len(emptied) == 2
     assert t.eq(1).all() and child.eq(1).all() and child.length == 6
     testing.check_invariants(pool)
     full(None)
-    child.own(0, 6)
+    child.unshare(0, 6)
     child.fill_(2)
     assert t.eq(1).all() and child.eq(2).all()
     t.close(), child.close()

@@ -51,7 +51,7 @@ def test_the_next_of_its_shape_makes_no_driver_call_and_sees_zeros(pool_factory,
         assert calls_since(pool, before) == {}
         assert t.length == 40 and not t.narrow(t.grow_dim, 34, 6).any()
         stats = check_sums(pool)
-        assert (stats.pages_needed, stats.pages_parked, stats.tensors) == (10 * count, 0, 1)
+        assert (stats.pages_active, stats.pages_parked, stats.tensors) == (10 * count, 0, 1)
         testing.check_invariants(pool)
         t.fill_(9)
         t.close()
@@ -98,11 +98,11 @@ def test_a_shorter_request_has_the_rest_ahead_and_a_longer_one_maps_the_rest(par
     short = quarter(parking, 6)
     assert calls_since(parking, before) == {}
     stats = check_sums(parking)
-    assert (stats.pages_needed, stats.pages_ahead, stats.pages_parked) == (2, 8, 0)
+    assert (stats.pages_active, stats.pages_prefetched, stats.pages_parked) == (2, 8, 0)
     short.fill_(3)
     short.close()
     long = quarter(parking, 60)
-    assert not long.any() and check_sums(parking).pages_needed == 15
+    assert not long.any() and check_sums(parking).pages_active == 15
     assert calls_since(parking, before).keys() <= {"mmap", "madvise"}
     assert parking.stats().tensors_adopted == 2
 
@@ -138,7 +138,7 @@ def test_what_is_on_its_way_out_is_not_adopted(pool_factory):
     for _ in range(300):
         t = filled(pool, 32, 7)
         f = t.fork()
-        t.own(0, 8)
+        t.unshare(0, 8)
         t.close()
         u = quarter(pool, 32)
         assert not u.any()
@@ -156,7 +156,7 @@ def test_views_keep_their_pages_and_park_them_when_they_end(parking):
     view = t[4:8]
     t.close()
     stats = check_sums(parking)
-    assert (stats.pages_parked, stats.pages_held, stats.pages_orphaned) == (0, 5, 5)
+    assert (stats.pages_parked, stats.pages_pinned, stats.pages_orphaned) == (0, 5, 5)
     u = quarter(parking, 20)
     u.fill_(1)
     assert view.eq(7).all() and parking.stats().tensors_adopted == 0
@@ -164,7 +164,7 @@ def test_views_keep_their_pages_and_park_them_when_they_end(parking):
     assert u.eq(1).all()
     del view
     stats = check_sums(parking)
-    assert (stats.pages_parked, stats.pages_held) == (5, 0)
+    assert (stats.pages_parked, stats.pages_pinned) == (5, 0)
     assert not quarter(parking, 20).any()
     assert parking.stats().tensors_adopted == 1
 
@@ -235,7 +235,7 @@ def test_need_takes_it_back(parking):
     freed(parking, 40, capacity=65)
     t = filled(parking, 60 * PER_PAGE, 1, capacity=400)
     stats = check_sums(parking)
-    assert (stats.pages_needed, stats.pages_parked) == (60, 0)
+    assert (stats.pages_active, stats.pages_parked) == (60, 0)
     assert t.eq(1).all()
 
 
@@ -244,7 +244,7 @@ def test_an_adopted_tensor_gives_way_with_what_it_does_not_use(parking):
     freed(parking, 30 * PER_PAGE, 7, capacity=400)
     t = filled(parking, 4, 3, capacity=400)
     filled(parking, 60 * PER_PAGE, 1, capacity=300).close()
-    assert check_sums(parking).pages_ahead == 0
+    assert check_sums(parking).pages_prefetched == 0
     parking.trim()
     t.extend(20 * PER_PAGE)
     assert t[:4].eq(3).all() and not t[4:].any()

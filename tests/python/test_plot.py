@@ -163,7 +163,7 @@ def test_many_rows_share_bands(pool_factory):
     axes = vtensor.plot.page_map(t)
     (band,) = [c for c in axes.collections if len(c.get_paths()) and len(c.get_facecolor())][:1]
     assert len(axes.collections) < 20 and axes.get_ylim() == (1000, 0)  # each band of 4 rows shows the parted
-    assert matplotlib.colors.to_hex(band.get_facecolor()[0]) == vtensor._pages.COLOURS["parted"]
+    assert matplotlib.colors.to_hex(band.get_facecolor()[0]) == vtensor._pages.COLOURS["private"]
     fork.close()
 
 

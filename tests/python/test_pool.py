@@ -21,9 +21,14 @@ def test_pool_properties_and_stats(pool):
     assert (stats.pages_used, stats.pages_free, stats.pages_mapped, stats.tensors) == (0, 64, 0, 0)
     t = filled(pool, 9, rows=(2,))
     stats = pool.stats()
-    assert (stats.pages_used, stats.pages_free, stats.pages_needed, stats.tensors) == (6, 58, 6, 1)
+    assert (stats.pages_used, stats.pages_free, stats.pages_active, stats.tensors) == (6, 58, 6, 1)
     assert stats.nbytes_mapped == 6 * pool.page_size == t.nbytes_mapped
-    assert (stats.pages_ahead, stats.pages_parked, stats.pages_held, stats.pages_orphaned) == (0, 0, 0, 0)
+    assert (stats.pages_prefetched, stats.pages_parked, stats.pages_pinned, stats.pages_orphaned) == (
+        0,
+        0,
+        0,
+        0,
+    )
     with pytest.raises(AttributeError):
         stats.pages_used = 0
     assert set(stats.driver_calls) == {"caller", "mapper"}
@@ -65,7 +70,7 @@ def test_wait_idle_returns_and_has_a_bound(pool):
     quarter(pool, 9)
     pool.wait_idle(timeout=1.0)
     stats = pool.stats()
-    assert stats.pages_mapped == stats.pages_needed  # I4
+    assert stats.pages_mapped == stats.pages_active  # I4
 
 
 @pytest.mark.parametrize("kind", ["host", "simcuda"])

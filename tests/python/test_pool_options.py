@@ -87,7 +87,7 @@ def test_a_smaller_budget_takes_back_what_is_ahead(pool_factory):
     t = quarter(pool, 4, capacity=400)
     t.prepare(20 * PER_PAGE)
     pool.wait_idle(5)
-    assert pool.stats().pages_ahead == 20
+    assert pool.stats().pages_prefetched == 20
     pool.budget = PAGE
     assert check_sums(pool).pages_mapped == 1
 

@@ -41,7 +41,7 @@ OF_A_TENSOR = {
     "strided view": lambda t: t[::2, 3:],
     "view of another dtype": lambda t: t[1:3].view(torch.uint8),
     "older view": older_view,
-    "snapshot": lambda t: t.snapshot(),
+    "alias": lambda t: t.alias(),
     "detached": lambda t: t.detach(),
     "copy.copy": copy.copy,
     "data": lambda t: t.data,

@@ -34,7 +34,7 @@ def cuda():
     pool.close()
 
 
-@pytest.mark.parametrize("operation", ["fork", "own"])
+@pytest.mark.parametrize("operation", ["fork", "unshare"])
 def test_parted_bytes_survive_a_refused_remap(small, operation):
     """I2, I8: what the kernel parted lies in no handle, so it cannot be put back from one."""
     refused = 0
@@ -46,7 +46,7 @@ def test_parted_bytes_survive_a_refused_remap(small, operation):
         f.truncate(PAGE)  # the first page is shared and parted, the others parted alone
         try:
             with testing.fail_after(small, skip):
-                t.fork().close() if operation == "fork" else t.own(0, t.length)
+                t.fork().close() if operation == "fork" else t.unshare(0, t.length)
         except vtensor.VTensorError:
             refused += 1
         assert t.eq(2).all() and f.eq(1).all(), skip
@@ -120,7 +120,7 @@ def test_a_failed_own_leaves_its_bytes_to_nobody(pool_factory, pages):
         other.truncate(0)
         try:
             with testing.fail_after(cuda, skip):
-                t.own(0, length)
+                t.unshare(0, length)
         except vtensor.DriverError as error:
             refused.add(error.call)
         other.extend(length)

@@ -48,7 +48,7 @@ def test_str_shows_the_elements_as_torch_does(pool):
     t.copy_(torch.arange(t.numel()).view(t.shape))
     plain = t.clone()
     assert str(t) == str(plain) == f"{t}" and str(t).startswith("tensor([[")
-    assert repr(t[1:]) == repr(plain[1:]) and repr(t.snapshot()) == repr(plain)  # plain tensors, as ever
+    assert repr(t[1:]) == repr(plain[1:]) and repr(t.alias()) == repr(plain)  # plain tensors, as ever
 
 
 @pytest.mark.parametrize("look", [repr, lambda t: repr([t, {"k": t}])], ids=["alone", "in_a_list"])
@@ -56,7 +56,7 @@ def test_no_element_is_read_and_no_driver_called(pool, monkeypatch, look):
     t = filled(pool, 9)
     fork = t.fork()
     monkeypatch.setattr(torch.Tensor, "__repr__", lambda self: pytest.fail("elements were read"))
-    for operation in ("snapshot", "pages", "nbytes_mapped"):
+    for operation in ("alias", "pages", "nbytes_mapped"):
         monkeypatch.setattr(vtensor.VTensor, operation, lambda self: pytest.fail("asked the core for more"))
     with vtensor.trace.record() as recording:
         look(t), look(fork)

@@ -80,7 +80,7 @@ def mixed_requests(samples=1):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("layout", ["token", "head"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_preempted_and_shared_requests_get_their_own_tokens(attention, layout):
     model = make_llama(attention)
     requests = mixed_requests()

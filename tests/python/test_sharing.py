@@ -105,7 +105,7 @@ def test_a_write_to_a_cuda_tensor_stays_on_its_side():
         pool = open_pool("simcuda", 64)
         for write in WRITES:
             if write == "running_mean":
-                continue  # writes through a view: own() comes first there
+                continue  # writes through a view: unshare() comes first there
             for by_child in (True, False):
                 print(write, by_child, flush=True)
                 write_on_one_side(pool, write, by_child)
@@ -153,7 +153,7 @@ def test_a_write_through_a_cuda_view_after_own(simcuda, write):
     child = parent.fork()
     expected = ramp(parent)
     view = child[:]
-    child.own(0, LENGTH)
+    child.unshare(0, LENGTH)
     WRITES[write](view)
     assert same_bytes(child, view) and not same_bytes(child, expected)
     assert same_bytes(parent, expected) and same_bytes(before, expected)
@@ -216,7 +216,7 @@ def test_an_in_place_operation_on_a_cuda_tensor_costs_its_shared_pages(simcuda):
     parent = filled(simcuda, 4 * PER_PAGE, rows=(2,))
     child = parent.fork()
     assert simcuda.stats().pages_used == 8
-    child.own(3, 6)
+    child.unshare(3, 6)
     assert simcuda.stats().pages_used == 8 + 2 * 2
     child[1, 5] = 9
     assert simcuda.stats().pages_used == 16
@@ -298,7 +298,7 @@ def test_parted_pages_are_charged_and_then_folded(host):
     before = calls(host)
     stats = host.stats()
     assert (stats.pages_used, stats.pages_parted) == (5, 2)
-    assert [(r.state, r.shared) for r in parent.pages()] == [("parted", 1), ("shared", 2), ("parted", 1)]
+    assert [(r.state, r.shared) for r in parent.pages()] == [("private", 1), ("shared", 2), ("private", 1)]
     assert page_ids(child) == ids
     assert not calls_since(host, before).get("pwrite"), "a count copies nothing: writers know nothing of it"
     grandchild = parent.fork()

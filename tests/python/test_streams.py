@@ -89,8 +89,8 @@ def test_streams_mean_nothing_on_the_host(host):
     t = filled(host, 16)
     with vtensor.lease(t, stream=12345):
         t.truncate(8, stream=12345)
-        assert host.stats().pages_held == 2  # the lease
-    assert host.stats().pages_held == 0
+        assert host.stats().pages_pinned == 2  # the lease
+    assert host.stats().pages_pinned == 0
     t.record_stream(99)
     t.fork(stream=7).close(stream=7)
     t.close(stream=12345)
@@ -117,10 +117,10 @@ def test_pages_wait_for_the_named_stream(sim, stream_pool, name, operation):
     else:
         t.truncate(4, stream=named if operation == "truncate" else None)
     held = 4 if operation == "close" else 3
-    assert pool.stats().pages_held == held
+    assert pool.stats().pages_pinned == held
     sim.release(stream)
     pool.wait_idle(5)
-    assert pool.stats().pages_held == 0
+    assert pool.stats().pages_pinned == 0
     assert sim.illegal_accesses() == 0
     t.close()
 
@@ -182,7 +182,7 @@ def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
     f.shrink(8)
     t.shrink(8)
     pool.wait_idle(5)
-    assert pool.stats().pages_held == 0 and f.eq(3).all()
+    assert pool.stats().pages_pinned == 0 and f.eq(3).all()
     f.close()
     t.close()
 
@@ -201,9 +201,9 @@ def test_several_pools_and_devices(sim, stream_pool, ahead):
         for n in range(4):
             tensors[n].truncate(0, stream=streams[n])
         for n in (2, 0, 3, 1):
-            assert not eventually(lambda n=n: pools[n].stats().pages_held == 0, 0.02)
+            assert not eventually(lambda n=n: pools[n].stats().pages_pinned == 0, 0.02)
             sim.release(streams[n])
-            assert eventually(lambda n=n: pools[n].stats().pages_held == 0), n
+            assert eventually(lambda n=n: pools[n].stats().pages_pinned == 0), n
         with vtensor.lease(*tensors):
             pass  # of all of them at once, in each device's current stream
         assert sim.illegal_accesses() == 0
@@ -219,14 +219,14 @@ t = filled(pool, 16)
 stream = sim.stream()
 sim.destroy(stream)
 t.close(stream=stream)
-assert pool.stats().pages_held == 4
+assert pool.stats().pages_pinned == 4
 try:
     pool.wait_idle(1)
 except vtensor.DriverError as error:
     assert "INVALID_HANDLE" in str(error), error
 else:
     raise AssertionError("nobody was told")
-assert pool.stats().pages_held == pool.stats().pages_used == 4
+assert pool.stats().pages_pinned == pool.stats().pages_used == 4
 with filled(pool, 16, 9) as u:
     assert u.eq(9).all()
 pool.close()

@@ -263,7 +263,7 @@ def test_prepare_says_whether_there_is_room(pool):
         t.prepare(10)
     pool.wait_idle()
     stats = pool.stats()
-    assert t.length == 3 and stats.pages_needed == 2 and stats.pages_ahead == 4  # I4
+    assert t.length == 3 and stats.pages_active == 2 and stats.pages_prefetched == 4  # I4
     assert calls_since(pool, before) == {}  # of the caller
     assert t.extend(9)[:, :3].eq(1).all()
     assert not {"mmap", "cuMemMap"} & calls_since(pool, before).keys()  # I15
@@ -332,7 +332,7 @@ def test_length_zero(pool):
     assert t.data_ptr() == 0 and t.address % pool.page_size == 0 and t.address != 0
     address = t.address
     assert t.pages() == [] and t.clone().shape == t.shape
-    assert t.fork().length == 0 and t.snapshot().shape == t.shape
+    assert t.fork().length == 0 and t.alias().shape == t.shape
     t.extend(1)
     assert t.data_ptr() == t.address == address  # I1
     assert t.truncate(0).reallocate(12).extend(12).length == 12
@@ -396,9 +396,9 @@ def test_a_plain_kernel_gives_the_same_bits(pool):
     assert torch.equal(sdpa(q, t, t), sdpa(q, held, held))
 
 
-def test_snapshot_is_a_plain_tensor_of_this_moment(pool):
+def test_alias_is_a_plain_tensor_of_this_moment(pool):
     t = filled(pool, 5, 4, rows=(2,))
-    s = t.snapshot()
+    s = t.alias()
     assert type(s) is torch.Tensor and s.data_ptr() == t.data_ptr() and s.stride() == t.stride()
     t.extend(20)
     assert s.shape[1] == 5 and s.eq(4).all()
@@ -410,12 +410,12 @@ def test_snapshot_is_a_plain_tensor_of_this_moment(pool):
 def test_own_makes_pages_unshared(pool):
     t = filled(pool, 12, 6, rows=(2,))
     f = t.fork()
-    assert f.own(4, 8) is f
+    assert f.unshare(4, 8) is f
     shared = [r.shared for r in f.pages()]
     assert shared == [2, 1, 2, 2, 1, 2] and pool.stats().pages_used == 6 + 2
-    f.narrow(1, 4, 4).fill_(9)  # through a view: allowed on CUDA only after own()
+    f.narrow(1, 4, 4).fill_(9)  # through a view: allowed on CUDA only after unshare()
     assert t.eq(6).all() and f[:, 4:8].eq(9).all() and f[:, 8:].eq(6).all()  # I6
-    f.own(0, 12)
+    f.unshare(0, 12)
     assert pool.stats().pages_used == 12 and {r.shared for r in t.pages()} == {1}
 
 
@@ -496,9 +496,9 @@ def test_every_operation_on_a_closed_tensor_raises_closed(pool):
         lambda: t.prepare(1),
         lambda: t.reallocate(100),
         lambda: t.fork(),
-        lambda: t.own(0, 1),
+        lambda: t.unshare(0, 1),
         lambda: t.reindex([0]),
-        lambda: t.snapshot(),
+        lambda: t.alias(),
         lambda: t + 1,
         lambda: t[0],
         lambda: t.sum(),

@@ -46,13 +46,13 @@ def test_a_tensor_that_stays_open_leaks(pool, looks_at_all: bool) -> None:
         with testing.assert_no_leaks(*[] if looks_at_all else [pool]):
             t = filled(pool, 2 * PER_PAGE)
     message = str(told.value)
-    assert "1 tensors" in message and "2 pages_needed" in message, message
+    assert "1 tensors" in message and "2 pages_active" in message, message
     assert f"(8, 1024) at {t.address:#x}" in message and "close()" in message
     t.close()
 
 
 def test_a_view_that_stays_leaks(pool) -> None:
-    with pytest.raises(AssertionError, match="2 pages_held"):
+    with pytest.raises(AssertionError, match="2 pages_pinned"):
         with testing.assert_no_leaks():
             t = filled(pool, 2 * PER_PAGE)
             view = t[:1]
@@ -62,7 +62,7 @@ def test_a_view_that_stays_leaks(pool) -> None:
 
 def test_a_tensor_that_grew_leaks(pool) -> None:
     t = filled(pool, 1)
-    with pytest.raises(AssertionError, match="1 pages_needed"):
+    with pytest.raises(AssertionError, match="1 pages_active"):
         with testing.assert_no_leaks():
             t.extend(PER_PAGE)
 
@@ -86,7 +86,7 @@ def test_a_view_of_a_closed_pool_leaks(pool_factory) -> None:
     with testing.assert_no_leaks():
         t = filled(pool, PER_PAGE)
         t.close()
-    with pytest.raises(AssertionError, match="1 pages_held"):
+    with pytest.raises(AssertionError, match="1 pages_pinned"):
         with testing.assert_no_leaks():
             view = filled(pool, PER_PAGE)[:]
             pool.close()
@@ -228,7 +228,7 @@ def test_tensors_are_as_programs_leave_them(data) -> None:
         plain = t.clone()
         assert type(t) is vtensor.VTensor and t.pool is pool and t.length <= t.capacity
         assert not plain.to(torch.float64).isnan().any() if plain.dtype.is_floating_point else True
-        assert torch.equal(plain, t.snapshot())
+        assert torch.equal(plain, t.alias())
         testing.check_invariants(pool)
         t.close()
 

@@ -95,8 +95,8 @@ def test_many_threads_append_to_one_tensor(large):
     assert firsts[::2] == firsts[1::2], "an append was torn in two"
 
 
-def test_snapshots_beside_growth(large):
-    """Readers take snapshots: shape, address and contents always belong together."""
+def test_aliases_beside_growth(large):
+    """Readers take aliases: shape, address and contents always belong together."""
     t = vtensor.empty(2, 0, 64, grow_dim=1, capacity=4000, dtype=torch.int64, pool=large)
     done = threading.Event()
     seen = []
@@ -114,7 +114,7 @@ def test_snapshots_beside_growth(large):
 
     def read():
         while not done.is_set():
-            s = t.snapshot()
+            s = t.alias()
             n = s.shape[1]
             assert s.shape == (2, n, 64) and type(s) is torch.Tensor
             if n > 60:  # the last fifty may be rewritten with what they held
@@ -154,7 +154,7 @@ def test_close_beside_growth(large):
 
 @pytest.mark.exact
 def test_pool_close_beside_everything(pool_factory, kind):
-    """Torch's own work goes through snapshots there: a kernel beside a close is its caller's race."""
+    """Torch's own work goes through aliases there: a kernel beside a close is its caller's race."""
     for _ in range(5):
         pool = pool_factory(kind, pages=600)
 
@@ -162,10 +162,10 @@ def test_pool_close_beside_everything(pool_factory, kind):
             try:
                 for i in range(300):
                     t = quarter(pool, 3)
-                    s = t.snapshot()
+                    s = t.alias()
                     s.fill_(i % 250)
                     f = t.extend(4).fork()
-                    assert s.eq(i % 250).all() and f.snapshot()[:3].eq(i % 250).all()
+                    assert s.eq(i % 250).all() and f.alias()[:3].eq(i % 250).all()
             except vtensor.Closed:
                 pass
 
@@ -249,7 +249,7 @@ def test_stats_and_invariants_beside_everything(large):
         while True:
             stats = large.stats()
             assert stats.pages_used + stats.pages_free == 600  # I5
-            assert stats.pages_mapped == stats.pages_needed + stats.pages_held  # I4
+            assert stats.pages_mapped == stats.pages_active + stats.pages_pinned  # I4
             testing.check_invariants(large)
             if done.is_set():
                 return

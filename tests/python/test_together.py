@@ -64,7 +64,7 @@ def test_tensors_of_several_pools(pool_factory):
 def test_reserve_moves_in_place(pool):
     """I2; and with views alive, I3."""
     t = rows(pool, 2, 1000)
-    before, view = t.clone(), t.snapshot()
+    before, view = t.clone(), t.alias()
     assert together.reserve(t, 100_000) is None
     assert t.capacity == 100_000 and torch.equal(t, before) and torch.equal(view, before)
     t.append(before)

@@ -242,7 +242,7 @@ TAKEN_AWAY = {
 
 @pytest.mark.exact
 @pytest.mark.parametrize("how", TAKEN_AWAY)
-@pytest.mark.parametrize("then", ["extend", "append", "shrink", "fork", "reallocate", "snapshot"])
+@pytest.mark.parametrize("then", ["extend", "append", "shrink", "fork", "reallocate", "alias"])
 def test_a_storage_taken_away_is_noticed_at_the_next_operation(host, how, then):
     t = filled(host, 12, 1, dtype=torch.float32)
     try:
@@ -311,7 +311,7 @@ def test_inference_mode_on_and_off(pool, created_inside):
         f.fill_(3)
         r = f.reallocate(100)
         r.reindex([1, 0])
-        s = r.snapshot()
+        s = r.alias()
     assert t[:, :2].eq(1).all() and r.eq(3).all() and s.eq(3).all()
     t.extend(1)
     r.append(x)
@@ -366,11 +366,11 @@ def test_held_pages_are_counted_until_the_last_view_goes(pool):
     early = t[:, :1]
     t.truncate(1)
     stats = pool.stats()
-    assert (stats.pages_needed, stats.pages_held, stats.pages_mapped) == (2, 8, 10)  # I4
+    assert (stats.pages_active, stats.pages_pinned, stats.pages_mapped) == (2, 8, 10)  # I4
     late = t[:, :1]
     del early
     stats = pool.stats()
-    assert (stats.pages_needed, stats.pages_held, stats.pages_used) == (2, 0, 2)
+    assert (stats.pages_active, stats.pages_pinned, stats.pages_used) == (2, 0, 2)
     assert late.eq(1).all()
 
 
@@ -383,7 +383,7 @@ def test_a_view_pins_its_own_generation_only(pool):
     address = t.address
     t.close()
     stats = pool.stats()
-    assert stats.pages_used == stats.pages_held == 1  # I3: none of the later growth
+    assert stats.pages_used == stats.pages_pinned == 1  # I3: none of the later growth
     assert view.eq(9).all() and view.data_ptr() == address
     del view
     assert pool.stats().pages_used == 0 and pool.stats().nbytes_reserved == 0
@@ -393,7 +393,7 @@ def test_a_view_pins_its_own_generation_only(pool):
 def test_a_view_does_not_keep_the_tensor_alive(pool):
     t = filled(pool, 12)
     gone = weakref.ref(t)
-    views = [t[3:9], t.view(-1), t.T, t.detach(), t.snapshot()]
+    views = [t[3:9], t.view(-1), t.T, t.detach(), t.alias()]
     assert all(v._base is not t for v in views)
     del t
     assert gone() is None  # at once: no cycle needs the collector

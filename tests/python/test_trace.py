@@ -134,7 +134,7 @@ def test_what_a_tensor_and_the_mapper_do_is_all_there(pool_factory):
         t.close()
         pool.wait_idle(5)
         adopted = quarter(pool, 4, make=vtensor.zeros)
-        adopted.fork().own(0, 4)
+        adopted.fork().unshare(0, 4)
     events = recording.events()
     seen = {(event.what, event.role): event for event in events}
     caller = {"extend", "prepare", "revive", "shrink", "fork", "part", "zero", "adopt"}

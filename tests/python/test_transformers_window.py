@@ -97,7 +97,7 @@ def test_a_long_prompt_leaves_only_the_windows_pages(pages):
     layer, _ = both(pages)
     keys, values = layer.update(*states(1, 1000))
     assert keys.shape[-2] == 1000
-    held = pages.stats().pages_held
+    held = pages.stats().pages_pinned
     del keys, values
     assert held > 0 and pages.stats().pages_mapped <= 2 * 2 * 2
 

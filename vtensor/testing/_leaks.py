@@ -14,7 +14,7 @@ from vtensor.kv import KVCache
 from vtensor.pool import Pool
 from vtensor.tensor import VTensor
 
-_WHAT = ("tensors", "pages_needed", "pages_held", "pages_quarantined", "nbytes_reserved")
+_WHAT = ("tensors", "pages_active", "pages_pinned", "pages_quarantined", "nbytes_reserved")
 _SECONDS = 10.0
 
 

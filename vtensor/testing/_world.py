@@ -82,8 +82,8 @@ class World:
             stats.pages_used,
             stats.pages_free,
             stats.pages_mapped,
-            stats.pages_needed,
-            stats.pages_held,
+            stats.pages_active,
+            stats.pages_pinned,
             stats.pages_quarantined,
             stats.nbytes_reserved,
             stats.tensors,
@@ -272,9 +272,9 @@ class World:
     def check_counts(self, pool: vtensor.Pool) -> None:
         stats = pool.stats()
         needed, held = self.needed_and_held(pool)
-        assert stats.pages_needed == needed  # I4
-        assert stats.pages_held == held, (stats.pages_held, held)
-        assert (stats.pages_ahead, stats.pages_parked, stats.pages_quarantined) == (0, 0, 0)
+        assert stats.pages_active == needed  # I4
+        assert stats.pages_pinned == held, (stats.pages_pinned, held)
+        assert (stats.pages_prefetched, stats.pages_parked, stats.pages_quarantined) == (0, 0, 0)
         assert stats.pages_mapped == needed + held
         assert stats.nbytes_mapped == stats.pages_mapped * pool.page_size
         assert stats.pages_used - stats.pages_parted <= stats.pages_mapped

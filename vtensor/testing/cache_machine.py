@@ -323,7 +323,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         start = (len(request.values) - 1) * percent // 100
         try:
-            if self.attempt(lambda: self.cache.own(slot, start, start + 1), fail) is REFUSED:
+            if self.attempt(lambda: self.cache.unshare(slot, start, start + 1), fail) is REFUSED:
                 return
         except vtensor.OutOfPages:
             return
@@ -353,13 +353,13 @@ class CacheMachine(RuleBasedStateMachine):
         """Slots, and pages by what they are there for (I4)."""
         stats = self.cache.stats()
         assert stats.pages_mapped == (
-            stats.pages_needed + stats.pages_ahead + stats.pages_parked + stats.pages_held
+            stats.pages_active + stats.pages_prefetched + stats.pages_parked + stats.pages_pinned
         )
         assert stats.slots_used + stats.slots_swapped == len(self.requests)
         if not self.looks_ahead:
-            assert stats.pages_held == 0
+            assert stats.pages_pinned == 0
         if not self.windows and self.options.get("tile") == 1:
-            assert stats.pages_needed == self.needed_pages()
+            assert stats.pages_active == self.needed_pages()
 
     def needed_pages(self) -> int:
         """Pages that the lengths need, where tiles and windows make no difference."""

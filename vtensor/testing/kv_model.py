@@ -47,7 +47,7 @@ class Request:
     swapped: bool = False
 
     def extended(self, n: int, own: Iterator[int]) -> list[int]:
-        """Values of the next ``n`` tokens: those of the prompt, and then the request's ``own``."""
+        """Values of the next ``n`` tokens: those of the prompt, and then the request's ``unshare``."""
         begin = len(self.values)
         computed = max(0, min(len(self.prompt) - begin, n)) if self.known == begin else 0
         values = [value_of(self.salt, self.prompt[: begin + i + 1]) for i in range(computed)]

@@ -220,10 +220,10 @@ class TensorMachine(World, RuleBasedStateMachine):
 
     @precondition(lambda self: self.tensors)
     @rule(index=which, a=st.integers(0, 8), b=st.integers(0, 8), fail=failures())
-    def own(self, index: int, a: int, b: int, fail: int | None) -> None:
+    def unshare(self, index: int, a: int, b: int, fail: int | None) -> None:
         t = self.tensor(index)
         start, stop = sorted((t.length * a // 8, t.length * b // 8))
-        self.attempt(t.pool, lambda: t.actual.own(start, stop), fail)
+        self.attempt(t.pool, lambda: t.actual.unshare(start, stop), fail)
 
     @precondition(lambda self: any(t.shape_before for t in self.tensors))
     @rule(index=which, choice=st.lists(st.integers(0, 7), min_size=1, max_size=4), fail=failures())
@@ -247,13 +247,13 @@ class TensorMachine(World, RuleBasedStateMachine):
         self.settle_address(t)
 
     @precondition(lambda self: self.tensors and len(self.views) < MOST_VIEWS)
-    @rule(index=which, a=st.integers(0, 8), b=st.integers(0, 8), way=st.sampled_from(["narrow", "snapshot"]))
+    @rule(index=which, a=st.integers(0, 8), b=st.integers(0, 8), way=st.sampled_from(["narrow", "alias"]))
     def take_view(self, index: int, a: int, b: int, way: str) -> None:
         t = self.tensor(index)
         start, stop = sorted((t.length * a // 8, t.length * b // 8))
         if start == stop:
             return
-        whole = t.actual.snapshot() if way == "snapshot" else t.actual
+        whole = t.actual.alias() if way == "alias" else t.actual
         view = whole.narrow(t.grow_dim, start, stop - start)
         assert type(view) is torch.Tensor
         self.views.append(ModelView(view, t.memory, t.front + start, t.front + stop, t.slots(), t, t.pool))
@@ -304,8 +304,8 @@ class TensorMachine(World, RuleBasedStateMachine):
         lives = t in self.tensors and t.memory is view.memory
         within = lives and t.front <= view.start and view.stop <= t.front + t.length
         if not view.pool._core.parts_on_write:
-            # Shared pages are read-only there: a caller who writes through views calls own() before.
-            if not within or self.attempt(t.pool, lambda: t.actual.own(0, t.length), None) is REFUSED:
+            # Shared pages are read-only there: a caller who writes through views calls unshare() before.
+            if not within or self.attempt(t.pool, lambda: t.actual.unshare(0, t.length), None) is REFUSED:
                 return
         elif not self.may_part(view.pool, len(view.slots) * view.memory.rows):
             return
