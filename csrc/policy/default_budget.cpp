@@ -1,5 +1,5 @@
-// What a pool may take where nobody says: a part of the memory that is free, less what the other
-// pools of this process were promised and have not taken. Other processes are not seen.
+// What a pool may take unless a budget is given: a part of the memory that is free, less what the
+// other pools of this process were promised and have not taken. Other processes are not seen.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -15,7 +15,7 @@ namespace vtensor {
 namespace {
 
 // Of the memory that is free so much is for a pool however much others were promised: a default
-// pool is made by whoever first needs one, and must not fail because somebody overcommits.
+// pool is made on first use, and must not fail because another pool overcommits.
 constexpr double kLeastShare = 16;
 
 // The pools of this process. Never destroyed: a pool may outlive what is.

@@ -1,7 +1,7 @@
 // fork(2) as a fork of every tensor (I13). The child's mappings are private, but a private mapping
 // of a memfd shows the parent's later writes where the child has not written yet. So before the
 // fork the parent's pages are guarded as well, and count a reference for the child until it is
-// gone: nobody writes to them, and nobody else gets them.
+// gone: no write reaches them, and no other client gets them.
 //
 // A child is gone when the write end of a pipe that it inherits is closed: by its exit, or by exec.
 #pragma once
@@ -24,8 +24,7 @@ class LentPages {
 
   bool empty() const { return loans_.empty(); }
   std::size_t size() const;
-  // Before fork(2). Where the process has no file descriptor left, nothing tells when the child is
-  // gone: the pages are lent for good.
+  // Before fork(2). If the process has no file descriptor left, the pages are lent for good.
   void lend(std::vector<Page*> pages);
   // After fork(2), in the parent: the child alone holds the write end now.
   void seal();

@@ -12,7 +12,7 @@
 namespace vtensor {
 
 // How long before they are needed pages are asked for, ns: twice as long as the mapper took of late
-// for all that it was called for. Of a pool, because whoever asks last waits for all others.
+// for all that it was called for. One for a pool, because its clients are served in turn.
 class Horizon {
  public:
   // The mapper was called, and `ns` later nothing was wanted any more.

@@ -18,7 +18,7 @@ namespace vtensor {
 
 namespace {
 
-// What is mapped, zeroed or unmapped between two looks at the lists: a caller who overtakes the
+// What is mapped, zeroed or unmapped between two looks at the lists: a caller that overtakes the
 // mapper waits for no more than this. Memory that is populated takes time by the byte, what a
 // device does in its own time by the call. Unmapping ends with the first call that is over after so
 // long, because calls may wait for what runs on the device.
@@ -112,7 +112,7 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
   }
 }
 
-// Makes the thread one that may call the driver. What refuses it is raised by whoever waits for us.
+// Makes the thread one that may call the driver. wait_idle() raises what refuses it.
 void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
   std::exception_ptr error;
   try {

@@ -1,7 +1,7 @@
-// The background worker of one pool. It maps and zeroes pages ahead of need, unmaps what nobody
-// needs once its fences have passed, readies parked pages for their next owner, and keeps free
-// memory between the pool's marks. Callers never wait for it to come round: whoever needs a page
-// that is not ready maps it himself.
+// The background worker of one pool. It maps and zeroes pages ahead of need, unmaps pages that are
+// no longer needed once their fences have passed, zeroes parked pages for their next owner, and
+// keeps free memory between the pool's marks. A caller that needs a page before it is ready maps it
+// itself.
 //
 // It never calls Python and holds no lock while it makes driver calls or waits (I11).
 #pragma once
@@ -51,7 +51,7 @@ class Mapper {
   class Step;
 
  public:
-  // For those who may outlive the pool.
+  // May outlive the pool.
   class Waker {
    public:
     explicit Waker(std::shared_ptr<Signal> signal) : signal_(std::move(signal)) {}

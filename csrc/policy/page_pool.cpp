@@ -19,7 +19,7 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// How long a wait sleeps before it looks at what nobody may have told it.
+// How long a wait sleeps before it looks again without having been woken.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 // Who needs quiet waits for no more than so many pages to be released.
 constexpr std::size_t kReleasedAtOnce = 32;
@@ -60,7 +60,7 @@ std::uint64_t PagePool::add(Client* client) {
 
 void PagePool::settle_later(const std::shared_ptr<Client>& client) {
   if (!client->places.unsettled.taken()) unsettled_.add(client->places.unsettled, client);
-  // What was refused is not worth a thread of its own: it is tried again when somebody asks.
+  // What was refused is not worth starting a thread for: the next call that looks tries it again.
   if (!client->refusal() || looks_ahead()) call_mapper();
 }
 
@@ -74,7 +74,7 @@ void PagePool::call_mapper() noexcept {
   try {
     start_mapper();
   } catch (const std::exception&) {
-    // No thread to be had: whoever needs pages makes the calls himself, and trim() the rest.
+    // No thread to be had: growth makes its own calls, and trim() the rest.
   }
 }
 
@@ -315,7 +315,8 @@ void PagePool::push(Generation* generation) noexcept {
 }
 
 // Asked after the lock was let go, by changing `ended_` from none to none: then either we see what
-// was pushed, or who pushes it sees the lock free. Two plain loads could both come too early.
+// was pushed, or the thread that pushes it sees the lock free. Two plain loads could both come too
+// early.
 bool PagePool::left_over() noexcept {
   Generation* none = nullptr;
   return !ended_.compare_exchange_strong(none, nullptr, std::memory_order_acq_rel,

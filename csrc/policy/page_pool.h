@@ -1,7 +1,7 @@
-// The owner of all page handles of one device and one page size: budget, reuse, reference counts,
-// zeroing policy. Its lock is the one lock of the core: page tables and generations of its clients
-// stand under it too. Driver calls that take long are made without it, by whoever has marked the
-// client busy.
+// A pool: the clients that hold pages of one device, what they want and give back, and the worker
+// that does it for them. Handles and budget are its store's. Its lock is the one lock of the core:
+// page tables and generations of its clients stand under it too. Driver calls that take long are
+// made without it, by the thread that has marked the client busy.
 #pragma once
 
 #include <atomic>
@@ -94,14 +94,14 @@ class PagePool : public PoolMutex, public std::enable_shared_from_this<PagePool>
   void retire() noexcept;
   bool retired() const { return retired_.load(std::memory_order_relaxed); }
 
-  // Of the mapper, for those who may outlive the pool.
+  // Wakes the mapper; may outlive the pool.
   Mapper::Waker waker() const { return mapper_.waker(); }
 
-  // Told by whoever drops the last reference to a generation. Never blocks, never throws (I11).
+  // The last storage over a generation has died, in any thread. Never blocks, never throws (I11).
   void end(Generation* generation) noexcept;
-  // The same, and makes no driver call whatever the options: for the callbacks of a driver.
+  // The same, and makes no driver call: for the callbacks of a driver.
   void end_later(Generation* generation) noexcept;
-  // The same where the lock is held: reaped before it is let go.
+  // The same with the lock held: reaped before it is let go.
   void end_locked(Generation* generation) noexcept { push(generation); }
   // So that `end_later` finds the mapper running. Throws std::system_error.
   void ensure_mapper();
@@ -120,9 +120,9 @@ class PagePool : public PoolMutex, public std::enable_shared_from_this<PagePool>
   // `client` wants pages ahead: the mapper looks at it when it is next awake.
   void want(const std::shared_ptr<Client>& client);
   WantingClients& wanting() { return wanting_; }
-  // The mapper is to hear of what is wanted once it is awake, or somebody waits for it.
+  // The mapper sees what is wanted when it next wakes, or when wait_idle() wakes it.
   void tell_mapper_later() noexcept { untold_ = true; }
-  // The mapper is woken once the lock is free, and started where it does not run.
+  // Wakes the mapper once the lock is free; starts it if it does not run.
   void call_mapper() noexcept;
   // Gives back what ended generations held, or has the mapper do it.
   void reap() noexcept;
@@ -132,13 +132,13 @@ class PagePool : public PoolMutex, public std::enable_shared_from_this<PagePool>
   void park(const std::shared_ptr<Client>& client, std::size_t pages);
   ParkedClients& parked() { return parked_; }
 
-  // Lets the lock go until `done`, told by `changed`, or for as long as the patience lasts; then
-  // throws TimedOut: "[operation] timed out after 60 s: what".
+  // Lets the lock go until `done`, which it asks after each change, and for the pool's patience at
+  // most; then throws TimedOut: "[operation] timed out after 60 s: what".
   void await(PoolLock& lock, const char* operation, const char* what,
              const std::function<bool()>& done);
-  // Lets the lock go until somebody says `changed`, or `until`.
+  // Lets the lock go until the next change, or `until`.
   void wait_changed(PoolLock& lock, std::chrono::steady_clock::time_point until);
-  // Lets the lock go until nobody makes driver calls without it; the mapper begins no more
+  // Lets the lock go until no thread makes driver calls without it; the mapper begins none
   // meanwhile. Throws TimedOut.
   void await_quiet(PoolLock& lock, const char* operation);
   // Settles what waits for it. Returns the first refusal.

@@ -147,7 +147,7 @@ class Buffer final : public Client {
   // else of it is still mapped. Waits for the mapper's step.
   bool adopt_parked(const Caller& caller);
   // The owner leaves: pages and addresses go as the generations over them end, or are parked. Never
-  // blocks, never throws (I11); once the lock was free, it has happened. To be called once.
+  // blocks, never throws (I11). Takes effect before the lock is next let go. To be called once.
   void abandon() noexcept;
 
   // Whether a write to some page of ours does not reach its handle.

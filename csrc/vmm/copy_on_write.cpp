@@ -149,7 +149,7 @@ void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<cons
           continue;
         }
         ++stuck;
-        // Its old page is the entry's; which of the two is mapped here, nobody knows.
+        // Its old page is the entry's; which of the two is mapped here is unknown.
         if (change.to[i] != page_at(change.run, i)) {
           pages_.quarantine(change.to[i]);
           pages_.drop(change.to[i]);
@@ -222,7 +222,7 @@ void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<cons
     quarantine(broken.run, error.stuck);
     throw;
   } catch (const TimedOut&) {
-    // The copies may still run: what they write to is nobody's any more.
+    // The copies may still run: what they write to is given up.
     for (const Parting& change : changes) {
       for (std::size_t i = 0; i < change.to.size(); ++i) {
         if (change.to[i] != page_at(change.run, i)) pages_.quarantine(change.to[i]);
@@ -247,7 +247,7 @@ void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<cons
   for (const Parting& change : changes) replace(change.run, change.to);
 }
 
-// Makes runs writable again that were guarded a moment ago, and are shared with nobody.
+// Makes runs writable again that were guarded a moment ago and are not shared.
 void Reservation::unguard(std::span<const Run> runs) {
   for (const Run& run : runs) {
     const auto same = handles(run);
@@ -284,7 +284,7 @@ void Reservation::guard(PoolLock* lock, std::span<const Run> runs) {
       at += of_run.size();
     }
   } catch (const UndoFailed& error) {
-    quarantine(runs[done], error.stuck);  // guarded or not, nobody knows
+    quarantine(runs[done], error.stuck);  // guarded or not: unknown
     unguard(runs.first(done));
     throw;
   } catch (...) {

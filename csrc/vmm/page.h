@@ -1,4 +1,4 @@
-// The record of one page handle: who references it, and what its memory holds.
+// The record of one page handle: how many references it has, and what its memory holds.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct Page {
   Handle handle = 0;
   std::uint32_t references = 0;        // page table entries, and one for ever where quarantined
   bool resident = false;               // its memory is taken: in use, or kept for the next user
-  bool dirty = false;                  // may hold bytes that somebody wrote
+  bool dirty = false;                  // may hold bytes that were written
   bool quarantined = false;            // given up for good
   std::uint64_t last_owner = kNobody;  // id of the buffer that had it last
   std::uint64_t freed_at = 0;          // on the steady clock, ns; only where the pool trims by age

@@ -43,7 +43,7 @@ PageStore::Shortage PageStore::shortage(std::size_t pages) const {
 }
 
 void PageStore::quarantine(Page* page) {
-  if (std::exchange(page->quarantined, true)) return;  // by another of those who share it
+  if (std::exchange(page->quarantined, true)) return;  // through another mapping of it
   ++page->references;
   ++quarantined_;
 }
@@ -163,7 +163,7 @@ void PageStore::stock(PoolLock& lock, std::size_t pages) {
   if (!driver_.traits().adjacent_handles) {
     const std::size_t counted_before = just_made_;
     make_ready(lock, pages);
-    just_made_ = std::min(just_made_, counted_before);  // nobody asked for them yet
+    just_made_ = std::min(just_made_, counted_before);  // not yet for a growth
     return;
   }
   RowHome home = open_home(pages);

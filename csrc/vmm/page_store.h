@@ -81,7 +81,7 @@ class PageStore {
   // Has the memory of `pages` free pages made, where the driver takes long for that. True where it
   // let the lock go.
   bool make_ready(PoolLock& lock, std::size_t pages);
-  // The same on every driver, for pages that nobody asked for yet: takes them, makes what is
+  // The same on every driver, for pages that no growth asks for yet: takes them, makes what is
   // missing without the lock, and puts them back.
   void stock(PoolLock& lock, std::size_t pages);
   // Gives back the memory of the `n` oldest kept pages; where each has a handle of its own, without

@@ -15,7 +15,7 @@ enum class EntryState : std::uint8_t {
   empty,
   writable,
   guarded,      // shared, or once shared: writes do not reach the page
-  arriving,     // somebody is mapping the page, without the lock
+  arriving,     // being mapped, without the lock
   quarantined,  // what is mapped here is not known: never used, never unmapped
 };
 

@@ -252,7 +252,7 @@ class AdjacentPlacement final : public Placement {
   }
 
   // Moves all of `next` to the end of `run`; false where it does not follow it, or where that takes
-  // many records of pages that nobody has used.
+  // many records of pages that were never used.
   bool append(HandleRun& run, HandleRun& next) {
     if (run.first + run.length != next.first) return false;
     const std::size_t gap = next.pages.empty() ? 0 : run.length - run.pages.size();

@@ -20,8 +20,8 @@ inline constexpr std::size_t kParkByBudget = std::numeric_limits<std::size_t>::m
 struct PoolOptions {
   std::size_t budget = 0;  // 0: what the driver says is available and no other pool was promised
   ZeroPolicy zero = ZeroPolicy::new_owner;
-  // What a tensor may have mapped ahead of need. 0: nothing is done in the background but what
-  // somebody prepares, and what has to wait for a fence.
+  // What a tensor may have mapped ahead of need. 0: the background does nothing but explicit
+  // prepare() calls and what has to wait for a fence.
   std::size_t ahead = 0;
   // What freed tensors may leave mapped for the next of the same shape. kParkByBudget: a quarter of
   // the budget.

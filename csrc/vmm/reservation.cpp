@@ -219,7 +219,7 @@ void Reservation::enter(Arrival& arrival) {
         pages_.quarantine(page[at]);
         ++quarantined_;
       } else {
-        const bool dirty = page[at]->dirty;  // nobody wrote to it here
+        const bool dirty = page[at]->dirty;  // it was not written to here
         pages_.drop(page[at]);
         page[at]->dirty = dirty;
         entry = {};

@@ -164,11 +164,11 @@ class Reservation {
   void guard(PoolLock* lock, std::span<const Run> runs);
   // Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable,
   // and zeroes `stale` at the end, in `stream`. Whole or nothing, except that pages which the
-  // kernel had parted may stay folded: nobody can tell but by the counts. Lets the lock go while
+  // kernel had parted may stay folded, which only the counts show. Lets the lock go while
   // pages are copied and remapped, but not to undo that. Throws TimedOut where copies may still
   // run, in the side stream.
   void part(PoolLock& lock, std::span<const Run> runs, std::span<const Bytes> stale, Stream stream);
-  // How many pages parting these takes: a page that nobody shares any more is kept.
+  // How many pages parting these takes: a page with one reference left is kept.
   std::size_t fresh_pages_for(std::span<const Run> guarded) const;
   // Of a guarded run, the pages that the kernel parted at a write; 1 for each.
   std::vector<std::uint8_t> find_parted(const Run& run) const;
