@@ -1,4 +1,4 @@
-// The reading side of the trace: what was told at its points between two moments.
+// The reading side of the trace: the events of its points between two moments.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct Ring;
 // Holds what begins and ends between its making and stop(). Recordings may overlap, in one thread
 // and in several: they share the ring of the first.
 //
-// The ring keeps the newest events. It has memory only while somebody records, and only as much as
+// The ring keeps the newest events. It has memory only while a recording runs, and only as much as
 // events have reached. All methods may be called from any thread, and all but stop() throw in a
 // forked child, where nothing is recorded (I13).
 class Recording {
@@ -48,7 +48,7 @@ class Recording {
 
   // By begin, what encloses before what it encloses. So far, while it runs.
   std::vector<Event> events();
-  // Of those told meanwhile, how many newer ones have replaced.
+  // Events of this time that newer ones have replaced.
   std::uint64_t dropped();
 
   std::size_t capacity() const { return capacity_; }

@@ -21,11 +21,11 @@ namespace {
 
 // One event. A cache line each, so that threads do not wait for each other's lines.
 //
-// A writer takes a ticket, and with it a slot; `state` says whose event the slot holds, as in a
-// seqlock. The words are stored with release and loaded with acquire, so that a reader who sees one
-// word of a new event also sees the new state afterwards: the order that the fences give in H.-J.
-// Boehm's "Can seqlocks get along with programming language memory models?" (MSPC 2012), without
-// the fences, which ThreadSanitizer does not know.
+// A writer takes a ticket, and with it a slot; `state` says which event the slot holds, as in a
+// seqlock. The words are stored with release and loaded with acquire, so that a reader that sees
+// one word of a new event also sees the new state afterwards: the order that the fences give in
+// H.-J. Boehm's "Can seqlocks get along with programming language memory models?" (MSPC 2012),
+// without the fences, which ThreadSanitizer does not know.
 struct alignas(64) Slot {
   std::uint64_t state;  // 0: never written; else as `writing` and `written` say
   std::uint64_t begin, duration, address, bytes, subject;
@@ -247,8 +247,8 @@ std::uint64_t Recording::dropped() {
   refuse_in_child("dropped");
   const std::lock_guard lock(control);
   if (stopped_) return dropped_;
-  const std::uint64_t told = ring_->next.load(std::memory_order_relaxed) - first_;
-  return told - std::min(told, ring_->capacity);
+  const std::uint64_t events = ring_->next.load(std::memory_order_relaxed) - first_;
+  return events - std::min(events, ring_->capacity);
 }
 
 }  // namespace vtensor::trace

@@ -1,5 +1,5 @@
-// The points of the trace (I16): what the core and its drivers tell of themselves, for the
-// notebook, for Perfetto, and for finding out why a step was slow. Off unless somebody records:
+// The points of the trace (I16): what the core and its drivers do, for the
+// notebook, for Perfetto, and for finding out why a step was slow. Off unless a recording runs:
 // then a point costs one relaxed load. No allocation, no lock, no Python. base/recording.h is the
 // other side.
 #pragma once
@@ -45,7 +45,7 @@ inline constexpr std::array<std::string_view, kWhatCount> kWhatNames = {
 
 constexpr std::string_view name_of(What what) { return kWhatNames[static_cast<std::size_t>(what)]; }
 
-// Whether somebody records. Set by Recording alone.
+// Whether a recording runs. Set by Recording alone.
 inline std::atomic<bool> on{false};
 
 inline bool recording() { return on.load(std::memory_order_relaxed); }
@@ -54,7 +54,7 @@ inline bool recording() { return on.load(std::memory_order_relaxed); }
 // carries them to the clock of torch's profiler.
 std::uint64_t now() noexcept;
 
-// Puts one event of the calling thread in the ring, where somebody records. `subject` is the first
+// Puts one event of the calling thread in the ring, if a recording runs. `subject` is the first
 // address of the tensor's range (0: no tensor), `bytes` what it was about. `begin` and `end` as
 // now() gives them; equal for what has no duration.
 void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t address,

@@ -1,6 +1,6 @@
 // What Python gives to an operation, as C++ takes it; refused in the operation's words where it is
-// something else. Bindings take such arguments as nb::handle: of a refusal by nanobind's own
-// conversions nobody learns which argument of which operation was meant.
+// something else. Bindings take such arguments as nb::handle: a refusal by nanobind's own
+// conversions names neither the argument nor the operation.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -194,8 +194,7 @@ class AttentionSpec {
         if (side->rank != kMostDims)
           refuse(side->name, " is ", side->sizes(), ": give ", o_.heads_first ? kHeads : kRows);
     }
-    // Of packed queries, which some kernels take beside rows, nobody knows how many sequences they
-    // are.
+    // Packed queries, which some kernels take beside rows, do not say how many sequences they are.
     const bool may_be_packed = o_.packed || !o_.same_rows;
     const bool may_be_rows = !o_.packed || k.rank == kMostDims;
     if (!(q.rank == 3 && may_be_packed) && !(q.rank == kMostDims && may_be_rows))

@@ -1,4 +1,4 @@
-// Memory of the host, from torch, whose allocator keeps page-locked memory for the next who asks.
+// Memory of the host, from torch, whose allocator keeps page-locked memory for the next request.
 #pragma once
 
 #include <cstddef>

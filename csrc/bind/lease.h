@@ -16,7 +16,7 @@ class Lease {
   // For work that will be launched in `stream`: torch's current one at the end unless named.
   // `tensors` are any number of VTensors.
   Lease(nb::handle tensors, std::optional<Stream> stream);
-  // What nobody ended stays held for good: work may be running that nobody knows of.
+  // A lease that was not ended is held for good: its work may still be running.
   ~Lease() = default;
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;

@@ -67,8 +67,8 @@ class TensorCore::Operation {
   std::optional<Undressed> undressed_;
 };
 
-// Who asks, in the stream that he named or else torch's current one. Throws InvalidArgument where
-// that which he named cannot be.
+// The caller, in the stream that it named or else torch's current one. Throws InvalidArgument if
+// there is no such stream.
 inline Caller caller_of(const char* operation, std::optional<Stream> stream, PagePool& pool) {
   const DriverTraits& traits = pool.traits();
   if (!stream) return {operation, TorchFace::get().current_stream(traits.device), false};

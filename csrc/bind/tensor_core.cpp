@@ -238,7 +238,7 @@ Interval TensorCore::stale_in(Interval added) const {
   return intersection(added, {0, stale_until_});
 }
 
-// Adds `n` positions. `fill(start)` writes them before torch is told of them. Whole or nothing.
+// Adds `n` positions. `fill(start)` writes them before torch sees them. Whole or nothing.
 template <typename Fill>
 void TensorCore::grow(nb::handle self, const Caller& caller, std::size_t n, bool populate,
                       Fill fill) {
@@ -463,7 +463,7 @@ void TensorCore::leave(nb::handle self) {
   const std::shared_ptr<Buffer> left = std::move(buffer_);
   const ReleasedGil released;
   left->abandon();
-  const PoolLock settled(left->pool());  // whoever held the lock has settled it by now
+  const PoolLock settled(left->pool());  // settled by now, by this or another thread
 }
 
 }  // namespace vtensor::bind

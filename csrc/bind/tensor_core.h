@@ -1,4 +1,4 @@
-// The half of a VTensor that Python does not see: its buffer, its length, and what torch was told
+// The half of a VTensor that Python does not see: its buffer, its length, and what torch knows
 // of them.
 #pragma once
 

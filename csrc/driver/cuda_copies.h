@@ -1,4 +1,4 @@
-// Copies between pages: on the driver's own stream, behind the fences of those who wrote them.
+// Copies between pages: on the driver's own stream, behind the fences of what wrote them.
 #pragma once
 
 #include <chrono>

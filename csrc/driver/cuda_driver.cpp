@@ -203,7 +203,7 @@ bool CudaDriver::close() {
     }
   }
   // The core waited for the fences of what it unmapped. Ranges that are left hold quarantined
-  // pages, and nobody knows what runs there.
+  // pages, and what runs there is unknown.
   try {
     if (mappings_.any()) quiesce();
   } catch (const DriverError&) {

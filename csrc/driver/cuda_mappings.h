@@ -30,7 +30,7 @@ class CudaMappings {
   // Has `zeros` stand at each of these pages, guarded, wherever nothing else is mapped.
   void back_holes(Handle zeros, std::span<const Address> pages);
 
-  // Frees a range of which nobody knows what is mapped in it: every page is tried.
+  // Frees a range in which it is unknown what is mapped: every page is tried.
   void give_back(Address range);
   // Leaves a range, or all, and what is mapped there to the process for good.
   void abandon(Address range);

@@ -123,7 +123,7 @@ class Driver {
   // Sets parted[i] for each of the guarded pages at `at` that a write has parted from its handle.
   virtual void find_parted(Address at, std::span<std::uint8_t> parted) = 0;
 
-  // Bytes of the device's memory that nobody has taken, other processes included.
+  // Bytes of the device's memory that no process has taken.
   virtual std::size_t free_memory() = 0;
 
   // Order between what streams do and what the core does. On the host all work but copies is done

@@ -93,7 +93,7 @@ class HostDriver final : public Driver {
 
   ~HostDriver() override {
     copies_.stop();
-    // What is left holds quarantined pages, and nobody can reach it any more.
+    // What is left holds quarantined pages, and is out of reach.
     if (!in_forked_child) {
       for (const auto& [range, left] : reservations_)
         munmap(reinterpret_cast<void*>(left.base), left.bytes);

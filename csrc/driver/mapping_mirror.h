@@ -10,7 +10,7 @@
 namespace vtensor {
 
 // Not thread safe. `provide` allocates ahead, so that `assign` and `erase` cannot fail once the
-// kernel has been told.
+// kernel has made the change.
 class MappingMirror {
  public:
   MappingMirror() = default;

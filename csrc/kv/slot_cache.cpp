@@ -266,8 +266,8 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
         const std::size_t late = tail() + ceil_div(shape_.lookahead, std::size_t{2});
         const std::size_t ready = buffer.ready_until();
         if (ahead > buffer.extent().end) buffer.want_until(end, ready < length + late);
-        const std::size_t told = ahead * pool_->page_size() / kinds_[kind].shape.item_bytes;
-        if (told < shape_.max_length) calm = std::min(calm, told - tail() - shape_.lookahead);
+        const std::size_t asked = ahead * pool_->page_size() / kinds_[kind].shape.item_bytes;
+        if (asked < shape_.max_length) calm = std::min(calm, asked - tail() - shape_.lookahead);
         if (ready < end && ready > length + late) calm = std::min(calm, ready - late);
       }
       calm = std::min(calm, calm_of(kind, slot, length));

@@ -87,21 +87,21 @@ class SlotCache {
   // One that begins with what the index has of a request's tokens, but never all of them.
   std::size_t alloc(const Caller& caller, std::span<const Token> tokens, const std::string& salt,
                     std::size_t expected);
-  // Makes the first lengths[s] positions of each slot its own: mapped, and shared with nobody where
-  // they are new. All or nothing, in one batch of driver calls; none where the pages are ready.
-  // Where the driver refuses, pages that were shared may have been parted; nothing else has
-  // changed. Throws OutOfPages, InvalidArgument, CapacityExceeded.
+  // Makes the first lengths[s] positions of each slot its own: mapped, and not shared if they are
+  // new. All or nothing, in one batch of driver calls; none if the pages are ready. If the driver
+  // refuses, pages that were shared may have been parted; nothing else has changed. Throws
+  // OutOfPages, InvalidArgument, CapacityExceeded.
   void step(const Caller& caller, std::span<const std::int64_t> lengths);
-  // The same where no slot needs more than to be told. False, and nothing is done, where one does.
+  // The same if no slot needs another page. False, and nothing is done, if one does.
   bool step_within(const Caller& caller, std::span<const std::int64_t> lengths);
-  // Its pages are parked for a later request, and go as soon as somebody needs them.
+  // Its pages are parked for a later request, and go as soon as others need them.
   void free(const Caller& caller, std::size_t slot);
   void truncate(const Caller& caller, std::size_t slot, std::size_t length);
   // `n` free slots that share all pages of `slot`, guarded in all of them; with them what a kernel
   // may touch behind the length.
   std::vector<std::size_t> fork(const Caller& caller, std::size_t slot, std::size_t n);
   // For each beam the slot that goes on with sources[i]: the source itself for the first that names
-  // it, a fork for others. Slots in `beams` that nobody goes on with are freed; before the forks
+  // it, a fork for others. Slots in `beams` that no beam goes on with are freed; before the forks
   // are made, and for good, where there are no free slots for these besides.
   std::vector<std::size_t> reorder(const Caller& caller, std::span<const std::size_t> beams,
                                    std::span<const std::size_t> sources);
@@ -109,8 +109,8 @@ class SlotCache {
   // tokens it has of them.
   std::size_t publish(const Caller& caller, std::size_t slot, std::span<const Token> tokens,
                       const std::string& salt);
-  // Gives prefixes up that nobody uses, for an operation that found memory short for the n-th time;
-  // false where there are none.
+  // Gives prefixes up that no request uses, for an operation that found memory short for the n-th
+  // time; false where there are none.
   bool evict(unsigned tries);
   // Tokens of the smallest prefix that requests can share.
   std::size_t unit() const { return prefixes_.unit(); }
@@ -254,7 +254,7 @@ class SlotCache {
   std::vector<Kind> kinds_;
   std::vector<Slot> slots_;
   std::vector<std::int64_t> lengths_;  // 0 where the slot is not in use
-  // Up to here a length needs no more than to be told: every page is there, ready, and its own.
+  // Lengths below need no other page: every page is there, ready, and the slot's own.
   std::vector<std::int64_t> calm_;
   // Free slots: those whose places can be had, by their parked positions and number as last seen,
   // and the others, until their pages have gone or are parked.

@@ -134,7 +134,7 @@ bool Buffer::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
     range_.claim(arrival);
   } catch (const DeviceOutOfMemory&) {
     busy_ = false;
-    return give_up();  // whoever needs the pages will say
+    return give_up();  // a growth that needs the pages raises it
   } catch (...) {
     busy_ = false;
     failed(std::current_exception());
@@ -147,12 +147,12 @@ void Buffer::enter_ahead(Reservation::Arrival& arrival) {
   busy_ = false;
   range_.enter(arrival);
   for (const Reservation::Run& run : arrival.runs)
-    unmap_.touch(run.slots);  // in case nobody wants them any more
+    unmap_.touch(run.slots);  // they may no longer be wanted
   unmap_.touch(ahead());      // nor what came before them
   if (arrival.zeroing) work_.note(driver_.side_stream());
   if (arrival.error) {
     want_end_ = 0;
-    if (!is_out_of_memory(arrival.error)) {  // otherwise whoever needs the pages will say
+    if (!is_out_of_memory(arrival.error)) {  // which a growth that needs the pages raises
       failed(arrival.error);
       trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
     }

@@ -121,7 +121,7 @@ class Buffer final : public Client {
   // Zeroes `positions` of every row; they are mapped and owned.
   void zero(const Caller& caller, Interval positions);
   // A buffer of `shape` whose row i has the pages of row rows[i]. No byte is copied; the pages are
-  // guarded in both unless `exclusive`, which is for an owner who leaves this buffer and that no
+  // guarded in both unless `exclusive`, which is for an owner that leaves this buffer and that no
   // generation covers. Waits for the work of all streams that use this buffer.
   std::shared_ptr<Buffer> share(const Caller& caller, const RowShape& shape,
                                 std::span<const std::size_t> rows, bool exclusive);
@@ -238,7 +238,7 @@ class Buffer final : public Client {
   Generation* publish_locked();
   std::vector<FencePtr> fences() const;
   bool is_quiet();
-  // Waits until nobody makes driver calls for us, and has the mapper keep off meanwhile.
+  // Waits until no thread makes driver calls for this buffer; the mapper begins none meanwhile.
   void await_turn(PoolLock& lock, const Caller& caller);
   void await_streams(PoolLock& lock, const Caller& caller);
   bool begin_retirement();
@@ -272,7 +272,7 @@ class Buffer final : public Client {
   Generation* host_ = nullptr;  // where it is placed: what keeps the range there reserved
   bool owned_ = true;           // the owner has not left
   bool reserved_ = false;       // the range is ours
-  bool busy_ = false;           // somebody makes driver calls for us without the lock
+  bool busy_ = false;           // a thread makes driver calls for it without the lock
   bool wanting_ = false;        // on the pool's list
   // What growing over ready pages looks at lies together: many buffers grow in one step, and their
   // memory is cold.

@@ -139,7 +139,7 @@ void Buffer::grow(const Caller& caller, Interval positions, bool populate, Inter
   grow(caller, {&growth, 1}, populate);
 }
 
-// How many pages parting takes in all: where all who share a page part it, the last one keeps it.
+// How many pages parting takes in all: if all that share a page part it, the last one keeps it.
 std::size_t Buffer::fresh_pages_for(std::span<const Growing> all) {
   if (all.size() == 1) return all.front().fresh();
   std::size_t fresh = 0;

@@ -9,8 +9,8 @@
 
 namespace vtensor {
 
-// Keeps the pages that a new owner could use: neighbours, mapped in every row and shared with
-// nobody; in a buffer of its own range from the first slot on, because its next owner is another
+// Keeps the pages that a new owner could use: neighbours, mapped in every row and not shared; in a
+// buffer of its own range from the first slot on, because its next owner is another
 // tensor, which begins there.
 void Buffer::try_to_park() {
   if (range_.quarantined() != 0 || shape_.phase != 0 || !reserved_) return;

@@ -96,7 +96,7 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
       }
       if (state == EntryState::arriving && !busy_) {
         throw Error("I8: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
-                    " waits for a page that nobody maps");
+                    " waits for a page that no thread maps");
       }
     }
   }

@@ -174,7 +174,7 @@ bool Buffer::begin_retirement() {
 }
 
 void Buffer::give_back_unused() noexcept {
-  if (busy_) return;  // whoever made it busy comes here again
+  if (busy_) return;  // the end of that comes here again
   if (!owned_ && generations_.empty() && std::exchange(may_park_, false)) try_to_park();
   if (!pool_->looks_ahead()) {
     if (!settle(nullptr)) pool_->settle_later(shared_from_this());
@@ -264,7 +264,7 @@ void Buffer::enter_back(Departure& departure) {
   pool_->changed();
 }
 
-// Frees the range of a buffer that nobody can reach any more. False where something is left in it.
+// Frees the range of a buffer that is out of reach. False if something is left in it.
 bool Buffer::release_range() {
   if (owned_ || !reserved_ || !generations_.empty() || !parked_.empty()) return true;
   if (range_.mapped() != 0) return false;

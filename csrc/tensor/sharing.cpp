@@ -212,7 +212,7 @@ std::size_t Buffer::shared_with(const Buffer& other) const {
 std::size_t Buffer::writable_until(std::size_t position) const {
   std::size_t slot = slots_of({position, position + 1}).begin;
   if (range_.quarantined() != 0) {
-    // Whoever wants more is told what was lost.
+    // A step that needs more raises what was lost.
   } else if (range_.guarded() == 0) {
     slot = std::max(slot, extent_.end);
   } else {

@@ -1,4 +1,4 @@
-// Pages kept without a mapping, for whoever maps them next: what a prefix index holds past the end
+// Pages kept without a mapping, to be mapped again: what a prefix index holds past the end
 // of the request that computed it.
 #pragma once
 
