@@ -58,7 +58,7 @@ struct PoolEvents {
   std::uint64_t tensors_fresh = 0;
 };
 
-class PagePool : public PoolMutex, public std::enable_shared_from_this<PagePool> {
+class PagePool final : public PoolMutex, public std::enable_shared_from_this<PagePool> {
  public:
   // Throws InvalidArgument where the budget is below one page.
   static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver,
