@@ -222,7 +222,7 @@ std::size_t PagePool::trim() {
 }
 
 bool PagePool::idle() const {
-  // What is told to have ended may be the last to keep some client's range.
+  // A generation that has ended may be the last to keep a client's range.
   return in_flight() == 0 && !ended_.load(std::memory_order_acquire) &&
          (wanting_.empty() || !mapper_.running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),

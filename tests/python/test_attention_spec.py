@@ -95,7 +95,7 @@ def test_plain_tensors_pass_as_they_are():
 )
 def test_the_room_that_a_write_needs(grown, lengths, shortest, longest):
     new = noise(ROWS, 2, HEADS, SIZE)
-    lengths = on_a_device(int32(9, 9, 9)) if lengths is None else lengths  # nobody looks
+    lengths = on_a_device(int32(9, 9, 9)) if lengths is None else lengths  # their values are not read
     needs = WITH_CACHE.room(noise(ROWS, 1, 4, SIZE), *grown, lengths, None, None, new, new)
     assert needs == (HOLDS, shortest, longest, 2)
 
