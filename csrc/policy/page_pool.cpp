@@ -89,7 +89,7 @@ void PagePool::start_mapper() {
 
 bool PagePool::may_park(std::size_t pages) {
   const std::size_t most =
-      options_.park == kParkByBudget ? store_.budget() / 4 : in_pages(options_.park);
+      options_.park == kParkByBudget ? store_.budget() / 4 : store_.in_pages(options_.park);
   if (pages > most) return false;
   while (parked_.pages() + pages > most) {
     const std::shared_ptr<Client> oldest = parked_.oldest_unplaced();
@@ -196,7 +196,7 @@ PoolEvents PagePool::events() {
 }
 
 void PagePool::set_budget(std::size_t bytes) {
-  const std::size_t pages = in_pages(bytes);
+  const std::size_t pages = store_.in_pages(bytes);
   PoolLock lock(shared_from_this());
   reap();
   count_parted();

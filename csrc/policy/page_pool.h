@@ -156,7 +156,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
                                           const PoolOptions& options);
   // Bytes that it may take and has not.
   std::size_t promised_bytes();
-  std::size_t in_pages(std::size_t bytes) const { return bytes / page_size(); }
   class WantsQuiet;
   void start_mapper();
   void count_parted();

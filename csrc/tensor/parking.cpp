@@ -8,6 +8,11 @@
 #include "tensor/buffer.h"
 
 namespace vtensor {
+namespace {
+
+bool is_zeroed(const Entry& entry) { return !entry.page->dirty; }
+
+}  // namespace
 
 // Keeps the pages that a new owner could use: neighbours, mapped in every row and not shared; in a
 // buffer of its own range from the first slot on, because its next owner is another
@@ -56,10 +61,7 @@ void Buffer::keep_nothing() {
   if (!parked_.empty()) unpark();
 }
 
-bool Buffer::to_clean() const {
-  return range_.first_not(parked_, [](const Entry& entry) { return !entry.page->dirty; }) <
-         parked_.end;
-}
+bool Buffer::to_clean() const { return range_.first_not(parked_, is_zeroed) < parked_.end; }
 
 // Up to `pages` parked pages that are to be zeroed, once the last owner's work is done.
 bool Buffer::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) {
@@ -136,8 +138,7 @@ void Buffer::adopt(const Caller& caller) {
   if (cleaned_after_) ready_after_.push_back(std::exchange(cleaned_after_, nullptr));
   work_.clear();
   work_.note(caller);
-  std::size_t clean =
-      range_.first_not(parked_, [](const Entry& entry) { return !entry.page->dirty; });
+  std::size_t clean = range_.first_not(parked_, is_zeroed);
   // What is missing before them, if anything, is mapped before they are reached.
   if (parked_.begin != 0) clean = 0;
   if (clean < parked_.end) foreign_ = {std::max(clean, parked_.begin), parked_.end};

@@ -29,7 +29,8 @@ class PageStore {
 
   // -- the budget, in pages
 
-  // Needs no lock.
+  // Need no lock.
+  std::size_t in_pages(std::size_t bytes) const { return bytes / driver_.traits().page_size; }
   std::size_t budget() const { return budget_.load(std::memory_order_relaxed); }
   void set_budget(std::size_t pages) { budget_ = pages; }
   // Handles in use.
@@ -98,7 +99,6 @@ class PageStore {
   std::uint64_t pages_fresh = 0;     // and was not
 
  private:
-  std::size_t in_pages(std::size_t bytes) const { return bytes / driver_.traits().page_size; }
   void keep(Page* page, bool aged = false) noexcept;
   void make_room(std::size_t taken, std::size_t fresh);
   void empty(Page* first, std::size_t n);
