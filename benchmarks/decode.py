@@ -30,7 +30,7 @@ def run(settings: Settings) -> list[Figure]:
     model = make_llama(FULL.layers, FULL.vocab_size)
     config = model.config
     final = start + steps + warmup
-    pool = vtensor.Pool("cpu", page_size=FULL.page_size, ahead=0)
+    pool = vtensor.Pool("cpu", page_size=FULL.page_size, prefetch=0)
     ours = VTensorCache(config, max_len=FULL.max_len, pool=pool)
     caches = {
         "vtensor": ours,

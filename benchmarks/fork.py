@@ -70,12 +70,12 @@ def run(settings: Settings) -> list[Figure]:
     shared = pool.stats().pages_used
     for fork in forks:
         fork.append(x)
-    parted = pool.stats().pages_used
+    apart = pool.stats().pages_used
     pool.close()
     return [
         *figures,
         count("4 forks", "the prefix alone", shared - used, "pages more", Bar(0)),
         count(
-            "4 forks, each with its own next token", "the prefix alone", parted - used, "pages more", Bar(4)
+            "4 forks, each with its own next token", "the prefix alone", apart - used, "pages more", Bar(4)
         ),
     ]

@@ -188,7 +188,7 @@ def beams(settings: Settings) -> list[Figure]:
         seconds += clock(lambda: model(tokens, attention_mask=mask, past_key_values=cache))
         if name == "vtensor":  # the partial last pages of beams that share them, copied whole
             now = pool.stats()
-            pages = now.pages_used + now.pages_parted - shared.pages_used - shared.pages_parted
+            pages = now.pages_used + now.pages_private - shared.pages_used - shared.pages_private
             copied.append(pages * pool.page_size)
         return seconds
 

@@ -114,7 +114,7 @@ def crossing_steps(settings: Settings) -> list[Figure]:
     return [
         compared(f"{what}, mapper", mapper, limit),
         Figure(f"{what}, mapper, p99", "preallocated, p99", "x", tail("growing"), tail("control"), limit),
-        compared(f"{what}, ahead=0", synchronous, Bar(5, at_least=True)),
+        compared(f"{what}, prefetch=0", synchronous, Bar(5, at_least=True)),
         # Not a count to gate: a mapper that gets no processor for long enough is overtaken.
         Figure(
             f"{settings.pick(*STEPS) * settings.pick(*ROUNDS):,} decode steps",
@@ -139,7 +139,7 @@ def crossings(settings: Settings, ahead: int | None) -> tuple[dict[str, list[flo
     taken: dict[str, list[float]] = {"growing": [], "preallocated": [], "control": []}
     calls = 0
     for _ in range(settings.pick(*ROUNDS)):
-        pool = vtensor.Pool("cpu", page_size=STEP_PAGE, ahead=ahead)
+        pool = vtensor.Pool("cpu", page_size=STEP_PAGE, prefetch=ahead)
         caches = {
             "growing": [growing(pool, steps) for _ in range(LAYERS)],
             "preallocated": [preallocated(steps) for _ in range(LAYERS)],
@@ -286,7 +286,7 @@ def many_tensors(settings: Settings) -> list[Figure]:
     """``prepare`` for 64 tensors: the mapper's time for it, against the same calls in a C loop."""
     tensors, page = 64, 64 << 10
     bare = load_bare_mmap(populate=True)
-    pool = vtensor.Pool("cpu", page_size=page, park=0)
+    pool = vtensor.Pool("cpu", page_size=page, cache=0)
     made = [
         vtensor.empty(0, page, grow_dim=0, capacity=64, dtype=torch.uint8, pool=pool) for _ in range(tensors)
     ]

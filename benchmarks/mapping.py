@@ -29,7 +29,7 @@ def pages_of(rows: int, capacity: int, pool: vtensor.Pool) -> vtensor.VTensor:
 
 def first_growth(rows: int, pages: int, capacity: int) -> tuple[float, int]:
     """Seconds and mmap calls of the first ``extend``, by `pages` pages a row, in a pool of its own."""
-    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, ahead=0)
+    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, prefetch=0)
     t = pages_of(rows, capacity, pool)
     before = pool.stats().driver_calls["caller"].get("mmap", 0)
     seconds = clock(lambda: t.extend(pages))
@@ -48,7 +48,7 @@ def later_growth(t: vtensor.VTensor, pages: int) -> float:
 
 def adjacent(settings: Settings) -> list[Figure]:
     bare = load_bare_mmap()
-    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, ahead=0)
+    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, prefetch=0)
     t = pages_of(1, PAGES, pool)
     later_growth(t, PAGES)
     size = PAGES * PAGE_SIZE
@@ -83,7 +83,7 @@ def adjacent(settings: Settings) -> list[Figure]:
 def scattered(settings: Settings) -> list[Figure]:
     """1,000 rows that grow by one page each: as many mappings, none of which can merge."""
     bare = load_bare_mmap()
-    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, ahead=0)
+    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, prefetch=0)
     t = pages_of(PAGES, ROW_PAGES, pool)
     later_growth(t, 1)
     stride = ROW_PAGES * PAGE_SIZE
@@ -130,7 +130,7 @@ def kernel_mappings(t: vtensor.VTensor) -> int:
 def growing_in_order(settings: Settings) -> list[Figure]:
     """Tensors that take pages in turn, as the layers of a model do."""
     layers, rows, pages = 8, 4, settings.pick(100, 20)
-    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, ahead=0)
+    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, prefetch=0)
     tensors = [pages_of(rows, pages + 1, pool) for _ in range(layers)]
     for _ in range(pages):
         for t in tensors:

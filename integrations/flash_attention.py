@@ -192,7 +192,7 @@ def flash_attn_with_kvcache(
     Where ``k`` and ``v`` (new positions ``[B, n, Hkv, D]``) are given, VTensors grow so that the kernel finds
     room for ``n`` more behind the longest row, and no further. Lengths in a tensor on a device, which the
     host does not know, must have their longest row at the VTensors' length, which then grows by ``n``; where
-    rows end, truncate to the longest that is left. Pages there that are shared with a fork are parted first.
+    rows end, truncate to the longest that is left. Pages there that a fork shares are unshared first.
 
     Args:
         q: ``[B, Sq, Hq, D]``.

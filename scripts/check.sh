@@ -23,7 +23,7 @@ check_architecture() {
 slow_tests() {
   VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so pytest -m slow tests
 }
-# The general suites again with the options that users get: look-ahead and parking.
+# The general suites again with the options that users get: look-ahead and reuse.
 default_pools() {
   local general=(tests/python/test_{tensor,capacity,sharing,torch_safety,kv_cache,kv_swaps,cache_layers,threads,regressions}.py)
   VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_POOLS=default pytest -q -n 2 --dist worksteal "${general[@]}"

@@ -153,7 +153,7 @@ class Worker:
         modelled.cells = torch.cat([modelled.cells, new[:, :, 0].clone()], 1)
         byte = self.fresh_byte()
         if modelled.shared:
-            t[:, t.length - n :] = byte  # through the tensor, which parts shared pages first
+            t[:, t.length - n :] = byte  # through the tensor, which unshares pages first
         else:
             new.fill_(byte)
         modelled.bytes.add(byte)
@@ -392,13 +392,13 @@ def play(kind: str, number: int, seed: int, counts: collections.Counter) -> None
     """One round: a pool with options of its own, threads, faults; in the end, nothing is left."""
     draw = random.Random(seed)
     options = {
-        "ahead": draw.choice([0, 1 << 16, 1 << 20]),
+        "prefetch": draw.choice([0, 1 << 16, 1 << 20]),
         "zero": draw.choice(["new_owner", "new_owner", "always"]),
         "pages": draw.choice([120, 400]),
     }
-    options["park"] = draw.choice([0, 1 << 18]) if options["ahead"] else 0
+    options["cache"] = draw.choice([0, 1 << 18]) if options["prefetch"] else 0
     if draw.random() < 0.3:
-        options.update(low=8 * 4096, high=64 * 4096)
+        options.update(spare_low=8 * 4096, spare_high=64 * 4096)
     if draw.random() < 0.3:
         options["max_age"] = 0.02
     if kind == "simcuda":
@@ -409,7 +409,7 @@ def play(kind: str, number: int, seed: int, counts: collections.Counter) -> None
     late = device is not None and draw.random() < 0.5
     if late:
         device.late_events(0, draw.choice([0.2, 1.0]))
-    in_order = device is None or not (late or options["park"])
+    in_order = device is None or not (late or options["cache"])
     workers = [Worker(pool, device, in_order, draw.randrange(2**32), counts) for _ in range(THREADS)]
     faults = Faults(pool, draw.randrange(2**32))
     until = time.monotonic() + ROUND_SECONDS

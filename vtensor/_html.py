@@ -88,12 +88,12 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
         f"in pages of {byte_text(size)}, open tensors: {stats.tensors:,}, "
         f"{byte_text(stats.nbytes_reserved)} of addresses"
     )
-    kept = min(stats.pages_cached, max(0, stats.pages_free))
-    budget = [("used", stats.pages_used, COLOURS["mapped"]), ("free and kept", kept, COLOURS["parked"])]
+    kept = min(stats.pages_spare, max(0, stats.pages_free))
+    budget = [("used", stats.pages_used, COLOURS["mapped"]), ("free and kept", kept, COLOURS["cached"])]
     mapped = [
         ("active", stats.pages_active, COLOURS["mapped"]),
         ("prefetched", stats.pages_prefetched, COLOURS["prefetched"]),
-        ("parked", stats.pages_parked, COLOURS["parked"]),
+        ("cached", stats.pages_cached, COLOURS["cached"]),
         ("pinned", stats.pages_pinned, COLOURS["pinned"]),
     ]
     drawn = _proportions("memory, of the budget", budget, stats.budget // size)
@@ -118,11 +118,11 @@ def cache_bundle(cache: Any) -> dict[str, str]:
         f"({100 * stats.waste:.1f}% more), {stats.page_tokens:,} tokens a page, "
         f"{stats.prefix_tokens:,} tokens of published prefixes"
     )
-    private = max(0, stats.pages_used - stats.pages_shared - stats.pages_parked)
+    private = max(0, stats.pages_used - stats.pages_shared - stats.pages_cached)
     parts = [
         ("of one slot", private, COLOURS["mapped"]),
         ("shared", stats.pages_shared, COLOURS["shared"]),
-        ("parked", stats.pages_parked, COLOURS["parked"]),
+        ("cached", stats.pages_cached, COLOURS["cached"]),
     ]
     drawn = _proportions("pages in use", parts) + _key(parts)
     return _bundle(name, facts, drawn, _slots(lengths, max(1, stats.page_tokens)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vtensor import _core
 from vtensor._layout import Layout
@@ -16,61 +16,65 @@ FREE, USED, SWAPPED = range(3)
 
 @dataclass(frozen=True)
 class KVCacheStats:
-    """A KVCache at one moment. Pages, unless the name says otherwise.
+    """A KVCache at one moment. Pages, unless the name says otherwise. Its ``repr`` shows the eight that
+    matter most.
 
-    ``pages_mapped == pages_active + pages_prefetched + pages_parked + pages_pinned`` (I4).
+    ``pages_mapped == pages_active + pages_prefetched + pages_cached + pages_pinned`` (I4).
+
+    Attributes:
+        page_size: bytes of one page.
+        slots_used: slots of requests whose pages are here.
+        slots_free: slots that :meth:`KVCache.alloc` can give.
+        slots_swapped: slots of requests whose pages are in host memory.
+        slots_lost: of the free slots, those given up after a driver call that could not be undone (I8).
+        tokens: tokens of the slots in use.
+        unit: tokens of the smallest prefix that requests can share.
+        page_tokens: tokens that one page holds; of the largest rows, where they differ.
+        ranges: rows of a slot: it takes a page in each for each ``page_tokens`` tokens.
+        nbytes_live: bytes of K and V that the tokens of the slots in use need, shared ones counted in each.
+        nbytes_mapped: ``pages_mapped`` in bytes.
+        nbytes_swapped: bytes of host memory that swapped slots take.
+        pages_used: page handles that slots have mapped, each counted once.
+        pages_shared: of these, mapped in several slots or kept by the prefix index.
+        pages_mapped: mapped pages, counted once for each slot.
+        pages_active: of the mapped, what lengths need.
+        pages_prefetched: of the mapped, what was prepared ahead of need.
+        pages_cached: of the mapped, what freed slots keep for the next request.
+        pages_pinned: of the mapped, what waits to be unmapped.
+        prefix_tokens: tokens that the prefix index keeps.
+        prefix_queries: tokens that requests asked the index for.
+        prefix_hits: tokens that it had.
+        prefix_evictions: units that it gave up for want of memory.
+        waste: bytes needed beyond the live ones, over the live ones: what pages round up.
+        driver_calls: of the pool: calls made by ``"caller"`` and ``"mapper"``, each from a call's name to a
+            count.
     """
 
-    page_size: int
-    """Bytes of one page."""
+    page_size: int = field(repr=False)
     slots_used: int
-    """Slots of requests whose pages are here."""
     slots_free: int
-    """Slots that :meth:`KVCache.alloc` can give."""
     slots_swapped: int
-    """Slots of requests whose pages are in host memory."""
-    slots_lost: int
-    """Of the free slots, those given up after a driver call that could not be undone (I8)."""
+    slots_lost: int = field(repr=False)
     tokens: int
-    """Tokens of the slots in use."""
-    unit: int
-    """Tokens of the smallest prefix that requests can share."""
-    page_tokens: int
-    """Tokens that one page holds; of the largest rows, where they differ."""
-    ranges: int
-    """Rows of a slot: it takes a page in each for each ``page_tokens`` tokens."""
+    unit: int = field(repr=False)
+    page_tokens: int = field(repr=False)
+    ranges: int = field(repr=False)
     nbytes_live: int
-    """Bytes of K and V that the tokens of the slots in use need, shared ones counted in each."""
     nbytes_mapped: int
-    """``pages_mapped`` in bytes."""
     nbytes_swapped: int
-    """Bytes of host memory that swapped slots take."""
-    pages_used: int
-    """Page handles that slots have mapped, each counted once."""
-    pages_shared: int
-    """Of these, mapped in several slots or kept by the prefix index."""
-    pages_mapped: int
-    """Mapped pages, counted once for each slot."""
-    pages_active: int
-    """Of the mapped, what lengths need."""
-    pages_prefetched: int
-    """Of the mapped, what was prepared ahead of need."""
-    pages_parked: int
-    """Of the mapped, what freed slots keep for the next request."""
-    pages_pinned: int
-    """Of the mapped, what waits to be unmapped."""
+    pages_used: int = field(repr=False)
+    pages_shared: int = field(repr=False)
+    pages_mapped: int = field(repr=False)
+    pages_active: int = field(repr=False)
+    pages_prefetched: int = field(repr=False)
+    pages_cached: int = field(repr=False)
+    pages_pinned: int = field(repr=False)
     prefix_tokens: int
-    """Tokens that the prefix index keeps."""
-    prefix_queries: int
-    """Tokens that requests asked the index for."""
-    prefix_hits: int
-    """Tokens that it had."""
-    prefix_evictions: int
-    """Units that it gave up for want of memory."""
-    waste: float
-    """Bytes needed beyond the live ones, over the live ones: what pages round up."""
-    driver_calls: dict[str, dict[str, int]]
-    """Of the pool: calls made by ``"caller"`` and ``"mapper"``, each from a call's name to a count."""
+    prefix_queries: int = field(repr=False)
+    prefix_hits: int = field(repr=False)
+    prefix_evictions: int = field(repr=False)
+    waste: float = field(repr=False)
+    driver_calls: dict[str, dict[str, int]] = field(repr=False)
 
 
 def count(core: _core.CacheCore, layout: Layout, pool: Pool) -> KVCacheStats:
@@ -95,14 +99,14 @@ def count(core: _core.CacheCore, layout: Layout, pool: Pool) -> KVCacheStats:
         pages_used=counts.distinct,
         pages_shared=counts.shared,
         pages_mapped=pages.mapped,
-        pages_active=pages.needed,
-        pages_prefetched=pages.ahead,
-        pages_parked=pages.parked,
-        pages_pinned=pages.held,
+        pages_active=pages.active,
+        pages_prefetched=pages.prefetched,
+        pages_cached=pages.cached,
+        pages_pinned=pages.pinned,
         prefix_tokens=counts.prefix_units * core.unit,
         prefix_queries=counts.prefix_queries,
         prefix_hits=counts.prefix_hits,
         prefix_evictions=counts.prefix_evictions,
-        waste=(pages.needed * size - live) / live if live else 0.0,
+        waste=(pages.active * size - live) / live if live else 0.0,
         driver_calls=pool.stats().driver_calls,
     )

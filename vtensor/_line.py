@@ -11,7 +11,7 @@ from vtensor._units import byte_text
 def tensor_line(tensor: torch.Tensor, core: _core.TensorCore) -> str:
     """A VTensor's shape, dtype, device, length of capacity and bytes mapped: no element is read, no device or
     lock waited for, no driver called. The bytes may be a moment old."""
-    # Closed tensors and guarded ones answer torch's attributes in Python, or refuse to.
+    # Closed tensors and copy-on-write ones answer torch's attributes in Python, or refuse to.
     with torch._C.DisableTorchFunctionSubclass():
         if core.closed:
             return "<VTensor, closed>"

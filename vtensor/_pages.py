@@ -14,7 +14,7 @@ COLOURS = {
     "mapped": "#1b9aaa",
     "shared": "#8e6bbf",
     "prefetched": "#9bd1d8",
-    "parked": "#a9b665",
+    "cached": "#a9b665",
     "pinned": "#e0a33e",
     "private": "#d9647a",
     "quarantined": "#9c2c2c",
@@ -26,7 +26,7 @@ MEANINGS = {
     "mapped": "in use by this tensor alone",
     "shared": "in use, and shared copy-on-write",
     "prefetched": "prepared ahead of need",
-    "parked": "left by freed tensors for the next",
+    "cached": "left by freed tensors for the next",
     "pinned": "kept by views or by work that may use it",
     "private": "shared once, written since",
     "quarantined": "given up after a refused driver call",
@@ -34,7 +34,7 @@ MEANINGS = {
 }
 
 # Where one cell stands for several pages it shows the first of these that is among them.
-_TELLING = ("quarantined", "private", "shared", "pinned", "mapped", "parked", "prefetched", "reserved")
+_TELLING = ("quarantined", "private", "shared", "pinned", "mapped", "cached", "prefetched", "reserved")
 
 
 class Run(NamedTuple):

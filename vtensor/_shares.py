@@ -37,7 +37,7 @@ class Box(NamedTuple):
 
 def as_tree(owners: Sequence[Owner]) -> list[Owner]:
     """Those that share from the beginning on side by side, else in the order given, and last who shares
-    nothing: depth first, were it a tree. A page of one's own amid shared ones parts nobody from its kin."""
+    nothing: depth first, were it a tree. A private page inside a shared run does not split the run."""
     numbers: dict[Hashable, int] = {}
     paths = []
     for owner in owners:

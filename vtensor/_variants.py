@@ -18,8 +18,8 @@ from vtensor.tensor import VTensor
 _METADATA_ONLY = frozenset(["as_strided_", "detach", "detach_", "resize_", "resize_as_", "set_"])
 
 
-class GuardedVTensor(VTensor):
-    """A VTensor some of whose pages are shared and mapped read-only (CUDA): what torch writes to is parted
+class CopyOnWriteVTensor(VTensor):
+    """A VTensor some of whose pages are shared and mapped read-only (CUDA): what torch writes to is unshared
     first (I6)."""
 
     @classmethod
@@ -34,8 +34,8 @@ class GuardedVTensor(VTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _METADATA_ONLY:
                 return func(*args, **kwargs)
-            guarded = [t for t in _flat([args, kwargs]) if isinstance(t, GuardedVTensor) and t.length]
-            with _PartBeforeWrite({t.untyped_storage().data_ptr(): t for t in guarded}):
+            shared = [t for t in _flat([args, kwargs]) if isinstance(t, CopyOnWriteVTensor) and t.length]
+            with _UnshareBeforeWrite({t.untyped_storage().data_ptr(): t for t in shared}):
                 return func(*args, **kwargs)
 
 
@@ -57,12 +57,12 @@ class ClosedVTensor(VTensor):
         raise Closed("[copy.deepcopy] the VTensor is closed")
 
 
-class _PartBeforeWrite(TorchDispatchMode):
+class _UnshareBeforeWrite(TorchDispatchMode):
     """Has a tensor own its pages before an operator runs that, by its schema, writes to its storage."""
 
-    def __init__(self, guarded: dict[int, GuardedVTensor]) -> None:
+    def __init__(self, shared: dict[int, CopyOnWriteVTensor]) -> None:
         super().__init__()
-        self._guarded = guarded  # by the address of the storage
+        self._shared = shared  # by the address of the storage
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -78,7 +78,7 @@ class _PartBeforeWrite(TorchDispatchMode):
                     continue
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 for written in _flat([value]):
-                    owner = self._guarded.get(written.untyped_storage().data_ptr())
+                    owner = self._shared.get(written.untyped_storage().data_ptr())
                     if owner is not None:
                         owner.unshare(0, owner.length)
         return func(*args, **kwargs)
@@ -95,5 +95,5 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
             yield from _flat(value.values())
 
 
-keep_private(GuardedVTensor)
-_core.use_tensor_classes(open=VTensor, guarded=GuardedVTensor, closed=ClosedVTensor)
+keep_private(CopyOnWriteVTensor)
+_core.use_tensor_classes(open=VTensor, copy_on_write=CopyOnWriteVTensor, closed=ClosedVTensor)

@@ -285,7 +285,7 @@ def fragmentation(owners: Any, *, ax: Axes | None = None) -> Axes:
         ("data", COLOURS["mapped"]),
         ("rest of last pages", COLOURS["private"]),
         ("prefetched", COLOURS["prefetched"]),
-        ("parked", COLOURS["parked"]),
+        ("cached", COLOURS["cached"]),
         ("pinned", COLOURS["pinned"]),
     ):
         widths = [parts.get(part, 0) / scale for parts in measured.values()]
@@ -408,7 +408,7 @@ def _lanes_of_pages(owners: Any) -> list[Owner]:
             )
         rows: dict[int, dict[int, SharedPage]] = {}
         for lane, record in _records(owner):
-            # A page that a write has parted has no number: nobody else has it.
+            # A page that a write has copied has no number: nobody else has it.
             own = (name, lane, record.index)
             key = own if record.page_id < 0 else (id(owner.pool), record.page_id)
             page = SharedPage(key, record.state, record.shared)
@@ -452,11 +452,11 @@ def _bytes_of(name: str, owner: Any) -> dict[str, int]:
         return {"data": data, "rest of last pages": rest, **spare}
     try:
         stats = owner.stats()
-        data, mapped, parked = stats.nbytes_live, stats.nbytes_mapped, stats.pages_parked
+        data, mapped, cached = stats.nbytes_live, stats.nbytes_mapped, stats.pages_cached
     except AttributeError:
         raise InvalidArgument(
             f"[plot.fragmentation] {name or 'it'} is a {type(owner).__name__}: give VTensors, or caches with "
             "stats()"
         ) from None
-    parked = min(parked * owner.pool.page_size, max(0, mapped - data))
-    return {"data": data, "rest of last pages": max(0, mapped - data - parked), "parked": parked}
+    cached = min(cached * owner.pool.page_size, max(0, mapped - data))
+    return {"data": data, "rest of last pages": max(0, mapped - data - cached), "cached": cached}

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTens
 
 _MOST_BYTES = 2**62
 _MOST_SECONDS = 10**9
-_AHEAD = 64 << 20
+_PREFETCH = 64 << 20
 _CLOSE_SECONDS = 10.0
 _FAREWELL_SECONDS = 0.2
 
@@ -28,68 +28,75 @@ ZeroPolicy = Literal["never", "new_owner", "always"]
 
 @dataclass(frozen=True)
 class PoolStats:
-    """A pool at one moment. Pages, unless the name says bytes.
+    """A pool at one moment. Pages, unless the name says bytes. Its ``repr`` shows the eight that matter most.
 
     Budget: ``pages_used + pages_free == budget // page_size`` (I5).
-    Mappings: ``pages_mapped == pages_active + pages_prefetched + pages_parked + pages_pinned`` (I4); a page
+    Mappings: ``pages_mapped == pages_active + pages_prefetched + pages_cached + pages_pinned`` (I4); a page
     that two tensors share is mapped twice and used once.
+
+    Attributes:
+        page_size: bytes of one page.
+        budget: bytes the pool may have in use.
+        pages_used: page handles in use, and pages that the kernel copied at writes to shared ones.
+        pages_free: what the budget leaves. Negative where writes to shared pages copied more than it had
+            left.
+        pages_spare: of the free pages, those whose memory is made: growth takes them first, ``trim()`` gives
+            it back.
+        pages_private: of the used pages, those that the kernel copied at a write to a shared page; they have
+            no handle yet.
+        pages_quarantined: of the used pages, those given up after a driver call that could not be undone
+            (I8).
+        pages_in_children: references that forked child processes keep on used pages until they exit (I13).
+        pages_indexed: references that prefix indices keep on used pages, mapped or not.
+        pages_mapped: page table entries: mapped pages, counted once for each place they are mapped at.
+        pages_active: of the mapped, what the tensors' lengths need.
+        pages_prefetched: of the mapped, what was prepared ahead of need.
+        pages_cached: of the mapped, what freed tensors left for the next one.
+        pages_pinned: of the mapped, what only views of older extents hold.
+        pages_orphaned: of the held, what belongs to no open tensor any more and goes with its last view.
+        nbytes_mapped: ``pages_mapped`` in bytes.
+        nbytes_reserved: bytes of addresses reserved; they cost no memory.
+        tensors: open tensors.
+        growths_ready: growths into new pages, since the pool was made, that found them ready and made no
+            driver call.
+        growths_mapped: growths into new pages that had to map them.
+        pages_recycled: pages taken whose memory was there already.
+        pages_fresh: pages taken whose memory had to be made.
+        tensors_reused: tensors that began on the mapped pages of a freed one of their shape.
+        tensors_fresh: tensors that began with nothing mapped.
+        driver_calls: calls made so far: ``"caller"`` and ``"mapper"`` (the thread), each from a call's name
+            to a count.
     """
 
-    page_size: int
-    """Bytes of one page."""
+    page_size: int = field(repr=False)
     budget: int
-    """Bytes the pool may have in use."""
     pages_used: int
-    """Page handles in use, and pages that the kernel parted from shared ones."""
     pages_free: int
-    """What the budget leaves. Negative where writes parted more shared pages than it had left."""
-    pages_cached: int
-    """Of the free pages, those whose memory is kept for the next user; ``trim()`` gives it back."""
-    pages_parted: int
-    """Of the used pages, those that the kernel parted at a write to a shared page and that have no handle
-    yet."""
-    pages_quarantined: int
-    """Of the used pages, those given up after a driver call that could not be undone (I8)."""
-    pages_lent: int
-    """References that forked child processes keep on used pages until they exit (I13)."""
-    pages_shelved: int
-    """References that prefix indices keep on used pages, mapped or not."""
+    pages_spare: int = field(repr=False)
+    pages_private: int = field(repr=False)
+    pages_quarantined: int = field(repr=False)
+    pages_in_children: int = field(repr=False)
+    pages_indexed: int = field(repr=False)
     pages_mapped: int
-    """Page table entries: mapped pages, counted once for each place they are mapped at."""
     pages_active: int
-    """Of the mapped, what the tensors' lengths need."""
     pages_prefetched: int
-    """Of the mapped, what was prepared ahead of need."""
-    pages_parked: int
-    """Of the mapped, what freed tensors left for the next one."""
+    pages_cached: int
     pages_pinned: int
-    """Of the mapped, what only views of older extents hold."""
-    pages_orphaned: int
-    """Of the held, what belongs to no open tensor any more and goes with its last view."""
-    nbytes_mapped: int
-    """``pages_mapped`` in bytes."""
-    nbytes_reserved: int
-    """Bytes of addresses reserved; they cost no memory."""
-    tensors: int
-    """Open tensors."""
-    growths_ready: int
-    """Growths into new pages, since the pool was made, that found them ready and made no driver call."""
-    growths_mapped: int
-    """Growths into new pages that had to map them."""
-    pages_recycled: int
-    """Pages taken whose memory was there already."""
-    pages_fresh: int
-    """Pages taken whose memory had to be made."""
-    tensors_adopted: int
-    """Tensors that began on the mapped pages of a freed one of their shape."""
-    tensors_fresh: int
-    """Tensors that began with nothing mapped."""
-    driver_calls: dict[str, dict[str, int]]
-    """Calls made so far: ``"caller"`` and ``"mapper"`` (the thread), each from a call's name to a count."""
+    pages_orphaned: int = field(repr=False)
+    nbytes_mapped: int = field(repr=False)
+    nbytes_reserved: int = field(repr=False)
+    tensors: int = field(repr=False)
+    growths_ready: int = field(repr=False)
+    growths_mapped: int = field(repr=False)
+    pages_recycled: int = field(repr=False)
+    pages_fresh: int = field(repr=False)
+    tensors_reused: int = field(repr=False)
+    tensors_fresh: int = field(repr=False)
+    driver_calls: dict[str, dict[str, int]] = field(repr=False)
 
 
 class Pool:
-    """The physical pages of one device, lent to the tensors made with ``pool=``.
+    """The physical pages of one device, behind the tensors made with ``pool=``.
 
     Args:
         device: ``"cpu"`` (memfd and mmap), or a CUDA device (CUDA virtual memory management).
@@ -100,16 +107,16 @@ class Pool:
             still take, and never below a sixteenth of that. Pools of other processes are not seen.
         zero: when a reused page is zeroed: ``"new_owner"`` (before another tensor sees it), ``"always"``, or
             ``"never"`` (tensors may then see what others left).
-        ahead: bytes that each tensor may have mapped ahead of need, by the pool's mapper, as far as the rate
-            at which it grows asks for; 64 MiB unless given. 0 turns that off, and the mapper then runs only
-            for what :meth:`VTensor.prepare` asks for and for what must wait for the device.
-        park: bytes that freed tensors may leave mapped for the next tensor of the same shape, which then
-            begins without a driver call; a quarter of the budget unless given, and 0 where ``ahead`` is 0.
-        low: bytes of free memory that the mapper keeps made, so that growth finds it.
-        high: bytes of free memory kept at most; no limit unless given.
+        prefetch: bytes that each tensor may have mapped ahead of need, as far as the rate at which it grows
+            asks for; 64 MiB unless given. 0 turns that off, and the pool's mapper then runs only for what
+            :meth:`VTensor.prepare` asks for and for what must wait for the device.
+        cache: bytes that freed tensors may leave mapped for the next tensor of the same shape, which then
+            begins without a driver call; a quarter of the budget unless given, and 0 where ``prefetch`` is 0.
+        spare_low: bytes of spare pages (free, with memory) that the mapper keeps, so that growth finds them.
+        spare_high: bytes of spare pages kept at most; no limit unless given.
         max_age: seconds after which free memory goes back to the system, also what freed tensors left mapped;
             never unless given.
-        reserve: bytes of the device's memory that are left to others: growth that would pass into them
+        device_reserve: bytes of the device's memory that are left to others: growth that would pass into them
             raises ``OutOfPages``.
 
     Raises:
@@ -123,16 +130,16 @@ class Pool:
         page_size: int | None = None,
         budget: int | None = None,
         zero: ZeroPolicy = "new_owner",
-        ahead: int | None = None,
-        park: int | None = None,
-        low: int = 0,
-        high: int | None = None,
+        prefetch: int | None = None,
+        cache: int | None = None,
+        spare_low: int = 0,
+        spare_high: int | None = None,
         max_age: float | None = None,
-        reserve: int = 0,
+        device_reserve: int = 0,
     ) -> None:
         device = device_of("Pool", device)
         size = checked_page_size(page_size)
-        options = pool_options(budget, zero, ahead, park, low, high, max_age, reserve)
+        options = pool_options(budget, zero, prefetch, cache, spare_low, spare_high, max_age, device_reserve)
         if device.type == "cpu":
             core = _core.host_pool(page_size=size, strict_holes=False, options=options)
         elif device.type == "cuda":
@@ -145,22 +152,22 @@ class Pool:
             )
         else:
             raise InvalidArgument(f"[Pool] device is {device}: vtensor has drivers for cpu and cuda")
-        self._adopt(core, device)
+        self._attach(core, device)
 
     @classmethod
     def _over(cls, core: _core.PagePool, device: torch.device) -> Pool:
         pool = cls.__new__(cls)
-        pool._adopt(core, device)
+        pool._attach(core, device)
         return pool
 
-    def _adopt(self, core: _core.PagePool, device: torch.device) -> None:
+    def _attach(self, core: _core.PagePool, device: torch.device) -> None:
         self._core: _core.PagePool | _core.ClosedPool = core
         self._device = device
         # A simulated device's memory is the host's.
         self._tensor_device = torch.device("cpu") if core.device[0] == 1 else device
         self._tensors: weakref.WeakSet[_Registered] = weakref.WeakSet()
         self._closed = False
-        # What freed tensors left parked would keep the pool alive without an owner.
+        # What freed tensors left cached would keep the pool alive without an owner.
         self._retired = weakref.finalize(self, _retire, core)
         self._retired.atexit = False
         with _sets_lock:
@@ -189,7 +196,7 @@ class Pool:
     @property
     def budget(self) -> int:
         """Bytes of pages that may be in use; a multiple of the page size. It can be raised and lowered at any
-        time: lowering takes back what is parked, ahead and free.
+        time: lowering takes back what is cached, prefetched and spare.
 
         Raises:
             OutOfPages: on setting, where more is in use; nothing is changed then.
@@ -211,7 +218,7 @@ class Pool:
         return self._closed or isinstance(self._core, _core.ClosedPool)
 
     def stats(self) -> PoolStats:
-        """Counts of this moment. Looks for pages that writes have parted, and changes nothing."""
+        """Counts of this moment. Looks for pages that writes have copied, and changes nothing."""
         counts = self._core.counts()
         events = self._core.events()
         size = self._core.page_size
@@ -220,16 +227,16 @@ class Pool:
             budget=counts.budget_pages * size,
             pages_used=counts.used,
             pages_free=counts.budget_pages - counts.used,
-            pages_cached=counts.kept,
-            pages_parted=counts.parted,
+            pages_spare=counts.spare,
+            pages_private=counts.private_copies,
             pages_quarantined=counts.quarantined,
-            pages_lent=counts.lent,
-            pages_shelved=counts.shelved,
+            pages_in_children=counts.in_children,
+            pages_indexed=counts.in_page_sets,
             pages_mapped=counts.mapped,
-            pages_active=counts.needed,
-            pages_prefetched=counts.ahead,
-            pages_parked=counts.parked,
-            pages_pinned=counts.held,
+            pages_active=counts.active,
+            pages_prefetched=counts.prefetched,
+            pages_cached=counts.cached,
+            pages_pinned=counts.pinned,
             pages_orphaned=counts.orphaned,
             nbytes_mapped=counts.mapped * size,
             nbytes_reserved=counts.reserved_pages * size,
@@ -238,7 +245,7 @@ class Pool:
             growths_mapped=events.growths_mapped,
             pages_recycled=events.pages_recycled,
             pages_fresh=events.pages_fresh,
-            tensors_adopted=events.tensors_adopted,
+            tensors_reused=events.tensors_reused,
             tensors_fresh=events.tensors_fresh,
             driver_calls=self._core.driver_calls(),
         )
@@ -395,12 +402,12 @@ def checked_page_size(page_size: int | None) -> int:
 def pool_options(
     budget: int | None = None,
     zero: str = "new_owner",
-    ahead: int | None = 0,
-    park: int | None = None,
-    low: int = 0,
-    high: int | None = None,
+    prefetch: int | None = 0,
+    cache: int | None = None,
+    spare_low: int = 0,
+    spare_high: int | None = None,
     max_age: float | None = None,
-    reserve: int = 0,
+    device_reserve: int = 0,
     patience: float = 60.0,
 ) -> _core.PoolOptions:
     """The core's options, from those of :class:`Pool`; ``patience`` is the bound of its waits, in seconds."""
@@ -416,24 +423,26 @@ def pool_options(
         "always": _core.ZeroPolicy.always,
     }
     policy = policies[choice("Pool", "zero", zero, policies)]
-    ahead = _AHEAD if ahead is None else _nbytes("ahead", ahead)
-    if park is None:
-        park = 0 if ahead == 0 else _core.PARK_BY_BUDGET
+    prefetch = _PREFETCH if prefetch is None else _nbytes("prefetch", prefetch)
+    if cache is None:
+        cache = 0 if prefetch == 0 else _core.CACHE_BY_BUDGET
     else:
-        park = _nbytes("park", park)
-    low = _nbytes("low", low)
-    high = _core.NO_LIMIT if high is None else _nbytes("high", high)
-    if low > high:
-        raise InvalidArgument(f"[Pool] low is {low} bytes and high {high}: low must not pass high")
+        cache = _nbytes("cache", cache)
+    spare_low = _nbytes("spare_low", spare_low)
+    spare_high = _core.NO_LIMIT if spare_high is None else _nbytes("spare_high", spare_high)
+    if spare_low > spare_high:
+        raise InvalidArgument(
+            f"[Pool] spare_low is {spare_low} bytes and spare_high {spare_high}: it must not pass spare_high"
+        )
     return _core.PoolOptions(
         budget=budget or 0,
         zero=policy,
-        ahead=ahead,
-        park=park,
-        low=low,
-        high=high,
+        prefetch=prefetch,
+        cache=cache,
+        spare_low=spare_low,
+        spare_high=spare_high,
         max_age=0.0 if max_age is None else _seconds("max_age", max_age),
-        reserve=_nbytes("reserve", reserve),
+        device_reserve=_nbytes("device_reserve", device_reserve),
         patience=_seconds("patience", patience),
     )
 

@@ -145,7 +145,7 @@ class VTensor(torch.Tensor):
         on this tensor, in ``stream`` (torch's current one unless given) and in those of its leases.
 
         Raises:
-            OutOfPages: pages that writes have parted since the last fork do not fit the budget.
+            OutOfPages: pages that writes have copied since the last fork do not fit the budget.
             DriverError: a driver call was refused.
             TimedOut: that work has not ended in 60 s.
         """
@@ -156,7 +156,7 @@ class VTensor(torch.Tensor):
         """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of
         this tensor's own; returns the tensor.
 
-        On CUDA, call it before writing through views of shared pages; on the host the kernel parts them.
+        On CUDA, call it before writing through views of shared pages; on the host the kernel copies them.
 
         Raises:
             InvalidArgument: not ``0 <= start <= stop <= length``.

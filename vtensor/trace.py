@@ -59,8 +59,8 @@ class Event(NamedTuple):
     duration_ns: int
     """0 for what happens at once."""
     what: str
-    """``"driver_call"``, ``"extend"``, ``"shrink"``, ``"prepare"``, ``"fork"``, ``"part"``, ``"map"``,
-    ``"unmap"``, ``"retire"``, ``"revive"``, ``"zero"``, ``"copy"``, ``"populate"``, ``"park"``, ``"adopt"``,
+    """``"driver_call"``, ``"extend"``, ``"shrink"``, ``"prepare"``, ``"fork"``, ``"unshare"``, ``"map"``,
+    ``"unmap"``, ``"retire"``, ``"revive"``, ``"zero"``, ``"copy"``, ``"populate"``, ``"cache"``, ``"reuse"``,
     ``"lease"``, ``"wait"``, ``"out_of_memory"`` or ``"error"``."""
     call: str
     """Of a driver call, which: ``"mmap"``, ``"cuMemMap"``, ... Empty otherwise."""

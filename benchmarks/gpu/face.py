@@ -20,8 +20,8 @@ def open_pool(session: Session, page_size: int, budget: int, look_ahead: bool = 
     ahead = LOOK_AHEAD if look_ahead else 0
     if session.rehearsal:
         library = os.environ["VTENSOR_SIMCUDA"]
-        return testing.simulated_cuda_pool(library, page_size=page_size, budget=budget, ahead=ahead)
-    return vtensor.Pool("cuda", page_size=page_size, budget=budget, ahead=ahead)
+        return testing.simulated_cuda_pool(library, page_size=page_size, budget=budget, prefetch=ahead)
+    return vtensor.Pool("cuda", page_size=page_size, budget=budget, prefetch=ahead)
 
 
 def lease(tensors: Sequence[vtensor.VTensor]) -> contextlib.AbstractContextManager[Any]:

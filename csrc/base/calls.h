@@ -20,7 +20,7 @@ namespace vtensor {
   X(fallocate) /* FALLOC_FL_PUNCH_HOLE */                                      \
   X(madvise)   /* populate */                                                  \
   X(pwrite)    /* page copies */                                               \
-  X(pagemap)   /* search for parted pages */
+  X(pagemap)   /* search for private copies */
 
 // X(documented name, symbol that libcuda exports)
 #define VTENSOR_CUDA_CALLS(X)                                             \

@@ -21,7 +21,7 @@ namespace vtensor::trace {
   X(shrink)      /* or went back, `close` included */                                       \
   X(prepare)     /* growth was announced */                                                 \
   X(fork)        /* pages became shared */                                                  \
-  X(part)        /* shared pages became a tensor's own */                                   \
+  X(unshare)     /* shared pages became a tensor's own */                                   \
   X(map)         /* pages came to stand behind addresses */                                 \
   X(unmap)       /* and left them */                                                        \
   X(retire)      /* pages wait for a fence or for the mapper */                             \
@@ -29,8 +29,8 @@ namespace vtensor::trace {
   X(zero)                                                                                   \
   X(copy)                                                                                   \
   X(populate)                                                                               \
-  X(park)  /* a closed tensor left its mapped pages for the next one */                     \
-  X(adopt) /* which took them */                                                            \
+  X(cache) /* a closed tensor left its mapped pages for the next one */                     \
+  X(reuse) /* which took them */                                                            \
   X(lease)                                                                                  \
   X(wait) /* a thread waited: for a fence, for the mapper, for pages */                     \
   X(out_of_memory)                                                                          \

@@ -44,8 +44,8 @@ void look_at(PagePool& pool, const Caller& caller, Launched& launched) {
 void end_one(Generation* generation, const Caller& caller, Launched& launched) {
   const auto buffer = std::static_pointer_cast<Buffer>(generation->client);  // a tensor's
   PagePool& pool = *buffer->pool();
-  trace::event(trace::What::lease, buffer->range().address(0, generation->slots.begin),
-               generation->slots.size() * buffer->shape().rows * pool.page_size());
+  trace::event(trace::What::lease, buffer->range().address(0, generation->indices.begin),
+               generation->indices.size() * buffer->shape().rows * pool.page_size());
   look_at(pool, caller, launched);
   if (launched.captured) {
     pool.ensure_mapper();

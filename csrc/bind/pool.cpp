@@ -88,16 +88,16 @@ void bind_pool(nb::module_& module) {
   nb::class_<PoolCounts>(module, "PoolCounts")
       .def_ro("budget_pages", &PoolCounts::budget_pages)
       .def_ro("used", &PoolCounts::used)
-      .def_ro("parted", &PoolCounts::parted)
-      .def_ro("kept", &PoolCounts::kept)
+      .def_ro("private_copies", &PoolCounts::private_copies)
+      .def_ro("spare", &PoolCounts::spare)
       .def_ro("quarantined", &PoolCounts::quarantined)
-      .def_ro("lent", &PoolCounts::lent)
-      .def_ro("shelved", &PoolCounts::shelved)
+      .def_ro("in_children", &PoolCounts::in_children)
+      .def_ro("in_page_sets", &PoolCounts::in_page_sets)
       .def_ro("mapped", &PoolCounts::mapped)
-      .def_ro("needed", &PoolCounts::needed)
-      .def_ro("ahead", &PoolCounts::ahead)
-      .def_ro("parked", &PoolCounts::parked)
-      .def_ro("held", &PoolCounts::held)
+      .def_ro("active", &PoolCounts::active)
+      .def_ro("prefetched", &PoolCounts::prefetched)
+      .def_ro("cached", &PoolCounts::cached)
+      .def_ro("pinned", &PoolCounts::pinned)
       .def_ro("orphaned", &PoolCounts::orphaned)
       .def_ro("reserved_pages", &PoolCounts::reserved_pages)
       .def_ro("buffers", &PoolCounts::buffers);
@@ -107,26 +107,28 @@ void bind_pool(nb::module_& module) {
       .def_ro("growths_mapped", &PoolEvents::growths_mapped)
       .def_ro("pages_recycled", &PoolEvents::pages_recycled)
       .def_ro("pages_fresh", &PoolEvents::pages_fresh)
-      .def_ro("tensors_adopted", &PoolEvents::tensors_adopted)
+      .def_ro("tensors_reused", &PoolEvents::tensors_reused)
       .def_ro("tensors_fresh", &PoolEvents::tensors_fresh);
 
   nb::class_<PoolOptions>(module, "PoolOptions")
       .def(
           "__init__",
-          [](PoolOptions* options, std::size_t budget, ZeroPolicy zero, std::size_t ahead,
-             std::size_t park, std::size_t low, std::size_t high, double max_age,
-             std::size_t reserve, double patience) {
+          [](PoolOptions* options, std::size_t budget, ZeroPolicy zero, std::size_t prefetch,
+             std::size_t cache, std::size_t spare_low, std::size_t spare_high, double max_age,
+             std::size_t device_reserve, double patience) {
             new (options) PoolOptions{
-                budget, zero, ahead, park, low, high, seconds(max_age), reserve, seconds(patience)};
+                budget,           zero,           prefetch,         cache, spare_low, spare_high,
+                seconds(max_age), device_reserve, seconds(patience)};
           },
-          nb::kw_only(), nb::arg("budget"), nb::arg("zero"), nb::arg("ahead"), nb::arg("park"),
-          nb::arg("low"), nb::arg("high"), nb::arg("max_age"), nb::arg("reserve"),
-          nb::arg("patience"), "Sizes in bytes, times in seconds.");
+          nb::kw_only(), nb::arg("budget"), nb::arg("zero"), nb::arg("prefetch"), nb::arg("cache"),
+          nb::arg("spare_low"), nb::arg("spare_high"), nb::arg("max_age"),
+          nb::arg("device_reserve"), nb::arg("patience"), "Sizes in bytes, times in seconds.");
 
   nb::class_<PagePool>(module, "PagePool")
       .def_prop_ro("page_size", &PagePool::page_size)
       .def_prop_ro("budget_pages", [](PagePool& pool) { return pool.store().budget(); })
-      .def_prop_ro("parts_on_write", [](PagePool& pool) { return pool.traits().parts_on_write; })
+      .def_prop_ro("kernel_copies_on_write",
+                   [](PagePool& pool) { return pool.traits().kernel_copies_on_write; })
       .def_prop_ro("device",
                    [](PagePool& pool) {
                      return std::pair(pool.traits().device.type, pool.traits().device.index);
@@ -167,7 +169,7 @@ void bind_pool(nb::module_& module) {
       .def_prop_ro(
           "device",
           [](ClosedPool& closed) { return std::pair(closed.device.type, closed.device.index); })
-      .def_prop_ro("parts_on_write", [](ClosedPool&) { return true; })
+      .def_prop_ro("kernel_copies_on_write", [](ClosedPool&) { return true; })
       .def("counts", &counts_of)
       .def("driver_calls",
            [](ClosedPool& closed) {
@@ -202,7 +204,7 @@ void bind_pool(nb::module_& module) {
   module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
 
   module.attr("NO_LIMIT") = std::numeric_limits<std::size_t>::max();
-  module.attr("PARK_BY_BUDGET") = kParkByBudget;
+  module.attr("CACHE_BY_BUDGET") = kCacheByBudget;
 
   module.def(
       "host_pool",

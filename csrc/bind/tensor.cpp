@@ -166,10 +166,10 @@ void bind_tensor(nb::module_& module) {
 
   module.def(
       "use_tensor_classes",
-      [](nb::object open, nb::object guarded, nb::object closed) {
-        TensorCore::use_classes({std::move(open), std::move(guarded), std::move(closed)});
+      [](nb::object open, nb::object copy_on_write, nb::object closed) {
+        TensorCore::use_classes({std::move(open), std::move(copy_on_write), std::move(closed)});
       },
-      nb::kw_only(), nb::arg("open"), nb::arg("guarded"), nb::arg("closed"),
+      nb::kw_only(), nb::arg("open"), nb::arg("copy_on_write"), nb::arg("closed"),
       "The classes that a VTensor has as it is made, with shared pages where writes fault, and "
       "closed.");
 

@@ -69,7 +69,7 @@ TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::siz
     : spec_(std::move(spec)), positions_{0, length} {
   if (foreign || spec_.zeroed) stale_until_ = buffer->reach(positions_);
   use(std::move(buffer));
-  may_be_guarded_ = true;
+  may_copy_on_write_ = true;
 }
 
 TensorCore::~TensorCore() {
@@ -145,7 +145,7 @@ bool TensorCore::is_ours(nb::handle self) {
 
 // Puts a new generation under the tensor.
 void TensorCore::publish(nb::handle self) {
-  const Interval slots = buffer_->slots_of(positions_);
+  const Interval slots = buffer_->indices_of(positions_);
   if (slots.empty()) {
     detach(self);
     return;
@@ -167,7 +167,7 @@ void TensorCore::publish(nb::handle self) {
 
 // Tells torch of a new length or first element; within the present generation where that covers it.
 void TensorCore::reshape(nb::handle self) {
-  const Interval slots = buffer_->slots_of(positions_);
+  const Interval slots = buffer_->indices_of(positions_);
   if (slots.empty() || !(slots == published_)) {
     publish(self);
     return;
@@ -187,20 +187,20 @@ void TensorCore::detach(nb::handle self) {
 }
 
 TensorCore::Undressed::Undressed(TensorCore& core, nb::handle self) : core_(core), self_(self) {
-  if (self.type().is(classes.guarded)) nb::setattr(self, "__class__", classes.open);
+  if (self.type().is(classes.copy_on_write)) nb::setattr(self, "__class__", classes.open);
 }
 
 TensorCore::Undressed::~Undressed() { core_.dress(self_); }
 
 void TensorCore::dress(nb::handle self) noexcept {
-  if (closed_ || buffer_->pool()->traits().parts_on_write) may_be_guarded_ = false;
-  if (may_be_guarded_) {
+  if (closed_ || buffer_->pool()->traits().kernel_copies_on_write) may_copy_on_write_ = false;
+  if (may_copy_on_write_) {
     const ReleasedGil released;
-    may_be_guarded_ = buffer_->guarded();
+    may_copy_on_write_ = buffer_->copy_on_write();
   }
-  const nb::handle wanted = closed_           ? classes.closed
-                            : may_be_guarded_ ? classes.guarded
-                                              : classes.open;
+  const nb::handle wanted = closed_              ? classes.closed
+                            : may_copy_on_write_ ? classes.copy_on_write
+                                                 : classes.open;
   if (self.type().is(wanted)) return;
   if (PyObject_SetAttrString(self.ptr(), "__class__", wanted.ptr()) != 0) PyErr_Clear();
 }

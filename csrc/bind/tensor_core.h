@@ -33,7 +33,7 @@ struct TensorSpec {
 // The Python classes of a VTensor: as it is made, with shared pages where torch's writes would
 // fault, and closed.
 struct TensorClasses {
-  nb::object open, guarded, closed;
+  nb::object open, copy_on_write, closed;
 };
 
 // Methods take the VTensor itself first, and see to its class. They are called with the GIL held,
@@ -126,7 +126,7 @@ class TensorCore {
   Interval published_;           // slots under it
   std::size_t stale_until_ = 0;  // positions below may hold bytes that growth must not show
   bool closed_ = false;
-  bool may_be_guarded_ = false;  // some page shared, where writes to it fault
+  bool may_copy_on_write_ = false;  // some page shared, where writes to it fault
   OperationMutex mutex_;
   TensorFacts facts_;  // of the last look, under mutex_
 };

@@ -32,7 +32,7 @@ void TensorCore::move_to_front(nb::handle self, const Caller& caller, std::size_
   const std::size_t stale =
       spec_.zeroed ? length + n : stale_until_ - std::min(stale_until_, positions_.begin);
   detach(self);
-  may_be_guarded_ = true;
+  may_copy_on_write_ = true;
   std::shared_ptr<Buffer> moved;
   try {
     const RowShape shape = row_shape(spec_.capacity, phase_of_first());
@@ -110,7 +110,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
   try {
     for (const Reindexing& tensor : tensors) {
       tensor.core->detach(tensor.self);
-      tensor.core->may_be_guarded_ = true;
+      tensor.core->may_copy_on_write_ = true;
     }
     std::vector<Buffer::Reindexing> in_place;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -181,7 +181,7 @@ std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stre
   const Caller caller = this->caller("VTensor.fork", stream);
   const RowShape shape = row_shape(spec_.capacity, phase_of_first());
   const std::vector<std::size_t> rows = every_row(shape);
-  may_be_guarded_ = true;
+  may_copy_on_write_ = true;
   std::shared_ptr<Buffer> child;
   with_memory(*buffer_->pool(), caller,
               [&] { child = buffer_->share(caller, shape, rows, false); });
@@ -205,7 +205,7 @@ void TensorCore::reallocate(nb::handle self, nb::handle moved, std::int64_t capa
     buffer_->use(caller);
   }
   detach(self);
-  may_be_guarded_ = true;
+  may_copy_on_write_ = true;
   try {
     std::shared_ptr<Buffer> pages;
     with_memory(*buffer_->pool(), caller,

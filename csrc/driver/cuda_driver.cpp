@@ -41,7 +41,8 @@ class CudaDriver final : public Driver {
   void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) override;
   void populate(Address, std::size_t) override {}  // memory comes with cuMemCreate
   void fill(Handle, std::size_t) override {}
-  void find_parted(Address, std::span<std::uint8_t>) override {}  // no fault parts pages here
+  void find_private_copies(Address, std::span<std::uint8_t>) override {
+  }  // no fault unshares pages here
   std::size_t free_memory() override;
 
   Stream side_stream() override { return streams_.side(); }

@@ -116,7 +116,7 @@ CUresult CudaMappings::cover(std::span<const Address> holes) {
   for (const Address hole : holes) {
     CUresult code = cuda_.call_at(cuda_.cuMemMap, hole, page_size_, hole, page_size_, 0, zeros_, 0);
     if (code == CUDA_SUCCESS) {
-      code = set_access({hole, 0, 1}, Access::guarded);
+      code = set_access({hole, 0, 1}, Access::copy_on_write);
       // Without access it stands there all the same, unless it can be taken away.
       if (code == CUDA_SUCCESS || unmap(hole, 1) != CUDA_SUCCESS) {
         const std::lock_guard lock(records_);
@@ -185,7 +185,7 @@ CUresult CudaMappings::set_access(const Stretch& stretch, Access access) {
     return cuda_.call_at(cuda_.cuMemSetAccess, stretch.at, bytes, stretch.at, bytes, &wanted,
                          std::size_t{1});
   };
-  if (access == Access::guarded && !read_only_refused_.load(std::memory_order_relaxed)) {
+  if (access == Access::copy_on_write && !read_only_refused_.load(std::memory_order_relaxed)) {
     const CUresult code = set(CU_MEM_ACCESS_FLAGS_PROT_READ);
     if (code != CUDA_ERROR_NOT_SUPPORTED && code != CUDA_ERROR_INVALID_VALUE) return code;
     // Either read-only is not known here, or the run itself is wrong: then this is refused as well.

@@ -27,7 +27,7 @@ class CudaMappings {
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access);
 
-  // Has `zeros` stand at each of these pages, guarded, wherever nothing else is mapped.
+  // Has `zeros` stand at each of these pages, copy-on-write, wherever nothing else is mapped.
   void back_holes(Handle zeros, std::span<const Address> pages);
 
   // Frees a range in which it is unknown what is mapped: every page is tried.
@@ -57,8 +57,8 @@ class CudaMappings {
   CudaCalls& cuda_;
   std::size_t page_size_ = 0;
   CUmemLocation location_{};
-  // Some devices know no read-only mappings: what is guarded is then left writable, and only the
-  // in-place operations of VTensor part shared pages (I6: "where the device allows it").
+  // Some devices know no read-only mappings: what is copy-on-write is then left writable, and only
+  // the in-place operations of VTensor unshare pages (I6: "where the device allows it").
   std::atomic<bool> read_only_refused_{false};
 
   mutable std::mutex records_;             // guards what follows

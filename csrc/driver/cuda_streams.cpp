@@ -12,7 +12,7 @@
 namespace vtensor {
 
 // All events of a driver. Shared with the fences, which may outlive the driver: its end destroys
-// the events, lent or not.
+// the events, in a fence or not.
 class CudaEvents {
  public:
   // Null where none is free: the caller makes one and adds it.

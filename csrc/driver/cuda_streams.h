@@ -1,6 +1,6 @@
 // Order between streams and the core: fences, the driver's own stream, and stream captures.
 //
-// A fence is a CUDA event. Events are made once and lent to one fence after the other, so that a
+// A fence is a CUDA event. Events are made once and used by one fence after the other, so that a
 // fence costs one cuEventRecord.
 #pragma once
 

@@ -46,9 +46,9 @@ class Fence {
 using FencePtr = std::shared_ptr<const Fence>;
 
 enum class Access : std::uint8_t {
-  writable,  // stores reach the handle
-  guarded,   // stores never reach the handle: parted by the kernel (host), refused by the device
-             // (CUDA)
+  writable,       // stores reach the handle
+  copy_on_write,  // stores never reach the handle: copied by the kernel (host), refused by the
+                  // device (CUDA)
 };
 
 struct Device {
@@ -66,8 +66,9 @@ struct DriverTraits {
   std::size_t available;          // bytes a pool may take by default, where it is the only one
   bool adjacent_handles = false;  // h and h + 1 at neighbouring pages merge into one kernel mapping
   bool created_zero = false;      // memory behind a handle reads as zeros until first written
-  bool parts_on_write = false;  // a write to a guarded page parts it silently, instead of faulting
-  bool asynchronous = false;    // kernels run in streams, behind their callers' backs
+  bool kernel_copies_on_write =
+      false;  // a write to a copy-on-write page unshares it silently, instead of faulting
+  bool asynchronous = false;        // kernels run in streams, behind their callers' backs
   bool remaps_in_one_step = false;  // remap never leaves a page unmapped, whatever is refused
 };
 
@@ -103,8 +104,8 @@ class Driver {
   // address of a hole, though they touch nothing there. Costs calls whenever they are mapped or
   // unmapped. Nothing where holes may be given. Throws as `create` and `map`.
   virtual void back_holes(std::span<const Address> pages) = 0;
-  // Replaces what stands behind mapped pages, all of one access. A guarded page that was parted
-  // loses its parted content. Requires: as unmap.
+  // Replaces what stands behind mapped pages, all of one access. A copy-on-write page that was
+  // copied loses its copied content. Requires: as unmap.
   virtual void remap(Address at, std::span<const Handle> from, Access from_access,
                      std::span<const Handle> to, Access to_access) = 0;
 
@@ -112,16 +113,17 @@ class Driver {
   // host, complete on return.
   virtual void zero(Address at, std::size_t bytes, Stream stream) = 0;
   // Copies pages on the side stream, after the fences; complete on return. Each `to` is mapped
-  // nowhere; with parts_on_write it may also be the handle mapped guarded at `from` alone. Throws
-  // TimedOut where the device does not finish.
+  // nowhere; with kernel_copies_on_write it may also be the handle mapped copy-on-write at `from`
+  // alone. Throws TimedOut where the device does not finish.
   virtual void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) = 0;
   // Has the memory of `n` pages, mapped writable at `at`, made present now instead of at first
   // touch.
   virtual void populate(Address at, std::size_t n) = 0;
   // Has the memory behind `n` handles made present now, mapped or not.
   virtual void fill(Handle first, std::size_t n) = 0;
-  // Sets parted[i] for each of the guarded pages at `at` that a write has parted from its handle.
-  virtual void find_parted(Address at, std::span<std::uint8_t> parted) = 0;
+  // Sets copied[i] for each of the copy-on-write pages at `at` that a write has copied from its
+  // handle.
+  virtual void find_private_copies(Address at, std::span<std::uint8_t> private_copies) = 0;
 
   // Bytes of the device's memory that no process has taken.
   virtual std::size_t free_memory() = 0;

@@ -87,7 +87,7 @@ class HostDriver final : public Driver {
                .available = default_host_budget() / page_size_ * page_size_,
                .adjacent_handles = true,
                .created_zero = true,
-               .parts_on_write = true,
+               .kernel_copies_on_write = true,
                .remaps_in_one_step = true};
   }
 
@@ -288,12 +288,12 @@ class HostDriver final : public Driver {
     }
   }
 
-  void find_parted(Address at, std::span<std::uint8_t> parted) override {
-    refuse_in_forked_child("host find_parted");
-    std::fill(parted.begin(), parted.end(), std::uint8_t{0});
+  void find_private_copies(Address at, std::span<std::uint8_t> private_copies) override {
+    refuse_in_forked_child("host find_private_copies");
+    std::fill(private_copies.begin(), private_copies.end(), std::uint8_t{0});
     // Not knowing costs copies, not correctness.
-    if (ask(Call::pagemap) || !pagemap_.find_private(at, page_size_, parted))
-      std::fill(parted.begin(), parted.end(), std::uint8_t{1});
+    if (ask(Call::pagemap) || !pagemap_.find_private(at, page_size_, private_copies))
+      std::fill(private_copies.begin(), private_copies.end(), std::uint8_t{1});
   }
 
   std::size_t free_memory() override { return free_host_memory(); }
@@ -475,10 +475,10 @@ class HostDriver final : public Driver {
   }
 
   Refusal place_piece(Address at, std::size_t pages, Handle first, Access access) {
-    const bool guarded = access == Access::guarded;
+    const bool copy_on_write = access == Access::copy_on_write;
     return place(Call::mmap, at, pages, PROT_READ | PROT_WRITE,
-                 guarded ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED,
-                 guarded ? MappingKind::guarded : MappingKind::writable, first);
+                 copy_on_write ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED,
+                 copy_on_write ? MappingKind::copy_on_write : MappingKind::writable, first);
   }
 
   Refusal place_hole(Address at, std::size_t pages) {
@@ -487,8 +487,8 @@ class HostDriver final : public Driver {
     });
   }
 
-  // Maps piece after piece, up to the first refusal. A guarded page loses its parted content only
-  // when its piece is reached.
+  // Maps piece after piece, up to the first refusal. A copy-on-write page loses its copied content
+  // only when its piece is reached.
   Progress map_run(const PageRun& run, Access access) {
     for (std::size_t i = 0; i < run.handles.size();) {
       const std::size_t n = piece_length(run.handles.subspan(i));

@@ -52,7 +52,8 @@ struct ForkHandlers {
     for (ForkedState* s = registry; s; s = s->next_) {
       if (s->memfd >= 0) {  // else a grandchild, whose mappings are private already
         s->mirror.for_each([s](const KernelMapping& mapping) {
-          // Guarded mappings are private already, and a new one would lose what is parted in it.
+          // copy-on-write mappings are private already, and a new one would lose what is copied in
+          // it.
           if (mapping.kind == MappingKind::writable) isolate(mapping, s->memfd);
         });
         close(s->memfd);

@@ -4,7 +4,7 @@
 //
 // What the child then sees: everything it writes stays its own, and reads back. A 4 KiB page that
 // it has not written shows the memfd as it is now, so writes that the parent makes after the fork,
-// and pages that the parent gives back (as zeros), show through; except where the parent had parted
+// and pages that the parent gives back (as zeros), show through; except where the parent had copied
 // the page from its handle before the fork, which is a true copy.
 #pragma once
 

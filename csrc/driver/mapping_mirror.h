@@ -26,8 +26,8 @@ class MappingMirror {
   // Records that nothing, not even a reservation, is at [begin, end) any more. Requires: `provide`.
   void erase(Address begin, Address end) noexcept;
 
-  // Kernel mappings. At most too many: where guarded mappings meet, the kernel merges them only if
-  // their parted pages allow it, so they are counted apart.
+  // Kernel mappings. At most too many: where copy-on-write mappings meet, the kernel merges them
+  // only if their copied pages allow it, so they are counted apart.
   std::size_t size() const { return mappings_.size(); }
   // How many more there would be, at most, if [begin, end) became `runs` mappings.
   std::ptrdiff_t growth(Address begin, Address end, std::size_t runs) const;

@@ -13,9 +13,9 @@
 namespace vtensor {
 
 enum class MappingKind : std::uint8_t {
-  hole,      // reserved, nothing mapped
-  writable,  // shared mapping of the memfd
-  guarded,   // private mapping of the memfd
+  hole,           // reserved, nothing mapped
+  writable,       // shared mapping of the memfd
+  copy_on_write,  // private mapping of the memfd
 };
 
 struct KernelMapping {

@@ -93,12 +93,12 @@ std::size_t PrefixIndex::evict(std::size_t pages) {
     for (Node* node : recent_) {
       if (freed >= pages) break;
       const bool in_use = std::any_of(node->pages.begin(), node->pages.end(),
-                                      [](const auto& shelf) { return shelf->in_use(); });
+                                      [](const auto& page_set) { return page_set->in_use(); });
       const bool has_children =
           std::any_of(node->children.begin(), node->children.end(),
                       [&gone](const auto& child) { return !gone.contains(child.second.get()); });
       if (in_use || has_children) continue;
-      for (const auto& shelf : node->pages) freed += shelf->pages();
+      for (const auto& page_set : node->pages) freed += page_set->pages();
       going.push_back(node);
       gone.insert(node);
     }

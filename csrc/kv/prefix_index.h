@@ -14,14 +14,14 @@
 #include <string>
 #include <vector>
 
-#include "tensor/shelf.h"
+#include "tensor/page_set.h"
 
 namespace vtensor {
 
 using Token = std::int64_t;
 
-// The pages of one run of positions: a shelf for each kind of rows.
-using Prefix = std::vector<std::shared_ptr<Shelf>>;
+// The pages of one run of positions: a page set for each kind of rows.
+using Prefix = std::vector<std::shared_ptr<PageSet>>;
 
 class PrefixIndex {
  public:

@@ -31,7 +31,7 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
       shape_(std::move(shape)),
       slots_(shape_.slots),
       lengths_(shape_.slots),
-      calm_(shape_.slots),
+      room_(shape_.slots),
       listed_as_(shape_.slots),
       stream_(caller.stream),
       prefixes_(unit_of(shape_, pool->page_size())) {
@@ -167,7 +167,7 @@ Interval SlotCache::needed(std::size_t kind, std::size_t slot, std::size_t lengt
   return {slots_[slot].begins[kind], std::min(shape_.max_length, length + tail())};
 }
 
-// Lists the slots whose lengths go beyond their calm; false where a length cannot be.
+// Lists the slots whose lengths go beyond their room; false where a length cannot be.
 bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
   due_.clear();
   if (lengths.size() != slots_.size()) return false;
@@ -175,8 +175,8 @@ bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     const std::int64_t length = lengths[slot];
     if (length < lengths_[slot] || length > most) return false;
-    if (length <= calm_[slot]) continue;
-    if (slots_[slot].state != SlotState::used) return false;  // whose calm is 0
+    if (length <= room_[slot]) continue;
+    if (slots_[slot].state != SlotState::used) return false;  // whose room is 0
     due_.push_back(slot);
   }
   return true;
@@ -258,36 +258,36 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
   for (const std::size_t slot : slots) {
     const auto length = static_cast<std::size_t>(lengths_[slot]);
     const std::size_t end = std::min(shape_.max_length, length + tail() + shape_.lookahead);
-    std::size_t calm = shape_.max_length;
+    std::size_t room = shape_.max_length;
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
       Buffer& buffer = *slots_[slot].buffers[kind];
       if (length != 0 && shape_.lookahead != 0) {
-        const std::size_t ahead = buffer.slots_of({0, end}).end;
+        const std::size_t ahead = buffer.indices_of({0, end}).end;
         const std::size_t late = tail() + ceil_div(shape_.lookahead, std::size_t{2});
         const std::size_t ready = buffer.ready_until();
         if (ahead > buffer.extent().end) buffer.want_until(end, ready < length + late);
         const std::size_t asked = ahead * pool_->page_size() / kinds_[kind].shape.item_bytes;
-        if (asked < shape_.max_length) calm = std::min(calm, asked - tail() - shape_.lookahead);
-        if (ready < end && ready > length + late) calm = std::min(calm, ready - late);
+        if (asked < shape_.max_length) room = std::min(room, asked - tail() - shape_.lookahead);
+        if (ready < end && ready > length + late) room = std::min(room, ready - late);
       }
-      calm = std::min(calm, calm_of(kind, slot, length));
+      room = std::min(room, room_of(kind, slot, length));
     }
-    calm_[slot] = static_cast<std::int64_t>(std::max(calm, length));
+    room_[slot] = static_cast<std::int64_t>(std::max(room, length));
   }
 }
 
 // How far a slot's rows of one kind allow its length to grow.
-std::size_t SlotCache::calm_of(std::size_t kind, std::size_t slot, std::size_t length) const {
+std::size_t SlotCache::room_of(std::size_t kind, std::size_t slot, std::size_t length) const {
   const SlotKind& rows = kinds_[kind].shape;
   const Buffer& buffer = *slots_[slot].buffers[kind];
   const std::size_t most = shape_.max_length, page = pool_->page_size();
-  std::size_t calm = std::min(most, buffer.writable_until(length));
+  std::size_t room = std::min(most, buffer.writable_until(length));
   // The tile behind the length is mapped too.
   const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
-  if (mapped < most) calm = std::min(calm, mapped - std::min(mapped, tail()));
-  if (rows.window == 0 || rows.window >= most) return calm;
+  if (mapped < most) room = std::min(room, mapped - std::min(mapped, tail()));
+  if (rows.window == 0 || rows.window >= most) return room;
   const std::size_t next = (page_of(kinds_[kind], slots_[slot].begins[kind]) + 1) * page;
-  return std::min(calm, ceil_div(next, rows.item_bytes) + rows.window - 1);
+  return std::min(room, ceil_div(next, rows.item_bytes) + rows.window - 1);
 }
 
 void SlotCache::free(const Caller& caller, std::size_t slot) {
@@ -316,7 +316,7 @@ void SlotCache::leave(std::size_t slot) noexcept {
   slots_[slot].arriving = nullptr;
   if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
   std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
-  lengths_[slot] = calm_[slot] = 0;
+  lengths_[slot] = room_[slot] = 0;
   settling_.push_back(slot);
 }
 
@@ -361,10 +361,10 @@ std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot,
   if (n == 0) return forks;
   std::vector<Prefix> whole(length == 0 ? 0 : 1);
   if (length != 0) {
-    expect_parting(slot);
+    expect_unsharing(slot);
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
       Buffer& buffer = *slots_[slot].buffers[kind];
-      const Interval pages = buffer.slots_of(buffer.positions());
+      const Interval pages = buffer.indices_of(buffer.positions());
       whole[0].push_back(buffer.offer(caller, {&pages, 1}).front());
     }
     look_further({&slot, 1});

@@ -81,7 +81,7 @@ class SlotCache {
   // Positions of a swapped slot; of others, its length.
   std::size_t length(std::size_t slot) const;
 
-  // A free slot of length 0: the one whose parked pages fit a request of `expected` positions best;
+  // A free slot of length 0: the one whose cached pages fit a request of `expected` positions best;
   // where that is 0, the one with most. Throws NoFreeSlot, and TimedOut where none becomes ready.
   std::size_t alloc(const Caller& caller, std::size_t expected);
   // One that begins with what the index has of a request's tokens, but never all of them.
@@ -89,16 +89,16 @@ class SlotCache {
                     std::size_t expected);
   // Makes the first lengths[s] positions of each slot its own: mapped, and not shared if they are
   // new. All or nothing, in one batch of driver calls; none if the pages are ready. If the driver
-  // refuses, pages that were shared may have been parted; nothing else has changed. Throws
+  // refuses, pages that were shared may have been copied; nothing else has changed. Throws
   // OutOfPages, InvalidArgument, CapacityExceeded.
   void step(const Caller& caller, std::span<const std::int64_t> lengths);
   // The same if no slot needs another page. False, and nothing is done, if one does.
   bool step_within(const Caller& caller, std::span<const std::int64_t> lengths);
-  // Its pages are parked for a later request, and go as soon as others need them.
+  // Its pages are cached for a later request, and go as soon as others need them.
   void free(const Caller& caller, std::size_t slot);
   void truncate(const Caller& caller, std::size_t slot, std::size_t length);
-  // `n` free slots that share all pages of `slot`, guarded in all of them; with them what a kernel
-  // may touch behind the length.
+  // `n` free slots that share all pages of `slot`, copy-on-write in all of them; with them what a
+  // kernel may touch behind the length.
   std::vector<std::size_t> fork(const Caller& caller, std::size_t slot, std::size_t n);
   // For each beam the slot that goes on with sources[i]: the source itself for the first that names
   // it, a fork for others. Slots in `beams` that no beam goes on with are freed; before the forks
@@ -198,31 +198,31 @@ class SlotCache {
   bool has_free(std::size_t n) const;
   void require_arrived(const Caller& caller, std::size_t slot);
   std::size_t count_free() const;
-  void expect_parting(std::size_t slot) { calm_[slot] = lengths_[slot]; }
+  void expect_unsharing(std::size_t slot) { room_[slot] = lengths_[slot]; }
   void forget_heads(const Caller& caller, std::size_t slot);
   void look_further(std::span<const std::size_t> slots);
-  std::size_t calm_of(std::size_t kind, std::size_t slot, std::size_t length) const;
+  std::size_t room_of(std::size_t kind, std::size_t slot, std::size_t length) const;
   bool grow_ready(const Caller& caller, std::span<const std::int64_t> lengths);
   void grow(const Caller& caller, std::span<const std::int64_t> lengths);
 
   // What a free slot can be used for now.
   struct Fit {
     bool ready = false;      // all of its places can be had
-    std::size_t parked = 0;  // positions behind parked pages
+    std::size_t cached = 0;  // positions behind cached pages
     std::size_t before = 0;  // slots of the page table that are empty before these, in every kind
   };
   Fit fit(const Slot& slot) const;
   using Ready = std::set<std::pair<std::size_t, std::size_t>>;
   void admit_settled();
-  void list_ready(std::size_t slot, std::size_t parked);
+  void list_ready(std::size_t slot, std::size_t cached);
   bool confirm(Ready::iterator listed, Fit& seen);
   std::optional<std::size_t> choose(std::size_t expected);
   std::optional<std::size_t> choose_empty(std::span<const std::size_t> pages);
   bool leaving() const;
   std::exception_ptr refusal() const;
   static bool is_lost(const Slot& slot);
-  static std::size_t parked_pages(const Slot& slot);
-  bool unpark_one();
+  static std::size_t cached_pages(const Slot& slot);
+  bool evict_one();
   template <typename Choose>
   std::size_t take(const Caller& caller, Choose choose);
   bool enter(const Caller& caller, std::size_t slot);
@@ -255,11 +255,11 @@ class SlotCache {
   std::vector<Slot> slots_;
   std::vector<std::int64_t> lengths_;  // 0 where the slot is not in use
   // Lengths below need no other page: every page is there, ready, and the slot's own.
-  std::vector<std::int64_t> calm_;
-  // Free slots: those whose places can be had, by their parked positions and number as last seen,
-  // and the others, until their pages have gone or are parked.
+  std::vector<std::int64_t> room_;
+  // Free slots: those whose places can be had, by their cached positions and number as last seen,
+  // and the others, until their pages have gone or are cached.
   Ready ready_;
-  std::vector<std::size_t> listed_as_;  // parked positions, of each of these
+  std::vector<std::size_t> listed_as_;  // cached positions, of each of these
   std::vector<std::size_t> settling_;
   std::size_t look_at_ = 0;       // in settling_, next
   std::vector<std::size_t> due_;  // of one step; kept for its memory

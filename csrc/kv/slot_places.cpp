@@ -1,4 +1,4 @@
-// Which free slot a new request gets: one whose parked pages fit, or one with nothing mapped where
+// Which free slot a new request gets: one whose cached pages fit, or one with nothing mapped where
 // shared pages are to go.
 #include <algorithm>
 #include <limits>
@@ -42,14 +42,14 @@ SlotCache::Fit SlotCache::fit(const Slot& slot) const {
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     const Buffer* buffer = slot.buffers[kind].get();
     if (buffer == nullptr || buffer->vacant()) {
-      fit.parked = 0;
+      fit.cached = 0;
       continue;
     }
-    if (!buffer->adoptable()) return {};
-    const Interval parked = buffer->parked();
-    fit.before = std::min(fit.before, parked.begin);
-    const std::size_t end = parked.begin == 0 ? parked.end * pool_->page_size() : 0;
-    fit.parked = std::min(fit.parked, end / kinds_[kind].shape.item_bytes);
+    if (!buffer->reusable()) return {};
+    const Interval cached = buffer->cached();
+    fit.before = std::min(fit.before, cached.begin);
+    const std::size_t end = cached.begin == 0 ? cached.end * pool_->page_size() : 0;
+    fit.cached = std::min(fit.cached, end / kinds_[kind].shape.item_bytes);
   }
   return fit;
 }
@@ -67,26 +67,26 @@ void SlotCache::admit_settled() {
       --looks;
       continue;
     }
-    list_ready(at, seen.parked);
+    list_ready(at, seen.cached);
     at = settling_.back();
     settling_.pop_back();
   }
 }
 
-void SlotCache::list_ready(std::size_t slot, std::size_t parked) {
-  ready_.insert({parked, slot});
-  listed_as_[slot] = parked;
+void SlotCache::list_ready(std::size_t slot, std::size_t cached) {
+  ready_.insert({cached, slot});
+  listed_as_[slot] = cached;
 }
 
 // Whether a ready slot is still as it was when it was listed; lists it anew where it is not: the
-// pool takes parked pages back. Requires: the pool's lock.
+// pool takes cached pages back. Requires: the pool's lock.
 bool SlotCache::confirm(Ready::iterator listed, Fit& seen) {
-  const auto [parked, slot] = *listed;
+  const auto [cached, slot] = *listed;
   seen = fit(slots_[slot]);
-  if (seen.ready && seen.parked == parked) return true;
+  if (seen.ready && seen.cached == cached) return true;
   ready_.erase(listed);
   if (seen.ready) {
-    list_ready(slot, seen.parked);
+    list_ready(slot, seen.cached);
   } else {
     settling_.push_back(slot);
   }
@@ -106,7 +106,7 @@ std::optional<std::size_t> SlotCache::choose(std::size_t expected) {
   return std::nullopt;
 }
 
-// One with nothing mapped below `pages` of each kind. Those with the fewest parked pages come
+// One with nothing mapped below `pages` of each kind. Those with the fewest cached pages come
 // first; where a slot has some from its beginning on, so have all behind it. Requires: the pool's
 // lock.
 std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> pages) {
@@ -119,7 +119,7 @@ std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> 
       continue;
     }
     if (seen.before >= most) return listed->second;
-    if (seen.parked != 0) break;
+    if (seen.cached != 0) break;
     ++listed;
   }
   return std::nullopt;
@@ -155,24 +155,24 @@ bool SlotCache::is_lost(const Slot& slot) {
 }
 
 // Requires: the pool's lock.
-std::size_t SlotCache::parked_pages(const Slot& slot) {
+std::size_t SlotCache::cached_pages(const Slot& slot) {
   std::size_t pages = 0;
   for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
-    if (buffer && !buffer->parked().empty())
-      pages += buffer->parked().size() * buffer->shape().rows;
+    if (buffer && !buffer->cached().empty())
+      pages += buffer->cached().size() * buffer->shape().rows;
   }
   return pages;
 }
 
-// Has the free slot with the fewest parked positions give them back. False where none has any.
+// Has the free slot with the fewest cached positions give them back. False where none has any.
 // Requires: the pool's lock.
-bool SlotCache::unpark_one() {
+bool SlotCache::evict_one() {
   const auto fewest = std::find_if(ready_.begin(), ready_.end(), [this](const auto& listed) {
-    return parked_pages(slots_[listed.second]) != 0;
+    return cached_pages(slots_[listed.second]) != 0;
   });
   if (fewest == ready_.end()) return false;
   for (const std::shared_ptr<Buffer>& buffer : slots_[fewest->second].buffers) {
-    if (buffer && !buffer->parked().empty()) buffer->unpark();
+    if (buffer && !buffer->cached().empty()) buffer->evict();
   }
   return true;
 }
@@ -201,7 +201,7 @@ std::size_t SlotCache::take(const Caller& caller, Choose choose) {
   }
 }
 
-// Makes a free slot one in use: adopts what is parked, and takes its places where nothing is.
+// Makes a free slot one in use: reuses what is cached, and takes its places where nothing is.
 // False where that has changed meanwhile.
 bool SlotCache::enter(const Caller& caller, std::size_t slot) {
   std::vector<std::shared_ptr<Buffer>>& buffers = slots_[slot].buffers;
@@ -213,7 +213,7 @@ bool SlotCache::enter(const Caller& caller, std::size_t slot) {
     for (; entered < kinds_.size(); ++entered) {
       const Kind& kind = kinds_[entered];
       std::shared_ptr<Buffer>& buffer = buffers[entered];
-      if (buffer && buffer->adopt_parked(caller)) continue;
+      if (buffer && buffer->reuse_cached(caller)) continue;
       bool vacant = !buffer;
       if (buffer) {
         const PoolLock lock(pool_);
@@ -251,7 +251,7 @@ std::size_t SlotCache::take_empty(const Caller& caller, std::span<const std::siz
   return take(caller, [&]() -> std::optional<std::size_t> {
     for (;;) {
       const auto slot = choose_empty(pages);
-      if (slot || leaving() || !unpark_one()) return slot;
+      if (slot || leaving() || !evict_one()) return slot;
     }
   });
 }
@@ -260,21 +260,21 @@ std::size_t SlotCache::take_empty(const Caller& caller, std::span<const std::siz
 std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
                               std::size_t length, const Slot* parent) {
   std::vector<std::size_t> pages(kinds_.size());
-  std::vector<std::vector<std::shared_ptr<Shelf>>> shelves(kinds_.size());
+  std::vector<std::vector<std::shared_ptr<PageSet>>> page_sets(kinds_.size());
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     for (const Prefix& part : parts) {
-      if (part.at(kind)->slots().empty()) continue;
-      shelves[kind].push_back(part[kind]);
-      pages[kind] = part[kind]->slots().end;
+      if (part.at(kind)->indices().empty()) continue;
+      page_sets[kind].push_back(part[kind]);
+      pages[kind] = part[kind]->indices().end;
     }
   }
   std::vector<Token> tokens = parent ? parent->tokens : std::vector<Token>();
   const std::size_t slot = take_empty(caller, pages);
   try {
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      if (shelves[kind].empty()) continue;
+      if (page_sets[kind].empty()) continue;
       const Interval positions = parent ? parent->buffers[kind]->positions() : Interval{0, length};
-      slots_[slot].buffers[kind]->accept(caller, positions, shelves[kind]);
+      slots_[slot].buffers[kind]->accept(caller, positions, page_sets[kind]);
     }
   } catch (...) {
     leave(slot);

@@ -89,14 +89,14 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
                           std::to_string(kinds_[kind].shape.window) + " tokens long");
   }
   await_arrival(caller, slot);
-  expect_parting(slot);
+  expect_unsharing(slot);
   std::vector<Prefix> parts(bounds.size() - 1);
   std::vector<Interval> pages(parts.size());
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
     for (std::size_t i = 0; i < parts.size(); ++i)
       pages[i] = {page_of(kinds_[kind], bounds[i]), page_of(kinds_[kind], bounds[i + 1])};
-    const auto shelves = slots_[slot].buffers[kind]->offer(caller, pages);
-    for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(shelves[i]);
+    const auto page_sets = slots_[slot].buffers[kind]->offer(caller, pages);
+    for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(page_sets[i]);
   }
   look_further({&slot, 1});
   return parts;

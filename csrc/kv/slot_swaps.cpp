@@ -155,7 +155,7 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
     slot.state = SlotState::swapped;
     slot.swapped = std::move(swapped[i]);
     slot.arriving = nullptr;
-    lengths_[slots[i]] = calm_[slots[i]] = 0;
+    lengths_[slots[i]] = room_[slots[i]] = 0;
     for (const std::shared_ptr<Buffer>& buffer : slot.buffers)
       buffer->retract({caller.operation, driver.copy_stream()}, {});
   }
@@ -232,12 +232,12 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
   const std::size_t length = restored.swapped->length;
   try {
     for (std::size_t kind = 0; kind < prefix.size(); ++kind) {
-      const std::shared_ptr<Shelf>& shelf = prefix[kind];
-      if (shelf->slots().empty()) continue;
+      const std::shared_ptr<PageSet>& page_set = prefix[kind];
+      if (page_set->indices().empty()) continue;
       // What begins in the last of these pages is there, and its end in a page that is new.
       const std::size_t end =
-          ceil_div(shelf->slots().end * pool_->page_size(), kinds_[kind].shape.item_bytes);
-      restored.buffers[kind]->accept(caller, {0, std::min(length, end)}, {&shelf, 1});
+          ceil_div(page_set->indices().end * pool_->page_size(), kinds_[kind].shape.item_bytes);
+      restored.buffers[kind]->accept(caller, {0, std::min(length, end)}, {&page_set, 1});
     }
     std::vector<Buffer::Growth> growths;
     for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {

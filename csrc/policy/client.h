@@ -41,7 +41,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // Its places on the pool's lists, which are the pool's affair.
   struct Places {
-    Roster::Place unsettled, wanting, parked, parked_alike, unclean;
+    Roster::Place unsettled, wanting, cached, cached_alike, unclean;
   };
   Places places;
 
@@ -65,14 +65,14 @@ class Client : public std::enable_shared_from_this<Client> {
   // Gives up what is ready ahead of need; returns the number of pages.
   virtual std::size_t drop_ahead() = 0;
 
-  // -- parking
+  // -- reuse
 
-  // Whether it is parked, and nothing else of it is mapped: what is on its way out would come back
+  // Whether it is cached, and nothing else of it is mapped: what is on its way out would come back
   // as the next owner's (I7).
-  virtual bool adoptable() const = 0;
-  virtual std::chrono::steady_clock::time_point parked_at() const = 0;
-  // Parked pages are to go; `aged`: because they were parked for as long as the pool keeps memory.
-  virtual void unpark(bool aged = false) = 0;
+  virtual bool reusable() const = 0;
+  virtual std::chrono::steady_clock::time_point cached_at() const = 0;
+  // Cached pages are to go; `aged`: because they were cached for as long as the pool keeps memory.
+  virtual void evict(bool aged = false) = 0;
   // Whether some of them may still have to be zeroed.
   virtual bool to_clean() const = 0;
 
@@ -90,16 +90,16 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual std::size_t missing_ahead() const = 0;
   virtual bool wants() const = 0;
 
-  // Slots on their way out.
+  // Pages on their way out.
   struct Departure : Reservation::Departure {
-    std::vector<Interval> slots;
+    std::vector<Interval> indices;
   };
   enum class Claim : std::uint8_t { claimed, waits, refused, done };
   // Unmaps about `pages` pages of what is to go.
   virtual Claim claim_back(Departure& departure, std::size_t pages) noexcept = 0;
   virtual void enter_back(Departure& departure) = 0;
 
-  // Zeroes up to `pages` parked pages, once the last owner's work is done.
+  // Zeroes up to `pages` cached pages, once the last owner's work is done.
   virtual bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) = 0;
   virtual FencePtr clean(std::span<const Reservation::Run> runs) = 0;
   virtual void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
@@ -110,7 +110,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // What the worker met for it, once.
   virtual std::exception_ptr take_error() = 0;
   // Guards every page for a child about to be forked, and adds them to `seen`.
-  virtual void guard_for_child(std::vector<Page*>& seen) noexcept = 0;
+  virtual void protect_for_child(std::vector<Page*>& seen) noexcept = 0;
   virtual void add_to(PoolCounts& counts) const = 0;
   // Throws an Error that names the violated invariant.
   virtual void check(std::unordered_map<const Page*, PageUse>& uses) const = 0;

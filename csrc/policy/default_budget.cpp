@@ -40,7 +40,7 @@ std::size_t PagePool::promised_bytes() {
   if (retired()) return 0;
   const PoolLock lock(shared_from_this());
   const std::size_t unused = store_.unused();
-  return (unused - std::min(unused, store_.kept().size())) * page_size();
+  return (unused - std::min(unused, store_.spare().size())) * page_size();
 }
 
 std::shared_ptr<PagePool> PagePool::enlist(std::unique_ptr<Driver> driver,

@@ -14,41 +14,41 @@
 
 namespace vtensor {
 
-LentPages::~LentPages() {
-  for (const Loan& loan : loans_) {
-    if (loan.read_end >= 0) close(loan.read_end);
-    if (loan.write_end >= 0) close(loan.write_end);
+PagesInChildren::~PagesInChildren() {
+  for (const Child& child : children_) {
+    if (child.read_end >= 0) close(child.read_end);
+    if (child.write_end >= 0) close(child.write_end);
   }
 }
 
-std::size_t LentPages::size() const {
+std::size_t PagesInChildren::size() const {
   std::size_t pages = 0;
-  for (const Loan& loan : loans_) pages += loan.pages.size();
+  for (const Child& child : children_) pages += child.pages.size();
   return pages;
 }
 
-void LentPages::lend(std::vector<Page*> pages) {
+void PagesInChildren::add(std::vector<Page*> pages) {
   int ends[2] = {-1, -1};
   if (pipe2(ends, O_CLOEXEC) != 0) ends[0] = ends[1] = -1;
-  loans_.push_back({ends[0], ends[1], std::move(pages)});
+  children_.push_back({ends[0], ends[1], std::move(pages)});
 }
 
-void LentPages::seal() {
-  for (Loan& loan : loans_) {
-    if (loan.write_end >= 0) close(std::exchange(loan.write_end, -1));
+void PagesInChildren::seal() {
+  for (Child& child : children_) {
+    if (child.write_end >= 0) close(std::exchange(child.write_end, -1));
   }
 }
 
-Page* LentPages::take_back() noexcept {
-  for (Loan& loan : loans_) {
-    pollfd end{loan.read_end, 0, 0};  // a negative one is never ready
+Page* PagesInChildren::take_back() noexcept {
+  for (Child& child : children_) {
+    pollfd end{child.read_end, 0, 0};  // a negative one is never ready
     if (poll(&end, 1, 0) != 1 || !(end.revents & POLLHUP)) continue;
-    Page* page = loan.pages.back();
-    loan.pages.pop_back();
-    if (loan.pages.empty()) {
-      close(loan.read_end);
-      std::swap(loan, loans_.back());
-      loans_.pop_back();
+    Page* page = child.pages.back();
+    child.pages.pop_back();
+    if (child.pages.empty()) {
+      close(child.read_end);
+      std::swap(child, children_.back());
+      children_.pop_back();
     }
     return page;
   }

@@ -16,7 +16,7 @@ class Client;
 
 struct Generation {
   std::shared_ptr<Client> client;
-  Interval slots;              // the same in every row
+  Interval indices;            // the same in every row
   std::size_t place = 0;       // among those of its client
   bool is_owner = false;       // stands for the owner, not for a storage
   Generation* next = nullptr;  // in the pool's list of ended generations
@@ -28,7 +28,7 @@ class Generations {
   bool empty() const { return all_.empty(); }
   auto begin() const { return all_.begin(); }
   auto end() const { return all_.end(); }
-  // Which slots any of them covers.
+  // Which pages any of them covers.
   const Coverage& covered() const { return covered_; }
 
   // Throws std::bad_alloc; nothing is changed then.
@@ -36,7 +36,7 @@ class Generations {
     generation->place = all_.size();
     all_.push_back(generation);
     try {
-      covered_.add(generation->slots);
+      covered_.add(generation->indices);
     } catch (...) {
       all_.pop_back();
       throw;
@@ -46,7 +46,7 @@ class Generations {
     all_[generation->place] = all_.back();
     all_.back()->place = generation->place;
     all_.pop_back();
-    covered_.remove(generation->slots);
+    covered_.remove(generation->indices);
   }
 
  private:

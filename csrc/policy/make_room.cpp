@@ -26,22 +26,23 @@ std::string need(const char* operation, std::size_t pages, std::size_t page_size
 
 }  // namespace
 
-std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t parted) {
+std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) {
   const PageStore& store = pool_.store_;
-  if (store.parted() != 0 && store.used() + store.parted() + pages > store.budget())
-    pool_.count_parted();
-  return store.unused_beside(parted);
+  if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
+    pool_.count_private_copies();
+  return store.unused_beside(private_copies);
 }
 
-bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t parted) {
+bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
+                    std::size_t private_copies) {
   const std::size_t page_size = pool_.page_size();
   bool looked_away = false;
-  std::size_t free = free_pages(pages, parted);
+  std::size_t free = free_pages(pages, private_copies);
   if (pages > free) {
     const auto since = steady_clock::now();
     while (pages > free && take_back(lock, since, pages - free)) {
       looked_away = true;
-      free = free_pages(pages, parted);
+      free = free_pages(pages, private_copies);
     }
     if (pages > free) {
       trace::event(trace::What::out_of_memory, 0, pages * page_size);
@@ -55,17 +56,19 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages, st
     if (give_up_spare(lock)) continue;
     trace::event(trace::What::out_of_memory, 0, shortage.missing);
     throw ReserveReached(need(operation, pages, page_size) + "the device has " +
-                         std::to_string(shortage.free) + " bytes free, of which reserve= leaves " +
-                         std::to_string(pool_.options().reserve) +
+                         std::to_string(shortage.free) +
+                         " bytes free, of which device_reserve= leaves " +
+                         std::to_string(pool_.options().device_reserve) +
                          " to others: free memory, or lower the pool's reserve");
   }
   return looked_away;
 }
 
-bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages, std::size_t parted) {
+bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
+                     std::size_t private_copies) {
   if (pages == 0) return false;
   for (bool looked_away = false;;) {
-    looked_away |= free(lock, operation, pages, parted);
+    looked_away |= free(lock, operation, pages, private_copies);
     try {
       if (!pool_.store_.make_ready(lock, pages)) return looked_away;
     } catch (const DeviceOutOfMemory&) {
@@ -89,14 +92,14 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
                        " bytes were asked for: free tensors or views first");
     }
     const std::size_t most = pages - store.in_use();
-    const std::size_t kept = store.kept().size();
+    const std::size_t kept = store.spare().size();
     if (kept <= most) return;
     store.release(lock, kept - most);  // others may take pages meanwhile
   }
 }
 
 bool MakeRoom::give_up_spare(PoolLock& lock) {
-  bool any = pool_.unpark_oldest();
+  bool any = pool_.evict_oldest();
   for (auto client = pool_.clients_.begin(); !any && client != pool_.clients_.end(); ++client)
     any = (*client)->drop_ahead() != 0;
   if (any) pool_.settle_all(lock);
@@ -128,7 +131,7 @@ bool MakeRoom::give_all_back(bool spare) noexcept {
   PoolLock lock(pool_.shared_from_this());
   pool_.reap();
   bool any = !pool_.unsettled_.empty();
-  while (spare ? give_up_spare(lock) : pool_.unpark_oldest()) any = true;
+  while (spare ? give_up_spare(lock) : pool_.evict_oldest()) any = true;
   pool_.settle_all(lock);
   return any;
 }

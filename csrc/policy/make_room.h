@@ -1,7 +1,7 @@
 // The one ladder that finds memory. What goes first, second and last, and when to give up:
 //
 //   1  what waits to be unmapped, if its fences have passed
-//   2  parked clients, the oldest first
+//   2  cached clients, the oldest first
 //   3  what is ready ahead of need
 //   4  waiting, for the device and for calls of other threads, as long as that may suffice
 //
@@ -33,12 +33,13 @@ class MakeRoom {
   // Rungs 1 to 4. They require the lock, and let it go to wait and to make memory. True where they
   // did: others may have taken pages, or given some back.
 
-  // Returns with `pages` pages free, not counting `parted` pages that the kernel parted and that
+  // Returns with `pages` pages free, not counting `copied` pages that the kernel copied and that
   // these are to replace. Throws OutOfPages, ReserveReached.
-  bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t parted);
+  bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t private_copies);
   // The same, with their memory made if the driver takes long for that. Throws DeviceOutOfMemory
   // too.
-  bool ready(PoolLock& lock, const char* operation, std::size_t pages, std::size_t parted = 0);
+  bool ready(PoolLock& lock, const char* operation, std::size_t pages,
+             std::size_t private_copies = 0);
   // Returns with at most `pages` pages in use or kept. Throws OutOfPages, of `bytes` asked for.
   void shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes);
 
@@ -48,7 +49,7 @@ class MakeRoom {
  private:
   using Time = std::chrono::steady_clock::time_point;
 
-  std::size_t free_pages(std::size_t pages, std::size_t parted);
+  std::size_t free_pages(std::size_t pages, std::size_t private_copies);
   // Rungs 2 and 3: one client's; false if there is none.
   bool give_up_spare(PoolLock& lock);
   // One step of rungs 1 to 4 for a request of that time; false if nothing is left that would make

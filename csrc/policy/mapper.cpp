@@ -144,9 +144,9 @@ class Mapper::Step {
   bool claim_ahead(PoolLock& lock) {
     pool_.untold_ = false;
     if (pool_.wanting_.empty()) return false;
-    std::size_t pages = std::min(most_, pool_.store().spare());
+    std::size_t pages = std::min(most_, pool_.store().available());
     make_ready(lock, pages);
-    pages = std::min(pages, pool_.store().spare());  // others may have taken some meanwhile
+    pages = std::min(pages, pool_.store().available());  // others may have taken some meanwhile
     ahead_.reserve(pool_.wanting_.size());
     for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
       const std::shared_ptr<Client> client = *at++;
@@ -194,7 +194,7 @@ class Mapper::Step {
 
   bool claim_cleaning() {
     if (pool_.options_.zero == ZeroPolicy::never) return false;
-    for (auto at = pool_.parked_.unclean.begin(); at != pool_.parked_.unclean.end();) {
+    for (auto at = pool_.cached_.unclean.begin(); at != pool_.cached_.unclean.end();) {
       const std::shared_ptr<Client> client = *at++;
       Cleaning job{client, {}, nullptr, nullptr};
       if (client->claim_cleaning(job.runs, most_)) {
@@ -204,7 +204,7 @@ class Mapper::Step {
       if (client->to_clean()) {
         waits_ = true;
       } else {
-        pool_.parked_.unclean.remove(client->places.unclean);
+        pool_.cached_.unclean.remove(client->places.unclean);
       }
     }
     return false;

@@ -1,5 +1,5 @@
 // The background worker of one pool. It maps and zeroes pages ahead of need, unmaps pages that are
-// no longer needed once their fences have passed, zeroes parked pages for their next owner, and
+// no longer needed once their fences have passed, zeroes cached pages for their next owner, and
 // keeps free memory between the pool's marks. A caller that needs a page before it is ready maps it
 // itself.
 //

@@ -29,10 +29,10 @@ constexpr std::size_t kReleasedAtOnce = 32;
 std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
                                            const PoolOptions& options) {
   std::shared_ptr<PagePool> pool = enlist(std::move(driver), options);
-  if (pool->traits().parts_on_write) join_forks(pool.get());
+  if (pool->traits().kernel_copies_on_write) join_forks(pool.get());
   // Now, and not when memory or mappings are short: a thread that cannot have its own ends the
   // process.
-  if (pool->looks_ahead() || options.low != 0) pool->ensure_mapper();
+  if (pool->looks_ahead() || options.spare_low != 0) pool->ensure_mapper();
   return pool;
 }
 
@@ -45,7 +45,7 @@ PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   mapper_.stop();
-  if (traits().parts_on_write) leave_forks(this);
+  if (traits().kernel_copies_on_write) leave_forks(this);
   try {
     store_.release_adjacent();
   } catch (...) {
@@ -87,31 +87,31 @@ void PagePool::start_mapper() {
   if (!mapper_.running()) mapper_.start(weak_from_this());
 }
 
-bool PagePool::may_park(std::size_t pages) {
+bool PagePool::may_cache(std::size_t pages) {
   const std::size_t most =
-      options_.park == kParkByBudget ? store_.budget() / 4 : store_.in_pages(options_.park);
+      options_.cache == kCacheByBudget ? store_.budget() / 4 : store_.in_pages(options_.cache);
   if (pages > most) return false;
-  while (parked_.pages() + pages > most) {
-    const std::shared_ptr<Client> oldest = parked_.oldest_unplaced();
-    oldest->unpark();
+  while (cached_.pages() + pages > most) {
+    const std::shared_ptr<Client> oldest = cached_.oldest_unplaced();
+    oldest->evict();
   }
   return true;
 }
 
-void PagePool::park(const std::shared_ptr<Client>& client, std::size_t pages) {
-  parked_.add(client, pages, options_.zero != ZeroPolicy::never);
+void PagePool::cache(const std::shared_ptr<Client>& client, std::size_t pages) {
+  cached_.add(client, pages, options_.zero != ZeroPolicy::never);
   if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) call_mapper();
 }
 
-bool PagePool::unpark_oldest() {
-  if (parked_.empty()) return false;
-  const std::shared_ptr<Client> oldest = parked_.oldest();
-  oldest->unpark();
+bool PagePool::evict_oldest() {
+  if (cached_.empty()) return false;
+  const std::shared_ptr<Client> oldest = cached_.oldest();
+  oldest->evict();
   return true;
 }
 
-void PagePool::unpark_all() noexcept {
-  while (unpark_oldest()) {
+void PagePool::evict_all() noexcept {
+  while (evict_oldest()) {
   }
 }
 
@@ -163,10 +163,10 @@ void PagePool::prefill(std::size_t pages) {
 steady_clock::time_point PagePool::tend(PoolLock& lock) {
   const auto now = steady_clock::now();
   const auto due = store_.tend(lock);
-  if (due <= now || options_.max_age.count() == 0 || parked_.empty()) return due;
-  const std::shared_ptr<Client> oldest = parked_.oldest();
-  const auto aged = oldest->parked_at() + options_.max_age;
-  if (aged <= now) oldest->unpark(/*aged=*/true);
+  if (due <= now || options_.max_age.count() == 0 || cached_.empty()) return due;
+  const std::shared_ptr<Client> oldest = cached_.oldest();
+  const auto aged = oldest->cached_at() + options_.max_age;
+  if (aged <= now) oldest->evict(/*aged=*/true);
   return std::min(due, aged);
 }
 
@@ -174,16 +174,16 @@ PoolCounts PagePool::counts() {
   PoolLock lock(shared_from_this());
   reap();
   if (!looks_ahead()) settle_all(lock);
-  count_parted();
+  count_private_copies();
   PoolCounts counts;
   for (Client* client : clients_) client->add_to(counts);
-  counts.parted = store_.parted();
+  counts.private_copies = store_.private_copies();
   counts.budget_pages = store_.budget();
-  counts.used = store_.used() + store_.parted();
-  counts.kept = store_.kept().size();
+  counts.used = store_.used() + store_.private_copies();
+  counts.spare = store_.spare().size();
   counts.quarantined = store_.quarantined();
-  counts.lent = lent_.size();
-  counts.shelved = store_.shelved();
+  counts.in_children = in_children_.size();
+  counts.in_page_sets = store_.in_page_sets();
   return counts;
 }
 
@@ -199,7 +199,7 @@ void PagePool::set_budget(std::size_t bytes) {
   const std::size_t pages = store_.in_pages(bytes);
   PoolLock lock(shared_from_this());
   reap();
-  count_parted();
+  count_private_copies();
   MakeRoom(*this).shrink(lock, "Pool.budget", pages, bytes);
   store_.set_budget(pages);
 }
@@ -207,13 +207,13 @@ void PagePool::set_budget(std::size_t bytes) {
 std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   reap();
-  unpark_all();
+  evict_all();
   const WantsQuiet wants(*this);
   await_quiet(lock, "Pool.trim");
   settle_all(lock);
   if (traits().adjacent_handles) return store_.release_adjacent();
-  const std::size_t pages = store_.kept().size();
-  for (std::size_t left = pages; left != 0 && store_.kept().oldest();) {
+  const std::size_t pages = store_.spare().size();
+  for (std::size_t left = pages; left != 0 && store_.spare().oldest();) {
     const std::size_t some = std::min(left, kReleasedAtOnce);
     store_.release(lock, some);
     left -= some;
@@ -228,7 +228,7 @@ bool PagePool::idle() const {
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& client) { return client->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||
-          std::none_of(parked_.unclean.begin(), parked_.unclean.end(),
+          std::none_of(cached_.unclean.begin(), cached_.unclean.end(),
                        [](const auto& client) { return client->to_clean(); }));
 }
 
@@ -259,11 +259,11 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
 
 void PagePool::retire() noexcept {
   PoolLock lock(shared_from_this());
-  options_.park = 0;
+  options_.cache = 0;
   store_.keep_no_stock();
   retired_ = true;
   reap();
-  unpark_all();
+  evict_all();
 }
 
 void PagePool::check_invariants() {
@@ -282,29 +282,29 @@ void PagePool::check_invariants() {
     extra += page->references - use.entries;
     if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
   }
-  const std::size_t given_away = store_.quarantined() + lent_.size() + store_.shelved();
+  const std::size_t given_away = store_.quarantined() + in_children_.size() + store_.in_page_sets();
   if (extra > given_away) throw Error("I5: a page counts more references than it has");
   const std::size_t used = store_.used();
   if (uses.size() > used || used - uses.size() > given_away) {
     throw Error("I5: " + std::to_string(used) + " pages are counted used, page tables hold " +
                 std::to_string(uses.size()));
   }
-  for (const Page* page = store_.kept().oldest(); page; page = page->newer) {
+  for (const Page* page = store_.spare().oldest(); page; page = page->newer) {
     if (page->references != 0 || !page->resident || uses.contains(page)) {
-      throw Error("I5: kept page " + std::to_string(page->handle) + " is in use");
+      throw Error("I5: spare page " + std::to_string(page->handle) + " is in use");
     }
   }
-  const std::size_t kept = store_.kept().size();
+  const std::size_t kept = store_.spare().size();
   if (used + kept > store_.budget()) {
     throw Error("I5: " + std::to_string(used) + " used and " + std::to_string(kept) +
-                " kept pages pass the budget of " + std::to_string(store_.budget()));
+                " spare pages pass the budget of " + std::to_string(store_.budget()));
   }
 }
 
-void PagePool::count_parted() {
-  std::size_t parted = 0;
-  for (Client* client : clients_) parted += client->range().count_parted();
-  store_.set_parted(parted);
+void PagePool::count_private_copies() {
+  std::size_t private_copies = 0;
+  for (Client* client : clients_) private_copies += client->range().count_private_copies();
+  store_.set_private_copies(private_copies);
 }
 
 void PagePool::push(Generation* generation) noexcept {
@@ -358,18 +358,18 @@ void PagePool::before_fork() {
   lock.release();
   if (!quiet) return;  // better a child that sees later writes than none
   std::vector<Page*> seen;
-  for (Client* client : clients_) client->guard_for_child(seen);
+  for (Client* client : clients_) client->protect_for_child(seen);
   for (Page* page : seen) store_.share(page);
-  if (!seen.empty()) lent_.lend(std::move(seen));
+  if (!seen.empty()) in_children_.add(std::move(seen));
 }
 
 void PagePool::after_fork() {
-  lent_.seal();
+  in_children_.seal();
   mutex_.unlock();
 }
 
 void PagePool::reap() noexcept {
-  while (Page* page = lent_.take_back()) store_.drop(page);
+  while (Page* page = in_children_.take_back()) store_.drop(page);
   Generation* generation = ended_.exchange(nullptr, std::memory_order_acquire);
   while (generation) {
     Generation* next = generation->next;

@@ -16,10 +16,10 @@
 #include <vector>
 
 #include "driver/driver.h"
+#include "policy/cached_clients.h"
 #include "policy/fork_guard.h"
 #include "policy/generation.h"
 #include "policy/mapper.h"
-#include "policy/parked_clients.h"
 #include "policy/roster.h"
 #include "policy/wanting_clients.h"
 #include "vmm/caller.h"
@@ -32,18 +32,18 @@ namespace vtensor {
 
 struct PoolCounts {
   std::size_t budget_pages = 0;
-  std::size_t used = 0;    // handles in use, and pages that the kernel parted from shared handles
-  std::size_t parted = 0;  // of these, the parted
-  std::size_t kept = 0;    // free handles whose memory is kept
-  std::size_t quarantined = 0;  // of the used, those given up
-  std::size_t lent = 0;         // references that forked children keep
-  std::size_t shelved = 0;      // references to pages that are kept without a mapping
-  std::size_t mapped = 0;       // page table entries
-  std::size_t needed = 0;       // of these, what lengths need
-  std::size_t ahead = 0;        // what is ready beyond that
-  std::size_t parked = 0;       // what freed tensors left for the next one
-  std::size_t held = 0;         // what only old generations hold, or waits to be unmapped
-  std::size_t orphaned = 0;     // of the held, what belongs to no tensor any more
+  std::size_t used = 0;            // handles in use, and private copies
+  std::size_t private_copies = 0;  // pages that the kernel copied at a write; without a handle
+  std::size_t spare = 0;           // free handles whose memory is made
+  std::size_t quarantined = 0;     // of the used, those given up
+  std::size_t in_children = 0;     // references that forked children keep
+  std::size_t in_page_sets = 0;    // references to pages that are kept without a mapping
+  std::size_t mapped = 0;          // page table entries
+  std::size_t active = 0;          // of these, what lengths need
+  std::size_t prefetched = 0;      // what is ready beyond that
+  std::size_t cached = 0;          // what freed tensors left for the next one
+  std::size_t pinned = 0;          // what only old generations hold, or waits to be unmapped
+  std::size_t orphaned = 0;        // of the pinned, what belongs to no tensor any more
   std::size_t reserved_pages = 0;
   std::size_t buffers = 0;  // whose tensor is open
 };
@@ -54,7 +54,7 @@ struct PoolEvents {
   std::uint64_t growths_mapped = 0;  // and that had to make driver calls
   std::uint64_t pages_recycled = 0;  // see PageStore
   std::uint64_t pages_fresh = 0;
-  std::uint64_t tensors_adopted = 0;  // tensors that began on a parked tensor's pages
+  std::uint64_t tensors_reused = 0;  // tensors that began on a cached tensor's pages
   std::uint64_t tensors_fresh = 0;
 };
 
@@ -73,7 +73,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   PageStore& store() { return store_; }
   const PoolOptions& options() const { return options_; }
   ZeroPolicy zero_policy() const { return options_.zero; }
-  bool looks_ahead() const { return options_.ahead != 0; }
+  bool looks_ahead() const { return options_.prefetch != 0; }
 
   PoolCounts counts();
   PoolEvents events();
@@ -81,7 +81,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void set_budget(std::size_t bytes);
   // Makes the memory of `pages` free pages present, for rows to come. Throws OutOfPages.
   void prefill(std::size_t pages);
-  // Gives parked and free memory back; returns how many pages. What waits to be unmapped goes
+  // Gives cached and free memory back; returns how many pages. What waits to be unmapped goes
   // first.
   std::size_t trim();
   // Returns once nothing is left to do in the background. Throws the driver's error where
@@ -89,7 +89,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void wait_idle(std::chrono::nanoseconds timeout);
   // Throws an Error that names the violated invariant.
   void check_invariants();
-  // The pool's owner leaves: nothing is parked or mapped ahead from here on, and the mapper ends
+  // The pool's owner leaves: nothing is cached or mapped ahead from here on, and the mapper ends
   // once what waits for fences is gone.
   void retire() noexcept;
   bool retired() const { return retired_.load(std::memory_order_relaxed); }
@@ -106,7 +106,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // So that `end_later` finds the mapper running. Throws std::system_error.
   void ensure_mapper();
 
-  // Around fork(2), on a driver that parts pages at a write. The lock is held in between.
+  // Around fork(2), on a driver that unshares pages at a write. The lock is held in between.
   void before_fork();
   void after_fork();
 
@@ -128,9 +128,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void reap() noexcept;
 
   // Whether a freed client with `pages` pages may stay mapped, after older ones have made room.
-  bool may_park(std::size_t pages);
-  void park(const std::shared_ptr<Client>& client, std::size_t pages);
-  ParkedClients& parked() { return parked_; }
+  bool may_cache(std::size_t pages);
+  void cache(const std::shared_ptr<Client>& client, std::size_t pages);
+  CachedClients& cached() { return cached_; }
 
   // Lets the lock go until `done`, which it asks after each change, and for the pool's patience at
   // most; then throws TimedOut: "[operation] timed out after 60 s: what".
@@ -143,7 +143,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void await_quiet(PoolLock& lock, const char* operation);
   // Settles what waits for it. Returns the first refusal.
   std::exception_ptr settle_all(PoolLock& lock) noexcept;
-  // Keeps free and parked memory between the pool's marks; returns when to look again.
+  // Keeps free and cached memory between the pool's marks; returns when to look again.
   std::chrono::steady_clock::time_point tend(PoolLock& lock);
   PoolEvents counted;  // what happened so far
 
@@ -158,9 +158,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::size_t promised_bytes();
   class WantsQuiet;
   void start_mapper();
-  void count_parted();
-  bool unpark_oldest();
-  void unpark_all() noexcept;
+  void count_private_copies();
+  bool evict_oldest();
+  void evict_all() noexcept;
   bool idle() const;
   void push(Generation* generation) noexcept;
   // A deleter that finds the lock taken leaves its generation to the holder.
@@ -177,12 +177,12 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::unordered_set<Client*> clients_;
   Roster unsettled_;  // have something to give back
   WantingClients wanting_;
-  ParkedClients parked_;
+  CachedClients cached_;
   bool wake_mapper_ = false;          // once the lock is free
   bool untold_ = false;               // of some that wants pages
   std::atomic<bool> retired_{false};  // its owner has left
   std::exception_ptr mapper_error_;   // why its thread cannot work
-  LentPages lent_;
+  PagesInChildren in_children_;
 
   std::atomic<Generation*> ended_{nullptr};
   Mapper mapper_;

@@ -1,4 +1,4 @@
-// Slots that nothing needs any more, until they are unmapped: behind the work that may still use
+// Pages that nothing needs any more, until they are unmapped: behind the work that may still use
 // them, and again if the driver refuses. Requires the pool's lock.
 #pragma once
 
@@ -18,21 +18,21 @@ class PendingUnmap {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // Slots in which something may be mapped that nothing needs: looked at when it is next asked.
+  // Pages in which something may be mapped that nothing needs: looked at when it is next asked.
   Interval touched() const { return touched_; }
-  void touch(Interval slots);
+  void touch(Interval indices);
   void look_at_nothing() { touched_ = {}; }
 
   // What is on its way out, once `after` has passed. Requires: nothing was.
-  void begin(std::vector<Interval> slots, std::vector<FencePtr> after);
-  const std::vector<Interval>& slots() const { return slots_; }
+  void begin(std::vector<Interval> indices, std::vector<FencePtr> after);
+  const std::vector<Interval>& indices() const { return indices_; }
   // Whether all work has passed that may use them. Throws what the driver does.
   bool may_go(Driver& driver) { return all_passed(driver, after_); }
-  // The first of them, of `most` slots in all, or one.
+  // The first of them, of `most` pages in all, or one.
   std::vector<Interval> first(std::size_t most) const;
   // These are unmapped by now, or come into use again.
-  void remove(Interval slots);
-  void clear() { slots_.clear(); }
+  void remove(Interval indices);
+  void clear() { indices_.clear(); }
 
   // What the driver refused, of a fence or an unmap; null unless it did when it was last asked.
   const std::exception_ptr& refusal() const { return refusal_; }
@@ -43,7 +43,7 @@ class PendingUnmap {
 
  private:
   Interval touched_;
-  std::vector<Interval> slots_;
+  std::vector<Interval> indices_;
   std::vector<FencePtr> after_;
   std::exception_ptr refusal_;
   Time retry_at_;

@@ -1,4 +1,4 @@
-// Looking ahead: which slots should be ready before they are needed, and what the mapper does for
+// Looking ahead: which pages should be ready before they are needed, and what the mapper does for
 // that.
 #include <algorithm>
 #include <chrono>
@@ -24,21 +24,21 @@ bool is_out_of_memory(const std::exception_ptr& error) {
 
 }  // namespace
 
-// The slots behind the extent that are kept or made ready.
+// The pages behind the extent that are kept or made ready.
 Interval Buffer::ahead() const {
   if (!owned_) return {};
-  const Interval slots{extent_end(), std::max({ready_.end, want_end_, foreign_.end})};
-  return slots.empty() ? Interval{} : slots;
+  const Interval indices{extent_end(), std::max({ready_.end, want_end_, unclean_.end})};
+  return indices.empty() ? Interval{} : indices;
 }
 
-void Buffer::set_ready(Interval slots) {
-  ready_ = slots.empty() ? Interval{} : slots;
+void Buffer::set_ready(Interval indices) {
+  ready_ = indices.empty() ? Interval{} : indices;
   unmap_.remove(ready_);
   const std::size_t end = std::max(extent_end(), ready_.end);
   ready_until_ = end == 0 ? 0 : (end * range_.page_size() - shape_.phase) / shape_.item_bytes;
 }
 
-// The slots from `begin` on, up to `end`, that are mapped writable in every row and show nothing
+// The pages from `begin` on, up to `end`, that are mapped writable in every row and show nothing
 // of others.
 Interval Buffer::usable(std::size_t begin, std::size_t end) const {
   end = range_.first_not({begin, end}, [this](const Entry& entry) {
@@ -49,8 +49,8 @@ Interval Buffer::usable(std::size_t begin, std::size_t end) const {
 
 // The last position to look ahead to: within the capacity, and what the pool allows a tensor.
 std::size_t Buffer::limit_lead(std::size_t position) const {
-  const std::size_t slots = pool_->options().ahead / (range_.rows() * range_.page_size());
-  const std::size_t end = (extent_end() + slots) * range_.page_size();
+  const std::size_t indices = pool_->options().prefetch / (range_.rows() * range_.page_size());
+  const std::size_t end = (extent_end() + indices) * range_.page_size();
   const std::size_t allowed = end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
   return std::max(positions_.end, std::min({position, shape_.capacity, allowed}));
 }
@@ -70,17 +70,17 @@ void Buffer::look_ahead() {
   const std::size_t end = limit_lead(positions_.end + pace_.lead(pool_->wanting().horizon()));
   if (positions_.end + (end - positions_.end) / 2 <= ready_until_) return;
   if (pool_->store().unused() == 0) return;
-  want(slots_of({positions_.begin, end}).end, true);
+  want(indices_of({positions_.begin, end}).end, true);
   if (wanting_) pool_->wanting().measure();
 }
 
-void Buffer::want(std::size_t slots_end, bool soon) {
-  if (slots_end <= std::max(extent_end(), ready_.end)) return;
+void Buffer::want(std::size_t index_end, bool soon) {
+  if (index_end <= std::max(extent_end(), ready_.end)) return;
   try {
-    range_.reserve(slots_end);
+    range_.reserve(index_end);
     if (!wanting_) pool_->want(shared_from_this());
     wanting_ = true;
-    want_end_ = std::max(want_end_, slots_end);
+    want_end_ = std::max(want_end_, index_end);
     soon ? pool_->call_mapper() : pool_->tell_mapper_later();
   } catch (const std::bad_alloc&) {
     // Whoever needs the pages will say.
@@ -96,7 +96,7 @@ void Buffer::prepare(std::size_t end) {
 
 void Buffer::want_until(std::size_t end, bool soon) {
   pool_->wanting().ignore();
-  if (end > positions_.begin) want(slots_of({positions_.begin, end}).end, soon);
+  if (end > positions_.begin) want(indices_of({positions_.begin, end}).end, soon);
 }
 
 std::size_t Buffer::missing_ahead() const {
@@ -104,7 +104,7 @@ std::size_t Buffer::missing_ahead() const {
   return wanted.empty() ? 0 : wanted.size() * range_.rows() - range_.count_mapped(wanted);
 }
 
-// Takes up to `pages` pages for wanted slots. False where nothing is left to do, or to do it with.
+// Takes up to `pages` pages for wanted pages. False where nothing is left to do, or to do it with.
 bool Buffer::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
   const auto give_up = [this] {
     wanting_ = false;
@@ -122,10 +122,10 @@ bool Buffer::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
       missing.clear();
       range_.collect(missing, row, wanted, is_unmapped);
       for (Reservation::Run& run : missing) {
-        if (range_.at(row, run.slots.begin).state != EntryState::empty) return give_up();
-        run.slots.end = std::min(run.slots.end, run.slots.begin + pages);
-        pages -= run.slots.size();
-        if (!run.slots.empty()) arrival.runs.push_back(run);
+        if (range_.at(row, run.indices.begin).state != EntryState::empty) return give_up();
+        run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
+        pages -= run.indices.size();
+        if (!run.indices.empty()) arrival.runs.push_back(run);
       }
     }
     if (arrival.runs.empty()) return give_up();
@@ -147,8 +147,8 @@ void Buffer::enter_ahead(Reservation::Arrival& arrival) {
   busy_ = false;
   range_.enter(arrival);
   for (const Reservation::Run& run : arrival.runs)
-    unmap_.touch(run.slots);  // they may no longer be wanted
-  unmap_.touch(ahead());      // nor what came before them
+    unmap_.touch(run.indices);  // they may no longer be wanted
+  unmap_.touch(ahead());        // nor what came before them
   if (arrival.zeroing) work_.note(driver_.side_stream());
   if (arrival.error) {
     want_end_ = 0;
@@ -172,7 +172,7 @@ std::size_t Buffer::drop_ahead() {
   const std::size_t pages = range_.count_mapped(ahead());
   unmap_.touch(ahead());
   want_end_ = 0;
-  foreign_ = {};
+  unclean_ = {};
   set_ready({});
   if (pages != 0) give_back_unused();
   return pages;

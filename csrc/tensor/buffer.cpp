@@ -14,14 +14,14 @@ namespace vtensor {
 
 std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                        const Caller& caller) {
-  std::shared_ptr<Buffer> parked;
+  std::shared_ptr<Buffer> cached;
   {
     const PoolLock lock(pool);
     pool->reap();
-    // All that it parks are buffers.
-    parked = std::static_pointer_cast<Buffer>(pool->parked().find(shape));
+    // All that it caches are buffers.
+    cached = std::static_pointer_cast<Buffer>(pool->cached().find(shape));
   }
-  if (parked && parked->adopt_parked(caller)) return parked;
+  if (cached && cached->reuse_cached(caller)) return cached;
   return make(pool, shape, caller);
 }
 
@@ -103,7 +103,7 @@ Buffer::Busy::~Busy() {
   buffer_.give_back_unused();  // what views left meanwhile
 }
 
-Interval Buffer::slots_of(Interval positions) const {
+Interval Buffer::indices_of(Interval positions) const {
   if (positions.empty()) return {};
   return {(shape_.phase + positions.begin * shape_.item_bytes) / range_.page_size(),
           ceil_div(shape_.phase + positions.end * shape_.item_bytes, range_.page_size())};
@@ -137,11 +137,11 @@ void Buffer::require_no_capture(const Caller& caller) {
 }
 
 bool Buffer::is_ready(Interval positions) const {
-  const Interval added = slots_of({positions_.end, positions.end});
+  const Interval added = indices_of({positions_.end, positions.end});
   if (!extent_.contains(added) && (added.end > ready_.end || !ready_after_.empty())) return false;
-  for (std::size_t row = 0; range_.guarded() != 0 && row < range_.rows(); ++row) {
-    for (std::size_t slot = added.begin; slot < added.end; ++slot) {
-      if (!is_writable(range_.at(row, slot))) return false;
+  for (std::size_t row = 0; range_.copy_on_write() != 0 && row < range_.rows(); ++row) {
+    for (std::size_t index = added.begin; index < added.end; ++index) {
+      if (!is_writable(range_.at(row, index))) return false;
     }
   }
   return true;
@@ -151,7 +151,7 @@ void Buffer::grow_ready(const Caller& caller, Interval positions) {
   work_.note(caller.stream);
   if (!placed()) pace_.step(positions.end - positions_.end);
   positions_ = positions;
-  const Interval wanted = slots_of(positions);
+  const Interval wanted = indices_of(positions);
   if (wanted.end > extent_end()) {
     range_.event(trace::What::revive, {extent_end(), wanted.end});
     extent_ = wanted;
@@ -182,7 +182,7 @@ Generation* Buffer::try_publish() {
 Generation* Buffer::publish_locked() {
   auto generation = std::make_unique<Generation>();
   generation->client = shared_from_this();
-  generation->slots = extent_;
+  generation->indices = extent_;
   generations_.add(generation.get());
   return generation.release();
 }
@@ -205,9 +205,9 @@ void Buffer::zero(const Caller& caller, Interval positions) {
   for (const Reservation::Bytes bytes : bytes_of(positions)) range_.zero(bytes, caller.stream);
 }
 
-bool Buffer::guarded() {
+bool Buffer::copy_on_write() {
   PoolLock lock(pool_);
-  return range_.guarded() != 0;
+  return range_.copy_on_write() != 0;
 }
 
 void Buffer::require_whole(const char* operation) const {

@@ -33,19 +33,19 @@ namespace vtensor {
 
 struct PageRecord {
   std::size_t row;
-  std::size_t index;  // of the slot in its row
+  std::size_t index;  // of the page in its row
   Address address;
-  std::int64_t page_id;  // -1 where the kernel parted it and it has no handle of its own yet
+  std::int64_t page_id;  // -1 where the kernel copied it and it has no handle of its own yet
   std::uint32_t shared;  // references to the page
-  const char* state;     // "mapped", "shared", "prefetched", "parked", "private", "pinned",
+  const char* state;     // "mapped", "shared", "prefetched", "cached", "private", "pinned",
                          // "quarantined"
 };
 
-class Shelf;
+class PageSet;
 
 class Buffer final : public Client {
  public:
-  // Takes a parked buffer of this shape, or makes one. Throws InvalidArgument, CapacityExceeded
+  // Takes a cached buffer of this shape, or makes one. Throws InvalidArgument, CapacityExceeded
   // where the sizes overflow, DriverError.
   static std::shared_ptr<Buffer> create(const std::shared_ptr<PagePool>& pool,
                                         const RowShape& shape, const Caller& caller);
@@ -60,10 +60,11 @@ class Buffer final : public Client {
   Address address_of(std::size_t row, std::size_t position) const {
     return range_.address(row, 0) + shape_.phase + position * shape_.item_bytes;
   }
-  Interval slots_of(Interval positions) const;
+  Interval indices_of(Interval positions) const;
   // The first position that lies wholly behind the pages of `positions`.
   std::size_t reach(Interval positions) const {
-    return ceil_div(slots_of(positions).end * range_.page_size() - shape_.phase, shape_.item_bytes);
+    return ceil_div(indices_of(positions).end * range_.page_size() - shape_.phase,
+                    shape_.item_bytes);
   }
 
   // Throws, once, what the mapper met while it worked for this buffer (I10).
@@ -73,7 +74,7 @@ class Buffer final : public Client {
   // ready and not shared. False where it is not, and where another thread holds the lock; nothing
   // is changed then.
   bool grow_within(const Caller& caller, Interval positions);
-  // Makes `positions` the owner's extent: maps what is missing, parts the pages that `written`
+  // Makes `positions` the owner's extent: maps what is missing, unshares the pages that `written`
   // positions share with another buffer, and zeroes `stale` positions.
   struct Growth {
     Buffer* buffer;
@@ -90,7 +91,7 @@ class Buffer final : public Client {
   void prepare(std::size_t end);
   // The same for both in one go, for many buffers under one lock: `grow_ready` once `is_ready`.
   // They require the pool's lock.
-  bool shares() const { return range_.guarded() != 0; }
+  bool shares() const { return range_.copy_on_write() != 0; }
   bool is_ready(Interval positions) const;
   void grow_ready(const Caller& caller, Interval positions);
   // Positions below lie in the extent or in what is ready.
@@ -121,19 +122,20 @@ class Buffer final : public Client {
   // Zeroes `positions` of every row; they are mapped and owned.
   void zero(const Caller& caller, Interval positions);
   // A buffer of `shape` whose row i has the pages of row rows[i]. No byte is copied; the pages are
-  // guarded in both unless `exclusive`, which is for an owner that leaves this buffer and that no
-  // generation covers. Waits for the work of all streams that use this buffer.
+  // copy-on-write in both unless `exclusive`, which is for an owner that leaves this buffer and
+  // that no generation covers. Waits for the work of all streams that use this buffer.
   std::shared_ptr<Buffer> share(const Caller& caller, const RowShape& shape,
                                 std::span<const std::size_t> rows, bool exclusive);
-  // The pages behind `slots` of every row, to be mapped guarded elsewhere; they are guarded here
-  // from now on. One shelf for each of `slots`, which lie in the extent. Waits for the work of all
-  // streams that use this buffer. Whole or nothing.
-  std::vector<std::shared_ptr<Shelf>> offer(const Caller& caller, std::span<const Interval> slots);
-  // Maps the pages of `shelves`, which lie behind one another and hold `positions`, guarded at
-  // their slots: they are the owner's then. Waits for what is on its way out there. Whole or
-  // nothing. Requires: nothing is owned, and nothing ready or parked there.
+  // The pages behind `indices` of every row, to be mapped copy-on-write elsewhere; they are
+  // copy-on-write here from now on. One page set for each of `indices`, which lie in the extent.
+  // Waits for the work of all streams that use this buffer. Whole or nothing.
+  std::vector<std::shared_ptr<PageSet>> offer(const Caller& caller,
+                                              std::span<const Interval> indices);
+  // Maps the pages of `page_sets`, which lie behind one another and hold `positions`, copy-on-write
+  // at their pages: they are the owner's then. Waits for what is on its way out there. Whole or
+  // nothing. Requires: nothing is owned, and nothing ready or cached there.
   void accept(const Caller& caller, Interval positions,
-              std::span<const std::shared_ptr<Shelf>> shelves);
+              std::span<const std::shared_ptr<PageSet>> page_sets);
   // Row i gets the pages of row rows[i], at the same addresses; in all of these buffers or, where
   // the driver refuses, in none. Requires: buffers of one pool, each named once, no generation of
   // which is alive, and a driver that remaps in one step, because a page that cannot be put back
@@ -143,15 +145,15 @@ class Buffer final : public Client {
     std::span<const std::size_t> rows;
   };
   static void reindex(const Caller& caller, std::span<const Reindexing> all);
-  // A parked buffer whose owner left gets a new one; false where it is not parked, or something
+  // A cached buffer whose owner left gets a new one; false where it is not cached, or something
   // else of it is still mapped. Waits for the mapper's step.
-  bool adopt_parked(const Caller& caller);
-  // The owner leaves: pages and addresses go as the generations over them end, or are parked. Never
+  bool reuse_cached(const Caller& caller);
+  // The owner leaves: pages and addresses go as the generations over them end, or are cached. Never
   // blocks, never throws (I11). Takes effect before the lock is next let go. To be called once.
   void abandon() noexcept;
 
   // Whether a write to some page of ours does not reach its handle.
-  bool guarded();
+  bool copy_on_write();
   std::size_t mapped_pages();
   // As that, at once: no lock is waited for and nothing taken back, so that it may be a moment old.
   std::size_t mapped_pages_seen() const noexcept { return range_.mapped() + range_.quarantined(); }
@@ -172,9 +174,9 @@ class Buffer final : public Client {
   const std::exception_ptr& refusal() const override { return unmap_.refusal(); }
   std::size_t pages_leaving() const override;
   std::size_t drop_ahead() override;
-  bool adoptable() const override;
-  std::chrono::steady_clock::time_point parked_at() const override { return parked_at_; }
-  void unpark(bool aged = false) override;
+  bool reusable() const override;
+  std::chrono::steady_clock::time_point cached_at() const override { return cached_at_; }
+  void evict(bool aged = false) override;
   bool to_clean() const override;
   bool busy() const override { return busy_ || waiting_ != 0; }
   bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) override;
@@ -188,11 +190,11 @@ class Buffer final : public Client {
   void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
                       std::exception_ptr error) override;
   std::exception_ptr take_error() override;
-  void guard_for_child(std::vector<Page*>& seen) noexcept override;
+  void protect_for_child(std::vector<Page*>& seen) noexcept override;
   void add_to(PoolCounts& counts) const override;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override;
 
-  // Parked pages are to go, and none are to be parked when the worker is done with a buffer whose
+  // Cached pages are to go, and none are to be cached when the worker is done with a buffer whose
   // owner left.
   void keep_nothing();
   // How many pages at the beginning of both extents are the same in every row.
@@ -204,10 +206,10 @@ class Buffer final : public Client {
   // Of a placed one: nothing of its rows is mapped, or can still come to be, so that the place may
   // be used again.
   bool vacant() const { return !reserved_ && range_.quarantined() == 0; }
-  Interval parked() const { return parked_; }
-  // A parked buffer gets a new owner, whose growth waits for the work of the last one. Requires:
-  // adoptable. Throws where the driver refuses; it stays parked then.
-  void adopt(const Caller& caller);
+  Interval cached() const { return cached_; }
+  // A cached buffer gets a new owner, whose growth waits for the work of the last one. Requires:
+  // reusable. Throws where the driver refuses; it stays cached then.
+  void reuse(const Caller& caller);
 
  private:
   class Growing;
@@ -220,21 +222,21 @@ class Buffer final : public Client {
   // the graph, or break it, and where it is not the driver's own.
   void require_no_capture(const Caller& caller);
   static std::size_t fresh_pages_for(std::span<const Growing> all);
-  void part(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
-            Interval stale = {});
+  void unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
+               Interval stale = {});
   class Busy;
   std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller);
 
-  // Where the slots behind the extent begin.
+  // Where the pages behind the extent begin.
   std::size_t extent_end() const { return extent_.empty() ? 0 : extent_.end; }
-  // The slots from `begin` on, up to `end`, that are mapped writable in every row and clean.
+  // The pages from `begin` on, up to `end`, that are mapped writable in every row and clean.
   Interval usable(std::size_t begin, std::size_t end) const;
   std::size_t limit_lead(std::size_t position) const;
   void mark_pace();
   void look_ahead();
-  void want(std::size_t slots_end, bool soon);
+  void want(std::size_t index_end, bool soon);
   std::vector<Interval> uncovered() const;
-  void set_ready(Interval slots);
+  void set_ready(Interval indices);
   Generation* publish_locked();
   std::vector<FencePtr> fences() const;
   bool is_quiet();
@@ -243,8 +245,8 @@ class Buffer final : public Client {
   void await_streams(PoolLock& lock, const Caller& caller);
   bool begin_retirement();
   bool claim_departure(Departure& departure, std::size_t pages);
-  void try_to_park();
-  // Of parked pages, those that count against what freed tensors may leave: what a host's places
+  void try_to_cache();
+  // Of cached pages, those that count against what freed tensors may leave: what a host's places
   // keep is bounded by the host.
   std::size_t pages_to_count(std::size_t pages) const { return host_ == nullptr ? pages : 0; }
   bool release_range();
@@ -276,28 +278,28 @@ class Buffer final : public Client {
   bool wanting_ = false;        // on the pool's list
   // What growing over ready pages looks at lies together: many buffers grow in one step, and their
   // memory is cold.
-  std::size_t want_end_ = 0;  // slots below are wanted ready
+  std::size_t want_end_ = 0;  // pages below are wanted ready
   std::size_t ready_until_ = 0;
   Interval positions_;
-  Interval extent_;   // slots that positions_ need
-  Interval ready_;    // slots behind the extent, mapped and clean in every row
-  Interval foreign_;  // slots of an adopted buffer that may hold its last owner's bytes
-  Interval adopted_;  // of a placed one, slots that were parked when its owner came
-  Interval parked_;   // slots that wait for the next owner, mapped in every row
+  Interval extent_;   // pages that positions_ need
+  Interval ready_;    // pages behind the extent, mapped and clean in every row
+  Interval unclean_;  // pages of a reused buffer that may hold its last owner's bytes
+  Interval reused_;   // of a placed one, pages that were cached when its owner came
+  Interval cached_;   // pages that wait for the next owner, mapped in every row
   PendingUnmap unmap_;
-  std::vector<FencePtr> parked_after_;
-  std::chrono::steady_clock::time_point parked_at_;
+  std::vector<FencePtr> cached_after_;
+  std::chrono::steady_clock::time_point cached_at_;
   bool aged_ = false;  // its pages have been free for long
-  // What must be done before slots behind the extent are used: zeroing on the side stream, and the
-  // work of an adopted buffer's last owner.
+  // What must be done before pages behind the extent are used: zeroing on the side stream, and the
+  // work of a reused buffer's last owner.
   std::vector<FencePtr> ready_after_;
-  FencePtr cleaned_after_;  // the zeroing of parked pages; null where it is complete
+  FencePtr cleaned_after_;  // the zeroing of cached pages; null where it is complete
   PendingWork work_;
   Generations generations_;
   std::unique_ptr<Generation> owner_end_ =
       std::make_unique<Generation>();  // made ahead: leaving cannot fail
   std::size_t waiting_ = 0;            // callers, for that to end; the mapper lets them go first
-  bool may_park_ = true;               // once, when the owner has left
+  bool may_cache_ = true;              // once, when the owner has left
   LookAhead pace_;
   std::exception_ptr error_;         // of the mapper, not yet raised
   std::atomic<bool> failed_{false};  // there is one: read without the lock

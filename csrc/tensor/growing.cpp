@@ -21,8 +21,8 @@ class Buffer::Growing {
       : buffer_(*growth.buffer),
         growth_(growth),
         caller_(caller),
-        wanted_(wider(buffer_.slots_of(growth.positions), buffer_.extent_)),
-        written_(buffer_.slots_of(growth.written)),
+        wanted_(wider(buffer_.indices_of(growth.positions), buffer_.extent_)),
+        written_(buffer_.indices_of(growth.written)),
         searched_(buffer_.extent_.empty() ? wanted_ : Interval{buffer_.extent_.end, wanted_.end}) {
     buffer_.range_.reserve(wanted_.end);
   }
@@ -32,21 +32,22 @@ class Buffer::Growing {
     buffer_.require_whole(caller_.operation);
     const Reservation& range = buffer_.range_;
     arrival_.runs = range.collect(searched_, is_unmapped);
-    guarded_.clear();
-    if (range.guarded() != 0) guarded_ = range.collect(written_, is_guarded);
+    copy_on_write_.clear();
+    if (range.copy_on_write() != 0) copy_on_write_ = range.collect(written_, is_copy_on_write);
     missing_ = 0;
     for (const Reservation::Run& run : arrival_.runs) {
       require_not_quarantined(run);
-      missing_ += run.slots.size();
+      missing_ += run.indices.size();
     }
     unordered_ = !searched_.empty() && !all_passed(buffer_.driver_, buffer_.ready_after_);
-    if (missing_ != 0 || !guarded_.empty() || unordered_ || !range.unclean_in(searched_).empty())
+    if (missing_ != 0 || !copy_on_write_.empty() || unordered_ ||
+        !range.unclean_in(searched_).empty())
       buffer_.require_no_capture(caller_);
   }
 
-  // Remapping is not ordered with streams, so what parting remaps must not be in use.
+  // Remapping is not ordered with streams, so what unsharing remaps must not be in use.
   void await_streams(PoolLock& lock) {
-    if (guarded_.empty()) return;
+    if (copy_on_write_.empty()) return;
     const Busy busy(buffer_, lock, caller_);
     buffer_.await_streams(lock, caller_);
   }
@@ -54,12 +55,12 @@ class Buffer::Growing {
   bool busy() const { return buffer_.busy_; }
   void await_turn(PoolLock& lock) { buffer_.await_turn(lock, caller_); }
   std::size_t missing() const { return missing_; }
-  std::span<const Reservation::Run> guarded() const { return guarded_; }
-  const Page* page_at(std::size_t row, std::size_t slot) const {
-    return buffer_.range_.at(row, slot).page;
+  std::span<const Reservation::Run> copy_on_write() const { return copy_on_write_; }
+  const Page* page_at(std::size_t row, std::size_t index) const {
+    return buffer_.range_.at(row, index).page;
   }
-  // Pages that parting takes now.
-  std::size_t fresh() const { return buffer_.range_.fresh_pages_for(guarded_); }
+  // Pages that unsharing takes now.
+  std::size_t fresh() const { return buffer_.range_.fresh_pages_for(copy_on_write_); }
 
   // From here on the buffer is busy. Requires: it was not.
   void begin(PoolLock& lock) {
@@ -78,7 +79,7 @@ class Buffer::Growing {
         buffer_.driver_.order(caller_.stream, *fence);
     }
     buffer_.range_.make_clean(buffer_.range_.unclean_in(searched_), caller_.stream);
-    buffer_.part(lock, caller_, guarded_, growth_.stale);
+    buffer_.unshare(lock, caller_, copy_on_write_, growth_.stale);
   }
 
   void undo(PoolLock& lock) noexcept { buffer_.range_.undo(lock, caller_.stream, arrival_); }
@@ -86,9 +87,9 @@ class Buffer::Growing {
   // The extent is the owner's: cannot fail.
   void commit() {
     Buffer& buffer = buffer_;
-    if (!buffer.foreign_.empty()) {
-      buffer.foreign_.begin = std::max(buffer.foreign_.begin, wanted_.end);
-      if (buffer.foreign_.empty()) buffer.foreign_ = {};
+    if (!buffer.unclean_.empty()) {
+      buffer.unclean_.begin = std::max(buffer.unclean_.begin, wanted_.end);
+      if (buffer.unclean_.empty()) buffer.unclean_ = {};
     }
     if (searched_.end > searched_.begin) {
       ++(missing_ == 0 ? buffer.pool_->counted.growths_ready
@@ -113,9 +114,9 @@ class Buffer::Growing {
     return wanted.empty() ? wanted : Interval{wanted.begin, std::max(wanted.end, extent.end)};
   }
   void require_not_quarantined(const Reservation::Run& run) const {
-    if (buffer_.range_.at(run.row, run.slots.begin).state != EntryState::quarantined) return;
-    throw Error("[" + std::string(caller_.operation) + "] page " + std::to_string(run.slots.begin) +
-                " of row " + std::to_string(run.row) +
+    if (buffer_.range_.at(run.row, run.indices.begin).state != EntryState::quarantined) return;
+    throw Error("[" + std::string(caller_.operation) + "] page " +
+                std::to_string(run.indices.begin) + " of row " + std::to_string(run.row) +
                 " is quarantined after a driver call that could not be undone: move the tensor to "
                 "a new range with reallocate(capacity)");
   }
@@ -123,11 +124,11 @@ class Buffer::Growing {
   Buffer& buffer_;
   const Growth growth_;
   const Caller& caller_;
-  const Interval wanted_;    // slots that the positions need
+  const Interval wanted_;    // pages that the positions need
   const Interval written_;   // of these, which are to be the buffer's own
   const Interval searched_;  // which may be missing
   Reservation::Arrival arrival_;
-  std::vector<Reservation::Run> guarded_;
+  std::vector<Reservation::Run> copy_on_write_;
   std::size_t missing_ = 0;
   bool unordered_ = false;
   std::unique_ptr<Busy> busy_;
@@ -139,16 +140,17 @@ void Buffer::grow(const Caller& caller, Interval positions, bool populate, Inter
   grow(caller, {&growth, 1}, populate);
 }
 
-// How many pages parting takes in all: if all that share a page part it, the last one keeps it.
+// How many pages unsharing takes in all: if all that share a page unshare it, the last one keeps
+// it.
 std::size_t Buffer::fresh_pages_for(std::span<const Growing> all) {
   if (all.size() == 1) return all.front().fresh();
   std::size_t fresh = 0;
-  std::unordered_map<const Page*, std::uint32_t> parting;
+  std::unordered_map<const Page*, std::uint32_t> unsharing;
   for (const Growing& one : all) {
-    for (const Reservation::Run& run : one.guarded()) {
-      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-        const Page* page = one.page_at(run.row, slot);
-        fresh += ++parting[page] < page->references;
+    for (const Reservation::Run& run : one.copy_on_write()) {
+      for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+        const Page* page = one.page_at(run.row, index);
+        fresh += ++unsharing[page] < page->references;
       }
     }
   }
@@ -165,7 +167,7 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
   for (const Growth& growth : growths) all.emplace_back(growth, caller);
   for (Growing& one : all) one.look();
   for (Growing& one : all) one.await_streams(lock);
-  std::size_t to_part = 0;
+  std::size_t to_unshare = 0;
   for (bool again = true; again;) {
     for (Growing& one : all) one.await_turn(lock);
     if (std::any_of(all.begin(), all.end(), [](const Growing& one) { return one.busy(); }))
@@ -175,8 +177,8 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
       one.look();
       missing += one.missing();
     }
-    to_part = fresh_pages_for(all);
-    again = MakeRoom(*pool).ready(lock, caller.operation, missing + to_part);
+    to_unshare = fresh_pages_for(all);
+    again = MakeRoom(*pool).ready(lock, caller.operation, missing + to_unshare);
   }
   for (Growing& one : all) one.begin(lock);
 
@@ -195,8 +197,8 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
     }
     throw;
   }
-  // Nobody else gets these while the lock is let go, here or in parting.
-  auto promised = static_cast<std::ptrdiff_t>(to_part);
+  // Nobody else gets these while the lock is let go, here or in unsharing.
+  auto promised = static_cast<std::ptrdiff_t>(to_unshare);
   pool->store().promise(promised);
   const auto redeem = [&](std::ptrdiff_t pages) {
     pool->store().promise(-pages);
@@ -233,8 +235,8 @@ void Buffer::require_ready(PoolLock& lock, const Caller& caller,
   bool again;
   do {
     await_turn(lock, caller);
-    const auto [pages, parted] = missing();
-    again = MakeRoom(*pool_).ready(lock, caller.operation, pages, parted);
+    const auto [pages, private_copies] = missing();
+    again = MakeRoom(*pool_).ready(lock, caller.operation, pages, private_copies);
   } while (again);
 }
 

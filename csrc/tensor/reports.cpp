@@ -23,27 +23,27 @@ std::vector<PageRecord> Buffer::pages() {
       return entry.page != nullptr && entry.state != EntryState::arriving;
     });
     for (const Reservation::Run& run : runs) {
-      const EntryState state = range_.at(row, run.slots.begin).state;
-      const std::vector<std::uint8_t> parted = state == EntryState::guarded
-                                                   ? range_.find_parted(run)
-                                                   : std::vector<std::uint8_t>(run.slots.size());
-      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-        const Page& page = *range_.at(row, slot).page;
+      const EntryState state = range_.at(row, run.indices.begin).state;
+      const std::vector<std::uint8_t> private_copies =
+          state == EntryState::copy_on_write ? range_.find_private_copies(run)
+                                             : std::vector<std::uint8_t>(run.indices.size());
+      for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+        const Page& page = *range_.at(row, index).page;
         PageRecord record{row,
-                          slot,
-                          range_.address(row, slot),
+                          index,
+                          range_.address(row, index),
                           static_cast<std::int64_t>(page.handle),
                           page.references,
                           page.references > 1 ? "shared" : "mapped"};
         if (state == EntryState::quarantined) {
           record.state = "quarantined";
-        } else if (!extent_.contains(slot)) {
-          record.state = parked_.contains(slot) || intersection(ahead(), adopted_).contains(slot)
-                             ? "parked"
-                         : ahead().contains(slot) ? "prefetched"
-                                                  : "pinned";
+        } else if (!extent_.contains(index)) {
+          record.state = cached_.contains(index) || intersection(ahead(), reused_).contains(index)
+                             ? "cached"
+                         : ahead().contains(index) ? "prefetched"
+                                                   : "pinned";
         }
-        if (parted[slot - run.slots.begin]) {
+        if (private_copies[index - run.indices.begin]) {
           record.page_id = -1;
           record.shared = 1;
           record.state = "private";
@@ -57,16 +57,16 @@ std::vector<PageRecord> Buffer::pages() {
 
 void Buffer::add_to(PoolCounts& counts) const {
   const std::size_t needed = extent_.size() * range_.rows() - range_.count_quarantined(extent_);
-  // What a place keeps from its last owner is parked until it is needed.
-  const std::size_t kept = range_.count_mapped(intersection(ahead(), adopted_));
+  // What a place keeps from its last owner is cached until it is needed.
+  const std::size_t kept = range_.count_mapped(intersection(ahead(), reused_));
   const std::size_t ahead_of_need = range_.count_mapped(ahead()) - kept;
-  const std::size_t parked = range_.count_mapped(parked_) + kept;
-  const std::size_t held = range_.mapped() - needed - ahead_of_need - parked;
+  const std::size_t cached = range_.count_mapped(cached_) + kept;
+  const std::size_t held = range_.mapped() - needed - ahead_of_need - cached;
   counts.mapped += range_.mapped();
-  counts.needed += needed;
-  counts.ahead += ahead_of_need;
-  counts.parked += parked;
-  counts.held += held;
+  counts.active += needed;
+  counts.prefetched += ahead_of_need;
+  counts.cached += cached;
+  counts.pinned += held;
   if (!owned_) counts.orphaned += held;
   if (host_ != nullptr) return;
   if (owned_) ++counts.buffers;
@@ -74,28 +74,28 @@ void Buffer::add_to(PoolCounts& counts) const {
 }
 
 void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
-  for (const Interval slots : unmap_.slots()) {
-    bool used = !intersection(slots, extent_).empty() || !intersection(slots, ready_).empty() ||
-                !intersection(slots, parked_).empty();
+  for (const Interval indices : unmap_.indices()) {
+    bool used = !intersection(indices, extent_).empty() || !intersection(indices, ready_).empty() ||
+                !intersection(indices, cached_).empty();
     for (const Generation* generation : generations_)
-      used |= !intersection(slots, generation->slots).empty();
+      used |= !intersection(indices, generation->indices).empty();
     if (used) {
-      throw Error("I3: slots " + std::to_string(slots.begin) + " to " + std::to_string(slots.end) +
-                  " are in use and wait to be unmapped");
+      throw Error("I3: indices " + std::to_string(indices.begin) + " to " +
+                  std::to_string(indices.end) + " are in use and wait to be unmapped");
     }
   }
-  std::vector<Interval> covered{extent_, ready_, parked_};
-  for (const Generation* generation : generations_) covered.push_back(generation->slots);
+  std::vector<Interval> covered{extent_, ready_, cached_};
+  for (const Generation* generation : generations_) covered.push_back(generation->indices);
   for (std::size_t row = 0; row < range_.rows(); ++row) {
-    for (std::size_t slot = 0; slot < range_.reserved(); ++slot) {
-      const EntryState state = range_.at(row, slot).state;
-      const auto covers = [slot](Interval slots) { return slots.contains(slot); };
+    for (std::size_t index = 0; index < range_.reserved(); ++index) {
+      const EntryState state = range_.at(row, index).state;
+      const auto covers = [index](Interval indices) { return indices.contains(index); };
       if (state == EntryState::empty && std::any_of(covered.begin(), covered.end(), covers)) {
-        throw Error("I3: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
+        throw Error("I3: index " + std::to_string(index) + " of row " + std::to_string(row) +
                     " is covered by an extent or a generation and is not mapped");
       }
       if (state == EntryState::arriving && !busy_) {
-        throw Error("I8: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
+        throw Error("I8: index " + std::to_string(index) + " of row " + std::to_string(row) +
                     " waits for a page that no thread maps");
       }
     }

@@ -61,7 +61,7 @@ std::vector<FencePtr> Buffer::fences() const {
 bool Buffer::is_quiet() {
   if (cleaned_after_ && driver_.passed(*cleaned_after_)) cleaned_after_ = nullptr;
   const bool ready = all_passed(driver_, ready_after_);
-  return all_passed(driver_, parked_after_) && ready && !cleaned_after_;
+  return all_passed(driver_, cached_after_) && ready && !cleaned_after_;
 }
 
 // Waits for the work of all streams that use the pages, without the lock. Requires: busy.
@@ -89,7 +89,7 @@ void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
 
 void Buffer::forget(const Generation* generation) noexcept {
   generations_.remove(generation);
-  if (!extent_.contains(generation->slots)) unmap_.touch(generation->slots);
+  if (!extent_.contains(generation->indices)) unmap_.touch(generation->indices);
 }
 
 void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep) {
@@ -100,17 +100,17 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
   unmap_.touch(extent_);
   unmap_.touch(ahead());
   positions_ = positions;
-  extent_ = slots_of(positions);
+  extent_ = indices_of(positions);
   // What is truncated and soon written again stays, as far as the look-ahead goes.
   std::size_t kept_end = extent_.end;
   if (placed()) {
     if (!extent_.empty())
-      kept_end = slots_of({0, std::clamp(keep, positions.end, shape_.capacity)}).end;
-    foreign_.end = std::min(foreign_.end, kept_end);
-    if (foreign_.empty()) foreign_ = {};
+      kept_end = indices_of({0, std::clamp(keep, positions.end, shape_.capacity)}).end;
+    unclean_.end = std::min(unclean_.end, kept_end);
+    if (unclean_.empty()) unclean_ = {};
   } else if (pool_->looks_ahead() && !extent_.empty()) {
-    kept_end = slots_of({positions.begin,
-                         limit_lead(positions.end + pace_.lead(pool_->wanting().horizon()))})
+    kept_end = indices_of({positions.begin,
+                           limit_lead(positions.end + pace_.lead(pool_->wanting().horizon()))})
                    .end;
   }
   want_end_ = 0;
@@ -128,7 +128,7 @@ void Buffer::abandon() noexcept {
 void Buffer::leave() noexcept {
   unmap_.touch({0, range_.reserved()});
   owned_ = false;
-  positions_ = extent_ = foreign_ = {};
+  positions_ = extent_ = unclean_ = {};
   if (std::exchange(wanting_, false)) pool_->wanting().remove(*this);
   want_end_ = 0;
   set_ready({});
@@ -136,11 +136,11 @@ void Buffer::leave() noexcept {
 
 std::vector<Interval> Buffer::uncovered() const {
   if (unmap_.touched().empty()) return {};
-  std::array<Interval, 3> kept{extent_, ahead(), parked_};
+  std::array<Interval, 3> kept{extent_, ahead(), cached_};
   std::sort(kept.begin(), kept.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
   std::vector<Interval> rest;
-  const auto add = [this, &rest](Interval slots) {
-    if (!slots.empty() && range_.count_mapped(slots) != 0) rest.push_back(slots);
+  const auto add = [this, &rest](Interval indices) {
+    if (!indices.empty() && range_.count_mapped(indices) != 0) rest.push_back(indices);
   };
   generations_.covered().gaps(unmap_.touched(), [&kept, &add](Interval gap) {
     for (const Interval interval : kept) {
@@ -155,35 +155,35 @@ std::vector<Interval> Buffer::uncovered() const {
 
 std::size_t Buffer::pages_leaving() const {
   if (unmap_.refusal()) return 0;
-  std::vector<Interval> leaving = unmap_.slots();
-  for (const Interval slots : uncovered()) leaving.push_back(slots);
+  std::vector<Interval> leaving = unmap_.indices();
+  for (const Interval indices : uncovered()) leaving.push_back(indices);
   std::size_t pages = 0;
-  for (const Interval slots : leaving) pages += range_.count_mapped(slots);
+  for (const Interval indices : leaving) pages += range_.count_mapped(indices);
   return pages;
 }
 
 // Whether something is on its way out. Notes what must be done before it may go.
 bool Buffer::begin_retirement() {
-  if (!unmap_.slots().empty()) return true;
-  std::vector<Interval> slots = uncovered();
+  if (!unmap_.indices().empty()) return true;
+  std::vector<Interval> indices = uncovered();
   std::vector<FencePtr> after;
-  if (!slots.empty()) after = fences();
-  for (const Interval interval : slots) range_.event(trace::What::retire, interval);
-  unmap_.begin(std::move(slots), std::move(after));
-  return !unmap_.slots().empty();
+  if (!indices.empty()) after = fences();
+  for (const Interval interval : indices) range_.event(trace::What::retire, interval);
+  unmap_.begin(std::move(indices), std::move(after));
+  return !unmap_.indices().empty();
 }
 
 void Buffer::give_back_unused() noexcept {
   if (busy_) return;  // the end of that comes here again
-  if (!owned_ && generations_.empty() && std::exchange(may_park_, false)) try_to_park();
+  if (!owned_ && generations_.empty() && std::exchange(may_cache_, false)) try_to_cache();
   if (!pool_->looks_ahead()) {
     if (!settle(nullptr)) pool_->settle_later(shared_from_this());
     return;
   }
   unmap_.try_again();
   try {
-    const bool ends = !owned_ && reserved_ && generations_.empty() && parked_.empty();
-    if (begin_retirement() || ends || !ready_after_.empty() || !parked_after_.empty() ||
+    const bool ends = !owned_ && reserved_ && generations_.empty() && cached_.empty();
+    if (begin_retirement() || ends || !ready_after_.empty() || !cached_after_.empty() ||
         cleaned_after_) {
       pool_->settle_later(shared_from_this());
     }
@@ -239,16 +239,16 @@ Buffer::Claim Buffer::claim_back(Departure& departure, std::size_t pages) noexce
 // About `pages` pages of what is retiring. False where the work that may touch them is not done.
 bool Buffer::claim_departure(Departure& departure, std::size_t pages) {
   if (!unmap_.may_go(driver_)) return false;
-  std::vector<Interval> slots = unmap_.first(pages / range_.rows());
+  std::vector<Interval> indices = unmap_.first(pages / range_.rows());
   std::vector<Reservation::Run> runs;
   std::size_t writable = 0;
-  for (const auto wanted : {is_writable, is_guarded}) {
-    for (const Interval some : slots) {
+  for (const auto wanted : {is_writable, is_copy_on_write}) {
+    for (const Interval some : indices) {
       for (std::size_t row = 0; row < range_.rows(); ++row) range_.collect(runs, row, some, wanted);
     }
     if (wanted == is_writable) writable = runs.size();
   }
-  departure = {range_.departing(std::move(runs), writable), std::move(slots)};
+  departure = {range_.departing(std::move(runs), writable), std::move(indices)};
   busy_ = true;
   return true;
 }
@@ -259,14 +259,14 @@ void Buffer::enter_back(Departure& departure) {
   if (departure.error) {
     unmap_.refused(departure.error);
   } else if (departure.done == departure.runs.size()) {
-    for (const Interval slots : departure.slots) unmap_.remove(slots);
+    for (const Interval indices : departure.indices) unmap_.remove(indices);
   }
   pool_->changed();
 }
 
 // Frees the range of a buffer that is out of reach. False if something is left in it.
 bool Buffer::release_range() {
-  if (owned_ || !reserved_ || !generations_.empty() || !parked_.empty()) return true;
+  if (owned_ || !reserved_ || !generations_.empty() || !cached_.empty()) return true;
   if (range_.mapped() != 0) return false;
   if (range_.quarantined() == 0 && host_ == nullptr)
     driver_.free_range(range_.base(), range_.row_pages() * range_.rows());

@@ -1,4 +1,4 @@
-// Sharing pages between buffers and rows, and parting them again.
+// Sharing pages between buffers and rows, and unsharing them again.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -7,22 +7,22 @@
 #include "base/errors.h"
 #include "base/trace.h"
 #include "tensor/buffer.h"
-#include "tensor/shelf.h"
+#include "tensor/page_set.h"
 
 namespace vtensor {
 
 void Buffer::unshare(const Caller& caller, Interval positions) {
   PoolLock lock(pool_);
   pool_->reap();
-  std::vector<Reservation::Run> guarded;
+  std::vector<Reservation::Run> copy_on_write;
   std::size_t fresh = 0;
   const auto look = [&] {
     require_whole(caller.operation);
-    guarded = range_.collect(slots_of(positions), is_guarded);
-    fresh = range_.fresh_pages_for(guarded);
+    copy_on_write = range_.collect(indices_of(positions), is_copy_on_write);
+    fresh = range_.fresh_pages_for(copy_on_write);
   };
   look();
-  if (guarded.empty()) return;
+  if (copy_on_write.empty()) return;
   require_no_capture(caller);
   {
     const Busy busy(*this, lock, caller);
@@ -30,18 +30,18 @@ void Buffer::unshare(const Caller& caller, Interval positions) {
   }
   require_ready(lock, caller, [&] {
     look();
-    return std::pair(fresh, range_.count_parted(guarded));
+    return std::pair(fresh, range_.count_private_copies(copy_on_write));
   });
   const Busy busy(*this, lock, caller);
-  part(lock, caller, guarded);
-  trace::event(trace::What::part, range_.address(guarded.front()), fresh * range_.page_size(),
-               range_.base());
+  unshare(lock, caller, copy_on_write);
+  trace::event(trace::What::unshare, range_.address(copy_on_write.front()),
+               fresh * range_.page_size(), range_.base());
 }
 
-void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
-                  Interval stale) {
+void Buffer::unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
+                     Interval stale) {
   try {
-    range_.part(lock, runs, bytes_of(stale), caller.stream);
+    range_.unshare(lock, runs, bytes_of(stale), caller.stream);
   } catch (const TimedOut&) {
     // What the copies read stays mapped until the side stream has passed.
     work_.note(driver_.side_stream());
@@ -50,44 +50,44 @@ void Buffer::part(PoolLock& lock, const Caller& caller, std::span<const Reservat
 }
 
 // Before pages are shared, or change their rows: no work is left that may write to them, and what
-// the kernel parted has handles of its own, so that it can be shared again (I6). Busy from then on.
+// the kernel copied has handles of its own, so that it can be shared again (I6). Busy from then on.
 std::unique_ptr<Buffer::Busy> Buffer::quieten(PoolLock& lock, const Caller& caller) {
   {
     const Busy busy(*this, lock, caller);
     require_no_capture(caller);
     await_streams(lock, caller);
   }
-  std::vector<Reservation::Run> parted;
+  std::vector<Reservation::Run> private_copies;
   require_ready(lock, caller, [&] {
     require_whole(caller.operation);
-    parted = range_.parted_in(extent_);
+    private_copies = range_.private_copies_in(extent_);
     std::size_t pages = 0;
-    for (const Reservation::Run& run : parted) pages += run.slots.size();
-    return std::pair(range_.fresh_pages_for(parted), pages);
+    for (const Reservation::Run& run : private_copies) pages += run.indices.size();
+    return std::pair(range_.fresh_pages_for(private_copies), pages);
   });
   auto busy = std::make_unique<Busy>(*this, lock, caller);
-  part(lock, caller, parted);
+  unshare(lock, caller, private_copies);
   return busy;
 }
 
-void Buffer::guard_for_child(std::vector<Page*>& seen) noexcept {
+void Buffer::protect_for_child(std::vector<Page*>& seen) noexcept {
   // What no tensor and no view shows, as what is ahead, the child cannot look at.
   Interval shown = extent_;
   for (const Generation* generation : generations_) {
-    shown = shown.empty() ? generation->slots
-                          : Interval{std::min(shown.begin, generation->slots.begin),
-                                     std::max(shown.end, generation->slots.end)};
+    shown = shown.empty() ? generation->indices
+                          : Interval{std::min(shown.begin, generation->indices.begin),
+                                     std::max(shown.end, generation->indices.end)};
   }
   if (shown.empty()) return;
   try {
     seen.reserve(seen.size() + range_.mapped());
-    range_.guard(nullptr, range_.collect(shown, is_writable));
+    range_.make_copy_on_write(nullptr, range_.collect(shown, is_writable));
   } catch (...) {
     return;  // the child still gets mappings of its own, and may see our later writes
   }
   for (std::size_t row = 0; row < range_.rows(); ++row) {
-    for (std::size_t slot = 0; slot < range_.reserved(); ++slot) {
-      if (is_guarded(range_.at(row, slot))) seen.push_back(range_.at(row, slot).page);
+    for (std::size_t index = 0; index < range_.reserved(); ++index) {
+      if (is_copy_on_write(range_.at(row, index))) seen.push_back(range_.at(row, index).page);
     }
   }
 }
@@ -107,23 +107,23 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
         runs.clear();
         range_.collect(runs, rows[row], extent_, wanted);
         for (const Reservation::Run& run : runs) {
-          const Interval slots = run.slots;
-          theirs.push_back({row, {slots.begin - extent_.begin, slots.end - extent_.begin}});
-          for (std::size_t slot = slots.begin; slot < slots.end; ++slot)
-            pages.push_back(range_.at(run.row, slot).page);
+          const Interval indices = run.indices;
+          theirs.push_back({row, {indices.begin - extent_.begin, indices.end - extent_.begin}});
+          for (std::size_t index = indices.begin; index < indices.end; ++index)
+            pages.push_back(range_.at(run.row, index).page);
         }
       }
       child->range_.map_shared(lock, theirs, pages, state);
     };
     if (exclusive) {
       map(is_writable, EntryState::writable);
-      map(is_guarded, EntryState::guarded);
+      map(is_copy_on_write, EntryState::copy_on_write);
     } else {
-      map(is_mapped, EntryState::guarded);
+      map(is_mapped, EntryState::copy_on_write);
     }
-    if (!exclusive) range_.guard(&lock, range_.collect(extent_, is_writable));
+    if (!exclusive) range_.make_copy_on_write(&lock, range_.collect(extent_, is_writable));
     child->positions_ = {0, positions_.size()};
-    child->extent_ = child->slots_of(child->positions_);
+    child->extent_ = child->indices_of(child->positions_);
     child->set_ready({});
     range_.event(trace::What::fork, extent_);
   } catch (...) {
@@ -135,37 +135,38 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
   return child;
 }
 
-std::vector<std::shared_ptr<Shelf>> Buffer::offer(const Caller& caller,
-                                                  std::span<const Interval> slots) {
-  std::vector<std::shared_ptr<Shelf>> shelves;
-  shelves.reserve(slots.size());
+std::vector<std::shared_ptr<PageSet>> Buffer::offer(const Caller& caller,
+                                                    std::span<const Interval> indices) {
+  std::vector<std::shared_ptr<PageSet>> page_sets;
+  page_sets.reserve(indices.size());
   PoolLock lock(pool_);
   pool_->reap();
   const std::unique_ptr<Busy> busy = quieten(lock, caller);
-  std::vector<std::vector<Page*>> pages(slots.size());
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    pages[i].reserve(slots[i].size() * range_.rows());
+  std::vector<std::vector<Page*>> pages(indices.size());
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    pages[i].reserve(indices[i].size() * range_.rows());
     for (std::size_t row = 0; row < range_.rows(); ++row) {
-      for (std::size_t slot = slots[i].begin; slot < slots[i].end; ++slot)
-        pages[i].push_back(range_.at(row, slot).page);
+      for (std::size_t index = indices[i].begin; index < indices[i].end; ++index)
+        pages[i].push_back(range_.at(row, index).page);
     }
   }
-  if (!slots.empty()) {
-    range_.guard(&lock, range_.collect({slots.front().begin, slots.back().end}, is_writable));
+  if (!indices.empty()) {
+    range_.make_copy_on_write(
+        &lock, range_.collect({indices.front().begin, indices.back().end}, is_writable));
   }
-  for (std::size_t i = 0; i < slots.size(); ++i) {
+  for (std::size_t i = 0; i < indices.size(); ++i) {
     for (Page* page : pages[i]) pool_->store().share(page);
-    shelves.push_back(std::make_shared<Shelf>(pool_, slots[i], std::move(pages[i])));
+    page_sets.push_back(std::make_shared<PageSet>(pool_, indices[i], std::move(pages[i])));
   }
-  return shelves;
+  return page_sets;
 }
 
 void Buffer::accept(const Caller& caller, Interval positions,
-                    std::span<const std::shared_ptr<Shelf>> shelves) {
-  if (shelves.empty()) return;
+                    std::span<const std::shared_ptr<PageSet>> page_sets) {
+  if (page_sets.empty()) return;
   PoolLock lock(pool_);
   pool_->reap();
-  const Interval slots{shelves.front()->slots().begin, shelves.back()->slots().end};
+  const Interval indices{page_sets.front()->indices().begin, page_sets.back()->indices().end};
   if (range_.quarantined() != 0) {
     throw Error("[" + std::string(caller.operation) +
                 "] places of it were lost in a driver call that could not be undone: close it");
@@ -174,51 +175,51 @@ void Buffer::accept(const Caller& caller, Interval positions,
     if (busy_) return false;
     settle(&lock);
     if (unmap_.refusal()) std::rethrow_exception(unmap_.refusal());
-    return range_.count_mapped(slots) == 0;
+    return range_.count_mapped(indices) == 0;
   });
   const Busy busy(*this, lock, caller);
   require_no_capture(caller);
   work_.note(caller);
-  range_.reserve(slots.end);
+  range_.reserve(indices.end);
   std::vector<Reservation::Run> runs;
   std::vector<Page*> pages;
   for (std::size_t row = 0; row < range_.rows(); ++row) {
-    runs.push_back({row, slots});
-    for (const std::shared_ptr<Shelf>& shelf : shelves)
-      pages.insert(pages.end(), shelf->row(row).begin(), shelf->row(row).end());
+    runs.push_back({row, indices});
+    for (const std::shared_ptr<PageSet>& page_set : page_sets)
+      pages.insert(pages.end(), page_set->row(row).begin(), page_set->row(row).end());
   }
-  range_.map_shared(lock, runs, pages, EntryState::guarded);
+  range_.map_shared(lock, runs, pages, EntryState::copy_on_write);
   positions_ = positions;
-  extent_ = slots;
+  extent_ = indices;
   unmap_.remove(extent_);
   set_ready({});
-  range_.event(trace::What::fork, slots);
+  range_.event(trace::What::fork, indices);
 }
 
 std::size_t Buffer::shared_with(const Buffer& other) const {
   if (extent_.begin != other.extent_.begin) return 0;
   const std::size_t end = std::min(extent_.end, other.extent_.end);
-  std::size_t slot = extent_.begin;
+  std::size_t index = extent_.begin;
   const auto same = [&](std::size_t at) {
     for (std::size_t row = 0; row < range_.rows(); ++row) {
       if (range_.at(row, at).page != other.range_.at(row, at).page) return false;
     }
     return true;
   };
-  while (slot < end && same(slot)) ++slot;
-  return slot - std::min(slot, extent_.begin);
+  while (index < end && same(index)) ++index;
+  return index - std::min(index, extent_.begin);
 }
 
 std::size_t Buffer::writable_until(std::size_t position) const {
-  std::size_t slot = slots_of({position, position + 1}).begin;
+  std::size_t index = indices_of({position, position + 1}).begin;
   if (range_.quarantined() != 0) {
     // A step that needs more raises what was lost.
-  } else if (range_.guarded() == 0) {
-    slot = std::max(slot, extent_.end);
+  } else if (range_.copy_on_write() == 0) {
+    index = std::max(index, extent_.end);
   } else {
-    slot = range_.first_not({slot, extent_.end}, is_writable);
+    index = range_.first_not({index, extent_.end}, is_writable);
   }
-  const std::size_t end = slot * range_.page_size();
+  const std::size_t end = index * range_.page_size();
   return end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
 }
 
@@ -235,16 +236,16 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
     Reservation& range = buffer->range_;
     const Interval extent = buffer->extent_;
     for (std::size_t row = 0; row < rows.size(); ++row) {
-      const auto differs = [&range, row, from = rows[row]](std::size_t slot) {
-        return range.at(row, slot).page != range.at(from, slot).page;
+      const auto differs = [&range, row, from = rows[row]](std::size_t index) {
+        return range.at(row, index).page != range.at(from, index).page;
       };
-      for (std::size_t slot = extent.begin; slot < extent.end; ++slot) {
-        if (!differs(slot)) continue;
-        Reservation::Change change{&range, {row, {slot, slot}}, {}};
-        const EntryState state = range.at(row, slot).state;
-        while (slot < extent.end && differs(slot) && range.at(row, slot).state == state)
-          change.to.push_back(range.at(rows[row], slot++).page);
-        change.run.slots.end = slot--;
+      for (std::size_t index = extent.begin; index < extent.end; ++index) {
+        if (!differs(index)) continue;
+        Reservation::Change change{&range, {row, {index, index}}, {}};
+        const EntryState state = range.at(row, index).state;
+        while (index < extent.end && differs(index) && range.at(row, index).state == state)
+          change.to.push_back(range.at(rows[row], index++).page);
+        change.run.indices.end = index--;
         changes.push_back(std::move(change));
       }
     }
@@ -257,7 +258,7 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
       if (rows[row] == row && std::count(rows.begin(), rows.end(), row) > 1)
         buffer->range_.collect(sources, row, buffer->extent_, is_writable);
     }
-    buffer->range_.guard(nullptr, sources);
+    buffer->range_.make_copy_on_write(nullptr, sources);
   }
   Reservation::remap(changes);
 }

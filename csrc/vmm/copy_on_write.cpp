@@ -1,4 +1,4 @@
-// The copy-on-write half of a reservation: pages shared between ranges and rows, and parted again.
+// The copy-on-write half of a reservation: pages shared between ranges and rows, and copied again.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -17,21 +17,22 @@ void Reservation::map_shared(PoolLock& lock, std::span<const Run> runs,
   std::vector<PageRun> mapped;
   std::size_t at = 0;
   for (const Run& run : runs) {
-    mapped.push_back({address(run), std::span(handles).subspan(at, run.slots.size())});
-    at += run.slots.size();
+    mapped.push_back({address(run), std::span(handles).subspan(at, run.indices.size())});
+    at += run.indices.size();
   }
   const auto for_each = [&](auto enter) {
     std::size_t i = 0;
     for (const Run& run : runs) {
-      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot, ++i)
-        enter(i, table_.at(run.row, slot));
+      for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++i)
+        enter(i, table_.at(run.row, index));
     }
   };
   for (Page* page : pages) pages_.share(page);  // they are to be there when the calls are made
   try {
     const Unlocked unlocked(lock);
     const trace::Span span(trace::What::map, mapped.front().at, pages.size() * page_size_, base_);
-    driver_.map(mapped, state == EntryState::guarded ? Access::guarded : Access::writable);
+    driver_.map(mapped,
+                state == EntryState::copy_on_write ? Access::copy_on_write : Access::writable);
   } catch (const UndoFailed& error) {
     auto stuck = error.stuck.begin();
     for_each([&](std::size_t i, Entry& entry) {
@@ -51,49 +52,51 @@ void Reservation::map_shared(PoolLock& lock, std::span<const Run> runs,
     if (state == EntryState::writable) pages[i]->last_owner = owner_;  // the owner moves here
   });
   mapped_ += pages.size();
-  if (state == EntryState::guarded) guarded_ += pages.size();
+  if (state == EntryState::copy_on_write) copy_on_write_ += pages.size();
 }
 
-std::size_t Reservation::fresh_pages_for(std::span<const Run> guarded) const {
+std::size_t Reservation::fresh_pages_for(std::span<const Run> copy_on_write) const {
   std::size_t fresh = 0;
-  for (const Run& run : guarded) {
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-      fresh += at(run.row, slot).page->references > 1;
+  for (const Run& run : copy_on_write) {
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+      fresh += at(run.row, index).page->references > 1;
     }
   }
   return fresh;
 }
 
-std::vector<std::uint8_t> Reservation::find_parted(const Run& run) const {
-  std::vector<std::uint8_t> parted(run.slots.size());
-  if (driver_.traits().parts_on_write) driver_.find_parted(address(run), parted);
-  return parted;
+std::vector<std::uint8_t> Reservation::find_private_copies(const Run& run) const {
+  std::vector<std::uint8_t> private_copies(run.indices.size());
+  if (driver_.traits().kernel_copies_on_write)
+    driver_.find_private_copies(address(run), private_copies);
+  return private_copies;
 }
 
-std::size_t Reservation::count_parted(std::span<const Run> guarded) const {
+std::size_t Reservation::count_private_copies(std::span<const Run> copy_on_write) const {
   std::size_t count = 0;
-  for (const Run& run : guarded) {
-    const std::vector<std::uint8_t> parted = find_parted(run);
-    count += parted.size() - static_cast<std::size_t>(std::count(parted.begin(), parted.end(), 0));
+  for (const Run& run : copy_on_write) {
+    const std::vector<std::uint8_t> private_copies = find_private_copies(run);
+    count += private_copies.size() -
+             static_cast<std::size_t>(std::count(private_copies.begin(), private_copies.end(), 0));
   }
   return count;
 }
 
-std::size_t Reservation::count_parted() const {
-  if (guarded_ == 0 || !driver_.traits().parts_on_write) return 0;
-  return count_parted(collect({0, row_pages_}, is_guarded));
+std::size_t Reservation::count_private_copies() const {
+  if (copy_on_write_ == 0 || !driver_.traits().kernel_copies_on_write) return 0;
+  return count_private_copies(collect({0, row_pages_}, is_copy_on_write));
 }
 
-std::vector<Reservation::Run> Reservation::parted_in(Interval slots) const {
+std::vector<Reservation::Run> Reservation::private_copies_in(Interval indices) const {
   std::vector<Run> folded;
-  if (guarded_ == 0 || !driver_.traits().parts_on_write) return folded;
-  for (const Run& run : collect(slots, is_guarded)) {
-    const std::vector<std::uint8_t> parted = find_parted(run);
-    for (std::size_t i = 0; i < parted.size();) {
+  if (copy_on_write_ == 0 || !driver_.traits().kernel_copies_on_write) return folded;
+  for (const Run& run : collect(indices, is_copy_on_write)) {
+    const std::vector<std::uint8_t> private_copies = find_private_copies(run);
+    for (std::size_t i = 0; i < private_copies.size();) {
       const std::size_t first = i;
-      while (i < parted.size() && parted[i]) ++i;
+      while (i < private_copies.size() && private_copies[i]) ++i;
       if (i > first) {
-        folded.push_back({run.row, {run.slots.begin + first, run.slots.begin + i}});
+        folded.push_back({run.row, {run.indices.begin + first, run.indices.begin + i}});
       } else {
         ++i;
       }
@@ -104,48 +107,48 @@ std::vector<Reservation::Run> Reservation::parted_in(Interval slots) const {
 
 void Reservation::replace(const Run& run, std::span<Page* const> pages) noexcept {
   for (std::size_t i = 0; i < pages.size(); ++i) {
-    Entry& entry = table_.at(run.row, run.slots.begin + i);
+    Entry& entry = table_.at(run.row, run.indices.begin + i);
     if (entry.page != pages[i]) pages_.drop(entry.page);
     pages[i]->last_owner = owner_;
     entry = {pages[i], EntryState::writable};
   }
-  guarded_ -= pages.size();
+  copy_on_write_ -= pages.size();
 }
 
-void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<const Bytes> stale,
-                       Stream stream) {
-  struct Parting {
+void Reservation::unshare(PoolLock& lock, std::span<const Run> runs, std::span<const Bytes> stale,
+                          Stream stream) {
+  struct Unsharing {
     Run run;
-    std::vector<std::uint8_t> parted;
+    std::vector<std::uint8_t> private_copies;
     std::vector<Page*> to = {};
     std::vector<Handle> handles = {};  // of `to`
     std::vector<Handle> from = {};
   };
-  std::vector<Parting> changes;
+  std::vector<Unsharing> changes;
   std::vector<PageCopy> copies;
   const auto page_at = [this](const Run& run, std::size_t i) {
-    return at(run.row, run.slots.begin + i).page;
+    return at(run.row, run.indices.begin + i).page;
   };
-  const auto drop_new = [&](const Parting& change) {
+  const auto drop_new = [&](const Unsharing& change) {
     for (std::size_t i = 0; i < change.to.size(); ++i) {
       if (change.to[i] != page_at(change.run, i)) pages_.drop(change.to[i]);
     }
   };
-  const auto put_back = [&](const Parting& change) {
-    if (std::any_of(change.parted.begin(), change.parted.end(),
-                    [](auto parted) { return parted != 0; })) {
+  const auto put_back = [&](const Unsharing& change) {
+    if (std::any_of(change.private_copies.begin(), change.private_copies.end(),
+                    [](auto private_copies) { return private_copies != 0; })) {
       return replace(change.run, change.to);
     }
     try {
       driver_.remap(address(change.run), change.handles, Access::writable, change.from,
-                    Access::guarded);
+                    Access::copy_on_write);
       drop_new(change);
     } catch (const UndoFailed& error) {
       auto stuck = error.stuck.begin();
       for (std::size_t i = 0; i < change.to.size(); ++i) {
         if (stuck == error.stuck.end() || *stuck != i) {
-          const std::size_t slot = change.run.slots.begin + i;
-          replace({change.run.row, {slot, slot + 1}}, {&change.to[i], 1});
+          const std::size_t index = change.run.indices.begin + i;
+          replace({change.run.row, {index, index + 1}}, {&change.to[i], 1});
           continue;
         }
         ++stuck;
@@ -165,10 +168,10 @@ void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<cons
   try {
     if (!runs.empty()) open_homes();
     for (const Run& run : runs) {
-      const std::vector<std::uint8_t> parted = find_parted(run);
-      for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-        const bool was_parted = parted[slot - run.slots.begin];
-        Page* from = at(run.row, slot).page;
+      const std::vector<std::uint8_t> private_copies = find_private_copies(run);
+      for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+        const bool was_copied = private_copies[index - run.indices.begin];
+        Page* from = at(run.row, index).page;
         const bool alone = from->references == 1;
         std::vector<Page*> taken;
         if (alone) {
@@ -178,23 +181,23 @@ void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<cons
           pages_.take(homes_[run.row], first ? nullptr : changes.back().to.back(), 1, taken);
         }
         Page* to = taken.back();
-        // What the kernel parted cannot be put back, so a refused remap must leave it whole: one
+        // What the kernel copied cannot be put back, so a refused remap must leave it whole: one
         // kernel mapping each.
         const bool continues =
-            slot > run.slots.begin && changes.back().handles.back() + 1 == to->handle;
-        if (slot == run.slots.begin || (driver_.traits().adjacent_handles && !continues)) {
-          changes.push_back({{run.row, {slot, slot}}, {}});
+            index > run.indices.begin && changes.back().handles.back() + 1 == to->handle;
+        if (index == run.indices.begin || (driver_.traits().adjacent_handles && !continues)) {
+          changes.push_back({{run.row, {index, index}}, {}});
         }
-        Parting& change = changes.back();
-        change.run.slots.end = slot + 1;
-        change.parted.push_back(was_parted);
+        Unsharing& change = changes.back();
+        change.run.indices.end = index + 1;
+        change.private_copies.push_back(was_copied);
         change.to.push_back(to);
         change.handles.push_back(to->handle);
         change.from.push_back(from->handle);
-        if (!alone || was_parted) {
+        if (!alone || was_copied) {
           // From here on it holds neither its last owner's bytes nor, until all is copied, ours.
           to->last_owner = kNobody;
-          copies.push_back({to->handle, address(run.row, slot)});
+          copies.push_back({to->handle, address(run.row, index)});
         }
       }
     }
@@ -206,14 +209,14 @@ void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<cons
         driver_.copy_pages(copies, {});
       }
       for (; done < changes.size(); ++done) {
-        const Parting& change = changes[done];
-        driver_.remap(address(change.run), change.from, Access::guarded, change.handles,
+        const Unsharing& change = changes[done];
+        driver_.remap(address(change.run), change.from, Access::copy_on_write, change.handles,
                       Access::writable);
       }
     }
     for (const Bytes bytes : stale) zero(bytes, stream);
   } catch (const UndoFailed& error) {
-    const Parting& broken = changes[done];
+    const Unsharing& broken = changes[done];
     for (const std::size_t i : error.stuck) {
       if (broken.to[i] != page_at(broken.run, i)) pages_.quarantine(broken.to[i]);
     }
@@ -223,7 +226,7 @@ void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<cons
     throw;
   } catch (const TimedOut&) {
     // The copies may still run: what they write to is given up.
-    for (const Parting& change : changes) {
+    for (const Unsharing& change : changes) {
       for (std::size_t i = 0; i < change.to.size(); ++i) {
         if (change.to[i] != page_at(change.run, i)) pages_.quarantine(change.to[i]);
       }
@@ -244,30 +247,30 @@ void Reservation::part(PoolLock& lock, std::span<const Run> runs, std::span<cons
     }
     throw;
   }
-  for (const Parting& change : changes) replace(change.run, change.to);
+  for (const Unsharing& change : changes) replace(change.run, change.to);
 }
 
-// Makes runs writable again that were guarded a moment ago and are not shared.
-void Reservation::unguard(std::span<const Run> runs) {
+// Makes runs writable again that were copy-on-write a moment ago and are not shared.
+void Reservation::make_writable(std::span<const Run> runs) {
   for (const Run& run : runs) {
     const auto same = handles(run);
     std::vector<std::size_t> stuck;
     try {
-      driver_.remap(address(run), same, Access::guarded, same, Access::writable);
+      driver_.remap(address(run), same, Access::copy_on_write, same, Access::writable);
       continue;
     } catch (const UndoFailed& error) {
       stuck = error.stuck;
     } catch (const Error&) {
     }
-    // Guarded for good: the next write through us parts it.
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
-      table_.at(run.row, slot).state = EntryState::guarded;
-    guarded_ += run.slots.size();
+    // copy-on-write for good: the next write through us unshares it.
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
+      table_.at(run.row, index).state = EntryState::copy_on_write;
+    copy_on_write_ += run.indices.size();
     quarantine(run, stuck);
   }
 }
 
-void Reservation::guard(PoolLock* lock, std::span<const Run> runs) {
+void Reservation::make_copy_on_write(PoolLock* lock, std::span<const Run> runs) {
   if (runs.empty()) return;
   std::vector<Handle> same;
   for (const Run& run : runs) {
@@ -279,23 +282,23 @@ void Reservation::guard(PoolLock* lock, std::span<const Run> runs) {
     std::optional<Unlocked> unlocked;
     if (lock != nullptr) unlocked.emplace(*lock);
     for (std::size_t at = 0; done < runs.size(); ++done) {
-      const auto of_run = std::span<const Handle>(same).subspan(at, runs[done].slots.size());
-      driver_.remap(address(runs[done]), of_run, Access::writable, of_run, Access::guarded);
+      const auto of_run = std::span<const Handle>(same).subspan(at, runs[done].indices.size());
+      driver_.remap(address(runs[done]), of_run, Access::writable, of_run, Access::copy_on_write);
       at += of_run.size();
     }
   } catch (const UndoFailed& error) {
-    quarantine(runs[done], error.stuck);  // guarded or not: unknown
-    unguard(runs.first(done));
+    quarantine(runs[done], error.stuck);  // copy-on-write or not: unknown
+    make_writable(runs.first(done));
     throw;
   } catch (...) {
-    unguard(runs.first(done));
+    make_writable(runs.first(done));
     throw;
   }
   for (const Run& run : runs) {
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-      table_.at(run.row, slot).state = EntryState::guarded;
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+      table_.at(run.row, index).state = EntryState::copy_on_write;
     }
-    guarded_ += run.slots.size();
+    copy_on_write_ += run.indices.size();
   }
 }
 
@@ -311,7 +314,7 @@ void Reservation::remap(std::span<const Change> changes) {
   for (const auto& [range, run, to] : changes) {
     const auto from = range->handles(run);
     handles.push_back(
-        {{from.begin(), from.end()}, {}, range->at(run.row, run.slots.begin).access()});
+        {{from.begin(), from.end()}, {}, range->at(run.row, run.indices.begin).access()});
     for (const Page* page : to) handles.back().to.push_back(page->handle);
   }
   std::size_t done = 0;
@@ -319,7 +322,7 @@ void Reservation::remap(std::span<const Change> changes) {
     for (; done < changes.size(); ++done) {
       const auto& [from, to, access] = handles[done];
       driver.remap(changes[done].range->address(changes[done].run), from, access, to,
-                   Access::guarded);
+                   Access::copy_on_write);
     }
   } catch (const Error& error) {
     const auto give_up = [&pages](const Change& change) {
@@ -329,7 +332,8 @@ void Reservation::remap(std::span<const Change> changes) {
     for (std::size_t i = 0; i < done; ++i) {
       const auto& [from, to, access] = handles[i];
       try {
-        driver.remap(changes[i].range->address(changes[i].run), to, Access::guarded, from, access);
+        driver.remap(changes[i].range->address(changes[i].run), to, Access::copy_on_write, from,
+                     access);
       } catch (const Error&) {
         give_up(changes[i]);
       }
@@ -342,10 +346,10 @@ void Reservation::remap(std::span<const Change> changes) {
   }
   for (const auto& [range, run, to] : changes) {
     for (std::size_t i = 0; i < to.size(); ++i) {
-      Entry& entry = range->table_.at(run.row, run.slots.begin + i);
-      if (is_writable(entry)) ++range->guarded_;
+      Entry& entry = range->table_.at(run.row, run.indices.begin + i);
+      if (is_writable(entry)) ++range->copy_on_write_;
       pages.drop(entry.page);
-      entry = {to[i], EntryState::guarded};
+      entry = {to[i], EntryState::copy_on_write};
     }
   }
 }

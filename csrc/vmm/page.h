@@ -15,18 +15,18 @@ inline constexpr std::uint64_t kNobody = 0;  // as the owner of a page: no buffe
 struct Page {
   Handle handle = 0;
   std::uint32_t references = 0;        // page table entries, and one for ever where quarantined
-  bool resident = false;               // its memory is taken: in use, or kept for the next user
+  bool resident = false;               // its memory is taken: in use, or spare
   bool dirty = false;                  // may hold bytes that were written
   bool quarantined = false;            // given up for good
   std::uint64_t last_owner = kNobody;  // id of the buffer that had it last
   std::uint64_t freed_at = 0;          // on the steady clock, ns; only where the pool trims by age
   HandleRun* run = nullptr;            // the run it belongs to, where handles are adjacent
-  Page* older = nullptr;  // neighbours among the kept pages, by the time they were freed
+  Page* older = nullptr;  // neighbours among the spare pages, by the time they were freed
   Page* newer = nullptr;
 };
 
 // Free pages whose memory is kept, oldest first.
-class KeptPages {
+class SparePages {
  public:
   std::size_t size() const { return size_; }
   Page* oldest() const { return oldest_; }

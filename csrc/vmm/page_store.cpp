@@ -16,29 +16,30 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, std::function<v
       options_(options),
       tend_(std::move(tend)),
       budget_(in_pages(options.budget)),
-      low_(in_pages(options.low)),
-      high_(in_pages(options.high)),
-      placement_(make_placement(driver, kept_)) {}
+      low_(in_pages(options.spare_low)),
+      high_(in_pages(options.spare_high)),
+      placement_(make_placement(driver, spare_)) {}
 
 std::size_t PageStore::unused() const { return unused_beside(0); }
 
-std::size_t PageStore::unused_beside(std::size_t parted) const {
-  const std::size_t in_use = this->in_use() - std::min(parted, parted_);
+std::size_t PageStore::unused_beside(std::size_t private_copies) const {
+  const std::size_t in_use = this->in_use() - std::min(private_copies, private_copies_);
   return budget() > in_use ? budget() - in_use : 0;
 }
 
-std::size_t PageStore::spare() const {
-  if (options_.reserve == 0) return unused();
+std::size_t PageStore::available() const {
+  if (options_.device_reserve == 0) return unused();
   const std::size_t there = driver_.free_memory();
-  const std::size_t fresh = there > options_.reserve ? in_pages(there - options_.reserve) : 0;
-  return std::min(unused(), kept_.size() + fresh);
+  const std::size_t fresh =
+      there > options_.device_reserve ? in_pages(there - options_.device_reserve) : 0;
+  return std::min(unused(), spare_.size() + fresh);
 }
 
 PageStore::Shortage PageStore::shortage(std::size_t pages) const {
-  if (options_.reserve == 0 || pages <= kept_.size()) return {};
-  const std::size_t fresh = (pages - kept_.size()) * driver_.traits().page_size;
+  if (options_.device_reserve == 0 || pages <= spare_.size()) return {};
+  const std::size_t fresh = (pages - spare_.size()) * driver_.traits().page_size;
   const std::size_t there = driver_.free_memory();
-  if (there >= fresh && there - fresh >= options_.reserve) return {};
+  if (there >= fresh && there - fresh >= options_.device_reserve) return {};
   return {fresh, there};
 }
 
@@ -49,8 +50,8 @@ void PageStore::quarantine(Page* page) {
 }
 
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
-  if (driver_.traits().adjacent_handles || kept_.size() >= pages) return false;
-  const std::size_t missing = pages - kept_.size();
+  if (driver_.traits().adjacent_handles || spare_.size() >= pages) return false;
+  const std::size_t missing = pages - spare_.size();
   std::vector<Handle> made;
   std::exception_ptr error;
   try {
@@ -60,9 +61,9 @@ bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   } catch (...) {
     error = std::current_exception();
   }
-  for (const Handle handle : made) keep(placement_->adopt(handle));
+  for (const Handle handle : made) keep(placement_->reuse(handle));
   just_made_ += made.size();
-  const std::size_t full = used_ + parted_ + kept_.size();
+  const std::size_t full = used_ + private_copies_ + spare_.size();
   if (full > budget()) release(lock, full - budget());
   if (error) std::rethrow_exception(error);
   return true;
@@ -78,7 +79,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   } catch (...) {
     for (std::size_t i = begin; i < out.size(); ++i) {
       out[i]->references = 0;
-      if (out[i]->resident) kept_.push(out[i]);
+      if (out[i]->resident) spare_.push(out[i]);
       placement_->put_back(out[i]);
     }
     out.resize(begin);
@@ -92,28 +93,28 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   pages_fresh += empty_pages + made;
   pages_recycled += n - empty_pages - made;
   used_ += n;
-  if (kept_.size() < low_) tend_();
+  if (spare_.size() < low_) tend_();
 }
 
 // Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory
 // yet.
 void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
-  while (used_ + parted_ + taken + kept_.size() > budget() && kept_.oldest())
-    empty(kept_.oldest(), 1);
+  while (used_ + private_copies_ + taken + spare_.size() > budget() && spare_.oldest())
+    empty(spare_.oldest(), 1);
 }
 
 void PageStore::release(PoolLock& lock, std::size_t n) {
-  n = std::min(n, kept_.size());
+  n = std::min(n, spare_.size());
   if (driver_.traits().adjacent_handles) {
-    for (; n != 0; --n) empty(kept_.oldest(), 1);
+    for (; n != 0; --n) empty(spare_.oldest(), 1);
     return;
   }
   std::vector<Page*> leaving;  // in no list meanwhile
   leaving.reserve(n);
   for (; n != 0; --n) {
-    leaving.push_back(kept_.oldest());
-    kept_.remove(leaving.back());
+    leaving.push_back(spare_.oldest());
+    spare_.remove(leaving.back());
   }
   std::size_t gone = 0;
   std::exception_ptr error;
@@ -123,17 +124,17 @@ void PageStore::release(PoolLock& lock, std::size_t n) {
   } catch (...) {
     error = std::current_exception();
   }
-  for (; leaving.size() > gone; leaving.pop_back()) kept_.push_oldest(leaving.back());
+  for (; leaving.size() > gone; leaving.pop_back()) spare_.push_oldest(leaving.back());
   for (Page* page : leaving) placement_->emptied(page);
   if (error) std::rethrow_exception(error);
 }
 
-// Gives back the memory of `n` kept pages with handles from first->handle on.
+// Gives back the memory of `n` spare pages with handles from first->handle on.
 void PageStore::empty(Page* first, std::size_t n) {
   driver_.destroy(first->handle, n);
   for (std::size_t i = 0; i < n; ++i) {
     Page* page = n == 1 ? first : first->run->pages[first->handle - first->run->first + i];
-    kept_.remove(page);
+    spare_.remove(page);
     page->resident = false;
     page->dirty = false;
     placement_->emptied(page);
@@ -155,8 +156,8 @@ void PageStore::keep(Page* page, bool aged) noexcept {
   if (by_age && !aged) {
     page->freed_at = static_cast<std::uint64_t>(steady_clock::now().time_since_epoch().count());
   }
-  aged ? kept_.push_oldest(page) : kept_.push(page);
-  if (by_age || kept_.size() > high_) tend_();
+  aged ? spare_.push_oldest(page) : spare_.push(page);
+  if (by_age || spare_.size() > high_) tend_();
 }
 
 void PageStore::stock(PoolLock& lock, std::size_t pages) {
@@ -215,15 +216,15 @@ void PageStore::stock(PoolLock& lock, std::size_t pages) {
 steady_clock::time_point PageStore::tend(PoolLock& lock) {
   const auto now = steady_clock::now();
   try {
-    if (kept_.size() > high_) {
+    if (spare_.size() > high_) {
       release(lock, 1);  // one at a time: callers may wait for the lock meanwhile
       return now;
     }
-    const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : spare()});
-    if (kept_.size() < low) stock(lock, low);
+    const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : available()});
+    if (spare_.size() < low) stock(lock, low);
     auto due = steady_clock::time_point::max();
-    if (options_.max_age.count() == 0 || kept_.size() <= low) return due;
-    const std::chrono::nanoseconds freed_at(kept_.oldest()->freed_at);
+    if (options_.max_age.count() == 0 || spare_.size() <= low) return due;
+    const std::chrono::nanoseconds freed_at(spare_.oldest()->freed_at);
     due = steady_clock::time_point(freed_at) + options_.max_age;
     if (due > now) return due;
     release(lock, 1);
@@ -236,7 +237,7 @@ steady_clock::time_point PageStore::tend(PoolLock& lock) {
 
 std::size_t PageStore::release_adjacent() {
   std::vector<Page*> pages;
-  for (Page* page = kept_.oldest(); page; page = page->newer) pages.push_back(page);
+  for (Page* page = spare_.oldest(); page; page = page->newer) pages.push_back(page);
   std::sort(pages.begin(), pages.end(),
             [](const Page* a, const Page* b) { return a->handle < b->handle; });
   for (std::size_t begin = 0, end; begin < pages.size(); begin = end) {

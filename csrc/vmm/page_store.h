@@ -35,23 +35,23 @@ class PageStore {
   void set_budget(std::size_t pages) { budget_ = pages; }
   // Handles in use.
   std::size_t used() const { return used_; }
-  // In use, parted at writes as last counted, or promised.
-  std::size_t in_use() const { return used_ + parted_ + promised_; }
+  // In use, copied at writes as last counted, or promised.
+  std::size_t in_use() const { return used_ + private_copies_ + promised_; }
   // What the budget leaves, without taking anything back.
   std::size_t unused() const;
   // The same, as far as the device's memory leaves the reserve alone. Throws what the driver does.
-  std::size_t spare() const;
-  // The same as `unused`, not counting `parted` pages that are to be replaced.
-  std::size_t unused_beside(std::size_t parted) const;
+  std::size_t available() const;
+  // The same as `unused`, not counting `copied` pages that are to be replaced.
+  std::size_t unused_beside(std::size_t private_copies) const;
   // Bytes of the device that are missing for `pages` pages beside the reserve, and what is free;
   // 0 if nothing is.
   struct Shortage {
     std::size_t missing = 0, free = 0;
   };
   Shortage shortage(std::size_t pages) const;
-  // Pages that the kernel parted from shared handles.
-  std::size_t parted() const { return parted_; }
-  void set_parted(std::size_t pages) { parted_ = pages; }
+  // Pages that the kernel copied from shared handles.
+  std::size_t private_copies() const { return private_copies_; }
+  void set_private_copies(std::size_t pages) { private_copies_ = pages; }
   // Keeps `pages` for an operation that is about to let the lock go; given back by promise(-pages).
   void promise(std::ptrdiff_t pages) { promised_ += static_cast<std::size_t>(pages); }
 
@@ -59,15 +59,17 @@ class PageStore {
 
   RowHome open_home(std::size_t pages) { return placement_->open_home(pages); }
   void close_home(RowHome& home) { placement_->close_home(home); }
-  // Adds to `out` free pages for `n` slots after `previous`, each with one reference. Requires: the
+  // Adds to `out` free pages for `n` pages after `previous`, each with one reference. Requires: the
   // budget has them. Throws where the driver refuses; nothing is taken then.
   void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out);
   void share(Page* page) { ++page->references; }
   // `aged`: it has been free for as long as the pool keeps memory.
   void drop(Page* page, bool aged = false) noexcept;
-  // Pages are put on a shelf, or taken off: their references have no page table entry.
-  void shelve(std::ptrdiff_t pages) { shelved_ += static_cast<std::size_t>(pages); }
-  std::size_t shelved() const { return shelved_; }
+  // Pages are put on a page set, or taken off: their references have no page table entry.
+  void count_in_page_sets(std::ptrdiff_t pages) {
+    in_page_sets_ += static_cast<std::size_t>(pages);
+  }
+  std::size_t in_page_sets() const { return in_page_sets_; }
   // The page is counted and reported, and never used again.
   void quarantine(Page* page);
   std::size_t quarantined() const { return quarantined_; }
@@ -78,17 +80,17 @@ class PageStore {
 
   // -- the memory of free pages
 
-  const KeptPages& kept() const { return kept_; }
+  const SparePages& spare() const { return spare_; }
   // Has the memory of `pages` free pages made, where the driver takes long for that. True where it
   // let the lock go.
   bool make_ready(PoolLock& lock, std::size_t pages);
   // The same on every driver, for pages that no growth asks for yet: takes them, makes what is
   // missing without the lock, and puts them back.
   void stock(PoolLock& lock, std::size_t pages);
-  // Gives back the memory of the `n` oldest kept pages; where each has a handle of its own, without
-  // the lock.
+  // Gives back the memory of the `n` oldest spare pages; where each has a handle of its own,
+  // without the lock.
   void release(PoolLock& lock, std::size_t n);
-  // Gives back the memory of all kept pages, neighbours in one call; returns how many.
+  // Gives back the memory of all spare pages, neighbours in one call; returns how many.
   std::size_t release_adjacent();
   // Keeps free memory between the marks and below the age: one step. Returns when to call again.
   std::chrono::steady_clock::time_point tend(PoolLock& lock);
@@ -107,15 +109,15 @@ class PageStore {
   const PoolOptions options_;
   const std::function<void()> tend_;
   std::atomic<std::size_t> budget_;
-  std::size_t low_, high_;  // marks of kept pages
-  KeptPages kept_;
+  std::size_t low_, high_;  // marks of spare pages
+  SparePages spare_;
   const std::unique_ptr<Placement> placement_;
   std::size_t used_ = 0;
-  std::size_t promised_ = 0;   // to operations that have let the lock go before they take them
-  std::size_t just_made_ = 0;  // of the kept pages, those made for a growth under way
-  std::size_t parted_ = 0;     // as last counted
+  std::size_t promised_ = 0;        // to operations that have let the lock go before they take them
+  std::size_t just_made_ = 0;       // of the spare pages, those made for a growth under way
+  std::size_t private_copies_ = 0;  // as last counted
   std::size_t quarantined_ = 0;
-  std::size_t shelved_ = 0;
+  std::size_t in_page_sets_ = 0;
 };
 
 }  // namespace vtensor

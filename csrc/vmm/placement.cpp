@@ -32,11 +32,11 @@ class IdleRuns {
  public:
   void add(HandleRun* run) {
     by_length_.insert(run);
-    if (run->free_kept != 0) by_kept_.insert(run);
+    if (run->free_spare != 0) by_spare_.insert(run);
   }
   void remove(HandleRun* run) {
     by_length_.erase(run);
-    by_kept_.erase(run);
+    by_spare_.erase(run);
   }
   std::size_t size() const { return by_length_.size(); }
 
@@ -44,7 +44,7 @@ class IdleRuns {
   // the shortest that has `pages`. Null where there is neither.
   HandleRun* best(std::size_t pages, std::size_t least) const {
     std::size_t looks = kMostLooks;
-    for (HandleRun* run : by_kept_) {
+    for (HandleRun* run : by_spare_) {
       if (run->length >= least) return run;
       if (--looks == 0) break;
     }
@@ -58,7 +58,7 @@ class IdleRuns {
     std::sort(all.begin(), all.end(),
               [](const HandleRun* a, const HandleRun* b) { return a->first < b->first; });
     by_length_.clear();
-    by_kept_.clear();
+    by_spare_.clear();
     return all;
   }
 
@@ -73,24 +73,24 @@ class IdleRuns {
     bool operator()(const HandleRun* run, std::size_t pages) const { return run->length < pages; }
     bool operator()(std::size_t pages, const HandleRun* run) const { return pages < run->length; }
   };
-  struct KeepsMore {
+  struct SparesMore {
     bool operator()(const HandleRun* a, const HandleRun* b) const {
-      return std::tuple(b->free_kept, b->length, a->first) <
-             std::tuple(a->free_kept, a->length, b->first);
+      return std::tuple(b->free_spare, b->length, a->first) <
+             std::tuple(a->free_spare, a->length, b->first);
     }
   };
   std::set<HandleRun*, Shorter> by_length_;
-  std::set<HandleRun*, KeepsMore> by_kept_;  // those that keep any
+  std::set<HandleRun*, SparesMore> by_spare_;  // those that keep any
 };
 
 class AdjacentPlacement final : public Placement {
  public:
-  AdjacentPlacement(Driver& driver, KeptPages& kept) : driver_(driver), kept_(kept) {}
+  AdjacentPlacement(Driver& driver, SparePages& spare) : driver_(driver), spare_(spare) {}
 
   RowHome open_home(std::size_t pages) override {
     RowHome home{pages, {}};
     home.runs.reserve(2);
-    if (HandleRun* run = adopt_idle(pages, 1)) home.runs.push_back(run);
+    if (HandleRun* run = reuse_idle(pages, 1)) home.runs.push_back(run);
     if (home.runs.empty() || home.runs[0]->length < pages) home.runs.push_back(open_run(pages));
     return home;
   }
@@ -120,14 +120,14 @@ class AdjacentPlacement final : public Placement {
     }
   }
 
-  Page* adopt(Handle) override { return nullptr; }
+  Page* reuse(Handle) override { return nullptr; }
 
   void put_back(Page* page) override {
     HandleRun* run = page->run;
     const std::size_t index = page->handle - run->first;
     if (page->resident) {
-      ++run->free_kept;
-      run->kept_from = std::min(run->kept_from, index);
+      ++run->free_spare;
+      run->spare_from = std::min(run->spare_from, index);
     } else {
       ++run->free_empty;
       run->empty_from = std::min(run->empty_from, index);
@@ -139,7 +139,7 @@ class AdjacentPlacement final : public Placement {
     HandleRun* run = page->run;
     const bool idle = run->used == 0 && !run->open;
     if (idle) idle_.remove(run);
-    --run->free_kept;
+    --run->free_spare;
     ++run->free_empty;
     run->empty_from = std::min<std::size_t>(run->empty_from, page->handle - run->first);
     if (idle) idle_.add(run);
@@ -154,10 +154,10 @@ class AdjacentPlacement final : public Placement {
     Page* beside = neighbour < run.pages.size() && run.pages[neighbour]->references == 0
                        ? run.pages[neighbour]
                        : nullptr;
-    if (run.free_kept != 0) {
-      if (!beside || !beside->resident) beside = first_free(run, run.kept_from, true);
-      --run.free_kept;
-      kept_.remove(beside);
+    if (run.free_spare != 0) {
+      if (!beside || !beside->resident) beside = first_free(run, run.spare_from, true);
+      --run.free_spare;
+      spare_.remove(beside);
       return beside;
     }
     if (!beside && run.pages.size() < run.length) {
@@ -177,7 +177,7 @@ class AdjacentPlacement final : public Placement {
   }
 
   // The best of the idle runs, see IdleRuns, cut to `pages`; null where none serves.
-  HandleRun* adopt_idle(std::size_t pages, std::size_t least) {
+  HandleRun* reuse_idle(std::size_t pages, std::size_t least) {
     HandleRun* const best = idle_.best(pages, least);
     if (best == nullptr) return nullptr;
     HandleRun* run = best;
@@ -202,10 +202,10 @@ class AdjacentPlacement final : public Placement {
 
   // A run of `pages` pages: new handles only where those that exist are in use.
   HandleRun* open_run(std::size_t pages) {
-    HandleRun* idle = adopt_idle(pages, pages);
+    HandleRun* idle = reuse_idle(pages, pages);
     if (!idle && idle_.size() >= join_at_) {
       join_idle();
-      idle = adopt_idle(pages, pages);
+      idle = reuse_idle(pages, pages);
     }
     if (idle) return idle;
     HandleRun* run = &runs_.emplace_back();
@@ -230,9 +230,9 @@ class AdjacentPlacement final : public Placement {
     run.pages.resize(run.pages.size() - last.pages.size());
     for (Page* page : last.pages) {
       page->run = &last;
-      ++(page->resident ? last.free_kept : last.free_empty);
+      ++(page->resident ? last.free_spare : last.free_empty);
     }
-    run.free_kept -= last.free_kept;
+    run.free_spare -= last.free_spare;
     run.free_empty -= last.free_empty;
     // A short run keeps no room for the records of a long one.
     if (run.pages.capacity() > 2 * run.pages.size() + kMostUnused) run.pages.shrink_to_fit();
@@ -264,9 +264,9 @@ class AdjacentPlacement final : public Placement {
     }
     for (Page* page : next.pages) page->run = &run;
     run.pages.insert(run.pages.end(), next.pages.begin(), next.pages.end());
-    run.free_kept += next.free_kept;
+    run.free_spare += next.free_spare;
     run.free_empty += next.free_empty + gap;
-    run.kept_from = run.empty_from = 0;
+    run.spare_from = run.empty_from = 0;
     run.length += next.length;
     next.length = 0;
     return true;
@@ -276,7 +276,7 @@ class AdjacentPlacement final : public Placement {
   static constexpr std::size_t kMostUnused = 1024;
 
   Driver& driver_;
-  KeptPages& kept_;
+  SparePages& spare_;
   std::list<HandleRun> runs_;
   IdleRuns idle_;
   std::size_t join_at_ = kJoinAt;  // so many idle runs that joining them is worth a look
@@ -284,25 +284,25 @@ class AdjacentPlacement final : public Placement {
 
 class UnorderedPlacement final : public Placement {
  public:
-  UnorderedPlacement(Driver& driver, KeptPages& kept) : driver_(driver), kept_(kept) {}
+  UnorderedPlacement(Driver& driver, SparePages& spare) : driver_(driver), spare_(spare) {}
 
   RowHome open_home(std::size_t pages) override { return RowHome{pages, {}}; }
   void close_home(RowHome&) override {}
 
   void pick(RowHome&, const Page*, std::size_t n, std::vector<Page*>& out) override {
     for (; n != 0; --n) {
-      Page* page = kept_.newest();
+      Page* page = spare_.newest();
       if (page) {
-        kept_.remove(page);
+        spare_.remove(page);
       } else {
-        page = adopt(driver_.create(1));
+        page = reuse(driver_.create(1));
       }
       page->references = 1;
       out.push_back(page);
     }
   }
 
-  Page* adopt(Handle handle) override {
+  Page* reuse(Handle handle) override {
     Page* page = new_record(handle);
     page->dirty = !driver_.traits().created_zero;
     page->resident = true;
@@ -314,14 +314,14 @@ class UnorderedPlacement final : public Placement {
 
  private:
   Driver& driver_;
-  KeptPages& kept_;
+  SparePages& spare_;
 };
 
 }  // namespace
 
-std::unique_ptr<Placement> make_placement(Driver& driver, KeptPages& kept) {
-  if (driver.traits().adjacent_handles) return std::make_unique<AdjacentPlacement>(driver, kept);
-  return std::make_unique<UnorderedPlacement>(driver, kept);
+std::unique_ptr<Placement> make_placement(Driver& driver, SparePages& spare) {
+  if (driver.traits().adjacent_handles) return std::make_unique<AdjacentPlacement>(driver, spare);
+  return std::make_unique<UnorderedPlacement>(driver, spare);
 }
 
 }  // namespace vtensor

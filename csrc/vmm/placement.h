@@ -1,4 +1,4 @@
-// Which free page a row gets next. On the host, neighbouring handles at neighbouring slots merge
+// Which free page a row gets next. On the host, neighbouring handles at neighbouring pages merge
 // into one kernel mapping, so every row grows through a run of handles of its own; on CUDA handles
 // have no order.
 #pragma once
@@ -13,15 +13,15 @@
 namespace vtensor {
 
 // Adjacent handles [first, first + length), whose records are made as they are first needed. A page
-// of it is free while it has no reference, and kept while it is resident besides.
+// of it is free while it has no reference, and spare if it is resident besides.
 struct HandleRun {
   Handle first = 0;
   std::size_t length = 0;
   std::vector<Page*> pages;  // pages[i] has handle first + i
   std::size_t used = 0;
-  std::size_t free_kept = 0;
+  std::size_t free_spare = 0;
   std::size_t free_empty = 0;
-  std::size_t kept_from = 0;   // no free kept page lies below
+  std::size_t spare_from = 0;  // no free spare page lies below
   std::size_t empty_from = 0;  // no free empty page lies below
   bool open = false;           // a row grows through it
 };
@@ -39,15 +39,15 @@ class Placement {
 
   virtual RowHome open_home(std::size_t pages) = 0;
   virtual void close_home(RowHome& home) = 0;
-  // Adds to `out` free pages for `n` slots after the one of `previous` (null at a row's start),
-  // each with one reference now and off the pool's list of kept pages; those that are not resident
+  // Adds to `out` free pages for `n` pages after the one of `previous` (null at a row's start),
+  // each with one reference now and off the pool's list of spare pages; those that are not resident
   // have no memory yet. May call Driver::create; where it throws, what was added so far stands in
   // `out`.
   virtual void pick(RowHome& home, const Page* previous, std::size_t n,
                     std::vector<Page*>& out) = 0;
   // Takes in a page that the driver made meanwhile, so that `pick` need not make one. Null where
   // handles cost nothing until they are used.
-  virtual Page* adopt(Handle handle) = 0;
+  virtual Page* reuse(Handle handle) = 0;
   // The page has no reference any more; it is resident or empty.
   virtual void put_back(Page* page) = 0;
   // The memory of a free page was given back.
@@ -64,7 +64,7 @@ class Placement {
   std::vector<Page*> spare_;
 };
 
-// `kept` is the pool's list of free pages whose memory is kept.
-std::unique_ptr<Placement> make_placement(Driver& driver, KeptPages& kept);
+// `spare` is the pool's list of free pages whose memory is kept.
+std::unique_ptr<Placement> make_placement(Driver& driver, SparePages& spare);
 
 }  // namespace vtensor

@@ -14,7 +14,7 @@ enum class ZeroPolicy : std::uint8_t {
   always,     // whenever it is taken
 };
 
-inline constexpr std::size_t kParkByBudget = std::numeric_limits<std::size_t>::max();
+inline constexpr std::size_t kCacheByBudget = std::numeric_limits<std::size_t>::max();
 
 // Sizes in bytes.
 struct PoolOptions {
@@ -22,14 +22,14 @@ struct PoolOptions {
   ZeroPolicy zero = ZeroPolicy::new_owner;
   // What a tensor may have mapped ahead of need. 0: the background does nothing but explicit
   // prepare() calls and what has to wait for a fence.
-  std::size_t ahead = 0;
-  // What freed tensors may leave mapped for the next of the same shape. kParkByBudget: a quarter of
-  // the budget.
-  std::size_t park = 0;
-  std::size_t low = 0;  // free memory that the mapper keeps made
-  std::size_t high = std::numeric_limits<std::size_t>::max();  // free memory kept at most
-  std::chrono::nanoseconds max_age{0};                         // of free memory; 0: any
-  std::size_t reserve = 0;  // of the device's memory, left to others
+  std::size_t prefetch = 0;
+  // What freed tensors may leave mapped for the next of the same shape. kCacheByBudget: a quarter
+  // of the budget.
+  std::size_t cache = 0;
+  std::size_t spare_low = 0;  // free pages whose memory the mapper keeps made
+  std::size_t spare_high = std::numeric_limits<std::size_t>::max();  // of them at most
+  std::chrono::nanoseconds max_age{0};  // of spare and cached pages; 0: any
+  std::size_t device_reserve = 0;       // of the device's memory, left to others
   std::chrono::nanoseconds patience = std::chrono::seconds(60);  // the bound of every wait (I12)
 };
 

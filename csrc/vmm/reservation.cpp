@@ -22,49 +22,50 @@ Reservation::Reservation(Driver& driver, PageStore& pages, const RowShape& shape
       zeroed_(shape.zeroed),
       table_(shape.rows) {}
 
-std::size_t Reservation::count_mapped(Interval slots) const {
+std::size_t Reservation::count_mapped(Interval indices) const {
   std::size_t mapped = 0;
-  const std::size_t end = std::min(slots.end, reserved());
+  const std::size_t end = std::min(indices.end, reserved());
   for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t slot = slots.begin; slot < end; ++slot) mapped += is_mapped(at(row, slot));
+    for (std::size_t index = indices.begin; index < end; ++index)
+      mapped += is_mapped(at(row, index));
   }
   return mapped;
 }
 
-std::size_t Reservation::count_quarantined(Interval slots) const {
+std::size_t Reservation::count_quarantined(Interval indices) const {
   std::size_t lost = 0;
   if (quarantined() == 0) return lost;
   for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t slot = slots.begin; slot < slots.end; ++slot)
-      lost += at(row, slot).state == EntryState::quarantined;
+    for (std::size_t index = indices.begin; index < indices.end; ++index)
+      lost += at(row, index).state == EntryState::quarantined;
   }
   return lost;
 }
 
-void Reservation::collect(std::vector<Run>& runs, std::size_t row, Interval slots,
+void Reservation::collect(std::vector<Run>& runs, std::size_t row, Interval indices,
                           bool (*wanted)(const Entry&)) const {
-  const std::size_t end = std::min(slots.end, reserved());
-  if (slots.begin >= end) return;
+  const std::size_t end = std::min(indices.end, reserved());
+  if (indices.begin >= end) return;
   const Entry* const entries = &at(row, 0);
-  for (std::size_t slot = slots.begin; slot < end;) {
-    const EntryState state = entries[slot].state;
-    const std::size_t first = slot;
-    while (slot < end && entries[slot].state == state) ++slot;
-    if (wanted(entries[first])) runs.push_back({row, {first, slot}});
+  for (std::size_t index = indices.begin; index < end;) {
+    const EntryState state = entries[index].state;
+    const std::size_t first = index;
+    while (index < end && entries[index].state == state) ++index;
+    if (wanted(entries[first])) runs.push_back({row, {first, index}});
   }
 }
 
-std::vector<Reservation::Run> Reservation::collect(Interval slots,
+std::vector<Reservation::Run> Reservation::collect(Interval indices,
                                                    bool (*wanted)(const Entry&)) const {
   std::vector<Run> runs;
-  for (std::size_t row = 0; row < rows_; ++row) collect(runs, row, slots, wanted);
+  for (std::size_t row = 0; row < rows_; ++row) collect(runs, row, indices, wanted);
   return runs;
 }
 
 std::span<const Handle> Reservation::handles(const Run& run) {
   scratch_.clear();
-  for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-    scratch_.push_back(at(run.row, slot).page->handle);
+  for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+    scratch_.push_back(at(run.row, index).page->handle);
   }
   return scratch_;
 }
@@ -87,10 +88,10 @@ void Reservation::claim(Arrival& arrival) {
   try {
     open_homes();
     for (const Run& run : arrival.runs) {
-      const Page* previous = run.slots.begin ? at(run.row, run.slots.begin - 1).page : nullptr;
+      const Page* previous = run.indices.begin ? at(run.row, run.indices.begin - 1).page : nullptr;
       const std::size_t begin = arrival.pages.size();
-      pages_.take(homes_[run.row], previous, run.slots.size(), arrival.pages);
-      Entry* entry = table_.entries(run.row, run.slots.begin);
+      pages_.take(homes_[run.row], previous, run.indices.size(), arrival.pages);
+      Entry* entry = table_.entries(run.row, run.indices.begin);
       for (std::size_t i = begin; i < arrival.pages.size(); ++i)
         *entry++ = {arrival.pages[i], EntryState::arriving};
       ++claimed;
@@ -144,8 +145,9 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
     std::size_t at = 0;
     for (const Arriving& one : all) {
       for (const Run& run : one.arrival->runs) {
-        runs.push_back({one.range->address(run), std::span(handles).subspan(at, run.slots.size())});
-        at += run.slots.size();
+        runs.push_back(
+            {one.range->address(run), std::span(handles).subspan(at, run.indices.size())});
+        at += run.indices.size();
       }
     }
     {
@@ -199,20 +201,20 @@ void Reservation::enter(Arrival& arrival) {
   Page* const* page = arrival.pages.data();
   if (!arrival.error) {
     for (const Run& run : arrival.runs) {
-      Entry* const entries = table_.entries(run.row, run.slots.begin);
-      for (std::size_t i = 0; i < run.slots.size(); ++i) {
+      Entry* const entries = table_.entries(run.row, run.indices.begin);
+      for (std::size_t i = 0; i < run.indices.size(); ++i) {
         (*page++)->last_owner = owner_;
         entries[i].state = EntryState::writable;
       }
-      mapped_ += run.slots.size();
+      mapped_ += run.indices.size();
     }
     return;
   }
   std::size_t at = 0;
   auto stuck = arrival.stuck.begin();
   for (const Run& run : arrival.runs) {
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot, ++at) {
-      Entry& entry = table_.at(run.row, slot);
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++at) {
+      Entry& entry = table_.at(run.row, index);
       if (stuck != arrival.stuck.end() && *stuck == at) {
         ++stuck;
         entry.state = EntryState::quarantined;
@@ -256,8 +258,8 @@ void Reservation::undo(PoolLock& lock, Stream stream, const Arrival& arrival) no
   } catch (...) {
   }
   for (const Run& run : arrival.runs) {
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-      if (is_mapped(at(run.row, slot))) quarantine({run.row, {slot, slot + 1}});
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+      if (is_mapped(at(run.row, index))) quarantine({run.row, {index, index + 1}});
     }
   }
 }
@@ -290,11 +292,11 @@ void Reservation::carry_out(Departure& departure,
       for (std::size_t i = departure.done; i < std::min(end, departure.done + at_once); ++i) {
         const Run& run = departure.runs[i];
         batch.push_back(
-            {address(run), std::span(departure.handles).subspan(at + pages, run.slots.size())});
-        pages += run.slots.size();
+            {address(run), std::span(departure.handles).subspan(at + pages, run.indices.size())});
+        pages += run.indices.size();
       }
       const trace::Span span(trace::What::unmap, batch.front().at, pages * page_size_, base_);
-      driver_.unmap(batch, writable ? Access::writable : Access::guarded);
+      driver_.unmap(batch, writable ? Access::writable : Access::copy_on_write);
       departure.done += batch.size();
       at += pages;
     }
@@ -309,23 +311,23 @@ void Reservation::carry_out(Departure& departure,
 void Reservation::enter(Departure& departure, bool aged) {
   for (std::size_t i = 0; i < departure.done; ++i) {
     const Run& run = departure.runs[i];
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot) {
-      Entry& entry = table_.at(run.row, slot);
-      if (is_guarded(entry)) --guarded_;
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+      Entry& entry = table_.at(run.row, index);
+      if (is_copy_on_write(entry)) --copy_on_write_;
       pages_.drop(entry.page, aged);
       entry = {};
     }
-    mapped_ -= run.slots.size();
+    mapped_ -= run.indices.size();
   }
   std::size_t first = 0;
   auto stuck = departure.stuck.begin();
   for (std::size_t i = departure.done; i < departure.runs.size(); ++i) {
     const Run& run = departure.runs[i];
     std::vector<std::size_t> of_run;
-    for (; stuck != departure.stuck.end() && *stuck < first + run.slots.size(); ++stuck)
+    for (; stuck != departure.stuck.end() && *stuck < first + run.indices.size(); ++stuck)
       of_run.push_back(*stuck - first);
     quarantine(run, of_run);
-    first += run.slots.size();
+    first += run.indices.size();
   }
 }
 
@@ -333,8 +335,8 @@ void Reservation::end(Reservation* host) noexcept {
   if (quarantined() != 0) {
     if (host != nullptr) host->quarantined_ += quarantined();
     for (std::size_t row = 0; row < rows_; ++row) {
-      for (std::size_t slot = 0; slot < reserved(); ++slot) {
-        if (Page* page = at(row, slot).page) pages_.drop(page);
+      for (std::size_t index = 0; index < reserved(); ++index) {
+        if (Page* page = at(row, index).page) pages_.drop(page);
       }
     }
   }
@@ -342,8 +344,8 @@ void Reservation::end(Reservation* host) noexcept {
   homes_.clear();
 }
 
-void Reservation::event(trace::What what, Interval slots) const {
-  trace::event(what, address(0, slots.begin), slots.size() * rows_ * page_size_, base_);
+void Reservation::event(trace::What what, Interval indices) const {
+  trace::event(what, address(0, indices.begin), indices.size() * rows_ * page_size_, base_);
 }
 
 void Reservation::zero(Bytes bytes, Stream stream) {
@@ -351,34 +353,34 @@ void Reservation::zero(Bytes bytes, Stream stream) {
   driver_.zero(bytes.at, bytes.size, stream);
 }
 
-std::vector<Reservation::Run> Reservation::unclean_in(Interval slots) const {
+std::vector<Reservation::Run> Reservation::unclean_in(Interval indices) const {
   std::vector<Run> runs;
-  const auto is_foreign = [this](const Entry& entry) {
+  const auto is_unclean = [this](const Entry& entry) {
     return is_writable(entry) && !clean(*entry.page);
   };
-  const std::size_t end = std::min(slots.end, reserved());
+  const std::size_t end = std::min(indices.end, reserved());
   for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t slot = slots.begin; slot < end; ++slot) {
-      const std::size_t first = slot;
-      while (slot < end && is_foreign(at(row, slot))) ++slot;
-      if (slot > first) runs.push_back({row, {first, slot}});
+    for (std::size_t index = indices.begin; index < end; ++index) {
+      const std::size_t first = index;
+      while (index < end && is_unclean(at(row, index))) ++index;
+      if (index > first) runs.push_back({row, {first, index}});
     }
   }
   return runs;
 }
 
 void Reservation::make_clean(std::span<const Run> runs, Stream stream) {
-  for (const Run& run : runs) zero({address(run), run.slots.size() * page_size_}, stream);
+  for (const Run& run : runs) zero({address(run), run.indices.size() * page_size_}, stream);
   for (const Run& run : runs) {
-    for (std::size_t slot = run.slots.begin; slot < run.slots.end; ++slot)
-      at(run.row, slot).page->last_owner = owner_;
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
+      at(run.row, index).page->last_owner = owner_;
   }
 }
 
 void Reservation::quarantine(const Run& run, std::span<const std::size_t> stuck) {
   for (const std::size_t i : stuck) {
-    Entry& entry = table_.at(run.row, run.slots.begin + i);
-    if (entry.state == EntryState::guarded) --guarded_;
+    Entry& entry = table_.at(run.row, run.indices.begin + i);
+    if (entry.state == EntryState::copy_on_write) --copy_on_write_;
     entry.state = EntryState::quarantined;
     pages_.quarantine(entry.page);
     --mapped_;
@@ -387,14 +389,14 @@ void Reservation::quarantine(const Run& run, std::span<const std::size_t> stuck)
 }
 
 void Reservation::quarantine(const Run& run) noexcept {
-  for (std::size_t i = 0; i < run.slots.size(); ++i) quarantine(run, std::span(&i, 1));
+  for (std::size_t i = 0; i < run.indices.size(); ++i) quarantine(run, std::span(&i, 1));
 }
 
 std::size_t Reservation::add_pages(std::unordered_set<const Page*>& seen) const {
   std::size_t shared = 0;
   for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t slot = 0; slot < reserved(); ++slot) {
-      const Entry& entry = at(row, slot);
+    for (std::size_t index = 0; index < reserved(); ++index) {
+      const Entry& entry = at(row, index);
       if (is_mapped(entry) && seen.insert(entry.page).second) shared += entry.page->references > 1;
     }
   }
@@ -402,12 +404,12 @@ std::size_t Reservation::add_pages(std::unordered_set<const Page*>& seen) const 
 }
 
 void Reservation::check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const {
-  std::size_t mapped = 0, guarded = 0;
+  std::size_t mapped = 0, copy_on_write = 0;
   for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t slot = 0; slot < reserved(); ++slot) {
-      const Entry& entry = at(row, slot);
+    for (std::size_t index = 0; index < reserved(); ++index) {
+      const Entry& entry = at(row, index);
       if ((entry.page == nullptr) != (entry.state == EntryState::empty)) {
-        throw Error("I3: slot " + std::to_string(slot) + " of row " + std::to_string(row) +
+        throw Error("I3: index " + std::to_string(index) + " of row " + std::to_string(row) +
                     " has a page and no mapping, or a mapping and no page");
       }
       if (entry.page == nullptr) continue;
@@ -418,10 +420,10 @@ void Reservation::check(std::unordered_map<const Page*, PageUse>& uses, bool rea
         use.writable |= is_writable(entry);
       }
       mapped += entry.mapped();
-      guarded += is_guarded(entry);
+      copy_on_write += is_copy_on_write(entry);
     }
   }
-  if (mapped != mapped_ || guarded != guarded_)
+  if (mapped != mapped_ || copy_on_write != copy_on_write_)
     throw Error("I4: the counts of mapped pages are wrong");
 }
 

@@ -1,4 +1,4 @@
-// A range of addresses, divided into rows of pages, and its page table. Maps, shares, parts and
+// A range of addresses, divided into rows of pages, and its page table. Maps, shares, unshares and
 // unmaps any pages of it, in any order; which, and when, its owner decides.
 //
 // Each change has three steps: claimed with the pool's lock, carried out by the driver without it,
@@ -34,10 +34,10 @@ struct PageUse {
 
 class Reservation {
  public:
-  // Neighbouring slots of one row.
+  // Neighbouring pages of one row.
   struct Run {
     std::size_t row;
-    Interval slots;
+    Interval indices;
   };
 
   struct Bytes {
@@ -45,7 +45,7 @@ class Reservation {
     std::size_t size;
   };
 
-  // Pages on their way to empty slots.
+  // Pages on their way to empty pages.
   struct Arrival {
     std::vector<Run> runs;
     std::vector<Page*> pages;        // run after run
@@ -82,10 +82,10 @@ class Reservation {
   std::size_t row_bytes() const { return row_stride_ * page_size_; }
   std::size_t bytes() const { return rows_ * row_pages_ * page_size_; }
   Address base() const { return base_; }
-  Address address(std::size_t row, std::size_t slot) const {
-    return base_ + row * row_bytes() + slot * page_size_;
+  Address address(std::size_t row, std::size_t index) const {
+    return base_ + row * row_bytes() + index * page_size_;
   }
-  Address address(const Run& run) const { return address(run.row, run.slots.begin); }
+  Address address(const Run& run) const { return address(run.row, run.indices.begin); }
 
   // Everything below requires the pool's lock, where it does not say otherwise.
 
@@ -99,32 +99,32 @@ class Reservation {
 
   // -- the page table
 
-  const Entry& at(std::size_t row, std::size_t slot) const { return table_.at(row, slot); }
-  // Slots below have entries.
+  const Entry& at(std::size_t row, std::size_t index) const { return table_.at(row, index); }
+  // Pages below have entries.
   std::size_t reserved() const { return table_.reserved(); }
   // Throws std::bad_alloc; nothing is changed then.
-  void reserve(std::size_t slots) { table_.reserve(slots); }
+  void reserve(std::size_t indices) { table_.reserve(indices); }
   std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
   std::size_t quarantined() const { return quarantined_.load(std::memory_order_relaxed); }
   // Pages that writes do not reach.
-  std::size_t guarded() const { return guarded_; }
-  std::size_t count_mapped(Interval slots) const;
-  std::size_t count_quarantined(Interval slots) const;
-  // Adds maximal runs in `slots` of `row` whose entries are `wanted` and have one state.
-  void collect(std::vector<Run>& runs, std::size_t row, Interval slots,
+  std::size_t copy_on_write() const { return copy_on_write_; }
+  std::size_t count_mapped(Interval indices) const;
+  std::size_t count_quarantined(Interval indices) const;
+  // Adds maximal runs in `indices` of `row` whose entries are `wanted` and have one state.
+  void collect(std::vector<Run>& runs, std::size_t row, Interval indices,
                bool (*wanted)(const Entry&)) const;
   // The same, of every row.
-  std::vector<Run> collect(Interval slots, bool (*wanted)(const Entry&)) const;
-  // The first of `slots` that is not `wanted` in every row.
+  std::vector<Run> collect(Interval indices, bool (*wanted)(const Entry&)) const;
+  // The first of `indices` that is not `wanted` in every row.
   template <typename Wanted>
-  std::size_t first_not(Interval slots, Wanted wanted) const {
-    std::size_t end = std::min(slots.end, reserved());
-    for (std::size_t row = 0; row < rows_ && slots.begin < end; ++row) {
-      std::size_t slot = slots.begin;
-      while (slot < end && wanted(at(row, slot))) ++slot;
-      end = slot;
+  std::size_t first_not(Interval indices, Wanted wanted) const {
+    std::size_t end = std::min(indices.end, reserved());
+    for (std::size_t row = 0; row < rows_ && indices.begin < end; ++row) {
+      std::size_t index = indices.begin;
+      while (index < end && wanted(at(row, index))) ++index;
+      end = index;
     }
-    return std::max(slots.begin, end);
+    return std::max(indices.begin, end);
   }
 
   // -- mapping
@@ -141,7 +141,7 @@ class Reservation {
 
   // -- unmapping
 
-  // Requires: the first `writable` of the runs are writable, the others guarded.
+  // Requires: the first `writable` of the runs are writable, the others copy-on-write.
   Departure departing(std::vector<Run> runs, std::size_t writable);
   // Without the lock. Begins no more calls after `until`, which it looks at after each.
   void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
@@ -161,23 +161,24 @@ class Reservation {
   // Guards writable runs, which are about to be shared. Whole or nothing. Lets the lock go
   // meanwhile, unless it is null, but not to undo. Requires: no work that may write to the runs is
   // left in any stream.
-  void guard(PoolLock* lock, std::span<const Run> runs);
-  // Gives each guarded page of `runs` a page of its own with what is seen there, mapped writable,
-  // and zeroes `stale` at the end, in `stream`. Whole or nothing, except that pages which the
-  // kernel had parted may stay folded, which only the counts show. Lets the lock go while
-  // pages are copied and remapped, but not to undo that. Throws TimedOut where copies may still
-  // run, in the side stream.
-  void part(PoolLock& lock, std::span<const Run> runs, std::span<const Bytes> stale, Stream stream);
-  // How many pages parting these takes: a page with one reference left is kept.
-  std::size_t fresh_pages_for(std::span<const Run> guarded) const;
-  // Of a guarded run, the pages that the kernel parted at a write; 1 for each.
-  std::vector<std::uint8_t> find_parted(const Run& run) const;
-  std::size_t count_parted(std::span<const Run> guarded) const;
-  std::size_t count_parted() const;
-  std::vector<Run> parted_in(Interval slots) const;
-  // Runs whose pages become those of `to`, guarded; in all of them or, where the driver refuses, in
-  // none. Requires: a driver that remaps in one step, because a page that cannot be put back would
-  // leave its owner without it.
+  void make_copy_on_write(PoolLock* lock, std::span<const Run> runs);
+  // Gives each copy-on-write page of `runs` a page of its own with what is seen there, mapped
+  // writable, and zeroes `stale` at the end, in `stream`. Whole or nothing, except that pages which
+  // the kernel had copied may stay folded, which only the counts show. Lets the lock go while pages
+  // are copied and remapped, but not to undo that. Throws TimedOut where copies may still run, in
+  // the side stream.
+  void unshare(PoolLock& lock, std::span<const Run> runs, std::span<const Bytes> stale,
+               Stream stream);
+  // How many pages unsharing these takes: a page with one reference left is kept.
+  std::size_t fresh_pages_for(std::span<const Run> copy_on_write) const;
+  // Of a copy-on-write run, the pages that the kernel copied at a write; 1 for each.
+  std::vector<std::uint8_t> find_private_copies(const Run& run) const;
+  std::size_t count_private_copies(std::span<const Run> copy_on_write) const;
+  std::size_t count_private_copies() const;
+  std::vector<Run> private_copies_in(Interval indices) const;
+  // Runs whose pages become those of `to`, copy-on-write; in all of them or, where the driver
+  // refuses, in none. Requires: a driver that remaps in one step, because a page that cannot be put
+  // back would leave its owner without it.
   struct Change {
     Reservation* range;
     Run run;  // of one state
@@ -189,14 +190,14 @@ class Reservation {
 
   // May be called without the lock.
   void zero(Bytes bytes, Stream stream);
-  // Runs of pages in `slots` that show what another owner left, and their zeroing.
-  std::vector<Run> unclean_in(Interval slots) const;
+  // Runs of pages in `indices` that show what another owner left, and their zeroing.
+  std::vector<Run> unclean_in(Interval indices) const;
   void make_clean(std::span<const Run> runs, Stream stream);
 
   // -- reports
 
-  // Tells the trace what happens to `slots` of every row.
-  void event(trace::What what, Interval slots) const;
+  // Tells the trace what happens to `indices` of every row.
+  void event(trace::What what, Interval indices) const;
 
   // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
   // several references.
@@ -212,8 +213,8 @@ class Reservation {
   bool await_work(PoolLock& lock, Stream stream) noexcept;
   void quarantine(const Run& run, std::span<const std::size_t> stuck);
   void quarantine(const Run& run) noexcept;
-  void unguard(std::span<const Run> runs);
-  // Makes `pages` the writable pages of a guarded run.
+  void make_writable(std::span<const Run> runs);
+  // Makes `pages` the writable pages of a copy-on-write run.
   void replace(const Run& run, std::span<Page* const> pages) noexcept;
 
   Driver& driver_;
@@ -232,7 +233,7 @@ class Reservation {
   // Changed with the lock; read without it too.
   std::atomic<std::size_t> mapped_ = 0;
   std::atomic<std::size_t> quarantined_ = 0;
-  std::size_t guarded_ = 0;  // pages
+  std::size_t copy_on_write_ = 0;  // pages
 };
 
 }  // namespace vtensor

@@ -67,7 +67,7 @@ class Picture:
 
 
 def _pool() -> vtensor.Pool:
-    return vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+    return vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
 
 
 def _tensor(pool: vtensor.Pool, pages: int) -> vtensor.VTensor:

@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     model = make_llama(settings.layers, settings.vocab_size)
     prompt = read_tokens(settings.prompt - 1, settings.vocab_size)
-    pool = vtensor.Pool("cpu", page_size=settings.page_size, ahead=0)
+    pool = vtensor.Pool("cpu", page_size=settings.page_size, prefetch=0)
     if not options.json:
         print(
             f"Reading {settings.prompt - 1:,} tokens of {TEXT.name}, then generating {settings.new}, with a "

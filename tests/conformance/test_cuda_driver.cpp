@@ -57,13 +57,14 @@ TEST_CASE("a run of pages is mapped with one set-access and unmapped with one ca
   using Calls = std::vector<std::uint64_t>;
   Driver& driver = *bench.driver;
   CHECK(calls([&] { map_run(driver, range, from, Access::writable); }) == Calls{5, 1, 0});
-  CHECK(calls([&] { driver.remap(range, from, Access::writable, from, Access::guarded); }) ==
+  CHECK(calls([&] { driver.remap(range, from, Access::writable, from, Access::copy_on_write); }) ==
         Calls{0, 1, 0});
-  CHECK(calls([&] { driver.remap(range, from, Access::guarded, to, Access::guarded); }) ==
-        Calls{5, 1, 1});
-  CHECK(calls([&] { driver.remap(range, to, Access::guarded, to, Access::guarded); }) ==
+  CHECK(calls([&] {
+          driver.remap(range, from, Access::copy_on_write, to, Access::copy_on_write);
+        }) == Calls{5, 1, 1});
+  CHECK(calls([&] { driver.remap(range, to, Access::copy_on_write, to, Access::copy_on_write); }) ==
         Calls{0, 0, 0});
-  CHECK(calls([&] { unmap_run(driver, range, to, Access::guarded); }) == Calls{0, 0, 1});
+  CHECK(calls([&] { unmap_run(driver, range, to, Access::copy_on_write); }) == Calls{0, 0, 1});
   driver.free_range(range, 5);
 }
 
@@ -85,13 +86,13 @@ TEST_CASE("a device without read-only mappings keeps shared pages writable, and 
   const Handle handle = driver->create(1);
   const Address range = driver->reserve(1);
   const auto sets = [] { return SimulatedCuda::control().calls("cuMemSetAccess"); };
-  map_run(*driver, range, {&handle, 1}, Access::guarded);
+  map_run(*driver, range, {&handle, 1}, Access::copy_on_write);
   CHECK(sets() == 2);
   CHECK(SimulatedCuda::stores(range));
-  driver->remap(range, {&handle, 1}, Access::guarded, {&handle, 1}, Access::writable);
-  driver->remap(range, {&handle, 1}, Access::writable, {&handle, 1}, Access::guarded);
+  driver->remap(range, {&handle, 1}, Access::copy_on_write, {&handle, 1}, Access::writable);
+  driver->remap(range, {&handle, 1}, Access::writable, {&handle, 1}, Access::copy_on_write);
   CHECK(sets() == 4);
-  unmap_run(*driver, range, {&handle, 1}, Access::guarded);
+  unmap_run(*driver, range, {&handle, 1}, Access::copy_on_write);
 }
 
 TEST_CASE("a refused set-access of another kind is no sign that read-only is not known") {
@@ -99,10 +100,10 @@ TEST_CASE("a refused set-access of another kind is no sign that read-only is not
   const auto handles = bench.make_handles(1, 1);
   const Address range = bench.driver->reserve(1);
   SimulatedCuda::control().fail("cuMemSetAccess", 0, 1, CUDA_ERROR_OUT_OF_MEMORY);
-  CHECK_THROWS_AS(bench.map(range, handles, Access::guarded), DriverError);
-  bench.map(range, handles, Access::guarded);
+  CHECK_THROWS_AS(bench.map(range, handles, Access::copy_on_write), DriverError);
+  bench.map(range, handles, Access::copy_on_write);
   CHECK_FALSE(SimulatedCuda::stores(range));
-  bench.unmap(range, handles, Access::guarded);
+  bench.unmap(range, handles, Access::copy_on_write);
 }
 
 TEST_CASE("the thread keeps the context that it had") {
@@ -252,7 +253,7 @@ TEST_CASE("the driver's end unmaps what quarantine left mapped") {  // I14
     Bench<SimulatedCuda> bench;
     const auto handles = bench.make_handles(3, 1);
     const Address range = bench.driver->reserve(5);
-    bench.map(range + kPageSize, handles, Access::guarded);
+    bench.map(range + kPageSize, handles, Access::copy_on_write);
     CHECK(SimulatedCuda::leaks() != "");
   }
   CHECK(SimulatedCuda::leaks() == "");

@@ -40,7 +40,7 @@ struct Batch : Bench<T> {
       CAPTURE(i);
       CHECK(this->holds(places[i], 0, static_cast<std::uint8_t>(1 + i)));
       if (access == Access::writable) CHECK(T::stores(places[i]));
-      if (access == Access::guarded && T::is_cuda) CHECK_FALSE(T::stores(places[i]));
+      if (access == Access::copy_on_write && T::is_cuda) CHECK_FALSE(T::stores(places[i]));
     }
   }
   // Of those that are not stuck: nothing is mapped there.
@@ -60,7 +60,7 @@ struct Batch : Bench<T> {
 TEST_CASE_TEMPLATE("a batch maps and unmaps runs in several ranges", T, SUBJECTS) {
   if (!is_available<T>()) return;
   Batch<T> batch;
-  for (const Access access : {Access::writable, Access::guarded}) {
+  for (const Access access : {Access::writable, Access::copy_on_write}) {
     batch.map_all(access);
     batch.check_mapped(access);
     batch.driver->unmap(batch.runs(), access);
@@ -86,7 +86,7 @@ TEST_CASE_TEMPLATE("a batch maps and unmaps runs in several ranges", T, SUBJECTS
 
 TEST_CASE_TEMPLATE("a batch is mapped whole or not at all", T, SUBJECTS) {
   if (!is_available<T>()) return;
-  for (const Access access : {Access::writable, Access::guarded}) {
+  for (const Access access : {Access::writable, Access::copy_on_write}) {
     refuse_each_call<T, Batch<T>>(
         [](Batch<T>&) {}, [&](Batch<T>& b) { b.map_all(access); },
         [&](Batch<T>& b, Outcome outcome, const std::vector<std::size_t>& stuck) {
@@ -101,7 +101,7 @@ TEST_CASE_TEMPLATE("a batch is mapped whole or not at all", T, SUBJECTS) {
 
 TEST_CASE_TEMPLATE("a batch is unmapped whole or not at all", T, SUBJECTS) {
   if (!is_available<T>()) return;
-  for (const Access access : {Access::writable, Access::guarded}) {
+  for (const Access access : {Access::writable, Access::copy_on_write}) {
     refuse_each_call<T, Batch<T>>(
         [&](Batch<T>& b) { b.map_all(access); },
         [&](Batch<T>& b) { b.driver->unmap(b.runs(), access); },

@@ -29,7 +29,7 @@ TEST_CASE_TEMPLATE("traits say what the driver does", T, SUBJECTS) {
   CHECK(traits.page_size % traits.granularity == 0);
   CHECK(traits.available > traits.page_size);
   CHECK(traits.adjacent_handles == !T::is_cuda);
-  CHECK(traits.parts_on_write == !T::is_cuda);
+  CHECK(traits.kernel_copies_on_write == !T::is_cuda);
   CHECK(traits.name == (T::is_cuda ? "cuda" : "host"));
 }
 
@@ -79,11 +79,11 @@ TEST_CASE_TEMPLATE("part of what was mapped in one call is unmapped alone", T, S
   bench.unmap(range + bench.page_size, middle, Access::writable);
   CHECK(bench.holds(range, 0, 1));
   CHECK(bench.holds(range, 3, 4));
-  bench.map(range + bench.page_size, middle, Access::guarded);
+  bench.map(range + bench.page_size, middle, Access::copy_on_write);
   for (std::size_t i = 0; i < 4; ++i)
     CHECK(bench.holds(range, i, static_cast<std::uint8_t>(i + 1)));
   // One unmap over mappings that were made apart.
-  bench.unmap(range + bench.page_size, middle, Access::guarded);
+  bench.unmap(range + bench.page_size, middle, Access::copy_on_write);
   bench.map(range + bench.page_size, middle, Access::writable);
   bench.unmap(range, handles, Access::writable);
   bench.driver->free_range(range, 4);
@@ -107,21 +107,21 @@ TEST_CASE_TEMPLATE("one handle mapped twice is one memory", T, SUBJECTS) {
   bench.driver->free_range(b, 1);
 }
 
-TEST_CASE_TEMPLATE("a store to a guarded page never reaches the handle", T, SUBJECTS) {  // I6
+TEST_CASE_TEMPLATE("a store to a copy_on_write page never reaches the handle", T, SUBJECTS) {  // I6
   if (!is_available<T>()) return;
   Bench<T> bench;
   const auto handles = bench.make_handles(2, 1);
   const Address a = bench.driver->reserve(2), b = bench.driver->reserve(2);
-  bench.map(a, handles, Access::guarded);
-  bench.map(b, handles, Access::guarded);
-  std::vector<std::uint8_t> parted(2, 0xFF);
-  if (bench.driver->traits().parts_on_write) {
+  bench.map(a, handles, Access::copy_on_write);
+  bench.map(b, handles, Access::copy_on_write);
+  std::vector<std::uint8_t> private_copies(2, 0xFF);
+  if (bench.driver->traits().kernel_copies_on_write) {
     bench.fill(a, 1, 9);
     CHECK(bench.holds(a, 1, 9));
-    bench.driver->find_parted(a, parted);
-    CHECK(parted == std::vector<std::uint8_t>{0, 1});
-    bench.driver->find_parted(b, parted);
-    CHECK(parted == std::vector<std::uint8_t>{0, 0});
+    bench.driver->find_private_copies(a, private_copies);
+    CHECK(private_copies == std::vector<std::uint8_t>{0, 1});
+    bench.driver->find_private_copies(b, private_copies);
+    CHECK(private_copies == std::vector<std::uint8_t>{0, 0});
   } else {
     CHECK_FALSE(T::stores(a));
     CHECK_FALSE(T::stores(b + bench.page_size));
@@ -129,8 +129,8 @@ TEST_CASE_TEMPLATE("a store to a guarded page never reaches the handle", T, SUBJ
   CHECK(bench.holds(a, 0, 1));
   CHECK(bench.holds(b, 0, 1));
   CHECK(bench.holds(b, 1, 2));
-  bench.unmap(a, handles, Access::guarded);
-  bench.unmap(b, handles, Access::guarded);
+  bench.unmap(a, handles, Access::copy_on_write);
+  bench.unmap(b, handles, Access::copy_on_write);
   CHECK(bench.is_marked(handles[0], 1));
   CHECK(bench.is_marked(handles[1], 2));
   bench.driver->free_range(a, 2);
@@ -145,15 +145,16 @@ TEST_CASE_TEMPLATE("remap changes access, handles, or both", T, SUBJECTS) {
   bench.map(range, from, Access::writable);
   CHECK(T::stores(range));
 
-  bench.driver->remap(range, from, Access::writable, from, Access::guarded);
+  bench.driver->remap(range, from, Access::writable, from, Access::copy_on_write);
   CHECK(bench.holds(range, 2, 3));
-  if (!bench.driver->traits().parts_on_write) CHECK_FALSE(T::stores(range + 2 * bench.page_size));
+  if (!bench.driver->traits().kernel_copies_on_write)
+    CHECK_FALSE(T::stores(range + 2 * bench.page_size));
 
-  bench.driver->remap(range, from, Access::guarded, to, Access::guarded);
+  bench.driver->remap(range, from, Access::copy_on_write, to, Access::copy_on_write);
   CHECK(bench.holds(range, 0, 11));
   CHECK(bench.holds(range, 2, 13));
 
-  bench.driver->remap(range, to, Access::guarded, to, Access::writable);
+  bench.driver->remap(range, to, Access::copy_on_write, to, Access::writable);
   bench.fill(range, 1, 77);
   CHECK(bench.is_marked(to[1], 77));
 
@@ -191,17 +192,17 @@ TEST_CASE_TEMPLATE("copy_pages copies what the mapping shows", T, SUBJECTS) {
   Bench<T> bench;
   const auto from = bench.make_handles(2, 1), to = bench.make_handles(2, 11);
   const Address range = bench.driver->reserve(2);
-  bench.map(range, from, Access::guarded);
+  bench.map(range, from, Access::copy_on_write);
   copy_page(*bench.driver, to[0], range + bench.page_size);
   CHECK(bench.is_marked(to[0], 2));
   CHECK(bench.holds(range, 1, 2));
-  if (bench.driver->traits().parts_on_write) {
+  if (bench.driver->traits().kernel_copies_on_write) {
     bench.fill(range, 0, 9);
     copy_page(*bench.driver, to[1], range);
     CHECK(bench.is_marked(to[1], 9));
     CHECK(bench.is_marked(from[0], 1));
   }
-  bench.unmap(range, from, Access::guarded);
+  bench.unmap(range, from, Access::copy_on_write);
   bench.map(range, from, Access::writable);
   bench.fill(range, 0, 33);
   copy_page(*bench.driver, to[1], range);
@@ -267,8 +268,8 @@ TEST_CASE_TEMPLATE("threads work on ranges of their own", T, SUBJECTS) {
         const Address range = bench.driver->reserve(2);
         bench.map(range, mine, Access::writable);
         copy_page(*bench.driver, mine[1], range);
-        bench.driver->remap(range, mine, Access::writable, mine, Access::guarded);
-        bench.unmap(range, mine, Access::guarded);
+        bench.driver->remap(range, mine, Access::writable, mine, Access::copy_on_write);
+        bench.unmap(range, mine, Access::copy_on_write);
         bench.driver->free_range(range, 2);
       }
     });
@@ -304,8 +305,8 @@ TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUB
     failures += refused([&] { driver.reserve(1); });
     failures += refused([&] { driver.create(1); });
     failures += refused([&] { map_run(driver, range, handles, Access::writable); });
-    failures +=
-        refused([&] { driver.remap(range, handles, Access::writable, handles, Access::guarded); });
+    failures += refused(
+        [&] { driver.remap(range, handles, Access::writable, handles, Access::copy_on_write); });
     failures += refused([&] { driver.zero(range, 1, 0); });
     failures += refused([&] { copy_page(driver, handles[0], range); });
     failures += refused([&] { T::open(); });

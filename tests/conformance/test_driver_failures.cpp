@@ -39,7 +39,7 @@ struct Scene : Bench<T> {
         this->fill(at, i, 55);
         CHECK(this->is_marked(handles[i], 55));
         this->fill(at, i, value);
-      } else if (this->driver->traits().parts_on_write) {
+      } else if (this->driver->traits().kernel_copies_on_write) {
         CHECK(this->is_marked(handles[i], value));
       } else {
         CHECK_FALSE(T::stores(at + i * this->page_size));
@@ -81,7 +81,7 @@ void nothing(Scene<T>&) {}
 
 TEST_CASE_TEMPLATE("map is whole or not at all", T, SUBJECTS) {
   if (!is_available<T>()) return;
-  for (const Access access : {Access::writable, Access::guarded}) {
+  for (const Access access : {Access::writable, Access::copy_on_write}) {
     refuse_each_call<T, Scene<T>>(
         nothing<T>, [&](Scene<T>& s) { s.map(s.at, s.from, access); },
         [&](Scene<T>& s, Outcome outcome, const std::vector<std::size_t>& stuck) {
@@ -96,7 +96,7 @@ TEST_CASE_TEMPLATE("map is whole or not at all", T, SUBJECTS) {
 
 TEST_CASE_TEMPLATE("unmap is whole or not at all", T, SUBJECTS) {
   if (!is_available<T>()) return;
-  for (const Access access : {Access::writable, Access::guarded}) {
+  for (const Access access : {Access::writable, Access::copy_on_write}) {
     refuse_each_call<T, Scene<T>>(
         [&](Scene<T>& s) { s.map(s.at, s.from, access); },
         [&](Scene<T>& s) { s.unmap(s.at, s.from, access); },
@@ -114,8 +114,8 @@ TEST_CASE_TEMPLATE("unmap is whole or not at all", T, SUBJECTS) {
 TEST_CASE_TEMPLATE("remap is whole or not at all", T, SUBJECTS) {
   if (!is_available<T>()) return;
   for (const bool same_handles : {true, false}) {
-    for (const Access before : {Access::writable, Access::guarded}) {
-      for (const Access after : {Access::writable, Access::guarded}) {
+    for (const Access before : {Access::writable, Access::copy_on_write}) {
+      for (const Access after : {Access::writable, Access::copy_on_write}) {
         refuse_each_call<T, Scene<T>>(
             [&](Scene<T>& s) { s.map(s.at, s.from, before); },
             [&](Scene<T>& s) {

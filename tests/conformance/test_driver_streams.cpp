@@ -197,8 +197,8 @@ TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does n
       driver.copy_in(range, &byte, 1);
       const FencePtr copied = driver.fence(driver.copy_stream());
       CHECK(comes_true([&] { return driver.passed(*copied); }));
-      driver.remap(range, {handles, 1}, Access::writable, {handles, 1}, Access::guarded);
-      bench.unmap(range, {handles, 1}, Access::guarded);
+      driver.remap(range, {handles, 1}, Access::writable, {handles, 1}, Access::copy_on_write);
+      bench.unmap(range, {handles, 1}, Access::copy_on_write);
       driver.free_range(range, 1);
       CHECK(driver.free_memory() > 0);
       driver.destroy(handles[0], 1);

@@ -212,7 +212,7 @@ class Bench {
     }
     CHECK_NOTHROW(pool->check_invariants());
     const PoolCounts counts = pool->counts();
-    CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);
+    CHECK(counts.mapped == counts.active + counts.prefetched + counts.cached + counts.pinned);
   }
   // I14: nothing is left of the cache, or of the pool once its last user has gone.
   void finish(bool refused = false) {
@@ -229,9 +229,9 @@ class Bench {
     }
     const PoolCounts left = pool->counts();
     CHECK(left.mapped == 0);
-    CHECK(left.parked == 0);
+    CHECK(left.cached == 0);
     CHECK(left.reserved_pages == 0);
-    CHECK(left.shelved == 0);
+    CHECK(left.in_page_sets == 0);
     CHECK((refused || left.used == 0));
     CHECK(left.used <= left.quarantined);
     CHECK_NOTHROW(pool->check_invariants());
@@ -332,7 +332,7 @@ struct Scene : Bench<T> {
       std::vector<std::int64_t> lengths = this->lengths();
       for (const auto& [slot, cells] : this->model) ++lengths[slot];
       CHECK(this->step(lengths));
-      CHECK(this->pool->counts().parted == 0);
+      CHECK(this->pool->counts().private_copies == 0);
     }
   }
   std::vector<std::size_t> forks, slots;
@@ -379,7 +379,7 @@ void refuse_each_call(const std::function<void(Scene<T>&)>& arrange,
       failed += !done;
       CHECK_NOTHROW(scene.pool->check_invariants());
       const PoolCounts counts = scene.pool->counts();
-      CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);
+      CHECK(counts.mapped == counts.active + counts.prefetched + counts.cached + counts.pinned);
       if (!lost && scene.cache->counts().lost == 0 && counts.quarantined == 0) {
         scene.check();
         verify(scene, done);

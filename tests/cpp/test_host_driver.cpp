@@ -1,4 +1,4 @@
-// The host driver's operations against the kernel: what is really mapped, shared, parted and given
+// The host driver's operations against the kernel: what is really mapped, shared, copied and given
 // back.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <sys/utsname.h>
@@ -156,51 +156,52 @@ TEST_CASE_FIXTURE(HostFixture, "one handle at two addresses is the same memory")
   CHECK(byte_at(range + kPage + 17) == 0);
 }
 
-TEST_CASE_FIXTURE(HostFixture, "a write to a guarded page parts it, in both directions") {  // I6
+TEST_CASE_FIXTURE(HostFixture,
+                  "a write to a copy-on-write page copies it, in both directions") {  // I6
   const Address range = driver->reserve(3);
   const Handle h = driver->create(1);
   map_run(*driver, range, {{h}}, Access::writable);
   std::memset(bytes_at(range), 1, kPage);
-  driver->remap(range, {{h}}, Access::writable, {{h}}, Access::guarded);
-  map_run(*driver, range + kPage, {{h}}, Access::guarded);
-  const auto parted = [&] {
+  driver->remap(range, {{h}}, Access::writable, {{h}}, Access::copy_on_write);
+  map_run(*driver, range + kPage, {{h}}, Access::copy_on_write);
+  const auto private_copies = [&] {
     std::uint8_t found[2] = {7, 7};
-    driver->find_parted(range, found);
+    driver->find_private_copies(range, found);
     return std::vector<int>(found, found + 2);
   };
-  CHECK(byte_at(range + kPage) == 1);  // reading parts nothing
-  CHECK(parted() == std::vector{0, 0});
+  CHECK(byte_at(range + kPage) == 1);  // reading copies nothing
+  CHECK(private_copies() == std::vector{0, 0});
   byte_at(range + 5000) = 2;
   CHECK(byte_at(range + kPage + 5000) == 1);
-  CHECK(parted() == std::vector{1, 0});
+  CHECK(private_copies() == std::vector{1, 0});
   byte_at(range + 2 * kPage - 1) = 3;
   CHECK(byte_at(range + kPage - 1) == 1);
-  CHECK(parted() == std::vector{1, 1});
+  CHECK(private_copies() == std::vector{1, 1});
 
   map_run(*driver, range + 2 * kPage, {{h}}, Access::writable);
   CHECK(byte_at(range + 2 * kPage + 5000) == 1);
   CHECK(byte_at(range + 3 * kPage - 1) == 1);
 }
 
-TEST_CASE_FIXTURE(HostFixture, "parted pages are found in spans longer than one read") {
+TEST_CASE_FIXTURE(HostFixture, "private copies are found in spans longer than one read") {
   constexpr std::size_t kPages = 1000;  // 16,000 entries of pagemap at 4 KiB
   const Address range = driver->reserve(kPages);
-  map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::guarded);
+  map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::copy_on_write);
   std::set<std::size_t> written = {0, 255, 256, 257, 700, 999};
   for (const std::size_t i : written) byte_at(range + (i + 1) * kPage - 1) = 1;
-  std::vector<std::uint8_t> parted(kPages, 7);
-  driver->find_parted(range, parted);
-  for (std::size_t i = 0; i < kPages; ++i) CHECK(parted[i] == written.count(i));
+  std::vector<std::uint8_t> private_copies(kPages, 7);
+  driver->find_private_copies(range, private_copies);
+  for (std::size_t i = 0; i < kPages; ++i) CHECK(private_copies[i] == written.count(i));
 
   driver->meter().fail_after(0);  // a pagemap that cannot be read costs copies, not correctness
-  driver->find_parted(range, parted);
-  CHECK(std::accumulate(parted.begin(), parted.end(), 0) == kPages);
+  driver->find_private_copies(range, private_copies);
+  CHECK(std::accumulate(private_copies.begin(), private_copies.end(), 0) == kPages);
 }
 
 TEST_CASE_FIXTURE(HostFixture, "both ways to ask the kernel find the pages that were written to") {
   constexpr std::size_t kPages = 1000;
   const Address range = driver->reserve(kPages);
-  map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::guarded);
+  map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::copy_on_write);
   std::mt19937 random(0);
   std::vector<std::uint8_t> written(kPages, 0);
   Pagemap scanning, reading(/*may_scan=*/false);
@@ -231,12 +232,12 @@ TEST_CASE_FIXTURE(HostFixture, "both ways to ask the kernel find the pages that 
   if (major > 6 || (major == 6 && minor >= 7)) CHECK(scanning.scans());
 }
 
-TEST_CASE_FIXTURE(HostFixture, "copy_page copies what is seen, parted or not") {
+TEST_CASE_FIXTURE(HostFixture, "copy_page copies what is seen, a private copy or not") {
   const Address range = driver->reserve(3);
   const Handle h = driver->create(2);
   map_run(*driver, range, {{h}}, Access::writable);
   for (std::size_t i = 0; i < kPage; ++i) byte_at(range + i) = static_cast<char>(i % 127);
-  driver->remap(range, {{h}}, Access::writable, {{h}}, Access::guarded);
+  driver->remap(range, {{h}}, Access::writable, {{h}}, Access::copy_on_write);
   byte_at(range + 9000) = 99;
   const std::string seen(bytes_at(range), kPage);
 
@@ -248,11 +249,11 @@ TEST_CASE_FIXTURE(HostFixture, "copy_page copies what is seen, parted or not") {
 
   copy_page(*driver, h, range);  // folds the page into its own handle
   CHECK(std::string(bytes_at(range + 2 * kPage), kPage) == seen);
-  driver->remap(range, {{h}}, Access::guarded, {{h}}, Access::writable);
+  driver->remap(range, {{h}}, Access::copy_on_write, {{h}}, Access::writable);
   CHECK(std::string(bytes_at(range), kPage) == seen);
-  std::uint8_t parted = 7;
-  driver->find_parted(range, {&parted, 1});
-  CHECK(parted == 0);
+  std::uint8_t private_copies = 7;
+  driver->find_private_copies(range, {&private_copies, 1});
+  CHECK(private_copies == 0);
 }
 
 TEST_CASE_FIXTURE(HostFixture,
@@ -299,7 +300,7 @@ TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it wa
   const std::vector<Handle> second = {h + 20, h + 22, h + 23, h + 4, h + 30, h + 9};
 
   SUBCASE("map") {
-    for (const Access access : {Access::writable, Access::guarded}) {
+    for (const Access access : {Access::writable, Access::copy_on_write}) {
       CHECK(refuse_each_call(*driver, range, kPages,
                              [&] { map_run(*driver, range + kPage, first, access); }) == 4);
       CHECK(memfd_mappings(range, kPages * kPage) == 4);
@@ -314,11 +315,11 @@ TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it wa
           }) == 1);
     CHECK(memfd_mappings(range, kPages * kPage) == 0);
   }
-  SUBCASE("unmap of parted pages") {
-    map_run(*driver, range + kPage, first, Access::guarded);
+  SUBCASE("unmap of private copies") {
+    map_run(*driver, range + kPage, first, Access::copy_on_write);
     std::memset(bytes_at(range + kPage), 3, 6 * kPage);
     CHECK(refuse_each_call(*driver, range, kPages, [&] {
-            unmap_run(*driver, range + kPage, first, Access::guarded);
+            unmap_run(*driver, range + kPage, first, Access::copy_on_write);
           }) == 1);
   }
   SUBCASE("remap") {
@@ -327,16 +328,17 @@ TEST_CASE_FIXTURE(HostFixture, "a refusal of any driver call leaves all as it wa
     driver->remap(range + kPage, second, Access::writable, first, Access::writable);
     std::memset(bytes_at(range + kPage), 3, 6 * kPage);
     CHECK(refuse_each_call(*driver, range, kPages, [&] {
-            driver->remap(range + kPage, first, Access::writable, second, Access::guarded);
+            driver->remap(range + kPage, first, Access::writable, second, Access::copy_on_write);
           }) == 5);
     CHECK(byte_at(range + kPage) == 4);
   }
-  SUBCASE("remap of guarded pages keeps what is parted in pages that it did not reach") {
-    map_run(*driver, range + kPage, first, Access::guarded);
+  SUBCASE("remap of copy-on-write pages keeps private copies in pages that it did not reach") {
+    map_run(*driver, range + kPage, first, Access::copy_on_write);
     std::memset(bytes_at(range + 3 * kPage), 3, 4 * kPage);
     driver->meter().fail_after(1);
-    CHECK_THROWS_AS(driver->remap(range + kPage, first, Access::guarded, second, Access::writable),
-                    DriverError);
+    CHECK_THROWS_AS(
+        driver->remap(range + kPage, first, Access::copy_on_write, second, Access::writable),
+        DriverError);
     for (std::size_t i = 3; i < 7; ++i) CHECK(byte_at(range + i * kPage) == 3);
     CHECK(memfd_mappings(range, kPages * kPage, "rw-p") > 0);
     CHECK(memfd_mappings(range, kPages * kPage, "rw-s") == 0);
@@ -418,9 +420,9 @@ TEST_CASE_FIXTURE(HostFixture, "threads work on addresses of their own") {
         const auto handles = scattered(driver->create(16), 8);
         map_run(*driver, range, handles, Access::writable);
         std::memset(bytes_at(range), t, 8 * kPage);
-        driver->remap(range, handles, Access::writable, handles, Access::guarded);
+        driver->remap(range, handles, Access::writable, handles, Access::copy_on_write);
         for (std::size_t i = 0; i < 8; ++i) wrong += byte_at(range + i * kPage + 7) != t;
-        unmap_run(*driver, range, handles, Access::guarded);
+        unmap_run(*driver, range, handles, Access::copy_on_write);
         driver->destroy(handles[0], 16);
         driver->free_range(range, 8);
       }

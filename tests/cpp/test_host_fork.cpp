@@ -81,8 +81,8 @@ TEST_CASE_FIXTURE(HostFixture,
   const Handle h = driver->create(3);
   map_run(*driver, range, adjacent(h, 3), Access::writable);
   std::memset(bytes_at(range), 1, 3 * kPage);
-  driver->remap(range + kPage, {{h + 1}}, Access::writable, {{h + 1}}, Access::guarded);
-  byte_at(range + kPage) = 2;  // parted before the fork
+  driver->remap(range + kPage, {{h + 1}}, Access::writable, {{h + 1}}, Access::copy_on_write);
+  byte_at(range + kPage) = 2;  // copied before the fork
   Turns turns;
   std::thread parent([&] {
     turns.wait_for_child();
@@ -94,7 +94,7 @@ TEST_CASE_FIXTURE(HostFixture,
     turns.tell_parent();
     turns.wait_for_parent();
     if (byte_at(range) != 3 || byte_at(range + 100) != 1) return 1;  // written here before
-    if (byte_at(range + kPage) != 2 || byte_at(range + kPage + 100) != 1) return 2;  // parted
+    if (byte_at(range + kPage) != 2 || byte_at(range + kPage + 100) != 1) return 2;  // copied
     if (byte_at(range + 2 * kPage) != 1) return 3;  // nobody wrote it
     return 0;
   });
@@ -104,11 +104,11 @@ TEST_CASE_FIXTURE(HostFixture,
 }
 
 TEST_CASE_FIXTURE(HostFixture,
-                  "parted content of guarded pages stays with parent and child apart") {
+                  "private copies of copy-on-write pages stays with parent and child apart") {
   const Address range = driver->reserve(2);
   const Handle h = driver->create(1);
-  map_run(*driver, range, {{h}}, Access::guarded);
-  map_run(*driver, range + kPage, {{h}}, Access::guarded);
+  map_run(*driver, range, {{h}}, Access::copy_on_write);
+  map_run(*driver, range + kPage, {{h}}, Access::copy_on_write);
   byte_at(range) = 5;
   CHECK(in_child([&] {
           if (byte_at(range) != 5 || byte_at(range + kPage) != 0) return 1;
@@ -129,7 +129,7 @@ TEST_CASE_FIXTURE(HostFixture,
   byte_at(range) = 1;
   CHECK(in_child([&] {
           const auto calls_before = calls(Call::mmap) + calls(Call::munmap) + calls(Call::pwrite);
-          std::uint8_t parted;
+          std::uint8_t private_copies;
           const int allowed = first_allowed({
               [&] { driver->reserve(1); },
               [&] { driver->create(1); },
@@ -138,7 +138,7 @@ TEST_CASE_FIXTURE(HostFixture,
               [&] { driver->zero(range, kPage, 0); },
               [&] { copy_page(*driver, h + 1, range); },
               [&] { driver->populate(range, 1); },
-              [&] { driver->find_parted(range, {&parted, 1}); },
+              [&] { driver->find_private_copies(range, {&private_copies, 1}); },
               [&] { make_host_driver(HostOptions{}); },
           });
           if (allowed != -1) return 10 + allowed;

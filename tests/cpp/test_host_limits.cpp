@@ -162,7 +162,7 @@ TEST_CASE("a batch over the limit is refused before its first mapping") {
   CHECK(driver->meter().count(ThreadRole::caller, Call::mmap) == before);
   map_run(*driver, range, adjacent(h, 2000), Access::writable);  // one mapping
   CHECK_THROWS_AS(driver->remap(range, adjacent(h, 600), Access::writable, scattered(h + 1000, 600),
-                                Access::guarded),
+                                Access::copy_on_write),
                   DriverError);
   CHECK(memfd_mappings(range, 2000 * kPage) == 1);
 }
@@ -224,7 +224,7 @@ TEST_CASE("at the kernel's limit a refusal leaves all as it was, and taking down
   SUBCASE("remap") {
     operation = [&] {
       driver->remap(range + 30 * kPage, std::span(from).subspan(30, 40), Access::writable, to,
-                    Access::guarded);
+                    Access::copy_on_write);
     };
   }
   std::string message;

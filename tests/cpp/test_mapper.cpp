@@ -176,7 +176,8 @@ void hammer(const Load& load) {
   std::thread watcher([&] {
     for (unsigned i = 0; !done; ++i) {
       const PoolCounts counts = pool->counts();
-      CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);  // I4
+      CHECK(counts.mapped ==
+            counts.active + counts.prefetched + counts.cached + counts.pinned);  // I4
       CHECK_NOTHROW(pool->check_invariants());
       try {
         if (i % 8 == 0) pool->trim();
@@ -224,23 +225,24 @@ bool settled(PagePool& pool, const std::function<bool()>& done) {
 
 }  // namespace
 
-TEST_CASE("threads beside a mapper that looks ahead and parks") {
-  hammer({.options = {.ahead = 64 * kBytes, .park = 48 * kBytes}});
+TEST_CASE("threads beside a mapper that looks ahead and caches") {
+  hammer({.options = {.prefetch = 64 * kBytes, .cache = 48 * kBytes}});
 }
 
 TEST_CASE("threads beside a mapper that works only when asked") { hammer({.options = {}}); }
 
 TEST_CASE("threads and mapper that compete for the last pages") {
-  hammer({.options = {.ahead = 64 * kBytes, .park = 16 * kBytes, .low = 8 * kBytes}, .pages = 64});
+  hammer({.options = {.prefetch = 64 * kBytes, .cache = 16 * kBytes, .spare_low = 8 * kBytes},
+          .pages = 64});
 }
 
 TEST_CASE("threads beside a mapper whose calls are refused now and then") {
-  hammer({.options = {.ahead = 64 * kBytes, .park = 48 * kBytes}, .refuse = true});
+  hammer({.options = {.prefetch = 64 * kBytes, .cache = 48 * kBytes}, .refuse = true});
   hammer({.options = {}, .refuse = true});
 }
 
 TEST_CASE("what is prepared in the place of pages on their way out is there") {
-  const auto pool = open_pool(256, {.ahead = 64 * kBytes});
+  const auto pool = open_pool(256, {.prefetch = 64 * kBytes});
   for (int i = 0; i < 200; ++i) {
     Writer owner(pool, 1 + i % 2, 7);
     owner.grow(40);
@@ -255,18 +257,18 @@ TEST_CASE("what is prepared in the place of pages on their way out is there") {
 }
 
 TEST_CASE("a caller who overtakes the mapper waits for no more than a step of its") {
-  const auto pool = open_pool(1 << 16, {.ahead = 64 * kBytes});
+  const auto pool = open_pool(1 << 16, {.prefetch = 64 * kBytes});
   const RowShape shape{1, kBytes, 1 << 15, 0, false};
   const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
   buffer->prepare(1 << 15);
-  CHECK(settled(*pool, [&] { return pool->counts().ahead > 0; }));
+  CHECK(settled(*pool, [&] { return pool->counts().prefetched > 0; }));
   buffer->grow(kCaller, {0, 2048}, false);         // ready or not
-  CHECK(pool->counts().ahead < (1 << 15) - 2048);  // the mapper had not come to the end
+  CHECK(pool->counts().prefetched < (1 << 15) - 2048);  // the mapper had not come to the end
   buffer->abandon();
 }
 
 TEST_CASE("an owner whose own pages are on their way out gets them back as others") {
-  const auto pool = open_pool(64, {.ahead = 64 * kBytes});
+  const auto pool = open_pool(64, {.prefetch = 64 * kBytes});
   Writer owner(pool, 1, 3);
   owner.grow(64);
   owner.shrink(64, false);
@@ -280,8 +282,8 @@ TEST_CASE("an owner whose own pages are on their way out gets them back as other
   buffer->abandon();
 }
 
-TEST_CASE("a new owner never finds what is on its way out of an adopted buffer (I7)") {
-  const auto pool = open_pool(512, {.ahead = 64 * kBytes, .park = 256 * kBytes});
+TEST_CASE("a new owner never finds what is on its way out of an reused buffer (I7)") {
+  const auto pool = open_pool(512, {.prefetch = 64 * kBytes, .cache = 256 * kBytes});
   const RowShape shape{1, kBytes, 16, 0, false};
   const std::size_t rows[] = {0};
   for (int i = 0; i < 300; ++i) {
@@ -301,7 +303,7 @@ TEST_CASE("a new owner never finds what is on its way out of an adopted buffer (
 }
 
 TEST_CASE("foreign pages whose unmapping is refused are zeroed all the same (I7)") {
-  const auto pool = open_pool(32, {.ahead = 64 * kBytes, .park = 32 * kBytes});
+  const auto pool = open_pool(32, {.prefetch = 64 * kBytes, .cache = 32 * kBytes});
   const RowShape shape{1, kBytes, 64, 0, false};
   for (int i = 0; i < 100; ++i) {
     const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
@@ -346,7 +348,7 @@ TEST_CASE("rows that were prepared half way and then refused are given back") {
 }
 
 TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped") {
-  const auto pool = open_pool(256, {.ahead = 64 * kBytes});
+  const auto pool = open_pool(256, {.prefetch = 64 * kBytes});
   const RowShape shape{1, kBytes, 64, 0, false};
   for (int i = 0; i < 100; ++i) {
     const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);

@@ -149,8 +149,8 @@ std::size_t hammer(const PoolOptions& options, std::size_t pages, bool blocking 
 
 }  // namespace
 
-TEST_CASE("streams and leases beside a mapper that looks ahead and parks") {
-  CHECK(hammer({.ahead = 64 * kBytes, .park = 48 * kBytes}, 512) == 0);
+TEST_CASE("streams and leases beside a mapper that looks ahead and caches") {
+  CHECK(hammer({.prefetch = 64 * kBytes, .cache = 48 * kBytes}, 512) == 0);
 }
 
 TEST_CASE("streams and leases beside a mapper that works only when asked") {
@@ -158,15 +158,15 @@ TEST_CASE("streams and leases beside a mapper that works only when asked") {
 }
 
 const PoolOptions kShort{.zero = ZeroPolicy::always,
-                         .ahead = 64 * kBytes,
-                         .park = 16 * kBytes,
-                         .low = 4 * kBytes,
+                         .prefetch = 64 * kBytes,
+                         .cache = 16 * kBytes,
+                         .spare_low = 4 * kBytes,
                          .max_age = std::chrono::milliseconds(1)};
 
 TEST_CASE("streams and leases where memory is short, and ages") { hammer(kShort, 64); }
 
 TEST_CASE("streams and leases where driver calls wait for the device") {
-  CHECK(hammer({.ahead = 64 * kBytes, .park = 48 * kBytes}, 512, true) == 0);
+  CHECK(hammer({.prefetch = 64 * kBytes, .cache = 48 * kBytes}, 512, true) == 0);
   CHECK(hammer({}, 512, true) == 0);
   hammer(kShort, 64, true);
 }
@@ -177,7 +177,7 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   const SimcudaControl control;
   control.reset();
   control.configure("granularity", kBytes);
-  std::shared_ptr<PagePool> pool = open_pool(256, {.ahead = 8 * kBytes});
+  std::shared_ptr<PagePool> pool = open_pool(256, {.prefetch = 8 * kBytes});
   const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), true};
   const std::uint64_t elsewhere = control.make_stream(0);
   const RowShape shape{2, kBytes / 2, kCapacity, 0, false};

@@ -13,7 +13,7 @@ namespace {
 constexpr std::size_t kUnit = 4096;
 constexpr Address kBase = 1 << 20;
 
-// One cell a unit of addresses. Guarded mappings merge only with themselves.
+// One cell a unit of addresses. copy-on-write mappings merge only with themselves.
 class Model {
  public:
   explicit Model(std::size_t units) : cells_(units) {}
@@ -22,7 +22,7 @@ class Model {
     ++last_made_;
     for (std::size_t i = 0; i < units; ++i) {
       cells_[first + i] = {true, kind, kind == MappingKind::hole ? 0 : offset + i * kUnit,
-                           kind == MappingKind::guarded ? last_made_ : 0};
+                           kind == MappingKind::copy_on_write ? last_made_ : 0};
     }
   }
   void erase(std::size_t first, std::size_t units) {

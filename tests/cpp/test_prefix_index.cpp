@@ -89,8 +89,8 @@ struct Units {
     buffer->grow(kCaller, {0, units}, false);
     std::vector<Interval> each;
     for (std::size_t i = 0; i < units; ++i) each.push_back({i, i + 1});
-    for (std::shared_ptr<Shelf>& shelf : buffer->offer(kCaller, each))
-      prefixes.push_back({std::move(shelf)});
+    for (std::shared_ptr<PageSet>& page_set : buffer->offer(kCaller, each))
+      prefixes.push_back({std::move(page_set)});
   }
   std::shared_ptr<Buffer> buffer;
   std::vector<Prefix> prefixes;
@@ -154,10 +154,10 @@ TEST_CASE("random prompts, against a plain model") {
         }
         case 3: {  // memory is short
           const std::size_t pages = pick(6);
-          const std::size_t before = pool->counts().shelved;
+          const std::size_t before = pool->counts().in_page_sets;
           const auto gone = model.evict(pages, in_use());
           REQUIRE(index.evict(pages) == gone.size());
-          REQUIRE(pool->counts().shelved == before - gone.size());
+          REQUIRE(pool->counts().in_page_sets == before - gone.size());
           for (const auto& [gone_salt, of] : gone)
             CHECK(index.known(of, gone_salt) == model.known(of, gone_salt));
           evictions += gone.size();
@@ -168,7 +168,7 @@ TEST_CASE("random prompts, against a plain model") {
       }
       REQUIRE(index.size() == model.size());
       REQUIRE(index.evictions() == evictions);
-      REQUIRE(pool->counts().shelved == model.size());
+      REQUIRE(pool->counts().in_page_sets == model.size());
     }
     CHECK(evictions > 50);
     while (!mapped.empty()) unmap(0);
@@ -202,7 +202,7 @@ TEST_CASE("the least recently used leaves go first, and a parent after its child
   CHECK(index.evict(2) == 2);
   CHECK(index.known(Tokens{1, 2, 3}, "") == 1);
   const auto held = index.take(Tokens{1}, "", 1);
-  CHECK(index.evict(9) == 1);  // a holder of the shelf has nothing mapped
+  CHECK(index.evict(9) == 1);  // a holder of the page set has nothing mapped
   CHECK(index.evict(9) == 0);
   CHECK(index.size() == 0);
 }
@@ -211,7 +211,7 @@ TEST_CASE("very long prompts are added, found, given up and forgotten") {
   constexpr std::size_t kUnits = 200'000;
   const auto pool = open_pool();
   // Nodes need no pages for this.
-  const auto nothing = std::make_shared<Shelf>(pool, Interval{}, std::vector<Page*>{});
+  const auto nothing = std::make_shared<PageSet>(pool, Interval{}, std::vector<Page*>{});
   Tokens tokens(kUnits);
   std::iota(tokens.begin(), tokens.end(), Token{0});
   for (const bool given_up : {true, false}) {

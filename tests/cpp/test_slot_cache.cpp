@@ -29,7 +29,7 @@ TEST_CASE_TEMPLATE("a step takes what lengths need, and no more", T, OnHost, OnS
   bench.finish();
 }
 
-TEST_CASE_TEMPLATE("many slots are mapped by one batch, and calm steps make no call", T, OnHost,
+TEST_CASE_TEMPLATE("many slots are mapped by one batch, and room steps make no call", T, OnHost,
                    OnSimulation) {
   Bench<T> bench({8, 64, 1, 0, {{4, 1024, 0}}}, 512);
   std::vector<std::int64_t> lengths(8, 1);
@@ -114,7 +114,7 @@ TEST_CASE_TEMPLATE("so does the publishing of a prefix", T, OnHost, OnSimulation
       grow, [](Scene<T>& scene) { scene.publish(scene.slots[3]); },
       [](Scene<T>& scene, bool done) {
         CHECK(scene.cache->counts().prefix_units == (done ? 2 : 0));
-        CHECK((scene.pool->counts().shelved != 0) == done);
+        CHECK((scene.pool->counts().in_page_sets != 0) == done);
         CHECK(scene.publish(scene.slots[3]) == 10);
         scene.check_writes();
       });
@@ -231,7 +231,7 @@ TEST_CASE_TEMPLATE("published pages outlive their request and are mapped again",
   CHECK(bench.publish(first) == 20);
   CHECK(bench.publish(first) == 20);  // once
   CHECK(bench.cache->counts().prefix_units == 5);
-  CHECK(bench.pool->counts().shelved == 2 * 5 + 10);
+  CHECK(bench.pool->counts().in_page_sets == 2 * 5 + 10);
   bench.check();
   CHECK(bench.grow(first, 1));
   bench.free(first);
@@ -338,13 +338,13 @@ TEST_CASE_TEMPLATE("a prefix cut before its first step stays mapped with its til
   bench.finish();
 }
 
-TEST_CASE_TEMPLATE("steps inside a tile whose pages are shared are calm up to the page", T, OnHost,
+TEST_CASE_TEMPLATE("steps inside a tile whose pages are shared are room up to the page", T, OnHost,
                    OnSimulation) {
   Bench<T> bench({2, 128, 32, 0, {{2, 1024, 0}}}, 200);
   const std::size_t parent = bench.alloc();
   CHECK(bench.grow(parent, 17));
   const std::size_t fork = bench.fork(parent, 1).front();
-  CHECK(bench.grow(fork, 1));  // parts its page, of tokens 16 to 19
+  CHECK(bench.grow(fork, 1));  // unshares its page, of tokens 16 to 19
   std::vector<std::int64_t> lengths = bench.lengths();
   lengths[fork] = 20;
   CHECK(bench.cache->step_within(kCaller, lengths));
@@ -357,17 +357,17 @@ TEST_CASE_TEMPLATE("windowed layers give their first pages back", T, OnHost, OnS
   const std::size_t slot = bench.alloc();
   CHECK(bench.grow(slot, 30));  // a prompt sees itself
   CHECK(bench.used() == bench.pages_of(30));
-  std::size_t calm = 0;
+  std::size_t room = 0;
   for (int i = 0; i < 60; ++i) {
     const std::uint64_t before = bench.calls();
     CHECK(bench.grow(slot, 1));
-    calm += bench.calls() == before;
+    room += bench.calls() == before;
     bench.check();
     const std::size_t first = bench.cache->begins(slot)[1];
     CHECK(first <= bench.cache->length(slot) - 10);  // what the last token saw is there
     CHECK(bench.used() <= 23 + 4 + 2 * 5);
   }
-  CHECK(calm >= 8);
+  CHECK(room >= 8);
   CHECK_THROWS_AS(bench.truncate(slot, 40), InvalidArgument);
   bench.truncate(slot, 90 - 1);
   bench.check();

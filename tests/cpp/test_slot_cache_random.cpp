@@ -32,7 +32,7 @@ class Machine {
       : bench_({kSlots,
                 kLength,
                 1,
-                options.ahead ? std::size_t{2} : 0,
+                options.prefetch ? std::size_t{2} : 0,
                 {{2, 1000, 0}, {1, 6144, 0}, {1, 2048, 9}}},
                kPages, options),
         random_(seed),
@@ -237,10 +237,10 @@ TEST_CASE("random operations on the simulation") {
 }
 
 TEST_CASE("random operations beside a mapper that looks ahead") {
-  Machine<OnHost> host(3, {.ahead = 16 * kPage, .low = 4 * kPage}, false);
+  Machine<OnHost> host(3, {.prefetch = 16 * kPage, .spare_low = 4 * kPage}, false);
   host.run(operations() / 20);
   CHECK(host.finish() == operations() / 20);
-  Machine<OnSimulation> simulation(4, {.ahead = 16 * kPage}, false);
+  Machine<OnSimulation> simulation(4, {.prefetch = 16 * kPage}, false);
   simulation.run(operations() / 100);
   CHECK(simulation.finish() == operations() / 100);
 }

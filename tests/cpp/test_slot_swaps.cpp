@@ -65,7 +65,7 @@ constexpr PoolOptions hasty() {
 TEST_CASE_TEMPLATE("a swapped slot takes no page, and comes back to its addresses (I2)", T, OnHost,
                    OnSimulation) {
   for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
-    Bench<T> bench(layered(2), 200, {.ahead = ahead});
+    Bench<T> bench(layered(2), 200, {.prefetch = ahead});
     const std::size_t slot = bench.alloc();
     CHECK(bench.grow(slot, 21));
     for (int round = 0; round < 10; ++round) {
@@ -122,7 +122,7 @@ TEST_CASE_TEMPLATE("one that has nothing, and one that a window has passed, swap
 TEST_CASE_TEMPLATE("a group that is swapped is copied once, and shares its pages again", T, OnHost,
                    OnSimulation) {
   for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
-    Bench<T> bench(mixed(3), 400, {.ahead = ahead});
+    Bench<T> bench(mixed(3), 400, {.prefetch = ahead});
     const std::size_t first = bench.alloc();
     CHECK(bench.grow(first, 21));
     const std::size_t second = bench.fork(first, 1).front();
@@ -152,7 +152,7 @@ TEST_CASE_TEMPLATE("a group that is swapped is copied once, and shares its pages
     }
     bench.pool->wait_idle(kPatience);
     CHECK(bench.used() == most);
-    CHECK(bench.pool->counts().shelved == 0);
+    CHECK(bench.pool->counts().in_page_sets == 0);
     CHECK(bench.grow(second, 4));
     CHECK(bench.grow(first, 4));
     bench.check();
@@ -171,7 +171,7 @@ TEST_CASE_TEMPLATE("a group shares what one of it has given back since", T, OnHo
   const std::size_t before = bench.used();
   bench.swap_in(second);
   CHECK(bench.used() < before + bench.pages_of(21));
-  CHECK(bench.pool->counts().shelved == 0);
+  CHECK(bench.pool->counts().in_page_sets == 0);
   bench.check();
   bench.finish();
 }
@@ -191,12 +191,12 @@ TEST_CASE_TEMPLATE("what is left of a group goes on without those that were free
       bench.swap_in(slots[0]);
       bench.check();
       bench.free(slots[0]);
-      CHECK(bench.pool->counts().shelved != 0);
+      CHECK(bench.pool->counts().in_page_sets != 0);
     }
     bench.swap_in(slots[1]);
     bench.check();
     bench.free(slots[2]);
-    CHECK(bench.pool->counts().shelved == 0);
+    CHECK(bench.pool->counts().in_page_sets == 0);
     bench.check();
     CHECK(bench.host.live() == 0);
     bench.finish();
@@ -336,7 +336,7 @@ TEST_CASE("a layer before the first that has rows waits for nothing") {
 TEST_CASE("pages stay mapped until they are copied, and nobody gets them (I3)") {
   for (const std::size_t ahead : {std::size_t{0}, 8 * kPage}) {
     PoolOptions options = hasty();
-    options.ahead = ahead;
+    options.prefetch = ahead;
     HeldCopies bench({3, 64, 1, 0, {{2, 1024, 0}}}, 24, options);
     const std::size_t slot = bench.alloc(), other = bench.alloc();
     CHECK(bench.grow(slot, 36));  // 18 of 24 pages
@@ -344,19 +344,19 @@ TEST_CASE("pages stay mapped until they are copied, and nobody gets them (I3)") 
     bench.hold();
     bench.swap_out({slot});
     CHECK_FALSE(bench.passed(slot));
-    CHECK(bench.pool->counts().held == 18);
+    CHECK(bench.pool->counts().pinned == 18);
     CHECK_THROWS_AS(bench.cache->await_departure(kCaller, slot), TimedOut);  // I12
     CHECK_FALSE(bench.grow(other, 32));
     bench.pool->trim();
-    CHECK(bench.pool->counts().held == 18);
+    CHECK(bench.pool->counts().pinned == 18);
     while (bench.step_copies()) {
       bench.pool->trim();
-      if (!bench.passed(slot)) CHECK(bench.pool->counts().held == 18);
+      if (!bench.passed(slot)) CHECK(bench.pool->counts().pinned == 18);
     }
     CHECK(bench.passed(slot));
     bench.release();
     bench.cache->await_departure(kCaller, slot);
-    CHECK(bench.pool->counts().held == 0);
+    CHECK(bench.pool->counts().pinned == 0);
     CHECK(bench.grow(other, 32));
     bench.check();
     bench.free(other);
@@ -378,7 +378,7 @@ TEST_CASE("what is copied out is what work launched before has written") {
   bench.cache->swap_out({"test", stream}, {&slot, 1}, bench.host);
   bench.control.run();
   CHECK_FALSE(bench.passed(slot));
-  CHECK(bench.pool->counts().held == 2);
+  CHECK(bench.pool->counts().pinned == 2);
   bench.control.release(stream);
   CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
   bench.cache->await_departure(kCaller, slot);
@@ -405,7 +405,7 @@ TEST_CASE("a slot is freed only once it has arrived") {
     CHECK(bench.cache->state(slot) == SlotState::used);
     CHECK(bench.cache->state(other) == SlotState::used);
     CHECK(bench.cache->length(slot) == 13);
-    CHECK(bench.cache->counts().pages.needed == 16);
+    CHECK(bench.cache->counts().pages.active == 16);
     CHECK_FALSE(bench.passed(slot));
   };
   CHECK_THROWS_AS(bench.cache->free(kCaller, slot), TimedOut);
@@ -507,7 +507,7 @@ TEST_CASE("pages that a refused operation has begun to copy stay mapped until it
       CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), DriverError);
     }
     bench.pool->trim();
-    CHECK(bench.pool->counts().held == pages);
+    CHECK(bench.pool->counts().pinned == pages);
     bench.release();
     bench.pool->wait_idle(kPatience);
     CHECK(bench.pool->counts().mapped == 0);
@@ -543,7 +543,7 @@ TEST_CASE("a cache that closes over copies without end gives back all but host m
   }
   CHECK(bench.host.live() == bytes);
   CHECK(bench.pool->counts().mapped != 0);
-  CHECK(bench.pool->counts().needed == 0);
+  CHECK(bench.pool->counts().active == 0);
   while (bench.step_copies()) {
   }
   bench.release();

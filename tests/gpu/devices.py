@@ -65,7 +65,7 @@ class Gpu:
         torch.cuda.init()
 
     def pool(self, ahead: int = 0, **options) -> vtensor.Pool:
-        return vtensor.Pool("cuda", ahead=ahead, **options)
+        return vtensor.Pool("cuda", prefetch=ahead, **options)
 
     def free_memory(self) -> int:
         torch.cuda.synchronize()
@@ -112,7 +112,7 @@ class Simulated:
         self._device.unseen_events(unseen_events)
 
     def pool(self, ahead: int = 0, **options) -> vtensor.Pool:
-        return testing.simulated_cuda_pool(simcuda_library(), ahead=ahead, **options)
+        return testing.simulated_cuda_pool(simcuda_library(), prefetch=ahead, **options)
 
     def free_memory(self) -> int:
         return free_memory()

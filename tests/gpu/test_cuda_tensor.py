@@ -60,7 +60,7 @@ def test_new_memory_and_reused_memory_show_zeros(pool):  # I7
 
 
 def test_the_mapper_makes_pages_ready_that_show_zeros(device):  # I7, I15
-    pool = device.pool(page_size=PAGE, budget=64 * PAGE, ahead=16 * PAGE)
+    pool = device.pool(page_size=PAGE, budget=64 * PAGE, prefetch=16 * PAGE)
     for _ in range(2):  # fresh pages, and then those that the first tensor left
         t = vtensor.empty(0, grow_dim=0, capacity=32 * PAGE, dtype=torch.uint8, pool=pool)
         t.prepare(8 * PAGE)

@@ -57,7 +57,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: `make check` runs it, `make test` does not")
     config.addinivalue_line("markers", "alone: it times something, so no other test runs beside it")
     config.addinivalue_line("markers", "keeps_pages: it may leave pages in the default pool")
-    config.addinivalue_line("markers", "exact: it counts pages, as they are without look-ahead and parking")
+    config.addinivalue_line("markers", "exact: it counts pages, as they are without look-ahead and reuse")
     if not faulthandler.is_enabled():
         faulthandler.enable()
 

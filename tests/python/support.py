@@ -21,7 +21,7 @@ import vtensor
 from vtensor.testing.model import bytes_of
 
 HERE = Path(__file__).resolve().parent
-# Pools with the options that users get: look-ahead and parking.
+# Pools with the options that users get: look-ahead and reuse.
 DEFAULT_POOLS = os.environ.get("VTENSOR_POOLS") == "default"
 ROOT = HERE.parent.parent
 
@@ -95,7 +95,7 @@ def check_sums(pool):
     stats = pool.stats()
     assert (
         stats.pages_mapped
-        == stats.pages_active + stats.pages_prefetched + stats.pages_parked + stats.pages_pinned
+        == stats.pages_active + stats.pages_prefetched + stats.pages_cached + stats.pages_pinned
     ), stats
     assert stats.pages_used + stats.pages_free == stats.budget // stats.page_size, stats
     return stats
@@ -234,7 +234,7 @@ def open_pool(kind: str, pages: int = 64, page_size: int = 4096, **kw):
     from vtensor import testing
 
     if not DEFAULT_POOLS:
-        kw.setdefault("ahead", 0)
+        kw.setdefault("prefetch", 0)
 
     if kind == "host":
         return vtensor.Pool("cpu", page_size=page_size, budget=pages * page_size, **kw)

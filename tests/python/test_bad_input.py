@@ -292,7 +292,7 @@ def test_a_cuda_budget_below_one_page(simcuda):
 
 
 def test_a_budget_is_whole_pages():
-    pool = vtensor.Pool("cpu", page_size=4096, budget=3 * 4096 + 100, ahead=0)
+    pool = vtensor.Pool("cpu", page_size=4096, budget=3 * 4096 + 100, prefetch=0)
     stats = pool.stats()
     assert stats.pages_free == 3 and stats.pages_used + stats.pages_free == stats.budget // 4096
     with refused(vtensor.OutOfPages, pool):
@@ -308,7 +308,7 @@ def test_a_default_budget_is_set_by_what_the_machine_has():
     pool.close()
 
 
-@pytest.mark.parametrize("arguments", [{"zero": "sometimes"}, {"ahead": -1}, {"zero": None}])
+@pytest.mark.parametrize("arguments", [{"zero": "sometimes"}, {"prefetch": -1}, {"zero": None}])
 def test_wrong_pool_options(arguments):
     with pytest.raises((vtensor.InvalidArgument, TypeError)):
         vtensor.Pool("cpu", budget=2**20, **arguments)

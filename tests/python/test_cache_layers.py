@@ -269,7 +269,7 @@ def test_the_cache_is_told_of_the_stream(make, monkeypatch):
 
 @pytest.mark.exact
 def test_work_in_a_recorded_stream_is_waited_for(sim, stream_pool):
-    pool = stream_pool(park=0)
+    pool = stream_pool(cache=0)
     cache = vtensor.KVCache(1, 1, SIZE, 2, 4096, torch.float32, tile=1, pool=pool)
     stream = sim.stream(held=True)
     slot = cache.alloc()

@@ -175,7 +175,7 @@ def test_granularity_asks_libcuda() -> None:
     assert granularity(0, library="libnothing.so") is None
     if simcuda_library() is None:
         pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
-    with testing.simulated_cuda_pool(simcuda_library(), ahead=0) as pool:
+    with testing.simulated_cuda_pool(simcuda_library(), prefetch=0) as pool:
         found = granularity(0, library=str(simcuda_library()))
         assert found and pool.page_size % found == 0
 

@@ -15,7 +15,7 @@ pool = vtensor.Pool("cpu", page_size=PAGE, budget=16384 * PAGE)
 """,
     "busy_device": """
 from stream_support import busy_device
-pool = open_pool("simcuda", 16384, ahead=None, patience=20)
+pool = open_pool("simcuda", 16384, prefetch=None, patience=20)
 busy = busy_device()
 busy.__enter__()
 """,
@@ -30,7 +30,7 @@ DEVICES = pytest.mark.parametrize(
         ),
     ],
 )
-# Its mapper is kept busy: pages ahead, parked tensors, and something always on its way out.
+# Its mapper is kept busy: pages ahead, cached tensors, and something always on its way out.
 BUSY = r"""
 import threading, time, warnings
 # Python from 3.12 on says so at every fork beside threads, which is what these tests are about.

@@ -22,7 +22,7 @@ WORKERS = pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
 @pytest.mark.parametrize("refuse", [1, 5])
 def test_giving_back_is_refused_and_tried_again(sim, stream_pool, ahead, call, refuse):
     """Shrinking and closing cannot fail by the driver. By itself with a mapper, else when somebody asks."""
-    pool = stream_pool(ahead=ahead, park=0)
+    pool = stream_pool(prefetch=ahead, cache=0)
     t, u = filled(pool, 32, 1), filled(pool, 8, 2)
     stream = sim.stream(held=True)
     sim.kernel(stream, t)
@@ -42,7 +42,7 @@ def test_giving_back_is_refused_and_tried_again(sim, stream_pool, ahead, call, r
 @WORKERS
 def test_a_refused_question_loses_no_fence(sim, stream_pool, ahead):
     """The first fence has passed, the second cannot be asked about, the third has not passed."""
-    pool = stream_pool(ahead=ahead, park=0)
+    pool = stream_pool(prefetch=ahead, cache=0)
     streams = [sim.stream(held=True) for _ in range(4)]
     t = filled(pool, 16, 1)
     for stream in streams:
@@ -72,7 +72,7 @@ def test_leases_leave_no_fences_behind(sim, stream_pool):
 @pytest.mark.parametrize("call", ["cuThreadExchangeStreamCaptureMode", "cuCtxSetCurrent"])
 def test_a_mapper_that_is_refused_its_first_calls(sim, stream_pool, call):
     """I9: the process lives, and the mapper begins again."""
-    pool = stream_pool(ahead=0)
+    pool = stream_pool(prefetch=0)
     t = quarter(pool)
     sim.fail(call, 0, 3)
     t.prepare(8)  # starts it
@@ -81,9 +81,9 @@ def test_a_mapper_that_is_refused_its_first_calls(sim, stream_pool, call):
     t.close()
 
 
-def test_a_parked_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
+def test_a_cached_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
     """I9: not even then does the mapper end the process."""
-    pool = stream_pool(ahead=AHEAD)
+    pool = stream_pool(prefetch=AHEAD)
     stream = sim.stream(held=True)
     t = filled(pool, 16, 5)
     sim.kernel(stream, t)
@@ -129,10 +129,10 @@ def go_through(pool, sim, stream, n: int) -> str | None:
 
 
 @WORKERS
-@pytest.mark.parametrize("park", [0, None], ids=["no parking", "parking"])
-def test_every_driver_call_refused(sim, stream_pool, ahead, park):
+@pytest.mark.parametrize("cache", [0, None], ids=["no reuse", "reuse"])
+def test_every_driver_call_refused(sim, stream_pool, ahead, cache):
     """I8, of either thread: an error or none, contents are whole, and in the end nothing is held or lost."""
-    pool = stream_pool(ahead=ahead, park=park)
+    pool = stream_pool(prefetch=ahead, cache=cache)
     stream = sim.stream()
     seen = set()
     for n in range(160):
@@ -150,7 +150,7 @@ def test_every_driver_call_refused(sim, stream_pool, ahead, park):
 
 
 def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, stream_pool):
-    """Parting is undone because a later zeroing is refused: only once the earlier one has run."""
+    """Unsharing is undone because a later zeroing is refused: only once the earlier one has run."""
     pool = stream_pool(patience=0.3)
     t = filled(pool, 10, 1, rows=(2,))
     child = t.fork()
@@ -170,7 +170,7 @@ def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, str
 
 def test_the_mapper_leaves_a_closed_pool_of_a_device_in_error_alone(sim, stream_pool):
     """The process may be ending, and libcuda with it; who closes the pool again tries again."""
-    pool = stream_pool(ahead=AHEAD, park=0)
+    pool = stream_pool(prefetch=AHEAD, cache=0)
     t = filled(pool, 16)
     sim.fail("*", refuse=10**9, code=ILLEGAL_ADDRESS)
     t.close()

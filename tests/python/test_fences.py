@@ -39,7 +39,7 @@ def stays_held(pool, pages: int) -> bool:
 @pytest.mark.parametrize("give_back", ["truncate", "shrink", "front", "close", "drop", "reallocate"])
 def test_pages_outlive_the_work_of_the_current_stream(sim, stream_pool, ahead, give_back):
     """I3: the stream that is current at the call is waited for, whatever gives the pages back."""
-    pool = stream_pool(ahead=ahead, park=0)
+    pool = stream_pool(prefetch=ahead, cache=0)
     t = filled(pool, 16, 1)
     sim.hold(0)
     sim.kernel(0, t, writes=4)
@@ -73,7 +73,7 @@ def test_pages_outlive_the_work_of_the_current_stream(sim, stream_pool, ahead, g
 @WORKERS
 def test_views_are_waited_for_too(sim, stream_pool, ahead):
     """The fence is made when the last view goes, not when the tensor shrank."""
-    pool = stream_pool(ahead=ahead, park=0)
+    pool = stream_pool(prefetch=ahead, cache=0)
     t = filled(pool, 16, 1)
     view = t[8:]
     t.truncate(0)
@@ -91,7 +91,7 @@ def test_views_are_waited_for_too(sim, stream_pool, ahead):
 @WORKERS
 def test_nobody_else_gets_a_page_that_is_in_use(sim, stream_pool, ahead):
     """The budget's last pages wait for a kernel: who needs them waits too, and then has zeros (I7)."""
-    pool = stream_pool(pages=8, ahead=ahead, park=0)
+    pool = stream_pool(pages=8, prefetch=ahead, cache=0)
     stream = sim.stream(held=True)
     t = filled(pool, 32, 5)
     sim.kernel(stream, t, writes=6)
@@ -107,7 +107,7 @@ def test_nobody_else_gets_a_page_that_is_in_use(sim, stream_pool, ahead):
 @WORKERS
 def test_a_window_at_its_budget_waits_for_its_own_pages(sim, stream_pool, ahead):
     """What the tensor itself gave back is what it grows into, once its fence has passed."""
-    pool = stream_pool(pages=8, ahead=ahead, park=0)
+    pool = stream_pool(pages=8, prefetch=ahead, cache=0)
     stream = sim.stream(held=True)
     t = filled(pool, 32, 1, capacity=512)
     sim.kernel(stream, t)
@@ -123,7 +123,7 @@ def test_a_window_at_its_budget_waits_for_its_own_pages(sim, stream_pool, ahead)
 @WORKERS
 def test_out_of_order(sim, stream_pool, ahead):
     """Each tensor's pages go when its own work has passed, the last one's first."""
-    pool = stream_pool(ahead=ahead, park=0)
+    pool = stream_pool(prefetch=ahead, cache=0)
     streams = [sim.stream(held=True) for _ in range(4)]
     tensors = [filled(pool, 4 * (n + 1), n + 1) for n in range(4)]
     for t, stream in zip(tensors, streams, strict=True):
@@ -140,7 +140,7 @@ def test_out_of_order(sim, stream_pool, ahead):
 @WORKERS
 @pytest.mark.parametrize("queries, milliseconds", [(5, 0), (0, 30), (3, 20)])
 def test_events_that_pass_late(sim, stream_pool, ahead, queries, milliseconds):
-    pool = stream_pool(ahead=ahead, park=0)
+    pool = stream_pool(prefetch=ahead, cache=0)
     t = filled(pool, 32, 1)
     sim.late_events(queries, milliseconds)
     for length in (24, 12, 0):
@@ -156,7 +156,7 @@ def test_events_that_pass_late(sim, stream_pool, ahead, queries, milliseconds):
 @WORKERS
 def test_growing_over_waiting_pages_revives_them(sim, stream_pool, ahead):
     """Without a driver call, and the fence that has not passed then unmaps nothing."""
-    pool = stream_pool(ahead=ahead, park=0)
+    pool = stream_pool(prefetch=ahead, cache=0)
     stream = sim.stream(held=True)
     t = filled(pool, 32, 1, capacity=32)  # nothing else to look ahead to
     sim.kernel(stream, t)
@@ -178,7 +178,7 @@ def test_growing_over_waiting_pages_revives_them(sim, stream_pool, ahead):
 
 def test_preparing_over_waiting_pages_revives_them(sim, stream_pool):
     """What is called ready is not unmapped by an older fence."""
-    pool = stream_pool(ahead=AHEAD, park=0)
+    pool = stream_pool(prefetch=AHEAD, cache=0)
     stream = sim.stream(held=True)
     t = filled(pool, 40, 1)
     sim.kernel(stream, t)
@@ -226,7 +226,7 @@ def recycled(pool, pages: int) -> None:
 
 def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
     """Prepared pages are zeroed on the side stream; the caller's kernels start behind that."""
-    pool = stream_pool(ahead=AHEAD, park=0)
+    pool = stream_pool(prefetch=AHEAD, cache=0)
     recycled(pool, 8)
     t = quarter(pool, 4)
     sim.hold()  # the side stream as well
@@ -243,7 +243,7 @@ def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
 
 def test_a_shrink_does_not_forget_the_zeroing(sim, stream_pool):
     """Pages that were prepared, given back and revived while their zeroing has not ended."""
-    pool = stream_pool(ahead=AHEAD, park=0)
+    pool = stream_pool(prefetch=AHEAD, cache=0)
     recycled(pool, 8)
     t = quarter(pool, 4)
     sim.hold()
@@ -260,7 +260,7 @@ def test_a_shrink_does_not_forget_the_zeroing(sim, stream_pool):
 
 def test_what_is_zeroed_needs_no_driver_call(sim, stream_pool):
     """Once the zeroing is known to have passed; so it may be grown into during a capture too."""
-    pool = stream_pool(ahead=AHEAD, park=0)
+    pool = stream_pool(prefetch=AHEAD, cache=0)
     recycled(pool, 8)
     t, u = quarter(pool, 4), quarter(pool, 4)
     for tensor in (t, u):
@@ -279,7 +279,7 @@ def test_what_is_zeroed_needs_no_driver_call(sim, stream_pool):
 
 def test_zeroing_that_never_ends_delays_and_does_not_wipe(sim, stream_pool):
     """The tensor closes while the side stream still zeroes ahead of it: nothing is unmapped under that."""
-    pool = stream_pool(ahead=AHEAD, park=0)
+    pool = stream_pool(prefetch=AHEAD, cache=0)
     recycled(pool, 8)
     t = quarter(pool, 4)
     sim.hold()
@@ -292,24 +292,24 @@ def test_zeroing_that_never_ends_delays_and_does_not_wipe(sim, stream_pool):
     assert eventually(lambda: pool.stats().pages_mapped == 0)
 
 
-# -- parked pages
+# -- cached pages
 
 
-def parked(sim, pool, stream, value=5, writes=6):
+def cached(sim, pool, stream, value=5, writes=6):
     """A closed tensor of 16 positions whose last owner's kernel in `stream` has not run."""
     t = filled(pool, 16, value)
     sim.kernel(stream, t, writes=writes)
     t.close(stream=stream)
-    assert pool.stats().pages_parked == 4
+    assert pool.stats().pages_cached == 4
 
 
-def test_an_adopted_tensor_starts_behind_its_last_owner(sim, stream_pool):
+def test_a_reused_tensor_starts_behind_its_last_owner(sim, stream_pool):
     """I7: the kernel of the last owner writes first, then the zeroing, then the new owner."""
-    pool = stream_pool(ahead=AHEAD)
+    pool = stream_pool(prefetch=AHEAD)
     stream = sim.stream(held=True)
-    parked(sim, pool, stream)
+    cached(sim, pool, stream)
     t = quarter(pool)
-    assert pool.stats().tensors_adopted == 1
+    assert pool.stats().tensors_reused == 1
     t.extend(16)
     sim.kernel(0, t, writes=9)
     assert sim.pending(0) > 0
@@ -319,11 +319,11 @@ def test_an_adopted_tensor_starts_behind_its_last_owner(sim, stream_pool):
 
 
 @pytest.mark.parametrize("zero", ["never", "new_owner", "always"])
-def test_an_adopted_tensor_that_ends_unused(sim, stream_pool, zero):
+def test_a_reused_tensor_that_ends_unused(sim, stream_pool, zero):
     """Its pages are the last owner's until that one's work has passed, whatever the new one's stream does."""
-    pool = stream_pool(ahead=AHEAD, zero=zero)
+    pool = stream_pool(prefetch=AHEAD, zero=zero)
     stream, other = sim.stream(held=True), sim.stream()
-    parked(sim, pool, stream)
+    cached(sim, pool, stream)
     quarter(pool).close(stream=other)
     pool.trim()
     assert pool.stats().pages_mapped == 4
@@ -331,11 +331,11 @@ def test_an_adopted_tensor_that_ends_unused(sim, stream_pool, zero):
     assert eventually(lambda: pool.trim() or pool.stats().pages_mapped == 0)
 
 
-def test_parked_pages_are_zeroed_behind_the_last_owner(sim, stream_pool):
+def test_cached_pages_are_zeroed_behind_the_last_owner(sim, stream_pool):
     """By the mapper, once that one's work has passed; then they are ready without a driver call."""
-    pool = stream_pool(ahead=AHEAD)
+    pool = stream_pool(prefetch=AHEAD)
     stream = sim.stream(held=True)
-    parked(sim, pool, stream)
+    cached(sim, pool, stream)
     time.sleep(0.02)
     assert "cuMemsetD8Async" not in pool.stats().driver_calls["mapper"]
     sim.release(stream)
@@ -347,13 +347,13 @@ def test_parked_pages_are_zeroed_behind_the_last_owner(sim, stream_pool):
     t.close()
 
 
-def test_what_was_given_up_of_an_adopted_tensor_is_not_shown(sim, stream_pool):
+def test_what_was_given_up_of_a_reused_tensor_is_not_shown(sim, stream_pool):
     """I7: pages that memory pressure took from what was ahead, and growth got back before they were gone."""
-    pool = stream_pool(pages=8, ahead=AHEAD, park=8 * 4096, patience=0.1)
+    pool = stream_pool(pages=8, prefetch=AHEAD, cache=8 * 4096, patience=0.1)
     stream = sim.stream(held=True)
-    parked(sim, pool, stream, value=255, writes=254)
+    cached(sim, pool, stream, value=255, writes=254)
     t = quarter(pool)
-    assert pool.stats().tensors_adopted == 1
+    assert pool.stats().tensors_reused == 1
     with pytest.raises(vtensor.OutOfPages):
         quarter(pool, 20)  # 5 pages of the 4 that are left: takes what t has ahead
     t.extend(16)
@@ -368,8 +368,8 @@ def test_what_was_given_up_of_an_adopted_tensor_is_not_shown(sim, stream_pool):
 @WORKERS
 @pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])
 def test_remapping_waits_for_running_work(sim, stream_pool, ahead, operation):
-    """I12: nothing is guarded, copied or remapped under a kernel; where that never ends, nothing changes."""
-    pool = stream_pool(ahead=ahead, park=0, patience=0.2)
+    """I12: no page is protected, copied or remapped under a kernel; if that never ends, nothing changes."""
+    pool = stream_pool(prefetch=ahead, cache=0, patience=0.2)
     t = filled(pool, 10, 1)
     child = t.fork() if operation in ("unshare", "extend") else None
     target = child if child is not None else t
@@ -448,7 +448,7 @@ def test_a_copy_that_never_ends(sim, stream_pool):
 @WORKERS
 def test_a_fence_that_never_passes(sim, stream_pool, ahead):
     """I12: waits are bounded and say on what, the pages stay held, the next call works."""
-    pool = stream_pool(pages=12, ahead=ahead, park=0, patience=0.2)
+    pool = stream_pool(pages=12, prefetch=ahead, cache=0, patience=0.2)
     t = filled(pool, 16, 1)
     sim.late_events(NEVER)
     t.truncate(0)
@@ -475,7 +475,7 @@ import time
 from stream_support import SimulatedDevice, NEVER
 import vtensor.pool
 vtensor.pool._CLOSE_SECONDS = 0.5
-pool = open_pool("simcuda", ahead={ahead}, patience=0.5)
+pool = open_pool("simcuda", prefetch={prefetch}, patience=0.5)
 sim = SimulatedDevice()
 t = filled(pool, 16, 3)
 view = t[2:]
@@ -495,7 +495,7 @@ t.prepare(20)
 @pytest.mark.parametrize("end", ["", "pool.close()", "del view, t, u, pool; gc.collect()", "os._exit(0)"])
 def test_the_process_ends_with_work_that_never_does(ahead, end):
     """I14: at exit nothing waits for ever, and nothing is unmapped under a kernel."""
-    finished = run_snippet(_EXIT.format(ahead=ahead, end=end), finalize=True, timeout=20).check()
+    finished = run_snippet(_EXIT.format(prefetch=ahead, end=end), finalize=True, timeout=20).check()
     assert not finished.err
 
 

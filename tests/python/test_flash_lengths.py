@@ -173,7 +173,7 @@ def test_an_append_parts_the_pages_that_it_writes_to(stream_pool, seen, shared):
     assert [t.length for t in forks] == [101, 101]
     assert torch.equal(v, before[1]) and (shared == "values" or torch.equal(k, before[0]))
     assert all(torch.equal(t[row, at], q[row, 0]) for t in forks for row, at in enumerate((10, 100)))
-    # Where nothing is appended, nothing is parted.
+    # Where nothing is appended, nothing is unshared.
     further = forks[1].fork()
     used = pool.stats().pages_used
     none = noise(2, 0, HEADS, SIZE)

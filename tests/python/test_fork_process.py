@@ -16,7 +16,7 @@ t = filled(pool, 9, 5, rows=(2,))
 view = t[:, 2:7]
 array = t[0].numpy()
 parent_of = filled(pool, 10, 6)
-shared = parent_of.fork()          # pages of these two are guarded
+shared = parent_of.fork()          # pages of these two are copy-on-write
 closing = filled(pool, 5, 7)
 orphan = closing[1:3]
 closing.close()                    # only the view holds it
@@ -187,8 +187,8 @@ if pid == 0:
         traceback.print_exc(); sys.stderr.flush()
         os._exit(70)
     os._exit(0)
-lent = pool.stats()
-assert lent.pages_lent > 0
+stats = pool.stats()
+assert stats.pages_in_children > 0
 for x in (t, parent_of, shared, default): x.close()
 view = array = orphan = None
 gc.collect()
@@ -200,7 +200,7 @@ os.write(ready, b"x")
 assert reap(pid) == 0
 for o in others: o.close()
 stats = pool.stats()
-assert (stats.pages_lent, stats.pages_used, stats.pages_mapped) == (0, 0, 0), stats
+assert (stats.pages_in_children, stats.pages_used, stats.pages_mapped) == (0, 0, 0), stats
 testing.check_invariants(pool)
 pool.close()
 """
@@ -212,7 +212,7 @@ def test_pages_are_lent_to_a_child_until_it_exits():
         PARENT
         + """
 before = pool.stats()
-assert before.pages_lent == 0
+assert before.pages_in_children == 0
 wake, ready = os.pipe()
 children = []
 for i in range(3):
@@ -222,15 +222,15 @@ for i in range(3):
         os.read(wake, 1)
         os._exit(0 if contents() else 1)
     children.append(pid)
-assert pool.stats().pages_lent > 0
-t.fill_(5)  # parts what the children see
+assert pool.stats().pages_in_children > 0
+t.fill_(5)  # unshares what the children see
 assert pool.stats().pages_used > before.pages_used
 testing.check_invariants(pool)
 os.write(ready, b"xxx")
 assert [reap(pid) for pid in children] == [0, 0, 0]
 t.unshare(0, t.length); parent_of.unshare(0, 10); shared.unshare(0, 10)
 stats = pool.stats()
-assert stats.pages_lent == 0 and stats.pages_used <= before.pages_used + 3, (before, stats)
+assert stats.pages_in_children == 0 and stats.pages_used <= before.pages_used + 3, (before, stats)
 go_on()
 """
     ).check()

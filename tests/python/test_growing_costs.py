@@ -1,5 +1,5 @@
 """Costs that do not grow with what else there is: the death of a view beside thousands of others, the steps
-of the mapper beside thousands of parked tensors. Figures are ratios within one run, the best of several: four
+of the mapper beside thousands of cached tensors. Figures are ratios within one run, the best of several: four
 times as many take four times as long, and sixteen times where each looks at all others."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def grows_with_its_number(seconds_of) -> bool:
 @pytest.mark.parametrize("ahead", [0, 1 << 20])
 def test_the_death_of_views_of_as_many_generations(order, ahead):
     def seconds_of(n):
-        with vtensor.Pool("cpu", page_size=PAGE, budget=PAGE * (n + 64), ahead=ahead) as pool:
+        with vtensor.Pool("cpu", page_size=PAGE, budget=PAGE * (n + 64), prefetch=ahead) as pool:
             t = vtensor.empty(0, grow_dim=0, capacity=PAGE * n, dtype=torch.uint8, pool=pool)
             views = [t.extend(PAGE).alias() for _ in range(n)]
             t.truncate(PAGE)
@@ -50,7 +50,7 @@ def test_the_death_of_views_of_as_many_generations(order, ahead):
 
 def test_a_truncate_beside_views_of_as_many_generations():
     def seconds_of(n):
-        with vtensor.Pool("cpu", page_size=PAGE, budget=PAGE * (n + 64), ahead=0) as pool:
+        with vtensor.Pool("cpu", page_size=PAGE, budget=PAGE * (n + 64), prefetch=0) as pool:
             t = vtensor.empty(0, grow_dim=0, capacity=PAGE * n, dtype=torch.uint8, pool=pool)
             views = [t.extend(PAGE).alias() for _ in range(n)]
             began = time.thread_time()
@@ -64,7 +64,7 @@ def test_a_truncate_beside_views_of_as_many_generations():
 
 
 def test_readying_what_tensors_of_as_many_shapes_left():
-    """Each stays parked, and is zeroed, for another of its shape, of which there is none."""
+    """Each stays cached, and is zeroed, for another of its shape, of which there is none."""
 
     def seconds_of(n):
         with vtensor.Pool("cpu", page_size=PAGE, budget=PAGE * 8 * n) as pool:

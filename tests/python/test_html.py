@@ -77,7 +77,7 @@ def test_every_state_is_named_and_drawn(host):
 
 
 def test_pages_ahead_are_shown(pool_factory, kind):
-    pool = pool_factory(kind, ahead=64 * 4096)
+    pool = pool_factory(kind, prefetch=64 * 4096)
     t = filled(pool, 4)
     t.prepare(8)
     pool.wait_idle()
@@ -129,7 +129,7 @@ def test_a_pool_shows_its_budget_and_its_pages(pool):
     fork = t.fork()
     budget, mapped = strips(pool._repr_html_())
     assert budget.get("aria-label").startswith("memory, of the budget: 2 used, ")
-    assert mapped.get("aria-label").endswith("4 active, 0 prefetched, 0 parked, 0 pinned, of 4 pages")
+    assert mapped.get("aria-label").endswith("4 active, 0 prefetched, 0 cached, 0 pinned, of 4 pages")
     assert "8 KiB of 256 KiB used in pages of 4 KiB, open tensors: 2" in words(pool._repr_html_())
     used = next(rect for rect in budget.iter(f"{SVG}rect") if rect.findtext(f"{SVG}title"))
     assert float(used.get("width")) == pytest.approx(720 * 2 / 64, abs=0.1)
@@ -147,13 +147,13 @@ def test_a_cache_shows_its_slots():
         page_tokens=32,
         pages_used=96,
         pages_shared=16,
-        pages_parked=10,
+        pages_cached=10,
         prefix_tokens=64,
     )
     cache = SimpleNamespace(stats=lambda: stats, lengths=[1000, 0, 90, 1000], closed=False)
     html = _html.cache_bundle(cache)["text/html"]
     pages, *slots = strips(html)
-    assert pages.get("aria-label") == "pages in use: 70 of one slot, 16 shared, 10 parked, of 96 pages"
+    assert pages.get("aria-label") == "pages in use: 70 of one slot, 16 shared, 10 cached, of 96 pages"
     assert [slot.get("aria-label") for slot in slots] == [
         "slot 0: 1,000 tokens, 32 pages deep",
         "slot 2: 90 tokens, 3 pages deep",
@@ -168,7 +168,7 @@ def test_a_large_tensor_stays_a_small_picture(pool_factory):
     pool = pool_factory("host", pages=20_000)
     t = filled(pool, 4 * 4_000, capacity=4 * 20_000)
     fork = t.fork()
-    t[:: 4 * 7] = 2  # every seventh page parts
+    t[:: 4 * 7] = 2  # every seventh page becomes private
     html = t._repr_html_()
     assert len(html) < 40_000 and len(runs(strips(html)[0])) <= 241
     assert "private 572" in words(html)
@@ -185,7 +185,7 @@ def test_too_many_pages_are_not_looked_at_one_by_one(pool, monkeypatch):
 
 
 def changing_calls(pool) -> tuple[dict[str, int], dict[str, int]]:
-    """All but looking for parted pages in /proc/self/pagemap."""
+    """All but looking for private copies in /proc/self/pagemap."""
     return {name: n for name, n in calls(pool).items() if name != "pagemap"}, mapper_calls(pool)
 
 
@@ -206,7 +206,7 @@ def test_looking_makes_no_driver_call_and_reads_no_element(pool, monkeypatch):
 def test_a_forked_child_shows_what_it_may():
     run_snippet(
         """
-        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0)
+        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0)
         t = filled(pool, 8)
         child = os.fork()
         if child == 0:

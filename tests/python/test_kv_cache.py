@@ -157,7 +157,7 @@ def test_a_freed_slot_keeps_its_pages_for_the_next_request(cache):
     write(cache, slot, 0, range(50))
     cache.free(slot)
     cache.pool.wait_idle(10)
-    assert cache.stats().pages_parked == 4 * RANGES
+    assert cache.stats().pages_cached == 4 * RANGES
     before = calls(cache.pool)
     again = cache.alloc(expect=50)
     assert again == slot and grown(cache, again, 50)

@@ -17,15 +17,20 @@ class Machine(CacheMachine):
     """On the drivers that the tests name."""
 
     kind = "host"
-    ahead = 0  # bytes
+    prefetch = 0  # bytes
 
     def open_pool(self) -> vtensor.Pool:
-        return open_pool(self.kind, BUDGET_PAGES, page_size=PAGE, ahead=self.ahead)
+        return open_pool(self.kind, BUDGET_PAGES, page_size=PAGE, prefetch=self.prefetch)
 
 
-def machine(kind: str, shape: str, ahead: int = 0, **options) -> type[Machine]:
-    name = "".join(word.title() for word in f"{kind} {shape} {'mapper' if ahead else ''}".split())
-    fixed = {"kind": kind, "ahead": ahead, "looks_ahead": ahead > 0, "options": options_of(shape, **options)}
+def machine(kind: str, shape: str, prefetch: int = 0, **options) -> type[Machine]:
+    name = "".join(word.title() for word in f"{kind} {shape} {'mapper' if prefetch else ''}".split())
+    fixed = {
+        "kind": kind,
+        "prefetch": prefetch,
+        "looks_ahead": prefetch > 0,
+        "options": options_of(shape, **options),
+    }
     return type(name, (Machine,), fixed)
 
 
@@ -41,7 +46,7 @@ for _kind in ("host", "simcuda"):
     for _shape in SHAPES:
         globals()[f"Test{_kind}{_shape}".replace(" ", "_")] = case(_kind, _shape)
     for _shape in ("sliced", "tiles"):
-        globals()[f"Test{_kind}{_shape}mapper"] = case(_kind, _shape, ahead=8 * PAGE, lookahead=20)
+        globals()[f"Test{_kind}{_shape}mapper"] = case(_kind, _shape, prefetch=8 * PAGE, lookahead=20)
 
 
 @pytest.mark.parametrize("shape", ["sliced", "tiles"])
@@ -53,7 +58,7 @@ def test_the_same_draws_make_the_same_requests(kind, shape):
     for _ in range(2):
         history = []
 
-        class Recorded(machine(kind, shape, ahead=8 * PAGE, lookahead=20)):
+        class Recorded(machine(kind, shape, prefetch=8 * PAGE, lookahead=20)):
             def check(self, history=history):
                 super().check()
                 history.append([(len(r.values), r.swapped) for r in self.requests.values()])

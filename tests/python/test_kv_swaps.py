@@ -199,7 +199,7 @@ PREAMBLE = """
 import os, resource, signal, sys
 import torch, vtensor
 from vtensor.testing.kv_model import check_contents, write
-pool = vtensor.Pool(page_size=4096, budget=64 << 20, ahead=0)
+pool = vtensor.Pool(page_size=4096, budget=64 << 20, prefetch=0)
 cache = vtensor.KVCache(2, 2, 32, 4, 1024, dtype=torch.float32, pool=pool)
 slot = cache.alloc()
 assert cache.step([1000, 0, 0, 0])

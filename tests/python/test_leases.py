@@ -20,7 +20,7 @@ AHEAD = 1 << 20
 @pytest.fixture(params=[0, AHEAD], ids=["caller", "mapper"])
 def pool(request, stream_pool):
     """What unmaps: the caller himself, or the mapper."""
-    return stream_pool(ahead=request.param, park=0)
+    return stream_pool(prefetch=request.param, cache=0)
 
 
 def held(pool) -> int:
@@ -102,8 +102,8 @@ def test_a_stream_may_end_after_its_lease(sim, pool):
 
 @pytest.mark.parametrize("ahead", [0, AHEAD])
 def test_fork_waits_for_an_open_lease(sim, stream_pool, ahead):
-    """A kernel of it may still write: guarding its pages would stop it, or share what it writes (I6)."""
-    pool = stream_pool(ahead=ahead, park=0, patience=0.2)
+    """A kernel of it may still write: protecting its pages would stop it, or share what it writes (I6)."""
+    pool = stream_pool(prefetch=ahead, cache=0, patience=0.2)
     stream = sim.stream(held=True)
     t = filled(pool, 8, 1)
     with vtensor.lease(t, stream=stream):
@@ -329,7 +329,7 @@ def test_what_remaps_pages_waits_for_a_leased_replay(sim, stream_pool, operation
 def test_the_end_of_a_graph_makes_no_driver_call_in_its_thread(sim, stream_pool):
     """CUDA's callbacks may not: the simulated ones are refused there, which would show as held pages. The
     mapper unmaps, also in a pool that has none until then."""
-    pool = stream_pool(ahead=0)
+    pool = stream_pool(prefetch=0)
     stream = sim.stream()
     t = filled(pool, 16)
     graph = captured(sim, pool, t, stream)
@@ -450,7 +450,7 @@ def test_growth_under_a_graph(sim, pool):
 
 _NEVER_ENDED = """
 from stream_support import SimulatedDevice
-pool = open_pool("simcuda", patience=0.5, ahead=1 << 20)
+pool = open_pool("simcuda", patience=0.5, prefetch=1 << 20)
 sim = SimulatedDevice()
 t = filled(pool, 16, 3)
 lease = vtensor.lease(t, stream=sim.stream(held=True))
@@ -466,7 +466,7 @@ t.close()
 captured.close()
 gc.collect()
 stats = pool.stats()
-assert stats.pages_pinned + stats.pages_parked == stats.pages_orphaned == 8, stats
+assert stats.pages_pinned + stats.pages_cached == stats.pages_orphaned == 8, stats
 """
 
 

@@ -12,7 +12,7 @@ def test_address_space_limit():
     run_snippet(
         """
         import resource
-        pool = vtensor.Pool("cpu", page_size=65536, budget=1 << 22, ahead=0)
+        pool = vtensor.Pool("cpu", page_size=65536, budget=1 << 22, prefetch=0)
         t = quarter(pool, 5); t.fill_(4)
         now = int(open("/proc/self/statm").read().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
@@ -47,7 +47,7 @@ if limit > 200_000:
 def maps():
     return sum(1 for _ in open("/proc/self/maps"))
 start = maps()
-pool = vtensor.Pool("cpu", page_size=4096, budget=(limit * 2) * 4096, ahead=0)
+pool = vtensor.Pool("cpu", page_size=4096, budget=(limit * 2) * 4096, prefetch=0)
 """
 
 
@@ -107,7 +107,7 @@ stats = pool.stats()
 assert stats.pages_used == 0 and stats.pages_quarantined == 0 and stats.pages_mapped == 0, stats
 pool.close()
 assert maps() <= start + 50 + 64, (start, at_limit, maps())  # the host drivers keep 64 as ballast
-again = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+again = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
 t = filled(again, 9); assert t.eq(1).all(); t.close(); again.close()
 """,
         timeout=90,
@@ -159,14 +159,14 @@ def test_memfd_refused():
         """
         import resource
         torch.ones(2).numpy()
-        kept = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+        kept = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
         t = filled(kept, 5)
         before = len(os.listdir("/proc/self/fd"))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         for i in range(3):
             try:
-                vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+                vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
             except vtensor.DriverError as error:
                 assert error.call == "memfd_create" and error.name == "EMFILE", (error.call, error.name)
                 assert "ulimit -n" in str(error) or "RLIMIT_NOFILE" in str(error), error
@@ -176,7 +176,7 @@ def test_memfd_refused():
         assert t[:5].eq(1).all()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert len(os.listdir("/proc/self/fd")) == before
-        pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+        pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
         filled(pool, 5)
         pool.close(); t.close(); kept.close()
         """
@@ -191,7 +191,7 @@ def test_memory_of_the_file_refused():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
         try:
-            pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+            pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
             t = quarter(pool, 40)
             t.fill_(3)
             f = t.fork(); f.extend(1)
@@ -208,7 +208,7 @@ def test_private_memory_refused():
     run_snippet(
         """
         import resource
-        pool = vtensor.Pool("cpu", page_size=65536, budget=1 << 28, ahead=0)
+        pool = vtensor.Pool("cpu", page_size=65536, budget=1 << 28, prefetch=0)
         t = filled(pool, 2048, capacity=2048)  # 32 MiB
         for line in open("/proc/self/status"):
             if line.startswith("VmData:"):

@@ -32,7 +32,7 @@ PAGE = 4096
 @pytest.fixture
 def ahead(pool_factory):
     """1,200 host pages; each tensor may have 16 pages ahead."""
-    return pool_factory("host", pages=1200, ahead=16 * PAGE, park=0)
+    return pool_factory("host", pages=1200, prefetch=16 * PAGE, cache=0)
 
 
 @pytest.fixture(params=["host", "busy_device"])
@@ -41,7 +41,7 @@ def anywhere(request, pool_factory):
     if request.param == "host":
         yield request.getfixturevalue("ahead")
         return
-    pool = pool_factory("simcuda", pages=1200, ahead=16 * PAGE, park=0)
+    pool = pool_factory("simcuda", pages=1200, prefetch=16 * PAGE, cache=0)
     with busy_device():
         yield pool
 
@@ -123,7 +123,7 @@ def test_more_than_the_budget_is_prepared_as_far_as_it_goes(host):
 @pytest.mark.parametrize("pause", [0, 0.0002, 0.002])
 def test_what_was_shrunk_away_may_be_prepared_again(pool_factory, pause):
     """The pages are on their way out then: they stay, or are mapped anew, and never half of both (I3)."""
-    pool = pool_factory("host", pages=256, ahead=16 * PAGE, park=0)
+    pool = pool_factory("host", pages=256, prefetch=16 * PAGE, cache=0)
     for turn in range(40):
         t = filled(pool, 31 * PER_PAGE, 7, capacity=400)
         t.shrink(29 * PER_PAGE)
@@ -243,7 +243,7 @@ def test_the_mapper_is_woken_for_twice_what_must_be_ready(ahead):
 @pytest.mark.alone
 def test_a_mapper_that_may_not_look_far_is_not_woken_for_each_page():
     page, pages, most = 64 << 10, 400, 32
-    with vtensor.Pool("cpu", page_size=page, ahead=most * page) as pool:
+    with vtensor.Pool("cpu", page_size=page, prefetch=most * page) as pool:
         t = vtensor.empty(0, page // 4, grow_dim=0, capacity=4 * pages, dtype=torch.uint8, pool=pool)
         with vtensor.trace.record() as recording:
             for _ in range(4 * pages):
@@ -272,7 +272,7 @@ def test_tensors_that_want_pages_are_served_in_turn():
 
 
 def test_a_refused_mapper_tries_again_and_less_and_less_often(sim, stream_pool):
-    pool = stream_pool(ahead=16 * PAGE, reserve=PAGE)
+    pool = stream_pool(prefetch=16 * PAGE, device_reserve=PAGE)
     t = quarter(pool, 1, capacity=400)
     pool.wait_idle(5)
     before = sim.calls("cuMemGetInfo")
@@ -296,7 +296,7 @@ def sleeps_of_mappers() -> int:
 
 
 def test_where_nothing_is_left_the_mapper_is_not_woken(pool_factory):
-    pool = pool_factory("host", pages=12, ahead=16 * PAGE, park=0)
+    pool = pool_factory("host", pages=12, prefetch=16 * PAGE, cache=0)
     t = vtensor.empty(0, 8, grow_dim=0, capacity=13 * 512, dtype=torch.uint8, pool=pool)
     t.extend(11 * 512)
     t.extend(8)
@@ -347,7 +347,7 @@ def test_pages_are_given_back_by_the_mapper(ahead):
 
 
 def test_look_ahead_never_passes_the_budget_and_gives_way(pool_factory):
-    pool = pool_factory("host", pages=24, ahead=16 * PAGE, park=0)
+    pool = pool_factory("host", pages=24, prefetch=16 * PAGE, cache=0)
     greedy = quarter(pool, capacity=400)
     for _ in range(4):
         greedy.extend(3 * PER_PAGE)
@@ -366,7 +366,7 @@ def test_look_ahead_never_passes_the_budget_and_gives_way(pool_factory):
 
 def test_an_owner_gets_what_it_gives_back_itself(pool_factory):
     """Front shrink and growth at once, with a budget that holds one of the two."""
-    pool = pool_factory("host", pages=64, ahead=16 * PAGE, park=0)
+    pool = pool_factory("host", pages=64, prefetch=16 * PAGE, cache=0)
     t = filled(pool, 60 * PER_PAGE, 4, capacity=8000)
     for _ in range(20):
         t.shrink(50 * PER_PAGE, front=True)
@@ -385,7 +385,7 @@ def test_its_own_look_ahead_gives_way_to_a_parted_page(pool_factory):
     t.prepare(30)
     pool.wait_idle(5)
     assert pool.stats().pages_free == 0
-    t.append(ones(t, 1, 2))  # parts the page that both see
+    t.append(ones(t, 1, 2))  # unshares the page that both see
     assert t[:6].eq(1).all() and t[6].eq(2).all() and f.eq(1).all()
 
 
@@ -435,7 +435,7 @@ def test_what_the_mapper_met_is_raised_by_wait_idle_too(host):
 
 def test_every_refusal_in_turn_leaves_a_looking_ahead_tensor_whole(pool_factory):
     """I8 with both threads' calls refused: contents stay, nothing is lost, the next call works."""
-    pool = pool_factory("host", pages=200, ahead=16 * PAGE, park=0)
+    pool = pool_factory("host", pages=200, prefetch=16 * PAGE, cache=0)
     for skip in range(24):
         t = filled(pool, 2 * PER_PAGE, 6, rows=(2,), capacity=400)
         with testing.fail_after(pool, skip):
@@ -486,14 +486,14 @@ def test_one_thread_a_pool_that_ends_with_it(pool_factory):
         return names.count("vtensor-mapper")
 
     before = mappers()
-    pool = pool_factory("host", ahead=16 * PAGE)
+    pool = pool_factory("host", prefetch=16 * PAGE)
     eventually(lambda: mappers() == before + 1)
     t = quarter(pool)
     t.prepare(8)
     t.extend(8)
     pool.close()
     assert mappers() == before
-    quiet = pool_factory("host")  # ahead=0: not before somebody asks
+    quiet = pool_factory("host")  # prefetch=0: not before somebody asks
     u = quarter(quiet)
     assert mappers() == before
     u.prepare(8)

@@ -1,6 +1,6 @@
-"""The random programs of vtensor.testing beside a mapper that looks ahead, parks and gives back.
+"""The random programs of vtensor.testing beside a mapper that looks ahead, caches and gives back.
 
-What differs: pages may be ahead, parked, or held until the mapper came round, so counts are bounds until
+What differs: pages may be ahead, cached, or held until the mapper came round, so counts are bounds until
 `wait_idle()` and exact after it (I4); an injected refusal may meet either thread, and what meets the mapper
 is raised by a later operation (I10); threads of their own grow and drop tensors of the same pools meanwhile.
 """
@@ -24,13 +24,15 @@ from vtensor.testing.strategies import amounts, failures
 
 
 class MapperMachine(Machine):
-    """Look-ahead of up to 8 pages, up to 12 parked."""
+    """Look-ahead of up to 8 pages, up to 12 cached."""
 
-    ahead, park = 8, 12
+    ahead, cache = 8, 12
 
     def open_pools(self):
         return [
-            open_pool(self.kind, BUDGET_PAGES, page_size=size, ahead=self.ahead * size, park=self.park * size)
+            open_pool(
+                self.kind, BUDGET_PAGES, page_size=size, prefetch=self.ahead * size, cache=self.cache * size
+            )
             for size in PAGE_SIZES
         ]
 
@@ -71,8 +73,8 @@ class MapperMachine(Machine):
                 # The operation's own, or one that the mapper met before (I10).
         raise AssertionError("refused though no refusal was injected")
 
-    def may_part(self, pool, pages):
-        return super().may_part(pool, pages) or self.free_for_need(pool) >= pages
+    def may_unshare(self, pool, pages):
+        return super().may_unshare(pool, pages) or self.free_for_need(pool) >= pages
 
     def attempt_close(self, t, close, fail):
         if fail is None:
@@ -133,7 +135,7 @@ class MapperMachine(Machine):
         needed, held = self.needed_and_held(pool)
         stats = check_sums(pool)
         assert stats.pages_active == needed
-        assert stats.pages_parked <= self.park
+        assert stats.pages_cached <= self.cache
         ahead_of_views = stats.pages_pinned + stats.pages_prefetched
         assert stats.pages_pinned <= held <= ahead_of_views, (stats, held)
 
@@ -184,14 +186,14 @@ class MapperMachine(Machine):
         assert stats.pages_active == self.needed_and_held(pool)[0]  # I4
         assert stats.pages_quarantined == 0
         assert stats.tensors == sum(t.pool is pool for t in self.tensors)
-        assert 0 <= stats.pages_parked <= self.park
+        assert 0 <= stats.pages_cached <= self.cache
         testing.check_invariants(pool)  # I3, I5, I6
 
     @rule(index=st.integers(0, 1))
     def trim(self, index):
         pool = self.pools[index]
         pool.trim()
-        assert pool.stats().pages_parked == 0
+        assert pool.stats().pages_cached == 0
 
     def come_to_rest(self, pool):
         pool.trim()
@@ -220,7 +222,7 @@ class BusyDeviceMachine(CudaMapperMachine):
 
 
 class AskedMachine(MapperMachine):
-    """The mapper works only for what is prepared; freed tensors are parked all the same."""
+    """The mapper works only for what is prepared; freed tensors are cached all the same."""
 
     ahead = 0
 

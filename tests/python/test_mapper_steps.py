@@ -43,7 +43,7 @@ def test_a_request_of_many_tensors_takes_one_call_each(pool_factory):
 def test_unmapping_goes_in_steps(pool_factory):
     """So that growth beside it waits for one of them."""
     pages = 16000
-    pool = pool_factory("host", pages=pages, ahead=4096, park=0)
+    pool = pool_factory("host", pages=pages, prefetch=4096, cache=0)
     t = quarter(pool, pages * PER_PAGE, capacity=pages * PER_PAGE)
     with vtensor.trace.record() as recording:
         t.shrink((pages - 1) * PER_PAGE)
@@ -54,7 +54,7 @@ def test_unmapping_goes_in_steps(pool_factory):
 
 def test_unmapping_is_bounded_by_time(sim, stream_pool):
     """Each call may wait for the device, so an owner who comes back waits for one alone."""
-    pool = stream_pool(patience=20, ahead=PAGE, park=0)
+    pool = stream_pool(patience=20, prefetch=PAGE, cache=0)
     rows = 8
     t = filled(pool, 8, rows=(rows,))
     made = sim.calls("cuMemUnmap")
@@ -94,7 +94,7 @@ def test_who_needs_quiet_waits_for_one_step(what):
 
 def test_a_tensor_dropped_while_somebody_waits_calls_the_mapper(pool_factory):
     """The deleter finds the lock taken; whoever waits sees to what it left, and to the mapper."""
-    pool = pool_factory("host", ahead=16 * 4096, park=16 * 4096)
+    pool = pool_factory("host", prefetch=16 * 4096, cache=16 * 4096)
     go, gone = threading.Event(), threading.Event()
     until = time.monotonic() + 1.0
     box: list[vtensor.VTensor] = []

@@ -144,7 +144,7 @@ def test_views_and_torch_operations_make_no_driver_call(pool):
 
 @pytest.mark.parametrize("ahead", [0, 16])
 def test_the_mapper_makes_calls_where_there_is_look_ahead_alone(pool_factory, kind, ahead):
-    pool = pool_factory(kind, ahead=ahead * 4096)
+    pool = pool_factory(kind, prefetch=ahead * 4096)
     t = quarter(pool, capacity=40 * PER_PAGE)
     for _ in range(10):
         t.extend(PER_PAGE)

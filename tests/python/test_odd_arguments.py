@@ -101,7 +101,7 @@ def test_what_a_tensor_is_made_of(pool):
 
 @pytest.mark.parametrize("value", [v for v in NO_INTEGERS if v is not None], ids=in_words)
 def test_options_of_pools(host, value):
-    for option in ("page_size", "budget", "ahead", "park", "low", "high", "reserve"):
+    for option in ("page_size", "budget", "prefetch", "cache", "spare_low", "spare_high", "device_reserve"):
         refused(vtensor.Pool, "cpu", **{option: value})
     refused(setattr, host, "budget", value)
     refused(host.prefill, value)
@@ -115,7 +115,15 @@ def test_options_of_pools(host, value):
 
 def test_numbers_of_pools(host):
     for value in OUT_OF_RANGE[3:]:
-        for option in ("page_size", "budget", "ahead", "park", "low", "high", "reserve"):
+        for option in (
+            "page_size",
+            "budget",
+            "prefetch",
+            "cache",
+            "spare_low",
+            "spare_high",
+            "device_reserve",
+        ):
             refused(vtensor.Pool, "cpu", **{option: value})
         refused(setattr, host, "budget", value)
         refused(host.prefill, value)
@@ -192,7 +200,7 @@ def test_no_memory_for_a_long_index():
     run_snippet(
         LIMITED
         + """
-pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
 t = filled(pool, 6, rows=(2,))
 index = [0] * (8 << 20)
 limit(16 << 20)

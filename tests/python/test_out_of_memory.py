@@ -66,7 +66,7 @@ GROW = {
 @pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
 def test_a_device_without_memory(sim, stream_pool, emptied, full, name, ahead):
     """I9: torch is asked once, the call is tried once more, then OutOfPages says what there is."""
-    pool = stream_pool(ahead=ahead, park=0)
+    pool = stream_pool(prefetch=ahead, cache=0)
     t = filled(pool, 8)
     t.copy_(ramp(t))
     data = t.clone()
@@ -160,7 +160,7 @@ def test_a_batch_that_fails_in_its_middle(stream_pool, emptied, full):
     full(2)
     with pytest.raises(vtensor.OutOfPages):
         t.extend(16)
-    assert t.length == 4 and pool.stats().pages_used == 3 and pool.stats().pages_cached == 2
+    assert t.length == 4 and pool.stats().pages_used == 3 and pool.stats().pages_spare == 2
     full(None)
     t.extend(16)
     assert pool.stats().pages_used == 15
@@ -169,17 +169,17 @@ def test_a_batch_that_fails_in_its_middle(stream_pool, emptied, full):
 
 def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full):
     """Free pages, then what freed tensors left and what is ahead of others; torch is not asked."""
-    pool = stream_pool(ahead=AHEAD)
+    pool = stream_pool(prefetch=AHEAD)
     filled(pool, 16).close()
-    assert pool.stats().pages_parked == 4
+    assert pool.stats().pages_cached == 4
     other = quarter(pool, 4, capacity=32)
     other.prepare(24)
     pool.wait_idle(1)
     assert pool.stats().pages_prefetched == 6
     full(0)
-    t = filled(pool, 40, 7, capacity=40)  # 10 pages: 4 parked and 6 ahead
+    t = filled(pool, 40, 7, capacity=40)  # 10 pages: 4 cached and 6 ahead
     assert t.eq(7).all() and not emptied
-    assert pool.stats().pages_prefetched == 0 and pool.stats().pages_parked == 0
+    assert pool.stats().pages_prefetched == 0 and pool.stats().pages_cached == 0
     with pytest.raises(vtensor.OutOfPages):
         other.extend(8)
     assert emptied == [1] and other.length == 4
@@ -188,13 +188,13 @@ def test_what_the_pool_itself_keeps_comes_first(sim, stream_pool, emptied, full)
 
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
 def test_the_budget_takes_back_what_is_spare(pool_factory, emptied, kind):
-    """Parked, ahead and waiting pages are within the budget; torch's cache is not."""
-    pool = pool_factory(kind, 12, ahead=AHEAD, park=4 * PAGE)
+    """Cached, ahead and waiting pages are within the budget; torch's cache is not."""
+    pool = pool_factory(kind, 12, prefetch=AHEAD, cache=4 * PAGE)
     filled(pool, 16).close()
     other = quarter(pool, 4, capacity=32)
     other.prepare(24)
     pool.wait_idle(1)
-    assert (pool.stats().pages_parked, pool.stats().pages_prefetched) == (4, 6)
+    assert (pool.stats().pages_cached, pool.stats().pages_prefetched) == (4, 6)
     t = filled(pool, 44, 7, capacity=44)
     assert t.eq(7).all() and pool.stats().pages_used == 12
     with pytest.raises(vtensor.OutOfPages, match=r"\[VTensor.extend\] need 1 pages.* has 0 of 12 free"):
@@ -210,7 +210,7 @@ def test_the_budget_takes_back_what_is_spare(pool_factory, emptied, kind):
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
 def test_a_lower_budget(pool_factory, kind):
     """Takes back what is spare; what is in use is never taken."""
-    pool = pool_factory(kind, 16, ahead=AHEAD, park=8 * PAGE)
+    pool = pool_factory(kind, 16, prefetch=AHEAD, cache=8 * PAGE)
     filled(pool, 16).close()
     t = filled(pool, 16, 3)
     pool.wait_idle(1)
@@ -229,14 +229,14 @@ def test_a_lower_budget(pool_factory, kind):
 
 def test_a_reserve_is_left_to_others(sim, stream_pool, emptied):
     """Growth that would pass into it raises, after torch was asked; kept memory is not counted again."""
-    pool = stream_pool(reserve=free_memory() - 8 * PAGE)
+    pool = stream_pool(device_reserve=free_memory() - 8 * PAGE)
     t = filled(pool, 32)
-    with pytest.raises(vtensor.OutOfPages, match=r"\[VTensor.extend\] need 1 pages.*reserve= leaves"):
+    with pytest.raises(vtensor.OutOfPages, match=r"\[VTensor.extend\] need 1 pages.*device_reserve= leaves"):
         t.extend(1)
     assert emptied == [1] and t.length == 32
     t.truncate(28)
     t.extend(4)  # into the page that the pool kept
-    with pytest.raises(vtensor.OutOfPages, match="reserve="):
+    with pytest.raises(vtensor.OutOfPages, match="device_reserve="):
         pool.prefill(9 * PAGE)
     t.close()
 
@@ -244,7 +244,7 @@ def test_a_reserve_is_left_to_others(sim, stream_pool, emptied):
 def test_what_is_done_in_the_background_leaves_the_reserve_alone(sim, stream_pool, emptied):
     before = free_memory()
     reserve = before - 8 * PAGE
-    pool = stream_pool(reserve=reserve, ahead=AHEAD, low=12 * PAGE)
+    pool = stream_pool(device_reserve=reserve, prefetch=AHEAD, spare_low=12 * PAGE)
     eventually(lambda: free_memory() < before)
     t = quarter(pool, 4, capacity=200)
     t.prepare(160)
@@ -274,7 +274,7 @@ def test_pages_that_cannot_suffice_are_not_waited_for(sim, stream_pool, emptied)
 def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
     # In the place of torch's.
     cache = testing.simulated_cuda_pool(str(simcuda_library()), page_size=PAGE, budget=64 * PAGE)
-    pool = stream_pool(reserve=free_memory() - 8 * PAGE)
+    pool = stream_pool(device_reserve=free_memory() - 8 * PAGE)
     cached = filled(cache, 16)
     cached.close()
     t = filled(pool, 16)
@@ -291,7 +291,7 @@ def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
 
 def test_a_reserve_takes_what_is_spare(sim, stream_pool, emptied):
     """Before anybody is asked: what freed tensors left, and what is ahead of others."""
-    pool = stream_pool(reserve=free_memory() - 8 * PAGE, ahead=AHEAD)
+    pool = stream_pool(device_reserve=free_memory() - 8 * PAGE, prefetch=AHEAD)
     filled(pool, 16).close()
     other = quarter(pool, 4, capacity=32)
     other.prepare(12)
@@ -303,7 +303,7 @@ def test_a_reserve_takes_what_is_spare(sim, stream_pool, emptied):
 
 def test_the_mapper_leaves_memory_to_those_who_need_it(sim, stream_pool, emptied, full):
     """Where there is none it stops quietly: looking ahead is no reason to ask or to raise."""
-    pool = stream_pool(ahead=AHEAD, park=0)
+    pool = stream_pool(prefetch=AHEAD, cache=0)
     t = quarter(pool, 4)
     pool.wait_idle(1)
     full(0)

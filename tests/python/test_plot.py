@@ -159,10 +159,10 @@ def test_many_rows_share_bands(pool_factory):
     t = filled(pool, 4, rows=(1000,), capacity=8)
     fork = t.fork()
     for row in range(0, 1000, 2):
-        t[row] = 3  # its page parts
+        t[row] = 3  # its page becomes private
     axes = vtensor.plot.page_map(t)
     (band,) = [c for c in axes.collections if len(c.get_paths()) and len(c.get_facecolor())][:1]
-    assert len(axes.collections) < 20 and axes.get_ylim() == (1000, 0)  # each band of 4 rows shows the parted
+    assert len(axes.collections) < 20 and axes.get_ylim() == (1000, 0)  # a band of 4 rows shows the private
     assert matplotlib.colors.to_hex(band.get_facecolor()[0]) == vtensor._pages.COLOURS["private"]
     fork.close()
 
@@ -249,7 +249,7 @@ def test_a_tree_brings_kin_together():
 
 def test_sharing_counts_pages_once(pool):
     axes = vtensor.plot.sharing(family(pool))
-    # 8 + 11 + 9 + 13 places; on the host page 1 of the grandchild is parted, elsewhere the write was refused
+    # 8 + 11 + 9 + 13 places; on the host page 1 of the grandchild is private, elsewhere the write was refused
     assert axes.get_title(loc="left").startswith("41 pages mapped")
     assert sorted(tick.get_text() for tick in axes.get_yticklabels()) == [
         "grandchild",
@@ -276,7 +276,7 @@ def test_rows_are_named_by_their_index(pool):
 
 def test_a_cache_is_drawn_by_what_it_has():
     record = SimpleNamespace(row=1, index=0, page_id=5, shared=2, state="shared")
-    stats = SimpleNamespace(nbytes_live=600, nbytes_mapped=1000, pages_parked=2)
+    stats = SimpleNamespace(nbytes_live=600, nbytes_mapped=1000, pages_cached=2)
     pool = SimpleNamespace(page_size=100)
     cache = SimpleNamespace(pages=lambda: [record], stats=lambda: stats, pool=pool)
     (tick,) = vtensor.plot.sharing(cache).get_yticklabels()

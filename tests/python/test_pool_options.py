@@ -55,7 +55,7 @@ def test_a_budget_below_what_is_in_use_is_refused_and_changes_nothing(host):
 
 
 def test_a_budget_counts_what_a_growth_under_way_was_promised(sim, stream_pool):
-    """Between the page that it maps and the one that it parts it lets the lock go."""
+    """Between the page that it maps and the one that it unshares it lets the lock go."""
     pool = stream_pool(16)
     t = filled(pool, 6)
     f = t.fork()
@@ -76,14 +76,14 @@ def test_a_budget_counts_what_a_growth_under_way_was_promised(sim, stream_pool):
 
 def test_a_smaller_budget_gives_free_memory_back(host):
     filled(host, 40 * PER_PAGE, capacity=400).close()
-    assert host.stats().pages_cached == 40
+    assert host.stats().pages_spare == 40
     host.budget = 16 * PAGE
     stats = check_sums(host)
-    assert stats.pages_cached == 16 and stats.driver_calls["caller"]["fallocate"] >= 1
+    assert stats.pages_spare == 16 and stats.driver_calls["caller"]["fallocate"] >= 1
 
 
 def test_a_smaller_budget_takes_back_what_is_ahead(pool_factory):
-    pool = pool_factory("host", ahead=32 * PAGE, park=0)
+    pool = pool_factory("host", prefetch=32 * PAGE, cache=0)
     t = quarter(pool, 4, capacity=400)
     t.prepare(20 * PER_PAGE)
     pool.wait_idle(5)
@@ -109,7 +109,7 @@ def test_prefill_makes_memory_and_growth_finds_it(pool_factory, kind):
     pool = pool_factory(kind)
     pool.prefill(10 * PAGE - 1)
     stats = check_sums(pool)
-    assert (stats.pages_cached, stats.pages_used, stats.pages_free) == (10, 0, 64)
+    assert (stats.pages_spare, stats.pages_used, stats.pages_free) == (10, 0, 64)
     assert (stats.pages_fresh, stats.pages_recycled) == (0, 0)  # nobody took a page
     before = calls(pool)
     t = quarter(pool, 12 * PER_PAGE)
@@ -129,7 +129,7 @@ def test_prefill_is_limited_by_the_budget(host):
     with pytest.raises(vtensor.OutOfPages, match=r"\[Pool.prefill\]"):
         host.prefill(5 * PAGE)
     host.prefill(4 * PAGE)
-    assert check_sums(host).pages_cached == 4
+    assert check_sums(host).pages_spare == 4
     host.prefill(0)
     with pytest.raises(vtensor.InvalidArgument):
         host.prefill(-1)
@@ -142,10 +142,10 @@ def test_a_refused_prefill_leaves_nothing_taken(pool_factory):
         with testing.fail_after(pool, 0), pytest.raises(vtensor.VTensorError) as refused:
             pool.prefill(8 * PAGE)
         stats = check_sums(pool)
-        assert (stats.pages_used, stats.pages_cached) == (0, 0), refused.value
+        assert (stats.pages_used, stats.pages_spare) == (0, 0), refused.value
         testing.check_invariants(pool)
         pool.prefill(8 * PAGE)
-        assert pool.stats().pages_cached == 8
+        assert pool.stats().pages_spare == 8
 
 
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
@@ -165,7 +165,7 @@ def test_a_refused_growth_does_not_upset_the_counters(pool_factory, kind):
 
 
 def test_growths_and_tensors_are_counted(pool_factory):
-    pool = pool_factory("host", park=32 * PAGE)
+    pool = pool_factory("host", cache=32 * PAGE)
     t = quarter(pool, 2)
     t.prepare(PER_PAGE)
     pool.wait_idle(5)
@@ -175,40 +175,40 @@ def test_growths_and_tensors_are_counted(pool_factory):
     t.close()
     quarter(pool, 1)
     stats = pool.stats()
-    assert (stats.growths_mapped, stats.growths_ready) == (2, 2)  # an adopted page is a ready one
-    assert (stats.tensors_fresh, stats.tensors_adopted) == (1, 1)
+    assert (stats.growths_mapped, stats.growths_ready) == (2, 2)  # a reused page is a ready one
+    assert (stats.tensors_fresh, stats.tensors_reused) == (1, 1)
 
 
 # --- watermarks and age -----------------------------------------------------------------------------------
 
 
 def test_the_mapper_keeps_free_memory_between_the_marks(pool_factory):
-    pool = pool_factory("host", low=8 * PAGE, high=16 * PAGE)
-    eventually(lambda: pool.stats().pages_cached == 8)
+    pool = pool_factory("host", spare_low=8 * PAGE, spare_high=16 * PAGE)
+    eventually(lambda: pool.stats().pages_spare == 8)
     before = calls(pool)
     t = filled(pool, 6 * PER_PAGE, capacity=400)
-    eventually(lambda: pool.stats().pages_cached >= 8)
+    eventually(lambda: pool.stats().pages_spare >= 8)
     t.extend(40 * PER_PAGE)
     t.close()
-    eventually(lambda: pool.stats().pages_cached <= 16)
+    eventually(lambda: pool.stats().pages_spare <= 16)
     check_sums(pool)
     assert "fallocate" not in calls_since(pool, before)
     assert mapper_calls(pool)["fallocate"] > 2
 
 
 def test_the_low_mark_is_kept_within_the_budget(pool_factory):
-    pool = pool_factory("host", pages=16, low=12 * PAGE)
-    eventually(lambda: pool.stats().pages_cached == 12)
+    pool = pool_factory("host", pages=16, spare_low=12 * PAGE)
+    eventually(lambda: pool.stats().pages_spare == 12)
     t = filled(pool, 10 * PER_PAGE)
-    eventually(lambda: pool.stats().pages_cached == 6)
+    eventually(lambda: pool.stats().pages_spare == 6)
     testing.check_invariants(pool)
     t.extend(6 * PER_PAGE)
     assert check_sums(pool).pages_free == 0 and t[: 10 * PER_PAGE].eq(1).all()
 
 
 def test_a_refused_refill_is_tried_again(pool_factory):
-    pool = pool_factory("host", low=4 * PAGE)
-    eventually(lambda: pool.stats().pages_cached == 4)
+    pool = pool_factory("host", spare_low=4 * PAGE)
+    eventually(lambda: pool.stats().pages_spare == 4)
     with testing.fail_after(pool, 0, 1000):
         pool_calls = mapper_calls(pool).get("fallocate", 0)
         try:
@@ -217,7 +217,7 @@ def test_a_refused_refill_is_tried_again(pool_factory):
             pass
         time.sleep(0.02)
     t = filled(pool, 3 * PER_PAGE)
-    eventually(lambda: pool.stats().pages_cached >= 4)
+    eventually(lambda: pool.stats().pages_spare >= 4)
     assert mapper_calls(pool)["fallocate"] >= pool_calls and t.eq(1).all()
 
 
@@ -225,24 +225,24 @@ def test_memory_goes_with_age(pool_factory):
     pool = pool_factory("host", max_age=0.05)
     filled(pool, 10 * PER_PAGE).close()
     freed = time.monotonic()
-    eventually(lambda: pool.stats().pages_cached == 0)
+    eventually(lambda: pool.stats().pages_spare == 0)
     assert time.monotonic() - freed > 0.03
     assert mapper_calls(pool)["fallocate"] == 10
 
 
-def test_parked_memory_goes_with_age(pool_factory):
+def test_cached_memory_goes_with_age(pool_factory):
     """At once from where it was mapped to the system: it was free all that time."""
-    pool = pool_factory("host", max_age=0.1, ahead=16 * PAGE, park=16 * PAGE)
+    pool = pool_factory("host", max_age=0.1, prefetch=16 * PAGE, cache=16 * PAGE)
     filled(pool, 10 * PER_PAGE).close()
     freed = time.monotonic()
-    eventually(lambda: pool.stats().pages_parked == 10)
-    eventually(lambda: pool.stats().pages_parked == 0)
-    assert time.monotonic() - freed > 0.08
+    eventually(lambda: pool.stats().pages_cached == 10)
     eventually(lambda: pool.stats().pages_cached == 0)
+    assert time.monotonic() - freed > 0.08
+    eventually(lambda: pool.stats().pages_spare == 0)
     assert time.monotonic() - freed < 0.18
-    adopted = filled(pool, 10 * PER_PAGE)
-    adopted.close()
-    assert pool.stats().pages_parked == 10
+    reused = filled(pool, 10 * PER_PAGE)
+    reused.close()
+    assert pool.stats().pages_cached == 10
 
 
 def test_made_memory_ages_from_when_it_was_made(pool_factory):
@@ -251,38 +251,38 @@ def test_made_memory_ages_from_when_it_was_made(pool_factory):
     filled(pool, 1).close()
     pool.wait_idle(5)
     time.sleep(0.05)
-    assert pool.stats().pages_cached == 8
+    assert pool.stats().pages_spare == 8
 
 
 def test_age_leaves_the_low_mark_alone(pool_factory):
-    pool = pool_factory("host", low=4 * PAGE, max_age=0.02)
+    pool = pool_factory("host", spare_low=4 * PAGE, max_age=0.02)
     filled(pool, 10 * PER_PAGE).close()
-    eventually(lambda: pool.stats().pages_cached == 4)
+    eventually(lambda: pool.stats().pages_spare == 4)
     before = mapper_calls(pool)
     time.sleep(0.1)
-    assert pool.stats().pages_cached == 4 and mapper_calls(pool) == before
+    assert pool.stats().pages_spare == 4 and mapper_calls(pool) == before
 
 
 # --- reserve ----------------------------------------------------------------------------------------------
 
 
 def test_a_reserve_is_left_to_others(pool_factory):
-    pool = pool_factory("host", reserve=2**50)
+    pool = pool_factory("host", device_reserve=2**50)
     t = quarter(pool)
     with pytest.raises(vtensor.OutOfPages, match="reserve"):
         t.extend(1)
     assert t.length == 0 and pool.stats().pages_used == 0
     with pytest.raises(vtensor.OutOfPages, match="reserve"):
         pool.prefill(PAGE)
-    modest = pool_factory("host", reserve=PAGE)
+    modest = pool_factory("host", device_reserve=PAGE)
     assert filled(modest, 9).eq(1).all()
 
 
 def test_memory_that_is_there_does_not_count_against_the_reserve(pool_factory):
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    pool = pool_factory("host", reserve=min(free // 4, 2**30))
+    pool = pool_factory("host", device_reserve=min(free // 4, 2**30))
     filled(pool, 30 * PER_PAGE, capacity=200).close()
-    assert pool.stats().pages_cached == 30
+    assert pool.stats().pages_spare == 30
     assert filled(pool, 30 * PER_PAGE, capacity=200).eq(1).all()
 
 
@@ -292,19 +292,19 @@ BAD = [
     ("budget", 0),
     ("budget", -1),
     ("budget", 2**63),
-    ("ahead", -1),
-    ("ahead", 2**63),
-    ("park", -1),
-    ("park", 2**63),
-    ("low", -1),
-    ("low", 2**63),
-    ("high", -1),
+    ("prefetch", -1),
+    ("prefetch", 2**63),
+    ("cache", -1),
+    ("cache", 2**63),
+    ("spare_low", -1),
+    ("spare_low", 2**63),
+    ("spare_high", -1),
     ("max_age", 0),
     ("max_age", -1.0),
     ("max_age", math.nan),
     ("max_age", math.inf),
-    ("reserve", -1),
-    ("reserve", 2**63),
+    ("device_reserve", -1),
+    ("device_reserve", 2**63),
     ("zero", "sometimes"),
     ("page_size", 3000),
     ("page_size", 0),
@@ -318,8 +318,8 @@ def test_a_bad_option_is_refused_by_name(name, value):
 
 
 def test_marks_that_contradict_one_another():
-    with pytest.raises(vtensor.InvalidArgument, match="low"):
-        vtensor.Pool("cpu", low=2 * PAGE, high=PAGE)
+    with pytest.raises(vtensor.InvalidArgument, match="spare_low"):
+        vtensor.Pool("cpu", spare_low=2 * PAGE, spare_high=PAGE)
     with pytest.raises(vtensor.InvalidArgument, match="budget"):
         vtensor.Pool("cpu", page_size=PAGE, budget=PAGE - 1)
 

@@ -19,7 +19,7 @@ def empty(pool, length=0, make=vtensor.empty, **options):
 
 @pytest.fixture
 def small():
-    pool = vtensor.Pool("cpu", page_size=4096, ahead=0)
+    pool = vtensor.Pool("cpu", page_size=4096, prefetch=0)
     yield pool
     testing.check_invariants(pool)
     pool.close()
@@ -36,14 +36,14 @@ def cuda():
 
 @pytest.mark.parametrize("operation", ["fork", "unshare"])
 def test_parted_bytes_survive_a_refused_remap(small, operation):
-    """I2, I8: what the kernel parted lies in no handle, so it cannot be put back from one."""
+    """I2, I8: what the kernel copied lies in no handle, so it cannot be put back from one."""
     refused = 0
     for skip in range(25):
         t = empty(small, 3 * PAGE)
         t.fill_(1)
         f = t.fork()
         t.fill_(2)
-        f.truncate(PAGE)  # the first page is shared and parted, the others parted alone
+        f.truncate(PAGE)  # the first page is shared and copied, the others copied alone
         try:
             with testing.fail_after(small, skip):
                 t.fork().close() if operation == "fork" else t.unshare(0, t.length)
@@ -92,7 +92,7 @@ def test_zeros_extend_with_zeros_after_a_front_shrink(pool):
 
 
 def test_a_tensor_that_moved_with_a_view_alive_can_be_written(cuda):
-    """I6 on CUDA: its pages are shared with the view, and a write to it parts them."""
+    """I6 on CUDA: its pages are shared with the view, and a write to it unshares them."""
     page = cuda.page_size // 4
     t = vtensor.empty(0, grow_dim=0, capacity=8 * page, pool=cuda, when_full="move").extend(6 * page)
     t.fill_(1)
@@ -132,11 +132,11 @@ def test_a_failed_own_leaves_its_bytes_to_nobody(pool_factory, pages):
 @pytest.mark.exact
 def test_prefilled_memory_serves_larger_tensors(small):
     small.prefill(10 * 4096)
-    assert small.stats().pages_cached == 10
+    assert small.stats().pages_spare == 10
     small.prefill(20 * 4096)
-    assert small.stats().pages_cached == 20
+    assert small.stats().pages_spare == 20
     t = empty(small, 5 * PAGE)
-    assert small.stats().pages_cached == 15 and t.eq(0).all()
+    assert small.stats().pages_spare == 15 and t.eq(0).all()
     t.close()
 
 

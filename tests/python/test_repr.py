@@ -68,7 +68,7 @@ def test_no_element_is_read_and_no_driver_called(pool, monkeypatch, look):
 def test_pages_that_cannot_be_read_are_not():
     run_snippet(
         """
-        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0)
+        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0)
         t = filled(pool, 8)
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.mprotect(ctypes.c_void_p(t.address), ctypes.c_size_t(8192), 0) == 0  # PROT_NONE
@@ -83,7 +83,7 @@ def test_no_lock_is_waited_for():
     """In a child of `fork` whose parent may have held the pool's lock, as beside a thread that holds it."""
     run_snippet(
         """
-        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0)
+        pool = vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0)
         t = filled(pool, 8)
         line = repr(t)
         child = os.fork()

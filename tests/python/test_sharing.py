@@ -128,7 +128,7 @@ def test_a_write_through_a_host_view_stays_on_its_side(host, write, view_of):
     (WRITES | ALIASED)[write](view)
     assert same_bytes(view, writer) and not same_bytes(writer, expected)
     assert same_bytes(other, expected)  # I6
-    # What was parted is folded by now, and by the next fork; nothing may change by it.
+    # Private copies are folded by now, and by the next fork; nothing may change by it.
     written = writer.clone()
     assert host.stats().pages_used > 3
     grandchild = writer.fork()
@@ -212,7 +212,7 @@ def test_a_fork_costs_no_page_until_a_write_and_then_one(host):
 
 @pytest.mark.exact
 def test_an_in_place_operation_on_a_cuda_tensor_costs_its_shared_pages(simcuda):
-    """Pages cannot part at a fault there: the tensor's own are parted before the write."""
+    """No fault copies a page there: the tensor's own are unshared before the write."""
     parent = filled(simcuda, 4 * PER_PAGE, rows=(2,))
     child = parent.fork()
     assert simcuda.stats().pages_used == 8
@@ -293,17 +293,17 @@ def test_parted_pages_are_charged_and_then_folded(host):
     child = parent.fork()
     ids = page_ids(parent)
     view = parent[:]
-    view[0] = 1.0  # the kernel parts the page
+    view[0] = 1.0  # the kernel copies the page
     view[9] = 1.0
     before = calls(host)
     stats = host.stats()
-    assert (stats.pages_used, stats.pages_parted) == (5, 2)
+    assert (stats.pages_used, stats.pages_private) == (5, 2)
     assert [(r.state, r.shared) for r in parent.pages()] == [("private", 1), ("shared", 2), ("private", 1)]
     assert page_ids(child) == ids
     assert not calls_since(host, before).get("pwrite"), "a count copies nothing: writers know nothing of it"
     grandchild = parent.fork()
     stats = host.stats()
-    assert (stats.pages_used, stats.pages_parted) == (5, 0)
+    assert (stats.pages_used, stats.pages_private) == (5, 0)
     assert [mine == old for mine, old in zip(page_ids(parent), ids, strict=True)] == [False, True, False]
     assert page_ids(grandchild) == page_ids(parent)
     assert [r.shared for r in child.pages()] == [1, 3, 1]
@@ -340,7 +340,7 @@ def test_folding_that_does_not_fit_raises_and_loses_nothing(pool_factory):
     child = parent.fork()
     child[:].fill_(2)  # two pages more than the pool has left: the kernel asks nobody
     stats = pool.stats()
-    assert (stats.pages_used, stats.pages_free, stats.pages_parted) == (10, -2, 5)  # I5
+    assert (stats.pages_used, stats.pages_free, stats.pages_private) == (10, -2, 5)  # I5
     with pytest.raises(vtensor.OutOfPages) as caught:
         child.fork()
     assert isinstance(caught.value, MemoryError)  # I9

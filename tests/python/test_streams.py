@@ -192,7 +192,7 @@ def test_a_fork_lets_the_named_stream_go(sim, stream_pool):
 def test_several_pools_and_devices(sim, stream_pool, ahead):
     """Each device has its own streams, the default one included: none waits for another's."""
     with device(devices=3):
-        pools = [stream_pool(device=n, ahead=ahead) for n in (0, 1, 1, 2)]
+        pools = [stream_pool(device=n, prefetch=ahead) for n in (0, 1, 1, 2)]
         streams = [sim.stream(device=n) for n in (0, 1, 1, 2)]
         tensors = [filled(pool, 16, n + 1) for n, pool in enumerate(pools)]
         for n in range(4):

@@ -170,7 +170,7 @@ def test_an_operation_on_a_pool(pool_factory, kind, operation):
         return pool
 
     def check(pool, outcome):
-        assert pool.budget in (64 * page, 40 * page) and pool.stats().pages_cached in (0, 5)
+        assert pool.budget in (64 * page, 40 * page) and pool.stats().pages_spare in (0, 5)
         filled(pool, 6).close()
         testing.check_invariants(pool)
 

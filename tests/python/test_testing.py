@@ -69,7 +69,7 @@ def test_a_tensor_that_grew_leaks(pool) -> None:
 
 def test_a_view_of_a_pool_that_is_gone_leaks() -> None:
     def view_only() -> torch.Tensor:
-        with vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0) as pool:
+        with vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0) as pool:
             return filled(pool, 3)[:]
 
     view = None
@@ -100,8 +100,8 @@ def test_other_pools_are_let_be_where_some_are_named(pool_factory) -> None:
     t.close()
 
 
-def test_what_is_parked_or_ahead_is_no_leak(pool_factory) -> None:
-    pool = pool_factory("host", ahead=8 * 4096, park=16 * 4096)
+def test_what_is_cached_or_ahead_is_no_leak(pool_factory) -> None:
+    pool = pool_factory("host", prefetch=8 * 4096, cache=16 * 4096)
     kept = quarter(pool, 1)
     with testing.assert_no_leaks():
         t = quarter(pool, 4 * PER_PAGE)
@@ -113,7 +113,7 @@ def test_what_is_parked_or_ahead_is_no_leak(pool_factory) -> None:
 
 def test_an_open_empty_pool_is_no_leak() -> None:
     with testing.assert_no_leaks():
-        pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, ahead=0)
+        pool = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
     pool.close()
 
 
@@ -221,7 +221,7 @@ def test_an_injected_failure_changes_nothing(pool) -> None:
 @given(st.data())
 def test_tensors_are_as_programs_leave_them(data) -> None:
     with (
-        vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0) as pool,
+        vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0) as pool,
         testing.assert_no_leaks(pool),
     ):
         t = data.draw(strategies.tensors(pool))
@@ -239,7 +239,7 @@ def test_tensors_take_many_forms() -> None:
     @settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def look(data) -> None:
-        with vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0) as pool:
+        with vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0) as pool:
             t = data.draw(strategies.tensors(pool))
             seen.add(("dtype", t.dtype))
             seen.add(("rows", t.grow_dim))
@@ -258,7 +258,7 @@ def test_tensors_take_many_forms() -> None:
 @QUICK
 @given(st.data())
 def test_forks_share_their_pages(data) -> None:
-    with vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, ahead=0) as pool:
+    with vtensor.Pool("cpu", page_size=4096, budget=64 * 4096, prefetch=0) as pool:
         first, *others = data.draw(strategies.forks(pool))
         before = first.clone()
         for t in others:
@@ -481,4 +481,4 @@ def test_the_simulated_cuda_pool_needs_a_library(monkeypatch) -> None:
     with pytest.raises(vtensor.VTensorError, match="VTENSOR_SIMCUDA"):
         testing.simulated_cuda_pool()
     if simcuda_library() is not None:
-        testing.simulated_cuda_pool(simcuda_library(), ahead=0).close()
+        testing.simulated_cuda_pool(simcuda_library(), prefetch=0).close()

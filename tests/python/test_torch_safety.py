@@ -54,7 +54,7 @@ x = view = t = None
 gc.collect()
 testing.check_invariants(pool)
 pool.wait_idle()  # with look-ahead, pages leave a moment later
-assert pool.stats().pages_used == pool.stats().pages_parked, pool.stats()
+assert pool.stats().pages_used == pool.stats().pages_cached, pool.stats()
 pool.close()
 """
 

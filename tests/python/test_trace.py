@@ -123,7 +123,7 @@ def test_pandas_makes_a_table_of_them(host):
 
 def test_what_a_tensor_and_the_mapper_do_is_all_there(pool_factory):
     """One of each, by who does it."""
-    pool = pool_factory("host", ahead=16 * 4096, park=16 * 4096)
+    pool = pool_factory("host", prefetch=16 * 4096, cache=16 * 4096)
     with trace.record() as recording:
         t = quarter(pool, 2, make=vtensor.zeros)
         t.prepare(14)
@@ -133,14 +133,14 @@ def test_what_a_tensor_and_the_mapper_do_is_all_there(pool_factory):
         t.extend(4)  # as zeros again
         t.close()
         pool.wait_idle(5)
-        adopted = quarter(pool, 4, make=vtensor.zeros)
-        adopted.fork().unshare(0, 4)
+        reused = quarter(pool, 4, make=vtensor.zeros)
+        reused.fork().unshare(0, 4)
     events = recording.events()
     seen = {(event.what, event.role): event for event in events}
-    caller = {"extend", "prepare", "revive", "shrink", "fork", "part", "zero", "adopt"}
+    caller = {"extend", "prepare", "revive", "shrink", "fork", "unshare", "zero", "reuse"}
     assert caller <= {what for what, role in seen if role == "caller"}
     assert {"map", "populate", "zero"} <= {what for what, role in seen if role == "mapper"}
-    assert any(event.what == "park" for event in events)
+    assert any(event.what == "cache" for event in events)
     assert seen["revive", "caller"].tensor and seen["zero", "caller"].nbytes == 4 * 1024
 
 

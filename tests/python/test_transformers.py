@@ -167,5 +167,5 @@ def test_default_pool_is_used_and_given_back(llama):
     assert cache.layers[0].owners[0].pool is default
     assert default.stats().pages_used > before
     cache.reset()
-    default.trim()  # what is parked for the next cache
+    default.trim()  # what is cached for the next cache
     assert default.stats().pages_used == before

@@ -38,7 +38,7 @@ def drivers() -> list[Driver]:
 
 def _host() -> Driver:
     try:
-        with vtensor.Pool("cpu", ahead=0) as pool:
+        with vtensor.Pool("cpu", prefetch=0) as pool:
             smallest = max(4096, os.sysconf("SC_PAGE_SIZE"))
             return Driver("cpu", True, "memfd and mmap", smallest, pool.page_size, pool.budget)
     except vtensor.VTensorError as error:
@@ -48,7 +48,7 @@ def _host() -> Driver:
 def _cuda(index: int) -> Driver:
     device = f"cuda:{index}"
     try:
-        with vtensor.Pool(device, ahead=0) as pool:
+        with vtensor.Pool(device, prefetch=0) as pool:
             name = torch.cuda.get_device_name(index)
             return Driver(device, True, name, granularity(index), pool.page_size, pool.budget)
     except vtensor.VTensorError as error:

@@ -27,7 +27,7 @@ def main(as_json: bool) -> int:
             if driver.device != "cpu":  # a context is made, which takes a second
                 print(f"testing {driver.device} ...", file=sys.stderr, flush=True)
             budget = _TEST_PAGES * driver.page_size
-            with vtensor.Pool(driver.device, budget=budget, ahead=0) as pool:
+            with vtensor.Pool(driver.device, budget=budget, prefetch=0) as pool:
                 tests[driver.device] = self_test(pool)
     ok = bool(tests) and all(step.ok for steps in tests.values() for step in steps)
     versions = {

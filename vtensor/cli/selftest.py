@@ -73,7 +73,7 @@ def _steps(pool: vtensor.Pool) -> Iterator[str]:
     child = t.fork()
     used = pool.stats().pages_used
     _require(used == _PAGES, f"a fork took {used - _PAGES} pages")
-    child.unshare(0, 1)  # CUDA parts no page at a write through a view, as this one is
+    child.unshare(0, 1)  # CUDA copies no page at a write through a view, as this one is
     child[:1].fill_(255)
     _require(bool((t[0] == 0).all()), "a write through a fork is seen through its parent (I6)")
     taken = pool.stats().pages_used - used

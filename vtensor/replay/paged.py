@@ -96,14 +96,14 @@ class PagedCache(NeverSwapped):
     def _grow(self, slots: list[int], lengths: Sequence[int]) -> bool:
         size = self.frame_tokens
         needed = 0
-        parting: dict[int, int] = {}  # shared last frames that are written: how many hold them
+        unsharing: dict[int, int] = {}  # shared last frames that are written: how many hold them
         for slot in slots:
             table = self.tables[slot]
             needed += -(-lengths[slot] // size) - len(table)
             if self._lengths[slot] % size and self._refs[table[-1]] > 1:
-                holders = parting.setdefault(table[-1], self._refs[table[-1]])
+                holders = unsharing.setdefault(table[-1], self._refs[table[-1]])
                 if holders > 1:  # the last to write keeps it
-                    parting[table[-1]] = holders - 1
+                    unsharing[table[-1]] = holders - 1
                     needed += 1
         if needed > len(self._free):
             return False

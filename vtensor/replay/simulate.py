@@ -238,7 +238,7 @@ class _Replay:
             self.stride *= 2
 
     def _calls(self) -> dict[str, dict[str, int]]:
-        # pagemap is how stats() itself looks for parted pages, on the host alone: no call of the serving.
+        # pagemap is how stats() itself looks for private copies, on the host alone: no call of the serving.
         return {
             thread: {name: n for name, n in calls.items() if name != "pagemap"}
             for thread, calls in self.cache.stats().driver_calls.items()

@@ -15,7 +15,7 @@ def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[None]:
     """Failure injection: lets ``skip`` driver calls of ``pool`` through, then has the next ``refuse`` refused
     without being made. What the operation does then has to be a :class:`~vtensor.DriverError` that changed
     nothing (I8), unless the call was a mere question, such as ``cuStreamGetCtx``; the mapper's calls count
-    too, so make the pool with ``ahead=0`` to meet your own.
+    too, so make the pool with ``prefetch=0`` to meet your own.
 
     Raises:
         Closed: the pool is closed.

@@ -59,7 +59,7 @@ def assert_no_leaks(*pools: Pool) -> Iterator[None]:
     """Asserts that the ``with`` gives back what it takes: at its end there are no more open tensors, needed,
     held or quarantined pages and reserved addresses than at its beginning (I14).
 
-    Garbage is collected first where that makes a difference, free and parked pages go back to the system,
+    Garbage is collected first where that makes a difference, free and cached pages go back to the system,
     and the mapper comes to rest. Where the ``with`` raises, nothing is asserted: the traceback holds what
     its frames name.
 

@@ -22,8 +22,8 @@ def host_pool(
     Args:
         page_size, budget, zero: as for :class:`~vtensor.Pool`.
         strict_holes: whether reading unmapped addresses faults.
-        options: as for :class:`~vtensor.Pool`, except that ``ahead`` is 0 unless given; and ``patience``, the
-            seconds after which the pool's waits time out.
+        options: as for :class:`~vtensor.Pool`, except that ``prefetch`` is 0 unless given; and ``patience``,
+            the seconds after which the pool's waits time out.
 
     Raises:
         InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.

@@ -39,10 +39,10 @@ class World:
     def open_pools(self) -> list[vtensor.Pool]:
         """Two pools of ``BUDGET_PAGES`` pages each; override it to test another driver or other options.
 
-        With ``ahead`` above 0 the counts of pages are no longer exact: override :meth:`check_counts` too.
+        With ``prefetch`` above 0 the counts of pages are no longer exact: override :meth:`check_counts` too.
         """
         return [
-            vtensor.Pool("cpu", page_size=size, budget=BUDGET_PAGES * size, ahead=0) for size in PAGE_SIZES
+            vtensor.Pool("cpu", page_size=size, budget=BUDGET_PAGES * size, prefetch=0) for size in PAGE_SIZES
         ]
 
     def seeded(self) -> int:
@@ -95,7 +95,7 @@ class World:
 
     def attempt(self, pool: vtensor.Pool, operation: Callable[[], Any], fail: int | None) -> Any:
         """Runs it; where a driver call is refused or pages are short, asserts that nothing changed (I8)."""
-        before, parted = self.facts(pool), pool.stats().pages_parted
+        before, private = self.facts(pool), pool.stats().pages_private
         try:
             if fail is None:
                 return operation()
@@ -108,8 +108,8 @@ class World:
         except vtensor.OutOfPages as error:
             assert "page" in str(error)
         after = self.facts(pool)
-        if pool.stats().pages_parted != parted:
-            # What had parted was folded first: a page that nobody saw any more may be free by that.
+        if pool.stats().pages_private != private:
+            # Private copies were folded first: a page that nobody saw any more may be free by that.
             assert after[0][0] <= before[0][0] and after[0][2:] == before[0][2:]
             before = (after[0], before[1])
         assert after == before
@@ -183,8 +183,8 @@ class World:
                 assert missing + copies > free, "refused though there were pages"
             return
         assert result is t.actual
-        # Folding a parted page may free what both sides had shared.
-        assert missing <= free + stats.pages_parted, "granted though there were no pages"
+        # Folding a private copy may free what both sides had shared.
+        assert missing <= free + stats.pages_private, "granted though there were no pages"
         if moves:
             self.leave(t)
             self.settle_address(t)
@@ -206,8 +206,8 @@ class World:
         new = t.memory.slots(t.front + t.length, t.front + t.length + n)
         return len(new & self.mapped_slots(t)) * t.rows
 
-    def may_part(self, pool: vtensor.Pool, pages: int) -> bool:
-        """Whether the budget leaves what a write may part: the kernel does that without asking."""
+    def may_unshare(self, pool: vtensor.Pool, pages: int) -> bool:
+        """Whether the budget leaves what a write may copy: the kernel does that without asking."""
         return pool.stats().pages_free >= pages
 
     def shared_pages(self, t: ModelTensor) -> int:
@@ -274,10 +274,10 @@ class World:
         needed, held = self.needed_and_held(pool)
         assert stats.pages_active == needed  # I4
         assert stats.pages_pinned == held, (stats.pages_pinned, held)
-        assert (stats.pages_prefetched, stats.pages_parked, stats.pages_quarantined) == (0, 0, 0)
+        assert (stats.pages_prefetched, stats.pages_cached, stats.pages_quarantined) == (0, 0, 0)
         assert stats.pages_mapped == needed + held
         assert stats.nbytes_mapped == stats.pages_mapped * pool.page_size
-        assert stats.pages_used - stats.pages_parted <= stats.pages_mapped
+        assert stats.pages_used - stats.pages_private <= stats.pages_mapped
         assert stats.pages_used + stats.pages_free == stats.budget // stats.page_size  # I5
         assert stats.tensors == sum(t.pool is pool for t in self.tensors)
         check_invariants(pool)  # I5

@@ -58,8 +58,8 @@ class CacheMachine(RuleBasedStateMachine):
     Attributes:
         options: how :meth:`open_cache` makes the cache, as :class:`~vtensor.KVCache` takes it; override it to
             test other shapes. Pages are counted one by one where it has ``"tile": 1`` and no windows.
-        looks_ahead: say True where the pool of :meth:`open_pool` has ``ahead`` above 0: pages may then wait
-            for the mapper, and counts of these are bounds.
+        looks_ahead: say True where the pool of :meth:`open_pool` has ``prefetch`` above 0: pages may then
+            wait for the mapper, and counts of these are bounds.
         pool, cache: what the two methods made.
         requests: of each slot that is not free, its :class:`~vtensor.testing.kv_model.Request`.
     """
@@ -83,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
     def open_pool(self) -> vtensor.Pool:
         """A pool of ``BUDGET_PAGES`` small pages, so that memory is short at times; override it to test
         another driver or other options. The machine closes it."""
-        return vtensor.Pool("cpu", page_size=_PAGE_SIZE, budget=BUDGET_PAGES * _PAGE_SIZE, ahead=0)
+        return vtensor.Pool("cpu", page_size=_PAGE_SIZE, budget=BUDGET_PAGES * _PAGE_SIZE, prefetch=0)
 
     def open_cache(self, pool: vtensor.Pool) -> vtensor.KVCache:
         """The cache, of float32 and at most 8 layers; override it to test a subclass of your own."""
@@ -274,7 +274,7 @@ class CacheMachine(RuleBasedStateMachine):
         if forks is REFUSED:
             return
         assert len(set(forks)) == n and not set(forks) & set(self.requests)
-        if not self.looks_ahead and before.pages_parted == 0 and fail is None:
+        if not self.looks_ahead and before.pages_private == 0 and fail is None:
             assert self.pool.stats().pages_used <= before.pages_used
         for fork in forks:
             self.requests[fork] = self.requests[slot].copy()
@@ -353,7 +353,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Slots, and pages by what they are there for (I4)."""
         stats = self.cache.stats()
         assert stats.pages_mapped == (
-            stats.pages_active + stats.pages_prefetched + stats.pages_parked + stats.pages_pinned
+            stats.pages_active + stats.pages_prefetched + stats.pages_cached + stats.pages_pinned
         )
         assert stats.slots_used + stats.slots_swapped == len(self.requests)
         if not self.looks_ahead:

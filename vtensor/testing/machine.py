@@ -269,10 +269,10 @@ class TensorMachine(World, RuleBasedStateMachine):
         t = self.tensor(index)
         if t.length == 0:
             return
-        if not t.pool._core.parts_on_write:
+        if not t.pool._core.kernel_copies_on_write:
             if way == "numpy":
                 way = "copy_"  # no in-place operation on the tensor itself
-        elif not self.may_part(t.pool, self.shared_pages(t)):
+        elif not self.may_unshare(t.pool, self.shared_pages(t)):
             return
         before = t.memory.cells
         if way in ("fill_", "one"):
@@ -303,11 +303,11 @@ class TensorMachine(World, RuleBasedStateMachine):
         t = view.owner
         lives = t in self.tensors and t.memory is view.memory
         within = lives and t.front <= view.start and view.stop <= t.front + t.length
-        if not view.pool._core.parts_on_write:
+        if not view.pool._core.kernel_copies_on_write:
             # Shared pages are read-only there: a caller who writes through views calls unshare() before.
             if not within or self.attempt(t.pool, lambda: t.actual.unshare(0, t.length), None) is REFUSED:
                 return
-        elif not self.may_part(view.pool, len(view.slots) * view.memory.rows):
+        elif not self.may_unshare(view.pool, len(view.slots) * view.memory.rows):
             return
         n = view.stop - view.start
         data = family_bytes(t.family, view.memory.rows * n * view.memory.item_bytes, self.seeded())
@@ -338,7 +338,7 @@ class TensorMachine(World, RuleBasedStateMachine):
     @rule(index=st.integers(0, 1))
     def trim(self, index: int) -> None:
         self.pools[index].trim()
-        assert self.pools[index].stats().pages_cached == 0
+        assert self.pools[index].stats().pages_spare == 0
 
     @invariant()
     def everything_holds(self) -> None:

@@ -1,4 +1,4 @@
-#include "tensor/shelf.h"
+#include "tensor/page_set.h"
 
 #include <algorithm>
 
@@ -6,14 +6,14 @@
 
 namespace vtensor {
 
-Shelf::~Shelf() {
+PageSet::~PageSet() {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   const PoolLock lock(pool_);
-  pool_->store().shelve(-static_cast<std::ptrdiff_t>(pages_.size()));
+  pool_->store().count_in_page_sets(-static_cast<std::ptrdiff_t>(pages_.size()));
   for (Page* page : pages_) pool_->store().drop(page);
 }
 
-bool Shelf::in_use() const {
+bool PageSet::in_use() const {
   return std::any_of(pages_.begin(), pages_.end(),
                      [](const Page* page) { return page->references > 1; });
 }

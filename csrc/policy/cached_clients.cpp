@@ -1,4 +1,4 @@
-#include "policy/parked_clients.h"
+#include "policy/cached_clients.h"
 
 #include <algorithm>
 
@@ -6,35 +6,35 @@
 
 namespace vtensor {
 
-std::shared_ptr<Client> ParkedClients::oldest_unplaced() const {
+std::shared_ptr<Client> CachedClients::oldest_unplaced() const {
   const auto found =
       std::find_if(all_.begin(), all_.end(), [](const auto& client) { return !client->placed(); });
   return found == all_.end() ? nullptr : *found;
 }
 
-std::shared_ptr<Client> ParkedClients::find(const RowShape& shape) const {
+std::shared_ptr<Client> CachedClients::find(const RowShape& shape) const {
   const auto alike = by_shape_.find(shape);
   if (alike == by_shape_.end()) return nullptr;
   std::shared_ptr<Client> busy;
   for (const std::shared_ptr<Client>& client : alike->second) {
-    if (!client->adoptable()) continue;
+    if (!client->reusable()) continue;
     if (!client->busy()) return client;
     if (!busy) busy = client;
   }
   return busy;
 }
 
-void ParkedClients::add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) {
-  by_shape_[client->shape()].add_first(client->places.parked_alike, client);
-  all_.add(client->places.parked, client);
+void CachedClients::add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) {
+  by_shape_[client->shape()].add_first(client->places.cached_alike, client);
+  all_.add(client->places.cached, client);
   if (unclean) this->unclean.add(client->places.unclean, client);
   pages_ += pages;
 }
 
-void ParkedClients::remove(Client& client, std::size_t pages) {
-  const std::shared_ptr<Client> kept = all_.remove(client.places.parked);
+void CachedClients::remove(Client& client, std::size_t pages) {
+  const std::shared_ptr<Client> kept = all_.remove(client.places.cached);
   const auto alike = by_shape_.find(client.shape());
-  alike->second.remove(client.places.parked_alike);
+  alike->second.remove(client.places.cached_alike);
   if (alike->second.empty()) by_shape_.erase(alike);
   unclean.remove(client.places.unclean);
   pages_ -= pages;

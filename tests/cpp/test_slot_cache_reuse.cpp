@@ -33,11 +33,11 @@ std::vector<std::size_t> freed(Bench<T>& bench, const std::vector<std::int64_t>&
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("a request gets the slot whose parked pages fit it best", T, OnHost,
+TEST_CASE_TEMPLATE("a request gets the slot whose cached pages fit it best", T, OnHost,
                    OnSimulation) {
   Bench<T> bench(plain(4), 100);
   const auto slots = freed(bench, {4, 12, 20});
-  CHECK(bench.pool->counts().parked == 2 * (1 + 3 + 5));
+  CHECK(bench.pool->counts().cached == 2 * (1 + 3 + 5));
   CHECK(bench.alloc(10) == slots[1]);
   CHECK(bench.alloc() == slots[2]);
   CHECK(bench.alloc(60) == slots[0]);
@@ -54,7 +54,7 @@ TEST_CASE_TEMPLATE("a request gets the slot whose parked pages fit it best", T, 
 TEST_CASE_TEMPLATE("a new request sees nothing of the last one (I7)", T, OnHost, OnSimulation) {
   for (int round = 0; round < 20; ++round) {
     Bench<T> bench({2, 64, 1, 0, {{2, 1000, 0}, {1, 6144, 6}}}, 200,
-                   {.ahead = round % 2 ? 8 * kPage : 0});
+                   {.prefetch = round % 2 ? 8 * kPage : 0});
     const std::size_t slot = freed(bench, {10 + round}).front();
     if (round % 3 == 0) bench.pool->wait_idle(kPatience);  // the mapper has zeroed them
     CHECK(bench.alloc(10) == slot);
@@ -69,14 +69,14 @@ TEST_CASE_TEMPLATE("a new request sees nothing of the last one (I7)", T, OnHost,
   }
 }
 
-TEST_CASE_TEMPLATE("parked pages go to whoever needs them", T, OnHost, OnSimulation) {
+TEST_CASE_TEMPLATE("cached pages go to whoever needs them", T, OnHost, OnSimulation) {
   Bench<T> bench(plain(4), 24);
   freed(bench, {16, 16});
   bench.pool->wait_idle(kPatience);  // what the mapper is zeroing cannot go at once
-  CHECK(bench.pool->counts().parked == 16);
+  CHECK(bench.pool->counts().cached == 16);
   std::shared_ptr<Buffer> buffer = Buffer::create(bench.pool, {1, kPage, 64}, kCaller);
   buffer->grow(kCaller, {0, 14}, false);
-  CHECK(bench.pool->counts().parked == 8);  // the oldest alone
+  CHECK(bench.pool->counts().cached == 8);  // the oldest alone
   const std::size_t slot = bench.alloc(40);
   CHECK(bench.grow(slot, 20));
   CHECK(bench.used() == 24);
@@ -100,14 +100,14 @@ TEST_CASE_TEMPLATE("what a slot keeps beyond its request goes to another slot's 
   bench.finish();
 }
 
-TEST_CASE_TEMPLATE("a fork takes no more of what is parked than it must", T, OnHost, OnSimulation) {
+TEST_CASE_TEMPLATE("a fork takes no more of what is cached than it must", T, OnHost, OnSimulation) {
   Bench<T> bench(plain(4), 100);
   const std::size_t parent = bench.alloc();
   CHECK(bench.grow(parent, 8));
   freed(bench, {30, 12, 20});
-  CHECK(bench.pool->counts().parked == 2 * (8 + 3 + 5));
+  CHECK(bench.pool->counts().cached == 2 * (8 + 3 + 5));
   bench.fork(parent, 1);
-  CHECK(bench.pool->counts().parked == 2 * (8 + 5));
+  CHECK(bench.pool->counts().cached == 2 * (8 + 5));
   bench.check();
   bench.finish();
 }
@@ -119,7 +119,7 @@ TEST_CASE_TEMPLATE("windowed slots keep the pages that they end with", T, OnHost
   for (int i = 0; i < 10; ++i) CHECK(bench.grow(slot, 1));
   const std::size_t used = bench.used();
   bench.free(slot);
-  CHECK(bench.pool->counts().parked == used);
+  CHECK(bench.pool->counts().cached == used);
   CHECK(bench.alloc() == slot);
   for (int i = 0; i < 40; ++i) {
     CHECK(bench.grow(slot, 1));
@@ -144,10 +144,10 @@ TEST_CASE_TEMPLATE("a closed cache leaves addresses to storages, and no page", T
   CHECK(bench.pool->counts().reserved_pages == 0);
 }
 
-TEST_CASE_TEMPLATE("a cache closed while the mapper is at it parks nothing", T, OnHost,
+TEST_CASE_TEMPLATE("a cache closed while the mapper is at it caches nothing", T, OnHost,
                    OnSimulation) {
   for (int round = 0; round < 200; ++round) {
-    Bench<T> bench(plain(4, 40), 400, {.ahead = 8 * kPage});
+    Bench<T> bench(plain(4, 40), 400, {.prefetch = 8 * kPage});
     for (int i = 0; i < 4; ++i) bench.alloc();
     CHECK(bench.step({5, 5, 5, 5}));
     std::this_thread::sleep_for(std::chrono::microseconds(10 * (round % 20)));
@@ -237,7 +237,7 @@ TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, O
   const std::size_t fork = bench.fork(parent, 1).front();
   const auto begin = steady_clock::now();
   bench.pool->driver().meter().fail_after(0, 1'000'000);
-  bench.free(fork);  // shared pages are not parked
+  bench.free(fork);  // shared pages are not cached
   CHECK_THROWS_AS(bench.cache->alloc(kCaller, 0), DriverError);
   bench.pool->driver().meter().disarm();
   CHECK(steady_clock::now() - begin < kPatience / 2);
@@ -246,7 +246,7 @@ TEST_CASE_TEMPLATE("a slot whose pages the driver keeps makes nobody wait", T, O
   bench.finish();
 }
 
-TEST_CASE("work of a stream that was current at a calm step is waited for") {
+TEST_CASE("work of a stream that was current at a room step is waited for") {
   Bench<OnSimulation> bench(plain(1), 100);
   const SimcudaControl& control = OnSimulation::control();
   const std::uint64_t stream = control.make_stream(0);
@@ -294,7 +294,7 @@ TEST_CASE("a forked child may drop a cache whose lock the parent held") {
 TEST_CASE("caches and tensors that compete for the last pages") {
   for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
     Bench<OnHost> one({4, 32, 1, 4, {{2, 1000, 0}, {1, 2048, 9}}}, 72,
-                      {.ahead = ahead, .low = 4 * kPage});
+                      {.prefetch = ahead, .spare_low = 4 * kPage});
     std::atomic<bool> done{false};
     std::atomic<std::size_t> stepped{0}, short_of_memory{0}, wrong{0};
     const auto serve = [&](unsigned seed) {
@@ -356,7 +356,7 @@ TEST_CASE("caches and tensors that compete for the last pages") {
     threads.emplace_back([&] {
       while (!done) {
         const PoolCounts counts = one.pool->counts();
-        CHECK(counts.mapped == counts.needed + counts.ahead + counts.parked + counts.held);
+        CHECK(counts.mapped == counts.active + counts.prefetched + counts.cached + counts.pinned);
         CHECK_NOTHROW(one.pool->check_invariants());
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }

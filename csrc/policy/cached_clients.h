@@ -12,7 +12,7 @@ namespace vtensor {
 
 class Client;
 
-class ParkedClients {
+class CachedClients {
  public:
   bool empty() const { return all_.empty(); }
   const std::shared_ptr<Client>& oldest() const { return all_.front(); }

@@ -1,0 +1,311 @@
+"""Reuse: a freed tensor stays mapped for the next of its shape, which never sees its bytes (I7, I15)."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import vtensor
+from support import PER_PAGE, calls, calls_since, check_sums, eventually, filled, memfds, quarter
+from vtensor import testing
+
+PAGE = 4096
+POLICIES = ["new_owner", "always"]
+
+
+@pytest.fixture
+def pool(pool_factory):
+    """64 host pages, of which 32 may be cached; no look-ahead."""
+    return pool_factory("host", cache=32 * PAGE)
+
+
+def freed(pool, length, value=7, **kw):
+    """Makes, fills and closes a tensor."""
+    filled(pool, length, value, **kw).close()
+
+
+# --- reuse --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rested", [True, False])
+@pytest.mark.parametrize("rows", [(), (3,)])
+def test_the_next_of_its_shape_makes_no_driver_call_and_sees_zeros(pool_factory, policy, rested, rows):
+    """Whether the mapper had time to zero the pages or not."""
+    pool = pool_factory("host", cache=40 * PAGE, zero=policy)
+    count = max(1, torch.Size(rows).numel())
+    freed(pool, 40, rows=rows)
+    stats = check_sums(pool)
+    assert (stats.pages_cached, stats.tensors, stats.pages_used) == (10 * count, 0, 10 * count)
+    for turn in range(20):
+        if rested:
+            pool.wait_idle(5)
+        before = calls(pool)
+        t = quarter(pool, 0, rows=rows)
+        t.extend(17)
+        assert not t.any()  # I7
+        t.append(torch.full_like(t, turn + 1))
+        t.extend(6)
+        assert calls_since(pool, before) == {}
+        assert t.length == 40 and not t.narrow(t.grow_dim, 34, 6).any()
+        stats = check_sums(pool)
+        assert (stats.pages_active, stats.pages_cached, stats.tensors) == (10 * count, 0, 1)
+        testing.check_invariants(pool)
+        t.fill_(9)
+        t.close()
+    assert pool.stats().tensors_reused == 20 and pool.stats().tensors_fresh == 1
+
+
+def test_without_zeroing_it_may_show_what_was_left(pool_factory):
+    pool = pool_factory("host", cache=32 * PAGE, zero="never")
+    freed(pool, 20, 7)
+    assert quarter(pool, 20).eq(7).all()
+    pool.trim()
+    freed(pool, 20, 7, make=vtensor.zeros)
+    assert not quarter(pool, 20, make=vtensor.zeros).any()
+
+
+@pytest.mark.parametrize("policy", ["new_owner", "always", "never"])
+@pytest.mark.parametrize("rested", [True, False])
+def test_zeros_stay_zeros_whatever_the_policy(pool_factory, policy, rested):
+    pool = pool_factory("host", cache=32 * PAGE, zero=policy)
+    for _ in range(10):
+        freed(pool, 40, 7, make=vtensor.zeros)
+        if rested:
+            pool.wait_idle(5)
+        t = quarter(pool, 3, make=vtensor.zeros)
+        assert not t.any()
+        t.fill_(5)
+        t.shrink(2).extend(30)
+        assert t[0].eq(5).all() and not t[1:].any()
+        t.close()
+    assert pool.stats().tensors_reused > 0
+
+
+def test_zeros_and_empty_do_not_take_one_another_s_place(pool):
+    freed(pool, 8, make=vtensor.zeros)
+    t = quarter(pool, 8)
+    stats = check_sums(pool)
+    assert stats.tensors_reused == 0 and stats.pages_cached == 2 and not t.any()
+
+
+def test_a_shorter_request_has_the_rest_ahead_and_a_longer_one_maps_the_rest(pool):
+    freed(pool, 40)
+    pool.wait_idle(5)
+    before = calls(pool)
+    short = quarter(pool, 6)
+    assert calls_since(pool, before) == {}
+    stats = check_sums(pool)
+    assert (stats.pages_active, stats.pages_prefetched, stats.pages_cached) == (2, 8, 0)
+    short.fill_(3)
+    short.close()
+    long = quarter(pool, 60)
+    assert not long.any() and check_sums(pool).pages_active == 15
+    assert calls_since(pool, before).keys() <= {"mmap", "madvise"}
+    assert pool.stats().tensors_reused == 2
+
+
+def test_another_shape_or_dtype_or_capacity_is_another_tensor(pool):
+    freed(pool, 8)
+    others = [quarter(pool, 8, capacity=60), quarter(pool, 8, rows=(2,))]
+    assert pool.stats().tensors_reused == 0 and pool.stats().pages_cached == 2
+    same_bytes = quarter(pool, 8, dtype=torch.int16)  # positions of as many bytes
+    assert pool.stats().tensors_reused == 1 and not same_bytes.any()
+    assert all(not t.any() for t in others)
+
+
+def test_what_the_new_owner_grows_into_is_zeroed_as_it_comes(pool):
+    """Step by step into pages that the mapper may be zeroing at the moment."""
+    for turn in range(30):
+        freed(pool, 100 if turn % 2 else 128, 7, capacity=128)
+        t = quarter(pool, 0, capacity=128)
+        for _ in range(32):
+            t.extend(4)
+            assert not t[-4:].any()
+            t[-4:].fill_(3)
+        assert t.eq(3).all()
+        t.shrink(64)
+        t.extend(64)
+        assert t[:64].eq(3).all() and set(t.numpy().tobytes()) <= {0, 3}
+        t.close()
+
+
+def test_what_is_on_its_way_out_is_not_reused(pool_factory):
+    """Behind what is cached the owner had shared pages: the next must not grow into them (I6, I7)."""
+    pool = pool_factory("host", 512, prefetch=16 * PAGE, cache=256 * PAGE)
+    for _ in range(300):
+        t = filled(pool, 32, 7)
+        f = t.fork()
+        t.unshare(0, 8)
+        t.close()
+        u = quarter(pool, 32)
+        assert not u.any()
+        u.fill_(1)
+        assert f.eq(7).all()
+        u.close()
+        f.close()
+
+
+# --- what is not cached -----------------------------------------------------------------------------------
+
+
+def test_views_keep_their_pages_and_cache_them_when_they_end(pool):
+    t = filled(pool, 20, 7)
+    view = t[4:8]
+    t.close()
+    stats = check_sums(pool)
+    assert (stats.pages_cached, stats.pages_pinned, stats.pages_orphaned) == (0, 5, 5)
+    u = quarter(pool, 20)
+    u.fill_(1)
+    assert view.eq(7).all() and pool.stats().tensors_reused == 0
+    view.fill_(8)
+    assert u.eq(1).all()
+    del view
+    stats = check_sums(pool)
+    assert (stats.pages_cached, stats.pages_pinned) == (5, 0)
+    assert not quarter(pool, 20).any()
+    assert pool.stats().tensors_reused == 1
+
+
+def test_forks_are_not_cached(pool):
+    t = filled(pool, 20, 7)
+    f = t.fork()
+    f.close()
+    t.close()
+    stats = check_sums(pool)
+    assert stats.pages_cached == 0 and stats.pages_used == 0
+
+
+def test_a_tensor_whose_first_page_is_gone_is_not_cached(pool):
+    t = filled(pool, 20, 7)
+    t.shrink(8, front=True)
+    t.close()
+    assert check_sums(pool).pages_mapped == 0
+    empty = quarter(pool)
+    empty.close()
+    assert check_sums(pool).nbytes_reserved == 0
+
+
+def test_without_look_ahead_nothing_is_cached_unless_asked_for(pool_factory):
+    pool = pool_factory("host")
+    freed(pool, 20)
+    assert pool.stats().pages_mapped == 0
+    with_default = pool_factory("host", prefetch=None)
+    freed(with_default, 4 * 16)
+    assert with_default.stats().pages_cached == 16  # a quarter of the budget
+    freed(with_default, 4 * 17, capacity=70)
+    eventually(lambda: with_default.stats().pages_cached == 16 and with_default.stats().pages_mapped == 16)
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_makes_room_within_the_limit(pool):
+    for capacity in (64, 65, 66):
+        freed(pool, 48, capacity=capacity)  # 12 pages
+    assert check_sums(pool).pages_cached == 24
+    quarter(pool, 1, capacity=65).close()
+    quarter(pool, 1, capacity=66).close()
+    assert pool.stats().tensors_reused == 2
+    quarter(pool, 1, capacity=64).close()  # the oldest, that had to go
+    assert pool.stats().tensors_reused == 2
+    freed(pool, 33 * PER_PAGE, capacity=200)  # more than all that may be cached
+    assert pool.stats().pages_cached <= 32
+
+
+def test_trim_gives_it_back(pool):
+    freed(pool, 40)
+    pool.wait_idle(5)  # what the mapper is zeroing at the moment goes when it is done
+    assert pool.trim() == 10 * PAGE
+    stats = check_sums(pool)
+    assert (stats.pages_cached, stats.pages_mapped, stats.pages_spare, stats.nbytes_reserved) == (0, 0, 0, 0)
+
+
+def test_a_smaller_budget_takes_it_back(pool):
+    freed(pool, 40)
+    pool.budget = 8 * PAGE
+    stats = check_sums(pool)
+    assert stats.pages_cached == 0 and stats.pages_free == 8
+
+
+def test_need_takes_it_back(pool):
+    freed(pool, 40, capacity=64)
+    freed(pool, 40, capacity=65)
+    t = filled(pool, 60 * PER_PAGE, 1, capacity=400)
+    stats = check_sums(pool)
+    assert (stats.pages_active, stats.pages_cached) == (60, 0)
+    assert t.eq(1).all()
+
+
+def test_a_reused_tensor_gives_way_with_what_it_does_not_use(pool):
+    """And what comes back to it later is not what was there (I7)."""
+    freed(pool, 30 * PER_PAGE, 7, capacity=400)
+    t = filled(pool, 4, 3, capacity=400)
+    filled(pool, 60 * PER_PAGE, 1, capacity=300).close()
+    assert check_sums(pool).pages_prefetched == 0
+    pool.trim()
+    t.extend(20 * PER_PAGE)
+    assert t[:4].eq(3).all() and not t[4:].any()
+
+
+# --- the end ----------------------------------------------------------------------------------------------
+
+
+def test_a_pool_that_is_dropped_without_close_leaves_nothing(pool):
+    del pool
+    before = memfds()
+    for _ in range(5):
+        pool = testing.host_pool(page_size=PAGE, budget=64 * PAGE, cache=32 * PAGE, strict_holes=False)
+        freed(pool, 40)
+        t = filled(pool, 40, 1)
+        view = t[:4]
+        freed(pool, 20, capacity=30)
+        del pool, t
+        gc.collect()
+        assert view.eq(1).all()
+        del view
+    eventually(lambda: memfds() == before)
+
+
+def test_close_gives_it_back(pool_factory):
+    before = memfds()
+    pool = pool_factory("host", prefetch=None)
+    freed(pool, 40)
+    pool.close()
+    assert memfds() == before and pool.stats().pages_mapped == 0
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_every_refusal_in_turn_around_reuse(pool):
+    """I8: whatever is refused, no byte of the last owner's shows, and nothing is lost."""
+    for skip in range(12):
+        for refuse in (1, 3):
+            freed(pool, 40)
+            with testing.fail_after(pool, skip, refuse):
+                try:
+                    t = quarter(pool, 8)
+                    t.extend(40)
+                except vtensor.VTensorError:
+                    t = None
+                freed_quietly(pool)
+            if t is not None:
+                assert not t.any()
+                t.close()
+            pool.trim()
+            pool.wait_idle(5)
+            testing.check_invariants(pool)
+            stats = check_sums(pool)
+            assert stats.pages_mapped == 0 and stats.pages_used == stats.pages_quarantined
+            if stats.pages_quarantined:
+                return  # a call and its undoing were refused: what is left is for good
+
+
+def freed_quietly(pool):
+    try:
+        freed(pool, 20, capacity=50)
+    except vtensor.VTensorError:
+        pass
