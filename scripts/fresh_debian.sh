@@ -68,6 +68,10 @@ inside() {
   ' bash "$root" /usr/bin/env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
     DEBIAN_FRONTEND=noninteractive "${settings[@]}" "$@"
 }
+# As Debian's installer writes it: programs look up their own host's name, as torchrun does.
+name_the_host() {
+  printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$(hostname)" >"$root/etc/hosts"
+}
 install_packages() {
   inside apt-get update -qq
   inside apt-get install -qq --no-install-recommends "${packages[@]}" >/dev/null
@@ -76,6 +80,7 @@ install_packages() {
 
 mkdir -p build
 step "Debian 13" bootstrap
+name_the_host
 collect_settings
 step "Packages: ${packages[*]}" install_packages
 step "Clone" git clone -q --no-hardlinks . "$root/root/vtensor"

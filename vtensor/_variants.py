@@ -34,8 +34,7 @@ class CopyOnWriteVTensor(VTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _METADATA_ONLY:
                 return func(*args, **kwargs)
-            shared = [t for t in _flat([args, kwargs]) if isinstance(t, CopyOnWriteVTensor) and t.length]
-            with _UnshareBeforeWrite({t.untyped_storage().data_ptr(): t for t in shared}):
+            with _UnshareBeforeWrite(_shared([args, kwargs])):
                 return func(*args, **kwargs)
 
 
@@ -82,6 +81,17 @@ class _UnshareBeforeWrite(TorchDispatchMode):
                     if owner is not None:
                         owner.unshare(0, owner.length)
         return func(*args, **kwargs)
+
+
+# Apart from the ``with`` around its call: CPython 3.12 and 3.13 leave a loop's jump back out of the block's
+# exception table, and Ctrl-C there would skip the ``__exit__`` (I17).
+def _shared(values: Any) -> dict[int, CopyOnWriteVTensor]:
+    """The tensors with shared pages in nested lists, tuples and dicts, by the address of their storage."""
+    return {
+        t.untyped_storage().data_ptr(): t
+        for t in _flat(values)
+        if isinstance(t, CopyOnWriteVTensor) and t.length
+    }
 
 
 def _flat(values: Any) -> Iterator[torch.Tensor]:

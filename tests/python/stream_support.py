@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -224,7 +225,8 @@ def busy_device(milliseconds: float = 0.3) -> Iterator[None]:
         yield
     finally:
         over.set()
-        launcher.join()
+        if not sys.is_finalizing():  # then Python 3.13 waits for ever for a daemon thread
+            launcher.join()
         device.configure("blocking", 0)
         device.destroy(stream)
 
