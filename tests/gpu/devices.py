@@ -64,8 +64,8 @@ class Gpu:
             pytest.skip("no CUDA GPU: torch.cuda.is_available() is false")
         torch.cuda.init()
 
-    def pool(self, ahead: int = 0, **options) -> vtensor.Pool:
-        return vtensor.Pool("cuda", prefetch=ahead, **options)
+    def pool(self, prefetch: int = 0, **options) -> vtensor.Pool:
+        return vtensor.Pool("cuda", prefetch=prefetch, **options)
 
     def free_memory(self) -> int:
         torch.cuda.synchronize()
@@ -111,8 +111,8 @@ class Simulated:
         self._device.configure("granularity", PAGE)
         self._device.unseen_events(unseen_events)
 
-    def pool(self, ahead: int = 0, **options) -> vtensor.Pool:
-        return testing.simulated_cuda_pool(simcuda_library(), prefetch=ahead, **options)
+    def pool(self, prefetch: int = 0, **options) -> vtensor.Pool:
+        return testing.simulated_cuda_pool(simcuda_library(), prefetch=prefetch, **options)
 
     def free_memory(self) -> int:
         return free_memory()
