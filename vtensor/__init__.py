@@ -12,8 +12,8 @@ if _find_spec("vtensor._core") is None:
     )
 
 from vtensor import _starting as _starting  # before torch is imported
-from vtensor import _torch_version as _torch_version  # before anything needs what an older one has not
-from vtensor import _variants as _variants  # which name the classes of tensors to the core
+from vtensor import _torch_version as _torch_version  # before code that an older torch cannot run
+from vtensor import _variants as _variants  # registers the classes of tensors with the core
 from vtensor import trace
 from vtensor._notebook import draw_with as _draw_with
 from vtensor.errors import (

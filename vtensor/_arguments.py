@@ -1,6 +1,6 @@
-"""What callers give, as an operation takes it: refused in the operation's words where it is something else.
+"""Checks and conversions of arguments. An error names the operation and the argument.
 
-What is handed on to the core is checked there (csrc/bind/arguments.h).
+The core checks the arguments that it receives itself (csrc/bind/arguments.h).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def of_type(operation: str, name: str, value: object, wanted: type[T]) -> T:
-    """`value`, which is a `wanted`."""
+    """`value`, after a check that it is a `wanted`."""
     if not isinstance(value, wanted):
         raise _refusal(operation, name, value, f"a {wanted.__name__}")
     return value
@@ -40,7 +40,7 @@ def number(operation: str, name: str, value: Any) -> float:
 
 
 def choice(operation: str, name: str, value: object, choices: Collection[str]) -> str:
-    """`value`, which is one of `choices`."""
+    """`value`, after a check that it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(
             f"[{operation}] {name} is {value!r}: it must be one of {', '.join(map(repr, choices))}"
@@ -49,7 +49,7 @@ def choice(operation: str, name: str, value: object, choices: Collection[str]) -
 
 
 def device_of(operation: str, value: Any) -> torch.device:
-    """`value` as a device of torch's."""
+    """`value` as a torch.device."""
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):

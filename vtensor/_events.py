@@ -1,4 +1,4 @@
-"""What a recording says, as curves and as spans: what pictures of it are drawn from."""
+"""A recording as curves of memory and as spans of time, for pictures."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _GROWTH = {"extend": 1, "shrink": -1}
 
 
 class Point(NamedTuple):
-    """Bytes at one moment, counted from what there was when the recording began."""
+    """Bytes at one moment, relative to the beginning of the recording."""
 
     time_ns: int
     reserved: int
     mapped: int
     needed: int
     copied: int
-    """What ``torch.cat`` would hold at the last growth: the old tensor too, beside the one it copies to."""
+    """Bytes that ``torch.cat`` would hold at the last growth: the old tensor and the new one."""
 
 
 def memory_points(events: Iterable[Event]) -> list[Point]:
-    """One point for each event that changed something, by time.
+    """One point for each event that changed memory, in order of time.
 
-    What a fork shares with its parent is needed once, so a fork counts from 0.
+    A fork counts from 0: what it shares with its parent is needed only once.
     """
     lengths: defaultdict[int, int] = defaultdict(int)  # bytes, by tensor
     ranges: Counter[int] = Counter()  # reservations that are open, by size
@@ -51,7 +51,7 @@ def memory_points(events: Iterable[Event]) -> list[Point]:
     lowest = min((point.mapped for point in points), default=0)
     if lowest >= 0:
         return points
-    # What was mapped before the recording began was unmapped since.
+    # The recording unmapped pages that were mapped before it began.
     return [point._replace(mapped=point.mapped - lowest) for point in points]
 
 
@@ -60,7 +60,7 @@ def _reserves(event: Event) -> bool:
 
 
 def thinned(times: Sequence[float], values: Sequence[float], most: int) -> tuple[list[float], list[float]]:
-    """At most `most` points: of each stretch of time its highest, so that no peak is lost; and the last."""
+    """At most `most` points: the highest of each interval of time, so that no peak is lost, and the last."""
     if len(times) <= most:
         return list(times), list(values)
     width = (times[-1] - times[0]) / (most - 1) or 1.0
@@ -74,21 +74,21 @@ def thinned(times: Sequence[float], values: Sequence[float], most: int) -> tuple
 
 
 class Lane(NamedTuple):
-    """What one thread did."""
+    """The events of one thread."""
 
     name: str
     depth: int
-    """How deep its spans lie in one another."""
+    """Levels of nested spans."""
     spans: dict[tuple[int, str], list[tuple[int, int]]]
-    """(begin, nanoseconds) by depth and kind, where those too close to be told apart are one."""
+    """(begin, nanoseconds) by depth and kind. Spans too close to be told apart are merged."""
     marks: dict[str, list[int]]
-    """Moments by what they are."""
+    """Times by event."""
 
 
 def lanes(
     events: Sequence[Event], kind_of: Callable[[Event], str], marked: Iterable[str], closest_ns: float
 ) -> list[Lane]:
-    """One for each thread: callers by their first event, then mappers."""
+    """One lane for each thread: callers in the order of their first event, then mappers."""
     threads: dict[tuple[bool, int], list[Event]] = defaultdict(list)
     for event in events:
         threads[event.role == "mapper", event.thread].append(event)
@@ -108,7 +108,7 @@ def _lane(
 ) -> Lane:
     spans: dict[tuple[int, str], list[tuple[int, int]]] = {}
     marks: dict[str, list[int]] = {}
-    ends: list[int] = []  # of the spans that the present one lies in
+    ends: list[int] = []  # of the spans around the present one
     depth = 0
     for event in sorted(events, key=lambda event: (event.time_ns, -event.duration_ns)):
         if event.what in marked:

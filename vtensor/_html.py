@@ -1,6 +1,6 @@
-"""How tensors, pools and caches show themselves in a notebook: inline SVG, and the same in words.
+"""Pictures of tensors, pools and caches in notebooks: inline SVG, and the same in words.
 
-What is drawn comes from page tables and counts. No byte of a tensor is read and no device waited for.
+They are drawn from page tables and counts. Drawing reads no byte of a tensor and waits for no device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vtensor.kv import KVCache
 from vtensor.pool import Pool
 from vtensor.tensor import VTensor
 
-_MOST_CELLS = 240  # to a strip
+_MOST_CELLS = 240  # in a strip
 _MOST_STRIPS = 8  # rows of a tensor, slots of a cache
 _WIDTH, _HEIGHT = 720, 18  # of a strip, in SVG units
-_TAIL = 90  # of it, for what is reserved beyond the part drawn to scale
+_TAIL = 90  # the part of the width for reserved slots that are not drawn to scale
 
-# JupyterLab says by an attribute of its body which theme it has, VS Code by a class; elsewhere the system's
-# is followed. Only text and lines change: the pages' colours are good on both grounds.
+# JupyterLab names its theme in an attribute of the body, VS Code in a class; other viewers follow the
+# system's theme. Only text and lines change with the theme: the pages' colours suit both backgrounds.
 _STYLE = (
     ".vtensor{--vt-text:#24292f;--vt-faint:#57606a;--vt-empty:#eceff1;--vt-line:#b4bdc4;padding:2px 6px;"
     "font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-content-font-color1,"
@@ -66,7 +66,7 @@ def tensor_bundle(tensor: VTensor) -> dict[str, str]:
             f"{byte_text(tensor.nbytes_mapped)} mapped in pages of {byte_text(pages.page_size)}, "
             f"{byte_text(tensor.nbytes_reserved)} of addresses"
         )
-    except Closed:  # by another thread, meanwhile
+    except Closed:  # by another thread in the meantime
         return _closed("VTensor")
     except VTensorError as error:
         return _refused("VTensor", error)
@@ -128,7 +128,7 @@ def cache_bundle(cache: Any) -> dict[str, str]:
     return _bundle(name, facts, drawn, _slots(lengths, max(1, stats.page_tokens)))
 
 
-# -- what they are made of
+# -- parts of the pictures
 
 
 def _bundle(name: str, facts: str, *drawn: str) -> dict[str, str]:
@@ -166,7 +166,7 @@ def _tensor_strips(pages: _pages.TensorPages) -> str:
 
 
 def _strip(name: str, runs: Sequence[Run], shown: int, slots: int) -> str:
-    """A row's pages: its first `shown` slots to scale, and a tail for the rest of `slots`."""
+    """A row's pages: the first `shown` slots to scale, and a tail for the rest of `slots`."""
     scale = (_WIDTH - (_TAIL if slots > shown else 0)) / max(1, shown)
     shapes = []
     for run in runs:
@@ -226,12 +226,12 @@ def _key(parts: Iterable[tuple[str, int, str | None]]) -> str:
 
 
 def _proportions(what: str, parts: Sequence[tuple[str, int, str]], whole: int | None = None) -> str:
-    """Parts of `whole` (their sum unless given), side by side."""
+    """The parts of `whole`, side by side. `whole` defaults to their sum."""
     whole = max(1, sum(pages for _, pages, _ in parts), whole or 0)
     shapes, at = [_box(0, _WIDTH, None)], 0.0
     for name, pages, colour in parts:
         if pages > 0:
-            width = max(2.0, pages / whole * _WIDTH)  # little is more than nothing
+            width = max(2.0, pages / whole * _WIDTH)  # so that a small part stays visible
             shapes.append(_box(min(at, _WIDTH - width), width, colour, f"<title>{name}: {pages:,}</title>"))
             at += width
     words = ", ".join(f"{pages:,} {name}" for name, pages, _ in parts)
@@ -265,7 +265,7 @@ def _slots(lengths: Sequence[int], page_tokens: int) -> str:
 
 
 def _box(x: float, width: float, colour: str | None, inner: str = "") -> str:
-    """Full height. The attributes hold where a viewer drops the style sheet, as GitHub does."""
+    """A rectangle of full height. Its attributes apply if a viewer drops the style sheet, as GitHub does."""
     look = f'fill="{colour}"' if colour else 'class="vt-empty" fill="#eceff1" stroke="#b4bdc4"'
     return f'<rect x="{x:.1f}" y="0.5" width="{width:.1f}" height="{_HEIGHT - 1}" {look}>{inner}</rect>'
 

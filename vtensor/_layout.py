@@ -1,4 +1,4 @@
-"""Where the layers of a KV cache lie: which rows a slot has, and where a layer's K and V are in them."""
+"""The layout of a KV cache: the rows of a slot, and the place of each layer's K and V in them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["Kind", "Layout", "Place", "layout_of"]
 
 
 class Place(NamedTuple):
-    """A layer's K or V."""
+    """The place of a layer's K or V."""
 
-    row: int  # the first of its rows
+    row: int  # its first row in the row group
     kind: int
     offset: int  # bytes into each token's item
     heads: int
     dim: int
-    per_head: bool  # each head is a row
+    per_head: bool  # whether each head is a row
 
 
 @dataclass
 class Kind:
-    """Rows that are alike."""
+    """Rows with the same bytes per token and the same window."""
 
     item_bytes: int  # of one token in one row
-    window: int  # tokens; 0: all
-    first_layers: list[int] = field(default_factory=list)  # of each row, the first layer that reads it
+    window: int  # tokens; 0 means all
+    first_layers: list[int] = field(default_factory=list)  # for each row, the first layer that reads it
 
     @property
     def rows(self) -> int:
@@ -50,14 +50,14 @@ class Layout:
         return sum(kind.rows for kind in self.kinds)
 
     def nbytes(self, length: int, begins: Sequence[int]) -> int:
-        """Bytes of a slot's tokens; of each kind, those from ``begins`` on."""
+        """Bytes of a slot's tokens: in each row group, those from its entry in ``begins`` to ``length``."""
         return sum(
             kind.rows * kind.item_bytes * (length - begin)
             for kind, begin in zip(self.kinds, begins, strict=True)
         )
 
     def page_tokens(self, page_size: int) -> int:
-        """Tokens of the largest rows in a page."""
+        """Tokens in a page of the row group with the largest tokens; at least 1."""
         return max(1, page_size // max(kind.item_bytes for kind in self.kinds))
 
     def views(
@@ -68,8 +68,11 @@ class Layout:
         max_len: int,
         dtype: torch.dtype,
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Each layer's K and V, strided over ``ranges``: for each kind its whole range as bytes, in which row
-        ``r`` of slot ``s`` begins at ``(r * slots + s) * row_bytes``."""
+        """Each layer's K and V as strided views of ``ranges``.
+
+        ``ranges`` holds, for each row group, its whole address range as bytes. In it, row ``r`` of slot ``s``
+        begins at ``(r * slots + s) * row_bytes``.
+        """
 
         def view(place: Place) -> torch.Tensor:
             values = ranges[place.kind].view(dtype)
@@ -87,7 +90,7 @@ class Layout:
 
 
 def whole_storage(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Its bytes."""
+    """The bytes of ``storage``, as a tensor."""
     with torch.inference_mode(False):
         plain = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return plain.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -103,11 +106,12 @@ def layout_of(
     windows: Sequence[int | None] | None,
     dtype: torch.dtype,
 ) -> Layout:
-    """Layers with the same window are grouped in their order, ``layer_group`` at a time; the last group may
-    be smaller.
+    """The layout of a cache. Groups layers of the same window, in order, ``layer_group`` at a time.
+
+    The last group of a window may be smaller.
 
     Raises:
-        InvalidArgument: sizes that cannot be meant.
+        InvalidArgument: if a size, ``layout``, a window or ``dtype`` is not valid.
     """
     value_dim = head_dim if value_head_dim is None else value_head_dim
     for name, size, least in (
@@ -125,7 +129,7 @@ def layout_of(
             "them"
         )
     if layout not in ("NHD", "HND"):
-        raise InvalidArgument(f"[KVCache] layout is {layout!r}: give 'token' or 'head'")
+        raise InvalidArgument(f"[KVCache] layout is {layout!r}: give 'NHD' or 'HND'")
     window_of = [0 if w is None else index(w) for w in (windows or [None] * num_layers)]
     if len(window_of) != num_layers:
         raise InvalidArgument(

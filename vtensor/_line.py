@@ -1,4 +1,4 @@
-"""A tensor in one line, for ``repr``: what debuggers, logs and failed assertions show, however often."""
+"""A tensor in one line, for ``repr``. Debuggers, logs and failed assertions call it often."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from vtensor._units import byte_text
 
 
 def tensor_line(tensor: torch.Tensor, core: _core.TensorCore) -> str:
-    """A VTensor's shape, dtype, device, length of capacity and bytes mapped: no element is read, no device or
-    lock waited for, no driver called. The bytes may be a moment old."""
-    # Closed tensors and copy-on-write ones answer torch's attributes in Python, or refuse to.
+    """A VTensor's shape, dtype, device, length, capacity and bytes mapped.
+
+    Reads no element, waits for no device and no lock, makes no driver call. The bytes may be a moment old.
+    """
+    # Closed and copy-on-write tensors answer torch's attributes in Python, or refuse to.
     with torch._C.DisableTorchFunctionSubclass():
         if core.closed:
             return "<VTensor, closed>"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        # Unlike requires_grad, it is set where somebody wrote a tensor that requires grad into this one.
+        # grad_fn, unlike requires_grad, is set after a write of a tensor that requires grad.
         graph = f", grad_fn=<{type(tensor.grad_fn).__name__}>" if tensor.grad_fn is not None else ""
         return (
             f"<VTensor {list(tensor.shape)} {dtype} on {tensor.device}, "

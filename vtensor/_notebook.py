@@ -1,6 +1,6 @@
-"""What notebooks show of an object: its class asks here, and vtensor/__init__.py says what draws it.
+"""The hook through which tensors, pools and caches draw themselves in notebooks.
 
-So tensors, pools and caches know nothing of pictures, which only notebooks import.
+vtensor/__init__.py registers the function that draws, so only notebooks import the drawing code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _draw: Draw
 
 
 def draw_with(draw: Draw) -> None:
-    """Has :func:`bundle` ask ``draw``."""
+    """Makes :func:`bundle` call ``draw``."""
     global _draw
     _draw = draw
 

@@ -1,4 +1,4 @@
-"""The pages behind a tensor as few runs of like neighbours: what a picture of it is drawn from."""
+"""The pages behind a tensor as runs of pages in the same state, for pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vtensor.tensor import VTensor
 
-MOST_RECORDS = 1 << 15  # pages asked for one by one; above, the picture is drawn from the lengths
+MOST_RECORDS = 1 << 15  # pages; a tensor with more is drawn from its lengths, not page by page
 
 COLOURS = {
     "mapped": "#1b9aaa",
@@ -20,7 +20,7 @@ COLOURS = {
     "quarantined": "#9c2c2c",
     "reserved": "#c9d1d6",
 }
-"""The states of a page, each with its colour, on light and dark grounds alike; the least telling last."""
+"""The states of a page, most important first. The colours suit light and dark backgrounds."""
 
 MEANINGS = {
     "mapped": "in use by this tensor alone",
@@ -33,12 +33,12 @@ MEANINGS = {
     "reserved": "addresses without memory",
 }
 
-# Where one cell stands for several pages it shows the first of these that is among them.
+# A cell that covers several pages shows the first of these states among them.
 _TELLING = ("quarantined", "private", "shared", "pinned", "mapped", "cached", "prefetched", "reserved")
 
 
 class Run(NamedTuple):
-    """Neighbours in one row of the same state: slots ``[start, stop)``."""
+    """Adjacent pages of one row in the same state: slots ``[start, stop)``."""
 
     state: str
     start: int
@@ -46,18 +46,18 @@ class Run(NamedTuple):
 
 
 class TensorPages(NamedTuple):
-    """What stands behind a tensor, row by row."""
+    """The pages behind a tensor, row by row."""
 
     rows: list[list[Run]]
-    """The mapped slots of each row, in order. One row for all of them where `exact` is False."""
+    """The mapped slots of each row, in order. One row for all of them if `exact` is False."""
     slots: int
-    """Slots reserved for a row."""
+    """Slots reserved for each row."""
     page_size: int
     exact: bool
-    """Whether every page was looked at; else the runs follow from the lengths and counts."""
+    """Whether the runs were read from the page table. Otherwise they follow from lengths and counts."""
 
     def counts(self) -> dict[str, int]:
-        """Pages of each state there is, in the order of COLOURS; exact only."""
+        """Pages by state, in the order of COLOURS, without states that have none. Requires `exact`."""
         found = dict.fromkeys(COLOURS, 0)
         for row in self.rows:
             for run in row:
@@ -66,17 +66,17 @@ class TensorPages(NamedTuple):
         return {state: pages for state, pages in found.items() if pages}
 
     def shown(self) -> int:
-        """Slots of a row worth drawing to scale: what is mapped and a little beyond, or all of them."""
+        """Slots of a row to draw to scale: the mapped ones and a few more, or all."""
         last = max((row[-1].stop for row in self.rows if row), default=0)
         enough = max(8, last + max(2, last // 12))
         return self.slots if 2 * enough > self.slots else enough
 
 
 def pages_of(tensor: VTensor) -> TensorPages:
-    """Looks at the page table only: no byte of the tensor is read, and no device waited for.
+    """Reads the page table. Reads no byte of the tensor and waits for no device.
 
     Raises:
-        Closed: the tensor is closed.
+        Closed: if the tensor is closed.
     """
     page_size = tensor.pool.page_size
     count = math.prod(tensor.shape[: tensor.grow_dim])
@@ -90,7 +90,7 @@ def pages_of(tensor: VTensor) -> TensorPages:
 
 
 def append(runs: list[Run], state: str, slot: int) -> None:
-    """Puts one more slot behind `runs`: into the last of them where it goes on."""
+    """Adds a slot to `runs`: to the last run if it is adjacent and in the same state, else as a new run."""
     if runs and runs[-1].state == state and runs[-1].stop == slot:
         runs[-1] = runs[-1]._replace(stop=slot + 1)
     else:
@@ -106,9 +106,9 @@ def _from_lengths(tensor: VTensor, page_size: int, rows: int) -> list[Run]:
 
 
 def cells(runs: Sequence[Run], slots: int, most: int) -> list[Run]:
-    """Slots 0 to `slots` of a row, gaps as ``"reserved"``, in `most` runs at most.
+    """Slots 0 to `slots` of a row in at most `most` runs; unmapped slots are ``"reserved"``.
 
-    Where there are more slots than `most`, several share a cell, which shows the most telling state in it.
+    If there are more slots than `most`, each cell covers several and shows the most important state in it.
     """
     width = -(-slots // most) or 1
     rank = {state: number for number, state in enumerate(_TELLING)}

@@ -1,13 +1,12 @@
-"""Other processes: what torch.multiprocessing may do with our memory, which is nothing yet.
+"""Keeps torch.multiprocessing from sharing vtensor's memory with other processes.
 
-Torch shares a tensor by copying the whole of its storage, however little of it the tensor shows, into shared
-memory that it then puts in the storage's place. Every tensor over it would leave the addresses that vtensor
-maps (I1), and write where vtensor never reads. So our storages and our tensors refuse, each by what is set on
-it or registered for its class; nothing of torch is patched. Sharing for real, of page handles by file
-descriptor, would begin here.
+Torch shares a tensor in two steps: it copies the whole storage to shared memory, then replaces the storage's
+memory with the copy. Every tensor over that storage would leave the addresses that vtensor maps (I1), and its
+writes would go where vtensor never reads. So vtensor's storages and tensors refuse: storages by methods set
+on each, tensors by a reducer registered for their class. Nothing of torch is patched.
 
-A tensor that another library, or DLPack, made over our memory has a storage that we never see: torch shares a
-copy of it, and ours stay where they are.
+A tensor that another library made over our memory, through DLPack for example, has a storage of its own.
+Torch shares a copy of that one, and vtensor's storages stay in place.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 STORAGE_METHODS = dict.fromkeys(("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_"), _refuse)
-"""What torch asks of a storage before it copies a byte; csrc/bind/torch_face.cpp sets it on each storage of
-ours, where it comes before the method of the class."""
+"""The methods that torch calls on a storage before it copies a byte. csrc/bind/torch_face.cpp sets them on
+each storage of vtensor's, and an attribute of the object wins over the method of its class."""
 
 
 def keep_private(tensor_class: type[torch.Tensor]) -> None:
-    """Has multiprocessing's queues, pipes and process arguments refuse tensors of a class of ours."""
+    """Makes multiprocessing's queues, pipes and process arguments refuse tensors of ``tensor_class``."""
     ForkingPickler.register(tensor_class, _refuse)

@@ -1,4 +1,4 @@
-"""Who shares which page, laid out as a tree: what the picture of it is drawn from."""
+"""The pages that rows or slots share, laid out as a tree, for pictures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class SharedPage(NamedTuple):
     """One slot of one owner."""
 
     key: Hashable
-    """The same for the same memory."""
+    """Equal for the same memory."""
     state: str
     shared: int
-    """How many places share it, also those that are in no lane here."""
+    """How many places share the page, including those outside the picture."""
 
 
 class Owner(NamedTuple):
@@ -25,7 +25,7 @@ class Owner(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Slots ``[start, stop)`` of lanes ``[top, bottom)``: the same pages in each of the lanes."""
+    """Slots ``[start, stop)`` of lanes ``[top, bottom)``. All the lanes have the same pages there."""
 
     state: str
     shared: int
@@ -36,8 +36,11 @@ class Box(NamedTuple):
 
 
 def as_tree(owners: Sequence[Owner]) -> list[Owner]:
-    """Those that share from the beginning on side by side, else in the order given, and last who shares
-    nothing: depth first, were it a tree. A private page inside a shared run does not split the run."""
+    """The owners ordered so that those with a common prefix of shared pages are adjacent.
+
+    This is the depth-first order of the prefix tree. Owners that share nothing come last, in the order given.
+    A private page inside a shared run does not split the run.
+    """
     numbers: dict[Hashable, int] = {}
     paths = []
     for owner in owners:
@@ -48,9 +51,9 @@ def as_tree(owners: Sequence[Owner]) -> list[Owner]:
 
 
 def boxes(owners: Sequence[Owner], slots: int) -> list[Box]:
-    """Pages that neighbouring lanes share as one box, and slots that go on alike as one."""
+    """One box for the page that adjacent lanes share. Adjacent slots in the same state join one box."""
     found: list[Box] = []
-    open_at: dict[tuple[int, int], int] = {}  # lanes to where in `found` their box is that may go on
+    open_at: dict[tuple[int, int], int] = {}  # by lanes: index in `found` of their last box
     for slot in range(slots):
         for top, bottom, page in _columns(owners, slot):
             at = open_at.get((top, bottom))

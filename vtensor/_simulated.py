@@ -1,4 +1,4 @@
-"""The CUDA path without a GPU: a pool over a library that stands in for libcuda."""
+"""The CUDA path without a GPU: a pool over a simulated libcuda."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def simulated_cuda_pool(
     device: int = 0,
     **options: Any,
 ) -> Pool:
-    """A pool whose CUDA driver calls a simulated libcuda over host memory: a test double, whose tensors are
-    CPU tensors.
+    """Makes a pool whose CUDA driver calls a simulated libcuda over host memory.
+
+    This is a test double. Its tensors are CPU tensors.
 
     Args:
-        library: path of the simulated libcuda; ``$VTENSOR_SIMCUDA`` unless given.
+        library: path of the simulated libcuda. Defaults to ``$VTENSOR_SIMCUDA``.
         page_size, budget, zero, device: as for :class:`~vtensor.Pool`.
         options: as for :func:`vtensor.testing.host_pool`.
 
     Raises:
-        VTensorError: no library was named.
+        VTensorError: if no library was named.
         InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.
     """
     library = library or os.environ.get("VTENSOR_SIMCUDA")

@@ -1,7 +1,7 @@
-"""A quiet end for Ctrl-C while ``python -m vtensor`` is still importing torch, which takes seconds.
+"""Ends ``python -m vtensor`` without a traceback on Ctrl-C during the import of torch, which takes seconds.
 
-The package is imported before a line of its ``__main__`` runs, so this is its first import. Where it is
-imported by anything else nothing happens.
+Python imports the package before it runs ``__main__``, so this module is the package's first import. It does
+nothing if another program imports the package.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-INTERRUPTED = 130  # 128 and the number of the signal, as shells tell it: SIGINT
+INTERRUPTED = 130  # as shells report SIGINT: 128 + the number of the signal
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    # Not by an exception: what is half imported may swallow it, or print it as another one's cause.
+    # Not by an exception: half-imported code may swallow it, or print it as the cause of another.
     with suppress(OSError):
         os.write(2, b"stopped\n")
     os._exit(INTERRUPTED)
 
 
 def over() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt again."""
+    """Makes Ctrl-C a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _is_command() -> bool:
-    # Until the module of `python -m` is found, argv says "-m" in its place.
+    # Until Python has found the module of `python -m`, argv has "-m" in its place.
     arguments = getattr(sys, "argv", [])
     return arguments[:1] == ["-m"] and sys.orig_argv[-len(arguments)] == "vtensor"
 
 
-# Who started it in the background may have SIGINT ignored.
+# A shell that starts the command in the background may have it ignore SIGINT: that stays so.
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _stop)

@@ -1,4 +1,4 @@
-"""CUDA streams as users name them."""
+"""CUDA streams in the forms in which users give them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from vtensor.errors import InvalidArgument
 
 Stream = Any
-"""A ``torch.cuda.Stream``, a ``cuda.core`` stream (or what else has ``__cuda_stream__``), or the integer
-value of a ``cudaStream_t``."""
+"""A ``torch.cuda.Stream``, a ``cuda.core`` stream (any object with ``__cuda_stream__``), or the integer value
+of a ``cudaStream_t``."""
 
 _PER_THREAD = 2  # cudaStreamPerThread
 
 
 def stream_handle(operation: str, stream: Stream | None) -> int | None:
-    """The integer value of a stream; None, for torch's current one, stays None.
+    """The integer value of a stream. None means torch's current stream and stays None.
 
     Raises:
-        InvalidArgument: it is no stream, or the per-thread default stream.
+        InvalidArgument: if ``stream`` is no stream, or the per-thread default stream.
     """
     if stream is None:
         return None

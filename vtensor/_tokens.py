@@ -1,4 +1,4 @@
-"""Token ids, as the prefix index compares them."""
+"""Token ids and salts in the form that the prefix index compares."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["checked_salt", "token_ids"]
 
 
 def token_ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> bytes:
-    """Ids as the bytes of 64-bit integers.
+    """Token ids as the bytes of 64-bit integers.
 
     Raises:
-        InvalidArgument: other things than integers of 64 bits, or a tensor of several requests.
+        InvalidArgument: if an id is not an integer of 64 bits, or a tensor is not of shape ``[n]``.
     """
     if isinstance(tokens, torch.Tensor):
         if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():

@@ -1,4 +1,4 @@
-"""Refuses a torch older than `dependencies` in pyproject.toml allows, which the tests do not pass with."""
+"""Refuses a torch older than pyproject.toml allows: the tests do not pass with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _OLDEST = "2.10"
 
 
 def _numbers(version: str) -> list[int]:
-    """Major and minor of it."""
+    """Its major and minor numbers."""
     return [int(part) for part in version.split(".")[:2]]
 
 

@@ -1,5 +1,8 @@
-"""The classes of a VTensor in the states in which torch's functions on it are not torch's alone: with shared
-pages that a write would fault at, and closed. The core sets them (csrc/bind/tensor_core.cpp)."""
+"""The classes of a VTensor in states that need a hook around torch's functions.
+
+There are two: tensors with shared pages, at which a write would fault, and closed tensors. The core sets a
+tensor's class (csrc/bind/tensor_core.cpp).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from vtensor._processes import keep_private
 from vtensor.errors import Closed
 from vtensor.tensor import VTensor
 
-# They change a tensor's shape or storage and none of its elements, whatever their schema says.
+# These change a tensor's shape or storage but no element, although their schema says that they write.
 _METADATA_ONLY = frozenset(["as_strided_", "detach", "detach_", "resize_", "resize_as_", "set_"])
 
 
 class CopyOnWriteVTensor(VTensor):
-    """A VTensor some of whose pages are shared and mapped read-only (CUDA): what torch writes to is unshared
-    first (I6)."""
+    """A VTensor with shared pages that are mapped read-only (CUDA): unshares them before torch writes
+    (I6)."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -39,7 +42,7 @@ class CopyOnWriteVTensor(VTensor):
 
 
 class ClosedVTensor(VTensor):
-    """A VTensor after its end: every torch operation raises Closed."""
+    """A closed VTensor: every torch operation raises Closed."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -57,7 +60,7 @@ class ClosedVTensor(VTensor):
 
 
 class _UnshareBeforeWrite(TorchDispatchMode):
-    """Has a tensor own its pages before an operator runs that, by its schema, writes to its storage."""
+    """Unshares a tensor's pages before an operator that writes to its storage, according to its schema."""
 
     def __init__(self, shared: dict[int, CopyOnWriteVTensor]) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class _UnshareBeforeWrite(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for seconds, at the first use
+        return False  # True makes torch import its compiler at the first use, which takes seconds
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -83,8 +86,8 @@ class _UnshareBeforeWrite(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# Apart from the ``with`` around its call: CPython 3.12 and 3.13 leave a loop's jump back out of the block's
-# exception table, and Ctrl-C there would skip the ``__exit__`` (I17).
+# A function of its own, because a loop inside the ``with`` is not safe (I17): CPython 3.12 and 3.13 leave the
+# loop's jump back out of the exception table, so a Ctrl-C there would skip ``__exit__``.
 def _shared(values: Any) -> dict[int, CopyOnWriteVTensor]:
     """The tensors with shared pages in nested lists, tuples and dicts, by the address of their storage."""
     return {

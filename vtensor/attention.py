@@ -1,8 +1,8 @@
-"""What an attention kernel requires of query, key and value, and how it is given them.
+"""What an attention kernel requires of query, key and value.
 
-For what launches kernels over VTensors and layers of a KVCache. One call of an :class:`AttentionSpec` before
-each launch decides all of it, in C++: in Python that takes 20 to 35 microseconds, and twice as long behind a
-kernel that has left the interpreter's memory cold.
+An :class:`AttentionSpec` checks and converts the arguments of a launch over VTensors or layers of a KVCache
+in one call of C++. The same checks in Python take 20 to 35 microseconds, and twice as long after a kernel
+that has left the interpreter's memory cold.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What vtensor raises.
+"""The exceptions of vtensor.
 
 ::
 
     VTensorError (RuntimeError)
-     ├─ InvalidArgument (ValueError)    a size, dtype, device or index that cannot be meant
+     ├─ InvalidArgument (ValueError)    a size, dtype, device or index that is not valid
      ├─ CapacityExceeded (ValueError)   more positions than the reserved address range holds
      ├─ OutOfPages (MemoryError, torch.OutOfMemoryError)
  │                                  the pool's budget, or the device, has no page left
      ├─ NoFreeSlot                      every slot of a KV cache is taken
-     ├─ DriverError                     the operating system or CUDA refused a call; what it did was undone
+     ├─ DriverError                     the operating system or CUDA refused a call; the operation was undone
      ├─ TimedOut (TimeoutError)         work on the device, or another thread, did not end within the bound
-     └─ Closed                          the tensor or pool was closed before
+     └─ Closed                          the tensor or pool is closed
 
-Messages read ``[operation] what was asked, what there is: what to do``.
+Messages have the form ``[operation] what was asked, what there is: what to do``.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ __all__ = [
 
 
 class VTensorError(RuntimeError):
-    """Any error of vtensor."""
+    """The base class of vtensor's exceptions."""
 
 
 class InvalidArgument(VTensorError, ValueError):
-    """An argument that cannot be meant: nothing was changed."""
+    """An argument is not valid. Nothing was changed."""
 
 
 class CapacityExceeded(VTensorError, ValueError):
-    """More positions were asked for than the tensor's reserved address range holds."""
+    """An operation needs more positions than the tensor's reserved address range holds."""
 
 
 class OutOfPages(VTensorError, torch.OutOfMemoryError, MemoryError):
     """The budget of the pool, or the memory of its device, has too few pages. Nothing was changed.
 
-    What handles ``torch.cuda.OutOfMemoryError`` handles it too.
+    Code that catches ``torch.cuda.OutOfMemoryError`` catches it too.
     """
 
 
 class NoFreeSlot(VTensorError):
-    """Every slot of a KV cache is taken: ``max_batch`` requests are in it."""
+    """Every slot of a KV cache is taken: it holds ``max_batch`` requests."""
 
 
 class TimedOut(VTensorError, TimeoutError):
-    """A wait reached its bound (I12). What was waited for stays as it is, and is looked at again."""
+    """A wait reached its bound (I12). Nothing was given up: a later operation waits again."""
 
 
 class Closed(VTensorError):
-    """The tensor or the pool was closed before."""
+    """The tensor or the pool is closed."""
 
 
 class DriverError(VTensorError):
-    """A call to the operating system or to CUDA was refused; what the operation had done was undone.
+    """The operating system or CUDA refused a call. The operation was undone.
 
     Attributes:
         call: the call, such as ``"mmap"`` or ``"cuMemMap"``.

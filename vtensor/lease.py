@@ -1,4 +1,4 @@
-"""What kernels still need, and what tensors will need soon."""
+"""Leases, which keep pages mapped for running kernels, and requests to map pages ahead."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from vtensor.tensor import VTensor
 
 
 class lease(_core.Lease):
-    """A context manager around kernel launches: their work still needs these tensors.
+    """A context manager around kernel launches: keeps the tensors' pages mapped for the work launched in it.
 
-    Pages that the tensors give back meanwhile, from whatever thread, stay mapped until the work launched in
-    the stream up to the end of the ``with`` has passed. Without a lease the stream that is current at
-    ``shrink``, ``close`` or ``fork`` is the one waited for, so a lease is for work in other streams.
+    Pages that the tensors give back in the meantime, from any thread, stay mapped until the work launched in
+    the stream up to the end of the ``with`` has passed. Without a lease, ``shrink``, ``close`` and ``fork``
+    consider only the stream that is current at the call. So a lease is for work in other streams.
 
-    Inside the capture of a CUDA graph the lease lasts for the graph's life: as long as it can be replayed.
-    So a replay needs none for its pages to stay; but nobody knows of the streams it is launched in, so that
+    Inside the capture of a CUDA graph the lease lasts as long as the graph can be replayed, so a replay needs
+    no lease for its pages to stay mapped. CUDA does not report the streams in which a graph is replayed. So
     ``fork``, ``unshare``, ``reallocate`` and the first growth after a ``fork``, which remap pages in place,
-    wait for replays in other streams than the current one only where those are launched in a lease too.
+    wait for a replay in another stream than the current one only if it is launched in a lease too.
 
-    A lease that names its stream waits for what was launched there by the end of the ``with``, so the stream
-    may be destroyed after it. Work in it is waited for by ``fork`` and ``unshare`` from the beginning on.
+    A lease that names its stream covers the work launched there before the end of the ``with``, so the stream
+    may be destroyed after that. ``fork`` and ``unshare`` wait for work in that stream as soon as the lease
+    begins.
 
     Args:
         tensors: VTensors.
-        stream: in which the work is launched: a ``torch.cuda.Stream``, a ``cuda.core`` stream or an integer;
-            torch's current stream at the end of the ``with`` unless given. On the CPU it means nothing.
+        stream: the stream in which the work is launched: a ``torch.cuda.Stream``, a ``cuda.core`` stream or
+            an integer. Defaults to torch's current stream at the end of the ``with``. Ignored on the CPU.
 
     Raises:
-        Closed: one of the tensors is closed.
-        InvalidArgument: something that is no VTensor, or no stream.
-        VTensorError: the lease has begun already.
-        DriverError: at the end, where no fence can be made: the pages then stay held for good.
+        Closed: if one of the tensors is closed.
+        InvalidArgument: if one of ``tensors`` is no VTensor, or ``stream`` no stream.
+        VTensorError: if the lease has begun already.
+        DriverError: at the end of the ``with``, if no fence can be made. The pages then stay pinned for good.
     """
 
     def __init__(self, *tensors: VTensor, stream: Stream | None = None) -> None:
@@ -41,11 +42,11 @@ class lease(_core.Lease):
 
 
 def prepare(tensors: Iterable[VTensor], n: int) -> None:
-    """:meth:`VTensor.prepare` for many tensors, with one wake-up of the mapper.
+    """Calls :meth:`VTensor.prepare` on many tensors and wakes the mapper once.
 
     Raises:
-        CapacityExceeded: one of them has less room; those before it are prepared.
-        InvalidArgument: ``n`` is negative, or something is no VTensor.
-        Closed: one of them is closed.
+        CapacityExceeded: if one of them has less room. Those before it are prepared.
+        InvalidArgument: if ``n`` is negative, or one of ``tensors`` is no VTensor.
+        Closed: if one of them is closed.
     """
     _core.prepare(tensors, n)

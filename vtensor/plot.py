@@ -1,4 +1,4 @@
-"""Pictures of pages and of recordings, drawn by matplotlib: ``pip install 'vtensor[plot]'``.
+"""Pictures of pages and of recordings, drawn with matplotlib: ``pip install 'vtensor[plot]'``.
 
 ::
 
@@ -8,10 +8,10 @@
     with vtensor.trace.record() as recording:
         model.generate(...)
     vtensor.plot.memory(recording)
-    vtensor.plot.timeline("trace.json.gz")  # what Recording.export wrote, likewise
+    vtensor.plot.timeline("trace.json.gz")  # a file that Recording.export wrote
 
-Every function draws on ``ax=``, or on a new figure, and returns the Axes. What it draws comes from page
-tables, counts and events: no byte of a tensor is read, and no device waited for.
+Every function draws on ``ax=``, or on a new figure, and returns the Axes. It draws from page tables, counts
+and events. It reads no byte of a tensor and waits for no device.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = ["fragmentation", "memory", "page_map", "sharing", "timeline"]
 Trace: TypeAlias = "trace.Recording | Sequence[trace.Event] | str | os.PathLike[str]"
 """A recording, its events, or a file that ``Recording.export`` wrote."""
 
-_MOST_CELLS = 400  # of a row of pages, side by side
-_MOST_BANDS = 256  # of rows, one above the other
-_MOST_LANES = 64  # owners of pages, likewise, each with its name
-_MOST_LINES = 100  # between pages, and between rows, that can be told apart
-_MOST_POINTS = 3000  # of a curve
-_MOST_SPANS = 20_000  # of a kind, in a lane
+_MOST_CELLS = 400  # in a row of pages
+_MOST_BANDS = 256  # of rows
+_MOST_LANES = 64  # of named owners
+_MOST_LINES = 100  # between pages and between rows; more cannot be told apart
+_MOST_POINTS = 3000  # on a curve
+_MOST_SPANS = 20_000  # of each kind in a lane
 
 _NEEDED, _COPIED, _RESERVED = "#263238", "#d1495b", "#7a7f87"
 _KINDS = {
@@ -68,13 +68,14 @@ Owners: TypeAlias = "VTensor | KVCache | Sequence[VTensor | KVCache] | Mapping[s
 
 
 def page_map(tensor: VTensor, *, ax: Axes | None = None) -> Axes:
-    """The address range of ``tensor``: each row's pages by state, over the slots of a row.
+    """Draws the address range of ``tensor``: the state of each row's pages.
 
-    Rows and pages too many to be told apart share a cell, which shows the most telling state in it.
+    If there are too many rows or pages to tell apart, several share a cell, which shows the most important
+    state in it.
 
     Raises:
-        Closed: the tensor is closed.
-        VTensorError: matplotlib is missing.
+        Closed: if the tensor is closed.
+        VTensorError: if matplotlib is missing.
     """
     _refuse_closed("page_map", tensor)
     pages = _pages.pages_of(tensor)
@@ -107,19 +108,20 @@ def page_map(tensor: VTensor, *, ax: Axes | None = None) -> Axes:
 
 
 def memory(trace: Trace, *, ax: Axes | None = None) -> Axes:
-    """Bytes over time, from what there was when the recording began.
+    """Draws bytes over time, relative to the beginning of the recording.
 
-    *Mapped* counts a page that two tensors share twice. *Needed* is what the tensors' lengths come to, what
-    a fork shares with its parent once. Against them: what ``torch.cat`` would hold for the same lengths, with
-    the old tensor beside the new while it copies; and what is *reserved*, which costs addresses here and
-    would cost memory to those who preallocate it. Where that is off the scale, the legend says how much.
+    *Mapped* counts a page that two tensors share twice. *Needed* is the size of the tensors by their lengths,
+    and counts what a fork shares with its parent once. Two curves compare: what ``torch.cat`` would hold for
+    the same lengths, with the old tensor and the new one during a copy; and what is *reserved*, which costs
+    addresses here and would cost memory if it were preallocated. If that is off the scale, the legend gives
+    the figure.
 
     Args:
         trace: see :data:`Trace`.
 
     Raises:
-        InvalidArgument: nothing in the trace changed any memory.
-        VTensorError: a trace file cut short; matplotlib is missing.
+        InvalidArgument: if nothing in the trace changed any memory.
+        VTensorError: if a trace file is cut short, or matplotlib is missing.
     """
     points = memory_points(_events("memory", trace))
     if not points:
@@ -160,17 +162,17 @@ def memory(trace: Trace, *, ax: Axes | None = None) -> Axes:
 
 
 def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:
-    """What each thread did when: a lane for each, outer spans above what they caused.
+    """Draws a lane for each thread with its operations over time; an operation's driver calls lie below it.
 
-    A red stretch in a caller's lane is a driver call that the caller waited for; in the mapper's, one that
-    nobody did. Marks are leases that ended (triangles), and errors and shortages of memory (crosses).
+    Driver calls are red. A caller waits for those in its own lane, and for none of those in the mapper's.
+    Triangles mark the ends of leases, crosses mark errors and shortages of memory.
 
     Args:
         trace: see :data:`Trace`.
 
     Raises:
-        InvalidArgument: the trace is empty.
-        VTensorError: a trace file cut short; matplotlib is missing.
+        InvalidArgument: if the trace is empty.
+        VTensorError: if a trace file is cut short, or matplotlib is missing.
     """
     events = _events("timeline", trace)
     begin = min(event.time_ns for event in events)
@@ -189,7 +191,7 @@ def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:
                 (number + depth * height, height),
                 facecolors=colour,
                 edgecolors=colour,
-                # It keeps what is narrower than a pixel in sight; operations are many, and seldom the matter.
+                # The edge keeps spans narrower than a pixel visible. Operations are many, and matter less.
                 linewidth=0.3 if kind == "operation" else 1,
             )
             kinds.add(kind)
@@ -211,20 +213,20 @@ def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:
 
 
 def sharing(owners: Owners, *, ax: Axes | None = None) -> Axes:
-    """Who shares which page: a lane for each owner, over the slots of its row. A page that neighbours share
-    is one box across their lanes, so that shared prefixes read as a tree from left to right.
+    """Draws which owners share which pages: a lane for each owner, with the pages of its row.
 
-    Owners are ordered so that those with the same beginning lie together. A box says by how many places its
-    pages are shared, those that are not in the picture included.
+    A page that adjacent lanes share is one box across them, and owners with a common prefix are adjacent. So
+    shared prefixes read as a tree from left to right. A box gives the number of places that share its pages,
+    including those outside the picture.
 
     Args:
-        owners: VTensors, each row of which is an owner, or KVCaches, each slot of which is one; one, in a
-            sequence or by name.
+        owners: a VTensor or a KVCache, a sequence of them, or a dict of them by name. Each row of a VTensor
+            and each slot of a KVCache is an owner.
 
     Raises:
-        InvalidArgument: no owners, or something without pages.
-        Closed: one of them is closed.
-        VTensorError: matplotlib is missing.
+        InvalidArgument: if there are no owners, or one of them has no pages.
+        Closed: if one of them is closed.
+        VTensorError: if matplotlib is missing.
     """
     found = _lanes_of_pages(owners)
     ordered = as_tree(found)[:_MOST_LANES]
@@ -263,18 +265,19 @@ def sharing(owners: Owners, *, ax: Axes | None = None) -> Axes:
 
 
 def fragmentation(owners: Any, *, ax: Axes | None = None) -> Axes:
-    """Mapped bytes of each owner, beside one another: its data, and what is mapped beyond them.
+    """Draws the mapped bytes of each owner as a bar: its data, and what is mapped beyond the data.
 
-    *Rest of last pages* is the price of whole pages: more with larger pages and with more rows. At the end of
-    each bar stands what is mapped beyond the data, in per cent of the data.
+    *Rest of last pages* is the cost of whole pages. It grows with the page size and the number of rows. The
+    end of each bar gives what is mapped beyond the data, in per cent of the data.
 
     Args:
-        owners: VTensors, or caches with a ``stats()`` as ``KVCache`` has; one, a sequence, or by name.
+        owners: a VTensor, or a cache with a ``stats()`` like ``KVCache``'s; a sequence of them, or a dict of
+            them by name.
 
     Raises:
-        InvalidArgument: no owners, or something else.
-        Closed: one of them is closed.
-        VTensorError: matplotlib is missing.
+        InvalidArgument: if there are no owners, or one of them is something else.
+        Closed: if one of them is closed.
+        VTensorError: if matplotlib is missing.
     """
     named = _named("fragmentation", owners)
     measured = {name: _bytes_of(name, owner) for name, owner in named.items()}
@@ -302,14 +305,14 @@ def fragmentation(owners: Any, *, ax: Axes | None = None) -> Axes:
     return _finish(axes, "What is mapped beyond the data")
 
 
-# -- what they draw on
+# -- axes, legends and units
 
 
 def _axes(operation: str, ax: Axes | None, size: tuple[float, float]) -> Axes:
     if ax is not None:
         return ax
     try:
-        # By name: the package itself needs nothing but torch, only its pictures do.
+        # Imported by name: the package needs only torch, and only pictures need matplotlib.
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise VTensorError(
@@ -329,18 +332,18 @@ def _finish(axes: Axes, title: str) -> Axes:
 
 
 def _label(axes: Axes, text: str, colour: str, marker: str = "s") -> None:
-    """An entry of the legend that nothing drawn stands for."""
+    """Adds an entry to the legend without drawing anything."""
     axes.scatter([], [], marker=marker, color=colour, label=text)
 
 
 def _unit(most: float) -> tuple[float, str]:
-    """What to divide bytes by, and what they are then."""
+    """The divisor for sizes up to `most` bytes, and the name of the unit."""
     power = min(4, int(math.log(max(1.0, most), 1024)))
     return 1024.0**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 class _Band(NamedTuple):
-    """Neighbouring rows drawn as one."""
+    """Adjacent rows drawn as one."""
 
     runs: list[Run]
     rows: int
@@ -358,7 +361,7 @@ def _widths(runs: Iterable[Run]) -> Iterator[tuple[str, int, int]]:
     return ((run.state, run.start, run.stop - run.start) for run in runs)
 
 
-# -- what they draw
+# -- events and owners
 
 
 def _events(operation: str, given: Trace) -> Sequence[trace.Event]:
@@ -408,7 +411,7 @@ def _lanes_of_pages(owners: Any) -> list[Owner]:
             )
         rows: dict[int, dict[int, SharedPage]] = {}
         for lane, record in _records(owner):
-            # A page that a write has copied has no number: nobody else has it.
+            # A page that a write has copied has no id yet, and no other owner.
             own = (name, lane, record.index)
             key = own if record.page_id < 0 else (id(owner.pool), record.page_id)
             page = SharedPage(key, record.state, record.shared)
@@ -419,15 +422,17 @@ def _lanes_of_pages(owners: Any) -> list[Owner]:
 
 
 def _records(owner: Any) -> list[tuple[int, Any]]:
-    """Lane and record of each page: the rows of a tensor; of a cache the first row of each slot, because a
-    slot's rows share alike."""
+    """The lane and the record of each page. A tensor's lanes are its rows, a cache's are its slots.
+
+    A slot is represented by its first row, because its rows share in the same way.
+    """
     if isinstance(owner, KVCache):
         return [(slot, r) for slot in range(owner.max_batch) for r in owner.pages(slot) if r.row == 0]
     return [(record.row, record) for record in owner.pages()]
 
 
 def _row_name(name: str, row: int, shape: tuple[int, ...] | None) -> str:
-    """``k[0, 3]``: the dimensions before the one that grows; a cache's rows are its slots."""
+    """``k[0, 3]``: the indices before ``grow_dim``. Without a `shape`, `row` is a slot of a cache."""
     if shape is None:
         return f"{name} slot {row}".strip()
     if math.prod(shape) == 1:

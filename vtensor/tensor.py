@@ -16,8 +16,8 @@ from vtensor._streams import Stream, stream_handle
 from vtensor.errors import CapacityExceeded, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
 
-# Its methods are called by the class: torch.compile, where it breaks a graph at the method of an object of an
-# extension, goes on with a call that has lost the object (torch 2.13).
+# VTensor calls these methods through the class. If torch.compile breaks a graph at a method of an extension
+# object, it resumes with a call that has lost the object (torch 2.13).
 TensorCore = _core.TensorCore
 PageRecord = _core.PageRecord
 WhenFull = Literal["raise", "move"]
@@ -30,22 +30,21 @@ class VTensor(torch.Tensor):
     """A ``torch.Tensor`` that grows and shrinks in place, at the same address, without a copy.
 
     It owns a reserved range of addresses and borrows physical pages from a :class:`~vtensor.Pool`. The
-    dimensions before ``grow_dim`` are its rows, each of which grows by itself; a position is one index along
-    ``grow_dim``. Any kernel takes it as the plain strided tensor it is; results of torch operations, and
-    views, are plain tensors. Make one with :func:`~vtensor.empty`, :func:`~vtensor.zeros` or
-    :func:`~vtensor.from_tensor`.
+    dimensions before ``grow_dim`` are its rows; each row grows by itself. A position is one index along
+    ``grow_dim``. Kernels take it as a plain strided tensor. Views and results of torch operations are plain
+    tensors. Make one with :func:`~vtensor.empty`, :func:`~vtensor.zeros` or :func:`~vtensor.from_tensor`.
 
-    A view keeps the pages it could see when it was taken, for as long as it lives, and no more: not those
-    that the tensor grows into later, and not the tensor. Readers on other threads use :meth:`alias`.
+    A view keeps alive the pages that the tensor had when the view was taken. It keeps neither the tensor nor
+    pages that the tensor grows into later. Readers on other threads use :meth:`alias`.
 
-    It is an inference structure: gradients are refused.
+    A VTensor is for inference: it refuses gradients.
     """
 
     _core: TensorCore
     _pool: Pool
     _registered: object
 
-    # Kernels and operators see a plain tensor, and give plain tensors back.
+    # Kernels and operators see a plain tensor, and return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
@@ -54,44 +53,44 @@ class VTensor(torch.Tensor):
     # -- growing and shrinking
 
     def extend(self, n: int) -> VTensor:
-        """Adds ``n`` positions at the end, mapped and ready to use; returns the tensor.
+        """Adds ``n`` positions at the end, mapped and ready to use. Returns the tensor.
 
-        New positions show zeros or what this tensor itself had there before (I7); of a tensor made by
-        :func:`~vtensor.zeros`, zeros.
+        New positions hold zeros or what this tensor itself had there before (I7). In a tensor made by
+        :func:`~vtensor.zeros` they hold zeros.
 
         Raises:
-            CapacityExceeded: there is less room.
-            OutOfPages: the pool has too few free pages.
-            DriverError: a driver call was refused.
-            InvalidArgument: ``n`` is negative.
+            CapacityExceeded: if the capacity has less room.
+            OutOfPages: if the pool has too few free pages.
+            DriverError: if a driver call was refused.
+            InvalidArgument: if ``n`` is negative.
         """
         TensorCore.extend(self._core, self, n)
         return self
 
     def prepare(self, n: int) -> VTensor:
-        """Has the next ``n`` positions made ready in the background, and returns the tensor at once.
+        """Makes the next ``n`` positions ready in the background. Returns the tensor at once.
 
-        The pool's mapper maps, populates and zeroes what is missing; the ``extend`` to come then makes no
-        driver call. What is prepared and not used stays mapped until the tensor shrinks or another needs the
-        pages.
+        The pool's mapper maps, populates and zeroes the missing pages, so that the next ``extend`` makes no
+        driver call. Prepared pages that are not used stay mapped until the tensor shrinks or another tensor
+        needs them.
 
         Raises:
-            CapacityExceeded: there is less room.
-            InvalidArgument: ``n`` is negative.
-            DriverError: what the mapper met for this tensor before; raised once.
+            CapacityExceeded: if the capacity has less room.
+            InvalidArgument: if ``n`` is negative.
+            DriverError: if a driver call of the mapper for this tensor was refused before. Raised once.
         """
         TensorCore.prepare(self._core, n)
         return self
 
     def append(self, x: torch.Tensor) -> VTensor:
-        """Grows by ``x``'s size along ``grow_dim`` and copies ``x`` there; returns the tensor.
+        """Grows by ``x``'s size along ``grow_dim`` and copies ``x`` there. Returns the tensor.
 
         Args:
-            x: a tensor of the same dtype, device and shape except along ``grow_dim``; any strides, conjugate
-                and negative views, and parts of this very tensor are fine.
+            x: a tensor of the same dtype, device and shape except along ``grow_dim``. It may have any
+                strides, be a conjugate or negative view, or be a part of this tensor.
 
         Raises:
-            InvalidArgument: another dtype, device or shape, or a source that requires grad outside
+            InvalidArgument: if ``x`` has another dtype, device or shape, or requires grad outside
                 ``no_grad``.
             CapacityExceeded, OutOfPages, DriverError: as for :meth:`extend`.
         """
@@ -99,35 +98,35 @@ class VTensor(torch.Tensor):
         return self
 
     def shrink(self, n: int, front: bool = False, stream: Stream | None = None) -> VTensor:
-        """Drops the last ``n`` positions, or the first with ``front=True``; returns the tensor.
+        """Drops the last ``n`` positions, or the first ``n`` with ``front=True``. Returns the tensor.
 
-        Nothing moves: after a front shrink ``data_ptr()`` is the address of the first position kept (I1), and
-        the capacity that it used up comes back only where the tensor was made with ``when_full="move"``, or
-        once it is empty. Pages without a position go back to the pool, once no view holds them and the work
-        that was launched in ``stream`` (torch's current one unless given) has passed.
+        No element moves: after a front shrink ``data_ptr()`` is the address of the first position kept (I1).
+        A front shrink uses up capacity. A tensor made with ``when_full="move"`` gets it back when it moves,
+        any other when it is empty. Pages without a position return to the pool after no view holds them and
+        the work launched in ``stream`` (torch's current one by default) has passed.
 
         Raises:
-            InvalidArgument: ``n`` is negative or above the length.
+            InvalidArgument: if ``n`` is negative or above the length.
         """
         TensorCore.shrink(self._core, self, n, front, stream_handle("VTensor.shrink", stream))
         return self
 
     def truncate(self, length: int, stream: Stream | None = None) -> VTensor:
-        """Keeps the first ``length`` positions; returns the tensor. ``stream`` as for :meth:`shrink`.
+        """Keeps the first ``length`` positions. Returns the tensor. ``stream`` is as for :meth:`shrink`.
 
         Raises:
-            InvalidArgument: ``length`` is negative or above the present length.
+            InvalidArgument: if ``length`` is negative or above the present length.
         """
         TensorCore.truncate(self._core, self, length, stream_handle("VTensor.truncate", stream))
         return self
 
     def reallocate(self, capacity: int) -> VTensor:
-        """A new tensor of another capacity over the same physical pages; this one is closed.
+        """Returns a new tensor of another capacity over the same physical pages, and closes this one.
 
-        No byte is copied. Where views of this tensor are alive, its pages are shared with them copy-on-write.
+        Copies no byte. If views of this tensor are alive, the new tensor shares their pages copy-on-write.
 
         Raises:
-            CapacityExceeded: ``capacity`` is below the length, or passes the address space.
+            CapacityExceeded: if ``capacity`` is below the length, or exceeds the address space.
             OutOfPages, DriverError: as for :meth:`fork`.
         """
         moved = _coreless(self._pool, self._core.dtype)
@@ -138,47 +137,47 @@ class VTensor(torch.Tensor):
     # -- sharing
 
     def fork(self, stream: Stream | None = None) -> VTensor:
-        """A second tensor of the same content and capacity that shares this one's pages copy-on-write.
+        """Returns a tensor of the same content and capacity that shares this one's pages copy-on-write.
 
-        It takes no page until somebody writes; then one for each page written to. A write through either is
-        never seen through the other, whoever makes it (I6). On CUDA it waits for the work that was launched
-        on this tensor, in ``stream`` (torch's current one unless given) and in those of its leases.
+        It takes no page until the first write, then one for each page written to. A write through one tensor
+        is never seen through the other (I6). On CUDA, ``fork`` waits for the work launched on this tensor: in
+        ``stream`` (torch's current one by default) and in the streams of its leases.
 
         Raises:
-            OutOfPages: pages that writes have copied since the last fork do not fit the budget.
-            DriverError: a driver call was refused.
-            TimedOut: that work has not ended in 60 s.
+            OutOfPages: if pages that writes have copied since the last fork do not fit the budget.
+            DriverError: if a driver call was refused.
+            TimedOut: if that work has not ended after 60 s.
         """
         core = TensorCore.fork(self._core, self, stream_handle("VTensor.fork", stream))
         return _over(core, self._pool, core.length)
 
     def unshare(self, start: int, stop: int) -> VTensor:
-        """Parts the shared pages behind positions ``[start, stop)``, so that writes there go to memory of
-        this tensor's own; returns the tensor.
+        """Copies the shared pages of positions ``[start, stop)`` to pages of its own. Returns the tensor.
 
-        On CUDA, call it before writing through views of shared pages; on the host the kernel copies them.
+        On CUDA, call it before a write through a view of shared pages. On the host, the operating system
+        copies a shared page at the first write.
 
         Raises:
-            InvalidArgument: not ``0 <= start <= stop <= length``.
-            OutOfPages, DriverError: nothing was changed.
+            InvalidArgument: unless ``0 <= start <= stop <= length``.
+            OutOfPages: if the budget has too few free pages. Nothing was changed.
+            DriverError: if a driver call was refused. Nothing was changed.
         """
         TensorCore.unshare(self._core, self, start, stop)
         return self
 
     def reindex(self, index: Sequence[int] | torch.Tensor) -> VTensor:
-        """Makes this tensor what ``self[index]`` is along dimension 0, by remapping pages; returns the
-        tensor.
+        """Replaces the rows with ``self[index]`` along dimension 0 by remapping pages. Returns the tensor.
 
-        Rows that several entries name share their pages copy-on-write. On the host the address stays where
-        the number of rows does and no view holds the present extent; otherwise the rows move to a fresh
+        Entries that name the same row share its pages copy-on-write. On the host the address stays the same
+        if the number of rows does and no view holds the present pages. Otherwise the rows move to a new
         range.
 
         Args:
-            index: integers in ``[-size(0), size(0))``, any number of them from 1. Needs ``grow_dim > 0``.
+            index: at least one integer; each in ``[-size(0), size(0))``. Requires ``grow_dim > 0``.
 
         Raises:
-            InvalidArgument: an index out of range, none, or ``grow_dim == 0``.
-            OutOfPages, DriverError: nothing was changed.
+            InvalidArgument: if ``index`` is empty or out of range, or ``grow_dim == 0``.
+            OutOfPages, DriverError: as for :meth:`fork`. Nothing was changed.
         """
         if isinstance(index, torch.Tensor):
             if index.dtype == torch.bool or index.is_floating_point():
@@ -192,22 +191,21 @@ class VTensor(torch.Tensor):
     # -- reading
 
     def alias(self) -> torch.Tensor:
-        """A plain tensor of this moment over the same memory, for kernels, models and readers on other
-        threads.
+        """Returns a plain tensor with the present shape over the same memory.
 
-        It keeps its shape and its pages whatever this tensor does later.
+        It keeps its shape and its pages when this tensor changes later. Use it for kernels, models and
+        readers on other threads.
         """
         alias: torch.Tensor = TensorCore.alias(self._core, self)
         return alias
 
     def pages(self) -> list[PageRecord]:
-        """What stands behind this tensor.
+        """Returns a record for each page behind this tensor.
 
-        Records of ``row``, ``index`` (of the page in its row), ``address``, ``page_id``, ``shared`` (how many
-        page tables, and forked processes, name that page) and ``state``: ``"mapped"``, ``"shared"``,
-        ``"prefetched"``, ``"private"`` (shared once, written since; it has no id until the next fork gives
-        it one, so ``page_id`` is -1), ``"pinned"`` by older views or by work that may use it, or
-        ``"quarantined"``.
+        A record has ``row``, ``index`` (of the page in its row), ``address``, ``page_id``, ``shared`` (the
+        number of page tables and forked processes that refer to the page) and ``state``: ``"mapped"``,
+        ``"shared"``, ``"prefetched"``, ``"private"`` (written after it was shared; ``page_id`` is -1 until
+        the next fork), ``"pinned"`` (by older views, or by work that may use it) or ``"quarantined"``.
         """
         return TensorCore.pages(self._core)
 
@@ -218,7 +216,7 @@ class VTensor(torch.Tensor):
 
     @property
     def capacity(self) -> int:
-        """Positions that the reserved range was asked to hold."""
+        """Positions that the tensor can grow to, as asked for and not rounded."""
         return self._core.capacity
 
     @property
@@ -228,7 +226,7 @@ class VTensor(torch.Tensor):
 
     @property
     def when_full(self) -> WhenFull:
-        """What an ``extend`` does that needs what front shrinks used up: ``"raise"`` or ``"move"``."""
+        """What ``extend`` does if it needs capacity that front shrinks used up: ``"raise"`` or ``"move"``."""
         return "move" if self._core.moves_when_full else "raise"
 
     @property
@@ -238,12 +236,12 @@ class VTensor(torch.Tensor):
 
     @property
     def address(self) -> int:
-        """Address of the first position, also at length 0, where ``data_ptr()`` is 0."""
+        """Address of the first position. At length 0, ``data_ptr()`` is 0 and this is not."""
         return self._core.address
 
     @property
     def nbytes_mapped(self) -> int:
-        """Bytes of pages mapped for this tensor, those that older views hold included."""
+        """Bytes of pages mapped for this tensor, including those that older views hold."""
         return self._core.mapped_bytes
 
     @property
@@ -253,16 +251,17 @@ class VTensor(torch.Tensor):
 
     @property
     def closed(self) -> bool:
-        """Whether the tensor was closed, by ``close()``, ``reallocate()`` or its pool."""
+        """Whether ``close()``, ``reallocate()`` or its pool has closed the tensor."""
         return self._core.closed
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
-        """Says that work in ``stream``, now and later, uses the tensor: its pages are unmapped only after it.
+        """Declares that present and future work in ``stream`` uses the tensor.
 
-        The stream must outlive the tensor. A :class:`~vtensor.lease` is for one piece of work.
+        Pages are unmapped only after that work. The stream must outlive the tensor. For a single launch, use
+        :class:`~vtensor.lease`.
 
         Raises:
-            InvalidArgument: it is no stream.
+            InvalidArgument: if ``stream`` is no stream.
         """
         handle = stream_handle("VTensor.record_stream", stream)
         if handle is None:
@@ -272,10 +271,10 @@ class VTensor(torch.Tensor):
     # -- the end
 
     def close(self, stream: Stream | None = None) -> None:
-        """Gives pages and addresses back; every operation on the tensor then raises :class:`~vtensor.Closed`.
+        """Gives pages and addresses back. Every later operation on it raises :class:`~vtensor.Closed`.
 
-        What views hold stays until the last of them is gone, and what work in ``stream`` (torch's current one
-        unless given) may use until that has passed. A second call does nothing.
+        Pages that views hold stay until the last view is gone. Pages that work in ``stream`` (torch's current
+        one by default) may use stay until that work has passed. A second call does nothing.
         """
         TensorCore.close(self._core, self, stream_handle("VTensor.close", stream))
 
@@ -285,7 +284,7 @@ class VTensor(torch.Tensor):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- where torch would not be safe
+    # -- methods of torch.Tensor that would not be safe
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensor:
         forked = self.fork()
@@ -296,15 +295,18 @@ class VTensor(torch.Tensor):
         return self._alias()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Dense and plain: the storage under us is larger than what we show, and a subclass would not load.
+        # A dense plain tensor: the storage is larger than the tensor, and torch.load refuses a subclass.
         return self.clone(memory_format=torch.contiguous_format).__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A numpy array over :meth:`alias`: good whatever this tensor does later. ``force`` as torch's."""
+        """Returns a numpy array over :meth:`alias`, which stays valid when this tensor changes.
+
+        ``force`` is as for ``torch.Tensor.numpy``.
+        """
         return self._alias().numpy(force=force)
 
     def _alias(self) -> torch.Tensor:
-        # A forked child may read, and a thread of its parent may have held the lock that an alias takes.
+        # A forked child may read, but a thread of the parent may hold the lock that alias() takes.
         return torch.Tensor.detach(self) if _core.in_forked_child() else self.alias()
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -314,7 +316,7 @@ class VTensor(torch.Tensor):
         return tensor_line(self, self._core)
 
     def __str__(self) -> str:
-        # A compiled region has no alias to give, and breaks at any other question.
+        # torch.compile cannot trace alias(), nor any other call of the core.
         return repr(self) if torch.compiler.is_compiling() or self.closed else str(self._alias())
 
     __format__ = object.__format__  # torch's refuses closed tensors
@@ -327,7 +329,7 @@ class VTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """As :meth:`alias`. Setting it is refused."""
+        """The same as :meth:`alias`. Setting it raises VTensorError."""
         return self._alias()
 
     @data.setter
@@ -336,7 +338,7 @@ class VTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Always False: a VTensor keeps no graph. Setting it is refused."""
+        """Always False: a VTensor keeps no graph. Setting it to True raises VTensorError."""
         return False
 
     @requires_grad.setter
@@ -344,7 +346,7 @@ class VTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> VTensor:
-        """Refused (VTensorError) where ``requires_grad`` is true: a VTensor is an inference structure."""
+        """Raises VTensorError if ``requires_grad`` is true: a VTensor is for inference."""
         if requires_grad:
             raise VTensorError(
                 "[VTensor.requires_grad] a VTensor keeps no graph: use t.clone().requires_grad_()"
@@ -352,19 +354,19 @@ class VTensor(torch.Tensor):
         return self
 
     def share_memory_(self) -> NoReturn:
-        """Refused: other processes cannot follow a tensor that grows."""
+        """Raises VTensorError: other processes cannot follow a tensor that grows."""
         _refuse("share_memory_")
 
     def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the tensor's own methods change its size."""
+        """Raises VTensorError: use ``extend``, ``append``, ``shrink`` or ``truncate``."""
         _refuse("resize_")
 
     def resize_as_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the tensor's own methods change its size."""
+        """Raises VTensorError: use ``extend``, ``append``, ``shrink`` or ``truncate``."""
         _refuse("resize_as_")
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the tensor's storage is vtensor's."""
+        """Raises VTensorError: the storage belongs to vtensor."""
         _refuse("set_")
 
 
@@ -379,25 +381,25 @@ def _refuse(operation: str) -> NoReturn:
 
 
 def _coreless(pool: Pool, dtype: torch.dtype) -> VTensor:
-    """A VTensor that has no core yet, and shows nothing."""
-    if torch.is_inference_mode_enabled():  # an inference tensor could not be resized later
+    """An empty VTensor that has no core yet."""
+    if torch.is_inference_mode_enabled():  # because an inference tensor cannot be resized later
         with torch.inference_mode(False):
             return _coreless(pool, dtype)
-    # As a view of a tensor of its own, because views of views name the first as their base: so no view keeps
-    # the VTensor alive.
+    # A view of a plain tensor: views of the VTensor then have that tensor as their base, and none keeps the
+    # VTensor alive.
     tensor = torch.empty(0, dtype=dtype, device=pool._tensor_device).as_subclass(VTensor)
     tensor._pool = pool
     return tensor
 
 
 def _over(core: TensorCore, pool: Pool, length: int) -> VTensor:
-    """The VTensor of a core, with `length` positions, known to the pool."""
+    """Makes the VTensor of a core, with `length` positions, and registers it with the pool."""
     tensor = _coreless(pool, core.dtype)
     tensor._core = core
     try:
         core.attach(tensor, length)
     except BaseException:
-        core.close(tensor)  # now, and not when the traceback lets it go
+        core.close(tensor)  # now: the traceback would keep it open
         raise
     pool._register(tensor)
     return tensor
@@ -412,24 +414,23 @@ def empty(
     pool: Pool | None = None,
     when_full: WhenFull = "raise",
 ) -> VTensor:
-    """A tensor that can grow to ``capacity`` positions along ``grow_dim``.
+    """Makes a tensor that can grow to ``capacity`` positions along ``grow_dim``.
 
     Args:
-        sizes: the shape; ``sizes[grow_dim]`` is the length to begin with, often 0.
-        grow_dim: the dimension that grows. What stands before it are rows, which grow by themselves.
-        capacity: positions to reserve addresses for. They cost no memory.
-        dtype: any dtype of torch; torch's default unless given.
-        device: ``"cpu"`` unless given, or the pool's.
-        pool: where the pages come from; :func:`~vtensor.default_pool` of the device unless given.
-        when_full: what an ``extend`` does that fits ``capacity`` only without what front shrinks used up:
-            ``"raise"`` CapacityExceeded, or ``"move"`` the pages to a fresh range (nothing is copied, the
-            address changes).
+        sizes: the shape. ``sizes[grow_dim]`` is the initial length, often 0.
+        grow_dim: the dimension that grows. The dimensions before it are rows; each row grows by itself.
+        capacity: positions to reserve addresses for. Addresses cost no memory.
+        dtype: any dtype of torch that is not quantized. Defaults to torch's default dtype.
+        device: defaults to the pool's device, or ``"cpu"``.
+        pool: the pool that lends the pages. Defaults to :func:`~vtensor.default_pool` of the device.
+        when_full: what ``extend`` does if it needs capacity that front shrinks used up: ``"raise"``
+            CapacityExceeded, or ``"move"`` the pages to a new range (the address changes, no byte is copied).
 
     Raises:
-        InvalidArgument: sizes, ``grow_dim`` or a device that cannot be meant.
-        CapacityExceeded: the initial length passes ``capacity``, or ``capacity`` the address space.
-        OutOfPages: the pool has too few pages for the initial length.
-        DriverError: the addresses could not be reserved.
+        InvalidArgument: if ``sizes``, ``grow_dim``, ``dtype`` or ``device`` is not valid.
+        CapacityExceeded: if the initial length exceeds ``capacity``, or ``capacity`` the address space.
+        OutOfPages: if the pool has too few pages for the initial length.
+        DriverError: if the addresses could not be reserved.
     """
     return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, zeroed=False)
 
@@ -443,7 +444,7 @@ def zeros(
     pool: Pool | None = None,
     when_full: WhenFull = "raise",
 ) -> VTensor:
-    """As :func:`empty`; every position reads as zeros until written, those added by ``extend`` too.
+    """As :func:`empty`. Every position holds zeros until it is written, including those that ``extend`` adds.
 
     Raises:
         InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
@@ -454,11 +455,11 @@ def zeros(
 def empty_like(
     t: torch.Tensor, capacity: int | None = None, pool: Pool | None = None, **options: Any
 ) -> VTensor:
-    """A tensor of ``t``'s shape, dtype and device.
+    """Makes a tensor of ``t``'s shape, dtype and device.
 
     Args:
-        t: a VTensor, whose ``grow_dim``, capacity, pool and ``when_full`` are taken unless given; or a plain
-            tensor, which needs ``grow_dim=`` and ``capacity=``.
+        t: a VTensor or a plain tensor. A VTensor gives the defaults of ``grow_dim``, ``capacity``, ``pool``
+            and ``when_full``. With a plain tensor, ``grow_dim=`` and ``capacity=`` are required.
         capacity, pool, options: as for :func:`empty`.
 
     Raises:
@@ -481,14 +482,14 @@ def empty_like(
 def from_tensor(
     x: torch.Tensor, grow_dim: int, capacity: int, pool: Pool | None = None, when_full: WhenFull = "raise"
 ) -> VTensor:
-    """A tensor that begins as a copy of ``x`` and can grow to ``capacity`` positions along ``grow_dim``.
+    """Makes a copy of ``x`` that can grow to ``capacity`` positions along ``grow_dim``.
 
     Args:
-        x: a plain tensor, of any strides, or a VTensor. The device is its.
+        x: a plain tensor of any strides, or a VTensor. Without ``pool``, the new tensor is on its device.
         grow_dim, capacity, pool, when_full: as for :func:`empty`.
 
     Raises:
-        InvalidArgument: as for :func:`empty`; or ``x`` requires grad outside ``no_grad``.
+        InvalidArgument: as for :func:`empty`, or if ``x`` requires grad outside ``no_grad``.
         CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
     of_type("from_tensor", "x", x, torch.Tensor)

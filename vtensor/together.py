@@ -1,7 +1,7 @@
-"""Changes of caches that are made of several tensors, each in one step that no exception can come into.
+"""Changes of several tensors in one step that no exception can interrupt.
 
-For what keeps K and V of many layers in VTensors, and states of its own beside them: whatever is refused, and
-wherever Ctrl-C arrives, all of it is as before or all of it as after (I8, I17).
+For caches that keep K and V of many layers in VTensors, and other state next to them. After an error, or a
+Ctrl-C at any point, everything is as before the change or everything as after it (I8, I17).
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ def reindex(
     indices: Sequence[Sequence[int]],
     states: Iterable[tuple[dict[str, Any], dict[str, Any]]] = (),
 ) -> None:
-    """:meth:`VTensor.reindex` of each tensor by the index in its place: of all of them or of none.
+    """Calls :meth:`VTensor.reindex` on each tensor with its own index: on all of them or on none.
 
     Args:
         tensors: VTensors, each named once.
         indices: for each tensor, integers in ``[-size(0), size(0))``.
-        states: dicts, each with what is to be updated in it in the same step.
+        states: pairs of a dict and the entries to update it with in the same step.
 
     Raises:
-        InvalidArgument, OutOfPages, DriverError: as ``VTensor.reindex``; nothing was changed.
+        InvalidArgument, OutOfPages, DriverError: as for ``VTensor.reindex``. Nothing was changed.
     """
     _core.reindex([tensor._core for tensor in tensors], list(tensors), list(indices), list(states))
 
 
 def reserve(tensor: VTensor, capacity: int) -> None:
-    """Moves a tensor's pages to a fresh range of ``capacity`` positions: :meth:`VTensor.reallocate` in place,
-    for who cannot lose the tensor between the end of that and the assignment of its result.
+    """Moves a tensor's pages to a new range of ``capacity`` positions and keeps the tensor object.
+
+    :meth:`VTensor.reallocate` returns a new tensor, which an exception before the assignment would lose. This
+    function has no such moment.
 
     Raises:
-        CapacityExceeded: ``capacity`` is below the length, or passes the address space.
-        OutOfPages, DriverError: nothing was changed.
+        CapacityExceeded: if ``capacity`` is below the length, or exceeds the address space.
+        OutOfPages, DriverError: as for ``VTensor.reallocate``. Nothing was changed.
     """
     tensor._core.reserve(tensor, capacity)

@@ -1,4 +1,4 @@
-"""What vtensor did, and when: every driver call and every change of state, as rows and as a timeline.
+"""Recordings of what vtensor does: every driver call and every change of state, as a table or a timeline.
 
 ::
 
@@ -9,13 +9,13 @@
     table = pandas.DataFrame(recording.events())
     recording.export("trace.json.gz")  # for https://ui.perfetto.dev and chrome://tracing
 
-Beside torch's profiler, in one timeline, each thread's operators around what they caused::
+In one timeline with torch's profiler, where the driver calls lie inside the operators that caused them::
 
     with torch.profiler.profile() as profiler, vtensor.trace.record() as recording:
         model.generate(...)
     recording.export("trace.json.gz", profile=profiler)
 
-``vtensor.trace.load("trace.json.gz")`` reads it again, for :mod:`vtensor.plot` or a table.
+``vtensor.trace.load("trace.json.gz")`` reads the file, for :mod:`vtensor.plot` or a table.
 """
 
 from __future__ import annotations
@@ -42,45 +42,45 @@ __all__ = ["Event", "Recording", "load", "record"]
 _MOST_EVENTS = 2**28
 _KINDS = frozenset(_core.TRACE_KINDS)
 MAPPED = {"map": 1, "unmap": -1}
-"""The kinds that change what is mapped, each with the sign of its bytes."""
+"""The events that change what is mapped, each with the sign of its bytes."""
 
 
 class Profiler(Protocol):
-    """What is asked of torch's profiler."""
+    """The part of torch's profiler that :meth:`Recording.export` uses."""
 
     def export_chrome_trace(self, path: str) -> object: ...
 
 
 class Event(NamedTuple):
-    """One row. Times are nanoseconds, sizes bytes."""
+    """One event of a recording. Times are nanoseconds, sizes are bytes."""
 
     time_ns: int
-    """When it began: Unix time, on the clock that torch's profiler writes and ``time.time_ns()`` reads."""
+    """When it began, as Unix time: the clock of ``time.time_ns()`` and of torch's profiler."""
     duration_ns: int
-    """0 for what happens at once."""
+    """0 for an event without duration."""
     what: str
     """``"driver_call"``, ``"extend"``, ``"shrink"``, ``"prepare"``, ``"fork"``, ``"unshare"``, ``"map"``,
     ``"unmap"``, ``"retire"``, ``"revive"``, ``"zero"``, ``"copy"``, ``"populate"``, ``"cache"``, ``"reuse"``,
     ``"lease"``, ``"wait"``, ``"out_of_memory"`` or ``"error"``."""
     call: str
-    """Of a driver call, which: ``"mmap"``, ``"cuMemMap"``, ... Empty otherwise."""
+    """The name of a driver call: ``"mmap"``, ``"cuMemMap"``, ... Empty for other events."""
     address: int
-    """Where it begins; 0 where that means nothing."""
+    """The first address that the event concerns; 0 if there is none."""
     nbytes: int
-    """What it is about; for ``extend`` and ``shrink`` all rows together."""
+    """The size that the event concerns. For ``extend`` and ``shrink``, the sum over all rows."""
     tensor: int
-    """The first address of the tensor's range, which stays the same for as long as it lives; 0 for none."""
+    """The first address of the tensor's range, which identifies the tensor; 0 if there is none."""
     thread: int
-    """As ``threading.get_native_id()`` and torch's profiler number it."""
+    """The id that ``threading.get_native_id()`` and torch's profiler use."""
     role: str
-    """``"caller"``, or ``"mapper"`` for the pool's own thread."""
+    """``"mapper"`` for the pool's own thread, else ``"caller"``."""
 
 
 class Recording:
-    """What vtensor does while this context manager is open. Made by :func:`record`.
+    """A context manager that records what vtensor does. Made by :func:`record`.
 
-    It holds what began and ended inside the ``with``. Afterwards it holds the same for as long as it lives.
-    ``capacity`` is that of :func:`record`.
+    It holds the events that began and ended inside the ``with``, and keeps them afterwards. ``capacity`` is
+    as for :func:`record`.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -107,39 +107,40 @@ class Recording:
 
     @property
     def capacity(self) -> int:
-        """Events that there is room for; what was asked for, rounded up to a power of two."""
+        """The number of events that it can hold: the requested number, rounded up to a power of two."""
         return self._begun("capacity").capacity
 
     @property
     def dropped(self) -> int:
-        """Events of this recording that newer ones have replaced: ask for more ``capacity``."""
+        """The number of events that newer ones have replaced. A larger ``capacity`` keeps more."""
         return self._begun("dropped").dropped
 
     def events(self) -> list[Event]:
-        """The newest ``capacity`` events by time, outer ones first; inside the ``with``, those so far.
+        """The newest ``capacity`` events in order of time, an outer event before those inside it.
 
-        ``pandas.DataFrame(recording.events(), columns=vtensor.trace.Event._fields)`` makes a table of them.
+        Inside the ``with``, those so far. ``pandas.DataFrame(recording.events(),
+        columns=vtensor.trace.Event._fields)`` makes a table of them.
         """
         return [Event._make(row) for row in self._begun("events").events()]
 
     def summary(self) -> str:
-        """A table for reading: each kind of event and driver call with its count, times and bytes."""
+        """A table as text: the count, times and bytes of each kind of event and driver call."""
         return _summary(self.events(), self.dropped)
 
     def export(
         self, path: str | os.PathLike[str], profile: str | os.PathLike[str] | Profiler | None = None
     ) -> None:
-        """Writes the events as JSON that Perfetto and ``chrome://tracing`` open: a track for each thread.
+        """Writes the events as JSON for Perfetto and ``chrome://tracing``, with a track for each thread.
 
         Args:
-            path: the file; compressed where the name ends in ``.gz``.
-            profile: what torch's profiler saw of the same time, to be written into the same file: a file
-                that its ``export_chrome_trace`` wrote, or the profiler itself once it has stopped, which
-                exports only once.
+            path: the file. It is compressed if the name ends in ``.gz``.
+            profile: a profile of the same time by torch's profiler, to merge into the file: a file that its
+                ``export_chrome_trace`` wrote, or the stopped profiler itself. A profiler exports only once.
 
         Raises:
-            VTensorError: ``profile`` is no such file, or a profiler that still runs or has exported before.
-            OSError: a file cannot be read or written.
+            VTensorError: if ``profile`` is no such file, or a profiler that still runs or has exported
+                before.
+            OSError: if a file cannot be read or written.
         """
         file = _path("export", path)
         started = self._begun("export").started
@@ -162,18 +163,20 @@ class Recording:
 
 
 def record(capacity: int | None = None) -> Recording:
-    """A context manager that records what vtensor does, on all threads, until it is left.
+    """Makes a context manager that records what vtensor does on all threads inside the ``with``.
 
-    Recordings may overlap, also on several threads: each holds its own part. They share the memory of the
-    first, 64 bytes an event, which is taken as events come and given back with the last.
+    Recordings may overlap, also on several threads. Each holds the events of its own time. They share the
+    memory of the first, 64 bytes an event. That memory is allocated as events come and freed with the last
+    recording.
 
     Args:
-        capacity: events to keep, rounded up to a power of two; the newest stay. Unless given 1,048,576,
-            or what a running recording has.
+        capacity: events to keep, rounded up to a power of two. The newest stay. Defaults to that of a running
+            recording, or 1,048,576.
 
     Raises:
-        InvalidArgument: a capacity below 1 or above 2**28, or, when entered, above a running recording's.
-        VTensorError: when entered in a forked child process, where vtensor does nothing to record.
+        InvalidArgument: if ``capacity`` is below 1 or above 2**28, or, when entered, above a running
+            recording's.
+        VTensorError: when entered, if this is a forked child process: vtensor does nothing there.
     """
     if capacity is not None:
         capacity = integer("trace.record", "capacity", capacity)
@@ -185,14 +188,16 @@ def record(capacity: int | None = None) -> Recording:
 
 
 def load(path: str | os.PathLike[str]) -> list[Event]:
-    """The events of a file that :meth:`Recording.export` wrote, by time, to a nanosecond or so.
+    """Reads the events of a file that :meth:`Recording.export` wrote, in order of time.
+
+    Times are exact to about a nanosecond. Events of torch's profiler are left out.
 
     Args:
-        path: the file, compressed or not; what torch's profiler put beside the events is left out.
+        path: the file, compressed or not.
 
     Raises:
-        VTensorError: the file is no trace, or was cut short.
-        OSError: it cannot be read.
+        VTensorError: if the file is no trace, or was cut short.
+        OSError: if it cannot be read.
     """
     trace = _read_trace(
         _path("load", path), "load", "it was cut short or is another file; export the recording again"
@@ -208,13 +213,13 @@ def load(path: str | os.PathLike[str]) -> list[Event]:
     return sorted(found, key=lambda event: (event.time_ns, -event.duration_ns))
 
 
-# -- the Chrome trace format ("Trace Event Format", the Chromium project), which Perfetto reads too
+# -- the Chrome trace format ("Trace Event Format", the Chromium project), which Perfetto also reads
 
 
 def _records(events: Sequence[Event], base: int, named: set[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """With times in microseconds since `base` (nanoseconds of Unix time), as torch's profiler has them.
+    """The events as records of the format, in torch's profiler's units: microseconds since `base`.
 
-    `named` are the (pid, tid) that need no name.
+    `base` is Unix time in nanoseconds. `named` holds the (pid, tid) that have a name already.
     """
     process = os.getpid()
     alive = {thread.native_id: thread.name for thread in threading.enumerate()}
@@ -250,7 +255,7 @@ def _records(events: Sequence[Event], base: int, named: set[tuple[int, int]]) ->
 
 
 def _event(written: dict[str, Any], base: int) -> Event:
-    """One of `_records`, back again."""
+    """The inverse of `_records` for one record."""
     name, more = written["name"], written["args"]
     if not isinstance(name, str) or more["role"] not in ("caller", "mapper"):
         raise ValueError(name, more["role"])
@@ -269,7 +274,7 @@ def _event(written: dict[str, Any], base: int) -> Event:
 
 
 def _changes_of_mapping(events: Iterable[Event]) -> list[tuple[int, int]]:
-    """(time, bytes) in order of time."""
+    """(time, change of mapped bytes) in order of time."""
     return sorted(
         (event.time_ns + event.duration_ns, MAPPED[event.what] * event.nbytes)
         for event in events
@@ -325,7 +330,7 @@ def _is_trace(read: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _write(path: Path, head: dict[str, Any], records: Iterable[dict[str, Any]]) -> None:
-    """One record at a time: there may be millions."""
+    """Writes one record at a time, because there may be millions."""
     with gzip.open(path, "wt", compresslevel=6) if path.suffix == ".gz" else path.open("w") as file:
         file.write("{")
         for key, value in head.items():
@@ -372,7 +377,7 @@ def _summary(events: Iterable[Event], dropped: int) -> str:
 
 
 def _quantile(ordered: Sequence[int], q: float) -> float:
-    """Linear between neighbours: type 7 of Hyndman and Fan, 1996."""
+    """The quantile by linear interpolation: type 7 of Hyndman and Fan, 1996."""
     at = q * (len(ordered) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)

@@ -1,7 +1,7 @@
 """The command line, ``python -m vtensor``: ``info``, ``demo``, ``bench`` and ``replay``.
 
-Exit statuses: 0; 1 where something failed; 2 for arguments that cannot be meant; 130 after Ctrl-C; 141 where
-who read the output went away.
+Exit statuses: 0 for success, 1 if something failed, 2 for arguments that are not valid, 130 after Ctrl-C, 141
+if the reader of the output has closed the pipe.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Command = Callable[[argparse.Namespace, list[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that ``arguments`` (``sys.argv[1:]`` unless given) name; returns the exit status."""
+    """Runs the command in ``arguments`` (``sys.argv[1:]`` by default). Returns the exit status."""
     try:
         try:
             _starting.over()
             status = _run(sys.argv[1:] if arguments is None else list(arguments))
-        except SystemExit as leaving:  # argparse: after --help, or for a wrong argument
+        except SystemExit as leaving:  # from argparse, for --help or a wrong argument
             status = leaving.code if isinstance(leaving.code, int) else 1
-        print(end="", flush=True)  # here, where a closed pipe can still be answered
+        print(end="", flush=True)  # now, because a closed pipe can still be handled here
         return status
     except KeyboardInterrupt:
         _tell("stopped")
         return _starting.INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more when it ends, and finds nobody either.
+        # The interpreter flushes again when it ends, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except VTensorError as error:
@@ -55,7 +55,7 @@ def _run(arguments: list[str]) -> int:
         description="Drivers, limits, what is installed for attention, and a self-test on real memory.",
     )
     info.add_argument("--json", action="store_true", help="print the report as JSON")
-    # These two have parsers of their own, which know --help too.
+    # demo and bench have parsers of their own, which also handle --help.
     commands.add_parser("demo", help="a real text, read and continued with each cache", add_help=False)
     commands.add_parser("bench", help="figures beside their baselines, from a checkout", add_help=False)
     if arguments[:1] not in (["info"], ["demo"], ["bench"]) and _has_replay():
@@ -76,7 +76,7 @@ def _info(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> int:
     try:
-        # By name: the package itself needs nothing but torch, only its commands do.
+        # Imported by name: the package needs only torch, and only its commands need more.
         demo = importlib.import_module("vtensor.integrations.demo")
     except ModuleNotFoundError as missing:
         _tell(f"error: the demo needs {missing.name}: pip install 'vtensor[demo]'")
@@ -101,5 +101,5 @@ def _has_replay() -> bool:
 
 
 def _tell(line: str) -> None:
-    with suppress(OSError):  # where nobody reads that either
+    with suppress(OSError):  # stderr may be closed too
         print(line, file=sys.stderr)

@@ -10,13 +10,13 @@ import vtensor
 
 
 def checkout() -> Path | None:
-    """The folder of the sources that vtensor was imported from; None where it was installed from a wheel."""
+    """The folder of the sources that vtensor was imported from; None if it was installed from a wheel."""
     folder = Path(vtensor.__file__).parents[1]
     return folder if (folder / "benchmarks" / "harness.py").exists() else None
 
 
 def main(arguments: list[str]) -> int:
-    """Runs ``python -m benchmarks`` with these arguments."""
+    """Runs ``python -m benchmarks`` with these arguments. Returns the exit status."""
     sources = checkout()
     if sources is None:
         print(

@@ -1,4 +1,4 @@
-"""Which drivers work here, and what is installed for attention."""
+"""The drivers that work on this machine, and the attention libraries that are installed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import vtensor
 
 @dataclass(frozen=True)
 class Driver:
-    """A driver on one device. Sizes in bytes; None where it was not found."""
+    """A driver on one device. Sizes are bytes; None if the driver was not found."""
 
     device: str
     found: bool
     detail: str
-    """What it is, or why it is not there and what to do."""
+    """Its description, or why it is missing and what to do."""
     granularity: int | None = None
-    """The smallest page; page sizes are multiples of it, on the host powers of two."""
+    """The smallest page size. Page sizes are multiples of it; on the host, powers of two."""
     page_size: int | None = None
-    """What a pool takes unless told otherwise."""
+    """A pool's default page size."""
     budget: int | None = None
-    """What a pool may use unless told otherwise."""
+    """A pool's default budget."""
 
 
 def drivers() -> list[Driver]:
-    """The host's, and one for each GPU; where there is no GPU, one that says why."""
+    """The host's driver, and one for each GPU. Without a GPU, one whose ``detail`` says why."""
     return [_host(), *(_cuda(index) for index in range(torch.cuda.device_count()))] + (
         [] if torch.cuda.is_available() else [Driver("cuda", False, _why_no_cuda())]
     )
@@ -79,7 +79,7 @@ class _AllocationProperties(ctypes.Structure):
 
 
 def granularity(index: int, library: str = "libcuda.so.1") -> int | None:
-    """The least size of pages of a GPU, in bytes; None where libcuda does not tell."""
+    """The smallest page size of a GPU, in bytes; None if libcuda does not report it."""
     pinned = device = 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE
     minimum = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
     try:
@@ -96,11 +96,11 @@ def granularity(index: int, library: str = "libcuda.so.1") -> int | None:
 
 @dataclass(frozen=True)
 class Library:
-    """Something that attends over growing tensors, or makes models that do."""
+    """A library with attention kernels, or with models that use them."""
 
     name: str
     version: str | None
-    """None where it is not installed."""
+    """None if it is not installed."""
     install: str
 
 
@@ -116,7 +116,7 @@ _LIBRARIES = (
 
 
 def libraries() -> list[Library]:
-    """What is installed for attention. Nothing is imported that is not imported already."""
+    """The attention libraries and whether each is installed. Imports none of them."""
     return [
         Library(name, _version(module, package), install) for name, module, package, install in _LIBRARIES
     ]
@@ -126,7 +126,7 @@ def _version(module: str, package: str) -> str | None:
     try:
         if importlib.util.find_spec(module) is None:
             return None
-    except ModuleNotFoundError:  # its parent is not there
+    except ModuleNotFoundError:  # the parent package is not installed
         return None
     try:
         return importlib.metadata.version(package)

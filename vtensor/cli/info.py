@@ -19,12 +19,12 @@ _TEST_PAGES = 64
 
 
 def main(as_json: bool) -> int:
-    """Prints the report; 1 where a step of the self-test failed, or no driver was found."""
+    """Prints the report. Returns 1 if a step of the self-test failed or no driver was found, else 0."""
     found = drivers()
     tests: dict[str, list[Step]] = {}
     for driver in found:
         if driver.found and driver.page_size:
-            if driver.device != "cpu":  # a context is made, which takes a second
+            if driver.device != "cpu":  # making a CUDA context takes a second
                 print(f"testing {driver.device} ...", file=sys.stderr, flush=True)
             budget = _TEST_PAGES * driver.page_size
             with vtensor.Pool(driver.device, budget=budget, prefetch=0) as pool:

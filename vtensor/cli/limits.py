@@ -1,4 +1,4 @@
-"""The limits of the system that a program with growing tensors meets, and how to raise them.
+"""The limits of the system that affect vtensor, and how to raise them.
 
 Sources: Linux's Documentation/admin-guide/sysctl/vm.rst (max_map_count, overcommit_memory) and cgroup-v2.rst,
 getrlimit(2).
@@ -21,23 +21,23 @@ class Limit:
 
     name: str
     value: int | None
-    """In ``unit``; None where there is no limit."""
+    """In ``unit``; None if there is no limit."""
     used: int | None
-    """Of it, at this moment; None where that is not known."""
+    """The part of it in use now; None if that is unknown."""
     unit: str
     low: bool
-    """Whether it is likely to be met."""
+    """Whether vtensor is likely to reach it."""
     meaning: str
-    """What of vtensor it limits."""
+    """What it limits in vtensor."""
     remedy: str
-    """How to raise it; empty where there is nothing to do."""
+    """How to raise it; empty if there is nothing to do."""
 
 
 def limits(root: Path = Path("/")) -> list[Limit]:
     """The limits of this process.
 
     Args:
-        root: the folder that ``proc`` and ``sys`` are in, for tests.
+        root: the folder that contains ``proc`` and ``sys``, for tests.
     """
     proc = root / "proc"
     mappings = _number(proc / "sys/vm/max_map_count")
@@ -120,7 +120,7 @@ def _resource(which: int) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number that a file holds; None for a word such as "max", or where there is no such file."""
+    """The number in a file; None if it holds a word such as "max", or does not exist."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -143,17 +143,17 @@ def _entries(folder: Path) -> int | None:
 
 
 def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
-    """The smallest memory limit of this process's cgroup and those above it, and what is used of that one."""
+    """The smallest memory limit among this process's cgroup and its ancestors, and the use of that cgroup."""
     found = [
         (limit, _number(folder / current))
         for folder, most, current in _cgroup_folders(root)
-        if (limit := _number(folder / most)) is not None and limit < 2**62  # v1 writes no limit as a huge one
+        if (limit := _number(folder / most)) is not None and limit < 2**62  # v1: huge if unlimited
     ]
     return min(found, key=lambda pair: pair[0], default=(None, None))
 
 
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """(folder, name of the file with the limit, of the one with the use), from the process's own upwards."""
+    """(folder, file of the limit, file of the use) of the process's own cgroup and then of each ancestor."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

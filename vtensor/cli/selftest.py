@@ -1,4 +1,4 @@
-"""Grows, shares and frees memory of a device for real, and looks whether what vtensor promises is so."""
+"""The self-test: grows, shares and frees real memory of a device, and checks vtensor's invariants."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Step:
 
 
 class _Wrong(Exception):
-    """What was promised is not so."""
+    """A check of the self-test failed."""
 
 
 def self_test(pool: vtensor.Pool) -> list[Step]:
-    """Runs the steps on a pool of at least 32 free pages, and stops at the first that fails."""
+    """Runs the steps on a pool of at least 32 free pages. Stops at the first step that fails."""
     steps: list[Step] = []
     test = _steps(pool)
     while True:
@@ -55,7 +55,7 @@ def _require(holds: bool, what: str) -> None:
 
 
 def _steps(pool: vtensor.Pool) -> Iterator[str]:
-    """What each step found; raises where it is wrong."""
+    """Yields a description of each step that passed. Raises if a check fails."""
     page = pool.page_size
     t = vtensor.empty(0, page, grow_dim=0, capacity=1024, dtype=torch.uint8, pool=pool)
     mapped = pool.stats().pages_mapped
@@ -73,7 +73,7 @@ def _steps(pool: vtensor.Pool) -> Iterator[str]:
     child = t.fork()
     used = pool.stats().pages_used
     _require(used == _PAGES, f"a fork took {used - _PAGES} pages")
-    child.unshare(0, 1)  # CUDA copies no page at a write through a view, as this one is
+    child.unshare(0, 1)  # on CUDA, a write through a view such as child[:1] copies no page
     child[:1].fill_(255)
     _require(bool((t[0] == 0).all()), "a write through a fork is seen through its parent (I6)")
     taken = pool.stats().pages_used - used

@@ -1,4 +1,4 @@
-"""Replays of real traces over memory managers that stand side by side: ``python -m vtensor replay``."""
+"""Replays of real traces with several memory managers to compare: ``python -m vtensor replay``."""
 
 from __future__ import annotations
 

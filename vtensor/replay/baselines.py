@@ -1,4 +1,4 @@
-"""What the managers that stand beside ours have in common, and the two simple ones."""
+"""What the managers that vtensor is compared with have in common, and the simplest of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ManagerStats", "NeverSwapped", "OneSample", "StaticCache"]
 
 @dataclass(frozen=True)
 class ManagerStats:
-    """Of these managers, what a replay reads of ``KVCacheStats``."""
+    """The part of ``KVCacheStats`` that a replay reads."""
 
     unit: int
     tokens: int
@@ -21,8 +21,11 @@ class ManagerStats:
 
 
 class NeverSwapped:
-    """A manager without host memory: a scheduler has requests computed again instead. It asks only for those
-    of several samples, which a trace has not."""
+    """A manager without host memory: ``swap_out`` raises OutOfPages, and the scheduler computes again
+    instead.
+
+    The scheduler swaps only requests of several samples, and a trace has none.
+    """
 
     def swap_out(self, slot: int | Sequence[int]) -> None:
         raise OutOfPages(f"[{type(self).__name__}.swap_out] there is no host memory: compute it again")
@@ -36,7 +39,7 @@ class NeverSwapped:
 
 
 class OneSample(NeverSwapped):
-    """Nor are requests forked: those of a trace have one sample each."""
+    """A manager that cannot fork either: the requests of a trace have one sample each."""
 
     def fork(self, slot: int, n: int = 1) -> list[int]:
         raise self._one_sample("fork")
@@ -49,12 +52,15 @@ class OneSample(NeverSwapped):
 
 
 class StaticCache(OneSample):
-    """A slot of ``max_len`` tokens for each request, as tensors made in advance give it.
+    """A slot of ``max_len`` tokens for each request, like preallocated tensors.
 
     Args:
-        tokens: what the memory holds.
-        max_batch: slots at most.
+        tokens: the number of tokens that fit into the memory.
+        max_batch: the most slots.
         max_len: tokens of a slot.
+
+    Raises:
+        InvalidArgument: if the memory does not hold one slot.
     """
 
     def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:

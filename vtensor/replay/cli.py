@@ -1,4 +1,4 @@
-"""``python -m vtensor replay TRACE``: a trace over each memory manager, as a table, JSON and a picture."""
+"""``python -m vtensor replay TRACE``: a trace with each memory manager, as a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LOOKAHEAD = 32
 _MOST_AT_A_TIME = 2**16
 _MOST = 2**31 - 1
 
-_DESCRIPTION = """Serves a trace of real requests with each of several memory managers in the same memory: the
-same scheduler, the same model of the device, simulated time. Ours maps pages for real, with page and token
-scaled down by one factor, so that all counts are those of the real sizes."""
+_DESCRIPTION = """Serves a trace of real requests with each of several memory managers in the same amount of
+memory, with the same scheduler and the same model of the device, in simulated time. vtensor maps real pages.
+Its page size and token size are scaled down by one factor, so all counts are those of the real sizes."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+    """Runs the command. Returns the exit status."""
     try:
         _run(arguments)
     except VTensorError as error:
@@ -120,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     rows = read_trace(arguments.trace, _within("--limit", arguments.limit, 1))
     server = _server(arguments, rows)
-    if server.driver == "simulated":  # it reads this when it is loaded: real devices take no smaller pages
+    if server.driver == "simulated":  # read when the library is loaded; its default is a device's granularity
         os.environ.setdefault(
             "SIMCUDA_GRANULARITY", str(server.page_size // scale(server.shape, server.page_size))
         )
@@ -231,7 +231,7 @@ def _over_zero(name: str, number: float) -> float:
 
 
 class _Progress:
-    """Tells stderr how far it is: every second over itself on a terminal, every ten seconds elsewhere."""
+    """Prints the progress to stderr: every second on one line of a terminal, else every ten seconds."""
 
     def __enter__(self) -> Callable[[str], None]:
         self._terminal = sys.stderr.isatty()

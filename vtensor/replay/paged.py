@@ -1,14 +1,14 @@
-"""PagedAttention's memory manager, as the baseline: frames of 16 tokens, anywhere, behind a table for each
+"""PagedAttention's memory manager, as a baseline: frames of 16 tokens, and a table of frames for each
 sequence.
 
-From the facts in vLLM's paper (Kwon et al., SOSP 2023) and in its documentation of automatic prefix caching.
-What it calls a block is a frame here; pages are the driver's. Frames are counted by reference. A full frame
-is known by a hash over its tokens and all before them, and stays known when its last user is gone, until the
-frame is needed: the least recently used goes first, of one sequence the last. A frame that two share is
-copied before one writes.
+After vLLM's paper (Kwon et al., SOSP 2023) and its documentation of automatic prefix caching. vLLM's block is
+called a frame here, and a page is always the driver's. Frames are reference-counted. A full frame is indexed
+by a hash over its tokens and all tokens before them. After its last user has gone, it stays in the index
+until its memory is needed. The least recently used frame is evicted first, and of one sequence the last
+frame. A shared frame is copied before a write.
 
-One choice is better than the documented one: frames that nothing can be found in are handed out before those
-that still serve as a prefix.
+One choice is better than the documented one: frames outside the index are handed out before frames that could
+still be reused as a prefix.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ __all__ = ["PagedCache"]
 
 
 class PagedCache(NeverSwapped):
-    """The calls of ``vtensor.KVCache`` over tables of frames; the bookkeeping alone, without any memory.
+    """The calls of ``vtensor.KVCache`` over tables of frames. It keeps the books, and has no memory.
 
     Args:
         frames: frames in the device's memory.
-        max_batch: slots (sequences at a time).
+        max_batch: slots, the most sequences at a time.
         max_len: the most tokens of a sequence.
         frame_tokens: tokens of a frame.
 
-    ``tables[slot]`` lists the frames of a sequence; ``copies`` the (source, target) frames that the last
-    ``step`` had to copy. Calls are trusted to name slots in use and lengths that do not shrink.
+    ``tables[slot]`` lists the frames of a sequence. ``copies`` lists the (source, target) frames that the
+    last ``step`` had to copy. It does not check that slots are in use or that lengths do not shrink.
+
+    Raises:
+        InvalidArgument: if there is not one frame.
     """
 
     def __init__(self, frames: int, max_batch: int, max_len: int, *, frame_tokens: int = 16) -> None:
@@ -45,12 +48,12 @@ class PagedCache(NeverSwapped):
         self.copies: list[tuple[int, int]] = []
         self.evictions = 0
         self._lengths = [0] * max_batch
-        # Up to which length a slot may write without a new frame: nothing is to be done for those below it.
+        # The length up to which each slot needs neither a new frame nor a copy.
         self._room = [0] * max_batch
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self._refs = [0] * frames
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(frames))  # the next to be used first
-        self._frame_of: dict[int, int] = {}  # from the hash of a full frame and all before it
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(frames))  # next to use first
+        self._frame_of: dict[int, int] = {}  # by the hash of a full frame and all before it
         self._hash_of: list[int | None] = [None] * frames
         self._hashes: list[list[int]] = [[] for _ in range(max_batch)]  # of each slot's prompt
 
@@ -96,13 +99,13 @@ class PagedCache(NeverSwapped):
     def _grow(self, slots: list[int], lengths: Sequence[int]) -> bool:
         size = self.frame_tokens
         needed = 0
-        unsharing: dict[int, int] = {}  # shared last frames that are written: how many hold them
+        unsharing: dict[int, int] = {}  # shared last frames to be written, with their holders
         for slot in slots:
             table = self.tables[slot]
             needed += -(-lengths[slot] // size) - len(table)
             if self._lengths[slot] % size and self._refs[table[-1]] > 1:
                 holders = unsharing.setdefault(table[-1], self._refs[table[-1]])
-                if holders > 1:  # the last to write keeps it
+                if holders > 1:  # the last holder keeps the frame
                     unsharing[table[-1]] = holders - 1
                     needed += 1
         if needed > len(self._free):
@@ -151,7 +154,7 @@ class PagedCache(NeverSwapped):
             self._lengths[child] = length
             for frame in table:
                 self._refs[frame] += 1
-        for sharer in [slot, *children]:  # the next token of each must look at the frame that it goes to
+        for sharer in [slot, *children]:  # so that the next step checks whether the last frame is shared
             self._room[sharer] = length
         return children
 

@@ -1,4 +1,4 @@
-"""The memory managers that a replay compares, each with the same memory."""
+"""The memory managers that a replay compares, each with the same amount of memory."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _LEAST_TOKENS = 16
 
 @dataclass(frozen=True)
 class Server:
-    """What is served with which memory.
+    """A model and the memory to serve it with. The last four apply to vtensor only.
 
     Args:
-        shape: the model's.
+        shape: the shape of the model's K and V.
         memory: bytes for K and V.
-        max_batch: requests at a time, at most.
-        max_len: tokens of a request, at most.
-        page_size: bytes of the driver's page; ours alone.
-        layer_group: layers in a page; ours alone.
-        lookahead: tokens that the mapper keeps ready; ours alone.
-        driver: ``"host"`` maps pages with mmap, ``"simulated"`` with the simulated libcuda; ours alone.
+        max_batch: the most requests at a time.
+        max_len: the most tokens of a request.
+        page_size: bytes of the driver's page.
+        layer_group: layers in a page.
+        lookahead: tokens that the mapper keeps ready.
+        driver: ``"host"`` maps pages with mmap, ``"simulated"`` with the simulated libcuda.
     """
 
     shape: ModelShape
@@ -53,13 +53,15 @@ class Server:
 
     @property
     def tokens(self) -> int:
-        """Whose K and V the memory holds at most."""
+        """The number of tokens whose K and V fit into the memory."""
         return self.memory // self.shape.token_bytes
 
 
 def default_layer_group(shape: ModelShape, page_size: int) -> int:
-    """The most layers that can share a page so that it holds a whole number of tokens; where no number does,
-    the most with which it holds 16."""
+    """The most layers that can share a page so that it holds a whole number of tokens.
+
+    If no number of layers does, the most with which a page holds at least 16 tokens.
+    """
     divisors = [n for n in range(shape.layers, 0, -1) if shape.layers % n == 0]
     whole = [n for n in divisors if page_size % (n * shape.layer_bytes) == 0]
     enough = [n for n in divisors if n * shape.layer_bytes * _LEAST_TOKENS <= page_size]
@@ -67,8 +69,10 @@ def default_layer_group(shape: ModelShape, page_size: int) -> int:
 
 
 def scale(shape: ModelShape, page_size: int) -> int:
-    """By how much a token's bytes and a page's are divided here: as far as pages of 4 KiB and whole elements
-    allow. Counts of pages are then those of the real sizes."""
+    """The factor by which a replay divides the bytes of a token and of a page.
+
+    It is as large as pages of 4 KiB and whole elements allow. Counts of pages stay those of the real sizes.
+    """
     factor = 1
     while page_size % (factor * 2 * _HOST_PAGE) == 0 and shape.kv_heads * shape.head_dim % (factor * 2) == 0:
         factor *= 2
@@ -119,12 +123,15 @@ def _ideal(server: Server) -> Iterator[ReplayCache]:
 
 POLICIES = {"vtensor": _vtensor, "paged": _paged, "static": _static, "ideal": _ideal}
 """``vtensor``: :class:`vtensor.KVCache`. ``paged``: tables of 16-token frames with prefix reuse. ``static``:
-a slot of the largest length for each request. ``ideal``: no waste, and a radix cache over 16 tokens."""
+a slot of the largest length for each request. ``ideal``: no waste, and a radix cache of 16-token units."""
 
 
 def open_cache(policy: str, server: Server) -> AbstractContextManager[ReplayCache]:
-    """A manager for the time of a ``with``. Raises InvalidArgument for an unknown policy, and for memory that
-    does not hold the least that it needs."""
+    """A context manager that opens the memory manager of ``policy``.
+
+    Raises:
+        InvalidArgument: if the policy is unknown, or the memory is too small for it.
+    """
     if policy not in POLICIES:
         raise InvalidArgument(f"[replay] policy {policy!r}: pass one of {', '.join(POLICIES)}")
     return POLICIES[policy](server)

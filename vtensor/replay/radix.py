@@ -1,4 +1,4 @@
-"""What prefix reuse could give at best: a radix cache over 16 tokens at a time that wastes nothing."""
+"""The upper bound of prefix reuse: a radix cache of 16-token units that wastes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RadixCache"]
 
 @dataclass(eq=False)
 class _Node:
-    """One unit of tokens below its parent's."""
+    """One unit of tokens that follows its parent's."""
 
     parent: _Node | None = None
     key: tuple[int, ...] = ()
@@ -24,13 +24,14 @@ class _Node:
 
 
 class RadixCache(OneSample):
-    """An ideal manager: memory by the token, each published unit kept once however often it was computed, and
-    the least recently used leaf evicted where another token needs its place.
+    """An ideal manager: it allocates memory by the token and keeps each published unit once.
+
+    If a token needs memory, it evicts the least recently used leaf.
 
     Args:
-        tokens: what the memory holds.
+        tokens: the number of tokens that fit into the memory.
         max_batch, max_len: slots, and the most tokens of each.
-        unit: tokens of the smallest prefix that is found again.
+        unit: tokens of the smallest prefix that can be reused.
     """
 
     def __init__(self, tokens: int, max_batch: int, max_len: int, unit: int = 16) -> None:
@@ -41,7 +42,7 @@ class RadixCache(OneSample):
         self._free_slots = list(range(max_batch))
         self._roots: dict[str, _Node] = {}
         self._idle = 0  # units that no slot uses
-        self._leaves: list[tuple[int, int, _Node]] = []  # idle ones, and some that have ceased to be
+        self._leaves: list[tuple[int, int, _Node]] = []  # idle leaves, and some that were
         self._ties = count()
         self._clock = 0
 
@@ -90,7 +91,7 @@ class RadixCache(OneSample):
             if known is None:
                 known = node.children[key] = _Node(node, key, users=1)
                 path.append(known)
-            else:  # computed twice, kept once
+            else:  # two slots computed it; it is kept once
                 self._tokens_free += self.unit
                 self._use(slot, known)
             node = known
@@ -123,7 +124,7 @@ class RadixCache(OneSample):
             used_at, _, node = heapq.heappop(self._leaves)
             parent = node.parent
             if node.users or node.children or node.used_at != used_at or parent is None:
-                continue  # it was used, or grew, since it was noted
+                continue  # the node is no longer an idle leaf
             del parent.children[node.key]
             node.parent = None
             self._idle -= 1

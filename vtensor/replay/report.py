@@ -29,7 +29,7 @@ _FIGURES: dict[str, Callable[[Result], str]] = {
     "tokens/s": lambda r: f"{r.throughput:,.0f}",
 }
 
-# Where managers come to the same, so do their lines: wide and pale ones beneath thin ones, to be seen all.
+# Lines of equal results coincide. Wide pale lines lie below thin ones, so that all stay visible.
 _LINES: dict[str, dict[str, Any]] = {
     "vtensor": {"color": "#1b9aaa", "linewidth": 1.2, "zorder": 5},
     "static": {"color": "#d9647a", "linewidth": 1.5, "zorder": 4},
@@ -39,7 +39,7 @@ _LINES: dict[str, dict[str, Any]] = {
 
 
 def table(results: Sequence[Result]) -> str:
-    """A column a policy and a line a figure, for a terminal: all four fit in 80 characters."""
+    """A column for each policy and a line for each figure. Four policies fit in 80 characters."""
     lines = [[name, *map(show, results)] for name, show in _FIGURES.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -48,7 +48,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def to_json(settings: dict[str, object], results: Sequence[Result]) -> str:
-    """One object: ``settings`` and, for each policy, its results without the samples."""
+    """A JSON object of ``settings`` and of the results of each policy, without samples and delays."""
     rows = []
     for result in results:
         row = asdict(result)
@@ -58,9 +58,10 @@ def to_json(settings: dict[str, object], results: Sequence[Result]) -> str:
 
 
 def picture(results: Sequence[Result], path: str | os.PathLike[str], title: str) -> None:
-    """Draws requests at a time, tokens held, and queueing delays; the file's ending says the format.
+    """Draws requests at a time, tokens held, and queueing delays. The file's suffix selects the format.
 
-    Raises VTensorError without matplotlib.
+    Raises:
+        VTensorError: if matplotlib is missing.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""What a token's K and V take in known models, and sizes in bytes as people write them."""
+"""The size of a token's K and V in known models, and the parser for sizes such as ``40GiB``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MODELS", "ModelShape", "model_shape", "parse_bytes"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The part of a model that its K and V depend on; two bytes an element."""
+    """The shape of a model's K and V. Elements have two bytes by default."""
 
     layers: int
     kv_heads: int
@@ -21,12 +21,12 @@ class ModelShape:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one token's K, or V, in one layer."""
+        """Bytes of one token's K, or of its V, in one layer."""
         return self.kv_heads * self.head_dim * self.item_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's K and V in all layers."""
+        """Bytes of one token's K and V in all layers."""
         return 2 * self.layers * self.layer_bytes
 
 
@@ -45,7 +45,11 @@ _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def model_shape(name: str) -> ModelShape:
-    """The shape of a known model, or of ``LAYERSxKV_HEADSxHEAD_DIM``. Raises InvalidArgument for others."""
+    """The shape of a known model, or of ``LAYERSxKV_HEADSxHEAD_DIM``.
+
+    Raises:
+        InvalidArgument: if ``name`` is neither.
+    """
     if name in MODELS:
         return MODELS[name]
     if match := re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,5})", name, flags=re.ASCII):
@@ -57,7 +61,11 @@ def model_shape(name: str) -> ModelShape:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``40GiB``, ``2MiB``, ``4096``. Raises InvalidArgument for anything else, and for none."""
+    """The bytes that a text such as ``40GiB``, ``2MiB`` or ``4096`` stands for.
+
+    Raises:
+        InvalidArgument: if it is no such text, or 0.
+    """
     match = re.fullmatch(
         r"(\d{1,19}(?:\.\d{1,19})?)\s*([KMGT]iB)?", text.strip(), flags=re.IGNORECASE | re.ASCII
     )

@@ -1,5 +1,8 @@
-"""A discrete-event simulation of one server: requests come as the trace says, iterations take as long as a
-stated model of the device says, and the memory manager decides what fits. One loop for all managers."""
+"""A discrete-event simulation of one server.
+
+The trace gives the arrivals, a model of the device the duration of iterations. The memory manager decides
+which requests fit. All managers run in the same loop.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from vtensor.serving import Plan, Request, Scheduler, SlotCache
 
 __all__ = ["ReplayCache", "Result", "Sample", "ServiceModel", "replay"]
 
-_SAMPLES = 512  # kept; a KVCache's stats() of 256 slots take a millisecond
+_SAMPLES = 512  # at most: stats() of a KVCache of 256 slots takes a millisecond
 
 
 class CacheStats(Protocol):
@@ -36,21 +39,21 @@ class ReplayCache(SlotCache, Protocol):
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """How long an iteration takes: reading the weights, computing its tokens, and reading K and V.
+    """The duration of an iteration: reading the weights, computing the tokens, and reading K and V.
 
-    The defaults stand for an 8B model in bf16 on a device with 2 TB/s and 312 TFLOP/s (an A100): 16 GB of
-    weights and 8 ms to read them, and some 60% of either peak. They are assumptions, the same for all
-    managers, and no measurement of any.
+    The defaults stand for an 8B model in bf16 on an A100 with 2 TB/s and 312 TFLOP/s: 16 GB of weights, 8 ms
+    to read them, and about 60% of either peak. They are assumptions, the same for all managers. They are not
+    measured.
     """
 
     step_seconds: float = 0.010
-    """Of an iteration, whatever it computes."""
+    """The fixed time of an iteration."""
     tokens_per_second: float = 10_000.0
-    """Tokens computed."""
+    """The rate at which tokens are computed."""
     kv_bytes_per_second: float = 1.2e12
-    """K and V read, of each sequence's context."""
+    """The rate at which K and V of each sequence's context are read."""
     call_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of a driver call on the caller's thread, by its name. What is not named costs nothing."""
+    """The time of a driver call on the caller's thread, by its name. Other calls take no time."""
 
     def seconds(self, plan: Plan, token_bytes: int, calls: Mapping[str, int]) -> float:
         context = sum(stop for _, _, stop in plan.work)
@@ -70,12 +73,12 @@ class Sample:
     running: int
     queued: int
     tokens: int
-    """Whose K and V the requests hold."""
+    """Tokens whose K and V the requests hold."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a manager made of a trace."""
+    """The result of a replay with one manager."""
 
     policy: str
     requests: int
@@ -84,28 +87,28 @@ class Result:
     failed: int
     """Requests too large for the manager's memory, or for its slots."""
     batch_mean: float
-    """Requests running at a time, over the time that any were."""
+    """Mean number of running requests, over the time in which there were any."""
     batch_peak: int
     waste: float
-    """Memory that the running requests hold beyond what their tokens need, over the latter; mean over
-    time."""
+    """Memory that the running requests hold beyond what their tokens need, as a share of that need. The mean
+    over time."""
     prompt_tokens: int
-    """Of the admitted."""
+    """Prompt tokens of admitted requests."""
     reused_tokens: int
-    """Of those, the ones that published prefixes covered."""
+    """Those of them that published prefixes covered."""
     computed_tokens: int
     recomputed: int
-    """Preemptions that gave up what was computed."""
+    """Preemptions that dropped computed tokens."""
     swapped: int
     calls_caller: int
     """Driver calls on the critical path: on the thread that plans iterations."""
     calls_mapper: int
-    """Driver calls off it."""
+    """Driver calls on the mapper's thread."""
     delay_p50: float
-    """Seconds from arrival to the iteration that began with the request."""
+    """Seconds from a request's arrival to its first iteration."""
     delay_p99: float
     seconds: float
-    """Simulated, from the first arrival to the last request's end."""
+    """Simulated seconds from the first arrival to the end of the last request."""
     output_tokens: int
     samples: list[Sample]
     delays: list[float]
@@ -131,19 +134,20 @@ def replay(
     token_budget: int = 2048,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Serves a trace.
+    """Serves a trace in simulated time.
 
     Args:
         policy: the manager's name, for the result.
-        cache: an empty cache; it is left empty but for published prefixes.
-        rows: the trace, by arrival.
-        token_bytes: of one token's K and V.
-        service: how long iterations take.
-        speed: how many times faster than recorded the requests come.
+        cache: an empty cache. Afterwards it holds published prefixes only.
+        rows: the trace, in order of arrival.
+        token_bytes: bytes of one token's K and V.
+        service: the model of the device.
+        speed: the factor by which requests come faster than recorded.
         token_budget: as for ``Scheduler``.
-        progress: is told how far it is.
+        progress: called with a line of text after each iteration.
 
-    Raises InvalidArgument for a speed that is not over 0, and a budget as ``Scheduler`` does.
+    Raises:
+        InvalidArgument: if ``speed`` is not over 0, or ``token_budget`` is not valid for ``Scheduler``.
     """
     if not speed > 0:
         raise InvalidArgument(f"[replay] speed={speed}: it must be over 0")
@@ -223,7 +227,7 @@ class _Replay:
         scheduler.complete(plan)
 
     def _sample(self, began: float, running: int) -> None:
-        """Looks at the memory every few iterations: seldom enough to keep a bounded number of samples."""
+        """Samples the memory every few iterations, with a stride that bounds the number of samples."""
         self.iterations += 1
         if self.iterations % self.stride:
             return
@@ -238,7 +242,7 @@ class _Replay:
             self.stride *= 2
 
     def _calls(self) -> dict[str, dict[str, int]]:
-        # pagemap is how stats() itself looks for private copies, on the host alone: no call of the serving.
+        # Without the calls of stats() itself, which reads pagemap on the host to find private copies.
         return {
             thread: {name: n for name, n in calls.items() if name != "pagemap"}
             for thread, calls in self.cache.stats().driver_calls.items()
@@ -283,5 +287,5 @@ class _Replay:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """By the nearest rank; 0 for none."""
+    """The quantile by the nearest rank; 0 if there are no values."""
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0

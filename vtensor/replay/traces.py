@@ -1,7 +1,7 @@
-"""Traces of real requests: when each came, how long it was, and which prefix it shares.
+"""Traces of real requests: the arrival, the length and the shared prefix of each.
 
-Two formats, told apart by their file's ending: the Azure LLM inference trace 2023 (``.csv``: Patel et al.,
-"Splitwise", ISCA 2024) and Mooncake's (``.jsonl``: Qin et al., FAST 2025).
+The suffix of the file selects one of two formats: the Azure LLM inference trace 2023 (``.csv``: Patel et al.,
+"Splitwise", ISCA 2024) or Mooncake's (``.jsonl``: Qin et al., FAST 2025).
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from vtensor.errors import InvalidArgument
 __all__ = ["PIECE_TOKENS", "PieceTokens", "Row", "read_trace"]
 
 PIECE_TOKENS = 512
-"""Tokens that one of Mooncake's hash ids stands for."""
+"""Tokens for which one of Mooncake's hash ids stands."""
 
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 _MOST_TOKENS = 2**31 - 1
-_LATEST = 2**53  # milliseconds, to which a float is exact
+_LATEST = 2**53  # milliseconds; a float is exact up to this
 _PIECES = 2**63 // PIECE_TOKENS  # so that token ids have 64 bits
 
 
 class PieceTokens(Sequence[int]):
-    """A prompt's token ids, made from its hash ids: equal ids give equal tokens, in equal places. They are
-    made when they are read: a trace of 145 million tokens fits into memory."""
+    """A prompt's token ids, made from its hash ids. Equal hash ids give equal tokens.
+
+    Tokens are made when they are read, so that a trace of 145 million tokens fits into memory.
+    """
 
     def __init__(self, pieces: tuple[int, ...], length: int) -> None:
         self._pieces, self._length = pieces, length
@@ -68,23 +70,24 @@ class Row:
     """One request of a trace."""
 
     arrival: float
-    """Seconds after the first."""
+    """Seconds after the first request."""
     prompt_tokens: int
     output_tokens: int
     pieces: tuple[int, ...] | None = None
-    """Mooncake's hash ids; None where the trace has none."""
+    """Mooncake's hash ids; None if the trace has none."""
 
     @property
     def prompt(self) -> PieceTokens | int:
-        """Token ids, or their number where the trace does not say which requests share."""
+        """The token ids, or their number if the trace has no hash ids."""
         return self.prompt_tokens if self.pieces is None else PieceTokens(self.pieces, self.prompt_tokens)
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[Row]:
-    """The rows of a trace file (the first ``limit`` of them), in the order of arrival.
+    """The rows of a trace file in order of arrival. ``limit`` reads only the first rows of the file.
 
-    Raises InvalidArgument for a file that is neither format, is not there or has no rows, and for a malformed
-    row, by its line.
+    Raises:
+        InvalidArgument: if the file has neither format, cannot be read or has no rows, or if a row is
+            malformed.
     """
     file = Path(path)
     readers: dict[str, Callable[[Path], Iterator[Row]]] = {".csv": _azure, ".jsonl": _mooncake}
@@ -161,7 +164,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _number(text: str) -> int | str:
-    # Python refuses to read thousands of digits, and no count has as many.
+    # The bound keeps int() from refusing thousands of digits. No count has as many.
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
 
 
@@ -174,7 +177,7 @@ def _count(path: Path, line: int, name: str, value: Any) -> int:
 
 
 def _seconds(path: Path, line: int, text: str) -> float:
-    whole, _, fraction = text.partition(".")  # of seconds: more digits than datetime reads
+    whole, _, fraction = text.partition(".")  # a fraction of seconds has more digits than datetime reads
     try:
         if fraction and not (fraction.isascii() and fraction.isdigit()):
             raise ValueError(fraction)

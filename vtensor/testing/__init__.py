@@ -1,15 +1,15 @@
-"""For people who test their own code against vtensor.
+"""Tools for tests of code that uses vtensor.
 
-- :func:`assert_no_leaks`: a ``with`` that fails where memory is left; ``vtensor.testing.plugin`` is the
-  same for pytest.
-- :func:`host_pool`: a pool whose holes fault on reads too ("strict holes"), so that a kernel that reads
-  past the end is noticed.
-- :func:`fail_after`: failure injection, a driver call at a time.
+- :func:`assert_no_leaks`: a ``with`` that fails if memory is left. ``vtensor.testing.plugin`` is the same for
+  pytest.
+- :func:`host_pool`: a pool whose holes also fault on reads ("strict holes"), which reveals kernels that read
+  past the end.
+- :func:`fail_after`: failure injection by driver call.
 - :func:`simulated_cuda_pool`: the CUDA path without a GPU.
-- :func:`check_invariants`: a pool's own tables, compared with one another.
+- :func:`check_invariants`: compares a pool's tables with one another.
 - ``vtensor.testing.strategies``, ``vtensor.testing.machine`` and ``vtensor.testing.cache_machine``:
-  Hypothesis strategies, and state machines of random programs over tensors and over a cache, to add rules of
-  your own to. They need hypothesis, and are imported by name.
+  Hypothesis strategies, and state machines of random programs over tensors and over a cache, to which you can
+  add rules. They need hypothesis, and are imported by name.
 """
 
 from __future__ import annotations

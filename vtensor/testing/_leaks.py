@@ -1,4 +1,4 @@
-"""Whether a piece of code gives back all the memory it took."""
+"""Finds memory that a piece of code has not given back."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SECONDS = 10.0
 
 
 class Look:
-    """What the pools have at one moment, to be compared with what they have later.
+    """The counts of pools at one moment, to compare with later counts.
 
     Args:
-        pools: which; all of the process unless given, those that are made later too.
+        pools: the pools. Defaults to all of the process, including those made later.
     """
 
     def __init__(self, *pools: Pool) -> None:
@@ -35,9 +35,9 @@ class Look:
             return list(self._asked or _pool._pools)
 
     def leaks(self) -> list[str]:
-        """What was taken since and not given back, in words; empty where that is nothing."""
+        """A description of each leak since the beginning; empty if there is none."""
         if self._found():
-            gc.collect()  # what is left may only wait for that
+            gc.collect()  # garbage may hold the rest
         return self._found()
 
     def _found(self) -> list[str]:
@@ -56,22 +56,22 @@ class Look:
 
 @contextmanager
 def assert_no_leaks(*pools: Pool) -> Iterator[None]:
-    """Asserts that the ``with`` gives back what it takes: at its end there are no more open tensors, needed,
-    held or quarantined pages and reserved addresses than at its beginning (I14).
+    """Asserts that the ``with`` gives back the memory that it takes (I14).
 
-    Garbage is collected first where that makes a difference, free and cached pages go back to the system,
-    and the mapper comes to rest. Where the ``with`` raises, nothing is asserted: the traceback holds what
-    its frames name.
+    At its end there must be no more open tensors, active, pinned or quarantined pages and reserved addresses
+    than at its beginning. The check trims the pools, waits for the mapper, and collects garbage if something
+    is left. If the ``with`` raises, nothing is asserted, because the traceback keeps the variables of its
+    frames alive.
 
     Args:
-        pools: which to look at; all of the process unless given. Name them where others, or other threads,
-            grow meanwhile. A pool that is left open with nothing in it is no leak.
+        pools: the pools to check. Defaults to all of the process. Name them if other threads use other pools
+            at the same time. An open pool with nothing in it is no leak.
 
     Raises:
-        AssertionError: something is left; it says what, and in which tensors.
-        InvalidArgument: something named is no pool.
-        DriverError: pages could not be unmapped.
-        TimedOut: work on the device still uses them, after 10 s.
+        AssertionError: if something is left. The message says what, and in which tensors.
+        InvalidArgument: if one of ``pools`` is no pool.
+        DriverError: if pages could not be unmapped.
+        TimedOut: if work on the device still uses them after 10 s.
     """
     look = Look(*pools)
     yield
@@ -98,11 +98,12 @@ def _named(pool: Pool) -> str:
 
 
 def _files() -> int:
-    """Host pools whose memory is there: each has a memfd, which outlives the pool where views hold pages."""
+    """The number of host pools with memory. Each has a memfd, which outlives the pool while views hold
+    pages."""
     count = 0
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:vtensor")
-        except OSError:  # the one of the listing itself
+        except OSError:  # the descriptor of the listing itself
             pass
     return count

@@ -17,13 +17,13 @@ def host_pool(
     strict_holes: bool = True,
     **options: Any,
 ) -> Pool:
-    """A host pool whose unmapped addresses fault on reads too, so that an over-read is noticed.
+    """Makes a host pool whose unmapped addresses also fault on reads, which reveals over-reads.
 
     Args:
         page_size, budget, zero: as for :class:`~vtensor.Pool`.
-        strict_holes: whether reading unmapped addresses faults.
-        options: as for :class:`~vtensor.Pool`, except that ``prefetch`` is 0 unless given; and ``patience``,
-            the seconds after which the pool's waits time out.
+        strict_holes: whether a read of an unmapped address faults.
+        options: as for :class:`~vtensor.Pool`, except that ``prefetch`` defaults to 0; and ``patience``, the
+            seconds after which the pool's waits time out.
 
     Raises:
         InvalidArgument, DriverError: as for :class:`~vtensor.Pool`.

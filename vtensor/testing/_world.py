@@ -1,5 +1,5 @@
-"""What a random program has made so far, beside its model, and the checks of it: the state of
-:class:`~vtensor.testing.machine.TensorMachine`."""
+"""The state of :class:`~vtensor.testing.machine.TensorMachine`: tensors and views with their models, and
+checks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ BUDGET_PAGES = 32
 PAGE_SIZES = (4096, 16384)
 UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn)
 REFUSED = object()
-"""What :meth:`World.attempt` returns where the operation was refused."""
+"""What :meth:`World.attempt` returns if the operation was refused."""
 
 
 class World:
-    """Tensors, forks and views of two pools, each beside its model.
+    """Tensors, forks and views of two pools, each with its model.
 
     Attributes:
-        pools: the two, of pages of ``PAGE_SIZES`` bytes.
-        tensors: those that are open: ``actual`` beside ``expected()``.
-        views: plain tensors over some of them, and over some that are gone.
+        pools: two pools, with pages of ``PAGE_SIZES`` bytes.
+        tensors: the open tensors. Each has ``actual`` and ``expected()``.
+        views: plain tensors over some of them, and over tensors that are gone.
     """
 
     pools: list[vtensor.Pool]
@@ -37,9 +37,10 @@ class World:
     seed = 0
 
     def open_pools(self) -> list[vtensor.Pool]:
-        """Two pools of ``BUDGET_PAGES`` pages each; override it to test another driver or other options.
+        """Makes two pools of ``BUDGET_PAGES`` pages each. Override it to test another driver or other
+        options.
 
-        With ``prefetch`` above 0 the counts of pages are no longer exact: override :meth:`check_counts` too.
+        If ``prefetch`` is above 0, the counts of pages are not exact: override :meth:`check_counts` too.
         """
         return [
             vtensor.Pool("cpu", page_size=size, budget=BUDGET_PAGES * size, prefetch=0) for size in PAGE_SIZES
@@ -50,7 +51,7 @@ class World:
         return self.seed
 
     def tensor(self, index: int) -> ModelTensor:
-        """One of the tensors; there must be some."""
+        """One of the tensors. There must be at least one."""
         return self.tensors[index % len(self.tensors)]
 
     def new_family(self) -> int:
@@ -59,7 +60,7 @@ class World:
         return family
 
     def positions(self, t: ModelTensor, amount: tuple[str, int]) -> int:
-        """How many positions an amount means for this tensor as it is."""
+        """The number of positions that an amount stands for in this tensor now."""
         name, count = amount
         per_page = max(1, t.memory.page_size // t.memory.item_bytes)
         end = t.memory.phase + (t.front + t.length) * t.memory.item_bytes
@@ -76,7 +77,7 @@ class World:
         }[name]
 
     def facts(self, pool: vtensor.Pool) -> tuple[tuple[int, ...], list[Any]]:
-        """What no refused operation may change."""
+        """The state that a refused operation must not change."""
         stats = pool.stats()
         counts = (
             stats.pages_used,
@@ -94,14 +95,15 @@ class World:
         ]
 
     def attempt(self, pool: vtensor.Pool, operation: Callable[[], Any], fail: int | None) -> Any:
-        """Runs it; where a driver call is refused or pages are short, asserts that nothing changed (I8)."""
+        """Runs the operation. If a driver call is refused or pages are short, asserts that nothing changed
+        (I8)."""
         before, private = self.facts(pool), pool.stats().pages_private
         try:
             if fail is None:
                 return operation()
             with fail_after(pool, fail):
                 result = operation()
-            pool.wait_idle(timeout=5)  # what could not be given back then, is now (I4)
+            pool.wait_idle(timeout=5)  # gives back pages that the refused call left mapped (I4)
             return result
         except vtensor.DriverError as error:
             assert fail is not None, error
@@ -109,7 +111,7 @@ class World:
             assert "page" in str(error)
         after = self.facts(pool)
         if pool.stats().pages_private != private:
-            # Private copies were folded first: a page that nobody saw any more may be free by that.
+            # The operation folded private copies first, which may free a page without other users.
             assert after[0][0] <= before[0][0] and after[0][2:] == before[0][2:]
             before = (after[0], before[1])
         assert after == before
@@ -123,7 +125,7 @@ class World:
         return mapped
 
     def look_at_new(self, t: ModelTensor, start: int, written: torch.Tensor | None) -> None:
-        """Takes over what new positions show, after a check of whose bytes they are (I7)."""
+        """Checks that new positions show no other owner's bytes (I7), and copies them to the model."""
         fresh = t.actual.narrow(t.grow_dim, start, t.length - start)
         data = bytes_of(fresh).reshape(t.rows, t.length - start, t.memory.item_bytes)
         if written is not None:
@@ -135,14 +137,14 @@ class World:
         begin, end = t.front + start, t.front + t.length
         t.memory.make_room(end)
         for view in self.views:
-            if view.memory is t.memory and not t.zeroed and written is None:  # what a view still sees, stays
+            if view.memory is t.memory and not t.zeroed and written is None:  # the bytes under a view stay
                 a, b = max(view.start, begin), min(view.stop, end)
                 if a < b:
                     assert torch.equal(data[:, a - begin : b - begin], t.memory.cells[:, a:b])
         t.memory.cells[:, begin:end] = data
 
     def leave(self, t: ModelTensor) -> None:
-        """The tensor has left its memory; the views stay on it."""
+        """Records that the tensor has moved to other memory. Its views stay on the old one."""
         t.memory = t.memory.copy(start=t.front)
         t.front = 0
 
@@ -164,7 +166,7 @@ class World:
         fail: int | None,
         written: torch.Tensor | None = None,
     ) -> None:
-        """Grows by n, which `written` are, or nobody wrote yet."""
+        """Grows by `n` positions with the bytes `written`, or with positions that are not written yet."""
         copies = self.may_need_copies(t, n)
         before = t.length
         wanted = t.memory.slots(t.front, t.front + t.length + n)
@@ -183,7 +185,7 @@ class World:
                 assert missing + copies > free, "refused though there were pages"
             return
         assert result is t.actual
-        # Folding a private copy may free what both sides had shared.
+        # Folding a private copy may free the page that both sides shared.
         assert missing <= free + stats.pages_private, "granted though there were no pages"
         if moves:
             self.leave(t)
@@ -192,7 +194,7 @@ class World:
         self.look_at_new(t, before, written)
 
     def must_exceed(self, operation: Callable[[], Any]) -> None:
-        """There is no room for it, which has to be told."""
+        """Asserts that the operation raises CapacityExceeded."""
         try:
             operation()
         except vtensor.CapacityExceeded:
@@ -200,21 +202,21 @@ class World:
         raise AssertionError("more positions than the capacity were granted")
 
     def may_need_copies(self, t: ModelTensor, n: int) -> int:
-        """Pages that new positions share with what is mapped: at most these are copied."""
+        """The most pages that growth by `n` may copy: mapped pages that also hold new positions."""
         if n == 0:
             return 0
         new = t.memory.slots(t.front + t.length, t.front + t.length + n)
         return len(new & self.mapped_slots(t)) * t.rows
 
     def may_unshare(self, pool: vtensor.Pool, pages: int) -> bool:
-        """Whether the budget leaves what a write may copy: the kernel does that without asking."""
+        """Whether the budget has room for the pages that a write may copy. The kernel copies them unasked."""
         return pool.stats().pages_free >= pages
 
     def shared_pages(self, t: ModelTensor) -> int:
         return sum(record.shared > 1 for record in t.actual.pages())
 
     def write(self, x: torch.Tensor, data: torch.Tensor, t: ModelTensor, way: str) -> None:
-        """Writes the bytes `data` [rows, n, item] into x by one of torch's ways."""
+        """Writes the bytes `data` [rows, n, item] into `x` with one of torch's functions."""
         typed = t.typed(data)
         if way == "numpy" and t.dtype not in UNKNOWN_TO_NUMPY:
             x.numpy()[...] = typed.numpy()
@@ -226,7 +228,7 @@ class World:
             x.copy_(typed)
 
     def attempt_close(self, t: ModelTensor, close: Callable[[], None], fail: int | None) -> None:
-        """Closing always succeeds; what a refused call leaves behind goes later."""
+        """Closes the tensor, which always succeeds. Pages that a refused call leaves mapped go later."""
         if fail is None:
             close()
         else:
@@ -283,11 +285,11 @@ class World:
         check_invariants(pool)  # I5
 
     def come_to_rest(self, pool: vtensor.Pool) -> None:
-        """Before the end is looked at. Here everything is given back at once."""
+        """Called before the final check. Pools without look-ahead give everything back at once."""
 
     def teardown(self) -> None:
         if not hasattr(self, "pools") or sys.exc_info()[0] is not None:
-            return  # a failed step keeps what its frames name
+            return  # the traceback of a failed step keeps its variables alive
         for t in self.tensors[::2]:
             t.actual.close()
         self.tensors.clear()

@@ -1,10 +1,10 @@
-"""A Hypothesis state machine: random programs over a KV cache, beside a model of what its slots must hold.
+"""A Hypothesis state machine: random programs over a KV cache, compared with a model of its slots.
 
-After every step: each token's K and V in every layer (I2, I6, I7), lengths and slots, the counts of mapped
-and needed pages (I4), the pool's own tables (I3 to I6). A step that fails by an injected refusal of a driver
-call changes nothing (I8). At the end the cache is closed and nothing is left (I14).
+It checks after every step: each token's K and V in every layer (I2, I6, I7), lengths and slots, the counts of
+mapped and needed pages (I4), and the pool's tables (I3 to I6). A step that fails because a driver call was
+refused must change nothing (I8). At the end the cache is closed, and nothing may be left (I14).
 
-To test code of your own beside that, write K and V with it, or add rules::
+To test your own code with it, override :meth:`CacheMachine.write` or add rules::
 
     class WithMyKernel(CacheMachine):
         @precondition(lambda self: self.in_use())
@@ -34,7 +34,7 @@ from vtensor.testing._checks import check_invariants, fail_after
 from vtensor.testing._world import REFUSED
 from vtensor.testing.kv_model import MOST_LAYERS, Request
 
-# First ours, which says what to do where hypothesis is missing.
+# Imported before hypothesis, because its error says what to do if hypothesis is missing.
 from vtensor.testing.strategies import failures, growths, prompts  # isort: split
 
 from hypothesis import strategies as st
@@ -48,20 +48,22 @@ _SLOTS = 6
 _SECONDS = 20.0
 
 which = st.integers(0, 99)
-"""Of a request: ``CacheMachine.slot`` takes it."""
+"""A strategy for the index of a request, for ``CacheMachine.slot``."""
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random programs over the requests of one cache: prompts that begin alike, growth, forks, beams,
-    rejected drafts, published prefixes, swapping, writes in the middle.
+    """Random programs over the requests of one cache.
+
+    They include prompts with common prefixes, growth, forks, beams, rejected drafts, published prefixes,
+    swapping and writes in the middle.
 
     Attributes:
-        options: how :meth:`open_cache` makes the cache, as :class:`~vtensor.KVCache` takes it; override it to
-            test other shapes. Pages are counted one by one where it has ``"tile": 1`` and no windows.
-        looks_ahead: say True where the pool of :meth:`open_pool` has ``prefetch`` above 0: pages may then
-            wait for the mapper, and counts of these are bounds.
-        pool, cache: what the two methods made.
-        requests: of each slot that is not free, its :class:`~vtensor.testing.kv_model.Request`.
+        options: arguments of :class:`~vtensor.KVCache` for :meth:`open_cache`. Override them to test other
+            shapes. With ``"tile": 1`` and no windows, the counts of pages are checked exactly.
+        looks_ahead: set it to True if the pool of :meth:`open_pool` has ``prefetch`` above 0. Pages may then
+            wait for the mapper, and their counts are bounds.
+        pool, cache: the results of :meth:`open_pool` and :meth:`open_cache`.
+        requests: the :class:`~vtensor.testing.kv_model.Request` of each slot that is not free.
     """
 
     options: ClassVar[dict[str, Any]] = {
@@ -81,51 +83,56 @@ class CacheMachine(RuleBasedStateMachine):
     # --- to be overridden ---
 
     def open_pool(self) -> vtensor.Pool:
-        """A pool of ``BUDGET_PAGES`` small pages, so that memory is short at times; override it to test
-        another driver or other options. The machine closes it."""
+        """Makes a pool of ``BUDGET_PAGES`` small pages, so that memory is short at times.
+
+        Override it to test another driver or other options. The machine closes the pool.
+        """
         return vtensor.Pool("cpu", page_size=_PAGE_SIZE, budget=BUDGET_PAGES * _PAGE_SIZE, prefetch=0)
 
     def open_cache(self, pool: vtensor.Pool) -> vtensor.KVCache:
-        """The cache, of float32 and at most 8 layers; override it to test a subclass of your own."""
+        """Makes the cache, of float32 and at most 8 layers. Override it to test a subclass of your own."""
         return vtensor.KVCache(**self.options, dtype=torch.float32, pool=pool)
 
     def write(self, slot: int, start: int, values: Sequence[int]) -> None:
-        """Writes K and V of new tokens in every layer; override it to test a kernel that writes them.
+        """Writes K and V of new tokens in every layer. Override it to test a kernel that writes them.
 
         Args:
-            slot: whose tokens; they are its own, and mapped.
-            start: position of the first.
-            values: of the tokens, one each: :func:`~vtensor.testing.kv_model.expected` says what K and V of
-                these are.
+            slot: the slot. Its pages for the new tokens are mapped and not shared.
+            start: position of the first token.
+            values: one value for each token. :func:`~vtensor.testing.kv_model.expected` returns their K and
+                V.
         """
         kv_model.write(self.cache, slot, start, values)
 
     # --- for rules ---
 
     def in_use(self) -> list[int]:
-        """The slots of requests whose pages are here, those not swapped out."""
+        """The slots of requests that are not swapped out."""
         return [slot for slot, request in self.requests.items() if not request.swapped]
 
     def slot(self, index: int) -> int:
-        """One of :meth:`in_use`; there must be some."""
+        """One of :meth:`in_use`. There must be at least one."""
         slots = self.in_use()
         return slots[index % len(slots)]
 
     def expected(self, slot: int, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What K and V of a layer have to be for the slot's tokens: plain tensors ``[length, heads,
-        head_dim]``, V None in a cache without V. A layer with a window sees the last of them only."""
+        """K and V that a layer must hold for the slot's tokens: plain tensors ``[length, heads, head_dim]``.
+
+        V is None in a cache without V. A layer with a window holds only the last of the tokens.
+        """
         return kv_model.expected(self.cache, layer, self.requests[slot].values)
 
     def attempt(self, operation: Callable[[], Any], fail: int | None) -> Any:
-        """Runs it; where a driver call is refused, asserts that nothing changed (I8).
+        """Runs the operation. If a driver call is refused, asserts that nothing changed (I8).
 
         Args:
-            fail: the driver calls that pass before one is refused; None refuses none.
+            operation: a function without arguments.
+            fail: the number of driver calls that pass before one is refused; None refuses none.
 
         Returns:
-            what the operation does; ``REFUSED`` where it was refused. Where the pool looks ahead, whether it
-            is refused depends on time, as the mapper makes calls too: it is then done again, so that the same
-            draws make the same requests.
+            The result of the operation, or ``REFUSED`` if it was refused. If the pool looks ahead, the mapper
+            makes driver calls too, and a refusal depends on time. A refused operation then runs again, so
+            that the same draws make the same requests.
         """
         before = (self.cache.lengths, self.cache.stats().slots_free)
         try:
@@ -139,14 +146,14 @@ class CacheMachine(RuleBasedStateMachine):
             return operation() if self.looks_ahead else REFUSED
 
     def grow(self, by: Mapping[int, int], fail: int | None) -> bool:
-        """One step of the cache, as far as ``max_len`` allows, and a :meth:`write` for each slot.
+        """Grows slots by one ``step`` of the cache, up to ``max_len``, and calls :meth:`write` for each slot.
 
         Args:
-            by: of slots in use, tokens to be added.
+            by: tokens to add, by slot in use.
             fail: as for :meth:`attempt`.
 
         Returns:
-            False where it was refused or memory was short; nothing has changed then.
+            False if the step was refused or memory was short. Nothing has changed then.
         """
         before = self.cache.lengths
         lengths = list(before)
@@ -164,9 +171,10 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     def offer(self, slot: int, fail: int | None) -> None:
-        """Publishes what the slot has of its request's prompt.
+        """Publishes the part of the request's prompt that the slot holds.
 
         Args:
+            slot: a slot in use.
             fail: as for :meth:`attempt`.
         """
         request = self.requests[slot]
@@ -195,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def windows(self) -> Sequence[int | None] | None:
-        """Those of the options."""
+        """The windows among the options."""
         return self.options.get("windows")
 
     def free_slots(self) -> int:
@@ -225,7 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
         covered = self.cache.length(slot)
         assert covered < len(prompt)
         request.append(request.extended(covered, self.own_values))
-        if prefill:  # by steps and publish() alone, the next one would hardly ever find it
+        if prefill:  # with step() and publish() alone, other requests would rarely find it
             self.grow({slot: len(prompt) - covered}, None)
             self.offer(slot, None)
 
@@ -241,7 +249,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_use())
     @rule(steps=st.lists(growths(), min_size=_SLOTS, max_size=_SLOTS), fail=failures(12))
     def step(self, steps: list[int], fail: int | None) -> None:
-        # By the order of requests: which slot each has depends on what the mapper did so far.
+        # In the order of requests: their slots depend on the progress of the mapper.
         self.grow({slot: steps[i % len(steps)] for i, slot in enumerate(self.in_use())}, fail)
 
     @precondition(lambda self: self.requests)
@@ -301,7 +309,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.attempt(lambda: self.cache.swap_out(slots if n > 1 else slots[0]), fail) is REFUSED:
             return
         for slot in slots:
-            self.cache.wait(slot)  # so that the same steps give the same counts
+            self.cache.wait(slot)  # so that equal steps give equal counts
         for slot in slots:
             self.requests[slot].swapped = True
 
@@ -350,7 +358,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_counts()
 
     def check_counts(self) -> None:
-        """Slots, and pages by what they are there for (I4)."""
+        """Checks the counts of slots, and of pages by state (I4)."""
         stats = self.cache.stats()
         assert stats.pages_mapped == (
             stats.pages_active + stats.pages_prefetched + stats.pages_cached + stats.pages_pinned
@@ -362,7 +370,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert stats.pages_active == self.needed_pages()
 
     def needed_pages(self) -> int:
-        """Pages that the lengths need, where tiles and windows make no difference."""
+        """Pages that the lengths need, in a cache with ``tile=1`` and no windows."""
         size = self.pool.page_size
         return sum(
             kind.rows * -(-len(self.requests[slot].values) * kind.item_bytes // size)
@@ -371,9 +379,9 @@ class CacheMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        """Closes the cache and looks whether anything is left (I14)."""
+        """Closes the cache and checks that nothing is left (I14)."""
         if not hasattr(self, "cache") or sys.exc_info()[0] is not None:
-            return  # a failed step keeps what its frames name
+            return  # the traceback of a failed step keeps its variables alive
         self.cache.close()
         self.pool.wait_idle(_SECONDS)
         self.pool.trim()

@@ -1,10 +1,11 @@
-"""A plain model of the requests in a KV cache: each token's K and V say whose they are.
+"""A model of the requests in a KV cache, in which each token's K and V identify the token.
 
-A token has a value: what its request's prompt up to it computes, the same for all who begin with that, or
-one of its own. `marks` makes of it a number for each layer's K and V, which fills all heads. So tokens of
-somebody else, of another position or layer, and K in V's place are recognised (I2, I6, I7).
+A token has a value. Tokens of a prompt have a value that depends on the prompt up to them, so requests with a
+common prefix have equal values there. Other tokens have a value of their own. `marks` turns a value into a
+number for each layer's K and V, which fills all heads. So a check recognises tokens of another request,
+position or layer, and K in the place of V (I2, I6, I7).
 
-Numbers are exact in float32 for values below 2**20 and at most `MOST_LAYERS` layers.
+The numbers are exact in float32 for values below 2**20 and at most `MOST_LAYERS` layers.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import torch
 import vtensor
 
 MOST_LAYERS = 8
-_OWN = 1 << 19  # values of prompts lie below it
+_OWN = 1 << 19  # values of prompts are below this
 
 
 def value_of(salt: str, tokens: Sequence[int]) -> int:
-    """What the last of these tokens computes: the same for whoever begins with them."""
+    """The value of the last of these tokens. Equal for all prompts that begin with them."""
     return zlib.crc32(repr((salt, list(tokens))).encode()) % _OWN
 
 
 def own_values() -> Iterator[int]:
-    """Values that no prompt has, each once (of half a million)."""
+    """Values that no prompt has. They repeat after half a million."""
     number = 0
     while True:
         yield _OWN + number % _OWN
@@ -36,55 +37,57 @@ def own_values() -> Iterator[int]:
 
 @dataclass(eq=False)
 class Request:
-    """A request in a slot, and what its tokens have to hold."""
+    """A request in a slot, and the values of its tokens."""
 
     salt: str = ""
     prompt: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
-    """Of its tokens so far, one each."""
+    """One value for each of its tokens."""
     known: int = 0
-    """Of the prompt: how many tokens, from the first, have the values of the prompt."""
+    """The number of leading tokens that have the values of the prompt."""
     swapped: bool = False
 
     def extended(self, n: int, own: Iterator[int]) -> list[int]:
-        """Values of the next ``n`` tokens: those of the prompt, and then the request's ``unshare``."""
+        """Values of the next ``n`` tokens: those of the prompt, then values from ``own``."""
         begin = len(self.values)
         computed = max(0, min(len(self.prompt) - begin, n)) if self.known == begin else 0
         values = [value_of(self.salt, self.prompt[: begin + i + 1]) for i in range(computed)]
         return values + [next(own) for _ in range(n - computed)]
 
     def append(self, values: list[int]) -> None:
-        """It has these tokens too, which :meth:`extended` gave."""
+        """Adds tokens with values from :meth:`extended`."""
         if self.known == len(self.values):
             self.known = min(len(self.prompt), len(self.values) + len(values))
         self.values = self.values + values
 
     def truncate(self, length: int) -> None:
-        """It has its first ``length`` tokens only."""
+        """Keeps the first ``length`` tokens."""
         self.values = self.values[:length]
         self.known = min(self.known, length)
 
     def copy(self) -> Request:
-        """A fork of it."""
+        """A fork of the request."""
         return Request(self.salt, self.prompt, list(self.values), self.known)
 
 
 def marks(values: Sequence[int], layer: int, of_v: bool) -> torch.Tensor:
-    """What a layer's K or V holds for tokens of these values: float32, ``[len(values)]``."""
+    """The numbers in a layer's K or V for tokens of these values: float32, ``[len(values)]``."""
     here = torch.tensor(values, dtype=torch.float64) * (2 * MOST_LAYERS) + 2 * layer + of_v
     return here.to(torch.float32)
 
 
 def rows_of(cache: vtensor.KVCache, tensor: torch.Tensor, slot: int) -> torch.Tensor:
-    """A slot of a layer's K or V as ``[max_len, heads, head_dim]``, in either layout."""
+    """One slot of a layer's K or V as ``[max_len, heads, head_dim]``, in either layout."""
     return tensor[slot].transpose(0, 1) if cache._layout.layers[0][0].per_head else tensor[slot]
 
 
 def expected(
     cache: vtensor.KVCache, layer: int, values: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """K and V of a layer for tokens of these values: plain tensors ``[len(values), heads, head_dim]``, V None
-    in a cache without V."""
+    """K and V of a layer for tokens of these values: plain tensors ``[len(values), heads, head_dim]``.
+
+    V is None in a cache without V.
+    """
 
     def plain(tensor: torch.Tensor, of_v: bool) -> torch.Tensor:
         heads, dim = rows_of(cache, tensor, 0).shape[1:]
@@ -95,7 +98,7 @@ def expected(
 
 
 def write(cache: vtensor.KVCache, slot: int, start: int, values: Sequence[int]) -> None:
-    """Marks tokens from ``start`` on, in every layer, as a kernel would write them."""
+    """Writes K and V of tokens from position ``start`` on in every layer."""
     for layer in range(len(cache)):
         for tensor, wanted in zip(cache[layer], expected(cache, layer, values), strict=True):
             if tensor is not None and wanted is not None:
@@ -105,14 +108,17 @@ def write(cache: vtensor.KVCache, slot: int, start: int, values: Sequence[int]) 
 def check_contents(
     cache: vtensor.KVCache, slot: int, values: Sequence[int], windows: Sequence[int | None] | None = None
 ) -> None:
-    """Looks whether each token holds its mark, in every layer that sees it.
+    """Checks that each token holds its marks in every layer.
 
     Args:
-        values: of the slot's tokens, all of them.
-        windows: as for :class:`~vtensor.KVCache`; of such a layer only what the next token sees is looked at.
+        cache: the cache.
+        slot: the slot to check.
+        values: the values of all tokens of the slot.
+        windows: as for :class:`~vtensor.KVCache`. In a layer with a window, only the tokens that the next
+            token attends to are checked.
 
     Raises:
-        AssertionError: it names slot and layer, and the first tokens that differ.
+        AssertionError: if a token differs. The message names the slot, the layer and the first such tokens.
     """
     for layer in range(len(cache)):
         window = windows[layer] if windows else None

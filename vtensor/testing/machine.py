@@ -1,11 +1,11 @@
-"""A Hypothesis state machine: random programs of tensors that grow, beside a model of what they must show.
+"""A Hypothesis state machine: random programs over tensors that grow, compared with a model.
 
-After every step: addresses (I1), contents of tensors and views bit for bit (I2, I3, I6), the counts of
-mapped, needed and held pages (I4), budget and reference counts (I5), whose bytes new positions show (I7).
-A step that fails, by an injected refusal of a driver call or for want of pages, changes nothing (I8, I9).
-At the end all is closed and nothing is left (I14).
+It checks after every step: addresses (I1), contents of tensors and views bit for bit (I2, I3, I6), the counts
+of mapped, active and pinned pages (I4), budget and reference counts (I5), and that new positions show no
+other owner's bytes (I7). A step that fails because a driver call was refused or pages are short must change
+nothing (I8, I9). At the end everything is closed, and nothing may be left (I14).
 
-To test code of your own beside that, add rules::
+To test your own code with it, add rules::
 
     class WithMyKernel(TensorMachine):
         @precondition(lambda self: self.tensors)
@@ -16,7 +16,7 @@ To test code of your own beside that, add rules::
 
     TestWithMyKernel = WithMyKernel.TestCase  # for pytest or unittest
 
-Needs hypothesis. Testing of stateful systems against a model is from Claessen and Hughes, "QuickCheck" (ICFP
+Needs hypothesis. Testing stateful systems against a model comes from Claessen and Hughes, "QuickCheck" (ICFP
 2000) and its successors.
 """
 
@@ -30,7 +30,7 @@ import vtensor
 from vtensor.testing._world import BUDGET_PAGES, PAGE_SIZES, REFUSED, UNKNOWN_TO_NUMPY, World
 from vtensor.testing.model import FAMILIES, Memory, ModelTensor, ModelView, bytes_of, family_bytes
 
-# First ours, which says what to do where hypothesis is missing.
+# Imported before hypothesis, because its error says what to do if hypothesis is missing.
 from vtensor.testing.strategies import Amount, Layout, amounts, failures, layouts  # isort: split
 
 from hypothesis import strategies as st
@@ -42,14 +42,14 @@ MOST_TENSORS = 6
 MOST_VIEWS = 6
 
 which = st.integers(0, 11)
-"""Of a tensor or a view: ``TensorMachine.tensor`` takes it."""
+"""A strategy for the index of a tensor or a view, for ``TensorMachine.tensor``."""
 
 
 class TensorMachine(World, RuleBasedStateMachine):
     """Random programs over the tensors, forks and views of two pools.
 
-    What it has made is in ``pools``, ``tensors`` (each ``actual`` beside ``expected()``) and ``views``; a
-    rule of your own gets one by ``self.tensor(index)``. ``open_pools()`` may be overridden.
+    Its state is in ``pools``, ``tensors`` (each with ``actual`` and ``expected()``) and ``views``. A rule of
+    your own gets a tensor by ``self.tensor(index)``. Override ``open_pools()`` to test other pools.
     """
 
     @initialize()
@@ -120,7 +120,7 @@ class TensorMachine(World, RuleBasedStateMachine):
         t.length = length
         self.settle_address(t)
         self.tensors.append(t)
-        assert not bytes_of(made).any()  # I7: no older bytes, not even of its family
+        assert not bytes_of(made).any()  # I7: no old bytes, not even of its own family
 
     @precondition(lambda self: self.tensors)
     @rule(index=which, amount=amounts(), fail=failures())
@@ -151,12 +151,12 @@ class TensorMachine(World, RuleBasedStateMachine):
         if front:
             t.front += n
         if t.length == 0:
-            t.front = 0  # nothing lives, so all of the capacity is there again
+            t.front = 0  # an empty tensor has all of its capacity again
 
     @precondition(lambda self: self.tensors)
     @rule(index=which, part=st.integers(1, 3), amount=amounts(), fail=failures())
     def slide(self, index: int, part: int, amount: Amount, fail: int | None) -> None:
-        """A window that moves on: positions go at the front, and others come at the end."""
+        """Moves a window: drops positions at the front and adds others at the end."""
         t = self.tensor(index)
         n = t.length * part // 4
         if n and self.attempt(t.pool, lambda: t.actual.shrink(n, front=True), None) is not REFUSED:
@@ -197,7 +197,7 @@ class TensorMachine(World, RuleBasedStateMachine):
         if child is REFUSED:
             return
         memory = t.memory.copy(start=t.front)
-        # What either writes from now on is not the other's to see.
+        # From now on, neither may see what the other writes.
         before = t.families
         t.family, child_family = self.new_family(), self.new_family()
         t.families = before | {t.family}
@@ -304,7 +304,7 @@ class TensorMachine(World, RuleBasedStateMachine):
         lives = t in self.tensors and t.memory is view.memory
         within = lives and t.front <= view.start and view.stop <= t.front + t.length
         if not view.pool._core.kernel_copies_on_write:
-            # Shared pages are read-only there: a caller who writes through views calls unshare() before.
+            # Shared pages are read-only on CUDA: a write through a view needs unshare() first.
             if not within or self.attempt(t.pool, lambda: t.actual.unshare(0, t.length), None) is REFUSED:
                 return
         elif not self.may_unshare(view.pool, len(view.slots) * view.memory.rows):

@@ -1,10 +1,10 @@
-"""A plain model of tensors that grow: which bytes each shows, which pages it needs, what views still hold.
+"""A model of tensors that grow: the bytes of each, the pages it needs, and the pages that views hold.
 
-`Memory` stands for one reservation: cells that outlive the tensor where views see them. `ModelTensor` is a
-window on a memory, and so is `ModelView`; two windows on one memory see one another's writes, and windows on
-two memories never do (I6), whatever pages stand behind them.
+`Memory` stands for one reservation. Its cells outlive the tensor while views see them. `ModelTensor` and
+`ModelView` are windows on a memory. Two windows on one memory see each other's writes. Windows on two
+memories never do (I6), even if they share pages.
 
-Every owner writes bytes of its own family only, so that a byte of somebody else is recognised (I7).
+Every owner writes bytes of its own family only, so a check recognises bytes of another owner (I7).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 import vtensor
 
-# Bytes of family f are those below 0x7c with b % 16 == f: no NaN in any dtype, so that all torch operations
-# keep them bit for bit. Zero belongs to nobody.
+# The bytes of family f are those below 0x7c with b % 16 == f. They make no NaN in any dtype, so that all
+# torch operations keep them bit for bit. Zero belongs to no family.
 FAMILIES = range(1, 16)
 TOP = 0x7C
 
@@ -29,7 +29,7 @@ def family_bytes(family: int, n: int, seed: int) -> torch.Tensor:
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """A dense copy of t's bytes: what `torch.equal` then compares bit for bit, NaN and -0.0 included."""
+    """A dense copy of the bytes of `t`, which `torch.equal` compares bit for bit, even NaN and -0.0."""
     dense = t.detach().clone(memory_format=torch.contiguous_format)
     return dense.reshape(-1).view(torch.uint8)
 
@@ -40,7 +40,7 @@ def only_of(data: torch.Tensor, families: frozenset[int]) -> bool:
 
 @dataclass(eq=False)
 class Memory:
-    """Cells by row, position and byte, from the first position of a reservation on."""
+    """Cells by row, position and byte, from the first position of a reservation."""
 
     rows: int
     item_bytes: int
@@ -49,7 +49,7 @@ class Memory:
     cells: torch.Tensor
 
     def slots(self, start: int, stop: int) -> set[int]:
-        """The slots of a row that the positions start to stop need."""
+        """The slots of a row that the positions `start` to `stop` need."""
         if start >= stop:
             return set()
         first = (self.phase + start * self.item_bytes) // self.page_size
@@ -57,7 +57,7 @@ class Memory:
         return set(range(first, last + 1))
 
     def copy(self, row_index: list[int] | None = None, start: int = 0) -> Memory:
-        """Other cells with the same bytes, from position `start` on, which becomes the first."""
+        """New memory with the bytes of the given rows from position `start` on, which becomes position 0."""
         rows = list(range(self.rows)) if row_index is None else row_index
         return Memory(
             rows=len(rows),
@@ -79,7 +79,7 @@ _serial = itertools.count()
 
 @dataclass(eq=False)
 class ModelTensor:
-    """A tensor and what it has to be."""
+    """A tensor and its expected state."""
 
     actual: vtensor.VTensor
     pool: vtensor.Pool
@@ -88,8 +88,8 @@ class ModelTensor:
     item: tuple[int, ...]  # the dims after it
     dtype: torch.dtype
     capacity: int
-    family: int  # whose bytes it writes now
-    families: frozenset[int]  # whose bytes it may show: its own, and its parent's from before the fork
+    family: int  # the family of the bytes that it writes
+    families: frozenset[int]  # families that it may show: its own, and its parent's from before the fork
     front: int = 0
     length: int = 0
     zeroed: bool = False
@@ -121,12 +121,12 @@ class ModelTensor:
         return (*self.shape_before, self.length, *self.item)
 
     def typed(self, data: torch.Tensor) -> torch.Tensor:
-        """Bytes [rows, n, item_bytes] as a tensor of this one's dtype and shape."""
+        """Bytes [rows, n, item_bytes] as a tensor of this one's dtype and dimensions."""
         shape = (*self.shape_before, data.shape[1], *self.item)
         return data.contiguous().reshape(-1).view(self.dtype).reshape(shape)
 
     def expected(self) -> torch.Tensor:
-        """A plain tensor of what it has to show."""
+        """The expected contents, as a plain tensor."""
         return self.typed(self.window())
 
     def new_bytes(self, n: int, seed: int) -> torch.Tensor:
@@ -136,7 +136,7 @@ class ModelTensor:
 
 @dataclass(eq=False)
 class ModelView:
-    """A plain tensor over positions of a memory, and the slots that its generation covers."""
+    """A plain tensor over positions of a memory, with the slots that its generation covers."""
 
     actual: torch.Tensor
     memory: Memory

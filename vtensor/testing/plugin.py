@@ -1,4 +1,4 @@
-"""A pytest plugin with one fixture, ``no_leaked_pages``: a test that leaves memory behind is an error.
+"""A pytest plugin with the fixture ``no_leaked_pages``: a test that leaks memory is an error.
 
 In the ``conftest.py`` at the root of the tests::
 
@@ -10,8 +10,8 @@ and for one test, a file or all of them::
     pytestmark = pytest.mark.usefixtures("no_leaked_pages")  # in a file
     usefixtures = no_leaked_pages                    # in pytest.ini or [tool.pytest.ini_options], for all
 
-It is no entry point of the package, on purpose: pytest would import that, and torch with it, for seconds,
-in every run in an environment where vtensor happens to be installed.
+The package does not register it as an entry point. If it did, every run of pytest in an environment with
+vtensor would import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def no_leaked_pages(request: pytest.FixtureRequest) -> Generator[None, None, None]:
-    """Fails the test, at its teardown, where it leaves tensors, pages or addresses in any pool of the
-    process.
+    """Fails the test at its teardown if it leaves tensors, pages or addresses in any pool of the process.
 
-    It looks after the test's other fixtures are gone. A test that failed is not looked at: its traceback
-    holds what its frames name.
+    It checks after the teardown of the test's other fixtures. It ignores a test that failed, because the
+    traceback keeps the variables of its frames alive.
     """
     look = Look()
     yield
     if request.node.stash.get(_failed, True):
         return
-    request.node.funcargs.clear()  # pytest would hold what fixtures returned until later
+    request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
     left = look.leaks()
     if left:
         pytest.fail(f"[no_leaked_pages] {'; '.join(left)}", pytrace=False)

@@ -29,9 +29,9 @@ __all__ = [
 ]
 
 Amount = tuple[str, int]
-"""How far to grow or shrink, by a name and a count: see :func:`amounts`."""
+"""A number of positions to grow or shrink by, as a name and a count. See :func:`amounts`."""
 
-# (dtype, dims of a position): 512, 154, 1, 1032, 1000, 8200 and 2,000 bytes; pages are 4 KiB and more.
+# (dtype, dims of a position): 512, 154, 1, 1032, 1000, 8200 and 2,000 bytes. Pages have 4 KiB or more.
 _ITEMS = [
     (torch.float32, (8, 16)),
     (torch.float16, (7, 11)),
@@ -48,7 +48,7 @@ _PROMPTS = [[7] * 40, [7] * 33 + [8] * 20, [7] * 16 + [9] * 70, list(range(60))]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a tensor looks like apart from its length: shape ``[*rows, length, *item]``."""
+    """The dtype and the dimensions of a tensor except its length: shape ``[*rows, length, *item]``."""
 
     dtype: torch.dtype
     rows: tuple[int, ...]
@@ -68,25 +68,26 @@ def layouts() -> st.SearchStrategy[Layout]:
 
 
 def amounts() -> st.SearchStrategy[Amount]:
-    """How far to grow: no position, one, a few, to the end of a page, one more, some pages, all the room that
-    there is, and more than that. ``TensorMachine.positions`` says what it means for a tensor."""
+    """Numbers of positions to grow by: none, one, a few, up to the end of a page, one more than that, some
+    pages, all the room, and more than the room. ``TensorMachine.positions`` translates them for a tensor."""
     return st.tuples(st.sampled_from(_AMOUNTS), st.integers(1, 4))
 
 
 def failures(most: int = 7) -> st.SearchStrategy[int | None]:
-    """None, or how many driver calls pass before one is refused: for :func:`~vtensor.testing.fail_after`."""
+    """None, or the number of driver calls that pass before one is refused by
+    :func:`~vtensor.testing.fail_after`."""
     return st.one_of(st.none(), st.none(), st.integers(0, most))
 
 
 def prompts() -> st.SearchStrategy[list[int]]:
-    """Token ids of 40 to 86 tokens that begin alike for 16, 33 or no tokens, so that a cache finds prefixes,
-    and finds them in part."""
+    """Prompts of 40 to 86 token ids with common prefixes of 0, 16 or 33 tokens, so that a cache finds
+    prefixes in whole and in part."""
     return st.sampled_from(_PROMPTS)
 
 
 def growths() -> st.SearchStrategy[int]:
-    """Tokens that a request grows by in one step: mostly one, as when it decodes; none; up to 40 of a prompt
-    or of drafts."""
+    """Tokens that a request grows by in one step: none, one as in decoding (most often), or up to 40 of a
+    prompt or of drafts."""
     return st.sampled_from([0, 1, 1, 1, 2, 5, 17, 40])
 
 
@@ -97,18 +98,18 @@ def tensors(
     layout: Layout | None = None,
     most_pages: int = 4,
 ) -> vtensor.VTensor:
-    """A tensor as a program may have left it: grown in steps, shrunk at either end.
+    """A tensor in a state that a program may leave it in: grown in steps, shrunk at either end.
 
-    What the code under test makes of it has to be what it makes of ``t.clone()``, a plain tensor. Its bytes
-    are arbitrary, not zero, and without NaN.
+    The code under test must give the same result for it as for ``t.clone()``, a plain tensor. Its bytes are
+    arbitrary, not zero, and make no NaN.
 
     Args:
-        pool: where its pages come from; it needs ``most_pages`` and one of them for each row.
-        layout: one of :func:`layouts` unless given.
-        most_pages: in each row.
+        pool: the pool that lends the pages. It needs ``most_pages + 1`` for each row.
+        layout: its dtype and dimensions. Defaults to one of :func:`layouts`.
+        most_pages: the most pages of data in each row.
 
     Raises:
-        OutOfPages: the pool has fewer.
+        OutOfPages: if the pool has fewer pages.
     """
     layout = draw(layouts()) if layout is None else layout
     capacity = max(1, most_pages * pool.page_size // layout.item_bytes)
@@ -133,11 +134,10 @@ def tensors(
 def forks(
     draw: st.DrawFn, pool: vtensor.Pool, layout: Layout | None = None, most_pages: int = 4
 ) -> list[vtensor.VTensor]:
-    """Two to four tensors of the same content that share all their pages: one of :func:`tensors`, and its
-    forks.
+    """Two to four tensors that share all their pages: one of :func:`tensors`, and forks of it.
 
     What the code under test writes through one of them must not show in another (I6). Arguments and errors
-    are those of :func:`tensors`; each page that is written to takes one more of the pool.
+    are those of :func:`tensors`. Each page written to takes one more from the pool.
     """
     t = draw(tensors(pool, layout, most_pages))
     return [t, *(t.fork() for _ in range(draw(st.integers(1, 3))))]
