@@ -1,1 +1,1 @@
-"""vtensor inside other libraries, one module a library; each is imported by name and patches nothing."""
+"""vtensor in other libraries, one module for each. Modules are imported by name and patch nothing."""

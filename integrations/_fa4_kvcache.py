@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache`` for FlashAttention 4, which has the attention of it and not the append."""
+"""``flash_attn_with_kvcache`` for FlashAttention 4, which has the attention but not the append."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ._kv import append
 
 
 def with_kvcache(module: Any) -> Callable[..., Any]:
-    """The function over ``flash_attn.cute``: ``seqused_k`` for lengths in a tensor, else the exact length."""
+    """The function over ``flash_attn.cute``.
+
+    Passes lengths in a tensor as ``seqused_k``. For other lengths, it passes K and V of exactly that length.
+    """
 
     def flash_attn_with_kvcache(
         q: torch.Tensor,
@@ -40,7 +43,7 @@ def with_kvcache(module: Any) -> Callable[..., Any]:
             append(k_cache, v_cache, k, v, cache_seqlens)
             added = k.shape[1]
         batch = q.shape[0]
-        if k_cache.shape[0] > batch:  # which this package does not take
+        if k_cache.shape[0] > batch:  # this package takes no further rows
             k_cache, v_cache = k_cache[:batch], v_cache[:batch]
         options: dict[str, Any] = {
             "softmax_scale": softmax_scale,

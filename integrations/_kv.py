@@ -1,4 +1,4 @@
-"""What the attention shims have in common: their kernels' specs, for compilers too, full extents, leases."""
+"""What the attention shims have in common: specs in compiled code, full extents, leases, appends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class TracedSpec:
-    """In the place of an AttentionSpec for torch.compile, which cannot see into that: its calls are made
-    while the graph is traced, over what the compiler knows then, and are no part of the graph. What does not
-    suit ends the compilation, with an error of the compiler's that has ours in it."""
+    """An AttentionSpec for compiled code, because torch.compile cannot trace into the C++ class.
+
+    Its calls run while the graph is traced, with the shapes that the compiler knows then, and are no part of
+    the graph. If arguments do not suit, the compilation ends with an error of the compiler that contains the
+    spec's.
+    """
 
     def __init__(self, name: str, spec: AttentionSpec) -> None:
         self._name = name
@@ -50,7 +53,7 @@ _traced: dict[str, AttentionSpec] = {}
 
 
 def _take_while_tracing(frame: Any) -> None:
-    """Makes the call that TracedSpec._take, the traced ``frame``, has in its variables."""
+    """Calls the spec with the arguments in ``frame``, the traced frame of ``TracedSpec._take``."""
     name, method = (frame.get_local(variable).as_python_constant() for variable in ("name", "method"))
     given = frame.get_local("given").as_proxy()
     known = [t.node.meta["example_value"] if isinstance(t, torch.fx.Proxy) else t for t in given]
@@ -58,7 +61,7 @@ def _take_while_tracing(frame: Any) -> None:
 
 
 def owner_of(t: KV) -> VTensor | None:
-    """The VTensor that ``t`` is, or is the full extent of; None for a plain tensor."""
+    """``t`` if it is a VTensor, the owner if it is a FullExtent, None if it is a plain tensor."""
     if isinstance(t, VTensor):
         owner: VTensor = t  # type: ignore[assignment]  # torch's metaclass keeps mypy from narrowing
         return owner
@@ -68,10 +71,10 @@ def owner_of(t: KV) -> VTensor | None:
 def leased(
     query: torch.Tensor, *owners: VTensor | None, cache: KVCache | None = None
 ) -> AbstractContextManager[Any]:
-    """``vtensor.lease`` over those of ``owners`` that there are, around a launch with ``query``. A cache is
-    told of the stream instead: what its slots give up later waits for it.
+    """A ``vtensor.lease`` over the ``owners`` that are not None, for a launch with ``query``.
 
-    None on a CPU: the kernel is done when it returns, and what it was given holds its pages until then.
+    A cache records the stream instead: pages that its slots give up later wait for it. On a CPU there is no
+    lease, because the kernel has ended when it returns, and its arguments keep their pages until then.
     """
     if query.is_cpu:
         return _NOTHING
@@ -82,7 +85,7 @@ def leased(
 
 
 def full_tensor(t: FullExtent, positions_dim: int) -> torch.Tensor:
-    """All of ``t``, with its positions along ``positions_dim``, 1 or 2."""
+    """The tensor of ``t`` with its positions along ``positions_dim``, 1 or 2."""
     return t.tensor if t.owner.grow_dim == positions_dim else t.tensor.transpose(1, 2)
 
 
@@ -94,11 +97,13 @@ def append(
     cache_seqlens: int | torch.Tensor,
     cache_batch_idx: torch.Tensor | None = None,
 ) -> None:
-    """Copies k and v ``[B, n, H, D]`` into the caches ``[rows, S, H, D]`` behind ``cache_seqlens``, as
-    FlashAttention's kernels with an append do; waits for no device."""
+    """Copies k and v ``[B, n, H, D]`` into the caches ``[rows, S, H, D]`` from position ``cache_seqlens`` on.
+
+    FlashAttention's kernels append in the same way. Waits for no device.
+    """
     batch, added = k.shape[:2]
     if isinstance(cache_seqlens, int) and cache_batch_idx is None:
-        # narrow, because a slice past the end is a shorter one and takes nothing, in silence.
+        # narrow raises if there is no room; a slice would be shorter.
         k_cache[:batch].narrow(1, cache_seqlens, added).copy_(k)
         v_cache[:batch].narrow(1, cache_seqlens, added).copy_(v)
         return

@@ -1,10 +1,10 @@
-"""FlashAttention's three functions over what torch itself has.
+"""FlashAttention's three functions over torch's own kernels.
 
-On CUDA in float16 and bfloat16 it calls ``aten._flash_attention_forward``, as torch's ``varlen_attn`` does,
-whose own arguments differ from release to release; elsewhere
+On CUDA in float16 and bfloat16 they call ``aten._flash_attention_forward``, as torch's ``varlen_attn`` does.
+They do not call ``varlen_attn`` itself, because its arguments differ between releases. Elsewhere they call
 SDPA, as a reference that runs the same code on a CPU. Lengths, windows and causality follow FlashAttention 2:
-masks are lower-right, and a query that sees no key gives zeros. Rows of different lengths are attended one by
-one, over exactly their positions: nothing behind them is read.
+masks are lower-right, and a query that attends to no key gives zeros. Rows of different lengths are computed
+one by one, over exactly their positions, so nothing past a length is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def flash_attn_func(
     window_size: Window = (-1, -1),
     **others: Any,
 ) -> torch.Tensor:
-    """q ``[B, Sq, Hq, D]``, k and v ``[B, Sk, Hkv, D]``; as FlashAttention 2's function of that name."""
+    """FlashAttention 2's function of that name: q ``[B, Sq, Hq, D]``, k and v ``[B, Sk, Hkv, D]``."""
     _refuse_others("flash_attn_func", dropout_p=dropout_p, **others)
     return _attend(q, k, v, softmax_scale, causal, window_size)
 
@@ -50,7 +50,7 @@ def flash_attn_varlen_func(
     window_size: Window = (-1, -1),
     **others: Any,
 ) -> torch.Tensor:
-    """q ``[Tq, Hq, D]``, k and v ``[Tk, Hkv, D]``, packed; as FlashAttention 2's function of that name."""
+    """FlashAttention 2's function of that name: q ``[Tq, Hq, D]``, k and v ``[Tk, Hkv, D]``, packed."""
     _refuse_others("flash_attn_varlen_func", dropout_p=dropout_p, **others)
     left, right = _window(causal, window_size)
     if _has_flash(q):
@@ -85,9 +85,9 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     **others: Any,
 ) -> torch.Tensor:
-    """q ``[B, Sq, Hq, D]``, caches ``[rows, S, Hkv, D]``; as FlashAttention 2's function of that name.
+    """FlashAttention 2's function of that name: q ``[B, Sq, Hq, D]``, caches ``[rows, S, Hkv, D]``.
 
-    Lengths, left pads or batch indices in a tensor are read by the host, which waits for the device.
+    The host reads lengths, left pads and batch indices in tensors, and waits for the device to do so.
     """
     others.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
     _refuse_others("flash_attn_with_kvcache", **others)
@@ -155,9 +155,11 @@ def _flash(
     left: int,
     right: int,
 ) -> torch.Tensor:
-    """Torch's own FlashAttention 2, of ``[B, S, H, D]``, or packed ``[T, H, D]`` where the starts are given.
-    Heads may be grouped. What is passed means the same in torch 2.10 to 2.13: the window says all of what is
-    seen, lower-right, and is_causal names the window (-1, 0) besides."""
+    """Torch's own FlashAttention 2 over ``[B, S, H, D]``, or over packed ``[T, H, D]`` with starts.
+
+    Heads may be grouped. The arguments mean the same in torch 2.10 to 2.13: the lower-right window alone
+    defines the mask, and is_causal is set for the window (-1, 0).
+    """
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -181,7 +183,7 @@ def _has_flash(q: torch.Tensor) -> bool:
 
 
 def _window(causal: bool, window_size: Window) -> tuple[int, int]:
-    """(left, right), where -1 is endless, as FlashAttention 2 has it; 4 writes None."""
+    """(left, right) as in FlashAttention 2: -1 means no bound. FlashAttention 4 writes None for that."""
     left, right = (-1 if side is None or side < 0 else side for side in window_size)
     return left, 0 if causal else right
 
@@ -197,7 +199,7 @@ _ASKS_NOTHING: tuple[Any, ...] = (None, False, 0)
 
 
 def _refuse_others(operation: str, **others: Any) -> None:
-    others.pop("deterministic", None)  # forward passes are
+    others.pop("deterministic", None)  # forward passes always are
     others.pop("rotary_interleaved", None)
     asked = sorted(
         name

@@ -1,14 +1,16 @@
 """FlashAttention's functions over tensors that grow: flash_attn_func, _varlen_func and _with_kvcache.
 
-Each takes what the function of the same name in the installed package takes, in the same order, and passes it
-on unchanged; ``k`` and ``v`` may be VTensors, or layers of a KVCache and views of them. Before the call the
-rows that the kernel appends and the tiles that it reads are mapped, or known to be; lengths past the end, and
-what would make it copy the whole cache in silence, are refused; and the pages are leased. Lengths in a tensor
-on a device are not looked at, because that would wait for it.
+Each takes the arguments of the function of the same name in the installed package, in the same order, and
+passes them on unchanged. ``k`` and ``v`` may be VTensors, or layers of a KVCache and views of them. Before
+the call, the function makes sure that the rows that the kernel appends and the tiles that it reads are
+mapped, and leases the pages. It refuses lengths past the end, and arguments for which the kernel would
+silently copy the whole cache. It does not read lengths in a tensor on a device, because it would have to wait
+for the device.
 
-Which package: the first that is installed of the list below that suits the device of ``q``, or the one named
-by ``backend=``. Names are ``"fa2"`` (module ``flash_attn``), ``"fa3"`` (``flash_attn_interface``), ``"fa4"``
-(``flash_attn.cute``) and ``"torch"``, which is always there: torch's own kernels on CUDA and SDPA on a CPU.
+``backend=`` selects the package. It defaults to the first in the list below that is installed, by the device
+of ``q``. Its values are ``"fa2"`` (module ``flash_attn``), ``"fa3"`` (``flash_attn_interface``), ``"fa4"``
+(``flash_attn.cute``) and ``"torch"``, which is always installed: torch's own kernels on CUDA, and SDPA on a
+CPU.
 
     ==================  =========================
     compute capability  order
@@ -19,14 +21,14 @@ by ``backend=``. Names are ``"fa2"`` (module ``flash_attn``), ``"fa3"`` (``flash
     others, CPU         fa2 on CUDA, then torch
     ==================  =========================
 
-FlashAttention 3 and 4 read whole tiles, up to 224 rows past a row's length but never past the tensor they are
-given, and NaN there reaches the output (pull request 2407 of Dao-AILab/flash-attention). A VTensor is handed
-over at its exact length, and so nothing unmapped is read. A FullExtent is covered for 256 rows behind its
-owner's length, which read as zeros. Rows shorter than the VTensor, told by a tensor of lengths, are read up
-to the VTensor's length: what lies there is the caller's, and has to be finite.
+FlashAttention 3 and 4 read whole tiles: up to 224 rows past a row's length, but never past the end of the
+tensor. A NaN there reaches the output (pull request 2407 of Dao-AILab/flash-attention). A VTensor is passed
+with its exact length, so no unmapped memory is read. A FullExtent is covered for 256 rows past its owner's
+length, which hold zeros. If a tensor of lengths makes a row shorter than the VTensor, the kernel reads up to
+the VTensor's length. The caller must keep those rows finite.
 
-A KVCache has mapped what ``step`` was told, and maps nothing here: of a layer, the slots must have the tokens
-that are read and those that are appended. ``step`` says so first.
+These functions map nothing for a KVCache. Call ``KVCache.step`` first, with lengths that include both the
+tokens to read and the tokens to append.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ __all__ = [
 ]
 
 _POSITIONS = 1  # of [B, S, H, D]
-_LARGEST_TILE = 224  # rows, of 3 and 4
-_READS_PAST = 256  # rows behind the longest that are covered for those
+_LARGEST_TILE = 224  # rows, in FlashAttention 3 and 4
+_READS_PAST = 256  # rows to cover past the longest row for these two
 
 
 class NotInstalled(VTensorError, ImportError):
-    """The FlashAttention that ``backend=`` names cannot be imported; ``__cause__`` says why."""
+    """The package that ``backend=`` names cannot be imported. ``__cause__`` says why."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class _Package:
     install: str
     reads_tiles: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-    """Empty: any, of any strides."""
+    """Empty means any dtype and any strides."""
 
 
 _PACKAGES = {
@@ -89,7 +91,7 @@ _PACKAGES = {
     "torch": _Package("torch", f"{__package__}._torch_flash", "pip install torch", dtypes=()),
 }
 _ORDER = {8: ("fa2",), 9: ("fa3", "fa2", "fa4"), 10: ("fa4", "fa2"), 11: ("fa4", "fa2")}
-# By these the cache, or what is appended to it, is said to lie otherwise than in rows.
+# Arguments that give the cache, or what is appended to it, another layout than rows.
 _PAGED = frozenset(("block_table", "page_table", "cu_seqlens_k_new"))
 
 
@@ -101,22 +103,22 @@ class _Kernel:
     operation: str
     package: _Package
     call: Callable[..., Any]
-    names: Mapping[str, None]  # of the parameters behind v, in order
+    names: Mapping[str, None]  # of the parameters after v, in order
     takes_any_name: bool
     spec: AttentionSpec | TracedSpec
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What was passed behind v, by name."""
+        """The arguments after v, by name."""
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
 
 def available() -> tuple[str, ...]:
-    """The backends that can be imported here, of ``"fa2"``, ``"fa3"``, ``"fa4"`` and ``"torch"``."""
+    """The backends that can be imported, among ``"fa2"``, ``"fa3"``, ``"fa4"`` and ``"torch"``."""
     return tuple(name for name in _PACKAGES if not isinstance(_load(name, "flash_attn_func"), ImportError))
 
 
 def look_again() -> None:
-    """Has the next call look for packages anew, as after one was installed while this process runs."""
+    """Makes the next call search for packages again. Use it after installing one in a running process."""
     _find.cache_clear()
     _load.cache_clear()
 
@@ -124,23 +126,25 @@ def look_again() -> None:
 def flash_attn_func(
     q: torch.Tensor, k: KV, v: KV, *args: Any, backend: str | None = None, **kwargs: Any
 ) -> Any:
-    """``flash_attn_func`` of the package that is used, over all positions of ``k`` and ``v``.
+    """Calls the package's ``flash_attn_func`` over all positions of ``k`` and ``v``.
 
     Args:
         q: ``[B, Sq, Hq, D]``.
         k, v: ``[B, Sk, Hkv, D]``: plain tensors, views of a KVCache's layer, or VTensors that grow along
-            dimension 1; those that grow along dimension 2, ``[B, Hkv, Sk, D]``, are transposed.
-        args, kwargs: as that package's function takes them.
-        backend: ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``; by the device of ``q`` if None.
+            dimension 1. VTensors ``[B, Hkv, Sk, D]`` that grow along dimension 2 are transposed.
+        args, kwargs: as for the package's function.
+        backend: ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``. Defaults to one that suits the device of
+            ``q``.
 
     Returns:
-        What the kernel returns: ``[B, Sq, Hq, D]``, and more where asked for.
+        The kernel's result: ``[B, Sq, Hq, D]``, and more if asked for.
 
     Raises:
-        NotInstalled: ``backend`` names a package that is not there.
-        InvalidArgument: an argument the package does not have, a dtype or head size it refuses, strides for
-            which it would copy K and V, as many sequences as K has not, positions that a KVCache's slot has
-            not, or a FullExtent, whose rows have lengths that this function cannot be told.
+        NotInstalled: if the package that ``backend`` names is not installed.
+        InvalidArgument: if the package does not have an argument, refuses a dtype or head size, or would copy
+            K and V because of their strides; if K and ``q`` have different numbers of sequences; if a slot of
+            a KVCache does not have the positions; or for a FullExtent, because this function takes no
+            lengths.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
     if type(k) is FullExtent or type(v) is FullExtent:
@@ -151,7 +155,7 @@ def flash_attn_func(
 def flash_attn_varlen_func(
     q: torch.Tensor, k: KV, v: KV, *args: Any, backend: str | None = None, **kwargs: Any
 ) -> Any:
-    """``flash_attn_varlen_func`` of the package that is used, over packed sequences.
+    """Calls the package's ``flash_attn_varlen_func`` over packed sequences.
 
     Args:
         q: ``[Tq, Hq, D]``.
@@ -162,10 +166,10 @@ def flash_attn_varlen_func(
 
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
-        InvalidArgument: as there; rows are given where packed sequences are asked for; ``cu_seqlens_q`` or
-            ``cu_seqlens_k`` are not int32, are of other numbers of sequences, or go back; they or
-            ``seqused_k`` go past the end, as far as the host knows them; or a KVCache of smaller tiles than
-            the package reads.
+        InvalidArgument: as for :func:`flash_attn_func`; if K and V are not packed; if ``cu_seqlens_q`` or
+            ``cu_seqlens_k`` are not int32, have different numbers of sequences, or decrease; if they or
+            ``seqused_k`` exceed the end, as far as the host knows them; or if a KVCache has smaller tiles
+            than the package reads.
     """
     kernel = _kernel("flash_attn_varlen_func", backend, q.device)
     given = kernel.given(args, kwargs) if args else kwargs
@@ -187,30 +191,30 @@ def _refuse_full_extent(operation: str) -> None:
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: KV, v_cache: KV, *args: Any, backend: str | None = None, **kwargs: Any
 ) -> Any:
-    """``flash_attn_with_kvcache`` of the package that is used: attention over a cache, with an append.
+    """Calls the package's ``flash_attn_with_kvcache``: attention over a cache, with an append.
 
-    Where ``k`` and ``v`` (new positions ``[B, n, Hkv, D]``) are given, VTensors grow so that the kernel finds
-    room for ``n`` more behind the longest row, and no further. Lengths in a tensor on a device, which the
-    host does not know, must have their longest row at the VTensors' length, which then grows by ``n``; where
-    rows end, truncate to the longest that is left. Pages there that a fork shares are unshared first.
+    If ``k`` and ``v`` (new positions ``[B, n, Hkv, D]``) are given, VTensors grow to ``n`` positions past the
+    longest row, and no further. The host does not know lengths in a tensor on a device: the longest of them
+    must be the VTensors' length, which then grows by ``n``. When rows end, truncate the VTensors to the
+    longest that is left. Pages for the new positions that a fork shares are unshared first.
 
     Args:
         q: ``[B, Sq, Hq, D]``.
-        k_cache, v_cache: ``[rows, S, Hkv, D]``: plain tensors, which are passed on as they are; a layer of a
-            KVCache, whose slots :meth:`KVCache.step` has made ready for what is read and appended; VTensors,
-            at exactly their length, or that of an int ``cache_seqlens``; or FullExtents, for a shape that
-            never changes.
+        k_cache, v_cache: ``[rows, S, Hkv, D]``. Plain tensors are passed on unchanged. The slots of a
+            KVCache's layer must have the positions to read and to append, by :meth:`KVCache.step`. VTensors
+            are passed with exactly their length, or with that of an int ``cache_seqlens``. FullExtents give a
+            shape that never changes.
         args, kwargs, backend: as for :func:`flash_attn_func`.
 
     Returns:
-        What the kernel returns. If it raises, the lengths are as before.
+        The kernel's result. If it raises, the lengths are as before.
 
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
-        InvalidArgument: as there; lengths above the cache's, no room for what is appended in plain tensors,
-            or rows that it has not, as far as the host knows them; lengths, or padding on the left, of
-            another dtype or number, and padding past a length; a KVCache of smaller tiles than the package
-            reads.
+        InvalidArgument: as for :func:`flash_attn_func`; if, as far as the host knows them, lengths exceed the
+            cache, plain tensors have no room for the append, or a row does not exist; if lengths or left pads
+            have another dtype or number, or a pad exceeds its length; or if a KVCache has smaller tiles than
+            the package reads.
         CapacityExceeded, OutOfPages, DriverError: as for ``VTensor.extend``.
     """
     operation = "flash_attn_with_kvcache"
@@ -238,7 +242,7 @@ def flash_attn_with_kvcache(
         if stop > holds:
             keys.extend(stop - holds)
             values.extend(stop - holds)
-        if added and not (type(keys) is VTensor is type(values)):  # pages that no write parts (I6)
+        if added and not (type(keys) is VTensor is type(values)):  # no write can copy their pages (I6)
             keys.unshare(shortest, stop)
             values.unshare(shortest, stop)
         exact = None if isinstance(lengths, torch.Tensor) else stop
@@ -254,8 +258,8 @@ def flash_attn_with_kvcache(
 
 
 def _covered(kernel: _Kernel, k_cache: KV, v_cache: KV, lengths: Any, taken: Taken) -> Taken:
-    """All of full extents for a kernel that reads tiles of rows whose lengths the device knows; else what was
-    taken."""
+    """The whole full extents if the kernel reads tiles and only the device knows the lengths, else
+    ``taken``."""
     if not kernel.package.reads_tiles or not isinstance(lengths, torch.Tensor):
         return taken
     keys, values, cache = taken
@@ -274,7 +278,7 @@ def _launch(
     kwargs: Mapping[str, Any],
     *owners: KV,
 ) -> Any:
-    """Leases the VTensors among ``owners`` and calls with what was taken of them."""
+    """Leases the VTensors among ``owners`` and calls the kernel with the tensors in ``taken``."""
     if not kernel.takes_any_name and not kwargs.keys() <= kernel.names.keys():
         unknown = ", ".join(sorted(kwargs.keys() - kernel.names.keys()))
         raise InvalidArgument(
@@ -282,15 +286,18 @@ def _launch(
             f"{', '.join(kernel.names)}: leave it out, or choose another with backend="
         )
     keys, values, cache = taken
-    if q.is_cpu:  # where nothing is leased, and each call of Python shows
+    if q.is_cpu:  # no lease is needed, and each call in Python takes noticeable time
         return kernel.call(q, keys, values, *args, **kwargs)
     with leased(q, *map(owner_of, owners), cache=cache):
         return kernel.call(q, keys, values, *args, **kwargs)
 
 
 def _kernel(operation: str, backend: str | None, device: torch.device) -> _Kernel:
-    """The function that is used. A compiler, which cannot trace imports, takes its name for a constant, and
-    finds it by that."""
+    """The function to call.
+
+    torch.compile cannot trace imports. It takes the function's name as a constant and looks the function up
+    by it.
+    """
     if is_dynamo_compiling():
         return _in_use[_name_of(operation, backend, device)]
     return _find(operation, backend, device)
@@ -303,7 +310,7 @@ def _name_of(operation: str, backend: str | None, device: torch.device) -> str:
     return kernel.name
 
 
-# All that torch.compiler.assume_constant_result does, which imports the compiler, for a second, to do it.
+# torch.compiler.assume_constant_result does only this, but imports the compiler, which takes a second.
 setattr(_name_of, "_dynamo_marked_constant", True)  # noqa: B010
 _in_use: dict[str, _Kernel] = {}
 

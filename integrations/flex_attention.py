@@ -1,12 +1,13 @@
-"""FlexAttention over a cache that grows: few compiles for growing views, one for a full extent.
+"""FlexAttention over a cache that grows: two compiles with growing views, one with a full extent.
 
-Growing views: ``flex_attention(q, k, v)`` with VTensors hands exact views to one compiled function, which
-compiles for the first length and, at the second, for all others. The full extent: with ``FullExtent(k)``,
-``FullExtent(v)`` and the ``block_mask`` of a :class:`CacheMask`, no shape ever changes; the mask's counts are
-mutated in place, rows have lengths of their own, and one compile lasts for the life of the cache.
+Growing views: ``flex_attention(q, k, v)`` with VTensors passes views of the exact length to one compiled
+function. It compiles for the first length, and at the second length for all others. Full extent: with
+``FullExtent(k)``, ``FullExtent(v)`` and the ``block_mask`` of a :class:`CacheMask`, no shape ever changes.
+The mask's counts change in place, rows have lengths of their own, and one compile lasts for the life of the
+cache.
 
-FlexAttention reads only the parts of 128 rows that its mask lists, but these whole, and multiplies what the
-mask hides by zero: so they are mapped, and what lies behind the last position in them is zeros.
+FlexAttention reads the tiles of 128 rows that its mask lists. It reads them whole, and multiplies what the
+mask hides by zero. So whole tiles are mapped, and hold zeros after the last position.
 """
 
 from __future__ import annotations
@@ -61,25 +62,25 @@ def flex_attention(
     enable_gqa: bool = False,
     **options: Any,
 ) -> Any:
-    """As ``torch.nn.attention.flex_attention.flex_attention``, compiled, over VTensors and FullExtents.
+    """``torch.nn.attention.flex_attention.flex_attention``, compiled, over VTensors and FullExtents.
 
     Args:
         query: ``[B, Hq, Sq, D]``.
-        key, value: ``[B, Hkv, Sk, D]``: plain tensors, or VTensors that grow along dimension 2; those that
-            grow along dimension 1 are transposed. Or FullExtents of such, or a layer of a KVCache, and then
-            ``block_mask`` is needed: of a layer, a row sees what its slot has. (A BlockMask of your own is
-            taken at its word.)
-        score_mod, block_mask, scale, enable_gqa, options: as torch's function takes them; ``block_mask`` may
-            be a :class:`CacheMask` too. Positions count from the tensors' beginnings, those of queries as
-            well: CacheMask makes masks and score mods know where in the cache the queries are.
+        key, value: ``[B, Hkv, Sk, D]``: plain tensors, VTensors that grow along dimension 2, FullExtents of
+            such VTensors, or a layer of a KVCache. VTensors that grow along dimension 1 are transposed.
+            FullExtents and layers need a ``block_mask``. With a CacheMask over a layer, the lengths must not
+            exceed those of the slots; a BlockMask of your own is not checked for that.
+        score_mod, block_mask, scale, enable_gqa, options: as for torch's function. ``block_mask`` may also be
+            a :class:`CacheMask`. In torch's functions, positions of queries count from the beginning of
+            ``query``. CacheMask translates them to positions in the cache.
 
     Returns:
-        ``[B, Hq, Sq, Dv]``, and more where ``options`` ask for it.
+        ``[B, Hq, Sq, Dv]``, and more if ``options`` ask for it.
 
     Raises:
-        InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length or for other
-            rows or heads, lengths that the cache has not, a KVCache of smaller tiles than are read, or a
-            FullExtent without a mask.
+        InvalidArgument: if shapes, dtypes or devices do not fit; if the mask is for another length or other
+            rows or heads; if the lengths exceed the cache; if a KVCache has smaller tiles than FlexAttention
+            reads; or if a FullExtent comes without a mask.
         CapacityExceeded, OutOfPages, DriverError: as for ``FullExtent.cover``.
     """
     fixed = isinstance(key, FullExtent)
@@ -123,35 +124,36 @@ def flex_attention(
 
 @cache
 def _compiled(dynamic: bool | None) -> Callable[..., Any]:
-    # None: the second length compiles for all lengths and leaves the other sizes fixed; with all of them free
-    # the CPU's code generator of torch 2.13 writes C++ that does not compile. fullgraph: past dynamo's
-    # recompile limit it raises, where eager FlexAttention would read all of the extent.
+    # dynamic=None: the second length compiles for all lengths and leaves the other sizes fixed. If all sizes
+    # are dynamic, the C++ that torch 2.13 generates for CPUs does not compile. fullgraph=True: past dynamo's
+    # recompile limit it raises instead of running eager FlexAttention, which would read the whole extent.
     return torch.compile(torch_flex.flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 class CacheMask:
-    """Which positions of a cache the queries of one step see; changed in place from step to step.
+    """The positions of a cache to which the queries of one step attend. Each step changes it in place.
 
-    The queries are the last ``queries`` positions of each row, and a row shows its own ``lengths`` positions
-    only. One mask serves all layers.
+    The queries are the last ``queries`` positions of each row. They attend to none of the positions past
+    their row's length. One mask serves all layers.
 
     Args:
-        mask_mod: of absolute positions, as for ``create_block_mask``: ``mask_mod(b, h, q, kv)`` says whether
-            the query at position ``q`` sees the key at ``kv``. None: causal.
+        mask_mod: as for ``create_block_mask``, with absolute positions: ``mask_mod(b, h, q, kv)`` returns
+            whether the query at position ``q`` attends to the key at position ``kv``. None means causal.
         batch: rows.
         queries: query positions of a step, the same for all rows.
         capacity: positions of the full extent.
-        device: where the queries are.
+        device: the device of the queries.
 
     Attributes:
         lengths: int32 ``[batch]`` on ``device``.
-        known: the lengths where the host knows them, else None.
-        longest: the largest of these, or None.
-        block_mask: for FullExtents; one object for the mask's life, whose counts ``update`` changes. Code of
-            your own that is compiled takes it; ``flex_attention`` here takes the CacheMask.
+        known: the lengths if the host knows them, else None.
+        longest: the largest of the known lengths, or None.
+        block_mask: the BlockMask for FullExtents. It is one object for the mask's life, and ``update``
+            changes its counts. Pass it to compiled code of your own. Pass the CacheMask to this module's
+            ``flex_attention``.
 
     Raises:
-        InvalidArgument: sizes that are not positive, or more queries than the capacity.
+        InvalidArgument: if a size is not positive, or ``queries`` exceeds ``capacity``.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class CacheMask:
         per_row = (batch, 1, -(-queries // _TILE))
         self._counts = torch.zeros(per_row, dtype=torch.int32, device=device)
         self._indices = self._numbers.expand(*per_row, -1).contiguous()
-        # Listed as parted by the mask, none as whole; given all the same, because the CPU's code names them.
+        # All tiles are listed as partial, none as full. The CPU's code needs the empty list all the same.
         self._no_counts, self._no_indices = torch.zeros_like(self._counts), torch.zeros_like(self._indices)
         self.block_mask = self._block_mask(capacity)
         self.update(queries)
@@ -184,16 +186,16 @@ class CacheMask:
     def update(
         self, lengths: int | Sequence[int] | torch.Tensor, starts: int | Sequence[int] | torch.Tensor = 0
     ) -> CacheMask:
-        """Sets how many positions each row has, this step's queries included; returns the mask.
+        """Sets the length of each row, including this step's queries. Returns the mask.
 
         Args:
             lengths: one for each row, or one for all. A tensor on the device is read there, without a wait.
-            starts: positions before these are seen by no query (of a sliding window, say): whole tiles of
-                them are not read. As lengths, at most those.
+            starts: no query attends to positions before these, as in a sliding window. Whole tiles of such
+                positions are not read. One for each row or one for all; at most the row's length.
 
         Raises:
-            InvalidArgument: of numbers the host knows, a length that is below ``queries`` or above the
-                capacity, or a start that is negative or above its row's length. Nothing was changed.
+            InvalidArgument: if the host knows the numbers, and a length is below ``queries`` or above the
+                capacity, or a start is negative or above its row's length. Nothing was changed.
         """
         new, begin = self._per_row("lengths", lengths), self._per_row("starts", starts)
         known = new.tolist() if new.is_cpu else None
@@ -215,7 +217,7 @@ class CacheMask:
         self._checked_lengths = new.clone() if new.is_cpu else self.lengths  # on the host if it knows them
         self.longest: int | None = None if known is None else max(known)
         self.lengths.copy_(new)
-        # Clamped, because what a device alone knows nobody has checked.
+        # Clamped, because numbers that only the device knows are not checked.
         tiles = len(self._numbers)
         first = begin.to(self.lengths.device).clamp(min=0) // _TILE
         stop = ((self.lengths + _TILE - 1) // _TILE).clamp(max=tiles)
@@ -224,7 +226,7 @@ class CacheMask:
         return self
 
     def _per_row(self, name: str, given: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """``given`` as int32 ``[batch]``, where it is."""
+        """``given`` as int32 ``[batch]``, on its own device."""
         t = torch.as_tensor(given, dtype=torch.int32)
         if t.ndim and t.shape != self.lengths.shape:
             raise InvalidArgument(
@@ -233,12 +235,11 @@ class CacheMask:
         return t.expand_as(self.lengths)
 
     def growing(self, length: int) -> BlockMask:
-        """The mask of this step for views of exactly ``length`` positions, which must be the longest
-        row's."""
+        """The mask of this step for views of exactly ``length`` positions, the length of the longest row."""
         return self._block_mask(length)
 
     def score_mod(self, score_mod: ScoreMod) -> ScoreMod:
-        """``score_mod(score, b, h, q, kv)`` of absolute positions, for this mask's queries."""
+        """Translates ``score_mod(score, b, h, q, kv)`` over absolute positions for this mask's queries."""
         lengths, queries = self.lengths, self.queries
 
         def at_positions(
@@ -258,7 +259,7 @@ class CacheMask:
 
         return BlockMask.from_kv_blocks(
             self._counts,
-            self._indices,  # all of them: a width that grew would be one more shape to compile
+            self._indices,  # of all tiles, because another width would be compiled again
             self._no_counts,
             self._no_indices,
             BLOCK_SIZE=_TILE,

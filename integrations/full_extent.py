@@ -1,9 +1,10 @@
 """The whole reservation of a VTensor as one plain tensor whose address and shape never change.
 
-What is compiled or captured once for a fixed shape (FlexAttention, CUDA graphs, kernels told their lengths in
-a tensor) takes it while the VTensor behind it grows. DESIGN's I3 names it as an exception: a full extent is
-only partly mapped. On the host holes read as zeros; on CUDA they fault, so what a kernel reads is to be
-covered first."""
+Use it for code that is compiled or captured once for a fixed shape, while the VTensor grows: FlexAttention,
+CUDA graphs, kernels that take their lengths in a tensor. It is an exception to I3, because a full extent is
+only partly mapped. On the host, holes read as zeros. On CUDA they fault, so cover what a kernel reads before
+the launch.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ class FullExtent:
     """All ``capacity`` positions of a VTensor, mapped or not.
 
     Args:
-        owner: made with ``when_full="raise"`` and not shrunk at the front: its address must stay. The pages
-            it has by now stay mapped as long as ``tensor`` lives, so best make it while the owner is short.
+        owner: a VTensor whose address stays: made with ``when_full="raise"``, and never shrunk at the front.
+            The pages that it has now stay mapped as long as ``tensor`` lives, so make it while the owner is
+            short.
 
     Attributes:
-        owner: grows as always; what it appends shows here.
-        tensor: plain, of ``owner``'s shape and strides with ``capacity`` positions along ``grow_dim``.
-            Reading or writing beyond what :meth:`cover` promised faults on CUDA. It keeps the addresses
-            reserved, so no other tensor's data ever shows in it, and shows nothing once ``owner`` is closed.
+        owner: the VTensor. What it appends shows in ``tensor``.
+        tensor: a plain tensor of ``owner``'s shape and strides, with ``capacity`` positions along
+            ``grow_dim``. On CUDA, a read or write outside the tiles that :meth:`cover` has mapped faults.
+            ``tensor`` keeps the addresses reserved, so that it never shows another tensor's data, also after
+            ``owner`` is closed.
     """
 
     def __init__(self, owner: VTensor) -> None:
@@ -41,23 +44,26 @@ class FullExtent:
         self.owner = owner
         self._covered = self._length = -1
         self._address = owner.address
-        self.cover(min(1, owner.capacity))  # a storage that is alive keeps the range reserved
+        self.cover(min(1, owner.capacity))  # because a live storage keeps the range reserved
         self.tensor = _over(owner, self._held)
 
     def cover(self, length: int, tail: int = 0) -> FullExtent:
-        """Makes whole tiles of 128 positions readable, up to ``length + tail`` or the capacity; returns
-        itself.
+        """Maps whole tiles of 128 positions up to ``length + tail``, or the capacity. Returns the FullExtent.
 
-        What lies behind ``owner.length`` in them is set to zeros where a tile is new or the owner became
-        shorter since the last call, because kernels multiply it by a weight of zero, and zero times NaN is
-        NaN. (What was both written and truncated since the last call is as finite as it was written.) The
-        tiles stay mapped until the next call; the owner's length stays as it is.
+        If tiles are new, or the owner has become shorter since the last call, sets the positions past
+        ``owner.length`` in them to zeros: kernels multiply them by a weight of zero, and zero times NaN is
+        NaN. Positions that were both written and truncated since the last call keep what was written. The
+        tiles stay mapped until the next call. The owner's length does not change.
+
+        Args:
+            length: positions to cover.
+            tail: further positions to cover, as far as the capacity reaches.
 
         Raises:
-            CapacityExceeded: ``length`` is above the capacity.
-            OutOfPages, DriverError: nothing was changed.
-            InvalidArgument: the owner moved to other addresses.
-            Closed: the owner was closed.
+            CapacityExceeded: if ``length`` is above the capacity.
+            OutOfPages, DriverError: as for ``VTensor.extend``. Nothing was changed.
+            InvalidArgument: if the owner has moved to other addresses.
+            Closed: if the owner is closed.
         """
         owner = self.owner
         if owner.closed:
@@ -75,7 +81,7 @@ class FullExtent:
         before = owner.length
         if (
             stop == self._covered and before >= self._length
-        ):  # shorter: what was truncated is behind the length
+        ):  # if shorter, truncated positions lie past the length
             self._length = before
             return self
         try:
@@ -101,7 +107,7 @@ class _Bytes:
 
 
 def _over(owner: VTensor, keeps: torch.Tensor) -> torch.Tensor:
-    """``owner``'s positions 0 to ``capacity`` as a plain tensor that keeps ``keeps`` alive."""
+    """Positions 0 to ``capacity`` of ``owner`` as a plain tensor that keeps ``keeps`` alive."""
     sizes = [owner.capacity if d == owner.grow_dim else n for d, n in enumerate(owner.shape)]
     elements = 1 + sum((n - 1) * s for n, s in zip(sizes, owner.stride(), strict=True)) if all(sizes) else 0
     nbytes = elements * owner.element_size()

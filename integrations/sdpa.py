@@ -1,14 +1,12 @@
 """``scaled_dot_product_attention`` over a cache: decode, prefill in parts, grouped heads, either layout.
 
-Torch's own function takes a VTensor as it is, and for one query and no mask nothing else is needed. This one
-differs where a cache does:
+Torch's own function takes a VTensor too, and is enough for one query without a mask. This function differs:
 
-- ``is_causal`` is lower-right: the last query sees the last key. Torch's is upper-left, where the first of
-  several queries over a longer cache would see the first key only.
-- A VTensor that grows along dimension 1, ``[B, S, H, D]``, is transposed to the ``[B, H, S, D]`` that SDPA
-  wants.
-- On the CPU a step of one query stacks the query heads of a group, because ``enable_gqa`` there reads K and V
-  once for each of them.
+- ``is_causal`` is lower-right: the last query attends to the last key. Torch's is upper-left: over a longer
+  cache, the first of several queries attends to the first key only.
+- A VTensor that grows along dimension 1, ``[B, S, H, D]``, is transposed to the ``[B, H, S, D]`` of SDPA.
+- On the CPU, a step of one query stacks the query heads of a group, because ``enable_gqa`` reads K and V once
+  for each query head there.
 """
 
 from __future__ import annotations
@@ -44,24 +42,26 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As ``torch.nn.functional.scaled_dot_product_attention``, with a lower-right ``is_causal``.
+    """``torch.nn.functional.scaled_dot_product_attention`` with a lower-right ``is_causal``.
 
     Args:
-        query: ``[B, Hq, Sq, D]``, the last ``Sq`` positions of the sequence where ``is_causal``.
+        query: ``[B, Hq, Sq, D]``. With ``is_causal``, the last ``Sq`` positions of the sequence.
         key, value: ``[B, Hkv, Sk, D]``: plain tensors of any strides, VTensors that grow along dimension 2,
             or VTensors ``[B, Sk, Hkv, D]`` that grow along dimension 1. A FullExtent stands for its VTensor.
-            Of a KVCache's layer, views of positions that each slot has, whatever a mask hides.
-        attn_mask: bool (True: take part), or float32 or the query's dtype (added), that broadcasts to
-            ``[B, Hq, Sq, Sk]``.
-        is_causal: query ``i`` sees keys up to ``Sk - Sq + i``. A query that sees none gives zeros.
-        enable_gqa: ``Hq`` may be a multiple of ``Hkv``.
+            A view of a KVCache's layer must have only positions that each slot has, even with a mask.
+        attn_mask: a tensor that broadcasts to ``[B, Hq, Sq, Sk]``: bool, where True means to attend, or
+            float32 or the query's dtype, which is added to the scores.
+        dropout_p, scale: as for torch's function.
+        is_causal: query ``i`` attends to keys up to ``Sk - Sq + i``. A query that attends to none gives
+            zeros.
+        enable_gqa: whether ``Hq`` may be a multiple of ``Hkv``.
 
     Returns:
         ``[B, Hq, Sq, Dv]``.
 
     Raises:
-        InvalidArgument: shapes, dtypes or devices that do not fit, a mask of another length, shape or dtype,
-            both masks, or positions that a KVCache's slot has not.
+        InvalidArgument: if shapes, dtypes or devices do not fit; if the mask has another length, shape or
+            dtype; if both masks are given; or if a slot of a KVCache does not have the positions.
     """
     if type(key) is FullExtent:
         key = key.owner
@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
         _check_mask(attn_mask, query, length, is_causal)
     mask, upper_left = attn_mask, False
     if is_causal and queries > 1:
-        if queries == length:  # where both corners are one
+        if queries == length:  # both alignments are the same
             upper_left = True
         else:
             mask = _lower_right(queries, length, query.device)
@@ -87,7 +87,7 @@ def scaled_dot_product_attention(
             return functional.scaled_dot_product_attention(
                 query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=groups > 1
             )
-        # One query a head: the heads of a group become the queries of one.
+        # With one query per head, the heads of a group become the queries of one head.
         batch, _, _, size = query.shape
         stacked = query.reshape(batch, heads // groups, groups, size)
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
@@ -105,7 +105,7 @@ def _check_mask(mask: torch.Tensor, query: torch.Tensor, length: int, is_causal:
             f"[{_OPERATION}] attn_mask ends in {list(mask.shape[-2:])}, there are {queries} queries and "
             f"{length} keys: make the mask after appending"
         )
-    # Before heads are stacked: a mask for each K head would fit them, and mean something else.
+    # Checked before heads are stacked: a mask per K head would fit the stacked heads, with another meaning.
     if mask.ndim > 4 or any(
         n not in (1, of) for n, of in zip(reversed(mask.shape[:-2]), (heads, batch), strict=False)
     ):
@@ -126,7 +126,7 @@ def _check_mask(mask: torch.Tensor, query: torch.Tensor, length: int, is_causal:
 
 def _lower_right(queries: int, length: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and queries < length:
-        # Names the mask instead of holding it, so that the fused kernels take it.
+        # A mask by name, without a tensor, which the fused kernels take.
         bias: torch.Tensor = causal_lower_right(queries, length)
         return bias
     return torch.ones(queries, length, dtype=torch.bool, device=device).tril(length - queries)

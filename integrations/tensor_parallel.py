@@ -1,9 +1,9 @@
 """Tensor-parallel generation that fails on all ranks, or on none.
 
-Each rank of a model loaded with ``tp_plan="auto"`` has a ``VTensorCache`` of its own, which holds the heads
-that are local to it. A forward is full of collectives: a rank that ran out of memory in the middle of one
-would leave the others waiting. So every step is prepared before its forward, on each rank by itself, and
-the ranks agree whether all of them could.
+Each rank of a model loaded with ``tp_plan="auto"`` has a ``VTensorCache`` of its own for its local heads. A
+forward is full of collectives. If a rank ran out of memory in the middle of one, the other ranks would wait
+for it. So each rank maps the memory of a step before the forward, and the ranks then agree whether all of
+them succeeded.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ __all__ = ["in_agreement"]
 
 @contextmanager
 def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 60.0) -> Iterator[None]:
-    """Has every forward of ``model`` over ``cache`` begin on all ranks or on none::
+    """Makes every forward of ``model`` over ``cache`` begin on all ranks or on none::
 
         cache = VTensorCache(model.config)
         with in_agreement(model, cache):
             model.generate(**inputs, past_key_values=cache)
 
-    Before a forward its memory is mapped (``VTensorCache.prepare``), then the ranks exchange one number, over
-    a gloo group of their own: no device waits for it. Before the first forward over an empty cache a forward
-    of one token, over another cache, finds the sizes of the local K and V. An error that ends the block on
-    one rank between two forwards ends it on the others too.
+    Before a forward, each rank maps its memory (``VTensorCache.prepare``). Then the ranks exchange one number
+    over a gloo group of their own, so that no device waits. Before the first forward over an empty cache, a
+    forward of one token over another cache finds the sizes of the local K and V. If an error ends the block
+    on one rank between two forwards, it ends the block on the others too.
 
     Args:
-        model: the same on every rank of the default process group.
-        cache: this rank's.
+        model: the same model on every rank of the default process group.
+        cache: the cache of this rank.
         timeout: the most seconds to wait for the other ranks.
 
     Raises:
-        InvalidArgument: there is no process group.
-        VTensorError: the first failing rank's error, of the same class (``OutOfPages``, ...), on every rank;
-            the caches are as before that forward (I8). Or the other ranks were not heard of in time.
+        InvalidArgument: if there is no process group.
+        VTensorError: on every rank, the error of the first rank that failed, of the same class
+            (``OutOfPages``, ...). The caches are as before that forward (I8). Also if the other ranks do not
+            answer in time.
     """
     if not dist.is_initialized():
         raise InvalidArgument(
@@ -87,7 +88,7 @@ def in_agreement(model: torch.nn.Module, cache: VTensorCache, timeout: float = 6
             try:
                 ranks.agree(error)
             except VTensorError:
-                pass  # what happened here is the cause, and is on its way already
+                pass  # the error of this rank is the cause, and is being raised
         raise
     else:
         ranks.agree(None)
@@ -102,7 +103,7 @@ class _Ranks:
         self.disagreed = False
 
     def agree(self, error: BaseException | None) -> None:
-        """Returns on every rank if none has an error; otherwise raises the first rank's on all of them."""
+        """Returns if no rank has an error. Otherwise raises the error of the first such rank on all ranks."""
         flag = torch.tensor(int(error is None))
         try:
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.group)
@@ -124,7 +125,7 @@ class _Ranks:
         raise VTensorError(f"[in_agreement] on rank {rank}: {name}: {message}") from error
 
 
-@remember  # making one is a collective too, and torch keeps each until the end
+@remember  # because making a group is a collective too, and torch keeps each group until the end
 def _group(world: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     return group
@@ -137,7 +138,7 @@ def _is_initialized(cache: VTensorCache) -> bool:
 def _local_states(
     model: torch.nn.Module, inputs: torch.Tensor, cache: VTensorCache
 ) -> list[tuple[VTensorLayer, tuple[torch.Tensor, torch.Tensor]]]:
-    """Empty K and V of each layer of `cache`, as they will be for a batch of `inputs`."""
+    """Empty K and V of each layer of `cache`, of the shape that they will have for a batch of `inputs`."""
     probe = DynamicCache(config=model.config)
     name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
     with torch.no_grad():

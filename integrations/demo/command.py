@@ -19,7 +19,7 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; returns the exit status: 0, 1 where the caches disagree, 130 after Ctrl-C."""
+    """Runs the demo. Returns the exit status: 0, 1 if the caches disagree, or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m vtensor demo", description="A real text, read and continued with each cache."
     )

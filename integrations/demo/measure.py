@@ -1,4 +1,4 @@
-"""Reads the text and generates with one cache beside the other, through model.generate()."""
+"""Reads the text and generates with each of the caches, through model.generate()."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from .model import PreallocatedCache
 OURS = "VTensorCache"
 GROWING = "DynamicCache"
 LIMIT = "preallocated"
-PADDING = 0  # which token stands there is of no matter
+PADDING = 0  # any token will do
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of one run."""
+    """The sizes of the demo."""
 
-    prompt: int  # tokens read, the one of padding before them included
+    prompt: int  # tokens read, including one token of padding before them
     new: int  # tokens generated
     layers: int
     vocab_size: int
-    max_len: int  # what VTensorCache reserves
+    max_len: int  # tokens for which VTensorCache reserves addresses
     chunk: int  # tokens that one forward call reads
-    slice: int  # tokens that one cache generates before the next one has its turn
+    slice: int  # tokens that one cache generates before the next cache continues
     page_size: int  # bytes
 
     @property
     def final_length(self) -> int:
-        """Tokens in a cache at the end: the last token generated is never fed back."""
+        """Tokens in a cache at the end. It lacks the last token generated, which is not fed back."""
         return self.prompt + self.new - 1
 
 
@@ -50,7 +50,7 @@ QUICK = Settings(384, 24, 2, 1024, 4096, 128, 4, 4096)
 
 @dataclass
 class Row:
-    """What one cache cost. Sizes in bytes."""
+    """The figures of one cache. Sizes are bytes."""
 
     cache: str
     prefill_seconds: float
@@ -58,11 +58,11 @@ class Row:
     bytes_copied_for_growth: int
     kv_mapped: int
     kv_needed: int
-    kv_peak: int  # with the copy that growth makes beside it
+    kv_peak: int  # including the copy that growth makes
 
     @property
     def over_percent(self) -> float:
-        """KV memory mapped beyond what the tokens need."""
+        """KV memory mapped beyond what the tokens need, in per cent of that need."""
         return 100.0 * (self.kv_mapped / self.kv_needed - 1.0)
 
 
@@ -87,9 +87,9 @@ class Run:
             progress.update(self.meter.samples[-1].tokens - progress.n)
 
         hook = self.model.model.register_forward_hook(after_chunk)
-        # A token of padding, as every batch of texts of different lengths has. With a mask there is one for
-        # each cache, as there always is for StaticCache: without, transformers 5.23 has SDPA repeat the KV
-        # heads (enable_gqa), which on the CPU takes a multiple of the time, and kernels would be compared.
+        # One token of padding gives every cache a mask, as StaticCache always has, and as batches of texts of
+        # different lengths have. Without a mask, transformers 5.23 calls SDPA with enable_gqa, which takes a
+        # multiple of the time on the CPU. The demo would then compare kernels, not caches.
         self.ids = torch.cat([torch.full((1, 1), PADDING), prompt], dim=1)
         start = time.perf_counter()
         try:
@@ -100,7 +100,7 @@ class Run:
         self.prefill_seconds = time.perf_counter() - start
 
     def generate(self, tokens: int, **kwargs: Any) -> None:
-        """Generates more tokens, greedily, with the cache as it is."""
+        """Generates more tokens greedily."""
         result = self.model.generate(
             self.ids,
             attention_mask=(torch.arange(self.ids.shape[1]) > 0).long()[None],
@@ -129,15 +129,15 @@ class Run:
 
 @dataclass
 class Check:
-    """Whether the caches agree, and whether that says anything."""
+    """Whether the caches agree, and whether the margins are large enough for that to count."""
 
     same_tokens: bool
-    distinct_tokens: int  # of those generated
+    distinct_tokens: int  # among those generated
     smallest_margin: float  # between the best logit and the second best, over all steps
     largest_difference: dict[str, float]  # of any logit, against DynamicCache
 
     def failure(self) -> str | None:
-        """What is wrong, if anything."""
+        """A description of the failure, or None."""
         if not self.same_tokens:
             return "the caches gave different tokens"
         if self.largest_difference[OURS] != 0.0:
@@ -158,7 +158,7 @@ def storage_bytes(cache: Cache) -> int:
 
 
 def make_runs(model: LlamaForCausalLM, settings: Settings, pool: vtensor.Pool) -> list[Run]:
-    """A run for each cache. StaticCache and the limit are told the final length, VTensorCache is not."""
+    """A run for each cache. StaticCache and the limit get the final length, VTensorCache does not."""
     config, length = model.config, settings.final_length
     caches: list[tuple[str, Cache]] = [
         (GROWING, DynamicCache(config=config)),
@@ -172,8 +172,10 @@ def make_runs(model: LlamaForCausalLM, settings: Settings, pool: vtensor.Pool) -
 
 
 def measure(runs: list[Run], prompt: torch.Tensor, settings: Settings) -> list[Row]:
-    """Reads the prompt with each cache, then has them generate in turns, so that what else the machine does
-    hits all of them alike."""
+    """Reads the prompt with each cache, then generates with the caches in turns.
+
+    Taking turns spreads other load of the machine evenly over the caches.
+    """
     for run in runs:
         run.read(prompt, settings.chunk)
     with tqdm(
@@ -209,7 +211,7 @@ def check(runs: list[Run], settings: Settings) -> Check:
 
 
 def as_json(settings: Settings, rows: list[Row], checked: Check) -> dict[str, Any]:
-    """Everything measured, for a file or another program."""
+    """All figures, for JSON."""
     return {
         "settings": asdict(settings),
         "rows": [asdict(row) | {"over_percent": row.over_percent} for row in rows],

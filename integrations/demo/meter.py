@@ -1,4 +1,4 @@
-"""What one cache costs, token by token: time, bytes copied for growth, memory."""
+"""Measures one cache, token by token: time, bytes copied for growth, memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Sample:
     """The memory of K and V after a step, in bytes."""
 
     tokens: int  # in the cache
-    mapped: int  # what K and V occupy
-    peak: int  # the same, with the old K or V that lived beside the new one while it was copied
+    mapped: int  # memory of K and V
+    peak: int  # the same during a copy, with the old and the new K or V
 
 
 @dataclass
 class Meter(BaseStreamer):
-    """Watches one cache while generate() runs. As its streamer it sees every token, and stops the clock
-    while it looks."""
+    """Measures one cache while generate() runs. As the streamer it is called at every token. It stops the
+    clock while it measures."""
 
     cache: Cache
     mapped: Callable[[], int]
@@ -35,13 +35,13 @@ class Meter(BaseStreamer):
     _clock: float | None = None
 
     def look(self) -> None:
-        """A step has ended."""
+        """Records the memory at the end of a step."""
         largest = 0
         for index, layer in enumerate(self.cache.layers):
             for name in ("keys", "values"):
                 states: torch.Tensor = getattr(layer, name)
                 address, old = self._extents.get((index, name), (states.data_ptr(), 0))
-                if states.data_ptr() != address:  # what was stored before this step is elsewhere now
+                if states.data_ptr() != address:  # this step copied what was stored before
                     self.copied += old
                     largest = max(largest, old)
                 self._extents[index, name] = states.data_ptr(), states.nbytes
@@ -50,16 +50,16 @@ class Meter(BaseStreamer):
             self.samples.append(Sample(tokens, mapped, mapped + largest))
 
     def put(self, value: torch.Tensor) -> None:
-        """generate() passes the prompt, then each token."""
+        """Called by generate() with the prompt, then with each token."""
         now = time.perf_counter()
         if value.dim() > 1:
             return
-        if self._clock is not None:  # a call's first token also pays for generate()'s preparations
+        if self._clock is not None:  # the first token of a call includes generate()'s setup
             self.seconds.append(now - self._clock)
         self.look()
         self.on_token()
         self._clock = time.perf_counter()
 
     def end(self) -> None:
-        """generate() returns."""
+        """Called when generate() returns."""
         self._clock = None

@@ -1,4 +1,4 @@
-"""The model that the demo runs, and the fastest cache there can be, to measure the others against."""
+"""The demo's model, and the fastest possible cache, as the limit for the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ SEED = 20
 
 
 def make_config(layers: int, vocab_size: int) -> LlamaConfig:
-    """The attention of Llama 3.2 1B, 32 query heads and 8 KV heads of 64, and everything that does not touch
-    the cache kept small."""
+    """The attention of Llama 3.2 1B, with 32 query heads and 8 KV heads of 64. Everything else is small."""
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=512,
@@ -24,7 +23,8 @@ def make_config(layers: int, vocab_size: int) -> LlamaConfig:
         head_dim=64,
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        # Wide enough that attention is peaked and the next token depends on the text, not on the last token.
+        # Large enough that attention is peaked, so that the next token depends on the text and not only on
+        # the last token.
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=None,  # never stops by itself
@@ -33,13 +33,13 @@ def make_config(layers: int, vocab_size: int) -> LlamaConfig:
 
 
 def make_llama(layers: int, vocab_size: int) -> LlamaForCausalLM:
-    """A Llama of that config in float32, with seeded random weights."""
+    """A Llama of ``make_config`` in float32, with seeded random weights."""
     torch.manual_seed(SEED)
     return LlamaForCausalLM(make_config(layers, vocab_size)).eval()
 
 
 class PreallocatedLayer(DynamicLayer):
-    """K and V in plain tensors of exactly the final length; attention gets views of the tokens so far."""
+    """K and V in plain tensors of exactly the final length. Attention gets views of the tokens so far."""
 
     is_initialized: bool
 
@@ -66,7 +66,7 @@ class PreallocatedLayer(DynamicLayer):
 
 
 class PreallocatedCache(DynamicCache):
-    """The limit: nothing is ever copied, mapped or masked, because the final length is known."""
+    """The limit: it knows the final length, so it never copies, maps or masks."""
 
     layers: list[Any]
 

@@ -58,7 +58,7 @@ def table(rows: list[Row]) -> str:
 
 
 def notes(settings: Settings, rows: list[Row], checked: Check) -> str:
-    """What the figures say, and what they rest on."""
+    """The conclusions from the figures, and the checks behind them."""
     speed = {row.cache: row.decode_tokens_per_second for row in rows}
     over_dynamic = speed[OURS] / speed["DynamicCache"]
     to_limit = speed[OURS] / speed[LIMIT]
@@ -77,7 +77,7 @@ def notes(settings: Settings, rows: list[Row], checked: Check) -> str:
 
 
 def save_picture(path: Path, runs: list[Run], rows: list[Row], settings: Settings) -> None:
-    """Draws the page map and the memory over time; the file appears when it is whole."""
+    """Draws the page map and the memory over time. The file is written at the end, in one call."""
     from matplotlib.figure import Figure
 
     (ours,) = (run for run in runs if run.name == OURS)
@@ -155,7 +155,7 @@ def _draw_memory(axes: Axes, runs: list[Run]) -> None:
     for run in runs:
         if run.name in COLOURS:
             samples = run.meter.samples
-            start = samples[0].mapped if run.name == "StaticCache" else 0  # all of it at once
+            start = samples[0].mapped if run.name == "StaticCache" else 0  # takes all memory at once
             axes.plot(
                 [0, *(sample.tokens for sample in samples)],
                 [start / MIB, *(sample.peak / MIB for sample in samples)],

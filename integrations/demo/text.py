@@ -13,8 +13,9 @@ TEXT = Path(__file__).with_name("jargon.txt")
 def read_tokens(count: int, vocab_size: int) -> torch.Tensor:
     """The first ``count`` tokens of the text, int64 [1, count].
 
-    The tokenizer is a byte-level BPE trained on the very text, which takes a fraction of a second and needs
-    no download."""
+    The tokenizer is a byte-level BPE trained on the text itself. That takes a fraction of a second and needs
+    no download.
+    """
     text = TEXT.read_text(encoding="utf-8")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

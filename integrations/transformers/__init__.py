@@ -1,14 +1,14 @@
 """Hugging Face transformers with K and V that grow in place.
 
-``VTensorCache`` is a ``DynamicCache``: pass it to an unmodified ``model.generate()`` as
-``past_key_values``. What a layer hands to attention is a view of exactly the tokens stored, as
-``DynamicCache`` does, so attention masks, kernels and tokens are the same; only the copy of the whole
-past at every token is gone. Importing this changes nothing in transformers; torch.export learns of the cache.
+``VTensorCache`` is a ``DynamicCache``: pass it to an unmodified ``model.generate()`` as ``past_key_values``.
+Like ``DynamicCache``, a layer passes attention exactly the tokens stored, so attention masks, kernels and
+tokens are the same. Only the copy of the whole past at every token is gone. The import changes nothing in
+transformers. It registers the cache with torch.export.
 """
 
 from __future__ import annotations
 
-from . import release as _release  # noqa: F401  # before what an older one has not
+from . import release as _release  # noqa: F401  # before code that needs a newer transformers
 
 # isort: split
 from .attention import register_attention, unregister_attention

@@ -1,8 +1,8 @@
-"""FlashAttention for left-padded batches that reads the cache where it lies.
+"""FlashAttention for left-padded batches that reads the cache in place.
 
 transformers' own FlashAttention path unpads: at every step it gathers the valid tokens of the whole cache
-into a new tensor. ``flash_attn_with_kvcache`` takes the number of padding tokens of each sequence instead
-(``cache_leftpad``), and skips them while it reads.
+into a new tensor. ``flash_attn_with_kvcache`` instead takes the number of padding tokens of each sequence
+(``cache_leftpad``) and skips them while it reads.
 
 Follows ``integrations/flash_attention.py`` and ``flash_attention_mask`` of transformers 5.23.
 """
@@ -19,28 +19,27 @@ from vtensor import InvalidArgument
 
 __all__ = ["register_attention", "unregister_attention"]
 
-# Not "flash...": for a name with that in it transformers looks for a package to load.
+# Not "flash...": transformers searches for a package to load if the name contains that.
 _NAME = "vtensor"
 
 
 def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str:
-    """Makes ``attn_implementation="vtensor"`` known to transformers, and returns that name.
+    """Registers ``attn_implementation="vtensor"`` with transformers. Returns that name.
 
-    For decoder-only models with full or sliding-window attention, prompts padded on the left, and a cache of
-    exactly the tokens seen (``VTensorCache``, ``DynamicCache``)::
+    It is for decoder-only models with full or sliding-window attention, prompts padded on the left, and a
+    cache of exactly the tokens so far (``VTensorCache``, ``DynamicCache``)::
 
         model.set_attn_implementation(register_attention())
 
     Args:
-        kernel: a ``flash_attn_with_kvcache``; that of ``vtensor.integrations.flash_attention`` unless given,
-            which is the installed FlashAttention's, or says what to install.
+        kernel: a ``flash_attn_with_kvcache``. Defaults to that of ``vtensor.integrations.flash_attention``.
 
-    A forward without padding compiles with ``fullgraph=True`` where the kernel does. Padding is looked at by
-    the host, once a forward, which breaks the graph.
+    A forward without padding compiles with ``fullgraph=True`` if the kernel does. With padding, the host
+    reads the mask once a forward, which breaks the graph.
 
-    A forward raises InvalidArgument, before anything is launched, for padding that is not on the left, a mask
-    that does not fit the cache or is more than causal, chunked attention past its first chunk, dropout,
-    attention sinks, and position biases.
+    A forward raises InvalidArgument before the launch for padding that is not on the left, a mask that does
+    not fit the cache or is more than causal, chunked attention past its first chunk, dropout, attention
+    sinks, and position biases.
     """
     if kernel is None:
         from ..flash_attention import flash_attn_with_kvcache
@@ -60,7 +59,8 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        # [batch, heads, tokens, head_dim] each; the mask [batch, tokens of K], False where there is padding.
+        # Query, key and value are [batch, heads, tokens, head_dim]. The mask is [batch, tokens of K]; False
+        # means padding.
         for name in ("dropout", "s_aux", "position_bias", "cache"):
             given = kwargs.get(name)
             if given is not None and not (name == "dropout" and given == 0):
@@ -98,7 +98,7 @@ def register_attention(kernel: Callable[..., torch.Tensor] | None = None) -> str
 
 
 def unregister_attention() -> None:
-    """Undoes ``register_attention``; models set to use it cannot be called any more."""
+    """Undoes ``register_attention``. Models that are set to use it fail afterwards."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(_NAME, None)
 
@@ -118,9 +118,11 @@ def _left_padding(
     config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask that ``forward`` gets, for K of ``kv_length`` tokens: [batch, kv_length], or None where there
-    is no padding. It is called once a forward for each kind of layer, and here alone the host waits for the
-    device."""
+    """The mask that ``forward`` gets for K of ``kv_length`` tokens: [batch, kv_length], or None without
+    padding.
+
+    transformers calls it once a forward for each type of layer. Only here does the host wait for the device.
+    """
     whole = not (allow_is_causal_skip or allow_is_bidirectional_skip)
     if use_vmap or (q_length > 1 and whole):
         raise InvalidArgument(
@@ -135,7 +137,7 @@ def _left_padding(
         )
     if attention_mask is None:
         return None
-    # generate() may have cut it to the window already.
+    # generate() may have cut the mask to the window already.
     if attention_mask.shape[1] not in (kv_length, kv_offset + kv_length):
         raise InvalidArgument(
             f"[attention] a mask of {attention_mask.shape[1]} tokens, the cache and the new ones are "

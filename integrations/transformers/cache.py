@@ -35,30 +35,31 @@ __all__ = ["VTensorCache", "check_pool", "holds_nothing"]
 class VTensorCache(DynamicCache):
     """A ``DynamicCache`` for ``model.generate(..., past_key_values=cache)`` that grows in place.
 
-    It is built from the model's own layer types. Full attention becomes ``VTensorLayer``, sliding window and
-    chunked attention ``VTensorSlidingWindowLayer``, each also beside linear attention in one layer; what
-    keeps other states alone (linear attention), or an indexer's, is what ``DynamicCache(config=config)``
-    makes of it.
+    The config gives the type of each layer. Full attention becomes ``VTensorLayer``, sliding-window and
+    chunked attention ``VTensorSlidingWindowLayer``, also if a layer has linear attention too. Layers that
+    keep only other states (linear attention), or an indexer's, are those of ``DynamicCache(config=config)``.
 
     Args:
-        config: the model's config. An encoder-decoder model wants two: see ``encoder_decoder_cache``.
-        max_len: the most tokens that a sequence may have, prompt included. Reserves addresses, no memory.
-            None: no limit; the addresses then move where a first reservation runs out. Tokens that assisted
-            decoding and prompt lookup only try may pass it for a step.
-        pool: where pages come from; the default pool of the device on which the model runs if None.
-        compiled: for a forward under ``torch.compile``: whatever asks for the masks of a step, as
-            ``generate()`` does, has that step's memory mapped, see ``prepare``.
+        config: the model's config. An encoder-decoder model needs two caches: see ``encoder_decoder_cache``.
+        max_len: the most tokens of a sequence, including the prompt. Reserves addresses, which cost no
+            memory. None means no limit: the addresses then move when the first reservation is full. Tokens
+            that assisted decoding and prompt lookup try may exceed it for a step.
+        pool: the pool that lends the pages. Defaults to the default pool of the device on which the model
+            runs.
+        compiled: for a forward under ``torch.compile``. A request for the masks of a step, as ``generate()``
+            makes it, then maps the memory of that step. See ``prepare``.
         offloading, offload_only_non_sliding: as for ``DynamicCache``.
 
-    What ``DynamicCache`` takes first, ``(keys, values)`` of each layer, may stand in the place of ``config``,
-    which is then given by name.
+    The first argument may also be ``(keys, values)`` of each layer, as for ``DynamicCache``. Pass ``config``
+    by name then.
 
-    ``copy.deepcopy`` shares pages until either side writes. A pickled cache is dense and comes back in the
-    default pool. ``reset()`` gives all memory back. To ``torch.export`` a cache is the plain K and V that it
-    holds. What two threads do to one cache at a time is not kept apart.
+    ``copy.deepcopy`` shares pages until either side writes. A pickled cache is dense and loads into the
+    default pool. ``reset()`` gives all memory back. ``torch.export`` takes a cache as the plain K and V that
+    it holds. A cache is not thread-safe.
 
     Raises:
-        InvalidArgument: no config of transformers, a ``max_len`` below 1, or a ``pool`` that is none.
+        InvalidArgument: if ``config`` is no config of transformers, ``max_len`` is below 1, or ``pool`` is no
+            pool.
     """
 
     layers: list[Any]
@@ -89,7 +90,7 @@ class VTensorCache(DynamicCache):
                 "or None for no limit"
             )
         check_pool("VTensorCache", pool)
-        # generate() too takes the decoder's config of the decoder's config: of Florence-2 they are two.
+        # As in generate(): in Florence-2, the decoder's config of the decoder's config is another one.
         super().__init__(
             config=config.get_text_config(decoder=True),
             offloading=offloading,
@@ -104,14 +105,14 @@ class VTensorCache(DynamicCache):
 
     @classmethod
     def over(cls, cache: DynamicCache) -> VTensorCache:
-        """One of the layers of ``cache``, as they are."""
+        """Makes a cache of the layers of ``cache``, unchanged."""
         made = cls.__new__(cls)
         made.__dict__.update(cache.__dict__, max_len=None, compiled=False)
         return made
 
     @classmethod
     def in_place_of(cls, cache: DynamicCache, pool: Pool | None, *, compiled: bool) -> VTensorCache:
-        """One that grows in place, for the layers of an empty ``DynamicCache``."""
+        """Makes a cache that grows in place, with the layer types of ``cache``, an empty ``DynamicCache``."""
         made = cls.over(cache)
         made.compiled = compiled
         made.layers = [_growing(layer, None, pool) for layer in cache.layers]
@@ -120,8 +121,11 @@ class VTensorCache(DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether ``generate()`` makes the masks of a step before the forward, so that the step can be
-        prepared: where ``compiled``. Never for a window beside linear attention, for which transformers 5.23
-        makes the mask of full attention, nor for linear attention alone."""
+        prepared.
+
+        True if ``compiled``, except with layers of linear attention alone, and with layers of a window and
+        linear attention, for which transformers 5.23 makes the mask of full attention.
+        """
         return self.compiled and all(
             (isinstance(layer, VTensorLayer) and not isinstance(layer, VTensorHybridSlidingWindowLayer))
             or holds_nothing(layer)
@@ -133,16 +137,17 @@ class VTensorCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends to one layer, see ``VTensorLayer.update``; of one token on the host it returns a
-        ``SingleStepView`` of each.
+        """Appends to one layer. See ``VTensorLayer.update``.
 
-        Where a layer refuses, the layers before it, which took this step's tokens already, are put back
-        too: after an error the cache holds what it held before the forward call, and can go on from there.
-        Where one of them is Hugging Face's own and cannot go back, the cache is emptied.
+        For one token on the host, it returns K and V as ``SingleStepView``.
+
+        If a layer refuses, the layers before it drop this step's tokens again. So after an error the cache
+        holds what it held before the forward call. If one of them is Hugging Face's own layer, which cannot
+        drop a step, the cache is emptied.
 
         Raises:
-            InvalidArgument: a layer that the model of the config has not, or states that do not fit.
-            CapacityExceeded, OutOfPages: as ``VTensorLayer.update``.
+            InvalidArgument: if the model of the config has no such layer, or the states do not fit.
+            CapacityExceeded, OutOfPages: as for ``VTensorLayer.update``.
         """
         if torch.compiler.is_compiling():
             return self._append(key_states, value_states, layer_idx, *args, **kwargs)
@@ -170,18 +175,18 @@ class VTensorCache(DynamicCache):
         return states
 
     def prepare(self, tokens: int) -> None:
-        """Maps what a forward of ``tokens`` tokens a sequence needs, in every layer, whole or not at all.
+        """Maps the memory for a forward of ``tokens`` tokens a sequence in every layer, or in none.
 
-        The forward itself then maps nothing: it can be compiled, and it cannot run out of memory halfway.
-        ``get_seq_length()`` and the content stay as they are. Preparing another number of tokens, or using
-        the cache otherwise, takes the preparation back. Layers before their first ``update`` are left out.
+        The forward itself then maps nothing, so it can be compiled, and it cannot run out of memory halfway.
+        ``get_seq_length()`` and the contents do not change. Preparing another number of tokens, or any other
+        use of the cache, undoes the preparation. Layers without a first ``update`` are left out.
 
         Raises:
-            CapacityExceeded, OutOfPages, DriverError: nothing was changed (I8).
+            CapacityExceeded, OutOfPages, DriverError: as for ``VTensor.extend``. Nothing was changed (I8).
         """
         layers = [layer for layer in self.layers if isinstance(layer, VTensorLayer)]
         try:
-            for layer in layers:  # each by itself whole or not at all
+            for layer in layers:  # each prepares K and V, or neither
                 layer.prepare(tokens)
         except BaseException:
             for layer in layers:
@@ -189,15 +194,17 @@ class VTensorCache(DynamicCache):
             raise
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """``(tokens, offset)`` of the mask for a step of ``query_length`` tokens, which is the first that a
-        cache hears of a step: a ``compiled`` one prepares it."""
+        """``(tokens, offset)`` of the mask for a step of ``query_length`` tokens.
+
+        It is the first call of a step, so a ``compiled`` cache prepares the step here.
+        """
         if self.compiled and not torch.compiler.is_compiling():
             self.prepare(query_length)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
     def _put_back(self, failed: int, new: int) -> None:
-        """Takes a step of ``new`` tokens back in the layers before the one that failed."""
+        """Drops a step of ``new`` tokens in the layers before the one that failed."""
         changed = self.layers[:failed]
         if failed < len(self.layers):
             if not isinstance(self.layers[failed], VTensorLayer):
@@ -215,16 +222,16 @@ class VTensorCache(DynamicCache):
     # ------------------------------------------------------------------ batches
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders every layer for beam search, or none where one refuses; see
+        """Reorders every layer for beam search, or none if one refuses. See
         ``VTensorLayer.reorder_cache``."""
         self._change_batch(reordered(beam_idx), lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence ``repeats`` times, in every layer or in none."""
+        """Repeats every sequence ``repeats`` times in every layer, or in none if one refuses."""
         self._change_batch(repeated(repeats), lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
-        """Keeps the sequences that ``indices`` selects, in every layer or in none."""
+        """Keeps the sequences that ``indices`` selects in every layer, or in none if one refuses."""
         self._change_batch(selected(indices), lambda layer: layer.batch_select_indices(indices))
 
     def _change_batch(self, choice: Choice, of_others: Callable[[Any], None]) -> None:
@@ -239,7 +246,7 @@ class VTensorCache(DynamicCache):
         change.carry_out()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens in every layer, or in none where one refuses."""
+        """Removes the last ``-tokens_to_remove`` tokens in every layer, or in none if one refuses."""
         steps: list[Callable[[], object]] = []
         for layer in self.layers:
             if isinstance(layer, VTensorLayer):
@@ -255,8 +262,11 @@ class VTensorCache(DynamicCache):
         finish(super().reset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensorCache:
-        """A cache in the same pool whose layers share all whole pages with these until one of the two writes
-        (I6). What copy.deepcopy would do by itself, in two thirds of the time besides the layers'."""
+        """A cache in the same pool whose layers share all whole pages with this one's until either writes
+        (I6).
+
+        Apart from the layers, it does what copy.deepcopy does by default in two thirds of the time.
+        """
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
@@ -264,7 +274,7 @@ class VTensorCache(DynamicCache):
 
 
 def check_pool(asking: str, pool: object) -> None:
-    """Raises InvalidArgument for a ``pool=`` that is neither a pool nor None."""
+    """Raises InvalidArgument if ``pool`` is neither a pool nor None."""
     if pool is not None and not isinstance(pool, Pool):
         raise InvalidArgument(
             f"[{asking}] pool={pool!r} is a {type(pool).__name__}: pass a vtensor.Pool, such as "
@@ -273,7 +283,7 @@ def check_pool(asking: str, pool: object) -> None:
 
 
 def _growing(layer: Any, max_len: int | None, pool: Pool | None) -> Any:
-    # Only what is exactly one of these: their subclasses keep other states beside K and V.
+    # Exact types only: their subclasses keep other states besides K and V.
     if type(layer) is DynamicLayer:
         return VTensorLayer(max_len, pool)
     if type(layer) is DynamicSlidingWindowLayer:
@@ -288,12 +298,12 @@ def _growing(layer: Any, max_len: int | None, pool: Pool | None) -> Any:
 
 
 def holds_nothing(layer: Any) -> bool:
-    """Whether it is there for its number alone (a ``DummyLayer`` of transformers 5.23)."""
+    """Whether the layer holds no states, like a ``DummyLayer`` of transformers 5.23."""
     return not isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)
 
 
 def _cannot_go_back(layer: Any) -> bool:
-    """Whether a step that a layer has taken cannot be taken back."""
+    """Whether the layer cannot drop a step."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return True
     return not isinstance(layer, VTensorLayer) and not holds_nothing(layer)

@@ -1,4 +1,5 @@
-"""Changes of several layers that no refusal and no exception from outside leaves half made (I8, I17)."""
+"""Changes of several layers that are complete or undone after any error or exception from outside (I8,
+I17)."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from vtensor import InvalidArgument, VTensor, together
 __all__ = ["BatchChange", "Choice", "finish", "reordered", "repeated", "selected", "twin_of"]
 
 Choice = Callable[[int], list[int]]
-"""Of so many sequences, those that are kept, in their new order."""
+"""A function from the number of sequences to the indices of those to keep, in their new order."""
 
 
 def reordered(beam_idx: torch.Tensor) -> Choice:
-    """``beam_idx[i]`` as the i-th."""
+    """Makes sequence ``beam_idx[i]`` the i-th."""
     index: list[int] = beam_idx.tolist()
 
     def kept(batch: int) -> list[int]:
@@ -31,19 +32,18 @@ def reordered(beam_idx: torch.Tensor) -> Choice:
 
 
 def repeated(repeats: int) -> Choice:
-    """Each of them ``repeats`` times."""
+    """Repeats each sequence ``repeats`` times."""
     return lambda batch: torch.arange(batch).repeat_interleave(repeats).tolist()
 
 
 def selected(indices: torch.Tensor | Sequence[int] | slice) -> Choice:
-    """Those at some positions, those with True, or those of a slice."""
+    """Keeps the sequences at some positions, those with True in a mask, or those of a slice."""
     index = indices.cpu() if isinstance(indices, torch.Tensor) else indices
     return lambda batch: torch.arange(batch)[index].tolist()
 
 
 class BatchChange:
-    """Other sequences for some layers: planned layer by layer, which changes nothing, and then carried out in
-    one step."""
+    """A change of the sequences in several layers: planned layer by layer, then carried out in one step."""
 
     def __init__(self) -> None:
         self._tensors: list[VTensor] = []
@@ -52,28 +52,27 @@ class BatchChange:
         self._leaving: list[VTensor] = []
 
     def reindex(self, owners: Sequence[VTensor], kept: list[int]) -> None:
-        """Has each owner become what it is at ``kept``."""
+        """Plans to replace the sequences of each owner with those at the indices ``kept``."""
         self._tensors += owners
         self._indices += [kept] * len(owners)
 
     def assign(self, layer: Any, states: dict[str, Any]) -> None:
-        """Gives attributes of ``layer`` other values."""
+        """Plans to set attributes of ``layer``."""
         self._states.append((vars(layer), states))
 
     def close(self, owners: Sequence[VTensor]) -> None:
-        """Closes owners, after all else."""
+        """Plans to close owners, after everything else."""
         self._leaving += owners
 
     def carry_out(self) -> None:
-        """Raises what ``VTensor.reindex`` does, and nothing was changed then."""
+        """Makes all planned changes, or raises as ``VTensor.reindex`` does and changes nothing."""
         together.reindex(self._tensors, self._indices, self._states)
         for owner in self._leaving:
             owner.close()
 
 
 def finish(step: Callable[[], object]) -> None:
-    """Takes a step that ends the same however often it is begun: if an exception comes into it, it is taken
-    once more before that goes on."""
+    """Runs an idempotent step. If an exception interrupts it, runs it again before raising the exception."""
     try:
         step()
     except BaseException:
@@ -82,8 +81,8 @@ def finish(step: Callable[[], object]) -> None:
 
 
 def twin_of(layer: Any, kind: type | None = None) -> Any:
-    """A layer of the same states, of class ``kind`` or its own: for operations that put new tensors in the
-    place of a layer's."""
+    """A layer with the same states, of class ``kind`` or its own, for operations that replace a layer's
+    tensors."""
     twin: Any = object.__new__(type(layer) if kind is None else kind)
     twin.__dict__.update(
         (name, dict(value) if type(value) is dict else value) for name, value in vars(layer).items()

@@ -1,7 +1,7 @@
-"""Has every ``generate()`` that makes a cache of its own make a ``VTensorCache``.
+"""Makes ``VTensorCache`` the cache of every ``generate()`` that makes its own cache.
 
-Changes one method, ``GenerationMixin._prepare_cache_for_generation`` of transformers 5.23, and only when
-asked."""
+``install()`` replaces one method, ``GenerationMixin._prepare_cache_for_generation`` of transformers 5.23.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _original: Callable[..., None] | None = None
 
 
 def install(pool: Pool | None = None) -> None:
-    """From now on a ``generate()`` without ``past_key_values=`` uses a ``VTensorCache`` where it would use a
-    ``DynamicCache``; with ``cache_implementation=`` of another kind it uses what was asked for.
+    """Makes ``generate()`` without ``past_key_values=`` use a ``VTensorCache``, not a ``DynamicCache``.
 
-    The caches have no ``max_len``, and give their memory back with the last reference to them.
+    With another ``cache_implementation=``, ``generate()`` uses that. The caches have no ``max_len``, and give
+    their memory back with the last reference to them.
 
     Args:
-        pool: where their pages come from; the default pool of the device on which a model runs if None.
+        pool: the pool that lends the pages. Defaults to the default pool of the device on which a model runs.
 
     Raises:
-        InvalidArgument: it is installed already, or ``pool`` is no pool.
+        InvalidArgument: if it is installed already, or ``pool`` is no pool.
     """
     global _original
     if _original is not None:
@@ -61,10 +61,10 @@ def install(pool: Pool | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Undoes ``install()``: ``generate()`` uses a ``DynamicCache`` again. Caches that exist go on.
+    """Undoes ``install()``: ``generate()`` uses a ``DynamicCache`` again. Existing caches keep working.
 
     Raises:
-        InvalidArgument: it is not installed.
+        InvalidArgument: if it is not installed.
     """
     global _original
     if _original is None:
@@ -75,7 +75,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(pool: Pool | None = None) -> Iterator[None]:
-    """``install(pool)`` for the length of a ``with`` statement."""
+    """A context manager that calls ``install(pool)``, and ``uninstall()`` at the end."""
     install(pool)
     try:
         yield

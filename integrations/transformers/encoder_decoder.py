@@ -18,16 +18,18 @@ def encoder_decoder_cache(
     *,
     compiled: bool = False,
 ) -> EncoderDecoderCache:
-    """A cache for an encoder-decoder model: both halves, the decoder's own K and V and those of what the
-    encoder read, are a ``VTensorCache``.
+    """Makes a cache for an encoder-decoder model.
+
+    Both halves are a ``VTensorCache``: the decoder's own K and V, and the K and V of the encoder's output.
 
     Args:
         config: the model's config.
-        max_len: the most tokens of the decoder's sequence; None for no limit. What the encoder read has none.
+        max_len: the most tokens of the decoder's sequence. None means no limit. The encoder's half has no
+            limit.
         pool, compiled: as for ``VTensorCache``.
 
     Raises:
-        InvalidArgument: as ``VTensorCache``.
+        InvalidArgument: as for ``VTensorCache``.
     """
     own = VTensorCache(config, max_len, pool, compiled=compiled)
     return EncoderDecoderCache(own, VTensorCache(config, None, pool, compiled=compiled))

@@ -1,4 +1,4 @@
-"""What ``torch.export`` sees of a ``VTensorCache``: the plain K and V that it holds.
+"""Registers ``VTensorCache`` with ``torch.export`` as the plain K and V that it holds.
 
 Follows ``register_dynamic_cache_export_support`` of transformers 5.23 (``integrations/executorch.py``).
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree  # as transformers has it: the public name is newer
+from torch.utils import _pytree as pytree  # as transformers does: the public name is newer
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -21,17 +21,17 @@ from .window import VTensorSlidingWindowLayer
 
 __all__ = ["register_export"]
 
-# Of each layer its window, if it has one, and whether it holds anything.
+# For each layer: its window or None, and whether it holds K and V.
 Context = list[tuple[int | None, bool]]
 
 _EXPORTED = (VTensorLayer, VTensorSlidingWindowLayer, DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def register_export() -> None:
-    """Has ``torch.export`` take a cache for an input or an output.
+    """Makes a cache a possible input and output of ``torch.export``.
 
-    In a traced program memory cannot be mapped: there, and in what it returns, the layers of the cache are
-    those of ``DynamicCache``.
+    A traced program cannot map memory. In it, and in its outputs, the layers of the cache are those of
+    ``DynamicCache``.
     """
     pytree.register_pytree_node(
         VTensorCache,

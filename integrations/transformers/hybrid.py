@@ -1,6 +1,6 @@
 """The layers of ``VTensorCache`` for models that run attention and linear attention in one layer.
 
-K and V are VTensors; the states of the linear part, which do not grow, are Hugging Face's own. Follows
+K and V are VTensors. The states of the linear part do not grow, and are Hugging Face's own. Follows
 ``LinearAttentionAndFullAttentionLayer`` in ``transformers/cache_utils.py`` of transformers 5.23.
 """
 
@@ -38,12 +38,12 @@ _LINEAR = (
 
 
 class _TwoParts:
-    """Has what concerns a layer as a whole done by both of its parts."""
+    """Operations on a whole layer, which apply to both of its parts."""
 
     _attention: type[VTensorLayer]
 
     def lazy_initialization(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Of K and V where given states of both by position; otherwise of the linear part."""
+        """Initialises K and V if their states are given by position, otherwise the linear part."""
         (self._attention if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
     def offload(self: Any) -> None:
@@ -65,7 +65,7 @@ class _TwoParts:
         self._attention.reorder_cache(self, beam_idx)
 
     def plan_batch(self: Any, change: BatchChange, choice: Choice) -> None:
-        """As ``VTensorLayer``'s, of both parts."""
+        """As ``VTensorLayer.plan_batch``, for both parts."""
         self._attention.plan_batch(self, change, choice)
         linear = twin_of(self, LinearAttentionLayer)
         states = [*linear.conv_states.values(), *linear.recurrent_states.values()]
@@ -79,11 +79,11 @@ class _TwoParts:
             change.assign(self, _linear_states(linear))
 
     def crop(self: Any, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens, where the linear part recorded its past."""
+        """Removes the last ``-tokens_to_remove`` tokens, if the linear part recorded its past."""
         self._attention.crop(self, tokens_to_remove)
 
     def plan_crop(self: Any, tokens_to_remove: int) -> Callable[[], None]:
-        """As ``VTensorLayer``'s, of both parts."""
+        """As ``VTensorLayer.plan_crop``, for both parts."""
         linear = twin_of(self, LinearAttentionLayer)
         linear.crop(tokens_to_remove)
         cut = self._attention.plan_crop(self, tokens_to_remove)

@@ -19,20 +19,20 @@ from .changes import BatchChange, Choice, finish, reordered, repeated, selected
 
 __all__ = ["VTensorLayer"]
 
-# Tokens for which a layer without max_len= reserves addresses at first.
+# Tokens for which a layer without max_len= first reserves addresses.
 _FIRST_CAPACITY = 16384
 
 
 class VTensorLayer(DynamicLayer):
     """K and V of one full-attention layer, each a VTensor that grows along the tokens.
 
-    Both are made at the first ``update``, with that batch size, those heads, that dtype and device.
+    The first ``update`` makes both, with its batch size, heads, dtype and device.
 
     Args:
-        max_len: the most tokens of a sequence; addresses for them are reserved, which costs no memory. None:
-            no limit, the addresses move to a larger range where they run out, and no byte is copied. They
-            move too for tokens past ``max_len`` that may be taken back, see ``activate_past_recording``.
-        pool: where pages come from; the default pool of the states' device if None.
+        max_len: the most tokens of a sequence. Reserves addresses, which cost no memory. None means no limit:
+            when the addresses are full, the pages move to a larger range, and no byte is copied. They also
+            move for tokens past ``max_len`` that may be dropped again. See ``activate_past_recording``.
+        pool: the pool that lends the pages. Defaults to the default pool of the states' device.
     """
 
     def __init__(self, max_len: int | None = None, pool: Pool | None = None) -> None:
@@ -41,17 +41,17 @@ class VTensorLayer(DynamicLayer):
         self.owners: tuple[VTensor, VTensor] | None = None
         self.prepared = 0
         self.record_past = False
-        # What the coming update fills and returns. A compiled forward sees these plain views alone: not a
-        # subclass (pytorch issue 193932), and no mapping, which cannot be traced.
+        # The views that the next update fills and returns. A compiled forward uses these plain views only,
+        # because subclasses as inputs fail (pytorch issue 193932) and mapping cannot be traced.
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
         self._away: tuple[torch.Tensor, torch.Tensor] | None = None
-        CacheLayerMixin.__init__(self)  # of the layers between, some want arguments
+        CacheLayerMixin.__init__(self)  # some classes between require arguments
 
     # ------------------------------------------------------------------ storage
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """K as it is now: a plain view [batch, heads, tokens, head_dim], None before the first update."""
+        """The present K: a plain view [batch, heads, tokens, head_dim], or None before the first update."""
         return self._stored(0)
 
     @keys.setter
@@ -60,7 +60,7 @@ class VTensorLayer(DynamicLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """V as it is now: a plain view [batch, heads, tokens, head_dim], None before the first update."""
+        """The present V: a plain view [batch, heads, tokens, head_dim], or None before the first update."""
         return self._stored(1)
 
     @values.setter
@@ -68,7 +68,7 @@ class VTensorLayer(DynamicLayer):
         self._assign(1, value)
 
     def _assign(self, which: int, value: torch.Tensor | None) -> None:
-        """Replaces K (0) or V (1) by a copy of ``value``; None gives all memory back."""
+        """Replaces K (0) or V (1) with a copy of ``value``. None gives all memory back."""
         if value is None:
             self._release()
             return
@@ -88,7 +88,7 @@ class VTensorLayer(DynamicLayer):
         self._replace(owners)
 
     def _replace(self, owners: list[VTensor]) -> None:
-        """Takes these for K and V, and closes those of before that are not among them."""
+        """Makes ``owners`` the new K and V, and closes the old ones that are not among them."""
         assert self.owners is not None
         before, (keys, values) = self.owners, owners
         if keys is not before[0] or values is not before[1]:
@@ -98,7 +98,7 @@ class VTensorLayer(DynamicLayer):
                     old.close()
 
     def _copy_of(self, states: torch.Tensor) -> VTensor:
-        """An owner of the same states [batch, heads, tokens, head_dim]."""
+        """A new owner with a copy of the states [batch, heads, tokens, head_dim]."""
         owner = self._make_owner(states)
         try:
             return owner.append(_heads_first(owner, states))
@@ -120,9 +120,9 @@ class VTensorLayer(DynamicLayer):
     def _make_owner(self, states: torch.Tensor) -> VTensor:
         pool = vtensor.default_pool(states.device) if self.pool is None else self.pool
         batch, heads, _, head_dim = states.shape
-        # The host's SDPA is about twice as fast where a head's tokens are adjacent, so there every head is
-        # a row. On CUDA a row costs at least one page of 2 MiB, and FlashAttention reads
-        # [batch, tokens, heads, head_dim] as it is, so there only a sequence is a row.
+        # On the host, each head is a row, because SDPA is about twice as fast if a head's tokens are
+        # adjacent. On CUDA, each sequence is a row, because a row costs at least one page of 2 MiB, and
+        # FlashAttention reads [batch, tokens, heads, head_dim].
         if pool.device.type == "cpu":
             shape, grow_dim = (batch, heads, 0, head_dim), 2
         else:
@@ -137,7 +137,7 @@ class VTensorLayer(DynamicLayer):
         )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes K and V, empty, for states [batch, heads, any, head_dim] such as these."""
+        """Makes empty K and V for states of this shape, [batch, heads, any, head_dim], dtype and device."""
         self._make_owners(key_states, value_states)
 
     def _make_owners(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[VTensor, VTensor]:
@@ -154,11 +154,11 @@ class VTensorLayer(DynamicLayer):
         return owners
 
     def _reserve(self, new: int) -> None:
-        """Has addresses for `new` more tokens, where they may be more than max_len."""
+        """Reserves addresses for `new` more tokens, if there may be more than max_len."""
         if self.owners is not None and (self.max_len is None or self.record_past):
             keys, values = self.owners
             need = max(keys.length, values.length) + new
-            # One by one: whichever moved is as good as before, should the other fail.
+            # One by one: if the second fails, the first has moved, which changes no content.
             if need > keys.capacity:
                 together.reserve(keys, 2 * need)
             if need > values.capacity:
@@ -171,17 +171,20 @@ class VTensorLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends states [batch, heads, new tokens, head_dim] and returns plain views of all of K and V.
 
-        States of another dtype than those before give the dtype that ``torch.cat`` would: what is stored is
-        converted once where it has to be, which copies it.
+        If states have another dtype than those before, the result has the dtype that ``torch.cat`` would
+        give. If that differs from the stored dtype, the stored states are converted once, which copies them.
 
-        Raises CapacityExceeded past ``max_len`` tokens (see ``activate_past_recording``), OutOfPages where
-        the pool has none left, and InvalidArgument for states that do not fit those before. The layer is
-        then as it was (I8).
+        Raises:
+            CapacityExceeded: if there would be more than ``max_len`` tokens. See ``activate_past_recording``.
+            OutOfPages: if the pool has too few free pages.
+            InvalidArgument: if the states do not fit those before.
+
+        After an error the layer is as before (I8).
         """
         new = key_states.shape[-2]
         compiling = torch.compiler.is_compiling()
         if new and self.prepared == new and self._views is not None:
-            # It may have been prepared for the batch or the dtype that it held before.
+            # The preparation may be for another batch or dtype.
             if compiling or self._takes(key_states, value_states):
                 return self._fill(key_states, value_states)
         if compiling:
@@ -197,7 +200,7 @@ class VTensorLayer(DynamicLayer):
             )
         fresh = self.owners is None
         if self.get_seq_length() == 0 and not fresh and not self._takes(key_states, value_states):
-            self._release()  # made for other shapes, and nothing is in it
+            self._release()  # empty, and made for other shapes
             fresh = True
         if fresh:
             self._make_owners(key_states, value_states)
@@ -228,8 +231,10 @@ class VTensorLayer(DynamicLayer):
         return self._after_growth(new)
 
     def prepare(self, tokens: int) -> None:
-        """Maps what the coming ``update`` of ``tokens`` needs, so that it only writes; see
-        ``VTensorCache.prepare``."""
+        """Maps the memory for the next ``update`` of ``tokens``, so that it only writes.
+
+        See ``VTensorCache.prepare``.
+        """
         if self.prepared == tokens and self._views is not None:
             return
         self.settle()
@@ -257,16 +262,16 @@ class VTensorLayer(DynamicLayer):
             finish(partial(self._take_back, min(owner.length for owner in self.owners) - self.prepared))
 
     def _take_back(self, length: int) -> None:
-        """Ends a preparation, before which there were ``length`` tokens."""
+        """Undoes a preparation. ``length`` is the number of tokens before it."""
         for owner in self.owners or ():
             if owner.length > length:
                 owner.truncate(length)
         self.prepared = 0
 
     def settle(self) -> None:
-        """Takes back what was prepared and not used; ends an offload."""
+        """Undoes an unused preparation, and ends an offload."""
         self._end_preparation()
-        # Of two lengths, where a truncate was refused between K and V, the shorter one counts.
+        # An exception between the truncates of K and V leaves two lengths. The shorter one is right.
         if self.owners is not None and self.owners[0].length != self.owners[1].length:
             shorter = min(owner.length for owner in self.owners)
             for owner in self.owners:
@@ -275,7 +280,7 @@ class VTensorLayer(DynamicLayer):
     def _fill(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes into the prepared positions. It is traced by torch.compile."""
+        """Writes into the prepared positions. torch.compile traces this function."""
         assert self._views is not None
         keys, values = self._views
         new_keys, new_values = keys[..., -self.prepared :, :], values[..., -self.prepared :, :]
@@ -293,8 +298,10 @@ class VTensorLayer(DynamicLayer):
         return keys, values
 
     def activate_past_recording(self) -> None:
-        """From now on tokens may be taken back by ``crop``, as assisted decoding and prompt lookup do with
-        those that they tried: of a step only the first counts against ``max_len``."""
+        """Allows ``crop`` to drop rejected tokens of assisted decoding and prompt lookup.
+
+        From now on, only the first token of a step counts against ``max_len``.
+        """
         self.record_past = True
 
     def _check_room(self, new: int) -> None:
@@ -324,13 +331,13 @@ class VTensorLayer(DynamicLayer):
         return self._visible(self.owners[0], new), self._visible(self.owners[1], new)
 
     def _visible(self, owner: VTensor, new: int) -> torch.Tensor:
-        """What attention reads in a step of `new` tokens, which `owner` has already."""
+        """The part of `owner` that attention reads in a step of `new` tokens, after it has grown by them."""
         return self._view(owner)
 
     def get_seq_length(self) -> int:
         """Tokens stored."""
         if torch.compiler.is_compiling():
-            # A shape, because dynamo makes a graph of its own for each value of a plain number.
+            # From a shape, because dynamo compiles a graph for each value of a plain number.
             length: int = _length_outside_the_graph(self) if self._views is None else self._traced_length()
             return length
         if self._away is not None:
@@ -345,10 +352,10 @@ class VTensorLayer(DynamicLayer):
         """Tokens that fit: ``max_len``, or -1 for no limit."""
         return -1 if self.max_len is None else self.max_len
 
-    # ------------------------------------------------------------------ what generate() and its callers do
+    # ------------------------------------------------------------------ for generate() and its callers
 
     def truncate(self, length: int) -> None:
-        """Keeps the first ``length`` tokens. Whole pages behind them go back to the pool."""
+        """Keeps the first ``length`` tokens. Whole pages past them go back to the pool."""
         self.settle()
         if self.owners is not None:
             for owner in self.owners:
@@ -360,7 +367,7 @@ class VTensorLayer(DynamicLayer):
         finish(self.plan_crop(tokens_to_remove))
 
     def plan_crop(self, tokens_to_remove: int) -> Callable[[], None]:
-        """What ``crop`` does, which may be done again where it was begun; raises what ``crop`` does."""
+        """Checks a ``crop``, and returns an idempotent function that does it. Raises as ``crop`` does."""
         if tokens_to_remove > 0:
             raise InvalidArgument(
                 f"[VTensorCache.crop] tokens_to_remove={tokens_to_remove}, but it counts from the end: "
@@ -384,17 +391,21 @@ class VTensorLayer(DynamicLayer):
         return {"owners": None, "_views": None, "_away": None, "prepared": 0, "is_initialized": False}
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes sequence ``beam_idx[i]`` the i-th: pages are remapped; only partial last ones are copied, by
-        whoever appends first."""
+        """Makes sequence ``beam_idx[i]`` the i-th by remapping pages.
+
+        Only a partial last page is copied, at the first append to it.
+        """
         self._change_batch(reordered(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence ``repeats`` times; the copies share pages until they are written."""
+        """Repeats every sequence ``repeats`` times. The copies share pages until the first write."""
         self._change_batch(repeated(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
-        """Keeps the sequences that ``indices`` selects: positions, one bool for each sequence, or a slice. A
-        layer that keeps none is emptied."""
+        """Keeps the sequences that ``indices`` selects: positions, one bool for each sequence, or a slice.
+
+        If it selects none, gives all memory back.
+        """
         self._change_batch(selected(indices))
 
     def _change_batch(self, choice: Choice) -> None:
@@ -403,7 +414,7 @@ class VTensorLayer(DynamicLayer):
         change.carry_out()
 
     def plan_batch(self, change: BatchChange, choice: Choice) -> None:
-        """Adds to ``change`` what gives this layer the sequences of ``choice``."""
+        """Adds to ``change`` the steps that give this layer the sequences of ``choice``."""
         self.settle()
         if self.owners is None:
             return
@@ -415,9 +426,9 @@ class VTensorLayer(DynamicLayer):
             change.close(self.owners)
 
     def offload(self) -> None:
-        """Moves K and V to host memory, and gives their pages back; on the host nothing is to be done.
+        """Moves K and V to host memory and gives their pages back. Does nothing on the host.
 
-        The address stays theirs. ``prefetch``, or the next ``update``, brings them back.
+        K and V keep their addresses. ``prefetch`` or the next ``update`` brings them back.
         """
         if self.owners is None or self._away is not None or self.owners[0].pool.device.type == "cpu":
             return
@@ -430,13 +441,16 @@ class VTensorLayer(DynamicLayer):
             owner.truncate(0)
 
     def prefetch(self) -> None:
-        """Brings K and V back from host memory; raises OutOfPages, and leaves them there, where the pool has
-        no room for them."""
+        """Brings K and V back from host memory.
+
+        Raises:
+            OutOfPages: if the pool has too few free pages. K and V then stay in host memory.
+        """
         if self._away is None or self.owners is None:
             return
         try:
             for owner, states in zip(self.owners, self._away, strict=True):
-                owner.truncate(0)  # an offload, or a prefetch, may have been broken off
+                owner.truncate(0)  # an offload or a prefetch may have been interrupted
                 owner.append(_heads_first(owner, states.to(owner.device, non_blocking=True)))
             self._away = None
         except BaseException:
@@ -451,7 +465,7 @@ class VTensorLayer(DynamicLayer):
         return type(self)(self.max_len, self.pool)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensorLayer:
-        """A layer in the same pool that shares all whole pages until one of the two writes (I6)."""
+        """A layer in the same pool that shares all whole pages until either writes (I6)."""
         self.settle()
         copied = self._empty_copy()
         copied.record_past = self.record_past
@@ -486,7 +500,7 @@ class VTensorLayer(DynamicLayer):
 
 
 def _heads_first(owner: VTensor, states: torch.Tensor) -> torch.Tensor:
-    """Turns [batch, heads, tokens, head_dim] into the layout of ``owner``, or that layout back into it."""
+    """Converts between [batch, heads, tokens, head_dim] and the layout of ``owner``, in either direction."""
     return states if owner.grow_dim == 2 else states.transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""The oldest transformers that the cache works with; docs/versions.md has what was run."""
+"""Refuses a transformers that is too old for the cache. docs/versions.md lists the tested releases."""
 
 from __future__ import annotations
 

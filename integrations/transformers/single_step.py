@@ -1,4 +1,4 @@
-"""The view of K or V that a step of one token gets on the host."""
+"""The view of K or V that attention gets in a step of one token on the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SDPA = functional.scaled_dot_product_attention
 
 
 class SingleStepView(torch.Tensor):
-    """K or V of which SDPA reads every head once.
+    """K or V of which SDPA reads each head once.
 
-    transformers asks SDPA for ``enable_gqa`` where a step has no mask, and on the host that reads K and V
-    once for each query head: at 8k tokens it takes twice the time. This view has the query heads of a group
-    stacked instead, see ``integrations.sdpa``. In every other operation it is a plain tensor, and so is each
-    result.
+    If a step has no mask, transformers calls SDPA with ``enable_gqa``. On the host, that reads K and V once
+    for each query head, which takes twice the time at 8k tokens. With this view, SDPA stacks the query heads
+    of a group instead. See ``integrations.sdpa``. In every other operation it is a plain tensor. All results
+    are plain tensors.
     """
 
     @classmethod
@@ -48,7 +48,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    # A mask or is_causal= means to torch what it does not mean to sdpa's function.
+    # The function of integrations.sdpa gives a mask and is_causal= another meaning than torch does.
     if enable_gqa and attn_mask is None and not is_causal:
         return sdpa.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=True

@@ -1,4 +1,4 @@
-"""The layer of ``VTensorCache`` for attention that sees the last tokens alone.
+"""The layer of ``VTensorCache`` for attention over the last tokens only.
 
 Follows ``DynamicSlidingWindowLayer`` in ``transformers/cache_utils.py`` of transformers 5.23.
 """
@@ -19,11 +19,12 @@ __all__ = ["VTensorSlidingWindowLayer"]
 
 
 class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
-    """K and V of a layer whose queries see the last ``sliding_window`` tokens (sliding, or chunked) alone.
+    """K and V of a layer whose queries attend to the last ``sliding_window`` tokens only (sliding or
+    chunked).
 
-    As the window moves the front of K and V is shrunk: pages behind it go back to the pool, nothing is
-    copied. Between two forward calls the layer holds the window and the last call's tokens, which an error
-    in a later layer may have to take back.
+    As the window moves, K and V shrink at the front: pages before the window go back to the pool, and nothing
+    is copied. Between two forward calls the layer holds the window and the last call's tokens, because an
+    error in a later layer may have to drop these again.
     """
 
     def __init__(self, sliding_window: int, max_len: int | None = None, pool: Pool | None = None) -> None:
@@ -37,11 +38,11 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
 
     @property
     def cumulative_length(self) -> int:
-        """Tokens seen; K and V hold the last of them."""
+        """Tokens so far. K and V hold the last of them."""
         return self.get_seq_length()
 
     def get_seq_length(self) -> int:
-        """Tokens seen; K and V hold the last of them."""
+        """Tokens so far. K and V hold the last of them."""
         return super().get_seq_length() if torch.compiler.is_compiling() else self.dropped + self._held()
 
     def _assign(self, which: int, value: torch.Tensor | None) -> None:
@@ -60,7 +61,7 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         return self._before_views + self._views[0].shape[-2] - self.prepared
 
     def get_max_length(self) -> int:
-        """The window, as transformers has it."""
+        """The window, as in transformers."""
         return self.sliding_window
 
     def _stored(self, which: int) -> torch.Tensor | None:
@@ -82,13 +83,14 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
 
     def _after_growth(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         views = super()._after_growth(new)
-        # Of a whole prompt most is never read again, and taking it back means to drop all: no need to wait.
+        # Most of a first prompt is never read again. To drop that step later means to drop everything, which
+        # needs no tokens, so trim now.
         if not self.record_past and self._held() == new and self.dropped == 0:
             self._trim()
         return views
 
     def _trim(self) -> None:
-        """Lets go of what no coming query sees."""
+        """Drops tokens that no later query attends to."""
         kept = self.sliding_window - 1
         surplus = self._held() - kept
         if surplus > 0 and self.owners is not None:
@@ -97,7 +99,7 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
                 for owner in self.owners:
                     owner.shrink(surplus, front=True)
                 self.dropped = dropped
-            except BaseException:  # of three that belong together
+            except BaseException:  # K, V and `dropped` must agree
                 for owner in self.owners:
                     if owner.length > kept:
                         owner.shrink(owner.length - kept, front=True)
@@ -105,9 +107,10 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
                 raise
 
     def truncate(self, length: int) -> None:
-        """Keeps the first ``length`` of the tokens seen.
+        """Keeps the first ``length`` tokens of the sequence.
 
-        Raises InvalidArgument where those that the next query would see are gone already.
+        Raises:
+            InvalidArgument: if tokens that the next query would attend to have been dropped.
         """
         self.settle()
         if length < self.get_seq_length():
@@ -116,9 +119,10 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
                 self.dropped = 0
 
     def _left_of(self, length: int) -> int:
-        """How many of the tokens held are among the first ``length``, where the next query needs no others.
+        """The number of held tokens among the first ``length`` of the sequence.
 
-        Raises InvalidArgument where it does.
+        Raises:
+            InvalidArgument: if the next query would attend to tokens that have been dropped.
         """
         drop = self.get_seq_length() - length
         left = self._held() - drop
@@ -133,10 +137,12 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         )
 
     def plan_crop(self, tokens_to_remove: int) -> Callable[[], None]:
-        """As ``VTensorLayer``'s; of a ``crop`` that then lets go of what no coming query sees.
+        """As ``VTensorLayer.plan_crop``, for a ``crop`` that then drops tokens that no later query attends
+        to.
 
-        Raises InvalidArgument where the window is full and ``activate_past_recording()`` was not called, or
-        was called later.
+        Raises:
+            InvalidArgument: if the window is full, and ``activate_past_recording()`` was not called or called
+                too late.
         """
         if self.get_seq_length() >= self.sliding_window and not self.record_past:
             raise InvalidArgument(
@@ -161,7 +167,7 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """The window's content, dense. The pool is not saved."""
+        """Dense copies of the window's K and V. The pool is not saved."""
         state = super().__getstate__()
         held = 0 if state["dense"] is None else state["dense"][0].shape[-2]
         return state | {"sliding_window": self.sliding_window, "dropped": self.get_seq_length() - held}
