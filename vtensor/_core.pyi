@@ -157,7 +157,7 @@ def host_pool(page_size: int, strict_holes: bool, options: PoolOptions) -> PageP
 def cuda_pool(device: int, page_size: int, library: str, memory_is_host_memory: bool, options: PoolOptions) -> PagePool: ...
 
 class PageRecord:
-    """What stands behind one slot of one row of a VTensor."""
+    """The page behind one slot of one row of a VTensor."""
 
     @property
     def row(self) -> int: ...
@@ -246,12 +246,12 @@ def reindex(cores: Sequence[TensorCore], tensors: Sequence[object], indices: Seq
 
 def use_tensor_classes(*, open: object, copy_on_write: object, closed: object) -> None:
     """
-    The classes that a VTensor has as it is made, with shared pages where writes fault, and closed.
+    Sets the classes of a VTensor: open, with shared pages at which a write faults, and closed.
     """
 
 def use_exchange_api(use: bool) -> None:
     """
-    For tests: read tensors by DLPack's C exchange API, or by Python attributes as with older torch.
+    For tests: whether to read tensors by DLPack's C exchange API. Without it, as with an older torch, they are read by Python attributes.
     """
 
 class Lease:
@@ -349,76 +349,80 @@ class CacheCore:
 
 class AttentionSpec:
     """
-    What an attention kernel requires of its arguments: one device, dtype and head size, as many
-    positions of K and V, lengths that are there, and what these options say. All of it is refused here and nowhere
-    else.
+    What an attention kernel requires of its arguments.
 
-    In compiled code heads and head sizes are constants of the graph; other sizes and strides that the compiler leaves
-    open are not looked at, nor is what is in tensors.
+    All kernels require one device, dtype and head size, equally many positions of K and V, and lengths within them. The
+    options add the rest. The methods check everything and raise InvalidArgument.
+
+    In compiled code, heads and head sizes are constants of the graph. Other sizes and strides that the compiler leaves
+    open are not checked, nor are the contents of tensors.
 
     Args:
-        operation: whom messages name.
-        query, key, value: what messages call the three.
+        operation: the name of the function in messages.
+        query, key, value: the names of the three tensors in messages.
         heads_first: they are ``[batch, heads, positions, head size]``, not ``[batch, positions, heads, head size]``.
         packed: they are ``[tokens, heads, head size]`` instead.
-        rows: of a kernel of packed sequences, K may be rows of them.
-        same_rows: the query has one sequence for each row of K; else there may be more rows.
-        grouped: the query may have a multiple of K's heads, not only as many.
-        lengths: what messages call the lengths.
-        package: what messages call the kernel's maker.
-        dtypes: that it takes, of head sizes up to 256, at an address and of strides in steps of 16 bytes: what
-            FlashAttention takes without a copy. Empty: any, of any strides.
-        tile: rows that the kernel reads at once, past the lengths that it is told; 0 where it reads none past.
-        tiles_to_the_end: and past the end of what it is given.
+        rows: for a kernel of packed sequences: K may also be rows of sequences.
+        same_rows: the query must have one sequence for each row of K. Otherwise K may have more rows.
+        grouped: the query may have a multiple of K's heads. Otherwise it must have as many.
+        lengths: the name of the lengths in messages.
+        package: the name of the kernel's package in messages.
+        dtypes: the dtypes that the kernel takes. If there are any, head sizes above 256, and addresses and strides that
+            are no multiples of 16 bytes, are refused too: FlashAttention refuses these, or copies K and V. Empty means
+            any dtype and any strides.
+        tile: rows that the kernel reads at once, past the given lengths; 0 if it reads nothing past them.
+        tiles_to_the_end: the kernel also reads past the end of the tensors.
     """
 
     def __init__(self, operation: str, query: str, key: str, value: str, *, heads_first: bool = False, packed: bool = False, rows: bool = False, same_rows: bool = True, grouped: bool = True, lengths: str = 'cache_seqlens', package: str = '', dtypes: tuple = (), tile: int = 0, tiles_to_the_end: bool = False) -> None: ...
 
     def take(self, query: object | None, key: object | None, value: object | None, lengths: object | None = None, index: object | None = None, leftpad: object | None = None, new_key: object | None = None, new_value: object | None = None) -> tuple:
         """
-        K and V as the kernel takes them.
+        Checks the arguments, and returns K and V for the kernel.
 
         Args:
-            query, key, value: VTensors that grow along the positions, which are transposed where the kernel has those
-                elsewhere; plain tensors; layers of a KVCache, of which the kernel touches only what its slots have.
-            lengths: positions that are read, and behind which is written: None for all there are; an int for all rows;
-                int32 ``[sequences]``, which only a host tensor tells.
-            index: of each sequence the row of K; the first rows if None.
-            leftpad: int32 ``[sequences]``: how many of the positions come before a sequence's own.
-            new_key, new_value: ``[batch, positions, heads, head size]``, which the kernel writes.
+            query, key, value: plain tensors, VTensors that grow along the positions, or layers of a KVCache. VTensors with
+                their positions in another dimension than the kernel's are transposed. The slots of a layer must have all
+                positions that the kernel reads or writes.
+            lengths: the positions to read, after which the kernel writes: None for all, an int for all rows, or int32
+                ``[sequences]``. The host knows only those in a host tensor.
+            index: the row of K for each sequence. None means the first rows.
+            leftpad: int32 ``[sequences]``: the positions before a sequence's own.
+            new_key, new_value: ``[batch, positions, heads, head size]``: what the kernel writes.
 
         Returns:
-            Plain views of VTensors, of ``lengths`` positions where that is an int; plain tensors as they are; and the
-            KVCache, or None.
+            K, V, and the KVCache or None. A VTensor is returned as a plain view, of ``lengths`` positions if that is an int.
+            A plain tensor is returned unchanged.
 
         Raises:
-            InvalidArgument: what does not suit, by its name.
-            Closed: a VTensor or the KVCache is closed.
+            InvalidArgument: if an argument does not suit. The message names it.
+            Closed: if a VTensor or the KVCache is closed.
         """
 
     def take_packed(self, query: object | None, key: object | None, value: object | None, starts_q: object | None = None, starts_k: object | None = None, used: object | None = None) -> tuple:
         """
-        As ``take``, of packed sequences.
+        As ``take``, for packed sequences.
 
         Args:
             starts_q, starts_k: int32 ``[sequences + 1]``: where each sequence begins, and the last ends.
-            used: of rows of K, the positions that are read, as ``lengths`` of ``take``.
+            used: the positions to read if K has rows, like ``lengths`` of ``take``.
         """
 
     def take_listed(self, query: object | None, key: object | None, value: object | None) -> tuple:
         """
-        As ``take``, where what is read of K is listed elsewhere, as in a table
-        of pages, and not looked at.
+        As ``take``, for a kernel that takes the positions to read of K from a list, such as a table of
+        pages. The list is not checked.
         """
 
     def room(self, query: object | None, key: object | None, value: object | None, lengths: object | None, index: object | None, leftpad: object | None, new_key: object | None, new_value: object | None) -> tuple[int, int, int, int]:
         """
-        What two VTensors are to hold for a kernel that writes behind
-        ``lengths``; arguments as for ``take``.
+        Checks an append to two VTensors, and returns the lengths that it needs.
+
+        Arguments are as for ``take``.
 
         Returns:
-            The positions that they hold; those of the shortest and of the longest row, as far as the host knows; and
-            how many are written behind each.
+            The positions that the VTensors hold; those of the shortest and of the longest row, as far as the host knows; and
+            the number of positions that the kernel writes after each.
         """
 
 TRACE_KINDS: tuple = ...

@@ -1,6 +1,5 @@
-// What Python gives to an operation, as C++ takes it; refused in the operation's words where it is
-// something else. Bindings take such arguments as nb::handle: a refusal by nanobind's own
-// conversions names neither the argument nor the operation.
+// Conversions of Python arguments. An error names the operation and the argument. Bindings take
+// such arguments as nb::handle, because errors of nanobind's own conversions name neither.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -25,7 +24,7 @@ inline std::string type_text(nb::handle value) {
   return "a " + nb::cast<std::string>(value.type().attr("__name__"));
 }
 
-// The TypeError that is set, as a refusal; other errors are the argument's own.
+// Turns the present TypeError into InvalidArgument. Other errors come from the argument and pass.
 [[noreturn]] inline void refuse_type(const char* operation, const char* name, nb::handle value,
                                      const char* wanted) {
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
@@ -33,7 +32,7 @@ inline std::string type_text(nb::handle value) {
   refuse(operation, std::string(name) + " is " + type_text(value) + ": give " + wanted);
 }
 
-// An integer of any size, as the nearest of 64 bits: that is out of every range too.
+// An integer as 64 bits. A larger one becomes the nearest limit, which is out of every range too.
 inline std::int64_t integer(const char* operation, const char* name, nb::handle value) {
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   if (!index.is_valid()) refuse_type(operation, name, value, "an integer");
@@ -49,7 +48,7 @@ inline bool truth(const char* operation, const char* name, nb::handle value) {
   return result == 1;
 }
 
-// What iterating over `values` gives, each made by `make(value)`.
+// `make(value)` of each item of the iterable `values`.
 template <typename Make>
 auto each(const char* operation, const char* name, nb::handle values, Make make) {
   nb::object iterator = nb::steal(PyObject_GetIter(values.ptr()));

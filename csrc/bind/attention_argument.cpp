@@ -62,7 +62,7 @@ void Argument::look_for_core() {
   if (torch.is_plain(object)) return;
   nb::object found = nb::getattr(object, "_core", nb::none());
   if (found.is_none() || !nb::try_cast(found, core)) return;
-  if (core->closed()) torch.detach(object);  // which says so
+  if (core->closed()) torch.detach(object);  // raises Closed
 }
 
 void Argument::transpose_from(std::size_t dim) {
@@ -90,7 +90,7 @@ std::optional<Numbers> numbers_of(nb::handle object, bool wide) {
       t.seen->dtype.code == dlpack::kInt && (t.item_bytes == 4 || (wide && t.item_bytes == 8));
   if (t.rank != 1 || !suits) return {};
   Numbers numbers{t.shape[0]};
-  // Tensors without memory are for tracing.
+  // A tensor without memory is a tracer's.
   if (t.seen->data == nullptr || !is_on_host(object)) return numbers;
   numbers.found.resize(static_cast<std::size_t>(numbers.count));
   Address at = t.address();

@@ -1,4 +1,4 @@
-// Tensors that an attention kernel is given, seen once.
+// The tensors that an attention kernel gets, each read once.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -24,33 +24,34 @@ inline bool same(std::int64_t a, std::int64_t b) {
   return a == kUnknown || b == kUnknown || a == b;
 }
 
-// For messages: str(), and what kind of tensor or object it is.
+// For messages: str(), and the type of an object or the shape and dtype of a tensor.
 std::string text(nb::handle object);
 nb::object listed(nb::handle sequence);
 std::string kind_of(nb::handle object);
 
 bool is_on_host(nb::handle tensor);
 
-// As the kernel will see it: of a VTensor, with its positions where the kernel has them.
+// A tensor as the kernel will get it. A VTensor's positions are in the kernel's dimension.
 struct Argument {
   nb::handle object;
   std::string_view name = {};
-  TensorCore* core = nullptr;  // of a VTensor
+  TensorCore* core = nullptr;  // null unless it is a VTensor
   bool transposed = false;
   std::int32_t rank = 0;
-  std::array<std::int64_t, kMostDims> shape{}, strides{};  // of tensors of no more dimensions
-  std::uint64_t device = 0, dtype = 0;                     // to compare by
+  std::array<std::int64_t, kMostDims> shape{}, strides{};  // of the first dimensions
+  std::uint64_t device = 0, dtype = 0;                     // only for comparisons
   std::int64_t item_bytes = 0;
   std::optional<dlpack::Tensor> seen = {};
 
-  // False where DLPack cannot describe it, as tensors of a compiler, whose sizes may be symbols.
+  // Reads it by DLPack. False if DLPack cannot describe it, such as a compiler's tensor with
+  // symbolic sizes.
   bool see();
-  // By its attributes instead; false where it is no strided tensor. A compiler is to bind the graph
-  // to the head size and, `heads` dimensions from the end, the heads, if that is not 0.
+  // Reads it by its attributes. False if it is no strided tensor. If `heads` is not 0, makes a
+  // compiler bind the graph to the head size, and to the size `heads` dimensions from the end.
   bool read(std::int32_t heads);
-  // Finds `core`. Raises Closed.
+  // Sets `core` if it is a VTensor. Throws Closed.
   void look_for_core();
-  // Of a VTensor that grows along dimension `dim` of four: exchanges 1 and 2.
+  // Exchanges dimensions 1 and 2 if it is a VTensor of four dimensions that grows along `dim`.
   void transpose_from(std::size_t dim);
 
   std::int64_t head_size() const { return shape[static_cast<std::size_t>(rank - 1)]; }
@@ -61,8 +62,8 @@ struct Argument {
   std::string attribute(const char* of) const { return text(object.attr(of)); }
 };
 
-// An int32 tensor ``[count]``, or int64 if that is `wide`; `found` is empty where only the device
-// knows what is in it. Nothing where `object` is none.
+// An int32 tensor ``[count]``, or also int64 if `wide`. `found` is empty if only the device knows
+// the contents. Nothing if `object` is no such tensor.
 struct Numbers {
   std::int64_t count = 0;
   std::vector<std::int64_t> found = {};

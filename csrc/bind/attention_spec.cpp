@@ -1,5 +1,5 @@
-// What an attention kernel requires of its arguments: decided here alone, and explained where it is
-// decided. Shims ask before every launch, so it is one call from Python.
+// What an attention kernel requires of its arguments. All checks and their messages are here. Shims
+// call it before every launch, so it is one call from Python.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
@@ -31,8 +31,8 @@ constexpr const char* kRows = "[batch, positions, heads, head size]";
 constexpr const char* kHeads = "[batch, heads, positions, head size]";
 constexpr const char* kPacked = "[tokens, heads, head size]";
 
-// How many positions of each row are there: one number for all rows, or one for each; empty where
-// only the device knows.
+// The number of positions of the rows: one number for all rows, or one for each. Empty if only the
+// device knows it.
 struct Lengths {
   std::vector<std::int64_t> positions;
 
@@ -108,7 +108,7 @@ class AttentionSpec {
   }
 
  private:
-  // What is given; `new_k` and `new_v` are None where nothing is written.
+  // The tensors of a launch. `new_k` and `new_v` are None if the kernel writes nothing.
   struct Call {
     Argument q, k, v, new_k, new_v;
 
@@ -129,13 +129,13 @@ class AttentionSpec {
   std::size_t heads_dim(std::int32_t rank) const {
     return o_.heads_first ? 1 : static_cast<std::size_t>(rank - 2);
   }
-  // The positions that a row of the key shows, and so one of the value.
+  // The positions of a row of the key. The value has as many.
   std::int64_t holds(const Call& t) const { return t.k.shape[positions_dim(t.k.rank)]; }
 
   // --- query, key and value
 
-  // Once all fit each other and the kernel. `rows`: the key may be rows of sequences, though the
-  // kernel takes packed ones.
+  // The tensors of a launch, after checks that they fit each other and the kernel. `rows`: the key
+  // may be rows of sequences although the kernel takes packed ones.
   Call call(nb::handle query, nb::handle key, nb::handle value, nb::handle new_key = nb::none(),
             nb::handle new_value = nb::none(), bool rows = false) const {
     if (new_key.is_none() != new_value.is_none())
@@ -148,7 +148,7 @@ class AttentionSpec {
     auto& [q, k, v, new_k, new_v] = t;
     std::array<Argument*, 5> all{&q, &k, &v, &new_k, &new_v};
     const std::span<Argument*> tensors(all.data(), t.writes() ? 5 : 3);
-    // All or none by DLPack, so that they are compared by the same.
+    // All or none by DLPack, because devices and dtypes compare only within one way of reading.
     if (!std::all_of(tensors.begin(), tensors.end(), [](Argument* a) { return a->see(); }))
       for (Argument* a : tensors)
         if (!a->read(o_.heads_first ? 3 : 2))
@@ -174,9 +174,9 @@ class AttentionSpec {
              " rows: give a query for each row, or the rows of K that are meant");
     check_heads(q, k);
     if (nb::len(o_.dtypes) != 0) {
-      check_dtype(k);  // which is that of all
+      check_dtype(k);  // all have the same
       check_layout(k, /*with_size=*/true);
-      check_layout(v, /*with_size=*/false);  // which may be larger
+      check_layout(v, /*with_size=*/false);  // its head size may be larger
     }
     return t;
   }
@@ -194,7 +194,7 @@ class AttentionSpec {
         if (side->rank != kMostDims)
           refuse(side->name, " is ", side->sizes(), ": give ", o_.heads_first ? kHeads : kRows);
     }
-    // Packed queries, which some kernels take beside rows, do not say how many sequences they are.
+    // Some kernels take packed queries with rows of K. They do not give the number of sequences.
     const bool may_be_packed = o_.packed || !o_.same_rows;
     const bool may_be_rows = !o_.packed || k.rank == kMostDims;
     if (!(q.rank == 3 && may_be_packed) && !(q.rank == kMostDims && may_be_rows))
@@ -231,7 +231,7 @@ class AttentionSpec {
            ": make the cache with one of these");
   }
 
-  // Refuses what FlashAttention refuses, and what it would copy all of, at every call, to take it.
+  // Refuses what FlashAttention refuses, and tensors that it would copy whole at every call.
   void check_layout(const Argument& t, bool with_size) const {
     const std::int64_t size = t.head_size(), item = t.item_bytes;
     if (with_size && size > kLargestHead)
@@ -257,8 +257,8 @@ class AttentionSpec {
 
   // --- lengths
 
-  // As `given` says them, one for all rows or one for each sequence of the query; all there are
-  // where it is None.
+  // The lengths in `given`: one for all rows, or one for each sequence of the query. If it is None,
+  // all positions that there are.
   Lengths lengths_of(std::string_view name, nb::handle given, const Call& t) const {
     if (given.is_none()) return holds(t) == kUnknown ? Lengths{} : Lengths{{holds(t)}};
     if (PyLong_Check(given.ptr())) {
@@ -282,7 +282,7 @@ class AttentionSpec {
     return std::move(numbers->found);
   }
 
-  // Refuses lengths that the key does not have, and those behind which `added` more do not fit.
+  // Refuses lengths that the key does not have, and lengths after which `added` more do not fit.
   void check_within(std::string_view name, nb::handle given, const Lengths& lengths, const Call& t,
                     std::int64_t added) const {
     const std::int64_t has = holds(t);
@@ -297,8 +297,7 @@ class AttentionSpec {
              " positions: make it longer, or give a VTensor, which grows");
   }
 
-  // The lengths of the rows that are read, once these are rows of the key, and the padding in them
-  // is.
+  // The lengths of the rows that the kernel reads, after checks of the rows and of their padding.
   Lengths check_rows(const Call& t, nb::handle lengths, nb::handle index,
                      nb::handle leftpad) const {
     Lengths told = lengths_of(o_.lengths, lengths, t);
@@ -337,7 +336,7 @@ class AttentionSpec {
                ": name those");
   }
 
-  // Where packed sequences begin and the last ends; nothing where that is not said.
+  // Where packed sequences begin and the last ends; nothing if `given` is None.
   std::optional<Numbers> starts_of(std::string_view name, nb::handle given,
                                    std::int64_t tokens) const {
     if (given.is_none()) return {};
@@ -355,7 +354,7 @@ class AttentionSpec {
     return numbers;
   }
 
-  // How many positions the kernel writes behind the lengths.
+  // The number of positions that the kernel writes after the lengths.
   std::int64_t check_new(const Call& t, nb::handle lengths) const {
     if (!t.writes()) return 0;
     if (lengths.is_none())
@@ -378,9 +377,9 @@ class AttentionSpec {
              held.attribute("dtype"), ": was it made for another model?");
   }
 
-  // --- how the kernel is given them
+  // --- what the kernel gets
 
-  // Of a VTensor, its first `stop` positions.
+  // A view of the first `stop` positions of a VTensor; other tensors unchanged.
   nb::object view_of(const Argument& t, std::int64_t stop) const {
     if (t.core == nullptr) return nb::borrow(t.object);
     TorchFace& torch = TorchFace::get();
@@ -391,7 +390,8 @@ class AttentionSpec {
     return torch.narrow(view, dim, 0, static_cast<std::size_t>(stop));
   }
 
-  // Once the slots of a KVCache whose layer key or value is have what is read and written.
+  // The result of take(). If key or value is a layer of a KVCache, checks first that its slots have
+  // the positions to read and write.
   nb::tuple taken(const Call& t, const Lengths& lengths, std::int64_t added, std::int64_t sequences,
                   nb::handle index = nb::none(), std::int64_t stop = kUnknown) const {
     nb::object of_key = cache_of(t.k, lengths, added, sequences, index);
@@ -424,11 +424,11 @@ class AttentionSpec {
     return cache;
   }
 
-  // Refuses a cache of smaller tiles than the kernel's where a tile may go past what is mapped.
+  // Refuses a cache of smaller tiles than the kernel's if a tile may reach past the mapped pages.
   void check_tile(const Call& t, const Lengths& lengths, std::int64_t added,
                   nb::handle cache) const {
     if (!o_.tiles_to_the_end && lengths.known() && lengths.shortest() + added >= holds(t)) return;
-    if (is_on_host(t.q.object)) return;  // whose kernels read no tiles
+    if (is_on_host(t.q.object)) return;  // host kernels read no tiles
     const auto tile = nb::cast<std::int64_t>(cache.attr("tile"));
     if (tile >= std::min(o_.tile, nb::cast<std::int64_t>(cache.attr("max_len")))) return;
     refuse(o_.tile, " rows are read at once, the cache maps with tile=", tile,
@@ -436,67 +436,72 @@ class AttentionSpec {
   }
 
   Options o_;
-  mutable std::uint64_t taken_dtype_ = ~std::uint64_t{0};  // the last, as DLPack has it
+  mutable std::uint64_t taken_dtype_ = ~std::uint64_t{0};  // the last accepted, as DLPack's number
 };
 
 constexpr const char* kDoc =
-    R"(What an attention kernel requires of its arguments: one device, dtype and head size, as many
-positions of K and V, lengths that are there, and what these options say. All of it is refused here and nowhere
-else.
+    R"(What an attention kernel requires of its arguments.
 
-In compiled code heads and head sizes are constants of the graph; other sizes and strides that the compiler leaves
-open are not looked at, nor is what is in tensors.
+All kernels require one device, dtype and head size, equally many positions of K and V, and lengths within them. The
+options add the rest. The methods check everything and raise InvalidArgument.
+
+In compiled code, heads and head sizes are constants of the graph. Other sizes and strides that the compiler leaves
+open are not checked, nor are the contents of tensors.
 
 Args:
-    operation: whom messages name.
-    query, key, value: what messages call the three.
+    operation: the name of the function in messages.
+    query, key, value: the names of the three tensors in messages.
     heads_first: they are ``[batch, heads, positions, head size]``, not ``[batch, positions, heads, head size]``.
     packed: they are ``[tokens, heads, head size]`` instead.
-    rows: of a kernel of packed sequences, K may be rows of them.
-    same_rows: the query has one sequence for each row of K; else there may be more rows.
-    grouped: the query may have a multiple of K's heads, not only as many.
-    lengths: what messages call the lengths.
-    package: what messages call the kernel's maker.
-    dtypes: that it takes, of head sizes up to 256, at an address and of strides in steps of 16 bytes: what
-        FlashAttention takes without a copy. Empty: any, of any strides.
-    tile: rows that the kernel reads at once, past the lengths that it is told; 0 where it reads none past.
-    tiles_to_the_end: and past the end of what it is given.)";
+    rows: for a kernel of packed sequences: K may also be rows of sequences.
+    same_rows: the query must have one sequence for each row of K. Otherwise K may have more rows.
+    grouped: the query may have a multiple of K's heads. Otherwise it must have as many.
+    lengths: the name of the lengths in messages.
+    package: the name of the kernel's package in messages.
+    dtypes: the dtypes that the kernel takes. If there are any, head sizes above 256, and addresses and strides that
+        are no multiples of 16 bytes, are refused too: FlashAttention refuses these, or copies K and V. Empty means
+        any dtype and any strides.
+    tile: rows that the kernel reads at once, past the given lengths; 0 if it reads nothing past them.
+    tiles_to_the_end: the kernel also reads past the end of the tensors.)";
 
-constexpr const char* kTakeDoc = R"(K and V as the kernel takes them.
+constexpr const char* kTakeDoc = R"(Checks the arguments, and returns K and V for the kernel.
 
 Args:
-    query, key, value: VTensors that grow along the positions, which are transposed where the kernel has those
-        elsewhere; plain tensors; layers of a KVCache, of which the kernel touches only what its slots have.
-    lengths: positions that are read, and behind which is written: None for all there are; an int for all rows;
-        int32 ``[sequences]``, which only a host tensor tells.
-    index: of each sequence the row of K; the first rows if None.
-    leftpad: int32 ``[sequences]``: how many of the positions come before a sequence's own.
-    new_key, new_value: ``[batch, positions, heads, head size]``, which the kernel writes.
+    query, key, value: plain tensors, VTensors that grow along the positions, or layers of a KVCache. VTensors with
+        their positions in another dimension than the kernel's are transposed. The slots of a layer must have all
+        positions that the kernel reads or writes.
+    lengths: the positions to read, after which the kernel writes: None for all, an int for all rows, or int32
+        ``[sequences]``. The host knows only those in a host tensor.
+    index: the row of K for each sequence. None means the first rows.
+    leftpad: int32 ``[sequences]``: the positions before a sequence's own.
+    new_key, new_value: ``[batch, positions, heads, head size]``: what the kernel writes.
 
 Returns:
-    Plain views of VTensors, of ``lengths`` positions where that is an int; plain tensors as they are; and the
-    KVCache, or None.
+    K, V, and the KVCache or None. A VTensor is returned as a plain view, of ``lengths`` positions if that is an int.
+    A plain tensor is returned unchanged.
 
 Raises:
-    InvalidArgument: what does not suit, by its name.
-    Closed: a VTensor or the KVCache is closed.)";
+    InvalidArgument: if an argument does not suit. The message names it.
+    Closed: if a VTensor or the KVCache is closed.)";
 
-constexpr const char* kTakePackedDoc = R"(As ``take``, of packed sequences.
+constexpr const char* kTakePackedDoc = R"(As ``take``, for packed sequences.
 
 Args:
     starts_q, starts_k: int32 ``[sequences + 1]``: where each sequence begins, and the last ends.
-    used: of rows of K, the positions that are read, as ``lengths`` of ``take``.)";
+    used: the positions to read if K has rows, like ``lengths`` of ``take``.)";
 
 constexpr const char* kTakeListedDoc =
-    R"(As ``take``, where what is read of K is listed elsewhere, as in a table
-of pages, and not looked at.)";
+    R"(As ``take``, for a kernel that takes the positions to read of K from a list, such as a table of
+pages. The list is not checked.)";
 
-constexpr const char* kRoomDoc = R"(What two VTensors are to hold for a kernel that writes behind
-``lengths``; arguments as for ``take``.
+constexpr const char* kRoomDoc =
+    R"(Checks an append to two VTensors, and returns the lengths that it needs.
+
+Arguments are as for ``take``.
 
 Returns:
-    The positions that they hold; those of the shortest and of the longest row, as far as the host knows; and
-    how many are written behind each.)";
+    The positions that the VTensors hold; those of the shortest and of the longest row, as far as the host knows; and
+    the number of positions that the kernel writes after each.)";
 
 }  // namespace
 

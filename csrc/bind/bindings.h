@@ -1,4 +1,4 @@
-// One function per subject; module.cpp calls them in this order.
+// One function for each subject. module.cpp calls them in this order.
 #pragma once
 
 #include <nanobind/nanobind.h>

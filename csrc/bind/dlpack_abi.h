@@ -1,5 +1,5 @@
-// The part of DLPack's C ABI that crosses to torch (DLPack 1.x; numbers and layouts as its
-// specification gives them, https://dmlc.github.io/dlpack/latest/c_api.html).
+// The part of DLPack's C ABI that is used with torch (DLPack 1.x). Numbers and layouts are from its
+// specification, https://dmlc.github.io/dlpack/latest/c_api.html.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ struct DataType {
   std::uint16_t lanes;
 };
 inline constexpr DataType kUint8{1, 8, 1};
-// Of DataType::code.
+// A value of DataType::code.
 inline constexpr std::uint8_t kInt = 0;
-// Of Device::type.
+// A value of Device::type.
 inline constexpr std::int32_t kCpu = 1;
 
 struct Tensor {
@@ -28,7 +28,7 @@ struct Tensor {
   std::int32_t ndim;
   DataType dtype;
   std::int64_t* shape;
-  std::int64_t* strides;  // in elements; null where dense
+  std::int64_t* strides;  // in elements; null if dense
   std::uint64_t byte_offset;
 };
 
@@ -51,14 +51,14 @@ struct ManagedTensorVersioned {
   Tensor tensor;
 };
 
-// Behind torch.Tensor.__dlpack_c_exchange_api__ (torch 2.10 and later).
+// The target of torch.Tensor.__dlpack_c_exchange_api__ (torch 2.10 and later).
 struct ExchangeApi {
   Version version;
   ExchangeApi* previous;
   int (*allocate)(Tensor*, void**, void*, void (*)(void*, const char*, const char*));
   int (*managed_from_object)(void*, void**);
-  int (*object_from_managed)(ManagedTensorVersioned*, void**);  // takes it over
-  int (*tensor_from_object)(void*, Tensor*);  // borrowed: good while the object is not changed
+  int (*object_from_managed)(ManagedTensorVersioned*, void**);  // takes ownership
+  int (*tensor_from_object)(void*, Tensor*);  // borrowed: valid until the object changes
   int (*current_stream)(std::int32_t, std::int32_t, void**);
 };
 

@@ -1,4 +1,4 @@
-// Carries base/errors.h to the classes of vtensor.errors.
+// Translates the errors of base/errors.h to the classes of vtensor.errors.
 #include "base/errors.h"
 
 #include <nanobind/stl/string.h>

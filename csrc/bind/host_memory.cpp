@@ -16,7 +16,7 @@ namespace {
 nb::object make(const char* operation, std::size_t bytes, bool pinned) {
   nb::module_ torch = nb::module_::import_("torch");
   try {
-    // Named here, because a default of the program's must not be ours.
+    // Names the device and the dtype, because the program may have set other defaults.
     return torch.attr("empty")(bytes, nb::arg("dtype") = torch.attr("uint8"),
                                nb::arg("device") = "cpu", nb::arg("pin_memory") = pinned);
   } catch (const nb::python_error& error) {

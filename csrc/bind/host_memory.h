@@ -1,4 +1,4 @@
-// Memory of the host, from torch, whose allocator keeps page-locked memory for the next request.
+// Host memory from torch, whose allocator keeps page-locked memory for the next request.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace vtensor::bind {
 
-// `pinned`: page-locked, so that copies run beside kernels. Throws OutOfPages. May be called, and
-// let go, with the GIL or without.
+// Allocates host memory. `pinned`: page-locked, so that copies overlap with kernels. Throws
+// OutOfPages. May be called and released with or without the GIL.
 std::shared_ptr<std::byte> allocate_host_memory(const char* operation, std::size_t bytes,
                                                 bool pinned);
 

@@ -15,13 +15,13 @@ namespace vtensor::bind {
 
 namespace {
 
-// Runs on a thread of CUDA's own, which may make no driver call.
+// Runs on a thread of CUDA's own, and must make no driver call.
 void end_with_graph(void* held) {
   auto* generation = static_cast<Generation*>(held);
   generation->client->pool()->end_later(generation);
 }
 
-// What is known of a stream in the pool asked about last: most leases are of one pool.
+// The state of a stream in the last pool queried: most leases are of one pool.
 struct Launched {
   const PagePool* pool = nullptr;
   Stream stream = 0;
@@ -42,7 +42,8 @@ void look_at(PagePool& pool, const Caller& caller, Launched& launched) {
 }
 
 void end_one(Generation* generation, const Caller& caller, Launched& launched) {
-  const auto buffer = std::static_pointer_cast<Buffer>(generation->client);  // a tensor's
+  const auto buffer =
+      std::static_pointer_cast<Buffer>(generation->client);  // leases are of tensors
   PagePool& pool = *buffer->pool();
   trace::event(trace::What::lease, buffer->range().address(0, generation->indices.begin),
                generation->indices.size() * buffer->shape().rows * pool.page_size());
@@ -51,7 +52,7 @@ void end_one(Generation* generation, const Caller& caller, Launched& launched) {
     pool.ensure_mapper();
     if (!caller.named) buffer->use(caller);
     pool.driver().keep_for_graph(caller.stream, end_with_graph, generation);
-    // Only now, and this cannot fail: an end that is tried again must not take away the note of
+    // After the step that can fail: a second try of a failed end must not remove the record of
     // another lease of the stream.
     if (caller.named) buffer->end_lease(caller, nullptr);
   } else {
@@ -60,7 +61,7 @@ void end_one(Generation* generation, const Caller& caller, Launched& launched) {
   }
 }
 
-// The cores of VTensors, which keep them.
+// The cores of `tensors`, which must be VTensors. The result keeps them alive.
 std::vector<nb::object> cores_of(const char* operation, nb::handle tensors) {
   return each(operation, "tensors", tensors, [operation](nb::handle tensor) {
     nb::object core = nb::getattr(tensor, "_core", nb::none());

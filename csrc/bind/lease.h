@@ -1,4 +1,4 @@
-// A lease: launched work still needs the present extents of some tensors.
+// A lease keeps the present extents of tensors mapped for launched work.
 #pragma once
 
 #include <memory>
@@ -9,23 +9,23 @@
 
 namespace vtensor::bind {
 
-// Begins and ends in one call from Python each: no exception from outside leaves it open (I17).
-// Each tensor's extent is held like a view would hold it.
+// begin() and end() are one call from Python each, so no exception from outside leaves a lease half
+// open (I17). It pins each tensor's extent as a view would.
 class Lease {
  public:
-  // For work that will be launched in `stream`: torch's current one at the end unless named.
-  // `tensors` are any number of VTensors.
+  // For work that will be launched in `stream`; by default, torch's current stream at the end.
+  // `tensors` is an iterable of VTensors.
   Lease(nb::handle tensors, std::optional<Stream> stream);
-  // A lease that was not ended is held for good: its work may still be running.
+  // A lease without an end pins its extents for good: its work may still be running.
   ~Lease() = default;
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
 
-  // Throws Closed, and Error where it has begun.
+  // Throws Closed, and Error if it has begun.
   void begin();
-  // All of the work is launched. Where it is being captured into a graph, the graph holds the
-  // extents for its life. Where the driver refuses that, they stay held, and the error is raised.
-  // Does nothing where it has not begun.
+  // Called after all of the work is launched. If the work is captured into a graph, the graph pins
+  // the extents for its life. If the driver refuses that, they stay pinned, and the error is
+  // thrown. Does nothing if the lease has not begun.
   void end();
 
  private:

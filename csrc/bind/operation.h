@@ -1,4 +1,4 @@
-// What every operation on a VTensor does first, and how it asks the core for memory.
+// What every operation on a VTensor does first, and how it obtains memory.
 #pragma once
 
 #include <functional>
@@ -15,8 +15,9 @@
 
 namespace vtensor::bind {
 
-// For its length the tensor is of the class whose torch functions run no Python, where an exception
-// from outside would find an operation half done (I17); then of the one that its state asks for.
+// Gives the tensor the class without Python hooks for the scope of an operation, because an
+// exception from outside in a hook would leave the operation half done (I17). The end of the scope
+// sets the class that the tensor's state requires.
 class TensorCore::Undressed {
  public:
   Undressed(TensorCore& core, nb::handle self);
@@ -47,7 +48,7 @@ class TensorCore::Operation {
       throw;
     }
   }
-  // Also notices where the tensor's storage or shape was changed behind our back, and puts it back.
+  // Also restores the tensor's storage and shape, and throws, if another library has changed them.
   Operation(TensorCore& core, const char* name, nb::handle self) : Operation(core, name) {
     undressed_.emplace(core, self);
     if (core.is_ours(self)) return;
@@ -67,8 +68,8 @@ class TensorCore::Operation {
   std::optional<Undressed> undressed_;
 };
 
-// The caller, in the stream that it named or else torch's current one. Throws InvalidArgument if
-// there is no such stream.
+// The caller with its stream: the one that it named, or torch's current one. Throws InvalidArgument
+// if there is no such stream.
 inline Caller caller_of(const char* operation, std::optional<Stream> stream, PagePool& pool) {
   const DriverTraits& traits = pool.traits();
   if (!stream) return {operation, TorchFace::get().current_stream(traits.device), false};
@@ -76,7 +77,7 @@ inline Caller caller_of(const char* operation, std::optional<Stream> stream, Pag
   return {operation, *stream, true};
 }
 
-// Runs `body` without the GIL, and finds the memory that it needs: see make_room.h.
+// Runs `body` without the GIL, and frees memory for it if needed. See make_room.h.
 inline void with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
                         std::function<bool(unsigned tries)> give_up = {}) {
   const Outside outside{[](const std::function<void()>& run) {

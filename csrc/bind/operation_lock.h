@@ -1,5 +1,5 @@
-// Serialises the operations on one tensor. Held while torch is called, so never by the mapper or a
-// deleter, and waited for only with the GIL released (I11).
+// Serialises the operations on one tensor. It is held during calls of torch, so the mapper and
+// deleters never take it, and threads wait for it only with the GIL released (I11).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -39,7 +39,7 @@ class OperationMutex {
     owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   }
 
-  // False where an operation is under way, also one of this thread.
+  // False if an operation is running, also in this thread.
   bool try_lock() {
     const std::thread::id self = std::this_thread::get_id();
     if (owner_.load(std::memory_order_relaxed) == self || !mutex_.try_lock()) return false;

@@ -22,7 +22,7 @@ namespace nb = nanobind;
 
 namespace {
 
-// What a binding of a pool does without the GIL, in the process that made it.
+// Runs `body` without the GIL. Raises in a forked child.
 template <typename Body>
 auto in_pool(const char* operation, Body body) {
   refuse_in_forked_child(operation);
@@ -50,7 +50,8 @@ nb::dict driver_calls(PagePool& pool) {
   return calls;
 }
 
-// A pool after close(): it goes with the last view over its pages, and is asked until then.
+// A pool after close(). The PagePool lives until the last view over its pages is gone; this class
+// reports from it until then, and its last counts afterwards.
 struct ClosedPool {
   explicit ClosedPool(const std::shared_ptr<PagePool>& closed)
       : pool(closed),

@@ -1,5 +1,5 @@
-// Lets Python run meanwhile, like nanobind's gil_scoped_release, and survives the interpreter's
-// end.
+// Releases the GIL for a scope, like nanobind's gil_scoped_release, and survives the end of the
+// interpreter.
 #pragma once
 
 #include <Python.h>
@@ -17,9 +17,9 @@ class ReleasedGil {
     try {
       PyEval_RestoreThread(thread_);
     } catch (const abi::__forced_unwind&) {
-      // The interpreter has ended, and Python before 3.14 ends the daemon threads that come back to
-      // it by unwinding them, which no C++ frame of theirs need allow: that would end the process.
-      // They stay here until it has ended, as Python itself keeps them from 3.14 on.
+      // The interpreter has ended. Python before 3.14 unwinds daemon threads that return to it. A
+      // C++ frame that does not allow that would end the process. So the thread stays here until
+      // the process ends, as it does in Python from 3.14 on.
       for (;;) pause();
     }
   }

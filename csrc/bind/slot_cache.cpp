@@ -1,4 +1,4 @@
-// The half of a KVCache that Python does not see.
+// The C++ half of a KVCache.
 #include "kv/slot_cache.h"
 
 #include <nanobind/stl/optional.h>
@@ -98,7 +98,7 @@ class CacheCore {
                                    std::optional<Stream> stream) {
     const Operation operation(*this, "KVCache.reorder");
     std::vector<std::size_t> result;
-    // Once only: part of it may have happened when it is refused.
+    // Not tried again: a refused reorder may be partly done.
     const Caller asking = caller("KVCache.reorder", stream);
     {
       const ReleasedGil released;
@@ -124,7 +124,7 @@ class CacheCore {
 
   void record_stream(std::optional<Stream> stream) {
     const Operation operation(*this, "KVCache.record_stream");
-    // Not as a named one, which may end: it is asked again where pages go.
+    // Not as a named stream: those may be destroyed, but this one is used again when pages go.
     cache_->use({"KVCache.record_stream", caller("KVCache.record_stream", stream).stream});
   }
 
@@ -144,7 +144,7 @@ class CacheCore {
                           [&](const Caller& caller) { cache_->swap_in(caller, slot); });
   }
 
-  // Outside the operation while it waits, so that other threads go on. Ctrl-C ends the wait.
+  // Waits outside the operation, so that other threads can use the cache. Ctrl-C ends the wait.
   void wait(std::size_t slot, std::optional<std::size_t> layer) {
     std::shared_ptr<PagePool> pool;
     FencePtr copied;
@@ -170,8 +170,8 @@ class CacheCore {
 
   std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
 
-  // The whole range of a kind, as bytes; it keeps the addresses reserved, and no page. Views of it
-  // know `cache`, a weak reference.
+  // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
+  // Its views find their cache through `cache`, a weak reference.
   nb::object storage(std::size_t kind, nb::object cache) {
     const Operation operation(*this, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->range(kind);
@@ -247,8 +247,8 @@ class CacheCore {
     CacheCore& core_;
   };
 
-  // A look between two operations; in a forked child without the lock, which a thread of the parent
-  // may have held.
+  // Reads the cache between two operations. In a forked child it takes no lock, because a thread of
+  // the parent may hold it.
   class Reading {
    public:
     explicit Reading(CacheCore& core)
@@ -280,7 +280,7 @@ class CacheCore {
     with_memory(*pool_, asking, [&] { body(asking); });
   }
 
-  // The same; if memory is short, prefixes that no request uses are given up.
+  // The same. If memory is short, evicts prefixes that no request uses.
   template <typename Body>
   void run_evicting(const char* operation, Body body) {
     const Caller asking = caller(operation, {});
@@ -291,7 +291,7 @@ class CacheCore {
           return cache_->evict(tries);
         });
   }
-  // The same. False if memory is short all the same.
+  // The same. Returns false if memory is still short.
   template <typename Body>
   bool run_if_it_fits(const char* operation, Body body) {
     try {

@@ -12,7 +12,7 @@ namespace vtensor::bind {
 
 namespace {
 
-constexpr const char* kMark = "_vtensor_slot_range";  // of a storage
+constexpr const char* kMark = "_vtensor_slot_range";  // an attribute of a storage
 
 }  // namespace
 
@@ -42,7 +42,7 @@ nb::object SlotRange::of(nb::handle tensor) {
 std::optional<SlotRows> SlotRange::rows(const dlpack::Tensor& tensor,
                                         std::size_t positions_dim) const {
   const Address at = reinterpret_cast<Address>(tensor.data) + tensor.byte_offset;
-  if (at < begin_) return {};  // an empty tensor, which says no address
+  if (at < begin_) return {};  // an empty tensor, which has no address
   const std::size_t item_size = tensor.dtype.bits / 8;
   const auto bytes = [&](std::size_t dim) {
     return static_cast<std::size_t>(tensor.strides[dim]) * item_size;
@@ -68,8 +68,8 @@ std::optional<SlotRange::Missing> SlotRange::missing(const SlotRows& rows, const
     }
     return {};
   };
-  if (!view_->mutex
-           ->try_lock())  // another thread is inside an operation, which is to be waited for
+  // If another thread is inside an operation, waits for it.
+  if (!view_->mutex->try_lock())
     return first_missing(nb::cast<std::vector<std::int64_t>>(cache.attr("lengths")));
   std::optional<Missing> found = first_missing(view_->cache->lengths());
   view_->mutex->unlock();

@@ -21,8 +21,8 @@ namespace nb = nanobind;
 
 namespace {
 
-// What `ask` says of the core's buffer, or `otherwise` once it is closed. Asked without the GIL, so
-// of a buffer that is held here: another thread may close the tensor meanwhile.
+// The result of `ask` on the core's buffer, or `otherwise` if the tensor is closed. Runs without
+// the GIL, and keeps the buffer alive: another thread may close the tensor in the meantime.
 template <typename Result, typename Ask>
 Result of_buffer(const char* operation, TensorCore& core, Result otherwise, Ask ask) {
   refuse_in_forked_child(operation);
@@ -46,10 +46,11 @@ std::size_t mapped_bytes(TensorCore& core) {
 }  // namespace
 
 void bind_tensor(nb::module_& module) {
-  TorchFace::get();  // now, because another thread could not wait for it without letting the GIL go
+  // Now, because its constructor may release the GIL, and another thread would wait for it with the
+  // GIL held.
+  TorchFace::get();
 
-  nb::class_<PageRecord>(module, "PageRecord",
-                         "What stands behind one slot of one row of a VTensor.")
+  nb::class_<PageRecord>(module, "PageRecord", "The page behind one slot of one row of a VTensor.")
       .def_ro("row", &PageRecord::row)
       .def_ro("index", &PageRecord::index)
       .def_ro("address", &PageRecord::address)
@@ -170,13 +171,13 @@ void bind_tensor(nb::module_& module) {
         TensorCore::use_classes({std::move(open), std::move(copy_on_write), std::move(closed)});
       },
       nb::kw_only(), nb::arg("open"), nb::arg("copy_on_write"), nb::arg("closed"),
-      "The classes that a VTensor has as it is made, with shared pages where writes fault, and "
+      "Sets the classes of a VTensor: open, with shared pages at which a write faults, and "
       "closed.");
 
   module.def(
       "use_exchange_api", [](bool use) { TorchFace::get().use_exchange_api(use); }, nb::arg("use"),
-      "For tests: read tensors by DLPack's C exchange API, or by Python attributes as with older "
-      "torch.");
+      "For tests: whether to read tensors by DLPack's C exchange API. Without it, as with an older "
+      "torch, they are read by Python attributes.");
 }
 
 }  // namespace vtensor::bind

@@ -16,7 +16,7 @@ namespace vtensor::bind {
 
 namespace {
 
-TensorClasses& classes = *new TensorClasses;  // Python objects, and the interpreter may end first
+TensorClasses& classes = *new TensorClasses;  // never destroyed: the interpreter may end first
 
 // Above this, torch's parallel copy is faster than one memcpy a row.
 constexpr std::size_t kMemcpyLimit = std::size_t{256} << 10;
@@ -92,14 +92,14 @@ std::size_t TensorCore::phase_of_first() const {
   return (shape.phase + positions_.begin * shape.item_bytes) % buffer_->pool()->page_size();
 }
 
-// `n` positions of every row, from `first` on in the first.
+// A span for `n` positions of every row. Its address is that of position `first` of row 0.
 trace::Span TensorCore::traced(trace::What what, std::size_t first, std::size_t n) const {
   const RowShape& shape = buffer_->shape();
   return {what, buffer_->address_of(0, first), n * shape.rows * shape.item_bytes,
           buffer_->range().base()};
 }
 
-// Takes over a buffer, and the strides that its rows make.
+// Takes over a buffer, and computes the strides from its rows.
 void TensorCore::use(std::shared_ptr<Buffer> buffer) {
   buffer_ = std::move(buffer);
   const std::size_t dims = spec_.sizes.size();
@@ -136,14 +136,14 @@ bool TensorCore::is_ours(nb::handle self) {
   for (std::size_t dim = 0; dim < facts_.shape.size(); ++dim) {
     const auto size =
         dim == spec_.grow_dim ? static_cast<std::int64_t>(length()) : spec_.sizes[dim];
-    // torch leaves the stride of a dimension of size 1 open
+    // torch does not define the stride of a dimension of size 1.
     if (facts_.shape[dim] != size || (size > 1 && facts_.strides[dim] != stride_values_[dim]))
       return false;
   }
   return length() == 0 || reinterpret_cast<Address>(facts_.data) == address();
 }
 
-// Puts a new generation under the tensor.
+// Publishes a new generation and sets it as the tensor's storage.
 void TensorCore::publish(nb::handle self) {
   const Interval slots = buffer_->indices_of(positions_);
   if (slots.empty()) {
@@ -165,7 +165,7 @@ void TensorCore::publish(nb::handle self) {
   published_ = slots;
 }
 
-// Tells torch of a new length or first element; within the present generation where that covers it.
+// Sets a new length or first element in torch, within the present generation if that covers it.
 void TensorCore::reshape(nb::handle self) {
   const Interval slots = buffer_->indices_of(positions_);
   if (slots.empty() || !(slots == published_)) {
@@ -231,14 +231,14 @@ void TensorCore::require_room(const char* operation, std::size_t n) const {
       ", or move it with t.reallocate(capacity)");
 }
 
-// What of `added` positions must be zeroed: of a forked tensor what its parent had truncated, of
-// one made by zeros() also what it had itself there.
+// The part of the `added` positions to zero: in a forked tensor, what its parent had truncated; in
+// one made by zeros(), also what the tensor itself had there.
 Interval TensorCore::stale_in(Interval added) const {
   if (buffer_->pool()->zero_policy() == ZeroPolicy::never) return spec_.zeroed ? added : Interval{};
   return intersection(added, {0, stale_until_});
 }
 
-// Adds `n` positions. `fill(start)` writes them before torch sees them. Whole or nothing.
+// Adds `n` positions, or changes nothing. `fill(start)` writes them before torch sees them.
 template <typename Fill>
 void TensorCore::grow(nb::handle self, const Caller& caller, std::size_t n, bool populate,
                       Fill fill) {
@@ -274,7 +274,8 @@ void TensorCore::prepare(std::int64_t n) {
   if (n < 0) refuse("VTensor.prepare", "n is " + std::to_string(n) + ": give at least 0");
   require_room("VTensor.prepare", static_cast<std::size_t>(n));
   const std::size_t end = positions_.end + static_cast<std::size_t>(n);
-  if (end > spec_.capacity) return;  // it will move to another range, where nothing can be ready
+  if (end > spec_.capacity)
+    return;  // the tensor will move, and no page of its new range exists yet
   const ReleasedGil released;
   buffer_->prepare(end);
 }
@@ -287,8 +288,8 @@ void TensorCore::extend(nb::handle self, std::int64_t n) {
   grow(self, caller("VTensor.extend"), static_cast<std::size_t>(n), false, [](std::size_t) {});
 }
 
-// Copies `n` positions at `start` by memcpy; false where the source's layout or size asks for
-// torch's copy.
+// Copies `n` positions to `start` by memcpy. False if the source's layout or size requires torch's
+// copy.
 bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::size_t n) {
   const RowShape& shape = buffer_->shape();
   const std::size_t bytes = n * shape.item_bytes;
@@ -361,7 +362,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
   const auto n = static_cast<std::size_t>(from.shape[spec_.grow_dim]);
   const auto source_at = reinterpret_cast<Address>(from.data);
   if (source_at - buffer_->range().base() < buffer_->range().bytes()) {
-    kept = nb::borrow(kept).attr("clone")();  // it may lie where the new positions come to lie
+    kept = nb::borrow(kept).attr("clone")();  // the new positions may overlap it
     if (!torch.read(kept, from)) refuse("VTensor.append", "the source cannot be read");
   }
   const std::size_t before = length();
@@ -406,7 +407,7 @@ void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::int6
   Interval after = front ? Interval{before.begin + count, before.end}
                          : Interval{before.begin, before.end - count};
   const trace::Span span = traced(trace::What::shrink, front ? before.begin : after.end, count);
-  if (after.empty()) after = {};  // nothing lives, so all of the capacity is there again
+  if (after.empty()) after = {};  // an empty tensor has all of its capacity again
   positions_ = after;
   retract(caller);
   try {
@@ -455,7 +456,7 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   leave(self);
 }
 
-// Lets the buffer, and with it the pool, go. The tensor is off its storage.
+// Releases the buffer and the pool. The tensor must be detached from its storage.
 void TensorCore::leave(nb::handle self) {
   closed_ = true;
   positions_ = {};
@@ -463,7 +464,8 @@ void TensorCore::leave(nb::handle self) {
   const std::shared_ptr<Buffer> left = std::move(buffer_);
   const ReleasedGil released;
   left->abandon();
-  const PoolLock settled(left->pool());  // settled by now, by this or another thread
+  const PoolLock settled(
+      left->pool());  // waits until this or another thread has settled the buffer
 }
 
 }  // namespace vtensor::bind

@@ -1,5 +1,4 @@
-// The half of a VTensor that Python does not see: its buffer, its length, and what torch knows
-// of them.
+// The C++ half of a VTensor: its buffer, its length, and the storage and shape that torch has.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,26 +25,25 @@ struct TensorSpec {
   nb::object dtype;
   nb::object device;
   std::size_t item_size = 0;
-  bool zeroed = false;          // what extend adds reads as zeros
-  bool move_when_full = false;  // where front shrinks used capacity up, move instead of raising
+  bool zeroed = false;          // positions that extend adds read as zeros
+  bool move_when_full = false;  // if front shrinks used up the capacity, move instead of raising
 };
 
-// The Python classes of a VTensor: as it is made, with shared pages where torch's writes would
-// fault, and closed.
+// The Python classes of a VTensor: open, with shared pages at which torch's writes would fault, and
+// closed.
 struct TensorClasses {
   nb::object open, copy_on_write, closed;
 };
 
-// Methods take the VTensor itself first, and see to its class. They are called with the GIL held,
-// and what they do to a tensor they do in one call from Python: no exception from outside comes
-// between (I17).
+// Methods take the VTensor first, and set its class. They are called with the GIL held. Each is one
+// call from Python, so no exception from outside interrupts it (I17).
 class TensorCore {
  public:
-  // Once, when vtensor is imported.
+  // Called once, at the import of vtensor.
   static void use_classes(TensorClasses classes);
 
   TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec);
-  // Over pages shared with another buffer. `foreign`: what they hold behind `length` is not this
+  // Over pages shared with another buffer. `foreign`: bytes past `length` in them are not this
   // tensor's (I7).
   TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool foreign);
   ~TensorCore();
@@ -55,9 +53,9 @@ class TensorCore {
   // Puts the tensor over this core's memory and grows it to its initial length.
   void attach(nb::handle self, std::size_t length);
 
-  // Streams are optional: torch's current one where none is named.
+  // Streams default to torch's current one.
 
-  // Has the mapper make the next `n` positions ready.
+  // Makes the mapper prepare the next `n` positions.
   void prepare(std::int64_t n);
   void extend(nb::handle self, std::int64_t n);
   void append(nb::handle self, nb::handle source);
@@ -69,18 +67,18 @@ class TensorCore {
     nb::handle self;
     std::vector<std::int64_t> index;
   };
-  // All of them or, where one is refused, none. With them, in the same step as far as Python can
-  // see, each dict of `states` is updated by its second.
+  // Changes all of them, or none if one is refused. In the same call, updates the first dict of
+  // each pair in `states` with the second.
   static void reindex(std::span<Reindexing> tensors,
                       std::span<const std::pair<nb::dict, nb::dict>> states);
-  // Moves the tensor to a range of this capacity, in place as far as Python can see.
+  // Moves the tensor to a range of this capacity. The Python object stays.
   void reserve(nb::handle self, std::int64_t capacity);
   std::unique_ptr<TensorCore> fork(nb::handle self, std::optional<Stream> stream);
   // Puts `moved`, a VTensor that has no core yet, over these pages, and closes this one.
   void reallocate(nb::handle self, nb::handle moved, std::int64_t capacity);
   nb::object alias(nb::handle self);
   void close(nb::handle self, std::optional<Stream> stream);
-  // Work in `stream` uses the tensor: its pages are unmapped only after it.
+  // Records that work in `stream` uses the tensor. Its pages are unmapped only after that work.
   void record_stream(Stream stream);
 
   bool closed() const { return closed_; }
@@ -123,12 +121,12 @@ class TensorCore {
   std::vector<std::int64_t> stride_values_;
   Interval positions_;
   nb::object storage_;           // the tensor's
-  Interval published_;           // slots under it
-  std::size_t stale_until_ = 0;  // positions below may hold bytes that growth must not show
+  Interval published_;           // slots under storage_
+  std::size_t stale_until_ = 0;  // positions below this may hold bytes that growth must not show
   bool closed_ = false;
-  bool may_copy_on_write_ = false;  // some page shared, where writes to it fault
+  bool may_copy_on_write_ = false;  // whether a page may be shared and a write to it fault
   OperationMutex mutex_;
-  TensorFacts facts_;  // of the last look, under mutex_
+  TensorFacts facts_;  // from the last is_ours(), under mutex_
 };
 
 }  // namespace vtensor::bind

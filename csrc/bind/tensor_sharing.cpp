@@ -22,13 +22,13 @@ std::vector<std::size_t> every_row(const RowShape& shape) {
 
 }  // namespace
 
-// Moves the tensor to the start of a fresh range, which gives back what front shrinks used up, and
-// adds `n`.
+// Moves the tensor to the start of a new range, which gives back capacity that front shrinks used
+// up, and adds `n` positions.
 void TensorCore::move_to_front(nb::handle self, const Caller& caller, std::size_t n,
                                bool populate) {
   const std::size_t length = positions_.size();
-  // Of a tensor made by zeros() all that is new; else what the pages hold of a parent's, now
-  // counted from the front.
+  // In a tensor made by zeros(), all new positions; otherwise what the pages hold of a parent's
+  // bytes, counted from the new start.
   const std::size_t stale =
       spec_.zeroed ? length + n : stale_until_ - std::min(stale_until_, positions_.begin);
   detach(self);
@@ -71,7 +71,7 @@ void TensorCore::unshare(nb::handle self, std::int64_t start, std::int64_t stop)
   with_memory(*buffer_->pool(), caller, [&] { buffer_->unshare(caller, positions); });
 }
 
-// The rows that `index` of dimension 0 chooses.
+// The rows that `index`, of dimension 0, selects.
 std::vector<std::size_t> TensorCore::chosen_rows(std::span<const std::int64_t> index) const {
   if (spec_.grow_dim == 0)
     refuse("VTensor.reindex",
@@ -95,7 +95,7 @@ std::vector<std::size_t> TensorCore::chosen_rows(std::span<const std::int64_t> i
 
 void TensorCore::reindex(std::span<Reindexing> tensors,
                          std::span<const std::pair<nb::dict, nb::dict>> states) {
-  // In one order, whatever that of the caller: two threads then never wait for each other.
+  // In one order, independent of the caller's, so that two threads never wait for each other.
   std::sort(tensors.begin(), tensors.end(),
             [](const Reindexing& a, const Reindexing& b) { return a.core < b.core; });
   std::vector<std::unique_ptr<Operation>> operations;
@@ -106,7 +106,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
     rows.push_back(tensor.core->chosen_rows(tensor.index));
     one_pool &= tensor.core->buffer_->pool() == tensors.front().core->buffer_->pool();
   }
-  std::vector<std::shared_ptr<Buffer>> moved(tensors.size());  // null where in place
+  std::vector<std::shared_ptr<Buffer>> moved(tensors.size());  // null for those that stay in place
   try {
     for (const Reindexing& tensor : tensors) {
       tensor.core->detach(tensor.self);
@@ -150,7 +150,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
   for (const Reindexing& tensor : tensors) tensor.core->publish(tensor.self);
 }
 
-// Takes over a buffer of `batch` times the inner rows, which hold the same positions.
+// Takes over a buffer with the same positions and `batch` times the inner rows.
 void TensorCore::take_rows(std::shared_ptr<Buffer> rows, std::size_t batch) {
   spec_.sizes[0] = static_cast<std::int64_t>(batch);
   buffer_->abandon();

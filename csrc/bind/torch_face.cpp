@@ -17,7 +17,7 @@ nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments)
 }
 
 TorchFace& TorchFace::get() {
-  // Never destroyed: it holds Python objects, and the interpreter may be gone by then.
+  // Never destroyed: it holds Python objects, and the interpreter may end first.
   static TorchFace* face = new TorchFace();
   return *face;
 }
@@ -69,7 +69,7 @@ bool TorchFace::empty_cache() {
     cuda_.attr("empty_cache")();
     return true;
   } catch (nb::python_error& error) {
-    // torch 2.11 raises an internal error where a capture is under way.
+    // torch 2.11 raises an internal error during a capture.
     if (!error.matches(PyExc_RuntimeError)) throw;
     return false;
   }
@@ -110,7 +110,7 @@ bool TorchFace::read(nb::handle tensor, TensorFacts& facts) {
 
 namespace {
 
-// What torch takes over for a storage over a generation, and lets go of with it.
+// The DLPack tensor over a generation that torch takes over. Its deleter ends the generation.
 template <typename Managed>
 struct Export {
   Managed managed;
@@ -171,8 +171,8 @@ nb::object TorchFace::tensor_over(Generation* generation, Address address, std::
 nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes,
                                    Device device) {
   nb::object storage = this->storage(tensor_over(generation, address, bytes, device));
-  // Torch keeps the object, and what is set on it, for as long as the storage lives. A dict copied
-  // whole costs half of what filling the storage's own does.
+  // Torch keeps the Python object and its attributes as long as the storage lives. Copying the
+  // whole dict takes half the time of setting each attribute.
   nb::object attributes = nb::steal(PyDict_Copy(private_.ptr()));
   if (!attributes.is_valid() ||
       PyObject_GenericSetDict(storage.ptr(), attributes.ptr(), nullptr) != 0)

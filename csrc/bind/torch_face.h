@@ -1,5 +1,5 @@
-// What the bindings use of torch, through Python and DLPack: no PyTorch header, so one build serves
-// every release.
+// Torch's functions for the bindings, through Python and DLPack. It uses no PyTorch header, so one
+// build serves every release.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,7 +15,7 @@ namespace vtensor::bind {
 
 namespace nb = nanobind;
 
-// What a torch tensor is at this moment.
+// The present address, device, shape and strides of a torch tensor.
 struct TensorFacts {
   void* data = nullptr;
   dlpack::Device device{};
@@ -28,18 +28,18 @@ class TorchFace {
  public:
   static TorchFace& get();
 
-  // What DLPack's C exchange API says of a tensor, good while that is not changed; false where it
-  // is no tensor, or one that DLPack cannot describe.
+  // Reads a tensor by DLPack's C exchange API. The result is valid until the tensor changes. False
+  // if `object` is no tensor, or one that DLPack cannot describe.
   bool glance(nb::handle object, dlpack::Tensor& seen);
-  // False where `object` is no strided tensor. Conjugate and negative bits are not looked at.
+  // False if `tensor` is not strided. Ignores conjugate and negative bits.
   bool read(nb::handle tensor, TensorFacts& facts);
 
-  // A storage over `generation`, which ends with it. `address` and `bytes` are the extent. It
-  // refuses to be shared with other processes.
+  // A storage over `generation`, whose end ends the generation. `address` and `bytes` are the
+  // extent. The storage refuses to be shared with other processes.
   nb::object storage_over(Generation* generation, Address address, std::size_t bytes,
                           Device device);
   nb::object empty_storage(nb::handle device);
-  // The one under `tensor`, whose Python object all tensors over it share.
+  // The storage of `tensor`. All tensors over it share this Python object.
   nb::object storage(nb::handle tensor);
 
   void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
@@ -50,7 +50,7 @@ class TorchFace {
                  nb::handle source);
 
   bool is_tensor(nb::handle object);
-  // Exactly torch.Tensor or Parameter: reading it has no side effects.
+  // Whether it is exactly a torch.Tensor or Parameter, which can be read without side effects.
   bool is_plain(nb::handle object);
   bool is_negative(nb::handle tensor);
   bool is_conjugate(nb::handle tensor);
@@ -58,11 +58,10 @@ class TorchFace {
 
   // torch's current stream of a CUDA device; 0 for others.
   Stream current_stream(Device device);
-  // Has torch give back the memory that it keeps. False where it cannot, as while a graph is
-  // captured.
+  // Makes torch give back its cached memory. False if it cannot, such as during a capture.
   bool empty_cache();
 
-  // For tests of releases without DLPack's C exchange API: reads by Python attributes instead.
+  // For tests of releases without DLPack's C exchange API: false reads by Python attributes.
   void use_exchange_api(bool use);
 
  private:
@@ -73,12 +72,12 @@ class TorchFace {
   nb::object set_, detach_, narrow_, copy_, untyped_storage_, is_neg_, is_conj_;
   nb::object current_stream_, cuda_;
   nb::object from_dlpack_, storage_type_, grad_enabled_;
-  nb::object private_;  // what a storage of ours has set on it
+  nb::object private_;  // attributes for storages of ours
   const dlpack::ExchangeApi* available_ = nullptr;
   const dlpack::ExchangeApi* api_ = nullptr;
 };
 
-// vectorcall that throws python_error
+// Calls by vectorcall. Throws python_error.
 nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments);
 
 }  // namespace vtensor::bind

@@ -1,4 +1,4 @@
-// The trace's reading side. vtensor/trace.py makes it a context manager.
+// Bindings for reading recordings. vtensor/trace.py wraps them in a context manager.
 #include "base/trace.h"
 
 #include <array>
@@ -22,8 +22,8 @@ nb::list strings(const std::array<std::string_view, size>& names) {
   return list;
 }
 
-// Rows in the order of the fields of vtensor.trace.Event. Names are one object each: there may be a
-// million rows.
+// Rows in the order of the fields of vtensor.trace.Event. Equal names are one object, because there
+// may be a million rows.
 nb::list rows(trace::Recording& recording) {
   std::vector<trace::Event> events;
   {
