@@ -37,8 +37,8 @@ def with_kvcache(module: Any) -> Callable[..., Any]:
         if k is not None and v is not None:
             if cache_seqlens is None:
                 raise InvalidArgument(
-                    "[flash_attn_with_kvcache] k and v without cache_seqlens: say behind how many positions "
-                    "they go"
+                    "[flash_attn_with_kvcache] k and v without cache_seqlens: give the number of "
+                    "positions before them"
                 )
             append(k_cache, v_cache, k, v, cache_seqlens)
             added = k.shape[1]

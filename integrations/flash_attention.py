@@ -227,7 +227,7 @@ def flash_attn_with_kvcache(
     if not _PAGED.isdisjoint(given) and (paged := [name for name in _PAGED if given.get(name) is not None]):
         if isinstance(keys, VTensor) or isinstance(values, VTensor):
             raise InvalidArgument(
-                f"[{operation}] {paged[0]} with a VTensor, whose rows lie and grow alike: leave it out"
+                f"[{operation}] {paged[0]} with a VTensor, whose rows are contiguous: leave it out"
             )
         return _launch(kernel, q, kernel.spec.take_listed(q, keys, values), args, kwargs)
     if (new_k is None and new_v is None) or not (isinstance(keys, VTensor) and isinstance(values, VTensor)):

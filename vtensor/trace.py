@@ -302,7 +302,7 @@ def _read_profile(profile: str | os.PathLike[str] | Profiler) -> dict[str, Any]:
             except (AssertionError, AttributeError, RuntimeError) as error:
                 raise VTensorError(
                     f"[trace.export] torch's profiler gave no trace ({error}): stop it first; it exports "
-                    "once, so where it has, give profile= that file"
+                    "only once, so if it has, give profile= that file"
                 ) from error
         return _read_trace(
             path, "export", "give profile= a file that export_chrome_trace of torch's profiler wrote"

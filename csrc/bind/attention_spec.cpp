@@ -188,7 +188,7 @@ class AttentionSpec {
         if (side->rank != (rows && k.rank == kMostDims ? kMostDims : 3))
           refuse(side->name, " has rows that lie apart, and sequences are to be packed as ",
                  kPacked, ": pass ", side->name,
-                 "[0] where there is one row, or use flash_attn_with_kvcache(cache_seqlens=)");
+                 "[0] if there is one row, or use flash_attn_with_kvcache(cache_seqlens=)");
     } else {
       for (const Argument* side : {&k, &v})
         if (side->rank != kMostDims)
@@ -358,7 +358,7 @@ class AttentionSpec {
   std::int64_t check_new(const Call& t, nb::handle lengths) const {
     if (!t.writes()) return 0;
     if (lengths.is_none())
-      refuse("k and v without ", o_.lengths, ": say behind how many positions they go");
+      refuse("k and v without ", o_.lengths, ": give the number of positions before them");
     check_new(t.q, t.k, t.new_k);
     check_new(t.q, t.v, t.new_v);
     if (!same(t.new_k.shape[1], t.new_v.shape[1]))

@@ -30,7 +30,7 @@ class TensorCore::Undressed {
   nb::handle self_;
 };
 
-// One operation on one tensor: refused in a forked child, on a closed tensor and beside another
+// One operation on one tensor: refused in a forked child, on a closed tensor and during another
 // operation.
 class TensorCore::Operation {
  public:

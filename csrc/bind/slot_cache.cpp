@@ -231,7 +231,7 @@ class CacheCore {
   bool closed() const { return closed_; }
 
  private:
-  // One operation: refused in a forked child, on a closed cache and beside another operation.
+  // One operation: refused in a forked child, on a closed cache and during another operation.
   class Operation {
    public:
     Operation(CacheCore& core, const char* name) : core_(core) {

@@ -146,7 +146,7 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
         """
         if self.get_seq_length() >= self.sliding_window and not self.record_past:
             raise InvalidArgument(
-                "[VTensorCache.crop] the window is full, and what lies before it was let go: "
+                "[VTensorCache.crop] the window is full, and the tokens before it were dropped: "
                 "call activate_past_recording() before the tokens that may be taken back"
             )
         cut = super().plan_crop(tokens_to_remove)

@@ -56,7 +56,7 @@ def next_token(salt: str, tokens: list[int], sample: int) -> int:
 
 
 def alone(request: Request) -> list[list[int]]:
-    """The tokens that each sample generates where there is nobody else."""
+    """The tokens that each sample generates without other requests."""
     results = []
     for sample in range(request.samples):
         tokens = list(request.prompt)

@@ -1,4 +1,4 @@
-"""Who may include and import whom, the words of the code, and the size of its files (DESIGN section 3)."""
+"""Which files may include or import which, the words of the code, and file sizes (DESIGN section 3)."""
 
 from __future__ import annotations
 

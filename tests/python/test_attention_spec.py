@@ -101,7 +101,7 @@ def test_the_room_that_a_write_needs(grown, lengths, shortest, longest):
 
 
 def test_either_may_be_of_a_cache(cache):
-    """Which is then told of the stream."""
+    """The cache then records the stream."""
     (k, v), q = cache[0], noise(ROWS, 1, 4, SIZE)
     other = torch.zeros_like(k)
     for pair in ((k, v), (other, v), (k, other)):

@@ -37,7 +37,7 @@ def start(*arguments: str, cwd: Path, environment=ENVIRONMENT, **options) -> sub
         [sys.executable, "-m", "vtensor", *arguments],
         cwd=cwd,
         env=environment,
-        # Whoever runs the tests in the background may have SIGINT ignored.
+        # A shell that runs the tests in the background may have SIGINT ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )

@@ -79,7 +79,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        # Whoever runs the tests in the background may have SIGINT ignored.
+        # A shell that runs the tests in the background may have SIGINT ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:

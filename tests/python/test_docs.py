@@ -217,7 +217,7 @@ def test_papers_are_the_same_everywhere() -> None:
 
 
 def public_callables() -> dict[str, object]:
-    """Functions and classes of the public face, and the classes' public methods."""
+    """Public functions and classes, and the classes' public methods."""
     modules = {"vtensor": vtensor, "vtensor.testing": vtensor.testing, "vtensor.trace": vtensor.trace}
     found = {}
     for prefix, module in modules.items():

@@ -149,7 +149,7 @@ def undo_refused(kind, name, refuse):
 
 @pytest.mark.parametrize("refuse", [2, pytest.param(1000, marks=pytest.mark.slow)])
 def test_undoing_refused_too(kind, refuse):
-    """What cannot be undone is quarantined: counted, never used again, never unmapped under somebody. The
+    """What cannot be undone is quarantined: counted, never used again, never unmapped under a view. The
     tensors still show what they did, and everything can be closed. In processes of their own: what is
     quarantined stays, and what is wrong here is a read of unmapped memory."""
     if kind == "simcuda" and simcuda_library() is None:

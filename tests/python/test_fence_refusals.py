@@ -21,7 +21,7 @@ WORKERS = pytest.mark.parametrize("ahead", [0, AHEAD], ids=["caller", "mapper"])
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery", "cuStreamIsCapturing", "cuMemUnmap"])
 @pytest.mark.parametrize("refuse", [1, 5])
 def test_giving_back_is_refused_and_tried_again(sim, stream_pool, ahead, call, refuse):
-    """Shrinking and closing cannot fail by the driver. By itself with a mapper, else when somebody asks."""
+    """Shrinking and closing do not fail with the driver. The mapper, or else the next call, tries again."""
     pool = stream_pool(prefetch=ahead, cache=0)
     t, u = filled(pool, 32, 1), filled(pool, 8, 2)
     stream = sim.stream(held=True)
@@ -140,7 +140,7 @@ def test_every_driver_call_refused(sim, stream_pool, ahead, cache):
         seen.add(error is None)
         try:
             pool.wait_idle(2)
-        except vtensor.DriverError:  # what the mapper met, told once
+        except vtensor.DriverError:  # what the mapper met, raised once
             pool.wait_idle(2)
         pool.trim()
         stats = pool.stats()
@@ -169,7 +169,7 @@ def test_stale_positions_zeroed_on_the_device_are_not_unmapped_under_it(sim, str
 
 
 def test_the_mapper_leaves_a_closed_pool_of_a_device_in_error_alone(sim, stream_pool):
-    """The process may be ending, and libcuda with it; who closes the pool again tries again."""
+    """The process may be ending, and libcuda with it. A second close() of the pool tries again."""
     pool = stream_pool(prefetch=AHEAD, cache=0)
     t = filled(pool, 16)
     sim.fail("*", refuse=10**9, code=ILLEGAL_ADDRESS)

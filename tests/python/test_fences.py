@@ -90,7 +90,7 @@ def test_views_are_waited_for_too(sim, stream_pool, ahead):
 
 @WORKERS
 def test_nobody_else_gets_a_page_that_is_in_use(sim, stream_pool, ahead):
-    """The budget's last pages wait for a kernel: who needs them waits too, and then has zeros (I7)."""
+    """The budget's last pages wait for a kernel: a growth that needs them waits too, and gets zeros (I7)."""
     pool = stream_pool(pages=8, prefetch=ahead, cache=0)
     stream = sim.stream(held=True)
     t = filled(pool, 32, 5)
@@ -216,7 +216,7 @@ def test_a_second_shrink_waits_for_its_own_fence(sim, stream_pool):
 
 
 def recycled(pool, pages: int) -> None:
-    """Leaves free pages in the pool that hold somebody's bytes."""
+    """Leaves free pages in the pool that hold bytes of a closed tensor."""
     filled(pool, 4 * pages, 255).close()
     pool.wait_idle(1)
     pool.trim()

@@ -1,4 +1,4 @@
-"""What the FlashAttention shims are told at its edges: padding on the left, no queries, packed starts in no
+"""Edge cases of the FlashAttention shims: padding on the left, no queries, packed starts in no
 order. What FlashAttention defines is computed, and all else refused."""
 
 from __future__ import annotations

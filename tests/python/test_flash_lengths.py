@@ -1,4 +1,4 @@
-"""The lengths that the FlashAttention shims are told: past the end of plain tensors, of rows of their own,
+"""The lengths that the FlashAttention shims get: past the end of plain tensors, of rows of their own,
 and in compiled code."""
 
 from __future__ import annotations

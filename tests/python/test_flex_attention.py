@@ -222,7 +222,7 @@ def test_tiles_before_the_start_are_not_read(pages):
 
 @pytest.mark.seconds(200)
 def test_numbers_that_only_the_device_knows_read_nothing_outside(pages, monkeypatch):
-    """Nobody has checked them: counts stay from none to all, and tiles are those of the extent."""
+    """They are not checked: counts stay between none and all, and tiles inside the extent."""
     mask = CacheMask(None, 4, 1, CAPACITY)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     lengths, starts = torch.tensor([70, 70, 300, 900]), torch.tensor([-128, 600, 300, 0])

@@ -359,7 +359,7 @@ def test_views_outlive_the_cache(pool_factory, kind):
     pool.wait_idle(10)
     assert pool.stats().pages_used == 0 and pool.stats().nbytes_reserved > 0
     with make_cache(pool) as other:
-        assert other[0][0].data_ptr() != address  # nobody else's while somebody can look
+        assert other[0][0].data_ptr() != address  # kept from others while a view can read it
     del k
     gc.collect()
     pool.wait_idle(10)
@@ -410,7 +410,7 @@ def test_a_forked_child_is_told():  # I13
 
 
 def test_threads_take_turns(pool_factory, kind):
-    """Requests of several threads in one cache: nobody's tokens are mixed up, and nothing is lost."""
+    """Requests of several threads in one cache: no tokens are mixed up, and nothing is lost."""
     with make_cache(pool_factory(kind, 800), max_batch=16) as cache:
         turn = threading.Lock()
         errors = []

@@ -1,5 +1,5 @@
-"""On CUDA each layer of a KVCache begins at an address that kernels may be given: where nothing is mapped,
-one page of zeros stands behind it, read-only, that counts as nobody's."""
+"""On CUDA each layer of a KVCache begins at an address that kernels may be given. If nothing is mapped there,
+one read-only page of zeros is, which counts for no slot."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_a_swapped_request_comes_back_bit_for_bit(pool_factory, kind, shape):
         cache.swap_out(slot)
         cache.wait(slot)
         assert cache.stats().pages_mapped == 0 and cache.length(slot) == 60
-        other = cache.alloc()  # somebody else's bytes in the same pages meanwhile
+        other = cache.alloc()  # writes other bytes to the same pages
         grown(cache, other, MAX_LEN)
         write(cache, other, 0, range(1000, 1000 + MAX_LEN))
         cache.free(other)

@@ -47,8 +47,8 @@ def holds(cache, slot, start, stop, value):
 
 
 def test_a_wait_right_after_the_worker_was_asked_waits_for_it(pool_factory, kind):
-    """A pool's mapper starts with its first request here: nobody may take its not having begun for its
-    having finished."""
+    """A pool's mapper starts with its first request here: a mapper that has not begun must not count as
+    finished."""
     for _ in range(30):
         with pool_factory(kind, pages=400) as pool, make(pool, lookahead=3 * TOKENS) as cache:
             slot = cache.alloc()

@@ -19,7 +19,7 @@ AHEAD = 1 << 20
 
 @pytest.fixture(params=[0, AHEAD], ids=["caller", "mapper"])
 def pool(request, stream_pool):
-    """What unmaps: the caller himself, or the mapper."""
+    """A pool whose caller unmaps, or whose mapper does."""
     return stream_pool(prefetch=request.param, cache=0)
 
 
@@ -223,7 +223,7 @@ def test_record_stream_lasts_for_the_tensors_life(sim, pool):
 
 @pytest.mark.parametrize("call", ["cuStreamIsCapturing", "cuEventCreate", "cuEventRecord", "cuCtxGetCurrent"])
 def test_a_refused_fence_keeps_the_pages(sim, stream_pool, call):
-    """The lease has not ended then: who ended it is told, and may end it again."""
+    """The lease has not ended then: its end raises, and can be tried again."""
     pool = stream_pool()
     stream = sim.stream(held=True)
     t, u = filled(pool, 16), filled(pool, 8)
@@ -302,7 +302,7 @@ def test_a_graph_destroyed_while_it_is_replayed(sim, pool):
 
 @pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])
 def test_what_remaps_pages_waits_for_a_leased_replay(sim, stream_pool, operation):
-    """The graph keeps the pages, but nobody knows in which streams it runs unless a lease says so."""
+    """The graph keeps the pages, but only a lease says in which streams it runs."""
     pool = stream_pool(patience=0.05)
     stream = sim.stream()
     t = filled(pool, 15, 1)
@@ -387,7 +387,7 @@ def test_shrinking_in_a_capture_waits_for_its_end(sim, pool):
 
 @pytest.mark.parametrize("call", ["cuStreamGetCaptureInfo", "cuUserObjectCreate", "cuGraphRetainUserObject"])
 def test_a_graph_that_cannot_hold_a_lease(sim, stream_pool, call):
-    """Then nobody knows how long the graph lives: the pages stay, and who captured is told."""
+    """Then the life of the graph is unknown: the pages stay, and the end of the lease raises."""
     pool = stream_pool()
     stream = sim.stream()
     t = filled(pool, 16)

@@ -175,7 +175,7 @@ def test_a_long_append_loop_makes_no_driver_call(ahead):
 
 
 def test_a_loop_that_gives_the_mapper_no_time_is_right_all_the_same(anywhere):
-    """Whoever overtakes the mapper maps the page himself."""
+    """A growth that overtakes the mapper maps the page on the caller's thread."""
     tensors = [quarter(anywhere, rows=(2,), capacity=400) for _ in range(3)]
     for i in range(400):
         for k, t in enumerate(tensors):
@@ -257,7 +257,7 @@ def test_a_mapper_that_may_not_look_far_is_not_woken_for_each_page():
 
 
 def test_tensors_that_want_pages_are_served_in_turn():
-    """So that nobody waits for the second page of another to get his first."""
+    """So no tensor waits for its first page until another has its second."""
     large = 1 << 20  # bytes: a step of the mapper, or several
     with vtensor.Pool("cpu", page_size=large) as pool:
         both = [vtensor.empty(0, grow_dim=0, capacity=64 * large, dtype=torch.uint8, pool=pool) for _ in "kv"]
@@ -493,7 +493,7 @@ def test_one_thread_a_pool_that_ends_with_it(pool_factory):
     t.extend(8)
     pool.close()
     assert mappers() == before
-    quiet = pool_factory("host")  # prefetch=0: not before somebody asks
+    quiet = pool_factory("host")  # prefetch=0: no mapper before the first prepare()
     u = quarter(quiet)
     assert mappers() == before
     u.prepare(8)

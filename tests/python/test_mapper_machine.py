@@ -37,7 +37,7 @@ class MapperMachine(Machine):
         ]
 
     def rest(self, pool) -> None:
-        """Lets the mapper come round; what it met is told once each, and is only what was injected."""
+        """Lets the mapper come round. Each error that it met is raised once, and only injected errors are."""
         for _ in range(20):
             try:
                 pool.wait_idle(timeout=20)

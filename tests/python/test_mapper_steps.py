@@ -1,4 +1,4 @@
-"""What the mapper does in one go: batches of driver calls; and that nobody waits for all of it (I12)."""
+"""What the mapper does in one go: batches of driver calls. No caller waits for all of it (I12)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_unmapping_goes_in_steps(pool_factory):
 
 
 def test_unmapping_is_bounded_by_time(sim, stream_pool):
-    """Each call may wait for the device, so an owner who comes back waits for one alone."""
+    """Each call may wait for the device, so a tensor that grows meanwhile waits for one call only."""
     pool = stream_pool(patience=20, prefetch=PAGE, cache=0)
     rows = 8
     t = filled(pool, 8, rows=(rows,))
@@ -93,7 +93,7 @@ def test_who_needs_quiet_waits_for_one_step(what):
 
 
 def test_a_tensor_dropped_while_somebody_waits_calls_the_mapper(pool_factory):
-    """The deleter finds the lock taken; whoever waits sees to what it left, and to the mapper."""
+    """The deleter finds the lock taken. The waiting thread reaps what it left, and wakes the mapper."""
     pool = pool_factory("host", prefetch=16 * 4096, cache=16 * 4096)
     go, gone = threading.Event(), threading.Event()
     until = time.monotonic() + 1.0
@@ -125,7 +125,7 @@ def test_a_tensor_dropped_while_somebody_waits_calls_the_mapper(pool_factory):
 
 
 def test_what_keeps_the_mapper_from_working_is_raised(sim, stream_pool):
-    """And tried again where somebody asks, not all the time."""
+    """It is tried again at the next operation, not all the time."""
     pool = stream_pool()
     t = filled(pool, 1)
     sim.fail("cuThreadExchangeStreamCaptureMode", 0, 10**6)

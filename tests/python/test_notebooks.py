@@ -50,7 +50,7 @@ def test_there_are_six():
 @pytest.mark.seconds(200)
 def test_it_runs_and_gives_what_is_stored(path, tmp_path, monkeypatch):
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))  # nobody's own settings
+        monkeypatch.setenv(name, str(tmp_path / name))  # not the user's settings
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     stored, fresh = read(path), read(path)
     for cell in code_cells(fresh):

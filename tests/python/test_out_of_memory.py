@@ -1,4 +1,4 @@
-"""Memory that runs out: what is given back first, who is asked, what is raised, and that nothing changes."""
+"""Memory that runs out: the order in which it is freed, what is raised, and that nothing changes."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_a_reserve_that_torch_makes_room_for(sim, stream_pool, emptied):
 
 
 def test_a_reserve_takes_what_is_spare(sim, stream_pool, emptied):
-    """Before anybody is asked: what freed tensors left, and what is ahead of others."""
+    """It first takes what freed tensors left, and what is ahead of others."""
     pool = stream_pool(device_reserve=free_memory() - 8 * PAGE, prefetch=AHEAD)
     filled(pool, 16).close()
     other = quarter(pool, 4, capacity=32)

@@ -1,4 +1,4 @@
-"""What a pool may be told: budget, prefill, watermarks, age, reserve; and what it counts."""
+"""The options of a pool: budget, prefill, watermarks, age, reserve; and its counts."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_prefill_makes_memory_and_growth_finds_it(pool_factory, kind):
     pool.prefill(10 * PAGE - 1)
     stats = check_sums(pool)
     assert (stats.pages_spare, stats.pages_used, stats.pages_free) == (10, 0, 64)
-    assert (stats.pages_fresh, stats.pages_recycled) == (0, 0)  # nobody took a page
+    assert (stats.pages_fresh, stats.pages_recycled) == (0, 0)  # no tensor took a page
     before = calls(pool)
     t = quarter(pool, 12 * PER_PAGE)
     made = calls_since(pool, before)

@@ -105,8 +105,8 @@ def test_a_tensor_that_moved_with_a_view_alive_can_be_written(cuda):
 
 @pytest.mark.parametrize("pages", [1, 3])
 def test_a_failed_own_leaves_its_bytes_to_nobody(pool_factory, pages):
-    """I7: a page that got our bytes and was put back is zeroed for whoever had it before, also where only
-    some of the pages were copied."""
+    """I7: a page that got our bytes and was put back is zeroed for its last owner too, also if only some of
+    the pages were copied."""
     cuda = pool_factory("simcuda")
     page = cuda.page_size // 4
     length = pages * page

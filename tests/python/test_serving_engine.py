@@ -28,7 +28,7 @@ def drawn(logits, sequence) -> int:
 
 
 def alone(model, request, choose=greedy):
-    """The tokens of each sample where the model serves nobody else, with its own cache."""
+    """The tokens of each sample if the model serves only this request, with its own cache."""
     results = []
     for sequence in Group(request, 0).sequences:
         cache, ids = DynamicCache(config=model.config), torch.tensor([sequence.tokens])

@@ -1,4 +1,4 @@
-"""Who is served when: order, victims, groups, nobody lost, and each request's tokens as if it were alone."""
+"""The order of service, victims and groups: no request is lost, and each gets the tokens it has alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages shared by fork, deepcopy and reindex: who writes what is never seen by the other side (I6)."""
+"""Pages shared by fork, deepcopy and reindex: a write is never seen by the other side (I6)."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_folding_that_does_not_fit_raises_and_loses_nothing(pool_factory):
     pool = pool_factory("host", pages=8)
     parent = filled(pool, 5 * PER_PAGE, 1)
     child = parent.fork()
-    child[:].fill_(2)  # two pages more than the pool has left: the kernel asks nobody
+    child[:].fill_(2)  # two pages more than the pool has left: the kernel copies unasked
     stats = pool.stats()
     assert (stats.pages_used, stats.pages_free, stats.pages_private) == (10, -2, 5)  # I5
     with pytest.raises(vtensor.OutOfPages) as caught:

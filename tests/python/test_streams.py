@@ -235,5 +235,5 @@ pool.close()
 
 @needs_simcuda
 def test_a_stream_that_is_gone_cannot_be_waited_for():
-    """The fence is refused: the pages stay for good, who asks is told, and the pool is none the worse."""
+    """The fence is refused: the call raises, the pages stay for good, and the pool keeps working."""
     run_snippet(_STREAM_IS_GONE, finalize=True).check()

@@ -1,4 +1,4 @@
-"""The public face of VTensor: every constructor, method and property, on both drivers."""
+"""The public interface of VTensor: every constructor, method and property, on both drivers."""
 
 from __future__ import annotations
 

@@ -450,7 +450,7 @@ def test_a_request_goes_on_with_its_prompt() -> None:
     fork.truncate(1)
     fork.append(fork.extended(1, own))
     assert fork.values == request.values[:2] and fork.known == 2
-    fork.values[1], fork.known = next(own), 1  # somebody overwrote it: what follows is no prompt's
+    fork.values[1], fork.known = next(own), 1  # overwritten: what follows is not the prompt's
     fork.append(fork.extended(1, own))
     assert fork.known == 1 and fork.values[2] not in request.values
 

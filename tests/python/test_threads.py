@@ -129,7 +129,7 @@ def test_aliases_beside_growth(large):
 
 @pytest.mark.exact
 def test_close_beside_growth(large):
-    """Whoever comes after the close gets Closed; nobody crashes, and nothing is left."""
+    """Calls after the close raise Closed. Nothing crashes, and nothing is left."""
     for _ in range(20):
         t = filled(large, 3)
         x = torch.ones(1, t.shape[1], dtype=t.dtype)

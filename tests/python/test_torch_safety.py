@@ -192,8 +192,8 @@ def skip_unless_built(kind):
         pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
 
 
-# On CUDA the holes between rows fault (I3): what walks a whole storage is not for views there, nor for who
-# asks the tensor for its storage.
+# On CUDA the holes between rows fault (I3), so operations that walk a whole storage do not work on views, nor
+# on the tensor's storage.
 WALKS_STORAGE = {
     "deepcopy",
     "save_load",

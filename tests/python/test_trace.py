@@ -122,7 +122,7 @@ def test_pandas_makes_a_table_of_them(host):
 
 
 def test_what_a_tensor_and_the_mapper_do_is_all_there(pool_factory):
-    """One of each, by who does it."""
+    """One of each, by thread."""
     pool = pool_factory("host", prefetch=16 * 4096, cache=16 * 4096)
     with trace.record() as recording:
         t = quarter(pool, 2, make=vtensor.zeros)

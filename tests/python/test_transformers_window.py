@@ -272,7 +272,7 @@ def test_out_of_pages_at_the_prompt_leaves_nothing(pool_factory):
 
 
 def test_going_on_after_out_of_pages(pool_factory):
-    """I9: once somebody else has let go of pages."""
+    """I9: after another tensor has given pages back."""
     model = make("Gemma 3")
     pool = pool_factory("host", pages=24)
     other = vtensor.empty(10, 4096, grow_dim=1, capacity=4096, dtype=torch.uint8, pool=pool)

@@ -59,7 +59,7 @@ def _why_no_cuda() -> str:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "no libcuda.so.1: install NVIDIA's driver where there is a GPU"
+        return "no libcuda.so.1: if there is a GPU, install NVIDIA's driver"
     if torch.version.cuda is None:
         return "libcuda.so.1 is there, this torch is built without CUDA: install a CUDA build of torch"
     return "libcuda.so.1 is there, torch finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
