@@ -144,7 +144,7 @@ def is_private(module: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in module.split("."))
 
 
-def test_integrations_use_the_public_face() -> None:
+def test_integrations_use_public_modules_only() -> None:
     wrong = [
         f"{name(path)} imports {module}"
         for path in INTEGRATIONS
