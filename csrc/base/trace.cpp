@@ -99,7 +99,7 @@ Ring& open_ring(std::size_t capacity) {
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     throw Error("[trace.record] need " + std::to_string(bytes) +
-                " bytes of addresses, the system has fewer: lower capacity=");
+                " bytes of addresses, the system has fewer: ask for fewer events");
   }
   // A huge page takes as long to come as a traced operation does.
   madvise(memory, bytes, MADV_NOHUGEPAGE);

@@ -66,7 +66,7 @@ std::shared_ptr<PagePool> PagePool::enlist(std::unique_ptr<Driver> driver,
   if (budget < traits.page_size) {
     throw InvalidArgument("[Pool] budget of " + std::to_string(budget) +
                           " bytes holds no page of " + std::to_string(traits.page_size) +
-                          " bytes: raise budget= or lower page_size=");
+                          " bytes: raise the budget or lower the page size");
   }
   PoolOptions budgeted = options;
   budgeted.budget = budget;

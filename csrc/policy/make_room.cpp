@@ -56,8 +56,7 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
     if (give_up_spare(lock)) continue;
     trace::event(trace::What::out_of_memory, 0, shortage.missing);
     throw ReserveReached(need(operation, pages, page_size) + "the device has " +
-                         std::to_string(shortage.free) +
-                         " bytes free, of which device_reserve= leaves " +
+                         std::to_string(shortage.free) + " bytes free, of which the pool leaves " +
                          std::to_string(pool_.options().device_reserve) +
                          " to others: free memory, or lower the pool's reserve");
   }
@@ -156,7 +155,7 @@ bool try_again(PagePool& pool, const Caller& caller, const Outside& outside, boo
                      (emptied ? "after torch gave back its cache"
                               : "while torch cannot give back its cache, as during a capture") +
                      " (" + refusal.name +
-                     "): free tensors, here or in other processes, or lower budget=");
+                     "): free tensors, here or in other processes, or lower the pool's budget");
   }
   return true;
 }

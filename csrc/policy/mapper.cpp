@@ -37,9 +37,10 @@ void Mapper::start(std::weak_ptr<PagePool> pool) {
     thread_ = start_thread("vtensor-mapper", ThreadRole::mapper,
                            [pool = std::move(pool), signal] { run(pool, signal); });
   } catch (const std::system_error& error) {
-    throw DriverError("pthread_create", error.code().value(), "EAGAIN",
-                      "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the "
-                      "process's limits (ulimit -u, ulimit -v), or make the pool with ahead=0");
+    throw DriverError(
+        "pthread_create", error.code().value(), "EAGAIN",
+        "[mapper] the system has no thread for a pool's mapper (EAGAIN): raise the "
+        "process's limits (ulimit -u, ulimit -v), or make the pool without look-ahead");
   }
   signal_ = std::move(signal);
   running_.store(true, std::memory_order_release);

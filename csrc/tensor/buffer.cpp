@@ -30,10 +30,10 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
   const std::size_t page = pool->page_size();
   const auto bytes = checked_multiply(shape.capacity, shape.item_bytes);
   const auto too_large = [&] {
-    return CapacityExceeded("[empty] capacity of " + std::to_string(shape.capacity) +
-                            " positions of " + std::to_string(shape.item_bytes) + " bytes in " +
-                            std::to_string(shape.rows) +
-                            " rows passes the address space: lower capacity=");
+    return CapacityExceeded(
+        "[" + std::string(caller.operation) + "] capacity of " + std::to_string(shape.capacity) +
+        " positions of " + std::to_string(shape.item_bytes) + " bytes in " +
+        std::to_string(shape.rows) + " rows passes the address space: lower the capacity");
   };
   // 2^47 bytes are the addresses of a process on x86-64.
   constexpr std::size_t limit = std::size_t{1} << 47;

@@ -92,6 +92,18 @@ def test_no_friends_across_rooms() -> None:
     assert not wrong
 
 
+def test_the_core_names_no_option() -> None:
+    """Options are spelled where they are taken: in the bindings and in Python."""
+    wrong = [
+        f"{name(path)}: {text}"
+        for path in CPP
+        if path.parent.name in ("base", "vmm", "policy", "tensor")
+        for text in re.findall(r'"(?:\\.|[^"\\\n])*"', path.read_text())
+        if re.search(r"\b[a-z_]+=", text)
+    ]
+    assert not wrong
+
+
 def driver_of(file: str) -> str | None:
     """Which of DRIVERS a file of csrc/driver belongs to; None for what they share."""
     return next((driver for driver in DRIVERS if file.startswith(f"{driver}_")), None)
