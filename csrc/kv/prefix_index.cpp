@@ -92,8 +92,9 @@ std::size_t PrefixIndex::evict(std::size_t pages) {
     const PoolLock lock(recent_.front()->pages.front()->pool());
     for (Node* node : recent_) {
       if (freed >= pages) break;
-      const bool in_use = std::any_of(node->pages.begin(), node->pages.end(),
-                                      [](const auto& page_set) { return page_set->in_use(); });
+      const bool in_use =
+          std::any_of(node->pages.begin(), node->pages.end(),
+                      [](const auto& page_set) VT_LOCKED { return page_set->in_use(); });
       const bool has_children =
           std::any_of(node->children.begin(), node->children.end(),
                       [&gone](const auto& child) { return !gone.contains(child.second.get()); });

@@ -203,7 +203,7 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
 // What the slots that are due take, where all of it is ready and their own.
 bool SlotCache::grow_ready(const Caller& caller, std::span<const std::int64_t> lengths) {
   const PoolLock lock(pool_);
-  const auto each = [&](auto what) {
+  const auto each = [&](auto what) VT_LOCKED {
     for (const std::size_t slot : due_) {
       for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
         const Interval positions = needed(kind, slot, static_cast<std::size_t>(lengths[slot]));
@@ -212,12 +212,11 @@ bool SlotCache::grow_ready(const Caller& caller, std::span<const std::int64_t> l
     }
     return true;
   };
-  if (!each([](const Buffer& buffer, Interval positions) {
-        return !buffer.shares() && buffer.is_ready(positions);
-      })) {
+  if (!each([](const Buffer& buffer, Interval positions)
+                VT_LOCKED { return !buffer.shares() && buffer.is_ready(positions); })) {
     return false;
   }
-  return each([&caller](Buffer& buffer, Interval positions) {
+  return each([&caller](Buffer& buffer, Interval positions) VT_LOCKED {
     buffer.grow_ready(caller, positions);
     return true;
   });

@@ -201,7 +201,7 @@ class SlotCache {
   void expect_unsharing(std::size_t slot) { room_[slot] = lengths_[slot]; }
   void forget_heads(const Caller& caller, std::size_t slot);
   void look_further(std::span<const std::size_t> slots);
-  std::size_t room_of(std::size_t kind, std::size_t slot, std::size_t length) const;
+  std::size_t room_of(std::size_t kind, std::size_t slot, std::size_t length) const VT_LOCKED;
   bool grow_ready(const Caller& caller, std::span<const std::int64_t> lengths);
   void grow(const Caller& caller, std::span<const std::int64_t> lengths);
 
@@ -211,18 +211,18 @@ class SlotCache {
     std::size_t cached = 0;  // positions behind cached pages
     std::size_t before = 0;  // slots of the page table that are empty before these, in every kind
   };
-  Fit fit(const Slot& slot) const;
+  Fit fit(const Slot& slot) const VT_LOCKED;
   using Ready = std::set<std::pair<std::size_t, std::size_t>>;
-  void admit_settled();
+  void admit_settled() VT_LOCKED;
   void list_ready(std::size_t slot, std::size_t cached);
-  bool confirm(Ready::iterator listed, Fit& seen);
-  std::optional<std::size_t> choose(std::size_t expected);
-  std::optional<std::size_t> choose_empty(std::span<const std::size_t> pages);
-  bool leaving() const;
-  std::exception_ptr refusal() const;
-  static bool is_lost(const Slot& slot);
-  static std::size_t cached_pages(const Slot& slot);
-  bool evict_one();
+  bool confirm(Ready::iterator listed, Fit& seen) VT_LOCKED;
+  std::optional<std::size_t> choose(std::size_t expected) VT_LOCKED;
+  std::optional<std::size_t> choose_empty(std::span<const std::size_t> pages) VT_LOCKED;
+  bool leaving() const VT_LOCKED;
+  std::exception_ptr refusal() const VT_LOCKED;
+  static bool is_lost(const Slot& slot) VT_LOCKED;
+  static std::size_t cached_pages(const Slot& slot) VT_LOCKED;
+  bool evict_one() VT_LOCKED;
   template <typename Choose>
   std::size_t take(const Caller& caller, Choose choose);
   bool enter(const Caller& caller, std::size_t slot);

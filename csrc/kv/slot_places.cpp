@@ -23,8 +23,9 @@ bool SlotCache::has_free(std::size_t n) const { return n <= ready_.size() || n <
 
 std::size_t SlotCache::count_free() const {
   const PoolLock lock(pool_);
-  const auto lost = std::count_if(settling_.begin(), settling_.end(),
-                                  [this](std::size_t slot) { return is_lost(slots_[slot]); });
+  const auto lost =
+      std::count_if(settling_.begin(), settling_.end(),
+                    [this](std::size_t slot) VT_LOCKED { return is_lost(slots_[slot]); });
   return ready_.size() + settling_.size() - static_cast<std::size_t>(lost);
 }
 
@@ -36,7 +37,6 @@ void SlotCache::require_free(const Caller& caller, std::size_t n) const {
                    " are: free(slot) one, or make the cache with a larger max_batch=");
 }
 
-// Requires: the pool's lock.
 SlotCache::Fit SlotCache::fit(const Slot& slot) const {
   Fit fit{true, kAll, kAll};
   for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -56,7 +56,7 @@ SlotCache::Fit SlotCache::fit(const Slot& slot) const {
 
 // Moves freed slots to those that can be had, as far as their pages have come to rest. A slot moves
 // once, and few that cannot are looked at, so that this costs an alloc nothing that grows with the
-// slots. Requires: the pool's lock.
+// slots.
 void SlotCache::admit_settled() {
   std::size_t looks = 8;
   while (!settling_.empty() && looks != 0) {
@@ -79,7 +79,7 @@ void SlotCache::list_ready(std::size_t slot, std::size_t cached) {
 }
 
 // Whether a ready slot is still as it was when it was listed; lists it anew where it is not: the
-// pool takes cached pages back. Requires: the pool's lock.
+// pool takes cached pages back.
 bool SlotCache::confirm(Ready::iterator listed, Fit& seen) {
   const auto [cached, slot] = *listed;
   seen = fit(slots_[slot]);
@@ -93,8 +93,7 @@ bool SlotCache::confirm(Ready::iterator listed, Fit& seen) {
   return false;
 }
 
-// The smallest that has enough, or else the largest; of those that are alike the first. Requires:
-// the pool's lock.
+// The smallest that has enough, or else the largest; of those that are alike the first.
 std::optional<std::size_t> SlotCache::choose(std::size_t expected) {
   admit_settled();
   while (!ready_.empty()) {
@@ -107,8 +106,7 @@ std::optional<std::size_t> SlotCache::choose(std::size_t expected) {
 }
 
 // One with nothing mapped below `pages` of each kind. Those with the fewest cached pages come
-// first; where a slot has some from its beginning on, so have all behind it. Requires: the pool's
-// lock.
+// first; where a slot has some from its beginning on, so have all behind it.
 std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> pages) {
   const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
   admit_settled();
@@ -126,17 +124,16 @@ std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> 
 }
 
 // Whether pages of some free slot are on their way out, as far as the driver lets them go.
-// Requires: the pool's lock.
 bool SlotCache::leaving() const {
-  return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t at) {
+  return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t at) VT_LOCKED {
     const Slot& slot = slots_[at];
     if (is_lost(slot) || fit(slot).ready) return false;
     return std::none_of(slot.buffers.begin(), slot.buffers.end(),
-                        [](const auto& buffer) { return buffer && buffer->refusal(); });
+                        [](const auto& buffer) VT_LOCKED { return buffer && buffer->refusal(); });
   });
 }
 
-// Why the pages of some free slot stay. Requires: the pool's lock.
+// Why the pages of some free slot stay.
 std::exception_ptr SlotCache::refusal() const {
   for (const Slot& slot : slots_) {
     if (slot.state != SlotState::free) continue;
@@ -147,14 +144,13 @@ std::exception_ptr SlotCache::refusal() const {
   return nullptr;
 }
 
-// Whether places of the slot can never be used again. Requires: the pool's lock.
+// Whether places of the slot can never be used again.
 bool SlotCache::is_lost(const Slot& slot) {
   return std::any_of(slot.buffers.begin(), slot.buffers.end(), [](const auto& buffer) {
     return buffer && buffer->range().quarantined() != 0;
   });
 }
 
-// Requires: the pool's lock.
 std::size_t SlotCache::cached_pages(const Slot& slot) {
   std::size_t pages = 0;
   for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
@@ -165,11 +161,10 @@ std::size_t SlotCache::cached_pages(const Slot& slot) {
 }
 
 // Has the free slot with the fewest cached positions give them back. False where none has any.
-// Requires: the pool's lock.
 bool SlotCache::evict_one() {
-  const auto fewest = std::find_if(ready_.begin(), ready_.end(), [this](const auto& listed) {
-    return cached_pages(slots_[listed.second]) != 0;
-  });
+  const auto fewest = std::find_if(
+      ready_.begin(), ready_.end(),
+      [this](const auto& listed) VT_LOCKED { return cached_pages(slots_[listed.second]) != 0; });
   if (fewest == ready_.end()) return false;
   for (const std::shared_ptr<Buffer>& buffer : slots_[fewest->second].buffers) {
     if (buffer && !buffer->cached().empty()) buffer->evict();
@@ -188,13 +183,15 @@ std::size_t SlotCache::take(const Caller& caller, Choose choose) {
       pool_->reap();
       slot = choose();
       if (!slot) {
-        pool_->await(lock, caller.operation, "the work that used the pages of a freed slot", [&] {
-          static_cast<void>(pool_->settle_all(lock));
-          slot = choose();
-          if (slot || leaving()) return slot.has_value();
-          if (const std::exception_ptr refused = refusal()) std::rethrow_exception(refused);
-          return false;
-        });
+        pool_->await(lock, caller.operation, "the work that used the pages of a freed slot",
+                     [&]() VT_LOCKED {
+                       static_cast<void>(pool_->settle_all(lock));
+                       slot = choose();
+                       if (slot || leaving()) return slot.has_value();
+                       if (const std::exception_ptr refused = refusal())
+                         std::rethrow_exception(refused);
+                       return false;
+                     });
       }
     }
     if (slot && enter(caller, *slot)) return *slot;
@@ -235,7 +232,7 @@ bool SlotCache::enter(const Caller& caller, std::size_t slot) {
 }
 
 std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
-  const std::size_t slot = take(caller, [&] { return choose(expected); });
+  const std::size_t slot = take(caller, [&]() VT_LOCKED { return choose(expected); });
   look_further({&slot, 1});
   return slot;
 }
@@ -248,7 +245,7 @@ std::size_t SlotCache::alloc_prefix(const Caller& caller, std::span<const Prefix
 }
 
 std::size_t SlotCache::take_empty(const Caller& caller, std::span<const std::size_t> pages) {
-  return take(caller, [&]() -> std::optional<std::size_t> {
+  return take(caller, [&]() VT_LOCKED -> std::optional<std::size_t> {
     for (;;) {
       const auto slot = choose_empty(pages);
       if (slot || leaving() || !evict_one()) return slot;

@@ -277,11 +277,13 @@ void SlotCache::await_departure(const Caller& caller, std::size_t slot) {
   if (slots_[slot].state != SlotState::swapped) return;
   PoolLock lock(pool_);
   const auto& buffers = slots_[slot].buffers;
-  pool_->await(lock, caller.operation, "the unmapping of a slot that was swapped out", [&] {
-    static_cast<void>(pool_->settle_all(lock));
-    return std::all_of(buffers.begin(), buffers.end(),
-                       [](const auto& buffer) { return buffer->pages_leaving() == 0; });
-  });
+  pool_->await(
+      lock, caller.operation, "the unmapping of a slot that was swapped out", [&]() VT_LOCKED {
+        static_cast<void>(pool_->settle_all(lock));
+        return std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) VT_LOCKED {
+          return buffer->pages_leaving() == 0;
+        });
+      });
 }
 
 // What the caller's stream does to a slot comes behind what is being copied into it.

@@ -1,4 +1,4 @@
-// Freed clients that stay mapped, each for the next tensor of its shape. Requires the pool's lock.
+// Freed clients that stay mapped, each for the next tensor of its shape.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "policy/roster.h"
+#include "vmm/pool_lock.h"
 #include "vmm/row_shape.h"
 
 namespace vtensor {
@@ -19,14 +20,14 @@ class CachedClients {
   // Counted pages of all of them.
   std::size_t pages() const { return pages_; }
   // The oldest whose range is its own; null if there is none.
-  std::shared_ptr<Client> oldest_unplaced() const;
+  std::shared_ptr<Client> oldest_unplaced() const VT_LOCKED;
   // The last freed of exactly this shape that can be had, one that is busy last; null if there is
   // none.
-  std::shared_ptr<Client> find(const RowShape& shape) const;
+  std::shared_ptr<Client> find(const RowShape& shape) const VT_LOCKED;
 
   // `unclean`: its pages may have to be zeroed.
-  void add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean);
-  void remove(Client& client, std::size_t pages);
+  void add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) VT_LOCKED;
+  void remove(Client& client, std::size_t pages) VT_LOCKED;
 
   // Those whose pages may have to be zeroed.
   Roster unclean;

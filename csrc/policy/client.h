@@ -24,7 +24,6 @@ class PagePool;
 struct Generation;
 struct PoolCounts;
 
-// All of it requires the pool's lock, but what is said to need none.
 class Client : public std::enable_shared_from_this<Client> {
  public:
   Client() = default;
@@ -32,7 +31,6 @@ class Client : public std::enable_shared_from_this<Client> {
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
-  // Need no lock.
   virtual const std::shared_ptr<PagePool>& pool() const = 0;
   virtual const RowShape& shape() const = 0;
   virtual Reservation& range() = 0;
@@ -43,52 +41,52 @@ class Client : public std::enable_shared_from_this<Client> {
   struct Places {
     Roster::Place unsettled, wanting, cached, cached_alike, unclean;
   };
-  Places places;
+  Places places VT_GUARDED;
 
   // -- ends
 
   // One of its generations has ended; the owner has left.
-  virtual void forget(const Generation* generation) noexcept = 0;
-  virtual void leave() noexcept = 0;
+  virtual void forget(const Generation* generation) noexcept VT_LOCKED = 0;
+  virtual void leave() noexcept VT_LOCKED = 0;
 
   // -- what is given back
 
   // Has what nothing needs any more given back: now, or as soon as it may be.
-  virtual void give_back_unused() noexcept = 0;
+  virtual void give_back_unused() noexcept VT_LOCKED = 0;
   // Unmaps what nothing needs, if its fences have passed, and frees the range after the owner has
   // left. False if something is left to do; `refusal` says then what the driver refused, if it did.
   // Lets the lock go meanwhile, unless it is null: for a deleter, which cannot.
-  virtual bool settle(PoolLock* lock) noexcept = 0;
-  virtual const std::exception_ptr& refusal() const = 0;
+  virtual bool settle(PoolLock* lock) noexcept VT_LOCKED = 0;
+  virtual const std::exception_ptr& refusal() const VT_LOCKED = 0;
   // Mapped pages that go in a while, or at most so many; none if their unmapping was refused.
-  virtual std::size_t pages_leaving() const = 0;
+  virtual std::size_t pages_leaving() const VT_LOCKED = 0;
   // Gives up what is ready ahead of need; returns the number of pages.
-  virtual std::size_t drop_ahead() = 0;
+  virtual std::size_t drop_ahead() VT_LOCKED = 0;
 
   // -- reuse
 
   // Whether it is cached, and nothing else of it is mapped: what is on its way out would come back
   // as the next owner's (I7).
-  virtual bool reusable() const = 0;
-  virtual std::chrono::steady_clock::time_point cached_at() const = 0;
+  virtual bool reusable() const VT_LOCKED = 0;
+  virtual std::chrono::steady_clock::time_point cached_at() const VT_LOCKED = 0;
   // Cached pages are to go; `aged`: because they were cached for as long as the pool keeps memory.
-  virtual void evict(bool aged = false) = 0;
+  virtual void evict(bool aged = false) VT_LOCKED = 0;
   // Whether some of them may still have to be zeroed.
-  virtual bool to_clean() const = 0;
+  virtual bool to_clean() const VT_LOCKED = 0;
 
   // -- the worker's tasks: claimed, carried out without the lock, and entered. It is busy in
   // between.
 
   // Not for the worker to touch: another thread is at it, or waits to be.
-  virtual bool busy() const = 0;
+  virtual bool busy() const VT_LOCKED = 0;
 
   // Maps up to `pages` of the pages that it wants ahead. False if nothing is left to do, or to do
   // it with.
-  virtual bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) = 0;
-  virtual void enter_ahead(Reservation::Arrival& arrival) = 0;
+  virtual bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
+  virtual void enter_ahead(Reservation::Arrival& arrival) VT_LOCKED = 0;
   // Pages that it wants and has not.
-  virtual std::size_t missing_ahead() const = 0;
-  virtual bool wants() const = 0;
+  virtual std::size_t missing_ahead() const VT_LOCKED = 0;
+  virtual bool wants() const VT_LOCKED = 0;
 
   // Pages on their way out.
   struct Departure : Reservation::Departure {
@@ -96,24 +94,24 @@ class Client : public std::enable_shared_from_this<Client> {
   };
   enum class Claim : std::uint8_t { claimed, waits, refused, done };
   // Unmaps about `pages` pages of what is to go.
-  virtual Claim claim_back(Departure& departure, std::size_t pages) noexcept = 0;
-  virtual void enter_back(Departure& departure) = 0;
+  virtual Claim claim_back(Departure& departure, std::size_t pages) noexcept VT_LOCKED = 0;
+  virtual void enter_back(Departure& departure) VT_LOCKED = 0;
 
   // Zeroes up to `pages` cached pages, once the last owner's work is done.
-  virtual bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) = 0;
+  virtual bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) VT_LOCKED = 0;
   virtual FencePtr clean(std::span<const Reservation::Run> runs) = 0;
   virtual void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
-                              std::exception_ptr error) = 0;
+                              std::exception_ptr error) VT_LOCKED = 0;
 
   // -- reports
 
   // What the worker met for it, once.
-  virtual std::exception_ptr take_error() = 0;
+  virtual std::exception_ptr take_error() VT_LOCKED = 0;
   // Guards every page for a child about to be forked, and adds them to `seen`.
-  virtual void protect_for_child(std::vector<Page*>& seen) noexcept = 0;
-  virtual void add_to(PoolCounts& counts) const = 0;
+  virtual void protect_for_child(std::vector<Page*>& seen) noexcept VT_LOCKED = 0;
+  virtual void add_to(PoolCounts& counts) const VT_LOCKED = 0;
   // Throws an Error that names the violated invariant.
-  virtual void check(std::unordered_map<const Page*, PageUse>& uses) const = 0;
+  virtual void check(std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED = 0;
 };
 
 }  // namespace vtensor

@@ -116,7 +116,7 @@ bool MakeRoom::take_back(PoolLock& lock, Time since, std::size_t missing) {
   const Roster& unsettled = pool_.unsettled_;
   const auto waited = steady_clock::now() - since;
   const bool waits = std::any_of(unsettled.begin(), unsettled.end(),
-                                 [](const auto& client) { return !client->refusal(); });
+                                 [](const auto& client) VT_LOCKED { return !client->refusal(); });
   if ((pool_.in_flight() == 0 && !waits) || waited >= pool_.options().patience) return false;
   std::size_t leaving = 0;
   for (const std::shared_ptr<Client>& client : unsettled) leaving += client->pages_leaving();

@@ -30,18 +30,20 @@ class MakeRoom {
  public:
   explicit MakeRoom(PagePool& pool) : pool_(pool) {}
 
-  // Rungs 1 to 4. They require the lock, and let it go to wait and to make memory. True where they
-  // did: others may have taken pages, or given some back.
+  // Rungs 1 to 4. True where they let the lock go, to wait or to make memory: others may have taken
+  // pages, or given some back.
 
   // Returns with `pages` pages free, not counting `copied` pages that the kernel copied and that
   // these are to replace. Throws OutOfPages, ReserveReached.
-  bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t private_copies);
+  bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t private_copies)
+      VT_LOCKED;
   // The same, with their memory made if the driver takes long for that. Throws DeviceOutOfMemory
   // too.
   bool ready(PoolLock& lock, const char* operation, std::size_t pages,
-             std::size_t private_copies = 0);
+             std::size_t private_copies = 0) VT_LOCKED;
   // Returns with at most `pages` pages in use or kept. Throws OutOfPages, of `bytes` asked for.
-  void shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes);
+  void shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes)
+      VT_LOCKED;
 
   // Rung 5 takes the lock. `spare`: also what is ready ahead. False if there was nothing.
   bool give_all_back(bool spare) noexcept;
@@ -49,12 +51,12 @@ class MakeRoom {
  private:
   using Time = std::chrono::steady_clock::time_point;
 
-  std::size_t free_pages(std::size_t pages, std::size_t private_copies);
+  std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
   // Rungs 2 and 3: one client's; false if there is none.
-  bool give_up_spare(PoolLock& lock);
+  bool give_up_spare(PoolLock& lock) VT_LOCKED;
   // One step of rungs 1 to 4 for a request of that time; false if nothing is left that would make
   // up for `missing` pages.
-  bool take_back(PoolLock& lock, Time since, std::size_t missing);
+  bool take_back(PoolLock& lock, Time since, std::size_t missing) VT_LOCKED;
 
   PagePool& pool_;
 };

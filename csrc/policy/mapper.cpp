@@ -142,7 +142,7 @@ class Mapper::Step {
   // The driver refused something that is tried again later.
   bool refused() const { return refused_; }
 
-  bool claim_ahead(PoolLock& lock) {
+  bool claim_ahead(PoolLock& lock) VT_LOCKED {
     pool_.untold_ = false;
     if (pool_.wanting_.empty()) return false;
     std::size_t pages = std::min(most_, pool_.store().available());
@@ -167,7 +167,7 @@ class Mapper::Step {
     return !ahead_.empty();
   }
 
-  bool claim_back() {
+  bool claim_back() VT_LOCKED {
     const std::size_t most = 8 * most_;  // memory is not touched for it
     std::size_t pages = 0;
     back_.reserve(pool_.unsettled_.size());
@@ -193,7 +193,7 @@ class Mapper::Step {
     return !back_.empty();
   }
 
-  bool claim_cleaning() {
+  bool claim_cleaning() VT_LOCKED {
     if (pool_.options_.zero == ZeroPolicy::never) return false;
     for (auto at = pool_.cached_.unclean.begin(); at != pool_.cached_.unclean.end();) {
       const std::shared_ptr<Client> client = *at++;
@@ -230,7 +230,7 @@ class Mapper::Step {
     }
   }
 
-  void enter() {
+  void enter() VT_LOCKED {
     for (Ahead& job : ahead_) {
       job.client->enter_ahead(job.arrival);
       job.client->wants() ? pool_.wanting_.requeue(*job.client)
@@ -263,7 +263,7 @@ class Mapper::Step {
   };
 
   // Has handles made in one go, where the driver takes long for them.
-  void make_ready(PoolLock& lock, std::size_t pages) {
+  void make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED {
     std::size_t wanted = 0;
     for (const std::shared_ptr<Client>& client : pool_.wanting_) {
       if (wanted >= pages) break;
@@ -300,8 +300,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     if (!claimed) {
       next = pool->tend(lock);
       if (next <= std::chrono::steady_clock::now()) {
-        lock.let_go();  // others come in between
-        lock.take_again();
+        const Waiting others_first(lock);
         continue;
       }
       if (step.refused() && !pool->retired())

@@ -39,7 +39,7 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
 PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options)
     : driver_(std::move(driver)),
       options_(options),
-      store_(*driver_, options, [this] { call_mapper(); }) {}
+      store_(*driver_, options, [this]() VT_LOCKED { call_mapper(); }) {}
 
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
@@ -135,11 +135,11 @@ void PagePool::wait_changed(PoolLock& lock, steady_clock::time_point until) {
   lock.wait_changed(until);
 }
 
-// While one lives the mapper begins no step. Requires the lock at both ends.
+// While one lives the mapper begins no step.
 class PagePool::WantsQuiet {
  public:
-  explicit WantsQuiet(PagePool& pool) : pool_(pool) { ++pool_.quiet_wanted_; }
-  ~WantsQuiet() { --pool_.quiet_wanted_; }
+  explicit WantsQuiet(PagePool& pool) VT_LOCKED : pool_(pool) { ++pool_.quiet_wanted_; }
+  ~WantsQuiet() VT_LOCKED { --pool_.quiet_wanted_; }
   WantsQuiet(const WantsQuiet&) = delete;
   WantsQuiet& operator=(const WantsQuiet&) = delete;
 
@@ -149,7 +149,8 @@ class PagePool::WantsQuiet {
 
 void PagePool::await_quiet(PoolLock& lock, const char* operation) {
   const WantsQuiet wants(*this);
-  await(lock, operation, "driver calls of other threads", [this] { return in_flight() == 0; });
+  await(lock, operation, "driver calls of other threads",
+        [this]() VT_LOCKED { return in_flight() == 0; });
 }
 
 void PagePool::prefill(std::size_t pages) {
@@ -226,10 +227,10 @@ bool PagePool::idle() const {
   return in_flight() == 0 && !ended_.load(std::memory_order_acquire) &&
          (wanting_.empty() || !mapper_.running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),
-                     [](const auto& client) { return client->refusal() != nullptr; }) &&
+                     [](const auto& client) VT_LOCKED { return client->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||
           std::none_of(cached_.unclean.begin(), cached_.unclean.end(),
-                       [](const auto& client) { return client->to_clean(); }));
+                       [](const auto& client) VT_LOCKED { return client->to_clean(); }));
 }
 
 void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
@@ -334,6 +335,7 @@ void PagePool::end(Generation* generation) noexcept {
   push(generation);
   // Whoever holds the lock looks again after letting it go, as we do.
   while (left_over() && mutex_.try_lock()) {
+    assume_locked();
     const bool wake = tidy();
     mutex_.unlock();
     if (wake) mapper_.wake();
@@ -350,10 +352,12 @@ void PagePool::end_later(Generation* generation) noexcept {
 
 void PagePool::before_fork() {
   std::unique_lock lock(mutex_);
+  assume_locked();
   bool quiet;
   {
     const WantsQuiet wants(*this);
-    quiet = changed_.wait_for(lock, options_.patience, [this] { return in_flight() == 0; });
+    quiet =
+        changed_.wait_for(lock, options_.patience, [this]() VT_LOCKED { return in_flight() == 0; });
   }
   lock.release();
   if (!quiet) return;  // better a child that sees later writes than none
@@ -364,6 +368,7 @@ void PagePool::before_fork() {
 }
 
 void PagePool::after_fork() {
+  assume_locked();
   in_children_.seal();
   mutex_.unlock();
 }

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <unordered_set>
 #include <vector>
@@ -101,8 +100,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void end(Generation* generation) noexcept;
   // The same, and makes no driver call: for the callbacks of a driver.
   void end_later(Generation* generation) noexcept;
-  // The same with the lock held: reaped before it is let go.
-  void end_locked(Generation* generation) noexcept { push(generation); }
+  // The same; reaped before the lock is let go.
+  void end_locked(Generation* generation) noexcept VT_LOCKED { push(generation); }
   // So that `end_later` finds the mapper running. Throws std::system_error.
   void ensure_mapper();
 
@@ -110,42 +109,40 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void before_fork();
   void after_fork();
 
-  // Everything below requires the lock (see PoolLock).
-
-  std::uint64_t add(Client* client);
-  void remove(Client* client) { clients_.erase(client); }
-  std::uint64_t next_id() { return next_id_++; }
+  std::uint64_t add(Client* client) VT_LOCKED;
+  void remove(Client* client) VT_LOCKED { clients_.erase(client); }
+  std::uint64_t next_id() VT_LOCKED { return next_id_++; }
   // `client` has pages or its range to give back: it is kept until it has.
-  void settle_later(const std::shared_ptr<Client>& client);
+  void settle_later(const std::shared_ptr<Client>& client) VT_LOCKED;
   // `client` wants pages ahead: the mapper looks at it when it is next awake.
-  void want(const std::shared_ptr<Client>& client);
-  WantingClients& wanting() { return wanting_; }
+  void want(const std::shared_ptr<Client>& client) VT_LOCKED;
+  WantingClients& wanting() VT_LOCKED { return wanting_; }
   // The mapper sees what is wanted when it next wakes, or when wait_idle() wakes it.
-  void tell_mapper_later() noexcept { untold_ = true; }
+  void tell_mapper_later() noexcept VT_LOCKED { untold_ = true; }
   // Wakes the mapper once the lock is free; starts it if it does not run.
-  void call_mapper() noexcept;
+  void call_mapper() noexcept VT_LOCKED;
   // Gives back what ended generations held, or has the mapper do it.
-  void reap() noexcept;
+  void reap() noexcept VT_LOCKED;
 
   // Whether a freed client with `pages` pages may stay mapped, after older ones have made room.
-  bool may_cache(std::size_t pages);
-  void cache(const std::shared_ptr<Client>& client, std::size_t pages);
-  CachedClients& cached() { return cached_; }
+  bool may_cache(std::size_t pages) VT_LOCKED;
+  void cache(const std::shared_ptr<Client>& client, std::size_t pages) VT_LOCKED;
+  CachedClients& cached() VT_LOCKED { return cached_; }
 
-  // Lets the lock go until `done`, which it asks after each change, and for the pool's patience at
-  // most; then throws TimedOut: "[operation] timed out after 60 s: what".
+  // Waits until `done`, which it asks after each change, and for the pool's patience at most; then
+  // throws TimedOut: "[operation] timed out after 60 s: what".
   void await(PoolLock& lock, const char* operation, const char* what,
-             const std::function<bool()>& done);
-  // Lets the lock go until the next change, or `until`.
-  void wait_changed(PoolLock& lock, std::chrono::steady_clock::time_point until);
-  // Lets the lock go until no thread makes driver calls without it; the mapper begins none
-  // meanwhile. Throws TimedOut.
-  void await_quiet(PoolLock& lock, const char* operation);
+             const std::function<bool()>& done) VT_LOCKED;
+  // Waits until the next change, or `until`.
+  void wait_changed(PoolLock& lock, std::chrono::steady_clock::time_point until) VT_LOCKED;
+  // Waits until no thread makes driver calls without the lock; the mapper begins none meanwhile.
+  // Throws TimedOut.
+  void await_quiet(PoolLock& lock, const char* operation) VT_LOCKED;
   // Settles what waits for it. Returns the first refusal.
-  std::exception_ptr settle_all(PoolLock& lock) noexcept;
+  std::exception_ptr settle_all(PoolLock& lock) noexcept VT_LOCKED;
   // Keeps free and cached memory between the pool's marks; returns when to look again.
-  std::chrono::steady_clock::time_point tend(PoolLock& lock);
-  PoolEvents counted;  // what happened so far
+  std::chrono::steady_clock::time_point tend(PoolLock& lock) VT_LOCKED;
+  PoolEvents counted VT_GUARDED;  // what happened so far
 
  private:
   friend class MakeRoom;
@@ -157,14 +154,14 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Bytes that it may take and has not.
   std::size_t promised_bytes();
   class WantsQuiet;
-  void start_mapper();
-  void count_private_copies();
-  bool evict_oldest();
-  void evict_all() noexcept;
-  bool idle() const;
+  void start_mapper() VT_LOCKED;
+  void count_private_copies() VT_LOCKED;
+  bool evict_oldest() VT_LOCKED;
+  void evict_all() noexcept VT_LOCKED;
+  bool idle() const VT_LOCKED;
   void push(Generation* generation) noexcept;
   // A deleter that finds the lock taken leaves its generation to the holder.
-  bool tidy() noexcept override;
+  bool tidy() noexcept override VT_LOCKED;
   bool left_over() noexcept override;
   void after_unlock() noexcept override { mapper_.wake(); }
 
@@ -172,17 +169,18 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   PoolOptions options_;
 
   PageStore store_;
-  std::size_t quiet_wanted_ = 0;  // waits for the end of driver calls without the lock
-  std::uint64_t next_id_ = 1;
-  std::unordered_set<Client*> clients_;
-  Roster unsettled_;  // have something to give back
-  WantingClients wanting_;
-  CachedClients cached_;
-  bool wake_mapper_ = false;          // once the lock is free
-  bool untold_ = false;               // of some that wants pages
-  std::atomic<bool> retired_{false};  // its owner has left
-  std::exception_ptr mapper_error_;   // why its thread cannot work
-  PagesInChildren in_children_;
+  // Waits for the end of driver calls without the lock.
+  std::size_t quiet_wanted_ VT_GUARDED = 0;
+  std::uint64_t next_id_ VT_GUARDED = 1;
+  std::unordered_set<Client*> clients_ VT_GUARDED;
+  Roster unsettled_ VT_GUARDED;  // have something to give back
+  WantingClients wanting_ VT_GUARDED;
+  CachedClients cached_ VT_GUARDED;
+  bool wake_mapper_ VT_GUARDED = false;         // once the lock is free
+  bool untold_ VT_GUARDED = false;              // of some that wants pages
+  std::atomic<bool> retired_{false};            // its owner has left
+  std::exception_ptr mapper_error_ VT_GUARDED;  // why its thread cannot work
+  PagesInChildren in_children_ VT_GUARDED;
 
   std::atomic<Generation*> ended_{nullptr};
   Mapper mapper_;

@@ -1,5 +1,5 @@
 // Pages that nothing needs any more, until they are unmapped: behind the work that may still use
-// them, and again if the driver refuses. Requires the pool's lock.
+// them, and again if the driver refuses.
 #pragma once
 
 #include <chrono>

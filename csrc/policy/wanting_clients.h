@@ -1,5 +1,5 @@
 // Buffers that want pages ahead of their lengths, the next to be served first, and how long that
-// takes. Requires the pool's lock.
+// takes.
 #pragma once
 
 #include <chrono>
@@ -8,6 +8,7 @@
 
 #include "policy/look_ahead.h"
 #include "policy/roster.h"
+#include "vmm/pool_lock.h"
 
 namespace vtensor {
 
@@ -18,12 +19,12 @@ class WantingClients {
   Roster::Iterator begin() const { return all_.begin(); }
   Roster::Iterator end() const { return all_.end(); }
 
-  void add(const std::shared_ptr<Client>& client);
-  void remove(Client& client) noexcept;
+  void add(const std::shared_ptr<Client>& client) VT_LOCKED;
+  void remove(Client& client) noexcept VT_LOCKED;
   // Behind all others.
-  void requeue(Client& client) noexcept;
+  void requeue(Client& client) noexcept VT_LOCKED;
   // All that it wanted is ready.
-  void served(Client& client) noexcept;
+  void served(Client& client) noexcept VT_LOCKED;
 
   // Measures how long the mapper needs for the current requests, from now on. Ignores explicit
   // prepare() calls, after ignore(): their size says nothing about the rate.

@@ -41,7 +41,7 @@ void Buffer::set_ready(Interval indices) {
 // The pages from `begin` on, up to `end`, that are mapped writable in every row and show nothing
 // of others.
 Interval Buffer::usable(std::size_t begin, std::size_t end) const {
-  end = range_.first_not({begin, end}, [this](const Entry& entry) {
+  end = range_.first_not({begin, end}, [this](const Entry& entry) VT_LOCKED {
     return is_writable(entry) && range_.clean(*entry.page);
   });
   return begin < end ? Interval{begin, end} : Interval{};
@@ -106,7 +106,7 @@ std::size_t Buffer::missing_ahead() const {
 
 // Takes up to `pages` pages for wanted pages. False where nothing is left to do, or to do it with.
 bool Buffer::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
-  const auto give_up = [this] {
+  const auto give_up = [this]() VT_LOCKED {
     wanting_ = false;
     unmap_.touch(ahead());  // rows that came part of the way
     const std::size_t end = std::max(ready_.end, std::exchange(want_end_, 0));

@@ -84,7 +84,7 @@ void Buffer::await_turn(PoolLock& lock, const Caller& caller) {
   ++waiting_;
   try {
     pool_->await(lock, caller.operation, "the mapper's driver call for this tensor",
-                 [this] { return !busy_; });
+                 [this]() VT_LOCKED { return !busy_; });
   } catch (...) {
     --waiting_;
     throw;

@@ -12,7 +12,6 @@
 #include <memory>
 #include <span>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -90,14 +89,13 @@ class Buffer final : public Client {
   // Has the mapper make the positions below `end` ready, and returns at once.
   void prepare(std::size_t end);
   // The same for both in one go, for many buffers under one lock: `grow_ready` once `is_ready`.
-  // They require the pool's lock.
-  bool shares() const { return range_.copy_on_write() != 0; }
-  bool is_ready(Interval positions) const;
-  void grow_ready(const Caller& caller, Interval positions);
+  bool shares() const VT_LOCKED { return range_.copy_on_write() != 0; }
+  bool is_ready(Interval positions) const VT_LOCKED;
+  void grow_ready(const Caller& caller, Interval positions) VT_LOCKED;
   // Positions below lie in the extent or in what is ready.
-  std::size_t ready_until() const { return ready_until_; }
+  std::size_t ready_until() const VT_LOCKED { return ready_until_; }
   // The mapper is to make the positions below `end` ready: now where `soon`, else once it is awake.
-  void want_until(std::size_t end, bool soon);
+  void want_until(std::size_t end, bool soon) VT_LOCKED;
   // Makes a smaller extent the owner's. What no generation covers is unmapped, once the caller's
   // stream and all others that used it have passed this point. Of a placed buffer, what is ready
   // behind the extent stays so below position `keep`.
@@ -159,57 +157,55 @@ class Buffer final : public Client {
   std::size_t mapped_pages_seen() const noexcept { return range_.mapped() + range_.quarantined(); }
   std::vector<PageRecord> pages();
 
-  // Everything below requires the pool's lock.
-
   // What its pool asks of it: see Client.
   const std::shared_ptr<PagePool>& pool() const override { return pool_; }
   const RowShape& shape() const override { return shape_; }
   Reservation& range() override { return range_; }
   const Reservation& range() const { return range_; }
   bool placed() const override { return host_ != nullptr; }
-  void forget(const Generation* generation) noexcept override;
-  void leave() noexcept override;
-  void give_back_unused() noexcept override;
-  bool settle(PoolLock* lock) noexcept override;
-  const std::exception_ptr& refusal() const override { return unmap_.refusal(); }
-  std::size_t pages_leaving() const override;
-  std::size_t drop_ahead() override;
-  bool reusable() const override;
-  std::chrono::steady_clock::time_point cached_at() const override { return cached_at_; }
-  void evict(bool aged = false) override;
-  bool to_clean() const override;
-  bool busy() const override { return busy_ || waiting_ != 0; }
-  bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) override;
-  void enter_ahead(Reservation::Arrival& arrival) override;
-  std::size_t missing_ahead() const override;
-  bool wants() const override { return wanting_; }
-  Claim claim_back(Departure& departure, std::size_t pages) noexcept override;
-  void enter_back(Departure& departure) override;
-  bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) override;
+  void forget(const Generation* generation) noexcept override VT_LOCKED;
+  void leave() noexcept override VT_LOCKED;
+  void give_back_unused() noexcept override VT_LOCKED;
+  bool settle(PoolLock* lock) noexcept override VT_LOCKED;
+  const std::exception_ptr& refusal() const override VT_LOCKED { return unmap_.refusal(); }
+  std::size_t pages_leaving() const override VT_LOCKED;
+  std::size_t drop_ahead() override VT_LOCKED;
+  bool reusable() const override VT_LOCKED;
+  std::chrono::steady_clock::time_point cached_at() const override VT_LOCKED { return cached_at_; }
+  void evict(bool aged = false) override VT_LOCKED;
+  bool to_clean() const override VT_LOCKED;
+  bool busy() const override VT_LOCKED { return busy_ || waiting_ != 0; }
+  bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
+  void enter_ahead(Reservation::Arrival& arrival) override VT_LOCKED;
+  std::size_t missing_ahead() const override VT_LOCKED;
+  bool wants() const override VT_LOCKED { return wanting_; }
+  Claim claim_back(Departure& departure, std::size_t pages) noexcept override VT_LOCKED;
+  void enter_back(Departure& departure) override VT_LOCKED;
+  bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) override VT_LOCKED;
   FencePtr clean(std::span<const Reservation::Run> runs) override;
   void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
-                      std::exception_ptr error) override;
-  std::exception_ptr take_error() override;
-  void protect_for_child(std::vector<Page*>& seen) noexcept override;
-  void add_to(PoolCounts& counts) const override;
-  void check(std::unordered_map<const Page*, PageUse>& uses) const override;
+                      std::exception_ptr error) override VT_LOCKED;
+  std::exception_ptr take_error() override VT_LOCKED;
+  void protect_for_child(std::vector<Page*>& seen) noexcept override VT_LOCKED;
+  void add_to(PoolCounts& counts) const override VT_LOCKED;
+  void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 
   // Cached pages are to go, and none are to be cached when the worker is done with a buffer whose
   // owner left.
-  void keep_nothing();
+  void keep_nothing() VT_LOCKED;
   // How many pages at the beginning of both extents are the same in every row.
-  std::size_t shared_with(const Buffer& other) const;
+  std::size_t shared_with(const Buffer& other) const VT_LOCKED;
   // Positions from `position` on and below this are owned, and behind pages of our own.
-  std::size_t writable_until(std::size_t position) const;
-  Interval extent() const { return extent_; }
+  std::size_t writable_until(std::size_t position) const VT_LOCKED;
+  Interval extent() const VT_LOCKED { return extent_; }
   Interval positions() const { return positions_; }
   // Of a placed one: nothing of its rows is mapped, or can still come to be, so that the place may
   // be used again.
-  bool vacant() const { return !reserved_ && range_.quarantined() == 0; }
-  Interval cached() const { return cached_; }
+  bool vacant() const VT_LOCKED { return !reserved_ && range_.quarantined() == 0; }
+  Interval cached() const VT_LOCKED { return cached_; }
   // A cached buffer gets a new owner, whose growth waits for the work of the last one. Requires:
   // reusable. Throws where the driver refuses; it stays cached then.
-  void reuse(const Caller& caller);
+  void reuse(const Caller& caller) VT_LOCKED;
 
  private:
   class Growing;
@@ -217,51 +213,51 @@ class Buffer final : public Client {
 
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   // Throws where pages of the extent are quarantined.
-  void require_whole(const char* operation) const;
+  void require_whole(const char* operation) const VT_LOCKED;
   // Throws where the caller's stream is being captured, because driver work would become part of
   // the graph, or break it, and where it is not the driver's own.
-  void require_no_capture(const Caller& caller);
-  static std::size_t fresh_pages_for(std::span<const Growing> all);
+  void require_no_capture(const Caller& caller) VT_LOCKED;
+  static std::size_t fresh_pages_for(std::span<const Growing> all) VT_LOCKED;
   void unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
-               Interval stale = {});
+               Interval stale = {}) VT_LOCKED;
   class Busy;
-  std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller);
+  std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller) VT_LOCKED;
 
   // Where the pages behind the extent begin.
-  std::size_t extent_end() const { return extent_.empty() ? 0 : extent_.end; }
+  std::size_t extent_end() const VT_LOCKED { return extent_.empty() ? 0 : extent_.end; }
   // The pages from `begin` on, up to `end`, that are mapped writable in every row and clean.
-  Interval usable(std::size_t begin, std::size_t end) const;
-  std::size_t limit_lead(std::size_t position) const;
-  void mark_pace();
-  void look_ahead();
-  void want(std::size_t index_end, bool soon);
-  std::vector<Interval> uncovered() const;
-  void set_ready(Interval indices);
-  Generation* publish_locked();
-  std::vector<FencePtr> fences() const;
-  bool is_quiet();
+  Interval usable(std::size_t begin, std::size_t end) const VT_LOCKED;
+  std::size_t limit_lead(std::size_t position) const VT_LOCKED;
+  void mark_pace() VT_LOCKED;
+  void look_ahead() VT_LOCKED;
+  void want(std::size_t index_end, bool soon) VT_LOCKED;
+  std::vector<Interval> uncovered() const VT_LOCKED;
+  void set_ready(Interval indices) VT_LOCKED;
+  Generation* publish_locked() VT_LOCKED;
+  std::vector<FencePtr> fences() const VT_LOCKED;
+  bool is_quiet() VT_LOCKED;
   // Waits until no thread makes driver calls for this buffer; the mapper begins none meanwhile.
-  void await_turn(PoolLock& lock, const Caller& caller);
-  void await_streams(PoolLock& lock, const Caller& caller);
-  bool begin_retirement();
-  bool claim_departure(Departure& departure, std::size_t pages);
-  void try_to_cache();
+  void await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  bool begin_retirement() VT_LOCKED;
+  bool claim_departure(Departure& departure, std::size_t pages) VT_LOCKED;
+  void try_to_cache() VT_LOCKED;
   // Of cached pages, those that count against what freed tensors may leave: what a host's places
   // keep is bounded by the host.
   std::size_t pages_to_count(std::size_t pages) const { return host_ == nullptr ? pages : 0; }
-  bool release_range();
+  bool release_range() VT_LOCKED;
   // Has memory for what `missing` counts, with the lock held since it was last asked. Requires: not
   // busy, so that what this buffer itself no longer needs may go meanwhile.
   void require_ready(PoolLock& lock, const Caller& caller,
-                     const std::function<std::pair<std::size_t, std::size_t>()>& missing);
-  Interval ahead() const;
-  void failed(std::exception_ptr error);
+                     const std::function<std::pair<std::size_t, std::size_t>()>& missing) VT_LOCKED;
+  Interval ahead() const VT_LOCKED;
+  void failed(std::exception_ptr error) VT_LOCKED;
 
   // Marks the buffer busy, so that the mapper keeps off and the lock can be let go.
   class Busy {
    public:
-    Busy(Buffer& buffer, PoolLock& lock, const Caller& caller);
-    ~Busy();
+    Busy(Buffer& buffer, PoolLock& lock, const Caller& caller) VT_LOCKED;
+    ~Busy() VT_LOCKED;
 
    private:
     Buffer& buffer_;
@@ -271,38 +267,40 @@ class Buffer final : public Client {
   Driver& driver_;
   const RowShape shape_;
   Reservation range_;
-  Generation* host_ = nullptr;  // where it is placed: what keeps the range there reserved
-  bool owned_ = true;           // the owner has not left
-  bool reserved_ = false;       // the range is ours
-  bool busy_ = false;           // a thread makes driver calls for it without the lock
-  bool wanting_ = false;        // on the pool's list
+  Generation* host_ = nullptr;        // where it is placed: what keeps the range there reserved
+  bool owned_ VT_GUARDED = true;      // the owner has not left
+  bool reserved_ VT_GUARDED = false;  // the range is ours
+  bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock
+  bool wanting_ VT_GUARDED = false;   // on the pool's list
   // What growing over ready pages looks at lies together: many buffers grow in one step, and their
   // memory is cold.
-  std::size_t want_end_ = 0;  // pages below are wanted ready
-  std::size_t ready_until_ = 0;
-  Interval positions_;
-  Interval extent_;   // pages that positions_ need
-  Interval ready_;    // pages behind the extent, mapped and clean in every row
-  Interval unclean_;  // pages of a reused buffer that may hold its last owner's bytes
-  Interval reused_;   // of a placed one, pages that were cached when its owner came
-  Interval cached_;   // pages that wait for the next owner, mapped in every row
-  PendingUnmap unmap_;
-  std::vector<FencePtr> cached_after_;
-  std::chrono::steady_clock::time_point cached_at_;
-  bool aged_ = false;  // its pages have been free for long
+  std::size_t want_end_ VT_GUARDED = 0;  // pages below are wanted ready
+  std::size_t ready_until_ VT_GUARDED = 0;
+  Interval positions_;          // changed with the lock; the owner reads it without it too
+  Interval extent_ VT_GUARDED;  // pages that positions_ need
+  Interval ready_ VT_GUARDED;   // pages behind the extent, mapped and clean in every row
+  // Pages of a reused buffer that may hold its last owner's bytes.
+  Interval unclean_ VT_GUARDED;
+  Interval reused_ VT_GUARDED;  // of a placed one, pages that were cached as its owner came
+  Interval cached_ VT_GUARDED;  // pages that wait for the next owner, mapped in every row
+  PendingUnmap unmap_ VT_GUARDED;
+  std::vector<FencePtr> cached_after_ VT_GUARDED;
+  std::chrono::steady_clock::time_point cached_at_ VT_GUARDED;
+  bool aged_ VT_GUARDED = false;  // its pages have been free for long
   // What must be done before pages behind the extent are used: zeroing on the side stream, and the
   // work of a reused buffer's last owner.
-  std::vector<FencePtr> ready_after_;
-  FencePtr cleaned_after_;  // the zeroing of cached pages; null where it is complete
-  PendingWork work_;
-  Generations generations_;
+  std::vector<FencePtr> ready_after_ VT_GUARDED;
+  FencePtr cleaned_after_ VT_GUARDED;  // the zeroing of cached pages; null if complete
+  PendingWork work_ VT_GUARDED;
+  Generations generations_ VT_GUARDED;
   std::unique_ptr<Generation> owner_end_ =
       std::make_unique<Generation>();  // made ahead: leaving cannot fail
-  std::size_t waiting_ = 0;            // callers, for that to end; the mapper lets them go first
-  bool may_cache_ = true;              // once, when the owner has left
-  LookAhead pace_;
-  std::exception_ptr error_;         // of the mapper, not yet raised
-  std::atomic<bool> failed_{false};  // there is one: read without the lock
+  // Callers that wait until it is not busy; the mapper lets them go first.
+  std::size_t waiting_ VT_GUARDED = 0;
+  bool may_cache_ VT_GUARDED = true;  // once, when the owner has left
+  LookAhead pace_ VT_GUARDED;
+  std::exception_ptr error_ VT_GUARDED;  // of the mapper, not yet raised
+  std::atomic<bool> failed_{false};      // there is one: read without the lock
 };
 
 }  // namespace vtensor

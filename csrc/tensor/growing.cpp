@@ -10,14 +10,13 @@
 #include "base/trace.h"
 #include "policy/make_room.h"
 #include "tensor/buffer.h"
-#include "vmm/wait.h"
 
 namespace vtensor {
 
 // What one buffer of a growth needs, and where it stands.
 class Buffer::Growing {
  public:
-  Growing(const Growth& growth, const Caller& caller)
+  Growing(const Growth& growth, const Caller& caller) VT_LOCKED
       : buffer_(*growth.buffer),
         growth_(growth),
         caller_(caller),
@@ -28,7 +27,7 @@ class Buffer::Growing {
   }
 
   // Finds what is missing now; throws where that cannot be had.
-  void look() {
+  void look() VT_LOCKED {
     buffer_.require_whole(caller_.operation);
     const Reservation& range = buffer_.range_;
     arrival_.runs = range.collect(searched_, is_unmapped);
@@ -46,34 +45,34 @@ class Buffer::Growing {
   }
 
   // Remapping is not ordered with streams, so what unsharing remaps must not be in use.
-  void await_streams(PoolLock& lock) {
+  void await_streams(PoolLock& lock) VT_LOCKED {
     if (copy_on_write_.empty()) return;
     const Busy busy(buffer_, lock, caller_);
     buffer_.await_streams(lock, caller_);
   }
 
-  bool busy() const { return buffer_.busy_; }
-  void await_turn(PoolLock& lock) { buffer_.await_turn(lock, caller_); }
+  bool busy() const VT_LOCKED { return buffer_.busy_; }
+  void await_turn(PoolLock& lock) VT_LOCKED { buffer_.await_turn(lock, caller_); }
   std::size_t missing() const { return missing_; }
   std::span<const Reservation::Run> copy_on_write() const { return copy_on_write_; }
-  const Page* page_at(std::size_t row, std::size_t index) const {
+  const Page* page_at(std::size_t row, std::size_t index) const VT_LOCKED {
     return buffer_.range_.at(row, index).page;
   }
   // Pages that unsharing takes now.
-  std::size_t fresh() const { return buffer_.range_.fresh_pages_for(copy_on_write_); }
+  std::size_t fresh() const VT_LOCKED { return buffer_.range_.fresh_pages_for(copy_on_write_); }
 
   // From here on the buffer is busy. Requires: it was not.
-  void begin(PoolLock& lock) {
+  void begin(PoolLock& lock) VT_LOCKED {
     busy_ = std::make_unique<Busy>(buffer_, lock, caller_);
     buffer_.work_.note(caller_);
   }
 
   bool arrives() const { return missing_ != 0; }
-  void claim() { buffer_.range_.claim(arrival_); }
+  void claim() VT_LOCKED { buffer_.range_.claim(arrival_); }
   Reservation::Arriving arriving() { return {&buffer_.range_, &arrival_}; }
 
   // What needs driver calls beside the new pages.
-  void finish(PoolLock& lock) {
+  void finish(PoolLock& lock) VT_LOCKED {
     if (unordered_) {
       for (const FencePtr& fence : buffer_.ready_after_)
         buffer_.driver_.order(caller_.stream, *fence);
@@ -82,10 +81,12 @@ class Buffer::Growing {
     buffer_.unshare(lock, caller_, copy_on_write_, growth_.stale);
   }
 
-  void undo(PoolLock& lock) noexcept { buffer_.range_.undo(lock, caller_.stream, arrival_); }
+  void undo(PoolLock& lock) noexcept VT_LOCKED {
+    buffer_.range_.undo(lock, caller_.stream, arrival_);
+  }
 
   // The extent is the owner's: cannot fail.
-  void commit() {
+  void commit() VT_LOCKED {
     Buffer& buffer = buffer_;
     if (!buffer.unclean_.empty()) {
       buffer.unclean_.begin = std::max(buffer.unclean_.begin, wanted_.end);
@@ -113,7 +114,7 @@ class Buffer::Growing {
   static Interval wider(Interval wanted, Interval extent) {
     return wanted.empty() ? wanted : Interval{wanted.begin, std::max(wanted.end, extent.end)};
   }
-  void require_not_quarantined(const Reservation::Run& run) const {
+  void require_not_quarantined(const Reservation::Run& run) const VT_LOCKED {
     if (buffer_.range_.at(run.row, run.indices.begin).state != EntryState::quarantined) return;
     throw Error("[" + std::string(caller_.operation) + "] page " +
                 std::to_string(run.indices.begin) + " of row " + std::to_string(run.row) +
@@ -170,7 +171,8 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
   std::size_t to_unshare = 0;
   for (bool again = true; again;) {
     for (Growing& one : all) one.await_turn(lock);
-    if (std::any_of(all.begin(), all.end(), [](const Growing& one) { return one.busy(); }))
+    if (std::any_of(all.begin(), all.end(),
+                    [](const Growing& one) VT_LOCKED { return one.busy(); }))
       continue;  // again, while another was waited for
     std::size_t missing = 0;
     for (Growing& one : all) {
@@ -200,7 +202,7 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
   // Nobody else gets these while the lock is let go, here or in unsharing.
   auto promised = static_cast<std::ptrdiff_t>(to_unshare);
   pool->store().promise(promised);
-  const auto redeem = [&](std::ptrdiff_t pages) {
+  const auto redeem = [&](std::ptrdiff_t pages) VT_LOCKED {
     pool->store().promise(-pages);
     promised -= pages;
   };

@@ -17,9 +17,11 @@ namespace vtensor {
 // its own. Nobody writes to them: they are copy-on-write wherever they are mapped.
 class PageSet {
  public:
-  // Takes the references over. Requires: the pool's lock.
-  PageSet(std::shared_ptr<PagePool> pool, Interval indices, std::vector<Page*> pages)
-      : pool_(std::move(pool)), indices_(indices), pages_(std::move(pages)) {
+  // Takes the references over.
+  PageSet(std::shared_ptr<PagePool> pool, Interval indices, std::vector<Page*> pages) VT_LOCKED
+      : pool_(std::move(pool)),
+        indices_(indices),
+        pages_(std::move(pages)) {
     pool_->store().count_in_page_sets(static_cast<std::ptrdiff_t>(pages_.size()));
   }
   // Takes the pool's lock.
@@ -33,8 +35,8 @@ class PageSet {
     return std::span(pages_).subspan(row * indices_.size(), indices_.size());
   }
   std::size_t pages() const { return pages_.size(); }
-  // Whether some page is mapped, or on another page set. Requires: the pool's lock.
-  bool in_use() const;
+  // Whether some page is mapped, or on another page set.
+  bool in_use() const VT_LOCKED;
 
  private:
   const std::shared_ptr<PagePool> pool_;

@@ -23,7 +23,7 @@ constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 }  // namespace
 
 void Buffer::use(const Caller& caller) {
-  if (!work_.runs_behind(caller.stream)) return;
+  if (!PendingWork::runs_behind(driver_, caller.stream)) return;
   const PoolLock lock(pool_);
   work_.note(caller);
 }
@@ -64,22 +64,17 @@ bool Buffer::is_quiet() {
   return all_passed(driver_, cached_after_) && ready && !cleaned_after_;
 }
 
-// Waits for the work of all streams that use the pages, without the lock. Requires: busy.
+// Waits for the work of all streams that use the pages. Requires: busy.
 void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
   work_.note(caller);
   const std::vector<FencePtr> all = fences();
   if (all.empty()) return;
-  lock.let_go();
   bool passed = true;
-  std::exception_ptr error;
-  try {
+  {
+    const Waiting waiting(lock);
     for (const FencePtr& fence : all)
       passed = passed && wait_for(driver_, fence, pool_->options().patience);
-  } catch (...) {
-    error = std::current_exception();
   }
-  lock.take_again();
-  if (error) std::rethrow_exception(error);
   if (passed) return;
   throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
                  seconds_text(pool_->options().patience) +
@@ -139,16 +134,16 @@ std::vector<Interval> Buffer::uncovered() const {
   std::array<Interval, 3> kept{extent_, ahead(), cached_};
   std::sort(kept.begin(), kept.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
   std::vector<Interval> rest;
-  const auto add = [this, &rest](Interval indices) {
-    if (!indices.empty() && range_.count_mapped(indices) != 0) rest.push_back(indices);
-  };
-  generations_.covered().gaps(unmap_.touched(), [&kept, &add](Interval gap) {
+  generations_.covered().gaps(unmap_.touched(), [&kept, &rest](Interval gap) {
     for (const Interval interval : kept) {
       if (intersection(interval, gap).empty()) continue;
-      add({gap.begin, interval.begin});
+      rest.push_back({gap.begin, interval.begin});
       gap.begin = std::max(gap.begin, interval.end);
     }
-    add(gap);
+    rest.push_back(gap);
+  });
+  std::erase_if(rest, [this](Interval indices) VT_LOCKED {
+    return indices.empty() || range_.count_mapped(indices) == 0;
   });
   return rest;
 }

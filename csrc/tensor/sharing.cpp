@@ -16,7 +16,7 @@ void Buffer::unshare(const Caller& caller, Interval positions) {
   pool_->reap();
   std::vector<Reservation::Run> copy_on_write;
   std::size_t fresh = 0;
-  const auto look = [&] {
+  const auto look = [&]() VT_LOCKED {
     require_whole(caller.operation);
     copy_on_write = range_.collect(indices_of(positions), is_copy_on_write);
     fresh = range_.fresh_pages_for(copy_on_write);
@@ -28,7 +28,7 @@ void Buffer::unshare(const Caller& caller, Interval positions) {
     const Busy busy(*this, lock, caller);
     await_streams(lock, caller);
   }
-  require_ready(lock, caller, [&] {
+  require_ready(lock, caller, [&]() VT_LOCKED {
     look();
     return std::pair(fresh, range_.count_private_copies(copy_on_write));
   });
@@ -58,7 +58,7 @@ std::unique_ptr<Buffer::Busy> Buffer::quieten(PoolLock& lock, const Caller& call
     await_streams(lock, caller);
   }
   std::vector<Reservation::Run> private_copies;
-  require_ready(lock, caller, [&] {
+  require_ready(lock, caller, [&]() VT_LOCKED {
     require_whole(caller.operation);
     private_copies = range_.private_copies_in(extent_);
     std::size_t pages = 0;
@@ -100,7 +100,7 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
   try {
     const std::unique_ptr<Busy> busy = quieten(lock, caller);
     child->range_.reserve(extent_.size());
-    const auto map = [&](bool (*wanted)(const Entry&), EntryState state) {
+    const auto map = [&](bool (*wanted)(const Entry&), EntryState state) VT_LOCKED {
       std::vector<Reservation::Run> runs, theirs;
       std::vector<Page*> pages;
       for (std::size_t row = 0; row < rows.size(); ++row) {
@@ -171,12 +171,13 @@ void Buffer::accept(const Caller& caller, Interval positions,
     throw Error("[" + std::string(caller.operation) +
                 "] places of it were lost in a driver call that could not be undone: close it");
   }
-  pool_->await(lock, caller.operation, "the work that used the pages that were here", [&] {
-    if (busy_) return false;
-    settle(&lock);
-    if (unmap_.refusal()) std::rethrow_exception(unmap_.refusal());
-    return range_.count_mapped(indices) == 0;
-  });
+  pool_->await(lock, caller.operation, "the work that used the pages that were here",
+               [&]() VT_LOCKED {
+                 if (busy_) return false;
+                 settle(&lock);
+                 if (unmap_.refusal()) std::rethrow_exception(unmap_.refusal());
+                 return range_.count_mapped(indices) == 0;
+               });
   const Busy busy(*this, lock, caller);
   require_no_capture(caller);
   work_.note(caller);
@@ -200,7 +201,7 @@ std::size_t Buffer::shared_with(const Buffer& other) const {
   if (extent_.begin != other.extent_.begin) return 0;
   const std::size_t end = std::min(extent_.end, other.extent_.end);
   std::size_t index = extent_.begin;
-  const auto same = [&](std::size_t at) {
+  const auto same = [&](std::size_t at) VT_LOCKED {
     for (std::size_t row = 0; row < range_.rows(); ++row) {
       if (range_.at(row, at).page != other.range_.at(row, at).page) return false;
     }
@@ -236,7 +237,7 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
     Reservation& range = buffer->range_;
     const Interval extent = buffer->extent_;
     for (std::size_t row = 0; row < rows.size(); ++row) {
-      const auto differs = [&range, row, from = rows[row]](std::size_t index) {
+      const auto differs = [&range, row, from = rows[row]](std::size_t index) VT_LOCKED {
         return range.at(row, index).page != range.at(from, index).page;
       };
       for (std::size_t index = extent.begin; index < extent.end; ++index) {

@@ -20,7 +20,7 @@ void Reservation::map_shared(PoolLock& lock, std::span<const Run> runs,
     mapped.push_back({address(run), std::span(handles).subspan(at, run.indices.size())});
     at += run.indices.size();
   }
-  const auto for_each = [&](auto enter) {
+  const auto for_each = [&](auto enter) VT_LOCKED {
     std::size_t i = 0;
     for (const Run& run : runs) {
       for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++i)
@@ -35,7 +35,7 @@ void Reservation::map_shared(PoolLock& lock, std::span<const Run> runs,
                 state == EntryState::copy_on_write ? Access::copy_on_write : Access::writable);
   } catch (const UndoFailed& error) {
     auto stuck = error.stuck.begin();
-    for_each([&](std::size_t i, Entry& entry) {
+    for_each([&](std::size_t i, Entry& entry) VT_LOCKED {
       if (stuck == error.stuck.end() || *stuck != i) return pages_.drop(pages[i]);
       ++stuck;
       entry = {pages[i], EntryState::quarantined};
@@ -47,7 +47,7 @@ void Reservation::map_shared(PoolLock& lock, std::span<const Run> runs,
     for (Page* page : pages) pages_.drop(page);
     throw;
   }
-  for_each([&](std::size_t i, Entry& entry) {
+  for_each([&](std::size_t i, Entry& entry) VT_LOCKED {
     entry = {pages[i], state};
     if (state == EntryState::writable) pages[i]->last_owner = owner_;  // the owner moves here
   });
@@ -126,15 +126,14 @@ void Reservation::unshare(PoolLock& lock, std::span<const Run> runs, std::span<c
   };
   std::vector<Unsharing> changes;
   std::vector<PageCopy> copies;
-  const auto page_at = [this](const Run& run, std::size_t i) {
-    return at(run.row, run.indices.begin + i).page;
-  };
-  const auto drop_new = [&](const Unsharing& change) {
+  const auto page_at = [this](const Run& run, std::size_t i)
+                           VT_LOCKED { return at(run.row, run.indices.begin + i).page; };
+  const auto drop_new = [&](const Unsharing& change) VT_LOCKED {
     for (std::size_t i = 0; i < change.to.size(); ++i) {
       if (change.to[i] != page_at(change.run, i)) pages_.drop(change.to[i]);
     }
   };
-  const auto put_back = [&](const Unsharing& change) {
+  const auto put_back = [&](const Unsharing& change) VT_LOCKED {
     if (std::any_of(change.private_copies.begin(), change.private_copies.end(),
                     [](auto private_copies) { return private_copies != 0; })) {
       return replace(change.run, change.to);
@@ -325,7 +324,7 @@ void Reservation::remap(std::span<const Change> changes) {
                    Access::copy_on_write);
     }
   } catch (const Error& error) {
-    const auto give_up = [&pages](const Change& change) {
+    const auto give_up = [&pages](const Change& change) VT_LOCKED {
       for (Page* page : change.to) pages.quarantine(page);
       change.range->quarantine(change.run);
     };

@@ -1,6 +1,5 @@
 // The page handles of one device and one page size: budget, reference counts, and the memory of
-// free pages, which is kept for the next user. Requires the pool's lock, but where it says
-// otherwise; what takes a PoolLock lets it go while the driver makes or releases memory.
+// free pages, which is kept for the next user.
 #pragma once
 
 #include <atomic>
@@ -14,11 +13,10 @@
 #include "driver/driver.h"
 #include "vmm/page.h"
 #include "vmm/placement.h"
+#include "vmm/pool_lock.h"
 #include "vmm/pool_options.h"
 
 namespace vtensor {
-
-class PoolLock;
 
 class PageStore {
  public:
@@ -29,50 +27,49 @@ class PageStore {
 
   // -- the budget, in pages
 
-  // Need no lock.
   std::size_t in_pages(std::size_t bytes) const { return bytes / driver_.traits().page_size; }
   std::size_t budget() const { return budget_.load(std::memory_order_relaxed); }
   void set_budget(std::size_t pages) { budget_ = pages; }
   // Handles in use.
-  std::size_t used() const { return used_; }
+  std::size_t used() const VT_LOCKED { return used_; }
   // In use, copied at writes as last counted, or promised.
-  std::size_t in_use() const { return used_ + private_copies_ + promised_; }
+  std::size_t in_use() const VT_LOCKED { return used_ + private_copies_ + promised_; }
   // What the budget leaves, without taking anything back.
-  std::size_t unused() const;
+  std::size_t unused() const VT_LOCKED;
   // The same, as far as the device's memory leaves the reserve alone. Throws what the driver does.
-  std::size_t available() const;
+  std::size_t available() const VT_LOCKED;
   // The same as `unused`, not counting `copied` pages that are to be replaced.
-  std::size_t unused_beside(std::size_t private_copies) const;
+  std::size_t unused_beside(std::size_t private_copies) const VT_LOCKED;
   // Bytes of the device that are missing for `pages` pages beside the reserve, and what is free;
   // 0 if nothing is.
   struct Shortage {
     std::size_t missing = 0, free = 0;
   };
-  Shortage shortage(std::size_t pages) const;
+  Shortage shortage(std::size_t pages) const VT_LOCKED;
   // Pages that the kernel copied from shared handles.
-  std::size_t private_copies() const { return private_copies_; }
-  void set_private_copies(std::size_t pages) { private_copies_ = pages; }
+  std::size_t private_copies() const VT_LOCKED { return private_copies_; }
+  void set_private_copies(std::size_t pages) VT_LOCKED { private_copies_ = pages; }
   // Keeps `pages` for an operation that is about to let the lock go; given back by promise(-pages).
-  void promise(std::ptrdiff_t pages) { promised_ += static_cast<std::size_t>(pages); }
+  void promise(std::ptrdiff_t pages) VT_LOCKED { promised_ += static_cast<std::size_t>(pages); }
 
   // -- handles in use
 
-  RowHome open_home(std::size_t pages) { return placement_->open_home(pages); }
-  void close_home(RowHome& home) { placement_->close_home(home); }
+  RowHome open_home(std::size_t pages) VT_LOCKED { return placement_->open_home(pages); }
+  void close_home(RowHome& home) VT_LOCKED { placement_->close_home(home); }
   // Adds to `out` free pages for `n` pages after `previous`, each with one reference. Requires: the
   // budget has them. Throws where the driver refuses; nothing is taken then.
-  void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out);
-  void share(Page* page) { ++page->references; }
+  void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) VT_LOCKED;
+  void share(Page* page) VT_LOCKED { ++page->references; }
   // `aged`: it has been free for as long as the pool keeps memory.
-  void drop(Page* page, bool aged = false) noexcept;
+  void drop(Page* page, bool aged = false) noexcept VT_LOCKED;
   // Pages are put on a page set, or taken off: their references have no page table entry.
-  void count_in_page_sets(std::ptrdiff_t pages) {
+  void count_in_page_sets(std::ptrdiff_t pages) VT_LOCKED {
     in_page_sets_ += static_cast<std::size_t>(pages);
   }
-  std::size_t in_page_sets() const { return in_page_sets_; }
+  std::size_t in_page_sets() const VT_LOCKED { return in_page_sets_; }
   // The page is counted and reported, and never used again.
-  void quarantine(Page* page);
-  std::size_t quarantined() const { return quarantined_; }
+  void quarantine(Page* page) VT_LOCKED;
+  std::size_t quarantined() const VT_LOCKED { return quarantined_; }
   bool must_zero(const Page& page, std::uint64_t owner) const {
     if (!page.dirty || options_.zero == ZeroPolicy::never) return false;
     return options_.zero == ZeroPolicy::always || owner == kNobody || page.last_owner != owner;
@@ -80,44 +77,46 @@ class PageStore {
 
   // -- the memory of free pages
 
-  const SparePages& spare() const { return spare_; }
+  const SparePages& spare() const VT_LOCKED { return spare_; }
   // Has the memory of `pages` free pages made, where the driver takes long for that. True where it
   // let the lock go.
-  bool make_ready(PoolLock& lock, std::size_t pages);
+  bool make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED;
   // The same on every driver, for pages that no growth asks for yet: takes them, makes what is
   // missing without the lock, and puts them back.
-  void stock(PoolLock& lock, std::size_t pages);
+  void stock(PoolLock& lock, std::size_t pages) VT_LOCKED;
   // Gives back the memory of the `n` oldest spare pages; where each has a handle of its own,
   // without the lock.
-  void release(PoolLock& lock, std::size_t n);
+  void release(PoolLock& lock, std::size_t n) VT_LOCKED;
   // Gives back the memory of all spare pages, neighbours in one call; returns how many.
-  std::size_t release_adjacent();
+  std::size_t release_adjacent() VT_LOCKED;
   // Keeps free memory between the marks and below the age: one step. Returns when to call again.
-  std::chrono::steady_clock::time_point tend(PoolLock& lock);
-  void keep_no_stock() { low_ = 0; }
+  std::chrono::steady_clock::time_point tend(PoolLock& lock) VT_LOCKED;
+  void keep_no_stock() VT_LOCKED { low_ = 0; }
 
   // Since the store was made.
-  std::uint64_t pages_recycled = 0;  // pages taken whose memory was there
-  std::uint64_t pages_fresh = 0;     // and was not
+  std::uint64_t pages_recycled VT_GUARDED = 0;  // pages taken whose memory was there
+  std::uint64_t pages_fresh VT_GUARDED = 0;     // and was not
 
  private:
-  void keep(Page* page, bool aged = false) noexcept;
-  void make_room(std::size_t taken, std::size_t fresh);
-  void empty(Page* first, std::size_t n);
+  void keep(Page* page, bool aged = false) noexcept VT_LOCKED;
+  void make_room(std::size_t taken, std::size_t fresh) VT_LOCKED;
+  void empty(Page* first, std::size_t n) VT_LOCKED;
 
   Driver& driver_;
   const PoolOptions options_;
   const std::function<void()> tend_;
   std::atomic<std::size_t> budget_;
-  std::size_t low_, high_;  // marks of spare pages
-  SparePages spare_;
+  std::size_t low_ VT_GUARDED, high_ VT_GUARDED;  // marks of spare pages
+  SparePages spare_ VT_GUARDED;
   const std::unique_ptr<Placement> placement_;
-  std::size_t used_ = 0;
-  std::size_t promised_ = 0;        // to operations that have let the lock go before they take them
-  std::size_t just_made_ = 0;       // of the spare pages, those made for a growth under way
-  std::size_t private_copies_ = 0;  // as last counted
-  std::size_t quarantined_ = 0;
-  std::size_t in_page_sets_ = 0;
+  std::size_t used_ VT_GUARDED = 0;
+  // To operations that have let the lock go before they take them.
+  std::size_t promised_ VT_GUARDED = 0;
+  // Of the spare pages, those made for a growth under way.
+  std::size_t just_made_ VT_GUARDED = 0;
+  std::size_t private_copies_ VT_GUARDED = 0;  // as last counted
+  std::size_t quarantined_ VT_GUARDED = 0;
+  std::size_t in_page_sets_ VT_GUARDED = 0;
 };
 
 }  // namespace vtensor

@@ -21,7 +21,7 @@ bool all_passed(Driver& driver, std::vector<FencePtr>& fences) {
 }
 
 void PendingWork::note(Stream stream) {
-  if (!runs_behind(stream)) return;
+  if (!runs_behind(driver_, stream)) return;
   if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end())
     streams_.push_back(stream);
 }

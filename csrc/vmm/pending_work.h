@@ -1,5 +1,5 @@
 // The work that may still use some pages: the streams in which it was launched, and points behind
-// it. Requires the pool's lock.
+// it.
 #pragma once
 
 #include <vector>
@@ -18,8 +18,8 @@ class PendingWork {
   explicit PendingWork(Driver& driver) : driver_(driver) {}
 
   // Whether what is launched there may still run when the launch returns.
-  bool runs_behind(Stream stream) const {
-    return driver_.traits().asynchronous || stream == driver_.copy_stream();
+  static bool runs_behind(Driver& driver, Stream stream) {
+    return driver.traits().asynchronous || stream == driver.copy_stream();
   }
   // Work in `stream` uses the pages. Requires: the stream lasts as long as they do.
   void note(Stream stream);

@@ -1,5 +1,14 @@
 // The one lock of the core: a pool's. Page tables, generations and lists stand under it; driver
 // calls that take long are made without it.
+//
+// Clang's thread safety analysis, in `make check`, holds the core to these marks:
+//
+//   VT_LOCKED    of a function: its callers hold the lock. It lets it go meanwhile if it takes a
+//                PoolLock.
+//   VT_GUARDED   of data: it is read and written with the lock held.
+//
+// To the analysis all pools have one lock: what belongs to a pool reaches its lock on many paths,
+// and no operation has two pools.
 #pragma once
 
 #include <chrono>
@@ -9,7 +18,22 @@
 #include <mutex>
 #include <utility>
 
+#if defined(__clang__)
+#define VT_THREAD_SAFETY(attribute) __attribute__((attribute))
+#else
+#define VT_THREAD_SAFETY(attribute)
+#endif
+#define VT_LOCKED VT_THREAD_SAFETY(requires_capability(::vtensor::pool_lock))
+#define VT_GUARDED VT_THREAD_SAFETY(guarded_by(::vtensor::pool_lock))
+#define VT_TAKES_LOCK VT_THREAD_SAFETY(acquire_capability(::vtensor::pool_lock))
+#define VT_LETS_LOCK_GO VT_THREAD_SAFETY(release_capability(::vtensor::pool_lock))
+// Of a destructor: it does the reverse of its constructor.
+#define VT_END_OF_SCOPE VT_THREAD_SAFETY(release_capability())
+
 namespace vtensor {
+
+struct VT_THREAD_SAFETY(capability("lock")) AnyPoolLock {};
+inline constexpr AnyPoolLock pool_lock;
 
 class PoolMutex {
  public:
@@ -25,12 +49,14 @@ class PoolMutex {
 
   // Before the lock is let go: does what other threads left to its holder. True if `after_unlock`
   // is to be called.
-  virtual bool tidy() noexcept = 0;
+  virtual bool tidy() noexcept VT_LOCKED = 0;
   // After it was let go: whether others have left something since.
   virtual bool left_over() noexcept = 0;
   virtual void after_unlock() noexcept = 0;
-  // Operations that make driver calls without the lock. Requires it.
-  std::size_t in_flight() const { return in_flight_; }
+  // Operations that make driver calls without the lock.
+  std::size_t in_flight() const VT_LOCKED { return in_flight_; }
+  // Tells the analysis that `mutex_` is locked, where that is not PoolLock's doing.
+  void assume_locked() const VT_THREAD_SAFETY(assert_capability(::vtensor::pool_lock)) {}
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -39,45 +65,59 @@ class PoolMutex {
   friend class PoolLock;
   friend class Unlocked;
 
-  std::size_t in_flight_ = 0;
+  std::size_t in_flight_ VT_GUARDED = 0;
 };
 
 // Holds a pool's lock, and the pool.
-class PoolLock {
+class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
  public:
-  explicit PoolLock(std::shared_ptr<PoolMutex> pool)
-      : pool_(std::move(pool)), lock_(pool_->mutex_) {}
-  PoolLock(std::shared_ptr<PoolMutex> pool, std::try_to_lock_t how)
-      : pool_(std::move(pool)), lock_(pool_->mutex_, how) {}
-  ~PoolLock() { let_go(); }
+  explicit PoolLock(std::shared_ptr<PoolMutex> pool) VT_TAKES_LOCK : pool_(std::move(pool)),
+                                                                     lock_(pool_->mutex_) {}
+  // The analysis takes it for held: to be followed by `if (!lock) return`.
+  PoolLock(std::shared_ptr<PoolMutex> pool, std::try_to_lock_t how) VT_TAKES_LOCK
+      : pool_(std::move(pool)),
+        lock_(pool_->mutex_, how) {}
+  ~PoolLock() VT_END_OF_SCOPE { unlock(); }
   PoolLock(const PoolLock&) = delete;
   PoolLock& operator=(const PoolLock&) = delete;
   explicit operator bool() const { return lock_.owns_lock(); }
 
-  void let_go() noexcept;
-  void take_again() { lock_.lock(); }
   // Lets it go until something changed, or `until`; does not tidy.
-  void wait_changed(std::chrono::steady_clock::time_point until) {
+  void wait_changed(std::chrono::steady_clock::time_point until) VT_LOCKED {
     pool_->changed_.wait_until(lock_, until);
   }
 
  private:
   friend class Unlocked;
+  friend class Waiting;
+  void unlock() noexcept;
+
   std::shared_ptr<PoolMutex> pool_;
   std::unique_lock<std::mutex> lock_;
 };
 
-// For its length the lock is let go, for driver calls, which may take as long as the device is
-// busy. Whatever needs quiet, as fork(2) does, waits for its end. What the calls change is claimed
-// before.
-class Unlocked {
+// For its length the lock is let go, to wait.
+class VT_THREAD_SAFETY(scoped_lockable) Waiting {
  public:
-  explicit Unlocked(PoolLock& lock) : lock_(lock) {
+  explicit Waiting(PoolLock& lock) VT_LETS_LOCK_GO : lock_(lock) { lock_.unlock(); }
+  ~Waiting() VT_END_OF_SCOPE { lock_.lock_.lock(); }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+ private:
+  PoolLock& lock_;
+};
+
+// The same for driver calls, which may take as long as the device is busy. Whatever needs quiet, as
+// fork(2) does, waits for its end. What the calls change is claimed before.
+class VT_THREAD_SAFETY(scoped_lockable) Unlocked {
+ public:
+  explicit Unlocked(PoolLock& lock) VT_LETS_LOCK_GO : lock_(lock) {
     ++lock_.pool_->in_flight_;
-    lock_.let_go();
+    lock_.unlock();
   }
-  ~Unlocked() {
-    lock_.take_again();
+  ~Unlocked() VT_END_OF_SCOPE {
+    lock_.lock_.lock();
     --lock_.pool_->in_flight_;
     lock_.pool_->changed();
   }
@@ -88,10 +128,11 @@ class Unlocked {
   PoolLock& lock_;
 };
 
-inline void PoolLock::let_go() noexcept {
+inline void PoolLock::unlock() noexcept {
   if (!lock_) return;
   bool call = false;
   do {
+    pool_->assume_locked();
     call |= pool_->tidy();
     lock_.unlock();
   } while (pool_->left_over() && lock_.try_lock());

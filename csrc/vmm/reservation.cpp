@@ -71,16 +71,8 @@ std::span<const Handle> Reservation::handles(const Run& run) {
 }
 
 void Reservation::open_homes() {
-  if (!homes_.empty()) return;
-  std::vector<RowHome> homes;
-  homes.reserve(rows_);
-  try {
-    for (std::size_t row = 0; row < rows_; ++row) homes.push_back(pages_.open_home(row_pages_));
-  } catch (...) {
-    for (RowHome& home : homes) pages_.close_home(home);
-    throw;
-  }
-  homes_ = std::move(homes);
+  homes_.reserve(rows_);
+  while (homes_.size() < rows_) homes_.push_back(pages_.open_home(row_pages_));
 }
 
 void Reservation::claim(Arrival& arrival) {
@@ -230,20 +222,15 @@ void Reservation::enter(Arrival& arrival) {
   }
 }
 
-// Whether all work launched in `stream` so far ends in time. Lets the lock go meanwhile.
+// Whether all work launched in `stream` so far ends in time.
 bool Reservation::await_work(PoolLock& lock, Stream stream) noexcept {
-  bool over = false;
   try {
     const FencePtr fence = driver_.fence(stream);
-    lock.let_go();
-    try {
-      over = wait_for(driver_, fence, patience_);
-    } catch (const Error&) {
-    }
-    lock.take_again();
+    const Waiting waiting(lock);
+    return wait_for(driver_, fence, patience_);
   } catch (const Error&) {
+    return false;
   }
-  return over;
 }
 
 void Reservation::undo(PoolLock& lock, Stream stream, const Arrival& arrival) noexcept {
@@ -355,9 +342,8 @@ void Reservation::zero(Bytes bytes, Stream stream) {
 
 std::vector<Reservation::Run> Reservation::unclean_in(Interval indices) const {
   std::vector<Run> runs;
-  const auto is_unclean = [this](const Entry& entry) {
-    return is_writable(entry) && !clean(*entry.page);
-  };
+  const auto is_unclean = [this](const Entry& entry)
+                              VT_LOCKED { return is_writable(entry) && !clean(*entry.page); };
   const std::size_t end = std::min(indices.end, reserved());
   for (std::size_t row = 0; row < rows_; ++row) {
     for (std::size_t index = indices.begin; index < end; ++index) {

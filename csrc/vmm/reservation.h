@@ -87,37 +87,37 @@ class Reservation {
   }
   Address address(const Run& run) const { return address(run.row, run.indices.begin); }
 
-  // Everything below requires the pool's lock, where it does not say otherwise.
-
-  void begin(Address base, std::uint64_t owner) {
+  void begin(Address base, std::uint64_t owner) VT_LOCKED {
     base_ = base;
     owner_ = owner;
   }
   // Pages show zeros, or what this owner had there: those of another are not clean (I7).
-  void set_owner(std::uint64_t owner) { owner_ = owner; }
-  bool clean(const Page& page) const { return !page.dirty || page.last_owner == owner_; }
+  void set_owner(std::uint64_t owner) VT_LOCKED { owner_ = owner; }
+  bool clean(const Page& page) const VT_LOCKED { return !page.dirty || page.last_owner == owner_; }
 
   // -- the page table
 
-  const Entry& at(std::size_t row, std::size_t index) const { return table_.at(row, index); }
+  const Entry& at(std::size_t row, std::size_t index) const VT_LOCKED {
+    return table_.at(row, index);
+  }
   // Pages below have entries.
-  std::size_t reserved() const { return table_.reserved(); }
+  std::size_t reserved() const VT_LOCKED { return table_.reserved(); }
   // Throws std::bad_alloc; nothing is changed then.
-  void reserve(std::size_t indices) { table_.reserve(indices); }
+  void reserve(std::size_t indices) VT_LOCKED { table_.reserve(indices); }
   std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
   std::size_t quarantined() const { return quarantined_.load(std::memory_order_relaxed); }
   // Pages that writes do not reach.
-  std::size_t copy_on_write() const { return copy_on_write_; }
-  std::size_t count_mapped(Interval indices) const;
-  std::size_t count_quarantined(Interval indices) const;
+  std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
+  std::size_t count_mapped(Interval indices) const VT_LOCKED;
+  std::size_t count_quarantined(Interval indices) const VT_LOCKED;
   // Adds maximal runs in `indices` of `row` whose entries are `wanted` and have one state.
   void collect(std::vector<Run>& runs, std::size_t row, Interval indices,
-               bool (*wanted)(const Entry&)) const;
+               bool (*wanted)(const Entry&)) const VT_LOCKED;
   // The same, of every row.
-  std::vector<Run> collect(Interval indices, bool (*wanted)(const Entry&)) const;
+  std::vector<Run> collect(Interval indices, bool (*wanted)(const Entry&)) const VT_LOCKED;
   // The first of `indices` that is not `wanted` in every row.
   template <typename Wanted>
-  std::size_t first_not(Interval indices, Wanted wanted) const {
+  std::size_t first_not(Interval indices, Wanted wanted) const VT_LOCKED {
     std::size_t end = std::min(indices.end, reserved());
     for (std::size_t row = 0; row < rows_ && indices.begin < end; ++row) {
       std::size_t index = indices.begin;
@@ -130,52 +130,51 @@ class Reservation {
   // -- mapping
 
   // Takes pages for runs of empty entries. Throws what the driver does; nothing is claimed then.
-  void claim(Arrival& arrival);
-  // Without the lock: maps what several have claimed, in one batch, all or none; zeroes what their
-  // last owners left, and makes their memory present where it is to.
+  void claim(Arrival& arrival) VT_LOCKED;
+  // Maps what several have claimed, in one batch, all or none; zeroes what their last owners left,
+  // and makes their memory present where it is to.
   static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
   // Enters pages that have arrived, or gives them back.
-  void enter(Arrival& arrival);
-  // Takes back pages that have arrived for a growth that failed afterwards. Lets the lock go.
-  void undo(PoolLock& lock, Stream stream, const Arrival& arrival) noexcept;
+  void enter(Arrival& arrival) VT_LOCKED;
+  // Takes back pages that have arrived for a growth that failed afterwards.
+  void undo(PoolLock& lock, Stream stream, const Arrival& arrival) noexcept VT_LOCKED;
 
   // -- unmapping
 
   // Requires: the first `writable` of the runs are writable, the others copy-on-write.
-  Departure departing(std::vector<Run> runs, std::size_t writable);
-  // Without the lock. Begins no more calls after `until`, which it looks at after each.
+  Departure departing(std::vector<Run> runs, std::size_t writable) VT_LOCKED;
+  // Begins no more calls after `until`, which it looks at after each.
   void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
                                            std::nullopt) noexcept;
   // `aged`: its pages have been free for as long as the pool keeps memory.
-  void enter(Departure& departure, bool aged);
+  void enter(Departure& departure, bool aged) VT_LOCKED;
   // Nothing is mapped any more. What is quarantined keeps its page in its pool, and its addresses,
   // which lie in `host` where that is not null.
-  void end(Reservation* host) noexcept;
+  void end(Reservation* host) noexcept VT_LOCKED;
 
   // -- sharing (copy_on_write.cpp)
 
-  // Maps pages of others, those of one run behind those of the last, at empty entries. Lets the
-  // lock go meanwhile.
+  // Maps pages of others, those of one run behind those of the last, at empty entries.
   void map_shared(PoolLock& lock, std::span<const Run> runs, std::span<Page* const> pages,
-                  EntryState state);
+                  EntryState state) VT_LOCKED;
   // Guards writable runs, which are about to be shared. Whole or nothing. Lets the lock go
   // meanwhile, unless it is null, but not to undo. Requires: no work that may write to the runs is
   // left in any stream.
-  void make_copy_on_write(PoolLock* lock, std::span<const Run> runs);
+  void make_copy_on_write(PoolLock* lock, std::span<const Run> runs) VT_LOCKED;
   // Gives each copy-on-write page of `runs` a page of its own with what is seen there, mapped
   // writable, and zeroes `stale` at the end, in `stream`. Whole or nothing, except that pages which
   // the kernel had copied may stay folded, which only the counts show. Lets the lock go while pages
   // are copied and remapped, but not to undo that. Throws TimedOut where copies may still run, in
   // the side stream.
   void unshare(PoolLock& lock, std::span<const Run> runs, std::span<const Bytes> stale,
-               Stream stream);
+               Stream stream) VT_LOCKED;
   // How many pages unsharing these takes: a page with one reference left is kept.
-  std::size_t fresh_pages_for(std::span<const Run> copy_on_write) const;
+  std::size_t fresh_pages_for(std::span<const Run> copy_on_write) const VT_LOCKED;
   // Of a copy-on-write run, the pages that the kernel copied at a write; 1 for each.
-  std::vector<std::uint8_t> find_private_copies(const Run& run) const;
-  std::size_t count_private_copies(std::span<const Run> copy_on_write) const;
-  std::size_t count_private_copies() const;
-  std::vector<Run> private_copies_in(Interval indices) const;
+  std::vector<std::uint8_t> find_private_copies(const Run& run) const VT_LOCKED;
+  std::size_t count_private_copies(std::span<const Run> copy_on_write) const VT_LOCKED;
+  std::size_t count_private_copies() const VT_LOCKED;
+  std::vector<Run> private_copies_in(Interval indices) const VT_LOCKED;
   // Runs whose pages become those of `to`, copy-on-write; in all of them or, where the driver
   // refuses, in none. Requires: a driver that remaps in one step, because a page that cannot be put
   // back would leave its owner without it.
@@ -184,15 +183,14 @@ class Reservation {
     Run run;  // of one state
     std::vector<Page*> to;
   };
-  static void remap(std::span<const Change> changes);
+  static void remap(std::span<const Change> changes) VT_LOCKED;
 
   // -- bytes
 
-  // May be called without the lock.
   void zero(Bytes bytes, Stream stream);
   // Runs of pages in `indices` that show what another owner left, and their zeroing.
-  std::vector<Run> unclean_in(Interval indices) const;
-  void make_clean(std::span<const Run> runs, Stream stream);
+  std::vector<Run> unclean_in(Interval indices) const VT_LOCKED;
+  void make_clean(std::span<const Run> runs, Stream stream) VT_LOCKED;
 
   // -- reports
 
@@ -201,21 +199,21 @@ class Reservation {
 
   // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
   // several references.
-  std::size_t add_pages(std::unordered_set<const Page*>& seen) const;
+  std::size_t add_pages(std::unordered_set<const Page*>& seen) const VT_LOCKED;
   // Adds what its entries use, `reachable` by a tensor or a view. Throws an Error that names the
   // violated invariant.
-  void check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const;
+  void check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const VT_LOCKED;
 
  private:
-  void open_homes();
+  void open_homes() VT_LOCKED;
   // Valid until the next call.
-  std::span<const Handle> handles(const Run& run);
-  bool await_work(PoolLock& lock, Stream stream) noexcept;
-  void quarantine(const Run& run, std::span<const std::size_t> stuck);
-  void quarantine(const Run& run) noexcept;
-  void make_writable(std::span<const Run> runs);
+  std::span<const Handle> handles(const Run& run) VT_LOCKED;
+  bool await_work(PoolLock& lock, Stream stream) noexcept VT_LOCKED;
+  void quarantine(const Run& run, std::span<const std::size_t> stuck) VT_LOCKED;
+  void quarantine(const Run& run) noexcept VT_LOCKED;
+  void make_writable(std::span<const Run> runs) VT_LOCKED;
   // Makes `pages` the writable pages of a copy-on-write run.
-  void replace(const Run& run, std::span<Page* const> pages) noexcept;
+  void replace(const Run& run, std::span<Page* const> pages) noexcept VT_LOCKED;
 
   Driver& driver_;
   PageStore& pages_;
@@ -227,13 +225,13 @@ class Reservation {
   const bool zeroed_;  // pages are zeroed even where they come back to this owner
   Address base_ = 0;
   std::uint64_t owner_ = kNobody;
-  PageTable table_;
-  std::vector<RowHome> homes_;
-  std::vector<Handle> scratch_;
+  PageTable table_ VT_GUARDED;
+  std::vector<RowHome> homes_ VT_GUARDED;
+  std::vector<Handle> scratch_ VT_GUARDED;
   // Changed with the lock; read without it too.
   std::atomic<std::size_t> mapped_ = 0;
   std::atomic<std::size_t> quarantined_ = 0;
-  std::size_t copy_on_write_ = 0;  // pages
+  std::size_t copy_on_write_ VT_GUARDED = 0;  // pages
 };
 
 }  // namespace vtensor

@@ -80,7 +80,9 @@ def test_no_friends_across_rooms() -> None:
     home = {
         found.group(1): path.parent.name
         for path in CPP
-        for found in re.finditer(r"^(?:class|struct) (\w+)[^;]*\{", path.read_text(), re.MULTILINE)
+        for found in re.finditer(
+            r"^(?:class|struct) (?:VT_\w+\(.*?\) )?(\w+)[^;]*\{", path.read_text(), re.MULTILINE
+        )
     }
     friends = [
         (path, found.group(1))
