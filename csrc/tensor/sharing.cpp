@@ -242,11 +242,11 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
       };
       for (std::size_t index = extent.begin; index < extent.end; ++index) {
         if (!differs(index)) continue;
-        Reservation::Change change{&range, {row, {index, index}}, {}};
+        Reservation::Change change{&range, row, index, {}};
         const EntryState state = range.at(row, index).state;
         while (index < extent.end && differs(index) && range.at(row, index).state == state)
           change.to.push_back(range.at(rows[row], index++).page);
-        change.run.indices.end = index--;
+        --index;
         changes.push_back(std::move(change));
       }
     }

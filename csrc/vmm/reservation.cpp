@@ -62,12 +62,12 @@ std::vector<Reservation::Run> Reservation::collect(Interval indices,
   return runs;
 }
 
-std::span<const Handle> Reservation::handles(const Run& run) {
-  scratch_.clear();
-  for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-    scratch_.push_back(at(run.row, index).page->handle);
+void Reservation::add_page_runs(std::vector<PageRun>& to, std::span<const Run> runs,
+                                std::span<const Handle> handles) const {
+  for (const Run& run : runs) {
+    to.push_back({address(run), handles.first(run.indices.size())});
+    handles = handles.subspan(run.indices.size());
   }
-  return scratch_;
 }
 
 void Reservation::open_homes() {
@@ -106,23 +106,17 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
   std::vector<Handle> handles;
   bool mapped = false, zeroing = false;
 
-  // `stuck` counts the pages of all arrivals in their order.
-  const auto fail = [&all](const std::exception_ptr& error, const std::vector<std::size_t>& stuck) {
+  // `stuck` counts the pages of all arrivals in their order; all of them are if it is null.
+  const auto fail = [&all](const std::exception_ptr& error, const std::vector<std::size_t>* stuck) {
     std::size_t at = 0;
-    auto next = stuck.begin();
     for (const Arriving& one : all) {
       one.arrival->error = error;
-      const std::size_t end = at + one.arrival->pages.size();
-      for (; next != stuck.end() && *next < end; ++next) one.arrival->stuck.push_back(*next - at);
-      at = end;
+      for (std::size_t i = 0; i < one.arrival->pages.size(); ++i, ++at) {
+        if (stuck == nullptr || is_stuck(*stuck, at)) one.arrival->stuck.push_back(i);
+      }
     }
   };
-  const auto all_stuck = [&all](const std::exception_ptr& error) {
-    for (const Arriving& one : all) {
-      one.arrival->error = error;
-      for (std::size_t i = 0; i < one.arrival->pages.size(); ++i) one.arrival->stuck.push_back(i);
-    }
-  };
+  const std::vector<std::size_t> none;
   try {
     std::size_t pages = 0, run_count = 0;
     for (const Arriving& one : all) {
@@ -134,13 +128,10 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
     for (const Arriving& one : all) {
       for (const Page* page : one.arrival->pages) handles.push_back(page->handle);
     }
-    std::size_t at = 0;
+    std::span<const Handle> rest = handles;
     for (const Arriving& one : all) {
-      for (const Run& run : one.arrival->runs) {
-        runs.push_back(
-            {one.range->address(run), std::span(handles).subspan(at, run.indices.size())});
-        at += run.indices.size();
-      }
+      one.range->add_page_runs(runs, one.arrival->runs, rest);
+      rest = rest.subspan(one.arrival->pages.size());
     }
     {
       const trace::Span span(trace::What::map, runs.front().at, pages * page_size, first.base_);
@@ -169,22 +160,21 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
       if (one.arrival->zeroing && one.arrival->ahead) one.arrival->zeroed = driver.fence(stream);
     }
   } catch (const UndoFailed& error) {
-    fail(std::current_exception(), error.stuck);
+    fail(std::current_exception(), &error.stuck);
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
-    if (!mapped) return fail(error, {});
+    if (!mapped) return fail(error, &none);
     // Nobody saw these pages yet. What cannot be unmapped may show another's bytes: quarantined.
+    if (zeroing && !first.await_work(stream)) return fail(error, nullptr);
     try {
-      if (zeroing && !wait_for(driver, driver.fence(stream), first.patience_))
-        return all_stuck(error);
       const trace::Span span(trace::What::unmap, runs.front().at, handles.size() * page_size,
                              first.base_);
       driver.unmap(runs, Access::writable);
-      fail(error, {});
+      fail(error, &none);
     } catch (const UndoFailed& unmapping) {
-      fail(error, unmapping.stuck);
+      fail(error, &unmapping.stuck);
     } catch (...) {
-      all_stuck(error);
+      fail(error, nullptr);
     }
   }
 }
@@ -203,32 +193,24 @@ void Reservation::enter(Arrival& arrival) {
     return;
   }
   std::size_t at = 0;
-  auto stuck = arrival.stuck.begin();
   for (const Run& run : arrival.runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++at) {
-      Entry& entry = table_.at(run.row, index);
-      if (stuck != arrival.stuck.end() && *stuck == at) {
-        ++stuck;
-        entry.state = EntryState::quarantined;
-        pages_.quarantine(page[at]);
-        ++quarantined_;
-      } else {
-        const bool dirty = page[at]->dirty;  // it was not written to here
-        pages_.drop(page[at]);
-        page[at]->dirty = dirty;
-        entry = {};
+      if (is_stuck(arrival.stuck, at)) {
+        quarantine(run.row, index);
+        continue;
       }
+      const bool dirty = page[at]->dirty;  // it was not written to here
+      pages_.drop(page[at]);
+      page[at]->dirty = dirty;
+      table_.at(run.row, index) = {};
     }
   }
 }
 
-// Whether all work launched in `stream` so far ends in time.
-bool Reservation::await_work(PoolLock& lock, Stream stream) noexcept {
+bool Reservation::await_work(Stream stream) const noexcept {
   try {
-    const FencePtr fence = driver_.fence(stream);
-    const Waiting waiting(lock);
-    return wait_for(driver_, fence, patience_);
-  } catch (const Error&) {
+    return wait_for(driver_, driver_.fence(stream), patience_);
+  } catch (...) {
     return false;
   }
 }
@@ -237,16 +219,21 @@ void Reservation::undo(PoolLock& lock, Stream stream, const Arrival& arrival) no
   if (arrival.runs.empty()) return;
   try {
     Departure departure = departing(arrival.runs, arrival.runs.size());
-    if (!arrival.zeroing || await_work(lock, stream)) {
+    bool over = true;
+    if (arrival.zeroing) {
+      const Waiting waiting(lock);
+      over = await_work(stream);
+    }
+    if (over) {
       carry_out(departure);
       enter(departure, false);
-      if (!departure.error) return;
     }
   } catch (...) {
+    // No memory: they are given up.
   }
   for (const Run& run : arrival.runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-      if (is_mapped(at(run.row, index))) quarantine({run.row, {index, index + 1}});
+      if (is_mapped(at(run.row, index))) quarantine(run.row, index);
     }
   }
 }
@@ -256,8 +243,8 @@ Reservation::Departure Reservation::departing(std::vector<Run> runs, std::size_t
   departure.runs = std::move(runs);
   departure.writable = writable;
   for (const Run& run : departure.runs) {
-    const auto of_run = handles(run);
-    departure.handles.insert(departure.handles.end(), of_run.begin(), of_run.end());
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
+      departure.handles.push_back(at(run.row, index).page->handle);
   }
   departure.stuck.reserve(departure.handles.size());
   return departure;
@@ -269,23 +256,22 @@ void Reservation::carry_out(Departure& departure,
   try {
     std::vector<PageRun> batch;
     batch.reserve(at_once);
-    std::size_t at = 0;
+    std::span<const Handle> handles = departure.handles;
     while (departure.done < departure.runs.size()) {
       if (until && departure.done != 0 && std::chrono::steady_clock::now() >= *until) return;
       const bool writable = departure.done < departure.writable;
       const std::size_t end = writable ? departure.writable : departure.runs.size();
       batch.clear();
+      add_page_runs(batch,
+                    std::span(departure.runs)
+                        .subspan(departure.done, std::min(end - departure.done, at_once)),
+                    handles);
       std::size_t pages = 0;
-      for (std::size_t i = departure.done; i < std::min(end, departure.done + at_once); ++i) {
-        const Run& run = departure.runs[i];
-        batch.push_back(
-            {address(run), std::span(departure.handles).subspan(at + pages, run.indices.size())});
-        pages += run.indices.size();
-      }
+      for (const PageRun& run : batch) pages += run.handles.size();
       const trace::Span span(trace::What::unmap, batch.front().at, pages * page_size_, base_);
       driver_.unmap(batch, writable ? Access::writable : Access::copy_on_write);
       departure.done += batch.size();
-      at += pages;
+      handles = handles.subspan(pages);
     }
   } catch (const UndoFailed& error) {
     departure.error = std::current_exception();
@@ -306,15 +292,12 @@ void Reservation::enter(Departure& departure, bool aged) {
     }
     mapped_ -= run.indices.size();
   }
-  std::size_t first = 0;
-  auto stuck = departure.stuck.begin();
+  std::size_t at = 0;
   for (std::size_t i = departure.done; i < departure.runs.size(); ++i) {
     const Run& run = departure.runs[i];
-    std::vector<std::size_t> of_run;
-    for (; stuck != departure.stuck.end() && *stuck < first + run.indices.size(); ++stuck)
-      of_run.push_back(*stuck - first);
-    quarantine(run, of_run);
-    first += run.indices.size();
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++at) {
+      if (is_stuck(departure.stuck, at)) quarantine(run.row, index);
+    }
   }
 }
 
@@ -363,19 +346,13 @@ void Reservation::make_clean(std::span<const Run> runs, Stream stream) {
   }
 }
 
-void Reservation::quarantine(const Run& run, std::span<const std::size_t> stuck) {
-  for (const std::size_t i : stuck) {
-    Entry& entry = table_.at(run.row, run.indices.begin + i);
-    if (entry.state == EntryState::copy_on_write) --copy_on_write_;
-    entry.state = EntryState::quarantined;
-    pages_.quarantine(entry.page);
-    --mapped_;
-    ++quarantined_;
-  }
-}
-
-void Reservation::quarantine(const Run& run) noexcept {
-  for (std::size_t i = 0; i < run.indices.size(); ++i) quarantine(run, std::span(&i, 1));
+void Reservation::quarantine(std::size_t row, std::size_t index) noexcept {
+  Entry& entry = table_.at(row, index);
+  copy_on_write_ -= is_copy_on_write(entry);
+  mapped_ -= entry.mapped();
+  ++quarantined_;
+  entry.state = EntryState::quarantined;
+  pages_.quarantine(entry.page);
 }
 
 std::size_t Reservation::add_pages(std::unordered_set<const Page*>& seen) const {

@@ -5,6 +5,7 @@
 // and entered with it again. In between nothing else may touch these pages: its owner sees to that.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -158,14 +159,13 @@ class Reservation {
   void map_shared(PoolLock& lock, std::span<const Run> runs, std::span<Page* const> pages,
                   EntryState state) VT_LOCKED;
   // Guards writable runs, which are about to be shared. Whole or nothing. Lets the lock go
-  // meanwhile, unless it is null, but not to undo. Requires: no work that may write to the runs is
-  // left in any stream.
+  // meanwhile, unless it is null. Requires: no work that may write to the runs is left in any
+  // stream.
   void make_copy_on_write(PoolLock* lock, std::span<const Run> runs) VT_LOCKED;
   // Gives each copy-on-write page of `runs` a page of its own with what is seen there, mapped
   // writable, and zeroes `stale` at the end, in `stream`. Whole or nothing, except that pages which
-  // the kernel had copied may stay folded, which only the counts show. Lets the lock go while pages
-  // are copied and remapped, but not to undo that. Throws TimedOut where copies may still run, in
-  // the side stream.
+  // the kernel had copied may stay folded, which only the counts show. Throws TimedOut where copies
+  // may still run, in the side stream.
   void unshare(PoolLock& lock, std::span<const Run> runs, std::span<const Bytes> stale,
                Stream stream) VT_LOCKED;
   // How many pages unsharing these takes: a page with one reference left is kept.
@@ -175,12 +175,12 @@ class Reservation {
   std::size_t count_private_copies(std::span<const Run> copy_on_write) const VT_LOCKED;
   std::size_t count_private_copies() const VT_LOCKED;
   std::vector<Run> private_copies_in(Interval indices) const VT_LOCKED;
-  // Runs whose pages become those of `to`, copy-on-write; in all of them or, where the driver
-  // refuses, in none. Requires: a driver that remaps in one step, because a page that cannot be put
-  // back would leave its owner without it.
+  // Pages from `index` on, of one state, that become those of `to`, copy-on-write; in all of them
+  // or, where the driver refuses, in none. Requires: a driver that remaps in one step, because a
+  // page that cannot be put back would leave its owner without it.
   struct Change {
     Reservation* range;
-    Run run;  // of one state
+    std::size_t row, index;
     std::vector<Page*> to;
   };
   static void remap(std::span<const Change> changes) VT_LOCKED;
@@ -205,15 +205,20 @@ class Reservation {
   void check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const VT_LOCKED;
 
  private:
+  class Remapping;
+
   void open_homes() VT_LOCKED;
-  // Valid until the next call.
-  std::span<const Handle> handles(const Run& run) VT_LOCKED;
-  bool await_work(PoolLock& lock, Stream stream) noexcept VT_LOCKED;
-  void quarantine(const Run& run, std::span<const std::size_t> stuck) VT_LOCKED;
-  void quarantine(const Run& run) noexcept VT_LOCKED;
-  void make_writable(std::span<const Run> runs) VT_LOCKED;
-  // Makes `pages` the writable pages of a copy-on-write run.
-  void replace(const Run& run, std::span<Page* const> pages) noexcept VT_LOCKED;
+  // Adds `runs` as the driver takes them, with their handles from the first of `handles` on.
+  void add_page_runs(std::vector<PageRun>& to, std::span<const Run> runs,
+                     std::span<const Handle> handles) const;
+  // Whether all work launched in `stream` so far ends in time.
+  bool await_work(Stream stream) const noexcept;
+  // Of the indices that an UndoFailed names, in their order.
+  static bool is_stuck(std::span<const std::size_t> stuck, std::size_t i) {
+    return std::binary_search(stuck.begin(), stuck.end(), i);
+  }
+  // What is mapped there is not known: it is counted, never used and never unmapped.
+  void quarantine(std::size_t row, std::size_t index) noexcept VT_LOCKED;
 
   Driver& driver_;
   PageStore& pages_;
@@ -227,7 +232,6 @@ class Reservation {
   std::uint64_t owner_ = kNobody;
   PageTable table_ VT_GUARDED;
   std::vector<RowHome> homes_ VT_GUARDED;
-  std::vector<Handle> scratch_ VT_GUARDED;
   // Changed with the lock; read without it too.
   std::atomic<std::size_t> mapped_ = 0;
   std::atomic<std::size_t> quarantined_ = 0;
