@@ -16,6 +16,7 @@ from vtensor import _torch_version as _torch_version  # before code that an olde
 from vtensor import _variants as _variants  # registers the classes of tensors with the core
 from vtensor import trace
 from vtensor._notebook import draw_with as _draw_with
+from vtensor.arena import Arena, ArenaStats
 from vtensor.errors import (
     CapacityExceeded,
     Closed,
@@ -43,6 +44,8 @@ def _draw(shown: object) -> dict[str, str]:
 _draw_with(_draw)
 
 __all__ = [
+    "Arena",
+    "ArenaStats",
     "CapacityExceeded",
     "Closed",
     "DriverError",

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -71,6 +72,16 @@ class DeviceOutOfMemory : public DriverError {
   using DriverError::DriverError;
   explicit DeviceOutOfMemory(const DriverError& cause) : DriverError(cause) {}
 };
+
+inline bool is_out_of_memory(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const DeviceOutOfMemory&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
 
 // A call was refused and so was its undoing. `stuck` holds the indices, within the batch, of the
 // pages whose mapping is no longer known: the caller quarantines them (I8).

@@ -11,6 +11,7 @@ NB_MODULE(_core, module) {
   vtensor::bind::bind_tensor(module);
   vtensor::bind::bind_lease(module);
   vtensor::bind::bind_slot_cache(module);
+  vtensor::bind::bind_arena(module);
   vtensor::bind::bind_attention_spec(module);
   vtensor::bind::bind_trace(module);
 }

@@ -10,19 +10,6 @@
 #include "tensor/buffer.h"
 
 namespace vtensor {
-namespace {
-
-bool is_out_of_memory(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const DeviceOutOfMemory&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
-}  // namespace
 
 // The pages behind the extent that are kept or made ready.
 Interval Buffer::ahead() const {

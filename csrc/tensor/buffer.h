@@ -21,6 +21,7 @@
 #include "policy/generation.h"
 #include "policy/look_ahead.h"
 #include "policy/page_pool.h"
+#include "policy/page_record.h"
 #include "policy/pending_unmap.h"
 #include "policy/roster.h"
 #include "vmm/caller.h"
@@ -29,16 +30,6 @@
 #include "vmm/row_shape.h"
 
 namespace vtensor {
-
-struct PageRecord {
-  std::size_t row;
-  std::size_t index;  // of the page in its row
-  Address address;
-  std::int64_t page_id;  // -1 where the kernel copied it and it has no handle of its own yet
-  std::uint32_t shared;  // references to the page
-  const char* state;     // "mapped", "shared", "prefetched", "cached", "private", "pinned",
-                         // "quarantined"
-};
 
 class PageSet;
 

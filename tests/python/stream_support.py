@@ -124,9 +124,8 @@ class SimulatedDevice:
 
     def kernel(self, stream: int, tensor, start: int = 0, stop: int | None = None, writes: int = 0) -> None:
         """Launches a kernel over positions start to stop of each row; it writes that byte, or reads."""
-        stop = tensor.length if stop is None else stop
-        rows = tensor.reshape(-1, *tensor.shape[tensor.grow_dim :]) if tensor.grow_dim else tensor[None]
-        for row in rows:
+        dim = getattr(tensor, "grow_dim", 0)
+        for row in tensor.reshape(-1, *tensor.shape[dim:]) if dim else tensor[None]:
             part = row[start:stop]
             size = part.numel() * part.element_size()
             self._done("simcuda_launch", stream, part.data_ptr(), size, writes)

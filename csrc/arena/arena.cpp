@@ -1,0 +1,699 @@
+#include "arena/arena.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "base/process.h"
+#include "base/trace.h"
+#include "policy/make_room.h"
+
+namespace vtensor {
+
+namespace {
+
+constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
+// What one eviction gives up: pages that others ask for come in such steps, oldest first.
+constexpr std::size_t kEvictedAtOnce = std::size_t{16} << 20;
+
+}  // namespace
+
+// Marks the arena busy, so that the mapper keeps off and the lock can be let go.
+class Arena::Busy {
+ public:
+  explicit Busy(Arena& arena) VT_LOCKED : arena_(arena) { arena.busy_ = true; }
+  ~Busy() VT_LOCKED {
+    arena_.busy_ = false;
+    arena_.pool_->changed();
+    arena_.give_back_unused();
+  }
+  Busy(const Busy&) = delete;
+  Busy& operator=(const Busy&) = delete;
+
+ private:
+  Arena& arena_;
+};
+
+std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
+                                   bool zeros, const Caller& caller) {
+  const std::size_t page = pool->page_size();
+  // 2^47 bytes are the addresses of a process on x86-64; a page's neighbours are numbered in 32
+  // bits.
+  const std::size_t limit = std::min<std::size_t>(std::size_t{1} << 47, kNone * page);
+  if (bytes == 0 || bytes > limit - page) {
+    throw CapacityExceeded("[" + std::string(caller.operation) + "] " + std::to_string(bytes) +
+                           " bytes cannot be reserved in pages of " + std::to_string(page) +
+                           ": ask for at least 1 and at most " + std::to_string(limit - page));
+  }
+  const std::size_t pages = ceil_div(bytes, page);
+  std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages));
+  {
+    PoolLock lock(pool);
+    pool->reap();
+    arena->range_.begin(pool->driver().reserve(pages), 0);
+    arena->reserved_ = true;
+    arena->range_.set_owner(pool->add(arena.get()));
+    arena->work_.note(caller);
+  }
+  if (!zeros) return arena;
+  try {
+    std::vector<Address> holes(pages);
+    for (std::size_t i = 0; i < pages; ++i) holes[i] = arena->range_.address(0, i);
+    pool->driver().back_holes(holes);
+  } catch (...) {
+    arena->abandon();
+    throw;
+  }
+  return arena;
+}
+
+Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages)
+    : pool_(pool),
+      driver_(pool->driver()),
+      shape_{.rows = 1, .item_bytes = 1, .capacity = bytes},
+      range_(driver_, pool->store(), shape_, pages, pool->options().patience),
+      states_(pages),
+      work_(driver_) {
+  range_.reserve(pages);
+}
+
+Interval Arena::pages_of(Interval bytes) const {
+  if (bytes.empty()) return {};
+  return {bytes.begin / range_.page_size(), ceil_div(bytes.end, range_.page_size())};
+}
+
+std::vector<Interval> Arena::pages_of(std::span<const Interval> intervals) const {
+  std::vector<Interval> pages(intervals.size());
+  std::transform(intervals.begin(), intervals.end(), pages.begin(),
+                 [this](Interval bytes) { return pages_of(bytes); });
+  return pages;
+}
+
+void Arena::await_turn(PoolLock& lock, const Caller& caller) {
+  ++waiting_;
+  try {
+    pool_->await(lock, caller.operation, "the mapper's driver call for this arena",
+                 [this]() VT_LOCKED { return !busy_; });
+  } catch (...) {
+    --waiting_;
+    throw;
+  }
+  --waiting_;
+}
+
+void Arena::require_no_capture(const Caller& caller) const {
+  if (!driver_.traits().asynchronous) return;
+  driver_.require_own(caller.operation, caller.stream);
+  if (!driver_.capturing(caller.stream)) return;
+  throw Error("[" + std::string(caller.operation) +
+              "] this needs driver calls, and the current stream is being captured into a CUDA "
+              "graph: map the blocks before the capture");
+}
+
+// -- blocks
+
+std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> intervals) {
+  const std::vector<Interval> pages = pages_of(intervals);
+  PoolLock lock(pool_);
+  pool_->reap();
+  // What is on its way out stays; the departure under way, if any, is waited for below.
+  for (const Interval some : pages) {
+    for (std::size_t i = some.begin; i < some.end; ++i) {
+      const std::size_t first = i;
+      while (i < some.end && states_[i].idle == Idle::leaving) ++i;
+      if (i == first) continue;
+      touch({first, i});
+      unmap_.remove({first, i});
+    }
+  }
+  begin_use(pages);  // so that making room takes none of them
+  mapping_ = true;
+  try {
+    std::vector<char> kept = map_missing(lock, caller, pages);
+    mapping_ = false;
+    return kept;
+  } catch (...) {
+    mapping_ = false;
+    for (const Interval some : pages) {
+      for (std::size_t i = some.begin; i < some.end; ++i) --states_[i].uses;
+    }
+    end_use(pages);
+    throw;
+  }
+}
+
+void Arena::begin_use(std::span<const Interval> pages) noexcept {
+  for (const Interval some : pages) {
+    for (std::size_t i = some.begin; i < some.end; ++i) {
+      State& state = states_[i];
+      if (state.idle == Idle::cached) uncache(i);
+      state.idle = Idle::no;
+      ++state.uses;
+    }
+  }
+}
+
+// Empty pages among `pages`, each once.
+std::vector<Reservation::Run> Arena::missing(const char* operation,
+                                             std::span<const Interval> pages) const {
+  std::vector<Interval> sorted(pages.begin(), pages.end());
+  std::sort(sorted.begin(), sorted.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
+  std::vector<Reservation::Run> runs;
+  std::size_t end = 0;
+  for (const Interval some : sorted) {
+    range_.collect(runs, 0, {std::max(some.begin, end), some.end}, is_unmapped);
+    end = std::max(end, some.end);
+  }
+  for (const Reservation::Run& run : runs) {
+    if (range_.at(0, run.indices.begin).state != EntryState::quarantined) continue;
+    throw Error("[" + std::string(operation) + "] page " + std::to_string(run.indices.begin) +
+                " is quarantined after a driver call that could not be undone: use other blocks");
+  }
+  return runs;
+}
+
+// Whether each of `pages` was mapped before.
+std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
+                                     std::span<const Interval> pages) {
+  Reservation::Arrival arrival;
+  std::size_t count = 0;
+  do {
+    await_turn(lock, caller);
+    arrival.runs = missing(caller.operation, pages);
+    count = 0;
+    for (const Reservation::Run& run : arrival.runs) count += run.indices.size();
+  } while (MakeRoom(*pool_).ready(lock, caller.operation, count));
+  std::vector<char> kept;
+  for (const Interval some : pages) kept.push_back(range_.count_mapped(some) == some.size());
+  const bool unordered = !all_passed(driver_, ready_after_);
+  if (count != 0 || unordered) require_no_capture(caller);
+  work_.note(caller);
+  if (unordered) {
+    for (const FencePtr& fence : ready_after_) driver_.order(caller.stream, *fence);
+  }
+  ++(count == 0 ? pool_->counted.growths_ready : pool_->counted.growths_mapped);
+  if (count == 0) return kept;
+  const Busy busy(*this);
+  range_.claim(arrival);
+  const Reservation::Arriving arriving{&range_, &arrival};
+  {
+    const Unlocked unlocked(lock);
+    Reservation::carry_out({&arriving, 1}, caller.stream, true);
+  }
+  range_.enter(arrival);
+  if (arrival.error) std::rethrow_exception(arrival.error);
+  return kept;
+}
+
+void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
+  const std::vector<Interval> pages = pages_of(intervals);
+  const PoolLock lock(pool_);
+  enlist();
+  work_.note(caller);
+  const auto count_back = [this](std::size_t i) VT_LOCKED { ++states_[i].uses; };
+  for (std::size_t n = 0; n < pages.size(); ++n) {
+    for (std::size_t i = pages[n].begin; i < pages[n].end; ++i) {
+      if (states_[i].uses != 0) {
+        --states_[i].uses;
+        continue;
+      }
+      for (std::size_t back = pages[n].begin; back < i; ++back) count_back(back);
+      for (std::size_t m = 0; m < n; ++m) {
+        for (std::size_t back = pages[m].begin; back < pages[m].end; ++back) count_back(back);
+      }
+      throw InvalidArgument("[" + std::string(caller.operation) + "] page " + std::to_string(i) +
+                            " is unmapped more often than it was mapped: nothing was changed");
+    }
+  }
+  end_use(pages);
+}
+
+// Of `pages`, which have been counted back, those that no block needs are cached, or go.
+void Arena::end_use(std::span<const Interval> pages) noexcept {
+  const Time now = std::chrono::steady_clock::now();
+  const bool keep = may_cache();
+  bool goes = false;
+  for (const Interval some : pages) {
+    for (std::size_t i = some.begin; i < some.end; ++i) {
+      if (states_[i].uses != 0 || states_[i].idle != Idle::no || !is_mapped(range_.at(0, i)))
+        continue;
+      if (keep) {
+        cache(i, now);
+      } else {
+        let_go(i);
+        goes = true;
+      }
+    }
+  }
+  if (goes) give_back_unused();
+}
+
+void Arena::prepare(std::span<const Interval> intervals) {
+  const std::vector<Interval> pages = pages_of(intervals);
+  PoolLock lock(pool_);
+  for (const Interval some : pages) {
+    if (range_.count_mapped(some) == some.size()) continue;
+    trace::event(trace::What::prepare, range_.address(0, some.begin),
+                 some.size() * range_.page_size(), range_.base());
+    wanted_.push_back(some);
+  }
+  if (wanted_.empty()) return;
+  pool_->wanting().ignore();
+  if (!places.wanting.taken()) pool_->want(shared_from_this());
+  pool_->call_mapper();
+}
+
+std::size_t Arena::trim(const Caller& caller) {
+  PoolLock lock(pool_);
+  pool_->reap();
+  wanted_.clear();
+  await_turn(lock, caller);
+  std::size_t pages = drop_ahead();
+  while (oldest_ != kNone) {
+    let_go(oldest_);
+    ++pages;
+  }
+  if (places.cached.taken()) pool_->cached().remove(*this, 0);
+  give_back_unused();
+  return pages;
+}
+
+void Arena::use(const Caller& caller) {
+  if (!PendingWork::runs_behind(driver_, caller.stream)) return;
+  const PoolLock lock(pool_);
+  work_.note(caller);
+}
+
+void Arena::raise_error() {
+  const PoolLock lock(pool_, std::try_to_lock);
+  if (!lock) return;  // the next operation raises it
+  if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
+}
+
+// -- what no block needs
+
+// Pages that come back to this arena need no zeroing, unless all do.
+bool Arena::may_cache() const {
+  return pool_->options().cache != 0 && pool_->zero_policy() != ZeroPolicy::always &&
+         !pool_->retired();
+}
+
+// Puts the arena where the pool looks for pages to evict. Throws std::bad_alloc.
+void Arena::enlist() {
+  if (places.cached.taken() || !may_cache()) return;
+  pool_->cached().add(shared_from_this(), 0, false);
+  if (pool_->options().max_age.count() != 0) pool_->call_mapper();
+}
+
+void Arena::cache(std::size_t page, Time now) noexcept {
+  State& state = states_[page];
+  state.idle = Idle::cached;
+  state.cached_at = now;
+  state.older = newest_;
+  state.newer = kNone;
+  (newest_ == kNone ? oldest_ : states_[newest_].newer) = static_cast<std::uint32_t>(page);
+  newest_ = static_cast<std::uint32_t>(page);
+}
+
+void Arena::uncache(std::size_t page) noexcept {
+  State& state = states_[page];
+  (state.older == kNone ? oldest_ : states_[state.older].newer) = state.newer;
+  (state.newer == kNone ? newest_ : states_[state.newer].older) = state.older;
+  state.idle = Idle::no;
+}
+
+void Arena::let_go(std::size_t page) noexcept {
+  if (states_[page].idle == Idle::cached) uncache(page);
+  states_[page].idle = Idle::leaving;
+  touch({page, page + 1});
+}
+
+void Arena::touch(Interval pages) noexcept {
+  touched_ = touched_.empty() ? pages
+                              : Interval{std::min(touched_.begin, pages.begin),
+                                         std::max(touched_.end, pages.end)};
+}
+
+std::chrono::steady_clock::time_point Arena::cached_at() const {
+  return oldest_ == kNone ? Time::max() : states_[oldest_].cached_at;
+}
+
+void Arena::evict(bool aged) {
+  aged_ = aged;
+  std::size_t left = std::max<std::size_t>(1, kEvictedAtOnce / range_.page_size());
+  for (; left != 0 && oldest_ != kNone; --left) let_go(oldest_);
+  if (oldest_ == kNone) pool_->cached().remove(*this, 0);
+  give_back_unused();
+}
+
+std::size_t Arena::drop_ahead() {
+  if (busy_) return 0;
+  wanted_.clear();
+  std::size_t pages = 0;
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    if (states_[i].idle != Idle::prefetched) continue;
+    let_go(i);
+    ++pages;
+  }
+  if (pages != 0) give_back_unused();
+  return pages;
+}
+
+// Whether something is on its way out. Notes what must be done before it may go.
+bool Arena::begin_unmapping() {
+  if (!unmap_.indices().empty()) return true;
+  std::vector<Interval> leaving;
+  for (std::size_t i = touched_.begin; i < touched_.end; ++i) {
+    const std::size_t first = i;
+    while (i < touched_.end && states_[i].idle == Idle::leaving) ++i;
+    if (i != first) leaving.push_back({first, i});
+  }
+  if (leaving.empty()) {
+    touched_ = {};
+    return false;
+  }
+  std::vector<FencePtr> after = work_.fences();
+  after.insert(after.end(), ready_after_.begin(), ready_after_.end());
+  for (const Interval pages : leaving) range_.event(trace::What::retire, pages);
+  unmap_.begin(std::move(leaving), std::move(after));
+  touched_ = {};
+  return true;
+}
+
+void Arena::give_back_unused() noexcept {
+  if (busy_) return;  // the end of that comes here again
+  if (!pool_->looks_ahead()) {
+    if (!settle(nullptr)) pool_->settle_later(shared_from_this());
+    return;
+  }
+  unmap_.try_again();
+  try {
+    const bool ends = !owned_ && reserved_ && generations_.empty();
+    if (begin_unmapping() || ends || !ready_after_.empty()) pool_->settle_later(shared_from_this());
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    pool_->settle_later(shared_from_this());
+  }
+}
+
+bool Arena::settle(PoolLock* lock) noexcept {
+  if (busy_) return false;
+  unmap_.try_again();
+  try {
+    const bool quiet = all_passed(driver_, ready_after_);
+    while (begin_unmapping()) {
+      Departure departure;
+      if (!claim_departure(departure, kNoLimit)) return false;
+      {
+        std::optional<Unlocked> unlocked;
+        if (lock != nullptr) unlocked.emplace(*lock);
+        range_.carry_out(departure);
+      }
+      enter_back(departure);
+      if (unmap_.refusal()) return false;
+    }
+    return release_range() && quiet;
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    return false;
+  }
+}
+
+Client::Claim Arena::claim_back(Departure& departure, std::size_t pages) noexcept {
+  if (busy()) return Claim::waits;
+  if (unmap_.refusal() &&
+      (pool_->retired() || std::chrono::steady_clock::now() < unmap_.retry_at()))
+    return Claim::refused;
+  unmap_.try_again();
+  try {
+    const bool quiet = all_passed(driver_, ready_after_);
+    if (begin_unmapping()) return claim_departure(departure, pages) ? Claim::claimed : Claim::waits;
+    return release_range() && quiet ? Claim::done : Claim::waits;
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    return Claim::refused;
+  }
+}
+
+bool Arena::claim_departure(Departure& departure, std::size_t pages) {
+  if (!unmap_.may_go(driver_)) return false;
+  std::vector<Interval> some = unmap_.first(pages);
+  std::vector<Reservation::Run> runs;
+  std::size_t writable = 0;
+  for (const auto wanted : {is_writable, is_copy_on_write}) {
+    for (const Interval indices : some) range_.collect(runs, 0, indices, wanted);
+    if (wanted == is_writable) writable = runs.size();
+  }
+  departure = {range_.departing(std::move(runs), writable), std::move(some)};
+  busy_ = true;
+  return true;
+}
+
+void Arena::enter_back(Departure& departure) {
+  busy_ = false;
+  range_.enter(departure, aged_);
+  for (const Reservation::Run& run : departure.runs) {
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
+      if (!is_mapped(range_.at(0, i)) && states_[i].idle == Idle::leaving)
+        states_[i].idle = Idle::no;
+    }
+  }
+  // Also of a departure that was cut short: these may be mapped again before the rest goes.
+  for (std::size_t run = 0; run < departure.done; ++run) unmap_.remove(departure.runs[run].indices);
+  if (departure.error) {
+    unmap_.refused(departure.error);
+  } else if (departure.done == departure.runs.size()) {
+    for (const Interval indices : departure.indices) unmap_.remove(indices);
+  }
+  pool_->changed();
+}
+
+std::size_t Arena::pages_leaving() const {
+  if (unmap_.refusal()) return 0;
+  return counts_now().pinned;
+}
+
+bool Arena::release_range() {
+  if (owned_ || !reserved_ || !generations_.empty()) return true;
+  if (range_.mapped() != 0) return false;
+  if (range_.quarantined() == 0) driver_.free_range(range_.base(), range_.row_pages());
+  range_.end(nullptr);
+  reserved_ = false;
+  pool_->remove(this);
+  return true;
+}
+
+// -- ahead
+
+std::size_t Arena::missing_ahead() const {
+  std::size_t pages = 0;
+  for (const Interval some : wanted_) pages += some.size() - range_.count_mapped(some);
+  return pages;
+}
+
+bool Arena::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
+  const auto give_up = [this]() VT_LOCKED {
+    wanted_.clear();
+    return false;
+  };
+  try {
+    for (const Interval some : wanted_) {
+      std::vector<Reservation::Run> runs;
+      range_.collect(runs, 0, some, is_unmapped);
+      for (Reservation::Run& run : runs) {
+        if (range_.at(0, run.indices.begin).state != EntryState::empty) return give_up();
+        run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
+        pages -= run.indices.size();
+        if (run.indices.empty()) break;
+        arrival.runs.push_back(run);
+      }
+      if (!arrival.runs.empty()) break;  // others may overlap these
+    }
+    if (arrival.runs.empty()) return give_up();
+    arrival.ahead = true;
+    busy_ = true;
+    range_.claim(arrival);
+  } catch (const DeviceOutOfMemory&) {
+    busy_ = false;
+    return give_up();  // a block that needs the pages raises it
+  } catch (...) {
+    busy_ = false;
+    error_ = std::current_exception();
+    return give_up();
+  }
+  return true;
+}
+
+void Arena::enter_ahead(Reservation::Arrival& arrival) {
+  busy_ = false;
+  range_.enter(arrival);
+  if (arrival.zeroing) work_.note(driver_.side_stream());
+  if (arrival.error) {
+    wanted_.clear();
+    if (!is_out_of_memory(arrival.error)) {
+      error_ = arrival.error;
+      trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
+    }
+  }
+  for (const Reservation::Run& run : arrival.runs) {
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
+      if (!is_mapped(range_.at(0, i)) || states_[i].uses != 0) continue;
+      states_[i].idle = Idle::prefetched;
+      if (!owned_) let_go(i);
+    }
+  }
+  if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
+  std::erase_if(wanted_, [this](Interval some)
+                             VT_LOCKED { return range_.count_mapped(some) == some.size(); });
+  pool_->changed();
+  give_back_unused();
+}
+
+// -- ends
+
+Generation* Arena::publish() {
+  const PoolLock lock(pool_);
+  auto generation = std::make_unique<Generation>();
+  generation->client = shared_from_this();
+  generations_.add(generation.get());
+  return generation.release();
+}
+
+void Arena::abandon() noexcept {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  owner_end_->client = shared_from_this();
+  owner_end_->is_owner = true;
+  pool_->end(owner_end_.release());
+}
+
+void Arena::leave() noexcept {
+  owned_ = false;
+  wanted_.clear();
+  if (places.wanting.taken()) pool_->wanting().remove(*this);
+  if (places.cached.taken()) pool_->cached().remove(*this, 0);
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    states_[i].uses = 0;
+    if (is_mapped(range_.at(0, i)) && states_[i].idle != Idle::leaving) let_go(i);
+  }
+}
+
+void Arena::protect_for_child(std::vector<Page*>& seen) noexcept {
+  try {
+    seen.reserve(seen.size() + range_.mapped());
+    range_.make_copy_on_write(nullptr, range_.collect({0, range_.reserved()}, is_writable));
+  } catch (...) {
+    return;  // the child still gets mappings of its own, and may see our later writes
+  }
+  for (std::size_t i = 0; i < range_.reserved(); ++i) {
+    if (is_copy_on_write(range_.at(0, i))) seen.push_back(range_.at(0, i).page);
+  }
+}
+
+// -- reports
+
+ArenaCounts Arena::counts_now() const {
+  ArenaCounts counts;
+  counts.quarantined = range_.quarantined();
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    if (!is_mapped(range_.at(0, i))) continue;
+    switch (states_[i].idle) {
+      case Idle::no:
+        ++counts.active;
+        break;
+      case Idle::cached:
+        ++counts.cached;
+        break;
+      case Idle::prefetched:
+        ++counts.prefetched;
+        break;
+      case Idle::leaving:
+        ++counts.pinned;
+        break;
+    }
+  }
+  return counts;
+}
+
+ArenaCounts Arena::counts() {
+  PoolLock lock(pool_);
+  pool_->reap();
+  return counts_now();
+}
+
+std::vector<PageRecord> Arena::pages() {
+  PoolLock lock(pool_);
+  pool_->reap();
+  std::vector<Reservation::Run> runs;
+  range_.collect(runs, 0, {0, range_.reserved()}, [](const Entry& entry) {
+    return entry.page != nullptr && entry.state != EntryState::arriving;
+  });
+  static constexpr const char* kIdle[] = {"mapped", "cached", "prefetched", "pinned"};
+  std::vector<PageRecord> records;
+  for (const Reservation::Run& run : runs) {
+    const EntryState state = range_.at(0, run.indices.begin).state;
+    const std::vector<std::uint8_t> private_copies =
+        state == EntryState::copy_on_write ? range_.find_private_copies(run)
+                                           : std::vector<std::uint8_t>(run.indices.size());
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
+      const Page& page = *range_.at(0, i).page;
+      PageRecord record{0,
+                        i,
+                        range_.address(0, i),
+                        static_cast<std::int64_t>(page.handle),
+                        page.references,
+                        kIdle[static_cast<std::size_t>(states_[i].idle)]};
+      if (state == EntryState::quarantined) {
+        record.state = "quarantined";
+      } else if (private_copies[i - run.indices.begin]) {
+        record.page_id = -1;
+        record.shared = 1;
+        record.state = "private";
+      } else if (states_[i].idle == Idle::no && page.references > 1) {
+        record.state = "shared";
+      }
+      records.push_back(record);
+    }
+  }
+  return records;
+}
+
+void Arena::add_to(PoolCounts& counts) const {
+  const ArenaCounts now = counts_now();
+  counts.mapped += range_.mapped();
+  counts.active += now.active;
+  counts.prefetched += now.prefetched;
+  counts.cached += now.cached;
+  counts.pinned += now.pinned;
+  if (!owned_) counts.orphaned += now.pinned;
+  if (owned_) ++counts.buffers;
+  if (reserved_) counts.reserved_pages += range_.row_pages();
+}
+
+void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
+  std::size_t cached = 0;
+  for (std::uint32_t i = oldest_; i != kNone; i = states_[i].newer) ++cached;
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    const State& state = states_[i];
+    const EntryState entry = range_.at(0, i).state;
+    const std::string page = "page " + std::to_string(i) + " of an arena ";
+    if (state.uses != 0 && state.idle != Idle::no)
+      throw Error("I3: " + page + "is needed by a block and may go");
+    if (state.uses != 0 && entry == EntryState::empty && !mapping_)
+      throw Error("I3: " + page + "is needed by a block and is not mapped");
+    if (state.idle != Idle::no && !is_mapped(range_.at(0, i)))
+      throw Error("I4: " + page + "is counted as mapped and is not");
+    if (state.uses == 0 && state.idle == Idle::no && is_mapped(range_.at(0, i)))
+      throw Error("I4: " + page + "is mapped, and nothing says why");
+    if (entry == EntryState::arriving && !busy_)
+      throw Error("I8: " + page + "waits for a page that no thread maps");
+    cached -= state.idle == Idle::cached;
+  }
+  if (cached != 0) throw Error("I4: an arena's list of cached pages is not what its pages say");
+  range_.check(uses, owned_ || !generations_.empty());
+}
+
+}  // namespace vtensor

@@ -1,0 +1,575 @@
+"""An arena: any pages of one flat range, for as long as blocks need them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import vtensor
+from interrupts import at_every_bytecode, place
+from stream_support import eventually
+from support import calls, calls_since, filled, open_pool, quarter, run_snippet, simcuda_library
+from vtensor import testing
+
+PAGE = 4096
+BLOCK = 6144  # one and a half pages: neighbours share one
+BLOCKS = 24
+PAGES = BLOCKS * BLOCK // PAGE
+FOREIGN = 255
+needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+
+
+def block(i: int) -> tuple[int, int]:
+    return i * BLOCK, (i + 1) * BLOCK
+
+
+def pages_of(blocks) -> set[int]:
+    return {page for i in blocks for page in range(i * BLOCK // PAGE, -(-(i + 1) * BLOCK // PAGE))}
+
+
+def content(arena: vtensor.Arena, i: int) -> torch.Tensor:
+    begin, end = block(i)
+    return arena.tensor[begin:end]
+
+
+@pytest.fixture
+def arena(pool_factory, kind):
+    with vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory(kind, 64)) as arena:
+        yield arena
+
+
+@pytest.fixture
+def caching(pool_factory, kind):
+    """In a pool of 16 pages, with a mapper; what no block needs stays mapped."""
+    pool = pool_factory(kind, 16, prefetch=8 * PAGE, cache=16 * PAGE)
+    with vtensor.Arena(BLOCKS * BLOCK, pool=pool) as arena:
+        yield arena
+
+
+# --- random programs --------------------------------------------------------------------------------------
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """Blocks that come and go beside a tensor that wants the memory, against a count for every block."""
+
+    kind, options = "host", {"prefetch": 0}
+    budget = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = open_pool(self.kind, self.budget, **self.options)
+        self.arena = vtensor.Arena(BLOCKS * BLOCK, pool=self.pool)
+        self.uses = dict.fromkeys(range(BLOCKS), 0)
+        self.written: dict[int, int] = {}  # of blocks in use
+        self.bytes = {0}  # that were ever written here
+        self.other: vtensor.VTensor | None = None
+        self.met = False  # by the mapper, perhaps, and not raised yet: a refused call
+
+    def used(self) -> list[int]:
+        return [i for i, n in self.uses.items() if n]
+
+    def attempt(self, operation, fail: int | None) -> bool:
+        """Whether it was granted; else nothing has changed (I8)."""
+        active = self.arena.stats().pages_active
+        try:
+            if fail is None:
+                operation()
+            else:
+                self.met = True
+                with testing.fail_after(self.pool, fail):
+                    operation()
+            return True
+        except vtensor.OutOfPages:
+            pass
+        except vtensor.DriverError:
+            assert fail is not None or self.met  # by the mapper, before (I10)
+            if fail is None:
+                self.met = False
+                return self.attempt(operation, None)
+        assert self.arena.stats().pages_active == active
+        return False
+
+    @rule(which=st.lists(st.integers(0, BLOCKS - 1), max_size=6), fail=st.none() | st.integers(0, 4))
+    def map(self, which: list[int], fail: int | None) -> None:
+        needed = pages_of(self.used()) | pages_of(which)
+        if not self.attempt(lambda: self.arena.map([block(i) for i in which]), fail):
+            others = 0 if self.other is None else self.pool.stats().pages_active - len(pages_of(self.used()))
+            assert fail is not None or len(needed) + others > self.budget, "refused though there were pages"
+            return
+        for i in which:
+            self.uses[i] += 1
+            assert {int(b) for b in content(self.arena, i).unique()} <= self.bytes, "another's bytes (I7)"
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data(), fail=st.none() | st.integers(0, 4))
+    def unmap(self, data: st.DataObject, fail: int | None) -> None:
+        which = data.draw(st.lists(st.sampled_from(self.used()), unique=True, min_size=1))
+        # What the driver refuses of it waits, and is tried again.
+        assert self.attempt(lambda: self.arena.unmap([block(i) for i in which]), fail)
+        for i in which:
+            self.uses[i] -= 1
+            if not self.uses[i]:
+                self.written.pop(i, None)
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data(), byte=st.integers(1, FOREIGN - 1))
+    def write(self, data: st.DataObject, byte: int) -> None:
+        i = data.draw(st.sampled_from(self.used()))
+        content(self.arena, i).fill_(byte)
+        self.written[i] = byte
+        self.bytes.add(byte)
+
+    @rule(which=st.lists(st.integers(0, BLOCKS - 1), max_size=4))
+    def prepare(self, which: list[int]) -> None:
+        assert self.attempt(lambda: self.arena.prepare([block(i) for i in which]), None)
+
+    @rule()
+    def trim(self) -> None:
+        self.arena.trim()
+        assert self.attempt(lambda: self.pool.wait_idle(5), None)
+        assert self.arena.stats().nbytes_mapped == len(pages_of(self.used())) * PAGE
+
+    @rule(pages=st.integers(1, 8))
+    def another_tensor(self, pages: int) -> None:
+        """What the arena only keeps for later gives way to it."""
+        if self.other is not None:
+            self.other.close()
+        self.other = vtensor.empty(0, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=self.pool)
+        try:
+            self.other.extend(pages * PAGE).fill_(FOREIGN)
+        except vtensor.OutOfPages:
+            assert len(pages_of(self.used())) + pages > self.budget
+
+    @invariant()
+    def blocks_hold_what_was_written(self) -> None:
+        for i, byte in self.written.items():
+            assert content(self.arena, i).eq(byte).all()
+
+    @invariant()
+    def counts_agree(self) -> None:
+        stats = self.arena.stats()
+        assert stats.pages_active == len(pages_of(self.used()))  # I4
+        assert self.pool.stats().pages_used <= self.budget  # I5
+        testing.check_invariants(self.pool)
+
+    def teardown(self) -> None:
+        self.arena.close()
+        if self.other is not None:
+            self.other.close()
+        self.pool.close()
+        assert self.pool.stats().pages_used == 0
+
+
+def machine(kind: str, **options):
+    test = type(f"{kind}{options}", (ArenaMachine,), {"kind": kind, "options": options}).TestCase
+    test.settings = settings(max_examples=25, stateful_step_count=30)
+    return needs_simcuda(test) if kind == "simcuda" else test
+
+
+TestHost = machine("host", prefetch=0)
+TestHostCaching = machine("host", prefetch=8 * PAGE, cache=16 * PAGE)
+TestHostZeroing = machine("host", prefetch=8 * PAGE, cache=16 * PAGE, zero="always")
+TestSimcuda = machine("simcuda", prefetch=0)
+TestSimcudaCaching = machine("simcuda", prefetch=8 * PAGE, cache=16 * PAGE)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_mapped_as_long_as_one_block_needs_it(arena):
+    arena.map([block(0), block(1), block(1)])
+    assert arena.stats().pages_active == 3
+    arena.unmap([block(0)])
+    assert arena.stats().pages_active == 2  # their shared page is block 1's still
+    arena.unmap([block(1)])
+    assert arena.stats().pages_active == 2  # which was mapped twice
+    arena.unmap([block(1)])
+    assert arena.stats().nbytes_mapped == 0
+
+
+def test_what_is_not_mapped_reads_as_zeros(pool_factory):
+    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory("host", 64))
+    arena.map([block(3)])
+    content(arena, 3).fill_(7)
+    assert int(arena.tensor.count_nonzero()) == BLOCK
+    arena.unmap([block(3)])
+    arena.trim()
+    assert not arena.tensor.any()
+
+
+def test_the_address_never_changes(arena):
+    address = arena.tensor.data_ptr()
+    view = arena.tensor[BLOCK : 2 * BLOCK].view(torch.float32).view(2, -1)
+    arena.map([block(1)])
+    view.fill_(2.5)
+    assert arena.tensor.data_ptr() == address and content(arena, 1).view(torch.float32).eq(2.5).all()
+
+
+def test_every_refused_call_of_a_map_changes_nothing(arena):
+    """I8, and no page is lost."""
+    arena.map([block(0), block(5)])
+    content(arena, 0).fill_(3)
+    wanted = [block(i) for i in (1, 8, 9, 20)]
+    before = (arena.stats(), arena.pool.stats().pages_used)
+    refused = 0
+    for skip in range(40):
+        try:
+            with testing.fail_after(arena.pool, skip):
+                arena.map(wanted)
+            arena.unmap(wanted)  # what was refused was a mere question
+        except vtensor.DriverError:
+            refused += 1
+        arena.pool.wait_idle(5)
+        assert (arena.stats(), arena.pool.stats().pages_used) == before
+        testing.check_invariants(arena.pool)
+    assert refused >= 2
+    assert content(arena, 0).eq(3).all()
+
+
+def test_a_refused_unmapping_is_tried_again(arena):
+    arena.map([block(0), block(4)])
+    with testing.fail_after(arena.pool, 0, 1000):
+        arena.unmap([block(0), block(4)])
+    assert arena.stats().pages_active == 0
+    arena.pool.wait_idle(5)
+    assert arena.stats().nbytes_mapped == 0 and arena.pool.stats().pages_used == 0
+
+
+def test_too_many_blocks(arena):
+    arena.pool.budget = 4 * PAGE
+    arena.map([block(0)])
+    before = arena.stats()
+    with pytest.raises(vtensor.OutOfPages, match=r"\[Arena.map\]"):
+        arena.map([block(2), block(4)])
+    assert arena.stats() == before
+    arena.map([block(2)])
+
+
+# --- what no block needs ----------------------------------------------------------------------------------
+
+
+def test_blocks_that_come_and_go_make_no_driver_call(caching):
+    """I15."""
+    caching.map([block(i) for i in range(4)])
+    content(caching, 2).fill_(9)
+    caching.unmap([block(i) for i in range(4)])
+    caching.pool.wait_idle(5)
+    assert caching.stats().pages_cached == len(pages_of(range(4)))
+    before = calls(caching.pool)
+    for _ in range(10):
+        caching.map([block(i) for i in range(4)])
+        caching.unmap([block(i) for i in range(4)])
+    assert calls_since(caching.pool, before) == {}
+    assert caching.map([block(2), block(12)]) == [True, False]
+    assert content(caching, 2).eq(9).all()  # its own bytes: no other owner had the page
+
+
+def test_the_oldest_goes_when_memory_is_short(pool_factory):
+    page = 1 << 20
+    pool = pool_factory("host", 20, page_size=page, prefetch=page, cache=20 * page)
+    arena = vtensor.Arena(64 * page, pool=pool)
+    arena.map([(0, 19 * page)])
+    for i in range(19):
+        arena.unmap([(i * page, (i + 1) * page)])
+    with vtensor.empty(0, grow_dim=0, capacity=2 * page, dtype=torch.uint8, pool=pool) as other:
+        other.extend(2 * page)
+        kept = [record.index for record in arena.pages() if record.state == "cached"]
+    assert kept == [16, 17, 18]  # one eviction gives up 16 MiB, the longest unused first
+
+
+def test_a_tensor_gets_the_memory_and_none_of_the_bytes(caching):
+    """I7, both ways."""
+    everything = [block(i) for i in range(10)]
+    caching.map(everything)
+    caching.tensor[: 10 * BLOCK].fill_(5)
+    caching.unmap(everything)
+    t = filled(caching.pool, 12 * 4, FOREIGN % 128)
+    assert caching.stats().pages_cached <= 4
+    t.close()
+    kept = caching.map(everything)
+    assert not all(kept)
+    shown = {int(b) for b in caching.tensor[: 10 * BLOCK].unique()}
+    assert shown <= {0, 5}
+
+
+def test_a_zero_policy_that_asks_for_zeros_gets_them(pool_factory, kind):
+    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory(kind, 64, prefetch=8 * PAGE, zero="always"))
+    arena.map([block(0)])
+    content(arena, 0).fill_(5)
+    arena.unmap([block(0)])
+    arena.pool.wait_idle(5)
+    arena.map([block(0)])
+    assert not content(arena, 0).any()
+
+
+def test_pages_age(pool_factory):
+    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory("host", 64, prefetch=8 * PAGE, max_age=0.02))
+    arena.map([block(0)])
+    arena.unmap([block(0)])
+    assert eventually(lambda: arena.stats().nbytes_mapped == 0)
+
+
+# --- ahead ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_prepared_costs_the_caller_no_call(caching):
+    """I15."""
+    caching.prepare([block(0), block(7)])
+    caching.pool.wait_idle(5)
+    assert caching.stats().pages_prefetched == len(pages_of([0, 7]))
+    before = calls(caching.pool)
+    caching.map([block(0), block(7)])
+    assert calls_since(caching.pool, before).keys() <= {"cuStreamWaitEvent", "cuEventQuery"}
+    assert (caching.stats().pages_active, caching.stats().pages_prefetched) == (4, 0)
+
+
+def test_what_was_prepared_gives_way(caching):
+    caching.prepare([block(i) for i in range(6)])
+    caching.pool.wait_idle(5)
+    assert caching.stats().pages_prefetched == 9
+    filled(caching.pool, 14 * 4, 1)
+    assert caching.stats().pages_prefetched == 0
+
+
+def test_what_the_mapper_meets_is_raised_by_the_next_operation(pool_factory):
+    """I10."""
+    pool = pool_factory("host", 16, prefetch=8 * PAGE)
+    with vtensor.Arena(BLOCKS * BLOCK, pool=pool) as arena:
+
+        def is_raised() -> bool:
+            try:
+                arena.prepare([block(0)])
+            except vtensor.DriverError:
+                return True
+            return False
+
+        def is_idle() -> bool:
+            try:
+                pool.wait_idle(5)
+            except vtensor.DriverError:  # what it had met until then
+                return False
+            return True
+
+        with testing.fail_after(pool, 0, 2**40):
+            assert eventually(is_raised)
+        assert eventually(is_idle)
+        arena.map([block(0)])
+        assert arena.stats().pages_active == 2
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 8 * PAGE], ids=["caller", "mapper"])
+def test_pages_outlive_the_work_that_uses_them(sim, stream_pool, ahead):
+    """I3: a page that no block needs is unmapped only after the work launched before has passed."""
+    pool = stream_pool(prefetch=ahead, cache=0)
+    arena = vtensor.Arena(8 * PAGE, pool=pool)
+    arena.map([(0, 4 * PAGE)])
+    sim.hold(0)
+    sim.kernel(0, arena.tensor[: 4 * PAGE], writes=4)
+    arena.unmap([(0, 4 * PAGE)])
+    assert arena.stats().pages_pinned == 4
+    arena.map([(0, PAGE)])  # back in use, with no wait
+    assert (arena.stats().pages_active, arena.stats().pages_pinned) == (1, 3)
+    sim.release(0)
+    assert eventually(lambda: arena.stats().pages_pinned == 0)
+    assert arena.stats().pages_active == 1 and arena.tensor[:PAGE].eq(4).all()
+
+
+def test_a_block_waits_on_the_device_for_the_zeroing_of_what_was_prepared(sim, stream_pool):
+    """I7: prepared pages are zeroed on the side stream; the caller's kernels start behind that."""
+    pool = stream_pool(prefetch=8 * PAGE, cache=0)
+    filled(pool, 16, FOREIGN % 128).close()
+    assert eventually(lambda: pool.stats().pages_mapped == 0)
+    arena = vtensor.Arena(8 * PAGE, pool=pool)
+    sim.hold()  # the side stream as well
+    arena.prepare([(0, 3 * PAGE)])
+    assert eventually(lambda: arena.stats().pages_prefetched == 3)
+    sim.release(0)
+    arena.map([(0, 3 * PAGE)])
+    sim.kernel(0, arena.tensor[: 3 * PAGE], writes=7)
+    assert sim.pending(0) > 0  # waits
+    sim.release()
+    assert arena.tensor[: 3 * PAGE].eq(7).all()
+
+
+def test_an_eviction_waits_for_a_named_stream(sim, stream_pool):
+    pool = stream_pool(pages=8, prefetch=8 * PAGE, cache=8 * PAGE)
+    arena = vtensor.Arena(8 * PAGE, pool=pool)
+    stream = sim.stream(held=True)
+    arena.map([(0, 8 * PAGE)])
+    sim.kernel(stream, arena.tensor, writes=4)
+    arena.unmap([(0, 8 * PAGE)], stream=stream)
+    before = pool.stats().pages_used
+    threading.Timer(0.1, sim.release, [stream]).start()
+    quarter(pool, 4).fill_(1)  # waits for it: the kernel would be an illegal access
+    assert before == 8 and arena.stats().pages_cached == 0
+
+
+# --- ends -------------------------------------------------------------------------------------------------
+
+
+def test_views_outlive_a_closed_arena(pool_factory):
+    """I3: they keep the addresses, which read as zeros."""
+    pool = pool_factory("host", 64)
+    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool)
+    arena.map([block(0)])
+    content(arena, 0).fill_(7)
+    view = arena.tensor[:BLOCK]
+    arena.close()
+    pool.wait_idle(5)
+    assert pool.stats().pages_used == 0 and pool.stats().nbytes_reserved == PAGES * PAGE
+    assert not view.any()
+    del view, arena
+    assert eventually(lambda: pool.stats().nbytes_reserved == 0)
+
+
+def test_an_arena_closes_with_its_pool(arena):
+    arena.map([block(0)])
+    arena.pool.close()
+    assert arena.closed and "closed" in repr(arena)
+    arena.close()
+    for operation in (arena.map, arena.unmap, arena.prepare):
+        with pytest.raises(vtensor.Closed, match="make a new one"):
+            operation([block(0)])
+    with pytest.raises(vtensor.Closed):
+        arena.stats()
+
+
+def test_an_arena_that_is_dropped_leaves_nothing(pool_factory, kind):
+    pool = pool_factory(kind, 64)
+    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool)
+    arena.map([block(0), block(3)])
+    del arena
+    assert eventually(lambda: pool.stats().pages_used == 0)
+
+
+@pytest.mark.exact
+def test_a_forked_child_sees_what_there_was(tmp_path):
+    """I13."""
+    run_snippet(
+        f"""
+        pool = open_pool("host", 64)
+        arena = vtensor.Arena({BLOCKS * BLOCK}, pool=pool)
+        arena.map([(0, {BLOCK})])
+        arena.tensor[:{BLOCK}].fill_(3)
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(told, 1)
+            same = bool(arena.tensor[:{BLOCK}].eq(3).all())
+            try:
+                arena.map([(0, 1)])
+            except vtensor.VTensorError:
+                os._exit(0 if same else 1)
+            os._exit(2)
+        arena.tensor[:{BLOCK}].fill_(4)
+        arena.unmap([(0, {BLOCK})])
+        arena.map([(0, {BLOCK})])
+        os.write(tell, b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        testing.check_invariants(pool)
+        """,
+        finalize=True,
+    ).check()
+
+
+# --- arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("blocks", "match"),
+    [
+        ([(0, 1, 2)], "ends"),
+        ([(5, 3)], "not in the arena"),
+        ([(-1, 3)], "not in the arena"),
+        ([(0, BLOCKS * BLOCK + 1)], "not in the arena"),
+        ([(0, 2**70)], "not in the arena"),
+        ([(0, 1.5)], "float: give an integer"),
+        ([3], "int: give a sequence"),
+        (3, "intervals is a int"),
+    ],
+)
+def test_blocks_that_cannot_be(arena, blocks, match):
+    for operation in (arena.map, arena.unmap, arena.prepare):
+        with pytest.raises(vtensor.InvalidArgument, match=match):
+            operation(blocks)
+    assert arena.stats().pages_active == 0
+
+
+@pytest.mark.parametrize("blocks", [[block(1)], [block(0), block(1)], [block(0), block(0)]])
+def test_blocks_that_are_not_mapped_cannot_be_unmapped(arena, blocks):
+    arena.map([block(0)])
+    with pytest.raises(vtensor.InvalidArgument, match="more often than it was mapped: nothing"):
+        arena.unmap(blocks)
+    assert arena.stats().pages_active == 2
+    arena.unmap([block(0)])
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 2**47, 2**70])
+def test_ranges_that_cannot_be(pool_factory, nbytes):
+    with pytest.raises((vtensor.InvalidArgument, vtensor.CapacityExceeded), match=r"\[Arena\]"):
+        vtensor.Arena(nbytes, pool=pool_factory("host", 8))
+
+
+def test_nothing_asked_is_nothing_done(arena):
+    arena.map([])
+    arena.map([(5, 5)])
+    arena.unmap([])
+    arena.prepare([(7, 7)])
+    assert arena.stats().nbytes_mapped == 0
+
+
+# --- interruptions ----------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "map": lambda arena: arena.map([block(1), block(2)]),
+    "unmap": lambda arena: arena.unmap([block(0)]),
+    "prepare": lambda arena: arena.prepare([block(1)]),
+    "trim": lambda arena: arena.trim(),
+    "stats": lambda arena: arena.stats(),
+    "close": lambda arena: arena.close(),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_whole(pool_factory, kind, name):
+    """I17."""
+    pool = pool_factory(kind, 64)
+
+    def make():
+        arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool)
+        arena.map([block(0)])
+        return arena
+
+    def check(arena, outcome):
+        if not arena.closed:
+            active = arena.stats().pages_active
+            assert active in {2, {"map": 5, "unmap": 0}.get(name, 2)}
+            arena.map([block(7)])
+        arena.close()
+        testing.check_invariants(pool)
+        pool.wait_idle(5)
+        assert pool.stats().pages_used == 0
+
+    assert at_every_bytecode(make, OPERATIONS[name], check, each=place) >= 1
+
+
+def test_making_one_is_whole(pool_factory, kind):
+    """I17, I14."""
+    pool = pool_factory(kind, 64)
+
+    def check(state, outcome):
+        if outcome.result is not None:
+            outcome.result.close()
+        pool.wait_idle(5)
+        assert pool.stats().tensors == 0
+
+    made = at_every_bytecode(lambda: None, lambda _: vtensor.Arena(BLOCK, pool=pool), check, each=place)
+    assert made > 5

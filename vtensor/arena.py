@@ -1,0 +1,207 @@
+"""One flat range of addresses of which any pages are mapped: memory for engines with a table of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from vtensor import _core
+from vtensor._arguments import integer
+from vtensor._layout import whole_storage
+from vtensor._streams import Stream, stream_handle
+from vtensor.errors import Closed, InvalidArgument
+from vtensor.pool import Pool, default_pool
+
+__all__ = ["Arena", "ArenaStats"]
+
+# Its methods are called by the class, as those of a tensor's core: see tensor.py.
+ArenaCore = _core.ArenaCore
+
+_MOST_BYTES = 2**62
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ArenaStats:
+    """An arena at one moment.
+
+    Attributes:
+        nbytes_reserved: bytes of addresses; they cost no memory.
+        nbytes_mapped: bytes of mapped pages: active, prefetched, cached and pinned ones.
+        page_size: bytes of one page.
+        pages_active: pages that some block needs.
+        pages_prefetched: pages mapped by :meth:`Arena.prepare` that no block has needed yet.
+        pages_cached: pages that no block needs any more, left mapped until others want their memory.
+        pages_pinned: pages that go once work launched before has passed.
+        pages_quarantined: pages given up after a driver call that could not be undone (I8).
+    """
+
+    nbytes_reserved: int
+    nbytes_mapped: int
+    page_size: int = field(repr=False)
+    pages_active: int
+    pages_prefetched: int
+    pages_cached: int
+    pages_pinned: int
+    pages_quarantined: int = field(repr=False)
+
+
+class Arena:
+    """One flat reserved range as one plain tensor, of which blocks of bytes are mapped in any order.
+
+    :attr:`tensor` never moves, and covers more bytes than there is memory for if it is to. :meth:`map` gives
+    blocks their pages, :meth:`unmap` takes them; a page is mapped as long as one block needs it, so blocks
+    may share pages and need not begin at their borders. A page that no block needs any more stays mapped, as
+    a cached one, until the pool wants its memory: blocks that come and go make no driver call.
+
+    What is not mapped must not be written to: that ends the process. On the CPU it reads as zeros; on CUDA a
+    kernel that reads it faults, unless ``zeros`` is given.
+
+    Args:
+        nbytes: bytes of the range; rounded up to pages.
+        pool: whose pages to use; the default pool of the CPU unless given.
+        zeros: CUDA: maps one read-only page of zeros wherever nothing else is, which costs calls whenever
+            pages come and go.
+
+    Raises:
+        InvalidArgument: ``nbytes`` is not positive.
+        CapacityExceeded: more addresses than a process has.
+        Closed: the pool is closed.
+    """
+
+    def __init__(self, nbytes: int, *, pool: Pool | None = None, zeros: bool = False) -> None:
+        nbytes = integer("Arena", "nbytes", nbytes)
+        if nbytes < 1:
+            raise InvalidArgument(f"[Arena] nbytes is {nbytes}: it must be at least 1")
+        self._pool = default_pool() if pool is None else pool
+        self._core = ArenaCore(self._pool._open_core("Arena"), min(nbytes, _MOST_BYTES), bool(zeros))
+        self.nbytes = nbytes
+        """Bytes of the range."""
+        storage = cast(torch.UntypedStorage, ArenaCore.storage(self._core))
+        self._tensor: torch.Tensor | None = whole_storage(storage)
+        self._pool._register(self)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The range as a ``uint8`` tensor ``[nbytes]``; its views keep the addresses, and no page.
+
+        Raises:
+            Closed: the arena is closed.
+        """
+        if self._tensor is None:
+            raise Closed("[Arena.tensor] the arena is closed: make a new one")
+        return self._tensor
+
+    def map(self, intervals: Iterable[Interval]) -> list[bool]:
+        """Maps the pages of blocks, in one batch of driver calls, or none if they are mapped.
+
+        A page that was not mapped shows zeros, or what this arena once wrote.
+
+        Args:
+            intervals: of blocks, as pairs of bytes: from and up to. A block may be mapped several times, and
+                needs its pages until it is unmapped as often.
+
+        Returns:
+            Of each block, whether all its pages were mapped before: it holds what it held when it was last
+            unmapped, unless others that share its pages wrote there.
+
+        Raises:
+            OutOfPages: memory is short, also after what others keep for later was given up.
+            InvalidArgument: bytes that are not in the arena.
+            DriverError, TimedOut, Closed. Nothing was changed then.
+        """
+        return ArenaCore.map(self._core, intervals)
+
+    def unmap(self, intervals: Iterable[Interval], stream: Stream | None = None) -> None:
+        """Ends what as many :meth:`map` of these blocks began.
+
+        A page goes only after work launched so far in the streams that used it.
+
+        Args:
+            intervals: as for :meth:`map`.
+            stream: in which work that uses the blocks was launched; the current one unless given.
+
+        Raises:
+            InvalidArgument: a page would be unmapped more often than it was mapped; nothing was changed then.
+            Closed: the arena is closed.
+        """
+        ArenaCore.unmap(self._core, intervals, stream_handle("Arena.unmap", stream))
+
+    def prepare(self, intervals: Iterable[Interval]) -> None:
+        """Has the pool's mapper map the pages of blocks that will be needed soon; returns at once.
+
+        Pages that no block has needed by then go when memory is short. What the mapper meets is raised by the
+        next :meth:`map` or :meth:`prepare`, or by :meth:`Pool.wait_idle`.
+
+        Args:
+            intervals: as for :meth:`map`.
+
+        Raises:
+            InvalidArgument: bytes that are not in the arena.
+            Closed: the arena is closed.
+        """
+        ArenaCore.prepare(self._core, intervals)
+
+    def trim(self) -> int:
+        """Gives back the pages that no block needs. Returns their bytes."""
+        return ArenaCore.trim(self._core) * self._pool.page_size
+
+    def record_stream(self, stream: Stream | None = None) -> None:
+        """Work in ``stream``, the current one unless given, uses the arena: pages go only after it."""
+        ArenaCore.record_stream(self._core, stream_handle("Arena.record_stream", stream))
+
+    def stats(self) -> ArenaStats:
+        """Counts of this moment."""
+        counts = ArenaCore.counts(self._core)
+        size = self._pool.page_size
+        mapped = counts.active + counts.prefetched + counts.cached + counts.pinned
+        return ArenaStats(
+            nbytes_reserved=-(-self.nbytes // size) * size,
+            nbytes_mapped=mapped * size,
+            page_size=size,
+            pages_active=counts.active,
+            pages_prefetched=counts.prefetched,
+            pages_cached=counts.cached,
+            pages_pinned=counts.pinned,
+            pages_quarantined=counts.quarantined,
+        )
+
+    def pages(self) -> list[_core.PageRecord]:
+        """The mapped pages, by their index."""
+        return ArenaCore.pages(self._core)
+
+    @property
+    def pool(self) -> Pool:
+        """The pool whose pages it uses."""
+        return self._pool
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._core.closed
+
+    def close(self, stream: Stream | None = None) -> None:
+        """Gives all pages back, after work launched so far; the addresses stay while a view of
+        :attr:`tensor` lives. A second call does nothing.
+
+        Args:
+            stream: in which work that uses the arena was launched; the current one unless given.
+        """
+        ArenaCore.close(self._core, stream_handle("Arena.close", stream))
+        self._tensor = None
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"<vtensor.Arena {self.nbytes:,} bytes closed>"
+        mapped = self.stats().nbytes_mapped
+        return f"<vtensor.Arena {self.nbytes:,} bytes, {mapped:,} mapped, in {self._pool!r}>"
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
