@@ -161,7 +161,7 @@ class KVCache:
             CapacityExceeded: a length above ``max_len``.
             DriverError, TimedOut, Closed: nothing was changed.
         """
-        # What engines pass is not asked of torch's metaclass, which costs as much as the rest of a room step.
+        # What engines pass is not asked of torch's metaclass, which costs as much as the whole step.
         if type(lengths) is not list and isinstance(lengths, torch.Tensor):
             lengths = lengths.tolist()
         try:
