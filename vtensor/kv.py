@@ -11,6 +11,7 @@ import torch
 
 from vtensor import _core
 from vtensor._kv_stats import USED, KVCacheStats, count
+from vtensor._kv_write import Runs, checked_states, runs_of, store
 from vtensor._layout import Layout, layout_of, whole_storage
 from vtensor._notebook import bundle
 from vtensor._streams import Stream, stream_handle
@@ -201,6 +202,67 @@ class KVCache:
     def lengths(self) -> list[int]:
         """Tokens of each slot as :meth:`step` takes them: 0 for those that are free or swapped out."""
         return self._core.lengths
+
+    def write(
+        self,
+        layer: int,
+        slots: int | Sequence[int] | torch.Tensor,
+        starts: int | Sequence[int] | torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        *,
+        counts: Sequence[int] | torch.Tensor | None = None,
+    ) -> None:
+        """Stores K and V of a layer: of one slot, or of many in one copy each.
+
+        What a plain write to ``cache[layer]`` does, checked first: a write to a token that :meth:`step` has
+        not made ready would end the process. Pages that are shared there are unshared, what is being swapped
+        in is waited for, and the current stream is one that uses the cache.
+
+        Args:
+            layer: its number.
+            slots: a slot, or ``[n]``, each named once.
+            starts: the first token to be written in each, ``[n]``.
+            k, v: ``[tokens, heads, head_dim]``, those of the slots one after the other, or ``[n, tokens,
+                heads, head_dim]``, whatever the cache's layout; ``v`` is None in a cache without V.
+            counts: how many of the tokens each slot gets, ``[n]``; the same for all unless given.
+
+        Raises:
+            InvalidArgument: tokens that a slot has not, because :meth:`step` was not called, or because a
+                layer's window gave them back; another shape, dtype or device. Nothing was written.
+            OutOfPages: none are left to unshare what is shared there. Nothing was written.
+        """
+        layer = self._layer("KVCache.write", layer)
+        whole_k, whole_v = self._layers[layer]
+        if (v is None) != (whole_v is None):
+            raise InvalidArgument(
+                "[KVCache.write] v is missing: the cache has V"
+                if v is None
+                else "[KVCache.write] v was given: the cache has no V, leave it out"
+            )
+        heads_dim = 1 if self._layout.layers[layer][0].per_head else 2
+        k = checked_states("k", k, whole_k, heads_dim, layer)
+        runs = runs_of(slots, starts, counts, len(k))
+        if v is not None and whole_v is not None:
+            v = checked_states("v", v, whole_v, heads_dim, layer)
+            if len(v) != len(k):
+                raise InvalidArgument(f"[KVCache.write] k has {len(k)} tokens and v {len(v)}: give as many")
+        for slot in runs.slots:
+            self._slot("KVCache.write", slot)
+        CacheCore.begin_write(
+            self._core, self._layout.layers[layer][0].kind, layer, list(zip(*runs, strict=True))
+        )
+        places = self._places(runs, whole_k.device) if len(runs.slots) != 1 else None
+        store(k, whole_k, heads_dim, runs, places)
+        if v is not None and whole_v is not None:
+            store(v, whole_v, heads_dim, runs, places)
+
+    def _places(self, runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the last runs they are kept, because a model writes to the same ones in each layer."""
+        known = self._last_places
+        if known is None or known[0] != runs:
+            known = self._last_places = (runs, runs.places(device))
+        return known[1]
 
     # -- sharing
 
@@ -396,6 +458,14 @@ class KVCache:
 
     # -- inside
 
+    def _layer(self, operation: str, layer: int) -> int:
+        if self._core.closed:
+            raise Closed(f"[{operation}] the cache is closed: make a new one")
+        number = self._count(operation, "layer", layer)
+        if number >= len(self):
+            raise InvalidArgument(f"[{operation}] layer {number}: the cache has layers 0 to {len(self) - 1}")
+        return number
+
     def _slot(self, operation: str, slot: int) -> int:
         try:
             number = index(slot)
@@ -417,3 +487,4 @@ class KVCache:
         return number
 
     _registered: object = None  # the pool's way to this cache
+    _last_places: tuple[Runs, tuple[torch.Tensor, torch.Tensor]] | None = None

@@ -122,6 +122,18 @@ class CacheCore {
                  [&](const Caller& caller) { cache_->unshare(caller, slot, {start, stop}); });
   }
 
+  // `writes`: a slot, its first token and how many follow, of each.
+  void begin_write(std::size_t kind, std::size_t layer,
+                   const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& writes) {
+    const Operation operation(*this, "KVCache.write");
+    std::vector<SlotCache::Write> all;
+    all.reserve(writes.size());
+    for (const auto& [slot, start, count] : writes) all.push_back({slot, {start, start + count}});
+    run_evicting("KVCache.write", [&](const Caller& caller) {
+      cache_->begin_write(caller, kind, layer, all);
+    });
+  }
+
   void record_stream(std::optional<Stream> stream) {
     const Operation operation(*this, "KVCache.record_stream");
     // Not as a named stream: those may be destroyed, but this one is used again when pages go.
@@ -368,6 +380,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("reorder", &CacheCore::reorder, nb::arg("slots"), nb::arg("sources"), no_stream)
       .def("publish", &CacheCore::publish)
       .def("unshare", &CacheCore::unshare)
+      .def("begin_write", &CacheCore::begin_write)
       .def("record_stream", &CacheCore::record_stream, no_stream)
       .def("swap_out", &CacheCore::swap_out)
       .def("swap_in", &CacheCore::swap_in)

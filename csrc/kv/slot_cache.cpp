@@ -451,6 +451,54 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
   look_further({&slot, 1});
 }
 
+// Nothing is written where no page stands: such a write would end the process.
+void SlotCache::require_kept(const Caller& caller, std::size_t kind, std::size_t layer,
+                             const Write& write) const {
+  require_used(caller, write.slot);
+  const auto length = static_cast<std::size_t>(lengths_[write.slot]);
+  const std::string what = "[" + std::string(caller.operation) + "] layer " + text(layer) +
+                           ", slot " + text(write.slot) + ", tokens " +
+                           text(write.positions.begin) + " to " + text(write.positions.end) + ": ";
+  if (write.positions.end > length) {
+    throw InvalidArgument(what + "the slot has " + text(length) +
+                          " tokens: call step() first, with a length of " +
+                          text(write.positions.end) + " for it");
+  }
+  if (write.positions.begin < slots_[write.slot].begins[kind]) {
+    throw InvalidArgument(what + "the layer's window of " + text(kinds_[kind].shape.window) +
+                          " has given back those before " +
+                          text(slots_[write.slot].begins[kind]) +
+                          ": write what the window can still see");
+  }
+}
+
+// Whether some page behind these positions is shared.
+bool SlotCache::shares(const Write& write) const {
+  const auto& buffers = slots_[write.slot].buffers;
+  return std::any_of(buffers.begin(), buffers.end(), [&](const auto& buffer) {
+    return buffer->shares() &&
+           buffer->writable_until(write.positions.begin) < write.positions.end;
+  });
+}
+
+void SlotCache::begin_write(const Caller& caller, std::size_t kind, std::size_t layer,
+                            std::span<const Write> writes) {
+  for (const Write& write : writes) require_kept(caller, kind, layer, write);
+  settle_copies();
+  use(caller);
+  for (const Write& write : writes) {
+    if (write.positions.empty()) continue;
+    if (const FencePtr copied = copies(write.slot, layer))
+      pool_->driver().order(caller.stream, *copied);
+    bool shared = false;
+    {
+      const PoolLock lock(pool_);
+      shared = shares(write);
+    }
+    if (shared) unshare(caller, write.slot, write.positions);
+  }
+}
+
 void SlotCache::use(const Caller& caller) {
   if (caller.stream == stream_) return;
   stream_ = caller.stream;

@@ -116,6 +116,15 @@ class SlotCache {
   std::size_t unit() const { return prefixes_.unit(); }
   // Parts what is shared behind `positions`.
   void unshare(const Caller& caller, std::size_t slot, Interval positions);
+  // Has `positions` of each slot ready to be written in `layer`, whose rows are of `kind`: what is
+  // being copied into that layer is waited for, and what is shared there is parted. Throws
+  // InvalidArgument for positions that a slot has not, before anything is done; OutOfPages.
+  struct Write {
+    std::size_t slot;
+    Interval positions;
+  };
+  void begin_write(const Caller& caller, std::size_t kind, std::size_t layer,
+                   std::span<const Write> writes);
   // Moves slots to host memory, behind the work launched so far: pages go once they are copied.
   // Those that share pages share them again afterwards, and are copied once.
   void swap_out(const Caller& caller, std::span<const std::size_t> slots,
@@ -194,6 +203,9 @@ class SlotCache {
   bool find_due(std::span<const std::int64_t> lengths);
   void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
   void require_used(const Caller& caller, std::size_t slot) const;
+  void require_kept(const Caller& caller, std::size_t kind, std::size_t layer,
+                    const Write& write) const;
+  bool shares(const Write& write) const;
   void require_free(const Caller& caller, std::size_t n) const;
   bool has_free(std::size_t n) const;
   void require_arrived(const Caller& caller, std::size_t slot);

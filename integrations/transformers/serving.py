@@ -75,7 +75,9 @@ class ServedModel:
         self._heads_first = cache[0][0].shape[1] != cache.max_len
         self._states = _States(self)
         self._plan = Plan()
-        self._slots = self._positions = torch.empty(0, dtype=torch.long)
+        self._slots: list[int] = []  # of the plan's work, and so on
+        self._starts: list[int] = []
+        self._counts: list[int] = []
         self._vocabulary: int = config.vocab_size
         self._name = f"vtensor-served-{next(_names)}"
         try:
@@ -98,22 +100,21 @@ class ServedModel:
     def __call__(self, plan: Plan) -> torch.Tensor:
         """Computes the plan's work; returns the logits at the end of each, [work, vocabulary]."""
         tokens: list[int] = []
-        slots: list[int] = []
         positions: list[int] = []
         last: list[int] = []
         for sequence, start, stop in plan.work:
             tokens += sequence.ids(start, stop)
-            slots += [sequence.slot or 0] * (stop - start)
             positions += range(start, stop)
             last.append(len(tokens) - 1)
         device = self.model.device
         self._plan = plan
-        self._slots = torch.tensor(slots, device=device)
-        self._positions = torch.tensor(positions, device=device)
+        self._slots = [sequence.slot or 0 for sequence, _, _ in plan.work]
+        self._starts = [start for _, start, _ in plan.work]
+        self._counts = [stop - start for _, start, stop in plan.work]
         with torch.no_grad():
             output = self.model(
                 input_ids=torch.tensor([tokens], device=device),
-                position_ids=self._positions[None],
+                position_ids=torch.tensor([positions], device=device),
                 past_key_values=self._states,
                 use_cache=True,
                 logits_to_keep=torch.tensor(last, device=device),
@@ -131,10 +132,8 @@ class ServedModel:
                     f"[ServedModel] K or V of layer {layer} are {tuple(states.shape)}, the cache has other "
                     "heads: make it with serving_cache(model, ...)"
                 )
-            if self._heads_first:
-                whole[self._slots, :, self._positions] = states[0].transpose(0, 1)
-            else:
-                whole[self._slots, self._positions] = states[0].transpose(0, 1)
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        self.cache.write(layer, self._slots, self._starts, k, v, counts=self._counts)
 
     def _sizes(self, whole: torch.Tensor) -> tuple[int, int]:
         return whole.shape[1 if self._heads_first else 2], whole.shape[3]

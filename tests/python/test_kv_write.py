@@ -1,0 +1,191 @@
+"""KVCache.write: K and V of one slot or of many, checked before anything is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+from kv_support import SHAPES, UNIT, grown, make_cache
+from support import run_snippet
+from vtensor import testing
+from vtensor.testing import kv_model
+from vtensor.testing.kv_model import check_contents, expected
+
+
+def slots_of(cache, *lengths: int) -> list[int]:
+    slots = [cache.alloc() for _ in lengths]
+    for slot, length in zip(slots, lengths, strict=True):
+        assert grown(cache, slot, length)
+    return slots
+
+
+def states(cache, layer: int, values) -> dict[str, torch.Tensor | None]:
+    return dict(zip("kv", expected(cache, layer, values), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_one_slot(pool_factory, kind, shape):
+    """I2: what a plain write to the layers leaves."""
+    with make_cache(pool_factory(kind, 400), shape) as cache:
+        (slot,) = slots_of(cache, 30)
+        for start, stop in ((0, 12), (12, 13), (13, 30)):
+            for layer in range(len(cache)):
+                cache.write(layer, slot, start, **states(cache, layer, range(start, stop)))
+        check_contents(cache, slot, range(30), SHAPES[shape].get("windows"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_many_slots_at_once(pool_factory, kind, shape):
+    """Side by side, as varlen kernels take them, and as a batch."""
+    with make_cache(pool_factory(kind, 400), shape) as cache:
+        a, b, c = slots_of(cache, 9, 17, 6)
+        contents = {a: list(range(9)), b: list(range(100, 117)), c: list(range(200, 206))}
+        for layer in range(len(cache)):
+            ragged = contents[c][:4] + contents[a][:7] + contents[b][:15]
+            cache.write(layer, [c, a, b], (0, 0, 0), **states(cache, layer, ragged), counts=[4, 7, 15])
+            batch = states(cache, layer, contents[a][7:] + contents[b][15:] + contents[c][4:])
+            two = {name: side if side is None else side.unflatten(0, (3, 2)) for name, side in batch.items()}
+            cache.write(layer, torch.tensor([a, b, c]), torch.tensor([7, 15, 4]), **two)
+        for slot, values in contents.items():
+            check_contents(cache, slot, values, SHAPES[shape].get("windows"))
+        cache.write(0, [], [], **states(cache, 0, []), counts=[])
+
+
+def test_a_batch_of_a_model_is_taken_as_it_is(cache):
+    """[slots, heads, tokens, head_dim] transposed, and one token of each slot."""
+    slots = slots_of(cache, 3, 5)
+    k = torch.randn(2, 2, 1, 32)
+    cache.write(1, slots, [2, 4], k.transpose(1, 2), 2 * k.transpose(1, 2))
+    for i, (slot, at) in enumerate(zip(slots, (2, 4), strict=True)):
+        assert torch.equal(cache[1][0][slot, at], k[i, :, 0])
+        assert torch.equal(cache[1][1][slot, at], 2 * k[i, :, 0])
+
+
+REFUSED = {
+    "before a step": (
+        lambda c, k: c.write(0, 1, 0, k, k),
+        "layer 0, slot 1, tokens 0 to 3: the slot has 0 tokens: call step.. first, with a length of 3",
+    ),
+    "past the length": (
+        lambda c, k: c.write(1, 0, 8, k, k),
+        "tokens 8 to 11: the slot has 10 tokens: call step",
+    ),
+    "of one of many": (
+        lambda c, k: c.write(0, [0, 1], [0, 0], k[:2], k[:2]),
+        "slot 1, tokens 0 to 1.*call step",
+    ),
+    "swapped out": (lambda c, k: c.write(0, 2, 0, k, k), "slot 2 is swapped out: call swap_in first"),
+    "free": (lambda c, k: c.write(0, 3, 0, k, k), "slot 3 is free"),
+    "no slot": (lambda c, k: c.write(0, 6, 0, k, k), "slot 6: the cache has slots 0 to 5"),
+    "no layer": (lambda c, k: c.write(2, 0, 0, k, k), "layer 2: the cache has layers 0 to 1"),
+    "a layer by name": (lambda c, k: c.write("k", 0, 0, k, k), "layer is 'k': give an integer"),
+    "a negative start": (lambda c, k: c.write(0, 0, -1, k, k), "starts is -1"),
+    "too far": (lambda c, k: c.write(0, 0, 2**63, k, k), "starts is 9223372036854775808"),
+    "a start by name": (lambda c, k: c.write(0, 0, "x", k, k), "starts is 'x': give an integer"),
+    "fewer starts": (lambda c, k: c.write(0, [0, 1], [0], k, k), "2 slots and 1 starts"),
+    "counts that differ": (
+        lambda c, k: c.write(0, [0], [0], k, k, counts=[2]),
+        "counts has 1 entries, 2 in all",
+    ),
+    "an odd number": (lambda c, k: c.write(0, [0, 1], [0, 0], k, k), "3 tokens for 2 slots: give counts="),
+    "no V": (lambda c, k: c.write(0, 0, 0, k), "v is missing: the cache has V"),
+    "more V": (lambda c, k: c.write(0, 0, 0, k, torch.cat([k, k])), "k has 3 tokens and v 6"),
+    "heads": (lambda c, k: c.write(0, 0, 0, k[:, :1], k), "k is .3, 1, 32.*layer 0 takes .tokens, 2, 32."),
+    "dtype": (lambda c, k: c.write(0, 0, 0, k, k.half()), "v is .*float16.*takes .*torch.float32"),
+    "no tensor": (lambda c, k: c.write(0, 0, 0, [1.0], k), "k is a list: give a tensor"),
+    "a graph": (lambda c, k: c.write(0, 0, 0, k.requires_grad_(), k), "k requires grad.*detach"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_writes_nothing(host_cache, name):
+    """I8."""
+    call, words = REFUSED[name]
+    cache = host_cache
+    first, _, swapped = slots_of(cache, 10, 0, 5)
+    kv_model.write(cache, first, 0, range(10))
+    cache.swap_out(swapped)
+    cache.wait(swapped)
+    with pytest.raises(vtensor.InvalidArgument, match=rf"^\[KVCache.write\] .*{words}"):
+        call(cache, torch.zeros(3, 2, 32))
+    check_contents(cache, first, range(10))
+
+
+def test_v_of_a_cache_without_v(pool_factory):
+    with make_cache(pool_factory("host", 400), "latent") as cache:
+        (slot,) = slots_of(cache, 4)
+        k = torch.ones(4, 1, 36)
+        with pytest.raises(vtensor.InvalidArgument, match="no V, leave it out"):
+            cache.write(0, slot, 0, k, k)
+        cache.write(0, slot, 0, k)
+        assert cache[0][0][slot, :4].eq(1).all()
+
+
+def test_what_a_window_has_given_back(pool_factory):
+    with make_cache(pool_factory("host", 400), "windows") as cache:
+        (slot,) = slots_of(cache, 100)
+        cache.write(1, slot, 0, **states(cache, 1, range(100)))  # its queries see them all
+        assert grown(cache, slot, 101)
+        cache.write(0, slot, 0, **states(cache, 0, range(100)))  # full attention
+        with pytest.raises(
+            vtensor.InvalidArgument, match="layer 1.*window of 20 has given back those before 81"
+        ):
+            cache.write(1, slot, 0, **states(cache, 1, range(100)))
+        cache.write(1, slot, 81, **states(cache, 1, range(81, 100)))
+
+
+def test_what_is_shared_is_unshared(pool_factory, kind):
+    """I6: a write to the tokens that a fork shares reaches the fork alone, and takes the pages it needs."""
+    with make_cache(pool_factory(kind, 400)) as cache:
+        (parent,) = slots_of(cache, 2 * UNIT)
+        kv_model.write(cache, parent, 0, range(2 * UNIT))
+        cache.publish(parent, range(2 * UNIT))
+        fork = cache.fork(parent)[0]
+        for layer in range(len(cache)):
+            cache.write(layer, fork, 3, **states(cache, layer, [999]))
+        check_contents(cache, parent, range(2 * UNIT))
+        check_contents(cache, fork, [*range(3), 999, *range(4, 2 * UNIT)])
+        assert cache.stats().pages_shared > 0  # the pages of the other tokens
+        testing.check_invariants(cache.pool)
+
+
+def test_pages_to_unshare_that_are_not_to_be_had(pool_factory):
+    with make_cache(pool_factory("host", 4)) as cache:  # one page a range
+        (parent,) = slots_of(cache, UNIT)
+        kv_model.write(cache, parent, 0, range(UNIT))
+        fork = cache.fork(parent)[0]
+        with pytest.raises(vtensor.OutOfPages, match="KVCache.write"):
+            cache.write(0, fork, 3, **states(cache, 0, [999]))
+        check_contents(cache, parent, range(UNIT))
+        check_contents(cache, fork, range(UNIT))
+
+
+def test_behind_a_swap_in(pool_factory, kind):
+    """A write over tokens that are being copied in is not overwritten by these."""
+    with make_cache(pool_factory(kind, 400)) as cache:
+        (slot,) = slots_of(cache, 100)
+        kv_model.write(cache, slot, 0, range(100))
+        cache.swap_out(slot)
+        assert cache.swap_in(slot)
+        for layer in range(len(cache)):
+            cache.write(layer, slot, 50, **states(cache, layer, [999]))
+        cache.wait(slot)
+        check_contents(cache, slot, [*range(50), 999, *range(51, 100)])
+
+
+def test_closed(host_cache):
+    host_cache.close()
+    with pytest.raises(vtensor.Closed, match="KVCache.write"):
+        host_cache.write(0, 0, 0, torch.zeros(1, 2, 32), torch.zeros(1, 2, 32))
+
+
+def test_an_unchecked_write_ends_the_process():
+    """What the page about serving says."""
+    result = run_snippet(
+        """
+        cache = vtensor.KVCache(2, 2, 32, 4, 120, torch.float32, "cpu")
+        cache[0][0][cache.alloc(), :100] = 1
+        """
+    )
+    assert result.code == -11

@@ -1,0 +1,114 @@
+"""Writing K and V to the slots of a cache: what callers give, checked, and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+
+from vtensor.errors import InvalidArgument
+
+__all__ = ["Runs", "checked_states", "runs_of", "store"]
+
+_MOST = 2**62  # more than any address space has bytes
+
+
+class Runs(NamedTuple):
+    """Tokens side by side: of each run its slot, the first token there, and how many follow."""
+
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+
+    def places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slot and the position of each token, ``[tokens]`` both."""
+        slots: list[int] = []
+        positions: list[int] = []
+        for slot, start, count in zip(*self, strict=True):
+            slots += [slot] * count
+            positions += range(start, start + count)
+        return (
+            torch.tensor(slots, dtype=torch.long, device=device),
+            torch.tensor(positions, dtype=torch.long, device=device),
+        )
+
+
+def runs_of(slots: Any, starts: Any, counts: Any, tokens: int) -> Runs:
+    """What was given as one of each or as several. Without ``counts`` each slot gets as many tokens."""
+    of_slots, of_starts = _numbers("slots", slots), _numbers("starts", starts)
+    if len(of_starts) != len(of_slots):
+        raise InvalidArgument(
+            f"[KVCache.write] {len(of_slots)} slots and {len(of_starts)} starts: give one for each slot"
+        )
+    if counts is not None:
+        of_counts = _numbers("counts", counts)
+    elif of_slots and tokens % len(of_slots) == 0:
+        of_counts = [tokens // len(of_slots)] * len(of_slots)
+    else:
+        raise InvalidArgument(
+            f"[KVCache.write] {tokens} tokens for {len(of_slots)} slots: give counts=, the tokens of each"
+        )
+    if len(of_counts) != len(of_slots) or sum(of_counts) != tokens:
+        raise InvalidArgument(
+            f"[KVCache.write] counts has {len(of_counts)} entries, {sum(of_counts)} in all, for "
+            f"{len(of_slots)} slots and {tokens} tokens: give how many of them each slot gets"
+        )
+    return Runs(of_slots, of_starts, of_counts)
+
+
+def _numbers(name: str, given: Any) -> list[int]:
+    many = given if isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0 else [given]
+    try:
+        numbers = [index(one) for one in many]
+    except TypeError:
+        raise InvalidArgument(
+            f"[KVCache.write] {name} is {given!r}: give an integer, or one for each slot"
+        ) from None
+    if any(not 0 <= number < _MOST for number in numbers):
+        raise InvalidArgument(f"[KVCache.write] {name} is {given!r}: none may be negative, or pass 2**62")
+    return numbers
+
+
+def checked_states(name: str, states: Any, whole: torch.Tensor, heads_dim: int, layer: int) -> torch.Tensor:
+    """K or V as it is stored, ``[tokens, heads, head_dim]``; ``whole`` is the layer's tensor, with its heads
+    in dimension ``heads_dim``."""
+    heads, dim = whole.shape[heads_dim], whole.shape[3]
+    if not isinstance(states, torch.Tensor):
+        raise InvalidArgument(f"[KVCache.write] {name} is a {type(states).__name__}: give a tensor")
+    if (
+        states.dim() not in (3, 4)
+        or tuple(states.shape[-2:]) != (heads, dim)
+        or states.dtype != whole.dtype
+        or states.device != whole.device
+    ):
+        raise InvalidArgument(
+            f"[KVCache.write] {name} is {list(states.shape)}, {states.dtype} on {states.device}: layer "
+            f"{layer} takes [tokens, {heads}, {dim}] or [slots, tokens, {heads}, {dim}], {whole.dtype} on "
+            f"{whole.device}"
+        )
+    if states.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            f"[KVCache.write] {name} requires grad, and a cache keeps no graph: detach() it, or work under "
+            "torch.no_grad()"
+        )
+    return states.flatten(0, 1) if states.dim() == 4 else states
+
+
+def store(
+    states: torch.Tensor,
+    whole: torch.Tensor,
+    heads_dim: int,
+    runs: Runs,
+    places: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Copies checked states to where they belong; ``places`` says where, unless it is one run."""
+    if places is not None:
+        slots, positions = places
+        whole[(slots, slice(None), positions) if heads_dim == 1 else (slots, positions)] = states
+        return
+    slot = whole[runs.slots[0]]
+    slot.narrow(2 - heads_dim, runs.starts[0], runs.counts[0]).copy_(
+        states.transpose(0, 1) if heads_dim == 1 else states
+    )
