@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import index
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -163,14 +163,35 @@ class KVCache:
             DriverError, TimedOut, Closed: nothing was changed.
         """
         # What engines pass is not asked of torch's metaclass, which costs as much as the whole step.
-        if type(lengths) is not list and isinstance(lengths, torch.Tensor):
-            lengths = lengths.tolist()
+        if type(lengths) is not list:
+            lengths = self._as_list("KVCache.step", lengths)
         try:
             return CacheCore.step(self._core, lengths)
         except TypeError:
-            raise InvalidArgument(
-                f"[KVCache.step] lengths is {lengths!r}: give {self.max_batch} integers, one for each slot"
-            ) from None
+            raise self._no_lengths("KVCache.step", lengths) from None
+
+    def fits(self, lengths: Sequence[int] | torch.Tensor) -> bool:
+        """Whether ``step(lengths)`` would be granted now, and before it the :meth:`swap_in` of slots that are
+        swapped out. Changes nothing, where a step that is refused has given up the prefixes that no request
+        uses.
+
+        The pool's budget and reserve are counted, with what would be given up for the step: cached pages,
+        pages kept ready, and prefixes. A device whose memory others take may still refuse. Pages of other
+        tensors that wait for work on the device are not counted.
+
+        Args:
+            lengths: as for :meth:`step`; of a slot that is swapped out also 0, or at least as many tokens as
+                it has.
+
+        Raises:
+            InvalidArgument, CapacityExceeded: as :meth:`step` does.
+        """
+        if type(lengths) is not list:
+            lengths = self._as_list("KVCache.fits", lengths)
+        try:
+            return CacheCore.fits(self._core, lengths)
+        except TypeError:
+            raise self._no_lengths("KVCache.fits", lengths) from None
 
     def free(self, slot: int, stream: Stream | None = None) -> None:
         """Ends a request. Its pages stay with the slot for the next one, until others need them.
@@ -360,20 +381,22 @@ class KVCache:
         slots = slot if isinstance(slot, Iterable) else [slot]
         CacheCore.swap_out(self._core, [self._slot("KVCache.swap_out", one) for one in slots])
 
-    def swap_in(self, slot: int) -> bool:
-        """Gives a swapped request its pages back, at the same addresses, and starts copying, layer by layer.
-        Before the work of a layer, :meth:`wait` for it.
+    def swap_in(self, slot: int | Sequence[int]) -> bool:
+        """Gives swapped requests their pages back, at the same addresses, and starts copying, layer by layer.
+        Before the work of a layer, :meth:`wait` for it. Requests that are named together come back all or
+        none, and share again the pages that they shared.
 
         Args:
-            slot: of a request that is swapped out.
+            slot: of a request that is swapped out, or several.
 
         Returns:
-            False where memory is short: it stays swapped out.
+            False where memory is short: all of them stay swapped out. :meth:`fits` tells before.
 
         Raises:
-            InvalidArgument: it is not swapped out.
+            InvalidArgument: one of them is not swapped out, or is named twice.
         """
-        return CacheCore.swap_in(self._core, self._slot("KVCache.swap_in", slot))
+        slots = slot if isinstance(slot, Iterable) else [slot]
+        return CacheCore.swap_in(self._core, [self._slot("KVCache.swap_in", one) for one in slots])
 
     def wait(self, slot: int, layer: int | None = None) -> None:
         """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
@@ -457,6 +480,19 @@ class KVCache:
         return bundle(self)
 
     # -- inside
+
+    def _as_list(self, operation: str, lengths: Any) -> list[int]:
+        if isinstance(lengths, torch.Tensor):
+            lengths = lengths.tolist()
+        if isinstance(lengths, (Mapping, Set, str, bytes)) or not isinstance(lengths, Iterable):
+            raise self._no_lengths(operation, lengths)
+        return list(lengths)
+
+    def _no_lengths(self, operation: str, lengths: object) -> InvalidArgument:
+        return InvalidArgument(
+            f"[{operation}] lengths is {lengths!r}: give {self.max_batch} integers, one for each slot, as "
+            "cache.lengths has them"
+        )
 
     def _layer(self, operation: str, layer: int) -> int:
         if self._core.closed:

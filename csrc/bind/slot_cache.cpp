@@ -63,6 +63,13 @@ class CacheCore {
                           [&](const Caller& caller) { cache_->step(caller, lengths); });
   }
 
+  bool fits(const Lengths& lengths) {
+    const Operation operation(*this, "KVCache.fits");
+    const Caller asking = caller("KVCache.fits");
+    const ReleasedGil released;
+    return cache_->fits(asking, lengths);
+  }
+
   std::size_t alloc(std::size_t expected, const std::optional<nb::bytes>& ids,
                     const std::string& salt) {
     const Operation operation(*this, "KVCache.alloc");
@@ -129,9 +136,8 @@ class CacheCore {
     std::vector<SlotCache::Write> all;
     all.reserve(writes.size());
     for (const auto& [slot, start, count] : writes) all.push_back({slot, {start, start + count}});
-    run_evicting("KVCache.write", [&](const Caller& caller) {
-      cache_->begin_write(caller, kind, layer, all);
-    });
+    run_evicting("KVCache.write",
+                 [&](const Caller& caller) { cache_->begin_write(caller, kind, layer, all); });
   }
 
   void record_stream(std::optional<Stream> stream) {
@@ -150,10 +156,10 @@ class CacheCore {
     });
   }
 
-  bool swap_in(std::size_t slot) {
+  bool swap_in(const std::vector<std::size_t>& slots) {
     const Operation operation(*this, "KVCache.swap_in");
     return run_if_it_fits("KVCache.swap_in",
-                          [&](const Caller& caller) { cache_->swap_in(caller, slot); });
+                          [&](const Caller& caller) { cache_->swap_in(caller, slots); });
   }
 
   // Waits outside the operation, so that other threads can use the cache. Ctrl-C ends the wait.
@@ -372,6 +378,7 @@ void bind_slot_cache(nb::module_& module) {
           nb::arg("pool"), nb::arg("slots"), nb::arg("max_length"), nb::arg("tile"),
           nb::arg("lookahead"), nb::arg("kinds"))
       .def("step", &CacheCore::step)
+      .def("fits", &CacheCore::fits)
       .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
            nb::arg("salt") = "")
       .def("free", &CacheCore::free, nb::arg("slot"), no_stream)

@@ -83,28 +83,47 @@ void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, st
   touch(leaf);
 }
 
-std::size_t PrefixIndex::evict(std::size_t pages) {
-  std::size_t freed = 0;
-  std::vector<Node*> going;
+// The least recently used nodes that nothing else uses, with `pages` pages or all there are;
+// children before their parents.
+std::vector<PrefixIndex::Node*> PrefixIndex::idle(std::size_t pages) const {
+  std::vector<Node*> found;
+  if (recent_.empty()) return found;
   std::unordered_set<const Node*> gone;
-  if (recent_.empty()) return 0;
-  {
-    const PoolLock lock(recent_.front()->pages.front()->pool());
-    for (Node* node : recent_) {
-      if (freed >= pages) break;
-      const bool in_use =
-          std::any_of(node->pages.begin(), node->pages.end(),
-                      [](const auto& page_set) VT_LOCKED { return page_set->in_use(); });
-      const bool has_children =
-          std::any_of(node->children.begin(), node->children.end(),
-                      [&gone](const auto& child) { return !gone.contains(child.second.get()); });
-      if (in_use || has_children) continue;
-      for (const auto& page_set : node->pages) freed += page_set->pages();
-      going.push_back(node);
-      gone.insert(node);
-    }
+  std::size_t freed = 0;
+  const PoolLock lock(recent_.front()->pages.front()->pool());
+  for (Node* node : recent_) {
+    if (freed >= pages) break;
+    const bool in_use =
+        std::any_of(node->pages.begin(), node->pages.end(),
+                    [](const auto& page_set) VT_LOCKED { return page_set->in_use(); });
+    const bool has_children =
+        std::any_of(node->children.begin(), node->children.end(),
+                    [&gone](const auto& child) { return !gone.contains(child.second.get()); });
+    if (in_use || has_children) continue;
+    freed += pages_of(*node);
+    found.push_back(node);
+    gone.insert(node);
   }
-  for (Node* node : going) forget(node);  // children before their parents
+  return found;
+}
+
+std::size_t PrefixIndex::pages_of(const Node& node) {
+  std::size_t pages = 0;
+  for (const auto& page_set : node.pages) pages += page_set->pages();
+  return pages;
+}
+
+std::size_t PrefixIndex::evictable() const {
+  std::size_t pages = 0;
+  for (const Node* node : idle(std::numeric_limits<std::size_t>::max())) pages += pages_of(*node);
+  return pages;
+}
+
+std::size_t PrefixIndex::evict(std::size_t pages) {
+  const std::vector<Node*> going = idle(pages);
+  std::size_t freed = 0;
+  for (const Node* node : going) freed += pages_of(*node);
+  for (Node* node : going) forget(node);
   evictions_ += going.size();
   // Salts are the requests' own, so those that nothing is known of must not add up.
   std::erase_if(roots_, [](const auto& root) { return root.second->children.empty(); });

@@ -48,6 +48,8 @@ class PrefixIndex {
   // Gives up the least recently used units that nothing else uses, until `pages` pages are free or
   // there are no more. Returns the pages. Takes the pool's lock.
   std::size_t evict(std::size_t pages);
+  // The pages that it could give up in all. Takes the pool's lock.
+  std::size_t evictable() const;
   // Gives everything up; what slots have mapped stays theirs. Takes the pool's lock.
   void clear();
 
@@ -63,6 +65,8 @@ class PrefixIndex {
   std::vector<Token> edge(std::span<const Token> tokens, std::size_t unit) const;
   std::vector<Node*> walk(std::span<const Token> tokens, const std::string& salt,
                           std::size_t units) const;
+  std::vector<Node*> idle(std::size_t pages) const;
+  static std::size_t pages_of(const Node& node);
   void touch(Node* node) noexcept;
   void forget(Node* node);
 

@@ -466,8 +466,7 @@ void SlotCache::require_kept(const Caller& caller, std::size_t kind, std::size_t
   }
   if (write.positions.begin < slots_[write.slot].begins[kind]) {
     throw InvalidArgument(what + "the layer's window of " + text(kinds_[kind].shape.window) +
-                          " has given back those before " +
-                          text(slots_[write.slot].begins[kind]) +
+                          " has given back those before " + text(slots_[write.slot].begins[kind]) +
                           ": write what the window can still see");
   }
 }
@@ -476,8 +475,7 @@ void SlotCache::require_kept(const Caller& caller, std::size_t kind, std::size_t
 bool SlotCache::shares(const Write& write) const {
   const auto& buffers = slots_[write.slot].buffers;
   return std::any_of(buffers.begin(), buffers.end(), [&](const auto& buffer) {
-    return buffer->shares() &&
-           buffer->writable_until(write.positions.begin) < write.positions.end;
+    return buffer->shares() && buffer->writable_until(write.positions.begin) < write.positions.end;
   });
 }
 

@@ -92,7 +92,11 @@ class SlotCache {
   // refuses, pages that were shared may have been copied; nothing else has changed. Throws
   // OutOfPages, InvalidArgument, CapacityExceeded.
   void step(const Caller& caller, std::span<const std::int64_t> lengths);
-  // The same if no slot needs another page. False, and nothing is done, if one does.
+  // Whether slots could have these lengths now: by a step, after a swap_in of those that are
+  // swapped out. Counts what the budget leaves and what would be given up for them; gives nothing
+  // up.
+  bool fits(const Caller& caller, std::span<const std::int64_t> lengths);
+  // As `step`, if no slot needs another page. False, and nothing is done, if one does.
   bool step_within(const Caller& caller, std::span<const std::int64_t> lengths);
   // Its pages are cached for a later request, and go as soon as others need them.
   void free(const Caller& caller, std::size_t slot);
@@ -129,8 +133,9 @@ class SlotCache {
   // Those that share pages share them again afterwards, and are copied once.
   void swap_out(const Caller& caller, std::span<const std::size_t> slots,
                 const AllocateHost& allocate);
-  // Gives a swapped slot pages again, at its addresses, and launches the copies, layer by layer.
-  void swap_in(const Caller& caller, std::size_t slot);
+  // Gives swapped slots pages again, at their addresses, and launches the copies, layer by layer:
+  // all of them or none.
+  void swap_in(const Caller& caller, std::span<const std::size_t> slots);
   // A point behind the copies of a slot: those that `layer` waits for, or all; null where there are
   // none.
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
@@ -201,6 +206,13 @@ class SlotCache {
   Interval needed(std::size_t kind, std::size_t slot, std::size_t length) const;
   std::size_t window_begin(const Kind& kind, std::size_t length) const;
   bool find_due(std::span<const std::int64_t> lengths);
+  // What slots need to have other lengths.
+  struct Need {
+    std::size_t pages = 0;  // that are not mapped yet
+    std::size_t ready = 0;  // that are, and are needed from then on
+  };
+  Need need_of(std::span<const std::int64_t> lengths) const;
+  std::size_t reclaimable(const PoolCounts& counts);
   void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
   void require_used(const Caller& caller, std::size_t slot) const;
   void require_kept(const Caller& caller, std::size_t kind, std::size_t layer,
@@ -255,6 +267,8 @@ class SlotCache {
                                       std::vector<bool>& members);
   void order_copies(const Caller& caller, std::size_t slot);
   void restore(const Caller& caller, std::size_t slot, const Prefix& prefix);
+  std::unique_ptr<Arriving> bring_in(const Caller& caller, std::size_t slot);
+  void send_back(const Caller& caller, std::size_t slot) noexcept;
   void share_again(const Caller& caller, std::size_t slot, SwapGroup& group) noexcept;
   void leave_swap(Swapped& swapped) noexcept;
   void await_arrival(const Caller& caller, std::size_t slot);

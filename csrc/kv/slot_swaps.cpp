@@ -161,15 +161,55 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
   }
 }
 
-void SlotCache::swap_in(const Caller& caller, std::size_t slot) {
-  if (slot >= slots_.size() || slots_[slot].state != SlotState::swapped) {
-    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
-                          " is not swapped out: call swap_out first");
+void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots) {
+  const std::string operation = "[" + std::string(caller.operation) + "] slot ";
+  for (const std::size_t slot : slots) {
+    if (slot >= slots_.size() || slots_[slot].state != SlotState::swapped) {
+      throw InvalidArgument(operation + std::to_string(slot) +
+                            " is not swapped out: call swap_out first");
+    }
+    if (std::count(slots.begin(), slots.end(), slot) != 1) {
+      throw InvalidArgument(operation + std::to_string(slot) +
+                            " is named twice: name each slot once");
+    }
   }
   settle_copies();
-  Slot& it = slots_[slot];
-  Swapped& swapped = *it.swapped;
-  SwapGroup* const group = swapped.group.get();
+  std::vector<std::unique_ptr<Arriving>> arriving;
+  arriving.reserve(slots.size());
+  arriving_.reserve(arriving_.size() + slots.size());
+  std::vector<SwapGroup*> opened;  // whose pages are here by this call
+  opened.reserve(slots.size());
+  try {
+    for (const std::size_t slot : slots) {
+      arriving.push_back(bring_in(caller, slot));
+      SwapGroup* const group = slots_[slot].swapped->group.get();
+      if (group == nullptr || !group->pages.empty() || group->waiting == 1) continue;
+      opened.push_back(group);
+      share_again(caller, slot, *group);
+    }
+  } catch (...) {
+    for (std::size_t i = 0; i < arriving.size(); ++i) send_back(caller, slots[i]);
+    for (SwapGroup* const group : opened) group->pages.clear();
+    throw;
+  }
+  // From here on nothing is refused.
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    Slot& it = slots_[slots[i]];
+    const std::unique_ptr<Swapped> left = std::move(it.swapped);
+    it.state = SlotState::used;
+    it.arriving = std::move(arriving[i]);
+    arriving_.push_back(slots[i]);
+    lengths_[slots[i]] = static_cast<std::int64_t>(left->length);
+    leave_swap(*left);
+  }
+  look_further(slots);
+}
+
+// Pages for a swapped slot, and its copies launched. Its host memory stays until the slot leaves
+// it.
+std::unique_ptr<SlotCache::Arriving> SlotCache::bring_in(const Caller& caller, std::size_t slot) {
+  const Swapped& swapped = *slots_[slot].swapped;
+  const SwapGroup* const group = swapped.group.get();
   const bool shared = group != nullptr && !group->pages.empty();
 
   struct Coming {
@@ -190,7 +230,6 @@ void SlotCache::swap_in(const Caller& caller, std::size_t slot) {
   std::sort(coming.begin(), coming.end(),
             [](const Coming& a, const Coming& b) { return a.row.layer < b.row.layer; });
   auto arriving = std::make_unique<Arriving>();
-  arriving_.reserve(arriving_.size() + 1);
 
   restore(caller, slot, shared ? group->pages : Prefix());
   Driver& driver = pool_->driver();
@@ -203,19 +242,16 @@ void SlotCache::swap_in(const Caller& caller, std::size_t slot) {
       arriving->fences.push_back(driver.fence(driver.copy_stream()));
     }
   } catch (...) {
-    for (const std::shared_ptr<Buffer>& buffer : it.buffers)
-      buffer->retract({caller.operation, driver.copy_stream()}, {});
+    send_back(caller, slot);
     throw;
   }
-  // From here on nothing is refused.
-  const std::unique_ptr<Swapped> left = std::move(it.swapped);
-  it.state = SlotState::used;
-  it.arriving = std::move(arriving);
-  arriving_.push_back(slot);
-  lengths_[slot] = static_cast<std::int64_t>(left->length);
-  leave_swap(*left);
-  if (group != nullptr && !shared && group->waiting != 0) share_again(caller, slot, *group);
-  look_further({&slot, 1});
+  return arriving;
+}
+
+// Its pages go once what is being copied there has arrived.
+void SlotCache::send_back(const Caller& caller, std::size_t slot) noexcept {
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers)
+    buffer->retract({caller.operation, pool_->driver().copy_stream()}, {});
 }
 
 // Its host memory goes once copies no longer use it, and that of its group with the last slot.
@@ -252,12 +288,16 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
   }
 }
 
-// The first slot of a group is back: the others map its pages. Where that is refused they copy them
-// too.
+// The first slot of a group has its pages: the others map them. Where that is refused they copy
+// them too.
 void SlotCache::share_again(const Caller& caller, std::size_t slot, SwapGroup& group) noexcept {
   try {
-    const std::size_t bounds[] = {0, group.length};
-    group.pages = std::move(offer(caller, slot, bounds).front());
+    Prefix pages;
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      const Interval whole{0, page_of(kinds_[kind], group.length)};
+      pages.push_back(slots_[slot].buffers[kind]->offer(caller, {&whole, 1}).front());
+    }
+    group.pages = std::move(pages);
   } catch (const std::exception&) {
   }
 }

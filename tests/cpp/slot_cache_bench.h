@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -172,7 +173,7 @@ class Bench {
     }
   }
   void swap_in(std::size_t slot) {
-    cache->swap_in(kCaller, slot);
+    cache->swap_in(kCaller, std::array{slot});
     model[slot] = std::move(away.at(slot));
     away.erase(slot);
   }

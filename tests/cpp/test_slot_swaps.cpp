@@ -81,7 +81,7 @@ TEST_CASE_TEMPLATE("a swapped slot takes no page, and comes back to its addresse
       if (ahead == 0) CHECK(bench.pool->counts().mapped == 0);
       bench.check();
       bench.swap_in(slot);
-      CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), InvalidArgument);
+      CHECK_THROWS_AS(bench.cache->swap_in(kCaller, std::array{slot}), InvalidArgument);
       CHECK(bench.cache->counts().swapped_bytes == 0);
       bench.check();
       CHECK(bench.cache->copies(slot, {}) == nullptr);
@@ -265,7 +265,7 @@ TEST_CASE_TEMPLATE("where memory is short, nothing of a swap has happened", T, O
   bench.swap_out({slot});
   CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
   CHECK(bench.grow(other, 10));
-  CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), OutOfPages);
+  CHECK_THROWS_AS(bench.cache->swap_in(kCaller, std::array{slot}), OutOfPages);
   bench.check();
   CHECK(bench.grow(other, 2));
   bench.free(other);
@@ -382,7 +382,7 @@ TEST_CASE("what is copied out is what work launched before has written") {
   bench.control.release(stream);
   CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
   bench.cache->await_departure(kCaller, slot);
-  bench.cache->swap_in(kCaller, slot);
+  bench.cache->swap_in(kCaller, std::array{slot});
   CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
   const char* const bytes = bench.item(slot, 0, 0, 0);
   CHECK(std::all_of(bytes, bytes + 2 * kPage, [](char byte) { return byte == 7; }));
@@ -479,7 +479,7 @@ TEST_CASE("host memory lasts as long as copies may use it, and no longer") {
   bench.swap_out({slot});
   bench.hold();
   CHECK(bench.control.fail("cuMemcpyHtoDAsync", 2, 1, 700) == 0);
-  CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), DriverError);
+  CHECK_THROWS_AS(bench.cache->swap_in(kCaller, std::array{slot}), DriverError);
   bench.free(slot);
   settle();
   CHECK(bench.host.live() == bytes);
@@ -504,7 +504,7 @@ TEST_CASE("pages that a refused operation has begun to copy stay mapped until it
       CHECK_THROWS_AS(bench.cache->swap_out(kCaller, {&slot, 1}, bench.host), DriverError);
       bench.truncate(slot, 0);
     } else {
-      CHECK_THROWS_AS(bench.cache->swap_in(kCaller, slot), DriverError);
+      CHECK_THROWS_AS(bench.cache->swap_in(kCaller, std::array{slot}), DriverError);
     }
     bench.pool->trim();
     CHECK(bench.pool->counts().pinned == pages);
@@ -566,7 +566,7 @@ TEST_CASE_TEMPLATE("a cache that closes while copies run waits for them", T, OnH
     lengths[slot] = 64;
     bench.cache->step(kCaller, lengths);
     bench.cache->swap_out(kCaller, {&slot, 1}, bench.host);
-    if (round % 2 != 0) bench.cache->swap_in(kCaller, slot);
+    if (round % 2 != 0) bench.cache->swap_in(kCaller, std::array{slot});
     bench.finish();
   }
 }

@@ -30,7 +30,7 @@ class NeverSwapped:
     def swap_out(self, slot: int | Sequence[int]) -> None:
         raise OutOfPages(f"[{type(self).__name__}.swap_out] there is no host memory: compute it again")
 
-    def swap_in(self, slot: int) -> bool:
+    def swap_in(self, slot: int | Sequence[int]) -> bool:
         raise InvalidArgument(f"[{type(self).__name__}.swap_in] slot {slot} is not swapped out")
 
     def _check_used(self, slot: int, free: list[int]) -> None:
@@ -81,6 +81,9 @@ class StaticCache(OneSample):
             raise CapacityExceeded(f"[StaticCache.step] {max(lengths)} tokens, a slot has {self.max_len}")
         self._lengths = list(lengths)
         return True
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        return max(lengths) <= self.max_len
 
     def free(self, slot: int) -> None:
         self._check_used(slot, self._free)

@@ -80,11 +80,14 @@ class PagedCache(NeverSwapped):
 
     def step(self, lengths: Sequence[int]) -> bool:
         self.copies = []
-        grown = [slot for slot, (n, room) in enumerate(zip(lengths, self._room, strict=True)) if n > room]
+        grown = self._grown(lengths)
         if grown and not self._grow(grown, lengths):
             return False
         self._lengths = list(lengths)
         return True
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        return self._frames_for(self._grown(lengths), lengths) <= len(self._free)
 
     def free(self, slot: int) -> None:
         self._check_used(slot, self._free_slots)
@@ -96,7 +99,11 @@ class PagedCache(NeverSwapped):
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
-    def _grow(self, slots: list[int], lengths: Sequence[int]) -> bool:
+    def _grown(self, lengths: Sequence[int]) -> list[int]:
+        """The slots that are to have more tokens than they have room for."""
+        return [slot for slot, (n, room) in enumerate(zip(lengths, self._room, strict=True)) if n > room]
+
+    def _frames_for(self, slots: list[int], lengths: Sequence[int]) -> int:
         size = self.frame_tokens
         needed = 0
         unsharing: dict[int, int] = {}  # shared last frames to be written, with their holders
@@ -108,7 +115,11 @@ class PagedCache(NeverSwapped):
                 if holders > 1:  # the last holder keeps the frame
                     unsharing[table[-1]] = holders - 1
                     needed += 1
-        if needed > len(self._free):
+        return needed
+
+    def _grow(self, slots: list[int], lengths: Sequence[int]) -> bool:
+        size = self.frame_tokens
+        if self._frames_for(slots, lengths) > len(self._free):
             return False
         for slot in slots:
             table = self.tables[slot]

@@ -55,14 +55,17 @@ class RadixCache(OneSample):
         return slot
 
     def step(self, lengths: Sequence[int]) -> bool:
-        needed = sum(lengths) - sum(self._lengths)
-        if needed > self._tokens_free + self._idle * self.unit:
+        if not self.fits(lengths):
             return False
+        needed = sum(lengths) - sum(self._lengths)
         while needed > self._tokens_free:
             self._evict()
         self._tokens_free -= needed
         self._lengths = list(lengths)
         return True
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        return sum(lengths) - sum(self._lengths) <= self._tokens_free + self._idle * self.unit
 
     def free(self, slot: int) -> None:
         self._check_used(slot, self._free_slots)

@@ -238,7 +238,8 @@ class Scheduler:
         covered = self.cache.length(slot)
         lengths = self._lengths.copy()
         lengths[slot] = prompt
-        if not self.cache.step(lengths):
+        # Asked first: a step that is refused has given up prefixes that later requests would have found.
+        if (self.running and not self.cache.fits(lengths)) or not self.cache.step(lengths):
             self.cache.free(slot)
             return False
         changes: list[Change] = [
@@ -263,18 +264,18 @@ class Scheduler:
 
     def _bring_back(self, plan: Plan, group: Group) -> bool:
         """Swaps a request in, with room for a token more of each sequence; or leaves it where it was."""
-        self._changing.append(group)
         lengths = self._lengths.copy()
-        back: list[int] = []
-        for sequence in group.holders:
-            slot = slot_of(sequence)
-            if not self.cache.swap_in(slot):
-                break
-            back.append(slot)
+        back = [slot_of(sequence) for sequence in group.holders]
+        for sequence, slot in zip(group.holders, back, strict=True):
             lengths[slot] = max(self.cache.length(slot), sequence.computed + 1)
-        if len(back) < len(group.holders) or not self.cache.step(lengths):
-            if back:
-                self.cache.swap_out(back)
+        if self.running and not self.cache.fits(lengths):
+            return False
+        self._changing.append(group)
+        fits = self.cache.swap_in(back)
+        if fits and not self.cache.step(lengths):
+            self.cache.swap_out(back)
+            fits = False
+        if not fits:
             self._note([])
             return False
         self._note([(plan.swapped_in.extend, back), (setattr, self, "_lengths", lengths), *self._run(group)])

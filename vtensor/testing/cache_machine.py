@@ -159,7 +159,11 @@ class CacheMachine(RuleBasedStateMachine):
         lengths = list(before)
         for slot, n in by.items():
             lengths[slot] = min(self.cache.max_len, lengths[slot] + n)
+        fits = self.cache.fits(lengths)
+        assert self.cache.lengths == before
         done = self.attempt(lambda: self.cache.step(lengths), fail)
+        if done is not REFUSED and not self.looks_ahead:
+            assert done == fits
         if done is REFUSED or not done:
             assert self.cache.lengths == before
             return False
@@ -314,11 +318,18 @@ class CacheMachine(RuleBasedStateMachine):
             self.requests[slot].swapped = True
 
     @precondition(lambda self: self.swapped())
-    @rule(index=which, fail=failures(12))
-    def swap_in(self, index: int, fail: int | None) -> None:
-        slot = self.swapped()[index % len(self.swapped())]
-        done = self.attempt(lambda: self.cache.swap_in(slot), fail)
-        if done is not REFUSED and done:
+    @rule(index=which, n=st.integers(1, 3), fail=failures(12))
+    def swap_in(self, index: int, n: int, fail: int | None) -> None:
+        first = index % len(self.swapped())
+        slots = self.swapped()[first : first + n]
+        lengths = self.cache.lengths
+        for slot in slots:
+            lengths[slot] = self.cache.length(slot)
+        fits = self.cache.fits(lengths)
+        done = self.attempt(lambda: self.cache.swap_in(slots if n > 1 else slots[0]), fail)
+        if done is not REFUSED and not self.looks_ahead:
+            assert done == fits
+        for slot in slots if done is not REFUSED and done else ():
             self.requests[slot].swapped = False
             self.cache.wait(slot)
 

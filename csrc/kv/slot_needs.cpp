@@ -1,0 +1,96 @@
+// Whether memory suffices, asked before anything is done: what slots need to have other lengths,
+// and what could be had for them.
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "base/errors.h"
+#include "kv/slot_cache.h"
+
+namespace vtensor {
+
+bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths) {
+  // A step's lengths, once the swapped slots among them are back.
+  std::vector<std::int64_t> here(lengths.begin(), lengths.end());
+  for (std::size_t slot = 0; slot < std::min(here.size(), slots_.size()); ++slot) {
+    if (slots_[slot].state != SlotState::swapped || here[slot] == 0) continue;
+    if (here[slot] < static_cast<std::int64_t>(slots_[slot].swapped->length) ||
+        here[slot] > static_cast<std::int64_t>(shape_.max_length)) {
+      throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
+                            " has " + std::to_string(slots_[slot].swapped->length) +
+                            " tokens in host memory, max_len is " +
+                            std::to_string(shape_.max_length) + ", and it is to have " +
+                            std::to_string(here[slot]) + ": give 0, or a length in between");
+    }
+    here[slot] = 0;
+  }
+  require_lengths(caller, here);
+  settle_copies();
+  {
+    PoolLock lock(pool_);
+    pool_->reap();
+    const std::size_t pages = need_of(lengths).pages;
+    if (pages <= pool_->store().unused()) return pool_->store().shortage(pages).missing == 0;
+    static_cast<void>(pool_->settle_all(lock));
+  }
+  const PoolCounts counts = pool_->counts();
+  const std::size_t evictable = prefixes_.evictable();
+  const PoolLock lock(pool_);
+  const Need need = need_of(lengths);
+  const std::size_t unused = pool_->store().unused(), others = reclaimable(counts);
+  return need.pages + std::min(need.ready, others) <= unused + others + evictable &&
+         pool_->store().shortage(std::min(need.pages, unused)).missing == 0;
+}
+
+// Requires: the pool's lock.
+SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths) const {
+  Need need;
+  std::unordered_map<const Page*, std::uint32_t> unsharing;
+  std::unordered_set<const SwapGroup*> groups;
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    const Slot& it = slots_[slot];
+    if (lengths[slot] <= room_[slot]) continue;  // 0 where the slot is not in use
+    const SwapGroup* const group = it.swapped == nullptr ? nullptr : it.swapped->group.get();
+    const bool has_head =
+        group != nullptr && (!group->pages.empty() || !groups.insert(group).second);
+    const Interval written{static_cast<std::size_t>(lengths_[slot]),
+                           static_cast<std::size_t>(lengths[slot])};
+    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+      const Buffer& buffer = *it.buffers[kind];
+      const Reservation& range = buffer.range();
+      Interval pages = buffer.indices_of(needed(kind, slot, written.end));
+      if (!buffer.extent().empty()) pages.begin = buffer.extent().end;
+      if (has_head) pages.begin = std::max(pages.begin, page_of(kinds_[kind], group->length));
+      if (!pages.empty()) {
+        const std::size_t mapped = range.count_mapped(pages);
+        need.ready += mapped;
+        need.pages += pages.size() * range.rows() - mapped;
+      }
+      if (range.copy_on_write() == 0) continue;
+      // As a growth counts them: of those that unshare a page, the last keeps it.
+      const Interval own = intersection(buffer.indices_of(written), buffer.extent());
+      for (const Reservation::Run& run : range.collect(own, is_copy_on_write)) {
+        for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+          const Page* const page = range.at(run.row, index).page;
+          need.pages += ++unsharing[page] < page->references;
+        }
+      }
+    }
+  }
+  return need;
+}
+
+// Pages that a growth takes back from what nothing needs; of those that wait for work to end only
+// the slots' own, which nothing shares. Requires: the pool's lock.
+std::size_t SlotCache::reclaimable(const PoolCounts& counts) {
+  std::size_t pages = counts.prefetched + counts.cached;
+  for (const Slot& slot : slots_) {
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+      if (buffer && !buffer->shares()) pages += buffer->pages_leaving();
+    }
+  }
+  return pages;
+}
+
+}  // namespace vtensor

@@ -1,0 +1,200 @@
+"""KVCache.fits: whether a step would be granted, asked without a change; groups that swap in brings back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, used
+from vtensor import testing
+from vtensor.testing.kv_model import check_contents, write
+
+
+def lengths_with(cache, **by_slot: int) -> list[int]:
+    lengths = cache.lengths
+    for slot, length in by_slot.items():
+        lengths[int(slot[1:])] = length
+    return lengths
+
+
+def fits_and_steps(cache, lengths) -> bool:
+    """What a step says, which the question before it said too."""
+    before = (cache.lengths, cache.pool.stats().pages_used, cache.stats().prefix_tokens)
+    answer = cache.fits(lengths)
+    assert (cache.lengths, cache.pool.stats().pages_used, cache.stats().prefix_tokens) == before
+    assert cache.step(lengths) == answer
+    return answer
+
+
+@pytest.mark.exact
+def test_up_to_the_last_page(pool_factory, kind):
+    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
+        a, b = cache.alloc(), cache.alloc()
+        assert (a, b) == (0, 1)
+        assert not cache.fits(lengths_with(cache, s0=2 * UNIT, s1=2 * UNIT + 1))
+        assert fits_and_steps(cache, lengths_with(cache, s0=2 * UNIT, s1=2 * UNIT))
+        assert not fits_and_steps(cache, lengths_with(cache, s0=2 * UNIT + 1))
+        cache.free(b)  # its pages stay with the slot, and would be given up
+        assert fits_and_steps(cache, lengths_with(cache, s0=4 * UNIT))
+
+
+@pytest.mark.exact
+def test_prefixes_that_would_be_given_up_count_and_stay(pool_factory, kind):
+    with make_cache(pool_factory(kind, 4 * RANGES)) as cache:
+        slot = cache.alloc()
+        grown(cache, slot, 3 * UNIT)
+        cache.publish(slot, range(3 * UNIT))
+        cache.free(slot)
+        slot = cache.alloc()
+        assert cache.fits([4 * UNIT if at == slot else 0 for at in range(MAX_BATCH)])
+        assert not cache.fits([4 * UNIT + 1 if at == slot else 0 for at in range(MAX_BATCH)])
+        assert cache.stats().prefix_tokens == 3 * UNIT and cache.stats().prefix_evictions == 0
+        assert grown(cache, slot, 4 * UNIT) and cache.stats().prefix_evictions == 3
+
+
+@pytest.mark.exact
+def test_pages_that_a_write_would_unshare(pool_factory, kind):
+    with make_cache(pool_factory(kind, 2 * RANGES)) as cache:
+        parent = cache.alloc()
+        grown(cache, parent, UNIT - 1)
+        forks = cache.fork(parent, 2)
+        grows = [UNIT if at in (parent, *forks) else 0 for at in range(MAX_BATCH)]
+        assert not cache.fits(grows)  # the last to unshare a page keeps it: two more are needed
+        cache.free(forks[1])
+        grows[forks[1]] = 0
+        assert fits_and_steps(cache, grows)
+
+
+def test_pages_of_other_tensors_that_are_kept_for_the_next(pool_factory):
+    pool = pool_factory("host", 4 * RANGES, cache=1 << 20, prefetch=1 << 20)
+    with make_cache(pool) as cache:
+        slot = cache.alloc()
+        t = vtensor.zeros(4 * PAGE, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=pool)
+        wanted = [4 * UNIT if at == slot else 0 for at in range(MAX_BATCH)]
+        assert not cache.fits(wanted)
+        t.close()
+        assert cache.fits(wanted) and cache.step(wanted)
+
+
+def test_what_cannot_be_meant(host_cache):
+    cache = host_cache
+    slot, away = cache.alloc(), cache.alloc()
+    grown(cache, slot, 10)
+    grown(cache, away, 20)
+    cache.swap_out(away)
+    none = [0] * MAX_BATCH
+    for operation in (cache.step, cache.fits):
+        name = operation.__name__
+        for bad in ({slot: 3}, {1, 2}, "100000", None, 5, [1.5] * MAX_BATCH, ["x"] * MAX_BATCH, object()):
+            with pytest.raises(vtensor.InvalidArgument, match=rf"^\[KVCache.{name}\] lengths is .*: give 6"):
+                operation(bad)
+        with pytest.raises(vtensor.InvalidArgument, match="slot 0 has 10 tokens and is to have 9"):
+            operation([9, *none[1:]])
+        with pytest.raises(vtensor.CapacityExceeded, match="999 tokens, max_len is 120"):
+            operation([999, *none[1:]])
+    for wrong in (19, 121, -1):
+        with pytest.raises(vtensor.InvalidArgument, match="slot 1 has 20 tokens in host memory.*give 0"):
+            cache.fits([10, wrong, *none[2:]])
+    for lengths in (torch.tensor([10, 20, *none[2:]]), (10, 0, *none[2:]), iter([10, 120, *none[2:]])):
+        assert cache.fits(lengths)
+    cache.close()
+    with pytest.raises(vtensor.Closed):
+        cache.fits(none)
+
+
+# --- swapping in
+
+
+def group_of(cache, n: int, length: int) -> list[int]:
+    parent = cache.alloc()
+    grown(cache, parent, length)
+    write(cache, parent, 0, range(length))
+    return [parent, *cache.fork(parent, n - 1)]
+
+
+def away(cache, slots) -> None:
+    cache.swap_out(slots)
+    for slot in slots:
+        cache.wait(slot)
+
+
+@pytest.mark.exact
+def test_a_group_comes_back_whole_or_not_at_all(pool_factory, kind):
+    """I8, and what it shared is still shared: brought back one by one, it would have taken four times as
+    many pages."""
+    length = 4 * UNIT
+    with make_cache(pool_factory(kind, 6 * RANGES)) as cache:
+        group = group_of(cache, 4, length)
+        single = cache.alloc()
+        assert used(cache) == 4 * RANGES
+        away(cache, group)
+        assert grown(cache, single, 3 * UNIT)
+        back = [length if at in group else 3 * UNIT if at == single else 0 for at in range(MAX_BATCH)]
+        for _ in range(3):
+            assert not cache.fits(back) and not cache.swap_in(group)
+            assert cache.stats().slots_swapped == 4 and cache.lengths[single] == 3 * UNIT
+            cache.pool.wait_idle()
+            assert used(cache) == 3 * RANGES
+        cache.truncate(single, UNIT)
+        back[single] = UNIT
+        assert cache.fits(back) and cache.swap_in(group)
+        for slot in group:
+            cache.wait(slot)
+            check_contents(cache, slot, range(length))
+        assert used(cache) == 5 * RANGES and cache.stats().nbytes_swapped == 0
+        testing.check_invariants(cache.pool)
+
+
+@pytest.mark.exact
+def test_a_group_of_which_some_are_back(pool_factory, kind):
+    length = 2 * UNIT + 3
+    with make_cache(pool_factory(kind, 400)) as cache:
+        group = group_of(cache, 4, length)
+        away(cache, group)
+        assert cache.swap_in(group[2]) and cache.swap_in([group[3], group[0]]) and cache.swap_in((group[1],))
+        for slot in group:
+            cache.wait(slot)
+            check_contents(cache, slot, range(length))
+        assert used(cache) == (2 + 4) * RANGES  # the last, half-full pages are each slot's own
+
+
+def test_what_is_named_wrongly(host_cache):
+    slot, here = host_cache.alloc(), host_cache.alloc()
+    grown(host_cache, slot, 5)
+    host_cache.swap_out(slot)
+    for wrong, words in (
+        ([slot, here], "slot 1 is not swapped out: call swap_out first"),
+        ([slot, slot], "slot 0 is named twice"),
+        ([slot, 99], "slot 99: the cache has slots 0 to 5"),
+        ("ab", "slot is 'a'"),
+    ):
+        with pytest.raises(vtensor.InvalidArgument, match=rf"^\[KVCache.swap_in\] .*{words}"):
+            host_cache.swap_in(wrong)
+        assert host_cache.stats().slots_swapped == 1
+    assert host_cache.swap_in([])  # all of none
+    assert host_cache.swap_in([slot])
+
+
+@pytest.mark.exact
+def test_refused_driver_calls_change_nothing(pool_factory, kind):
+    """I8: of a group that comes back in one call, with the n-th driver call refused."""
+    refused = 0
+    for n in range(1000):
+        with make_cache(pool_factory(kind, 400)) as cache:
+            group = group_of(cache, 3, 2 * UNIT + 3)
+            away(cache, group)
+            with testing.fail_after(cache.pool, n) as refusals:
+                try:
+                    assert cache.swap_in(group)
+                except vtensor.DriverError:
+                    refused += 1
+                    assert cache.stats().slots_swapped == 3
+                    assert cache.swap_in(group)
+            for slot in group:
+                cache.wait(slot)
+                check_contents(cache, slot, range(2 * UNIT + 3))
+            testing.check_invariants(cache.pool)
+        if not refusals:
+            break
+    assert refused > 3
