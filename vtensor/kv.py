@@ -481,6 +481,9 @@ class KVCache:
 
     # -- inside
 
+    def _await_arrivals(self, seconds: float) -> bool:
+        return CacheCore.await_arrivals(self._core, seconds)
+
     def _as_list(self, operation: str, lengths: Any) -> list[int]:
         if isinstance(lengths, torch.Tensor):
             lengths = lengths.tolist()

@@ -272,8 +272,8 @@ class Pool:
         return self._core.trim() * self.page_size
 
     def wait_idle(self, timeout: float = 60.0) -> None:
-        """Returns once nothing is left to do in the background: what was prepared is ready, and no page waits
-        to be unmapped.
+        """Returns once nothing is left to do in the background: what was prepared is ready, no page waits to
+        be unmapped, and slots that are swapped out or in are copied.
 
         Args:
             timeout: seconds.
@@ -286,7 +286,16 @@ class Pool:
         timeout = number("Pool.wait_idle", "timeout", timeout)
         if not 0 < timeout <= _MOST_SECONDS:
             raise InvalidArgument(f"[Pool.wait_idle] timeout is {timeout}: it must be above 0 seconds")
+        until = time.monotonic() + timeout
         self._core.wait_idle(timeout)
+        with _sets_lock:
+            entries = list(self._tensors)
+        for entry in entries:
+            if not entry.await_arrivals(until - time.monotonic()):
+                raise TimedOut(
+                    f"[Pool.wait_idle] timed out after {timeout:g} s: slots of a cache are still being "
+                    "copied from host memory; they stay as they are"
+                )
 
     def close(self) -> None:
         """Closes the pool's tensors and gives free memory back.
@@ -384,6 +393,12 @@ class _Registered:
         tensor = self._tensor()
         if tensor is not None:
             tensor.close()
+
+    def await_arrivals(self, seconds: float) -> bool:
+        """Whether nothing is being copied to a cache's slots any more within that time."""
+        tensor = self._tensor()
+        wait = getattr(type(tensor), "_await_arrivals", None)  # of a cache
+        return wait is None or bool(wait(tensor, seconds))
 
 
 def checked_page_size(page_size: int | None) -> int:

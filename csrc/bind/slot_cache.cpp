@@ -186,6 +186,24 @@ class CacheCore {
     cache_->await_departure(asking, slot);
   }
 
+  // Whether what is being copied to slots that come back is there within `seconds`. Of a closed
+  // cache nothing is.
+  bool await_arrivals(double seconds) {
+    std::shared_ptr<PagePool> pool;
+    FencePtr copied;
+    try {
+      const Operation operation(*this, "Pool.wait_idle");
+      pool = pool_;
+      copied = cache_->arrivals();
+    } catch (const Closed&) {
+      return true;
+    }
+    const ReleasedGil released;
+    return wait_for(pool->driver(), copied,
+                    std::chrono::duration_cast<std::chrono::nanoseconds>(
+                        std::chrono::duration<double>(seconds)));
+  }
+
   std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
 
   // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
@@ -392,6 +410,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("swap_out", &CacheCore::swap_out)
       .def("swap_in", &CacheCore::swap_in)
       .def("wait", &CacheCore::wait, nb::arg("slot"), nb::arg("layer") = nb::none())
+      .def("await_arrivals", &CacheCore::await_arrivals)
       .def("begins", &CacheCore::begins)
       .def("storage", &CacheCore::storage, nb::arg("kind"), nb::arg("cache"))
       .def("row_bytes", &CacheCore::row_bytes)

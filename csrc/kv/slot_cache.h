@@ -139,6 +139,8 @@ class SlotCache {
   // A point behind the copies of a slot: those that `layer` waits for, or all; null where there are
   // none.
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
+  // A point behind the copies of all slots that come back; null where there are none.
+  FencePtr arrivals();
   // Returns once a swapped slot has given its pages back. Requires: its copies are over.
   void await_departure(const Caller& caller, std::size_t slot);
   // The first position that is kept, of each kind.

@@ -313,6 +313,15 @@ FencePtr SlotCache::copies(std::size_t slot, std::optional<std::size_t> layer) {
   return arriving->fences[static_cast<std::size_t>(behind - arriving->layers.begin()) - 1];
 }
 
+FencePtr SlotCache::arrivals() {
+  settle_copies();
+  for (auto slot = arriving_.rbegin(); slot != arriving_.rend(); ++slot) {
+    const Arriving* const arriving = slots_[*slot].arriving.get();
+    if (arriving != nullptr && !arriving->fences.empty()) return arriving->fences.back();
+  }
+  return nullptr;
+}
+
 void SlotCache::await_departure(const Caller& caller, std::size_t slot) {
   if (slots_[slot].state != SlotState::swapped) return;
   PoolLock lock(pool_);

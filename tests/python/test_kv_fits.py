@@ -7,6 +7,7 @@ import torch
 
 import vtensor
 from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, used
+from support import run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -198,3 +199,30 @@ def test_refused_driver_calls_change_nothing(pool_factory, kind):
         if not refusals:
             break
     assert refused > 3
+
+
+def test_wait_idle_waits_for_what_is_swapped():
+    """Nothing is left to do after it: pages of a swapped slot are free, and copies have ended."""
+    run_snippet(
+        """
+        for prefetch in (0, 1 << 20):
+            pool = vtensor.Pool("cpu", page_size=4096, budget=256 << 20, prefetch=prefetch)
+            cache = vtensor.KVCache(4, 4, 64, 4, 16384, torch.float32, pool=pool)
+            slot = cache.alloc()
+            lengths = [0] * 4
+            lengths[slot] = 16384
+            for _ in range(3):
+                assert cache.step(lengths)
+                cache.swap_out(slot)
+                pool.wait_idle()
+                stats = pool.stats()
+                assert stats.pages_used == stats.pages_mapped == 0, stats
+                assert cache.swap_in(slot)
+                pool.wait_idle()
+                with vtensor.trace.record() as recording:
+                    cache.wait(slot)
+                assert not [event for event in recording.events() if event.what == "wait"]
+            cache.close()
+            pool.close()
+        """
+    ).check()
