@@ -92,7 +92,9 @@ class CallMeter {
     counts_[static_cast<std::size_t>(thread_role)][static_cast<std::size_t>(call)].fetch_add(
         1, std::memory_order_relaxed);
     if (!armed_.load(std::memory_order_relaxed)) return false;
-    return count_down();
+    if (!count_down()) return false;
+    refused_[static_cast<std::size_t>(call)].fetch_add(1, std::memory_order_relaxed);
+    return true;
   }
 
   std::uint64_t count(ThreadRole role, Call call) const {
@@ -100,8 +102,14 @@ class CallMeter {
         std::memory_order_relaxed);
   }
 
+  // How many were refused since failures were last asked for.
+  std::uint64_t refused(Call call) const {
+    return refused_[static_cast<std::size_t>(call)].load(std::memory_order_relaxed);
+  }
+
   // Lets `skip` more calls through, refuses the next `refuse`, then lets all through again.
   void fail_after(std::uint64_t skip, std::uint64_t refuse = 1) {
+    for (auto& refused : refused_) refused.store(0, std::memory_order_relaxed);
     passed_.store(0, std::memory_order_relaxed);
     skip_.store(skip, std::memory_order_relaxed);
     refuse_.store(refuse, std::memory_order_relaxed);
@@ -118,6 +126,7 @@ class CallMeter {
   }
 
   std::array<std::array<std::atomic<std::uint64_t>, kCallCount>, 2> counts_{};
+  std::array<std::atomic<std::uint64_t>, kCallCount> refused_{};
   std::atomic<bool> armed_{false};
   std::atomic<std::uint64_t> passed_{0}, skip_{0}, refuse_{0};
 };

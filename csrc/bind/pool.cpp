@@ -34,15 +34,20 @@ std::chrono::nanoseconds seconds(double time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(time));
 }
 
+// The calls that there were, with what `count(call)` says of each.
+template <typename Count>
+nb::dict by_name(Count count) {
+  nb::dict counts;
+  for (std::size_t i = 0; i < kCallCount; ++i) {
+    const auto call = static_cast<Call>(i);
+    if (const std::uint64_t counted = count(call)) counts[nb::cast(name_of(call))] = counted;
+  }
+  return counts;
+}
+
 nb::dict driver_calls(PagePool& pool) {
   const auto of = [&](ThreadRole role) {
-    nb::dict counts;
-    for (std::size_t i = 0; i < kCallCount; ++i) {
-      const auto call = static_cast<Call>(i);
-      if (const auto count = pool.driver().meter().count(role, call))
-        counts[nb::cast(name_of(call))] = count;
-    }
-    return counts;
+    return by_name([&](Call call) { return pool.driver().meter().count(role, call); });
   };
   nb::dict calls;
   calls["caller"] = of(ThreadRole::caller);
@@ -159,6 +164,10 @@ void bind_pool(nb::module_& module) {
       .def("fail_after",
            [](PagePool& pool, std::uint64_t skip, std::uint64_t refuse) {
              pool.driver().meter().fail_after(skip, refuse);
+           })
+      .def("refused_calls",
+           [](PagePool& pool) {
+             return by_name([&](Call call) { return pool.driver().meter().refused(call); });
            })
       .def("disarm", [](PagePool& pool) { pool.driver().meter().disarm(); });
 

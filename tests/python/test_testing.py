@@ -214,6 +214,30 @@ def test_an_injected_failure_changes_nothing(pool) -> None:
     testing.check_invariants(pool)
 
 
+def test_a_failure_says_what_it_refused(pool) -> None:
+    """Also where nothing is raised: an unmap that is refused is tried again, and the recipe goes on."""
+    skipped, raised, silent = 0, 0, 0
+    while True:
+        t = filled(pool, 8 * PER_PAGE)
+        with testing.fail_after(pool, skipped) as refusals:
+            assert not refusals and refusals.calls == {}
+            try:
+                t.extend(PER_PAGE)
+                t.shrink(9 * PER_PAGE)
+            except vtensor.DriverError as error:
+                raised += 1
+                assert refusals.calls == {error.call: 1}
+            else:
+                silent += bool(refusals)
+        t.close()
+        if not refusals:
+            break
+        assert sum(refusals.calls.values()) == 1 and next(iter(refusals.calls)) in repr(refusals)
+        skipped += 1
+    assert raised > 0 and silent > 0
+    assert "none" in repr(refusals)
+
+
 # --- strategies
 
 

@@ -15,8 +15,15 @@
 from __future__ import annotations
 
 from vtensor._simulated import simulated_cuda_pool
-from vtensor.testing._checks import check_invariants, fail_after
+from vtensor.testing._checks import Refusals, check_invariants, fail_after
 from vtensor.testing._leaks import assert_no_leaks
 from vtensor.testing._pools import host_pool
 
-__all__ = ["assert_no_leaks", "check_invariants", "fail_after", "host_pool", "simulated_cuda_pool"]
+__all__ = [
+    "Refusals",
+    "assert_no_leaks",
+    "check_invariants",
+    "fail_after",
+    "host_pool",
+    "simulated_cuda_pool",
+]

@@ -5,17 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vtensor import _core
 from vtensor._arguments import integer, of_type
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Pool
 
 
+class Refusals:
+    """What :func:`fail_after` has refused of the calls of ``pool``; false where that is nothing."""
+
+    def __init__(self, pool: _core.PagePool) -> None:
+        self._core: _core.PagePool | None = pool
+        self._calls: dict[str, int] = {}
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """From the name of each driver call that was refused to how often it was."""
+        return self._calls if self._core is None else self._core.refused_calls()
+
+    def __bool__(self) -> bool:
+        return bool(self.calls)
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{name} {count}" for name, count in self.calls.items())
+        return f"<vtensor.testing.Refusals {named or 'none'}>"
+
+    def _end(self) -> None:
+        self._calls, self._core = self.calls, None
+
+
 @contextmanager
-def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[None]:
+def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[Refusals]:
     """Failure injection: lets ``skip`` driver calls of ``pool`` through, then has the next ``refuse`` refused
     without being made. What the operation does then has to be a :class:`~vtensor.DriverError` that changed
     nothing (I8), unless the call was a mere question, such as ``cuStreamGetCtx``; the mapper's calls count
-    too, so make the pool with ``prefetch=0`` to meet your own.
+    too, so make the pool with ``prefetch=0`` to meet your own. Nor is there an error where what was refused
+    is tried again later, such as the unmapping of what was given back.
+
+    The ``with`` gives what was refused: a :class:`Refusals`, which is false once fewer than ``skip`` calls
+    are made, whether or not anything was raised.
 
     Raises:
         Closed: the pool is closed.
@@ -28,10 +56,12 @@ def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[None]:
             f"[fail_after] skip is {skip}, refuse {refuse}: each must be a number of calls, from 0"
         )
     core.fail_after(skip, refuse)
+    refusals = Refusals(core)
     try:
-        yield
+        yield refusals
     finally:
         core.disarm()
+        refusals._end()
 
 
 def check_invariants(pool: Pool) -> None:
