@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from vtensor._units import parse_bytes
 from vtensor.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -29,6 +30,25 @@ def integer(operation: str, name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise _refusal(operation, name, value, "an integer") from None
+
+
+def byte_count(operation: str, name: str, value: Any) -> int:
+    """`value`, a whole number or text such as ``"40GiB"``, in bytes."""
+    if isinstance(value, str):
+        size = parse_bytes(value)
+        if size is None:
+            raise InvalidArgument(
+                f"[{operation}] {name} is {value!r}: write it as '40GiB', '512MiB', '64KiB' or in bytes"
+            )
+        return size
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise InvalidArgument(f"[{operation}] {name} is {value!r}: give a whole number of bytes")
+        return int(value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _refusal(operation, name, value, "a number of bytes, or text such as '40GiB'") from None
 
 
 def number(operation: str, name: str, value: Any) -> float:
@@ -56,6 +76,11 @@ def device_of(operation: str, value: Any) -> torch.device:
         raise InvalidArgument(
             f"[{operation}] device is {value!r}: give one that torch.device() knows"
         ) from None
+
+
+def default_device() -> torch.device:
+    """Where torch makes tensors whose device is not named: ``torch.set_default_device``, ``with device:``."""
+    return torch.get_default_device()
 
 
 def _refusal(operation: str, name: str, value: object, wanted: str) -> InvalidArgument:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import NamedTuple
 
 import torch
 
+from vtensor._arguments import integer
 from vtensor.errors import InvalidArgument
 
 __all__ = ["Kind", "Layout", "Place", "layout_of"]
@@ -121,7 +121,7 @@ def layout_of(
         ("value_head_dim", value_dim, 0),
         ("layer_group", layer_group, 1),
     ):
-        if index(size) < least:
+        if integer("KVCache", name, size) < least:
             raise InvalidArgument(f"[KVCache] {name} is {size}: it must be at least {least}")
     if layer_group > num_layers:
         raise InvalidArgument(
@@ -130,15 +130,20 @@ def layout_of(
         )
     if layout not in ("NHD", "HND"):
         raise InvalidArgument(f"[KVCache] layout is {layout!r}: give 'NHD' or 'HND'")
-    window_of = [0 if w is None else index(w) for w in (windows or [None] * num_layers)]
+    if windows is not None and not isinstance(windows, Sequence):
+        raise InvalidArgument(
+            f"[KVCache] windows is a {type(windows).__name__}: give None or a number for each layer"
+        )
+    given: Sequence[int | None] = [None] * num_layers if windows is None else windows
+    window_of = [0 if w is None else integer("KVCache", "a window", w) for w in given]
     if len(window_of) != num_layers:
         raise InvalidArgument(
             f"[KVCache] windows has {len(window_of)} entries for {num_layers} layers: give one for each"
         )
-    for layer, given in enumerate(windows or ()):
-        if given is not None and index(given) < 1:
+    for layer, window in enumerate(given):
+        if window is not None and window_of[layer] < 1:
             raise InvalidArgument(
-                f"[KVCache] the window of layer {layer} is {given}: give None for full attention"
+                f"[KVCache] the window of layer {layer} is {window}: give None for full attention"
             )
     if not dtype.is_floating_point and dtype not in (torch.int8, torch.uint8):
         raise InvalidArgument(f"[KVCache] dtype is {dtype}: give a floating-point one, or an 8-bit integer")

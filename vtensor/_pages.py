@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vtensor.tensor import VTensor
+
+if TYPE_CHECKING:
+    from vtensor.kv import KVCache
 
 MOST_RECORDS = 1 << 15  # pages; a tensor with more is drawn from its lengths, not page by page
 
@@ -87,6 +90,25 @@ def pages_of(tensor: VTensor) -> TensorPages:
     for record in tensor.pages():
         append(rows[record.row], record.state, record.index)
     return TensorPages(rows, slots, page_size, exact=True)
+
+
+def pages_of_cache(cache: KVCache) -> TensorPages:
+    """The same of a cache: the rows of slot 0, then those of slot 1, and so on.
+
+    Raises:
+        Closed: the cache is closed.
+    """
+    kinds = cache._layout.kinds
+    rows: list[list[Run]] = []
+    for slot in range(cache.max_batch):
+        first = len(rows)
+        rows += [[] for _ in range(cache._layout.ranges)]
+        for number, kind in enumerate(kinds):
+            for record in cache._core.pages(slot, number):
+                append(rows[first + record.row], record.state, record.index)
+            first += kind.rows
+    page_size = cache.pool.page_size
+    return TensorPages(rows, max(cache._rows) // page_size, page_size, exact=True)
 
 
 def append(runs: list[Run], state: str, slot: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 
 from vtensor import _core
+from vtensor._arguments import default_device, device_of, integer, of_type
 from vtensor._kv_stats import USED, KVCacheStats, count
 from vtensor._kv_write import Runs, checked_states, runs_of, store
 from vtensor._layout import Layout, layout_of, whole_storage
@@ -40,7 +41,8 @@ class KVCache:
         head_dim: of K, and of V unless ``value_head_dim`` is given.
         max_batch: slots.
         max_len: tokens a slot can hold; costs addresses, no memory.
-        dtype, device: of the tensors; the pool's device, or the CPU, unless given.
+        dtype: of the tensors; torch's default dtype unless given.
+        device: the pool's unless given, or else torch's default device.
         layer_group: layers that lie in one page (the sliced layout). A page then holds fewer tokens of more
             layers, so less of the last page is wasted and shorter prefixes are shared.
         layout: ``"NHD"`` for ``[max_batch, max_len, heads, head_dim]``, as FlashAttention takes it;
@@ -69,7 +71,7 @@ class KVCache:
         head_dim: int,
         max_batch: int,
         max_len: int,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
         *,
         layer_group: int = 1,
@@ -81,21 +83,24 @@ class KVCache:
         pool: Pool | None = None,
     ) -> None:
         if pool is None:
-            pool = default_pool("cpu" if device is None else device)
-        elif device is not None:
-            on = torch.device(device)
+            pool = default_pool(default_device() if device is None else device)
+        elif of_type("KVCache", "pool", pool, Pool) and device is not None:
+            on = device_of("KVCache", device)
             if on.type != pool.device.type or on.index not in (None, pool.device.index):
                 raise InvalidArgument(
                     f"[KVCache] device is {on} and the pool is on {pool.device}: leave one of them out"
                 )
         if tile is None:
             tile = 256 if pool.device.type == "cuda" else 1
-        sizes = {"max_batch": max_batch, "max_len": max_len, "tile": tile}
-        for name, size in sizes.items():
-            if index(size) < 1:
-                raise InvalidArgument(f"[KVCache] {name} is {size}: it must be at least 1")
-        if not 0 <= index(lookahead) <= max_len:
+        max_batch = self._size("max_batch", max_batch)
+        max_len = self._size("max_len", max_len)
+        tile = self._size("tile", tile)
+        lookahead = integer("KVCache", "lookahead", lookahead)
+        if not 0 <= lookahead <= max_len:
             raise InvalidArgument(f"[KVCache] lookahead is {lookahead}: give 0 to max_len tokens")
+        dtype = of_type(
+            "KVCache", "dtype", torch.get_default_dtype() if dtype is None else dtype, torch.dtype
+        )
         self._layout: Layout = layout_of(
             num_layers, num_kv_heads, head_dim, value_head_dim, layer_group, layout, windows, dtype
         )
@@ -427,6 +432,11 @@ class KVCache:
             raise Closed("[KVCache] the cache is closed: make a new one")
         return self._layers[layer]
 
+    @property
+    def num_layers(self) -> int:
+        """Layers, as ``len(cache)`` says too."""
+        return self._layout.num_layers
+
     def __len__(self) -> int:
         """Layers."""
         return self._layout.num_layers
@@ -496,6 +506,13 @@ class KVCache:
             f"[{operation}] lengths is {lengths!r}: give {self.max_batch} integers, one for each slot, as "
             "cache.lengths has them"
         )
+
+    @staticmethod
+    def _size(name: str, size: int) -> int:
+        number = integer("KVCache", name, size)
+        if number < 1:
+            raise InvalidArgument(f"[KVCache] {name} is {number}: it must be at least 1")
+        return number
 
     def _layer(self, operation: str, layer: int) -> int:
         if self._core.closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vtensor import _core
 from vtensor._streams import Stream, stream_handle
@@ -26,7 +26,7 @@ class lease(_core.Lease):
     begins.
 
     Args:
-        tensors: VTensors.
+        tensors: VTensors, or one list of them, as :func:`prepare` takes.
         stream: the stream in which the work is launched: a ``torch.cuda.Stream``, a ``cuda.core`` stream or
             an integer. Defaults to torch's current stream at the end of the ``with``. Ignored on the CPU.
 
@@ -37,12 +37,18 @@ class lease(_core.Lease):
         DriverError: at the end of the ``with``, if no fence can be made. The pages then stay pinned for good.
     """
 
-    def __init__(self, *tensors: VTensor, stream: Stream | None = None) -> None:
+    def __init__(self, *tensors: VTensor | Sequence[VTensor], stream: Stream | None = None) -> None:
+        if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+            tensors = tuple(tensors[0])
         super().__init__(tensors, stream_handle("lease", stream))
 
 
 def prepare(tensors: Iterable[VTensor], n: int) -> None:
     """Calls :meth:`VTensor.prepare` on many tensors and wakes the mapper once.
+
+    Args:
+        tensors: VTensors.
+        n: positions more, of each.
 
     Raises:
         CapacityExceeded: if one of them has less room. Those before it are prepared.

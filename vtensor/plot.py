@@ -67,18 +67,24 @@ _MARKS = {"lease": ("v", "#263238"), "out_of_memory": ("x", "#9c2c2c"), "error":
 Owners: TypeAlias = "VTensor | KVCache | Sequence[VTensor | KVCache] | Mapping[str, VTensor | KVCache]"
 
 
-def page_map(tensor: VTensor, *, ax: Axes | None = None) -> Axes:
-    """Draws the address range of ``tensor``: the state of each row's pages.
+def page_map(tensor: VTensor | KVCache, *, ax: Axes | None = None) -> Axes:
+    """Draws the address range of a tensor: the state of each row's pages. Of a cache it draws the rows of each
+    slot, those of slot 0 first.
 
     If there are too many rows or pages to tell apart, several share a cell, which shows the most important
     state in it.
 
     Raises:
-        Closed: if the tensor is closed.
+        Closed: if the tensor or cache is closed.
+        InvalidArgument: if it is neither.
         VTensorError: if matplotlib is missing.
     """
+    if not isinstance(tensor, (VTensor, KVCache)):
+        raise InvalidArgument(
+            f"[plot.page_map] got a {type(tensor).__name__}: give one VTensor, or a KVCache"
+        )
     _refuse_closed("page_map", tensor)
-    pages = _pages.pages_of(tensor)
+    pages = _pages.pages_of_cache(tensor) if isinstance(tensor, KVCache) else _pages.pages_of(tensor)
     axes = _axes("page_map", ax, (8, 1.2 + 0.2 * min(len(pages.rows), 16)))
     shown = pages.shown()
     top = 0
@@ -100,11 +106,11 @@ def page_map(tensor: VTensor, *, ax: Axes | None = None) -> Axes:
     axes.set(xlim=(0, max(1, shown)), ylim=(max(1, top), 0), ylabel=name)
     axes.set_xlabel(f"page of the row, of {pages.slots:,} reserved")
     axes.locator_params(axis="both", integer=True)
-    return _finish(
-        axes,
-        f"{list(tensor.shape)}, {tensor.length:,} of {tensor.capacity:,} positions, "
-        f"pages of {byte_text(pages.page_size)}",
-    )
+    if isinstance(tensor, KVCache):
+        what = f"{tensor.stats().slots_used:,} of {tensor.max_batch:,} slots in use"
+    else:
+        what = f"{list(tensor.shape)}, {tensor.length:,} of {tensor.capacity:,} positions"
+    return _finish(axes, f"{what}, pages of {byte_text(pages.page_size)}")
 
 
 def memory(trace: Trace, *, ax: Axes | None = None) -> Axes:

@@ -13,8 +13,9 @@ from typing import Literal, Protocol
 import torch
 
 from vtensor import _core
-from vtensor._arguments import choice, device_of, integer, number
+from vtensor._arguments import byte_count, choice, device_of, number
 from vtensor._notebook import bundle
+from vtensor._units import Bytes
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
 _MOST_BYTES = 2**62
@@ -98,6 +99,8 @@ class PoolStats:
 class Pool:
     """The physical pages of one device, behind the tensors made with ``pool=``.
 
+    Bytes are whole numbers, or text such as ``"40GiB"``, ``"512MiB"``, ``"64KiB"``.
+
     Args:
         device: ``"cpu"`` (memfd and mmap), or a CUDA device (CUDA virtual memory management).
         page_size: bytes; the unit of mapping. Host: a power of two from 4 KiB, 64 KiB unless given. CUDA: a
@@ -127,15 +130,15 @@ class Pool:
     def __init__(
         self,
         device: torch.device | str | int = "cpu",
-        page_size: int | None = None,
-        budget: int | None = None,
+        page_size: Bytes | None = None,
+        budget: Bytes | None = None,
         zero: ZeroPolicy = "new_owner",
-        prefetch: int | None = None,
-        cache: int | None = None,
-        spare_low: int = 0,
-        spare_high: int | None = None,
+        prefetch: Bytes | None = None,
+        cache: Bytes | None = None,
+        spare_low: Bytes = 0,
+        spare_high: Bytes | None = None,
         max_age: float | None = None,
-        device_reserve: int = 0,
+        device_reserve: Bytes = 0,
     ) -> None:
         device = device_of("Pool", device)
         size = checked_page_size(page_size)
@@ -204,8 +207,8 @@ class Pool:
         return self._core.budget_pages * self._core.page_size
 
     @budget.setter
-    def budget(self, nbytes: int) -> None:
-        nbytes = integer("Pool.budget", "budget", nbytes)
+    def budget(self, value: Bytes) -> None:
+        nbytes = byte_count("Pool.budget", "budget", value)
         if not 0 < nbytes <= _MOST_BYTES:
             raise InvalidArgument(
                 f"[Pool.budget] {nbytes} bytes asked for: it must hold a page and fit in an address space"
@@ -250,7 +253,7 @@ class Pool:
             driver_calls=self._core.driver_calls(),
         )
 
-    def prefill(self, nbytes: int) -> None:
+    def prefill(self, nbytes: Bytes) -> None:
         """Makes ``nbytes`` (rounded up to pages) of free pages present, so that growth finds them made.
 
         Raises:
@@ -258,10 +261,10 @@ class Pool:
             Closed: the pool is closed.
         """
         core = self._open_core("Pool.prefill")
-        nbytes = integer("Pool.prefill", "nbytes", nbytes)
-        if nbytes < 0:
-            raise InvalidArgument(f"[Pool.prefill] nbytes is {nbytes}: it must be at least 0")
-        core.prefill(min(-(-nbytes // self.page_size), _MOST_BYTES))
+        asked = byte_count("Pool.prefill", "nbytes", nbytes)
+        if asked < 0:
+            raise InvalidArgument(f"[Pool.prefill] nbytes is {asked}: it must be at least 0")
+        core.prefill(min(-(-asked // self.page_size), _MOST_BYTES))
 
     def trim(self) -> int:
         """Gives the memory of all free pages back to the system. Returns the bytes given back.
@@ -401,11 +404,11 @@ class _Registered:
         return wait is None or bool(wait(tensor, seconds))
 
 
-def checked_page_size(page_size: int | None) -> int:
+def checked_page_size(page_size: Bytes | None) -> int:
     """As the core takes it, where 0 asks for the default."""
     if page_size is None:
         return 0
-    size = integer("Pool", "page_size", page_size)
+    size = byte_count("Pool", "page_size", page_size)
     if not 0 < size <= _MOST_BYTES:
         raise InvalidArgument(
             f"[Pool] page_size is {size} bytes: give a power of two from 4096 (host), or a multiple of the "
@@ -415,22 +418,23 @@ def checked_page_size(page_size: int | None) -> int:
 
 
 def pool_options(
-    budget: int | None = None,
+    budget: Bytes | None = None,
     zero: str = "new_owner",
-    prefetch: int | None = 0,
-    cache: int | None = None,
-    spare_low: int = 0,
-    spare_high: int | None = None,
+    prefetch: Bytes | None = 0,
+    cache: Bytes | None = None,
+    spare_low: Bytes = 0,
+    spare_high: Bytes | None = None,
     max_age: float | None = None,
-    device_reserve: int = 0,
+    device_reserve: Bytes = 0,
     patience: float = 60.0,
 ) -> _core.PoolOptions:
     """The core's options, from those of :class:`Pool`; ``patience`` is the bound of its waits, in seconds."""
+    limit = 0
     if budget is not None:
-        budget = integer("Pool", "budget", budget)
-        if not 0 < budget <= _MOST_BYTES:
+        limit = byte_count("Pool", "budget", budget)
+        if not 0 < limit <= _MOST_BYTES:
             raise InvalidArgument(
-                f"[Pool] budget is {budget} bytes: it must hold a page and fit in an address space"
+                f"[Pool] budget is {limit} bytes: it must hold a page and fit in an address space"
             )
     policies = {
         "never": _core.ZeroPolicy.never,
@@ -450,7 +454,7 @@ def pool_options(
             f"[Pool] spare_low is {spare_low} bytes and spare_high {spare_high}: it must not pass spare_high"
         )
     return _core.PoolOptions(
-        budget=budget or 0,
+        budget=limit,
         zero=policy,
         prefetch=prefetch,
         cache=cache,
@@ -462,11 +466,11 @@ def pool_options(
     )
 
 
-def _nbytes(name: str, value: int) -> int:
-    value = integer("Pool", name, value)
-    if not 0 <= value <= _MOST_BYTES:
-        raise InvalidArgument(f"[Pool] {name} is {value} bytes: it must be at least 0 and fit in memory")
-    return value
+def _nbytes(name: str, value: Bytes) -> int:
+    nbytes = byte_count("Pool", name, value)
+    if not 0 <= nbytes <= _MOST_BYTES:
+        raise InvalidArgument(f"[Pool] {name} is {nbytes} bytes: it must be at least 0 and fit in memory")
+    return nbytes
 
 
 def _seconds(name: str, value: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor._arguments import choice, device_of, integer, of_type
+from vtensor._arguments import choice, default_device, device_of, integer, of_type
 from vtensor._line import tensor_line
 from vtensor._notebook import bundle
 from vtensor._processes import keep_private
@@ -418,10 +418,10 @@ def empty(
 
     Args:
         sizes: the shape. ``sizes[grow_dim]`` is the initial length, often 0.
-        grow_dim: the dimension that grows. The dimensions before it are rows; each row grows by itself.
+        grow_dim: the dimension that grows. The dimensions before it are rows, which all have one length.
         capacity: positions to reserve addresses for. Addresses cost no memory.
         dtype: any dtype of torch that is not quantized. Defaults to torch's default dtype.
-        device: defaults to the pool's device, or ``"cpu"``.
+        device: defaults to the pool's device, or else to torch's default device.
         pool: the pool that lends the pages. Defaults to :func:`~vtensor.default_pool` of the device.
         when_full: what ``extend`` does if it needs capacity that front shrinks used up: ``"raise"``
             CapacityExceeded, or ``"move"`` the pages to a new range (the address changes, no byte is copied).
@@ -547,7 +547,7 @@ def _make(
     if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
         raise InvalidArgument(f"[empty] dtype is {dtype!r}: give a torch.dtype that is not quantized")
     if pool is None:
-        pool = default_pool("cpu" if device is None else device)
+        pool = default_pool(default_device() if device is None else device)
     elif not _same_device(device, of_type("empty", "pool", pool, Pool).device):
         raise InvalidArgument(f"[empty] device is {device}, the pool's {pool.device}: leave one of them out")
     core = TensorCore(

@@ -50,7 +50,7 @@ def grown(host):
 
 @pytest.fixture
 def cache(host):
-    with vtensor.KVCache(1, HEADS, SIZE, ROWS, 12, pool=host) as made:
+    with vtensor.KVCache(1, HEADS, SIZE, ROWS, 12, torch.bfloat16, pool=host) as made:
         for _ in TOKENS:
             made.alloc()
         assert made.step(TOKENS)
@@ -243,7 +243,7 @@ def test_lengths_past_64_bits(grown):
 
 def test_a_cache_that_is_gone_but_for_its_core(host):
     """A thread may be inside one of its operations."""
-    cache = vtensor.KVCache(1, HEADS, SIZE, ROWS, 4, pool=host)
+    cache = vtensor.KVCache(1, HEADS, SIZE, ROWS, 4, torch.bfloat16, pool=host)
     kept, (k, v) = cache._core, cache[0]
     q = noise(ROWS, 1, 4, SIZE)
     assert WITH_CACHE.take(q, k, v, 0)[2] is cache

@@ -18,6 +18,7 @@ from vtensor import testing
 WORDS = re.compile(r"^\[[\w. ]+\] \S.*: \S.*", re.DOTALL)
 NO_INTEGERS = (1.5, "3", None, [1], {}, object(), torch.ones(2), np.float32(1), 2 + 1j, b"1", float("nan"))
 OUT_OF_RANGE = (-1, 2**31, 2**63, 2**64, 2**100, -(2**64), -(2**100))
+BYTES = ("page_size", "budget", "prefetch", "cache", "spare_low", "spare_high", "device_reserve")
 NO_TENSORS = (5, None, "x", [1.0], object())
 
 
@@ -101,11 +102,12 @@ def test_what_a_tensor_is_made_of(pool):
 
 @pytest.mark.parametrize("value", [v for v in NO_INTEGERS if v is not None], ids=in_words)
 def test_options_of_pools(host, value):
-    for option in ("page_size", "budget", "prefetch", "cache", "spare_low", "spare_high", "device_reserve"):
-        refused(vtensor.Pool, "cpu", **{option: value})
-    refused(setattr, host, "budget", value)
-    refused(host.prefill, value)
-    refused(testing.host_pool, page_size=value)
+    nbytes = "3 pages" if value == "3" else value  # "3" is a number of bytes
+    for option in BYTES:
+        refused(vtensor.Pool, "cpu", **{option: nbytes})
+    refused(setattr, host, "budget", nbytes)
+    refused(host.prefill, nbytes)
+    refused(testing.host_pool, page_size=nbytes)
     refused(vtensor.trace.record, value)
     refused(vtensor.Pool, "cpu", zero=value)
     for skip, refuse in ((value, 1), (0, value)):
@@ -115,15 +117,7 @@ def test_options_of_pools(host, value):
 
 def test_numbers_of_pools(host):
     for value in OUT_OF_RANGE[3:]:
-        for option in (
-            "page_size",
-            "budget",
-            "prefetch",
-            "cache",
-            "spare_low",
-            "spare_high",
-            "device_reserve",
-        ):
+        for option in BYTES:
             refused(vtensor.Pool, "cpu", **{option: value})
         refused(setattr, host, "budget", value)
         refused(host.prefill, value)
@@ -308,3 +302,87 @@ def test_what_is_no_path_or_profiler(tmp_path):
     for path in (tmp_path, tmp_path / "none" / "there"):
         with pytest.raises(OSError):
             vtensor.trace.load(path)
+
+
+def test_bytes_in_words_and_in_numbers():
+    """One parser for options and for the command line."""
+    for nbytes in ("64KiB", "64 kib", "65536", 65536, 65536.0, np.float64(65536), np.int64(65536)):
+        with vtensor.Pool("cpu", page_size=4096, budget=nbytes) as pool:
+            assert pool.budget == 65536
+            pool.budget = nbytes
+            pool.prefill(nbytes)
+            assert pool.stats().pages_spare == 16
+    with vtensor.Pool("cpu", page_size="64KiB", budget=1e9, prefetch="0", cache="1.5MiB") as pool:
+        assert pool.page_size == 65536 and pool.budget == 10**9 // 65536 * 65536
+    for value in ("1GB", "-1", "1e9", "", "GiB", "1 000", 1.5, float("inf"), b"1GiB", torch.ones(2)):
+        for option in BYTES:
+            message = str(refused(vtensor.Pool, "cpu", **{option: value}))
+            assert re.match(rf"\[Pool\] {option} is .*: (write it as '40GiB'|give a )", message), message
+
+
+def test_what_a_cache_is_made_of(host):
+    def make(**change):
+        sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "max_batch": 1, "max_len": 16}
+        return vtensor.KVCache(**(sizes | {"pool": host, "dtype": torch.float32} | change))
+
+    for value in (v for v in NO_INTEGERS if v is not None):
+        for size in ("num_layers", "num_kv_heads", "head_dim", "max_batch", "max_len", "layer_group"):
+            refused(make, **{size: value})
+        refused(make, lookahead=value)
+        refused(make, windows=[value])
+    for change in (
+        {"dtype": "float32"},
+        {"dtype": torch.int64},
+        {"device": "blah"},
+        {"device": []},
+        {"device": "cuda:3"},
+        {"device": "blah", "pool": None},
+        {"pool": "cpu"},
+        {"layout": "page"},
+        {"layout": []},
+        {"windows": 5},
+        {"windows": {0: 5}},
+        {"tile": "x"},
+        {"value_head_dim": "x"},
+    ):
+        refused(make, **change)
+    assert host.stats().tensors == 0
+    with make() as cache:
+        for tokens in ("hello", b"hello", 5, 1.5, [1.5], ["a"], torch.ones(2), [2**63]):
+            refused(cache.alloc, tokens=tokens)
+        assert cache.stats().slots_used == 0
+
+
+def test_defaults_of_torch(host):
+    """What is not named is as torch has it: the device, and the dtype."""
+    sizes = {"num_layers": 3, "num_kv_heads": 1, "head_dim": 16, "max_batch": 1, "max_len": 16}
+    torch.set_default_dtype(torch.float64)
+    try:
+        with vtensor.KVCache(**sizes, pool=host) as cache:
+            assert cache.dtype is torch.float64 and cache.num_layers == len(cache) == 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+    makes = (
+        lambda **more: vtensor.KVCache(**sizes, **more),
+        lambda **more: vtensor.empty(0, grow_dim=0, capacity=8, **more),
+        lambda **more: vtensor.zeros(0, grow_dim=0, capacity=8, **more),
+    )
+    for make in makes:
+        with torch.device("meta"):
+            assert "device is meta: vtensor has drivers for cpu and cuda" in str(refused(make))
+            make(device="cpu").close()
+            make(pool=host).close()
+        made = make()
+        assert made.pool.device.type == "cpu"
+        made.close()
+
+
+def test_tensors_are_given_alike(host):
+    """A list of them or one by one to a lease, as a list to prepare()."""
+    k, v = filled(host, 6), filled(host, 6)
+    vtensor.prepare([k, v], 4)
+    for given in ((k, v), ([k, v],), ((k, v),), ([k],), (k,)):
+        with vtensor.lease(*given):
+            pass
+    for wrong in (([k, 5],), ([k], [v]), ([[k]],)):
+        refused(lambda wrong=wrong: vtensor.lease(*wrong).__enter__())

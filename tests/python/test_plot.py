@@ -403,3 +403,22 @@ def test_without_matplotlib_a_line_says_what_to_install():
                 raise AssertionError(draw)
         """
     ).check()
+
+
+def test_page_map_of_a_cache(host, tmp_path):
+    """The rows of each slot; anything else is refused in words."""
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32, "max_batch": 3, "max_len": 64}
+    with vtensor.KVCache(**sizes, dtype=torch.float32, pool=host) as cache:
+        slot = cache.alloc()
+        assert cache.step([40 if at == slot else 0 for at in range(3)])
+        cache.fork(slot)
+        axes = vtensor.plot.page_map(cache)
+        assert "2 of 3 slots in use" in axes.get_title(loc="left")
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert any(label.startswith("shared 24") for label in labels), labels
+        axes.figure.savefig(tmp_path / "cache.png")
+    with pytest.raises(vtensor.Closed, match="page_map"):
+        vtensor.plot.page_map(cache)
+    for wrong in (torch.ones(2), [1], None):
+        with pytest.raises(vtensor.InvalidArgument, match="give one VTensor, or a KVCache"):
+            vtensor.plot.page_map(wrong)

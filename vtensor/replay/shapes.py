@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from vtensor import _units
 from vtensor.errors import InvalidArgument
 
 __all__ = ["MODELS", "ModelShape", "model_shape", "parse_bytes"]
@@ -41,8 +42,6 @@ MODELS = {
     "qwen2.5-32b": ModelShape(64, 8, 128),
 }
 
-_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-
 
 def model_shape(name: str) -> ModelShape:
     """The shape of a known model, or of ``LAYERSxKV_HEADSxHEAD_DIM``.
@@ -66,10 +65,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         InvalidArgument: if it is no such text, or 0.
     """
-    match = re.fullmatch(
-        r"(\d{1,19}(?:\.\d{1,19})?)\s*([KMGT]iB)?", text.strip(), flags=re.IGNORECASE | re.ASCII
-    )
-    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
+    size = _units.parse_bytes(text) or 0
     if not 0 < size < 2**63:
         raise InvalidArgument(f"[replay] size {text!r}: write it as 40GiB, 512MiB, 64KiB or in bytes")
     return size

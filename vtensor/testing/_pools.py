@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from vtensor import _core
+from vtensor._units import Bytes
 from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
 
 
 def host_pool(
-    page_size: int | None = None,
-    budget: int | None = None,
+    page_size: Bytes | None = None,
+    budget: Bytes | None = None,
     zero: ZeroPolicy = "new_owner",
     strict_holes: bool = True,
     **options: Any,
