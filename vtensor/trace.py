@@ -102,8 +102,10 @@ class Recording:
         self._begun("record").stop()
 
     def __repr__(self) -> str:
-        room = f", {self.capacity:,} events at most" if self._core else ", not begun"
-        return f"<vtensor.trace.Recording{room}>"
+        if self._core is None:
+            return "<vtensor.trace.Recording, not begun>"
+        lost = f", {self.dropped:,} older ones dropped" if self.dropped else ""
+        return f"<vtensor.trace.Recording, {len(self._core.events()):,} of {self.capacity:,} events{lost}>"
 
     @property
     def capacity(self) -> int:

@@ -516,3 +516,16 @@ def test_a_file_that_is_no_trace_is_refused(content, tmp_path):
     with pytest.raises(vtensor.VTensorError, match=r"^\[trace.export\] .*no.json holds no trace: give"):
         recording_of().export(tmp_path / "both.json", profile=tmp_path / "no.json")
     assert not (tmp_path / "both.json").exists()
+
+
+def test_a_recording_says_how_many_events_it_has(host):
+    recording = vtensor.trace.record()
+    assert repr(recording) == "<vtensor.trace.Recording, not begun>"
+    with recording:
+        vtensor.empty(4, grow_dim=0, capacity=8, pool=host).close()
+    room = f"{len(recording.events()):,} of {recording.capacity:,} events"
+    assert repr(recording) == f"<vtensor.trace.Recording, {room}>" and recording.events()
+    with vtensor.trace.record(capacity=1) as small:
+        for _ in range(100):
+            vtensor.empty(4, grow_dim=0, capacity=8, pool=host).close()
+    assert f"{small.dropped:,} older ones dropped" in repr(small)
