@@ -13,6 +13,7 @@ import pytest
 from support import ROOT, simcuda_library
 from test_replay_traces import TRACES, azure, mooncake
 from vtensor import InvalidArgument
+from vtensor._progress import Progress
 from vtensor.replay import (
     MODELS,
     POLICIES,
@@ -316,9 +317,9 @@ def test_the_picture_needs_matplotlib(tmp_path, capsys, monkeypatch):
 def test_progress(capsys, monkeypatch, terminal):
     """After a second; on a terminal over itself, and gone at the end."""
     now = [0.0]
-    monkeypatch.setattr(cli.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with cli._Progress() as progress:
+    with Progress() as progress:
         for now[0] in (0.5, 1.5, 1.9, 2.6, 11.6):
             progress(f"at {now[0]}")
     shown = capsys.readouterr().err

@@ -58,11 +58,12 @@ class Run:
         self.check_books()
         for _ in range(200):
             self.ends += self.engine.step()
-            if not self.scheduler.unfinished:
+            if not self.engine.unfinished:
                 break
         wanted = [request for request in self.requests if request.id not in cancelled]
         ends = {end.id: end for end in self.ends}
-        assert len(ends) == len(self.ends) and set(ends) == {request.id for request in wanted}
+        assert len(ends) == len(self.ends) and set(ends) == {request.id for request in self.requests}
+        assert all(ends[name].error == "cancelled" for name in cancelled)
         for request in wanted:
             if request.id == "never":
                 assert "larger budget" in ends["never"].error

@@ -7,11 +7,10 @@ import json
 import math
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from vtensor._progress import Progress
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
 from vtensor.replay.report import picture, table, to_json
@@ -132,7 +131,7 @@ def _run(arguments: argparse.Namespace) -> None:
     )
     results = []
     for policy in arguments.policy or list(POLICIES):
-        with _Progress() as progress, open_cache(policy, server) as cache:
+        with Progress() as progress, open_cache(policy, server) as cache:
             results.append(
                 replay(
                     policy,
@@ -228,25 +227,3 @@ def _over_zero(name: str, number: float) -> float:
     if not (number > 0 and math.isfinite(number)):
         raise InvalidArgument(f"[replay] {name} {number}: it must be over 0, and a number")
     return number
-
-
-class _Progress:
-    """Prints the progress to stderr: every second on one line of a terminal, else every ten seconds."""
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._terminal = sys.stderr.isatty()
-        self._next = time.monotonic() + 1.0
-        self._shown = False
-        return self._show
-
-    def _show(self, line: str) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + (1.0 if self._terminal else 10.0)
-            self._shown = True
-            shown = f"\r{line}\x1b[K" if self._terminal else f"{line}\n"
-            print(shown, end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._shown and self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr)

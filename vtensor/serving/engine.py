@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vtensor._progress import Progress
 from vtensor.errors import InvalidArgument
 from vtensor.serving._commit import commit
 from vtensor.serving.plans import Plan
@@ -24,7 +25,7 @@ class Completion:
     tokens: list[list[int]]
     """The generated tokens of each sample."""
     error: str = ""
-    """Why there are no more of them; empty where all went well."""
+    """Why there are no more of them, such as ``"cancelled"``; empty if all went well."""
 
 
 def greedy(logits: torch.Tensor, sequence: Sequence) -> int:
@@ -74,6 +75,22 @@ class Engine:
                 check(request)
         self.scheduler.add(request)
 
+    def cancel(self, request_id: abc.Hashable) -> None:
+        """Ends a request. What it has generated so far is among what the next step returns.
+
+        Raises:
+            InvalidArgument: no such request is waiting, running or swapped.
+            DriverError, TimedOut: of the cache. The request goes on.
+        """
+        self._collect()
+        self._take_back()
+        self.scheduler.cancel(request_id)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests whose end was not returned yet."""
+        return self.scheduler.unfinished + len(self.scheduler.cancelled) + len(self._ended)
+
     def step(self) -> list[Completion]:
         """One iteration; returns the requests that ended. Where the model or the cache raises, the iteration
         is taken back, and the next call tries it again."""
@@ -82,23 +99,43 @@ class Engine:
         self._ended = []
         return ended
 
-    def run(self, requests: abc.Iterable[Request] = ()) -> dict[abc.Hashable, Completion]:
+    def run(
+        self, requests: abc.Iterable[Request] = (), *, progress: bool | None = None
+    ) -> dict[abc.Hashable, Completion]:
         """Submits requests and iterates until none is left; returns their ends by id, and those of a run that
-        was cut off before."""
+        was cut off before.
+
+        Args:
+            progress: whether to tell stderr how far it is once a second has passed; unless given, where that
+                is a terminal.
+        """
         for request in requests:
             self.submit(request)
-        while self.scheduler.unfinished:
-            self._iterate()
+        with Progress(progress) as show:
+            while self.scheduler.unfinished or self.scheduler.cancelled:
+                self._iterate()
+                show(self._state())
         self._collect()
         done = {completion.id: completion for completion in self._ended}
         self._ended = []
         return done
 
+    def _state(self) -> str:
+        scheduler, stats = self.scheduler, self.scheduler.stats
+        return (
+            f"{len(self._ended):,} requests done, {len(scheduler.running):,} running, "
+            f"{len(scheduler.waiting) + len(scheduler.swapped):,} waiting, {stats.computed_tokens:,} tokens"
+        )
+
+    def _take_back(self) -> None:
+        """The iteration of a step that was cut off."""
+        if self.scheduler.planned is not None:
+            self.scheduler.abandon(self.scheduler.planned)
+
     def _iterate(self) -> None:
         scheduler = self.scheduler
         self._collect()
-        if scheduler.planned is not None:  # of a step that was cut off
-            scheduler.abandon(scheduler.planned)
+        self._take_back()
         plan = self._plan = scheduler.plan()
         try:
             scheduler.complete(plan, self._tokens(plan) if plan else [])
@@ -122,10 +159,10 @@ class Engine:
         """The ends of the last iteration, where it is complete."""
         plan = self._plan
         if plan is not None and plan.ended is not None:
-            ended = [_completion(group) for group in plan.failed + plan.ended]
+            ended = [_completion(group) for group in plan.cancelled + plan.failed + plan.ended]
             commit([(self._ended.extend, ended), (setattr, self, "_plan", None)])
 
 
 def _completion(group: Group) -> Completion:
     generated = [list(sequence.output) for sequence in group.sequences]
-    return Completion(group.request.id, generated, group.reason if group.status is Status.FAILED else "")
+    return Completion(group.request.id, generated, "" if group.status is Status.FINISHED else group.reason)

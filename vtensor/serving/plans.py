@@ -32,6 +32,8 @@ class Plan:
     """Requests that had to make room: swapped out, or back among the waiting."""
     failed: list[Group] = field(default_factory=list)
     """Requests that the cache cannot hold even alone."""
+    cancelled: list[Group] = field(default_factory=list)
+    """Requests that were cancelled since the last one."""
     swapped_in: list[int] = field(default_factory=list)
     """Slots on their way back: ``cache.wait(slot, layer)`` before each layer reads them."""
     tokens: int = 0

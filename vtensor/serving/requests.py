@@ -161,7 +161,7 @@ class Group:
     status: Status = Status.WAITING
     forked: bool = False  # each live sequence has a slot; before that only the first has
     admitted: bool = False  # at least once
-    reason: str = ""  # why it failed
+    reason: str = ""  # why it failed, or "cancelled"
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.request.prompt_tokens

@@ -60,6 +60,7 @@ class Scheduler:
         self.waiting: list[Group] = []
         self.running: list[Group] = []
         self.swapped: list[Group] = []
+        self.cancelled: list[Group] = []  # of which no plan has told yet
         self.planned: Plan | None = None
         """The iteration that is under way."""
         self._unit = cache.stats().unit
@@ -100,7 +101,7 @@ class Scheduler:
         return group
 
     def cancel(self, request_id: abc.Hashable) -> None:
-        """Drops a request and frees what it holds.
+        """Drops a request and frees what it holds. The next plan names it among its ``cancelled``.
 
         Raises:
             InvalidArgument: an unknown id; an iteration is under way.
@@ -110,12 +111,11 @@ class Scheduler:
             raise InvalidArgument("[Scheduler.cancel] an iteration is under way: complete it first")
         group = self._held(request_id)
         if group is None:
-            raise InvalidArgument(
-                f"[Scheduler.cancel] no request {request_id!r} is waiting, running or swapped"
-            )
+            raise InvalidArgument(f"[Scheduler.cancel] no request {request_id!r} waits, runs or is swapped")
         self._settle()
         self._settled = False
-        self._note([*self._free(group, group.holders), *self._leave(group, Status.CANCELLED)])
+        changes = self._free(group, group.holders) + self._leave(group, Status.CANCELLED, "cancelled")
+        self._note([*changes, (self.cancelled.append, group)])
         self._forget(group)
         self._settled = True
 
@@ -134,13 +134,11 @@ class Scheduler:
             DriverError, OutOfPages, NoFreeSlot, TimedOut: of the cache. No iteration is under way.
         """
         if self.planned is not None:
-            raise InvalidArgument(
-                "[Scheduler.plan] the last iteration is not complete: call complete() first"
-            )
+            raise InvalidArgument("[Scheduler.plan] the last one is not complete: call complete() first")
         self._settle()
         self._settled = False
         plan = self._next
-        plan.work, plan.sampled, plan.tokens = [], [], 0
+        plan.work, plan.sampled, plan.tokens, plan.cancelled = [], [], 0, self.cancelled
         for group in self._prompts:
             self._share(group)
         self._prompts = []
@@ -149,6 +147,7 @@ class Scheduler:
             self._admit(plan)
         commit(
             [
+                (setattr, self, "cancelled", []),
                 (setattr, self, "planned", plan),
                 (setattr, self, "_next", Plan()),
                 (setattr, self, "_settled", True),
@@ -271,11 +270,10 @@ class Scheduler:
         if self.running and not self.cache.fits(lengths):
             return False
         self._changing.append(group)
-        fits = self.cache.swap_in(back)
-        if fits and not self.cache.step(lengths):
-            self.cache.swap_out(back)
-            fits = False
-        if not fits:
+        came_back = self.cache.swap_in(back)
+        if not came_back or not self.cache.step(lengths):
+            if came_back:
+                self.cache.swap_out(back)
             self._note([])
             return False
         self._note([(plan.swapped_in.extend, back), (setattr, self, "_lengths", lengths), *self._run(group)])
@@ -512,7 +510,8 @@ class Scheduler:
         if plan is not self.planned:
             raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
         news = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
-        commit([(setattr, self, "_next", news), (setattr, self, "planned", None)])
+        cancelled = (setattr, self, "cancelled", plan.cancelled + self.cancelled)
+        commit([cancelled, (setattr, self, "_next", news), (setattr, self, "planned", None)])
 
     def reorder(self, request_id: abc.Hashable, sources: abc.Sequence[int]) -> None:
         """A step of a beam search, between two iterations: the request's i-th live sequence continues the

@@ -1,0 +1,163 @@
+"""Requests that are cancelled, an engine's progress, and prefixes that a refused admission leaves alone."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from serving_support import GROUPS, FakeModel, Store, alone, choose, engine_over, opened
+from vtensor import InvalidArgument
+from vtensor.serving import Engine, Request, Scheduler
+
+LONG = Request("long", [1] * 8, 40)
+SHORT = Request("short", [2] * 6, 3)
+MANY = Request("many", [3] * 6, 30, samples=2)
+
+
+def test_the_loop_hears_of_a_cancelled_request():
+    """Once, with what it has so far, also where nothing else is left."""
+    with opened("host", 60) as cache:
+        engine = engine_over(cache)
+        for request in (LONG, SHORT, MANY):
+            engine.submit(request)
+        done = {}
+        while engine.unfinished:
+            for completion in engine.step():
+                assert completion.id not in done
+                done[completion.id] = completion
+                if completion.id == "short":
+                    engine.cancel("many")
+                if completion.id == "many":
+                    engine.cancel("long")
+        assert done["short"].tokens == alone(SHORT) and not done["short"].error
+        for request in (LONG, MANY):
+            assert done[request.id].error == "cancelled"
+            for tokens, whole in zip(done[request.id].tokens, alone(request), strict=True):
+                assert tokens == whole[: len(tokens)] and 0 < len(tokens) < len(whole)
+        assert cache.stats().slots_free == 4 and engine.step() == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_in_any_state(steps):
+    """Waiting, computing its prompt, running; through the scheduler as well."""
+    for cancel in ("engine", "scheduler"):
+        with opened("host", 60) as cache:
+            engine = engine_over(cache, token_budget=4)
+            engine.submit(LONG)
+            for _ in range(steps):
+                engine.step()
+            (engine if cancel == "engine" else engine.scheduler).cancel("long")
+            assert engine.unfinished == 1
+            (completion,) = engine.step()
+            assert (completion.id, completion.error) == ("long", "cancelled")
+            assert engine.unfinished == 0 and engine.run() == {}
+            engine.submit(LONG)  # its id is free
+            assert engine.run()["long"].tokens == alone(LONG)
+
+
+def test_run_returns_it_too():
+    with opened("host", 60) as cache:
+        engine = engine_over(cache)
+        engine.submit(LONG)
+        engine.step()
+        engine.cancel("long")
+        done = engine.run([SHORT])
+        assert done["long"].error == "cancelled" and done["short"].tokens == alone(SHORT)
+
+
+def test_who_is_not_there():
+    with opened("host", 60) as cache:
+        engine = engine_over(cache)
+        engine.submit(SHORT)
+        for wrong in ("nobody", None, 5):
+            with pytest.raises(InvalidArgument, match="no request .* waits, runs or is swapped"):
+                engine.cancel(wrong)
+        assert engine.run()["short"].tokens == alone(SHORT)
+        with pytest.raises(InvalidArgument, match="no request 'short'"):
+            engine.cancel("short")
+
+
+def test_after_a_step_that_was_cut_off():
+    """The iteration that was under way is taken back, and its tokens come all the same."""
+
+    class Fails(FakeModel):
+        wrong = True
+
+        def __call__(self, plan):
+            if self.wrong:
+                raise KeyboardInterrupt
+            return super().__call__(plan)
+
+    with opened("host", 60) as cache:
+        model = Fails(Store(cache))
+        engine = Engine(Scheduler(cache), model, choose)
+        engine.submit(LONG)
+        engine.submit(SHORT)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine.cancel("long")
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert engine.unfinished == 2
+        model.wrong = False
+        done = engine.run()
+        assert done["long"].error == "cancelled" and done["short"].tokens == alone(SHORT)
+
+
+def test_a_plan_names_the_cancelled():
+    with opened("host", 60) as cache:
+        scheduler = Scheduler(cache)
+        group = scheduler.add(LONG)
+        scheduler.cancel("long")
+        assert scheduler.cancelled == [group] and scheduler.unfinished == 0
+        plan = scheduler.plan()
+        assert not plan and plan.cancelled == [group] and scheduler.cancelled == []
+        scheduler.abandon(plan)
+        assert scheduler.cancelled == [group]
+
+
+@pytest.mark.parametrize("shown", [None, True, False])
+def test_progress(capsys, monkeypatch, shown):
+    """Once a second has passed; unless it is asked for, on a terminal only."""
+    now = [0.0]
+
+    def later():
+        now[0] += 0.4
+        return now[0]
+
+    monkeypatch.setattr("time.monotonic", later)
+    with opened("host", 60) as cache:
+        engine_over(cache).run([SHORT, MANY], progress=shown)
+    told = capsys.readouterr().err
+    assert ("requests done, " in told and " running" in told) == bool(shown)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with opened("host", 60) as cache:
+        engine_over(cache).run([SHORT, MANY], progress=shown)
+    assert ("\r" in capsys.readouterr().err) == (shown is not False)
+
+
+def test_a_request_that_does_not_fit_costs_no_prefix():
+    """Prefixes that nobody uses are given up for a step that is granted, not for one that is refused."""
+    with opened("host", 24, max_len=96) as cache:
+        engine = engine_over(cache)
+        engine.run([Request("prefix", [1] * 16, 1)])
+        kept = cache.stats().prefix_tokens
+        assert kept >= 12
+        engine.submit(Request("running", [0] * 8, 20))
+        engine.step()
+        engine.submit(Request("large", [0, 1] * 20, 1))
+        engine.step()
+        assert len(engine.scheduler.waiting) == 1 and cache.stats().prefix_tokens >= kept
+        assert not [c.error for c in engine.run().values() if c.error]
+
+
+def test_groups_that_are_swapped_share_again():
+    """Where memory is short a group goes and comes back as one, and ends with the tokens it has alone."""
+    budget, requests = GROUPS
+    with opened("host", budget) as cache:
+        engine = engine_over(cache)
+        done = engine.run(requests)
+        assert engine.scheduler.stats.swapped > 0
+        for request in requests:
+            assert (done[request.id].tokens == alone(request)) == (request.id != "never")

@@ -1,0 +1,38 @@
+"""How far work has come, for whoever watches it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Tells stderr how far it is: every second over itself on a terminal, every ten seconds elsewhere.
+
+    Args:
+        shown: whether to tell at all; unless given, where stderr is a terminal.
+    """
+
+    def __init__(self, shown: bool | None = True) -> None:
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._wanted = self._terminal if shown is None else shown
+        self._next = time.monotonic() + 1.0
+        self._shown = False
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self._show
+
+    def _show(self, line: str) -> None:
+        now = time.monotonic()
+        if self._wanted and now >= self._next:
+            self._next = now + (1.0 if self._terminal else 10.0)
+            self._shown = True
+            shown = f"\r{line}\x1b[K" if self._terminal else f"{line}\n"
+            print(shown, end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._shown and self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr)
