@@ -111,8 +111,9 @@ class Pool:
         zero: when a reused page is zeroed: ``"new_owner"`` (before another tensor sees it), ``"always"``, or
             ``"never"`` (tensors may then see what others left).
         prefetch: bytes that each tensor may have mapped ahead of need, as far as the rate at which it grows
-            asks for; 64 MiB unless given. 0 turns that off, and the pool's mapper then runs only for what
-            :meth:`VTensor.prepare` asks for and for what must wait for the device.
+            asks for, and at most 1 MiB or a sixteenth of what it stores, if that is more; 64 MiB unless
+            given. 0 turns that off, and the pool's mapper then runs only for what :meth:`VTensor.prepare`
+            asks for and for what must wait for the device.
         cache: bytes that freed tensors may leave mapped for the next tensor of the same shape, which then
             begins without a driver call; a quarter of the budget unless given, and 0 where ``prefetch`` is 0.
         spare_low: bytes of spare pages (free, with memory) that the mapper keeps, so that growth finds them.

@@ -10,6 +10,15 @@
 #include "tensor/buffer.h"
 
 namespace vtensor {
+namespace {
+
+// What may be ahead of a tensor: so many bytes and pages of a row in any case, and beyond that one
+// part in so many of what it stores.
+constexpr std::size_t kLeastAhead = 1 << 20;
+constexpr std::size_t kLeastPagesAhead = 4;
+constexpr std::size_t kShareAhead = 16;
+
+}  // namespace
 
 // The pages behind the extent that are kept or made ready.
 Interval Buffer::ahead() const {
@@ -34,9 +43,13 @@ Interval Buffer::usable(std::size_t begin, std::size_t end) const {
   return begin < end ? Interval{begin, end} : Interval{};
 }
 
-// The last position to look ahead to: within the capacity, and what the pool allows a tensor.
+// The last position to look ahead to: within the capacity, and what the pool allows a tensor. That
+// is bounded by what the tensor stores, so that a pool's look-ahead is a share of what it stores.
 std::size_t Buffer::limit_lead(std::size_t position) const {
-  const std::size_t indices = pool_->options().prefetch / (range_.rows() * range_.page_size());
+  const std::size_t index_bytes = range_.rows() * range_.page_size();
+  const std::size_t least = std::max(kLeastAhead / index_bytes, kLeastPagesAhead);
+  const std::size_t indices = std::min(pool_->options().prefetch / index_bytes,
+                                       std::max(least, extent_.size() / kShareAhead));
   const std::size_t end = (extent_end() + indices) * range_.page_size();
   const std::size_t allowed = end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
   return std::max(positions_.end, std::min({position, shape_.capacity, allowed}));
