@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from vtensor import _pages
-from vtensor._pages import COLOURS, MEANINGS, Run
+from vtensor._pages import COLOURS, MEANINGS, PageRun
 from vtensor._units import byte_text
 from vtensor.errors import Closed, VTensorError
 from vtensor.kv import KVCache
@@ -165,7 +165,7 @@ def _tensor_strips(pages: _pages.TensorPages) -> str:
     return "".join(drawn)
 
 
-def _strip(name: str, runs: Sequence[Run], shown: int, slots: int) -> str:
+def _strip(name: str, runs: Sequence[PageRun], shown: int, slots: int) -> str:
     """A row's pages: the first `shown` slots to scale, and a tail for the rest of `slots`."""
     scale = (_WIDTH - (_TAIL if slots > shown else 0)) / max(1, shown)
     shapes = []

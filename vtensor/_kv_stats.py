@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vtensor import _core
-from vtensor._layout import Layout
+from vtensor._layout import CacheLayout
 from vtensor.pool import Pool
 
 __all__ = ["FREE", "SWAPPED", "USED", "KVCacheStats", "count"]
@@ -77,7 +77,7 @@ class KVCacheStats:
     driver_calls: dict[str, dict[str, int]] = field(repr=False)
 
 
-def count(core: _core.CacheCore, layout: Layout, pool: Pool) -> KVCacheStats:
+def count(core: _core.CacheCore, layout: CacheLayout, pool: Pool) -> KVCacheStats:
     """A cache's counts of this moment."""
     counts = core.counts()
     states, lengths = core.states, core.lengths

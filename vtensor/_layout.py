@@ -11,14 +11,14 @@ import torch
 from vtensor._arguments import integer
 from vtensor.errors import InvalidArgument
 
-__all__ = ["Kind", "Layout", "Place", "layout_of"]
+__all__ = ["CacheLayout", "Place", "RowGroup", "layout_of"]
 
 
 class Place(NamedTuple):
     """The place of a layer's K or V."""
 
     row: int  # its first row in the row group
-    kind: int
+    row_group: int
     offset: int  # bytes into each token's item
     heads: int
     dim: int
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Kind:
+class RowGroup:
     """Rows with the same bytes per token and the same window."""
 
     item_bytes: int  # of one token in one row
@@ -39,26 +39,26 @@ class Kind:
 
 
 @dataclass
-class Layout:
+class CacheLayout:
     num_layers: int
-    kinds: list[Kind]
+    row_groups: list[RowGroup]
     layers: list[tuple[Place, Place | None]]
 
     @property
     def ranges(self) -> int:
         """Rows of a slot."""
-        return sum(kind.rows for kind in self.kinds)
+        return sum(row_group.rows for row_group in self.row_groups)
 
     def nbytes(self, length: int, begins: Sequence[int]) -> int:
         """Bytes of a slot's tokens: in each row group, those from its entry in ``begins`` to ``length``."""
         return sum(
-            kind.rows * kind.item_bytes * (length - begin)
-            for kind, begin in zip(self.kinds, begins, strict=True)
+            row_group.rows * row_group.item_bytes * (length - begin)
+            for row_group, begin in zip(self.row_groups, begins, strict=True)
         )
 
     def page_tokens(self, page_size: int) -> int:
         """Tokens in a page of the row group with the largest tokens; at least 1."""
-        return max(1, page_size // max(kind.item_bytes for kind in self.kinds))
+        return max(1, page_size // max(row_group.item_bytes for row_group in self.row_groups))
 
     def views(
         self,
@@ -75,9 +75,9 @@ class Layout:
         """
 
         def view(place: Place) -> torch.Tensor:
-            values = ranges[place.kind].view(dtype)
-            slot = row_bytes[place.kind] // dtype.itemsize
-            token = self.kinds[place.kind].item_bytes // dtype.itemsize
+            values = ranges[place.row_group].view(dtype)
+            slot = row_bytes[place.row_group] // dtype.itemsize
+            token = self.row_groups[place.row_group].item_bytes // dtype.itemsize
             first = place.row * slots * slot + place.offset // dtype.itemsize
             if place.per_head:
                 sizes = (slots, place.heads, max_len, place.dim)
@@ -105,7 +105,7 @@ def layout_of(
     layout: str,
     windows: Sequence[int | None] | None,
     dtype: torch.dtype,
-) -> Layout:
+) -> CacheLayout:
     """The layout of a cache. Groups layers of the same window, in order, ``layer_group`` at a time.
 
     The last group of a window may be smaller.
@@ -149,20 +149,20 @@ def layout_of(
         raise InvalidArgument(f"[KVCache] dtype is {dtype}: give a floating-point one, or an 8-bit integer")
 
     item = dtype.itemsize
-    kinds: dict[tuple[int, int], int] = {}
-    result = Layout(num_layers, [], [])
+    row_groups: dict[tuple[int, int], int] = {}
+    result = CacheLayout(num_layers, [], [])
     places: dict[int, tuple[Place, Place | None]] = {}
 
     def place(group: list[int], dim: int, window: int) -> list[Place]:
         per_head = layout == "HND"
         width = dim * item * (1 if per_head else num_kv_heads)
         key = (width * len(group), window)
-        kind = kinds.setdefault(key, len(kinds))
-        if kind == len(result.kinds):
-            result.kinds.append(Kind(*key))
-        row = result.kinds[kind].rows
-        result.kinds[kind].first_layers += [group[0]] * (num_kv_heads if per_head else 1)
-        return [Place(row, kind, i * width, num_kv_heads, dim, per_head) for i in range(len(group))]
+        row_group = row_groups.setdefault(key, len(row_groups))
+        if row_group == len(result.row_groups):
+            result.row_groups.append(RowGroup(*key))
+        row = result.row_groups[row_group].rows
+        result.row_groups[row_group].first_layers += [group[0]] * (num_kv_heads if per_head else 1)
+        return [Place(row, row_group, i * width, num_kv_heads, dim, per_head) for i in range(len(group))]
 
     for window in dict.fromkeys(window_of):
         alike = [layer for layer in range(num_layers) if window_of[layer] == window]

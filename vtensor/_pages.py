@@ -40,7 +40,7 @@ MEANINGS = {
 _TELLING = ("quarantined", "private", "shared", "pinned", "mapped", "cached", "prefetched", "reserved")
 
 
-class Run(NamedTuple):
+class PageRun(NamedTuple):
     """Adjacent pages of one row in the same state: slots ``[start, stop)``."""
 
     state: str
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 class TensorPages(NamedTuple):
     """The pages behind a tensor, row by row."""
 
-    rows: list[list[Run]]
+    rows: list[list[PageRun]]
     """The mapped slots of each row, in order. One row for all of them if `exact` is False."""
     slots: int
     """Slots reserved for each row."""
@@ -86,7 +86,7 @@ def pages_of(tensor: VTensor) -> TensorPages:
     slots = tensor.nbytes_reserved // page_size // count if count else 0
     if tensor.nbytes_mapped > MOST_RECORDS * page_size:
         return TensorPages([_from_lengths(tensor, page_size, count)], slots, page_size, exact=False)
-    rows: list[list[Run]] = [[] for _ in range(count)]
+    rows: list[list[PageRun]] = [[] for _ in range(count)]
     for record in tensor.pages():
         append(rows[record.row], record.state, record.index)
     return TensorPages(rows, slots, page_size, exact=True)
@@ -98,36 +98,35 @@ def pages_of_cache(cache: KVCache) -> TensorPages:
     Raises:
         Closed: the cache is closed.
     """
-    kinds = cache._layout.kinds
-    rows: list[list[Run]] = []
+    rows: list[list[PageRun]] = []
     for slot in range(cache.max_batch):
         first = len(rows)
         rows += [[] for _ in range(cache._layout.ranges)]
-        for number, kind in enumerate(kinds):
+        for number, group in enumerate(cache._layout.row_groups):
             for record in cache._core.pages(slot, number):
                 append(rows[first + record.row], record.state, record.index)
-            first += kind.rows
+            first += group.rows
     page_size = cache.pool.page_size
     return TensorPages(rows, max(cache._rows) // page_size, page_size, exact=True)
 
 
-def append(runs: list[Run], state: str, slot: int) -> None:
+def append(runs: list[PageRun], state: str, slot: int) -> None:
     """Adds a slot to `runs`: to the last run if it is adjacent and in the same state, else as a new run."""
     if runs and runs[-1].state == state and runs[-1].stop == slot:
         runs[-1] = runs[-1]._replace(stop=slot + 1)
     else:
-        runs.append(Run(state, slot, slot + 1))
+        runs.append(PageRun(state, slot, slot + 1))
 
 
-def _from_lengths(tensor: VTensor, page_size: int, rows: int) -> list[Run]:
+def _from_lengths(tensor: VTensor, page_size: int, rows: int) -> list[PageRun]:
     position = math.prod(tensor.shape[tensor.grow_dim + 1 :]) * tensor.element_size()
     needed = -(-(tensor.address % page_size + tensor.length * position) // page_size)
     mapped = max(needed, tensor.nbytes_mapped // page_size // rows)
-    runs = [Run("mapped", 0, needed), Run("prefetched", needed, mapped)]
+    runs = [PageRun("mapped", 0, needed), PageRun("prefetched", needed, mapped)]
     return [run for run in runs if run.stop > run.start]
 
 
-def cells(runs: Sequence[Run], slots: int, most: int) -> list[Run]:
+def cells(runs: Sequence[PageRun], slots: int, most: int) -> list[PageRun]:
     """Slots 0 to `slots` of a row in at most `most` runs; unmapped slots are ``"reserved"``.
 
     If there are more slots than `most`, each cell covers several and shows the most important state in it.
@@ -138,7 +137,7 @@ def cells(runs: Sequence[Run], slots: int, most: int) -> list[Run]:
     for run in runs:
         for cell in range(run.start // width, min(len(found), -(-run.stop // width))):
             found[cell] = min(found[cell], run.state, key=rank.__getitem__)
-    merged: list[Run] = []
+    merged: list[PageRun] = []
     for cell, state in enumerate(found):
         append(merged, state, cell)
-    return [Run(run.state, run.start * width, min(slots, run.stop * width)) for run in merged]
+    return [PageRun(run.state, run.start * width, min(slots, run.stop * width)) for run in merged]

@@ -27,7 +27,7 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 STORAGE_METHODS = dict.fromkeys(("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_"), _refuse)
-"""The methods that torch calls on a storage before it copies a byte. csrc/bind/torch_face.cpp sets them on
+"""The methods that torch calls on a storage before it copies a byte. csrc/bind/torch_bridge.cpp sets them on
 each storage of vtensor's, and an attribute of the object wins over the method of its class."""
 
 

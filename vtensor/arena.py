@@ -73,6 +73,8 @@ class Arena:
         Closed: the pool is closed.
     """
 
+    _registered: object  # the pool's way to it
+
     def __init__(self, nbytes: int, *, pool: Pool | None = None, zeros: bool = False) -> None:
         nbytes = integer("Arena", "nbytes", nbytes)
         if nbytes < 1:

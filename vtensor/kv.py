@@ -13,7 +13,7 @@ from vtensor import _core
 from vtensor._arguments import default_device, device_of, integer, of_type
 from vtensor._kv_stats import USED, KVCacheStats, count
 from vtensor._kv_write import Runs, checked_states, runs_of, store
-from vtensor._layout import Layout, layout_of, whole_storage
+from vtensor._layout import CacheLayout, layout_of, whole_storage
 from vtensor._notebook import bundle
 from vtensor._streams import Stream, stream_handle
 from vtensor._tokens import checked_salt, token_ids
@@ -101,7 +101,7 @@ class KVCache:
         dtype = of_type(
             "KVCache", "dtype", torch.get_default_dtype() if dtype is None else dtype, torch.dtype
         )
-        self._layout: Layout = layout_of(
+        self._layout: CacheLayout = layout_of(
             num_layers, num_kv_heads, head_dim, value_head_dim, layer_group, layout, windows, dtype
         )
         self._pool = pool
@@ -113,14 +113,17 @@ class KVCache:
             max_length=max_len,
             tile=tile,
             lookahead=lookahead,
-            kinds=[(kind.first_layers, kind.item_bytes, kind.window) for kind in self._layout.kinds],
+            row_groups=[
+                (row_group.first_layers, row_group.item_bytes, row_group.window)
+                for row_group in self._layout.row_groups
+            ],
         )
-        kinds = range(len(self._layout.kinds))
-        self._rows = [CacheCore.row_bytes(self._core, kind) for kind in kinds]
+        row_groups = range(len(self._layout.row_groups))
+        self._rows = [CacheCore.row_bytes(self._core, row_group) for row_group in row_groups]
         known = weakref.ref(self)  # by all views of the layers: see bind/slot_range.h
         self._bytes = [
-            whole_storage(cast(torch.UntypedStorage, CacheCore.storage(self._core, kind, known)))
-            for kind in kinds
+            whole_storage(cast(torch.UntypedStorage, CacheCore.storage(self._core, row_group, known)))
+            for row_group in row_groups
         ]
         self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
         pool._register(self)
@@ -276,7 +279,7 @@ class KVCache:
         for slot in runs.slots:
             self._slot("KVCache.write", slot)
         CacheCore.begin_write(
-            self._core, self._layout.layers[layer][0].kind, layer, list(zip(*runs, strict=True))
+            self._core, self._layout.layers[layer][0].row_group, layer, list(zip(*runs, strict=True))
         )
         places = self._places(runs, whole_k.device) if len(runs.slots) != 1 else None
         store(k, whole_k, heads_dim, runs, places)
@@ -455,7 +458,9 @@ class KVCache:
         """What stands behind each page of a slot, row after row."""
         slot = self._slot("KVCache.pages", slot)
         return [
-            record for kind in range(len(self._rows)) for record in CacheCore.pages(self._core, slot, kind)
+            record
+            for row_group in range(len(self._rows))
+            for record in CacheCore.pages(self._core, slot, row_group)
         ]
 
     def stats(self) -> KVCacheStats:

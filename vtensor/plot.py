@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vtensor import _pages, trace
 from vtensor._events import lanes, memory_points, thinned
-from vtensor._pages import COLOURS, Run
+from vtensor._pages import COLOURS, PageRun
 from vtensor._shares import Owner, SharedPage, as_tree, boxes
 from vtensor._units import byte_text
 from vtensor.errors import Closed, InvalidArgument, VTensorError
@@ -68,8 +68,9 @@ Owners: TypeAlias = "VTensor | KVCache | Sequence[VTensor | KVCache] | Mapping[s
 
 
 def page_map(tensor: VTensor | KVCache, *, ax: Axes | None = None) -> Axes:
-    """Draws the address range of a tensor: the state of each row's pages. Of a cache it draws the rows of each
-    slot, those of slot 0 first.
+    """Draws the address range of a tensor: the state of each row's pages.
+
+    Of a cache it draws the rows of each slot, those of slot 0 first.
 
     If there are too many rows or pages to tell apart, several share a cell, which shows the most important
     state in it.
@@ -351,7 +352,7 @@ def _unit(most: float) -> tuple[float, str]:
 class _Band(NamedTuple):
     """Adjacent rows drawn as one."""
 
-    runs: list[Run]
+    runs: list[PageRun]
     rows: int
 
 
@@ -363,7 +364,7 @@ def _bands(pages: _pages.TensorPages, shown: int) -> Iterator[_Band]:
         yield _Band(_pages.cells(runs, shown, _MOST_CELLS), len(together))
 
 
-def _widths(runs: Iterable[Run]) -> Iterator[tuple[str, int, int]]:
+def _widths(runs: Iterable[PageRun]) -> Iterator[tuple[str, int, int]]:
     return ((run.state, run.start, run.stop - run.start) for run in runs)
 
 

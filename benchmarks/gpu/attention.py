@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import vtensor
 from benchmarks.harness import interleave
 
-from .face import open_pool
+from .pools import open_pool
 from .session import OUT_OF_TIME, Session, first_line
 
 MIB = 1 << 20

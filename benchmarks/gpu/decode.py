@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import vtensor
 
 from .attention import DIM, HEADS, QUERY_HEADS, sdpa
-from .face import lease, open_pool
+from .pools import lease, open_pool
 from .session import OUT_OF_TIME, Session, first_line
 
 PAGE = 2 << 20

@@ -13,7 +13,7 @@ import torch
 import vtensor
 
 from .driver import Driver
-from .face import lease, open_pool
+from .pools import lease, open_pool
 from .session import Session, first_line
 
 PAGE = 2 << 20

@@ -17,7 +17,7 @@ import vtensor
 from benchmarks.harness import interleave
 
 from .attention import DIM, HEADS, QUERY_HEADS, event_time, sdpa
-from .face import open_pool
+from .pools import open_pool
 from .session import Session
 
 PAGE = 2 << 20

@@ -15,7 +15,7 @@ import torch
 
 import vtensor
 
-from .face import open_pool
+from .pools import open_pool
 from .session import Session, first_line
 
 PAGE = 2 << 20

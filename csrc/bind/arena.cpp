@@ -19,7 +19,7 @@
 #include "bind/operation.h"
 #include "bind/operation_lock.h"
 #include "bind/released_gil.h"
-#include "bind/torch_face.h"
+#include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
 
@@ -92,8 +92,8 @@ class ArenaCore {
       const ReleasedGil released;
       generation = arena_->publish();
     }
-    return TorchFace::get().storage_over(generation, arena_->base(), arena_->bytes(),
-                                         pool_->traits().device);
+    return TorchBridge::get().storage_over(generation, arena_->base(), arena_->bytes(),
+                                           pool_->traits().device);
   }
 
   ArenaCounts counts() {

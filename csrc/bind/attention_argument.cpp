@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "bind/torch_face.h"
+#include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
 
@@ -12,7 +12,7 @@ std::string text(nb::handle object) { return nb::str(object).c_str(); }
 nb::object listed(nb::handle sequence) { return nb::steal(PySequence_List(sequence.ptr())); }
 
 std::string kind_of(nb::handle object) {
-  if (!TorchFace::get().is_tensor(object)) return "a " + text(object.type().attr("__name__"));
+  if (!TorchBridge::get().is_tensor(object)) return "a " + text(object.type().attr("__name__"));
   return text(listed(object.attr("shape"))) + " of " + text(object.attr("dtype"));
 }
 
@@ -20,7 +20,7 @@ bool is_on_host(nb::handle tensor) { return nb::getattr(tensor, "is_cpu").is(nb:
 
 bool Argument::see() {
   dlpack::Tensor found;
-  if (!TorchFace::get().glance(object, found)) return false;
+  if (!TorchBridge::get().borrow(object, found)) return false;
   seen = found;
   rank = found.ndim;
   const std::int32_t dims = std::min(rank, kMostDims);
@@ -34,7 +34,7 @@ bool Argument::see() {
 }
 
 bool Argument::read(std::int32_t heads) {
-  if (!TorchFace::get().is_tensor(object) ||
+  if (!TorchBridge::get().is_tensor(object) ||
       !object.attr("layout").is(nb::module_::import_("torch").attr("strided")))
     return false;
   const auto number = [](nb::handle of, bool bind) {
@@ -58,7 +58,7 @@ bool Argument::read(std::int32_t heads) {
 }
 
 void Argument::look_for_core() {
-  TorchFace& torch = TorchFace::get();
+  TorchBridge& torch = TorchBridge::get();
   if (torch.is_plain(object)) return;
   nb::object found = nb::getattr(object, "_core", nb::none());
   if (found.is_none() || !nb::try_cast(found, core)) return;

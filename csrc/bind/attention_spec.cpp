@@ -19,7 +19,7 @@
 #include "bind/attention_argument.h"
 #include "bind/bindings.h"
 #include "bind/slot_range.h"
-#include "bind/torch_face.h"
+#include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
 namespace {
@@ -266,7 +266,7 @@ class AttentionSpec {
       if (!nb::try_cast(given, lengths.positions[0])) lengths.positions[0] = -1;  // past 64 bits
       return lengths;
     }
-    if (!TorchFace::get().is_tensor(given)) {
+    if (!TorchBridge::get().is_tensor(given)) {
       if (nb::isinstance(given, nb::module_::import_("torch").attr("SymInt"))) return {};
       refuse(name, " is ", kind_of(given), ": give an int or an int32 tensor");
     }
@@ -382,7 +382,7 @@ class AttentionSpec {
   // A view of the first `stop` positions of a VTensor; other tensors unchanged.
   nb::object view_of(const Argument& t, std::int64_t stop) const {
     if (t.core == nullptr) return nb::borrow(t.object);
-    TorchFace& torch = TorchFace::get();
+    TorchBridge& torch = TorchBridge::get();
     nb::object view = torch.detach(t.object);
     if (t.transposed) view = view.attr("transpose")(1, 2);
     const std::size_t dim = positions_dim(t.rank);

@@ -72,7 +72,7 @@ class TensorCore::Operation {
 // if there is no such stream.
 inline Caller caller_of(const char* operation, std::optional<Stream> stream, PagePool& pool) {
   const DriverTraits& traits = pool.traits();
-  if (!stream) return {operation, TorchFace::get().current_stream(traits.device), false};
+  if (!stream) return {operation, TorchBridge::get().current_stream(traits.device), false};
   if (traits.asynchronous) pool.driver().require_own(operation, *stream);
   return {operation, *stream, true};
 }
@@ -84,7 +84,7 @@ inline void with_memory(PagePool& pool, const Caller& caller, const std::functio
                           const ReleasedGil released;
                           run();
                         },
-                        [] { return TorchFace::get().empty_cache(); }, std::move(give_up)};
+                        [] { return TorchBridge::get().empty_cache(); }, std::move(give_up)};
   vtensor::with_memory(pool, caller, outside, body);
 }
 

@@ -27,7 +27,7 @@
 #include "bind/operation_lock.h"
 #include "bind/released_gil.h"
 #include "bind/slot_range.h"
-#include "bind/torch_face.h"
+#include "bind/torch_bridge.h"
 #include "vmm/wait.h"
 
 namespace vtensor::bind {
@@ -130,14 +130,14 @@ class CacheCore {
   }
 
   // `writes`: a slot, its first token and how many follow, of each.
-  void begin_write(std::size_t kind, std::size_t layer,
+  void begin_write(std::size_t group, std::size_t layer,
                    const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& writes) {
     const Operation operation(*this, "KVCache.write");
     std::vector<SlotCache::Write> all;
     all.reserve(writes.size());
     for (const auto& [slot, start, count] : writes) all.push_back({slot, {start, start + count}});
     run_evicting("KVCache.write",
-                 [&](const Caller& caller) { cache_->begin_write(caller, kind, layer, all); });
+                 [&](const Caller& caller) { cache_->begin_write(caller, group, layer, all); });
   }
 
   void record_stream(std::optional<Stream> stream) {
@@ -208,21 +208,21 @@ class CacheCore {
 
   // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
   // Its views find their cache through `cache`, a weak reference.
-  nb::object storage(std::size_t kind, nb::object cache) {
+  nb::object storage(std::size_t group, nb::object cache) {
     const Operation operation(*this, "KVCache");
-    const std::shared_ptr<Buffer>& range = cache_->range(kind);
+    const std::shared_ptr<Buffer>& range = cache_->range(group);
     Generation* generation;
     {
       const ReleasedGil released;
       generation = range->publish();
     }
-    nb::object storage = TorchFace::get().storage_over(
+    nb::object storage = TorchBridge::get().storage_over(
         generation, range->range().base(), range->range().bytes(), pool_->traits().device);
-    SlotRange::mark(storage, SlotRange(view_, kind, std::move(cache)));
+    SlotRange::mark(storage, SlotRange(view_, group, std::move(cache)));
     return storage;
   }
 
-  std::size_t row_bytes(std::size_t kind) { return read()->range(kind)->range().row_bytes(); }
+  std::size_t row_bytes(std::size_t group) { return read()->range(group)->range().row_bytes(); }
   Lengths lengths() {
     const Reading cache = read();
     return {cache->lengths().begin(), cache->lengths().end()};
@@ -243,10 +243,10 @@ class CacheCore {
     return cache_->counts();
   }
 
-  std::vector<PageRecord> pages(std::size_t slot, std::size_t kind) {
+  std::vector<PageRecord> pages(std::size_t slot, std::size_t group) {
     const Operation operation(*this, "KVCache.pages");
     const ReleasedGil released;
-    return cache_->pages(slot, kind);
+    return cache_->pages(slot, group);
   }
 
   void close(std::optional<Stream> stream) {
@@ -387,14 +387,14 @@ void bind_slot_cache(nb::module_& module) {
           [](CacheCore* core, const std::shared_ptr<PagePool>& pool, std::size_t slots,
              std::size_t max_length, std::size_t tile, std::size_t lookahead,
              const std::vector<std::tuple<std::vector<std::size_t>, std::size_t, std::size_t>>&
-                 kinds) {
+                 row_groups) {
             SlotCacheShape shape{slots, max_length, tile, lookahead, {}};
-            for (const auto& [layers, item_bytes, window] : kinds)
-              shape.kinds.push_back({layers.size(), item_bytes, window, layers});
+            for (const auto& [layers, item_bytes, window] : row_groups)
+              shape.row_groups.push_back({layers.size(), item_bytes, window, layers});
             new (core) CacheCore(pool, std::move(shape));
           },
           nb::arg("pool"), nb::arg("slots"), nb::arg("max_length"), nb::arg("tile"),
-          nb::arg("lookahead"), nb::arg("kinds"))
+          nb::arg("lookahead"), nb::arg("row_groups"))
       .def("step", &CacheCore::step)
       .def("fits", &CacheCore::fits)
       .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
@@ -412,7 +412,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("wait", &CacheCore::wait, nb::arg("slot"), nb::arg("layer") = nb::none())
       .def("await_arrivals", &CacheCore::await_arrivals)
       .def("begins", &CacheCore::begins)
-      .def("storage", &CacheCore::storage, nb::arg("kind"), nb::arg("cache"))
+      .def("storage", &CacheCore::storage, nb::arg("row_group"), nb::arg("cache"))
       .def("row_bytes", &CacheCore::row_bytes)
       .def("length", &CacheCore::length)
       .def("counts", &CacheCore::counts)

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "bind/torch_face.h"
+#include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
 
@@ -16,14 +16,14 @@ constexpr const char* kMark = "_vtensor_slot_range";  // an attribute of a stora
 
 }  // namespace
 
-SlotRange::SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t kind, nb::object cache)
+SlotRange::SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t group, nb::object cache)
     : view_(std::move(view)), cache_(std::move(cache)) {
   const SlotCacheShape& shape = view_->cache->shape();
-  const Buffer& range = *view_->cache->range(kind);
+  const Buffer& range = *view_->cache->range(group);
   begin_ = range.range().base();
   slots_ = shape.slots;
   row_bytes_ = range.range().row_bytes();
-  item_bytes_ = shape.kinds[kind].item_bytes;
+  item_bytes_ = shape.row_groups[group].item_bytes;
 }
 
 void SlotRange::mark(nb::handle storage, SlotRange range) {
@@ -32,7 +32,7 @@ void SlotRange::mark(nb::handle storage, SlotRange range) {
 
 nb::object SlotRange::of(nb::handle tensor) {
   try {
-    return nb::getattr(TorchFace::get().storage(tensor), kMark, nb::none());
+    return nb::getattr(TorchBridge::get().storage(tensor), kMark, nb::none());
   } catch (nb::python_error& error) {
     if (!error.matches(PyExc_RuntimeError)) throw;
     return nb::none();  // torch.func's wrappers have no storage

@@ -39,7 +39,7 @@ struct SlotRows {
 // The address range of one row group. Row r of slot s is its row r * slots + s.
 class SlotRange {
  public:
-  SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t kind, nb::object cache);
+  SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t group, nb::object cache);
 
   // Sets `range` as an attribute of `storage`, where all views find it. Keeps nothing alive.
   static void mark(nb::handle storage, SlotRange range);

@@ -48,7 +48,7 @@ std::size_t mapped_bytes(TensorCore& core) {
 void bind_tensor(nb::module_& module) {
   // Now, because its constructor may release the GIL, and another thread would wait for it with the
   // GIL held.
-  TorchFace::get();
+  TorchBridge::get();
 
   nb::class_<PageRecord>(module, "PageRecord", "The page behind one slot of one row of a VTensor.")
       .def_ro("row", &PageRecord::row)
@@ -175,7 +175,8 @@ void bind_tensor(nb::module_& module) {
       "closed.");
 
   module.def(
-      "use_exchange_api", [](bool use) { TorchFace::get().use_exchange_api(use); }, nb::arg("use"),
+      "use_exchange_api", [](bool use) { TorchBridge::get().use_exchange_api(use); },
+      nb::arg("use"),
       "For tests: whether to read tensors by DLPack's C exchange API. Without it, as with an older "
       "torch, they are read by Python attributes.");
 }

@@ -58,7 +58,7 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
   }
   refuse_in_forked_child("empty");
   const RowShape shape = row_shape(spec_.capacity, 0);
-  const Caller caller{"empty", TorchFace::get().current_stream(pool->traits().device)};
+  const Caller caller{"empty", TorchBridge::get().current_stream(pool->traits().device)};
   std::shared_ptr<Buffer> buffer;
   with_memory(*pool, caller, [&] { buffer = Buffer::create(pool, shape, caller); });
   use(std::move(buffer));
@@ -131,7 +131,7 @@ nb::object TensorCore::sizes(std::size_t length) const {
 }
 
 bool TensorCore::is_ours(nb::handle self) {
-  if (!TorchFace::get().read(self, facts_) || facts_.shape.size() != spec_.sizes.size())
+  if (!TorchBridge::get().read(self, facts_) || facts_.shape.size() != spec_.sizes.size())
     return false;
   for (std::size_t dim = 0; dim < facts_.shape.size(); ++dim) {
     const auto size =
@@ -157,7 +157,7 @@ void TensorCore::publish(nb::handle self) {
     const ReleasedGil released;
     generation = buffer_->publish();
   }
-  TorchFace& torch = TorchFace::get();
+  TorchBridge& torch = TorchBridge::get();
   nb::object storage =
       torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
   torch.set(self, storage, (address() - first) / spec_.item_size, sizes(length()), strides_);
@@ -173,13 +173,13 @@ void TensorCore::reshape(nb::handle self) {
     return;
   }
   const Address first = buffer_->range().address(0, slots.begin);
-  TorchFace::get().set(self, storage_, (address() - first) / spec_.item_size, sizes(length()),
-                       strides_);
+  TorchBridge::get().set(self, storage_, (address() - first) / spec_.item_size, sizes(length()),
+                         strides_);
 }
 
 // Takes the tensor off its storage, so that only views hold generations of the buffer.
 void TensorCore::detach(nb::handle self) {
-  TorchFace& torch = TorchFace::get();
+  TorchBridge& torch = TorchBridge::get();
   nb::object storage = torch.empty_storage(spec_.device);
   torch.set(self, storage, 0, sizes(0), strides_);
   storage_ = std::move(storage);
@@ -319,7 +319,7 @@ bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::si
 }
 
 void TensorCore::append(nb::handle self, nb::handle source) {
-  TorchFace& torch = TorchFace::get();
+  TorchBridge& torch = TorchBridge::get();
   Operation operation(*this, "VTensor.append", self);
   const Caller caller = this->caller("VTensor.append");
   if (!torch.is_tensor(source))
@@ -428,7 +428,7 @@ void TensorCore::retract(const Caller& caller) {
 
 nb::object TensorCore::alias(nb::handle self) {
   Operation operation(*this, "VTensor.alias", self);
-  return TorchFace::get().detach(self);
+  return TorchBridge::get().detach(self);
 }
 
 void TensorCore::record_stream(Stream stream) {

@@ -13,7 +13,7 @@
 #include "base/interval.h"
 #include "base/trace.h"
 #include "bind/operation_lock.h"
-#include "bind/torch_face.h"
+#include "bind/torch_bridge.h"
 #include "tensor/buffer.h"
 
 namespace vtensor::bind {

@@ -20,7 +20,7 @@ namespace vtensor {
 
 using Token = std::int64_t;
 
-// The pages of one run of positions: a page set for each kind of rows.
+// The pages of one run of positions: a page set for each row group.
 using Prefix = std::vector<std::shared_ptr<PageSet>>;
 
 class PrefixIndex {

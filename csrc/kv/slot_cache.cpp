@@ -15,11 +15,11 @@ namespace {
 
 std::string text(std::size_t number) { return std::to_string(number); }
 
-// Positions that fill a page in rows of every kind.
+// Positions that fill a page in every row group.
 std::size_t unit_of(const SlotCacheShape& shape, std::size_t page_size) {
   std::size_t unit = 1;
-  for (const SlotKind& kind : shape.kinds)
-    unit = std::max(unit, ceil_div(page_size, kind.item_bytes));
+  for (const RowGroup& group : shape.row_groups)
+    unit = std::max(unit, ceil_div(page_size, group.item_bytes));
   return unit;
 }
 
@@ -39,42 +39,42 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
   settling_.reserve(shape_.slots);
   for (std::size_t slot = 0; slot < shape_.slots; ++slot) list_ready(slot, 0);
   for (Slot& slot : slots_) {
-    slot.buffers.resize(shape_.kinds.size());
-    slot.begins.resize(shape_.kinds.size());
+    slot.buffers.resize(shape_.row_groups.size());
+    slot.begins.resize(shape_.row_groups.size());
   }
-  kinds_.reserve(shape_.kinds.size());
+  row_groups_.reserve(shape_.row_groups.size());
   try {
-    for (const SlotKind& kind : shape_.kinds) {
-      const auto rows = checked_multiply(kind.rows, shape_.slots);
+    for (const RowGroup& group : shape_.row_groups) {
+      const auto rows = checked_multiply(group.rows, shape_.slots);
       if (!rows) throw CapacityExceeded("too many rows");
       std::shared_ptr<Buffer> range =
-          Buffer::make(pool_, {*rows, kind.item_bytes, shape_.max_length}, caller);
+          Buffer::make(pool_, {*rows, group.item_bytes, shape_.max_length}, caller);
       const std::size_t pages = range->range().row_bytes() / pool_->page_size();
-      kinds_.push_back({kind,
-                        std::move(range),
-                        {.rows = kind.rows,
-                         .item_bytes = kind.item_bytes,
-                         .capacity = shape_.max_length,
-                         .row_stride = pages * shape_.slots}});
+      row_groups_.push_back({group,
+                             std::move(range),
+                             {.rows = group.rows,
+                              .item_bytes = group.item_bytes,
+                              .capacity = shape_.max_length,
+                              .row_stride = pages * shape_.slots}});
     }
     // A layer begins in the first token of slot 0, and kernels are given its address whether that
     // is mapped or not.
     std::vector<Address> first_pages;
-    for (const Kind& kind : kinds_) {
-      const std::size_t pages = ceil_div(kind.shape.item_bytes, pool_->page_size());
-      for (std::size_t row = 0; row < kind.shape.rows; ++row) {
+    for (const GroupRange& group : row_groups_) {
+      const std::size_t pages = ceil_div(group.shape.item_bytes, pool_->page_size());
+      for (std::size_t row = 0; row < group.shape.rows; ++row) {
         for (std::size_t page = 0; page < pages; ++page)
-          first_pages.push_back(kind.range->range().address(row * shape_.slots, page));
+          first_pages.push_back(group.range->range().address(row * shape_.slots, page));
       }
     }
     pool_->driver().back_holes(first_pages);
   } catch (const CapacityExceeded&) {
-    for (const Kind& kind : kinds_) kind.range->abandon();
+    for (const GroupRange& group : row_groups_) group.range->abandon();
     throw CapacityExceeded("[KVCache] " + text(shape_.slots) + " slots of " +
                            text(shape_.max_length) +
                            " tokens pass the address space: lower max_batch= or max_len=");
   } catch (...) {
-    for (const Kind& kind : kinds_) kind.range->abandon();
+    for (const GroupRange& group : row_groups_) group.range->abandon();
     throw;
   }
 }
@@ -107,8 +107,8 @@ void SlotCache::close(const Caller& caller) noexcept {
   slots_.clear();
   ready_.clear();
   settling_.clear();
-  for (const Kind& kind : kinds_) kind.range->abandon();
-  kinds_.clear();
+  for (const GroupRange& group : row_groups_) group.range->abandon();
+  row_groups_.clear();
 }
 
 std::size_t SlotCache::length(std::size_t slot) const {
@@ -157,14 +157,14 @@ void SlotCache::require_lengths(const Caller& caller, std::span<const std::int64
 }
 
 // Where what a window of the layer can still see begins, for queries behind `length` positions.
-std::size_t SlotCache::window_begin(const Kind& kind, std::size_t length) const {
-  const std::size_t window = kind.shape.window;
+std::size_t SlotCache::window_begin(const GroupRange& group, std::size_t length) const {
+  const std::size_t window = group.shape.window;
   return window == 0 || length < window ? 0 : length + 1 - window;
 }
 
-Interval SlotCache::needed(std::size_t kind, std::size_t slot, std::size_t length) const {
+Interval SlotCache::needed(std::size_t group, std::size_t slot, std::size_t length) const {
   if (length == 0) return {};
-  return {slots_[slot].begins[kind], std::min(shape_.max_length, length + tail())};
+  return {slots_[slot].begins[group], std::min(shape_.max_length, length + tail())};
 }
 
 // Lists the slots whose lengths go beyond their room; false where a length cannot be.
@@ -205,9 +205,9 @@ bool SlotCache::grow_ready(const Caller& caller, std::span<const std::int64_t> l
   const PoolLock lock(pool_);
   const auto each = [&](auto what) VT_LOCKED {
     for (const std::size_t slot : due_) {
-      for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-        const Interval positions = needed(kind, slot, static_cast<std::size_t>(lengths[slot]));
-        if (!what(*slots_[slot].buffers[kind], positions)) return false;
+      for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+        const Interval positions = needed(group, slot, static_cast<std::size_t>(lengths[slot]));
+        if (!what(*slots_[slot].buffers[group], positions)) return false;
       }
     }
     return true;
@@ -225,13 +225,13 @@ bool SlotCache::grow_ready(const Caller& caller, std::span<const std::int64_t> l
 // The same, by driver calls.
 void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths) {
   std::vector<Buffer::Growth> growths;
-  growths.reserve(due_.size() * kinds_.size());
+  growths.reserve(due_.size() * row_groups_.size());
   for (const std::size_t slot : due_) {
     const auto before = static_cast<std::size_t>(lengths_[slot]);
     const auto length = static_cast<std::size_t>(lengths[slot]);
-    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      growths.push_back(
-          {slots_[slot].buffers[kind].get(), needed(kind, slot, length), Interval{before, length}});
+    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+      growths.push_back({slots_[slot].buffers[group].get(), needed(group, slot, length),
+                         Interval{before, length}});
     }
   }
   Buffer::grow(caller, growths, false);
@@ -239,11 +239,12 @@ void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths
 
 // Gives back the pages before what windows can see from the present length on.
 void SlotCache::forget_heads(const Caller& caller, std::size_t slot) {
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    const std::size_t begin = window_begin(kinds_[kind], static_cast<std::size_t>(lengths_[slot]));
-    Buffer& buffer = *slots_[slot].buffers[kind];
-    std::size_t& kept = slots_[slot].begins[kind];
-    if (page_of(kinds_[kind], begin) <= page_of(kinds_[kind], kept)) continue;
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+    const std::size_t begin =
+        window_begin(row_groups_[group], static_cast<std::size_t>(lengths_[slot]));
+    Buffer& buffer = *slots_[slot].buffers[group];
+    std::size_t& kept = slots_[slot].begins[group];
+    if (page_of(row_groups_[group], begin) <= page_of(row_groups_[group], kept)) continue;
     kept = begin;
     buffer.retract(caller, {begin, buffer.positions().end}, shape_.max_length);
   }
@@ -258,34 +259,34 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
     const auto length = static_cast<std::size_t>(lengths_[slot]);
     const std::size_t end = std::min(shape_.max_length, length + tail() + shape_.lookahead);
     std::size_t room = shape_.max_length;
-    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      Buffer& buffer = *slots_[slot].buffers[kind];
+    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+      Buffer& buffer = *slots_[slot].buffers[group];
       if (length != 0 && shape_.lookahead != 0) {
         const std::size_t ahead = buffer.indices_of({0, end}).end;
         const std::size_t late = tail() + ceil_div(shape_.lookahead, std::size_t{2});
         const std::size_t ready = buffer.ready_until();
         if (ahead > buffer.extent().end) buffer.want_until(end, ready < length + late);
-        const std::size_t asked = ahead * pool_->page_size() / kinds_[kind].shape.item_bytes;
+        const std::size_t asked = ahead * pool_->page_size() / row_groups_[group].shape.item_bytes;
         if (asked < shape_.max_length) room = std::min(room, asked - tail() - shape_.lookahead);
         if (ready < end && ready > length + late) room = std::min(room, ready - late);
       }
-      room = std::min(room, room_of(kind, slot, length));
+      room = std::min(room, room_of(group, slot, length));
     }
     room_[slot] = static_cast<std::int64_t>(std::max(room, length));
   }
 }
 
-// How far a slot's rows of one kind allow its length to grow.
-std::size_t SlotCache::room_of(std::size_t kind, std::size_t slot, std::size_t length) const {
-  const SlotKind& rows = kinds_[kind].shape;
-  const Buffer& buffer = *slots_[slot].buffers[kind];
+// How far a slot's rows in one row group allow its length to grow.
+std::size_t SlotCache::room_of(std::size_t group, std::size_t slot, std::size_t length) const {
+  const RowGroup& rows = row_groups_[group].shape;
+  const Buffer& buffer = *slots_[slot].buffers[group];
   const std::size_t most = shape_.max_length, page = pool_->page_size();
   std::size_t room = std::min(most, buffer.writable_until(length));
   // The tile behind the length is mapped too.
   const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
   if (mapped < most) room = std::min(room, mapped - std::min(mapped, tail()));
   if (rows.window == 0 || rows.window >= most) return room;
-  const std::size_t next = (page_of(kinds_[kind], slots_[slot].begins[kind]) + 1) * page;
+  const std::size_t next = (page_of(row_groups_[group], slots_[slot].begins[group]) + 1) * page;
   return std::min(room, ceil_div(next, rows.item_bytes) + rows.window - 1);
 }
 
@@ -326,21 +327,22 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
                           std::to_string(lengths_[slot]) + " tokens, and is to be cut to " +
                           text(length) + ": call step(lengths) to grow");
   }
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    if (length != 0 && slots_[slot].begins[kind] > window_begin(kinds_[kind], length)) {
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+    if (length != 0 && slots_[slot].begins[group] > window_begin(row_groups_[group], length)) {
       throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
                             " cannot go back to " + text(length) +
-                            " tokens: layers with a window of " + text(kinds_[kind].shape.window) +
+                            " tokens: layers with a window of " +
+                            text(row_groups_[group].shape.window) +
                             " have given back what they would see from there; free the slot and "
                             "compute it again");
     }
   }
   if (length == static_cast<std::size_t>(lengths_[slot])) return;
   await_arrival(caller, slot);
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    if (length == 0) slots_[slot].begins[kind] = 0;
-    Buffer& buffer = *slots_[slot].buffers[kind];
-    Interval kept = needed(kind, slot, length);
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+    if (length == 0) slots_[slot].begins[group] = 0;
+    Buffer& buffer = *slots_[slot].buffers[group];
+    Interval kept = needed(group, slot, length);
     kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
     buffer.retract(caller, kept, length + tail() + shape_.lookahead);
   }
@@ -361,8 +363,8 @@ std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot,
   std::vector<Prefix> whole(length == 0 ? 0 : 1);
   if (length != 0) {
     expect_unsharing(slot);
-    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      Buffer& buffer = *slots_[slot].buffers[kind];
+    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+      Buffer& buffer = *slots_[slot].buffers[group];
       const Interval pages = buffer.indices_of(buffer.positions());
       whole[0].push_back(buffer.offer(caller, {&pages, 1}).front());
     }
@@ -442,9 +444,9 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
   }
   await_arrival(caller, slot);
   std::vector<Buffer::Growth> growths;
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    const Interval kept{std::max(positions.begin, slots_[slot].begins[kind]), positions.end};
-    Buffer& buffer = *slots_[slot].buffers[kind];
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+    const Interval kept{std::max(positions.begin, slots_[slot].begins[group]), positions.end};
+    Buffer& buffer = *slots_[slot].buffers[group];
     if (!kept.empty()) growths.push_back({&buffer, buffer.positions(), kept});
   }
   Buffer::grow(caller, growths, false);
@@ -452,7 +454,7 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
 }
 
 // Nothing is written where no page stands: such a write would end the process.
-void SlotCache::require_kept(const Caller& caller, std::size_t kind, std::size_t layer,
+void SlotCache::require_kept(const Caller& caller, std::size_t group, std::size_t layer,
                              const Write& write) const {
   require_used(caller, write.slot);
   const auto length = static_cast<std::size_t>(lengths_[write.slot]);
@@ -464,9 +466,9 @@ void SlotCache::require_kept(const Caller& caller, std::size_t kind, std::size_t
                           " tokens: call step() first, with a length of " +
                           text(write.positions.end) + " for it");
   }
-  if (write.positions.begin < slots_[write.slot].begins[kind]) {
-    throw InvalidArgument(what + "the layer's window of " + text(kinds_[kind].shape.window) +
-                          " has given back those before " + text(slots_[write.slot].begins[kind]) +
+  if (write.positions.begin < slots_[write.slot].begins[group]) {
+    throw InvalidArgument(what + "the layer's window of " + text(row_groups_[group].shape.window) +
+                          " has given back those before " + text(slots_[write.slot].begins[group]) +
                           ": write what the window can still see");
   }
 }
@@ -479,9 +481,9 @@ bool SlotCache::shares(const Write& write) const {
   });
 }
 
-void SlotCache::begin_write(const Caller& caller, std::size_t kind, std::size_t layer,
+void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t layer,
                             std::span<const Write> writes) {
-  for (const Write& write : writes) require_kept(caller, kind, layer, write);
+  for (const Write& write : writes) require_kept(caller, group, layer, write);
   settle_copies();
   use(caller);
   for (const Write& write : writes) {

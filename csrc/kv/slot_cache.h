@@ -1,7 +1,7 @@
 // The memory of a KV cache: slots for requests, each with rows in address ranges that all slots
-// share. A slot's rows are a buffer, placed in the range of its kind; the ranges' addresses stay
-// for the cache's life. The four calls of vAttention (init, alloc_reqid, step, free_reqid; arXiv
-// 2405.04437) are the constructor, `alloc`, `step` and `free`.
+// share. A slot's rows are a buffer, placed in the range of its row group; the ranges' addresses
+// stay for the cache's life. The four calls of vAttention (init, alloc_reqid, step, free_reqid;
+// arXiv 2405.04437) are the constructor, `alloc`, `step` and `free`.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@
 namespace vtensor {
 
 // Rows that are alike: K and V of some layers, or heads of them.
-struct SlotKind {
+struct RowGroup {
   std::size_t rows = 0;                  // of a slot; each grows with the slot's length
   std::size_t item_bytes = 0;            // of one position in one row
   std::size_t window = 0;                // positions that are kept behind the length; 0: all
@@ -42,7 +42,7 @@ struct SlotCacheShape {
   // begin.
   std::size_t tile = 1;
   std::size_t lookahead = 0;  // positions kept ready behind the length, by the mapper
-  std::vector<SlotKind> kinds;
+  std::vector<RowGroup> row_groups;
 };
 
 enum class SlotState : std::uint8_t { free, used, swapped };
@@ -74,8 +74,8 @@ class SlotCache {
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const SlotCacheShape& shape() const { return shape_; }
-  // The buffer whose range a kind's rows lie in: row r of slot s at its row r * slots + s.
-  const std::shared_ptr<Buffer>& range(std::size_t kind) const { return kinds_[kind].range; }
+  // The buffer whose range a row group's rows lie in: row r of slot s at its row r * slots + s.
+  const std::shared_ptr<Buffer>& range(std::size_t group) const { return row_groups_[group].range; }
   std::span<const std::int64_t> lengths() const { return lengths_; }
   SlotState state(std::size_t slot) const { return slots_[slot].state; }
   // Positions of a swapped slot; of others, its length.
@@ -120,14 +120,14 @@ class SlotCache {
   std::size_t unit() const { return prefixes_.unit(); }
   // Parts what is shared behind `positions`.
   void unshare(const Caller& caller, std::size_t slot, Interval positions);
-  // Has `positions` of each slot ready to be written in `layer`, whose rows are of `kind`: what is
-  // being copied into that layer is waited for, and what is shared there is parted. Throws
+  // Has `positions` of each slot ready to be written in `layer`, whose rows are of `row group`:
+  // what is being copied into that layer is waited for, and what is shared there is parted. Throws
   // InvalidArgument for positions that a slot has not, before anything is done; OutOfPages.
   struct Write {
     std::size_t slot;
     Interval positions;
   };
-  void begin_write(const Caller& caller, std::size_t kind, std::size_t layer,
+  void begin_write(const Caller& caller, std::size_t group, std::size_t layer,
                    std::span<const Write> writes);
   // Moves slots to host memory, behind the work launched so far: pages go once they are copied.
   // Those that share pages share them again afterwards, and are copied once.
@@ -143,7 +143,7 @@ class SlotCache {
   FencePtr arrivals();
   // Returns once a swapped slot has given its pages back. Requires: its copies are over.
   void await_departure(const Caller& caller, std::size_t slot);
-  // The first position that is kept, of each kind.
+  // The first position that is kept, of each row group.
   const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
   // Work in the caller's stream uses all slots in use. Requires: the stream lasts.
   void use(const Caller& caller);
@@ -151,11 +151,11 @@ class SlotCache {
   void close(const Caller& caller) noexcept;
 
   SlotCacheCounts counts();
-  std::vector<PageRecord> pages(std::size_t slot, std::size_t kind);
+  std::vector<PageRecord> pages(std::size_t slot, std::size_t group);
 
  private:
-  struct Kind {
-    SlotKind shape;
+  struct GroupRange {
+    RowGroup shape;
     std::shared_ptr<Buffer> range;
     RowShape rows;  // of one slot
   };
@@ -187,8 +187,8 @@ class SlotCache {
   };
   struct Slot {
     SlotState state = SlotState::free;
-    std::vector<std::shared_ptr<Buffer>> buffers;  // of each kind; null until first used
-    std::vector<std::size_t> begins;               // first position that is kept, of each kind
+    std::vector<std::shared_ptr<Buffer>> buffers;  // of each row group; null until first used
+    std::vector<std::size_t> begins;               // first position that is kept, of each row group
     std::vector<Token> tokens;           // those that the index knows it by, from position 0 on
     std::unique_ptr<Swapped> swapped;    // where it is
     std::unique_ptr<Arriving> arriving;  // null once nothing is on its way
@@ -200,13 +200,13 @@ class SlotCache {
     std::size_t bytes;
   };
 
-  std::size_t page_of(const Kind& kind, std::size_t position) const {
-    return position * kind.shape.item_bytes / pool_->page_size();
+  std::size_t page_of(const GroupRange& group, std::size_t position) const {
+    return position * group.shape.item_bytes / pool_->page_size();
   }
   // Positions behind a length that a kernel may touch.
   std::size_t tail() const { return std::min(shape_.tile, shape_.max_length) - 1; }
-  Interval needed(std::size_t kind, std::size_t slot, std::size_t length) const;
-  std::size_t window_begin(const Kind& kind, std::size_t length) const;
+  Interval needed(std::size_t group, std::size_t slot, std::size_t length) const;
+  std::size_t window_begin(const GroupRange& group, std::size_t length) const;
   bool find_due(std::span<const std::int64_t> lengths);
   // What slots need to have other lengths.
   struct Need {
@@ -217,7 +217,7 @@ class SlotCache {
   std::size_t reclaimable(const PoolCounts& counts);
   void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
   void require_used(const Caller& caller, std::size_t slot) const;
-  void require_kept(const Caller& caller, std::size_t kind, std::size_t layer,
+  void require_kept(const Caller& caller, std::size_t group, std::size_t layer,
                     const Write& write) const;
   bool shares(const Write& write) const;
   void require_free(const Caller& caller, std::size_t n) const;
@@ -227,7 +227,7 @@ class SlotCache {
   void expect_unsharing(std::size_t slot) { room_[slot] = lengths_[slot]; }
   void forget_heads(const Caller& caller, std::size_t slot);
   void look_further(std::span<const std::size_t> slots);
-  std::size_t room_of(std::size_t kind, std::size_t slot, std::size_t length) const VT_LOCKED;
+  std::size_t room_of(std::size_t group, std::size_t slot, std::size_t length) const VT_LOCKED;
   bool grow_ready(const Caller& caller, std::span<const std::int64_t> lengths);
   void grow(const Caller& caller, std::span<const std::int64_t> lengths);
 
@@ -235,7 +235,7 @@ class SlotCache {
   struct Fit {
     bool ready = false;      // all of its places can be had
     std::size_t cached = 0;  // positions behind cached pages
-    std::size_t before = 0;  // slots of the page table that are empty before these, in every kind
+    std::size_t before = 0;  // page table slots that are empty before these, in every group
   };
   Fit fit(const Slot& slot) const VT_LOCKED;
   using Ready = std::set<std::pair<std::size_t, std::size_t>>;
@@ -279,7 +279,7 @@ class SlotCache {
 
   const std::shared_ptr<PagePool> pool_;
   const SlotCacheShape shape_;
-  std::vector<Kind> kinds_;
+  std::vector<GroupRange> row_groups_;
   std::vector<Slot> slots_;
   std::vector<std::int64_t> lengths_;  // 0 where the slot is not in use
   // Lengths below need no other page: every page is there, ready, and the slot's own.

@@ -51,17 +51,18 @@ SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths) const 
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     const Slot& it = slots_[slot];
     if (lengths[slot] <= room_[slot]) continue;  // 0 where the slot is not in use
-    const SwapGroup* const group = it.swapped == nullptr ? nullptr : it.swapped->group.get();
+    const SwapGroup* const shared = it.swapped == nullptr ? nullptr : it.swapped->group.get();
     const bool has_head =
-        group != nullptr && (!group->pages.empty() || !groups.insert(group).second);
+        shared != nullptr && (!shared->pages.empty() || !groups.insert(shared).second);
     const Interval written{static_cast<std::size_t>(lengths_[slot]),
                            static_cast<std::size_t>(lengths[slot])};
-    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      const Buffer& buffer = *it.buffers[kind];
+    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+      const Buffer& buffer = *it.buffers[group];
       const Reservation& range = buffer.range();
-      Interval pages = buffer.indices_of(needed(kind, slot, written.end));
+      Interval pages = buffer.indices_of(needed(group, slot, written.end));
       if (!buffer.extent().empty()) pages.begin = buffer.extent().end;
-      if (has_head) pages.begin = std::max(pages.begin, page_of(kinds_[kind], group->length));
+      if (has_head)
+        pages.begin = std::max(pages.begin, page_of(row_groups_[group], shared->length));
       if (!pages.empty()) {
         const std::size_t mapped = range.count_mapped(pages);
         need.ready += mapped;

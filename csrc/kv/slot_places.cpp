@@ -39,8 +39,8 @@ void SlotCache::require_free(const Caller& caller, std::size_t n) const {
 
 SlotCache::Fit SlotCache::fit(const Slot& slot) const {
   Fit fit{true, kAll, kAll};
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    const Buffer* buffer = slot.buffers[kind].get();
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+    const Buffer* buffer = slot.buffers[group].get();
     if (buffer == nullptr || buffer->vacant()) {
       fit.cached = 0;
       continue;
@@ -49,7 +49,7 @@ SlotCache::Fit SlotCache::fit(const Slot& slot) const {
     const Interval cached = buffer->cached();
     fit.before = std::min(fit.before, cached.begin);
     const std::size_t end = cached.begin == 0 ? cached.end * pool_->page_size() : 0;
-    fit.cached = std::min(fit.cached, end / kinds_[kind].shape.item_bytes);
+    fit.cached = std::min(fit.cached, end / row_groups_[group].shape.item_bytes);
   }
   return fit;
 }
@@ -105,7 +105,7 @@ std::optional<std::size_t> SlotCache::choose(std::size_t expected) {
   return std::nullopt;
 }
 
-// One with nothing mapped below `pages` of each kind. Those with the fewest cached pages come
+// One with nothing mapped below `pages` of each row group. Those with the fewest cached pages come
 // first; where a slot has some from its beginning on, so have all behind it.
 std::optional<std::size_t> SlotCache::choose_empty(std::span<const std::size_t> pages) {
   const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
@@ -204,11 +204,11 @@ bool SlotCache::enter(const Caller& caller, std::size_t slot) {
   std::vector<std::shared_ptr<Buffer>>& buffers = slots_[slot].buffers;
   std::size_t entered = 0;
   const auto undo = [&] {
-    for (std::size_t kind = 0; kind < entered; ++kind) buffers[kind]->abandon();
+    for (std::size_t group = 0; group < entered; ++group) buffers[group]->abandon();
   };
   try {
-    for (; entered < kinds_.size(); ++entered) {
-      const Kind& kind = kinds_[entered];
+    for (; entered < row_groups_.size(); ++entered) {
+      const GroupRange& group = row_groups_[entered];
       std::shared_ptr<Buffer>& buffer = buffers[entered];
       if (buffer && buffer->reuse_cached(caller)) continue;
       bool vacant = !buffer;
@@ -220,7 +220,8 @@ bool SlotCache::enter(const Caller& caller, std::size_t slot) {
         undo();
         return false;
       }
-      buffer = Buffer::place(kind.range, kind.range->range().address(slot, 0), kind.rows, caller);
+      buffer =
+          Buffer::place(group.range, group.range->range().address(slot, 0), group.rows, caller);
     }
   } catch (...) {
     undo();
@@ -256,22 +257,22 @@ std::size_t SlotCache::take_empty(const Caller& caller, std::span<const std::siz
 // A free slot with the pages of `parts`: positions from 0 on, or those that a parent has.
 std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
                               std::size_t length, const Slot* parent) {
-  std::vector<std::size_t> pages(kinds_.size());
-  std::vector<std::vector<std::shared_ptr<PageSet>>> page_sets(kinds_.size());
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+  std::vector<std::size_t> pages(row_groups_.size());
+  std::vector<std::vector<std::shared_ptr<PageSet>>> page_sets(row_groups_.size());
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
     for (const Prefix& part : parts) {
-      if (part.at(kind)->indices().empty()) continue;
-      page_sets[kind].push_back(part[kind]);
-      pages[kind] = part[kind]->indices().end;
+      if (part.at(group)->indices().empty()) continue;
+      page_sets[group].push_back(part[group]);
+      pages[group] = part[group]->indices().end;
     }
   }
   std::vector<Token> tokens = parent ? parent->tokens : std::vector<Token>();
   const std::size_t slot = take_empty(caller, pages);
   try {
-    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      if (page_sets[kind].empty()) continue;
-      const Interval positions = parent ? parent->buffers[kind]->positions() : Interval{0, length};
-      slots_[slot].buffers[kind]->accept(caller, positions, page_sets[kind]);
+    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+      if (page_sets[group].empty()) continue;
+      const Interval positions = parent ? parent->buffers[group]->positions() : Interval{0, length};
+      slots_[slot].buffers[group]->accept(caller, positions, page_sets[group]);
     }
   } catch (...) {
     leave(slot);
@@ -315,8 +316,8 @@ SlotCacheCounts SlotCache::counts() {
   return counts;
 }
 
-std::vector<PageRecord> SlotCache::pages(std::size_t slot, std::size_t kind) {
-  const std::shared_ptr<Buffer>& buffer = slots_.at(slot).buffers.at(kind);
+std::vector<PageRecord> SlotCache::pages(std::size_t slot, std::size_t group) {
+  const std::shared_ptr<Buffer>& buffer = slots_.at(slot).buffers.at(group);
   return buffer ? buffer->pages() : std::vector<PageRecord>();
 }
 

@@ -54,16 +54,16 @@ std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
 
 bool SlotCache::evict(unsigned tries) {
   std::size_t rows = 0;
-  for (const Kind& kind : kinds_) rows += kind.shape.rows;
+  for (const GroupRange& group : row_groups_) rows += group.shape.rows;
   return prefixes_.evict(rows << std::min(tries, 10U)) != 0;
 }
 
 // The positions below are wholly in the pages that are offered of [0, position).
 std::size_t SlotCache::covered(std::size_t position) const {
   std::size_t covered = position;
-  for (const Kind& kind : kinds_) {
+  for (const GroupRange& group : row_groups_) {
     covered =
-        std::min(covered, page_of(kind, position) * pool_->page_size() / kind.shape.item_bytes);
+        std::min(covered, page_of(group, position) * pool_->page_size() / group.shape.item_bytes);
   }
   return covered;
 }
@@ -80,22 +80,23 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
                           std::to_string(bounds.back()) +
                           " were named: publish no more than it has");
   }
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-    if (slots_[slot].begins[kind] == 0) continue;
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+    if (slots_[slot].begins[group] == 0) continue;
     throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
                           " has layers with a window of " +
-                          std::to_string(kinds_[kind].shape.window) +
+                          std::to_string(row_groups_[group].shape.window) +
                           " that gave their first pages back: publish before it is " +
-                          std::to_string(kinds_[kind].shape.window) + " tokens long");
+                          std::to_string(row_groups_[group].shape.window) + " tokens long");
   }
   await_arrival(caller, slot);
   expect_unsharing(slot);
   std::vector<Prefix> parts(bounds.size() - 1);
   std::vector<Interval> pages(parts.size());
-  for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
     for (std::size_t i = 0; i < parts.size(); ++i)
-      pages[i] = {page_of(kinds_[kind], bounds[i]), page_of(kinds_[kind], bounds[i + 1])};
-    const auto page_sets = slots_[slot].buffers[kind]->offer(caller, pages);
+      pages[i] = {page_of(row_groups_[group], bounds[i]),
+                  page_of(row_groups_[group], bounds[i + 1])};
+    const auto page_sets = slots_[slot].buffers[group]->offer(caller, pages);
     for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(page_sets[i]);
   }
   look_further({&slot, 1});

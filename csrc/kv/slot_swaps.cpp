@@ -29,16 +29,18 @@ std::size_t total(const auto& rows) {
 std::vector<SlotCache::SlotBytes> SlotCache::bytes_of(std::size_t slot, std::size_t length,
                                                       std::size_t shared, bool head) const {
   std::vector<SlotBytes> rows;
-  for (std::size_t i = 0; i < kinds_.size(); ++i) {
-    const Kind& kind = kinds_[i];
-    const std::size_t item = kind.shape.item_bytes;
-    const std::size_t split = page_of(kind, shared) * pool_->page_size();
+  for (std::size_t i = 0; i < row_groups_.size(); ++i) {
+    const GroupRange& row_group = row_groups_[i];
+    const std::size_t item = row_group.shape.item_bytes;
+    const std::size_t split = page_of(row_group, shared) * pool_->page_size();
     const std::size_t kept = split != 0 ? split : slots_[slot].begins[i] * item;
     const Interval bytes = head ? Interval{0, split} : Interval{kept, length * item};
     if (bytes.empty()) continue;
-    for (std::size_t row = 0; row < kind.shape.rows; ++row) {
-      const Address at = kind.range->range().address(row * slots_.size() + slot, 0) + bytes.begin;
-      const std::size_t layer = row < kind.shape.layers.size() ? kind.shape.layers[row] : 0;
+    for (std::size_t row = 0; row < row_group.shape.rows; ++row) {
+      const Address at =
+          row_group.range->range().address(row * slots_.size() + slot, 0) + bytes.begin;
+      const std::size_t layer =
+          row < row_group.shape.layers.size() ? row_group.shape.layers[row] : 0;
       rows.push_back({layer, at, bytes.size()});
     }
   }
@@ -57,13 +59,13 @@ std::shared_ptr<SlotCache::SwapGroup> SlotCache::group_of(std::span<const std::s
     for (std::size_t i = 1; i < slots.size(); ++i) {
       std::size_t length =
           static_cast<std::size_t>(std::min(lengths_[slots[0]], lengths_[slots[i]]));
-      for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-        const Buffer& buffer = *slots_[slots[i]].buffers[kind];
-        const std::size_t pages = buffer.shared_with(*slots_[slots[0]].buffers[kind]);
-        const bool whole = slots_[slots[i]].begins[kind] == 0;
+      for (std::size_t row_group = 0; row_group < row_groups_.size(); ++row_group) {
+        const Buffer& buffer = *slots_[slots[i]].buffers[row_group];
+        const std::size_t pages = buffer.shared_with(*slots_[slots[0]].buffers[row_group]);
+        const bool whole = slots_[slots[i]].begins[row_group] == 0;
         // Up to here no more pages are whole; so a group stays one, however often it is swapped.
         const std::size_t most =
-            ((pages + 1) * pool_->page_size() - 1) / kinds_[kind].shape.item_bytes;
+            ((pages + 1) * pool_->page_size() - 1) / row_groups_[row_group].shape.item_bytes;
         length = std::min(length, whole ? most : 0);
       }
       if (length < unit()) continue;
@@ -267,19 +269,19 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
   const Slot& restored = slots_[slot];
   const std::size_t length = restored.swapped->length;
   try {
-    for (std::size_t kind = 0; kind < prefix.size(); ++kind) {
-      const std::shared_ptr<PageSet>& page_set = prefix[kind];
+    for (std::size_t row_group = 0; row_group < prefix.size(); ++row_group) {
+      const std::shared_ptr<PageSet>& page_set = prefix[row_group];
       if (page_set->indices().empty()) continue;
       // What begins in the last of these pages is there, and its end in a page that is new.
-      const std::size_t end =
-          ceil_div(page_set->indices().end * pool_->page_size(), kinds_[kind].shape.item_bytes);
-      restored.buffers[kind]->accept(caller, {0, std::min(length, end)}, {&page_set, 1});
+      const std::size_t end = ceil_div(page_set->indices().end * pool_->page_size(),
+                                       row_groups_[row_group].shape.item_bytes);
+      restored.buffers[row_group]->accept(caller, {0, std::min(length, end)}, {&page_set, 1});
     }
     std::vector<Buffer::Growth> growths;
-    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      Buffer& buffer = *restored.buffers[kind];
+    for (std::size_t row_group = 0; row_group < row_groups_.size(); ++row_group) {
+      Buffer& buffer = *restored.buffers[row_group];
       const std::size_t written = std::min(buffer.positions().end, length);
-      growths.push_back({&buffer, needed(kind, slot, length), {written, length}});
+      growths.push_back({&buffer, needed(row_group, slot, length), {written, length}});
     }
     Buffer::grow(caller, growths, false);
   } catch (...) {
@@ -293,9 +295,9 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
 void SlotCache::share_again(const Caller& caller, std::size_t slot, SwapGroup& group) noexcept {
   try {
     Prefix pages;
-    for (std::size_t kind = 0; kind < kinds_.size(); ++kind) {
-      const Interval whole{0, page_of(kinds_[kind], group.length)};
-      pages.push_back(slots_[slot].buffers[kind]->offer(caller, {&whole, 1}).front());
+    for (std::size_t row_group = 0; row_group < row_groups_.size(); ++row_group) {
+      const Interval whole{0, page_of(row_groups_[row_group], group.length)};
+      pages.push_back(slots_[slot].buffers[row_group]->offer(caller, {&whole, 1}).front());
     }
     group.pages = std::move(pages);
   } catch (const std::exception&) {

@@ -66,7 +66,7 @@ class Row:
         return 100.0 * (self.kv_mapped / self.kv_needed - 1.0)
 
 
-class Run:
+class CacheRun:
     """One cache on its way through the text."""
 
     def __init__(self, name: str, model: LlamaForCausalLM, cache: Cache, mapped: Callable[[], int]) -> None:
@@ -157,7 +157,7 @@ def storage_bytes(cache: Cache) -> int:
     )
 
 
-def make_runs(model: LlamaForCausalLM, settings: Settings, pool: vtensor.Pool) -> list[Run]:
+def make_runs(model: LlamaForCausalLM, settings: Settings, pool: vtensor.Pool) -> list[CacheRun]:
     """A run for each cache. StaticCache and the limit get the final length, VTensorCache does not."""
     config, length = model.config, settings.final_length
     caches: list[tuple[str, Cache]] = [
@@ -165,13 +165,13 @@ def make_runs(model: LlamaForCausalLM, settings: Settings, pool: vtensor.Pool) -
         ("StaticCache", StaticCache(config=config, max_cache_len=length)),
         (LIMIT, PreallocatedCache(config, length)),
     ]
-    runs = [Run(name, model, cache, partial(storage_bytes, cache)) for name, cache in caches]
+    runs = [CacheRun(name, model, cache, partial(storage_bytes, cache)) for name, cache in caches]
     ours = VTensorCache(config, max_len=settings.max_len, pool=pool)
-    runs.append(Run(OURS, model, ours, lambda: pool.stats().nbytes_mapped))
+    runs.append(CacheRun(OURS, model, ours, lambda: pool.stats().nbytes_mapped))
     return runs
 
 
-def measure(runs: list[Run], prompt: torch.Tensor, settings: Settings) -> list[Row]:
+def measure(runs: list[CacheRun], prompt: torch.Tensor, settings: Settings) -> list[Row]:
     """Reads the prompt with each cache, then generates with the caches in turns.
 
     Taking turns spreads other load of the machine evenly over the caches.
@@ -194,7 +194,7 @@ def measure(runs: list[Run], prompt: torch.Tensor, settings: Settings) -> list[R
     return [run.row(settings.final_length * token_bytes) for run in runs]
 
 
-def check(runs: list[Run], settings: Settings) -> Check:
+def check(runs: list[CacheRun], settings: Settings) -> Check:
     """Compares tokens and logits of all runs."""
     logits = {run.name: torch.cat(run.logits) for run in runs}
     best = logits[GROWING].topk(2).values

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..transformers import VTensorLayer
-from .measure import LIMIT, OURS, Check, Row, Run, Settings
+from .measure import LIMIT, OURS, CacheRun, Check, Row, Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ def notes(settings: Settings, rows: list[Row], checked: Check) -> str:
     )
 
 
-def save_picture(path: Path, runs: list[Run], rows: list[Row], settings: Settings) -> None:
+def save_picture(path: Path, runs: list[CacheRun], rows: list[Row], settings: Settings) -> None:
     """Draws the page map and the memory over time. The file is written at the end, in one call."""
     from matplotlib.figure import Figure
 
@@ -99,7 +99,7 @@ def save_picture(path: Path, runs: list[Run], rows: list[Row], settings: Setting
     path.write_bytes(image.getvalue())
 
 
-def _draw_pages(axes: Axes, ours: Run, settings: Settings) -> None:
+def _draw_pages(axes: Axes, ours: CacheRun, settings: Settings) -> None:
     import numpy as np
 
     owners = [
@@ -151,7 +151,7 @@ def _draw_pages(axes: Axes, ours: Run, settings: Settings) -> None:
     axes.figure.colorbar(image, ax=axes, pad=0.01, label="page number in the pool")
 
 
-def _draw_memory(axes: Axes, runs: list[Run]) -> None:
+def _draw_memory(axes: Axes, runs: list[CacheRun]) -> None:
     for run in runs:
         if run.name in COLOURS:
             samples = run.meter.samples
@@ -168,7 +168,7 @@ def _draw_memory(axes: Axes, runs: list[Run]) -> None:
     axes.legend(frameon=False, loc="upper left")
 
 
-def _draw_memory_of_generation(axes: Axes, run: Run, settings: Settings, token_bytes: int) -> None:
+def _draw_memory_of_generation(axes: Axes, run: CacheRun, settings: Settings, token_bytes: int) -> None:
     samples = [sample for sample in run.meter.samples if sample.tokens >= settings.prompt]
     tokens = [sample.tokens for sample in samples]
     axes.plot(

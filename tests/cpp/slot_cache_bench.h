@@ -184,12 +184,12 @@ class Bench {
 
   // What was written to a position of a slot, and where no window has passed it, is there.
   bool whole(std::size_t slot) const {
-    for (std::size_t kind = 0; kind < cache->shape().kinds.size(); ++kind) {
-      for (std::size_t row = 0; row < cache->shape().kinds[kind].rows; ++row) {
-        for (std::size_t i = cache->begins(slot)[kind]; i < model.at(slot).size(); ++i) {
-          const std::uint32_t mark = mark_of(kind, row, model.at(slot)[i]);
-          const char* at = item(slot, kind, row, i);
-          const std::size_t bytes = cache->shape().kinds[kind].item_bytes;
+    for (std::size_t group = 0; group < cache->shape().row_groups.size(); ++group) {
+      for (std::size_t row = 0; row < cache->shape().row_groups[group].rows; ++row) {
+        for (std::size_t i = cache->begins(slot)[group]; i < model.at(slot).size(); ++i) {
+          const std::uint32_t mark = mark_of(group, row, model.at(slot)[i]);
+          const char* at = item(slot, group, row, i);
+          const std::size_t bytes = cache->shape().row_groups[group].item_bytes;
           if (std::memcmp(at, &mark, sizeof mark) != 0 ||
               std::memcmp(at + bytes - sizeof mark, &mark, sizeof mark) != 0)
             return false;
@@ -251,16 +251,16 @@ class Bench {
   }
 
   std::size_t used() const { return pool->counts().used; }
-  // Pages that one slot of `length` takes, in all kinds.
+  // Pages that one slot of `length` takes, in all row groups.
   std::size_t pages_of(std::size_t length) const {
     std::size_t pages = 0;
-    for (const SlotKind& kind : cache->shape().kinds)
-      pages += kind.rows * ceil_div(length * kind.item_bytes, kPage);
+    for (const RowGroup& group : cache->shape().row_groups)
+      pages += group.rows * ceil_div(length * group.item_bytes, kPage);
     return pages;
   }
   std::size_t rows() const {
     std::size_t rows = 0;
-    for (const SlotKind& kind : cache->shape().kinds) rows += kind.rows;
+    for (const RowGroup& group : cache->shape().row_groups) rows += group.rows;
     return rows;
   }
   std::uint64_t calls() const {
@@ -271,8 +271,8 @@ class Bench {
     }
     return sum;
   }
-  char* item(std::size_t slot, std::size_t kind, std::size_t row, std::size_t position) const {
-    const Buffer& range = *cache->range(kind);
+  char* item(std::size_t slot, std::size_t group, std::size_t row, std::size_t position) const {
+    const Buffer& range = *cache->range(group);
     return reinterpret_cast<char*>(range.address_of(row * cache->shape().slots + slot, position));
   }
 
@@ -283,16 +283,16 @@ class Bench {
   HostBytes host;
 
  private:
-  static std::uint32_t mark_of(std::size_t kind, std::size_t row, std::uint32_t number) {
-    return number * 64 + static_cast<std::uint32_t>(kind * 16 + row);
+  static std::uint32_t mark_of(std::size_t group, std::size_t row, std::uint32_t number) {
+    return number * 64 + static_cast<std::uint32_t>(group * 16 + row);
   }
   void write(std::size_t slot, std::size_t position) {
-    for (std::size_t kind = 0; kind < cache->shape().kinds.size(); ++kind) {
-      if (position < cache->begins(slot)[kind]) continue;
-      const std::size_t bytes = cache->shape().kinds[kind].item_bytes;
-      for (std::size_t row = 0; row < cache->shape().kinds[kind].rows; ++row) {
-        const std::uint32_t mark = mark_of(kind, row, model.at(slot)[position]);
-        char* at = item(slot, kind, row, position);
+    for (std::size_t group = 0; group < cache->shape().row_groups.size(); ++group) {
+      if (position < cache->begins(slot)[group]) continue;
+      const std::size_t bytes = cache->shape().row_groups[group].item_bytes;
+      for (std::size_t row = 0; row < cache->shape().row_groups[group].rows; ++row) {
+        const std::uint32_t mark = mark_of(group, row, model.at(slot)[position]);
+        char* at = item(slot, group, row, position);
         std::memcpy(at, &mark, sizeof mark);
         std::memcpy(at + bytes - sizeof mark, &mark, sizeof mark);
       }

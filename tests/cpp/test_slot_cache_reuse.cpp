@@ -61,9 +61,9 @@ TEST_CASE_TEMPLATE("a new request sees nothing of the last one (I7)", T, OnHost,
     std::vector<std::int64_t> lengths(2);
     lengths[slot] = 25;
     bench.cache->step(kCaller, lengths);
-    for (std::size_t kind = 0; kind < 2; ++kind) {
-      const std::size_t bytes = 25 * bench.cache->shape().kinds[kind].item_bytes;
-      const char* at = bench.item(slot, kind, 0, 0);
+    for (std::size_t group = 0; group < 2; ++group) {
+      const std::size_t bytes = 25 * bench.cache->shape().row_groups[group].item_bytes;
+      const char* at = bench.item(slot, group, 0, 0);
       CHECK(std::all_of(at, at + bytes, [](char byte) { return byte == 0; }));
     }
   }

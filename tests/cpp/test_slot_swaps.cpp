@@ -16,7 +16,7 @@
 namespace vtensor::slots {
 namespace {
 
-// K and V of three layers, in rows of two kinds.
+// K and V of three layers, in two row groups.
 SlotCacheShape layered(std::size_t slots) {
   return {slots, 64, 1, 0, {{3, 1000, 0, {0, 1, 2}}, {2, 2048, 0, {0, 2}}}};
 }
@@ -24,7 +24,8 @@ SlotCacheShape layered(std::size_t slots) {
 // Bytes of the slots' positions, where they share nothing.
 std::size_t bytes_of(const SlotCacheShape& shape, std::size_t positions) {
   std::size_t bytes = 0;
-  for (const SlotKind& kind : shape.kinds) bytes += kind.rows * kind.item_bytes * positions;
+  for (const RowGroup& row_group : shape.row_groups)
+    bytes += row_group.rows * row_group.item_bytes * positions;
   return bytes;
 }
 
@@ -286,11 +287,11 @@ TEST_CASE("layers arrive in their order, each behind a fence of its own") {
   CHECK(bench.cache->length(slot) == 13);
   const auto& shape = bench.cache->shape();
   const auto arrived = [&](std::size_t layer) {  // all rows that the layer reads
-    for (std::size_t kind = 0; kind < shape.kinds.size(); ++kind) {
-      const SlotKind& rows = shape.kinds[kind];
+    for (std::size_t row_group = 0; row_group < shape.row_groups.size(); ++row_group) {
+      const RowGroup& rows = shape.row_groups[row_group];
       for (std::size_t row = 0; row < rows.rows; ++row) {
         if (rows.layers[row] != layer) continue;
-        const char* const at = bench.item(slot, kind, row, 0);
+        const char* const at = bench.item(slot, row_group, row, 0);
         if (std::all_of(at, at + 13 * rows.item_bytes, [](char byte) { return byte == 0; }))
           return false;
       }

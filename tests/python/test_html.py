@@ -270,7 +270,7 @@ def test_a_browser_draws_it_on_light_and_dark_grounds(host, tmp_path, dark, them
 
 
 def test_runs_end_at_gaps():
-    runs: list[_pages.Run] = []
+    runs: list[_pages.PageRun] = []
     for slot in (0, 1, 4):
         _pages.append(runs, "pinned", slot)
     assert runs == [("pinned", 0, 2), ("pinned", 4, 5)]

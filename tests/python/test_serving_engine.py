@@ -14,7 +14,7 @@ from model_zoo import MODELS, WINDOW
 from support import open_pool
 from tiny_models import SIZES, VOCAB, make_llama, one_thread  # noqa: F401
 from vtensor import InvalidArgument
-from vtensor.serving import Engine, Group, Request, Scheduler, greedy
+from vtensor.serving import Engine, Request, SampleGroup, Scheduler, greedy
 
 MAX_LEN = 128
 TOKENS_A_PAGE = 16  # both layers in a page, float32
@@ -30,7 +30,7 @@ def drawn(logits, sequence) -> int:
 def alone(model, request, choose=greedy):
     """The tokens of each sample if the model serves only this request, with its own cache."""
     results = []
-    for sequence in Group(request, 0).sequences:
+    for sequence in SampleGroup(request, 0).sequences:
         cache, ids = DynamicCache(config=model.config), torch.tensor([sequence.tokens])
         while sequence.generated < request.max_new_tokens:
             with torch.no_grad():

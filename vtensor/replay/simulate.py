@@ -12,7 +12,7 @@ from typing import Protocol
 
 from vtensor.errors import InvalidArgument
 from vtensor.replay.traces import Row
-from vtensor.serving import Plan, Request, Scheduler, SlotCache
+from vtensor.serving import KVCacheManager, Plan, Request, Scheduler
 
 __all__ = ["ReplayCache", "Result", "Sample", "ServiceModel", "replay"]
 
@@ -33,7 +33,7 @@ class CacheStats(Protocol):
     def driver_calls(self) -> Mapping[str, Mapping[str, int]]: ...
 
 
-class ReplayCache(SlotCache, Protocol):
+class ReplayCache(KVCacheManager, Protocol):
     def stats(self) -> CacheStats: ...
 
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from vtensor.serving.engine import Completion, Engine, greedy
 from vtensor.serving.plans import Plan, SchedulerStats, Work
-from vtensor.serving.requests import Group, Request, Sequence, Status
+from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence
 from vtensor.serving.scheduler import Scheduler
-from vtensor.serving.slots import SlotCache, SlotStats
+from vtensor.serving.slots import KVCacheManager, SlotStats
 
 __all__ = [
     "Completion",
     "Engine",
-    "Group",
+    "KVCacheManager",
     "Plan",
     "Request",
+    "SampleGroup",
     "Scheduler",
     "SchedulerStats",
-    "Sequence",
-    "SlotCache",
     "SlotStats",
     "Status",
+    "TokenSequence",
     "Work",
     "greedy",
 ]

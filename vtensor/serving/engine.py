@@ -11,7 +11,7 @@ from vtensor._progress import Progress
 from vtensor.errors import InvalidArgument
 from vtensor.serving._commit import commit
 from vtensor.serving.plans import Plan
-from vtensor.serving.requests import Group, Request, Sequence, Status, token_id
+from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_id
 from vtensor.serving.scheduler import Scheduler
 
 __all__ = ["Completion", "Engine", "greedy"]
@@ -28,7 +28,7 @@ class Completion:
     """Why there are no more of them, such as ``"cancelled"``; empty if all went well."""
 
 
-def greedy(logits: torch.Tensor, sequence: Sequence) -> int:
+def greedy(logits: torch.Tensor, sequence: TokenSequence) -> int:
     """The likeliest token. ``logits``: [vocabulary]."""
     return int(logits.argmax())
 
@@ -53,7 +53,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         forward: abc.Callable[[Plan], torch.Tensor],
-        choose: abc.Callable[[torch.Tensor, Sequence], int] = greedy,
+        choose: abc.Callable[[torch.Tensor, TokenSequence], int] = greedy,
     ) -> None:
         self.scheduler = scheduler
         self.forward = forward
@@ -149,7 +149,7 @@ class Engine:
         logits = self.forward(plan)
         return [self._token(logits[i], sequence) for i, sequence in plan.sampled]
 
-    def _token(self, logits: torch.Tensor, sequence: Sequence) -> int | Exception:
+    def _token(self, logits: torch.Tensor, sequence: TokenSequence) -> int | Exception:
         try:
             return token_id("Engine.step", self.choose(logits, sequence))
         except Exception as error:
@@ -163,6 +163,6 @@ class Engine:
             commit([(self._ended.extend, ended), (setattr, self, "_plan", None)])
 
 
-def _completion(group: Group) -> Completion:
+def _completion(group: SampleGroup) -> Completion:
     generated = [list(sequence.output) for sequence in group.sequences]
     return Completion(group.request.id, generated, "" if group.status is Status.FINISHED else group.reason)

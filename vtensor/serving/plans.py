@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vtensor.serving.requests import Group, Sequence
+from vtensor.serving.requests import SampleGroup, TokenSequence
 
 __all__ = ["Plan", "SchedulerStats", "Work", "plan_sampling", "slot_of", "target"]
 
@@ -13,7 +13,7 @@ __all__ = ["Plan", "SchedulerStats", "Work", "plan_sampling", "slot_of", "target
 class Work(NamedTuple):
     """Tokens ``[start, stop)`` of a sequence, whose K and V go to these positions of its slot."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     stop: int
 
@@ -24,21 +24,21 @@ class Plan:
 
     work: list[Work] = field(default_factory=list)
     """The decoding sequences (one token each) first, then pieces of prompts."""
-    sampled: list[tuple[int, Sequence]] = field(default_factory=list)
+    sampled: list[tuple[int, TokenSequence]] = field(default_factory=list)
     """Who gets a token from the logits at the end of which work (its index)."""
-    admitted: list[Group] = field(default_factory=list)
+    admitted: list[SampleGroup] = field(default_factory=list)
     """Requests that have their first tokens computed here."""
-    preempted: list[Group] = field(default_factory=list)
+    preempted: list[SampleGroup] = field(default_factory=list)
     """Requests that had to make room: swapped out, or back among the waiting."""
-    failed: list[Group] = field(default_factory=list)
+    failed: list[SampleGroup] = field(default_factory=list)
     """Requests that the cache cannot hold even alone."""
-    cancelled: list[Group] = field(default_factory=list)
+    cancelled: list[SampleGroup] = field(default_factory=list)
     """Requests that were cancelled since the last one."""
     swapped_in: list[int] = field(default_factory=list)
     """Slots on their way back: ``cache.wait(slot, layer)`` before each layer reads them."""
     tokens: int = 0
     """Tokens computed."""
-    ended: list[Group] | None = None
+    ended: list[SampleGroup] | None = None
     """Requests that ended with it; None until it is complete."""
 
     def __bool__(self) -> bool:
@@ -63,12 +63,12 @@ class SchedulerStats:
     computed_tokens: int = 0
 
 
-def slot_of(sequence: Sequence) -> int:
+def slot_of(sequence: TokenSequence) -> int:
     assert sequence.slot is not None
     return sequence.slot
 
 
-def target(sequence: Sequence) -> int:
+def target(sequence: TokenSequence) -> int:
     """How far a sequence is computed before it is its turn to sample, or to be forked."""
     return sequence.known if sequence.group.forked else sequence.group.prompt_tokens
 

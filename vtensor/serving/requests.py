@@ -12,7 +12,7 @@ from typing import cast
 
 from vtensor.errors import InvalidArgument
 
-__all__ = ["Group", "Request", "Sequence", "Status", "token_id", "token_ids"]
+__all__ = ["Request", "SampleGroup", "Status", "TokenSequence", "token_id", "token_ids"]
 
 
 def token_id(operation: str, token: object) -> int:
@@ -114,13 +114,13 @@ class Status(Enum):
 
 
 @dataclass(eq=False)
-class Sequence:
+class TokenSequence:
     """One continuation of a request's prompt.
 
     Of its ``known`` tokens (the prompt's and the generated ones) the first ``computed`` are in the cache.
     """
 
-    group: Group
+    group: SampleGroup
     index: int
     known: int
     output: list[int] = field(
@@ -150,14 +150,14 @@ class Sequence:
 
 
 @dataclass(eq=False)
-class Group:
+class SampleGroup:
     """The sequences of one request: admitted, preempted and brought back as a whole."""
 
     request: Request
     order: int  # of arrival
     prompt_tokens: int = field(init=False)
-    sequences: list[Sequence] = field(init=False)
-    live: list[Sequence] = field(init=False)  # those that are not at their end
+    sequences: list[TokenSequence] = field(init=False)
+    live: list[TokenSequence] = field(init=False)  # those that are not at their end
     status: Status = Status.WAITING
     forked: bool = False  # each live sequence has a slot; before that only the first has
     admitted: bool = False  # at least once
@@ -165,11 +165,11 @@ class Group:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.request.prompt_tokens
-        self.sequences = [Sequence(self, i, self.prompt_tokens) for i in range(self.request.samples)]
+        self.sequences = [TokenSequence(self, i, self.prompt_tokens) for i in range(self.request.samples)]
         self.live = list(self.sequences)
         self.forked = self.request.samples == 1
 
     @property
-    def holders(self) -> list[Sequence]:
+    def holders(self) -> list[TokenSequence]:
         """The live sequences that have a slot where the group is running or swapped."""
         return self.live if self.forked else self.live[:1]

@@ -21,8 +21,8 @@ from operator import attrgetter
 from vtensor.errors import InvalidArgument, NoFreeSlot
 from vtensor.serving._commit import Change, commit, each
 from vtensor.serving.plans import Plan, SchedulerStats, Work, plan_sampling, slot_of, target
-from vtensor.serving.requests import Group, Request, Sequence, Status, token_ids
-from vtensor.serving.slots import SlotCache, check_fits
+from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
+from vtensor.serving.slots import KVCacheManager, check_fits
 
 __all__ = ["Scheduler"]
 
@@ -48,7 +48,7 @@ class Scheduler:
     Raises InvalidArgument for a smaller budget. Calls come from one thread.
     """
 
-    def __init__(self, cache: SlotCache, *, token_budget: int = 2048) -> None:
+    def __init__(self, cache: KVCacheManager, *, token_budget: int = 2048) -> None:
         if token_budget < cache.max_batch:
             raise InvalidArgument(
                 f"[Scheduler] token_budget={token_budget} for {cache.max_batch} slots, each of which may "
@@ -57,28 +57,28 @@ class Scheduler:
         self.cache = cache
         self.token_budget = token_budget
         self.stats = SchedulerStats()
-        self.waiting: list[Group] = []
-        self.running: list[Group] = []
-        self.swapped: list[Group] = []
-        self.cancelled: list[Group] = []  # of which no plan has told yet
+        self.waiting: list[SampleGroup] = []
+        self.running: list[SampleGroup] = []
+        self.swapped: list[SampleGroup] = []
+        self.cancelled: list[SampleGroup] = []  # of which no plan has told yet
         self.planned: Plan | None = None
         """The iteration that is under way."""
         self._unit = cache.stats().unit
         self._lengths = [0] * cache.max_batch
-        self._groups: dict[abc.Hashable, Group] = {}  # by id, and some that have just ended
+        self._groups: dict[abc.Hashable, SampleGroup] = {}  # by id, and some that have just ended
         self._arrivals = 0
         self._refused = False  # memory was short, and no request has ended since
-        self._prompts: list[Group] = []  # computed by the last iteration, to be shared before the next
+        self._prompts: list[SampleGroup] = []  # computed by the last iteration, to be shared before the next
         self._next = Plan()  # begins with the news of an iteration that was taken back, or cut off
         self._settled = True  # books and cache agree; not while an operation changes them, or was cut off
-        self._changing: list[Group] = []  # whose slots an operation is changing
+        self._changing: list[SampleGroup] = []  # whose slots an operation is changing
 
     @property
     def unfinished(self) -> int:
         """Requests that wait, run or are swapped out."""
         return len(self.waiting) + len(self.running) + len(self.swapped)
 
-    def add(self, request: Request) -> Group:
+    def add(self, request: Request) -> SampleGroup:
         """Queues a request behind those that came before it.
 
         Raises InvalidArgument where its id is taken, or where no slot could ever hold it.
@@ -90,7 +90,7 @@ class Scheduler:
                 f"[Scheduler.add] request {request.id!r} is there already: choose another id"
             )
         check_fits("Scheduler.add", request, self.cache)
-        group = Group(request, self._arrivals)
+        group = SampleGroup(request, self._arrivals)
         commit(
             [
                 (self._groups.__setitem__, request.id, group),
@@ -119,7 +119,7 @@ class Scheduler:
         self._forget(group)
         self._settled = True
 
-    def _held(self, request_id: abc.Hashable) -> Group | None:
+    def _held(self, request_id: abc.Hashable) -> SampleGroup | None:
         group = self._groups.get(request_id)
         return group if group is not None and group.status in _HELD else None
 
@@ -176,7 +176,7 @@ class Scheduler:
                 self._fail(plan, self.running[0])
 
     def _plan_running(self, plan: Plan) -> None:
-        prompts: list[Sequence] = []
+        prompts: list[TokenSequence] = []
         work = plan.work
         for group in self.running:
             for sequence in group.holders:
@@ -189,7 +189,7 @@ class Scheduler:
         for sequence in prompts:
             self._plan_piece(plan, sequence)
 
-    def _plan_piece(self, plan: Plan, sequence: Sequence) -> None:
+    def _plan_piece(self, plan: Plan, sequence: TokenSequence) -> None:
         """As much of what a sequence still has to compute as the budget leaves."""
         start = sequence.computed
         stop = min(target(sequence), start + self.token_budget - plan.tokens)
@@ -221,7 +221,7 @@ class Scheduler:
         """Those that no request has, or gets once its prompt is computed."""
         return self.cache.max_batch - sum(len(group.live) for group in self.running + self.swapped)
 
-    def _place(self, plan: Plan, group: Group) -> bool:
+    def _place(self, plan: Plan, group: SampleGroup) -> bool:
         """Gives a waiting request a slot, and memory for all of its prompt: a piece of it would be lost again
         as soon as the next piece found no room."""
         sequence, request = group.live[0], group.request
@@ -261,7 +261,7 @@ class Scheduler:
         plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
         return True
 
-    def _bring_back(self, plan: Plan, group: Group) -> bool:
+    def _bring_back(self, plan: Plan, group: SampleGroup) -> bool:
         """Swaps a request in, with room for a token more of each sequence; or leaves it where it was."""
         lengths = self._lengths.copy()
         back = [slot_of(sequence) for sequence in group.holders]
@@ -283,7 +283,7 @@ class Scheduler:
             plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
         return True
 
-    def _run(self, group: Group) -> list[Change]:
+    def _run(self, group: SampleGroup) -> list[Change]:
         return [
             (self._queue_of(group).remove, group),
             (self.running.append, group),
@@ -292,7 +292,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ making room
 
-    def _preempt(self, plan: Plan, group: Group) -> None:
+    def _preempt(self, plan: Plan, group: SampleGroup) -> None:
         stats, shared = self.stats, len(group.holders) > 1
         if shared and (changes := self._swap_out(group)):
             changes.append((setattr, stats, "swapped", stats.swapped + 1))
@@ -304,7 +304,7 @@ class Scheduler:
         # Until somebody ends: it would be the first to go again.
         self._note([*changes, (plan.preempted.append, group), (setattr, self, "_refused", True)])
 
-    def _swap_out(self, group: Group) -> list[Change]:
+    def _swap_out(self, group: SampleGroup) -> list[Change]:
         """Moves its slots to the host, and says what is then to be noted: nothing where that has no room."""
         self._changing.append(group)
         slots = [slot_of(sequence) for sequence in group.holders]
@@ -319,7 +319,7 @@ class Scheduler:
             (setattr, group, "status", Status.SWAPPED),
         ]
 
-    def _wait(self, group: Group) -> list[Change]:
+    def _wait(self, group: SampleGroup) -> list[Change]:
         """Back to the waiting, where its arrival puts it, with nothing computed."""
         changes: list[Change] = [
             (self._queue_of(group).remove, group),
@@ -332,7 +332,7 @@ class Scheduler:
             changes.append((setattr, sequence, "slot", None))
         return changes
 
-    def _fail(self, plan: Plan, group: Group) -> None:
+    def _fail(self, plan: Plan, group: SampleGroup) -> None:
         tokens = max(sequence.known for sequence in group.live)
         reason = (
             f"{tokens} tokens in {len(group.live)} sequences do not fit into the cache's memory with nothing "
@@ -348,7 +348,7 @@ class Scheduler:
         )
         self._forget(group)
 
-    def _leave(self, group: Group, status: Status, reason: str = "") -> list[Change]:
+    def _leave(self, group: SampleGroup, status: Status, reason: str = "") -> list[Change]:
         """The end of a request, whose slots are free."""
         return [
             (self._queue_of(group).remove, group),
@@ -357,7 +357,7 @@ class Scheduler:
             (setattr, self, "_refused", False),
         ]
 
-    def _free(self, group: Group, sequences: list[Sequence]) -> list[Change]:
+    def _free(self, group: SampleGroup, sequences: list[TokenSequence]) -> list[Change]:
         """Frees slots, and says what is then to be noted."""
         self._changing.append(group)
         changes: list[Change] = []
@@ -368,7 +368,7 @@ class Scheduler:
                 changes.append((self._lengths.__setitem__, sequence.slot, 0))
         return changes
 
-    def _queue_of(self, group: Group) -> list[Group]:
+    def _queue_of(self, group: SampleGroup) -> list[SampleGroup]:
         return (self.waiting, self.running, self.swapped)[_HELD.index(group.status)]
 
     # ------------------------------------------------------------------ keeping books and cache together
@@ -377,7 +377,7 @@ class Scheduler:
         """Brings the books up to what was done to the cache."""
         commit([*changes, (self._changing.clear,)])
 
-    def _forget(self, group: Group) -> None:
+    def _forget(self, group: SampleGroup) -> None:
         """Gives up the id of a request that has ended."""
         self._groups.pop(group.request.id, None)
 
@@ -403,7 +403,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ completing
 
-    def complete(self, plan: Plan, tokens: abc.Sequence[int | Exception] | None = None) -> list[Group]:
+    def complete(self, plan: Plan, tokens: abc.Sequence[int | Exception] | None = None) -> list[SampleGroup]:
         """Takes note that the plan's tokens are computed, and of those that were chosen.
 
         Args:
@@ -426,19 +426,19 @@ class Scheduler:
         chosen = None if tokens is None else token_ids("Scheduler.complete", tokens)
         self._settle()
         self._settled = False
-        computed: list[Sequence] = []
+        computed: list[TokenSequence] = []
         stops: list[int] = []
-        prompts: list[Group] = []
+        prompts: list[SampleGroup] = []
         for sequence, start, stop in plan.work:
             if sequence.slot is not None:  # otherwise lost with an operation that was cut off
                 computed.append(sequence)
                 stops.append(stop)
                 if start < sequence.group.prompt_tokens <= stop:
                     prompts.append(sequence.group)
-        extended: list[Sequence] = []
+        extended: list[TokenSequence] = []
         known: list[int] = []
-        going: dict[Group, list[Sequence]] = {}
-        errors: dict[Group, Exception] = {}
+        going: dict[SampleGroup, list[TokenSequence]] = {}
+        errors: dict[SampleGroup, Exception] = {}
         for (_, sequence), token in zip(plan.sampled, chosen or repeat(None), strict=False):
             group = sequence.group
             if isinstance(token, Exception):
@@ -482,7 +482,7 @@ class Scheduler:
         self._settled = True
         return ended_groups
 
-    def _end_sequences(self, group: Group, ended: list[Sequence]) -> list[Change]:
+    def _end_sequences(self, group: SampleGroup, ended: list[TokenSequence]) -> list[Change]:
         """Publishes what they computed, and frees their slots."""
         self._changing.append(group)  # were it abandoned now, pages that are published would be written again
         first, live = group.live[0], [sequence for sequence in group.live if sequence not in ended]
@@ -562,7 +562,7 @@ class Scheduler:
             changes.append((setattr, self, "_lengths", lengths))
         self._note([*changes, (setattr, self, "_settled", True)])
 
-    def _share(self, group: Group) -> None:
+    def _share(self, group: SampleGroup) -> None:
         """Publishes a prompt that is computed, and gives each sequence a slot that continues it."""
         if group.status is not Status.RUNNING:
             return  # it has ended since, or is computed again
@@ -585,7 +585,7 @@ class Scheduler:
             ]
         self._note(changes)
 
-    def _publish(self, sequence: Sequence, computed: int) -> None:
+    def _publish(self, sequence: TokenSequence, computed: int) -> None:
         """Puts what is new of a sequence's computed tokens into the cache's index."""
         request = sequence.group.request
         known = sequence.group.prompt_tokens + len(sequence.output)

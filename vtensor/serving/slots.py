@@ -18,7 +18,7 @@ class SlotStats(Protocol):
         """Tokens of the smallest prefix that can be shared."""
 
 
-class SlotCache(Protocol):
+class KVCacheManager(Protocol):
     """One slot a sequence; :class:`vtensor.KVCache` says what each call does. One that raises has changed
     nothing, and ``free`` raises InvalidArgument for a slot that is free."""
 
@@ -53,7 +53,7 @@ class SlotCache(Protocol):
     def stats(self) -> SlotStats: ...
 
 
-def check_fits(operation: str, request: Request, cache: SlotCache) -> None:
+def check_fits(operation: str, request: Request, cache: KVCacheManager) -> None:
     """Raises InvalidArgument for a request that the cache's slots could never hold."""
     if request.prompt_tokens + request.max_new_tokens > cache.max_len:
         raise InvalidArgument(

@@ -384,8 +384,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Pages that the lengths need, in a cache with ``tile=1`` and no windows."""
         size = self.pool.page_size
         return sum(
-            kind.rows * -(-len(self.requests[slot].values) * kind.item_bytes // size)
-            for kind in self.cache._layout.kinds
+            group.rows * -(-len(self.requests[slot].values) * group.item_bytes // size)
+            for group in self.cache._layout.row_groups
             for slot in self.in_use()
         )
 

@@ -24,13 +24,13 @@ struct TensorFacts {
 };
 
 // torch's functions, looked up once.
-class TorchFace {
+class TorchBridge {
  public:
-  static TorchFace& get();
+  static TorchBridge& get();
 
   // Reads a tensor by DLPack's C exchange API. The result is valid until the tensor changes. False
   // if `object` is no tensor, or one that DLPack cannot describe.
-  bool glance(nb::handle object, dlpack::Tensor& seen);
+  bool borrow(nb::handle object, dlpack::Tensor& seen);
   // False if `tensor` is not strided. Ignores conjugate and negative bits.
   bool read(nb::handle tensor, TensorFacts& facts);
 
@@ -65,7 +65,7 @@ class TorchFace {
   void use_exchange_api(bool use);
 
  private:
-  TorchFace();
+  TorchBridge();
   nb::object tensor_over(Generation* generation, Address address, std::size_t bytes, Device device);
 
   nb::object tensor_type_, parameter_type_;

@@ -1,4 +1,4 @@
-#include "bind/torch_face.h"
+#include "bind/torch_bridge.h"
 
 #include <nanobind/stl/string_view.h>
 
@@ -16,13 +16,13 @@ nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments)
   return nb::steal(result);
 }
 
-TorchFace& TorchFace::get() {
+TorchBridge& TorchBridge::get() {
   // Never destroyed: it holds Python objects, and the interpreter may end first.
-  static TorchFace* face = new TorchFace();
-  return *face;
+  static TorchBridge* bridge = new TorchBridge();
+  return *bridge;
 }
 
-TorchFace::TorchFace() {
+TorchBridge::TorchBridge() {
   nb::module_ torch = nb::module_::import_("torch");
   tensor_type_ = torch.attr("Tensor");
   parameter_type_ = torch.attr("nn").attr("Parameter");
@@ -50,9 +50,9 @@ TorchFace::TorchFace() {
   api_ = available_;
 }
 
-void TorchFace::use_exchange_api(bool use) { api_ = use ? available_ : nullptr; }
+void TorchBridge::use_exchange_api(bool use) { api_ = use ? available_ : nullptr; }
 
-Stream TorchFace::current_stream(Device device) {
+Stream TorchBridge::current_stream(Device device) {
   if (device.type != 2) return 0;
   if (api_ && api_->current_stream) {
     void* stream = nullptr;
@@ -64,7 +64,7 @@ Stream TorchFace::current_stream(Device device) {
   return nb::cast<Stream>(call(current_stream_, {index.ptr()}));
 }
 
-bool TorchFace::empty_cache() {
+bool TorchBridge::empty_cache() {
   try {
     cuda_.attr("empty_cache")();
     return true;
@@ -75,7 +75,7 @@ bool TorchFace::empty_cache() {
   }
 }
 
-bool TorchFace::glance(nb::handle object, dlpack::Tensor& seen) {
+bool TorchBridge::borrow(nb::handle object, dlpack::Tensor& seen) {
   const auto type = reinterpret_cast<PyTypeObject*>(tensor_type_.ptr());
   if (!api_ || !PyObject_TypeCheck(object.ptr(), type)) return false;
   if (api_->tensor_from_object(object.ptr(), &seen) == 0) return true;
@@ -83,8 +83,8 @@ bool TorchFace::glance(nb::handle object, dlpack::Tensor& seen) {
   return false;
 }
 
-bool TorchFace::read(nb::handle tensor, TensorFacts& facts) {
-  if (dlpack::Tensor seen; glance(tensor, seen)) {
+bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
+  if (dlpack::Tensor seen; borrow(tensor, seen)) {
     facts.data = static_cast<char*>(seen.data) + seen.byte_offset;
     facts.device = seen.device;
     facts.shape.assign(seen.shape, seen.shape + seen.ndim);
@@ -149,8 +149,8 @@ void end_unused_capsule(PyObject* capsule) {
 
 }  // namespace
 
-nb::object TorchFace::tensor_over(Generation* generation, Address address, std::size_t bytes,
-                                  Device device) {
+nb::object TorchBridge::tensor_over(Generation* generation, Address address, std::size_t bytes,
+                                    Device device) {
   if (api_) {
     auto* managed = make_export<dlpack::ManagedTensorVersioned>(generation, address, bytes, device);
     managed->version = {1, 0};
@@ -168,8 +168,8 @@ nb::object TorchFace::tensor_over(Generation* generation, Address address, std::
   return call(from_dlpack_, {capsule});
 }
 
-nb::object TorchFace::storage_over(Generation* generation, Address address, std::size_t bytes,
-                                   Device device) {
+nb::object TorchBridge::storage_over(Generation* generation, Address address, std::size_t bytes,
+                                     Device device) {
   nb::object storage = this->storage(tensor_over(generation, address, bytes, device));
   // Torch keeps the Python object and its attributes as long as the storage lives. Copying the
   // whole dict takes half the time of setting each attribute.
@@ -180,48 +180,50 @@ nb::object TorchFace::storage_over(Generation* generation, Address address, std:
   return storage;
 }
 
-nb::object TorchFace::storage(nb::handle tensor) { return call(untyped_storage_, {tensor.ptr()}); }
+nb::object TorchBridge::storage(nb::handle tensor) {
+  return call(untyped_storage_, {tensor.ptr()});
+}
 
-nb::object TorchFace::empty_storage(nb::handle device) {
+nb::object TorchBridge::empty_storage(nb::handle device) {
   return storage_type_(0, nb::arg("device") = device);
 }
 
-void TorchFace::set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
-                    nb::handle strides) {
+void TorchBridge::set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
+                      nb::handle strides) {
   nb::int_ at(offset);
   call(set_, {tensor.ptr(), storage.ptr(), at.ptr(), sizes.ptr(), strides.ptr()});
 }
 
-nb::object TorchFace::detach(nb::handle tensor) { return call(detach_, {tensor.ptr()}); }
+nb::object TorchBridge::detach(nb::handle tensor) { return call(detach_, {tensor.ptr()}); }
 
-nb::object TorchFace::narrow(nb::handle tensor, std::size_t dim, std::size_t start,
-                             std::size_t length) {
+nb::object TorchBridge::narrow(nb::handle tensor, std::size_t dim, std::size_t start,
+                               std::size_t length) {
   nb::int_ at_dim(dim), at(start), n(length);
   return call(narrow_, {tensor.ptr(), at_dim.ptr(), at.ptr(), n.ptr()});
 }
 
-void TorchFace::copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length,
-                          nb::handle source) {
+void TorchBridge::copy_into(nb::handle tensor, std::size_t dim, std::size_t start,
+                            std::size_t length, nb::handle source) {
   nb::object plain = detach(tensor);
   nb::object target = narrow(plain, dim, start, length);
   call(copy_, {target.ptr(), source.ptr()});
 }
 
-bool TorchFace::is_tensor(nb::handle object) {
+bool TorchBridge::is_tensor(nb::handle object) {
   return PyObject_IsInstance(object.ptr(), tensor_type_.ptr()) == 1;
 }
 
-bool TorchFace::is_plain(nb::handle object) {
+bool TorchBridge::is_plain(nb::handle object) {
   const PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
   return type == tensor_type_.ptr() || type == parameter_type_.ptr();
 }
 
-bool TorchFace::is_negative(nb::handle tensor) {
+bool TorchBridge::is_negative(nb::handle tensor) {
   return call(is_neg_, {tensor.ptr()}).is(nb::bool_(true));
 }
-bool TorchFace::is_conjugate(nb::handle tensor) {
+bool TorchBridge::is_conjugate(nb::handle tensor) {
   return call(is_conj_, {tensor.ptr()}).is(nb::bool_(true));
 }
-bool TorchFace::gradients_enabled() { return call(grad_enabled_, {}).is(nb::bool_(true)); }
+bool TorchBridge::gradients_enabled() { return call(grad_enabled_, {}).is(nb::bool_(true)); }
 
 }  // namespace vtensor::bind
