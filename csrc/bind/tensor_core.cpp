@@ -65,9 +65,9 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
 }
 
 TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length,
-                       bool foreign)
+                       bool unclean)
     : spec_(std::move(spec)), positions_{0, length} {
-  if (foreign || spec_.zeroed) stale_until_ = buffer->reach(positions_);
+  if (unclean || spec_.zeroed) stale_until_ = buffer->reach(positions_);
   use(std::move(buffer));
   may_copy_on_write_ = true;
 }

@@ -43,9 +43,9 @@ class TensorCore {
   static void use_classes(TensorClasses classes);
 
   TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec);
-  // Over pages shared with another buffer. `foreign`: bytes past `length` in them are not this
+  // Over pages shared with another buffer. `unclean`: bytes past `length` in them are not this
   // tensor's (I7).
-  TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool foreign);
+  TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool unclean);
   ~TensorCore();
   TensorCore(const TensorCore&) = delete;
   TensorCore& operator=(const TensorCore&) = delete;

@@ -107,7 +107,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // What the worker met for it, once.
   virtual std::exception_ptr take_error() VT_LOCKED = 0;
-  // Guards every page for a child about to be forked, and adds them to `seen`.
+  // Makes every page copy-on-write for a child about to be forked, and adds them to `seen`.
   virtual void protect_for_child(std::vector<Page*>& seen) noexcept VT_LOCKED = 0;
   virtual void add_to(PoolCounts& counts) const VT_LOCKED = 0;
   // Throws an Error that names the violated invariant.

@@ -33,8 +33,8 @@ class MakeRoom {
   // Rungs 1 to 4. True where they let the lock go, to wait or to make memory: others may have taken
   // pages, or given some back.
 
-  // Returns with `pages` pages free, not counting `copied` pages that the kernel copied and that
-  // these are to replace. Throws OutOfPages, ReserveReached.
+  // Returns with `pages` pages free, not counting `private_copies` pages that the kernel copied and
+  // that these are to replace. Throws OutOfPages, ReserveReached.
   bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t private_copies)
       VT_LOCKED;
   // The same, with their memory made if the driver takes long for that. Throws DeviceOutOfMemory

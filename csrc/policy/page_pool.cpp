@@ -245,7 +245,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
       throw TimedOut("[Pool.wait_idle] timed out after " + seconds_text(timeout) + ": " +
                      std::to_string(unsettled_.size()) +
                      " tensors have pages that work on the device may still use, or the mapper is "
-                     "busy; they stay held, and go once that has ended");
+                     "busy; they stay mapped, and go once that has ended");
     }
     wait_changed(lock, steady_clock::now() + kLook);
     reap();

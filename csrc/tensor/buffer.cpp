@@ -18,7 +18,7 @@ std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, co
   {
     const PoolLock lock(pool);
     pool->reap();
-    // All that it caches are buffers.
+    // Buffers alone are reusable.
     cached = std::static_pointer_cast<Buffer>(pool->cached().find(shape));
   }
   if (cached && cached->reuse_cached(caller)) return cached;

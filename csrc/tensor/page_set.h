@@ -13,7 +13,7 @@
 
 namespace vtensor {
 
-// The pages of neighbouring pages of every row of a buffer, row after row, each with a reference of
+// Neighbouring pages of every row of a buffer, row after row, each with a reference of
 // its own. Nobody writes to them: they are copy-on-write wherever they are mapped.
 class PageSet {
  public:

@@ -1,4 +1,4 @@
-// Parking: a freed buffer stays mapped for the next tensor of its shape, which takes it whole.
+// Reuse: a freed buffer stays mapped for the next tensor of its shape, which takes it whole.
 #include <algorithm>
 #include <chrono>
 #include <utility>

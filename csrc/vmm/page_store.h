@@ -38,7 +38,7 @@ class PageStore {
   std::size_t unused() const VT_LOCKED;
   // The same, as far as the device's memory leaves the reserve alone. Throws what the driver does.
   std::size_t available() const VT_LOCKED;
-  // The same as `unused`, not counting `copied` pages that are to be replaced.
+  // The same as `unused`, not counting `private_copies` pages that are to be replaced.
   std::size_t unused_beside(std::size_t private_copies) const VT_LOCKED;
   // Bytes of the device that are missing for `pages` pages beside the reserve, and what is free;
   // 0 if nothing is.

@@ -262,7 +262,7 @@ TEST_CASE("a caller who overtakes the mapper waits for no more than a step of it
   const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
   buffer->prepare(1 << 15);
   CHECK(settled(*pool, [&] { return pool->counts().prefetched > 0; }));
-  buffer->grow(kCaller, {0, 2048}, false);         // ready or not
+  buffer->grow(kCaller, {0, 2048}, false);              // ready or not
   CHECK(pool->counts().prefetched < (1 << 15) - 2048);  // the mapper had not come to the end
   buffer->abandon();
 }
