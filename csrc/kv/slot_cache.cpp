@@ -476,7 +476,7 @@ void SlotCache::require_kept(const Caller& caller, std::size_t group, std::size_
 // Whether some page behind these positions is shared.
 bool SlotCache::shares(const Write& write) const {
   const auto& buffers = slots_[write.slot].buffers;
-  return std::any_of(buffers.begin(), buffers.end(), [&](const auto& buffer) {
+  return std::any_of(buffers.begin(), buffers.end(), [&](const auto& buffer) VT_LOCKED {
     return buffer->shares() && buffer->writable_until(write.positions.begin) < write.positions.end;
   });
 }

@@ -213,13 +213,13 @@ class SlotCache {
     std::size_t pages = 0;  // that are not mapped yet
     std::size_t ready = 0;  // that are, and are needed from then on
   };
-  Need need_of(std::span<const std::int64_t> lengths) const;
-  std::size_t reclaimable(const PoolCounts& counts);
+  Need need_of(std::span<const std::int64_t> lengths) const VT_LOCKED;
+  std::size_t reclaimable(const PoolCounts& counts) VT_LOCKED;
   void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
   void require_used(const Caller& caller, std::size_t slot) const;
   void require_kept(const Caller& caller, std::size_t group, std::size_t layer,
                     const Write& write) const;
-  bool shares(const Write& write) const;
+  bool shares(const Write& write) const VT_LOCKED;
   void require_free(const Caller& caller, std::size_t n) const;
   bool has_free(std::size_t n) const;
   void require_arrived(const Caller& caller, std::size_t slot);

@@ -43,7 +43,6 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
          pool_->store().shortage(std::min(need.pages, unused)).missing == 0;
 }
 
-// Requires: the pool's lock.
 SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths) const {
   Need need;
   std::unordered_map<const Page*, std::uint32_t> unsharing;
@@ -83,7 +82,7 @@ SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths) const 
 }
 
 // Pages that a growth takes back from what nothing needs; of those that wait for work to end only
-// the slots' own, which nothing shares. Requires: the pool's lock.
+// the slots' own, which nothing shares.
 std::size_t SlotCache::reclaimable(const PoolCounts& counts) {
   std::size_t pages = counts.prefetched + counts.cached;
   for (const Slot& slot : slots_) {
