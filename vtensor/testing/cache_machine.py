@@ -145,6 +145,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert (self.cache.lengths, self.cache.stats().slots_free) == before
             return operation() if self.looks_ahead else REFUSED
 
+    def settle(self) -> None:
+        """Waits for copies that a refused operation had begun, so that equal steps give equal counts."""
+        if not self.looks_ahead:
+            self.pool.wait_idle(_SECONDS)
+
     def grow(self, by: Mapping[int, int], fail: int | None) -> bool:
         """Grows slots by one ``step`` of the cache, up to ``max_len``, and calls :meth:`write` for each slot.
 
@@ -311,6 +316,7 @@ class CacheMachine(RuleBasedStateMachine):
     def swap_out(self, n: int, fail: int | None) -> None:
         slots = self.in_use()[-n:]
         if self.attempt(lambda: self.cache.swap_out(slots if n > 1 else slots[0]), fail) is REFUSED:
+            self.settle()
             return
         for slot in slots:
             self.cache.wait(slot)  # so that equal steps give equal counts
@@ -329,7 +335,10 @@ class CacheMachine(RuleBasedStateMachine):
         done = self.attempt(lambda: self.cache.swap_in(slots if n > 1 else slots[0]), fail)
         if done is not REFUSED and not self.looks_ahead:
             assert done == fits
-        for slot in slots if done is not REFUSED and done else ():
+        if done is REFUSED or not done:
+            self.settle()
+            return
+        for slot in slots:
             self.requests[slot].swapped = False
             self.cache.wait(slot)
 
