@@ -250,7 +250,7 @@ class KVCache:
 
         Args:
             layer: its number.
-            slots: a slot, or ``[n]``, each named once.
+            slots: a slot, or ``[n]``.
             starts: the first token to be written in each, ``[n]``.
             k, v: ``[tokens, heads, head_dim]``, those of the slots one after the other, or ``[n, tokens,
                 heads, head_dim]``, whatever the cache's layout; ``v`` is None in a cache without V.
@@ -419,7 +419,7 @@ class KVCache:
             TimedOut: the copies have not ended within a minute. They go on, and can be waited for again.
         """
         if layer is not None:
-            layer = self._count("KVCache.wait", "layer", layer)
+            layer = self._layer("KVCache.wait", layer)
         CacheCore.wait(self._core, self._slot("KVCache.wait", slot), layer)
 
     # -- tensors
@@ -433,7 +433,10 @@ class KVCache:
         """
         if self._core.closed:
             raise Closed("[KVCache] the cache is closed: make a new one")
-        return self._layers[layer]
+        try:
+            return self._layers[layer]
+        except IndexError:  # which ends a loop over the layers
+            raise IndexError(f"[KVCache] layer {layer}: the cache has layers 0 to {len(self) - 1}") from None
 
     @property
     def num_layers(self) -> int:

@@ -17,8 +17,9 @@ namespace vtensor {
 namespace {
 
 constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
-// What one eviction gives up: pages that others ask for come in such steps, oldest first.
-constexpr std::size_t kEvictedAtOnce = std::size_t{16} << 20;
+// What one eviction gives up, oldest first: a share of the cached pages, and so many bytes at most.
+constexpr std::size_t kEvictedShare = 16;
+constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
 
 }  // namespace
 
@@ -317,6 +318,7 @@ void Arena::cache(std::size_t page, Time now) noexcept {
   state.newer = kNone;
   (newest_ == kNone ? oldest_ : states_[newest_].newer) = static_cast<std::uint32_t>(page);
   newest_ = static_cast<std::uint32_t>(page);
+  ++cached_;
 }
 
 void Arena::uncache(std::size_t page) noexcept {
@@ -324,6 +326,7 @@ void Arena::uncache(std::size_t page) noexcept {
   (state.older == kNone ? oldest_ : states_[state.older].newer) = state.newer;
   (state.newer == kNone ? newest_ : states_[state.newer].older) = state.older;
   state.idle = Idle::no;
+  --cached_;
 }
 
 void Arena::let_go(std::size_t page) noexcept {
@@ -344,7 +347,8 @@ std::chrono::steady_clock::time_point Arena::cached_at() const {
 
 void Arena::evict(bool aged) {
   aged_ = aged;
-  std::size_t left = std::max<std::size_t>(1, kEvictedAtOnce / range_.page_size());
+  std::size_t left = std::min(cached_ / kEvictedShare, kMostEvicted / range_.page_size());
+  left = std::max<std::size_t>(1, left);
   for (; left != 0 && oldest_ != kNone; --left) let_go(oldest_);
   if (oldest_ == kNone) pool_->cached().remove(*this, 0);
   give_back_unused();
@@ -676,6 +680,7 @@ void Arena::add_to(PoolCounts& counts) const {
 void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
   std::size_t cached = 0;
   for (std::uint32_t i = oldest_; i != kNone; i = states_[i].newer) ++cached;
+  const std::size_t listed = cached;
   for (std::size_t i = 0; i < states_.size(); ++i) {
     const State& state = states_[i];
     const EntryState entry = range_.at(0, i).state;
@@ -692,7 +697,8 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
       throw Error("I8: " + page + "waits for a page that no thread maps");
     cached -= state.idle == Idle::cached;
   }
-  if (cached != 0) throw Error("I4: an arena's list of cached pages is not what its pages say");
+  if (cached != 0 || listed != cached_)
+    throw Error("I4: an arena's list of cached pages is not what its pages say");
   range_.check(uses, owned_ || !generations_.empty());
 }
 

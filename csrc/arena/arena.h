@@ -158,6 +158,7 @@ class Arena final : public Client {
   std::size_t waiting_ VT_GUARDED = 0;
   std::vector<State> states_ VT_GUARDED;                                 // of every page
   std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // of the cached
+  std::size_t cached_ VT_GUARDED = 0;                                    // pages on that list
   std::vector<Interval> wanted_ VT_GUARDED;  // pages that the mapper is to map
   Interval touched_ VT_GUARDED;              // within which pages are to go
   PendingUnmap unmap_ VT_GUARDED;

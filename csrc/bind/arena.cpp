@@ -144,6 +144,10 @@ class ArenaCore {
   std::vector<Interval> read(const char* operation, nb::handle intervals) const {
     const auto bytes = static_cast<std::int64_t>(bytes_);
     return each(operation, "intervals", intervals, [&](nb::handle interval) {
+      if (PySequence_Check(interval.ptr()) == 0) {
+        refuse(operation, "an interval is " + type_text(interval) +
+                              ": give pairs of bytes, such as [(0, 4096)]");
+      }
       const std::vector<std::int64_t> ends = integers(operation, "an interval", interval);
       if (ends.size() != 2)
         refuse(operation, "an interval has " + std::to_string(ends.size()) +

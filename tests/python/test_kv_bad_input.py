@@ -78,7 +78,7 @@ BAD = {
         vtensor.InvalidArgument,
         "slot 0 is named twice",
     ),
-    "no such layer": (lambda c: c[2], IndexError, "index out of range"),
+    "no such layer": (lambda c: c[2], IndexError, "the cache has layers 0 to 1"),
 }
 
 
