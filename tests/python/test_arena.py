@@ -74,7 +74,11 @@ class ArenaMachine(RuleBasedStateMachine):
         return [i for i, n in self.uses.items() if n]
 
     def attempt(self, operation, fail: int | None) -> bool:
-        """Whether it was granted; else nothing has changed (I8)."""
+        """Whether it was granted; else nothing has changed (I8).
+
+        What a driver call refused is tried again: the mapper makes calls too, and equal draws are to make the
+        same blocks whichever of them was refused.
+        """
         active = self.arena.stats().pages_active
         try:
             if fail is None:
@@ -88,9 +92,9 @@ class ArenaMachine(RuleBasedStateMachine):
             pass
         except vtensor.DriverError:
             assert fail is not None or self.met  # by the mapper, before (I10)
-            if fail is None:
-                self.met = False
-                return self.attempt(operation, None)
+            self.met = fail is not None
+            assert self.arena.stats().pages_active == active
+            return self.attempt(operation, None)
         assert self.arena.stats().pages_active == active
         return False
 
@@ -99,7 +103,7 @@ class ArenaMachine(RuleBasedStateMachine):
         needed = pages_of(self.used()) | pages_of(which)
         if not self.attempt(lambda: self.arena.map([block(i) for i in which]), fail):
             others = 0 if self.other is None else self.pool.stats().pages_active - len(pages_of(self.used()))
-            assert fail is not None or len(needed) + others > self.budget, "refused though there were pages"
+            assert len(needed) + others > self.budget, "refused though there were pages"
             return
         for i in which:
             self.uses[i] += 1
