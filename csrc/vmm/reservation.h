@@ -158,9 +158,9 @@ class Reservation {
   // Maps pages of others, those of one run behind those of the last, at empty entries.
   void map_shared(PoolLock& lock, std::span<const Run> runs, std::span<Page* const> pages,
                   EntryState state) VT_LOCKED;
-  // Makes writable runs copy-on-write, which are about to be shared. Whole or nothing. Lets the lock go
-  // meanwhile, unless it is null. Requires: no work that may write to the runs is left in any
-  // stream.
+  // Makes writable runs copy-on-write, which are about to be shared. Whole or nothing. Lets the
+  // lock go meanwhile, unless it is null. Requires: no work that may write to the runs is left in
+  // any stream.
   void make_copy_on_write(PoolLock* lock, std::span<const Run> runs) VT_LOCKED;
   // Gives each copy-on-write page of `runs` a page of its own with what is seen there, mapped
   // writable, and zeroes `stale` at the end, in `stream`. Whole or nothing, except that pages which
