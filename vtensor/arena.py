@@ -112,9 +112,10 @@ class Arena:
             unmapped, unless others that share its pages wrote there.
 
         Raises:
-            OutOfPages: memory is short, also after what others keep for later was given up.
-            InvalidArgument: bytes that are not in the arena.
-            DriverError, TimedOut, Closed. Nothing was changed then.
+            OutOfPages: if memory is short, also after what others keep for later was given up.
+            InvalidArgument: if bytes are not in the arena.
+            DriverError: if the driver refuses a call.
+            Closed: if the arena is closed. In all cases nothing was changed.
         """
         return ArenaCore.map(self._core, intervals)
 
