@@ -1,14 +1,11 @@
 #include "arena/arena.h"
 
 #include <algorithm>
-#include <limits>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "base/process.h"
 #include "base/trace.h"
 #include "policy/make_room.h"
 
@@ -16,28 +13,11 @@ namespace vtensor {
 
 namespace {
 
-constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 // What one eviction gives up, oldest first: a share of the cached pages, and so many bytes at most.
 constexpr std::size_t kEvictedShare = 16;
 constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
 
 }  // namespace
-
-// Marks the arena busy, so that the mapper keeps off and the lock can be let go.
-class Arena::Busy {
- public:
-  explicit Busy(Arena& arena) VT_LOCKED : arena_(arena) { arena.busy_ = true; }
-  ~Busy() VT_LOCKED {
-    arena_.busy_ = false;
-    arena_.pool_->changed();
-    arena_.give_back_unused();
-  }
-  Busy(const Busy&) = delete;
-  Busy& operator=(const Busy&) = delete;
-
- private:
-  Arena& arena_;
-};
 
 std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                    bool zeros, const Caller& caller) {
@@ -73,12 +53,7 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
 }
 
 Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages)
-    : pool_(pool),
-      driver_(pool->driver()),
-      shape_{.rows = 1, .item_bytes = 1, .capacity = bytes},
-      range_(driver_, pool->store(), shape_, pages, pool->options().patience),
-      states_(pages),
-      work_(driver_) {
+    : RangeClient(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages), states_(pages) {
   range_.reserve(pages);
 }
 
@@ -92,18 +67,6 @@ std::vector<Interval> Arena::pages_of(std::span<const Interval> intervals) const
   std::transform(intervals.begin(), intervals.end(), pages.begin(),
                  [this](Interval bytes) { return pages_of(bytes); });
   return pages;
-}
-
-void Arena::await_turn(PoolLock& lock, const Caller& caller) {
-  ++waiting_;
-  try {
-    pool_->await(lock, caller.operation, "the mapper's driver call for this arena",
-                 [this]() VT_LOCKED { return !busy_; });
-  } catch (...) {
-    --waiting_;
-    throw;
-  }
-  --waiting_;
 }
 
 void Arena::require_no_capture(const Caller& caller) const {
@@ -127,7 +90,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
       const std::size_t first = i;
       while (i < some.end && states_[i].idle == Idle::leaving) ++i;
       if (i == first) continue;
-      touch({first, i});
+      unmap_.touch({first, i});
       unmap_.remove({first, i});
     }
   }
@@ -198,7 +161,7 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   }
   ++(count == 0 ? pool_->counted.growths_ready : pool_->counted.growths_mapped);
   if (count == 0) return kept;
-  const Busy busy(*this);
+  const Busy busy(*this, lock, caller);
   range_.claim(arrival);
   const Reservation::Arriving arriving{&range_, &arrival};
   {
@@ -283,18 +246,6 @@ std::size_t Arena::trim(const Caller& caller) {
   return pages;
 }
 
-void Arena::use(const Caller& caller) {
-  if (!PendingWork::runs_behind(driver_, caller.stream)) return;
-  const PoolLock lock(pool_);
-  work_.note(caller);
-}
-
-void Arena::raise_error() {
-  const PoolLock lock(pool_, std::try_to_lock);
-  if (!lock) return;  // the next operation raises it
-  if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
-}
-
 // -- what no block needs
 
 // Pages that come back to this arena need no zeroing, unless all do.
@@ -332,13 +283,7 @@ void Arena::uncache(std::size_t page) noexcept {
 void Arena::let_go(std::size_t page) noexcept {
   if (states_[page].idle == Idle::cached) uncache(page);
   states_[page].idle = Idle::leaving;
-  touch({page, page + 1});
-}
-
-void Arena::touch(Interval pages) noexcept {
-  touched_ = touched_.empty() ? pages
-                              : Interval{std::min(touched_.begin, pages.begin),
-                                         std::max(touched_.end, pages.end)};
+  unmap_.touch({page, page + 1});
 }
 
 std::chrono::steady_clock::time_point Arena::cached_at() const {
@@ -367,25 +312,23 @@ std::size_t Arena::drop_ahead() {
   return pages;
 }
 
-// Whether something is on its way out. Notes what must be done before it may go.
 bool Arena::begin_unmapping() {
   if (!unmap_.indices().empty()) return true;
+  const Interval touched = unmap_.touched();
   std::vector<Interval> leaving;
-  for (std::size_t i = touched_.begin; i < touched_.end; ++i) {
+  for (std::size_t i = touched.begin; i < touched.end; ++i) {
     const std::size_t first = i;
-    while (i < touched_.end && states_[i].idle == Idle::leaving) ++i;
+    while (i < touched.end && states_[i].idle == Idle::leaving) ++i;
     if (i != first) leaving.push_back({first, i});
   }
-  if (leaving.empty()) {
-    touched_ = {};
-    return false;
+  std::vector<FencePtr> after;
+  if (!leaving.empty()) {
+    after = work_.fences();
+    after.insert(after.end(), ready_after_.begin(), ready_after_.end());
   }
-  std::vector<FencePtr> after = work_.fences();
-  after.insert(after.end(), ready_after_.begin(), ready_after_.end());
   for (const Interval pages : leaving) range_.event(trace::What::retire, pages);
   unmap_.begin(std::move(leaving), std::move(after));
-  touched_ = {};
-  return true;
+  return !unmap_.indices().empty();
 }
 
 void Arena::give_back_unused() noexcept {
@@ -404,62 +347,8 @@ void Arena::give_back_unused() noexcept {
   }
 }
 
-bool Arena::settle(PoolLock* lock) noexcept {
-  if (busy_) return false;
-  unmap_.try_again();
-  try {
-    const bool quiet = all_passed(driver_, ready_after_);
-    while (begin_unmapping()) {
-      Departure departure;
-      if (!claim_departure(departure, kNoLimit)) return false;
-      {
-        std::optional<Unlocked> unlocked;
-        if (lock != nullptr) unlocked.emplace(*lock);
-        range_.carry_out(departure);
-      }
-      enter_back(departure);
-      if (unmap_.refusal()) return false;
-    }
-    return release_range() && quiet;
-  } catch (...) {
-    unmap_.refused(std::current_exception());
-    return false;
-  }
-}
-
-Client::Claim Arena::claim_back(Departure& departure, std::size_t pages) noexcept {
-  if (busy()) return Claim::waits;
-  if (unmap_.refusal() &&
-      (pool_->retired() || std::chrono::steady_clock::now() < unmap_.retry_at()))
-    return Claim::refused;
-  unmap_.try_again();
-  try {
-    const bool quiet = all_passed(driver_, ready_after_);
-    if (begin_unmapping()) return claim_departure(departure, pages) ? Claim::claimed : Claim::waits;
-    return release_range() && quiet ? Claim::done : Claim::waits;
-  } catch (...) {
-    unmap_.refused(std::current_exception());
-    return Claim::refused;
-  }
-}
-
-bool Arena::claim_departure(Departure& departure, std::size_t pages) {
-  if (!unmap_.may_go(driver_)) return false;
-  std::vector<Interval> some = unmap_.first(pages);
-  std::vector<Reservation::Run> runs;
-  std::size_t writable = 0;
-  for (const auto wanted : {is_writable, is_copy_on_write}) {
-    for (const Interval indices : some) range_.collect(runs, 0, indices, wanted);
-    if (wanted == is_writable) writable = runs.size();
-  }
-  departure = {range_.departing(std::move(runs), writable), std::move(some)};
-  busy_ = true;
-  return true;
-}
-
 void Arena::enter_back(Departure& departure) {
-  busy_ = false;
-  range_.enter(departure, aged_);
+  RangeClient::enter_back(departure);
   for (const Reservation::Run& run : departure.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
       if (!is_mapped(range_.at(0, i)) && states_[i].idle == Idle::leaving)
@@ -468,13 +357,9 @@ void Arena::enter_back(Departure& departure) {
   }
   // Also of a departure that was cut short: these may be mapped again before the rest goes.
   for (std::size_t run = 0; run < departure.done; ++run) unmap_.remove(departure.runs[run].indices);
-  if (departure.error) {
-    unmap_.refused(departure.error);
-  } else if (departure.done == departure.runs.size()) {
-    for (const Interval indices : departure.indices) unmap_.remove(indices);
-  }
-  pool_->changed();
 }
+
+bool Arena::is_quiet() { return all_passed(driver_, ready_after_); }
 
 std::size_t Arena::pages_leaving() const {
   if (unmap_.refusal()) return 0;
@@ -499,35 +384,19 @@ std::size_t Arena::missing_ahead() const {
   return pages;
 }
 
-bool Arena::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
-  const auto give_up = [this]() VT_LOCKED {
-    wanted_.clear();
-    return false;
-  };
-  try {
-    for (const Interval some : wanted_) {
-      std::vector<Reservation::Run> runs;
-      range_.collect(runs, 0, some, is_unmapped);
-      for (Reservation::Run& run : runs) {
-        if (range_.at(0, run.indices.begin).state != EntryState::empty) return give_up();
-        run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
-        pages -= run.indices.size();
-        if (run.indices.empty()) break;
-        arrival.runs.push_back(run);
-      }
-      if (!arrival.runs.empty()) break;  // others may overlap these
+bool Arena::find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) {
+  std::vector<Reservation::Run> missing;
+  for (const Interval some : wanted_) {
+    missing.clear();
+    range_.collect(missing, 0, some, is_unmapped);
+    for (Reservation::Run& run : missing) {
+      if (range_.at(0, run.indices.begin).state != EntryState::empty) return false;
+      run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
+      pages -= run.indices.size();
+      if (run.indices.empty()) break;
+      runs.push_back(run);
     }
-    if (arrival.runs.empty()) return give_up();
-    arrival.ahead = true;
-    busy_ = true;
-    range_.claim(arrival);
-  } catch (const DeviceOutOfMemory&) {
-    busy_ = false;
-    return give_up();  // a block that needs the pages raises it
-  } catch (...) {
-    busy_ = false;
-    error_ = std::current_exception();
-    return give_up();
+    if (!runs.empty()) break;  // others may overlap these
   }
   return true;
 }
@@ -538,10 +407,7 @@ void Arena::enter_ahead(Reservation::Arrival& arrival) {
   if (arrival.zeroing) work_.note(driver_.side_stream());
   if (arrival.error) {
     wanted_.clear();
-    if (!is_out_of_memory(arrival.error)) {
-      error_ = arrival.error;
-      trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
-    }
+    refused_ahead(arrival);
   }
   for (const Reservation::Run& run : arrival.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
@@ -567,13 +433,6 @@ Generation* Arena::publish() {
   return generation.release();
 }
 
-void Arena::abandon() noexcept {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
-  owner_end_->client = shared_from_this();
-  owner_end_->is_owner = true;
-  pool_->end(owner_end_.release());
-}
-
 void Arena::leave() noexcept {
   owned_ = false;
   wanted_.clear();
@@ -586,15 +445,7 @@ void Arena::leave() noexcept {
 }
 
 void Arena::protect_for_child(std::vector<Page*>& seen) noexcept {
-  try {
-    seen.reserve(seen.size() + range_.mapped());
-    range_.make_copy_on_write(nullptr, range_.collect({0, range_.reserved()}, is_writable));
-  } catch (...) {
-    return;  // the child still gets mappings of its own, and may see our later writes
-  }
-  for (std::size_t i = 0; i < range_.reserved(); ++i) {
-    if (is_copy_on_write(range_.at(0, i))) seen.push_back(range_.at(0, i).page);
-  }
+  range_.protect({0, range_.reserved()}, seen);
 }
 
 // -- reports

@@ -2,7 +2,6 @@
 // that.
 #include <algorithm>
 #include <chrono>
-#include <exception>
 #include <utility>
 
 #include "base/errors.h"
@@ -104,41 +103,27 @@ std::size_t Buffer::missing_ahead() const {
   return wanted.empty() ? 0 : wanted.size() * range_.rows() - range_.count_mapped(wanted);
 }
 
-// Takes up to `pages` pages for wanted pages. False where nothing is left to do, or to do it with.
-bool Buffer::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
-  const auto give_up = [this]() VT_LOCKED {
-    wanting_ = false;
-    unmap_.touch(ahead());  // rows that came part of the way
-    const std::size_t end = std::max(ready_.end, std::exchange(want_end_, 0));
-    if (owned_) set_ready(usable(extent_end(), end));
-    give_back_unused();
-    return false;
-  };
-  try {
-    std::vector<Reservation::Run> missing;
-    const Interval wanted{std::max(extent_end(), ready_.end), want_end_};
-    unmap_.remove(wanted);
-    for (std::size_t row = 0; row < range_.rows() && pages != 0; ++row) {
-      missing.clear();
-      range_.collect(missing, row, wanted, is_unmapped);
-      for (Reservation::Run& run : missing) {
-        if (range_.at(row, run.indices.begin).state != EntryState::empty) return give_up();
-        run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
-        pages -= run.indices.size();
-        if (!run.indices.empty()) arrival.runs.push_back(run);
-      }
+void Buffer::give_up_ahead() {
+  wanting_ = false;
+  unmap_.touch(ahead());  // rows that came part of the way
+  const std::size_t end = std::max(ready_.end, std::exchange(want_end_, 0));
+  if (owned_) set_ready(usable(extent_end(), end));
+  give_back_unused();
+}
+
+bool Buffer::find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) {
+  std::vector<Reservation::Run> missing;
+  const Interval wanted{std::max(extent_end(), ready_.end), want_end_};
+  unmap_.remove(wanted);
+  for (std::size_t row = 0; row < range_.rows() && pages != 0; ++row) {
+    missing.clear();
+    range_.collect(missing, row, wanted, is_unmapped);
+    for (Reservation::Run& run : missing) {
+      if (range_.at(row, run.indices.begin).state != EntryState::empty) return false;
+      run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
+      pages -= run.indices.size();
+      if (!run.indices.empty()) runs.push_back(run);
     }
-    if (arrival.runs.empty()) return give_up();
-    arrival.ahead = true;
-    busy_ = true;
-    range_.claim(arrival);
-  } catch (const DeviceOutOfMemory&) {
-    busy_ = false;
-    return give_up();  // a growth that needs the pages raises it
-  } catch (...) {
-    busy_ = false;
-    failed(std::current_exception());
-    return give_up();
   }
   return true;
 }
@@ -152,10 +137,7 @@ void Buffer::enter_ahead(Reservation::Arrival& arrival) {
   if (arrival.zeroing) work_.note(driver_.side_stream());
   if (arrival.error) {
     want_end_ = 0;
-    if (!is_out_of_memory(arrival.error)) {  // which a growth that needs the pages raises
-      failed(arrival.error);
-      trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
-    }
+    refused_ahead(arrival);
   }
   if (owned_) {
     set_ready(usable(extent_end(), std::max(ready_.end, want_end_)));

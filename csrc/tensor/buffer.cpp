@@ -1,13 +1,10 @@
 #include "tensor/buffer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <string>
-#include <utility>
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "base/process.h"
 #include "base/trace.h"
 
 namespace vtensor {
@@ -74,56 +71,12 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
 }
 
 Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
-    : pool_(pool),
-      driver_(pool->driver()),
-      shape_(shape),
-      range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
-      work_(driver_) {}
-
-void Buffer::await_turn(PoolLock& lock, const Caller& caller) {
-  ++waiting_;
-  try {
-    pool_->await(lock, caller.operation, "the mapper's driver call for this tensor",
-                 [this]() VT_LOCKED { return !busy_; });
-  } catch (...) {
-    --waiting_;
-    throw;
-  }
-  --waiting_;
-}
-
-Buffer::Busy::Busy(Buffer& buffer, PoolLock& lock, const Caller& caller) : buffer_(buffer) {
-  buffer.await_turn(lock, caller);
-  buffer.busy_ = true;
-}
-
-Buffer::Busy::~Busy() {
-  buffer_.busy_ = false;
-  buffer_.pool_->changed();
-  buffer_.give_back_unused();  // what views left meanwhile
-}
+    : RangeClient(pool, shape, row_pages) {}
 
 Interval Buffer::indices_of(Interval positions) const {
   if (positions.empty()) return {};
   return {(shape_.phase + positions.begin * shape_.item_bytes) / range_.page_size(),
           ceil_div(shape_.phase + positions.end * shape_.item_bytes, range_.page_size())};
-}
-
-void Buffer::failed(std::exception_ptr error) {
-  error_ = std::move(error);
-  failed_.store(true, std::memory_order_relaxed);
-}
-
-std::exception_ptr Buffer::take_error() {
-  failed_.store(false, std::memory_order_relaxed);
-  return std::exchange(error_, nullptr);
-}
-
-void Buffer::raise_error() {
-  if (!failed_.load(std::memory_order_relaxed)) return;
-  const PoolLock lock(pool_, std::try_to_lock);
-  if (!lock) return;  // the next operation raises it
-  if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
 }
 
 void Buffer::require_no_capture(const Caller& caller) {

@@ -3,10 +3,8 @@
 // the extent; everything else is given back, once the work that may touch it is done.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -17,23 +15,17 @@
 
 #include "base/align.h"
 #include "base/interval.h"
-#include "policy/client.h"
-#include "policy/generation.h"
 #include "policy/look_ahead.h"
-#include "policy/page_pool.h"
 #include "policy/page_record.h"
-#include "policy/pending_unmap.h"
-#include "policy/roster.h"
+#include "policy/range_client.h"
 #include "vmm/caller.h"
-#include "vmm/pending_work.h"
-#include "vmm/reservation.h"
 #include "vmm/row_shape.h"
 
 namespace vtensor {
 
 class PageSet;
 
-class Buffer final : public Client {
+class Buffer final : public RangeClient {
  public:
   // Takes a cached buffer of this shape, or makes one. Throws InvalidArgument, CapacityExceeded
   // where the sizes overflow, DriverError.
@@ -56,9 +48,6 @@ class Buffer final : public Client {
     return ceil_div(indices_of(positions).end * range_.page_size() - shape_.phase,
                     shape_.item_bytes);
   }
-
-  // Throws, once, what the mapper met while it worked for this buffer (I10).
-  void raise_error();
 
   // Makes `positions` the owner's where that needs no driver call, because what they add is mapped,
   // ready and not shared. False where it is not, and where another thread holds the lock; nothing
@@ -96,8 +85,6 @@ class Buffer final : public Client {
   // The same; null where that would have to wait for the lock.
   Generation* try_publish();
   bool published();
-  // Work in the caller's stream uses the pages: they are unmapped only after it.
-  void use(const Caller& caller);
   // Points behind all work launched so far that may use the pages.
   std::vector<FencePtr> work();
   // As `publish`, for work that will be launched in the caller's stream.
@@ -137,9 +124,6 @@ class Buffer final : public Client {
   // A cached buffer whose owner left gets a new one; false where it is not cached, or something
   // else of it is still mapped. Waits for the mapper's step.
   bool reuse_cached(const Caller& caller);
-  // The owner leaves: pages and addresses go as the generations over them end, or are cached. Never
-  // blocks, never throws (I11). Takes effect before the lock is next let go. To be called once.
-  void abandon() noexcept;
 
   // Whether a write to some page of ours does not reach its handle.
   bool copy_on_write();
@@ -149,34 +133,23 @@ class Buffer final : public Client {
   std::vector<PageRecord> pages();
 
   // What its pool asks of it: see Client.
-  const std::shared_ptr<PagePool>& pool() const override { return pool_; }
-  const RowShape& shape() const override { return shape_; }
-  Reservation& range() override { return range_; }
-  const Reservation& range() const { return range_; }
   bool placed() const override { return host_ != nullptr; }
   void forget(const Generation* generation) noexcept override VT_LOCKED;
   void leave() noexcept override VT_LOCKED;
   void give_back_unused() noexcept override VT_LOCKED;
-  bool settle(PoolLock* lock) noexcept override VT_LOCKED;
-  const std::exception_ptr& refusal() const override VT_LOCKED { return unmap_.refusal(); }
   std::size_t pages_leaving() const override VT_LOCKED;
   std::size_t drop_ahead() override VT_LOCKED;
   bool reusable() const override VT_LOCKED;
   std::chrono::steady_clock::time_point cached_at() const override VT_LOCKED { return cached_at_; }
   void evict(bool aged = false) override VT_LOCKED;
   bool to_clean() const override VT_LOCKED;
-  bool busy() const override VT_LOCKED { return busy_ || waiting_ != 0; }
-  bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   void enter_ahead(Reservation::Arrival& arrival) override VT_LOCKED;
   std::size_t missing_ahead() const override VT_LOCKED;
   bool wants() const override VT_LOCKED { return wanting_; }
-  Claim claim_back(Departure& departure, std::size_t pages) noexcept override VT_LOCKED;
-  void enter_back(Departure& departure) override VT_LOCKED;
   bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) override VT_LOCKED;
   FencePtr clean(std::span<const Reservation::Run> runs) override;
   void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
                       std::exception_ptr error) override VT_LOCKED;
-  std::exception_ptr take_error() override VT_LOCKED;
   void protect_for_child(std::vector<Page*>& seen) noexcept override VT_LOCKED;
   void add_to(PoolCounts& counts) const override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
@@ -199,6 +172,13 @@ class Buffer final : public Client {
   void reuse(const Caller& caller) VT_LOCKED;
 
  private:
+  const char* noun() const override { return "tensor"; }
+  bool begin_unmapping() override VT_LOCKED;
+  bool is_quiet() override VT_LOCKED;
+  bool release_range() override VT_LOCKED;
+  bool find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) override VT_LOCKED;
+  void give_up_ahead() override VT_LOCKED;
+
   class Growing;
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
@@ -211,7 +191,6 @@ class Buffer final : public Client {
   static std::size_t fresh_pages_for(std::span<const Growing> all) VT_LOCKED;
   void unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
                Interval stale = {}) VT_LOCKED;
-  class Busy;
   std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller) VT_LOCKED;
 
   // Where the pages behind the extent begin.
@@ -226,43 +205,19 @@ class Buffer final : public Client {
   void set_ready(Interval indices) VT_LOCKED;
   Generation* publish_locked() VT_LOCKED;
   std::vector<FencePtr> fences() const VT_LOCKED;
-  bool is_quiet() VT_LOCKED;
-  // Waits until no thread makes driver calls for this buffer; the mapper begins none meanwhile.
-  void await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
-  bool begin_retirement() VT_LOCKED;
-  bool claim_departure(Departure& departure, std::size_t pages) VT_LOCKED;
   void try_to_cache() VT_LOCKED;
   // Of cached pages, those that count against what freed tensors may leave: what a host's places
   // keep is bounded by the host.
   std::size_t pages_to_count(std::size_t pages) const { return host_ == nullptr ? pages : 0; }
-  bool release_range() VT_LOCKED;
   // Has memory for what `missing` counts, with the lock held since it was last asked. Requires: not
   // busy, so that what this buffer itself no longer needs may go meanwhile.
   void require_ready(PoolLock& lock, const Caller& caller,
                      const std::function<std::pair<std::size_t, std::size_t>()>& missing) VT_LOCKED;
   Interval ahead() const VT_LOCKED;
-  void failed(std::exception_ptr error) VT_LOCKED;
 
-  // Marks the buffer busy, so that the mapper keeps off and the lock can be let go.
-  class Busy {
-   public:
-    Busy(Buffer& buffer, PoolLock& lock, const Caller& caller) VT_LOCKED;
-    ~Busy() VT_LOCKED;
-
-   private:
-    Buffer& buffer_;
-  };
-
-  const std::shared_ptr<PagePool> pool_;
-  Driver& driver_;
-  const RowShape shape_;
-  Reservation range_;
-  Generation* host_ = nullptr;        // where it is placed: what keeps the range there reserved
-  bool owned_ VT_GUARDED = true;      // the owner has not left
-  bool reserved_ VT_GUARDED = false;  // the range is ours
-  bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock
-  bool wanting_ VT_GUARDED = false;   // on the pool's list
+  Generation* host_ = nullptr;       // where it is placed: what keeps the range there reserved
+  bool wanting_ VT_GUARDED = false;  // on the pool's list
   // What growing over ready pages looks at lies together: many buffers grow in one step, and their
   // memory is cold.
   std::size_t want_end_ VT_GUARDED = 0;  // pages below are wanted ready
@@ -274,24 +229,11 @@ class Buffer final : public Client {
   Interval unclean_ VT_GUARDED;
   Interval reused_ VT_GUARDED;  // of a placed one, pages that were cached as its owner came
   Interval cached_ VT_GUARDED;  // pages that wait for the next owner, mapped in every row
-  PendingUnmap unmap_ VT_GUARDED;
   std::vector<FencePtr> cached_after_ VT_GUARDED;
   std::chrono::steady_clock::time_point cached_at_ VT_GUARDED;
-  bool aged_ VT_GUARDED = false;  // its pages have been free for long
-  // What must be done before pages behind the extent are used: zeroing on the side stream, and the
-  // work of a reused buffer's last owner.
-  std::vector<FencePtr> ready_after_ VT_GUARDED;
   FencePtr cleaned_after_ VT_GUARDED;  // the zeroing of cached pages; null if complete
-  PendingWork work_ VT_GUARDED;
-  Generations generations_ VT_GUARDED;
-  std::unique_ptr<Generation> owner_end_ =
-      std::make_unique<Generation>();  // made ahead: leaving cannot fail
-  // Callers that wait until it is not busy; the mapper lets them go first.
-  std::size_t waiting_ VT_GUARDED = 0;
-  bool may_cache_ VT_GUARDED = true;  // once, when the owner has left
+  bool may_cache_ VT_GUARDED = true;   // once, when the owner has left
   LookAhead pace_ VT_GUARDED;
-  std::exception_ptr error_ VT_GUARDED;  // of the mapper, not yet raised
-  std::atomic<bool> failed_{false};      // there is one: read without the lock
 };
 
 }  // namespace vtensor

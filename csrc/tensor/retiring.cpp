@@ -2,31 +2,15 @@
 // is done, by the mapper or, in a pool without one, at once.
 #include <algorithm>
 #include <array>
-#include <chrono>
-#include <limits>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "base/errors.h"
-#include "base/process.h"
 #include "base/trace.h"
 #include "tensor/buffer.h"
 #include "vmm/wait.h"
 
 namespace vtensor {
-
-namespace {
-
-constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
-
-}  // namespace
-
-void Buffer::use(const Caller& caller) {
-  if (!PendingWork::runs_behind(driver_, caller.stream)) return;
-  const PoolLock lock(pool_);
-  work_.note(caller);
-}
 
 std::vector<FencePtr> Buffer::work() {
   const PoolLock lock(pool_);
@@ -57,7 +41,6 @@ std::vector<FencePtr> Buffer::fences() const {
   return fences;
 }
 
-// Whether all has passed that the next growth, or the next owner, would have to wait for.
 bool Buffer::is_quiet() {
   if (cleaned_after_ && driver_.passed(*cleaned_after_)) cleaned_after_ = nullptr;
   const bool ready = all_passed(driver_, ready_after_);
@@ -113,13 +96,6 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
   give_back_unused();
 }
 
-void Buffer::abandon() noexcept {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
-  owner_end_->client = shared_from_this();
-  owner_end_->is_owner = true;
-  pool_->end(owner_end_.release());
-}
-
 void Buffer::leave() noexcept {
   unmap_.touch({0, range_.reserved()});
   owned_ = false;
@@ -157,8 +133,7 @@ std::size_t Buffer::pages_leaving() const {
   return pages;
 }
 
-// Whether something is on its way out. Notes what must be done before it may go.
-bool Buffer::begin_retirement() {
+bool Buffer::begin_unmapping() {
   if (!unmap_.indices().empty()) return true;
   std::vector<Interval> indices = uncovered();
   std::vector<FencePtr> after;
@@ -178,7 +153,7 @@ void Buffer::give_back_unused() noexcept {
   unmap_.try_again();
   try {
     const bool ends = !owned_ && reserved_ && generations_.empty() && cached_.empty();
-    if (begin_retirement() || ends || !ready_after_.empty() || !cached_after_.empty() ||
+    if (begin_unmapping() || ends || !ready_after_.empty() || !cached_after_.empty() ||
         cleaned_after_) {
       pool_->settle_later(shared_from_this());
     }
@@ -188,78 +163,6 @@ void Buffer::give_back_unused() noexcept {
   }
 }
 
-bool Buffer::settle(PoolLock* lock) noexcept {
-  if (busy_) return false;
-  unmap_.try_again();
-  try {
-    const bool quiet = is_quiet();
-    while (begin_retirement()) {
-      Departure departure;
-      if (!claim_departure(departure, kNoLimit)) return false;
-      {
-        std::optional<Unlocked> unlocked;
-        if (lock != nullptr) unlocked.emplace(*lock);
-        range_.carry_out(departure);
-      }
-      enter_back(departure);
-      if (unmap_.refusal()) return false;
-    }
-    return release_range() && quiet;
-  } catch (...) {
-    unmap_.refused(std::current_exception());
-    return false;
-  }
-}
-
-// For the mapper: what it can take out, or that it must wait.
-Buffer::Claim Buffer::claim_back(Departure& departure, std::size_t pages) noexcept {
-  if (busy()) return Claim::waits;
-  // Of a closed pool a caller tries again: the process may be about to end, and a
-  // device in error refuses for good.
-  if (unmap_.refusal() &&
-      (pool_->retired() || std::chrono::steady_clock::now() < unmap_.retry_at()))
-    return Claim::refused;
-  unmap_.try_again();
-  try {
-    const bool quiet = is_quiet();
-    if (begin_retirement())
-      return claim_departure(departure, pages) ? Claim::claimed : Claim::waits;
-    return release_range() && quiet ? Claim::done : Claim::waits;
-  } catch (...) {
-    unmap_.refused(std::current_exception());
-    return Claim::refused;
-  }
-}
-
-// About `pages` pages of what is retiring. False where the work that may touch them is not done.
-bool Buffer::claim_departure(Departure& departure, std::size_t pages) {
-  if (!unmap_.may_go(driver_)) return false;
-  std::vector<Interval> indices = unmap_.first(pages / range_.rows());
-  std::vector<Reservation::Run> runs;
-  std::size_t writable = 0;
-  for (const auto wanted : {is_writable, is_copy_on_write}) {
-    for (const Interval some : indices) {
-      for (std::size_t row = 0; row < range_.rows(); ++row) range_.collect(runs, row, some, wanted);
-    }
-    if (wanted == is_writable) writable = runs.size();
-  }
-  departure = {range_.departing(std::move(runs), writable), std::move(indices)};
-  busy_ = true;
-  return true;
-}
-
-void Buffer::enter_back(Departure& departure) {
-  busy_ = false;
-  range_.enter(departure, aged_);
-  if (departure.error) {
-    unmap_.refused(departure.error);
-  } else if (departure.done == departure.runs.size()) {
-    for (const Interval indices : departure.indices) unmap_.remove(indices);
-  }
-  pool_->changed();
-}
-
-// Frees the range of a buffer that is out of reach. False if something is left in it.
 bool Buffer::release_range() {
   if (owned_ || !reserved_ || !generations_.empty() || !cached_.empty()) return true;
   if (range_.mapped() != 0) return false;

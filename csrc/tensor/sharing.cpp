@@ -78,18 +78,7 @@ void Buffer::protect_for_child(std::vector<Page*>& seen) noexcept {
                           : Interval{std::min(shown.begin, generation->indices.begin),
                                      std::max(shown.end, generation->indices.end)};
   }
-  if (shown.empty()) return;
-  try {
-    seen.reserve(seen.size() + range_.mapped());
-    range_.make_copy_on_write(nullptr, range_.collect(shown, is_writable));
-  } catch (...) {
-    return;  // the child still gets mappings of its own, and may see our later writes
-  }
-  for (std::size_t row = 0; row < range_.rows(); ++row) {
-    for (std::size_t index = 0; index < range_.reserved(); ++index) {
-      if (is_copy_on_write(range_.at(row, index))) seen.push_back(range_.at(row, index).page);
-    }
-  }
+  if (!shown.empty()) range_.protect(shown, seen);
 }
 
 std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shape,

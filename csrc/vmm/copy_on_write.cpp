@@ -292,4 +292,18 @@ void Reservation::remap(std::span<const Change> changes) {
   remapping.carry_out();
 }
 
+void Reservation::protect(Interval shown, std::vector<Page*>& seen) noexcept {
+  try {
+    seen.reserve(seen.size() + mapped());
+    make_copy_on_write(nullptr, collect(shown, is_writable));
+  } catch (...) {
+    return;  // the child still gets mappings of its own, and may see our later writes
+  }
+  for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t index = 0; index < reserved(); ++index) {
+      if (is_copy_on_write(at(row, index))) seen.push_back(at(row, index).page);
+    }
+  }
+}
+
 }  // namespace vtensor

@@ -162,6 +162,8 @@ class Reservation {
   // lock go meanwhile, unless it is null. Requires: no work that may write to the runs is left in
   // any stream.
   void make_copy_on_write(PoolLock* lock, std::span<const Run> runs) VT_LOCKED;
+  // The same of `shown`, for a child about to be forked; adds every copy-on-write page to `seen`.
+  void protect(Interval shown, std::vector<Page*>& seen) noexcept VT_LOCKED;
   // Gives each copy-on-write page of `runs` a page of its own with what is seen there, mapped
   // writable, and zeroes `stale` at the end, in `stream`. Whole or nothing, except that pages which
   // the kernel had copied may stay folded, which only the counts show. Throws TimedOut where copies

@@ -1,0 +1,184 @@
+#include "policy/range_client.h"
+
+#include <chrono>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/process.h"
+#include "base/trace.h"
+
+namespace vtensor {
+
+namespace {
+
+constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
+
+}  // namespace
+
+RangeClient::RangeClient(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
+                         std::size_t row_pages)
+    : pool_(pool),
+      driver_(pool->driver()),
+      shape_(shape),
+      range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
+      work_(driver_) {}
+
+// -- callers
+
+void RangeClient::use(const Caller& caller) {
+  if (!PendingWork::runs_behind(driver_, caller.stream)) return;
+  const PoolLock lock(pool_);
+  work_.note(caller);
+}
+
+void RangeClient::abandon() noexcept {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  owner_end_->client = shared_from_this();
+  owner_end_->is_owner = true;
+  pool_->end(owner_end_.release());
+}
+
+void RangeClient::await_turn(PoolLock& lock, const Caller& caller) {
+  if (!busy_) return;
+  ++waiting_;
+  try {
+    const std::string what = "the mapper's driver call for this " + std::string(noun());
+    pool_->await(lock, caller.operation, what.c_str(), [this]() VT_LOCKED { return !busy_; });
+  } catch (...) {
+    --waiting_;
+    throw;
+  }
+  --waiting_;
+}
+
+RangeClient::Busy::Busy(RangeClient& client, PoolLock& lock, const Caller& caller)
+    : client_(client) {
+  client.await_turn(lock, caller);
+  client.busy_ = true;
+}
+
+RangeClient::Busy::~Busy() {
+  client_.busy_ = false;
+  client_.pool_->changed();
+  client_.give_back_unused();  // what views left meanwhile
+}
+
+void RangeClient::failed(std::exception_ptr error) {
+  error_ = std::move(error);
+  failed_.store(true, std::memory_order_relaxed);
+}
+
+std::exception_ptr RangeClient::take_error() {
+  failed_.store(false, std::memory_order_relaxed);
+  return std::exchange(error_, nullptr);
+}
+
+void RangeClient::raise_error() {
+  if (!failed_.load(std::memory_order_relaxed)) return;
+  const PoolLock lock(pool_, std::try_to_lock);
+  if (!lock) return;  // the next operation raises it
+  if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
+}
+
+// -- ahead
+
+bool RangeClient::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
+  try {
+    if (find_missing(arrival.runs, pages) && !arrival.runs.empty()) {
+      arrival.ahead = true;
+      busy_ = true;
+      range_.claim(arrival);
+      return true;
+    }
+  } catch (const DeviceOutOfMemory&) {
+    busy_ = false;  // a use that needs the pages raises it
+  } catch (...) {
+    busy_ = false;
+    failed(std::current_exception());
+  }
+  give_up_ahead();
+  return false;
+}
+
+void RangeClient::refused_ahead(const Reservation::Arrival& arrival) {
+  if (is_out_of_memory(arrival.error)) return;  // which a use that needs the pages raises
+  failed(arrival.error);
+  trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
+}
+
+// -- back
+
+bool RangeClient::settle(PoolLock* lock) noexcept {
+  if (busy_) return false;
+  unmap_.try_again();
+  try {
+    const bool quiet = is_quiet();
+    while (begin_unmapping()) {
+      Departure departure;
+      if (!claim_departure(departure, kNoLimit)) return false;
+      {
+        std::optional<Unlocked> unlocked;
+        if (lock != nullptr) unlocked.emplace(*lock);
+        range_.carry_out(departure);
+      }
+      enter_back(departure);
+      if (unmap_.refusal()) return false;
+    }
+    return release_range() && quiet;
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    return false;
+  }
+}
+
+// For the mapper: what it can take out, or that it must wait.
+Client::Claim RangeClient::claim_back(Departure& departure, std::size_t pages) noexcept {
+  if (busy()) return Claim::waits;
+  // Of a closed pool a caller tries again: the process may be about to end, and a
+  // device in error refuses for good.
+  if (unmap_.refusal() &&
+      (pool_->retired() || std::chrono::steady_clock::now() < unmap_.retry_at()))
+    return Claim::refused;
+  unmap_.try_again();
+  try {
+    const bool quiet = is_quiet();
+    if (begin_unmapping()) return claim_departure(departure, pages) ? Claim::claimed : Claim::waits;
+    return release_range() && quiet ? Claim::done : Claim::waits;
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    return Claim::refused;
+  }
+}
+
+// About `pages` pages of what waits. False if the work that may touch them is not done.
+bool RangeClient::claim_departure(Departure& departure, std::size_t pages) {
+  if (!unmap_.may_go(driver_)) return false;
+  std::vector<Interval> indices = unmap_.first(pages / range_.rows());
+  std::vector<Reservation::Run> runs;
+  std::size_t writable = 0;
+  for (const auto wanted : {is_writable, is_copy_on_write}) {
+    for (const Interval some : indices) {
+      for (std::size_t row = 0; row < range_.rows(); ++row) range_.collect(runs, row, some, wanted);
+    }
+    if (wanted == is_writable) writable = runs.size();
+  }
+  departure = {range_.departing(std::move(runs), writable), std::move(indices)};
+  busy_ = true;
+  return true;
+}
+
+void RangeClient::enter_back(Departure& departure) {
+  busy_ = false;
+  range_.enter(departure, aged_);
+  if (departure.error) {
+    unmap_.refused(departure.error);
+  } else if (departure.done == departure.runs.size()) {
+    for (const Interval indices : departure.indices) unmap_.remove(indices);
+  }
+  pool_->changed();
+}
+
+}  // namespace vtensor

@@ -1,0 +1,105 @@
+// A client with a range of addresses of its own: how its pages come ahead of need, and leave behind
+// the work that may use them. Which pages these are, tensors and arenas say.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "policy/client.h"
+#include "policy/generation.h"
+#include "policy/page_pool.h"
+#include "policy/pending_unmap.h"
+#include "vmm/caller.h"
+#include "vmm/pending_work.h"
+#include "vmm/reservation.h"
+#include "vmm/row_shape.h"
+
+namespace vtensor {
+
+class RangeClient : public Client {
+ public:
+  // Throws, once, what the mapper met while it worked for this client (I10).
+  void raise_error();
+  // Work in the caller's stream uses the pages: they are unmapped only after it.
+  void use(const Caller& caller);
+  // The owner leaves: pages and addresses go as the generations over them end, or are cached. Never
+  // blocks, never throws (I11). Takes effect before the lock is next let go. To be called once.
+  void abandon() noexcept;
+
+  // What its pool asks of it: see Client.
+  const std::shared_ptr<PagePool>& pool() const final { return pool_; }
+  const RowShape& shape() const final { return shape_; }
+  Reservation& range() final { return range_; }
+  const Reservation& range() const { return range_; }
+  bool settle(PoolLock* lock) noexcept final VT_LOCKED;
+  const std::exception_ptr& refusal() const final VT_LOCKED { return unmap_.refusal(); }
+  bool busy() const final VT_LOCKED { return busy_ || waiting_ != 0; }
+  bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) final VT_LOCKED;
+  Claim claim_back(Departure& departure, std::size_t pages) noexcept final VT_LOCKED;
+  void enter_back(Departure& departure) override VT_LOCKED;
+  std::exception_ptr take_error() final VT_LOCKED;
+
+ protected:
+  RangeClient(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
+
+  // Marks the client busy, so that the mapper keeps off and the lock can be let go.
+  class Busy {
+   public:
+    Busy(RangeClient& client, PoolLock& lock, const Caller& caller) VT_LOCKED;
+    ~Busy() VT_LOCKED;
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    RangeClient& client_;
+  };
+
+  // What it is, for messages.
+  virtual const char* noun() const = 0;
+  // Whether something is on its way out. Notes what must be done before it may go.
+  virtual bool begin_unmapping() VT_LOCKED = 0;
+  // Whether all has passed that its next use, or its next owner, would have to wait for.
+  virtual bool is_quiet() VT_LOCKED = 0;
+  // Frees the range of a client that is out of reach. False if something is left in it.
+  virtual bool release_range() VT_LOCKED = 0;
+  // Adds empty pages that it wants ahead, up to `pages`. False if it has to give up.
+  virtual bool find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) VT_LOCKED = 0;
+  // Nothing is left to do ahead, or to do it with.
+  virtual void give_up_ahead() VT_LOCKED = 0;
+
+  // Waits until no thread makes driver calls for it; the mapper begins none meanwhile.
+  void await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  void failed(std::exception_ptr error) VT_LOCKED;
+  // What has arrived ahead was refused: raised later, unless a use of the pages raises it.
+  void refused_ahead(const Reservation::Arrival& arrival) VT_LOCKED;
+
+  const std::shared_ptr<PagePool> pool_;
+  Driver& driver_;
+  const RowShape shape_;
+  Reservation range_;
+  bool owned_ VT_GUARDED = true;      // the owner has not left
+  bool reserved_ VT_GUARDED = false;  // the range is ours
+  bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock
+  bool aged_ VT_GUARDED = false;      // what goes has been free for long
+  // Callers that wait until it is not busy; the mapper lets them go first.
+  std::size_t waiting_ VT_GUARDED = 0;
+  PendingUnmap unmap_ VT_GUARDED;
+  // What must be done before pages that came ahead are used.
+  std::vector<FencePtr> ready_after_ VT_GUARDED;
+  PendingWork work_ VT_GUARDED;
+  Generations generations_ VT_GUARDED;
+
+  std::unique_ptr<Generation> owner_end_ =
+      std::make_unique<Generation>();  // made ahead: leaving cannot fail
+
+ private:
+  bool claim_departure(Departure& departure, std::size_t pages) VT_LOCKED;
+
+  std::exception_ptr error_ VT_GUARDED;  // of the mapper, not yet raised
+  std::atomic<bool> failed_{false};      // there is one: read without the lock
+};
+
+}  // namespace vtensor
