@@ -286,8 +286,12 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, index: int, n: int, fail: int | None) -> None:
         slot = self.slot(index)
         n = min(n, self.free_slots())
-        before = self.pool.stats()
-        forks = self.attempt(lambda: self.cache.fork(slot, n), fail)
+        before, lengths = self.pool.stats(), self.cache.lengths
+        try:
+            forks = self.attempt(lambda: self.cache.fork(slot, n), fail)
+        except vtensor.OutOfPages:  # for the pages that a copy of the last token's needs
+            assert self.cache.lengths == lengths and self.cache.stats().slots_free == self.free_slots()
+            return
         if forks is REFUSED:
             return
         assert len(set(forks)) == n and not set(forks) & set(self.requests)
