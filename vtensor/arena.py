@@ -38,6 +38,7 @@ class ArenaStats:
         pages_cached: pages that no block needs any more, left mapped until others want their memory.
         pages_pinned: pages that go once work launched before has passed.
         pages_quarantined: pages given up after a driver call that could not be undone (I8).
+        pages_evicted: cached pages given up since the arena was made, because others wanted their memory.
     """
 
     nbytes_reserved: int
@@ -48,6 +49,7 @@ class ArenaStats:
     pages_cached: int
     pages_pinned: int
     pages_quarantined: int = field(repr=False)
+    pages_evicted: int = field(repr=False)
 
 
 class Arena:
@@ -149,9 +151,33 @@ class Arena:
         """
         ArenaCore.prepare(self._core, intervals)
 
-    def trim(self) -> int:
-        """Gives back the pages that no block needs. Returns their bytes."""
-        return ArenaCore.trim(self._core) * self._pool.page_size
+    def holds(self, intervals: Iterable[Interval]) -> list[bool]:
+        """Whether all pages of each block are mapped, and stay so until others want memory: what :meth:`map`
+        would answer. Maps nothing, and makes no block more recent.
+
+        Args:
+            intervals: as for :meth:`map`.
+
+        Raises:
+            InvalidArgument: bytes that are not in the arena.
+            Closed: the arena is closed.
+        """
+        return ArenaCore.holds(self._core, intervals)
+
+    def trim(self, intervals: Iterable[Interval] | None = None) -> int:
+        """Gives back the pages that no block needs.
+
+        Args:
+            intervals: only those of these blocks, as for :meth:`map`; all unless given.
+
+        Returns:
+            The bytes of these pages. They are gone once work that used them has passed.
+
+        Raises:
+            InvalidArgument: bytes that are not in the arena.
+            Closed: the arena is closed.
+        """
+        return ArenaCore.trim(self._core, intervals) * self._pool.page_size
 
     def record_stream(self, stream: Stream | None = None) -> None:
         """Work in ``stream``, the current one unless given, uses the arena: pages go only after it."""
@@ -171,6 +197,7 @@ class Arena:
             pages_cached=counts.cached,
             pages_pinned=counts.pinned,
             pages_quarantined=counts.quarantined,
+            pages_evicted=counts.evicted,
         )
 
     def pages(self) -> list[_core.PageRecord]:

@@ -306,6 +306,8 @@ class KVCache:
         Raises:
             NoFreeSlot: fewer than ``n`` slots are free.
             InvalidArgument: the slot is free or swapped out.
+            OutOfPages: nothing was changed. Where writes to shared pages made the kernel copy some, these
+                must have handles of their own first.
         """
         slot = self._slot("KVCache.fork", slot)
         n = self._count("KVCache.fork", "n", n)
@@ -350,6 +352,7 @@ class KVCache:
         Raises:
             InvalidArgument: more tokens than the slot has; tokens other than those it was allocated with or
                 published before; layers with windows have given pages back.
+            OutOfPages: as for :meth:`fork`.
         """
         slot = self._slot("KVCache.publish", slot)
         ids = token_ids("KVCache.publish", tokens)

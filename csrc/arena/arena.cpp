@@ -54,6 +54,7 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
 
 Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages)
     : RangeClient(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages), states_(pages) {
+  count_of(Idle::no) = pages;
   range_.reserve(pages);
 }
 
@@ -115,7 +116,7 @@ void Arena::begin_use(std::span<const Interval> pages) noexcept {
     for (std::size_t i = some.begin; i < some.end; ++i) {
       State& state = states_[i];
       if (state.idle == Idle::cached) uncache(i);
-      state.idle = Idle::no;
+      set_idle(i, Idle::no);
       ++state.uses;
     }
   }
@@ -176,7 +177,6 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
 void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
   const std::vector<Interval> pages = pages_of(intervals);
   const PoolLock lock(pool_);
-  enlist();
   work_.note(caller);
   const auto count_back = [this](std::size_t i) VT_LOCKED { ++states_[i].uses; };
   for (std::size_t n = 0; n < pages.size(); ++n) {
@@ -231,19 +231,39 @@ void Arena::prepare(std::span<const Interval> intervals) {
   pool_->call_mapper();
 }
 
-std::size_t Arena::trim(const Caller& caller) {
+std::size_t Arena::trim(const Caller& caller, std::span<const Interval> intervals) {
   PoolLock lock(pool_);
   pool_->reap();
   wanted_.clear();
   await_turn(lock, caller);
-  std::size_t pages = drop_ahead();
-  while (oldest_ != kNone) {
-    let_go(oldest_);
-    ++pages;
+  std::size_t pages = 0;
+  for (const Interval some : intervals) {
+    const Interval within = pages_of(some);
+    for (std::size_t i = within.begin; i < within.end; ++i) {
+      if (states_[i].idle != Idle::cached && states_[i].idle != Idle::prefetched) continue;
+      let_go(i);
+      ++pages;
+    }
   }
-  if (places.cached.taken()) pool_->cached().remove(*this, 0);
   give_back_unused();
   return pages;
+}
+
+std::vector<char> Arena::holds(std::span<const Interval> intervals) {
+  PoolLock lock(pool_);
+  pool_->reap();
+  const auto stays = [this](std::size_t i) VT_LOCKED {
+    return is_mapped(range_.at(0, i)) && states_[i].idle != Idle::leaving;
+  };
+  std::vector<char> held;
+  held.reserve(intervals.size());
+  for (const Interval some : intervals) {
+    const Interval within = pages_of(some);
+    std::size_t i = within.begin;
+    while (i < within.end && stays(i)) ++i;
+    held.push_back(i >= within.end);
+  }
+  return held;
 }
 
 // -- what no block needs
@@ -254,35 +274,37 @@ bool Arena::may_cache() const {
          !pool_->retired();
 }
 
-// Puts the arena where the pool looks for pages to evict. Throws std::bad_alloc.
-void Arena::enlist() {
-  if (places.cached.taken() || !may_cache()) return;
-  pool_->cached().add(shared_from_this(), 0, false);
-  if (pool_->options().max_age.count() != 0) pool_->call_mapper();
-}
-
+// The pool looks for pages to evict where any are cached.
 void Arena::cache(std::size_t page, Time now) noexcept {
   State& state = states_[page];
-  state.idle = Idle::cached;
+  set_idle(page, Idle::cached);
   state.cached_at = now;
   state.older = newest_;
   state.newer = kNone;
   (newest_ == kNone ? oldest_ : states_[newest_].newer) = static_cast<std::uint32_t>(page);
   newest_ = static_cast<std::uint32_t>(page);
-  ++cached_;
+  if (places.cached.taken()) return;
+  pool_->cached().add_evictable(shared_from_this());
+  if (pool_->options().max_age.count() != 0) pool_->call_mapper();
 }
 
 void Arena::uncache(std::size_t page) noexcept {
   State& state = states_[page];
   (state.older == kNone ? oldest_ : states_[state.older].newer) = state.newer;
   (state.newer == kNone ? newest_ : states_[state.newer].older) = state.older;
-  state.idle = Idle::no;
-  --cached_;
+  set_idle(page, Idle::no);
+  if (oldest_ == kNone) pool_->cached().remove(*this, 0);
+}
+
+void Arena::set_idle(std::size_t page, Idle idle) noexcept {
+  --count_of(states_[page].idle);
+  ++count_of(idle);
+  states_[page].idle = idle;
 }
 
 void Arena::let_go(std::size_t page) noexcept {
   if (states_[page].idle == Idle::cached) uncache(page);
-  states_[page].idle = Idle::leaving;
+  set_idle(page, Idle::leaving);
   unmap_.touch({page, page + 1});
 }
 
@@ -292,23 +314,22 @@ std::chrono::steady_clock::time_point Arena::cached_at() const {
 
 void Arena::evict(bool aged) {
   aged_ = aged;
-  std::size_t left = std::min(cached_ / kEvictedShare, kMostEvicted / range_.page_size());
+  std::size_t left =
+      std::min(count_of(Idle::cached) / kEvictedShare, kMostEvicted / range_.page_size());
   left = std::max<std::size_t>(1, left);
-  for (; left != 0 && oldest_ != kNone; --left) let_go(oldest_);
-  if (oldest_ == kNone) pool_->cached().remove(*this, 0);
+  for (; left != 0 && oldest_ != kNone; --left, ++evicted_) let_go(oldest_);
   give_back_unused();
 }
 
 std::size_t Arena::drop_ahead() {
   if (busy_) return 0;
   wanted_.clear();
-  std::size_t pages = 0;
+  const std::size_t pages = count_of(Idle::prefetched);
+  if (pages == 0) return 0;
   for (std::size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].idle != Idle::prefetched) continue;
-    let_go(i);
-    ++pages;
+    if (states_[i].idle == Idle::prefetched) let_go(i);
   }
-  if (pages != 0) give_back_unused();
+  give_back_unused();
   return pages;
 }
 
@@ -351,8 +372,7 @@ void Arena::enter_back(Departure& departure) {
   RangeClient::enter_back(departure);
   for (const Reservation::Run& run : departure.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      if (!is_mapped(range_.at(0, i)) && states_[i].idle == Idle::leaving)
-        states_[i].idle = Idle::no;
+      if (!is_mapped(range_.at(0, i)) && states_[i].idle == Idle::leaving) set_idle(i, Idle::no);
     }
   }
   // Also of a departure that was cut short: these may be mapped again before the rest goes.
@@ -363,7 +383,7 @@ bool Arena::is_quiet() { return all_passed(driver_, ready_after_); }
 
 std::size_t Arena::pages_leaving() const {
   if (unmap_.refusal()) return 0;
-  return counts_now().pinned;
+  return count_of(Idle::leaving);
 }
 
 bool Arena::release_range() {
@@ -412,7 +432,7 @@ void Arena::enter_ahead(Reservation::Arrival& arrival) {
   for (const Reservation::Run& run : arrival.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
       if (!is_mapped(range_.at(0, i)) || states_[i].uses != 0) continue;
-      states_[i].idle = Idle::prefetched;
+      set_idle(i, Idle::prefetched);
       if (!owned_) let_go(i);
     }
   }
@@ -437,7 +457,6 @@ void Arena::leave() noexcept {
   owned_ = false;
   wanted_.clear();
   if (places.wanting.taken()) pool_->wanting().remove(*this);
-  if (places.cached.taken()) pool_->cached().remove(*this, 0);
   for (std::size_t i = 0; i < states_.size(); ++i) {
     states_[i].uses = 0;
     if (is_mapped(range_.at(0, i)) && states_[i].idle != Idle::leaving) let_go(i);
@@ -452,24 +471,12 @@ void Arena::protect_for_child(std::vector<Page*>& seen) noexcept {
 
 ArenaCounts Arena::counts_now() const {
   ArenaCounts counts;
+  counts.cached = count_of(Idle::cached);
+  counts.prefetched = count_of(Idle::prefetched);
+  counts.pinned = count_of(Idle::leaving);
+  counts.active = range_.mapped() - counts.cached - counts.prefetched - counts.pinned;
   counts.quarantined = range_.quarantined();
-  for (std::size_t i = 0; i < states_.size(); ++i) {
-    if (!is_mapped(range_.at(0, i))) continue;
-    switch (states_[i].idle) {
-      case Idle::no:
-        ++counts.active;
-        break;
-      case Idle::cached:
-        ++counts.cached;
-        break;
-      case Idle::prefetched:
-        ++counts.prefetched;
-        break;
-      case Idle::leaving:
-        ++counts.pinned;
-        break;
-    }
-  }
+  counts.evicted = evicted_;
   return counts;
 }
 
@@ -529,9 +536,9 @@ void Arena::add_to(PoolCounts& counts) const {
 }
 
 void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
-  std::size_t cached = 0;
-  for (std::uint32_t i = oldest_; i != kNone; i = states_[i].newer) ++cached;
-  const std::size_t listed = cached;
+  std::size_t listed = 0;
+  for (std::uint32_t i = oldest_; i != kNone; i = states_[i].newer) ++listed;
+  decltype(counted_) counted{};
   for (std::size_t i = 0; i < states_.size(); ++i) {
     const State& state = states_[i];
     const EntryState entry = range_.at(0, i).state;
@@ -546,10 +553,12 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
       throw Error("I4: " + page + "is mapped, and nothing says why");
     if (entry == EntryState::arriving && !busy_)
       throw Error("I8: " + page + "waits for a page that no thread maps");
-    cached -= state.idle == Idle::cached;
+    ++counted[static_cast<std::size_t>(state.idle)];
   }
-  if (cached != 0 || listed != cached_)
-    throw Error("I4: an arena's list of cached pages is not what its pages say");
+  if (places.cached.taken() != (listed != 0))
+    throw Error("I15: an arena has cached pages that the pool does not look for, or none");
+  if (counted != counted_ || listed != count_of(Idle::cached))
+    throw Error("I4: an arena's counts, or its list of cached pages, are not what its pages say");
   range_.check(uses, owned_ || !generations_.empty());
 }
 

@@ -3,6 +3,7 @@
 // memory is wanted elsewhere: blocks that come and go make no driver call.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -26,6 +27,7 @@ struct ArenaCounts {
   std::size_t prefetched = 0;  // mapped before any needed them
   std::size_t pinned = 0;      // that wait to be unmapped
   std::size_t quarantined = 0;
+  std::size_t evicted = 0;  // cached pages that went to others, so far
 };
 
 class Arena final : public RangeClient {
@@ -51,9 +53,11 @@ class Arena final : public RangeClient {
   void unmap(const Caller& caller, std::span<const Interval> intervals);
   // Has the mapper map the pages of `intervals`, and returns at once.
   void prepare(std::span<const Interval> intervals);
-  // Gives back what no block needs. Returns how many pages are on their way.
+  // Gives back what no block needs of `intervals`. Returns how many pages are on their way.
   // Throws TimedOut.
-  std::size_t trim(const Caller& caller);
+  std::size_t trim(const Caller& caller, std::span<const Interval> intervals);
+  // Whether all pages of each of `intervals` are mapped and to stay so until others want memory.
+  std::vector<char> holds(std::span<const Interval> intervals);
   // What a storage over the range holds: the addresses, and no page.
   Generation* publish();
 
@@ -119,16 +123,21 @@ class Arena final : public RangeClient {
   void begin_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   void end_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   bool may_cache() const VT_LOCKED;
-  void enlist() VT_LOCKED;
   void cache(std::size_t page, Time now) noexcept VT_LOCKED;
   void uncache(std::size_t page) noexcept VT_LOCKED;
+  void set_idle(std::size_t page, Idle idle) noexcept VT_LOCKED;
+  std::size_t& count_of(Idle idle) VT_LOCKED { return counted_[static_cast<std::size_t>(idle)]; }
+  std::size_t count_of(Idle idle) const VT_LOCKED {
+    return counted_[static_cast<std::size_t>(idle)];
+  }
   // A page that no block needs is to go.
   void let_go(std::size_t page) noexcept VT_LOCKED;
 
   bool mapping_ VT_GUARDED = false;       // pages are counted that map() has yet to map
   std::vector<State> states_ VT_GUARDED;  // of every page
   std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // of the cached
-  std::size_t cached_ VT_GUARDED = 0;                                    // pages on that list
+  std::array<std::size_t, 4> counted_ VT_GUARDED{};                      // pages by Idle
+  std::size_t evicted_ VT_GUARDED = 0;       // cached pages that others wanted, so far
   std::vector<Interval> wanted_ VT_GUARDED;  // pages that the mapper is to map
 };
 

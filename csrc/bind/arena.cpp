@@ -70,11 +70,23 @@ class ArenaCore {
     arena_->prepare(all);
   }
 
-  std::size_t trim() {
-    const Operation operation(*this, "Arena.trim");
-    const Caller asking = caller_of("Arena.trim", {}, *pool_);
+  std::size_t trim(nb::handle intervals) {
+    constexpr const char* name = "Arena.trim";
+    const std::vector<Interval> all =
+        intervals.is_none() ? std::vector<Interval>{{0, bytes_}} : read(name, intervals);
+    const Operation operation(*this, name);
+    const Caller asking = caller_of(name, {}, *pool_);
     const ReleasedGil released;
-    return arena_->trim(asking);
+    return arena_->trim(asking, all);
+  }
+
+  std::vector<bool> holds(nb::handle intervals) {
+    constexpr const char* name = "Arena.holds";
+    const std::vector<Interval> all = read(name, intervals);
+    const Operation operation(*this, name);
+    const ReleasedGil released;
+    const std::vector<char> held = arena_->holds(all);
+    return {held.begin(), held.end()};
   }
 
   void record_stream(std::optional<Stream> stream) {
@@ -175,7 +187,8 @@ void bind_arena(nb::module_& module) {
       .def_ro("cached", &ArenaCounts::cached)
       .def_ro("prefetched", &ArenaCounts::prefetched)
       .def_ro("pinned", &ArenaCounts::pinned)
-      .def_ro("quarantined", &ArenaCounts::quarantined);
+      .def_ro("quarantined", &ArenaCounts::quarantined)
+      .def_ro("evicted", &ArenaCounts::evicted);
 
   const auto no_stream = nb::arg("stream") = nb::none();
   nb::class_<ArenaCore>(module, "ArenaCore")
@@ -184,7 +197,8 @@ void bind_arena(nb::module_& module) {
       .def("map", &ArenaCore::map, nb::arg("intervals"))
       .def("unmap", &ArenaCore::unmap, nb::arg("intervals"), no_stream)
       .def("prepare", &ArenaCore::prepare, nb::arg("intervals"))
-      .def("trim", &ArenaCore::trim)
+      .def("trim", &ArenaCore::trim, nb::arg("intervals") = nb::none())
+      .def("holds", &ArenaCore::holds, nb::arg("intervals"))
       .def("record_stream", &ArenaCore::record_stream, no_stream)
       .def("storage", &ArenaCore::storage)
       .def("counts", &ArenaCore::counts)

@@ -31,8 +31,13 @@ void CachedClients::add(const std::shared_ptr<Client>& client, std::size_t pages
   pages_ += pages;
 }
 
+void CachedClients::add_evictable(const std::shared_ptr<Client>& client) noexcept {
+  all_.add(client->places.cached, client);
+}
+
 void CachedClients::remove(Client& client, std::size_t pages) {
   const std::shared_ptr<Client> kept = all_.remove(client.places.cached);
+  if (!client.places.cached_alike.taken()) return;
   const auto alike = by_shape_.find(client.shape());
   alike->second.remove(client.places.cached_alike);
   if (alike->second.empty()) by_shape_.erase(alike);

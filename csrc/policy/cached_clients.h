@@ -1,4 +1,4 @@
-// Freed clients that stay mapped, each for the next tensor of its shape.
+// Clients with cached pages: freed ones, each for the next tensor of its shape, and arenas.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +27,8 @@ class CachedClients {
 
   // `unclean`: its pages may have to be zeroed.
   void add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) VT_LOCKED;
+  // One that gives up cached pages of its own, and becomes no other tensor.
+  void add_evictable(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
   void remove(Client& client, std::size_t pages) VT_LOCKED;
 
   // Those whose pages may have to be zeroed.

@@ -26,6 +26,7 @@ using slots::OnSimulation;
 constexpr std::chrono::seconds kPatience(20);
 constexpr std::size_t kPages = 40;
 const Caller kCaller{"test"};
+const std::vector<Interval> kWhole{{0, kPages * kPage}};
 
 struct Outcome {
   std::size_t wrong = 0;    // contents that changed, or were another's
@@ -48,7 +49,7 @@ class Engine {
       case 0:
         return arena_->prepare(some);
       case 1:
-        arena_->trim(kCaller);
+        arena_->trim(kCaller, kWhole);
         return;
       case 2:
         return pool_->end(arena_->publish());

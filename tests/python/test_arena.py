@@ -89,7 +89,8 @@ class ArenaMachine(RuleBasedStateMachine):
                     operation()
             return True
         except vtensor.OutOfPages:
-            pass
+            if fail is not None:  # what was refused may have been to make room
+                return self.attempt(operation, None)
         except vtensor.DriverError:
             assert fail is not None or self.met  # by the mapper, before (I10)
             self.met = fail is not None
@@ -101,10 +102,13 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(which=st.lists(st.integers(0, BLOCKS - 1), max_size=6), fail=st.none() | st.integers(0, 4))
     def map(self, which: list[int], fail: int | None) -> None:
         needed = pages_of(self.used()) | pages_of(which)
-        if not self.attempt(lambda: self.arena.map([block(i) for i in which]), fail):
+        held, kept = self.arena.holds([block(i) for i in which]), []
+        if not self.attempt(lambda: kept.extend(self.arena.map([block(i) for i in which])), fail):
             others = 0 if self.other is None else self.pool.stats().pages_active - len(pages_of(self.used()))
             assert len(needed) + others > self.budget, "refused though there were pages"
             return
+        if fail is None:  # a refused one may have given up some
+            assert all(k for k, h in zip(kept, held, strict=True) if h)
         for i in which:
             self.uses[i] += 1
             assert {int(b) for b in content(self.arena, i).unique()} <= self.bytes, "another's bytes (I7)"
@@ -138,6 +142,13 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.attempt(lambda: self.pool.wait_idle(5), None)
         assert self.arena.stats().nbytes_mapped == len(pages_of(self.used())) * PAGE
 
+    @rule(which=st.lists(st.integers(0, BLOCKS - 1), max_size=6))
+    def trim_some(self, which: list[int]) -> None:
+        self.arena.trim([block(i) for i in which])
+        assert self.attempt(lambda: self.pool.wait_idle(5), None)
+        mapped = {record.index for record in self.arena.pages()}
+        assert mapped & pages_of(which) <= pages_of(self.used())
+
     @rule(pages=st.integers(1, 8))
     def another_tensor(self, pages: int) -> None:
         """What the arena only keeps for later gives way to it."""
@@ -153,6 +164,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def blocks_hold_what_was_written(self) -> None:
         for i, byte in self.written.items():
             assert content(self.arena, i).eq(byte).all()
+        assert all(self.arena.holds([block(i) for i in self.used()]))
 
     @invariant()
     def counts_agree(self) -> None:
@@ -284,6 +296,23 @@ def test_the_oldest_goes_when_memory_is_short(pool_factory):
         other.extend(2 * page)
         kept = [record.index for record in arena.pages() if record.state == "cached"]
     assert kept == list(range(1, 19))  # one page was missing: the longest unused went
+    assert arena.stats().pages_evicted == 1
+    assert arena.holds([(0, page), (page, 3 * page), (0, 2 * page), (19 * page, 20 * page)]) == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_of_some_blocks_the_unneeded_pages_go(caching):
+    caching.map([block(i) for i in range(4)])
+    caching.unmap([block(i) for i in range(1, 4)])
+    assert caching.trim([block(0), block(1)]) == PAGE  # block 0 is in use, and shares a page with block 1
+    caching.pool.wait_idle(5)
+    assert caching.holds([block(i) for i in range(4)]) == [True, False, True, True]
+    assert caching.stats().pages_evicted == 0
+    assert caching.trim([]) == 0
 
 
 def test_a_tensor_gets_the_memory_and_none_of_the_bytes(caching):
@@ -338,6 +367,16 @@ def test_what_was_prepared_gives_way(caching):
     assert caching.stats().pages_prefetched == 9
     filled(caching.pool, 14 * 4, 1)
     assert caching.stats().pages_prefetched == 0
+
+
+def test_pages_of_refused_blocks_give_way(caching):
+    """I15: what was prepared for blocks that were refused is cached, and can be evicted."""
+    caching.prepare([block(0)])
+    caching.pool.wait_idle(5)
+    with pytest.raises(vtensor.OutOfPages):
+        caching.map([block(i) for i in range(BLOCKS)])
+    assert caching.stats().pages_cached == 2
+    filled(caching.pool, 16 * 4, 1).close()  # the whole budget
 
 
 def test_what_the_mapper_meets_is_raised_by_the_next_operation(pool_factory):
@@ -537,6 +576,8 @@ OPERATIONS = {
     "unmap": lambda arena: arena.unmap([block(0)]),
     "prepare": lambda arena: arena.prepare([block(1)]),
     "trim": lambda arena: arena.trim(),
+    "trim some": lambda arena: arena.trim([block(0), block(1)]),
+    "holds": lambda arena: arena.holds([block(0)]),
     "stats": lambda arena: arena.stats(),
     "close": lambda arena: arena.close(),
 }

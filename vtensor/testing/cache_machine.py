@@ -193,6 +193,8 @@ class CacheMachine(RuleBasedStateMachine):
         except vtensor.InvalidArgument:
             assert self.windows
             return
+        except vtensor.OutOfPages:  # for pages that the kernel copied and that have no handle yet
+            return
         unit = self.cache.stats().unit
         assert known is REFUSED or known == len(tokens) // unit * unit
 
@@ -289,7 +291,7 @@ class CacheMachine(RuleBasedStateMachine):
         before, lengths = self.pool.stats(), self.cache.lengths
         try:
             forks = self.attempt(lambda: self.cache.fork(slot, n), fail)
-        except vtensor.OutOfPages:  # for the pages that a copy of the last token's needs
+        except vtensor.OutOfPages:  # as for publish
             assert self.cache.lengths == lengths and self.cache.stats().slots_free == self.free_slots()
             return
         if forks is REFUSED:
