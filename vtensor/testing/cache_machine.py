@@ -31,7 +31,6 @@ import torch
 import vtensor
 from vtensor.testing import kv_model
 from vtensor.testing._checks import check_invariants, fail_after
-from vtensor.testing._world import REFUSED
 from vtensor.testing.kv_model import MOST_LAYERS, Request
 
 # Imported before hypothesis, because its error says what to do if hypothesis is missing.
@@ -40,7 +39,7 @@ from vtensor.testing.strategies import failures, growths, prompts  # isort: spli
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-__all__ = ["BUDGET_PAGES", "REFUSED", "CacheMachine", "which"]
+__all__ = ["BUDGET_PAGES", "CacheMachine", "which"]
 
 BUDGET_PAGES = 90
 _PAGE_SIZE = 4096
@@ -130,9 +129,8 @@ class CacheMachine(RuleBasedStateMachine):
             fail: the number of driver calls that pass before one is refused; None refuses none.
 
         Returns:
-            The result of the operation, or ``REFUSED`` if it was refused. If the pool looks ahead, the mapper
-            makes driver calls too, and a refusal depends on time. A refused operation then runs again, so
-            that the same draws make the same requests.
+            The result of the operation. A refused one runs again: the pool's mapper makes driver calls too,
+            so a refusal depends on time, and the same draws are to make the same requests.
         """
         before = (self.cache.lengths, self.cache.stats().slots_free)
         try:
@@ -143,12 +141,7 @@ class CacheMachine(RuleBasedStateMachine):
         except vtensor.DriverError as error:
             assert fail is not None, error
             assert (self.cache.lengths, self.cache.stats().slots_free) == before
-            return operation() if self.looks_ahead else REFUSED
-
-    def settle(self) -> None:
-        """Waits for copies that a refused operation had begun, so that equal steps give equal counts."""
-        if not self.looks_ahead:
-            self.pool.wait_idle(_SECONDS)
+            return operation()
 
     def grow(self, by: Mapping[int, int], fail: int | None) -> bool:
         """Grows slots by one ``step`` of the cache, up to ``max_len``, and calls :meth:`write` for each slot.
@@ -158,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
             fail: as for :meth:`attempt`.
 
         Returns:
-            False if the step was refused or memory was short. Nothing has changed then.
+            False if memory was short. Nothing has changed then.
         """
         before = self.cache.lengths
         lengths = list(before)
@@ -167,9 +160,9 @@ class CacheMachine(RuleBasedStateMachine):
         fits = self.cache.fits(lengths)
         assert self.cache.lengths == before
         done = self.attempt(lambda: self.cache.step(lengths), fail)
-        if done is not REFUSED and not self.looks_ahead:
+        if not self.looks_ahead:
             assert done == fits
-        if done is REFUSED or not done:
+        if not done:
             assert self.cache.lengths == before
             return False
         for slot in by:
@@ -196,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         except vtensor.OutOfPages:  # for pages that the kernel copied and that have no handle yet
             return
         unit = self.cache.stats().unit
-        assert known is REFUSED or known == len(tokens) // unit * unit
+        assert known == len(tokens) // unit * unit
 
     # --- rules ---
 
@@ -229,16 +222,13 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(expect=st.sampled_from([0, 10, 60]), fail=failures(12))
     def alloc(self, expect: int, fail: int | None) -> None:
         slot = self.attempt(lambda: self.cache.alloc(expect=expect), fail)
-        if slot is not REFUSED:
-            assert slot not in self.requests and self.cache.length(slot) == 0
-            self.requests[slot] = Request()
+        assert slot not in self.requests and self.cache.length(slot) == 0
+        self.requests[slot] = Request()
 
     @precondition(lambda self: self.free_slots())
     @rule(prompt=prompts(), salt=st.sampled_from(["", "", "other"]), prefill=st.booleans(), fail=failures(12))
     def alloc_prompt(self, prompt: list[int], salt: str, prefill: bool, fail: int | None) -> None:
         slot = self.attempt(lambda: self.cache.alloc(tokens=prompt, salt=salt), fail)
-        if slot is REFUSED:
-            return
         assert slot not in self.requests
         request = self.requests[slot] = Request(salt, prompt)
         covered = self.cache.length(slot)
@@ -294,8 +284,6 @@ class CacheMachine(RuleBasedStateMachine):
         except vtensor.OutOfPages:  # as for publish
             assert self.cache.lengths == lengths and self.cache.stats().slots_free == self.free_slots()
             return
-        if forks is REFUSED:
-            return
         assert len(set(forks)) == n and not set(forks) & set(self.requests)
         if not self.looks_ahead and before.pages_private == 0 and fail is None:
             assert self.pool.stats().pages_used <= before.pages_used
@@ -321,9 +309,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 3), fail=failures(12))
     def swap_out(self, n: int, fail: int | None) -> None:
         slots = self.in_use()[-n:]
-        if self.attempt(lambda: self.cache.swap_out(slots if n > 1 else slots[0]), fail) is REFUSED:
-            self.settle()
-            return
+        self.attempt(lambda: self.cache.swap_out(slots if n > 1 else slots[0]), fail)
         for slot in slots:
             self.cache.wait(slot)  # so that equal steps give equal counts
         for slot in slots:
@@ -339,10 +325,9 @@ class CacheMachine(RuleBasedStateMachine):
             lengths[slot] = self.cache.length(slot)
         fits = self.cache.fits(lengths)
         done = self.attempt(lambda: self.cache.swap_in(slots if n > 1 else slots[0]), fail)
-        if done is not REFUSED and not self.looks_ahead:
+        if not self.looks_ahead:
             assert done == fits
-        if done is REFUSED or not done:
-            self.settle()
+        if not done:
             return
         for slot in slots:
             self.requests[slot].swapped = False
@@ -357,8 +342,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         start = (len(request.values) - 1) * percent // 100
         try:
-            if self.attempt(lambda: self.cache.unshare(slot, start, start + 1), fail) is REFUSED:
-                return
+            self.attempt(lambda: self.cache.unshare(slot, start, start + 1), fail)
         except vtensor.OutOfPages:
             return
         request.values[start] = value = next(self.own_values)
