@@ -17,6 +17,7 @@ from vtensor import _variants as _variants  # registers the classes of tensors w
 from vtensor import trace
 from vtensor._notebook import draw_with as _draw_with
 from vtensor.arena import Arena, ArenaStats
+from vtensor.blocks import Blocks
 from vtensor.errors import (
     CapacityExceeded,
     Closed,
@@ -46,6 +47,7 @@ _draw_with(_draw)
 __all__ = [
     "Arena",
     "ArenaStats",
+    "Blocks",
     "CapacityExceeded",
     "Closed",
     "DriverError",

@@ -3,15 +3,19 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "arena/blocks.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "bind/arguments.h"
@@ -40,6 +44,22 @@ class ArenaCore {
   }
   ArenaCore(const ArenaCore&) = delete;
   ArenaCore& operator=(const ArenaCore&) = delete;
+
+  // One operation: refused in a forked child, on a closed arena and beside another operation.
+  class Operation {
+   public:
+    Operation(ArenaCore& core, const char* name) : core_(core) {
+      refuse_in_forked_child(name);
+      core.mutex_.lock(name);
+      if (core.arena_) return;
+      core.mutex_.unlock();
+      throw Closed("[" + std::string(name) + "] the arena is closed: make a new one");
+    }
+    ~Operation() { core_.mutex_.unlock(); }
+
+   private:
+    ArenaCore& core_;
+  };
 
   std::vector<bool> map(nb::handle intervals) {
     constexpr const char* name = "Arena.map";
@@ -135,23 +155,12 @@ class ArenaCore {
   }
   bool closed() const { return closed_; }
 
+  // During an operation.
+  Arena& arena() { return *arena_; }
+  PagePool& pool() { return *pool_; }
+  std::size_t bytes() const { return bytes_; }
+
  private:
-  // One operation: refused in a forked child, on a closed arena and beside another operation.
-  class Operation {
-   public:
-    Operation(ArenaCore& core, const char* name) : core_(core) {
-      refuse_in_forked_child(name);
-      core.mutex_.lock(name);
-      if (core.arena_) return;
-      core.mutex_.unlock();
-      throw Closed("[" + std::string(name) + "] the arena is closed: make a new one");
-    }
-    ~Operation() { core_.mutex_.unlock(); }
-
-   private:
-    ArenaCore& core_;
-  };
-
   // Pairs of bytes, from and up to.
   std::vector<Interval> read(const char* operation, nb::handle intervals) const {
     const auto bytes = static_cast<std::int64_t>(bytes_);
@@ -177,6 +186,92 @@ class ArenaCore {
   std::size_t bytes_ = 0;
   std::atomic<bool> closed_{false};
   OperationMutex mutex_;
+};
+
+// The blocks of an arena. Every operation on them is one on the arena.
+class BlocksCore {
+ public:
+  using Part = std::tuple<std::size_t, std::size_t, std::size_t>;
+
+  BlocksCore(ArenaCore& core, std::size_t count, const std::vector<Part>& parts) : core_(core) {
+    std::vector<Blocks::Part> all;
+    all.reserve(parts.size());
+    for (const auto& [offset, stride, size] : parts) all.push_back({offset, stride, size});
+    blocks_.emplace(count, std::move(all), core.bytes());
+  }
+
+  std::vector<std::size_t> hold(nb::handle numbers) {
+    constexpr const char* name = "Blocks.hold";
+    const std::vector<std::size_t> all = read(name, numbers);
+    const ArenaCore::Operation operation(core_, name);
+    const Caller asking = caller_of(name, {}, core_.pool());
+    std::vector<std::size_t> lost;
+    core_.arena().raise_error();
+    with_memory(core_.pool(), asking, [&] { lost = blocks_->hold(core_.arena(), asking, all); });
+    return lost;
+  }
+
+  void release(nb::handle numbers, std::optional<Stream> stream) {
+    constexpr const char* name = "Blocks.release";
+    const std::vector<std::size_t> all = read(name, numbers);
+    const ArenaCore::Operation operation(core_, name);
+    const Caller asking = caller_of(name, stream, core_.pool());
+    const ReleasedGil released;
+    blocks_->release(core_.arena(), asking, all);
+  }
+
+  void begin_step() {
+    const ArenaCore::Operation operation(core_, "Blocks.begin_step");
+    blocks_->begin_step();
+  }
+  void end_step(std::optional<Stream> stream) {
+    constexpr const char* name = "Blocks.end_step";
+    const ArenaCore::Operation operation(core_, name);
+    const Caller asking = caller_of(name, stream, core_.pool());
+    const ReleasedGil released;
+    blocks_->end_step(core_.arena(), asking);
+  }
+
+  std::vector<bool> whole(nb::handle numbers) {
+    constexpr const char* name = "Blocks.whole";
+    const std::vector<std::size_t> all = read(name, numbers);
+    const ArenaCore::Operation operation(core_, name);
+    const ReleasedGil released;
+    blocks_->require(name, all);
+    const std::vector<char> held = core_.arena().holds(blocks_->bytes_of(all));
+    std::vector<bool> whole(all.size(), true);
+    const std::size_t parts = held.size() / std::max<std::size_t>(1, all.size());
+    for (std::size_t i = 0; i < held.size(); ++i) whole[i / parts] = whole[i / parts] && held[i];
+    return whole;
+  }
+
+  std::size_t trim(nb::handle numbers) {
+    constexpr const char* name = "Blocks.trim";
+    const std::vector<std::size_t> all = read(name, numbers);
+    const ArenaCore::Operation operation(core_, name);
+    const Caller asking = caller_of(name, {}, core_.pool());
+    const ReleasedGil released;
+    blocks_->require(name, all);
+    return core_.arena().trim(asking, blocks_->bytes_of(all));
+  }
+
+  std::size_t mapped() {
+    const ArenaCore::Operation operation(core_, "Blocks.mapped");
+    return blocks_->mapped();
+  }
+
+ private:
+  static std::vector<std::size_t> read(const char* operation, nb::handle numbers) {
+    std::vector<std::size_t> all;
+    for (const std::int64_t number : integers(operation, "numbers", numbers)) {
+      if (number < 0) refuse(operation, "there is no block " + std::to_string(number));
+      all.push_back(static_cast<std::size_t>(number));
+    }
+    return all;
+  }
+
+  ArenaCore& core_;  // which the binding keeps alive
+  std::optional<Blocks> blocks_;
 };
 
 }  // namespace
@@ -205,6 +300,17 @@ void bind_arena(nb::module_& module) {
       .def("pages", &ArenaCore::pages)
       .def("close", &ArenaCore::close, no_stream)
       .def_prop_ro("closed", &ArenaCore::closed);
+
+  nb::class_<BlocksCore>(module, "BlocksCore")
+      .def(nb::init<ArenaCore&, std::size_t, const std::vector<BlocksCore::Part>&>(),
+           nb::keep_alive<1, 2>(), nb::arg("arena"), nb::arg("count"), nb::arg("parts"))
+      .def("hold", &BlocksCore::hold, nb::arg("numbers"))
+      .def("release", &BlocksCore::release, nb::arg("numbers"), no_stream)
+      .def("begin_step", &BlocksCore::begin_step)
+      .def("end_step", &BlocksCore::end_step, no_stream)
+      .def("whole", &BlocksCore::whole, nb::arg("numbers"))
+      .def("trim", &BlocksCore::trim, nb::arg("numbers"))
+      .def_prop_ro("mapped", &BlocksCore::mapped);
 }
 
 }  // namespace vtensor::bind

@@ -1,0 +1,130 @@
+#include "arena/blocks.h"
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+
+namespace vtensor {
+
+Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
+    : parts_(std::move(parts)) {
+  if (count == 0 || parts_.empty())
+    throw InvalidArgument("[Blocks] there must be at least one block, of at least one part");
+  for (const Part& part : parts_) {
+    const std::optional<std::size_t> last = checked_multiply(count - 1, part.stride);
+    if (part.size != 0 && last && *last <= bytes && part.offset <= bytes - *last &&
+        part.size <= bytes - *last - part.offset) {
+      continue;
+    }
+    throw InvalidArgument("[Blocks] a part of " + std::to_string(part.size) + " bytes at " +
+                          std::to_string(part.offset) + ", and every " +
+                          std::to_string(part.stride) + " bytes for " + std::to_string(count) +
+                          " blocks, is not in the arena, which has " + std::to_string(bytes));
+  }
+  states_.resize(count);
+  until_.resize(count);
+}
+
+void Blocks::require(const char* operation, std::span<const std::size_t> numbers) const {
+  for (const std::size_t number : numbers) {
+    if (number < states_.size()) continue;
+    throw InvalidArgument("[" + std::string(operation) + "] there is no block " +
+                          std::to_string(number) + ": blocks are numbered from 0 to " +
+                          std::to_string(states_.size() - 1));
+  }
+}
+
+std::vector<Interval> Blocks::bytes_of(std::span<const std::size_t> numbers) const {
+  std::vector<Interval> bytes;
+  bytes.reserve(numbers.size() * parts_.size());
+  for (const std::size_t number : numbers) {
+    for (const Part& part : parts_) {
+      const std::size_t begin = part.offset + number * part.stride;
+      bytes.push_back({begin, begin + part.size});
+    }
+  }
+  return bytes;
+}
+
+std::vector<std::size_t> Blocks::hold(Arena& arena, const Caller& caller,
+                                      std::span<const std::size_t> numbers) {
+  require(caller.operation, numbers);
+  std::vector<std::size_t> missing;
+  missing.reserve(numbers.size());
+  for (const std::size_t number : numbers) {
+    if (states_[number] != State::free) continue;
+    states_[number] = State::held;  // a block may be named twice
+    missing.push_back(number);
+  }
+  std::vector<std::size_t> lost;
+  try {
+    lost.reserve(missing.size());
+    if (!missing.empty()) {
+      const std::vector<char> kept = arena.map(caller, bytes_of(missing));
+      for (std::size_t i = 0; i < kept.size(); ++i) {
+        const std::size_t number = missing[i / parts_.size()];
+        if (!kept[i] && (lost.empty() || lost.back() != number)) lost.push_back(number);
+      }
+    }
+  } catch (...) {
+    for (const std::size_t number : missing) states_[number] = State::free;
+    throw;
+  }
+  for (const std::size_t number : numbers) states_[number] = State::held;  // also those leaving
+  mapped_ += missing.size();
+  return lost;
+}
+
+void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
+  require(caller.operation, numbers);
+  std::vector<std::size_t> released;
+  released.reserve(numbers.size());
+  for (const std::size_t number : numbers) {
+    if (states_[number] != State::held) continue;
+    released.push_back(number);
+    states_[number] = State::leaving;
+  }
+  try {
+    if (begun_ == ended_) return unmap(arena, caller, released);
+    for (const std::size_t number : released) leaving_.emplace_back(begun_, number);
+  } catch (...) {
+    for (const std::size_t number : released) states_[number] = State::held;
+    throw;
+  }
+  for (const std::size_t number : released) until_[number] = begun_;
+}
+
+void Blocks::end_step(Arena& arena, const Caller& caller) {
+  if (begun_ == ended_) {
+    throw InvalidArgument("[" + std::string(caller.operation) +
+                          "] no step is under way: call begin_step() once for each");
+  }
+  std::vector<std::size_t> over;
+  over.reserve(leaving_.size());
+  auto waiting = leaving_.begin();
+  for (; waiting != leaving_.end() && waiting->first <= ended_ + 1; ++waiting) {
+    const auto [step, number] = *waiting;
+    if (states_[number] != State::leaving || until_[number] != step) continue;  // held again
+    states_[number] = State::free;  // it may be listed twice
+    over.push_back(number);
+  }
+  try {
+    unmap(arena, caller, over);
+  } catch (...) {
+    for (const std::size_t number : over) states_[number] = State::leaving;
+    throw;
+  }
+  leaving_.erase(leaving_.begin(), waiting);
+  ++ended_;
+}
+
+void Blocks::unmap(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
+  if (!numbers.empty()) arena.unmap(caller, bytes_of(numbers));
+  for (const std::size_t number : numbers) states_[number] = State::free;
+  mapped_ -= numbers.size();
+}
+
+}  // namespace vtensor

@@ -1,0 +1,323 @@
+"""Blocks of an engine over an arena: held or not, whole or lost, and steps that may still use them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import vtensor
+from interrupts import at_every_bytecode, place
+from support import calls, calls_since, filled, open_pool, simcuda_library
+from vtensor import testing
+
+PAGE = 4096
+COUNT = 16
+SIZE = PAGE // 2  # two blocks share a page
+LAYERS = 3
+LAYER = COUNT * SIZE
+PARTS = [(layer * LAYER, SIZE, SIZE) for layer in range(LAYERS)]
+BUDGET = 14  # pages, of 24
+numbers = st.lists(st.integers(0, COUNT - 1), max_size=6)
+
+
+def pages_of(blocks) -> set[int]:
+    return {(offset + b * stride) // PAGE for b in blocks for offset, stride, _ in PARTS}
+
+
+def parts_of(arena: vtensor.Arena, block: int) -> list[torch.Tensor]:
+    return [arena.tensor[offset + block * stride :][:size] for offset, stride, size in PARTS]
+
+
+def make(pool: vtensor.Pool) -> vtensor.Blocks:
+    return vtensor.Blocks(vtensor.Arena(LAYERS * LAYER, pool=pool), COUNT, PARTS)
+
+
+@pytest.fixture
+def blocks(pool_factory, kind):
+    """In a pool that caches what no block needs."""
+    blocks = make(pool_factory(kind, BUDGET, prefetch=8 * PAGE, cache=BUDGET * PAGE))
+    yield blocks
+    blocks.arena.close()
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    """Blocks of requests, and steps, against what each block must hold."""
+
+    kind = "host"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = open_pool(self.kind, BUDGET, prefetch=8 * PAGE, cache=BUDGET * PAGE)
+        self.blocks = make(self.pool)
+        self.held: set[int] = set()
+        self.leaving: dict[int, int] = {}  # block: the step that it waits for
+        self.begun = self.ended = 0
+        self.written: dict[int, int] = {}  # also of blocks that were released
+        self.values = iter(range(1, 10**9))
+        self.other: vtensor.VTensor | None = None
+
+    def mapped(self) -> set[int]:
+        return self.held | set(self.leaving)
+
+    @rule(which=numbers, fail=st.none() | st.integers(0, 4))
+    def hold(self, which: list[int], fail: int | None) -> None:
+        fresh = set(which) - self.mapped()
+        whole = dict(zip(which, self.blocks.whole(which), strict=True))
+        try:
+            if fail is None:
+                lost = self.blocks.hold(which)
+            else:
+                with testing.fail_after(self.pool, fail):
+                    lost = self.blocks.hold(which)
+        except vtensor.DriverError:
+            assert fail is not None
+            return self.hold(which, None)  # equal draws make equal blocks
+        except vtensor.OutOfPages:
+            if fail is not None:
+                return self.hold(which, None)
+            others = (
+                0 if self.other is None else self.pool.stats().pages_active - len(pages_of(self.mapped()))
+            )
+            assert len(pages_of(self.mapped() | set(which))) + others > BUDGET
+            return
+        assert len(set(lost)) == len(lost) and set(lost) <= fresh
+        if fail is None:
+            assert not any(whole[block] for block in lost)
+        for block in lost:
+            self.written.pop(block, None)
+        self.held |= set(which)
+        for block in which:
+            self.leaving.pop(block, None)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.held)))
+        self.written[block] = next(self.values) % 250 + 1
+        for part in parts_of(self.blocks.arena, block):
+            part.fill_(self.written[block])
+
+    @rule(which=numbers)
+    def release(self, which: list[int]) -> None:
+        self.blocks.release(which)
+        for block in self.held & set(which):
+            self.held.remove(block)
+            if self.begun != self.ended:
+                self.leaving[block] = self.begun
+
+    @rule()
+    def begin_step(self) -> None:
+        self.blocks.begin_step()
+        self.begun += 1
+
+    @precondition(lambda self: self.begun != self.ended)
+    @rule()
+    def end_step(self) -> None:
+        self.blocks.end_step()
+        self.ended += 1
+        self.leaving = {block: step for block, step in self.leaving.items() if step > self.ended}
+
+    @rule(which=numbers)
+    def trim(self, which: list[int]) -> None:
+        self.blocks.trim(which)
+        self.pool.wait_idle(5)
+        for block in set(which) - self.mapped():
+            if not pages_of([block]) & pages_of(self.mapped()):
+                assert self.blocks.whole([block]) == [False]
+
+    @rule(pages=st.integers(1, 8))
+    def another_tensor(self, pages: int) -> None:
+        if self.other is not None:
+            self.other.close()
+        self.other = vtensor.empty(0, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=self.pool)
+        try:
+            self.other.extend(pages * PAGE).fill_(255)
+        except vtensor.OutOfPages:
+            assert len(pages_of(self.mapped())) + pages > BUDGET
+
+    @invariant()
+    def blocks_hold_what_was_written(self) -> None:
+        assert self.blocks.mapped == len(self.mapped())
+        assert all(self.blocks.whole(sorted(self.mapped())))
+        whole = dict(enumerate(self.blocks.whole(range(COUNT))))
+        for block, value in self.written.items():
+            if whole[block]:
+                assert all(bool(part.eq(value).all()) for part in parts_of(self.blocks.arena, block))
+        assert self.blocks.arena.stats().pages_active == len(pages_of(self.mapped()))
+        testing.check_invariants(self.pool)
+
+    def teardown(self) -> None:
+        self.blocks.arena.close()
+        if self.other is not None:
+            self.other.close()
+        self.pool.close()
+        assert self.pool.stats().pages_used == 0
+
+
+TestHost = BlocksMachine.TestCase
+TestHost.settings = settings(max_examples=25, stateful_step_count=30)
+TestSimcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")(
+    type("Simcuda", (BlocksMachine,), {"kind": "simcuda"}).TestCase
+)
+TestSimcuda.settings = TestHost.settings
+
+
+# --- held, released, held again ---------------------------------------------------------------------------
+
+
+def test_a_released_block_keeps_what_it_holds_until_memory_is_short(blocks):
+    assert blocks.hold([3, 9]) == [3, 9]
+    for part in parts_of(blocks.arena, 3):
+        part.fill_(7)
+    blocks.release([3])
+    assert blocks.mapped == 1
+    before = calls(blocks.arena.pool)
+    assert blocks.whole([3]) == [True] and blocks.hold([3]) == []
+    assert calls_since(blocks.arena.pool, before) == {}  # I15
+    assert all(bool(part.eq(7).all()) for part in parts_of(blocks.arena, 3))
+    blocks.release([3])
+    filled(blocks.arena.pool, (BUDGET - 3) * 4, 1).close()
+    assert blocks.whole([3, 9]) == [False, True]
+    assert blocks.hold([3]) == [3]
+
+
+def test_holding_and_releasing_twice_is_doing_it_once(blocks):
+    assert blocks.hold([1, 1, 1]) == [1]
+    assert blocks.hold([1]) == [] and blocks.mapped == 1
+    blocks.release([1, 1, 2])
+    blocks.release([1])
+    assert blocks.mapped == 0 and blocks.arena.stats().pages_active == 0
+
+
+def test_neighbours_share_a_page(blocks):
+    blocks.hold([0, 1])
+    assert blocks.arena.stats().pages_active == LAYERS
+    blocks.release([0])
+    assert blocks.arena.stats().pages_active == LAYERS
+    assert blocks.trim([0]) == 0 and blocks.whole([0, 1]) == [True, True]
+    blocks.release([1])
+    assert blocks.trim([0]) == LAYERS * PAGE
+
+
+def test_what_is_refused_changes_nothing(blocks):
+    blocks.hold([0])
+    with pytest.raises(vtensor.OutOfPages):
+        blocks.hold(range(1, COUNT))  # I8
+    assert blocks.mapped == 1 and blocks.arena.stats().pages_active == LAYERS
+
+
+# --- steps ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_may_use_stays_until_it_ends(blocks):
+    blocks.hold([0, 4])
+    blocks.begin_step()
+    blocks.release([0])
+    blocks.begin_step()
+    blocks.release([4])
+    assert blocks.arena.stats().pages_active == 2 * LAYERS
+    blocks.end_step()
+    assert blocks.mapped == 1 and blocks.arena.stats().pages_active == LAYERS
+    blocks.end_step()
+    assert blocks.mapped == 0
+
+
+def test_a_block_held_again_outlives_the_step_that_it_waited_for(blocks):
+    blocks.hold([0])
+    blocks.begin_step()
+    blocks.release([0])
+    assert blocks.hold([0]) == []
+    blocks.begin_step()
+    blocks.release([0])
+    blocks.hold([0])
+    blocks.release([0])
+    blocks.end_step()
+    assert blocks.mapped == 1
+    blocks.end_step()
+    assert blocks.mapped == 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "parts"),
+    [
+        (0, PARTS),
+        (COUNT, []),
+        (COUNT, [(0, SIZE, 0)]),
+        (COUNT + 1, [((LAYERS - 1) * LAYER, SIZE, SIZE)]),
+        (COUNT, [(1, LAYERS * SIZE, LAYERS * SIZE)]),
+        (2, [(0, 2**61, SIZE)]),
+        (2**40, [(0, 2**40, SIZE)]),
+        (COUNT, [(0, SIZE)]),
+        (COUNT, [(-1, SIZE, SIZE)]),
+        (COUNT, [(0, SIZE, 2**70)]),
+    ],
+)
+def test_blocks_that_cannot_be(blocks, count, parts):
+    with pytest.raises(vtensor.InvalidArgument, match=r"\[Blocks\]"):
+        vtensor.Blocks(blocks.arena, count, parts)
+
+
+@pytest.mark.parametrize("operation", ["hold", "release", "whole", "trim"])
+@pytest.mark.parametrize("which", [[COUNT], [0, -1], ["0"], [1.5], 3])
+def test_numbers_of_no_block(blocks, operation, which):
+    with pytest.raises(vtensor.InvalidArgument, match=rf"\[Blocks.{operation}\]"):
+        getattr(blocks, operation)(which)
+    assert blocks.mapped == 0
+
+
+def test_no_step_can_end_before_it_began(blocks):
+    with pytest.raises(vtensor.InvalidArgument, match="begin_step"):
+        blocks.end_step()
+
+
+def test_an_arena_that_is_closed(blocks):
+    blocks.hold([1])
+    blocks.arena.close()
+    for operation in ("hold", "release", "whole", "trim"):
+        with pytest.raises(vtensor.Closed):
+            getattr(blocks, operation)([1])
+    with pytest.raises(vtensor.Closed):
+        blocks.begin_step()
+    assert "closed" in repr(blocks)
+
+
+# --- interruptions ----------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "hold": lambda blocks: blocks.hold([1, 2]),
+    "release": lambda blocks: blocks.release([0]),
+    "begin_step": lambda blocks: blocks.begin_step(),
+    "end_step": lambda blocks: blocks.end_step(),
+    "whole": lambda blocks: blocks.whole([0]),
+    "trim": lambda blocks: blocks.trim([5]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_whole(pool_factory, kind, name):
+    """I17."""
+    pool = pool_factory(kind, 64)
+
+    def begin():
+        blocks = make(pool)
+        blocks.hold([0, 6])
+        blocks.begin_step()
+        blocks.release([6])
+        return blocks
+
+    def check(blocks, outcome):
+        mapped = {"hold": {2, 4}, "end_step": {1, 2}}.get(name, {2})
+        assert blocks.mapped in mapped
+        testing.check_invariants(pool)
+        blocks.hold([0, 7])
+        blocks.arena.close()
+        pool.wait_idle(5)
+        assert pool.stats().pages_used == 0
+
+    assert at_every_bytecode(begin, OPERATIONS[name], check, each=place) >= 1

@@ -1,0 +1,133 @@
+"""An arena cut into the blocks of an engine: held by number while they are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from vtensor import _core
+from vtensor._arguments import integer, of_type
+from vtensor._streams import Stream, stream_handle
+from vtensor.arena import Arena
+from vtensor.errors import InvalidArgument
+
+__all__ = ["Blocks"]
+
+BlocksCore = _core.BlocksCore
+
+
+class Blocks:
+    """The blocks of an engine's block table over an :class:`Arena`: a held block has memory.
+
+    An engine holds the blocks that its requests use, and releases those that they leave. A released block
+    keeps its pages, and what they hold, until others want the memory: one that is held again in time costs no
+    driver call, which is what a prefix cache needs.
+
+    Engines that run a step while they plan the next one say so: :meth:`begin_step` when a step is handed to
+    the device, :meth:`end_step` when its results are there. What is released in between goes after the steps
+    that had begun by then.
+
+    Args:
+        arena: in which the blocks lie.
+        count: number of blocks, numbered from 0.
+        parts: where the bytes of block ``b`` are: of each part ``(offset, stride, size)``, ``size`` bytes at
+            ``offset + b * stride``. A table with K and V of all layers behind one another has one part, a
+            table for each layer as many as there are layers. Parts and blocks may share pages.
+
+    Raises:
+        InvalidArgument: blocks without bytes, or with bytes that are not in the arena.
+    """
+
+    def __init__(self, arena: Arena, count: int, parts: Sequence[tuple[int, int, int]]) -> None:
+        of_type("Blocks", "arena", arena, Arena)
+        count = integer("Blocks", "count", count)
+        given = [tuple(integer("Blocks", "parts", end) for end in part) for part in parts]
+        wrong = any(len(part) != 3 or min(part) < 0 or max(part) >= 2**62 for part in given)
+        if not 1 <= count < 2**62 or wrong:
+            raise InvalidArgument(
+                f"[Blocks] {count} blocks of parts {given[:4]}: give at least one block, and each part as "
+                "(offset, stride, size) in bytes"
+            )
+        self.arena = arena
+        """The arena in which the blocks lie."""
+        self._core = BlocksCore(arena._core, count, cast(list[tuple[int, int, int]], given))
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def hold(self, numbers: Iterable[int]) -> list[int]:
+        """Gives blocks their memory, in one batch of driver calls, or none where it is there. A block that is
+        held already stays so.
+
+        Returns:
+            Those that were not held and do not hold any more what they held: their memory shows zeros, or
+            what this arena once wrote.
+
+        Raises:
+            OutOfPages: memory is short, also after what others keep for later was given up.
+            InvalidArgument: there is no such block.
+            DriverError: the driver refuses a call.
+            Closed: the arena is closed. In all cases nothing was changed.
+        """
+        return BlocksCore.hold(self._core, numbers)
+
+    def release(self, numbers: Iterable[int], stream: Stream | None = None) -> None:
+        """Ends that, once the steps under way have ended. A block that is not held stays so.
+
+        Args:
+            numbers: of blocks.
+            stream: in which work that uses the blocks was launched; the current one unless given.
+
+        Raises:
+            InvalidArgument: there is no such block.
+            Closed: the arena is closed.
+        """
+        BlocksCore.release(self._core, numbers, stream_handle("Blocks.release", stream))
+
+    def begin_step(self) -> None:
+        """A step begins that may use all that is held now."""
+        BlocksCore.begin_step(self._core)
+
+    def end_step(self, stream: Stream | None = None) -> None:
+        """The oldest step under way has ended.
+
+        Args:
+            stream: as for :meth:`release`.
+
+        Raises:
+            InvalidArgument: no step is under way.
+            Closed: the arena is closed.
+        """
+        BlocksCore.end_step(self._core, stream_handle("Blocks.end_step", stream))
+
+    def whole(self, numbers: Iterable[int]) -> list[bool]:
+        """Whether each block has all its memory, and holds what it held. Changes nothing.
+
+        Raises:
+            InvalidArgument: there is no such block.
+            Closed: the arena is closed.
+        """
+        return BlocksCore.whole(self._core, numbers)
+
+    def trim(self, numbers: Iterable[int]) -> int:
+        """Gives back the memory of those blocks that are not held.
+
+        Returns:
+            Its bytes. Pages that held blocks share stay.
+
+        Raises:
+            InvalidArgument: there is no such block.
+            Closed: the arena is closed.
+        """
+        return BlocksCore.trim(self._core, numbers) * self.arena.pool.page_size
+
+    @property
+    def mapped(self) -> int:
+        """Blocks that are held, or were released and wait for steps to end."""
+        return self._core.mapped
+
+    def __repr__(self) -> str:
+        if self.arena.closed:
+            return f"<vtensor.Blocks {len(self):,} closed>"
+        return f"<vtensor.Blocks {len(self):,}, {self.mapped:,} with memory, in {self.arena!r}>"
