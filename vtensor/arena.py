@@ -110,8 +110,9 @@ class Arena:
                 needs its pages until it is unmapped as often.
 
         Returns:
-            Of each block, whether all its pages were mapped before: it holds what it held when it was last
-            unmapped, unless others that share its pages wrote there.
+            Of each block, whether all its pages were mapped before. Then it holds what it held when it was
+            last unmapped, if its pages are its own: a page that blocks share may have gone meanwhile, and
+            come back for another. :class:`Blocks` knows that too.
 
         Raises:
             OutOfPages: if memory is short, also after what others keep for later was given up.
@@ -153,7 +154,7 @@ class Arena:
 
     def holds(self, intervals: Iterable[Interval]) -> list[bool]:
         """Whether all pages of each block are mapped, and stay so until others want memory: what :meth:`map`
-        would answer. Maps nothing, and makes no block more recent.
+        would answer. Maps nothing, and keeps no block any longer.
 
         Args:
             intervals: as for :meth:`map`.

@@ -81,7 +81,8 @@ void Arena::require_no_capture(const Caller& caller) const {
 
 // -- blocks
 
-std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> intervals) {
+std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> intervals,
+                             std::span<const std::uint64_t> since) {
   const std::vector<Interval> pages = pages_of(intervals);
   PoolLock lock(pool_);
   pool_->reap();
@@ -98,7 +99,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
   begin_use(pages);  // so that making room takes none of them
   mapping_ = true;
   try {
-    std::vector<char> kept = map_missing(lock, caller, pages);
+    std::vector<char> kept = map_missing(lock, caller, pages, since);
     mapping_ = false;
     return kept;
   } catch (...) {
@@ -141,9 +142,22 @@ std::vector<Reservation::Run> Arena::missing(const char* operation,
   return runs;
 }
 
-// Whether each of `pages` was mapped before.
+bool Arena::kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const {
+  const std::uint64_t then = since.empty() ? clock_ : since[n];
+  for (std::size_t i = pages.begin; i < pages.end; ++i) {
+    if (!is_mapped(range_.at(0, i)) || states_[i].mapped_at > then) return false;
+  }
+  return true;
+}
+
+std::uint64_t Arena::now() {
+  const PoolLock lock(pool_);
+  return clock_;
+}
+
 std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
-                                     std::span<const Interval> pages) {
+                                     std::span<const Interval> pages,
+                                     std::span<const std::uint64_t> since) {
   Reservation::Arrival arrival;
   std::size_t count = 0;
   do {
@@ -153,7 +167,7 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
     for (const Reservation::Run& run : arrival.runs) count += run.indices.size();
   } while (MakeRoom(*pool_).ready(lock, caller.operation, count));
   std::vector<char> kept;
-  for (const Interval some : pages) kept.push_back(range_.count_mapped(some) == some.size());
+  for (std::size_t n = 0; n < pages.size(); ++n) kept.push_back(this->kept(pages[n], since, n));
   const bool unordered = !all_passed(driver_, ready_after_);
   if (count != 0 || unordered) require_no_capture(caller);
   work_.note(caller);
@@ -170,8 +184,16 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
     Reservation::carry_out({&arriving, 1}, caller.stream, true);
   }
   range_.enter(arrival);
+  note_arrival(arrival);
   if (arrival.error) std::rethrow_exception(arrival.error);
   return kept;
+}
+
+void Arena::note_arrival(const Reservation::Arrival& arrival) {
+  ++clock_;
+  for (const Reservation::Run& run : arrival.runs) {
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) states_[i].mapped_at = clock_;
+  }
 }
 
 void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
@@ -249,19 +271,18 @@ std::size_t Arena::trim(const Caller& caller, std::span<const Interval> interval
   return pages;
 }
 
-std::vector<char> Arena::holds(std::span<const Interval> intervals) {
+std::vector<char> Arena::holds(std::span<const Interval> intervals,
+                               std::span<const std::uint64_t> since) {
   PoolLock lock(pool_);
   pool_->reap();
-  const auto stays = [this](std::size_t i) VT_LOCKED {
-    return is_mapped(range_.at(0, i)) && states_[i].idle != Idle::leaving;
-  };
   std::vector<char> held;
   held.reserve(intervals.size());
-  for (const Interval some : intervals) {
-    const Interval within = pages_of(some);
-    std::size_t i = within.begin;
-    while (i < within.end && stays(i)) ++i;
-    held.push_back(i >= within.end);
+  for (std::size_t n = 0; n < intervals.size(); ++n) {
+    const Interval pages = pages_of(intervals[n]);
+    bool stays = kept(pages, since, n);
+    for (std::size_t i = pages.begin; i < pages.end && stays; ++i)
+      stays = states_[i].idle != Idle::leaving;
+    held.push_back(stays);
   }
   return held;
 }
@@ -424,6 +445,7 @@ bool Arena::find_missing(std::vector<Reservation::Run>& runs, std::size_t pages)
 void Arena::enter_ahead(Reservation::Arrival& arrival) {
   busy_ = false;
   range_.enter(arrival);
+  note_arrival(arrival);
   if (arrival.zeroing) work_.note(driver_.side_stream());
   if (arrival.error) {
     wanted_.clear();

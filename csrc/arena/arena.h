@@ -44,9 +44,11 @@ class Arena final : public RangeClient {
 
   // Maps the pages of `intervals`, which are intervals of bytes, each for as long as one block
   // needs it: in one batch of driver calls, or none. Whole or nothing (I8). Says of each whether
-  // all its pages were mapped before, and hold what they held; another page shows zeros, or what
-  // this arena once wrote (I7). Throws OutOfPages, DriverError, TimedOut.
-  std::vector<char> map(const Caller& caller, std::span<const Interval> intervals);
+  // all its pages have been mapped since the time in `since`, one for each or none, and hold what
+  // they held then; another page shows zeros, or what this arena once wrote (I7). Throws
+  // OutOfPages, DriverError, TimedOut.
+  std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
+                        std::span<const std::uint64_t> since = {});
   // Ends what as many `map` of these blocks began. A page that no block needs stays mapped until
   // others want its memory, and until work launched so far in the streams that used it has passed.
   // Throws InvalidArgument if a page is not mapped as often; nothing is changed then.
@@ -56,8 +58,12 @@ class Arena final : public RangeClient {
   // Gives back what no block needs of `intervals`. Returns how many pages are on their way.
   // Throws TimedOut.
   std::size_t trim(const Caller& caller, std::span<const Interval> intervals);
-  // Whether all pages of each of `intervals` are mapped and to stay so until others want memory.
-  std::vector<char> holds(std::span<const Interval> intervals);
+  // Whether all pages of each of `intervals` have been mapped since then, and are to stay so until
+  // others want memory.
+  std::vector<char> holds(std::span<const Interval> intervals,
+                          std::span<const std::uint64_t> since = {});
+  // A time for these: pages that are mapped from now on are mapped later.
+  std::uint64_t now();
   // What a storage over the range holds: the addresses, and no page.
   Generation* publish();
 
@@ -101,6 +107,7 @@ class Arena final : public RangeClient {
     std::uint32_t uses = 0;  // blocks that need it
     Idle idle = Idle::no;
     std::uint32_t older = kNone, newer = kNone;  // among the cached
+    std::uint64_t mapped_at = 0;
     Time cached_at;
   };
 
@@ -119,7 +126,11 @@ class Arena final : public RangeClient {
   std::vector<Reservation::Run> missing(const char* operation,
                                         std::span<const Interval> pages) const VT_LOCKED;
   std::vector<char> map_missing(PoolLock& lock, const Caller& caller,
-                                std::span<const Interval> pages) VT_LOCKED;
+                                std::span<const Interval> pages,
+                                std::span<const std::uint64_t> since) VT_LOCKED;
+  // Whether what `pages` held at the n-th time of `since` is still there.
+  bool kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const VT_LOCKED;
+  void note_arrival(const Reservation::Arrival& arrival) VT_LOCKED;
   void begin_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   void end_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   bool may_cache() const VT_LOCKED;
@@ -133,6 +144,7 @@ class Arena final : public RangeClient {
   // A page that no block needs is to go.
   void let_go(std::size_t page) noexcept VT_LOCKED;
 
+  std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages
   bool mapping_ VT_GUARDED = false;       // pages are counted that map() has yet to map
   std::vector<State> states_ VT_GUARDED;  // of every page
   std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // of the cached

@@ -1,5 +1,6 @@
 #include "arena/blocks.h"
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -8,6 +9,12 @@
 #include "base/errors.h"
 
 namespace vtensor {
+
+namespace {
+
+constexpr std::uint64_t kHeld = std::numeric_limits<std::uint64_t>::max();
+
+}  // namespace
 
 Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
     : parts_(std::move(parts)) {
@@ -25,6 +32,7 @@ Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
                           " blocks, is not in the arena, which has " + std::to_string(bytes));
   }
   states_.resize(count);
+  seen_.resize(count);
   until_.resize(count);
 }
 
@@ -49,6 +57,20 @@ std::vector<Interval> Blocks::bytes_of(std::span<const std::size_t> numbers) con
   return bytes;
 }
 
+std::vector<std::uint64_t> Blocks::times_of(std::span<const std::size_t> numbers) const {
+  std::vector<std::uint64_t> times;
+  times.reserve(numbers.size() * parts_.size());
+  for (const std::size_t number : numbers) times.insert(times.end(), parts_.size(), seen_[number]);
+  return times;
+}
+
+std::vector<char> Blocks::whole(Arena& arena, std::span<const std::size_t> numbers) const {
+  const std::vector<char> held = arena.holds(bytes_of(numbers), times_of(numbers));
+  std::vector<char> whole(numbers.size(), 1);
+  for (std::size_t i = 0; i < held.size(); ++i) whole[i / parts_.size()] &= held[i];
+  return whole;
+}
+
 std::vector<std::size_t> Blocks::hold(Arena& arena, const Caller& caller,
                                       std::span<const std::size_t> numbers) {
   require(caller.operation, numbers);
@@ -63,7 +85,7 @@ std::vector<std::size_t> Blocks::hold(Arena& arena, const Caller& caller,
   try {
     lost.reserve(missing.size());
     if (!missing.empty()) {
-      const std::vector<char> kept = arena.map(caller, bytes_of(missing));
+      const std::vector<char> kept = arena.map(caller, bytes_of(missing), times_of(missing));
       for (std::size_t i = 0; i < kept.size(); ++i) {
         const std::size_t number = missing[i / parts_.size()];
         if (!kept[i] && (lost.empty() || lost.back() != number)) lost.push_back(number);
@@ -73,7 +95,10 @@ std::vector<std::size_t> Blocks::hold(Arena& arena, const Caller& caller,
     for (const std::size_t number : missing) states_[number] = State::free;
     throw;
   }
-  for (const std::size_t number : numbers) states_[number] = State::held;  // also those leaving
+  for (const std::size_t number : numbers) {
+    states_[number] = State::held;  // also those leaving
+    seen_[number] = kHeld;
+  }
   mapped_ += missing.size();
   return lost;
 }
@@ -122,8 +147,12 @@ void Blocks::end_step(Arena& arena, const Caller& caller) {
 }
 
 void Blocks::unmap(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
+  const std::uint64_t now = arena.now();  // whatever is mapped anew is so later
   if (!numbers.empty()) arena.unmap(caller, bytes_of(numbers));
-  for (const std::size_t number : numbers) states_[number] = State::free;
+  for (const std::size_t number : numbers) {
+    states_[number] = State::free;
+    seen_[number] = now;
+  }
   mapped_ -= numbers.size();
 }
 

@@ -43,16 +43,22 @@ class Blocks {
 
   // The bytes of blocks, part after part of each.
   std::vector<Interval> bytes_of(std::span<const std::size_t> numbers) const;
+  // Of each block, whether it holds what it held when it was last held.
+  std::vector<char> whole(Arena& arena, std::span<const std::size_t> numbers) const;
   // Throws InvalidArgument if there is no such block.
   void require(const char* operation, std::span<const std::size_t> numbers) const;
 
  private:
   enum class State : std::uint8_t { free, held, leaving };
 
+  // When each of these bytes were last held.
+  std::vector<std::uint64_t> times_of(std::span<const std::size_t> numbers) const;
   void unmap(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
 
   const std::vector<Part> parts_;
   std::vector<State> states_;
+  // The arena's time as the block was last released; of held and leaving ones, never.
+  std::vector<std::uint64_t> seen_;
   std::vector<std::uint64_t> until_;  // of leaving blocks: the step whose end they wait for
   // That step, and the block; those that were held again meanwhile too.
   std::deque<std::pair<std::uint64_t, std::size_t>> leaving_;

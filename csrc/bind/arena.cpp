@@ -6,7 +6,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -238,11 +237,8 @@ class BlocksCore {
     const ArenaCore::Operation operation(core_, name);
     const ReleasedGil released;
     blocks_->require(name, all);
-    const std::vector<char> held = core_.arena().holds(blocks_->bytes_of(all));
-    std::vector<bool> whole(all.size(), true);
-    const std::size_t parts = held.size() / std::max<std::size_t>(1, all.size());
-    for (std::size_t i = 0; i < held.size(); ++i) whole[i / parts] = whole[i / parts] && held[i];
-    return whole;
+    const std::vector<char> whole = blocks_->whole(core_.arena(), all);
+    return {whole.begin(), whole.end()};
   }
 
   std::size_t trim(nb::handle numbers) {

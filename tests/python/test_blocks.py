@@ -158,7 +158,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestHost = BlocksMachine.TestCase
-TestHost.settings = settings(max_examples=25, stateful_step_count=30)
+TestHost.settings = settings(max_examples=40, stateful_step_count=40)
 TestSimcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")(
     type("Simcuda", (BlocksMachine,), {"kind": "simcuda"}).TestCase
 )
@@ -182,6 +182,17 @@ def test_a_released_block_keeps_what_it_holds_until_memory_is_short(blocks):
     filled(blocks.arena.pool, (BUDGET - 3) * 4, 1).close()
     assert blocks.whole([3, 9]) == [False, True]
     assert blocks.hold([3]) == [3]
+
+
+def test_a_page_that_came_back_for_a_neighbour_does_not_hold_what_it_held(blocks):
+    blocks.hold([6])
+    for part in parts_of(blocks.arena, 6):
+        part.fill_(7)
+    blocks.release([6])
+    filled(blocks.arena.pool, BUDGET * 4, 1).close()
+    blocks.hold([7])
+    assert pages_of([6]) == pages_of([7]) and blocks.whole([6, 7]) == [False, True]
+    assert blocks.hold([6]) == [6]
 
 
 def test_holding_and_releasing_twice_is_doing_it_once(blocks):
