@@ -1,0 +1,241 @@
+#include "base/fault_report.h"
+
+#include <signal.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <iterator>
+#include <mutex>
+#include <optional>
+
+#include "base/process.h"
+
+namespace vtensor::faults {
+
+Text& Text::operator<<(std::string_view text) noexcept {
+  size_ += text.copy(characters_.data() + size_, characters_.size() - size_);
+  return *this;
+}
+
+Text& Text::write(std::size_t number, int digits) noexcept {
+  std::array<char, 20> written;  // 2^64 has as many digits
+  const auto end =
+      std::to_chars(written.data(), written.data() + written.size(), number, digits).ptr;
+  return *this << std::string_view(written.data(), static_cast<std::size_t>(end - written.data()));
+}
+
+// A list that threads change under a lock and handlers read without it. A range that leaves it is
+// deleted unless some handler is reading then: it may be reading that one, which is left over.
+struct Ranges {
+  std::mutex changing;
+  std::atomic<Range*> newest{nullptr};
+  std::atomic<unsigned> readers{0};
+
+  void add(Range* range) {
+    const std::lock_guard lock(changing);
+    Range* const next = newest.load(std::memory_order_relaxed);
+    range->next_.store(next, std::memory_order_relaxed);
+    if (next != nullptr) next->previous_ = range;
+    newest.store(range);
+  }
+
+  void remove(Range* range) {
+    {
+      const std::lock_guard lock(changing);
+      Range* const next = range->next_.load(std::memory_order_relaxed);
+      (range->previous_ == nullptr ? newest : range->previous_->next_).store(next);
+      if (next != nullptr) next->previous_ = range->previous_;
+    }
+    if (readers.load() == 0) delete range;
+  }
+
+  // Requires: the caller is one of `readers`.
+  const Range* find(std::uintptr_t at) const noexcept {
+    const Range* range = newest.load();
+    while (range != nullptr && at - range->base_ >= range->bytes_) range = range->next_.load();
+    return range;
+  }
+
+  static void enter(Range* range, std::uintptr_t base, std::size_t bytes, bool on_device) {
+    range->base_ = base;
+    range->bytes_ = bytes;
+    range->on_device_ = on_device;
+  }
+  static bool on_device(const Range& range) noexcept { return range.on_device_; }
+};
+
+namespace {
+
+Ranges ranges;
+
+using Action = struct sigaction;
+
+constexpr int kSignals[] = {SIGSEGV, SIGBUS};
+constexpr int kOff = -1;
+
+std::mutex switching;
+std::atomic<int> report_to{kOff};
+Action before[std::size(kSignals)];   // whom each signal is handed on to
+bool installed[std::size(kSignals)];  // and not taken down by us
+
+// What the processor says of a page fault; other processors than x86-64 are not asked.
+struct PageFault {
+  std::uintptr_t at;
+  bool write;
+};
+
+std::optional<PageFault> page_fault([[maybe_unused]] const void* context) noexcept {
+#if defined(__x86_64__)
+  constexpr greg_t kTrap = 14, kWrite = 2;
+  const greg_t* const registers = static_cast<const ucontext_t*>(context)->uc_mcontext.gregs;
+  if (registers[REG_TRAPNO] == kTrap) {
+    return PageFault{static_cast<std::uintptr_t>(registers[REG_CR2]),
+                     (registers[REG_ERR] & kWrite) != 0};
+  }
+#endif
+  return std::nullopt;
+}
+
+// Where the fault was. A handler that stands before ours, such as faulthandler's, may raise the
+// signal anew instead of calling ours: then only the context still has it.
+std::optional<std::uintptr_t> address_of(const siginfo_t& info, const void* context) noexcept {
+  if (info.si_code > 0) return reinterpret_cast<std::uintptr_t>(info.si_addr);
+  if (info.si_code != SI_TKILL || info.si_pid != getpid()) return std::nullopt;
+  const auto fault = page_fault(context);
+  return fault ? std::optional(fault->at) : std::nullopt;
+}
+
+void describe(Text& text, const Range& range, std::uintptr_t at, int signal, const siginfo_t& info,
+              const void* context) noexcept {
+  const auto fault = page_fault(context);
+  text << "vtensor: " << (signal == SIGBUS ? "SIGBUS" : "SIGSEGV") << " at ";
+  text.address(at) << ", "
+                   << (!fault         ? "an access"
+                       : fault->write ? "a write"
+                                      : "a read")
+                   << " to ";
+  range.name(text, at);
+  text << "\nvtensor: ";
+  if (Ranges::on_device(range)) {
+    text << "the memory is a CUDA device's: code on the host cannot touch it; copy it with cpu()";
+  } else if (signal == SIGBUS) {
+    text << "a page is mapped there, but the system could not give its memory";
+    if (info.si_code == BUS_ADRERR) text << ": lower the pool's budget, or give the machine more";
+  } else if (in_forked_child.load(std::memory_order_relaxed)) {
+    text << "this process was forked from the one that mapped the memory: nothing can be mapped "
+            "here, so copy what there is with clone()";
+  } else {
+    range.explain(text, at);
+  }
+  text << "\n";
+}
+
+void report(int to, int signal, const siginfo_t& info, const void* context) noexcept {
+  const auto at = address_of(info, context);
+  if (!at) return;
+  Text text;
+  ++ranges.readers;
+  if (const Range* range = ranges.find(*at)) describe(text, *range, *at, signal, info, context);
+  --ranges.readers;
+  for (std::string_view rest = text.view(); !rest.empty();) {
+    const ssize_t written = write(to, rest.data(), rest.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return;
+    rest.remove_prefix(static_cast<std::size_t>(written));
+  }
+}
+
+Action default_action() noexcept {
+  Action action = {};
+  action.sa_handler = SIG_DFL;
+  return action;
+}
+
+// As the kernel would have done without us. What has no handler happens again, under the default
+// action: the core dump shows the fault, and the exit status is the signal's.
+void hand_on(int signal, siginfo_t* info, void* context) noexcept {
+  const auto at = std::find(std::begin(kSignals), std::end(kSignals), signal);
+  const Action& next = before[at - std::begin(kSignals)];
+  const Action end = default_action();
+  const bool raised = info->si_code <= 0;  // by a process: it does not happen again
+  if (next.sa_handler == SIG_IGN && raised) return;
+  if (next.sa_handler == SIG_IGN || next.sa_handler == SIG_DFL) {
+    sigaction(signal, &end, nullptr);
+    if (raised) raise(signal);
+    return;
+  }
+  if ((next.sa_flags & SA_RESETHAND) != 0) sigaction(signal, &end, nullptr);
+  if ((next.sa_flags & SA_NODEFER) != 0) {
+    sigset_t own;
+    sigemptyset(&own);
+    sigaddset(&own, signal);
+    pthread_sigmask(SIG_UNBLOCK, &own, nullptr);
+  }
+  if ((next.sa_flags & SA_SIGINFO) != 0) {
+    next.sa_sigaction(signal, info, context);
+  } else {
+    next.sa_handler(signal);
+  }
+}
+
+void handle(int signal, siginfo_t* info, void* context) {
+  const int error = errno;
+  const int to = report_to.load(std::memory_order_relaxed);
+  if (to != kOff) report(to, signal, *info, context);
+  errno = error;
+  hand_on(signal, info, context);
+}
+
+bool is_ours(const Action& action) {
+  return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == handle;
+}
+
+}  // namespace
+
+Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
+           bool on_device) noexcept {
+  Ranges::enter(range.get(), base, bytes, on_device);
+  ranges.add(range.get());
+  return Known(range.release());
+}
+
+void Forget::operator()(Range* range) const noexcept {
+  // There the lock may be held by a thread of the parent, and addresses are never given back.
+  if (!in_forked_child.load(std::memory_order_relaxed)) ranges.remove(range);
+}
+
+void explain(int to) {
+  const std::lock_guard lock(switching);
+  for (std::size_t i = 0; i < std::size(kSignals); ++i) {
+    Action now = {};
+    sigaction(kSignals[i], nullptr, &now);
+    // A handler that came after ours may hand on to it: before that one, ours would go round.
+    const bool nobody = now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN;
+    if (is_ours(now) || (installed[i] && !nobody)) continue;
+    before[i] = now;
+    Action ours = {};
+    ours.sa_sigaction = handle;
+    ours.sa_mask = now.sa_mask;
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(kSignals[i], &ours, nullptr);
+    installed[i] = true;
+  }
+  report_to.store(to, std::memory_order_relaxed);
+}
+
+void explain_nothing() {
+  const std::lock_guard lock(switching);
+  report_to.store(kOff, std::memory_order_relaxed);
+  for (std::size_t i = 0; i < std::size(kSignals); ++i) {
+    Action now = {};
+    sigaction(kSignals[i], nullptr, &now);
+    if (!is_ours(now)) continue;
+    sigaction(kSignals[i], &before[i], nullptr);
+    installed[i] = false;
+  }
+}
+
+}  // namespace vtensor::faults
