@@ -25,17 +25,22 @@ class Place(NamedTuple):
     per_head: bool  # whether each head is a row
 
 
+class RowContent(NamedTuple):
+    """What a row, or some neighbouring ones, hold of each token."""
+
+    layers: list[int]  # in equal parts of the token's item; the first is the first that reads it
+    values: bool  # V
+    heads: int  # rows, one of each head; 0: one row of all heads
+
+
 @dataclass
 class RowGroup:
     """Rows with the same bytes per token and the same window."""
 
     item_bytes: int  # of one token in one row
     window: int  # tokens; 0 means all
-    first_layers: list[int] = field(default_factory=list)  # for each row, the first layer that reads it
-
-    @property
-    def rows(self) -> int:
-        return len(self.first_layers)
+    rows: int = 0
+    contents: list[RowContent] = field(default_factory=list)  # of the rows, in their order
 
 
 @dataclass
@@ -153,7 +158,8 @@ def layout_of(
     result = CacheLayout(num_layers, [], [])
     places: dict[int, tuple[Place, Place | None]] = {}
 
-    def place(group: list[int], dim: int, window: int) -> list[Place]:
+    def place(group: list[int], values: bool, window: int) -> list[Place]:
+        dim = value_dim if values else head_dim
         per_head = layout == "HND"
         width = dim * item * (1 if per_head else num_kv_heads)
         key = (width * len(group), window)
@@ -161,15 +167,17 @@ def layout_of(
         if row_group == len(result.row_groups):
             result.row_groups.append(RowGroup(*key))
         row = result.row_groups[row_group].rows
-        result.row_groups[row_group].first_layers += [group[0]] * (num_kv_heads if per_head else 1)
+        heads = num_kv_heads if per_head else 0
+        result.row_groups[row_group].contents.append(RowContent(group, values, heads))
+        result.row_groups[row_group].rows += max(1, heads)
         return [Place(row, row_group, i * width, num_kv_heads, dim, per_head) for i in range(len(group))]
 
     for window in dict.fromkeys(window_of):
         alike = [layer for layer in range(num_layers) if window_of[layer] == window]
         for at in range(0, len(alike), layer_group):
             group = alike[at : at + layer_group]
-            keys = place(group, head_dim, window)
-            values = place(group, value_dim, window) if value_dim else [None] * len(group)
+            keys = place(group, False, window)
+            values = place(group, True, window) if value_dim else [None] * len(group)
             places.update(zip(group, zip(keys, values, strict=True), strict=True))
     result.layers = [places[layer] for layer in range(num_layers)]
     return result

@@ -114,7 +114,7 @@ class KVCache:
             tile=tile,
             lookahead=lookahead,
             row_groups=[
-                (row_group.first_layers, row_group.item_bytes, row_group.window)
+                (row_group.contents, row_group.item_bytes, row_group.window)
                 for row_group in self._layout.row_groups
             ],
         )
@@ -432,7 +432,7 @@ class KVCache:
         head_dim]`` in the "HND" layout; V is None in a cache without V.
 
         Plain tensors, always the same, over partly mapped memory: what lies behind a slot's length reads as
-        zeros on the CPU and faults on CUDA, and writes there fault.
+        zeros on the CPU and faults on CUDA, and writes there fault: :func:`~vtensor.explain_faults` says why.
         """
         if self._core.closed:
             raise Closed("[KVCache] the cache is closed: make a new one")

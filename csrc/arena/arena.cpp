@@ -6,6 +6,7 @@
 
 #include "base/align.h"
 #include "base/errors.h"
+#include "base/fault_report.h"
 #include "base/trace.h"
 #include "policy/make_room.h"
 
@@ -16,6 +17,24 @@ namespace {
 // What one eviction gives up, oldest first: a share of the cached pages, and so many bytes at most.
 constexpr std::size_t kEvictedShare = 16;
 constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
+
+// What a report of a fault says of an arena.
+class ByteFaults final : public faults::Range {
+ public:
+  explicit ByteFaults(std::size_t bytes) : bytes_(bytes) {}
+
+  void name(faults::Text& text, std::uintptr_t at) const noexcept override {
+    text << "byte " << at - base() << " of the Arena of " << bytes_ << " bytes at ";
+    text.address(base());
+  }
+  void explain(faults::Text& text, std::uintptr_t) const noexcept override {
+    text << "no page is mapped there, because nothing that map() was given, and unmap() was not, "
+            "has that byte: map it first";
+  }
+
+ private:
+  const std::size_t bytes_;
+};
 
 }  // namespace
 
@@ -32,10 +51,13 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
   }
   const std::size_t pages = ceil_div(bytes, page);
   std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages));
+  auto told = std::make_unique<ByteFaults>(bytes);
   {
     PoolLock lock(pool);
     pool->reap();
     arena->range_.begin(pool->driver().reserve(pages), 0);
+    arena->known_ = faults::know(std::move(told), arena->base(), pages * page,
+                                 !pool->traits().device.on_host());
     arena->reserved_ = true;
     arena->range_.set_owner(pool->add(arena.get()));
     arena->work_.note(caller);
@@ -410,6 +432,7 @@ std::size_t Arena::pages_leaving() const {
 bool Arena::release_range() {
   if (owned_ || !reserved_ || !generations_.empty()) return true;
   if (range_.mapped() != 0) return false;
+  known_.reset();
   if (range_.quarantined() == 0) driver_.free_range(range_.base(), range_.row_pages());
   range_.end(nullptr);
   reserved_ = false;

@@ -39,6 +39,8 @@ namespace {
 constexpr int kCudaDevice = 2;  // as DLPack numbers them
 
 using Lengths = std::vector<std::int64_t>;
+// The fields of RowContent.
+using Content = std::tuple<std::vector<std::size_t>, bool, std::size_t>;
 
 std::vector<Token> tokens_of(const nb::bytes& ids) {
   std::vector<Token> tokens(ids.size() / sizeof(Token));
@@ -386,11 +388,14 @@ void bind_slot_cache(nb::module_& module) {
           "__init__",
           [](CacheCore* core, const std::shared_ptr<PagePool>& pool, std::size_t slots,
              std::size_t max_length, std::size_t tile, std::size_t lookahead,
-             const std::vector<std::tuple<std::vector<std::size_t>, std::size_t, std::size_t>>&
+             const std::vector<std::tuple<std::vector<Content>, std::size_t, std::size_t>>&
                  row_groups) {
             SlotCacheShape shape{slots, max_length, tile, lookahead, {}};
-            for (const auto& [layers, item_bytes, window] : row_groups)
-              shape.row_groups.push_back({layers.size(), item_bytes, window, layers});
+            for (const auto& [contents, item_bytes, window] : row_groups) {
+              RowGroup& group = shape.row_groups.emplace_back(RowGroup{0, item_bytes, window});
+              for (const auto& [layers, values, heads] : contents)
+                group.rows += group.contents.emplace_back(RowContent{layers, values, heads}).rows();
+            }
             new (core) CacheCore(pool, std::move(shape));
           },
           nb::arg("pool"), nb::arg("slots"), nb::arg("max_length"), nb::arg("tile"),

@@ -55,6 +55,7 @@ struct Device {
   std::int32_t type;  // as DLPack numbers them: 1 CPU, 2 CUDA
   std::int32_t index;
 
+  bool on_host() const { return type == 1; }
   friend bool operator==(const Device&, const Device&) = default;
 };
 

@@ -7,6 +7,7 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
+#include "kv/slot_faults.h"
 #include "vmm/wait.h"
 
 namespace vtensor {
@@ -23,14 +24,23 @@ std::size_t unit_of(const SlotCacheShape& shape, std::size_t page_size) {
   return unit;
 }
 
+SlotCacheShape with_all_contents(SlotCacheShape shape) {
+  for (RowGroup& group : shape.row_groups) {
+    if (group.contents.empty()) group.contents.resize(group.rows);
+  }
+  return shape;
+}
+
 }  // namespace
 
 SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
                      const Caller& caller)
     : pool_(pool),
-      shape_(std::move(shape)),
+      shape_(with_all_contents(std::move(shape))),
       slots_(shape_.slots),
-      lengths_(shape_.slots),
+      now_(std::make_shared<SlotsNow>(shape_.slots)),
+      lengths_(now_->lengths),
+      states_(now_->states),
       room_(shape_.slots),
       listed_as_(shape_.slots),
       stream_(caller.stream),
@@ -47,8 +57,9 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
     for (const RowGroup& group : shape_.row_groups) {
       const auto rows = checked_multiply(group.rows, shape_.slots);
       if (!rows) throw CapacityExceeded("too many rows");
+      const RowShape row_shape{*rows, group.item_bytes, shape_.max_length};
       std::shared_ptr<Buffer> range =
-          Buffer::make(pool_, {*rows, group.item_bytes, shape_.max_length}, caller);
+          Buffer::make(pool_, row_shape, caller, std::make_unique<SlotFaults>(shape_, group, now_));
       const std::size_t pages = range->range().row_bytes() / pool_->page_size();
       row_groups_.push_back({group,
                              std::move(range),
@@ -85,7 +96,7 @@ void SlotCache::close(const Caller& caller) noexcept {
   // There the lock may be held by a thread of the parent.
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].state == SlotState::free) continue;
+    if (states_[slot] == SlotState::free) continue;
     try {
       for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
     } catch (const std::exception&) {
@@ -104,6 +115,7 @@ void SlotCache::close(const Caller& caller) noexcept {
       }
     }
   }
+  now_->closed.store(true, std::memory_order_relaxed);
   slots_.clear();
   ready_.clear();
   settling_.clear();
@@ -112,18 +124,18 @@ void SlotCache::close(const Caller& caller) noexcept {
 }
 
 std::size_t SlotCache::length(std::size_t slot) const {
-  return slots_[slot].state == SlotState::swapped ? slots_[slot].swapped->length
-                                                  : static_cast<std::size_t>(lengths_[slot]);
+  return states_[slot] == SlotState::swapped ? slots_[slot].swapped->length
+                                             : static_cast<std::size_t>(lengths_[slot]);
 }
 
 void SlotCache::require_used(const Caller& caller, std::size_t slot) const {
-  if (slot < slots_.size() && slots_[slot].state == SlotState::used) return;
+  if (slot < slots_.size() && states_[slot] == SlotState::used) return;
   const std::string what = "[" + std::string(caller.operation) + "] slot " + text(slot);
   if (slot >= slots_.size()) {
     throw InvalidArgument(what + " does not exist: the cache has slots 0 to " +
                           text(slots_.size() - 1));
   }
-  if (slots_[slot].state == SlotState::swapped)
+  if (states_[slot] == SlotState::swapped)
     throw InvalidArgument(what + " is swapped out: call swap_in first");
   throw InvalidArgument(what + " is free: alloc() names the slots in use");
 }
@@ -144,9 +156,9 @@ void SlotCache::require_lengths(const Caller& caller, std::span<const std::int64
                              " tokens, max_len is " + text(shape_.max_length) +
                              ": make the cache with a larger max_len=");
     }
-    if (slots_[slot].state == SlotState::free)
+    if (states_[slot] == SlotState::free)
       throw InvalidArgument(what + "is free: its length must be 0");
-    if (slots_[slot].state == SlotState::swapped)
+    if (states_[slot] == SlotState::swapped)
       throw InvalidArgument(what + "is swapped out: its length must be 0 until swap_in");
     if (length < now) {
       throw InvalidArgument(what + "has " + std::to_string(now) + " tokens and is to have " +
@@ -154,12 +166,6 @@ void SlotCache::require_lengths(const Caller& caller, std::span<const std::int64
                             ": lengths do not shrink by a step; call truncate(slot, length)");
     }
   }
-}
-
-// Where what a window of the layer can still see begins, for queries behind `length` positions.
-std::size_t SlotCache::window_begin(const GroupRange& group, std::size_t length) const {
-  const std::size_t window = group.shape.window;
-  return window == 0 || length < window ? 0 : length + 1 - window;
 }
 
 Interval SlotCache::needed(std::size_t group, std::size_t slot, std::size_t length) const {
@@ -176,7 +182,7 @@ bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
     const std::int64_t length = lengths[slot];
     if (length < lengths_[slot] || length > most) return false;
     if (length <= room_[slot]) continue;
-    if (slots_[slot].state != SlotState::used) return false;  // whose room is 0
+    if (states_[slot] != SlotState::used) return false;  // whose room is 0
     due_.push_back(slot);
   }
   return true;
@@ -241,7 +247,7 @@ void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths
 void SlotCache::forget_heads(const Caller& caller, std::size_t slot) {
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
     const std::size_t begin =
-        window_begin(row_groups_[group], static_cast<std::size_t>(lengths_[slot]));
+        row_groups_[group].shape.first_seen(static_cast<std::size_t>(lengths_[slot]));
     Buffer& buffer = *slots_[slot].buffers[group];
     std::size_t& kept = slots_[slot].begins[group];
     if (page_of(row_groups_[group], begin) <= page_of(row_groups_[group], kept)) continue;
@@ -291,7 +297,7 @@ std::size_t SlotCache::room_of(std::size_t group, std::size_t slot, std::size_t 
 }
 
 void SlotCache::free(const Caller& caller, std::size_t slot) {
-  if (slot >= slots_.size() || slots_[slot].state == SlotState::free) require_used(caller, slot);
+  if (slot >= slots_.size() || states_[slot] == SlotState::free) require_used(caller, slot);
   require_arrived(caller, slot);
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
   leave(slot);
@@ -311,7 +317,7 @@ void SlotCache::require_arrived(const Caller& caller, std::size_t slot) {
 
 void SlotCache::leave(std::size_t slot) noexcept {
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
-  slots_[slot].state = SlotState::free;
+  states_[slot] = SlotState::free;
   slots_[slot].tokens.clear();
   slots_[slot].arriving = nullptr;
   if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
@@ -328,7 +334,7 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
                           text(length) + ": call step(lengths) to grow");
   }
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-    if (length != 0 && slots_[slot].begins[group] > window_begin(row_groups_[group], length)) {
+    if (length != 0 && slots_[slot].begins[group] > row_groups_[group].shape.first_seen(length)) {
       throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
                             " cannot go back to " + text(length) +
                             " tokens: layers with a window of " +
@@ -502,9 +508,9 @@ void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t
 void SlotCache::use(const Caller& caller) {
   if (caller.stream == stream_) return;
   stream_ = caller.stream;
-  for (const Slot& slot : slots_) {
-    if (slot.state == SlotState::free) continue;
-    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) buffer->use(caller);
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (states_[slot] == SlotState::free) continue;
+    for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
   }
 }
 

@@ -20,18 +20,34 @@
 
 #include "base/interval.h"
 #include "kv/prefix_index.h"
+#include "kv/slots_now.h"
 #include "policy/page_pool.h"
 #include "tensor/buffer.h"
 #include "vmm/caller.h"
 
 namespace vtensor {
 
+// What each token's item in a row, or in some neighbouring ones, consists of: K or V of some
+// layers, in equal parts.
+struct RowContent {
+  std::vector<std::size_t> layers = {0};  // the first is the first that reads the row
+  bool values = false;                    // V
+  std::size_t heads = 0;                  // rows, one of each head; 0: one row of all heads
+
+  std::size_t rows() const { return std::max<std::size_t>(1, heads); }
+};
+
 // Rows that are alike: K and V of some layers, or heads of them.
 struct RowGroup {
-  std::size_t rows = 0;                  // of a slot; each grows with the slot's length
-  std::size_t item_bytes = 0;            // of one position in one row
-  std::size_t window = 0;                // positions that are kept behind the length; 0: all
-  std::vector<std::size_t> layers = {};  // of each row, the first layer that reads it
+  std::size_t rows = 0;                   // of a slot; each grows with the slot's length
+  std::size_t item_bytes = 0;             // of one position in one row
+  std::size_t window = 0;                 // positions that are kept behind the length; 0: all
+  std::vector<RowContent> contents = {};  // in their order; if empty, K of layer 0 in each
+
+  // Where what the window can still see begins, for queries behind `length` positions.
+  std::size_t first_seen(std::size_t length) const {
+    return window == 0 || length < window ? 0 : length + 1 - window;
+  }
 };
 
 // Lengths and positions are those of a request: its tokens.
@@ -44,8 +60,6 @@ struct SlotCacheShape {
   std::size_t lookahead = 0;  // positions kept ready behind the length, by the mapper
   std::vector<RowGroup> row_groups;
 };
-
-enum class SlotState : std::uint8_t { free, used, swapped };
 
 // Memory of the host, as long as it has a holder.
 using HostMemory = std::shared_ptr<std::byte>;
@@ -77,7 +91,7 @@ class SlotCache {
   // The buffer whose range a row group's rows lie in: row r of slot s at its row r * slots + s.
   const std::shared_ptr<Buffer>& range(std::size_t group) const { return row_groups_[group].range; }
   std::span<const std::int64_t> lengths() const { return lengths_; }
-  SlotState state(std::size_t slot) const { return slots_[slot].state; }
+  SlotState state(std::size_t slot) const { return states_[slot]; }
   // Positions of a swapped slot; of others, its length.
   std::size_t length(std::size_t slot) const;
 
@@ -186,7 +200,6 @@ class SlotCache {
     std::vector<FencePtr> fences;
   };
   struct Slot {
-    SlotState state = SlotState::free;
     std::vector<std::shared_ptr<Buffer>> buffers;  // of each row group; null until first used
     std::vector<std::size_t> begins;               // first position that is kept, of each row group
     std::vector<Token> tokens;           // those that the index knows it by, from position 0 on
@@ -206,7 +219,6 @@ class SlotCache {
   // Positions behind a length that a kernel may touch.
   std::size_t tail() const { return std::min(shape_.tile, shape_.max_length) - 1; }
   Interval needed(std::size_t group, std::size_t slot, std::size_t length) const;
-  std::size_t window_begin(const GroupRange& group, std::size_t length) const;
   bool find_due(std::span<const std::int64_t> lengths);
   // What slots need to have other lengths.
   struct Need {
@@ -281,7 +293,9 @@ class SlotCache {
   const SlotCacheShape shape_;
   std::vector<GroupRange> row_groups_;
   std::vector<Slot> slots_;
-  std::vector<std::int64_t> lengths_;  // 0 where the slot is not in use
+  const std::shared_ptr<SlotsNow> now_;
+  const std::span<std::int64_t> lengths_;  // 0 where the slot is not in use
+  const std::span<SlotState> states_;
   // Lengths below need no other page: every page is there, ready, and the slot's own.
   std::vector<std::int64_t> room_;
   // Free slots: those whose places can be had, by their cached positions and number as last seen,

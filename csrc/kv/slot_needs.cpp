@@ -14,7 +14,7 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
   // A step's lengths, once the swapped slots among them are back.
   std::vector<std::int64_t> here(lengths.begin(), lengths.end());
   for (std::size_t slot = 0; slot < std::min(here.size(), slots_.size()); ++slot) {
-    if (slots_[slot].state != SlotState::swapped || here[slot] == 0) continue;
+    if (states_[slot] != SlotState::swapped || here[slot] == 0) continue;
     if (here[slot] < static_cast<std::int64_t>(slots_[slot].swapped->length) ||
         here[slot] > static_cast<std::int64_t>(shape_.max_length)) {
       throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +

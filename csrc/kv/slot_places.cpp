@@ -135,9 +135,9 @@ bool SlotCache::leaving() const {
 
 // Why the pages of some free slot stay.
 std::exception_ptr SlotCache::refusal() const {
-  for (const Slot& slot : slots_) {
-    if (slot.state != SlotState::free) continue;
-    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (states_[slot] != SlotState::free) continue;
+    for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) {
       if (buffer && buffer->refusal()) return buffer->refusal();
     }
   }
@@ -227,7 +227,7 @@ bool SlotCache::enter(const Caller& caller, std::size_t slot) {
     undo();
     throw;
   }
-  slots_[slot].state = SlotState::used;
+  states_[slot] = SlotState::used;
   ready_.erase({listed_as_[slot], slot});
   return true;
 }

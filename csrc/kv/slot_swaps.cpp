@@ -36,12 +36,13 @@ std::vector<SlotCache::SlotBytes> SlotCache::bytes_of(std::size_t slot, std::siz
     const std::size_t kept = split != 0 ? split : slots_[slot].begins[i] * item;
     const Interval bytes = head ? Interval{0, split} : Interval{kept, length * item};
     if (bytes.empty()) continue;
-    for (std::size_t row = 0; row < row_group.shape.rows; ++row) {
-      const Address at =
-          row_group.range->range().address(row * slots_.size() + slot, 0) + bytes.begin;
-      const std::size_t layer =
-          row < row_group.shape.layers.size() ? row_group.shape.layers[row] : 0;
-      rows.push_back({layer, at, bytes.size()});
+    std::size_t row = 0;
+    for (const RowContent& content : row_group.shape.contents) {
+      for (const std::size_t end = row + content.rows(); row < end; ++row) {
+        const Address at =
+            row_group.range->range().address(row * slots_.size() + slot, 0) + bytes.begin;
+        rows.push_back({content.layers.front(), at, bytes.size()});
+      }
     }
   }
   return rows;
@@ -96,7 +97,7 @@ void SlotCache::order_copies(const Caller& caller, std::size_t slot) {
 void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slots,
                          const AllocateHost& allocate) {
   for (const std::size_t slot : slots) {
-    if (slot < slots_.size() && slots_[slot].state == SlotState::swapped) {
+    if (slot < slots_.size() && states_[slot] == SlotState::swapped) {
       throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
                             " is swapped out already: name slots in use");
     }
@@ -154,7 +155,7 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
   // From here on nothing is refused.
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Slot& slot = slots_[slots[i]];
-    slot.state = SlotState::swapped;
+    states_[slots[i]] = SlotState::swapped;
     slot.swapped = std::move(swapped[i]);
     slot.arriving = nullptr;
     lengths_[slots[i]] = room_[slots[i]] = 0;
@@ -166,7 +167,7 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
 void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots) {
   const std::string operation = "[" + std::string(caller.operation) + "] slot ";
   for (const std::size_t slot : slots) {
-    if (slot >= slots_.size() || slots_[slot].state != SlotState::swapped) {
+    if (slot >= slots_.size() || states_[slot] != SlotState::swapped) {
       throw InvalidArgument(operation + std::to_string(slot) +
                             " is not swapped out: call swap_out first");
     }
@@ -198,7 +199,7 @@ void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots
   for (std::size_t i = 0; i < slots.size(); ++i) {
     Slot& it = slots_[slots[i]];
     const std::unique_ptr<Swapped> left = std::move(it.swapped);
-    it.state = SlotState::used;
+    states_[slots[i]] = SlotState::used;
     it.arriving = std::move(arriving[i]);
     arriving_.push_back(slots[i]);
     lengths_[slots[i]] = static_cast<std::int64_t>(left->length);
@@ -325,7 +326,7 @@ FencePtr SlotCache::arrivals() {
 }
 
 void SlotCache::await_departure(const Caller& caller, std::size_t slot) {
-  if (slots_[slot].state != SlotState::swapped) return;
+  if (states_[slot] != SlotState::swapped) return;
   PoolLock lock(pool_);
   const auto& buffers = slots_[slot].buffers;
   pool_->await(

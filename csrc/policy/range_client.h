@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/fault_report.h"
 #include "policy/client.h"
 #include "policy/generation.h"
 #include "policy/page_pool.h"
@@ -80,6 +81,7 @@ class RangeClient : public Client {
   Driver& driver_;
   const RowShape shape_;
   Reservation range_;
+  faults::Known known_;               // its range, to reports of faults; null where placed
   bool owned_ VT_GUARDED = true;      // the owner has not left
   bool reserved_ VT_GUARDED = false;  // the range is ours
   bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock

@@ -6,6 +6,7 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "base/trace.h"
+#include "tensor/row_faults.h"
 
 namespace vtensor {
 
@@ -23,7 +24,7 @@ std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, co
 }
 
 std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
-                                     const Caller& caller) {
+                                     const Caller& caller, std::unique_ptr<faults::Range> told) {
   const std::size_t page = pool->page_size();
   const auto bytes = checked_multiply(shape.capacity, shape.item_bytes);
   const auto too_large = [&] {
@@ -40,10 +41,17 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
   if (!pages || *pages > limit / page) throw too_large();
 
   std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages));
+  if (told == nullptr) {
+    auto follower = std::make_unique<RowFaults>(shape);
+    buffer->follower_ = follower.get();
+    told = std::move(follower);
+  }
   PoolLock lock(pool);
   pool->reap();
   const Address base = pool->driver().reserve(*pages);
   buffer->reserved_ = true;
+  buffer->known_ =
+      faults::know(std::move(told), base, *pages * page, !pool->traits().device.on_host());
   buffer->range_.begin(base, pool->add(buffer.get()));
   buffer->work_.note(caller);
   ++pool->counted.tensors_fresh;
@@ -79,6 +87,11 @@ Interval Buffer::indices_of(Interval positions) const {
           ceil_div(shape_.phase + positions.end * shape_.item_bytes, range_.page_size())};
 }
 
+void Buffer::set_positions(Interval positions) {
+  positions_ = positions;
+  if (follower_ != nullptr) follower_->follow(positions, owned_);
+}
+
 void Buffer::require_no_capture(const Caller& caller) {
   if (!driver_.traits().asynchronous) return;
   driver_.require_own(caller.operation, caller.stream);
@@ -103,7 +116,7 @@ bool Buffer::is_ready(Interval positions) const {
 void Buffer::grow_ready(const Caller& caller, Interval positions) {
   work_.note(caller.stream);
   if (!placed()) pace_.step(positions.end - positions_.end);
-  positions_ = positions;
+  set_positions(positions);
   const Interval wanted = indices_of(positions);
   if (wanted.end > extent_end()) {
     range_.event(trace::What::revive, {extent_end(), wanted.end});

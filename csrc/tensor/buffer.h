@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/align.h"
+#include "base/fault_report.h"
 #include "base/interval.h"
 #include "policy/look_ahead.h"
 #include "policy/page_record.h"
@@ -24,6 +25,7 @@
 namespace vtensor {
 
 class PageSet;
+class RowFaults;
 
 class Buffer final : public RangeClient {
  public:
@@ -31,9 +33,11 @@ class Buffer final : public RangeClient {
   // where the sizes overflow, DriverError.
   static std::shared_ptr<Buffer> create(const std::shared_ptr<PagePool>& pool,
                                         const RowShape& shape, const Caller& caller);
-  // Makes one. Throws as `create`.
+  // Makes one. `told`: what reports of faults say of its addresses; null where they are a tensor's.
+  // Throws as `create`.
   static std::shared_ptr<Buffer> make(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
-                                      const Caller& caller);
+                                      const Caller& caller,
+                                      std::unique_ptr<faults::Range> told = nullptr);
   // One whose first row begins at `base` in the range of `host`, which stays reserved as long.
   // Requires: the rows lie in that range, and nothing else of them is mapped or placed.
   static std::shared_ptr<Buffer> place(const std::shared_ptr<Buffer>& host, Address base,
@@ -182,6 +186,7 @@ class Buffer final : public RangeClient {
   class Growing;
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
+  void set_positions(Interval positions) VT_LOCKED;
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   // Throws where pages of the extent are quarantined.
   void require_whole(const char* operation) const VT_LOCKED;
@@ -216,6 +221,7 @@ class Buffer final : public RangeClient {
                      const std::function<std::pair<std::size_t, std::size_t>()>& missing) VT_LOCKED;
   Interval ahead() const VT_LOCKED;
 
+  RowFaults* follower_ = nullptr;    // what known_ has, where that is a tensor's
   Generation* host_ = nullptr;       // where it is placed: what keeps the range there reserved
   bool wanting_ VT_GUARDED = false;  // on the pool's list
   // What growing over ready pages looks at lies together: many buffers grow in one step, and their

@@ -100,7 +100,7 @@ class Buffer::Growing {
       }
     }
     buffer.pace_.step(growth_.positions.size() - buffer.positions_.size());
-    buffer.positions_ = growth_.positions;
+    buffer.set_positions(growth_.positions);
     buffer.extent_ = wanted_;
     buffer.unmap_.remove(wanted_);
     buffer.set_ready({wanted_.end, std::max(wanted_.end, buffer.ready_.end)});

@@ -77,7 +77,7 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
   const std::size_t mapped_end = std::max(extent_end(), ready_.end);
   unmap_.touch(extent_);
   unmap_.touch(ahead());
-  positions_ = positions;
+  set_positions(positions);
   extent_ = indices_of(positions);
   // What is truncated and soon written again stays, as far as the look-ahead goes.
   std::size_t kept_end = extent_.end;
@@ -99,7 +99,8 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
 void Buffer::leave() noexcept {
   unmap_.touch({0, range_.reserved()});
   owned_ = false;
-  positions_ = extent_ = unclean_ = {};
+  set_positions({});
+  extent_ = unclean_ = {};
   if (std::exchange(wanting_, false)) pool_->wanting().remove(*this);
   want_end_ = 0;
   set_ready({});
@@ -166,6 +167,8 @@ void Buffer::give_back_unused() noexcept {
 bool Buffer::release_range() {
   if (owned_ || !reserved_ || !generations_.empty() || !cached_.empty()) return true;
   if (range_.mapped() != 0) return false;
+  known_.reset();
+  follower_ = nullptr;
   if (range_.quarantined() == 0 && host_ == nullptr)
     driver_.free_range(range_.base(), range_.row_pages() * range_.rows());
   range_.end(host_ == nullptr ? nullptr : &host_->client->range());

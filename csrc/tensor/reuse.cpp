@@ -130,6 +130,7 @@ void Buffer::reuse(const Caller& caller) {
   unmap_.clear();
   owner_end_ = std::make_unique<Generation>();
   owned_ = may_cache_ = true;
+  set_positions({});
   range_.set_owner(pool_->next_id());
   pace_ = {};
   take_error();

@@ -111,7 +111,7 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
       map(is_mapped, EntryState::copy_on_write);
     }
     if (!exclusive) range_.make_copy_on_write(&lock, range_.collect(extent_, is_writable));
-    child->positions_ = {0, positions_.size()};
+    child->set_positions({0, positions_.size()});
     child->extent_ = child->indices_of(child->positions_);
     child->set_ready({});
     range_.event(trace::What::fork, extent_);
@@ -179,7 +179,7 @@ void Buffer::accept(const Caller& caller, Interval positions,
       pages.insert(pages.end(), page_set->row(row).begin(), page_set->row(row).end());
   }
   range_.map_shared(lock, runs, pages, EntryState::copy_on_write);
-  positions_ = positions;
+  set_positions(positions);
   extent_ = indices;
   unmap_.remove(extent_);
   set_ready({});

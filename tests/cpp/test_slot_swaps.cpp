@@ -18,7 +18,7 @@ namespace {
 
 // K and V of three layers, in two row groups.
 SlotCacheShape layered(std::size_t slots) {
-  return {slots, 64, 1, 0, {{3, 1000, 0, {0, 1, 2}}, {2, 2048, 0, {0, 2}}}};
+  return {slots, 64, 1, 0, {{3, 1000, 0, {{{0}}, {{1}}, {{2}}}}, {2, 2048, 0, {{{0}}, {{2}}}}}};
 }
 
 // Bytes of the slots' positions, where they share nothing.
@@ -290,7 +290,7 @@ TEST_CASE("layers arrive in their order, each behind a fence of its own") {
     for (std::size_t row_group = 0; row_group < shape.row_groups.size(); ++row_group) {
       const RowGroup& rows = shape.row_groups[row_group];
       for (std::size_t row = 0; row < rows.rows; ++row) {
-        if (rows.layers[row] != layer) continue;
+        if (rows.contents.at(row).layers.front() != layer) continue;
         const char* const at = bench.item(slot, row_group, row, 0);
         if (std::all_of(at, at + 13 * rows.item_bytes, [](char byte) { return byte == 0; }))
           return false;
@@ -318,7 +318,7 @@ TEST_CASE("layers arrive in their order, each behind a fence of its own") {
 }
 
 TEST_CASE("a layer before the first that has rows waits for nothing") {
-  HeldCopies bench({1, 64, 1, 0, {{2, 1024, 0, {1, 3}}}}, 100);
+  HeldCopies bench({1, 64, 1, 0, {{2, 1024, 0, {{{1}}, {{3}}}}}}, 100);
   const std::size_t slot = bench.alloc();
   CHECK(bench.grow(slot, 9));
   bench.swap_out({slot});

@@ -1,0 +1,32 @@
+// What a report of a fault says of the rows that the slots of a cache share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/fault_report.h"
+#include "kv/slot_cache.h"
+#include "kv/slots_now.h"
+
+namespace vtensor {
+
+class SlotFaults final : public faults::Range {
+ public:
+  SlotFaults(const SlotCacheShape& shape, RowGroup group, std::shared_ptr<const SlotsNow> now);
+
+  void name(faults::Text& text, std::uintptr_t at) const noexcept override;
+  void explain(faults::Text& text, std::uintptr_t at) const noexcept override;
+
+ private:
+  struct Place {
+    std::size_t row, slot, token, byte;  // of the token's item
+  };
+  Place place_of(std::uintptr_t at) const noexcept;
+
+  const std::size_t slots_, max_length_;
+  const RowGroup group_;
+  const std::shared_ptr<const SlotsNow> now_;
+};
+
+}  // namespace vtensor
