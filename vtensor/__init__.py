@@ -15,6 +15,7 @@ from vtensor import _starting as _starting  # before torch is imported
 from vtensor import _torch_version as _torch_version  # before code that an older torch cannot run
 from vtensor import _variants as _variants  # registers the classes of tensors with the core
 from vtensor import trace
+from vtensor._faults import explain_faults
 from vtensor._notebook import draw_with as _draw_with
 from vtensor.arena import Arena, ArenaStats
 from vtensor.blocks import Blocks
@@ -65,6 +66,7 @@ __all__ = [
     "default_pool",
     "empty",
     "empty_like",
+    "explain_faults",
     "from_tensor",
     "lease",
     "prepare",

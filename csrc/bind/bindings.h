@@ -13,5 +13,6 @@ void bind_slot_cache(nanobind::module_& module);
 void bind_arena(nanobind::module_& module);
 void bind_attention_spec(nanobind::module_& module);
 void bind_trace(nanobind::module_& module);
+void bind_faults(nanobind::module_& module);
 
 }  // namespace vtensor::bind

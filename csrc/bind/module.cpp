@@ -14,4 +14,5 @@ NB_MODULE(_core, module) {
   vtensor::bind::bind_arena(module);
   vtensor::bind::bind_attention_spec(module);
   vtensor::bind::bind_trace(module);
+  vtensor::bind::bind_faults(module);
 }

@@ -179,6 +179,28 @@ def test_the_plugin_fails_a_test_that_leaks(tmp_path: Path) -> None:
     assert "2 passed, 1 skipped" in out.replace("1 failed, ", "") and "1 error" in out, out
 
 
+@pytest.mark.slow
+def test_the_plugin_shows_why_a_fault_ended_the_run(tmp_path: Path) -> None:
+    """Though pytest holds standard error back, and loses it with the process."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(
+        "import vtensor\n"
+        "def test_faults():\n"
+        "    cache = vtensor.KVCache(1, 1, 8, 1, 1024)\n"
+        "    cache[0][0][cache.alloc(), :] = 1\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == -11
+    assert "the slot has 0 tokens: call step() first" in result.stderr
+    assert "in test_faults" in result.stderr  # faulthandler's, which pytest turns on
+
+
 def test_plugin_is_not_loaded_by_being_installed() -> None:
     """An entry point would import torch in every run of pytest."""
     from importlib.metadata import distribution

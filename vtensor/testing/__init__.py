@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+from vtensor._faults import explain_faults
 from vtensor._simulated import simulated_cuda_pool
 from vtensor.testing._checks import Refusals, check_invariants, fail_after
 from vtensor.testing._leaks import assert_no_leaks
@@ -27,3 +28,5 @@ __all__ = [
     "host_pool",
     "simulated_cuda_pool",
 ]
+
+explain_faults()

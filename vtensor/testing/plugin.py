@@ -1,4 +1,6 @@
-"""A pytest plugin with the fixture ``no_leaked_pages``: a test that leaks memory is an error.
+"""A pytest plugin with the fixture ``no_leaked_pages``: a test that leaks memory is an error. It also has
+:func:`vtensor.explain_faults` write where pytest does not hold it back: what a test has written to standard
+error is lost where a fault ends the process.
 
 In the ``conftest.py`` at the root of the tests::
 
@@ -16,13 +18,26 @@ vtensor would import torch, which takes seconds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 
 import pytest
 
+from vtensor._faults import explain_faults
 from vtensor.testing._leaks import Look
 
 _failed = pytest.StashKey[bool]()
+_stderr = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_stderr] = os.dup(2)
+    explain_faults(file=config.stash[_stderr])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    explain_faults()
+    os.close(config.stash[_stderr])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,462 @@
+"""What explain_faults says of addresses without memory, and that the process ends as it would have."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import vtensor
+from support import Finished, run_snippet, simcuda_library
+
+CACHE = """
+pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB")
+cache = vtensor.KVCache(2, 2, 32, 4, 1024, torch.float32, pool=pool)  # 256 bytes a token
+slot = cache.alloc()
+def has(length):
+    lengths = cache.lengths
+    lengths[slot] = length
+    assert cache.step(lengths)
+def at(tensor):
+    print(hex(tensor.data_ptr()), flush=True)
+"""
+
+
+def run(setup: str, code: str) -> Finished:
+    return run_snippet(setup + textwrap.dedent(code))
+
+
+def ended(setup: str, code: str) -> list[str]:
+    """Both lines of the report of a snippet that a fault ended, without their beginning."""
+    return report_of(run(setup, code))
+
+
+def report_of(finished: Finished, name: str = "SIGSEGV") -> list[str]:
+    assert finished.code == -getattr(signal, name), finished
+    lines = [line for line in finished.err.splitlines() if line.startswith("vtensor: ")]
+    assert len(lines) == 2, finished.err
+    found = re.fullmatch(rf"vtensor: {name} at 0x[0-9a-f]+, a (?:write|read) to (.*)", lines[0])
+    assert found is not None, lines[0]
+    return [found[1], lines[1].removeprefix("vtensor: ")]
+
+
+@pytest.mark.parametrize(
+    ("what", "token", "why"),
+    [
+        (
+            "cache[0][0][slot, :100] = 1",
+            0,
+            "the slot has 0 tokens: call step() first, with a length of at least 1",
+        ),
+        (
+            "cache[0][0][slot, 7] = 1",
+            7,
+            "the slot has 0 tokens: call step() first, with a length of at least 8",
+        ),
+        ("has(100); cache[0][0][slot, :200] = 1", 112, "the slot has 100 tokens: call step() first"),
+        (
+            "has(100); cache.truncate(slot, 20); pool.wait_idle(); cache[0][0][slot, :100] = 1",
+            32,
+            "the slot has 20 tokens: call step() first",
+        ),
+        (
+            "has(100); cache.swap_out(slot); cache.wait(slot); cache[0][0][slot, :100] = 1",
+            0,
+            "the slot is swapped out: call swap_in() first",
+        ),
+        (
+            "has(100); cache.free(slot); pool.trim(); cache[0][0][slot, :100] = 1",
+            0,
+            "the slot is free: alloc() names the slots in use",
+        ),
+        ("k = cache[0][0]; cache.close(); k[slot, :100] = 1", 0, "the cache is closed: make a new one"),
+        ("cache[0][0][slot, 1023] = 1", 1023, "the slot has 0 tokens: call step() first"),
+    ],
+)
+def test_a_write_to_a_slot_that_has_no_page_there_is_named(what: str, token: int, why: str) -> None:
+    finished = run(CACHE, f"at(cache[0][0])\n{what}")
+    named, reason = report_of(finished)
+    assert named == (
+        f"K of layer 0, slot 0, token {token} of the KVCache of 4 slots of 1024 tokens with cache[0][0] at "
+        + finished.out.strip()
+    )
+    assert reason.startswith(f"no page is mapped there, because {why}")
+
+
+def test_a_slot_that_came_back_is_spoken_of_as_it_is_now() -> None:
+    _, reason = ended(
+        CACHE,
+        """
+        has(100)
+        cache.swap_out(slot)
+        assert cache.swap_in(slot)
+        cache.wait(slot)
+        cache[0][0][slot, :100] = 1
+        cache[0][0][slot, 500] = 1
+        """,
+    )
+    assert reason.startswith("no page is mapped there, because the slot has 100 tokens: call step() first")
+
+
+@pytest.mark.parametrize(
+    ("options", "layer", "values", "slot", "head", "token"),
+    [
+        ({}, 5, True, 3, None, 1000),
+        ({"layer_group": 4}, 3, False, 2, None, 17),
+        ({"layer_group": 4}, 5, True, 1, None, 600),
+        ({"layout": "HND"}, 2, True, 3, 1, 999),
+        ({"layout": "HND", "layer_group": 3, "value_head_dim": 16}, 4, True, 2, 2, 513),
+        ({"layout": "HND", "layer_group": 2, "windows": [None, 64] * 3}, 3, False, 1, 0, 700),
+        ({"value_head_dim": 0}, 1, False, 0, None, 1023),
+    ],
+)
+def test_the_layer_head_slot_and_token_are_those_of_every_layout(
+    options: dict[str, object], layer: int, values: bool, slot: int, head: int | None, token: int
+) -> None:
+    place = (slot, token) if head is None else (slot, head, token)
+    finished = run_snippet(
+        f"""
+        pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB")
+        cache = vtensor.KVCache(6, 3, 32, max_batch=4, max_len=1024, pool=pool, **{options!r})
+        tensor = cache[{layer}][{int(values)}]
+        print(hex(tensor.data_ptr()), flush=True)
+        tensor[{place!r}] = 1
+        """
+    )
+    of_head = "" if head is None else f", head {head}"
+    assert report_of(finished)[0] == (
+        f"{'V' if values else 'K'} of layer {layer}{of_head}, slot {slot}, token {token} of the KVCache of "
+        f"4 slots of 1024 tokens with cache[{layer}][{int(values)}] at {finished.out.strip()}"
+    )
+
+
+def test_what_a_window_gave_back_is_named() -> None:
+    named, reason = ended(
+        "",
+        """
+        pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB")
+        cache = vtensor.KVCache(2, 2, 32, 4, 1024, torch.float32, windows=[None, 32], pool=pool)
+        slot = cache.alloc()
+        for length in range(50, 500, 50):
+            assert cache.step([length, 0, 0, 0])
+        pool.wait_idle()
+        cache[0][0][slot, 3] = 1
+        cache[1][0][slot, 3] = 1
+        """,
+    )
+    assert named.startswith("K of layer 1, slot 0, token 3 of")
+    assert reason == (
+        "no page is mapped there, because the layer's window of 32 has given back what is before token 419: "
+        "write what the window can still see"
+    )
+
+
+TENSOR = """
+pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB", prefetch=0)
+def rows(length, capacity=1000):
+    return vtensor.zeros(length, 256, grow_dim=0, capacity=capacity, dtype=torch.float32, pool=pool)
+def at(t):
+    print(hex(t.data_ptr()), flush=True)
+def poke(t, position, row=0):
+    ctypes.memset(t.data_ptr() + row * t.stride(0) * t.element_size() + position * 1024, 1, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "position", "why"),
+    [
+        (
+            "t = rows(10); at(t); poke(t, 12)",
+            "position 12",
+            "the tensor has 10 positions: call extend() first",
+        ),
+        (
+            "t = rows(10); t.extend(1); at(t); poke(t, 12)",  # behind no new page
+            "position 12",
+            "the tensor has 11 positions: call extend() first",
+        ),
+        (
+            "t = rows(10); t.extend(20); at(t); poke(t, 40)",
+            "position 40",
+            "the tensor has 30 positions: call extend() first",
+        ),
+        (
+            "t = rows(30); t.shrink(20); at(t); poke(t, 20)",
+            "position 20",
+            "the tensor has 10 positions: call extend() first",
+        ),
+        (
+            "t = rows(30); t.shrink(9, front=True); at(t); poke(t, 30)",
+            "position 30",
+            "the tensor has 21 positions: call extend() first",
+        ),
+        (
+            "t = rows(30); t.shrink(9, front=True); at(t); poke(t, -5)",
+            "memory before the first position",
+            "positions at the front were given back: keep a view",
+        ),
+        (
+            "t = rows(9); f = t.fork(); at(f); poke(f, 13)",
+            "position 13",
+            "the tensor has 9 positions: call extend() first",
+        ),
+        (
+            "t = rows(9, 90); at(t); poke(t, 91)",
+            "position 91",
+            "the tensor's capacity ends before: check what computed the address",
+        ),
+        (
+            "t = rows(9); v = t[:1]; at(v); a = t.data_ptr(); t.close(); ctypes.memset(a + 90000, 1, 1)",
+            "position 87",
+            "the tensor is closed: keep an alias() of what is needed longer",
+        ),
+    ],
+)
+def test_a_write_past_a_tensors_pages_is_named(what: str, position: str, why: str) -> None:
+    finished = run(TENSOR, what)
+    named, reason = report_of(finished)
+    assert named == f"{position} of the VTensor at {finished.out.strip()}"
+    assert re.match(rf"no page is (ever )?mapped there, because {re.escape(why)}", reason)
+
+
+def test_the_row_of_a_tensor_of_several_is_named_and_a_view_reaches_as_far() -> None:
+    finished = run(
+        TENSOR,
+        """
+        t = vtensor.zeros(3, 6, 256, grow_dim=1, capacity=1000, dtype=torch.float32, pool=pool)
+        at(t)
+        torch.set_num_threads(1)
+        t[2:].untyped_storage().fill_(1)  # also what lies between the rows
+        """,
+    )
+    named, reason = report_of(finished)
+    assert named == f"position 8 of row 0 of the VTensor at {finished.out.strip()}"
+    assert reason == "no page is mapped there, because the tensor has 6 positions: call extend() first"
+
+
+def test_a_cached_tensors_new_owner_is_spoken_of() -> None:
+    named, reason = ended(
+        "",
+        """
+        pool = vtensor.Pool("cpu", page_size=4096, budget="64MiB")
+        def rows(length):
+            return vtensor.zeros(length, 256, grow_dim=0, capacity=1000, dtype=torch.float32, pool=pool)
+        t = rows(30)
+        address = t.data_ptr()
+        t.close()
+        pool.wait_idle()
+        t = rows(0)
+        assert t.address == address and pool.stats().tensors_reused == 1
+        ctypes.memset(address + 900 * 1024, 1, 1)
+        """,
+    )
+    assert named.startswith("position 900 of the VTensor at")
+    assert reason.startswith("no page is mapped there, because the tensor has 0 positions:")
+
+
+def test_a_write_to_an_unmapped_byte_of_an_arena_is_named() -> None:
+    finished = run_snippet(
+        """
+        pool = vtensor.Pool("cpu", page_size=4096)
+        arena = vtensor.Arena(1 << 20, pool=pool)
+        print(hex(arena.tensor.data_ptr()), flush=True)
+        arena.map([(0, 4096), (8192, 12288)])
+        assert not arena.tensor[5000]  # reads as zeros
+        arena.tensor[:4096] = 1
+        arena.tensor[9000] = 1
+        arena.tensor[5000] = 1
+        """
+    )
+    assert report_of(finished) == [
+        f"byte 5000 of the Arena of 1048576 bytes at {finished.out.strip()}",
+        "no page is mapped there, because nothing that map() was given, and unmap() was not, has that byte: "
+        "map it first",
+    ]
+
+
+def test_a_read_of_a_strict_hole_is_named_as_one() -> None:
+    finished = run_snippet(
+        """
+        pool = testing.host_pool(page_size=4096, budget=1 << 20)
+        t = vtensor.zeros(4, 1024, grow_dim=0, capacity=64, dtype=torch.float32, pool=pool)
+        ctypes.string_at(t.data_ptr() + 4 * 4096, 1)
+        """
+    )
+    assert report_of(finished)[0].startswith("position 4 of the VTensor")
+    assert ", a read to position" in finished.err
+
+
+@pytest.mark.skipif(simcuda_library() is None, reason="the simulated libcuda is not built")
+def test_pages_of_a_simulated_device_are_named_too() -> None:
+    named, reason = ended(
+        "",
+        """
+        pool = testing.simulated_cuda_pool(simcuda_library())
+        cache = vtensor.KVCache(2, 2, 32, 4, 65536, torch.float32, pool=pool)
+        cache[1][0][cache.alloc(), 700] = 1
+        """,
+    )
+    assert named.startswith("K of layer 1, slot 0, token 700 of the KVCache of 4 slots")
+    assert "the slot has 0 tokens: call step() first, with a length of at least 701" in reason
+    named, reason = ended(
+        "",
+        """
+        pool = testing.simulated_cuda_pool(simcuda_library())
+        t = vtensor.zeros(4, 1024, grow_dim=0, capacity=64, dtype=torch.float32, pool=pool)
+        f = t.fork()
+        ctypes.memset(t.data_ptr() + 4096, 1, 1)
+        """,
+    )
+    assert named.startswith("position 1 of the VTensor")
+    assert "the tensor has 4 positions now, so a page is there" in reason and "call unshare()" in reason
+
+
+def test_a_forked_process_is_told_so() -> None:
+    """There nothing grows, and the remedy is another."""
+    finished = run(
+        CACHE,
+        """
+        if pid := os.fork():
+            os._exit(-os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        cache[0][0][slot, 7] = 1
+        """,
+    )
+    assert finished.code == signal.SIGSEGV
+    named, reason = report_of(Finished(-signal.SIGSEGV, finished.out, finished.err))
+    assert named.startswith("K of layer 0, slot 0, token 7 of the KVCache")
+    assert reason.startswith("this process was forked from the one that mapped the memory:")
+
+
+def test_a_page_that_the_system_cannot_give_is_a_sigbus() -> None:
+    finished = run(
+        CACHE,
+        """
+        has(100)
+        for fd in range(100):
+            link = f"/proc/self/fd/{fd}"
+            if os.path.islink(link) and "memfd:vtensor" in os.readlink(link):
+                os.ftruncate(fd, 0)
+        cache[0][0][slot, 7] = 1
+        """,
+    )
+    named, reason = report_of(finished, "SIGBUS")
+    assert named.startswith("K of layer 0, slot 0, token 7 of the KVCache")
+    assert reason.startswith("a page is mapped there, but the system could not give its memory")
+
+
+# -- beside other handlers
+
+
+def test_faulthandler_speaks_too_whether_it_came_before_or_after() -> None:
+    fault = CACHE + "cache[0][0][slot, 7] = 1"
+    before = run_snippet(fault)  # the snippet enables it before vtensor is imported
+    after = run_snippet(
+        "faulthandler.disable(); testing.explain_faults(False)\n"
+        "testing.explain_faults(); faulthandler.enable()\n" + fault
+    )
+    again = run_snippet("testing.explain_faults()\n" + fault)
+    for finished in (before, after, again):
+        report_of(finished)
+        assert finished.err.count("Fatal Python error: Segmentation fault") == 1
+        assert '"<snippet>", line' in finished.err
+    assert before.err.index("vtensor: ") < before.err.index("Fatal Python")
+    assert after.err.index("Fatal Python") < after.err.index("vtensor: ")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "ctypes.memset(64, 1, 1)",  # not ours
+        "os.kill(os.getpid(), 11)",
+        "signal.raise_signal(11)",
+        "pool.close(); ctypes.memset(address, 1, 1)",  # no longer ours
+        "testing.explain_faults(False); ctypes.memset(address, 1, 1)",
+        # behind another handler, where it has to stay
+        "faulthandler.disable(); testing.explain_faults(); faulthandler.enable(); "
+        "testing.explain_faults(False); ctypes.memset(address, 1, 1)",
+    ],
+)
+def test_not_a_word_of_other_faults_or_where_it_is_off(fault: str) -> None:
+    finished = run_snippet(
+        f"""
+        import signal
+        pool = vtensor.Pool("cpu", page_size=4096, prefetch=0)
+        t = vtensor.zeros(4, 1024, grow_dim=0, capacity=1 << 20, dtype=torch.float32, pool=pool)
+        address = t.data_ptr() + (1 << 30)
+        {fault}
+        """
+    )
+    assert finished.code == -signal.SIGSEGV
+    assert "vtensor: " not in finished.err and "Fatal Python error" in finished.err
+
+
+def test_off_unless_asked_for() -> None:
+    code = """
+import vtensor, sys
+cache = vtensor.KVCache(1, 1, 8, 1, 1024)
+if "on" in sys.argv: vtensor.explain_faults()
+cache[0][0][0, :] = 1
+"""
+    for argument in ("off", "on"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code, argument], capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == -signal.SIGSEGV
+        assert ("vtensor: SIGSEGV" in ended.stderr) == (argument == "on")
+
+
+def test_reports_go_to_the_file_that_was_named(tmp_path) -> None:
+    for named in ("file", "file.fileno()"):
+        path = tmp_path / "reports"
+        finished = run(
+            CACHE,
+            f"""
+            file = open({str(path)!r}, "w")
+            vtensor.explain_faults(file={named})
+            if {named!r} == "file":
+                del file
+                gc.collect()
+            cache[0][0][slot, 7] = 1
+            """,
+        )
+        assert "vtensor: " not in finished.err
+        report_of(Finished(finished.code, "", path.read_text()))
+
+
+def test_files_without_a_descriptor_are_refused() -> None:
+    import io
+
+    closed = open("/dev/null")
+    closed.close()
+    for file in (io.StringIO(), closed, "stderr", -1, 1.5):
+        with pytest.raises(vtensor.InvalidArgument, match=r"^\[explain_faults\] file is "):
+            vtensor.explain_faults(file=file)
+
+
+def test_threads_that_make_and_drop_tensors_beside_a_fault() -> None:
+    named, reason = ended(
+        CACHE,
+        """
+        import threading, time
+        def work():
+            own = vtensor.Pool("cpu", page_size=4096, prefetch=0)
+            while True:
+                t = vtensor.zeros(4, 64, grow_dim=0, capacity=1 << 16, pool=own)
+                c = vtensor.KVCache(1, 1, 32, 2, 1024, pool=own)
+                t.extend(100)
+                c.alloc()
+                c.step([100, 0])
+                t.close()
+                c.close()
+        for _ in range(4):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+        cache[1][1][slot, 7] = 1
+        """,
+    )
+    assert named.startswith("V of layer 1, slot 0, token 7 of the KVCache of 4 slots of 1024 tokens with")
+    assert "the slot has 0 tokens" in reason

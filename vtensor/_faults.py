@@ -1,0 +1,65 @@
+"""Reports of faults: which of vtensor's addresses a SIGSEGV hit, and what is there."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from vtensor import _core
+from vtensor._arguments import integer
+from vtensor.errors import InvalidArgument
+
+__all__ = ["explain_faults"]
+
+_STDERR = 2
+
+
+class _File(Protocol):
+    def fileno(self) -> int: ...
+
+
+_file: _File | int | None = None  # kept open as long as reports go there
+
+
+def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
+    """Has a SIGSEGV or SIGBUS of the host at one of vtensor's addresses explained before it ends the process.
+
+    Two lines say what was touched (layer, slot and token of a :class:`~vtensor.KVCache`, position of a
+    :class:`~vtensor.VTensor`, byte of an :class:`~vtensor.Arena`), what there is, and what to do. Then the
+    signal goes on to the handler that was there before, such as faulthandler's, or ends the process as it
+    would have done: the exit status and the core dump are the same. Of faults at other addresses it says
+    nothing.
+
+    It is off unless asked for, and on once ``vtensor.testing`` is imported. It may be called again.
+
+    Args:
+        on: False turns it off. A handler that was installed since stays, and so does its way to ours, which
+            then only hands signals on.
+        file: a file, or its descriptor, that stays open; standard error unless given.
+
+    Raises:
+        InvalidArgument: ``file`` has no descriptor. Nothing was changed.
+    """
+    global _file
+    if not on:
+        _core.explain_no_faults()
+        _file = None
+        return
+    _core.explain_faults(_STDERR if file is None else _descriptor(file))
+    _file = file
+
+
+def _descriptor(file: _File | int) -> int:
+    if not hasattr(file, "fileno"):
+        number = integer("explain_faults", "file", file)
+    else:
+        try:
+            number = file.fileno()
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(
+                f"[explain_faults] file is {file!r}, which has no descriptor: give one of a file that is open"
+            ) from error
+    if not 0 <= number < 2**31:
+        raise InvalidArgument(
+            f"[explain_faults] file is {number}: give the descriptor of a file that is open"
+        )
+    return number
