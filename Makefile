@@ -1,5 +1,5 @@
 # Thin names for what scripts/ does. `make demo` and `make test` set everything up by themselves.
-.PHONY: help demo test check bench docs gpu stubs format clean
+.PHONY: help demo test check vllm bench docs gpu stubs format clean
 .DEFAULT_GOAL := help
 
 help:  ## print this list
@@ -19,6 +19,9 @@ check:  ## lint, types, layers, stub, format, slow Python tests, C++ tests under
 	@scripts/venv.sh dev
 	@scripts/build.sh
 	@scripts/check.sh
+
+vllm:  ## install vLLM for CPUs under build/vllm, then test the plug-in in it
+	@scripts/vllm.sh tests
 
 bench:  ## measure against the baselines, as ratios in one run
 	@scripts/venv.sh test

@@ -60,6 +60,9 @@ class Blocks:
         """Gives blocks their memory, in one batch of driver calls, or none where it is there. A block that is
         held already stays so.
 
+        Args:
+            numbers: of blocks.
+
         Returns:
             Those that were not held and do not hold any more what they held: their memory shows zeros, or
             what this arena once wrote.
@@ -104,6 +107,9 @@ class Blocks:
     def whole(self, numbers: Iterable[int]) -> list[bool]:
         """Whether each block has all its memory, and holds what it held. Changes nothing.
 
+        Args:
+            numbers: of blocks.
+
         Raises:
             InvalidArgument: there is no such block.
             Closed: the arena is closed.
@@ -112,6 +118,9 @@ class Blocks:
 
     def trim(self, numbers: Iterable[int]) -> int:
         """Gives back the memory of those blocks that are not held.
+
+        Args:
+            numbers: of blocks.
 
         Returns:
             Its bytes. Pages that held blocks share stay.

@@ -1,0 +1,41 @@
+"""vLLM with a KV cache that takes memory only for the blocks in use.
+
+vLLM finds :func:`register` as a plug-in named ``vtensor``. Switch it on by ``VTENSOR_VLLM=1``, or by naming
+it in ``VLLM_PLUGINS``; installed and not switched on, it changes nothing. Its settings are read from the
+environment:
+
+``VTENSOR_VLLM_BUDGET``
+    bytes of K and V in use, such as ``8GiB``; as for :class:`vtensor.Pool` unless given. vLLM's own setting
+    (``--kv-cache-memory-bytes``, ``--gpu-memory-utilization``) is the size of the table of blocks, whose
+    addresses cost no memory: it may be larger.
+``VTENSOR_VLLM_PAGE_SIZE``
+    bytes of a page; as for :class:`vtensor.Pool` unless given.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes.
+
+    Raises:
+        RuntimeError: the plug-in is switched on, and was not tested with this release of vLLM.
+    """
+    if not switched_on():
+        return
+    from .release import require_tested
+
+    require_tested()
+    from .hooks import install
+
+    install()
+
+
+def switched_on() -> bool:
+    """Whether the environment asks for the plug-in."""
+    named = "vtensor" in os.environ.get("VLLM_PLUGINS", "").split(",")
+    return named or os.environ.get("VTENSOR_VLLM", "0") not in ("", "0")

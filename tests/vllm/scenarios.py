@@ -1,0 +1,300 @@
+"""Runs vLLM on small random models in one process, stock or on vtensor, and writes what came out as JSON.
+
+``python scenarios.py stock|vtensor FOLDER [NAME...]``: models are made in FOLDER, results go to
+FOLDER/MODE-NAME.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VTENSOR_VLLM": "1" if sys.argv[1] == "vtensor" else "0",
+}
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
+
+ON_VTENSOR = sys.argv[1] == "vtensor"
+FOLDER = Path(sys.argv[2])
+BLOCK = 32  # tokens
+TABLE = 64 << 20  # bytes of addresses
+SMALL = 48  # blocks; of 128 KiB in the models with four layers
+
+_SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+}
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)),
+    "sliding": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**_SIZES, head_dim=32, sliding_window=64)
+    ),
+    "hybrid": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            **_SIZES,
+            head_dim=32,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+    ),
+}
+
+
+def model(name: str) -> str:
+    folder = FOLDER / name
+    if not folder.exists():
+        torch.manual_seed(0)
+        MODELS[name]().float().save_pretrained(folder)
+    return str(folder)
+
+
+def prompts(count: int = 24, seed: int = 0, most: int = 200) -> list[TokensPrompt]:
+    """Every second one begins with the same 100 tokens."""
+    rng = random.Random(seed)
+    common = [rng.randrange(1024) for _ in range(100)]
+    return [
+        TokensPrompt(
+            prompt_token_ids=common * (i % 2) + [rng.randrange(1024) for _ in range(rng.randrange(20, most))]
+        )
+        for i in range(count)
+    ]
+
+
+def greedy(tokens: int = 48, **kw) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **kw)
+
+
+class Engine:
+    """An engine of one scenario. ``blocks``: how many it may have in use, one for none included."""
+
+    def __init__(
+        self, name: str = "llama", blocks: int | None = None, block_bytes: int = 128 << 10, **options
+    ):
+        table = TABLE
+        if blocks is not None and ON_VTENSOR:
+            os.environ["VTENSOR_VLLM_BUDGET"] = str(blocks * block_bytes)
+        elif blocks is not None:
+            table = blocks * block_bytes
+        defaults = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 512,
+            "dtype": "float32",
+            "block_size": BLOCK,
+            "disable_log_stats": True,
+        }
+        self.llm = LLM(model(name), kv_cache_memory_bytes=table, **(defaults | options))
+        os.environ.pop("VTENSOR_VLLM_BUDGET", None)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.pool = self.core.scheduler.kv_cache_manager.block_pool
+        if blocks is not None:
+            assert self.pool.get_num_free_blocks() == blocks - 1
+        self.worst = 0.0  # mapped for blocks in use, beyond what these take, as a share
+        self.steps = 0
+
+    def generate(self, prompts, params: SamplingParams) -> list[list[list[int]]]:
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [[list(output.token_ids) for output in request.outputs] for request in outputs]
+
+    def run(self, prompts, params: SamplingParams, abort=lambda step: ()) -> dict[str, list[int]]:
+        """Step by step, looking at the memory after each; ``abort(step)`` names requests to abort."""
+        for i, prompt in enumerate(prompts):
+            self.engine.add_request(str(i), prompt, params)
+        done: dict[str, list[int]] = {}
+        step = 0
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    done[output.request_id] = list(output.outputs[0].token_ids)
+            self.look()
+            step += 1
+            gone = list(abort(step))
+            if gone:
+                self.engine.abort_request(gone)
+                self.look()
+        return dict(sorted(done.items()))
+
+    def look(self) -> None:
+        """What is mapped for blocks in use, against the pages of these blocks."""
+        self.steps += 1
+        if not ON_VTENSOR:
+            return
+        memory = self.pool.memory
+        size = memory.pool.page_size
+        used = [b.block_id for b in self.pool.blocks if b.ref_cnt > 0 or b.is_null]
+        pages = {
+            page
+            for number in used
+            for offset, stride, length in memory.parts
+            for page in range(
+                (offset + number * stride) // size, -(-(offset + number * stride + length) // size)
+            )
+        }
+        active = memory.arena.stats().pages_active
+        assert active >= len(pages), "a block in use has no memory"
+        assert all(memory.blocks.whole(used))
+        self.worst = max(self.worst, active / len(pages) - 1)
+
+    def memory(self) -> dict[str, float]:
+        """Of the idle engine."""
+        if not ON_VTENSOR:
+            return {}
+        memory = self.pool.memory
+        memory.pool.wait_idle()
+        stats = memory.arena.stats()
+        return {
+            "mapped": stats.nbytes_mapped,
+            "cached": stats.pages_cached * stats.page_size,
+            "worst": self.worst,
+            "budget": memory.pool.stats().budget,
+        }
+
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@scenario
+def prefix_caching():
+    engine = Engine()
+    return engine, [engine.generate(prompts(), greedy()) for _ in range(2)]
+
+
+@scenario
+def no_prefix_caching():
+    engine = Engine(enable_prefix_caching=False)
+    return engine, engine.run(prompts(), greedy())
+
+
+@scenario
+def small_budget():
+    """Preemption, and cached blocks that go: 24 requests want five times the memory."""
+    engine = Engine(blocks=SMALL)
+    return engine, [engine.run(prompts(seed=seed), greedy(64)) for seed in (0, 1, 0)]
+
+
+@scenario
+def small_budget_without_prefix_caching():
+    engine = Engine(blocks=SMALL, enable_prefix_caching=False)
+    return engine, engine.run(prompts(), greedy(64))
+
+
+@scenario
+def chunked_prefill():
+    engine = Engine(blocks=SMALL, enable_chunked_prefill=True, max_num_batched_tokens=64, max_num_seqs=16)
+    return engine, engine.run(prompts(most=380), greedy())
+
+
+@scenario
+def several_samples():
+    engine = Engine(blocks=2 * SMALL)
+    params = SamplingParams(n=3, temperature=0.8, seed=7, max_tokens=40, ignore_eos=True, detokenize=False)
+    return engine, engine.generate(prompts(8), params)
+
+
+@scenario
+def aborts():
+    engine = Engine(blocks=2 * SMALL)
+    gone = {4: ["0", "5"], 9: ["1", "2", "3"], 20: ["7", "11"]}
+    return engine, engine.run(prompts(), greedy(), abort=lambda step: gone.get(step, []))
+
+
+@scenario
+def asynchronous_scheduling():
+    engine = Engine(blocks=2 * SMALL, async_scheduling=True)
+    gone = {6: ["0", "5"], 15: ["1"]}
+    return engine, engine.run(prompts(), greedy(), abort=lambda step: gone.get(step, []))
+
+
+@scenario
+def speculation():
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engine = Engine(blocks=2 * SMALL, speculative_config=config)
+    return engine, engine.run(prompts(), greedy())
+
+
+@scenario
+def sliding_window():
+    engine = Engine("sliding", blocks=2 * SMALL)
+    return engine, [engine.run(prompts(most=380), greedy()) for _ in range(2)]
+
+
+@scenario
+def hybrid():
+    engine = Engine("hybrid", blocks=2 * SMALL, block_bytes=64 << 10)
+    return engine, [engine.run(prompts(most=380), greedy()) for _ in range(2)]
+
+
+@scenario
+def sleep():
+    engine = Engine()
+    first = engine.generate(prompts(), greedy())
+    engine.llm.sleep(level=1)
+    asleep = engine.memory()
+    engine.llm.wake_up()
+    return engine, [first, engine.generate(prompts(), greedy())], {"asleep": asleep}
+
+
+@scenario
+def memory_taken_by_others():
+    """What the prefix cache keeps goes to a tensor of the same pool, and requests that would have hit it are
+    computed again."""
+    engine = Engine(blocks=3 * SMALL)
+    results = [engine.run(prompts(12), greedy())]
+    if ON_VTENSOR:
+        import vtensor
+
+        pool = engine.pool.memory.pool
+        other = vtensor.empty(0, grow_dim=0, capacity=pool.stats().budget, dtype=torch.uint8, pool=pool)
+        other.extend(pool.stats().budget - (2 << 20)).fill_(255)
+        other.close()
+    results.append(engine.run(prompts(12), greedy()))
+    return engine, results, {"indexed": len(engine.pool.cached_block_hash_to_block)}
+
+
+def main() -> None:
+    """Each scenario in a child of its own, which need not import vLLM again."""
+    failed = []
+    for name in sys.argv[3:] or SCENARIOS:
+        print(name, flush=True)
+        child = os.fork()
+        if child == 0:
+            try:
+                engine, tokens, *more = SCENARIOS[name]()
+                result = {"tokens": tokens, "memory": engine.memory(), "steps": engine.steps, **dict(*more)}
+                (FOLDER / f"{sys.argv[1]}-{name}.json").write_text(json.dumps(result))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The plug-in in the real vLLM: what stock vLLM says in every scenario, in the memory of blocks in use."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: make vllm", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("scenarios.py")
+NAMES = [line.split()[1].split("(")[0] for line in SCRIPT.read_text().split("@scenario\n")[1:]]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def results(folder):
+    """Of both modes, by scenario. None where the scenario failed."""
+    found = {}
+    for mode in ("stock", "vtensor"):
+        run = subprocess.run([sys.executable, "-W", "ignore", SCRIPT, mode, folder], timeout=900, text=True)
+        print(mode, "ended with", run.returncode)
+        for name in NAMES:
+            file = folder / f"{mode}-{name}.json"
+            found[mode, name] = json.loads(file.read_text()) if file.exists() else None
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tokens_are_those_of_stock_vllm(results, name):
+    stock, ours = results["stock", name], results["vtensor", name]
+    assert stock is not None and ours is not None, "the scenario failed: see what it printed"
+    assert ours["tokens"] == stock["tokens"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_that_of_the_blocks_in_use(results, name):
+    memory = results["vtensor", name]["memory"]
+    assert memory["worst"] <= 0.03  # under load, at every step
+    assert memory["mapped"] <= memory["cached"] + MIB  # idle
+    assert memory["mapped"] <= memory["budget"]
+
+
+def test_an_engine_asleep_keeps_the_block_that_stands_for_none(results):
+    assert results["vtensor", "sleep"]["asleep"]["mapped"] <= MIB // 4
+
+
+def test_without_a_prefix_cache_an_idle_engine_keeps_nothing(results):
+    memory = results["vtensor", "no_prefix_caching"]["memory"]
+    assert memory["mapped"] <= MIB and memory["cached"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"VTENSOR_VLLM_BUDGET": "64KiB"}, "holds 0 blocks of"),
+        ({"VTENSOR_VLLM_BUDGET": "1MiB"}, "raise VTENSOR_VLLM_BUDGET, or lower max_model_len"),
+        ({"VTENSOR_VLLM_PAGE_SIZE": "5000"}, "page_size"),
+        ({"VTENSOR_VLLM_BUDGET": "much"}, "budget is 'much'"),
+    ],
+)
+def test_settings_that_cannot_be(results, folder, settings, says):
+    """A sentence each, before a request is taken."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", SCRIPT, "vtensor", folder, "prefix_caching"],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode != 0
+    assert "[vtensor.vllm]" in run.stderr and says in run.stderr
