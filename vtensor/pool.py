@@ -56,6 +56,8 @@ class PoolStats:
         pages_pinned: of the mapped, what only views of older extents hold.
         pages_orphaned: of the held, what belongs to no open tensor any more and goes with its last view.
         nbytes_mapped: ``pages_mapped`` in bytes.
+        nbytes_held: bytes of memory that this pool holds: used and spare pages. What counts in a shared budget.
+        nbytes_held_by_others: bytes that the other pools of its shared budget hold; 0 if the budget is its own.
         nbytes_reserved: bytes of addresses reserved; they cost no memory.
         tensors: open tensors.
         growths_ready: growths into new pages, since the pool was made, that found them ready and made no
@@ -85,6 +87,8 @@ class PoolStats:
     pages_pinned: int
     pages_orphaned: int = field(repr=False)
     nbytes_mapped: int = field(repr=False)
+    nbytes_held: int = field(repr=False)
+    nbytes_held_by_others: int = field(repr=False)
     nbytes_reserved: int = field(repr=False)
     tensors: int = field(repr=False)
     growths_ready: int = field(repr=False)
@@ -122,9 +126,15 @@ class Pool:
             never unless given.
         device_reserve: bytes of the device's memory that are left to others: growth that would pass into them
             raises ``OutOfPages``.
+        shared: a name. All pools of this name, in all processes of this user on this machine, then have one
+            budget together, which each of them may reach: what one frees, another may take, and a process
+            that is killed gives back what its pools had. They must name the same ``budget``.
 
     Raises:
-        InvalidArgument: a page size, budget or policy that cannot be meant.
+        InvalidArgument: a page size, budget, name or policy that cannot be meant, or a budget other than the
+            one that pools of the name have.
+        VTensorError: pools of the name belong to another version of vtensor, or are 128 already.
+        TimedOut: a process that is stopped has the shared budget locked.
         DriverError: the driver is missing or refuses; ``call`` and ``name`` say which call and why.
     """
 
@@ -140,10 +150,13 @@ class Pool:
         spare_high: Bytes | None = None,
         max_age: float | None = None,
         device_reserve: Bytes = 0,
+        shared: str | None = None,
     ) -> None:
         device = device_of("Pool", device)
         size = checked_page_size(page_size)
-        options = pool_options(budget, zero, prefetch, cache, spare_low, spare_high, max_age, device_reserve)
+        options = pool_options(
+            budget, zero, prefetch, cache, spare_low, spare_high, max_age, device_reserve, shared=shared
+        )
         if device.type == "cpu":
             core = _core.host_pool(page_size=size, strict_holes=False, options=options)
         elif device.type == "cuda":
@@ -200,10 +213,11 @@ class Pool:
     @property
     def budget(self) -> int:
         """Bytes of pages that may be in use; a multiple of the page size. It can be raised and lowered at any
-        time: lowering takes back what is cached, prefetched and spare.
+        time: lowering takes back what is cached, prefetched and spare. A shared budget cannot be set.
 
         Raises:
             OutOfPages: on setting, where more is in use; nothing is changed then.
+            InvalidArgument: on setting, where the budget is shared.
         """
         return self._core.budget_pages * self._core.page_size
 
@@ -243,6 +257,8 @@ class Pool:
             pages_pinned=counts.pinned,
             pages_orphaned=counts.orphaned,
             nbytes_mapped=counts.mapped * size,
+            nbytes_held=(counts.used + counts.spare) * size,
+            nbytes_held_by_others=counts.held_elsewhere,
             nbytes_reserved=counts.reserved_pages * size,
             tensors=counts.buffers,
             growths_ready=events.growths_ready,
@@ -428,6 +444,7 @@ def pool_options(
     max_age: float | None = None,
     device_reserve: Bytes = 0,
     patience: float = 60.0,
+    shared: str | None = None,
 ) -> _core.PoolOptions:
     """The core's options, from those of :class:`Pool`; ``patience`` is the bound of its waits, in seconds."""
     limit = 0
@@ -436,6 +453,13 @@ def pool_options(
         if not 0 < limit <= _MOST_BYTES:
             raise InvalidArgument(
                 f"[Pool] budget is {limit} bytes: it must hold a page and fit in an address space"
+            )
+    if shared is not None:
+        if not isinstance(shared, str) or not shared:
+            raise InvalidArgument(f"[Pool] shared is {shared!r}: give the name of a shared budget, or None")
+        if budget is None:
+            raise InvalidArgument(
+                f"[Pool] shared is {shared!r} and budget is not given: name the budget of all pools together"
             )
     policies = {
         "never": _core.ZeroPolicy.never,
@@ -456,6 +480,7 @@ def pool_options(
         )
     return _core.PoolOptions(
         budget=limit,
+        shared=shared or "",
         zero=policy,
         prefetch=prefetch,
         cache=cache,

@@ -22,6 +22,11 @@ namespace vtensor {
   X(pwrite)    /* page copies */                                               \
   X(pagemap)   /* search for private copies */
 
+// Of a budget that several processes share, beside mmap, fallocate and madvise. X(name)
+#define VTENSOR_SHARED_CALLS(X) \
+  X(open)                       \
+  X(fcntl) /* F_OFD_SETLK */
+
 // X(documented name, symbol that libcuda exports)
 #define VTENSOR_CUDA_CALLS(X)                                             \
   X(cuInit, cuInit)                                                       \
@@ -68,13 +73,14 @@ namespace vtensor {
 #define VTENSOR_NAME(name, ...) #name,
 
 enum class Call : std::uint8_t {
-  VTENSOR_HOST_CALLS(VTENSOR_ENUMERATOR) VTENSOR_CUDA_CALLS(VTENSOR_ENUMERATOR) count_,
+  VTENSOR_HOST_CALLS(VTENSOR_ENUMERATOR) VTENSOR_SHARED_CALLS(VTENSOR_ENUMERATOR)
+      VTENSOR_CUDA_CALLS(VTENSOR_ENUMERATOR) count_,
 };
 
 constexpr std::size_t kCallCount = static_cast<std::size_t>(Call::count_);
 
-inline constexpr std::array<std::string_view, kCallCount> kCallNames = {
-    VTENSOR_HOST_CALLS(VTENSOR_NAME) VTENSOR_CUDA_CALLS(VTENSOR_NAME)};
+inline constexpr std::array<std::string_view, kCallCount> kCallNames = {VTENSOR_HOST_CALLS(
+    VTENSOR_NAME) VTENSOR_SHARED_CALLS(VTENSOR_NAME) VTENSOR_CUDA_CALLS(VTENSOR_NAME)};
 
 constexpr std::string_view name_of(Call call) { return kCallNames[static_cast<std::size_t>(call)]; }
 

@@ -2,6 +2,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <limits>
@@ -106,7 +107,8 @@ void bind_pool(nb::module_& module) {
       .def_ro("pinned", &PoolCounts::pinned)
       .def_ro("orphaned", &PoolCounts::orphaned)
       .def_ro("reserved_pages", &PoolCounts::reserved_pages)
-      .def_ro("buffers", &PoolCounts::buffers);
+      .def_ro("buffers", &PoolCounts::buffers)
+      .def_ro("held_elsewhere", &PoolCounts::held_elsewhere);
 
   nb::class_<PoolEvents>(module, "PoolEvents")
       .def_ro("growths_ready", &PoolEvents::growths_ready)
@@ -119,15 +121,15 @@ void bind_pool(nb::module_& module) {
   nb::class_<PoolOptions>(module, "PoolOptions")
       .def(
           "__init__",
-          [](PoolOptions* options, std::size_t budget, ZeroPolicy zero, std::size_t prefetch,
-             std::size_t cache, std::size_t spare_low, std::size_t spare_high, double max_age,
-             std::size_t device_reserve, double patience) {
+          [](PoolOptions* options, std::size_t budget, const std::string& shared, ZeroPolicy zero,
+             std::size_t prefetch, std::size_t cache, std::size_t spare_low, std::size_t spare_high,
+             double max_age, std::size_t device_reserve, double patience) {
             new (options) PoolOptions{
-                budget,           zero,           prefetch,         cache, spare_low, spare_high,
-                seconds(max_age), device_reserve, seconds(patience)};
+                budget,     shared,           zero,           prefetch,         cache, spare_low,
+                spare_high, seconds(max_age), device_reserve, seconds(patience)};
           },
-          nb::kw_only(), nb::arg("budget"), nb::arg("zero"), nb::arg("prefetch"), nb::arg("cache"),
-          nb::arg("spare_low"), nb::arg("spare_high"), nb::arg("max_age"),
+          nb::kw_only(), nb::arg("budget"), nb::arg("shared"), nb::arg("zero"), nb::arg("prefetch"),
+          nb::arg("cache"), nb::arg("spare_low"), nb::arg("spare_high"), nb::arg("max_age"),
           nb::arg("device_reserve"), nb::arg("patience"), "Sizes in bytes, times in seconds.");
 
   nb::class_<PagePool>(module, "PagePool")
@@ -210,6 +212,30 @@ void bind_pool(nb::module_& module) {
         if (const auto pool = closed.pool.lock())
           in_pool("check_invariants", [&] { pool->check_invariants(); });
       });
+
+  using Holder = SharedBudget::Holder;
+  nb::class_<Holder>(module, "BudgetHolder")
+      .def_ro("process", &Holder::process)
+      .def_prop_ro(
+          "device",
+          [](const Holder& holder) { return std::pair(holder.device.type, holder.device.index); })
+      .def_prop_ro("command",
+                   [](const Holder& holder) { return nb::bytes(holder.command.c_str()); })
+      .def_prop_ro("held", [](const Holder& holder) { return holder.bytes.held; })
+      .def_prop_ro("cached", [](const Holder& holder) { return holder.bytes.cached; })
+      .def_prop_ro("spare", [](const Holder& holder) { return holder.bytes.spare; });
+  using Survey = SharedBudget::Survey;
+  nb::class_<Survey>(module, "BudgetSurvey")
+      .def_ro("name", &Survey::name)
+      .def_ro("limit", &Survey::limit)
+      .def_ro("holders", &Survey::holders);
+  module.def(
+      "survey_budgets",
+      [](double patience) {
+        const ReleasedGil released;
+        return SharedBudget::survey(seconds(patience));
+      },
+      nb::arg("patience"), "Seconds to wait for the pools' figures.");
 
   module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
 

@@ -35,7 +35,7 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
     static_cast<void>(pool_->settle_all(lock));
   }
   const PoolCounts counts = pool_->counts();
-  const std::size_t evictable = prefixes_.evictable();
+  const std::size_t evictable = prefixes_.evictable() + pool_->spared_elsewhere();
   const PoolLock lock(pool_);
   const Need need = need_of(lengths);
   const std::size_t unused = pool_->store().unused(), others = reclaimable(counts);

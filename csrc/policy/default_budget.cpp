@@ -70,7 +70,10 @@ std::shared_ptr<PagePool> PagePool::enlist(std::unique_ptr<Driver> driver,
   }
   PoolOptions budgeted = options;
   budgeted.budget = budget;
-  std::shared_ptr<PagePool> pool(new PagePool(std::move(driver), budgeted));
+  std::unique_ptr<SharedBudget> shared;
+  if (!options.shared.empty())
+    shared = SharedBudget::join(driver->meter(), options.shared, budget, traits.device);
+  std::shared_ptr<PagePool> pool(new PagePool(std::move(driver), budgeted, std::move(shared)));
   pools.push_back(pool);
   return pool;
 }

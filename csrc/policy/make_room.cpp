@@ -18,6 +18,10 @@ namespace {
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 // How long a request waits although what is on its way out would not suffice: others may give back.
 constexpr std::chrono::nanoseconds kHope = std::chrono::milliseconds(200);
+// How long it waits for the other pools of a shared budget, one of which may be stopped.
+constexpr std::chrono::nanoseconds kAnswer = std::chrono::seconds(1);
+// Pages given to them in one step: the least that is worth their asking.
+constexpr std::size_t kLentAtOnce = 32;
 
 std::string need(const char* operation, std::size_t pages, std::size_t page_size) {
   return "[" + std::string(operation) + "] need " + std::to_string(pages) + " pages of " +
@@ -26,11 +30,61 @@ std::string need(const char* operation, std::size_t pages, std::size_t page_size
 
 }  // namespace
 
+// A search for pages, and what it asks of the other pools of a shared budget until its end.
+class MakeRoom::Request {
+ public:
+  Request(PageStore& store, std::size_t pages) : store_(store), pages_(pages) {}
+  ~Request() VT_LOCKED { want(0); }
+  Request(const Request&) = delete;
+  Request& operator=(const Request&) = delete;
+
+  std::chrono::nanoseconds waited() const { return steady_clock::now() - since_; }
+
+  // Asks for what is missing, once. Whether it may come.
+  bool ask() VT_LOCKED {
+    if (store_.shared() == nullptr || over_ || store_.in_use() + pages_ > store_.budget())
+      return false;
+    want(store_.uncovered_bytes(pages_));
+    if (wanted_ == 0) return false;
+    if (!asked_) {
+      asking_ = store_.shared()->ask();
+      asked_at_ = steady_clock::now();
+      asked_ = true;
+      return true;
+    }
+    over_ = store_.shared()->answered(asking_) || steady_clock::now() - asked_at_ >= kAnswer;
+    return true;  // if it is over, what was given up is still to be looked for
+  }
+
+ private:
+  void want(std::size_t bytes) VT_LOCKED {
+    if (bytes == wanted_) return;
+    store_.shared()->want(static_cast<std::int64_t>(bytes - wanted_));
+    wanted_ = bytes;
+  }
+
+  PageStore& store_;
+  const std::size_t pages_;
+  const steady_clock::time_point since_ = steady_clock::now();
+  steady_clock::time_point asked_at_;
+  std::size_t wanted_ = 0;  // bytes
+  std::uint32_t asking_ = 0;
+  bool asked_ = false, over_ = false;
+};
+
 std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) {
-  const PageStore& store = pool_.store_;
+  PageStore& store = pool_.store_;
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
-  return store.unused_beside(private_copies);
+  if (store.shared() == nullptr) return store.unused_beside(private_copies);
+  if (store.in_use() + pages <= store.budget() && store.cover(pages)) return pages;
+  return std::min(pages - 1, store.unused());  // by now others may have left more
+}
+
+std::size_t MakeRoom::pages_leaving() const {
+  std::size_t leaving = 0;
+  for (const std::shared_ptr<Client>& client : pool_.unsettled_) leaving += client->pages_leaving();
+  return leaving;
 }
 
 bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
@@ -39,13 +93,22 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
   bool looked_away = false;
   std::size_t free = free_pages(pages, private_copies);
   if (pages > free) {
-    const auto since = steady_clock::now();
-    while (pages > free && take_back(lock, since, pages - free)) {
+    Request request(pool_.store_, pages);
+    while (pages > free && take_back(lock, request, pages - free)) {
       looked_away = true;
       free = free_pages(pages, private_copies);
     }
     if (pages > free) {
       trace::event(trace::What::out_of_memory, 0, pages * page_size);
+      if (const SharedBudget* const shared = pool_.store_.shared()) {
+        throw OutOfPages(need(operation, pages, page_size) + "the budget \"" + shared->name() +
+                         "\" of " + std::to_string(shared->limit()) + " bytes has " +
+                         std::to_string(free) + " left: this pool holds " +
+                         std::to_string(shared->held()) + " bytes, the others " +
+                         std::to_string(shared->held_elsewhere()) +
+                         ", and gave up what they can do without: free tensors or views here or "
+                         "there (python -m vtensor top shows where)");
+      }
       throw OutOfPages(need(operation, pages, page_size) + "the pool has " + std::to_string(free) +
                        " of " + std::to_string(pool_.store_.budget()) +
                        " free: free tensors or views, or raise the pool's budget");
@@ -79,9 +142,9 @@ bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
 
 void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes) {
   PageStore& store = pool_.store_;
-  const auto since = steady_clock::now();
+  Request request(store, 0);
   for (;;) {
-    while (store.in_use() > pages && take_back(lock, since, store.in_use() - pages)) {
+    while (store.in_use() > pages && take_back(lock, request, store.in_use() - pages)) {
     }
     if (pages == 0 || store.in_use() > pages) {
       const std::size_t least = std::max<std::size_t>(store.in_use(), 1) * pool_.page_size();
@@ -105,25 +168,41 @@ bool MakeRoom::give_up_spare(PoolLock& lock) {
   return any;
 }
 
-bool MakeRoom::take_back(PoolLock& lock, Time since, std::size_t missing) {
+bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) {
   const std::size_t before = pool_.store_.used();
   pool_.reap();
   pool_.settle_all(lock);
   if (pool_.store_.used() < before) return true;
   if (give_up_spare(lock)) return true;
-  // What is left to hope for are pages that wait for the mapper, or for work on the device, and
-  // those of a client for which calls are made just now.
+  // What is left to hope for are pages of other pools, those that wait for the mapper, or for work
+  // on the device, and those of a client for which calls are made just now.
   const Roster& unsettled = pool_.unsettled_;
-  const auto waited = steady_clock::now() - since;
+  const auto waited = request.waited();
+  const bool others = request.ask();
   const bool waits = std::any_of(unsettled.begin(), unsettled.end(),
                                  [](const auto& client) VT_LOCKED { return !client->refusal(); });
-  if ((pool_.in_flight() == 0 && !waits) || waited >= pool_.options().patience) return false;
-  std::size_t leaving = 0;
-  for (const std::shared_ptr<Client>& client : unsettled) leaving += client->pages_leaving();
-  if (pool_.in_flight() == 0 && leaving < missing && waited >= kHope) return false;
+  if (waited >= pool_.options().patience) return false;
+  if (!others && pool_.in_flight() == 0) {
+    if (!waits || (waited >= kHope && pages_leaving() < missing)) return false;
+  }
   const trace::Span span(trace::What::wait, 0, 0);
   pool_.wait_changed(lock, steady_clock::now() + kLook);
   return true;
+}
+
+MakeRoom::Lent MakeRoom::lend(PoolLock& lock) {
+  PageStore& store = pool_.store_;
+  const std::size_t missing = store.shared()->missing_elsewhere();
+  if (missing == 0) return Lent::nothing;
+  if (store.spare().size() == 0) {
+    pool_.settle_all(lock);
+    const std::size_t leaving = pages_leaving();
+    if (store.spare().size() == 0 && leaving * pool_.page_size() >= missing) return Lent::waits;
+    if (store.spare().size() == 0 && !give_up_spare(lock))
+      return leaving != 0 ? Lent::waits : Lent::nothing;
+  }
+  store.release(lock, kLentAtOnce);
+  return Lent::some;
 }
 
 bool MakeRoom::give_all_back(bool spare) noexcept {
@@ -137,7 +216,7 @@ bool MakeRoom::give_all_back(bool spare) noexcept {
 
 namespace {
 
-// Rung 5. False if that gave nothing back; else the operation was tried once more.
+// Rung 6. False if that gave nothing back; else the operation was tried once more.
 bool try_again(PagePool& pool, const Caller& caller, const Outside& outside, bool no_memory,
                const std::function<void()>& body) {
   bool gave = false;

@@ -3,13 +3,15 @@
 //   1  what waits to be unmapped, if its fences have passed
 //   2  cached clients, the oldest first
 //   3  what is ready ahead of need
-//   4  waiting, for the device and for calls of other threads, as long as that may suffice
+//   4  what the other pools of a shared budget can do without; they are asked, and answer soon
+//   5  waiting, for the device and for calls of other threads, as long as that may suffice
 //
-// find pages within the budget and beside the reserve. If the driver refuses all the same,
+// find pages within the budget and beside the reserve. Own pages go before others': that is certain
+// and takes no other process's time. If the driver refuses all the same,
 //
-//   5  1 and 2, or without device memory 1 to 3, of the whole pool, and what the caller's framework
+//   6  1 and 2, or without device memory 1 to 3, of the whole pool, and what the caller's framework
 //      caches; then the operation is tried once more
-//   6  what the caller itself keeps for later, a part a try
+//   7  what the caller itself keeps for later, a part a try
 //
 // and then the refusal is raised.
 #pragma once
@@ -30,7 +32,7 @@ class MakeRoom {
  public:
   explicit MakeRoom(PagePool& pool) : pool_(pool) {}
 
-  // Rungs 1 to 4. True where they let the lock go, to wait or to make memory: others may have taken
+  // Rungs 1 to 5. True where they let the lock go, to wait or to make memory: others may have taken
   // pages, or given some back.
 
   // Returns with `pages` pages free, not counting `private_copies` pages that the kernel copied and
@@ -45,18 +47,29 @@ class MakeRoom {
   void shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes)
       VT_LOCKED;
 
-  // Rung 5 takes the lock. `spare`: also what is ready ahead. False if there was nothing.
+  // For rung 4 of another pool: one step of rungs 1 to 3 and of giving free pages back. It waits
+  // for nothing.
+  enum class Lent : std::uint8_t {
+    some,     // let the lock go; there may be more
+    waits,    // pages go once their fences have passed
+    nothing,  // is wanted, or left
+  };
+  Lent lend(PoolLock& lock) VT_LOCKED;
+
+  // Rung 6 takes the lock. `spare`: also what is ready ahead. False if there was nothing.
   bool give_all_back(bool spare) noexcept;
 
  private:
-  using Time = std::chrono::steady_clock::time_point;
+  class Request;
 
+  // Pages free for a request of `pages`; covered if they suffice.
   std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
+  // Mapped pages that nothing needs and that wait to be unmapped.
+  std::size_t pages_leaving() const VT_LOCKED;
   // Rungs 2 and 3: one client's; false if there is none.
   bool give_up_spare(PoolLock& lock) VT_LOCKED;
-  // One step of rungs 1 to 4 for a request of that time; false if nothing is left that would make
-  // up for `missing` pages.
-  bool take_back(PoolLock& lock, Time since, std::size_t missing) VT_LOCKED;
+  // One step of rungs 1 to 5; false if nothing is left that would make up for `missing` pages.
+  bool take_back(PoolLock& lock, Request& request, std::size_t missing) VT_LOCKED;
 
   PagePool& pool_;
 };

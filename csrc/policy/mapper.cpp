@@ -147,7 +147,7 @@ class Mapper::Step {
     if (pool_.wanting_.empty()) return false;
     std::size_t pages = std::min(most_, pool_.store().available());
     make_ready(lock, pages);
-    pages = std::min(pages, pool_.store().available());  // others may have taken some meanwhile
+    pages = pool_.store().cover_available(pages);  // others may have taken some meanwhile
     ahead_.reserve(pool_.wanting_.size());
     for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
       const std::shared_ptr<Client> client = *at++;
@@ -294,6 +294,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     while (pool->quiet_wanted_ != 0 && !signal.stopping.load(std::memory_order_acquire))
       pool->wait_changed(lock, std::chrono::steady_clock::now() + kLongestPause);
     pool->reap();
+    if (pool->lend(lock)) continue;
     Step step(*pool);
     const bool claimed = (back_first && step.claim_back()) || step.claim_ahead(lock) ||
                          (!back_first && step.claim_back()) || step.claim_cleaning();

@@ -21,6 +21,8 @@ namespace {
 
 // How long a wait sleeps before it looks again without having been woken.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
+// Who would only know waits no longer for the other pools of a shared budget.
+constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
 // Who needs quiet waits for no more than so many pages to be released.
 constexpr std::size_t kReleasedAtOnce = 32;
 
@@ -32,18 +34,22 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
   if (pool->traits().kernel_copies_on_write) join_forks(pool.get());
   // Now, and not when memory or mappings are short: a thread that cannot have its own ends the
   // process.
-  if (pool->looks_ahead() || options.spare_low != 0) pool->ensure_mapper();
+  if (pool->looks_ahead() || options.spare_low != 0 || pool->shared_) pool->ensure_mapper();
+  if (pool->shared_) pool->bell_.start(*pool->shared_, pool->waker());
   return pool;
 }
 
-PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options)
-    : driver_(std::move(driver)),
+PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
+                   std::unique_ptr<SharedBudget> shared)
+    : shared_(std::move(shared)),
+      driver_(std::move(driver)),
       options_(options),
-      store_(*driver_, options, [this]() VT_LOCKED { call_mapper(); }) {}
+      store_(*driver_, options, shared_.get(), [this]() VT_LOCKED { call_mapper(); }) {}
 
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
   if (in_forked_child.load(std::memory_order_relaxed)) return;
+  bell_.stop();
   mapper_.stop();
   if (traits().kernel_copies_on_write) leave_forks(this);
   try {
@@ -185,6 +191,7 @@ PoolCounts PagePool::counts() {
   counts.quarantined = store_.quarantined();
   counts.in_children = in_children_.size();
   counts.in_page_sets = store_.in_page_sets();
+  if (shared_) counts.held_elsewhere = shared_->held_elsewhere();
   return counts;
 }
 
@@ -197,12 +204,49 @@ PoolEvents PagePool::events() {
 }
 
 void PagePool::set_budget(std::size_t bytes) {
+  if (shared_) {
+    throw InvalidArgument("[Pool.budget] the budget is that of all pools that share \"" +
+                          shared_->name() + "\", " + std::to_string(shared_->limit()) +
+                          " bytes: close them all and make them with another");
+  }
   const std::size_t pages = store_.in_pages(bytes);
   PoolLock lock(shared_from_this());
   reap();
   count_private_copies();
   MakeRoom(*this).shrink(lock, "Pool.budget", pages, bytes);
   store_.set_budget(pages);
+}
+
+bool PagePool::lend(PoolLock& lock) {
+  if (!shared_) return false;
+  const std::uint32_t asking = shared_->asking();
+  switch (MakeRoom(*this).lend(lock)) {
+    case MakeRoom::Lent::some: {
+      const Waiting others_first(lock);
+      return true;
+    }
+    case MakeRoom::Lent::waits:
+      return false;
+    case MakeRoom::Lent::nothing:
+      break;
+  }
+  if (!shared_->owes_answer()) return false;
+  PoolCounts counts;
+  for (Client* client : clients_) client->add_to(counts);
+  shared_->report((counts.cached + counts.prefetched) * page_size(),
+                  store_.spare().size() * page_size());
+  shared_->answer(asking);
+  return false;
+}
+
+std::size_t PagePool::spared_elsewhere() {
+  if (!shared_) return 0;
+  PoolLock lock(shared_from_this());
+  const std::uint32_t asking = shared_->ask();
+  const auto until = steady_clock::now() + kAnswer;
+  while (!shared_->answered(asking) && steady_clock::now() < until)
+    wait_changed(lock, steady_clock::now() + kLook);
+  return store_.in_pages(shared_->spared_elsewhere());
 }
 
 std::size_t PagePool::trim() {
@@ -300,6 +344,11 @@ void PagePool::check_invariants() {
     throw Error("I5: " + std::to_string(used) + " used and " + std::to_string(kept) +
                 " spare pages pass the budget of " + std::to_string(store_.budget()));
   }
+  if (shared_ && (used + store_.private_copies() + kept) * page_size() > shared_->held()) {
+    throw Error("I5: " + std::to_string(used) + " used and " + std::to_string(kept) +
+                " spare pages pass the " + std::to_string(shared_->held()) +
+                " bytes charged to the shared budget");
+  }
 }
 
 void PagePool::count_private_copies() {
@@ -326,6 +375,7 @@ bool PagePool::left_over() noexcept {
 
 bool PagePool::tidy() noexcept {
   if (ended_.load(std::memory_order_acquire)) reap();
+  store_.give_back_uncovered();
   return std::exchange(wake_mapper_, false);
 }
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "driver/driver.h"
+#include "policy/bell.h"
 #include "policy/cached_clients.h"
 #include "policy/fork_guard.h"
 #include "policy/generation.h"
@@ -26,6 +27,7 @@
 #include "vmm/pool_lock.h"
 #include "vmm/pool_options.h"
 #include "vmm/row_shape.h"
+#include "vmm/shared_budget.h"
 
 namespace vtensor {
 
@@ -44,7 +46,8 @@ struct PoolCounts {
   std::size_t pinned = 0;          // what only old generations hold, or waits to be unmapped
   std::size_t orphaned = 0;        // of the pinned, what belongs to no tensor any more
   std::size_t reserved_pages = 0;
-  std::size_t buffers = 0;  // whose tensor is open
+  std::size_t buffers = 0;         // whose tensor is open
+  std::size_t held_elsewhere = 0;  // bytes, by the other pools of a shared budget
 };
 
 // Since the pool was made.
@@ -59,7 +62,7 @@ struct PoolEvents {
 
 class PagePool final : public PoolMutex, public std::enable_shared_from_this<PagePool> {
  public:
-  // Throws InvalidArgument where the budget is below one page.
+  // Throws InvalidArgument where the budget is below one page, and what joining a shared one does.
   static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver,
                                           const PoolOptions& options);
   ~PagePool();
@@ -76,8 +79,12 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   PoolCounts counts();
   PoolEvents events();
-  // Throws OutOfPages where more is in use and cannot be given back; nothing is changed then.
+  // Throws OutOfPages where more is in use and cannot be given back, and InvalidArgument where the
+  // budget is shared; nothing is changed then.
   void set_budget(std::size_t bytes);
+  // Pages that the other pools of a shared budget hold and could give up. Asks them, and waits a
+  // moment for their answers. Takes the lock.
+  std::size_t spared_elsewhere();
   // Makes the memory of `pages` free pages present, for rows to come. Throws OutOfPages.
   void prefill(std::size_t pages);
   // Gives cached and free memory back; returns how many pages. What waits to be unmapped goes
@@ -147,7 +154,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
  private:
   friend class MakeRoom;
   friend class Mapper;
-  PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options);
+  PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
+           std::unique_ptr<SharedBudget> shared);
   // Makes a pool that those made later count with. Throws as `create`.
   static std::shared_ptr<PagePool> enlist(std::unique_ptr<Driver> driver,
                                           const PoolOptions& options);
@@ -156,6 +164,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   class WantsQuiet;
   void start_mapper() VT_LOCKED;
   void count_private_copies() VT_LOCKED;
+  // Gives up some of what the other pools of a shared budget ask for, and answers once nothing is
+  // left to do for them. True if there is more to give up, after the lock was let go.
+  bool lend(PoolLock& lock) VT_LOCKED;
   bool evict_oldest() VT_LOCKED;
   void evict_all() noexcept VT_LOCKED;
   bool idle() const VT_LOCKED;
@@ -165,6 +176,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   bool left_over() noexcept override;
   void after_unlock() noexcept override { mapper_.wake(); }
 
+  // Left when the driver has given everything back.
+  const std::unique_ptr<SharedBudget> shared_;
   const std::unique_ptr<Driver> driver_;
   PoolOptions options_;
 
@@ -184,6 +197,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   std::atomic<Generation*> ended_{nullptr};
   Mapper mapper_;
+  Bell bell_;
 };
 
 }  // namespace vtensor

@@ -11,9 +11,11 @@ namespace vtensor {
 
 using std::chrono::steady_clock;
 
-PageStore::PageStore(Driver& driver, const PoolOptions& options, std::function<void()> tend)
+PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* shared,
+                     std::function<void()> tend)
     : driver_(driver),
       options_(options),
+      shared_(shared),
       tend_(std::move(tend)),
       budget_(in_pages(options.budget)),
       low_(in_pages(options.spare_low)),
@@ -24,15 +26,65 @@ std::size_t PageStore::unused() const { return unused_beside(0); }
 
 std::size_t PageStore::unused_beside(std::size_t private_copies) const {
   const std::size_t in_use = this->in_use() - std::min(private_copies, private_copies_);
-  return budget() > in_use ? budget() - in_use : 0;
+  const std::size_t own = budget() > in_use ? budget() - in_use : 0;
+  if (shared_ == nullptr) return own;
+  return std::min(own, covered() + in_pages(shared_->room()));
 }
 
 std::size_t PageStore::available() const {
-  if (options_.device_reserve == 0) return unused();
+  std::size_t unused = this->unused();
+  if (shared_ != nullptr) {
+    const std::size_t room = shared_->room(), wanted = shared_->wanted_elsewhere();
+    unused = std::min(unused, covered() + in_pages(room - std::min(room, wanted)));
+  }
+  if (options_.device_reserve == 0) return unused;
   const std::size_t there = driver_.free_memory();
   const std::size_t fresh =
       there > options_.device_reserve ? in_pages(there - options_.device_reserve) : 0;
-  return std::min(unused(), spare_.size() + fresh);
+  return std::min(unused, spare_.size() + fresh);
+}
+
+std::size_t PageStore::cover_available(std::size_t pages) {
+  pages = std::min(pages, available());
+  return cover(pages) ? pages : std::min(pages, covered());
+}
+
+std::size_t PageStore::charged() const { return in_pages(shared_->held()); }
+
+std::size_t PageStore::to_charge(std::size_t taken, std::size_t spare) const {
+  return used_ + private_copies_ + under_way_ + taken + std::max(spare, promised_);
+}
+
+// Pages that may be taken without another charge.
+std::size_t PageStore::covered() const {
+  const std::size_t needed = in_use() + under_way_;
+  return charged() > needed ? charged() - needed : 0;
+}
+
+std::size_t PageStore::uncovered_bytes(std::size_t pages) const {
+  if (shared_ == nullptr) return 0;
+  const std::size_t needed = in_use() + under_way_ + pages;
+  return needed > charged() ? (needed - charged()) * driver_.traits().page_size : 0;
+}
+
+bool PageStore::cover(std::size_t pages) {
+  const std::size_t bytes = uncovered_bytes(pages);
+  return bytes == 0 || shared_->charge(bytes);
+}
+
+void PageStore::give_back_uncovered() noexcept {
+  if (shared_ == nullptr) return;
+  const std::size_t needed = to_charge(0, spare_.size());
+  if (charged() > needed) shared_->give_back((charged() - needed) * driver_.traits().page_size);
+}
+
+// The kernel does not ask before it copies: like the pool's own budget, the shared one may be
+// passed by that, and by nothing else.
+void PageStore::set_private_copies(std::size_t pages) {
+  private_copies_ = pages;
+  if (shared_ == nullptr) return;
+  const std::size_t needed = to_charge(0, spare_.size());
+  if (needed > charged()) shared_->charge_anyway((needed - charged()) * driver_.traits().page_size);
 }
 
 PageStore::Shortage PageStore::shortage(std::size_t pages) const {
@@ -51,9 +103,11 @@ void PageStore::quarantine(Page* page) {
 
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   if (driver_.traits().adjacent_handles || spare_.size() >= pages) return false;
+  if (!cover(pages)) return false;
   const std::size_t missing = pages - spare_.size();
   std::vector<Handle> made;
   std::exception_ptr error;
+  under_way_ += missing;
   try {
     const Unlocked unlocked(lock);
     made.reserve(missing);
@@ -61,6 +115,7 @@ bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   } catch (...) {
     error = std::current_exception();
   }
+  under_way_ -= missing;
   for (const Handle handle : made) keep(placement_->reuse(handle));
   just_made_ += made.size();
   const std::size_t full = used_ + private_copies_ + spare_.size();
@@ -73,6 +128,8 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   const std::size_t begin = out.size();
   std::size_t empty_pages = 0;
   try {
+    // Where handles are made one by one, picking makes what is not spare.
+    if (!driver_.traits().adjacent_handles && n > spare_.size()) require_charge(n, 0);
     placement_->pick(home, previous, n, out);
     for (std::size_t i = begin; i < out.size(); ++i) empty_pages += !out[i]->resident;
     make_room(out.size() - begin, empty_pages);
@@ -102,6 +159,23 @@ void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
   while (used_ + private_copies_ + taken + spare_.size() > budget() && spare_.oldest())
     empty(spare_.oldest(), 1);
+  // What is covered includes kept memory, which must go if others have taken all besides.
+  while (shared_ != nullptr && spare_.oldest() && !charge_for(taken, spare_.size()))
+    empty(spare_.oldest(), 1);
+  require_charge(taken, spare_.size());
+}
+
+// Charges what is missing for so many pages. False if that is not to be had.
+bool PageStore::charge_for(std::size_t taken, std::size_t spare) {
+  const std::size_t needed = to_charge(taken, spare);
+  return needed <= charged() || shared_->charge((needed - charged()) * driver_.traits().page_size);
+}
+
+void PageStore::require_charge(std::size_t taken, std::size_t spare) {
+  if (shared_ == nullptr || charge_for(taken, spare)) return;
+  throw OutOfPages("[" + shared_->name() + "] need " + std::to_string(taken) + " pages of " +
+                   std::to_string(driver_.traits().page_size) +
+                   " bytes, other pools of this shared budget took them meanwhile: try again");
 }
 
 void PageStore::release(PoolLock& lock, std::size_t n) {
@@ -116,14 +190,17 @@ void PageStore::release(PoolLock& lock, std::size_t n) {
     leaving.push_back(spare_.oldest());
     spare_.remove(leaving.back());
   }
+  const std::size_t begun = leaving.size();
   std::size_t gone = 0;
   std::exception_ptr error;
+  under_way_ += begun;
   try {
     const Unlocked unlocked(lock);
     for (; gone < leaving.size(); ++gone) driver_.destroy(leaving[gone]->handle, 1);
   } catch (...) {
     error = std::current_exception();
   }
+  under_way_ -= begun;
   for (; leaving.size() > gone; leaving.pop_back()) spare_.push_oldest(leaving.back());
   for (Page* page : leaving) placement_->emptied(page);
   if (error) std::rethrow_exception(error);
@@ -221,7 +298,7 @@ steady_clock::time_point PageStore::tend(PoolLock& lock) {
       return now;
     }
     const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : available()});
-    if (spare_.size() < low) stock(lock, low);
+    if (spare_.size() < low && cover(low)) stock(lock, low);
     auto due = steady_clock::time_point::max();
     if (options_.max_age.count() == 0 || spare_.size() <= low) return due;
     const std::chrono::nanoseconds freed_at(spare_.oldest()->freed_at);

@@ -1,5 +1,10 @@
 // The page handles of one device and one page size: budget, reference counts, and the memory of
 // free pages, which is kept for the next user.
+//
+// In a shared budget pages are charged before the driver makes them, in `cover`, which alone asks
+// whether they may be. What is charged and neither made nor promised goes back by itself before the
+// lock is let go, in `give_back_uncovered`. So whoever has covered pages takes them without a
+// refusal until then.
 #pragma once
 
 #include <atomic>
@@ -15,13 +20,15 @@
 #include "vmm/placement.h"
 #include "vmm/pool_lock.h"
 #include "vmm/pool_options.h"
+#include "vmm/shared_budget.h"
 
 namespace vtensor {
 
 class PageStore {
  public:
-  // `tend` asks for a call of tend() soon.
-  PageStore(Driver& driver, const PoolOptions& options, std::function<void()> tend);
+  // `tend` asks for a call of tend() soon; `shared` is null if the budget is the pool's own.
+  PageStore(Driver& driver, const PoolOptions& options, SharedBudget* shared,
+            std::function<void()> tend);
   PageStore(const PageStore&) = delete;
   PageStore& operator=(const PageStore&) = delete;
 
@@ -36,8 +43,11 @@ class PageStore {
   std::size_t in_use() const VT_LOCKED { return used_ + private_copies_ + promised_; }
   // What the budget leaves, without taking anything back.
   std::size_t unused() const VT_LOCKED;
-  // The same, as far as the device's memory leaves the reserve alone. Throws what the driver does.
+  // The same, as far as the device's memory leaves the reserve alone and other pools do not ask for
+  // it: what may be had ahead of need. Throws what the driver does.
   std::size_t available() const VT_LOCKED;
+  // As many of `pages` as are available, covered.
+  std::size_t cover_available(std::size_t pages) VT_LOCKED;
   // The same as `unused`, not counting `private_copies` pages that are to be replaced.
   std::size_t unused_beside(std::size_t private_copies) const VT_LOCKED;
   // Bytes of the device that are missing for `pages` pages beside the reserve, and what is free;
@@ -48,16 +58,26 @@ class PageStore {
   Shortage shortage(std::size_t pages) const VT_LOCKED;
   // Pages that the kernel copied from shared handles.
   std::size_t private_copies() const VT_LOCKED { return private_copies_; }
-  void set_private_copies(std::size_t pages) VT_LOCKED { private_copies_ = pages; }
+  void set_private_copies(std::size_t pages) VT_LOCKED;
   // Keeps `pages` for an operation that is about to let the lock go; given back by promise(-pages).
   void promise(std::ptrdiff_t pages) VT_LOCKED { promised_ += static_cast<std::size_t>(pages); }
+
+  // -- a budget that is shared; without one all pages are covered
+
+  SharedBudget* shared() const { return shared_; }
+  // Charges what `pages` more pages in use need beside all that is kept and promised. False, and
+  // nothing is charged, if that is not to be had. Throws DriverError, TimedOut.
+  bool cover(std::size_t pages) VT_LOCKED;
+  // Bytes that would have to be charged for them.
+  std::size_t uncovered_bytes(std::size_t pages) const VT_LOCKED;
+  void give_back_uncovered() noexcept VT_LOCKED;
 
   // -- handles in use
 
   RowHome open_home(std::size_t pages) VT_LOCKED { return placement_->open_home(pages); }
   void close_home(RowHome& home) VT_LOCKED { placement_->close_home(home); }
   // Adds to `out` free pages for `n` pages after `previous`, each with one reference. Requires: the
-  // budget has them. Throws where the driver refuses; nothing is taken then.
+  // budget has them, and they are covered. Throws where the driver refuses; nothing is taken then.
   void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) VT_LOCKED;
   void share(Page* page) VT_LOCKED { ++page->references; }
   // `aged`: it has been free for as long as the pool keeps memory.
@@ -98,12 +118,19 @@ class PageStore {
   std::uint64_t pages_fresh VT_GUARDED = 0;     // and was not
 
  private:
+  std::size_t charged() const VT_LOCKED;
+  std::size_t covered() const VT_LOCKED;
+  // What needs a charge, with `taken` more pages in use and `spare` free ones kept.
+  std::size_t to_charge(std::size_t taken, std::size_t spare) const VT_LOCKED;
+  bool charge_for(std::size_t taken, std::size_t spare) VT_LOCKED;
+  void require_charge(std::size_t taken, std::size_t spare) VT_LOCKED;
   void keep(Page* page, bool aged = false) noexcept VT_LOCKED;
   void make_room(std::size_t taken, std::size_t fresh) VT_LOCKED;
   void empty(Page* first, std::size_t n) VT_LOCKED;
 
   Driver& driver_;
   const PoolOptions options_;
+  SharedBudget* const shared_;
   const std::function<void()> tend_;
   std::atomic<std::size_t> budget_;
   std::size_t low_ VT_GUARDED, high_ VT_GUARDED;  // marks of spare pages
@@ -112,6 +139,8 @@ class PageStore {
   std::size_t used_ VT_GUARDED = 0;
   // To operations that have let the lock go before they take them.
   std::size_t promised_ VT_GUARDED = 0;
+  // Being made or given back by the driver, without the lock: in no other count.
+  std::size_t under_way_ VT_GUARDED = 0;
   // Of the spare pages, those made for a growth under way.
   std::size_t just_made_ VT_GUARDED = 0;
   std::size_t private_copies_ VT_GUARDED = 0;  // as last counted

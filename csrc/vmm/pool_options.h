@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <string>
 
 namespace vtensor {
 
@@ -19,6 +20,7 @@ inline constexpr std::size_t kCacheByBudget = std::numeric_limits<std::size_t>::
 // Sizes in bytes.
 struct PoolOptions {
   std::size_t budget = 0;  // 0: what the driver says is available and no other pool was promised
+  std::string shared{};    // the budget is that of all pools of this name; empty: it is the pool's
   ZeroPolicy zero = ZeroPolicy::new_owner;
   // What a tensor may have mapped ahead of need. 0: the background does nothing but explicit
   // prepare() calls and what has to wait for a fence.

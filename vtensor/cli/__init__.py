@@ -1,4 +1,4 @@
-"""The command line, ``python -m vtensor``: ``info``, ``demo``, ``bench`` and ``replay``.
+"""The command line, ``python -m vtensor``: ``info``, ``top``, ``demo``, ``bench`` and ``replay``.
 
 Exit statuses: 0 for success, 1 if something failed, 2 for arguments that are not valid, 130 after Ctrl-C, 141
 if the reader of the output has closed the pipe.
@@ -55,16 +55,30 @@ def _run(arguments: list[str]) -> int:
         description="Drivers, limits, what is installed for attention, and a self-test on real memory.",
     )
     info.add_argument("--json", action="store_true", help="print the report as JSON")
+    top = commands.add_parser(
+        "top",
+        help="the pools that share a budget on this machine: who has what, live",
+        description="The pools that share a budget, in all processes of this user, each second until Ctrl-C.",
+    )
+    top.add_argument("--once", action="store_true", help="print once, and end")
+    top.add_argument("--json", action="store_true", help="print as JSON, a line each second")
     # demo and bench have parsers of their own, which also handle --help.
     commands.add_parser("demo", help="a real text, read and continued with each cache", add_help=False)
     commands.add_parser("bench", help="figures beside their baselines, from a checkout", add_help=False)
-    if arguments[:1] not in (["info"], ["demo"], ["bench"]) and _has_replay():
+    if arguments[:1] not in (["info"], ["top"], ["demo"], ["bench"]) and _has_replay():
         importlib.import_module("vtensor.replay.cli").add_parser(commands)
 
     options, rest = parser.parse_known_args(arguments)
     if rest and (options.command not in ("demo", "bench") or arguments[0] != options.command):
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
-    run: Command = {"info": _info, "demo": _demo, "bench": _bench, "replay": _replay}[options.command]
+    runs: dict[str, Command] = {
+        "info": _info,
+        "top": _top,
+        "demo": _demo,
+        "bench": _bench,
+        "replay": _replay,
+    }
+    run = runs[options.command]
     return run(options, rest)
 
 
@@ -72,6 +86,12 @@ def _info(options: argparse.Namespace, rest: list[str]) -> int:
     from vtensor.cli import info
 
     return info.main(as_json=options.json)
+
+
+def _top(options: argparse.Namespace, rest: list[str]) -> int:
+    from vtensor.cli import top
+
+    return top.main(once=options.once, as_json=options.json)
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> int:

@@ -13,9 +13,9 @@ namespace vtensor {
 inline std::string errno_name(int error) {
   static constexpr std::pair<int, const char*> kNames[] = {
       {EACCES, "EACCES"}, {EAGAIN, "EAGAIN"}, {EBADF, "EBADF"},   {EFAULT, "EFAULT"},
-      {EFBIG, "EFBIG"},   {EINTR, "EINTR"},   {EINVAL, "EINVAL"}, {EMFILE, "EMFILE"},
-      {ENFILE, "ENFILE"}, {ENODEV, "ENODEV"}, {ENOMEM, "ENOMEM"}, {ENOSPC, "ENOSPC"},
-      {ENOSYS, "ENOSYS"}, {EPERM, "EPERM"},
+      {EFBIG, "EFBIG"},   {EINTR, "EINTR"},   {EINVAL, "EINVAL"}, {ELOOP, "ELOOP"},
+      {EMFILE, "EMFILE"}, {ENFILE, "ENFILE"}, {ENODEV, "ENODEV"}, {ENOLCK, "ENOLCK"},
+      {ENOMEM, "ENOMEM"}, {ENOSPC, "ENOSPC"}, {ENOSYS, "ENOSYS"}, {EPERM, "EPERM"},
   };
   for (const auto& [number, name] : kNames) {
     if (number == error) return name;

@@ -1,0 +1,92 @@
+"""``python -m vtensor top``: which pools share a budget on this machine, and who has what."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from vtensor import _core
+from vtensor._units import byte_text
+
+_ANSWER_SECONDS = 0.3  # for pools to say what they hold; who does not shows what it said last
+_PERIOD_SECONDS = 1.0
+_BAR = 24
+_CUDA = 2  # as DLPack numbers devices
+_COLUMNS = ("pid", "device", "held", "active", "cached", "free", "command")
+
+
+def main(*, once: bool = False, as_json: bool = False) -> int:
+    """Prints the shared budgets: once, or each second until Ctrl-C. Returns the exit status."""
+    while True:
+        budgets = survey()
+        if as_json:
+            print(json.dumps({"budgets": budgets}, indent=None if not once else 2), flush=True)
+        else:
+            terminal = sys.stdout.isatty()
+            wide = shutil.get_terminal_size().columns if terminal else None
+            begin = "\x1b[H\x1b[J" if terminal and not once else ""
+            print(begin + "\n".join(line[:wide] for line in _lines(budgets)), flush=True)
+        if once:
+            return 0
+        time.sleep(_PERIOD_SECONDS)
+
+
+def survey() -> list[dict[str, Any]]:
+    """The shared budgets of this user that have an open pool, in bytes. ``active`` is what a pool needs,
+    ``cached`` what stays mapped without need, ``free`` its free pages: together what it holds."""
+    return [
+        {
+            "name": budget.name,
+            "limit": budget.limit,
+            "held": sum(holder.held for holder in budget.holders),
+            "pools": [_pool(holder) for holder in budget.holders],
+        }
+        for budget in _core.survey_budgets(_ANSWER_SECONDS)
+    ]
+
+
+def _pool(holder: _core.BudgetHolder) -> dict[str, Any]:
+    kind, index = holder.device
+    # Figures of one moment, and what is held of a later one.
+    free = min(holder.spare, holder.held)
+    cached = min(holder.cached, holder.held - free)
+    return {
+        "pid": holder.process,
+        "device": f"cuda:{index}" if kind == _CUDA else "cpu",
+        "held": holder.held,
+        "active": holder.held - cached - free,
+        "cached": cached,
+        "free": free,
+        "command": "".join(c if c.isprintable() else "?" for c in holder.command.decode(errors="replace")),
+    }
+
+
+def _lines(budgets: list[dict[str, Any]]) -> Iterator[str]:
+    if not budgets:
+        yield "No pool on this machine shares a budget: Pool(budget=, shared=\"name\") makes one."
+    for budget in budgets:
+        share = budget["held"] / budget["limit"]
+        bar = "#" * round(_BAR * min(share, 1.0))
+        yield (
+            f"{budget['name']}  [{bar:.<{_BAR}}] {byte_text(budget['held'])} of "
+            f"{byte_text(budget['limit'])} ({share:.0%})"
+        )
+        rows = [_COLUMNS, *(_cells(pool) for pool in _by_size(budget))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+        for *figures, command in rows:
+            cells = [figure.rjust(width) for figure, width in zip(figures, widths, strict=True)]
+            yield "  " + "  ".join([*cells, command])
+        yield ""
+
+
+def _by_size(budget: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(budget["pools"], key=lambda pool: (-pool["held"], pool["pid"]))
+
+
+def _cells(pool: dict[str, Any]) -> tuple[str, ...]:
+    sizes = [byte_text(pool[column]) for column in ("held", "active", "cached", "free")]
+    return str(pool["pid"]), pool["device"], *sizes, pool["command"]
