@@ -59,6 +59,9 @@ class PoolCounts:
     @property
     def buffers(self) -> int: ...
 
+    @property
+    def held_elsewhere(self) -> int: ...
+
 class PoolEvents:
     @property
     def growths_ready(self) -> int: ...
@@ -79,7 +82,7 @@ class PoolEvents:
     def tensors_fresh(self) -> int: ...
 
 class PoolOptions:
-    def __init__(self, *, budget: int, zero: ZeroPolicy, prefetch: int, cache: int, spare_low: int, spare_high: int, max_age: float, device_reserve: int, patience: float) -> None:
+    def __init__(self, *, budget: int, shared: str, zero: ZeroPolicy, prefetch: int, cache: int, spare_low: int, spare_high: int, max_age: float, device_reserve: int, patience: float) -> None:
         """Sizes in bytes, times in seconds."""
 
 class PagePool:
@@ -147,6 +150,38 @@ class ClosedPool:
     def events(self) -> PoolEvents: ...
 
     def check_invariants(self) -> None: ...
+
+class BudgetHolder:
+    @property
+    def process(self) -> int: ...
+
+    @property
+    def device(self) -> tuple[int, int]: ...
+
+    @property
+    def command(self) -> bytes: ...
+
+    @property
+    def held(self) -> int: ...
+
+    @property
+    def cached(self) -> int: ...
+
+    @property
+    def spare(self) -> int: ...
+
+class BudgetSurvey:
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def holders(self) -> list[BudgetHolder]: ...
+
+def survey_budgets(patience: float) -> list[BudgetSurvey]:
+    """Seconds to wait for the pools' figures."""
 
 def in_forked_child() -> bool: ...
 

@@ -56,8 +56,8 @@ class PoolStats:
         pages_pinned: of the mapped, what only views of older extents hold.
         pages_orphaned: of the held, what belongs to no open tensor any more and goes with its last view.
         nbytes_mapped: ``pages_mapped`` in bytes.
-        nbytes_held: bytes of memory that this pool holds: used and spare pages. What counts in a shared budget.
-        nbytes_held_by_others: bytes that the other pools of its shared budget hold; 0 if the budget is its own.
+        nbytes_held: bytes that this pool holds, used and spare pages: what counts in a shared budget.
+        nbytes_held_by_others: bytes that the other pools of a shared budget hold; 0 where none is shared.
         nbytes_reserved: bytes of addresses reserved; they cost no memory.
         tensors: open tensors.
         growths_ready: growths into new pages, since the pool was made, that found them ready and made no

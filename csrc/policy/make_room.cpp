@@ -20,6 +20,7 @@ constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kHope = std::chrono::milliseconds(200);
 // How long it waits for the other pools of a shared budget, one of which may be stopped.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::seconds(1);
+constexpr std::chrono::nanoseconds kLookForAnswer = std::chrono::microseconds(100);
 // Pages given to them in one step: the least that is worth their asking.
 constexpr std::size_t kLentAtOnce = 32;
 
@@ -186,7 +187,7 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
     if (!waits || (waited >= kHope && pages_leaving() < missing)) return false;
   }
   const trace::Span span(trace::What::wait, 0, 0);
-  pool_.wait_changed(lock, steady_clock::now() + kLook);
+  pool_.wait_changed(lock, steady_clock::now() + (others ? kLookForAnswer : kLook));
   return true;
 }
 

@@ -67,7 +67,7 @@ def _pool(holder: _core.BudgetHolder) -> dict[str, Any]:
 
 def _lines(budgets: list[dict[str, Any]]) -> Iterator[str]:
     if not budgets:
-        yield "No pool on this machine shares a budget: Pool(budget=, shared=\"name\") makes one."
+        yield 'No pool on this machine shares a budget: Pool(budget=, shared="name") makes one.'
     for budget in budgets:
         share = budget["held"] / budget["limit"]
         bar = "#" * round(_BAR * min(share, 1.0))

@@ -1,0 +1,588 @@
+"""Pools of several processes under one budget: never more than that in all, whatever any of them does or dies
+of; each reaches the whole; `python -m vtensor top` shows them.
+
+The other processes are forked from a server that has imported torch and nothing else, so to vtensor they are
+processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import vtensor
+from kv_support import make_cache
+from stream_support import eventually
+from support import open_pool, simcuda_library
+from vtensor import _core
+from vtensor.cli import top
+
+PAGE = 4096
+WHOLE = 64  # pages of the budget, unless a test says otherwise
+
+_names = itertools.count()
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch"])
+
+
+@pytest.fixture
+def name(request):
+    name = f"test-{os.getpid()}-{next(_names)}"
+    yield name
+    assert not getattr(request.node, "failed_call", True) or not os.path.exists(path_of(name))
+
+
+@pytest.fixture(params=["host", "simcuda"])
+def kind(request):
+    if request.param == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+    return request.param
+
+
+def path_of(name):
+    return f"/dev/shm/vtensor-{os.geteuid()}-{name}"
+
+
+def pages(pool, n=0, capacity=4096, **kw):
+    """A tensor of `n` positions of a page each."""
+    return vtensor.empty(n, PAGE, grow_dim=0, capacity=capacity, dtype=torch.uint8, pool=pool, **kw)
+
+
+def held(pool):
+    """Pages that the pool holds, and the others of its budget."""
+    stats = pool.stats()
+    return stats.nbytes_held // PAGE, stats.nbytes_held_by_others // PAGE
+
+
+def survey(name, patience=0.3):
+    """The pools of the budget, all at one moment."""
+    found = [budget for budget in _core.survey_budgets(patience) if budget.name == name]
+    return found[0].holders if found else []
+
+
+# -- another process
+
+
+class Other:
+    """A process with a pool of the budget, that does what it is told."""
+
+    def __init__(self, kind, name, whole=WHOLE, **options):
+        self._connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, kind, name, whole, options))
+        self.process.start()
+        theirs.close()
+        assert self._connection.recv() == "open"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.kill()
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def tell(self, command, *arguments):
+        self._connection.send((command, *arguments))
+
+    def hear(self):
+        answer = self._connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def __call__(self, command, *arguments):
+        self.tell(command, *arguments)
+        return self.hear()
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(connection, kind, name, whole, options):
+    pool = open_pool(kind, whole, shared=name, **options)
+    tensors = []
+    connection.send("open")
+    while True:
+        command, *arguments = connection.recv()
+        try:
+            connection.send(_COMMANDS[command](pool, tensors, *arguments))
+        except Exception as error:
+            connection.send(error)
+
+
+def _fork(pool, tensors):
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    return child
+
+
+def _work(pool, tensors, seed, steps):
+    """Random operations; returns how many were refused for want of memory."""
+    draw = random.Random(seed)
+    whole = pool.budget // PAGE
+    refused = 0
+    for _ in range(steps):
+        try:
+            _step(pool, tensors, draw, whole)
+        except vtensor.OutOfPages:
+            refused += 1
+    return refused
+
+
+def _step(pool, tensors, draw, whole):
+    """One operation. No write to a shared page, for which the kernel does not ask."""
+    what = draw.random()
+    if not tensors or (what < 0.05 and len(tensors) < 6):
+        tensors.append(pages(pool, capacity=whole))
+        return
+    at = draw.randrange(len(tensors))
+    t = tensors[at]
+    if what < 0.5:
+        t.extend(draw.randint(0, min(whole // 8, whole - len(t))))
+    elif what < 0.85:
+        t.shrink(draw.randint(0, len(t)))
+    elif what < 0.9 and len(tensors) < 6:
+        tensors.append(t.fork())
+    elif what < 0.91:
+        pool.trim()
+    else:
+        tensors.pop(at).close()
+
+
+_COMMANDS = {
+    "grow": lambda pool, tensors, n: tensors.append(pages(pool, n)),
+    "extend": lambda pool, tensors, n: len(tensors[-1].extend(n)),
+    "close": lambda pool, tensors: tensors.pop().close(),
+    "held": lambda pool, tensors: held(pool),
+    "check": lambda pool, tensors: pool._core.check_invariants(),
+    "fork": _fork,
+    "work": _work,
+    "end": lambda pool, tensors: pool.close(),
+}
+
+
+# -- the budget
+
+
+def test_each_reaches_the_whole_and_neither_more(kind, name):
+    with open_pool(kind, WHOLE, shared=name) as pool, Other(kind, name) as other:
+        other("grow", 40)
+        t = pages(pool, 24)
+        assert held(pool) == (24, 40) and other("held") == (40, 24)
+        with pytest.raises(vtensor.OutOfPages, match="need 1 pages") as refusal:
+            t.extend(1)
+        assert f'the budget "{name}" of {WHOLE * PAGE} bytes has 0 left' in str(refusal.value)
+        assert f"the others {40 * PAGE}" in str(refusal.value)
+        with pytest.raises(vtensor.OutOfPages):
+            other("extend", 1)
+        assert len(t) == 24 and held(pool) == (24, 40)
+        t.close()
+        other("extend", 24)
+        assert other("held") == (WHOLE, 0)
+        other("close")
+        t = pages(pool, WHOLE)
+        assert held(pool) == (WHOLE, 0)
+        with pytest.raises(vtensor.OutOfPages):
+            t.extend(1)
+        other("check")
+        pool._core.check_invariants()
+
+
+@pytest.mark.parametrize("keeps", ["spare", "cached", "prepared", "arena"])
+def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
+    options = {"prefetch": WHOLE * PAGE, "cache": WHOLE * PAGE}
+    with (
+        open_pool(kind, WHOLE, shared=name, **options) as keeper,
+        open_pool(kind, WHOLE, shared=name) as pool,
+    ):
+        kept = None
+        if keeps == "spare":
+            keeper.prefill(60 * PAGE)
+            assert keeper.stats().pages_spare == 60
+        elif keeps == "cached":
+            pages(keeper, 60, capacity=60).close()
+            keeper.wait_idle()
+            assert keeper.stats().pages_cached == 60
+        elif keeps == "prepared":
+            kept = pages(keeper, 4)
+            kept.prepare(56)
+            keeper.wait_idle()
+            assert keeper.stats().pages_prefetched == 56
+        else:
+            kept = vtensor.Arena(60 * PAGE, pool=keeper)
+            kept.map([(0, 60 * PAGE)])
+            kept.unmap([(0, 60 * PAGE)])
+            assert keeper.stats().pages_cached == 60
+        needed = 4 if keeps == "prepared" else 0
+        t = pages(pool)
+        for n in (10, 20, WHOLE - needed - 30):
+            t.extend(n)
+        assert held(pool) == (WHOLE - needed, needed)
+        keeper._core.check_invariants()
+        if kept is not None:
+            kept.close()
+
+
+def test_look_ahead_takes_nothing_that_others_ask_for(name):
+    with open_pool("host", WHOLE, shared=name, prefetch=WHOLE * PAGE) as eager:
+        growing = pages(eager, 2)
+        for _ in range(6):  # at some rate, so that pages are mapped ahead
+            growing.extend(2)
+        with open_pool("host", WHOLE, shared=name) as pool:
+            t = pages(pool)
+            t.extend(WHOLE - len(growing))
+            assert held(pool) == (WHOLE - len(growing), len(growing))
+            with pytest.raises(vtensor.OutOfPages):
+                growing.extend(1)
+            t.shrink(1)
+            growing.extend(1)
+
+
+def test_a_refusal_is_quick_and_changes_nothing(kind, name):
+    with open_pool(kind, WHOLE, shared=name) as pool, Other(kind, name) as other:
+        other("grow", 60)
+        t = pages(pool, 2)
+        began = time.monotonic()
+        for n in (3, 62, 100):
+            with pytest.raises(vtensor.OutOfPages):
+                t.extend(n)
+        assert time.monotonic() - began < 0.9  # all have answered: nobody waits for the bound
+        assert len(t) == 2 and held(pool) == (2, 60)
+
+
+def test_who_is_stopped_is_waited_for_with_a_bound(name):
+    with open_pool("host", WHOLE, shared=name) as pool, Other("host", name) as other:
+        other("grow", 60)
+        other("close")
+        os.kill(other.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(vtensor.OutOfPages):
+            pages(pool, 10)
+        assert 0.9 < time.monotonic() - began < 5
+        os.kill(other.pid, signal.SIGCONT)
+        t = pages(pool, 10)
+        assert len(t) == 10
+
+
+def test_every_refused_call_is_undone(kind, name):
+    """I8, with the calls of the shared budget among them."""
+    with open_pool(kind, WHOLE, shared=name) as pool:
+        refused = set()
+        for n in range(100):
+            t = pages(pool, 3)
+            before = held(pool)
+            pool._core.fail_after(n, 1)
+            try:
+                t.extend(5)
+                done = True
+            except vtensor.VTensorError:
+                done = False
+            finally:
+                pool._core.disarm()
+                refused |= pool._core.refused_calls().keys()
+            pool._core.check_invariants()
+            assert len(t) == (8 if done else 3)
+            if not done:
+                pool.trim()
+                assert held(pool)[0] <= before[0]
+            t.close()
+            pool.trim()
+            pool.wait_idle()
+            if not pool._core.refused_calls():
+                break
+        assert "fcntl" in refused and held(pool) == (0, 0)
+
+
+def test_private_copies_count_and_may_pass_the_budget(name):
+    """As in a budget that is not shared: the kernel does not ask before it copies."""
+    with open_pool("host", 8, shared=name) as pool, open_pool("host", 8, shared=name) as other:
+        t = pages(pool, 6)
+        child = t.fork()
+        child.fill_(1)
+        assert pool.stats().pages_private == 6
+        assert held(other) == (0, 12)
+        with pytest.raises(vtensor.OutOfPages):
+            pages(other, 1)
+        child.close()
+        pool.stats()  # which counts them
+        assert held(other) == (0, 6)
+
+
+def test_a_cache_counts_what_others_can_do_without(name):
+    with open_pool("host", WHOLE, shared=name) as keeper, open_pool("host", WHOLE, shared=name) as pool:
+        keeper.prefill(WHOLE * PAGE)
+        cache = make_cache(pool)
+        slot = cache.alloc()
+        lengths = cache.lengths
+        lengths[slot] = 8
+        assert cache.fits(lengths)
+        assert held(pool)[0] == 0
+        kept = pages(keeper, WHOLE)
+        assert not cache.fits(lengths) and not cache.step(lengths)
+        kept.close()
+        assert cache.fits(lengths) and cache.step(lengths)
+        cache.close()
+
+
+# -- ends
+
+
+def test_who_is_killed_gives_back_at_once(kind, name):
+    with open_pool(kind, WHOLE, shared=name) as pool, Other(kind, name) as other:
+        other("grow", WHOLE)
+        t = pages(pool)
+        other.kill()
+        t.extend(WHOLE)
+        assert held(pool) == (WHOLE, 0)
+
+
+def test_who_is_killed_is_gone_within_a_second(name):
+    with open_pool("host", WHOLE, shared=name), Other("host", name) as other:
+        other("grow", 10)
+        assert {holder.process for holder in survey(name)} == {os.getpid(), other.pid}
+        os.kill(other.pid, signal.SIGKILL)
+        time.sleep(0.7)  # `top` needs longer than 0.3 s to start
+        budget = shown(name)
+        assert [pool["pid"] for pool in budget["pools"]] == [os.getpid()] and budget["held"] == 0
+
+
+def test_a_child_keeps_nothing_for_a_dead_parent(name):
+    with open_pool("host", WHOLE, shared=name) as pool, Other("host", name) as other:
+        other("grow", WHOLE)
+        child = other("fork")
+        try:
+            other.kill()
+            assert len(pages(pool, WHOLE)) == WHOLE
+            os.kill(child, 0)  # which lives
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_is_no_pool_of_the_budget(name):
+    with open_pool("host", WHOLE, shared=name) as pool:
+        t = pages(pool, 5)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    open_pool("host", WHOLE, shared=name)
+                except vtensor.VTensorError:
+                    status = 0
+                del t, pool
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(survey(name)) == 1
+        t.extend(WHOLE - 5)
+        with pytest.raises(vtensor.OutOfPages):
+            t.extend(1)
+
+
+def test_a_closed_pool_leaves_its_place_and_the_last_the_file(kind, name):
+    descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    one, other = (open_pool(kind, WHOLE, shared=name) for _ in range(2))
+    pages(one, 20)
+    assert len(survey(name)) == 2
+    one.close()
+    assert len(survey(name)) == 1 and held(other) == (0, 0) and os.path.exists(path_of(name))
+    other.close()
+    assert not os.path.exists(path_of(name)) and survey(name) == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert len(os.listdir("/proc/self/task")) <= threads
+
+
+def test_a_view_keeps_the_place_of_a_closed_pool(name):
+    with open_pool("host", WHOLE, shared=name) as other:
+        pool = open_pool("host", WHOLE, shared=name)
+        view = pages(pool, 20)[:3]
+        pool.close()
+        assert held(other)[1] >= 3
+        assert len(pages(other, WHOLE - 20)) == WHOLE - 20
+        del view
+        eventually(lambda: held(other)[1] == 0)
+
+
+def test_the_file_of_the_killed_is_begun_afresh(name):
+    with Other("host", name, whole=32) as other:
+        other("grow", 32)
+    assert os.path.exists(path_of(name)) and survey(name) == []
+    with open_pool("host", WHOLE, shared=name) as pool:  # with another budget
+        assert len(pages(pool, WHOLE)) == WHOLE
+
+
+# -- refusals
+
+
+def test_another_budget_is_refused(name):
+    with open_pool("host", WHOLE, shared=name) as pool:
+        with pytest.raises(vtensor.InvalidArgument) as refusal:
+            open_pool("host", 32, shared=name)
+        assert str(32 * PAGE) in str(refusal.value) and str(WHOLE * PAGE) in str(refusal.value)
+        with pytest.raises(vtensor.InvalidArgument, match=r"\[Pool.budget\].*all pools that share"):
+            pool.budget = 32 * PAGE
+        assert pool.budget == WHOLE * PAGE and len(survey(name)) == 1
+
+
+def test_another_version_is_refused(name):
+    with open_pool("host", WHOLE, shared=name):
+        with open(path_of(name), "r+b") as file:
+            file.seek(8)
+            file.write((9).to_bytes(4, "little"))
+        with pytest.raises(vtensor.VTensorError, match="layout 9 where this one has 1"):
+            open_pool("host", WHOLE, shared=name)
+        assert survey(name) == []
+
+
+@pytest.mark.parametrize("wrong", ["", "a/b", "..//", "x" * 65, "a b", "ä", "a\0b", 5, b"a", True])
+def test_names_that_cannot_be_are_refused(wrong):
+    with pytest.raises(vtensor.InvalidArgument, match=r"^\[Pool\] "):
+        open_pool("host", WHOLE, shared=wrong)
+
+
+def test_a_shared_budget_is_named_in_bytes():
+    with pytest.raises(vtensor.InvalidArgument, match="budget is not given"):
+        vtensor.Pool("cpu", shared="test")
+
+
+# -- top
+
+
+def shown(name, *arguments):
+    """The budget as `top --once --json` shows it."""
+    command = [sys.executable, "-m", "vtensor", "top", "--once", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert not run.stderr
+    return next(budget for budget in json.loads(run.stdout)["budgets"] if budget["name"] == name)
+
+
+def test_top_shows_who_has_what(kind, name, capsys):
+    options = {"prefetch": WHOLE * PAGE, "cache": WHOLE * PAGE}
+    with open_pool(kind, WHOLE, shared=name, **options) as pool, Other("host", name) as other:
+        other("grow", 3)
+        kept = pages(pool, 5, capacity=5)
+        pages(pool, 7, capacity=7).close()
+        pool.wait_idle()
+        pool.prefill(10 * PAGE)
+        assert top.main(once=True, as_json=True) == 0
+        (budget,) = (
+            found for found in json.loads(capsys.readouterr().out)["budgets"] if found["name"] == name
+        )
+        assert (budget["limit"], budget["held"]) == (WHOLE * PAGE, 25 * PAGE)
+        mine, theirs = sorted(budget["pools"], key=lambda pool: pool["pid"] == other.pid)
+        figures = [mine[column] // PAGE for column in ("held", "active", "cached", "free")]
+        assert figures == [22, 5, 7, 10]
+        assert mine["pid"] == os.getpid() and theirs["active"] == 3 * PAGE
+        assert mine["device"] == theirs["device"] == "cpu"  # a simulated device's memory is the host's
+        assert "python" in mine["command"]
+
+        assert top.main(once=True) == 0
+        lines = capsys.readouterr().out.splitlines()
+        at = next(i for i, line in enumerate(lines) if line.startswith(name))
+        assert "[#########...............] 100 KiB of 256 KiB (39%)" in lines[at]
+        assert lines[at + 1].split() == ["pid", "device", "held", "active", "cached", "free", "command"]
+        assert lines[at + 2].split()[0] == str(os.getpid())  # who holds most comes first
+        assert "20 KiB" in lines[at + 2] and str(other.pid) in lines[at + 3]
+        kept.close()
+
+
+def test_top_does_not_wait_for_who_is_stopped(name):
+    with Other("host", name) as other:
+        other("grow", 6)
+        os.kill(other.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        (holder,) = survey(name)
+        assert time.monotonic() - began < 5 and holder.held == 6 * PAGE
+
+
+def test_top_goes_on_until_it_is_interrupted(name):
+    with open_pool("host", WHOLE, shared=name):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vtensor", "top", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        for _ in range(2):
+            assert name in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (130, "stopped\n")
+
+
+# -- many operations
+
+
+class Sampler:
+    """Looks at the budget again and again: the most that all have held at one moment."""
+
+    def __init__(self, name):
+        self.most, self.looks = 0, 0
+        self._name = name
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self._over.set()
+        self._thread.join()
+
+    def _run(self):
+        while not self._over.wait(0.0005):
+            self.most = max(self.most, sum(holder.held for holder in survey(self._name, 0)))
+            self.looks += 1
+
+
+def work_together(name, steps, rounds, **options):
+    """Two processes do `steps` operations each; in each of `rounds` a third one works beside them, and is
+    killed in the middle."""
+    refused = 0
+    with open_pool("host", WHOLE, shared=name) as pool, Sampler(name) as sampler:
+        with Other("host", name) as one, Other("host", name, **options) as two:
+            for seed in range(rounds):
+                with Other("host", name) as killed:
+                    killed.tell("work", seed, 10**9)
+                    for n, lasting in enumerate((one, two)):
+                        lasting.tell("work", 1000 * (n + 1) + seed, steps // rounds)
+                    refused += one.hear()
+                    killed.kill()
+                    refused += two.hear()
+                one("check")
+                two("check")
+            two("end")
+            one("end")
+        t = pages(pool, WHOLE)  # each reaches the whole, and nothing of the others is left
+        assert held(pool) == (WHOLE, 0)
+        t.close()
+    assert refused > 0 and sampler.looks > 10
+    assert WHOLE * PAGE // 2 < sampler.most <= WHOLE * PAGE
+
+
+def test_the_budget_holds_through_random_operations(name):
+    work_together(name, steps=4_000, rounds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.seconds(300)
+def test_the_budget_holds_through_a_million_operations(name):
+    work_together(name, steps=500_000, rounds=4, prefetch=8 * PAGE)
