@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -28,6 +29,7 @@
 #include "bind/released_gil.h"
 #include "bind/slot_range.h"
 #include "bind/torch_bridge.h"
+#include "policy/keeper.h"
 #include "vmm/wait.h"
 
 namespace vtensor::bind {
@@ -55,8 +57,12 @@ class CacheCore {
     const Caller asking = caller("KVCache");
     with_memory(*pool, asking, [&] { cache_ = std::make_unique<SlotCache>(pool, shape, asking); });
     *view_ = {cache_.get(), &mutex_};
+    pool->add(prefixes_);
   }
-  ~CacheCore() { *view_ = {}; }
+  ~CacheCore() {
+    prefixes_->leave();
+    *view_ = {};
+  }
 
   bool step(const Lengths& lengths) {
     const Operation operation(*this, "KVCache.step");
@@ -269,6 +275,47 @@ class CacheCore {
   bool closed() const { return closed_; }
 
  private:
+  // The cache's prefixes, for the other pools of a shared budget. The mapper may have it for longer
+  // than the cache lives, and takes it between two operations.
+  class Prefixes final : public Keeper {
+   public:
+    explicit Prefixes(CacheCore& core) : core_(&core) {}
+    void leave() {
+      const std::lock_guard lock(mutex_);
+      core_ = nullptr;
+    }
+    std::optional<std::size_t> give_up(std::size_t pages) noexcept override {
+      std::size_t given = 0;
+      const bool between =
+          between_operations([&](SlotCache& cache) { given = cache.evict_pages(pages); });
+      return between ? std::optional(given) : std::nullopt;
+    }
+    std::size_t kept() noexcept override {
+      between_operations([this](SlotCache& cache) { kept_ = cache.evictable_pages(); });
+      return kept_;
+    }
+
+   private:
+    // False if an operation is under way.
+    template <typename Body>
+    bool between_operations(Body body) noexcept {
+      const std::lock_guard lock(mutex_);  // the cache does not end meanwhile
+      if (core_ == nullptr) return true;
+      if (!core_->mutex_.try_lock()) return false;
+      try {
+        if (core_->cache_) body(*core_->cache_);
+      } catch (const std::exception&) {
+        // No memory for it: they stay.
+      }
+      core_->mutex_.unlock();
+      return true;
+    }
+
+    std::mutex mutex_;
+    CacheCore* core_;
+    std::size_t kept_ = 0;
+  };
+
   // One operation: refused in a forked child, on a closed cache and during another operation.
   class Operation {
    public:
@@ -364,6 +411,7 @@ class CacheCore {
   std::atomic<bool> closed_{false};
   OperationMutex mutex_;
   const std::shared_ptr<SlotCacheView> view_ = std::make_shared<SlotCacheView>();
+  const std::shared_ptr<Prefixes> prefixes_ = std::make_shared<Prefixes>(*this);
 };
 
 }  // namespace

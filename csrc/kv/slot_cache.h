@@ -130,6 +130,9 @@ class SlotCache {
   // Gives prefixes up that no request uses, for an operation that found memory short for the n-th
   // time; false where there are none.
   bool evict(unsigned tries);
+  // The same for who needs so many pages; returns how many went. How many could.
+  std::size_t evict_pages(std::size_t pages) { return prefixes_.evict(pages); }
+  std::size_t evictable_pages() const { return prefixes_.evictable(); }
   // Tokens of the smallest prefix that requests can share.
   std::size_t unit() const { return prefixes_.unit(); }
   // Parts what is shared behind `positions`.

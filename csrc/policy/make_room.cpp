@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "base/align.h"
 #include "base/trace.h"
 #include "policy/client.h"
 #include "policy/page_pool.h"
@@ -197,13 +200,34 @@ MakeRoom::Lent MakeRoom::lend(PoolLock& lock) {
   if (missing == 0) return Lent::nothing;
   if (store.spare().size() == 0) {
     pool_.settle_all(lock);
-    const std::size_t leaving = pages_leaving();
-    if (store.spare().size() == 0 && leaving * pool_.page_size() >= missing) return Lent::waits;
-    if (store.spare().size() == 0 && !give_up_spare(lock))
-      return leaving != 0 ? Lent::waits : Lent::nothing;
+    const std::size_t leaving = pages_leaving() * pool_.page_size();
+    if (store.spare().size() == 0 && leaving >= missing) return Lent::waits;
+    if (store.spare().size() == 0 && !give_up_spare(lock)) {
+      const Lent lent = lend_kept(lock, ceil_div(missing - leaving, pool_.page_size()));
+      return lent == Lent::nothing && leaving != 0 ? Lent::waits : lent;
+    }
   }
   store.release(lock, kLentAtOnce);
   return Lent::some;
+}
+
+MakeRoom::Lent MakeRoom::lend_kept(PoolLock& lock, std::size_t pages) {
+  const std::vector<std::shared_ptr<Keeper>> keepers = pool_.keepers();
+  // An operation that itself asks for memory may last as long as we owe the answer.
+  bool waits = false;
+  const bool asks = pool_.store_.shared()->wants();
+  std::size_t given = 0;
+  if (!keepers.empty()) {
+    const Waiting keepers_take_the_lock(lock);
+    for (const std::shared_ptr<Keeper>& keeper : keepers) {
+      const std::optional<std::size_t> some = keeper->give_up(std::max(pages, kLentAtOnce));
+      given += some.value_or(0);
+      waits |= !some && !asks;
+      if (given >= pages) break;
+    }
+  }
+  if (given != 0) return Lent::some;
+  return waits ? Lent::waits : Lent::nothing;
 }
 
 bool MakeRoom::give_all_back(bool spare) noexcept {

@@ -47,11 +47,11 @@ class MakeRoom {
   void shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes)
       VT_LOCKED;
 
-  // For rung 4 of another pool: one step of rungs 1 to 3 and of giving free pages back. It waits
-  // for nothing.
+  // For rung 4 of another pool: one step of rungs 1 to 3, of what keepers have, and of giving free
+  // pages back. It waits for nothing.
   enum class Lent : std::uint8_t {
-    some,     // let the lock go; there may be more
-    waits,    // pages go once their fences have passed
+    some,     // there may be more
+    waits,    // pages go once their fences have passed, or an operation of their keeper
     nothing,  // is wanted, or left
   };
   Lent lend(PoolLock& lock) VT_LOCKED;
@@ -64,6 +64,8 @@ class MakeRoom {
 
   // Pages free for a request of `pages`; covered if they suffice.
   std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
+  // The same of keepers, about `pages` pages.
+  Lent lend_kept(PoolLock& lock, std::size_t pages) VT_LOCKED;
   // Mapped pages that nothing needs and that wait to be unmapped.
   std::size_t pages_leaving() const VT_LOCKED;
   // Rungs 2 and 3: one client's; false if there is none.

@@ -294,7 +294,11 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     while (pool->quiet_wanted_ != 0 && !signal.stopping.load(std::memory_order_acquire))
       pool->wait_changed(lock, std::chrono::steady_clock::now() + kLongestPause);
     pool->reap();
-    if (pool->lend(lock)) continue;
+    const MakeRoom::Lent lent = pool->lend(lock);
+    if (lent == MakeRoom::Lent::some) {
+      const Waiting others_first(lock);
+      continue;
+    }
     Step step(*pool);
     const bool claimed = (back_first && step.claim_back()) || step.claim_ahead(lock) ||
                          (!back_first && step.claim_back()) || step.claim_cleaning();
@@ -306,7 +310,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
       }
       if (step.refused() && !pool->retired())
         next = std::min(next, std::chrono::steady_clock::now() + kRetryPause);
-      if (!step.waits()) {
+      if (!step.waits() && lent != MakeRoom::Lent::waits) {
         pause = kShortestPause;
       } else {
         next = std::min(next, std::chrono::steady_clock::now() + pause);

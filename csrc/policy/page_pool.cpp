@@ -217,26 +217,37 @@ void PagePool::set_budget(std::size_t bytes) {
   store_.set_budget(pages);
 }
 
-bool PagePool::lend(PoolLock& lock) {
-  if (!shared_) return false;
+MakeRoom::Lent PagePool::lend(PoolLock& lock) {
+  if (!shared_) return MakeRoom::Lent::nothing;
   const std::uint32_t asking = shared_->asking();
-  switch (MakeRoom(*this).lend(lock)) {
-    case MakeRoom::Lent::some: {
-      const Waiting others_first(lock);
-      return true;
-    }
-    case MakeRoom::Lent::waits:
-      return false;
-    case MakeRoom::Lent::nothing:
-      break;
+  const MakeRoom::Lent lent = MakeRoom(*this).lend(lock);
+  if (lent != MakeRoom::Lent::nothing || !shared_->owes_answer()) return lent;
+  std::size_t kept = 0;
+  const std::vector<std::shared_ptr<Keeper>> all = keepers();
+  if (!all.empty()) {
+    const Waiting others_first(lock);
+    for (const std::shared_ptr<Keeper>& keeper : all) kept += keeper->kept();
   }
-  if (!shared_->owes_answer()) return false;
   PoolCounts counts;
   for (Client* client : clients_) client->add_to(counts);
-  shared_->report((counts.cached + counts.prefetched) * page_size(),
+  shared_->report((counts.cached + counts.prefetched + kept) * page_size(),
                   store_.spare().size() * page_size());
   shared_->answer(asking);
-  return false;
+  return lent;
+}
+
+std::vector<std::shared_ptr<Keeper>> PagePool::keepers() {
+  std::vector<std::shared_ptr<Keeper>> all;
+  for (const std::weak_ptr<Keeper>& one : keepers_) {
+    if (std::shared_ptr<Keeper> keeper = one.lock()) all.push_back(std::move(keeper));
+  }
+  return all;
+}
+
+void PagePool::add(const std::shared_ptr<Keeper>& keeper) {
+  const PoolLock lock(shared_from_this());
+  std::erase_if(keepers_, [](const auto& one) { return one.expired(); });
+  keepers_.push_back(keeper);
 }
 
 std::size_t PagePool::spared_elsewhere() {

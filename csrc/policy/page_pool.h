@@ -19,6 +19,8 @@
 #include "policy/cached_clients.h"
 #include "policy/fork_guard.h"
 #include "policy/generation.h"
+#include "policy/keeper.h"
+#include "policy/make_room.h"
 #include "policy/mapper.h"
 #include "policy/roster.h"
 #include "policy/wanting_clients.h"
@@ -116,6 +118,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void before_fork();
   void after_fork();
 
+  // Takes the lock.
+  void add(const std::shared_ptr<Keeper>& keeper);
   std::uint64_t add(Client* client) VT_LOCKED;
   void remove(Client* client) VT_LOCKED { clients_.erase(client); }
   std::uint64_t next_id() VT_LOCKED { return next_id_++; }
@@ -165,8 +169,10 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void start_mapper() VT_LOCKED;
   void count_private_copies() VT_LOCKED;
   // Gives up some of what the other pools of a shared budget ask for, and answers once nothing is
-  // left to do for them. True if there is more to give up, after the lock was let go.
-  bool lend(PoolLock& lock) VT_LOCKED;
+  // left to do for them.
+  MakeRoom::Lent lend(PoolLock& lock) VT_LOCKED;
+  // Those that live.
+  std::vector<std::shared_ptr<Keeper>> keepers() VT_LOCKED;
   bool evict_oldest() VT_LOCKED;
   void evict_all() noexcept VT_LOCKED;
   bool idle() const VT_LOCKED;
@@ -186,6 +192,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::size_t quiet_wanted_ VT_GUARDED = 0;
   std::uint64_t next_id_ VT_GUARDED = 1;
   std::unordered_set<Client*> clients_ VT_GUARDED;
+  std::vector<std::weak_ptr<Keeper>> keepers_ VT_GUARDED;
   Roster unsettled_ VT_GUARDED;  // have something to give back
   WantingClients wanting_ VT_GUARDED;
   CachedClients cached_ VT_GUARDED;

@@ -459,6 +459,8 @@ void SharedBudget::want(std::int64_t bytes) noexcept {
   own().wanted += static_cast<std::uint64_t>(bytes);
 }
 
+bool SharedBudget::wants() const noexcept { return own().wanted != 0; }
+
 std::uint64_t SharedBudget::missing_elsewhere() const {
   const std::uint64_t wanted = wanted_elsewhere();
   if (wanted == 0) return 0;

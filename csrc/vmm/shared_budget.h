@@ -92,6 +92,7 @@ class SharedBudget {
 
   // Says that `bytes` more, or fewer, are wanted here.
   void want(std::int64_t bytes) noexcept;
+  bool wants() const noexcept;
   // What others want beyond the room that is left.
   std::uint64_t missing_elsewhere() const;
   // What others want in all.
