@@ -249,15 +249,33 @@ TEST_CASE("a lock that is held for ever is waited for with a bound") {
   CHECK(one->charge(10));
 }
 
+TEST_CASE("who comes while the last one leaves joins no file that is gone") {
+  const std::string name = fresh_name();
+  const int file = open(path_of(name).c_str(), O_RDWR | O_CREAT, 0600);
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_len = 1;
+  REQUIRE(fcntl(file, F_OFD_SETLK, &lock) == 0);
+  std::unique_ptr<SharedBudget> late;
+  std::thread comes([&] { late = join(name); });
+  std::this_thread::sleep_for(100ms);  // it has opened the file, and waits for the lock
+  unlink(path_of(name).c_str());
+  close(file);
+  comes.join();
+  CHECK(file_exists(name));
+  CHECK(count_holders(name) == 1);
+}
+
 TEST_CASE("threads that join, charge, give back and leave never pass the limit") {
   const std::string name = fresh_name();
   const auto kept = join(name);
   std::atomic<bool> over{false};
+  std::atomic<int> looks{0};
   std::vector<std::thread> threads;
   for (unsigned seed = 0; seed < 3; ++seed) {
     threads.emplace_back([&, seed] {
       std::mt19937 random(seed);
-      for (int round = 0; round < 20; ++round) {
+      for (int round = 0; round < 20 || looks < 100; ++round) {
         const auto own = join(name);
         for (int i = 0; i < 200; ++i) {
           if (const std::uint64_t some = random() % kLimit; !own->charge(some))
@@ -268,7 +286,7 @@ TEST_CASE("threads that join, charge, give back and leave never pass the limit")
   }
   std::thread sampler([&] {
     std::uint64_t most = 0;
-    while (!over) most = std::max(most, held_by_all(name));
+    for (; !over; ++looks) most = std::max(most, held_by_all(name));
     CHECK(most <= kLimit);
     CHECK(most > 0);
   });
