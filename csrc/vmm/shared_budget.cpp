@@ -35,8 +35,12 @@ constexpr char kFolder[] = "/dev/shm/";
 constexpr std::uint64_t kMagic = 0x7465677564627476;  // "vtbudget"
 constexpr std::uint32_t kLayout = 1;
 constexpr std::size_t kLongestName = 64;
-// The file is locked for the time of a few stores, unless its holder is stopped.
+// The file is locked for the time of a few stores, unless its holder is stopped. Looks are counted,
+// and not time: this process, or its machine, may have been stopped too.
 constexpr std::chrono::nanoseconds kLockPatience = std::chrono::seconds(1);
+constexpr std::chrono::nanoseconds kLockLook = std::chrono::microseconds(100);
+constexpr int kSoon = 16;
+constexpr int kLockLooks = kSoon + static_cast<int>(kLockPatience / kLockLook);
 constexpr std::chrono::nanoseconds kLookForDead = std::chrono::milliseconds(100);
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 
@@ -273,18 +277,17 @@ class SharedBudget::Locked {
  public:
   enum class Counted : std::uint8_t { yes, no };
   explicit Locked(Opened& opened, Counted counted = Counted::yes) : opened_(&opened) {
-    const auto until = steady_clock::now() + kLockPatience;
     for (int tries = 0;; ++tries) {
       const int error = tries == 0 && counted == Counted::yes ? opened.ask_lock(kFileLock)
                                                               : opened.try_lock(kFileLock);
       if (error == 0) return;
       if (error != EAGAIN && error != EACCES) throw opened.lock_refused(error);
-      if (steady_clock::now() >= until) {
+      if (tries == kLockLooks) {
         throw TimedOut("[shared budget] timed out after " + seconds_text(kLockPatience) +
                        ": another process has locked the shared budget " + quoted(opened.name()) +
                        " and is stopped: let it go on, or kill it");
       }
-      tries < 16 ? std::this_thread::yield() : std::this_thread::sleep_for(kLook / 20);
+      tries < kSoon ? std::this_thread::yield() : std::this_thread::sleep_for(kLockLook);
     }
   }
   // Without a wait: false if another has it.
