@@ -115,21 +115,21 @@ class SharedBudget::Opened {
     static std::once_flag once;
     std::call_once(once, [] { pthread_atfork(lock_all, unlock_all, close_in_child); });
     const std::string path = path_of(name);
+    std::unique_ptr<Opened> opened(new Opened(meter, name));
     int error = meter.enter(Call::open) ? EMFILE : 0;
-    int fd = -1;
     if (error == 0) {
+      const std::lock_guard no_fork(all_mutex());
       const int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | (make ? O_CREAT : 0);
-      fd = ::open(path.c_str(), flags, S_IRUSR | S_IWUSR);
-      if (fd < 0) error = errno;
+      opened->fd_ = ::open(path.c_str(), flags, S_IRUSR | S_IWUSR);
+      if (opened->fd_ < 0) error = errno;
     }
     if (error == ENOENT && !make) return nullptr;
     if (error != 0) {
       throw refused("shared budget", Call::open, error, "opening " + path,
                     "raise the limit on descriptors (ulimit -n), or see who may write there");
     }
-    std::unique_ptr<Opened> opened(new Opened(meter, name, fd));
     struct stat found{};
-    if (fstat(fd, &found) != 0 || !S_ISREG(found.st_mode) || found.st_uid != geteuid())
+    if (fstat(opened->fd_, &found) != 0 || !S_ISREG(found.st_mode) || found.st_uid != geteuid())
       throw Error("[shared budget] " + path +
                   " is no file of this user: remove it, or use another name");
     return opened;
@@ -140,7 +140,7 @@ class SharedBudget::Opened {
     const std::lock_guard lock(all_mutex());
     std::erase(all(), this);
     if (file_ != nullptr) munmap(file_, sizeof(File));
-    close(fd_);
+    if (fd_ >= 0) close(fd_);
   }
   Opened(const Opened&) = delete;
   Opened& operator=(const Opened&) = delete;
@@ -166,6 +166,7 @@ class SharedBudget::Opened {
     if (fstat(fd_, &found) != 0 || found.st_size < static_cast<off_t>(sizeof(File))) return false;
     int error = meter_.enter(Call::mmap) ? ENOMEM : 0;
     void* at = nullptr;
+    const std::lock_guard no_fork(all_mutex());
     if (error == 0) {
       at = mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
       if (at == MAP_FAILED) error = errno;
@@ -238,8 +239,7 @@ class SharedBudget::Opened {
   }
 
  private:
-  Opened(CallMeter& meter, std::string name, int fd)
-      : meter_(meter), name_(std::move(name)), fd_(fd) {
+  Opened(CallMeter& meter, std::string name) : meter_(meter), name_(std::move(name)) {
     const std::lock_guard lock(all_mutex());
     all().push_back(this);
   }
@@ -261,14 +261,16 @@ class SharedBudget::Opened {
   static void unlock_all() { all_mutex().unlock(); }
   // A child's descriptor too would keep our locks alive.
   static void close_in_child() {
-    for (const Opened* opened : all()) close(opened->fd_);
+    for (const Opened* opened : all()) {
+      if (opened->fd_ >= 0) close(opened->fd_);
+    }
     all().clear();
     all_mutex().unlock();
   }
 
   CallMeter& meter_;
   const std::string name_;
-  const int fd_;
+  int fd_ = -1;
   File* file_ = nullptr;
 };
 
