@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +115,12 @@ class Other:
     def kill(self):
         self.process.kill()
         self.process.join()
+
+    def stop(self):
+        """Until SIGCONT. Returns once no thread of it runs any more."""
+        os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        eventually(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()))
 
 
 def _serve(connection, kind, name, whole, options):
@@ -274,7 +281,7 @@ def test_who_is_stopped_is_waited_for_with_a_bound(name):
     with open_pool("host", WHOLE, shared=name) as pool, Other("host", name) as other:
         other("grow", 60)
         other("close")
-        os.kill(other.pid, signal.SIGSTOP)
+        other.stop()
         began = time.monotonic()
         with pytest.raises(vtensor.OutOfPages):
             pages(pool, 10)
@@ -600,7 +607,7 @@ def test_top_shows_who_has_what(kind, name, capsys):
 def test_top_does_not_wait_for_who_is_stopped(name):
     with open_pool("host", WHOLE, shared=name), Other("host", name) as other:
         other("grow", 6)
-        os.kill(other.pid, signal.SIGSTOP)
+        other.stop()
         began = time.monotonic()
         assert sorted(holder.held for holder in survey(name)) == [0, 6 * PAGE]
         assert 0.2 < time.monotonic() - began < 5
