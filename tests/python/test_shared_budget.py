@@ -265,6 +265,33 @@ def test_look_ahead_takes_nothing_that_others_ask_for(name):
             growing.extend(1)
 
 
+def test_pages_are_mapped_ahead_only_beside_what_others_ask_for(kind, name):
+    options = {"prefetch": WHOLE * PAGE}
+    with (
+        open_pool(kind, WHOLE, shared=name, **options) as eager,
+        open_pool(kind, WHOLE, shared=name) as pool,
+        Other(kind, name) as silent,
+    ):
+        silent("grow", 40)
+        silent.stop()  # so that who asks waits for a second
+        growing, t = pages(eager, 2), pages(pool)
+
+        def need():
+            with pytest.raises(vtensor.OutOfPages):
+                t.extend(40)
+
+        asks = threading.Thread(target=need)
+        asks.start()
+        time.sleep(0.2)
+        growing.prepare(10)
+        time.sleep(0.2)
+        ahead = eager.stats().pages_prefetched
+        assert asks.is_alive() and ahead == 0
+        asks.join()
+        growing.prepare(10)
+        eventually(lambda: eager.stats().pages_prefetched == 10)
+
+
 def test_a_refusal_is_quick_and_changes_nothing(kind, name):
     with open_pool(kind, WHOLE, shared=name) as pool, Other(kind, name) as other:
         other("grow", 60)
