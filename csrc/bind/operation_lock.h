@@ -1,5 +1,5 @@
 // Serialises the operations on one tensor. It is held during calls of torch, so the mapper and
-// deleters never take it, and threads wait for it only with the GIL released (I11).
+// deleters never wait for it, and threads only with the GIL released (I11).
 #pragma once
 
 #include <nanobind/nanobind.h>
