@@ -29,6 +29,7 @@ class TableMemory:
                 device,
                 page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or None,
                 budget=os.environ.get("VTENSOR_VLLM_BUDGET") or None,
+                shared=os.environ.get("VTENSOR_VLLM_SHARED") or None,
             )
         except vtensor.InvalidArgument as error:
             raise RuntimeError(f"[vtensor.vllm] VTENSOR_VLLM_*: {error}") from None

@@ -110,6 +110,7 @@ class Engine:
             assert self.pool.get_num_free_blocks() == blocks - 1
         self.worst = 0.0  # mapped for blocks in use, beyond what these take, as a share
         self.steps = 0
+        self.most = 0  # blocks in use at once
 
     def generate(self, prompts, params: SamplingParams) -> list[list[list[int]]]:
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
@@ -141,6 +142,7 @@ class Engine:
         memory = self.pool.memory
         size = memory.pool.page_size
         used = [b.block_id for b in self.pool.blocks if b.ref_cnt > 0 or b.is_null]
+        self.most = max(self.most, len(used))
         pages = {
             page
             for number in used
@@ -153,6 +155,11 @@ class Engine:
         assert active >= len(pages), "a block in use has no memory"
         assert all(memory.blocks.whole(used))
         self.worst = max(self.worst, active / len(pages) - 1)
+
+    def close(self) -> None:
+        if ON_VTENSOR:
+            self.pool.memory.arena.close()
+            self.pool.memory.pool.close()
 
     def memory(self) -> dict[str, float]:
         """Of the idle engine."""
@@ -275,6 +282,37 @@ def memory_taken_by_others():
     return engine, results, {"indexed": len(engine.pool.cached_block_hash_to_block)}
 
 
+@scenario
+def two_engines():
+    """Of two processes, in one budget: bursts in turn, of which each wants more than the whole."""
+    if ON_VTENSOR:
+        os.environ["VTENSOR_VLLM_SHARED"] = f"test-{os.getpid()}"
+    ours, theirs = os.pipe(), os.pipe()
+    child = os.fork()
+    turn, other = (theirs[0], ours[1]) if child else (ours[0], theirs[1])
+    seed = 0 if child else 1
+    engine = Engine(blocks=SMALL)
+    results, held = [], []
+    if not child:
+        os.write(other, b"!")
+    for _ in range(2):
+        os.read(turn, 1)
+        results.append(engine.run(prompts(seed=seed), greedy(64)))
+        held.append(engine.most)
+        os.write(other, b"!")
+    report = FOLDER / f"{sys.argv[1]}-other-engine.json"
+    if not child:
+        os.read(turn, 1)
+        report.write_text(json.dumps([results, held]))
+        engine.close()
+        os._exit(0)
+    os.read(turn, 1)
+    os.write(other, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    their_results, their_held = json.loads(report.read_text())
+    return engine, [results, their_results], {"held": [held, their_held]}
+
+
 def main() -> None:
     """Each scenario in a child of its own, which need not import vLLM again."""
     failed = []
@@ -286,6 +324,7 @@ def main() -> None:
                 engine, tokens, *more = SCENARIOS[name]()
                 result = {"tokens": tokens, "memory": engine.memory(), "steps": engine.steps, **dict(*more)}
                 (FOLDER / f"{sys.argv[1]}-{name}.json").write_text(json.dumps(result))
+                engine.close()
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()

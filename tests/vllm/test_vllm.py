@@ -52,6 +52,12 @@ def test_memory_is_that_of_the_blocks_in_use(results, name):
     assert memory["mapped"] <= memory["budget"]
 
 
+def test_two_engines_reach_the_whole_in_turn(results):
+    """But for what the other's block that stands for none takes: two blocks' worth of pages."""
+    for held in results["vtensor", "two_engines"]["held"]:
+        assert min(held) >= 48 - 2
+
+
 def test_an_engine_asleep_keeps_the_block_that_stands_for_none(results):
     assert results["vtensor", "sleep"]["asleep"]["mapped"] <= MIB // 4
 
