@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # vllm.sh [tests|bench]: the plug-in in the real vLLM, for CPUs, in an environment of its own under build/vllm
-# (3.5 GB, kept for the next time): its tests, or the figures of benchmarks/vllm.py beside stock vLLM.
+# (3.5 GB, kept for the next time): its tests, or the figures of benchmarks/vllm_plugin.py beside stock vLLM.
 source "$(dirname "$0")/lib.sh"
 
 what=${1:-tests}
@@ -25,7 +25,7 @@ run_tests() {
   "$inside" -m pytest -q -p no:cacheprovider tests/vllm
 }
 run_bench() {
-  "$inside" -W ignore benchmarks/vllm.py
+  "$inside" -W ignore benchmarks/vllm_plugin.py
 }
 
 step "vLLM $release for CPUs: 0.5 GB to download" install_vllm

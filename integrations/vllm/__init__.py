@@ -8,6 +8,9 @@ environment:
     bytes of K and V in use, such as ``8GiB``; as for :class:`vtensor.Pool` unless given. vLLM's own setting
     (``--kv-cache-memory-bytes``, ``--gpu-memory-utilization``) is the size of the table of blocks, whose
     addresses cost no memory: it may be larger.
+``VTENSOR_VLLM_CACHE``
+    bytes that the prefix cache may keep for blocks that no request uses; all that the budget leaves unless
+    given.
 ``VTENSOR_VLLM_SHARED``
     a name: the budget is then that of all engines of that name on the machine, each in a process of its own.
     What the prefix cache of one keeps goes to another that needs it.

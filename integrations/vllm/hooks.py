@@ -181,6 +181,7 @@ class GrowingBlockPool(BlockPool):
                 self._empty.add(block.block_id)
             else:
                 self._cached[block.block_id] = block
+        self._bound_cache()
         self.rest()
 
     def reset_prefix_cache(self) -> bool:
@@ -222,6 +223,20 @@ class GrowingBlockPool(BlockPool):
             blocks.append(block)
         return blocks
 
+    def _bound_cache(self) -> None:
+        excess = self._oldest_cached(len(self._cached) - self.memory.most_cached)
+        self._forget(excess)
+        self._empty.update(block.block_id for block in excess)
+        self._take_next(excess)
+
+    def _oldest_cached(self, count: int) -> list[KVCacheBlock]:
+        return [block for _, block in zip(range(count), self._cached.values(), strict=False)]
+
+    def _take_next(self, blocks: list[KVCacheBlock]) -> None:
+        for block in blocks:
+            self.free_block_queue.remove(block)
+        self.free_block_queue.prepend_n(blocks)
+
     def _reuse_cached(self, count: int) -> None:
         """Where memory is short, the longest unused cached blocks are taken before others without memory."""
         whole = self._blocks.whole([block.block_id for block in self._first_free(count)])
@@ -230,10 +245,7 @@ class GrowingBlockPool(BlockPool):
         if short == 0:
             return
         self.forget_lost()
-        oldest = [block for _, block in zip(range(short), self._cached.values(), strict=False)]
-        for block in oldest:
-            self.free_block_queue.remove(block)
-        self.free_block_queue.prepend_n(oldest)
+        self._take_next(self._oldest_cached(short))
 
 
 def _or_none(allocate: Callable[..., Any]) -> Callable[..., Any]:

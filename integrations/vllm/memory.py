@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import vtensor
+from vtensor._arguments import byte_count
 
 Part = tuple[int, int, int]
 
@@ -22,6 +23,7 @@ class TableMemory:
                 "unset VTENSOR_VLLM and take vtensor out of VLLM_PLUGINS"
             )
         self.parts = parts_of(config)
+        cache = os.environ.get("VTENSOR_VLLM_CACHE") or table_bytes(config)
         self.block_bytes = sum(size for _, _, size in self.parts)
         """Bytes of one block, in all layers."""
         try:
@@ -30,13 +32,17 @@ class TableMemory:
                 page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or None,
                 budget=os.environ.get("VTENSOR_VLLM_BUDGET") or None,
                 shared=os.environ.get("VTENSOR_VLLM_SHARED") or None,
+                spare_high=0,  # what no block has goes back to the system
             )
+            cached = byte_count("vtensor.vllm", "VTENSOR_VLLM_CACHE", cache)
         except vtensor.InvalidArgument as error:
             raise RuntimeError(f"[vtensor.vllm] VTENSOR_VLLM_*: {error}") from None
         self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
         self.blocks = vtensor.Blocks(self.arena, config.num_blocks, self.parts)
         self.most = self.pool.stats().budget // self.block_bytes
         """Blocks that the budget holds."""
+        self.most_cached = cached // self.block_bytes
+        """Blocks that the prefix cache may keep while no request uses them."""
 
     def require_room(self, blocks: int, tokens: int) -> None:
         """Raises RuntimeError if the budget does not hold ``blocks``, which the longest request takes."""

@@ -15,7 +15,13 @@ KIB = 1 << 10
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch):
-    for name in ("VLLM_PLUGINS", "VTENSOR_VLLM", "VTENSOR_VLLM_BUDGET", "VTENSOR_VLLM_PAGE_SIZE"):
+    for name in (
+        "VLLM_PLUGINS",
+        "VTENSOR_VLLM",
+        "VTENSOR_VLLM_BUDGET",
+        "VTENSOR_VLLM_PAGE_SIZE",
+        "VTENSOR_VLLM_CACHE",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -102,10 +108,11 @@ def test_a_layout_that_is_not_known():
 def test_the_memory_of_a_table(monkeypatch):
     monkeypatch.setenv("VTENSOR_VLLM_BUDGET", "1MiB")
     monkeypatch.setenv("VTENSOR_VLLM_PAGE_SIZE", "16KiB")
+    monkeypatch.setenv("VTENSOR_VLLM_CACHE", "100KiB")
     config = table(1000, (2, 1000 * 16 * KIB, 16 * KIB, 0), size=2000 * 16 * KIB)
     made = memory.TableMemory(config, torch.device("cpu"))
     try:
-        assert made.most == 32 and made.block_bytes == 32 * KIB
+        assert (made.most, made.most_cached, made.block_bytes) == (32, 3, 32 * KIB)
         made.require_room(31, 4000)
         with pytest.raises(
             RuntimeError, match="holds 32 blocks of 32,768 bytes, and a request of max_model_len 4096"
@@ -120,7 +127,7 @@ def test_the_memory_of_a_table(monkeypatch):
         made.pool.close()
 
 
-@pytest.mark.parametrize(("name", "value"), [("BUDGET", "much"), ("PAGE_SIZE", "5000")])
+@pytest.mark.parametrize(("name", "value"), [("BUDGET", "much"), ("PAGE_SIZE", "5000"), ("CACHE", "some")])
 def test_settings_that_cannot_be(monkeypatch, name, value):
     monkeypatch.setenv(f"VTENSOR_VLLM_{name}", value)
     with pytest.raises(RuntimeError, match=r"\[vtensor\.vllm\] VTENSOR_VLLM_"):

@@ -169,7 +169,7 @@ class Engine:
         memory.pool.wait_idle()
         stats = memory.arena.stats()
         return {
-            "mapped": stats.nbytes_mapped,
+            "mapped": stats.nbytes_mapped + memory.pool.stats().pages_spare * stats.page_size,
             "cached": stats.pages_cached * stats.page_size,
             "worst": self.worst,
             "budget": memory.pool.stats().budget,
@@ -253,6 +253,13 @@ def sliding_window():
 def hybrid():
     engine = Engine("hybrid", blocks=2 * SMALL, block_bytes=64 << 10)
     return engine, [engine.run(prompts(most=380), greedy()) for _ in range(2)]
+
+
+@scenario
+def bounded_cache():
+    os.environ["VTENSOR_VLLM_CACHE"] = "2MiB"
+    engine = Engine(blocks=2 * SMALL)
+    return engine, [engine.run(prompts(12), greedy()) for _ in range(2)]
 
 
 @scenario

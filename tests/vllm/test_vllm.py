@@ -52,6 +52,11 @@ def test_memory_is_that_of_the_blocks_in_use(results, name):
     assert memory["mapped"] <= memory["budget"]
 
 
+def test_the_prefix_cache_keeps_what_was_allowed(results):
+    memory = results["vtensor", "bounded_cache"]["memory"]
+    assert MIB <= memory["cached"] <= 2 * MIB
+
+
 def test_two_engines_reach_the_whole_in_turn(results):
     """But for what the other's block that stands for none takes: two blocks' worth of pages."""
     for held in results["vtensor", "two_engines"]["held"]:
