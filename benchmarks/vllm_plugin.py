@@ -1,8 +1,8 @@
 """vLLM on vtensor beside stock vLLM: tokens a second, memory over time, and what mapping takes.
 
 ``scripts/vllm.sh bench`` runs it. Two engines, each in a process of its own, run the same bursts in turn, so
-that the machine's moods hit both; several such pairs, since a process has moods too. The model is a small Llama
-with random weights in float32, on the CPU.
+that the machine's moods hit both; several such pairs, since a process has moods too. The model is a small
+Llama with random weights in float32, on the CPU.
 ``python benchmarks/vllm_plugin.py --picture RESULT.json OUT.png`` draws memory over time, by matplotlib.
 """
 

@@ -9,8 +9,8 @@ environment:
     (``--kv-cache-memory-bytes``, ``--gpu-memory-utilization``) is the size of the table of blocks, whose
     addresses cost no memory: it may be larger.
 ``VTENSOR_VLLM_CACHE``
-    bytes that the prefix cache may keep for blocks that no request uses; all that the budget leaves unless
-    given.
+    the share of the budget that the prefix cache may keep for blocks that no request uses, such as ``0.25``;
+    all that is left unless given.
 ``VTENSOR_VLLM_SHARED``
     a name: the budget is then that of all engines of that name on the machine, each in a process of its own.
     What the prefix cache of one keeps goes to another that needs it.

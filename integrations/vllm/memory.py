@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import vtensor
-from vtensor._arguments import byte_count
 
 Part = tuple[int, int, int]
 
@@ -23,7 +22,6 @@ class TableMemory:
                 "unset VTENSOR_VLLM and take vtensor out of VLLM_PLUGINS"
             )
         self.parts = parts_of(config)
-        cache = os.environ.get("VTENSOR_VLLM_CACHE") or table_bytes(config)
         self.block_bytes = sum(size for _, _, size in self.parts)
         """Bytes of one block, in all layers."""
         try:
@@ -34,14 +32,13 @@ class TableMemory:
                 shared=os.environ.get("VTENSOR_VLLM_SHARED") or None,
                 spare_high=0,  # what no block has goes back to the system
             )
-            cached = byte_count("vtensor.vllm", "VTENSOR_VLLM_CACHE", cache)
         except vtensor.InvalidArgument as error:
             raise RuntimeError(f"[vtensor.vllm] VTENSOR_VLLM_*: {error}") from None
         self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
         self.blocks = vtensor.Blocks(self.arena, config.num_blocks, self.parts)
         self.most = self.pool.stats().budget // self.block_bytes
         """Blocks that the budget holds."""
-        self.most_cached = cached // self.block_bytes
+        self.most_cached = int(cached_share() * self.most)
         """Blocks that the prefix cache may keep while no request uses them."""
 
     def require_room(self, blocks: int, tokens: int) -> None:
@@ -58,6 +55,20 @@ class TableMemory:
         """Of ``fresh`` blocks without memory, how many the free pages do not suffice for."""
         free = max(0, self.pool.stats().pages_free) * self.pool.page_size
         return max(0, -(-(fresh * self.block_bytes - free) // self.block_bytes))
+
+
+def cached_share() -> float:
+    """Of the budget, what the prefix cache may keep for blocks that no request uses."""
+    given = os.environ.get("VTENSOR_VLLM_CACHE") or "1"
+    try:
+        share = float(given)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise RuntimeError(
+            f"[vtensor.vllm] VTENSOR_VLLM_CACHE is {given!r}: give a share of the budget, from 0 to 1"
+        )
+    return share
 
 
 def table_bytes(config: Any) -> int:

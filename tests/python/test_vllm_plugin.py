@@ -108,7 +108,7 @@ def test_a_layout_that_is_not_known():
 def test_the_memory_of_a_table(monkeypatch):
     monkeypatch.setenv("VTENSOR_VLLM_BUDGET", "1MiB")
     monkeypatch.setenv("VTENSOR_VLLM_PAGE_SIZE", "16KiB")
-    monkeypatch.setenv("VTENSOR_VLLM_CACHE", "100KiB")
+    monkeypatch.setenv("VTENSOR_VLLM_CACHE", "0.1")
     config = table(1000, (2, 1000 * 16 * KIB, 16 * KIB, 0), size=2000 * 16 * KIB)
     made = memory.TableMemory(config, torch.device("cpu"))
     try:
@@ -127,7 +127,9 @@ def test_the_memory_of_a_table(monkeypatch):
         made.pool.close()
 
 
-@pytest.mark.parametrize(("name", "value"), [("BUDGET", "much"), ("PAGE_SIZE", "5000"), ("CACHE", "some")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("BUDGET", "much"), ("PAGE_SIZE", "5000"), ("CACHE", "some"), ("CACHE", "2")]
+)
 def test_settings_that_cannot_be(monkeypatch, name, value):
     monkeypatch.setenv(f"VTENSOR_VLLM_{name}", value)
     with pytest.raises(RuntimeError, match=r"\[vtensor\.vllm\] VTENSOR_VLLM_"):

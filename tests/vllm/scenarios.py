@@ -257,7 +257,7 @@ def hybrid():
 
 @scenario
 def bounded_cache():
-    os.environ["VTENSOR_VLLM_CACHE"] = "2MiB"
+    os.environ["VTENSOR_VLLM_CACHE"] = "0.17"  # 2 MiB
     engine = Engine(blocks=2 * SMALL)
     return engine, [engine.run(prompts(12), greedy()) for _ in range(2)]
 
