@@ -14,6 +14,7 @@ from typing import Any
 from vtensor import _pages
 from vtensor._pages import COLOURS, MEANINGS, PageRun
 from vtensor._units import byte_text
+from vtensor.arena import Arena
 from vtensor.errors import Closed, VTensorError
 from vtensor.kv import KVCache
 from vtensor.pool import Pool
@@ -102,6 +103,28 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
     return _bundle(name, facts, drawn, _key(mapped))
 
 
+@bundle.register(Arena)
+def arena_bundle(arena: Arena) -> dict[str, str]:
+    """An Arena: its range in lines, each page by state."""
+    try:
+        stats, pages = arena.stats(), _pages.pages_of_arena(arena, _MOST_STRIPS)
+    except Closed:
+        return _closed("vtensor.Arena")
+    except VTensorError as error:
+        return _refused("vtensor.Arena", error)
+    facts = (
+        f"{byte_text(stats.nbytes_mapped)} mapped of {byte_text(stats.nbytes_reserved)} of addresses, "
+        f"in pages of {byte_text(stats.page_size)}"
+    )
+    states = [
+        ("mapped", stats.pages_active, COLOURS["mapped"]),
+        ("prefetched", stats.pages_prefetched, COLOURS["prefetched"]),
+        ("cached", stats.pages_cached, COLOURS["cached"]),
+        ("pinned", stats.pages_pinned, COLOURS["pinned"]),
+    ]
+    return _bundle("vtensor.Arena", facts, _tensor_strips(pages, "line"), _key(states))
+
+
 @bundle.register(KVCache)
 def cache_bundle(cache: Any) -> dict[str, str]:
     """A KVCache: what its memory holds, and each slot's tokens."""
@@ -147,7 +170,7 @@ def _refused(name: str, error: VTensorError) -> dict[str, str]:
     return _bundle(name, str(error))
 
 
-def _tensor_strips(pages: _pages.TensorPages) -> str:
+def _tensor_strips(pages: _pages.TensorPages, row: str = "row") -> str:
     shown = pages.shown()
     alike = [
         (runs, len(list(group)))
@@ -155,13 +178,13 @@ def _tensor_strips(pages: _pages.TensorPages) -> str:
     ]
     drawn, first = [], 0
     for runs, count in alike[:_MOST_STRIPS]:
-        name = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}, alike"
+        name = f"{row} {first}" if count == 1 else f"{row}s {first} to {first + count - 1}, alike"
         if not pages.exact:
             name = "each row"
         drawn.append(_strip(name if len(pages.rows) > 1 or not pages.exact else "", runs, shown, pages.slots))
         first += count
     if first < len(pages.rows):
-        drawn.append(f'<div class="vt-faint">and {len(pages.rows) - first:,} rows more</div>')
+        drawn.append(f'<div class="vt-faint">and {len(pages.rows) - first:,} {row}s more</div>')
     return "".join(drawn)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vtensor.tensor import VTensor
 
 if TYPE_CHECKING:
+    from vtensor.arena import Arena
     from vtensor.kv import KVCache
 
 MOST_RECORDS = 1 << 15  # pages; a tensor with more is drawn from its lengths, not page by page
@@ -108,6 +109,22 @@ def pages_of_cache(cache: KVCache) -> TensorPages:
             first += group.rows
     page_size = cache.pool.page_size
     return TensorPages(rows, max(cache._rows) // page_size, page_size, exact=True)
+
+
+def pages_of_arena(arena: Arena, lines: int) -> TensorPages:
+    """The same of an arena, whose range is drawn in at most `lines` lines, one below the other.
+
+    Raises:
+        Closed: the arena is closed.
+    """
+    page_size = arena.pool.page_size
+    total = -(-arena.nbytes // page_size)
+    width = -(-total // lines)
+    rows: list[list[PageRun]] = [[] for _ in range(-(-total // width))]
+    for record in arena.pages():
+        line, index = divmod(record.index, width)
+        append(rows[line], record.state, index)
+    return TensorPages(rows, width, page_size, exact=True)
 
 
 def append(runs: list[PageRun], state: str, slot: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from vtensor import _core
 from vtensor._arguments import integer
 from vtensor._layout import whole_storage
+from vtensor._notebook import bundle
 from vtensor._streams import Stream, stream_handle
 from vtensor.errors import Closed, InvalidArgument
 from vtensor.pool import Pool, default_pool
@@ -230,6 +231,9 @@ class Arena:
             return f"<vtensor.Arena {self.nbytes:,} bytes closed>"
         mapped = self.stats().nbytes_mapped
         return f"<vtensor.Arena {self.nbytes:,} bytes, {mapped:,} mapped, in {self._pool!r}>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return bundle(self)
 
     def __enter__(self) -> Arena:
         return self

@@ -28,6 +28,7 @@ from vtensor._events import lanes, memory_points, thinned
 from vtensor._pages import COLOURS, PageRun
 from vtensor._shares import Owner, SharedPage, as_tree, boxes
 from vtensor._units import byte_text
+from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
 from vtensor.tensor import VTensor
@@ -45,6 +46,7 @@ _MOST_BANDS = 256  # of rows
 _MOST_LANES = 64  # of named owners
 _MOST_LINES = 100  # between pages and between rows; more cannot be told apart
 _MOST_POINTS = 3000  # on a curve
+_LINES_OF_ARENA = 16
 _MOST_SPANS = 20_000  # of each kind in a lane
 
 _NEEDED, _COPIED, _RESERVED = "#263238", "#d1495b", "#7a7f87"
@@ -67,25 +69,31 @@ _MARKS = {"lease": ("v", "#263238"), "out_of_memory": ("x", "#9c2c2c"), "error":
 Owners: TypeAlias = "VTensor | KVCache | Sequence[VTensor | KVCache] | Mapping[str, VTensor | KVCache]"
 
 
-def page_map(tensor: VTensor | KVCache, *, ax: Axes | None = None) -> Axes:
+def page_map(tensor: VTensor | KVCache | Arena, *, ax: Axes | None = None) -> Axes:
     """Draws the address range of a tensor: the state of each row's pages.
 
-    Of a cache it draws the rows of each slot, those of slot 0 first.
+    Of a cache it draws the rows of each slot, those of slot 0 first. Of an arena it draws the one range in
+    lines, the first on top.
 
     If there are too many rows or pages to tell apart, several share a cell, which shows the most important
     state in it.
 
     Raises:
-        Closed: if the tensor or cache is closed.
-        InvalidArgument: if it is neither.
+        Closed: if it is closed.
+        InvalidArgument: if it is none of these.
         VTensorError: if matplotlib is missing.
     """
-    if not isinstance(tensor, (VTensor, KVCache)):
+    if not isinstance(tensor, (VTensor, KVCache, Arena)):
         raise InvalidArgument(
-            f"[plot.page_map] got a {type(tensor).__name__}: give one VTensor, or a KVCache"
+            f"[plot.page_map] got a {type(tensor).__name__}: give one VTensor, a KVCache or an Arena"
         )
     _refuse_closed("page_map", tensor)
-    pages = _pages.pages_of_cache(tensor) if isinstance(tensor, KVCache) else _pages.pages_of(tensor)
+    if isinstance(tensor, KVCache):
+        pages = _pages.pages_of_cache(tensor)
+    elif isinstance(tensor, Arena):
+        pages = _pages.pages_of_arena(tensor, _LINES_OF_ARENA)
+    else:
+        pages = _pages.pages_of(tensor)
     axes = _axes("page_map", ax, (8, 1.2 + 0.2 * min(len(pages.rows), 16)))
     shown = pages.shown()
     top = 0
@@ -103,12 +111,15 @@ def page_map(tensor: VTensor | KVCache, *, ax: Axes | None = None) -> Axes:
     counts = pages.counts() if pages.exact else {}
     for state, number in counts.items():
         _label(axes, f"{state} {number:,}", COLOURS[state])
-    name = "rows" if pages.exact else "each row"
+    name = "lines" if isinstance(tensor, Arena) else "rows" if pages.exact else "each row"
     axes.set(xlim=(0, max(1, shown)), ylim=(max(1, top), 0), ylabel=name)
-    axes.set_xlabel(f"page of the row, of {pages.slots:,} reserved")
+    axes.set_xlabel(f"page of the {name[:-1] if name != 'each row' else 'row'}, of {pages.slots:,} reserved")
     axes.locator_params(axis="both", integer=True)
     if isinstance(tensor, KVCache):
         what = f"{tensor.stats().slots_used:,} of {tensor.max_batch:,} slots in use"
+    elif isinstance(tensor, Arena):
+        stats = tensor.stats()
+        what = f"{byte_text(stats.nbytes_mapped)} mapped of {byte_text(stats.nbytes_reserved)}"
     else:
         what = f"{list(tensor.shape)}, {tensor.length:,} of {tensor.capacity:,} positions"
     return _finish(axes, f"{what}, pages of {byte_text(pages.page_size)}")

@@ -136,6 +136,20 @@ def test_a_pool_shows_its_budget_and_its_pages(pool):
     fork.close()
 
 
+def test_an_arena_shows_its_range_in_lines(pool):
+    page = pool.page_size
+    with vtensor.Arena(80 * page, pool=pool) as arena:
+        arena.map([(0, page), (35 * page, 37 * page)])
+        html = arena._repr_mimebundle_()["text/html"]
+        labels = [strip.get("aria-label") for strip in strips(html)]
+        assert labels[0].startswith("line 0: pages mapped 0 to 0, reserved 1 to ")
+        assert labels[2].startswith("line 3: pages reserved 0 to 4, mapped 5 to 6")
+        assert len(labels) == 4 and labels[1].startswith("lines 1 to 2, alike: pages reserved")
+        assert "12 KiB mapped of 320 KiB of addresses, in pages of 4 KiB" in words(html)
+        assert "mapped 3" in words(html)
+    assert words(arena._repr_mimebundle_()["text/html"]).startswith("vtensor.Arena, closed")
+
+
 def test_a_cache_shows_its_slots():
     stats = SimpleNamespace(
         tokens=2090,

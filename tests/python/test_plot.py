@@ -139,6 +139,19 @@ def test_fragmentation(pool_factory, tmp_path):
 # -- what is drawn
 
 
+def test_page_map_of_an_arena(pool_factory):
+    pool = pool_factory("host", 64)
+    with vtensor.Arena(100 * 4 * KIB, pool=pool) as arena:
+        arena.map([(0, 4 * KIB), (50 * 4 * KIB, 53 * 4 * KIB)])
+        axes = vtensor.plot.page_map(arena)
+        assert axes.get_ylabel() == "lines" and axes.get_xlabel() == "page of the line, of 7 reserved"
+        assert tuple(axes.get_ylim()) == (15, 0)
+        assert "16 KiB mapped of 400 KiB" in axes.get_title(loc="left")
+        assert "mapped 4" in {text.get_text() for text in axes.get_legend().get_texts()}
+    with pytest.raises(vtensor.Closed, match="is closed: draw it before"):
+        vtensor.plot.page_map(arena)
+
+
 def test_they_draw_on_the_axes_given(host):
     t, events = filled(host, 8), decode().events
     drawings = {
@@ -420,5 +433,5 @@ def test_page_map_of_a_cache(host, tmp_path):
     with pytest.raises(vtensor.Closed, match="page_map"):
         vtensor.plot.page_map(cache)
     for wrong in (torch.ones(2), [1], None):
-        with pytest.raises(vtensor.InvalidArgument, match="give one VTensor, or a KVCache"):
+        with pytest.raises(vtensor.InvalidArgument, match="give one VTensor, a KVCache or an Arena"):
             vtensor.plot.page_map(wrong)
