@@ -415,7 +415,9 @@ void Arena::enter_back(Departure& departure) {
   RangeClient::enter_back(departure);
   for (const Reservation::Run& run : departure.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      if (!is_mapped(range_.at(0, i)) && states_[i].idle == Idle::leaving) set_idle(i, Idle::no);
+      if (is_mapped(range_.at(0, i))) continue;
+      if (states_[i].idle == Idle::cached) uncache(i);  // by a map that was refused meanwhile
+      if (states_[i].idle == Idle::leaving) set_idle(i, Idle::no);
     }
   }
   // Also of a departure that was cut short: these may be mapped again before the rest goes.

@@ -60,7 +60,8 @@ class CacheCore {
     pool->add(prefixes_);
   }
   ~CacheCore() {
-    prefixes_->leave();
+    // A forked child has no mapper, which may have held the mutex as it was forked.
+    if (!in_forked_child.load(std::memory_order_relaxed)) prefixes_->leave();
     *view_ = {};
   }
 

@@ -218,7 +218,7 @@ MakeRoom::Lent MakeRoom::lend_kept(PoolLock& lock, std::size_t pages) {
   const bool asks = pool_.store_.shared()->wants();
   std::size_t given = 0;
   if (!keepers.empty()) {
-    const Waiting keepers_take_the_lock(lock);
+    const Unlocked keepers_take_the_lock(lock);  // fork(2) waits for them
     for (const std::shared_ptr<Keeper>& keeper : keepers) {
       const std::optional<std::size_t> some = keeper->give_up(std::max(pages, kLentAtOnce));
       given += some.value_or(0);

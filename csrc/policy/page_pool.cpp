@@ -225,7 +225,7 @@ MakeRoom::Lent PagePool::lend(PoolLock& lock) {
   std::size_t kept = 0;
   const std::vector<std::shared_ptr<Keeper>> all = keepers();
   if (!all.empty()) {
-    const Waiting others_first(lock);
+    const Unlocked keepers_take_the_lock(lock);  // fork(2) waits for them
     for (const std::shared_ptr<Keeper>& keeper : all) kept += keeper->kept();
   }
   PoolCounts counts;

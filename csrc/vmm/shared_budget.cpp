@@ -152,7 +152,9 @@ class SharedBudget::Opened {
   // Makes the file long enough, with its memory, and maps it. Requires: locked.
   void provide() {
     int error = meter_.enter(Call::fallocate) ? ENOSPC : 0;
-    if (error == 0 && fallocate(fd_, 0, 0, sizeof(File)) != 0) error = errno;
+    while (error == 0 && fallocate(fd_, 0, 0, sizeof(File)) != 0) {
+      if (errno != EINTR) error = errno;
+    }
     if (error != 0) {
       throw refused("shared budget", Call::fallocate, error,
                     "making " + std::to_string(sizeof(File)) + " bytes of " + path_of(name_),
@@ -381,7 +383,8 @@ SharedBudget::~SharedBudget() {
   own().held = own().wanted = 0;
   own().taken = 0;
   try {
-    const Locked locked(*opened_, Locked::Counted::no);  // the meter may have ended
+    const Locked locked(*opened_, Locked::Counted::no);   // the meter may have ended
+    opened_->unlock(kLife + static_cast<off_t>(place_));  // so that of two that leave one is last
     if (!opened_->anyone_alive() && opened_->linked()) opened_->unlink();
   } catch (...) {
     // The file stays, and the next pool of its name finds nobody alive in it.
