@@ -15,7 +15,7 @@ environment:
     a name: the budget is then that of all engines of that name on the machine, each in a process of its own.
     What the prefix cache of one keeps goes to another that needs it.
 ``VTENSOR_VLLM_PAGE_SIZE``
-    bytes of a page; as for :class:`vtensor.Pool` unless given.
+    bytes of a page; unless given, the largest up to 64 KiB of which every block has whole ones.
 """
 
 from __future__ import annotations

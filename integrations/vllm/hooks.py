@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from vllm.config import get_current_vllm_config
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
@@ -26,7 +25,7 @@ from vllm.v1.worker.gpu import attn_utils
 
 import vtensor
 
-from .memory import TableMemory, table_bytes
+from .memory import TableMemory, ZerosInArena, table_bytes
 
 # Made by the worker, until the scheduler of the same engine, which is made next, takes it.
 _pending: TableMemory | None = None
@@ -51,27 +50,6 @@ class NoRoom(Exception):
 # --- the worker's side ---
 
 
-class _Zeros(TorchFunctionMode):
-    """``torch.zeros`` of the whole table is the arena, of which all that is not mapped reads as zeros."""
-
-    def __init__(self, memory: TableMemory, nbytes: int) -> None:
-        super().__init__()
-        self.memory, self.nbytes, self.given = memory, nbytes, False
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.zeros and args == (self.nbytes,) and kwargs.get("dtype") is torch.int8:
-            self.given = True
-            return self.memory.arena.tensor.view(torch.int8)
-        return func(*args, **kwargs)
-
-
 def _in_arena(allocate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(allocate)
     def allocate_kv_cache(kv_cache_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
@@ -84,11 +62,15 @@ def _in_arena(allocate: Callable[..., Any]) -> Callable[..., Any]:
                 f"[vtensor.vllm] the engine has {vllm_config.parallel_config.world_size} workers: blocks "
                 "are mapped in the scheduler's process, so there can be one; unset VTENSOR_VLLM"
             )
+        if kv_cache_config.has_mamba_layers or vllm_config.kv_transfer_config is not None:
+            raise RuntimeError(
+                "[vtensor.vllm] not with Mamba layers or a KV connector yet: unset VTENSOR_VLLM"
+            )
         memory = TableMemory(kv_cache_config, device)
         requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
         longest = -(-kv_cache_config.num_blocks // max(requests, 1e-9))
         memory.require_room(int(longest), vllm_config.model_config.max_model_len)
-        with _Zeros(memory, table_bytes(kv_cache_config)) as zeros:
+        with ZerosInArena(memory.arena, table_bytes(kv_cache_config)) as zeros:
             caches = allocate(kv_cache_config, device, *args, **kwargs)
         if not zeros.given:
             raise RuntimeError("[vtensor.vllm] vLLM's KV cache was not made as in the release tested")
@@ -145,10 +127,7 @@ class GrowingBlockPool(BlockPool):
             raise NoRoom
         self._reuse_cached(num_blocks)
         numbers = [block.block_id for block in self._first_free(num_blocks)]
-        try:
-            self._blocks.hold(numbers)
-        except vtensor.OutOfPages:
-            raise NoRoom from None
+        self._hold(numbers)
         for number in numbers:
             self._cached.pop(number, None)
         self._empty.difference_update(numbers)
@@ -159,10 +138,10 @@ class GrowingBlockPool(BlockPool):
         idle = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
         numbers = [block.block_id for block in idle]
         try:
-            lost = self._blocks.hold(numbers)
-        except vtensor.OutOfPages:
+            lost = self._hold(numbers)
+        except NoRoom:
             self.forget_lost(idle)
-            raise NoRoom from None
+            raise
         if lost:
             self._blocks.release(numbers)
             self._forget(self.blocks[number] for number in lost)
@@ -211,6 +190,16 @@ class GrowingBlockPool(BlockPool):
         whole = self._blocks.whole([block.block_id for block in blocks])
         self._forget(block for block, kept in zip(blocks, whole, strict=True) if not kept)
 
+    def _hold(self, numbers: list[int]) -> list[int]:
+        try:
+            return self._blocks.hold(numbers)
+        except vtensor.OutOfPages:
+            raise NoRoom from None
+        except vtensor.DriverError as error:
+            if error.name != "ENOMEM":  # the process has as many mappings as it may
+                raise
+            raise NoRoom from None
+
     def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
         for block in blocks:
             self._cached.pop(block.block_id, None)
@@ -251,16 +240,19 @@ class GrowingBlockPool(BlockPool):
 def _or_none(allocate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(allocate)
     def allocate_slots(self: KVCacheManager, request: Any, *args: Any, **kwargs: Any) -> Any:
-        managers = self.coordinator.single_type_managers
-        begun = any(manager.req_to_blocks.get(request.request_id) for manager in managers)
-        recorded = [len(manager.new_block_ids) for manager in managers]
+        managers, name = self.coordinator.single_type_managers, request.request_id
+        before = [(len(m.req_to_blocks.get(name, ())), len(m.new_block_ids)) for m in managers]
         try:
             return allocate(self, request, *args, **kwargs)
-        except NoRoom:
-            if not begun:  # what a running request got stays: the next call needs so much less
-                self.coordinator.free(request.request_id)
-                for manager, before in zip(managers, recorded, strict=True):
-                    del manager.new_block_ids[before:]
+        except NoRoom:  # the worker hears of all of it or of nothing
+            if not any(blocks for blocks, _ in before):
+                self.coordinator.free(name)
+            for manager, (blocks, recorded) in zip(managers, before, strict=True):
+                if blocks:
+                    fresh = manager.req_to_blocks[name][blocks:]
+                    del manager.req_to_blocks[name][blocks:]
+                    self.block_pool.free_blocks(reversed(fresh))
+                del manager.new_block_ids[recorded:]
             return None
 
     return allocate_slots
@@ -280,6 +272,9 @@ def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
         output = schedule(self, *args, **kwargs)
         if pool is not None:
             pool.memory.blocks.begin_step()
+            if output.new_block_ids_to_zero:  # not of requests that were preempted meanwhile
+                used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
+                output.new_block_ids_to_zero = used or None
         return output
 
     return begins

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import vtensor
 
@@ -27,7 +30,7 @@ class TableMemory:
         try:
             self.pool = vtensor.Pool(
                 device,
-                page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or None,
+                page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or page_size_for(self.parts),
                 budget=os.environ.get("VTENSOR_VLLM_BUDGET") or None,
                 shared=os.environ.get("VTENSOR_VLLM_SHARED") or None,
                 spare_high=0,  # what no block has goes back to the system
@@ -42,19 +45,56 @@ class TableMemory:
         """Blocks that the prefix cache may keep while no request uses them."""
 
     def require_room(self, blocks: int, tokens: int) -> None:
-        """Raises RuntimeError if the budget does not hold ``blocks``, which the longest request takes."""
-        if blocks <= self.most - 1:
+        """Raises RuntimeError if the budget does not hold ``blocks``, as many as the longest request takes,
+        wherever in the table they lie."""
+        budget, page = self.pool.stats().budget, self.pool.page_size
+        block = sum(most_pages(part, page) for part in self.parts) * page
+        if blocks + 1 <= budget // block:
             return
         raise RuntimeError(
-            f"[vtensor.vllm] a budget of {self.pool.stats().budget:,} bytes holds {self.most} blocks of "
-            f"{self.block_bytes:,} bytes, and a request of max_model_len {tokens} takes {blocks} beside the "
-            "one that stands for no block: raise VTENSOR_VLLM_BUDGET, or lower max_model_len"
+            f"[vtensor.vllm] a budget of {budget:,} bytes holds {budget // block} blocks of {block:,} bytes; "
+            f"one request of max_model_len {tokens} takes {blocks}, beside one that stands for none: "
+            "raise VTENSOR_VLLM_BUDGET, or lower max_model_len"
         )
 
     def shortage(self, fresh: int) -> int:
         """Of ``fresh`` blocks without memory, how many the free pages do not suffice for."""
         free = max(0, self.pool.stats().pages_free) * self.pool.page_size
         return max(0, -(-(fresh * self.block_bytes - free) // self.block_bytes))
+
+
+class ZerosInArena(TorchFunctionMode):
+    """``torch.zeros`` of the whole table is the arena, of which all that is not mapped reads as zeros."""
+
+    def __init__(self, arena: vtensor.Arena, nbytes: int) -> None:
+        super().__init__()
+        self.arena, self.nbytes, self.given = arena, nbytes, False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and args == (self.nbytes,) and kwargs.get("dtype") is torch.int8:
+            self.given = True
+            return self.arena.tensor.view(torch.int8)
+        return func(*args, **kwargs)
+
+
+def most_pages(part: Part, page: int) -> int:
+    """Pages that a block may need in this part."""
+    offset, stride, size = part
+    latest = page - math.gcd(offset, stride, page)  # where in a page a block may begin
+    return -(-(latest + size) // page)
+
+
+def page_size_for(parts: list[Part]) -> int:
+    """The largest page up to 64 KiB of which every block has whole ones, or the smallest there is."""
+    common = math.gcd(*(number for part in parts for number in part))
+    return max(4096, min(1 << 16, common & -common))
 
 
 def cached_share() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -115,7 +116,7 @@ def test_the_memory_of_a_table(monkeypatch):
         assert (made.most, made.most_cached, made.block_bytes) == (32, 3, 32 * KIB)
         made.require_room(31, 4000)
         with pytest.raises(
-            RuntimeError, match="holds 32 blocks of 32,768 bytes, and a request of max_model_len 4096"
+            RuntimeError, match="holds 32 blocks of 32,768 bytes; one request of max_model_len 4096"
         ):
             made.require_room(32, 4096)
         assert made.shortage(32) == 0 and made.shortage(33) == 1
@@ -125,6 +126,33 @@ def test_the_memory_of_a_table(monkeypatch):
     finally:
         made.arena.close()
         made.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "page"),
+    [
+        ([(0, 64 * KIB, 64 * KIB)], 64 * KIB),
+        ([(0, 128 * KIB, 128 * KIB)], 64 * KIB),
+        ([(0, 32 * KIB, 32 * KIB)], 32 * KIB),
+        ([(0, 48 * KIB, 48 * KIB)], 16 * KIB),
+        ([(0, 32 * KIB, 32 * KIB), (8 * KIB, 32 * KIB, 32 * KIB)], 8 * KIB),
+        ([(0, 2 * KIB, 2 * KIB)], 4 * KIB),
+        ([(0, 5 * KIB, 5 * KIB)], 4 * KIB),
+    ],
+)
+def test_a_page_of_which_blocks_have_whole_ones(parts, page):
+    assert memory.page_size_for(parts) == page
+
+
+@pytest.mark.parametrize("part", [(0, 3, 3), (5, 7, 6), (16, 32, 32), (0, 24, 20), (8, 8, 8), (3, 64, 50)])
+def test_the_pages_that_a_block_may_need(part):
+    offset, stride, size = part
+    for page in (4, 8, 16):
+        begins = [offset + n * stride for n in range(page)]
+        seen = max(-(-(begin + size) // page) - begin // page for begin in begins)
+        assert seen <= memory.most_pages(part, page) <= seen + 1
+        if offset % math.gcd(stride, page) == 0:
+            assert memory.most_pages(part, page) == seen
 
 
 @pytest.mark.parametrize(

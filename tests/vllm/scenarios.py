@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -103,6 +104,7 @@ class Engine:
         }
         self.llm = LLM(model(name), kv_cache_memory_bytes=table, **(defaults | options))
         os.environ.pop("VTENSOR_VLLM_BUDGET", None)
+        os.environ.pop("VTENSOR_VLLM_PAGE_SIZE", None)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.pool = self.core.scheduler.kv_cache_manager.block_pool
@@ -167,6 +169,9 @@ class Engine:
             return {}
         memory = self.pool.memory
         memory.pool.wait_idle()
+        until = time.monotonic() + 5
+        while memory.pool.stats().pages_spare and time.monotonic() < until:
+            time.sleep(0.01)
         stats = memory.arena.stats()
         return {
             "mapped": stats.nbytes_mapped + memory.pool.stats().pages_spare * stats.page_size,
@@ -198,7 +203,8 @@ def no_prefix_caching():
 
 @scenario
 def small_budget():
-    """Preemption, and cached blocks that go: 24 requests want five times the memory."""
+    """Preemption, and cached blocks that go: 24 requests want five times the memory. Blocks share pages."""
+    os.environ["VTENSOR_VLLM_PAGE_SIZE"] = "64KiB"
     engine = Engine(blocks=SMALL)
     return engine, [engine.run(prompts(seed=seed), greedy(64)) for seed in (0, 1, 0)]
 
@@ -245,6 +251,7 @@ def speculation():
 
 @scenario
 def sliding_window():
+    os.environ["VTENSOR_VLLM_PAGE_SIZE"] = "64KiB"  # of two blocks
     engine = Engine("sliding", blocks=2 * SMALL)
     return engine, [engine.run(prompts(most=380), greedy()) for _ in range(2)]
 
@@ -253,6 +260,14 @@ def sliding_window():
 def hybrid():
     engine = Engine("hybrid", blocks=2 * SMALL, block_bytes=64 << 10)
     return engine, [engine.run(prompts(most=380), greedy()) for _ in range(2)]
+
+
+@scenario
+def hybrid_in_a_small_budget():
+    """Where a request's layers of one kind may get their blocks and those of the other not."""
+    os.environ["VTENSOR_VLLM_PAGE_SIZE"] = "64KiB"  # of two blocks
+    engine = Engine("hybrid", blocks=2 * SMALL, block_bytes=64 << 10, max_model_len=256)
+    return engine, [engine.run(prompts(seed=seed, most=150), greedy(64)) for seed in (0, 1, 0)]
 
 
 @scenario
