@@ -44,20 +44,9 @@ class ArenaCore {
   ArenaCore(const ArenaCore&) = delete;
   ArenaCore& operator=(const ArenaCore&) = delete;
 
-  // One operation: refused in a forked child, on a closed arena and beside another operation.
-  class Operation {
-   public:
-    Operation(ArenaCore& core, const char* name) : core_(core) {
-      refuse_in_forked_child(name);
-      core.mutex_.lock(name);
-      if (core.arena_) return;
-      core.mutex_.unlock();
-      throw Closed("[" + std::string(name) + "] the arena is closed: make a new one");
-    }
-    ~Operation() { core_.mutex_.unlock(); }
-
-   private:
-    ArenaCore& core_;
+  struct Operation : SoleOperation {
+    Operation(ArenaCore& core, const char* name)
+        : SoleOperation(core.mutex_, core.arena_, "arena", name) {}
   };
 
   std::vector<bool> map(nb::handle intervals) {

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/errors.h"
+#include "base/process.h"
 #include "bind/released_gil.h"
 
 namespace vtensor::bind {
@@ -55,6 +56,27 @@ class OperationMutex {
  private:
   std::timed_mutex mutex_;
   std::atomic<std::thread::id> owner_{};
+};
+
+// One operation on something with a mutex: refused in a forked child, once it is closed, and beside
+// another operation. `held` is null once it is closed.
+class SoleOperation {
+ public:
+  template <typename Held>
+  SoleOperation(OperationMutex& mutex, const Held& held, const char* noun, const char* name)
+      : mutex_(mutex) {
+    refuse_in_forked_child(name);
+    mutex.lock(name);
+    if (held != nullptr) return;
+    mutex.unlock();
+    throw Closed("[" + std::string(name) + "] the " + noun + " is closed: make a new one");
+  }
+  ~SoleOperation() { mutex_.unlock(); }
+  SoleOperation(const SoleOperation&) = delete;
+  SoleOperation& operator=(const SoleOperation&) = delete;
+
+ private:
+  OperationMutex& mutex_;
 };
 
 }  // namespace vtensor::bind

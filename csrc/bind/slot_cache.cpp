@@ -317,20 +317,9 @@ class CacheCore {
     std::size_t kept_ = 0;
   };
 
-  // One operation: refused in a forked child, on a closed cache and during another operation.
-  class Operation {
-   public:
-    Operation(CacheCore& core, const char* name) : core_(core) {
-      refuse_in_forked_child(name);
-      core.mutex_.lock(name);
-      if (core.cache_) return;
-      core.mutex_.unlock();
-      throw Closed("[" + std::string(name) + "] the cache is closed: make a new one");
-    }
-    ~Operation() { core_.mutex_.unlock(); }
-
-   private:
-    CacheCore& core_;
+  struct Operation : SoleOperation {
+    Operation(CacheCore& core, const char* name)
+        : SoleOperation(core.mutex_, core.cache_, "cache", name) {}
   };
 
   // Reads the cache between two operations. In a forked child it takes no lock, because a thread of

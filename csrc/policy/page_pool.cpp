@@ -21,7 +21,7 @@ namespace {
 
 // How long a wait sleeps before it looks again without having been woken.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
-// Who would only know waits no longer for the other pools of a shared budget.
+// A question without a request waits no longer for the other pools of a shared budget.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
 // Who needs quiet waits for no more than so many pages to be released.
 constexpr std::size_t kReleasedAtOnce = 32;

@@ -3,8 +3,8 @@
 //
 // In a shared budget pages are charged before the driver makes them, in `cover`, which alone asks
 // whether they may be. What is charged and neither made nor promised goes back by itself before the
-// lock is let go, in `give_back_uncovered`. So whoever has covered pages takes them without a
-// refusal until then.
+// lock is let go, in `give_back_uncovered`. So an operation that has covered pages takes them
+// without a refusal until then.
 #pragma once
 
 #include <atomic>

@@ -208,7 +208,7 @@ class SharedBudget::Opened {
   }
   bool anyone_alive() const { return other_holds(range(F_WRLCK, kLife, 0)); }
 
-  // Wakes whoever waits to be asked. Returns the number of this asking.
+  // Asks the other pools, whose bells wait for it. Returns the number of this asking.
   std::uint32_t ask() noexcept {
     const std::uint32_t asking = ++file_->asking;
     syscall(SYS_futex, &file_->asking, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -387,7 +387,7 @@ SharedBudget::~SharedBudget() {
     opened_->unlock(kLife + static_cast<off_t>(place_));  // so that of two that leave one is last
     if (!opened_->anyone_alive() && opened_->linked()) opened_->unlink();
   } catch (...) {
-    // The file stays, and the next pool of its name finds nobody alive in it.
+    // The file stays, and the next pool of its name finds no living pool in it.
   }
 }
 
@@ -430,7 +430,7 @@ std::uint64_t SharedBudget::room() {
   return all < limit() ? limit() - all : 0;
 }
 
-// Requires: locked, so that nobody is about to take a place.
+// Requires: locked, so that no pool is about to take a place.
 bool SharedBudget::count_out_the_dead() {
   bool any = false;
   auto& places = opened_->file().places;
@@ -512,7 +512,7 @@ std::vector<SharedBudget::Survey> SharedBudget::survey(std::chrono::nanoseconds 
     std::unique_ptr<Opened> opened = Opened::open(meter, name, /*make=*/false);
     if (!opened || !opened->anyone_alive()) continue;
     {
-      const Locked locked(*opened);  // nobody begins it meanwhile
+      const Locked locked(*opened);  // no process begins it meanwhile
       if (!opened->anyone_alive() || !opened->map() || opened->layout() != kLayout) continue;
     }
     all.push_back(std::move(opened));
