@@ -55,6 +55,29 @@ def filled(pool, length, value=1, **kw):
     return t
 
 
+class Rival:
+    """A tensor that wants memory of a pool, for random programs: one at a time."""
+
+    def __init__(self, pool: vtensor.Pool, most: int) -> None:
+        self.pool, self.most = pool, most  # pages
+        self.tensor: vtensor.VTensor | None = None
+
+    def take(self, pages: int, byte: int) -> bool:
+        """Another tensor instead of the last. False where memory is short."""
+        self.close()
+        capacity = self.most * self.pool.page_size
+        self.tensor = vtensor.empty(0, grow_dim=0, capacity=capacity, dtype=torch.uint8, pool=self.pool)
+        try:
+            self.tensor.extend(pages * self.pool.page_size).fill_(byte)
+        except vtensor.OutOfPages:
+            return False
+        return True
+
+    def close(self) -> None:
+        if self.tensor is not None:
+            self.tensor.close()
+
+
 def ramp(t) -> torch.Tensor:
     """A plain tensor of t's shape and dtype whose bytes differ from place to place, NaN-free."""
     n = t.numel() * t.element_size()

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import vtensor
 from interrupts import at_every_bytecode, place
 from stream_support import eventually
-from support import calls, calls_since, filled, open_pool, quarter, run_snippet, simcuda_library
+from support import Rival, calls, calls_since, filled, open_pool, quarter, run_snippet, simcuda_library
 from vtensor import testing
 
 PAGE = 4096
@@ -67,7 +67,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.uses = dict.fromkeys(range(BLOCKS), 0)
         self.written: dict[int, int] = {}  # of blocks in use
         self.bytes = {0}  # that were ever written here
-        self.other: vtensor.VTensor | None = None
+        self.rival = Rival(self.pool, 8)
         self.met = False  # by the mapper, perhaps, and not raised yet: a refused call
 
     def used(self) -> list[int]:
@@ -104,7 +104,7 @@ class ArenaMachine(RuleBasedStateMachine):
         needed = pages_of(self.used()) | pages_of(which)
         held, kept = self.arena.holds([block(i) for i in which]), []
         if not self.attempt(lambda: kept.extend(self.arena.map([block(i) for i in which])), fail):
-            others = 0 if self.other is None else self.pool.stats().pages_active - len(pages_of(self.used()))
+            others = self.pool.stats().pages_active - len(pages_of(self.used()))
             assert len(needed) + others > self.budget, "refused though there were pages"
             return
         if fail is None:  # a refused one may have given up some
@@ -152,12 +152,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 8))
     def another_tensor(self, pages: int) -> None:
         """What the arena only keeps for later gives way to it."""
-        if self.other is not None:
-            self.other.close()
-        self.other = vtensor.empty(0, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=self.pool)
-        try:
-            self.other.extend(pages * PAGE).fill_(FOREIGN)
-        except vtensor.OutOfPages:
+        if not self.rival.take(pages, FOREIGN):
             assert len(pages_of(self.used())) + pages > self.budget
 
     @invariant()
@@ -175,8 +170,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.arena.close()
-        if self.other is not None:
-            self.other.close()
+        self.rival.close()
         self.pool.close()
         assert self.pool.stats().pages_used == 0
 

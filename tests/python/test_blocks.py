@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import vtensor
 from interrupts import at_every_bytecode, place
-from support import calls, calls_since, filled, open_pool, simcuda_library
+from support import Rival, calls, calls_since, filled, open_pool, simcuda_library
 from vtensor import testing
 
 PAGE = 4096
@@ -57,7 +57,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.begun = self.ended = 0
         self.written: dict[int, int] = {}  # also of blocks that were released
         self.values = iter(range(1, 10**9))
-        self.other: vtensor.VTensor | None = None
+        self.rival = Rival(self.pool, 8)
 
     def mapped(self) -> set[int]:
         return self.held | set(self.leaving)
@@ -78,9 +78,7 @@ class BlocksMachine(RuleBasedStateMachine):
         except vtensor.OutOfPages:
             if fail is not None:
                 return self.hold(which, None)
-            others = (
-                0 if self.other is None else self.pool.stats().pages_active - len(pages_of(self.mapped()))
-            )
+            others = self.pool.stats().pages_active - len(pages_of(self.mapped()))
             assert len(pages_of(self.mapped() | set(which))) + others > BUDGET
             return
         assert len(set(lost)) == len(lost) and set(lost) <= fresh
@@ -130,12 +128,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, 8))
     def another_tensor(self, pages: int) -> None:
-        if self.other is not None:
-            self.other.close()
-        self.other = vtensor.empty(0, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=self.pool)
-        try:
-            self.other.extend(pages * PAGE).fill_(255)
-        except vtensor.OutOfPages:
+        if not self.rival.take(pages, 255):
             assert len(pages_of(self.mapped())) + pages > BUDGET
 
     @invariant()
@@ -151,8 +144,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.blocks.arena.close()
-        if self.other is not None:
-            self.other.close()
+        self.rival.close()
         self.pool.close()
         assert self.pool.stats().pages_used == 0
 
