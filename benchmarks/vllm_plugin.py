@@ -65,13 +65,13 @@ class Timer:
 class Worker:
     """One engine, which runs a burst for each line of its standard input."""
 
-    def __init__(self, folder: str, ours: bool) -> None:
+    def __init__(self, folder: str, ours: bool, table: int) -> None:
         from vllm import LLM, SamplingParams, TokensPrompt
 
         self.prompt, self.ours, self.before = TokensPrompt, ours, resident()
         self.params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         options = {"skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": True}
-        shape = {"max_model_len": 1024, "dtype": "float32", "block_size": 32, "kv_cache_memory_bytes": TABLE}
+        shape = {"max_model_len": 1024, "dtype": "float32", "block_size": 32, "kv_cache_memory_bytes": table}
         self.engine = LLM(folder, **options, **shape).llm_engine
         self.pool = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         if ours:
@@ -118,9 +118,9 @@ class Worker:
             print(json.dumps(self.burst(int(line)) if line.strip() != "idle" else self.idle()), flush=True)
 
 
-def start(folder: str, ours: bool) -> subprocess.Popen:
-    environment = os.environ | SETTINGS | {"VTENSOR_VLLM": str(int(ours))}
-    command = [sys.executable, "-W", "ignore", __file__, "--worker", folder, str(int(ours))]
+def start(folder: str, ours: bool, table: int = TABLE, **settings: str) -> subprocess.Popen:
+    environment = os.environ | SETTINGS | {"VTENSOR_VLLM": str(int(ours))} | settings
+    command = [sys.executable, "-W", "ignore", __file__, "--worker", folder, str(int(ours)), str(table)]
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -223,12 +223,13 @@ def draw(result: Path, picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--picture", nargs=2, type=Path, metavar=("RESULT", "PNG"))
     parser.add_argument("--out", type=Path, help="where the result goes as JSON")
     arguments = parser.parse_args()
     if arguments.worker:
-        return Worker(arguments.worker[0], arguments.worker[1] == "1").serve()
+        folder, ours, table = arguments.worker
+        return Worker(folder, ours == "1", int(table)).serve()
     if arguments.picture:
         return draw(*arguments.picture)
     with tempfile.TemporaryDirectory() as folder:

@@ -75,6 +75,20 @@ class Blocks:
         """
         return BlocksCore.hold(self._core, numbers)
 
+    def prepare(self, numbers: Iterable[int]) -> None:
+        """Has the mapper map blocks that are soon to be held, and returns at once. A block that is not held
+        after all keeps its pages until others want them, or :meth:`trim` gives them back.
+
+        Args:
+            numbers: of blocks.
+
+        Raises:
+            InvalidArgument: there is no such block.
+            DriverError: the driver refused a call of the mapper, for an earlier call of this.
+            Closed: the arena is closed.
+        """
+        BlocksCore.prepare(self._core, numbers)
+
     def release(self, numbers: Iterable[int], stream: Stream | None = None) -> None:
         """Ends that, once the steps under way have ended. A block that is not held stays so.
 

@@ -199,6 +199,16 @@ class BlocksCore {
     return lost;
   }
 
+  void prepare(nb::handle numbers) {
+    constexpr const char* name = "Blocks.prepare";
+    const std::vector<std::size_t> all = read(name, numbers);
+    const ArenaCore::Operation operation(core_, name);
+    blocks_->require(name, all);
+    core_.arena().raise_error();
+    const ReleasedGil released;
+    core_.arena().prepare(blocks_->bytes_of(all));
+  }
+
   void release(nb::handle numbers, std::optional<Stream> stream) {
     constexpr const char* name = "Blocks.release";
     const std::vector<std::size_t> all = read(name, numbers);
@@ -290,6 +300,7 @@ void bind_arena(nb::module_& module) {
       .def(nb::init<ArenaCore&, std::size_t, const std::vector<BlocksCore::Part>&>(),
            nb::keep_alive<1, 2>(), nb::arg("arena"), nb::arg("count"), nb::arg("parts"))
       .def("hold", &BlocksCore::hold, nb::arg("numbers"))
+      .def("prepare", &BlocksCore::prepare, nb::arg("numbers"))
       .def("release", &BlocksCore::release, nb::arg("numbers"), no_stream)
       .def("begin_step", &BlocksCore::begin_step)
       .def("end_step", &BlocksCore::end_step, no_stream)

@@ -106,6 +106,11 @@ class BlocksMachine(RuleBasedStateMachine):
             if self.begun != self.ended:
                 self.leaving[block] = self.begun
 
+    @rule(which=numbers)
+    def prepare(self, which: list[int]) -> None:
+        """Which blocks are held, and what they hold, is as before."""
+        self.blocks.prepare(which)
+
     @rule()
     def begin_step(self) -> None:
         self.blocks.begin_step()
@@ -243,6 +248,38 @@ def test_a_block_held_again_outlives_the_step_that_it_waited_for(blocks):
     assert blocks.mapped == 0
 
 
+# --- ahead ------------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_block_is_held_without_a_call(blocks):
+    blocks.hold([0])
+    blocks.prepare([0, 2, 3])
+    blocks.arena.pool.wait_idle(5)
+    stats = blocks.arena.stats()
+    assert stats.pages_prefetched == LAYERS and stats.pages_active == LAYERS and blocks.mapped == 1
+    before = calls(blocks.arena.pool)
+    assert blocks.hold([2]) == [2]
+    assert calls_since(blocks.arena.pool, before) == {}  # I15
+    assert all(bool(part.eq(0).all()) for part in parts_of(blocks.arena, 2))
+
+
+def test_a_prepared_block_that_is_not_held_goes_when_others_want_memory(blocks):
+    blocks.prepare([2, 4])
+    blocks.arena.pool.wait_idle(5)
+    assert blocks.arena.stats().pages_prefetched == 2 * LAYERS
+    assert blocks.trim([2]) == LAYERS * PAGE
+    filled(blocks.arena.pool, BUDGET * 4, 1).close()
+    assert blocks.arena.stats().pages_prefetched == 0
+
+
+def test_preparing_takes_nothing_that_a_released_block_holds(blocks):
+    blocks.hold([0, 2, 4, 6])
+    blocks.release([0, 2, 4, 6])
+    blocks.prepare(range(8, COUNT))
+    blocks.arena.pool.wait_idle(5)
+    assert blocks.whole([0, 2, 4, 6]) == [True] * 4
+
+
 # --- what is refused --------------------------------------------------------------------------------------
 
 
@@ -266,7 +303,7 @@ def test_blocks_that_cannot_be(blocks, count, parts):
         vtensor.Blocks(blocks.arena, count, parts)
 
 
-@pytest.mark.parametrize("operation", ["hold", "release", "whole", "trim"])
+@pytest.mark.parametrize("operation", ["hold", "prepare", "release", "whole", "trim"])
 @pytest.mark.parametrize("which", [[COUNT], [0, -1], ["0"], [1.5], 3])
 def test_numbers_of_no_block(blocks, operation, which):
     with pytest.raises(vtensor.InvalidArgument, match=rf"\[Blocks.{operation}\]"):
@@ -282,7 +319,7 @@ def test_no_step_can_end_before_it_began(blocks):
 def test_an_arena_that_is_closed(blocks):
     blocks.hold([1])
     blocks.arena.close()
-    for operation in ("hold", "release", "whole", "trim"):
+    for operation in ("hold", "prepare", "release", "whole", "trim"):
         with pytest.raises(vtensor.Closed):
             getattr(blocks, operation)([1])
     with pytest.raises(vtensor.Closed):
@@ -294,6 +331,7 @@ def test_an_arena_that_is_closed(blocks):
 
 OPERATIONS = {
     "hold": lambda blocks: blocks.hold([1, 2]),
+    "prepare": lambda blocks: blocks.prepare([2]),
     "release": lambda blocks: blocks.release([0]),
     "begin_step": lambda blocks: blocks.begin_step(),
     "end_step": lambda blocks: blocks.end_step(),
