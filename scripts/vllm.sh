@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# vllm.sh [tests|bench]: the plug-in in the real vLLM, for CPUs, in an environment of its own under build/vllm
-# (3.5 GB, kept for the next time): its tests, or the figures of benchmarks/vllm_plugin.py beside stock vLLM.
+# vllm.sh [tests|bench|engines]: the plug-in in the real vLLM, for CPUs, in an environment of its own under
+# build/vllm (3.5 GB, kept for the next time): its tests, its figures beside stock vLLM
+# (benchmarks/vllm_plugin.py), or those of two engines in one memory (benchmarks/vllm_two_engines.py).
 source "$(dirname "$0")/lib.sh"
 
 what=${1:-tests}
@@ -25,13 +26,14 @@ run_tests() {
   "$inside" -m pytest -q -p no:cacheprovider tests/vllm
 }
 run_bench() {
-  "$inside" -W ignore benchmarks/vllm_plugin.py
+  "$inside" -W ignore "benchmarks/$1.py"
 }
 
 step "vLLM $release for CPUs: 0.5 GB to download" install_vllm
 step "vtensor in its environment" install_vtensor
 case $what in
   tests) step "Tests in vLLM" run_tests ;;
-  bench) step "Beside stock vLLM" run_bench ;;
-  *) die "'$what' is not known: tests or bench" ;;
+  bench) step "Beside stock vLLM" run_bench vllm_plugin ;;
+  engines) step "Two engines, beside stock vLLM" run_bench vllm_two_engines ;;
+  *) die "'$what' is not known: tests, bench or engines" ;;
 esac
