@@ -41,8 +41,8 @@ def kinds(cell: nbformat.NotebookNode) -> list[str]:
     return found
 
 
-def test_there_are_six():
-    assert [path.stem[0] for path in NOTEBOOKS] == list("123456")
+def test_there_are_seven():
+    assert [path.stem[0] for path in NOTEBOOKS] == list("1234567")
 
 
 @notebooks
