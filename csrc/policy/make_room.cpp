@@ -19,7 +19,8 @@ namespace {
 
 // How long a wait sleeps before it looks again at what nothing may have said.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
-// How long a request waits although what is on its way out would not suffice: others may give back.
+// How long a request waits for what is on its way out before more goes, which may stand behind less
+// work; and although that would not suffice: others may give back.
 constexpr std::chrono::nanoseconds kHope = std::chrono::milliseconds(200);
 // How long it waits for the other pools of a shared budget, one of which may be stopped.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::seconds(1);
@@ -177,17 +178,20 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   pool_.reap();
   pool_.settle_all(lock);
   if (pool_.store_.used() < before) return true;
-  if (give_up_spare(lock)) return true;
+  const std::chrono::nanoseconds patience = pool_.options().patience;
+  const auto waited = request.waited();
+  const bool hopes = waited < std::min(kHope, patience);
+  const bool suffices = pages_leaving() >= missing;
+  if (!(suffices && hopes) && give_up_spare(lock)) return true;
   // What is left to hope for are pages of other pools, those that wait for the mapper, or for work
   // on the device, and those of a client for which calls are made just now.
   const Roster& unsettled = pool_.unsettled_;
-  const auto waited = request.waited();
-  const bool others = request.ask();
+  const bool others = !(suffices && hopes) && request.ask();
   const bool waits = std::any_of(unsettled.begin(), unsettled.end(),
                                  [](const auto& client) VT_LOCKED { return !client->refusal(); });
-  if (waited >= pool_.options().patience) return false;
+  if (waited >= patience) return false;
   if (!others && pool_.in_flight() == 0) {
-    if (!waits || (waited >= kHope && pages_leaving() < missing)) return false;
+    if (!waits || (!hopes && !suffices)) return false;
   }
   const trace::Span span(trace::What::wait, 0, 0);
   pool_.wait_changed(lock, steady_clock::now() + (others ? kLookForAnswer : kLook));
