@@ -122,6 +122,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
   mapping_ = true;
   try {
     std::vector<char> kept = map_missing(lock, caller, pages, since);
+    note_lost(pages);
     mapping_ = false;
     return kept;
   } catch (...) {
@@ -215,6 +216,14 @@ void Arena::note_arrival(const Reservation::Arrival& arrival) {
   ++clock_;
   for (const Reservation::Run& run : arrival.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) states_[i].mapped_at = clock_;
+  }
+}
+
+void Arena::note_lost(std::span<const Interval> pages) noexcept {
+  for (const Interval some : pages) {
+    for (std::size_t i = some.begin; i < some.end; ++i) {
+      if (states_[i].mapped_at == kLost) states_[i].mapped_at = ++clock_;
+    }
   }
 }
 
@@ -415,7 +424,11 @@ void Arena::enter_back(Departure& departure) {
   RangeClient::enter_back(departure);
   for (const Reservation::Run& run : departure.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      if (is_mapped(range_.at(0, i))) continue;
+      if (is_mapped(range_.at(0, i))) {
+        // It may have been put back from its handle, without what the kernel had copied of it.
+        if (departure.error && is_copy_on_write(range_.at(0, i))) states_[i].mapped_at = kLost;
+        continue;
+      }
       if (states_[i].idle == Idle::cached) uncache(i);  // by a map that was refused meanwhile
       if (states_[i].idle == Idle::leaving) set_idle(i, Idle::no);
     }
