@@ -293,7 +293,8 @@ class Pool:
 
     def wait_idle(self, timeout: float = 60.0) -> None:
         """Returns once nothing is left to do in the background: what was prepared is ready, no page waits to
-        be unmapped, and slots that are swapped out or in are copied.
+        be unmapped, spare pages are between ``spare_low`` and ``spare_high``, and slots that are swapped out
+        or in are copied.
 
         Args:
             timeout: seconds.

@@ -280,7 +280,7 @@ std::size_t PagePool::trim() {
 bool PagePool::idle() const {
   // A generation that has ended may be the last to keep a client's range.
   return in_flight() == 0 && !ended_.load(std::memory_order_acquire) &&
-         (wanting_.empty() || !mapper_.running()) &&
+         ((wanting_.empty() && !store_.wants_tending()) || !mapper_.running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& client) VT_LOCKED { return client->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||

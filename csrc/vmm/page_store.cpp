@@ -20,6 +20,7 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* s
       budget_(in_pages(options.budget)),
       low_(in_pages(options.spare_low)),
       high_(in_pages(options.spare_high)),
+      wants_tending_(low_ != 0),
       placement_(make_placement(driver, spare_)) {}
 
 std::size_t PageStore::unused() const { return unused_beside(0); }
@@ -150,7 +151,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   pages_fresh += empty_pages + made;
   pages_recycled += n - empty_pages - made;
   used_ += n;
-  if (spare_.size() < low_) tend_();
+  if (spare_.size() < low_) want_tending();
 }
 
 // Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory
@@ -234,7 +235,7 @@ void PageStore::keep(Page* page, bool aged) noexcept {
     page->freed_at = static_cast<std::uint64_t>(steady_clock::now().time_since_epoch().count());
   }
   aged ? spare_.push_oldest(page) : spare_.push(page);
-  if (by_age || spare_.size() > high_) tend_();
+  if (by_age || spare_.size() > high_) want_tending();
 }
 
 void PageStore::stock(PoolLock& lock, std::size_t pages) {
@@ -292,9 +293,11 @@ void PageStore::stock(PoolLock& lock, std::size_t pages) {
 
 steady_clock::time_point PageStore::tend(PoolLock& lock) {
   const auto now = steady_clock::now();
+  wants_tending_ = false;
   try {
     if (spare_.size() > high_) {
       release(lock, 1);  // one at a time: callers may wait for the lock meanwhile
+      wants_tending_ = true;
       return now;
     }
     const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : available()});
@@ -305,6 +308,7 @@ steady_clock::time_point PageStore::tend(PoolLock& lock) {
     due = steady_clock::time_point(freed_at) + options_.max_age;
     if (due > now) return due;
     release(lock, 1);
+    wants_tending_ = true;
     return now;
   } catch (const Error&) {
     return now + std::chrono::seconds(1);  // refused: later, perhaps

@@ -111,6 +111,8 @@ class PageStore {
   std::size_t release_adjacent() VT_LOCKED;
   // Keeps free memory between the marks and below the age: one step. Returns when to call again.
   std::chrono::steady_clock::time_point tend(PoolLock& lock) VT_LOCKED;
+  // Whether that call is due now.
+  bool wants_tending() const VT_LOCKED { return wants_tending_; }
   void keep_no_stock() VT_LOCKED { low_ = 0; }
 
   // Since the store was made.
@@ -125,6 +127,10 @@ class PageStore {
   bool charge_for(std::size_t taken, std::size_t spare) VT_LOCKED;
   void require_charge(std::size_t taken, std::size_t spare) VT_LOCKED;
   void keep(Page* page, bool aged = false) noexcept VT_LOCKED;
+  void want_tending() VT_LOCKED {
+    wants_tending_ = true;
+    tend_();
+  }
   void make_room(std::size_t taken, std::size_t fresh) VT_LOCKED;
   void empty(Page* first, std::size_t n) VT_LOCKED;
 
@@ -134,6 +140,7 @@ class PageStore {
   const std::function<void()> tend_;
   std::atomic<std::size_t> budget_;
   std::size_t low_ VT_GUARDED, high_ VT_GUARDED;  // marks of spare pages
+  bool wants_tending_ VT_GUARDED;
   SparePages spare_ VT_GUARDED;
   const std::unique_ptr<Placement> placement_;
   std::size_t used_ VT_GUARDED = 0;

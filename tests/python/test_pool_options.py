@@ -196,6 +196,30 @@ def test_the_mapper_keeps_free_memory_between_the_marks(pool_factory):
     assert mapper_calls(pool)["fallocate"] > 2
 
 
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+def test_idle_is_between_the_marks(pool_factory, kind):
+    pool = pool_factory(kind, spare_low=4 * PAGE, spare_high=8 * PAGE, prefetch=PAGE, cache=0)
+    pool.wait_idle(5)
+    assert pool.stats().pages_spare == 4
+    for _ in range(20):
+        t = filled(pool, 40 * PER_PAGE, capacity=400)
+        pool.wait_idle(5)
+        assert pool.stats().pages_spare >= 4
+        t.close()
+        pool.wait_idle(5)
+        assert pool.stats().pages_spare == 8
+
+
+def test_idle_waits_for_no_memory_that_the_system_refuses_to_take(pool_factory):
+    pool = pool_factory("host", spare_high=0, prefetch=0)
+    t = filled(pool, 4 * PER_PAGE)
+    with testing.fail_after(pool, 1, 2**40) as refused:  # they are unmapped in one call
+        t.shrink(4 * PER_PAGE)
+        pool.wait_idle(5)
+        assert pool.stats().pages_spare == 4 and refused
+    eventually(lambda: pool.stats().pages_spare == 0)
+
+
 def test_the_low_mark_is_kept_within_the_budget(pool_factory):
     pool = pool_factory("host", pages=16, spare_low=12 * PAGE)
     eventually(lambda: pool.stats().pages_spare == 12)

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -169,9 +168,6 @@ class Engine:
             return {}
         memory = self.pool.memory
         memory.pool.wait_idle()
-        until = time.monotonic() + 5
-        while memory.pool.stats().pages_spare and time.monotonic() < until:
-            time.sleep(0.01)
         stats = memory.arena.stats()
         return {
             "mapped": stats.nbytes_mapped + memory.pool.stats().pages_spare * stats.page_size,
