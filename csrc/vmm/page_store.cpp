@@ -249,6 +249,7 @@ void PageStore::stock(PoolLock& lock, std::size_t pages) {
   std::vector<Page*> taken;
   std::vector<bool> dirty;
   std::vector<std::pair<Handle, std::size_t>> missing;  // runs of handles
+  std::size_t filled = 0;                               // of these
   std::exception_ptr error;
   try {
     placement_->pick(home, nullptr, pages, taken);
@@ -267,7 +268,8 @@ void PageStore::stock(PoolLock& lock, std::size_t pages) {
     used_ += taken.size();
     try {
       const Unlocked unlocked(lock);
-      for (const auto& [first, n] : missing) driver_.fill(first, n);
+      for (; filled < missing.size(); ++filled)
+        driver_.fill(missing[filled].first, missing[filled].second);
     } catch (...) {
       error = std::current_exception();
     }
@@ -276,8 +278,12 @@ void PageStore::stock(PoolLock& lock, std::size_t pages) {
     dirty.resize(taken.size());
     used_ += taken.size();
   }
+  std::size_t run = 0, in_run = 0;  // of the missing pages, which come in this order
   for (std::size_t i = 0; i < taken.size(); ++i) {
-    taken[i]->resident = taken[i]->resident || !error;
+    if (!taken[i]->resident && run < filled) {
+      taken[i]->resident = true;
+      if (++in_run == missing[run].second) ++run, in_run = 0;
+    }
     if (taken[i]->resident) {
       drop(taken[i]);
     } else {

@@ -27,7 +27,7 @@ import vtensor
 from kv_support import make_cache
 from stream_support import eventually
 from support import open_pool, simcuda_library
-from vtensor import _core
+from vtensor import _core, testing
 from vtensor.cli import top
 
 PAGE = 4096
@@ -345,6 +345,23 @@ def test_every_refused_call_is_undone(kind, name):
             if not pool._core.refused_calls():
                 break
         assert "fcntl" in refused and held(pool) == (0, 0)
+
+
+def test_memory_that_a_refused_prefill_made_is_held(name):
+    """I5: the free pages that want memory lie apart, so there is a call for each."""
+    with open_pool("host", WHOLE, shared=name, spare_high=6 * PAGE) as pool:
+        t = pages(pool, 8, capacity=8)
+        t.shrink(1, front=True)
+        t.shrink(1)
+        t.close()
+        pool.wait_idle(5)  # of the eight the two that were freed first have gone
+        assert held(pool) == (6, 0)
+        with testing.fail_after(pool, 2, 2**40):  # the charge, one call, and the other
+            with pytest.raises(vtensor.DriverError, match="making 1 pages"):
+                pool.prefill(8 * PAGE)
+            assert held(pool) == (7, 0) and pool.stats().pages_spare == 7
+            testing.check_invariants(pool)
+        assert eventually(lambda: held(pool) == (6, 0))
 
 
 def test_private_copies_count_and_may_pass_the_budget(name):
