@@ -220,7 +220,12 @@ void PagePool::set_budget(std::size_t bytes) {
 MakeRoom::Lent PagePool::lend(PoolLock& lock) {
   if (!shared_) return MakeRoom::Lent::nothing;
   const std::uint32_t asking = shared_->asking();
-  const MakeRoom::Lent lent = MakeRoom(*this).lend(lock);
+  MakeRoom::Lent lent = MakeRoom::Lent::nothing;
+  try {
+    lent = MakeRoom(*this).lend(lock);
+  } catch (const std::exception&) {
+    // Refused: this pool can do without no more, which is an answer too.
+  }
   if (lent != MakeRoom::Lent::nothing || !shared_->owes_answer()) return lent;
   std::size_t kept = 0;
   const std::vector<std::shared_ptr<Keeper>> all = keepers();

@@ -576,6 +576,18 @@ def test_the_file_of_the_killed_is_begun_afresh(name):
 # -- refusals
 
 
+def test_a_pool_that_can_give_nothing_back_answers(name):
+    with open_pool("host", WHOLE, shared=name) as pool, open_pool("host", WHOLE, shared=name) as other:
+        pool.prefill(WHOLE * PAGE)
+        began = time.monotonic()
+        with testing.fail_after(pool, 0, 2**40) as refused:
+            with pytest.raises(vtensor.OutOfPages):
+                pages(other, 1)
+            assert time.monotonic() - began < 0.9  # a second is for who is stopped
+            assert refused
+        assert len(pages(other, WHOLE)) == WHOLE
+
+
 def test_another_budget_is_refused(name):
     with open_pool("host", WHOLE, shared=name) as pool:
         with pytest.raises(vtensor.InvalidArgument) as refusal:
