@@ -398,7 +398,7 @@ std::uint64_t SharedBudget::sum_elsewhere(Sum sum) const {
   std::uint64_t bytes = 0;
   const auto& places = opened_->file().places;
   for (std::size_t i = 0; i < places.size(); ++i) {
-    if (i != place_ && places[i].taken != 0) bytes += sum(places[i]);
+    if (i != place_ && places[i].taken != 0) bytes += sum(places[i], i);
   }
   return bytes;
 }
@@ -408,17 +408,20 @@ std::uint64_t SharedBudget::limit() const { return opened_->file().limit; }
 std::uint64_t SharedBudget::held() const { return own().held; }
 
 std::uint64_t SharedBudget::held_elsewhere() const {
-  return sum_elsewhere([](const Place& place) { return place.held.load(); });
+  return sum_elsewhere([](const Place& place, std::size_t) { return place.held.load(); });
 }
 
 std::uint64_t SharedBudget::spared_elsewhere() const {
-  return sum_elsewhere([](const Place& place) {
+  return sum_elsewhere([](const Place& place, std::size_t) {
     return std::min(place.held.load(), place.cached.load() + place.spare.load());
   });
 }
 
 std::uint64_t SharedBudget::wanted_elsewhere() const {
-  return sum_elsewhere([](const Place& place) { return place.wanted.load(); });
+  return sum_elsewhere([this](const Place& place, std::size_t i) {
+    const std::uint64_t wanted = place.wanted;
+    return wanted != 0 && opened_->alive(i) ? wanted : 0;
+  });
 }
 
 std::uint64_t SharedBudget::room() {

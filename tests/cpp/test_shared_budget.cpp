@@ -374,6 +374,7 @@ TEST_CASE("who is asked answers, or is dead") {
   Pipe pipe;
   Process silent([&] {
     const auto own = join(name);
+    own->want(400);
     pipe.say();
     for (;;) pause();
   });
@@ -381,8 +382,11 @@ TEST_CASE("who is asked answers, or is dead") {
   const std::uint32_t again = one->ask();
   other->answer(other->asking());
   CHECK(!one->answered(again));
+  CHECK(one->missing_elsewhere() == 300);
   silent.kill();
   CHECK(one->answered(again));
+  CHECK(one->missing_elsewhere() == 0);
+  CHECK(one->wanted_elsewhere() == 0);
 }
 
 }  // namespace
