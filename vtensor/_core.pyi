@@ -180,8 +180,10 @@ class BudgetSurvey:
     @property
     def holders(self) -> list[BudgetHolder]: ...
 
-def survey_budgets(patience: float) -> list[BudgetSurvey]:
-    """Seconds to wait for the pools' figures."""
+def survey_budgets(patience: float) -> tuple[list[BudgetSurvey], list[str]]:
+    """
+    After so many seconds for the pools' figures. Also why some files could not be read.
+    """
 
 def in_forked_child() -> bool: ...
 

@@ -233,9 +233,11 @@ void bind_pool(nb::module_& module) {
       "survey_budgets",
       [](double patience) {
         const ReleasedGil released;
-        return SharedBudget::survey(seconds(patience));
+        SharedBudget::Surveys surveys = SharedBudget::survey(seconds(patience));
+        return std::pair(std::move(surveys.budgets), std::move(surveys.skipped));
       },
-      nb::arg("patience"), "Seconds to wait for the pools' figures.");
+      nb::arg("patience"),
+      "After so many seconds for the pools' figures. Also why some files could not be read.");
 
   module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
 

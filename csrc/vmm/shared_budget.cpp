@@ -496,7 +496,7 @@ void SharedBudget::await_asking(std::uint32_t asking) const noexcept {
   syscall(SYS_futex, &opened_->file().asking, FUTEX_WAIT, asking, nullptr, nullptr, 0);
 }
 
-std::vector<SharedBudget::Survey> SharedBudget::survey(std::chrono::nanoseconds patience) {
+SharedBudget::Surveys SharedBudget::survey(std::chrono::nanoseconds patience) {
   refuse_in_forked_child("shared budgets");
   std::vector<std::string> names;
   const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(kFolder), closedir);
@@ -510,34 +510,42 @@ std::vector<SharedBudget::Survey> SharedBudget::survey(std::chrono::nanoseconds 
 
   CallMeter meter;
   const auto until = steady_clock::now() + patience;
+  Surveys surveys;
   std::vector<std::unique_ptr<Opened>> all;
   for (const std::string& name : names) {
-    std::unique_ptr<Opened> opened = Opened::open(meter, name, /*make=*/false);
-    if (!opened || !opened->anyone_alive()) continue;
-    {
-      const Locked locked(*opened);  // no process begins it meanwhile
-      if (!opened->anyone_alive() || !opened->map() || opened->layout() != kLayout) continue;
+    try {
+      std::unique_ptr<Opened> opened = Opened::open(meter, name, /*make=*/false);
+      if (!opened || !opened->anyone_alive()) continue;
+      {
+        const Locked locked(*opened);  // no process begins it meanwhile
+        if (!opened->anyone_alive() || !opened->map() || opened->layout() != kLayout) continue;
+      }
+      all.push_back(std::move(opened));
+    } catch (const Error& error) {
+      surveys.skipped.emplace_back(error.what());
     }
-    all.push_back(std::move(opened));
   }
   std::vector<std::uint32_t> askings;
   for (const std::unique_ptr<Opened>& opened : all) askings.push_back(opened->ask());
-  std::vector<Survey> surveys;
   for (std::size_t n = 0; n < all.size(); ++n) {
     Opened& opened = *all[n];
     while (!opened.answered(askings[n]) && steady_clock::now() < until)
       std::this_thread::sleep_for(kLook);
-    const Locked locked(opened);
-    Survey survey{opened.name(), opened.file().limit, {}};
-    for (std::size_t i = 0; i < kMostPools; ++i) {
-      const Place& place = opened.file().places[i];
-      if (place.taken == 0 || !opened.alive(i)) continue;
-      survey.holders.push_back({place.process,
-                                {place.device_type, place.device_index},
-                                place.command.data(),
-                                {place.held, place.cached, place.spare}});
+    try {
+      const Locked locked(opened);
+      Survey survey{opened.name(), opened.file().limit, {}};
+      for (std::size_t i = 0; i < kMostPools; ++i) {
+        const Place& place = opened.file().places[i];
+        if (place.taken == 0 || !opened.alive(i)) continue;
+        survey.holders.push_back({place.process,
+                                  {place.device_type, place.device_index},
+                                  place.command.data(),
+                                  {place.held, place.cached, place.spare}});
+      }
+      if (!survey.holders.empty()) surveys.budgets.push_back(std::move(survey));
+    } catch (const Error& error) {
+      surveys.skipped.emplace_back(error.what());
     }
-    if (!survey.holders.empty()) surveys.push_back(std::move(survey));
   }
   return surveys;
 }

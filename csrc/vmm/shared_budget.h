@@ -51,6 +51,10 @@ class SharedBudget {
     std::uint64_t limit = 0;
     std::vector<Holder> holders;
   };
+  struct Surveys {
+    std::vector<Survey> budgets;
+    std::vector<std::string> skipped;  // why a file of such a name could not be read
+  };
 
   // Takes a place in the budget of that name, of this user; makes it where nobody living has a
   // place. `meter` counts the system's calls until the last charge, and refuses some in tests.
@@ -59,8 +63,8 @@ class SharedBudget {
   static std::unique_ptr<SharedBudget> join(CallMeter& meter, const std::string& name,
                                             std::uint64_t limit, Device device);
   // The budgets of this user that have a living pool, by name. Pools are asked for their figures
-  // first, and have `patience` to answer. Throws DriverError, TimedOut.
-  static std::vector<Survey> survey(std::chrono::nanoseconds patience);
+  // first, and have `patience` to answer.
+  static Surveys survey(std::chrono::nanoseconds patience);
 
   // Gives the place up, and the file with the last one.
   ~SharedBudget();

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -52,7 +53,7 @@ std::unique_ptr<SharedBudget> join(const std::string& name, std::uint64_t limit 
 
 // What all living pools hold at one moment; the limit's double if there is no such budget.
 std::uint64_t held_by_all(const std::string& name) {
-  for (const auto& survey : SharedBudget::survey(0s)) {
+  for (const auto& survey : SharedBudget::survey(0s).budgets) {
     if (survey.name != name) continue;
     std::uint64_t held = 0;
     for (const auto& holder : survey.holders) held += holder.bytes.held;
@@ -62,7 +63,7 @@ std::uint64_t held_by_all(const std::string& name) {
 }
 
 std::size_t count_holders(const std::string& name) {
-  for (const auto& survey : SharedBudget::survey(0s)) {
+  for (const auto& survey : SharedBudget::survey(0s).budgets) {
     if (survey.name == name) return survey.holders.size();
   }
   return 0;

@@ -72,7 +72,7 @@ def held(pool):
 
 def survey(name, patience=0.3):
     """The pools of the budget, all at one moment."""
-    found = [budget for budget in _core.survey_budgets(patience) if budget.name == name]
+    found = [budget for budget in _core.survey_budgets(patience)[0] if budget.name == name]
     return found[0].holders if found else []
 
 
@@ -658,6 +658,21 @@ def test_top_shows_who_has_what(kind, name, capsys):
         assert lines[at + 2].split()[0] == str(os.getpid())  # who holds most comes first
         assert "20 KiB" in lines[at + 2] and str(other.pid) in lines[at + 3]
         kept.close()
+
+
+def test_top_passes_over_what_is_no_budget(name, capsys):
+    strange = Path(path_of(name + "-strange"))
+    strange.mkdir()
+    try:
+        with open_pool("host", WHOLE, shared=name):
+            assert top.main(once=True, as_json=True) == 0
+            found = json.loads(capsys.readouterr().out)
+            assert name in [budget["name"] for budget in found["budgets"]]
+            assert any(str(strange) in why for why in found["skipped"])
+            assert top.main(once=True) == 0
+            assert f"skipped: [shared budget] opening {strange}" in capsys.readouterr().out
+    finally:
+        strange.rmdir()
 
 
 def test_top_does_not_wait_for_who_is_stopped(name):

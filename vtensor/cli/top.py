@@ -22,22 +22,25 @@ _COLUMNS = ("pid", "device", "held", "active", "cached", "free", "command")
 def main(*, once: bool = False, as_json: bool = False) -> int:
     """Prints the shared budgets: once, or each second until Ctrl-C. Returns the exit status."""
     while True:
-        budgets = survey()
+        budgets, skipped = survey()
         if as_json:
-            print(json.dumps({"budgets": budgets}, indent=None if not once else 2), flush=True)
+            found = {"budgets": budgets, "skipped": skipped}
+            print(json.dumps(found, indent=None if not once else 2), flush=True)
         else:
             terminal = sys.stdout.isatty()
             wide = shutil.get_terminal_size().columns if terminal else None
             begin = "\x1b[H\x1b[J" if terminal and not once else ""
-            print(begin + "\n".join(line[:wide] for line in _lines(budgets)), flush=True)
+            print(begin + "\n".join(line[:wide] for line in _lines(budgets, skipped)), flush=True)
         if once:
             return 0
         time.sleep(_PERIOD_SECONDS)
 
 
-def survey() -> list[dict[str, Any]]:
+def survey() -> tuple[list[dict[str, Any]], list[str]]:
     """The shared budgets of this user that have an open pool, in bytes. ``active`` is what a pool needs,
-    ``cached`` what stays mapped without need, ``free`` its free pages: together what it holds."""
+    ``cached`` what stays mapped without need, ``free`` its free pages: together what it holds. And why some
+    file that has the name of a budget could not be read."""
+    budgets, skipped = _core.survey_budgets(_ANSWER_SECONDS)
     return [
         {
             "name": budget.name,
@@ -45,8 +48,8 @@ def survey() -> list[dict[str, Any]]:
             "held": sum(holder.held for holder in budget.holders),
             "pools": [_pool(holder) for holder in budget.holders],
         }
-        for budget in _core.survey_budgets(_ANSWER_SECONDS)
-    ]
+        for budget in budgets
+    ], skipped
 
 
 def _pool(holder: _core.BudgetHolder) -> dict[str, Any]:
@@ -65,7 +68,8 @@ def _pool(holder: _core.BudgetHolder) -> dict[str, Any]:
     }
 
 
-def _lines(budgets: list[dict[str, Any]]) -> Iterator[str]:
+def _lines(budgets: list[dict[str, Any]], skipped: list[str]) -> Iterator[str]:
+    yield from (f"skipped: {why}" for why in skipped)
     if not budgets:
         yield 'No pool on this machine shares a budget: Pool(budget=, shared="name") makes one.'
     for budget in budgets:
