@@ -145,9 +145,14 @@ class Mapper::Step {
   bool claim_ahead(PoolLock& lock) VT_LOCKED {
     pool_.untold_ = false;
     if (pool_.wanting_.empty()) return false;
-    std::size_t pages = std::min(most_, pool_.store().available());
-    make_ready(lock, pages);
-    pages = pool_.store().cover_available(pages);  // others may have taken some meanwhile
+    std::size_t pages = 0;
+    try {
+      const std::size_t most = std::min(most_, pool_.store().available());
+      make_ready(lock, most);
+      pages = pool_.store().cover_available(most);  // others may have taken some meanwhile
+    } catch (const Error&) {
+      // A use that needs the pages meets it again, and raises it.
+    }
     ahead_.reserve(pool_.wanting_.size());
     for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
       const std::shared_ptr<Client> client = *at++;

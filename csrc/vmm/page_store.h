@@ -66,7 +66,7 @@ class PageStore {
 
   SharedBudget* shared() const { return shared_; }
   // Charges what `pages` more pages in use need beside all that is kept and promised. False, and
-  // nothing is charged, if that is not to be had. Throws DriverError, TimedOut.
+  // nothing is charged, if that is not to be had. Throws what SharedBudget::charge does.
   bool cover(std::size_t pages) VT_LOCKED;
   // Bytes that would have to be charged for them.
   std::size_t uncovered_bytes(std::size_t pages) const VT_LOCKED;

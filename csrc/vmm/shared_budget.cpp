@@ -200,6 +200,11 @@ class SharedBudget::Opened {
     return fstat(fd_, &here) == 0 && stat(path_of(name_).c_str(), &there) == 0 &&
            here.st_dev == there.st_dev && here.st_ino == there.st_ino;
   }
+  // Whether it has none any more: whoever comes by its name makes another.
+  bool removed() const {
+    struct stat here{};
+    return fstat(fd_, &here) == 0 && here.st_nlink == 0;
+  }
   void unlink() const noexcept { ::unlink(path_of(name_).c_str()); }
 
   // Whether any other has a sign of life in the place, or in any. If that cannot be seen, it has.
@@ -448,6 +453,12 @@ bool SharedBudget::count_out_the_dead() {
 
 bool SharedBudget::charge(std::uint64_t bytes) {
   const Locked locked(*opened_);
+  if (opened_->removed()) {
+    throw Error("[shared budget] the file " + path_of(name_) + " of the shared budget " +
+                quoted(name_) +
+                " was removed, so pools that are made now do not see what this one holds: it takes "
+                "no more; close the pools that were made before, and make them again");
+  }
   const auto fits = [&] {
     const std::uint64_t all = held() + held_elsewhere();
     return all <= limit() && bytes <= limit() - all;

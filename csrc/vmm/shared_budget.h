@@ -83,8 +83,8 @@ class SharedBudget {
 
   // Not two at a time, as all that follows.
 
-  // Holds `bytes` more, or false if the limit has less left. Throws DriverError, TimedOut: nothing
-  // is changed then.
+  // Holds `bytes` more, or false if the limit has less left. Throws DriverError, TimedOut, and
+  // Error if the file was removed: nothing is changed then.
   bool charge(std::uint64_t bytes);
   // The same without asking, for memory that the kernel has made already.
   void charge_anyway(std::uint64_t bytes) noexcept;

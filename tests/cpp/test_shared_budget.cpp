@@ -237,6 +237,7 @@ TEST_CASE("a refused call leaves nothing") {
 TEST_CASE("a lock that is held for ever is waited for with a bound") {
   const std::string name = fresh_name();
   const auto one = join(name);
+  auto leaving = join(name);
   const int file = open(path_of(name).c_str(), O_RDWR);
   struct flock lock{};
   lock.l_type = F_WRLCK;
@@ -246,8 +247,46 @@ TEST_CASE("a lock that is held for ever is waited for with a bound") {
   CHECK(one->held() == 0);
   one->give_back(0);  // waits for no lock
   CHECK(one->room() == kLimit);
+  CHECK_NOTHROW(leaving.reset());
   close(file);
+  CHECK(count_holders(name) == 1);
   CHECK(one->charge(10));
+}
+
+TEST_CASE("a file that was removed is charged no more") {
+  const std::string name = fresh_name();
+  auto one = join(name);
+  CHECK(one->charge(600));
+  unlink(path_of(name).c_str());
+  const auto later = join(name);
+  CHECK_THROWS_WITH_AS(one->charge(1), doctest::Contains("was removed"), Error);
+  CHECK(one->held() == 600);
+  one->give_back(600);
+  one.reset();
+  CHECK(file_exists(name));  // which is another's
+  CHECK(later->charge(kLimit));
+}
+
+TEST_CASE("a survey passes over what is no budget, and says so") {
+  const std::string name = fresh_name(), strange = fresh_name(), locked = fresh_name();
+  const auto kept = join(name), other = join(locked);
+  REQUIRE(mkdir(path_of(strange).c_str(), 0700) == 0);
+  const int file = open(path_of(locked).c_str(), O_RDWR);
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_len = 1;
+  REQUIRE(fcntl(file, F_OFD_SETLK, &lock) == 0);
+  const SharedBudget::Surveys surveys = SharedBudget::survey(0s);
+  close(file);
+  rmdir(path_of(strange).c_str());
+  const auto found = [](const auto& all, const auto& is) {
+    return std::find_if(all.begin(), all.end(), is) != all.end();
+  };
+  CHECK(found(surveys.budgets, [&](const auto& survey) { return survey.name == name; }));
+  for (const std::string& one : {strange, locked}) {
+    CHECK(found(surveys.skipped,
+                [&](const auto& why) { return why.find(one) != std::string::npos; }));
+  }
 }
 
 TEST_CASE("who comes while the last one leaves joins no file that is gone") {

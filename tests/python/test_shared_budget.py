@@ -576,6 +576,26 @@ def test_the_file_of_the_killed_is_begun_afresh(name):
 # -- refusals
 
 
+@pytest.mark.parametrize("kind", ["host", "simcuda"])
+def test_a_pool_whose_file_was_removed_takes_no_more(kind, name):
+    """Pools that are made later cannot see what it holds. What it has it keeps, and gives back."""
+    with open_pool(kind, WHOLE, shared=name, prefetch=8 * PAGE) as pool:
+        t = pages(pool, 4)
+        t.fill_(3)
+        pool.wait_idle(5)
+        pool.trim()
+        os.unlink(path_of(name))
+        with open_pool(kind, WHOLE, shared=name) as later:
+            with pytest.raises(vtensor.VTensorError, match=r"shared budget .* was removed.* close the pools"):
+                t.extend(16)
+            assert len(t) == 4 and t.eq(3).all()
+            t.prepare(8)  # the mapper can have no more either, and goes on
+            t.shrink(3)
+            pool.wait_idle(5)
+            assert pool.stats().pages_mapped == 1
+            assert len(pages(later, WHOLE)) == WHOLE
+
+
 def test_a_pool_that_can_give_nothing_back_answers(name):
     with open_pool("host", WHOLE, shared=name) as pool, open_pool("host", WHOLE, shared=name) as other:
         pool.prefill(WHOLE * PAGE)
