@@ -120,7 +120,7 @@ class Machine {
       case 10:
         return reorder();
       case 11:
-        return static_cast<void>(bench_.cache->evict(0));
+        return evict();
       default:
         return step();
     }
@@ -144,7 +144,17 @@ class Machine {
     if (const auto slot = any()) bench_.free(*slot);
   }
 
+  void evict() {
+    const bool exact = !refuse_ && !T::is_cuda && !bench_.pool->looks_ahead();
+    const std::size_t used = bench_.used(), most = bench_.cache->evictable_pages();
+    const std::size_t freed = bench_.cache->evict_pages(pick(20));
+    CHECK(freed <= most);
+    if (exact) CHECK(bench_.used() == used - freed);
+  }
+
   void publish(std::size_t slot) {
+    if (pick(4) == 0)
+      static_cast<void>(bench_.cache->publish(kCaller, slot, bench_.tokens(slot), "salt"));
     if (bench_.publish(slot) == 0) return;
     prompts_.push_back(bench_.tokens(slot));
     if (prompts_.size() > 8) prompts_.pop_front();
