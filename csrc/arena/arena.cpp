@@ -354,10 +354,10 @@ void Arena::set_idle(std::size_t page, Idle idle) noexcept {
   states_[page].idle = idle;
 }
 
-void Arena::let_go(std::size_t page) noexcept {
+void Arena::let_go(std::size_t page, bool aged) noexcept {
   if (states_[page].idle == Idle::cached) uncache(page);
   set_idle(page, Idle::leaving);
-  unmap_.touch({page, page + 1});
+  unmap_.touch({page, page + 1}, aged);
 }
 
 std::chrono::steady_clock::time_point Arena::cached_at() const {
@@ -365,11 +365,12 @@ std::chrono::steady_clock::time_point Arena::cached_at() const {
 }
 
 void Arena::evict(bool aged) {
-  aged_ = aged;
+  const Time until = aged ? Time::clock::now() - pool_->options().max_age : Time::max();
   std::size_t left =
       std::min(count_of(Idle::cached) / kEvictedShare, kMostEvicted / range_.page_size());
   left = std::max<std::size_t>(1, left);
-  for (; left != 0 && oldest_ != kNone; --left, ++evicted_) let_go(oldest_);
+  for (; left != 0 && cached_at() <= until && oldest_ != kNone; --left, ++evicted_)
+    let_go(oldest_, aged);
   give_back_unused();
 }
 

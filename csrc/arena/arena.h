@@ -144,8 +144,8 @@ class Arena final : public RangeClient {
   std::size_t count_of(Idle idle) const VT_LOCKED {
     return counted_[static_cast<std::size_t>(idle)];
   }
-  // A page that no block needs is to go.
-  void let_go(std::size_t page) noexcept VT_LOCKED;
+  // A page that no block needs is to go; `aged` as in `evict`.
+  void let_go(std::size_t page, bool aged = false) noexcept VT_LOCKED;
 
   std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages
   bool mapping_ VT_GUARDED = false;       // pages are counted that map() has yet to map

@@ -19,13 +19,16 @@ class PendingUnmap {
   using Time = std::chrono::steady_clock::time_point;
 
   // Pages in which something may be mapped that nothing needs: looked at when it is next asked.
+  // `aged`: it has been free for as long as the pool keeps memory.
   Interval touched() const { return touched_; }
-  void touch(Interval indices);
+  void touch(Interval indices, bool aged = false);
   void look_at_nothing() { touched_ = {}; }
 
   // What is on its way out, once `after` has passed. Requires: nothing was.
   void begin(std::vector<Interval> indices, std::vector<FencePtr> after);
   const std::vector<Interval>& indices() const { return indices_; }
+  // Whether all of that is aged.
+  bool aged() const { return aged_; }
   // Whether all work has passed that may use them. Throws what the driver does.
   bool may_go(Driver& driver) { return all_passed(driver, after_); }
   // The first of them, of `most` pages in all, or one.
@@ -43,6 +46,7 @@ class PendingUnmap {
 
  private:
   Interval touched_;
+  bool touched_aged_ = false, aged_ = false;
   std::vector<Interval> indices_;
   std::vector<FencePtr> after_;
   std::exception_ptr refusal_;

@@ -172,7 +172,7 @@ bool RangeClient::claim_departure(Departure& departure, std::size_t pages) {
 
 void RangeClient::enter_back(Departure& departure) {
   busy_ = false;
-  range_.enter(departure, aged_);
+  range_.enter(departure, unmap_.aged());
   if (departure.error) {
     unmap_.refused(departure.error);
   } else if (departure.done == departure.runs.size()) {

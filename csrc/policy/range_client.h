@@ -85,7 +85,6 @@ class RangeClient : public Client {
   bool owned_ VT_GUARDED = true;      // the owner has not left
   bool reserved_ VT_GUARDED = false;  // the range is ours
   bool busy_ VT_GUARDED = false;      // a thread makes driver calls for it without the lock
-  bool aged_ VT_GUARDED = false;      // what goes has been free for long
   // Callers that wait until it is not busy; the mapper lets them go first.
   std::size_t waiting_ VT_GUARDED = 0;
   PendingUnmap unmap_ VT_GUARDED;

@@ -48,8 +48,7 @@ void Buffer::try_to_cache() {
 }
 
 void Buffer::evict(bool aged) {
-  aged_ |= aged;
-  unmap_.touch(cached_);
+  unmap_.touch(cached_, aged);
   pool_->cached().remove(*this, pages_to_count(cached_.size() * range_.rows()));
   cached_ = {};
   cached_after_.clear();

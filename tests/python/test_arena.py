@@ -342,6 +342,31 @@ def test_pages_age(pool_factory):
     assert eventually(lambda: arena.stats().nbytes_mapped == 0)
 
 
+def test_only_pages_that_are_old_enough_go_by_age(pool_factory):
+    pool = pool_factory("host", 64, prefetch=8 * PAGE, max_age=1.0)
+    arena = vtensor.Arena(64 * PAGE, pool=pool)
+    arena.map([(0, 64 * PAGE)])
+    arena.unmap([(0, PAGE)])
+    time.sleep(0.6)
+    arena.unmap([(PAGE, 64 * PAGE)])
+    assert eventually(lambda: arena.stats().pages_cached < 64)
+    assert arena.stats().pages_cached == 63  # an eviction gives up a sixteenth, if that is old
+
+
+def test_memory_ages_anew_after_its_next_use(pool_factory):
+    pool = pool_factory("host", 64, prefetch=8 * PAGE, max_age=0.5)
+    arena = vtensor.Arena(8 * PAGE, pool=pool)
+    arena.map([(0, 8 * PAGE)])
+    arena.unmap([(0, 8 * PAGE)])
+    assert eventually(lambda: arena.stats().nbytes_mapped == 0)
+    arena.map([(0, 8 * PAGE)])
+    arena.unmap([(0, 8 * PAGE)])
+    arena.trim()
+    pool.wait_idle(5)
+    assert arena.stats().nbytes_mapped == 0 and pool.stats().pages_spare == 8
+    assert eventually(lambda: pool.stats().pages_spare == 0)
+
+
 # --- ahead ------------------------------------------------------------------------------------------------
 
 
