@@ -145,11 +145,11 @@ class Machine {
   }
 
   void evict() {
-    const bool exact = !refuse_ && !T::is_cuda && !bench_.pool->looks_ahead();
     const std::size_t used = bench_.used(), most = bench_.cache->evictable_pages();
     const std::size_t freed = bench_.cache->evict_pages(pick(20));
     CHECK(freed <= most);
-    if (exact) CHECK(bench_.used() == used - freed);
+    // Copies that end meanwhile free some too. With a mapper others are mapped.
+    if (!bench_.pool->looks_ahead()) CHECK(bench_.used() <= used - freed);
   }
 
   void publish(std::size_t slot) {
