@@ -201,6 +201,22 @@ class KVCache:
         except TypeError:
             raise self._no_lengths("KVCache.fits", lengths) from None
 
+    def waits_for_others(self, lengths: Sequence[int] | torch.Tensor) -> bool:
+        """Whether ``step(lengths)`` would be granted if the other pools of a shared budget held nothing, and
+        they hold something: it may be granted later. False where the budget is not shared. Changes nothing.
+
+        Args:
+            lengths: as for :meth:`fits`.
+
+        Raises:
+            InvalidArgument, CapacityExceeded: as :meth:`step` does.
+        """
+        lengths = self._as_list("KVCache.waits_for_others", lengths)
+        try:
+            return CacheCore.waits_for_others(self._core, lengths)
+        except TypeError:
+            raise self._no_lengths("KVCache.waits_for_others", lengths) from None
+
     def free(self, slot: int, stream: Stream | None = None) -> None:
         """Ends a request. Its pages stay with the slot for the next one, until others need them.
 

@@ -79,6 +79,13 @@ class CacheCore {
     return cache_->fits(asking, lengths);
   }
 
+  bool waits_for_others(const Lengths& lengths) {
+    const Operation operation(*this, "KVCache.waits_for_others");
+    const Caller asking = caller("KVCache.waits_for_others");
+    const ReleasedGil released;
+    return cache_->waits_for_others(asking, lengths);
+  }
+
   std::size_t alloc(std::size_t expected, const std::optional<nb::bytes>& ids,
                     const std::string& salt) {
     const Operation operation(*this, "KVCache.alloc");
@@ -440,6 +447,7 @@ void bind_slot_cache(nb::module_& module) {
           nb::arg("lookahead"), nb::arg("row_groups"))
       .def("step", &CacheCore::step)
       .def("fits", &CacheCore::fits)
+      .def("waits_for_others", &CacheCore::waits_for_others)
       .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
            nb::arg("salt") = "")
       .def("free", &CacheCore::free, nb::arg("slot"), no_stream)

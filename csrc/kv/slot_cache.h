@@ -108,8 +108,10 @@ class SlotCache {
   void step(const Caller& caller, std::span<const std::int64_t> lengths);
   // Whether slots could have these lengths now: by a step, after a swap_in of those that are
   // swapped out. Counts what the budget leaves and what would be given up for them; gives nothing
-  // up.
-  bool fits(const Caller& caller, std::span<const std::int64_t> lengths);
+  // up. `alone`: as if the other pools of a shared budget held nothing.
+  bool fits(const Caller& caller, std::span<const std::int64_t> lengths, bool alone = false);
+  // Whether nothing but what other pools of a shared budget hold is in the way.
+  bool waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths);
   // As `step`, if no slot needs another page. False, and nothing is done, if one does.
   bool step_within(const Caller& caller, std::span<const std::int64_t> lengths);
   // Its pages are cached for a later request, and go as soon as others need them.

@@ -10,7 +10,7 @@
 
 namespace vtensor {
 
-bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths) {
+bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths, bool alone) {
   // A step's lengths, once the swapped slots among them are back.
   std::vector<std::int64_t> here(lengths.begin(), lengths.end());
   for (std::size_t slot = 0; slot < std::min(here.size(), slots_.size()); ++slot) {
@@ -31,16 +31,24 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
     PoolLock lock(pool_);
     pool_->reap();
     const std::size_t pages = need_of(lengths).pages;
-    if (pages <= pool_->store().unused()) return pool_->store().shortage(pages).missing == 0;
+    if (!alone && pages <= pool_->store().unused())
+      return pool_->store().shortage(pages).missing == 0;
     static_cast<void>(pool_->settle_all(lock));
   }
   const PoolCounts counts = pool_->counts();
-  const std::size_t evictable = prefixes_.evictable() + pool_->spared_elsewhere();
+  const std::size_t evictable = prefixes_.evictable() + (alone ? 0 : pool_->spared_elsewhere());
   const PoolLock lock(pool_);
   const Need need = need_of(lengths);
-  const std::size_t unused = pool_->store().unused(), others = reclaimable(counts);
+  const PageStore& store = pool_->store();
+  const std::size_t own = store.budget() - std::min(store.budget(), store.in_use());
+  const std::size_t unused = alone ? own : store.unused(), others = reclaimable(counts);
   return need.pages + std::min(need.ready, others) <= unused + others + evictable &&
-         pool_->store().shortage(std::min(need.pages, unused)).missing == 0;
+         store.shortage(std::min(need.pages, unused)).missing == 0;
+}
+
+bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths) {
+  const SharedBudget* const shared = pool_->store().shared();
+  return shared != nullptr && shared->held_elsewhere() != 0 && fits(caller, lengths, true);
 }
 
 SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths) const {

@@ -134,11 +134,16 @@ class LittleHostMemory:
 
 @contextmanager
 def opened(
-    kind: str, budget: int, max_batch: int = 4, max_len: int = 64, host_pages: int | None = None
+    kind: str,
+    budget: int,
+    max_batch: int = 4,
+    max_len: int = 64,
+    host_pages: int | None = None,
+    **options: Any,
 ) -> Iterator:
     """A cache of `budget` pages on the host or the simulated driver, which swaps out at most `host_pages`."""
     sizes = (LAYERS, HEADS, HEAD_DIM, max_batch, max_len, torch.float32)
-    pool = open_pool(kind, budget)
+    pool = open_pool(kind, budget, **options)
     try:
         with vtensor.KVCache(*sizes, pool.device, layer_group=LAYERS, tile=1, pool=pool) as cache:
             yield cache if host_pages is None else LittleHostMemory(cache, host_pages * PAGE)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+from contextlib import ExitStack, suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving_support import KINDS, PAGE_TOKENS, RANGES, alone, engine_over, opened
-from support import simcuda_library
+from support import PER_PAGE, open_pool, quarter, simcuda_library
 from vtensor import InvalidArgument, OutOfPages
 from vtensor.serving import Request, Scheduler, Status
 
@@ -276,6 +277,73 @@ def test_what_cannot_fit_fails_and_leaves_the_others_alone(open_cache):
     assert "larger budget" in done["never"].error and "larger budget" in done["grows"].error
     assert done["fits"].tokens == alone(fits) and not done["fits"].error
     assert engine.scheduler.stats.failed == 2
+
+
+# --- beside other processes -------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=KINDS)
+def beside(request):
+    """Makes an engine of `budget` pages, and a tensor of another pool that shares them."""
+    if request.param == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+    name = f"serving-{os.getpid()}"
+    with ExitStack() as stack:
+
+        def make(budget, **options):
+            cache = stack.enter_context(opened(request.param, budget, shared=name))
+            pool = stack.enter_context(open_pool(request.param, budget, shared=name))
+            return engine_over(cache, **options), quarter(pool, 0, capacity=1024)
+
+        yield make
+
+
+def test_a_request_waits_for_what_only_other_processes_could_give_back(beside):
+    engine, other = beside(30)
+    other.extend(26 * PER_PAGE)
+    waits = request("waits", [0, 1] * 9, 8)
+    engine.submit(waits)
+    for _ in range(5):
+        assert engine.step() == [] and engine.scheduler.waits_for_others
+    other.shrink(20 * PER_PAGE)
+    done = engine.run()["waits"]
+    assert done.tokens == alone(waits) and not done.error
+    assert not engine.scheduler.waits_for_others
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_who_is_stopped_by_other_processes_keeps_nothing_and_goes_on_later(beside, samples):
+    engine, other = beside(60)
+    grows = request("grows", [0, 1] * 4, 30, samples=samples)
+    engine.submit(grows)
+    for _ in range(4):
+        engine.step()
+    while engine.scheduler.running:  # what it leaves the other takes
+        with suppress(OutOfPages):
+            while True:
+                other.extend(PER_PAGE)
+        assert engine.step() == []
+    assert engine.scheduler.waits_for_others
+    stats = engine.scheduler.cache.stats()
+    assert stats.tokens == 0 and engine.scheduler.stats.failed == 0
+    other.close()
+    done = engine.run()["grows"]
+    assert done.tokens == alone(grows) and not done.error
+
+
+def test_waiting_for_other_processes_has_a_bound(beside):
+    engine, other = beside(30, patience=0.05)
+    other.extend(28 * PER_PAGE)
+    done = engine.run([request("waits", [0, 1] * 9, 8)])
+    assert "other processes of the shared budget gave back too little in 0.05 s" in done["waits"].error
+
+
+def test_what_could_never_fit_waits_for_nobody(beside):
+    engine, other = beside(6 * RANGES)
+    other.extend(2 * PER_PAGE)
+    engine.submit(request("never", [0] * 40, 4))
+    (ended,) = engine.step()
+    assert "larger budget" in ended.error and "other processes" not in ended.error
 
 
 @pytest.mark.parametrize("when", [Status.WAITING, Status.RUNNING, Status.SWAPPED])

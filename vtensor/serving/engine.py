@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import abc
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence
 from vtensor.serving.scheduler import Scheduler
 
 __all__ = ["Completion", "Engine", "greedy"]
+
+_PAUSE_SECONDS = 0.002  # while only other processes could make room
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ class Engine:
         self._collect()
         self._take_back()
         plan = self._plan = scheduler.plan()
+        if not plan and scheduler.waits_for_others:
+            time.sleep(_PAUSE_SECONDS)
         try:
             scheduler.complete(plan, self._tokens(plan) if plan else [])
         except BaseException:

@@ -12,17 +12,19 @@ cache and the books is settled when the next operation begins.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect
 from collections import abc
 from contextlib import suppress
 from itertools import repeat
 from operator import attrgetter
 
+from vtensor._arguments import number
 from vtensor.errors import InvalidArgument, NoFreeSlot
 from vtensor.serving._commit import Change, commit, each
 from vtensor.serving.plans import Plan, SchedulerStats, Work, plan_sampling, slot_of, target
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
-from vtensor.serving.slots import KVCacheManager, check_fits
+from vtensor.serving.slots import KVCacheManager, check_fits, waits_for_others
 
 __all__ = ["Scheduler"]
 
@@ -44,16 +46,21 @@ class Scheduler:
     Args:
         cache: a :class:`vtensor.KVCache`, or what has its calls. Nobody else may alloc or free in it.
         token_budget: tokens computed in an iteration at most; at least one for each slot.
+        patience: seconds that a request waits, with nothing else running, for memory that other processes of
+            a shared budget hold. Then it fails; one that would not fit even if they held none does at once.
 
-    Raises InvalidArgument for a smaller budget. Calls come from one thread.
+    Raises InvalidArgument for a smaller budget, or a patience below 0. Calls come from one thread.
     """
 
-    def __init__(self, cache: KVCacheManager, *, token_budget: int = 2048) -> None:
+    def __init__(self, cache: KVCacheManager, *, token_budget: int = 2048, patience: float = 60.0) -> None:
         if token_budget < cache.max_batch:
             raise InvalidArgument(
                 f"[Scheduler] token_budget={token_budget} for {cache.max_batch} slots, each of which may "
                 "decode a token in an iteration: raise it, or make the cache with fewer slots"
             )
+        self.patience = number("Scheduler", "patience", patience)
+        if not self.patience >= 0:
+            raise InvalidArgument(f"[Scheduler] patience is {patience}: it must be at least 0 seconds")
         self.cache = cache
         self.token_budget = token_budget
         self.stats = SchedulerStats()
@@ -63,6 +70,9 @@ class Scheduler:
         self.cancelled: list[SampleGroup] = []  # of which no plan has told yet
         self.planned: Plan | None = None
         """The iteration that is under way."""
+        self.waits_for_others = False
+        """The last plan is empty because other processes hold the memory: call again in a moment."""
+        self._short_since: float | None = None  # when it first was, with no step granted since
         self._unit = cache.stats().unit
         self._lengths = [0] * cache.max_batch
         self._groups: dict[abc.Hashable, SampleGroup] = {}  # by id, and some that have just ended
@@ -139,6 +149,7 @@ class Scheduler:
         self._settled = False
         plan = self._next
         plan.work, plan.sampled, plan.tokens, plan.cancelled = [], [], 0, self.cancelled
+        self.waits_for_others = False
         for group in self._prompts:
             self._share(group)
         self._prompts = []
@@ -166,11 +177,13 @@ class Scheduler:
                     lengths[slot] = stop
             if self.cache.step(lengths):
                 self._lengths = lengths
+                self._short_since = None
                 for i, work in enumerate(plan.work):
                     plan_sampling(plan, i, work)
                 return
             plan.work, plan.tokens = [], 0
-            if len(self.running) > 1:
+            # Waiting for others it keeps nothing that they may wait for.
+            if len(self.running) > 1 or self._may_wait(lengths):
                 self._preempt(plan, self.running[-1])
             else:
                 self._fail(plan, self.running[0])
@@ -214,6 +227,8 @@ class Scheduler:
             fits = self._bring_back(plan, group) if came_back else self._place(plan, group)
             if not fits and self.running:
                 self._refused = True
+            elif not fits and self.waits_for_others:
+                return
             elif not fits:
                 self._fail(plan, group)
 
@@ -237,8 +252,16 @@ class Scheduler:
         covered = self.cache.length(slot)
         lengths = self._lengths.copy()
         lengths[slot] = prompt
-        # Asked first: a step that is refused has given up prefixes that later requests would have found.
-        if (self.running and not self.cache.fits(lengths)) or not self.cache.step(lengths):
+        # Asked first: a step that is refused has given up prefixes that later requests would have found. Who
+        # waited for others comes back with room for more than it had, so that it gets on each time.
+        wanted = lengths
+        if self._short_since is not None:
+            wanted = lengths.copy()
+            wanted[slot] = min(prompt + self._unit, expect)
+        asks = self.running or self._short_since is not None
+        if (asks and not self.cache.fits(wanted)) or not self.cache.step(lengths):
+            if not self.running:
+                self._may_wait(wanted)
             self.cache.free(slot)
             return False
         changes: list[Change] = [
@@ -274,6 +297,8 @@ class Scheduler:
         if not came_back or not self.cache.step(lengths):
             if came_back:
                 self.cache.swap_out(back)
+            if not self.running:
+                self._may_wait(lengths)
             self._note([])
             return False
         self._note([(plan.swapped_in.extend, back), (setattr, self, "_lengths", lengths), *self._run(group)])
@@ -291,6 +316,16 @@ class Scheduler:
         ]
 
     # ------------------------------------------------------------------ making room
+
+    def _may_wait(self, lengths: list[int]) -> bool:
+        """Whether a refused step is tried again later: nobody here is in its way, but other processes are."""
+        self.waits_for_others = False
+        if waits_for_others(self.cache, lengths):
+            now = time.monotonic()
+            if self._short_since is None:
+                self._short_since = now
+            self.waits_for_others = now - self._short_since < self.patience
+        return self.waits_for_others
 
     def _preempt(self, plan: Plan, group: SampleGroup) -> None:
         stats, shared = self.stats, len(group.holders) > 1
@@ -338,6 +373,8 @@ class Scheduler:
             f"{tokens} tokens in {len(group.live)} sequences do not fit into the cache's memory with nothing "
             "else running: give its pool a larger budget, or ask for less"
         )
+        if self._short_since is not None:
+            reason += f"; other processes of the shared budget gave back too little in {self.patience:g} s"
         self._note(
             [
                 *self._free(group, group.holders),
@@ -355,6 +392,7 @@ class Scheduler:
             (setattr, group, "status", status),
             (setattr, group, "reason", reason),
             (setattr, self, "_refused", False),
+            (setattr, self, "_short_since", None),
         ]
 
     def _free(self, group: SampleGroup, sequences: list[TokenSequence]) -> list[Change]:

@@ -53,6 +53,13 @@ class KVCacheManager(Protocol):
     def stats(self) -> SlotStats: ...
 
 
+def waits_for_others(cache: KVCacheManager, lengths: Sequence[int]) -> bool:
+    """Whether nothing but memory that other processes have is in the way of a step, as a ``vtensor.KVCache``
+    of a shared budget says. Other managers share with nobody."""
+    ask = getattr(cache, "waits_for_others", None)
+    return ask is not None and bool(ask(lengths))
+
+
 def check_fits(operation: str, request: Request, cache: KVCacheManager) -> None:
     """Raises InvalidArgument for a request that the cache's slots could never hold."""
     if request.prompt_tokens + request.max_new_tokens > cache.max_len:
