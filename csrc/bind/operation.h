@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/process.h"
 #include "bind/arguments.h"
 #include "bind/released_gil.h"
 #include "bind/tensor_core.h"
@@ -30,23 +29,11 @@ class TensorCore::Undressed {
   nb::handle self_;
 };
 
-// One operation on one tensor: refused in a forked child, on a closed tensor and during another
-// operation.
+// One operation on one tensor, which raises what the mapper met for it.
 class TensorCore::Operation {
  public:
-  Operation(TensorCore& core, const char* name) : core_(core) {
-    refuse_in_forked_child(name);
-    core.mutex_.lock(name);
-    if (core.closed_) {
-      core.mutex_.unlock();
-      throw Closed("[" + std::string(name) + "] the tensor is closed: make a new one");
-    }
-    try {
-      core.buffer_->raise_error();
-    } catch (...) {
-      core.mutex_.unlock();
-      throw;
-    }
+  Operation(TensorCore& core, const char* name) : sole_(core.mutex_, core.open_, "tensor", name) {
+    core.buffer_->raise_error();
   }
   // Also restores the tensor's storage and shape, and throws, if another library has changed them.
   Operation(TensorCore& core, const char* name, nb::handle self) : Operation(core, name) {
@@ -58,14 +45,10 @@ class TensorCore::Operation {
                 "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the "
                 "call, and use t.alias() or t.clone() for what changes tensors in place");
   }
-  ~Operation() {
-    undressed_.reset();
-    core_.mutex_.unlock();
-  }
 
  private:
-  TensorCore& core_;
-  std::optional<Undressed> undressed_;
+  const SoleOperation sole_;
+  std::optional<Undressed> undressed_;  // its class is set before others may begin
 };
 
 // The caller with its stream: the one that it named, or torch's current one. Throws InvalidArgument

@@ -59,7 +59,7 @@ class OperationMutex {
 };
 
 // One operation on something with a mutex: refused in a forked child, once it is closed, and beside
-// another operation. `held` is null once it is closed.
+// another operation. `held` is null, or false, once it is closed.
 class SoleOperation {
  public:
   template <typename Held>
@@ -67,7 +67,7 @@ class SoleOperation {
       : mutex_(mutex) {
     refuse_in_forked_child(name);
     mutex.lock(name);
-    if (held != nullptr) return;
+    if (held) return;
     mutex.unlock();
     throw Closed("[" + std::string(name) + "] the " + noun + " is closed: make a new one");
   }

@@ -73,7 +73,7 @@ TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::siz
 }
 
 TensorCore::~TensorCore() {
-  if (!closed_) buffer_->abandon();
+  if (open_) buffer_->abandon();
 }
 
 Caller TensorCore::caller(const char* operation, std::optional<Stream> stream) const {
@@ -193,12 +193,12 @@ TensorCore::Undressed::Undressed(TensorCore& core, nb::handle self) : core_(core
 TensorCore::Undressed::~Undressed() { core_.dress(self_); }
 
 void TensorCore::dress(nb::handle self) noexcept {
-  if (closed_ || buffer_->pool()->traits().kernel_copies_on_write) may_copy_on_write_ = false;
+  if (!open_ || buffer_->pool()->traits().kernel_copies_on_write) may_copy_on_write_ = false;
   if (may_copy_on_write_) {
     const ReleasedGil released;
     may_copy_on_write_ = buffer_->copy_on_write();
   }
-  const nb::handle wanted = closed_              ? classes.closed
+  const nb::handle wanted = !open_               ? classes.closed
                             : may_copy_on_write_ ? classes.copy_on_write
                                                  : classes.open;
   if (self.type().is(wanted)) return;
@@ -439,12 +439,12 @@ void TensorCore::record_stream(Stream stream) {
 }
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
-  if (closed_) return;
+  if (!open_) return;
   refuse_in_forked_child("VTensor.close");
   mutex_.lock("VTensor.close");
   const std::unique_ptr<OperationMutex, void (*)(OperationMutex*)> unlock(
       &mutex_, [](OperationMutex* mutex) { mutex->unlock(); });
-  if (closed_) return;
+  if (!open_) return;
   const Caller caller = this->caller("VTensor.close", stream);
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());
   const Undressed undressed(*this, self);
@@ -458,7 +458,7 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
 
 // Releases the buffer and the pool. The tensor must be detached from its storage.
 void TensorCore::leave(nb::handle self) {
-  closed_ = true;
+  open_ = false;
   positions_ = {};
   dress(self);
   const std::shared_ptr<Buffer> left = std::move(buffer_);

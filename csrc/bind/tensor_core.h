@@ -81,11 +81,11 @@ class TensorCore {
   // Records that work in `stream` uses the tensor. Its pages are unmapped only after that work.
   void record_stream(Stream stream);
 
-  bool closed() const { return closed_; }
+  bool closed() const { return !open_; }
   std::size_t length() const { return positions_.size(); }
   std::size_t capacity() const { return spec_.capacity; }
   const TensorSpec& spec() const { return spec_; }
-  Address address() const { return closed_ ? 0 : buffer_->address_of(0, positions_.begin); }
+  Address address() const { return open_ ? buffer_->address_of(0, positions_.begin) : 0; }
   const std::shared_ptr<Buffer>& buffer() const { return buffer_; }
 
  private:
@@ -123,7 +123,7 @@ class TensorCore {
   nb::object storage_;           // the tensor's
   Interval published_;           // slots under storage_
   std::size_t stale_until_ = 0;  // positions below this may hold bytes that growth must not show
-  bool closed_ = false;
+  bool open_ = true;
   bool may_copy_on_write_ = false;  // whether a page may be shared and a write to it fault
   OperationMutex mutex_;
   TensorFacts facts_;  // from the last is_ours(), under mutex_
