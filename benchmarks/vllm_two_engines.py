@@ -67,7 +67,12 @@ def main() -> None:
         print(f"{name:50s} {value:10,.3f}")
     if arguments.out:
         machine = f"{platform.machine()}, {os.cpu_count()} cores, no GPU"
-        content = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "figures": figures, "bursts": seconds}
+        content = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": machine,
+            "figures": figures,
+            "bursts": seconds,
+        }
         arguments.out.write_text(json.dumps(content))
 
 

@@ -82,7 +82,12 @@ def count(core: _core.CacheCore, layout: CacheLayout, pool: Pool) -> KVCacheStat
     counts = core.counts()
     states, lengths = core.states, core.lengths
     pages, size = counts.pages, pool.page_size
-    live = sum(layout.nbytes(n, core.begins(slot)) for slot, n in enumerate(lengths) if n)
+    begins = [core.begins(slot) for slot in range(len(lengths))]
+    live = sum(
+        row_group.rows * row_group.item_bytes * max(0, length - begins[slot][at])
+        for at, row_group in enumerate(layout.row_groups)
+        for slot, length in enumerate(core.lengths_here(at))
+    )
     return KVCacheStats(
         page_size=size,
         slots_used=states.count(USED),

@@ -35,10 +35,11 @@ class RowContent(NamedTuple):
 
 @dataclass
 class RowGroup:
-    """Rows with the same bytes per token and the same window."""
+    """Rows with the same bytes per token and the same window, of one band."""
 
     item_bytes: int  # of one token in one row
     window: int  # tokens; 0 means all
+    band: int  # of its layers
     rows: int = 0
     contents: list[RowContent] = field(default_factory=list)  # of the rows, in their order
 
@@ -48,18 +49,12 @@ class CacheLayout:
     num_layers: int
     row_groups: list[RowGroup]
     layers: list[tuple[Place, Place | None]]
+    bands: list[range]  # their layers
 
     @property
     def ranges(self) -> int:
         """Rows of a slot."""
         return sum(row_group.rows for row_group in self.row_groups)
-
-    def nbytes(self, length: int, begins: Sequence[int]) -> int:
-        """Bytes of a slot's tokens: in each row group, those from its entry in ``begins`` to ``length``."""
-        return sum(
-            row_group.rows * row_group.item_bytes * (length - begin)
-            for row_group, begin in zip(self.row_groups, begins, strict=True)
-        )
 
     def page_tokens(self, page_size: int) -> int:
         """Tokens in a page of the row group with the largest tokens; at least 1."""
@@ -109,11 +104,12 @@ def layout_of(
     layer_group: int,
     layout: str,
     windows: Sequence[int | None] | None,
+    bands: int,
     dtype: torch.dtype,
 ) -> CacheLayout:
     """The layout of a cache. Groups layers of the same window, in order, ``layer_group`` at a time.
 
-    The last group of a window may be smaller.
+    The last group of a window may be smaller. Each of the ``bands`` has neighbouring layers.
 
     Raises:
         InvalidArgument: if a size, ``layout``, a window or ``dtype`` is not valid.
@@ -125,6 +121,7 @@ def layout_of(
         ("head_dim", head_dim, 1),
         ("value_head_dim", value_dim, 0),
         ("layer_group", layer_group, 1),
+        ("bands", bands, 1),
     ):
         if integer("KVCache", name, size) < least:
             raise InvalidArgument(f"[KVCache] {name} is {size}: it must be at least {least}")
@@ -154,15 +151,16 @@ def layout_of(
         raise InvalidArgument(f"[KVCache] dtype is {dtype}: give a floating-point one, or an 8-bit integer")
 
     item = dtype.itemsize
-    row_groups: dict[tuple[int, int], int] = {}
-    result = CacheLayout(num_layers, [], [])
+    row_groups: dict[tuple[int, int, int], int] = {}
+    result = CacheLayout(num_layers, [], [], _bands(num_layers, layer_group, bands, len(set(window_of)) > 1))
     places: dict[int, tuple[Place, Place | None]] = {}
 
     def place(group: list[int], values: bool, window: int) -> list[Place]:
         dim = value_dim if values else head_dim
         per_head = layout == "HND"
         width = dim * item * (1 if per_head else num_kv_heads)
-        key = (width * len(group), window)
+        band = next(number for number, layers in enumerate(result.bands) if group[0] in layers)
+        key = (width * len(group), window, band)
         row_group = row_groups.setdefault(key, len(row_groups))
         if row_group == len(result.row_groups):
             result.row_groups.append(RowGroup(*key))
@@ -181,3 +179,20 @@ def layout_of(
             places.update(zip(group, zip(keys, values, strict=True), strict=True))
     result.layers = [places[layer] for layer in range(num_layers)]
     return result
+
+
+def _bands(num_layers: int, layer_group: int, bands: int, windows_differ: bool) -> list[range]:
+    """Neighbouring layers, as evenly as their groups allow."""
+    if bands > 1 and layer_group > 1 and windows_differ:
+        raise InvalidArgument(
+            "[KVCache] bands= with layers of several windows takes layer_group=1: layers that share a page "
+            "are then no neighbours"
+        )
+    groups = -(-num_layers // layer_group)
+    if bands > groups:
+        raise InvalidArgument(
+            f"[KVCache] bands is {bands}: {num_layers} layers, {layer_group} of which share a page, make at "
+            f"most {groups}"
+        )
+    ends = [min(num_layers, groups * (band + 1) // bands * layer_group) for band in range(bands)]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]

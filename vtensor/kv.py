@@ -51,6 +51,9 @@ class KVCache:
         value_head_dim: 0 for a cache without V (MLA's latent in K).
         windows: for each layer None (full attention), or the tokens that its sliding window sees: pages
             before those go back to the pool as the window moves.
+        bands: groups of neighbouring layers that can grow, leave and come back apart, so that a prompt which
+            is computed layer by layer needs room for few of them at a time (LayerKV, arXiv 2410.00428).
+            Where nothing names ``bands=``, they are one.
         lookahead: tokens for which pages are kept ready behind each length by the pool's mapper, so that
             :meth:`step` makes no driver call; a few steps' worth.
         tile: the most tokens that kernels read in one go: ``tile - 1`` behind each length are mapped too, and
@@ -78,6 +81,7 @@ class KVCache:
         layout: Literal["NHD", "HND"] = "NHD",
         value_head_dim: int | None = None,
         windows: Sequence[int | None] | None = None,
+        bands: int = 1,
         lookahead: int = 0,
         tile: int | None = None,
         pool: Pool | None = None,
@@ -102,7 +106,7 @@ class KVCache:
             "KVCache", "dtype", torch.get_default_dtype() if dtype is None else dtype, torch.dtype
         )
         self._layout: CacheLayout = layout_of(
-            num_layers, num_kv_heads, head_dim, value_head_dim, layer_group, layout, windows, dtype
+            num_layers, num_kv_heads, head_dim, value_head_dim, layer_group, layout, windows, bands, dtype
         )
         self._pool = pool
         core = pool._open_core("KVCache")
@@ -114,7 +118,7 @@ class KVCache:
             tile=tile,
             lookahead=lookahead,
             row_groups=[
-                (row_group.contents, row_group.item_bytes, row_group.window)
+                (row_group.contents, row_group.item_bytes, row_group.window, row_group.band)
                 for row_group in self._layout.row_groups
             ],
         )
@@ -151,7 +155,7 @@ class KVCache:
         ids = None if tokens is None else token_ids("KVCache.alloc", tokens)
         return CacheCore.alloc(self._core, expect, ids, checked_salt("KVCache.alloc", salt))
 
-    def step(self, lengths: Sequence[int] | torch.Tensor) -> bool:
+    def step(self, lengths: Sequence[int] | torch.Tensor, *, bands: Iterable[int] | None = None) -> bool:
         """Makes the first ``lengths[slot]`` tokens of each slot ready to be written and read.
 
         One batch of driver calls for all slots and layers, or none where their pages are ready. Where memory
@@ -160,13 +164,14 @@ class KVCache:
         Args:
             lengths: ``[max_batch]`` integers on the CPU; 0 for slots that are free or swapped out. They do
                 not shrink: :meth:`truncate` does that.
+            bands: of layers, the others keep their lengths; all unless given.
 
         Returns:
             False where memory is short: nothing was changed then, and the same call works once a slot was
             freed, swapped out or truncated.
 
         Raises:
-            InvalidArgument: lengths that shrink, or of slots that are not in use.
+            InvalidArgument: lengths that shrink, or of slots or bands that are not here.
             CapacityExceeded: a length above ``max_len``.
             DriverError, TimedOut, Closed: nothing was changed.
         """
@@ -174,11 +179,13 @@ class KVCache:
         if type(lengths) is not list:
             lengths = self._as_list("KVCache.step", lengths)
         try:
-            return CacheCore.step(self._core, lengths)
+            if bands is None:
+                return CacheCore.step(self._core, lengths)
+            return CacheCore.step(self._core, lengths, self._bands("KVCache.step", bands))
         except TypeError:
             raise self._no_lengths("KVCache.step", lengths) from None
 
-    def fits(self, lengths: Sequence[int] | torch.Tensor) -> bool:
+    def fits(self, lengths: Sequence[int] | torch.Tensor, *, bands: Iterable[int] | None = None) -> bool:
         """Whether ``step(lengths)`` would be granted now, and before it the :meth:`swap_in` of slots that are
         swapped out. Changes nothing, where a step that is refused has given up the prefixes that no request
         uses.
@@ -190,6 +197,7 @@ class KVCache:
         Args:
             lengths: as for :meth:`step`; of a slot that is swapped out also 0, or at least as many tokens as
                 it has.
+            bands: as for :meth:`step`; of one that is swapped out, the pages to have it back are counted.
 
         Raises:
             InvalidArgument, CapacityExceeded: as :meth:`step` does.
@@ -197,7 +205,7 @@ class KVCache:
         if type(lengths) is not list:
             lengths = self._as_list("KVCache.fits", lengths)
         try:
-            return CacheCore.fits(self._core, lengths)
+            return CacheCore.fits(self._core, lengths, self._bands("KVCache.fits", bands))
         except TypeError:
             raise self._no_lengths("KVCache.fits", lengths) from None
 
@@ -239,9 +247,26 @@ class KVCache:
         length = self._count("KVCache.truncate", "length", length)
         CacheCore.truncate(self._core, slot, length, stream_handle("KVCache.truncate", stream))
 
-    def length(self, slot: int) -> int:
-        """Tokens of a slot; of a swapped one, those it will have again. 0 where it is free."""
-        return CacheCore.length(self._core, self._slot("KVCache.length", slot))
+    def length(self, slot: int, band: int | None = None) -> int:
+        """Tokens of a slot; of a swapped one, those it will have again. 0 where it is free.
+
+        Args:
+            slot: its number.
+            band: of layers; the least of all unless given.
+        """
+        slot = self._slot("KVCache.length", slot)
+        named = self._bands("KVCache.length", None if band is None else [band])
+        return CacheCore.length(self._core, slot, named[0] if named else None)
+
+    @property
+    def bands(self) -> list[range]:
+        """The layers of each band."""
+        return list(self._layout.bands)
+
+    def bands_away(self, slot: int) -> list[int]:
+        """Bands of a slot in use that are swapped out."""
+        away = CacheCore.away(self._core, self._slot("KVCache.bands_away", slot))
+        return [band for band, is_away in enumerate(away) if is_away]
 
     @property
     def lengths(self) -> list[int]:
@@ -396,25 +421,35 @@ class KVCache:
 
     # -- swapping
 
-    def swap_out(self, slot: int | Sequence[int]) -> None:
+    def swap_out(self, slot: int | Sequence[int], *, bands: Iterable[int] | None = None) -> None:
         """Moves requests to host memory, behind the work launched so far. It returns at once; their pages go
         back to the pool once they are copied. Requests that are named together and share pages share them
         again afterwards, and are copied once.
 
+        With ``bands`` the requests stay in use, without what these layers have. What such a band shared is
+        its own once it is back.
+
+        Args:
+            slot: of a request, or several.
+            bands: of layers; all of them, whole requests, unless given.
+
         Raises:
-            InvalidArgument: a slot is free or swapped out already.
+            InvalidArgument: a slot is free, or a slot or band swapped out already; whole requests whose bands
+                differ.
             OutOfPages: the host has no memory for them; nothing was changed.
         """
         slots = slot if isinstance(slot, Iterable) else [slot]
-        CacheCore.swap_out(self._core, [self._slot("KVCache.swap_out", one) for one in slots])
+        numbers = [self._slot("KVCache.swap_out", one) for one in slots]
+        CacheCore.swap_out(self._core, numbers, self._bands("KVCache.swap_out", bands))
 
-    def swap_in(self, slot: int | Sequence[int]) -> bool:
+    def swap_in(self, slot: int | Sequence[int], *, bands: Iterable[int] | None = None) -> bool:
         """Gives swapped requests their pages back, at the same addresses, and starts copying, layer by layer.
         Before the work of a layer, :meth:`wait` for it. Requests that are named together come back all or
         none, and share again the pages that they shared.
 
         Args:
             slot: of a request that is swapped out, or several.
+            bands: that were swapped out by themselves; whole requests unless given.
 
         Returns:
             False where memory is short: all of them stay swapped out. :meth:`fits` tells before.
@@ -423,7 +458,8 @@ class KVCache:
             InvalidArgument: one of them is not swapped out, or is named twice.
         """
         slots = slot if isinstance(slot, Iterable) else [slot]
-        return CacheCore.swap_in(self._core, [self._slot("KVCache.swap_in", one) for one in slots])
+        numbers = [self._slot("KVCache.swap_in", one) for one in slots]
+        return CacheCore.swap_in(self._core, numbers, self._bands("KVCache.swap_in", bands))
 
     def wait(self, slot: int, layer: int | None = None) -> None:
         """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
@@ -559,6 +595,18 @@ class KVCache:
                 f"[{operation}] slot {number}: the cache has slots 0 to {self.max_batch - 1}"
             )
         return number
+
+    def _bands(self, operation: str, bands: Iterable[int] | None) -> list[int] | None:
+        if bands is None:
+            return None
+        if isinstance(bands, (str, bytes)) or not isinstance(bands, Iterable):
+            raise InvalidArgument(f"[{operation}] bands is {bands!r}: give their numbers, such as [0]")
+        numbers = [self._count(operation, "a band", band) for band in bands]
+        if not numbers or max(numbers) >= len(self._layout.bands):
+            raise InvalidArgument(
+                f"[{operation}] bands is {numbers}: name some of 0 to {len(self._layout.bands) - 1}"
+            )
+        return numbers
 
     def _count(self, operation: str, name: str, value: int) -> int:
         try:

@@ -41,6 +41,7 @@ namespace {
 constexpr int kCudaDevice = 2;  // as DLPack numbers them
 
 using Lengths = std::vector<std::int64_t>;
+using Bands = std::optional<std::vector<std::size_t>>;  // all unless given
 // The fields of RowContent.
 using Content = std::tuple<std::vector<std::size_t>, bool, std::size_t>;
 
@@ -65,18 +66,23 @@ class CacheCore {
     *view_ = {};
   }
 
-  bool step(const Lengths& lengths) {
+  bool step(const Lengths& lengths, const Bands& bands) {
     const Operation operation(*this, "KVCache.step");
+    if (bands) {
+      return run_if_it_fits("KVCache.step", [&](const Caller& caller) {
+        cache_->step_bands(caller, lengths, *bands);
+      });
+    }
     if (cache_->step_within(caller("KVCache.step"), lengths)) return true;
     return run_if_it_fits("KVCache.step",
                           [&](const Caller& caller) { cache_->step(caller, lengths); });
   }
 
-  bool fits(const Lengths& lengths) {
+  bool fits(const Lengths& lengths, const Bands& bands) {
     const Operation operation(*this, "KVCache.fits");
     const Caller asking = caller("KVCache.fits");
     const ReleasedGil released;
-    return cache_->fits(asking, lengths);
+    return cache_->fits(asking, lengths, bands.value_or(std::vector<std::size_t>()));
   }
 
   bool waits_for_others(const Lengths& lengths) {
@@ -162,20 +168,23 @@ class CacheCore {
     cache_->use({"KVCache.record_stream", caller("KVCache.record_stream", stream).stream});
   }
 
-  void swap_out(const std::vector<std::size_t>& slots) {
+  void swap_out(const std::vector<std::size_t>& slots, const Bands& bands) {
     const Operation operation(*this, "KVCache.swap_out");
     const bool pinned = pool_->traits().device.type == kCudaDevice;
     run("KVCache.swap_out", {}, [&](const Caller& caller) {
-      cache_->swap_out(caller, slots, [&](std::size_t bytes) {
+      const AllocateHost allocate = [&](std::size_t bytes) {
         return allocate_host_memory(caller.operation, bytes, pinned);
-      });
+      };
+      bands ? cache_->swap_out_bands(caller, slots, *bands, allocate)
+            : cache_->swap_out(caller, slots, allocate);
     });
   }
 
-  bool swap_in(const std::vector<std::size_t>& slots) {
+  bool swap_in(const std::vector<std::size_t>& slots, const Bands& bands) {
     const Operation operation(*this, "KVCache.swap_in");
-    return run_if_it_fits("KVCache.swap_in",
-                          [&](const Caller& caller) { cache_->swap_in(caller, slots); });
+    return run_if_it_fits("KVCache.swap_in", [&](const Caller& caller) {
+      bands ? cache_->swap_in_bands(caller, slots, *bands) : cache_->swap_in(caller, slots);
+    });
   }
 
   // Waits outside the operation, so that other threads can use the cache. Ctrl-C ends the wait.
@@ -188,7 +197,7 @@ class CacheCore {
       const Operation operation(*this, "KVCache.wait");
       pool = pool_;
       copied = cache_->copies(slot, layer);
-      leaves = cache_->state(slot) == SlotState::swapped;
+      leaves = cache_->is_away(slot, layer);
       asking = caller("KVCache.wait");
     }
     if (pool->traits().asynchronous && !leaves) {
@@ -250,7 +259,25 @@ class CacheCore {
       states.push_back(static_cast<int>(cache->state(slot)));
     return states;
   }
-  std::size_t length(std::size_t slot) { return read()->length(slot); }
+  // Tokens of a row group that have pages, of each slot.
+  Lengths lengths_here(std::size_t group) {
+    const Reading cache = read();
+    Lengths lengths;
+    for (std::size_t slot = 0; slot < cache->shape().slots; ++slot)
+      lengths.push_back(cache->length_here(slot, group));
+    return lengths;
+  }
+  std::size_t length(std::size_t slot, std::optional<std::size_t> band) {
+    const Reading cache = read();
+    return band ? cache->band_length(slot, *band) : cache->length(slot);
+  }
+  std::vector<bool> away(std::size_t slot) {
+    const Reading cache = read();
+    std::vector<bool> away;
+    for (std::size_t band = 0; band < cache->shape().bands; ++band)
+      away.push_back(cache->is_band_away(slot, band));
+    return away;
+  }
   std::size_t unit() { return read()->unit(); }
 
   SlotCacheCounts counts() {
@@ -428,16 +455,19 @@ void bind_slot_cache(nb::module_& module) {
   nb::class_<SlotRange>(module, "SlotRange");
 
   const auto no_stream = nb::arg("stream") = nb::none();
+  const auto no_bands = nb::arg("bands") = nb::none();
   nb::class_<CacheCore>(module, "CacheCore")
       .def(
           "__init__",
           [](CacheCore* core, const std::shared_ptr<PagePool>& pool, std::size_t slots,
              std::size_t max_length, std::size_t tile, std::size_t lookahead,
-             const std::vector<std::tuple<std::vector<Content>, std::size_t, std::size_t>>&
-                 row_groups) {
+             const std::vector<std::tuple<std::vector<Content>, std::size_t, std::size_t,
+                                          std::size_t>>& row_groups) {
             SlotCacheShape shape{slots, max_length, tile, lookahead, {}};
-            for (const auto& [contents, item_bytes, window] : row_groups) {
-              RowGroup& group = shape.row_groups.emplace_back(RowGroup{0, item_bytes, window});
+            for (const auto& [contents, item_bytes, window, band] : row_groups) {
+              RowGroup& group =
+                  shape.row_groups.emplace_back(RowGroup{0, item_bytes, window, {}, band});
+              shape.bands = std::max(shape.bands, band + 1);
               for (const auto& [layers, values, heads] : contents)
                 group.rows += group.contents.emplace_back(RowContent{layers, values, heads}).rows();
             }
@@ -445,8 +475,8 @@ void bind_slot_cache(nb::module_& module) {
           },
           nb::arg("pool"), nb::arg("slots"), nb::arg("max_length"), nb::arg("tile"),
           nb::arg("lookahead"), nb::arg("row_groups"))
-      .def("step", &CacheCore::step)
-      .def("fits", &CacheCore::fits)
+      .def("step", &CacheCore::step, nb::arg("lengths"), no_bands)
+      .def("fits", &CacheCore::fits, nb::arg("lengths"), no_bands)
       .def("waits_for_others", &CacheCore::waits_for_others)
       .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
            nb::arg("salt") = "")
@@ -458,14 +488,16 @@ void bind_slot_cache(nb::module_& module) {
       .def("unshare", &CacheCore::unshare)
       .def("begin_write", &CacheCore::begin_write)
       .def("record_stream", &CacheCore::record_stream, no_stream)
-      .def("swap_out", &CacheCore::swap_out)
-      .def("swap_in", &CacheCore::swap_in)
+      .def("swap_out", &CacheCore::swap_out, nb::arg("slots"), no_bands)
+      .def("swap_in", &CacheCore::swap_in, nb::arg("slots"), no_bands)
       .def("wait", &CacheCore::wait, nb::arg("slot"), nb::arg("layer") = nb::none())
       .def("await_arrivals", &CacheCore::await_arrivals)
       .def("begins", &CacheCore::begins)
       .def("storage", &CacheCore::storage, nb::arg("row_group"), nb::arg("cache"))
       .def("row_bytes", &CacheCore::row_bytes)
-      .def("length", &CacheCore::length)
+      .def("length", &CacheCore::length, nb::arg("slot"), nb::arg("band") = nb::none())
+      .def("lengths_here", &CacheCore::lengths_here)
+      .def("away", &CacheCore::away)
       .def("counts", &CacheCore::counts)
       .def("pages", &CacheCore::pages)
       .def("close", &CacheCore::close, no_stream)

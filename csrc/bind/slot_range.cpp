@@ -17,7 +17,7 @@ constexpr const char* kMark = "_vtensor_slot_range";  // an attribute of a stora
 }  // namespace
 
 SlotRange::SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t group, nb::object cache)
-    : view_(std::move(view)), cache_(std::move(cache)) {
+    : view_(std::move(view)), cache_(std::move(cache)), group_(group) {
   const SlotCacheShape& shape = view_->cache->shape();
   const Buffer& range = *view_->cache->range(group);
   begin_ = range.range().base();
@@ -59,19 +59,24 @@ std::optional<SlotRows> SlotRange::rows(const dlpack::Tensor& tensor,
 std::optional<SlotRange::Missing> SlotRange::missing(const SlotRows& rows, const Needed& needed,
                                                      nb::handle cache) const {
   const auto& [lengths, added, index, count] = needed;
-  const auto first_missing = [&](std::span<const std::int64_t> has) -> std::optional<Missing> {
+  const auto first_missing = [&](auto length_of) -> std::optional<Missing> {
     for (std::size_t i = 0; i < count; ++i) {
       if (lengths.size() > 1 && i >= lengths.size()) break;
       const std::size_t slot = rows.slot(index.empty() ? i : static_cast<std::size_t>(index[i]));
       const std::int64_t tokens = rows.tokens(lengths[lengths.size() == 1 ? 0 : i] + added);
-      if (tokens > has[slot]) return Missing{slot, tokens, has[slot]};
+      const std::int64_t has = length_of(slot);
+      if (tokens > has) return Missing{slot, tokens, has};
     }
     return {};
   };
   // If another thread is inside an operation, waits for it.
-  if (!view_->mutex->try_lock())
-    return first_missing(nb::cast<std::vector<std::int64_t>>(cache.attr("lengths")));
-  std::optional<Missing> found = first_missing(view_->cache->lengths());
+  if (!view_->mutex->try_lock()) {
+    const auto here =
+        nb::cast<std::vector<std::int64_t>>(cache.attr("_core").attr("lengths_here")(group_));
+    return first_missing([&](std::size_t slot) { return here[slot]; });
+  }
+  std::optional<Missing> found =
+      first_missing([&](std::size_t slot) { return view_->cache->length_here(slot, group_); });
   view_->mutex->unlock();
   return found;
 }

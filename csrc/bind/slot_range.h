@@ -74,7 +74,7 @@ class SlotRange {
   std::shared_ptr<const SlotCacheView> view_;
   nb::object cache_;  // a weak reference
   Address begin_;
-  std::size_t slots_, row_bytes_, item_bytes_;
+  std::size_t group_, slots_, row_bytes_, item_bytes_;
 };
 
 }  // namespace vtensor::bind

@@ -38,7 +38,7 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
     : pool_(pool),
       shape_(with_all_contents(std::move(shape))),
       slots_(shape_.slots),
-      now_(std::make_shared<SlotsNow>(shape_.slots)),
+      now_(std::make_shared<SlotsNow>(shape_.slots, shape_.bands)),
       lengths_(now_->lengths),
       states_(now_->states),
       room_(shape_.slots),
@@ -53,6 +53,18 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
     slot.begins.resize(shape_.row_groups.size());
   }
   row_groups_.reserve(shape_.row_groups.size());
+  groups_of_.resize(shape_.bands);
+  for (std::size_t i = 0; i < shape_.row_groups.size(); ++i) {
+    const RowGroup& group = shape_.row_groups[i];
+    all_groups_.push_back(i);
+    groups_of_[group.band].push_back(i);
+    for (const RowContent& content : group.contents) {
+      for (const std::size_t layer : content.layers) {
+        band_of_.resize(std::max(band_of_.size(), layer + 1));
+        band_of_[layer] = group.band;
+      }
+    }
+  }
   try {
     for (const RowGroup& group : shape_.row_groups) {
       const auto rows = checked_multiply(group.rows, shape_.slots);
@@ -147,24 +159,26 @@ void SlotCache::require_lengths(const Caller& caller, std::span<const std::int64
                           text(slots_.size()) +
                           " slots: give one for each slot, 0 where it is not in use");
   }
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    const std::int64_t length = lengths[slot], now = lengths_[slot];
-    if (length == now) continue;
-    const std::string what = operation + "slot " + text(slot) + " ";
-    if (length > static_cast<std::int64_t>(shape_.max_length)) {
-      throw CapacityExceeded(what + "is to have " + std::to_string(length) +
-                             " tokens, max_len is " + text(shape_.max_length) +
-                             ": make the cache with a larger max_len=");
-    }
-    if (states_[slot] == SlotState::free)
-      throw InvalidArgument(what + "is free: its length must be 0");
-    if (states_[slot] == SlotState::swapped)
-      throw InvalidArgument(what + "is swapped out: its length must be 0 until swap_in");
-    if (length < now) {
-      throw InvalidArgument(what + "has " + std::to_string(now) + " tokens and is to have " +
-                            std::to_string(length) +
-                            ": lengths do not shrink by a step; call truncate(slot, length)");
-    }
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot)
+    require_length(caller, slot, lengths[slot], lengths_[slot]);
+}
+
+void SlotCache::require_length(const Caller& caller, std::size_t slot, std::int64_t length,
+                               std::int64_t now) const {
+  if (length == now) return;
+  const std::string what = "[" + std::string(caller.operation) + "] slot " + text(slot) + " ";
+  if (length > static_cast<std::int64_t>(shape_.max_length)) {
+    throw CapacityExceeded(what + "is to have " + std::to_string(length) + " tokens, max_len is " +
+                           text(shape_.max_length) + ": make the cache with a larger max_len=");
+  }
+  if (states_[slot] == SlotState::free)
+    throw InvalidArgument(what + "is free: its length must be 0");
+  if (states_[slot] == SlotState::swapped)
+    throw InvalidArgument(what + "is swapped out: its length must be 0 until swap_in");
+  if (length < now) {
+    throw InvalidArgument(what + "has " + std::to_string(now) + " tokens and is to have " +
+                          std::to_string(length) +
+                          ": lengths do not shrink by a step; call truncate(slot, length)");
   }
 }
 
@@ -198,10 +212,17 @@ bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> 
 
 void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths)) require_lengths(caller, lengths);
+  for (const std::size_t slot : due_) {
+    for (std::size_t band = 0; band < slots_[slot].bands.size(); ++band) {
+      require_here(caller, slot, band);
+      require_length(caller, slot, lengths[slot], slots_[slot].bands[band].length);
+    }
+  }
   settle_copies();
   use(caller);
   if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);
-  for (const std::size_t slot : due_) forget_heads(caller, slot);
+  for (const std::size_t slot : due_) forget_heads(caller, slot, all_groups_);
+  for (const std::size_t slot : due_) slots_[slot].bands.clear();
   std::copy(lengths.begin(), lengths.end(), lengths_.begin());
   look_further(due_);
 }
@@ -233,9 +254,9 @@ void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths
   std::vector<Buffer::Growth> growths;
   growths.reserve(due_.size() * row_groups_.size());
   for (const std::size_t slot : due_) {
-    const auto before = static_cast<std::size_t>(lengths_[slot]);
     const auto length = static_cast<std::size_t>(lengths[slot]);
     for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+      const auto before = static_cast<std::size_t>(length_here(slot, group));
       growths.push_back({slots_[slot].buffers[group].get(), needed(group, slot, length),
                          Interval{before, length}});
     }
@@ -244,10 +265,11 @@ void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths
 }
 
 // Gives back the pages before what windows can see from the present length on.
-void SlotCache::forget_heads(const Caller& caller, std::size_t slot) {
-  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+void SlotCache::forget_heads(const Caller& caller, std::size_t slot,
+                             std::span<const std::size_t> groups) {
+  for (const std::size_t group : groups) {
     const std::size_t begin =
-        row_groups_[group].shape.first_seen(static_cast<std::size_t>(lengths_[slot]));
+        row_groups_[group].shape.first_seen(static_cast<std::size_t>(length_here(slot, group)));
     Buffer& buffer = *slots_[slot].buffers[group];
     std::size_t& kept = slots_[slot].begins[group];
     if (page_of(row_groups_[group], begin) <= page_of(row_groups_[group], kept)) continue;
@@ -263,6 +285,10 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
   const PoolLock lock(pool_);
   for (const std::size_t slot : slots) {
     const auto length = static_cast<std::size_t>(lengths_[slot]);
+    if (!slots_[slot].bands.empty()) {
+      room_[slot] = lengths_[slot];
+      continue;
+    }
     const std::size_t end = std::min(shape_.max_length, length + tail() + shape_.lookahead);
     std::size_t room = shape_.max_length;
     for (std::size_t group = 0; group < row_groups_.size(); ++group) {
@@ -307,8 +333,8 @@ void SlotCache::free(const Caller& caller, std::size_t slot) {
 // for.
 void SlotCache::require_arrived(const Caller& caller, std::size_t slot) {
   settle_copies();
-  if (slots_[slot].arriving == nullptr) return;
-  const FencePtr fence = copies(slot, {});
+  if (slots_[slot].arriving.empty()) return;
+  const FencePtr fence = last_arrival(slot);
   if (wait_for(pool_->driver(), fence, pool_->options().patience)) return;
   throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
                  seconds_text(pool_->options().patience) + ": slot " + text(slot) +
@@ -319,8 +345,9 @@ void SlotCache::leave(std::size_t slot) noexcept {
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
   states_[slot] = SlotState::free;
   slots_[slot].tokens.clear();
-  slots_[slot].arriving = nullptr;
+  slots_[slot].arriving.clear();
   if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
+  forget_bands(slot);
   std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
   lengths_[slot] = room_[slot] = 0;
   settling_.push_back(slot);
@@ -343,9 +370,12 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
                             "compute it again");
     }
   }
-  if (length == static_cast<std::size_t>(lengths_[slot])) return;
+  std::vector<Band>& bands = slots_[slot].bands;
+  if (length == static_cast<std::size_t>(lengths_[slot]) && bands.empty()) return;
   await_arrival(caller, slot);
+  for (Band& band : bands) band.length = static_cast<std::int64_t>(length);
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+    if (is_band_away(slot, row_groups_[group].shape.band)) continue;
     if (length == 0) slots_[slot].begins[group] = 0;
     Buffer& buffer = *slots_[slot].buffers[group];
     Interval kept = needed(group, slot, length);
@@ -353,13 +383,14 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
     buffer.retract(caller, kept, length + tail() + shape_.lookahead);
   }
   lengths_[slot] = static_cast<std::int64_t>(length);
+  settle_bands(slot);
   std::vector<Token>& tokens = slots_[slot].tokens;
   tokens.resize(std::min(tokens.size(), length));
   look_further({&slot, 1});
 }
 
 std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot, std::size_t n) {
-  require_used(caller, slot);
+  require_together(caller, slot);
   require_free(caller, n);
   await_arrival(caller, slot);
   const auto length = static_cast<std::size_t>(lengths_[slot]);
@@ -397,7 +428,7 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
     throw InvalidArgument(operation + text(beams.size()) + " slots and " + text(sources.size()) +
                           " sources were given: give one source for each slot");
   }
-  for (const std::size_t slot : beams) require_used(caller, slot);
+  for (const std::size_t slot : beams) require_together(caller, slot);
   for (std::size_t i = 0; i < beams.size(); ++i) {
     if (std::count(beams.begin(), beams.end(), beams[i]) != 1)
       throw InvalidArgument(operation + "slot " + text(beams[i]) + " is named twice");
@@ -442,7 +473,9 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
 
 void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positions) {
   require_used(caller, slot);
-  const auto length = static_cast<std::size_t>(lengths_[slot]);
+  auto length = static_cast<std::size_t>(lengths_[slot]);
+  for (const Band& band : slots_[slot].bands)
+    length = std::max(length, static_cast<std::size_t>(band.length));
   if (positions.begin > positions.end || positions.end > length) {
     throw InvalidArgument("[" + std::string(caller.operation) + "] positions " +
                           text(positions.begin) + " to " + text(positions.end) + " of slot " +
@@ -451,7 +484,9 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
   await_arrival(caller, slot);
   std::vector<Buffer::Growth> growths;
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-    const Interval kept{std::max(positions.begin, slots_[slot].begins[group]), positions.end};
+    const Interval kept{
+        std::max(positions.begin, slots_[slot].begins[group]),
+        std::min(positions.end, static_cast<std::size_t>(length_here(slot, group)))};
     Buffer& buffer = *slots_[slot].buffers[group];
     if (!kept.empty()) growths.push_back({&buffer, buffer.positions(), kept});
   }
@@ -463,7 +498,9 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
 void SlotCache::require_kept(const Caller& caller, std::size_t group, std::size_t layer,
                              const Write& write) const {
   require_used(caller, write.slot);
-  const auto length = static_cast<std::size_t>(lengths_[write.slot]);
+  if (is_band_away(write.slot, row_groups_[group].shape.band))
+    require_here(caller, write.slot, row_groups_[group].shape.band);
+  const auto length = static_cast<std::size_t>(length_here(write.slot, group));
   const std::string what = "[" + std::string(caller.operation) + "] layer " + text(layer) +
                            ", slot " + text(write.slot) + ", tokens " +
                            text(write.positions.begin) + " to " + text(write.positions.end) + ": ";

@@ -43,6 +43,7 @@ struct RowGroup {
   std::size_t item_bytes = 0;             // of one position in one row
   std::size_t window = 0;                 // positions that are kept behind the length; 0: all
   std::vector<RowContent> contents = {};  // in their order; if empty, K of layer 0 in each
+  std::size_t band = 0;                   // which its layers belong to
 
   // Where what the window can still see begins, for queries behind `length` positions.
   std::size_t first_seen(std::size_t length) const {
@@ -59,6 +60,7 @@ struct SlotCacheShape {
   std::size_t tile = 1;
   std::size_t lookahead = 0;  // positions kept ready behind the length, by the mapper
   std::vector<RowGroup> row_groups;
+  std::size_t bands = 1;  // of layers; those of one grow, leave and come back together
 };
 
 // Memory of the host, as long as it has a holder.
@@ -90,10 +92,24 @@ class SlotCache {
   const SlotCacheShape& shape() const { return shape_; }
   // The buffer whose range a row group's rows lie in: row r of slot s at its row r * slots + s.
   const std::shared_ptr<Buffer>& range(std::size_t group) const { return row_groups_[group].range; }
+  // Of a slot whose bands differ, the least that one of them has.
   std::span<const std::int64_t> lengths() const { return lengths_; }
   SlotState state(std::size_t slot) const { return states_[slot]; }
   // Positions of a swapped slot; of others, its length.
   std::size_t length(std::size_t slot) const;
+  // The same of one band.
+  std::size_t band_length(std::size_t slot, std::size_t band) const;
+  // Whether the band, but not the whole slot, is in host memory.
+  bool is_band_away(std::size_t slot, std::size_t band) const {
+    return !slots_[slot].bands.empty() && slots_[slot].bands[band].swapped != nullptr;
+  }
+  // Positions of a row group that have pages.
+  std::int64_t length_here(std::size_t slot, std::size_t group) const {
+    const std::vector<Band>& bands = slots_[slot].bands;
+    if (bands.empty()) return lengths_[slot];
+    const Band& band = bands[row_groups_[group].shape.band];
+    return band.swapped == nullptr ? band.length : 0;
+  }
 
   // A free slot of length 0: the one whose cached pages fit a request of `expected` positions best;
   // where that is 0, the one with most. Throws NoFreeSlot, and TimedOut where none becomes ready.
@@ -106,10 +122,15 @@ class SlotCache {
   // refuses, pages that were shared may have been copied; nothing else has changed. Throws
   // OutOfPages, InvalidArgument, CapacityExceeded.
   void step(const Caller& caller, std::span<const std::int64_t> lengths);
+  // The same for some bands of each slot; the others keep their lengths.
+  void step_bands(const Caller& caller, std::span<const std::int64_t> lengths,
+                  std::span<const std::size_t> bands);
   // Whether slots could have these lengths now: by a step, after a swap_in of those that are
-  // swapped out. Counts what the budget leaves and what would be given up for them; gives nothing
-  // up. `alone`: as if the other pools of a shared budget held nothing.
-  bool fits(const Caller& caller, std::span<const std::int64_t> lengths, bool alone = false);
+  // swapped out; of all bands, or if any are named of these. Counts what the budget leaves and what
+  // would be given up for them; gives nothing up. `alone`: as if the other pools of a shared budget
+  // held nothing.
+  bool fits(const Caller& caller, std::span<const std::int64_t> lengths,
+            std::span<const std::size_t> bands = {}, bool alone = false);
   // Whether nothing but what other pools of a shared budget hold is in the way.
   bool waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths);
   // As `step`, if no slot needs another page. False, and nothing is done, if one does.
@@ -155,12 +176,21 @@ class SlotCache {
   // Gives swapped slots pages again, at their addresses, and launches the copies, layer by layer:
   // all of them or none.
   void swap_in(const Caller& caller, std::span<const std::size_t> slots);
+  // Both of some bands, which go and come back each by itself and share nothing afterwards. The
+  // slots stay in use.
+  void swap_out_bands(const Caller& caller, std::span<const std::size_t> slots,
+                      std::span<const std::size_t> bands, const AllocateHost& allocate);
+  void swap_in_bands(const Caller& caller, std::span<const std::size_t> slots,
+                     std::span<const std::size_t> bands);
   // A point behind the copies of a slot: those that `layer` waits for, or all; null where there are
   // none.
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
   // A point behind the copies of all slots that come back; null where there are none.
   FencePtr arrivals();
-  // Returns once a swapped slot has given its pages back. Requires: its copies are over.
+  // Whether something that `layer` reads, or any layer, is in host memory.
+  bool is_away(std::size_t slot, std::optional<std::size_t> layer) const;
+  // Returns once what a slot has in host memory has given its pages back. Requires: its copies are
+  // over.
   void await_departure(const Caller& caller, std::size_t slot);
   // The first position that is kept, of each row group.
   const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
@@ -199,17 +229,28 @@ class SlotCache {
     std::shared_ptr<SwapGroup> group;
     FencePtr copied;
   };
-  // Copies on their way in, in the order of the layers.
+  // A copy on its way in, of what `layer` is the first to read.
   struct Arriving {
-    std::vector<std::size_t> layers;  // that read the first rows behind each fence
-    std::vector<FencePtr> fences;
+    std::size_t layer, band;
+    FencePtr over;
+  };
+  struct Band {
+    std::int64_t length = 0;
+    std::unique_ptr<Swapped> swapped;  // null while it is here
   };
   struct Slot {
     std::vector<std::shared_ptr<Buffer>> buffers;  // of each row group; null until first used
     std::vector<std::size_t> begins;               // first position that is kept, of each row group
-    std::vector<Token> tokens;           // those that the index knows it by, from position 0 on
-    std::unique_ptr<Swapped> swapped;    // where it is
-    std::unique_ptr<Arriving> arriving;  // null once nothing is on its way
+    std::vector<Token> tokens;         // those that the index knows it by, from position 0 on
+    std::unique_ptr<Swapped> swapped;  // where it is
+    std::vector<Arriving> arriving;    // in the order of their copies; empty once all are there
+    std::vector<Band> bands;           // empty while all are here and have the slot's length
+  };
+  // What goes to host memory, or comes back, by itself.
+  struct Part {
+    std::size_t slot;
+    std::span<const std::size_t> groups;
+    std::unique_ptr<Swapped> swapped;
   };
   // Bytes of one row of a slot.
   struct SlotBytes {
@@ -230,10 +271,20 @@ class SlotCache {
     std::size_t pages = 0;  // that are not mapped yet
     std::size_t ready = 0;  // that are, and are needed from then on
   };
-  Need need_of(std::span<const std::int64_t> lengths) const VT_LOCKED;
+  Need need_of(std::span<const std::int64_t> lengths, std::span<const std::size_t> bands) const
+      VT_LOCKED;
   std::size_t reclaimable(const PoolCounts& counts) VT_LOCKED;
   void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
+  void require_length(const Caller& caller, std::size_t slot, std::int64_t length,
+                      std::int64_t now) const;
   void require_used(const Caller& caller, std::size_t slot) const;
+  void require_named_once(const Caller& caller, std::span<const std::size_t> slots) const;
+  void require_bands(const Caller& caller, std::span<const std::size_t> bands) const;
+  void require_here(const Caller& caller, std::size_t slot, std::size_t band) const;
+  void require_together(const Caller& caller, std::size_t slot) const;
+  std::vector<Band> bands_of(std::size_t slot) const;
+  void forget_bands(std::size_t slot) noexcept;
+  void settle_bands(std::size_t slot) noexcept;
   void require_kept(const Caller& caller, std::size_t group, std::size_t layer,
                     const Write& write) const;
   bool shares(const Write& write) const VT_LOCKED;
@@ -242,7 +293,7 @@ class SlotCache {
   void require_arrived(const Caller& caller, std::size_t slot);
   std::size_t count_free() const;
   void expect_unsharing(std::size_t slot) { room_[slot] = lengths_[slot]; }
-  void forget_heads(const Caller& caller, std::size_t slot);
+  void forget_heads(const Caller& caller, std::size_t slot, std::span<const std::size_t> groups);
   void look_further(std::span<const std::size_t> slots);
   std::size_t room_of(std::size_t group, std::size_t slot, std::size_t length) const VT_LOCKED;
   bool grow_ready(const Caller& caller, std::span<const std::int64_t> lengths);
@@ -280,16 +331,24 @@ class SlotCache {
                             std::span<const std::size_t> bounds);
   std::size_t covered(std::size_t position) const;
 
-  std::vector<SlotBytes> bytes_of(std::size_t slot, std::size_t length, std::size_t shared,
-                                  bool head) const;
+  std::vector<SlotBytes> bytes_of(std::size_t slot, std::span<const std::size_t> groups,
+                                  std::size_t length, std::size_t shared, bool head) const;
   std::shared_ptr<SwapGroup> group_of(std::span<const std::size_t> slots,
                                       std::vector<bool>& members);
-  void order_copies(const Caller& caller, std::size_t slot);
-  void restore(const Caller& caller, std::size_t slot, const Prefix& prefix);
-  std::unique_ptr<Arriving> bring_in(const Caller& caller, std::size_t slot);
-  void send_back(const Caller& caller, std::size_t slot) noexcept;
+  void copy_out(const Caller& caller, std::span<const Part> parts, SwapGroup* group,
+                const AllocateHost& allocate);
+  void order_copies(const Caller& caller, std::size_t slot, std::span<const std::size_t> groups);
+  void restore(const Caller& caller, std::size_t slot, std::span<const std::size_t> groups,
+               std::size_t length, const Prefix& prefix);
+  std::vector<Arriving> bring_in(const Caller& caller, std::size_t slot,
+                                 std::span<const std::size_t> groups, const Swapped& swapped);
+  void send_back(const Caller& caller, std::size_t slot,
+                 std::span<const std::size_t> groups) noexcept;
   void share_again(const Caller& caller, std::size_t slot, SwapGroup& group) noexcept;
   void leave_swap(Swapped& swapped) noexcept;
+  FencePtr last_arrival(std::size_t slot) const {
+    return slots_[slot].arriving.empty() ? nullptr : slots_[slot].arriving.back().over;
+  }
   void await_arrival(const Caller& caller, std::size_t slot);
   void settle_copies() noexcept;
   void finish_copies() noexcept;
@@ -297,6 +356,9 @@ class SlotCache {
   const std::shared_ptr<PagePool> pool_;
   const SlotCacheShape shape_;
   std::vector<GroupRange> row_groups_;
+  std::vector<std::size_t> all_groups_;
+  std::vector<std::vector<std::size_t>> groups_of_;  // each band
+  std::vector<std::size_t> band_of_;                 // each layer
   std::vector<Slot> slots_;
   const std::shared_ptr<SlotsNow> now_;
   const std::span<std::int64_t> lengths_;  // 0 where the slot is not in use

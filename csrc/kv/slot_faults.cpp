@@ -7,6 +7,7 @@ namespace vtensor {
 SlotFaults::SlotFaults(const SlotCacheShape& shape, RowGroup group,
                        std::shared_ptr<const SlotsNow> now)
     : slots_(shape.slots),
+      bands_(shape.bands),
       max_length_(shape.max_length),
       group_(std::move(group)),
       now_(std::move(now)) {}
@@ -50,6 +51,9 @@ void SlotFaults::explain(faults::Text& text, std::uintptr_t at) const noexcept {
            "step() gives them pages";
   } else if (state == SlotState::swapped) {
     text << "no page is mapped there, because the slot is swapped out: call swap_in() first";
+  } else if (faults::glimpse(now_->away[place.slot * bands_ + group_.band]) != 0) {
+    text << "no page is mapped there, because band " << group_.band
+         << " of the slot is swapped out: call swap_in() for it first";
   } else if (place.token >= length) {
     text << "no page is mapped there, because the slot has " << length
          << " tokens: call step() first, with a length of at least " << place.token + 1

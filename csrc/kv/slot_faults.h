@@ -24,7 +24,7 @@ class SlotFaults final : public faults::Range {
   };
   Place place_of(std::uintptr_t at) const noexcept;
 
-  const std::size_t slots_, max_length_;
+  const std::size_t slots_, bands_, max_length_;
   const RowGroup group_;
   const std::shared_ptr<const SlotsNow> now_;
 };

@@ -10,7 +10,9 @@
 
 namespace vtensor {
 
-bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths, bool alone) {
+bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths,
+                     std::span<const std::size_t> bands, bool alone) {
+  require_bands(caller, bands);
   // A step's lengths, once the swapped slots among them are back.
   std::vector<std::int64_t> here(lengths.begin(), lengths.end());
   for (std::size_t slot = 0; slot < std::min(here.size(), slots_.size()); ++slot) {
@@ -30,7 +32,7 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
   {
     PoolLock lock(pool_);
     pool_->reap();
-    const std::size_t pages = need_of(lengths).pages;
+    const std::size_t pages = need_of(lengths, bands).pages;
     if (!alone && pages <= pool_->store().unused())
       return pool_->store().shortage(pages).missing == 0;
     static_cast<void>(pool_->settle_all(lock));
@@ -38,7 +40,7 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
   const PoolCounts counts = pool_->counts();
   const std::size_t evictable = prefixes_.evictable() + (alone ? 0 : pool_->spared_elsewhere());
   const PoolLock lock(pool_);
-  const Need need = need_of(lengths);
+  const Need need = need_of(lengths, bands);
   const PageStore& store = pool_->store();
   const std::size_t own = store.budget() - std::min(store.budget(), store.in_use());
   const std::size_t unused = alone ? own : store.unused(), others = reclaimable(counts);
@@ -48,22 +50,29 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
 
 bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths) {
   const SharedBudget* const shared = pool_->store().shared();
-  return shared != nullptr && shared->held_elsewhere() != 0 && fits(caller, lengths, true);
+  return shared != nullptr && shared->held_elsewhere() != 0 && fits(caller, lengths, {}, true);
 }
 
-SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths) const {
+SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths,
+                                   std::span<const std::size_t> bands) const {
   Need need;
+  std::vector<std::size_t> groups;
+  for (const std::size_t band : bands)
+    groups.insert(groups.end(), groups_of_[band].begin(), groups_of_[band].end());
+  if (bands.empty()) groups = all_groups_;
   std::unordered_map<const Page*, std::uint32_t> unsharing;
-  std::unordered_set<const SwapGroup*> groups;
+  std::unordered_set<const SwapGroup*> swapped;
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     const Slot& it = slots_[slot];
-    if (lengths[slot] <= room_[slot]) continue;  // 0 where the slot is not in use
+    // 0 if it is not in use. Of named bands, those that are away are to come back.
+    if (lengths[slot] <= room_[slot] && (it.bands.empty() || bands.empty())) continue;
     const SwapGroup* const shared = it.swapped == nullptr ? nullptr : it.swapped->group.get();
     const bool has_head =
-        shared != nullptr && (!shared->pages.empty() || !groups.insert(shared).second);
-    const Interval written{static_cast<std::size_t>(lengths_[slot]),
-                           static_cast<std::size_t>(lengths[slot])};
-    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+        shared != nullptr && (!shared->pages.empty() || !swapped.insert(shared).second);
+    for (const std::size_t group : groups) {
+      const Interval written{static_cast<std::size_t>(length_here(slot, group)),
+                             static_cast<std::size_t>(lengths[slot])};
+      if (written.empty()) continue;
       const Buffer& buffer = *it.buffers[group];
       const Reservation& range = buffer.range();
       Interval pages = buffer.indices_of(needed(group, slot, written.end));

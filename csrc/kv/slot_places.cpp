@@ -302,6 +302,9 @@ SlotCacheCounts SlotCache::counts() {
   counts.distinct = seen.size();
   std::unordered_set<const SwapGroup*> groups;
   for (const Slot& slot : slots_) {
+    for (const Band& band : slot.bands) {
+      if (band.swapped != nullptr) counts.swapped_bytes += band.swapped->memory.front().bytes;
+    }
     if (slot.swapped == nullptr) continue;
     for (const Held& held : slot.swapped->memory) counts.swapped_bytes += held.bytes;
     const SwapGroup* const group = slot.swapped->group.get();

@@ -26,7 +26,7 @@ std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens
 
 std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
                                std::span<const Token> tokens, const std::string& salt) {
-  require_used(caller, slot);
+  require_together(caller, slot);
   const std::string operation = "[" + std::string(caller.operation) + "] ";
   if (tokens.size() > static_cast<std::size_t>(lengths_[slot])) {
     throw InvalidArgument(operation + std::to_string(tokens.size()) + " tokens were given, slot " +
@@ -72,7 +72,6 @@ std::size_t SlotCache::covered(std::size_t position) const {
 // the unit on, to be mapped by later requests.
 std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
                                      std::span<const std::size_t> bounds) {
-  require_used(caller, slot);
   if (bounds.size() < 2) return {};
   if (bounds.back() > static_cast<std::size_t>(lengths_[slot])) {
     throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +

@@ -26,10 +26,12 @@ std::size_t total(const auto& rows) {
 
 // The bytes of a slot's positions, row after row: those in the whole pages of its first `shared`
 // positions where `head`, or what lies behind these.
-std::vector<SlotCache::SlotBytes> SlotCache::bytes_of(std::size_t slot, std::size_t length,
-                                                      std::size_t shared, bool head) const {
+std::vector<SlotCache::SlotBytes> SlotCache::bytes_of(std::size_t slot,
+                                                      std::span<const std::size_t> groups,
+                                                      std::size_t length, std::size_t shared,
+                                                      bool head) const {
   std::vector<SlotBytes> rows;
-  for (std::size_t i = 0; i < row_groups_.size(); ++i) {
+  for (const std::size_t i : groups) {
     const GroupRange& row_group = row_groups_[i];
     const std::size_t item = row_group.shape.item_bytes;
     const std::size_t split = page_of(row_group, shared) * pool_->page_size();
@@ -83,14 +85,24 @@ std::shared_ptr<SlotCache::SwapGroup> SlotCache::group_of(std::span<const std::s
   return group;
 }
 
-// Has the copying stream wait for the work launched so far over a slot, and what unmaps its pages
-// wait for that stream.
-void SlotCache::order_copies(const Caller& caller, std::size_t slot) {
+// Has the copying stream wait for the work launched so far over a slot's rows, and what unmaps
+// their pages wait for that stream.
+void SlotCache::order_copies(const Caller& caller, std::size_t slot,
+                             std::span<const std::size_t> groups) {
   Driver& driver = pool_->driver();
-  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) {
-    buffer->use(caller);
-    buffer->use({caller.operation, driver.copy_stream()});
-    for (const FencePtr& fence : buffer->work()) driver.order(driver.copy_stream(), *fence);
+  for (const std::size_t group : groups) {
+    Buffer& buffer = *slots_[slot].buffers[group];
+    buffer.use(caller);
+    buffer.use({caller.operation, driver.copy_stream()});
+    for (const FencePtr& fence : buffer.work()) driver.order(driver.copy_stream(), *fence);
+  }
+}
+
+void SlotCache::require_named_once(const Caller& caller, std::span<const std::size_t> slots) const {
+  for (const std::size_t slot : slots) {
+    if (std::count(slots.begin(), slots.end(), slot) == 1) continue;
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
+                          " is named twice: name each slot once");
   }
 }
 
@@ -101,34 +113,48 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
       throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
                             " is swapped out already: name slots in use");
     }
-    require_used(caller, slot);
-    if (std::count(slots.begin(), slots.end(), slot) != 1) {
-      throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
-                            " is named twice: name each slot once");
-    }
+    require_together(caller, slot);
   }
+  require_named_once(caller, slots);
   settle_copies();
+  std::vector<bool> members;
+  const std::shared_ptr<SwapGroup> group = group_of(slots, members);
+  std::vector<Part> parts;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    parts.push_back({slots[i], all_groups_, std::make_unique<Swapped>()});
+    parts.back().swapped->length = static_cast<std::size_t>(lengths_[slots[i]]);
+    if (members[i]) parts.back().swapped->group = group;
+  }
+  copy_out(caller, parts, group.get(), allocate);
+  // From here on nothing is refused.
+  for (Part& part : parts) {
+    states_[part.slot] = SlotState::swapped;
+    slots_[part.slot].swapped = std::move(part.swapped);
+    slots_[part.slot].arriving.clear();
+    lengths_[part.slot] = room_[part.slot] = 0;
+    send_back(caller, part.slot, part.groups);
+  }
+}
+
+// Copies each part to memory of its own, but what those of `group` share once.
+void SlotCache::copy_out(const Caller& caller, std::span<const Part> parts, SwapGroup* group,
+                         const AllocateHost& allocate) {
   const auto hold = [&allocate](const std::vector<SlotBytes>& rows) {
     std::list<Held> held;
     const std::size_t bytes = total(rows);
     held.push_back({bytes == 0 ? nullptr : allocate(bytes), bytes});
     return held;
   };
-  std::vector<bool> members;
-  const std::shared_ptr<SwapGroup> group = group_of(slots, members);
   std::vector<std::vector<SlotBytes>> rows;
-  std::vector<std::unique_ptr<Swapped>> swapped;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    const auto length = static_cast<std::size_t>(lengths_[slots[i]]);
-    rows.push_back(bytes_of(slots[i], length, members[i] ? group->length : 0, false));
-    swapped.push_back(std::make_unique<Swapped>());
-    swapped.back()->length = length;
-    swapped.back()->memory = hold(rows.back());
-    if (members[i]) swapped.back()->group = group;
-  }
   std::vector<SlotBytes> head;
+  for (const Part& part : parts) {
+    Swapped& swapped = *part.swapped;
+    const std::size_t shared = swapped.group == nullptr ? 0 : group->length;
+    rows.push_back(bytes_of(part.slot, part.groups, swapped.length, shared, false));
+    swapped.memory = hold(rows.back());
+  }
   if (group != nullptr) {
-    head = bytes_of(slots[0], group->length, group->length, true);
+    head = bytes_of(parts.front().slot, all_groups_, group->length, group->length, true);
     group->head = hold(head);
   }
 
@@ -141,57 +167,42 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
     }
   };
   try {
-    for (const std::size_t slot : slots) order_copies(caller, slot);
-    for (std::size_t i = 0; i < slots.size(); ++i) copy(rows[i], swapped[i]->memory);
+    for (const Part& part : parts) order_copies(caller, part.slot, part.groups);
+    for (std::size_t i = 0; i < parts.size(); ++i) copy(rows[i], parts[i].swapped->memory);
     if (group != nullptr) copy(head, group->head);
     const FencePtr copied = driver.fence(driver.copy_stream());
-    for (const auto& one : swapped) one->copied = copied;
+    for (const Part& part : parts) part.swapped->copied = copied;
   } catch (...) {
     // What was launched by then still writes there.
-    for (const auto& one : swapped) held_.splice(held_.end(), one->memory);
+    for (const Part& part : parts) held_.splice(held_.end(), part.swapped->memory);
     if (group != nullptr) held_.splice(held_.end(), group->head);
     throw;
-  }
-  // From here on nothing is refused.
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    Slot& slot = slots_[slots[i]];
-    states_[slots[i]] = SlotState::swapped;
-    slot.swapped = std::move(swapped[i]);
-    slot.arriving = nullptr;
-    lengths_[slots[i]] = room_[slots[i]] = 0;
-    for (const std::shared_ptr<Buffer>& buffer : slot.buffers)
-      buffer->retract({caller.operation, driver.copy_stream()}, {});
   }
 }
 
 void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots) {
-  const std::string operation = "[" + std::string(caller.operation) + "] slot ";
   for (const std::size_t slot : slots) {
-    if (slot >= slots_.size() || states_[slot] != SlotState::swapped) {
-      throw InvalidArgument(operation + std::to_string(slot) +
-                            " is not swapped out: call swap_out first");
-    }
-    if (std::count(slots.begin(), slots.end(), slot) != 1) {
-      throw InvalidArgument(operation + std::to_string(slot) +
-                            " is named twice: name each slot once");
-    }
+    if (slot < slots_.size() && states_[slot] == SlotState::swapped) continue;
+    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + std::to_string(slot) +
+                          " is not swapped out: call swap_out first");
   }
+  require_named_once(caller, slots);
   settle_copies();
-  std::vector<std::unique_ptr<Arriving>> arriving;
+  std::vector<std::vector<Arriving>> arriving;
   arriving.reserve(slots.size());
   arriving_.reserve(arriving_.size() + slots.size());
   std::vector<SwapGroup*> opened;  // whose pages are here by this call
   opened.reserve(slots.size());
   try {
     for (const std::size_t slot : slots) {
-      arriving.push_back(bring_in(caller, slot));
+      arriving.push_back(bring_in(caller, slot, all_groups_, *slots_[slot].swapped));
       SwapGroup* const group = slots_[slot].swapped->group.get();
       if (group == nullptr || !group->pages.empty() || group->waiting == 1) continue;
       opened.push_back(group);
       share_again(caller, slot, *group);
     }
   } catch (...) {
-    for (std::size_t i = 0; i < arriving.size(); ++i) send_back(caller, slots[i]);
+    for (std::size_t i = 0; i < arriving.size(); ++i) send_back(caller, slots[i], all_groups_);
     for (SwapGroup* const group : opened) group->pages.clear();
     throw;
   }
@@ -208,10 +219,10 @@ void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots
   look_further(slots);
 }
 
-// Pages for a swapped slot, and its copies launched. Its host memory stays until the slot leaves
-// it.
-std::unique_ptr<SlotCache::Arriving> SlotCache::bring_in(const Caller& caller, std::size_t slot) {
-  const Swapped& swapped = *slots_[slot].swapped;
+// Pages for what is in host memory, and its copies launched. That memory stays until it is left.
+std::vector<SlotCache::Arriving> SlotCache::bring_in(const Caller& caller, std::size_t slot,
+                                                     std::span<const std::size_t> groups,
+                                                     const Swapped& swapped) {
   const SwapGroup* const group = swapped.group.get();
   const bool shared = group != nullptr && !group->pages.empty();
 
@@ -227,34 +238,36 @@ std::unique_ptr<SlotCache::Arriving> SlotCache::bring_in(const Caller& caller, s
       at += row.bytes;
     }
   };
-  add(bytes_of(slot, swapped.length, group ? group->length : 0, false), swapped.memory);
+  add(bytes_of(slot, groups, swapped.length, group ? group->length : 0, false), swapped.memory);
   if (group != nullptr && !shared)
-    add(bytes_of(slot, group->length, group->length, true), group->head);
+    add(bytes_of(slot, groups, group->length, group->length, true), group->head);
   std::sort(coming.begin(), coming.end(),
             [](const Coming& a, const Coming& b) { return a.row.layer < b.row.layer; });
-  auto arriving = std::make_unique<Arriving>();
+  std::vector<Arriving> arriving;
 
-  restore(caller, slot, shared ? group->pages : Prefix());
+  restore(caller, slot, groups, swapped.length, shared ? group->pages : Prefix());
   Driver& driver = pool_->driver();
   try {
-    order_copies(caller, slot);
+    order_copies(caller, slot, groups);
     for (std::size_t i = 0; i < coming.size(); ++i) {
+      const std::size_t layer = coming[i].row.layer;
       driver.copy_in(coming[i].row.at, coming[i].from, coming[i].row.bytes);
-      if (i + 1 < coming.size() && coming[i + 1].row.layer == coming[i].row.layer) continue;
-      arriving->layers.push_back(coming[i].row.layer);
-      arriving->fences.push_back(driver.fence(driver.copy_stream()));
+      if (i + 1 < coming.size() && coming[i + 1].row.layer == layer) continue;
+      arriving.push_back({layer, band_of_[layer], driver.fence(driver.copy_stream())});
     }
   } catch (...) {
-    send_back(caller, slot);
+    send_back(caller, slot, groups);
     throw;
   }
   return arriving;
 }
 
-// Its pages go once what is being copied there has arrived.
-void SlotCache::send_back(const Caller& caller, std::size_t slot) noexcept {
-  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers)
-    buffer->retract({caller.operation, pool_->driver().copy_stream()}, {});
+// Pages go once what is being copied from or to them is done.
+void SlotCache::send_back(const Caller& caller, std::size_t slot,
+                          std::span<const std::size_t> groups) noexcept {
+  for (const std::size_t group : groups) {
+    slots_[slot].buffers[group]->retract({caller.operation, pool_->driver().copy_stream()}, {});
+  }
 }
 
 // Its host memory goes once copies no longer use it, and that of its group with the last slot.
@@ -265,10 +278,10 @@ void SlotCache::leave_swap(Swapped& swapped) noexcept {
   swapped.group->pages.clear();  // they stay with the slots that have mapped them
 }
 
-// Pages of its own for the positions that a swapped slot had, but those of `prefix` for the first.
-void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& prefix) {
-  const Slot& restored = slots_[slot];
-  const std::size_t length = restored.swapped->length;
+// Pages of its own for the first `length` positions, but those of `prefix` for the first of these.
+void SlotCache::restore(const Caller& caller, std::size_t slot, std::span<const std::size_t> groups,
+                        std::size_t length, const Prefix& prefix) {
+  const std::vector<std::shared_ptr<Buffer>>& buffers = slots_[slot].buffers;
   try {
     for (std::size_t row_group = 0; row_group < prefix.size(); ++row_group) {
       const std::shared_ptr<PageSet>& page_set = prefix[row_group];
@@ -276,17 +289,17 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, const Prefix& pr
       // What begins in the last of these pages is there, and its end in a page that is new.
       const std::size_t end = ceil_div(page_set->indices().end * pool_->page_size(),
                                        row_groups_[row_group].shape.item_bytes);
-      restored.buffers[row_group]->accept(caller, {0, std::min(length, end)}, {&page_set, 1});
+      buffers[row_group]->accept(caller, {0, std::min(length, end)}, {&page_set, 1});
     }
     std::vector<Buffer::Growth> growths;
-    for (std::size_t row_group = 0; row_group < row_groups_.size(); ++row_group) {
-      Buffer& buffer = *restored.buffers[row_group];
+    for (const std::size_t row_group : groups) {
+      Buffer& buffer = *buffers[row_group];
       const std::size_t written = std::min(buffer.positions().end, length);
       growths.push_back({&buffer, needed(row_group, slot, length), {written, length}});
     }
     Buffer::grow(caller, growths, false);
   } catch (...) {
-    for (const std::shared_ptr<Buffer>& buffer : restored.buffers) buffer->retract(caller, {});
+    for (const std::size_t row_group : groups) buffers[row_group]->retract(caller, {});
     throw;
   }
 }
@@ -305,28 +318,41 @@ void SlotCache::share_again(const Caller& caller, std::size_t slot, SwapGroup& g
   }
 }
 
+bool SlotCache::is_away(std::size_t slot, std::optional<std::size_t> layer) const {
+  if (states_[slot] == SlotState::swapped) return true;
+  const std::vector<Band>& bands = slots_[slot].bands;
+  if (layer) return is_band_away(slot, band_of_[*layer]);
+  return std::any_of(bands.begin(), bands.end(),
+                     [](const Band& band) { return band.swapped != nullptr; });
+}
+
 FencePtr SlotCache::copies(std::size_t slot, std::optional<std::size_t> layer) {
   settle_copies();
-  if (slots_[slot].swapped != nullptr) return slots_[slot].swapped->copied;
-  const Arriving* const arriving = slots_[slot].arriving.get();
-  if (arriving == nullptr || arriving->fences.empty()) return nullptr;
-  if (!layer) return arriving->fences.back();
-  const auto behind = std::upper_bound(arriving->layers.begin(), arriving->layers.end(), *layer);
-  if (behind == arriving->layers.begin()) return nullptr;
-  return arriving->fences[static_cast<std::size_t>(behind - arriving->layers.begin()) - 1];
+  const Slot& it = slots_[slot];
+  if (it.swapped != nullptr) return it.swapped->copied;
+  if (!layer) {
+    // Those that go and those that come are in no order but that of their stream.
+    if (is_away(slot, layer)) return pool_->driver().fence(pool_->driver().copy_stream());
+    return last_arrival(slot);
+  }
+  const std::size_t band = band_of_[*layer];
+  if (is_band_away(slot, band)) return it.bands[band].swapped->copied;
+  for (auto arriving = it.arriving.rbegin(); arriving != it.arriving.rend(); ++arriving) {
+    if (arriving->band == band && arriving->layer <= *layer) return arriving->over;
+  }
+  return nullptr;
 }
 
 FencePtr SlotCache::arrivals() {
   settle_copies();
   for (auto slot = arriving_.rbegin(); slot != arriving_.rend(); ++slot) {
-    const Arriving* const arriving = slots_[*slot].arriving.get();
-    if (arriving != nullptr && !arriving->fences.empty()) return arriving->fences.back();
+    if (FencePtr last = last_arrival(*slot)) return last;
   }
   return nullptr;
 }
 
 void SlotCache::await_departure(const Caller& caller, std::size_t slot) {
-  if (states_[slot] != SlotState::swapped) return;
+  if (!is_away(slot, std::nullopt)) return;
   PoolLock lock(pool_);
   const auto& buffers = slots_[slot].buffers;
   pool_->await(
@@ -340,8 +366,9 @@ void SlotCache::await_departure(const Caller& caller, std::size_t slot) {
 
 // What the caller's stream does to a slot comes behind what is being copied into it.
 void SlotCache::await_arrival(const Caller& caller, std::size_t slot) {
-  const FencePtr fence = copies(slot, {});
-  if (fence != nullptr) pool_->driver().order(caller.stream, *fence);
+  settle_copies();
+  const FencePtr last = last_arrival(slot);
+  if (last != nullptr) pool_->driver().order(caller.stream, *last);
 }
 
 // Forgets copies that are over.
@@ -350,11 +377,10 @@ void SlotCache::settle_copies() noexcept {
   Driver& driver = pool_->driver();
   try {
     std::erase_if(arriving_, [&](std::size_t slot) {
-      std::unique_ptr<Arriving>& arriving = slots_[slot].arriving;
-      if (arriving == nullptr) return true;
-      const FencePtr last = arriving->fences.empty() ? nullptr : arriving->fences.back();
+      std::vector<Arriving>& arriving = slots_[slot].arriving;
+      const FencePtr last = last_arrival(slot);
       if (last != nullptr && !driver.passed(*last)) return false;
-      arriving = nullptr;
+      arriving.clear();
       return true;
     });
     for (auto held = held_.begin(); held != held_.end();) {
@@ -373,7 +399,10 @@ void SlotCache::settle_copies() noexcept {
 void SlotCache::finish_copies() noexcept {
   for (Slot& slot : slots_) {
     if (slot.swapped != nullptr) leave_swap(*std::exchange(slot.swapped, nullptr));
-    slot.arriving = nullptr;
+    for (Band& band : slot.bands) {
+      if (band.swapped != nullptr) leave_swap(*std::exchange(band.swapped, nullptr));
+    }
+    slot.arriving.clear();
   }
   if (held_.empty()) return;
   try {

@@ -12,10 +12,12 @@ namespace vtensor {
 enum class SlotState : std::uint8_t { free, used, swapped };
 
 struct SlotsNow {
-  explicit SlotsNow(std::size_t slots) : lengths(slots), states(slots, SlotState::free) {}
+  SlotsNow(std::size_t slots, std::size_t bands)
+      : lengths(slots), states(slots, SlotState::free), away(slots * bands) {}
 
   std::vector<std::int64_t> lengths;
   std::vector<SlotState> states;
+  std::vector<std::uint8_t> away;  // 1 for each band of a slot, one after the other, in host memory
   std::atomic<bool> closed{false};
 };
 

@@ -11,7 +11,7 @@ The numbers are exact in float32 for values below 2**20 and at most `MOST_LAYERS
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -97,18 +97,28 @@ def expected(
     return plain(k, False), None if v is None else plain(v, True)
 
 
-def write(cache: vtensor.KVCache, slot: int, start: int, values: Sequence[int]) -> None:
-    """Writes K and V of tokens from position ``start`` on in every layer."""
-    for layer in range(len(cache)):
+def write(
+    cache: vtensor.KVCache,
+    slot: int,
+    start: int,
+    values: Sequence[int],
+    layers: Iterable[int] | None = None,
+) -> None:
+    """Writes K and V of tokens from position ``start`` on, in every layer or in these."""
+    for layer in range(len(cache)) if layers is None else layers:
         for tensor, wanted in zip(cache[layer], expected(cache, layer, values), strict=True):
             if tensor is not None and wanted is not None:
                 rows_of(cache, tensor, slot)[start : start + len(values)].copy_(wanted)
 
 
 def check_contents(
-    cache: vtensor.KVCache, slot: int, values: Sequence[int], windows: Sequence[int | None] | None = None
+    cache: vtensor.KVCache,
+    slot: int,
+    values: Sequence[int],
+    windows: Sequence[int | None] | None = None,
+    layers: Iterable[int] | None = None,
 ) -> None:
-    """Checks that each token holds its marks in every layer.
+    """Checks that each token holds its marks in every layer, or in these.
 
     Args:
         cache: the cache.
@@ -116,11 +126,12 @@ def check_contents(
         values: the values of all tokens of the slot.
         windows: as for :class:`~vtensor.KVCache`. In a layer with a window, only the tokens that the next
             token attends to are checked.
+        layers: all of them unless given.
 
     Raises:
         AssertionError: if a token differs. The message names the slot, the layer and the first such tokens.
     """
-    for layer in range(len(cache)):
+    for layer in range(len(cache)) if layers is None else layers:
         window = windows[layer] if windows else None
         first = 0 if window is None else max(0, len(values) + 1 - window)
         for name, tensor, wanted in zip(

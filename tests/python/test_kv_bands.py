@@ -1,0 +1,564 @@
+"""Bands of a KVCache's layers: they grow, leave and come back apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+import vtensor
+from interrupts import at_every_bytecode, place
+from kv_support import MAX_BATCH, MAX_LEN, PAGE, SHAPES, UNIT, grown, make_cache, options_of, used
+from support import calls, calls_since, open_pool, run_snippet, simcuda_library
+from vtensor import testing
+from vtensor.testing import kv_model
+from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine, which
+from vtensor.testing.kv_model import check_contents, write
+from vtensor.testing.strategies import failures, growths
+
+BANDED = {"layers": 2, "windows": 4, "uneven groups": 2, "two sizes": 2}  # shapes, and their bands
+LAYERS = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32}
+
+
+def banded(pool, bands: int = 4, **options) -> vtensor.KVCache:
+    """Four layers; 16 tokens fill a page, so a band of one has two rows."""
+    return make_cache(pool, "layers", **LAYERS, bands=bands, **options)
+
+
+@pytest.fixture
+def cache(pool_factory, kind):
+    with banded(pool_factory(kind, 200)) as cache:
+        yield cache
+
+
+def to(cache, slot: int, length: int, bands) -> bool:
+    """A step of one slot."""
+    lengths = cache.lengths
+    lengths[slot] = length
+    return cache.step(lengths, bands=bands)
+
+
+def filled(cache, length: int) -> int:
+    slot = cache.alloc()
+    assert grown(cache, slot, length)
+    write(cache, slot, 0, range(length))
+    return slot
+
+
+# --- random programs --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Apart:
+    """A request whose bands differ: ``values`` of the longest, of which each has the first."""
+
+    values: list[int]
+    lengths: list[int]
+    away: set[int] = field(default_factory=set)
+
+
+some_bands = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+
+
+class BandMachine(CacheMachine):
+    """Requests whose bands differ beside those whose bands are alike."""
+
+    kind = "host"
+
+    def open_pool(self) -> vtensor.Pool:
+        self.apart: dict[int, Apart] = {}
+        return open_pool(self.kind, BUDGET_PAGES, page_size=PAGE, prefetch=0)
+
+    def in_use(self) -> list[int]:
+        return [slot for slot in super().in_use() if slot not in self.apart]
+
+    def any_slot(self, index: int) -> int:
+        slots = super().in_use()
+        return slots[index % len(slots)]
+
+    def bands(self, named: list[int]) -> list[int]:
+        return list(dict.fromkeys(band % len(self.cache.bands) for band in named))
+
+    def parted(self, slot: int) -> Apart:
+        """As the slot is, whether its bands differ or not."""
+        values = self.requests[slot].values
+        return self.apart.get(slot) or Apart(list(values), [len(values)] * len(self.cache.bands))
+
+    def settle(self, slot: int, apart: Apart) -> None:
+        self.apart[slot] = apart
+        request = self.requests[slot]
+        length = min(apart.lengths)
+        request.values = apart.values[:length]
+        request.known = min(request.known, length)
+        if len(set(apart.lengths)) == 1 and not apart.away:
+            del self.apart[slot]
+
+    @precondition(lambda self: CacheMachine.in_use(self))
+    @rule(index=which, named=some_bands, by=growths(), fail=failures(12))
+    def step_bands(self, index: int, named: list[int], by: int, fail: int | None) -> None:
+        slot = self.any_slot(index)
+        apart = self.parted(slot)
+        bands = [band for band in self.bands(named) if band not in apart.away]
+        if not bands:
+            return
+        length = min(self.cache.max_len, max(apart.lengths[band] for band in bands) + by)
+        lengths = self.cache.lengths
+        target = [length if at == slot else 0 for at in range(len(lengths))]
+        for other in CacheMachine.in_use(self):
+            if other != slot:  # as they are, in each of these bands
+                has = {self.cache.length(other, band) for band in bands}
+                if len(has) != 1 or other in self.apart and self.apart[other].away & set(bands):
+                    return
+                target[other] = has.pop()
+        fits = self.cache.fits(target, bands=bands)
+        done = self.attempt(lambda: self.cache.step(target, bands=bands), fail)
+        assert done == fits
+        if not done:
+            return
+        fresh = [next(self.own_values) for _ in range(length - len(apart.values))]
+        apart.values += fresh
+        for band in bands:
+            before, apart.lengths[band] = apart.lengths[band], length
+            write(self.cache, slot, before, apart.values[before:length], self.cache.bands[band])
+        self.settle(slot, apart)
+
+    @precondition(lambda self: CacheMachine.in_use(self))
+    @rule(index=which, named=some_bands, fail=failures(12))
+    def bands_out(self, index: int, named: list[int], fail: int | None) -> None:
+        slot = self.any_slot(index)
+        apart = self.parted(slot)
+        bands = [band for band in self.bands(named) if band not in apart.away]
+        if not bands:
+            return
+        self.attempt(lambda: self.cache.swap_out(slot, bands=bands), fail)
+        self.cache.wait(slot)  # so that equal steps give equal counts
+        apart.away |= set(bands)
+        self.settle(slot, apart)
+
+    @precondition(lambda self: any(apart.away for apart in self.apart.values()))
+    @rule(index=which, named=some_bands, fail=failures(12))
+    def bands_in(self, index: int, named: list[int], fail: int | None) -> None:
+        slots = [slot for slot, apart in self.apart.items() if apart.away]
+        slot = slots[index % len(slots)]
+        apart = self.apart[slot]
+        bands = [band for band in self.bands(named) if band in apart.away] or [min(apart.away)]
+        done = self.attempt(lambda: self.cache.swap_in(slot, bands=bands), fail)
+        if not done:
+            return
+        self.cache.wait(slot)
+        apart.away -= set(bands)
+        self.settle(slot, apart)
+
+    @precondition(lambda self: self.apart)
+    @rule(index=which, percent=st.integers(0, 100))
+    def truncate_apart(self, index: int, percent: int) -> None:
+        slot = list(self.apart)[index % len(self.apart)]
+        apart = self.apart[slot]
+        length = min(apart.lengths) * percent // 100
+        try:
+            self.cache.truncate(slot, length)
+        except vtensor.InvalidArgument:
+            assert self.windows
+            return
+        self.settle(slot, Apart(apart.values[:length], [length] * len(apart.lengths), apart.away))
+
+    @precondition(lambda self: self.apart)
+    @rule(index=which, by=growths(), fail=failures(12))
+    def bring_together(self, index: int, by: int, fail: int | None) -> None:
+        """A step that names no bands."""
+        slot = list(self.apart)[index % len(self.apart)]
+        apart = self.apart[slot]
+        length = min(self.cache.max_len, max(apart.lengths) + by)
+        lengths = self.cache.lengths
+        lengths[slot] = length
+        try:
+            done = self.attempt(lambda: self.cache.step(lengths), fail)
+        except vtensor.InvalidArgument:
+            assert apart.away and length > min(apart.lengths)
+            return
+        assert not apart.away or length == min(apart.lengths)
+        if not done or length == min(apart.lengths):
+            return
+        apart.values += [next(self.own_values) for _ in range(length - len(apart.values))]
+        for band, before in enumerate(apart.lengths):
+            write(self.cache, slot, before, apart.values[before:length], self.cache.bands[band])
+        self.settle(slot, Apart(apart.values, [length] * len(apart.lengths)))
+
+    @precondition(lambda self: self.apart)
+    @rule(index=which, operation=st.sampled_from(["fork", "publish", "swap_out", "reorder"]))
+    def what_takes_whole_requests(self, index: int, operation: str) -> None:
+        slot = list(self.apart)[index % len(self.apart)]
+        calls = {
+            "fork": lambda: self.cache.fork(slot, 0),
+            "publish": lambda: self.cache.publish(slot, []),
+            "swap_out": lambda: self.cache.swap_out(slot),
+            "reorder": lambda: self.cache.reorder([slot], [slot]),
+        }
+        with pytest.raises(vtensor.InvalidArgument, match=r"bands? "):
+            calls[operation]()
+
+    @precondition(lambda self: self.requests)
+    @rule(index=which)
+    def free(self, index: int) -> None:
+        slot = list(self.requests)[index % len(self.requests)]
+        self.cache.free(slot)
+        del self.requests[slot]
+        self.apart.pop(slot, None)
+
+    def check(self) -> None:
+        whole = self.requests
+        self.requests = {slot: request for slot, request in whole.items() if slot not in self.apart}
+        try:
+            self.check_together(len(whole))
+        finally:
+            self.requests = whole
+        for slot, apart in self.apart.items():
+            assert self.cache.length(slot) == self.cache.lengths[slot] == min(apart.lengths)
+            assert set(self.cache.bands_away(slot)) == apart.away
+            for band, length in enumerate(apart.lengths):
+                assert self.cache.length(slot, band) == length
+                if band not in apart.away:
+                    values = apart.values[:length]
+                    check_contents(self.cache, slot, values, self.windows, self.cache.bands[band])
+
+    def check_together(self, requests: int) -> None:
+        self.expected_requests = requests
+        super().check()
+
+    def check_counts(self) -> None:
+        stats = self.cache.stats()
+        assert stats.slots_used + stats.slots_swapped == self.expected_requests
+        assert stats.pages_pinned == 0
+        if not self.windows:
+            assert stats.pages_active == self.needed_pages()
+
+    def needed_pages(self) -> int:
+        size, pages = self.pool.page_size, super().needed_pages()
+        for apart in self.apart.values():
+            for group in self.cache._layout.row_groups:
+                length = 0 if group.band in apart.away else apart.lengths[group.band]
+                pages += group.rows * -(-length * group.item_bytes // size)
+        return pages
+
+
+def case(kind: str, shape: str):
+    fixed = {"kind": kind, "options": options_of(shape, bands=BANDED[shape])}
+    test = type(f"Bands{kind}{shape}".replace(" ", ""), (BandMachine,), fixed).TestCase
+    test.settings = settings(max_examples=30, stateful_step_count=40)
+    missing = kind == "simcuda" and simcuda_library() is None
+    return pytest.mark.skipif(missing, reason="libsimcuda.so is not built")(test)
+
+
+for _kind in ("host", "simcuda"):
+    for _shape in BANDED:
+        globals()[f"Test{_kind}{_shape}".replace(" ", "_")] = case(_kind, _shape)
+
+
+# --- contents and memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("shape", sorted(BANDED))
+def test_every_band_comes_back_bit_for_bit_in_any_order(pool_factory, kind, shape):
+    with make_cache(pool_factory(kind, 2000), shape, bands=BANDED[shape]) as cache:
+        slot = cache.alloc()
+        for length in range(10, 61, 10):
+            assert grown(cache, slot, length)
+            write(cache, slot, length - 10, range(length - 10, length))
+        bands = list(range(len(cache.bands)))
+        for order in (bands, bands[::-1]):
+            for band in order:
+                cache.swap_out(slot, bands=[band])
+            cache.wait(slot)
+            assert cache.stats().pages_active == 0 and cache.length(slot) == 60
+            other = filled(cache, MAX_LEN)  # other bytes in the same pages
+            cache.free(other)
+            for band in order:
+                assert cache.swap_in(slot, bands=[band])
+                cache.wait(slot, cache.bands[band][0])
+            check_contents(cache, slot, range(60), SHAPES[shape].get("windows"))
+        assert grown(cache, slot, 61)
+
+
+@pytest.mark.exact
+def test_a_prompt_takes_the_pages_of_one_band_at_a_time(cache):
+    slot = cache.alloc()
+    rows = 2 * (MAX_LEN // UNIT + 1)  # pages of K and V of a layer
+    for before, length in ((0, 60), (60, MAX_LEN)):
+        for band, layers in enumerate(cache.bands):
+            assert before == 0 or cache.swap_in(slot, bands=[band])
+            assert to(cache, slot, length, [band])
+            write(cache, slot, before, range(before, length), layers)
+            assert used(cache) <= rows
+            cache.swap_out(slot, bands=[band])
+            cache.wait(slot)
+    assert used(cache) == 0 and cache.length(slot) == MAX_LEN and cache.bands_away(slot) == [0, 1, 2, 3]
+    assert cache.stats().nbytes_swapped == MAX_LEN * 4 * 2 * PAGE // UNIT and cache.stats().nbytes_live == 0
+    assert cache.swap_in(slot, bands=range(4))
+    cache.wait(slot)
+    check_contents(cache, slot, range(MAX_LEN))
+    assert cache.bands_away(slot) == [] and cache.stats().nbytes_swapped == 0
+
+
+@pytest.mark.exact
+def test_bands_that_are_alike_again_cost_nothing(cache):
+    slot = filled(cache, 20)
+    cache.swap_out(slot, bands=[1, 2])
+    assert cache.swap_in(slot, bands=[2, 1])
+    cache.wait(slot)
+    before = calls(cache.pool)
+    for length in range(21, 2 * UNIT + 1):
+        assert grown(cache, slot, length)
+    assert calls_since(cache.pool, before) == {}  # I15
+    assert [cache.length(slot, band) for band in range(4)] == [2 * UNIT] * 4
+
+
+@pytest.mark.exact
+def test_a_band_that_shares_a_prefix_leaves_it_to_others(cache):
+    prompt = list(range(40))
+    first = cache.alloc(tokens=prompt)
+    assert grown(cache, first, 40)
+    write(cache, first, 0, prompt)
+    cache.publish(first, prompt)
+    second = cache.alloc(tokens=prompt)
+    shared = cache.length(second)
+    assert shared == 2 * UNIT
+    cache.swap_out(second, bands=[0, 3])
+    cache.wait(second)
+    check_contents(cache, first, prompt)
+    assert cache.swap_in(second, bands=[3, 0])
+    cache.wait(second)
+    check_contents(cache, second, prompt[:shared])
+    for layer in cache.bands[0]:  # its own now
+        cache.write(layer, second, 0, *(part[:1] * 0 for part in kv_model.expected(cache, layer, [7])))
+    check_contents(cache, first, prompt)
+
+
+@pytest.mark.exact
+def test_what_is_cut_while_a_band_is_away_is_gone_when_it_comes_back(cache):
+    slot = filled(cache, 60)
+    cache.swap_out(slot, bands=[1])
+    assert to(cache, slot, 70, [0])
+    cache.truncate(slot, 20)
+    assert [cache.length(slot, band) for band in range(4)] == [20] * 4
+    assert cache.swap_in(slot, bands=[1])
+    cache.wait(slot)
+    cache.pool.wait_idle(5)
+    check_contents(cache, slot, range(20))
+    assert used(cache) == 4 * 2 * 2
+    cache.swap_out(slot, bands=[2])
+    cache.truncate(slot, 0)
+    assert cache.swap_in(slot, bands=[2])
+    cache.wait(slot)
+    cache.pool.wait_idle(5)
+    assert used(cache) == 0 and grown(cache, slot, 3)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exact
+def test_refused_driver_calls_change_nothing(pool_factory, kind):
+    """I8: of bands that grow, go and come back, with the n-th driver call refused."""
+    refusals = 0
+    for n in range(60):
+        with banded(pool_factory(kind, 400)) as cache:
+            slots = [filled(cache, 20), filled(cache, 37)]
+            target = [50 if at in slots else 0 for at in range(MAX_BATCH)]
+            with testing.fail_after(cache.pool, n):
+                for change in [
+                    partial(cache.swap_out, slots, bands=[0, 2]),
+                    partial(cache.step, target, bands=[1, 3]),
+                    partial(cache.swap_in, slots, bands=[2, 0]),
+                ]:
+                    before = [(cache.bands_away(s), cache.length(s, 1), cache.length(s, 2)) for s in slots]
+                    try:
+                        assert change() in (True, None)
+                    except vtensor.DriverError:
+                        refusals += 1
+                        now = [(cache.bands_away(s), cache.length(s, 1), cache.length(s, 2)) for s in slots]
+                        assert now == before
+                        assert change() in (True, None)
+            for slot, length in zip(slots, (20, 37), strict=True):
+                cache.wait(slot)
+                check_contents(cache, slot, range(length))
+                assert [cache.length(slot, band) for band in range(4)] == [length, 50, length, 50]
+            testing.check_invariants(cache.pool)
+    assert refusals > (20 if kind == "simcuda" else 1)
+
+
+@pytest.mark.exact
+def test_a_band_for_which_memory_is_short_stays_where_it_is(pool_factory, kind):
+    with banded(pool_factory(kind, 4 * 2 * 4)) as cache:
+        slot = filled(cache, 4 * UNIT)
+        assert not to(cache, slot, 5 * UNIT, [2]) and cache.length(slot, 2) == 4 * UNIT
+        cache.swap_out(slot, bands=[0, 1])
+        cache.wait(slot)
+        other = filled(cache, 2 * UNIT)  # takes 16 pages, all there are
+        lengths = cache.lengths
+        assert not cache.fits(lengths, bands=[0]) and not cache.swap_in(slot, bands=[0])
+        assert cache.bands_away(slot) == [0, 1]
+        cache.free(other)
+        assert cache.fits(cache.lengths, bands=[0]) and cache.swap_in(slot, bands=[0])
+        assert cache.bands_away(slot) == [1]
+
+
+@pytest.mark.exact
+def test_bands_without_host_memory_stay(cache, monkeypatch):
+    slots = [filled(cache, 20), filled(cache, 20)]
+    real, sizes = torch.empty, []
+
+    def empty(size, **options):
+        sizes.append(size)
+        if len(sizes) == 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(size, **options)
+
+    monkeypatch.setattr("torch.empty", empty)
+    with pytest.raises(vtensor.OutOfPages, match="host memory"):
+        cache.swap_out(slots, bands=[0, 1])
+    monkeypatch.undo()
+    assert [cache.bands_away(slot) for slot in slots] == [[], []]
+    for slot in slots:
+        check_contents(cache, slot, range(20))
+
+
+def test_what_cannot_be_says_what_to_do(cache):
+    slot = filled(cache, 20)
+    with pytest.raises(vtensor.InvalidArgument, match=r"bands is \[4\]: name some of 0 to 3"):
+        cache.swap_out(slot, bands=[4])
+    for bands in ([], "0", 3, [0.5], [-1]):
+        with pytest.raises(vtensor.InvalidArgument, match=r"\[KVCache.step\]"):
+            cache.step(cache.lengths, bands=bands)
+    with pytest.raises(vtensor.InvalidArgument, match="band 1 is named twice"):
+        cache.swap_out(slot, bands=[1, 1])
+    with pytest.raises(vtensor.InvalidArgument, match="band 1 is not swapped out"):
+        cache.swap_in(slot, bands=[1])
+    with pytest.raises(vtensor.InvalidArgument, match="slot 5 is free"):
+        cache.swap_out(5, bands=[1])
+    cache.swap_out(slot, bands=[1])
+    with pytest.raises(vtensor.InvalidArgument, match="band 1 is swapped out already"):
+        cache.swap_out(slot, bands=[0, 1])
+    assert cache.bands_away(slot) == [1]
+    for refused in (
+        lambda: grown(cache, slot, 21),
+        lambda: to(cache, slot, 21, [0, 1]),
+        lambda: cache.fork(slot),
+        lambda: cache.publish(slot, range(16)),
+        lambda: cache.swap_out(slot),
+        lambda: cache.write(1, slot, 0, *kv_model.expected(cache, 1, [7])),
+    ):
+        with pytest.raises(vtensor.InvalidArgument, match="band 1 is swapped out: call swap_in"):
+            refused()
+    assert cache.length(slot, 0) == 20
+    assert cache.swap_in(slot, bands=[1])
+    assert to(cache, slot, 21, [0])
+    with pytest.raises(vtensor.InvalidArgument, match=r"step\(\) all of them to one length"):
+        cache.swap_out(slot)
+    with pytest.raises(vtensor.InvalidArgument, match="do not shrink"):
+        to(cache, slot, 20, [0])
+    with pytest.raises(vtensor.InvalidArgument, match="the slot has 20 tokens: call step"):
+        cache.write(1, slot, 20, *kv_model.expected(cache, 1, [7]))
+    cache.write(0, slot, 20, *kv_model.expected(cache, 0, [7]))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"bands": 0}, "at least 1"),
+        ({"bands": 5}, "4 layers, 1 of which share a page, make at most 4"),
+        ({"bands": 3, "layer_group": 2}, "make at most 2"),
+        ({"bands": 2, "layer_group": 2, "windows": [None, 8, None, 8]}, "layer_group=1"),
+    ],
+)
+def test_bands_that_cannot_be(pool_factory, options, says):
+    with pytest.raises(vtensor.InvalidArgument, match=says):
+        make_cache(pool_factory("host", 100), "layers", **LAYERS, **options)
+
+
+def test_bands_are_neighbouring_layers(pool_factory):
+    with make_cache(pool_factory("host", 100), "layers", **LAYERS | {"num_layers": 7}, bands=3) as cache:
+        assert cache.bands == [range(2), range(2, 4), range(4, 7)]
+    with make_cache(
+        pool_factory("host", 100), "layers", **LAYERS | {"num_layers": 7}, bands=2, layer_group=2
+    ) as cache:
+        assert cache.bands == [range(4), range(4, 7)]
+
+
+def test_attention_over_a_band(cache):
+    """A shim takes what the band has: more than the slot's length, or nothing while it is away."""
+    from vtensor.integrations.sdpa import scaled_dot_product_attention as attend
+
+    slot = filled(cache, 20)
+    assert to(cache, slot, 24, [0])
+    write(cache, slot, 20, range(20, 24), cache.bands[0])
+    cache.swap_out(slot, bands=[3])
+    q = torch.randn(1, 2, 1, 32)
+
+    def keys(layer: int, length: int):
+        return [side[slot : slot + 1, :length].transpose(1, 2) for side in cache[layer]]
+
+    assert attend(q, *keys(0, 24)).isfinite().all()
+    with pytest.raises(vtensor.InvalidArgument, match="slot"):
+        attend(q, *keys(1, 24))
+    with pytest.raises(vtensor.InvalidArgument, match="slot"):
+        attend(q, *keys(3, 20))
+
+
+# --- interruptions ----------------------------------------------------------------------------------------
+
+OPERATIONS = {
+    "step": lambda cache, slot: to(cache, slot, 40, [1, 2]),
+    "swap_out": lambda cache, slot: cache.swap_out(slot, bands=[1]),
+    "swap_in": lambda cache, slot: cache.swap_in(slot, bands=[0]),
+    "truncate": lambda cache, slot: cache.truncate(slot, 10),
+    "free": lambda cache, slot: cache.free(slot),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_whole(pool_factory, kind, name):
+    """I17."""
+    pool = pool_factory(kind, 400)
+
+    def begin():
+        cache = banded(pool)
+        slot = filled(cache, 20)
+        cache.swap_out(slot, bands=[0])
+        return cache, slot
+
+    def check(state, outcome):
+        cache, slot = state
+        testing.check_invariants(pool)
+        if cache.stats().slots_used:
+            for band in cache.bands_away(slot):
+                assert cache.swap_in(slot, bands=[band])
+            cache.wait(slot)
+            check_contents(cache, slot, range(cache.length(slot)), None, cache.bands[0])
+            cache.free(slot)
+        cache.close()
+        pool.wait_idle(5)
+        assert pool.stats().pages_used == 0
+
+    run = OPERATIONS[name]
+    assert at_every_bytecode(begin, lambda state: run(*state), check, each=place) >= 1
+
+
+def test_a_write_to_a_band_that_is_away_says_so():
+    done = run_snippet("""
+import torch, vtensor
+vtensor.explain_faults()
+cache = vtensor.KVCache(2, 2, 16, max_batch=2, max_len=64, dtype=torch.float32, bands=2)
+slot = cache.alloc()
+cache.step([10, 0])
+cache.swap_out(slot, bands=[1])
+cache.wait(slot)
+cache[1][0][slot, 3] = 1.0
+""")
+    assert done.code != 0
+    assert "layer 1" in done.err and "band 1 of the slot is swapped out: call swap_in()" in done.err
