@@ -4,11 +4,14 @@
 - ``vllm.v1.core.kv_cache_coordinator.BlockPool``: a block has memory while a request uses it.
 - ``vllm.v1.core.kv_cache_manager.KVCacheManager``: ``allocate_slots`` returns None where memory is short.
 - ``vllm.v1.core.sched.scheduler.Scheduler``: says when a step begins and ends.
+- ``vllm.v1.executor.Executor.initialize_from_config``: workers in processes of their own serve the scheduler.
+- ``execute_model`` and ``sample_tokens`` of such a worker: say when its steps have ended.
 """
 
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,15 +23,15 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_max_concurrency_for_kv_cache_config
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor import Executor
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 
-import vtensor
-
-from .memory import TableMemory, ZerosInArena, table_bytes
+from .memory import NoRoom, TableMemory, ZerosInArena, table_bytes
+from .workers import Facts, Server, WorkersMemory, require_local
 
 # Made by the worker, until the scheduler of the same engine, which is made next, takes it.
-_pending: TableMemory | None = None
+_pending: TableMemory | WorkersMemory | None = None
 
 
 def install() -> None:
@@ -37,14 +40,11 @@ def install() -> None:
         return
     for module in (gpu_model_runner, attn_utils):
         module.allocate_kv_cache = _in_arena(module.allocate_kv_cache)
+    Executor.initialize_from_config = _serving(Executor.initialize_from_config)
     KVCacheManager.allocate_slots = _or_none(KVCacheManager.allocate_slots)
     Scheduler.schedule = _begins_step(Scheduler.schedule)
     Scheduler.update_from_output = _ends_step(Scheduler.update_from_output)
     kv_cache_coordinator.BlockPool = GrowingBlockPool
-
-
-class NoRoom(Exception):
-    """Memory is short, or a cached block has lost what it held."""
 
 
 # --- the worker's side ---
@@ -57,16 +57,13 @@ def _in_arena(allocate: Callable[..., Any]) -> Callable[..., Any]:
         if not kv_cache_config.kv_cache_tensors:
             return allocate(kv_cache_config, device, *args, **kwargs)
         vllm_config = get_current_vllm_config()
-        if vllm_config.parallel_config.world_size != 1:
-            raise RuntimeError(
-                f"[vtensor.vllm] the engine has {vllm_config.parallel_config.world_size} workers: blocks "
-                "are mapped in the scheduler's process, so there can be one; unset VTENSOR_VLLM"
-            )
+        parallel_config = vllm_config.parallel_config
+        require_local(parallel_config)
         if kv_cache_config.has_mamba_layers or vllm_config.kv_transfer_config is not None:
             raise RuntimeError(
                 "[vtensor.vllm] not with Mamba layers or a KV connector yet: unset VTENSOR_VLLM"
             )
-        memory = TableMemory(kv_cache_config, device)
+        memory = TableMemory(kv_cache_config, device, parallel_config.world_size)
         requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
         longest = -(-kv_cache_config.num_blocks // max(requests, 1e-9))
         memory.require_room(int(longest), vllm_config.model_config.max_model_len)
@@ -80,6 +77,50 @@ def _in_arena(allocate: Callable[..., Any]) -> Callable[..., Any]:
     return allocate_kv_cache
 
 
+def _serving(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(initialize)
+    def initialize_from_config(self: Executor, kv_cache_configs: list[Any]) -> None:
+        global _pending
+        _pending = None
+        initialize(self, kv_cache_configs)
+        if _pending is None and any(config.kv_cache_tensors for config in kv_cache_configs):
+            key = secrets.token_bytes(32)
+            facts = self.collective_rpc(_serve, args=(key,))
+            _pending = WorkersMemory([worker for worker in facts if worker is not None], key)
+
+    return initialize_from_config
+
+
+def _serve(wrapper: Any, key: bytes) -> Facts | None:
+    """Run by each worker, in its process."""
+    if not isinstance(_pending, TableMemory):  # a stage without a KV cache
+        return None
+    worker = wrapper.worker
+    worker.vtensor = server = Server(_pending, worker.rank, key)
+    execute, sample = worker.execute_model, worker.sample_tokens
+    step = 0
+
+    @functools.wraps(execute)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal step
+        step = getattr(scheduler_output, "vtensor_step", step)  # none where vLLM warms up
+        server.ended(step - 1)
+        output = execute(scheduler_output, *args, **kwargs)
+        if output is not None:  # then nothing is sampled
+            server.ended(step)
+        return output
+
+    @functools.wraps(sample)
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return sample(*args, **kwargs)
+        finally:
+            server.ended(step)
+
+    worker.execute_model, worker.sample_tokens = execute_model, sample_tokens
+    return server.facts
+
+
 # --- the scheduler's side ---
 
 
@@ -91,25 +132,24 @@ class GrowingBlockPool(BlockPool):
         global _pending
         super().__init__(num_gpu_blocks, *args, **kwargs)
         memory, _pending = _pending, None
-        if memory is None or len(memory.blocks) != num_gpu_blocks:
+        if memory is None or memory.count != num_gpu_blocks:
             raise RuntimeError(
-                "[vtensor.vllm] no KV cache was made in this process for the scheduler's "
-                f"{num_gpu_blocks} blocks: workers in other processes are not supported; unset VTENSOR_VLLM"
+                f"[vtensor.vllm] no KV cache was made for the scheduler's {num_gpu_blocks} blocks as in the "
+                "release tested"
             )
         self.memory = memory
-        self._blocks = memory.blocks
         self._cached: dict[int, KVCacheBlock] = {}  # that no request uses and the index knows, oldest first
         self._empty: set[int] = set()  # that nothing knows any more, and that may still be mapped
         self._evicted = 0
         self._counts_table = False
-        self._blocks.hold([self.null_block.block_id])
+        self.memory.hold([self.null_block.block_id])
 
     # What the budget leaves, not what the table has, but to the methods of BlockPool itself.
     def get_num_free_blocks(self) -> int:
         free = super().get_num_free_blocks()
         if self._counts_table:
             return int(free)
-        return max(0, min(int(free), self.memory.most - self._blocks.mapped))
+        return max(0, min(int(free), self.memory.most - self.memory.mapped))
 
     @contextmanager
     def _counting_table(self) -> Iterator[None]:
@@ -120,14 +160,14 @@ class GrowingBlockPool(BlockPool):
             self._counts_table = False
 
     def get_usage(self) -> float:
-        return float(self._blocks.mapped / max(1, min(self.memory.most, self.num_gpu_blocks)))
+        return float(self.memory.mapped / max(1, min(self.memory.most, self.num_gpu_blocks)))
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         if num_blocks > self.get_num_free_blocks():
             raise NoRoom
         self._reuse_cached(num_blocks)
         numbers = [block.block_id for block in self._first_free(num_blocks)]
-        self._hold(numbers)
+        self.memory.hold(numbers)
         for number in numbers:
             self._cached.pop(number, None)
         self._empty.difference_update(numbers)
@@ -138,12 +178,12 @@ class GrowingBlockPool(BlockPool):
         idle = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
         numbers = [block.block_id for block in idle]
         try:
-            lost = self._hold(numbers)
+            lost = self.memory.hold(numbers)
         except NoRoom:
             self.forget_lost(idle)
             raise
         if lost:
-            self._blocks.release(numbers)
+            self.memory.release(numbers)
             self._forget(self.blocks[number] for number in lost)
             raise NoRoom
         for number in numbers:
@@ -154,7 +194,7 @@ class GrowingBlockPool(BlockPool):
         blocks = list(ordered_blocks)
         super().free_blocks(blocks)
         idle = [b for b in blocks if b.ref_cnt == 0 and not b.is_null and b.pool is self]
-        self._blocks.release([block.block_id for block in idle])
+        self.memory.release([block.block_id for block in idle])
         for block in idle:
             if block.block_hash is None:
                 self._empty.add(block.block_id)
@@ -169,36 +209,26 @@ class GrowingBlockPool(BlockPool):
         if done:
             self._cached.clear()
             self._empty.clear()
-            self.memory.arena.trim()
+            self.memory.trim_all()
         return bool(done)
 
     def rest(self) -> None:
         """Gives back what nothing knows, where no request is left."""
-        if self._empty and self._blocks.mapped == 1:
-            self._blocks.trim(self._empty)
+        if self._empty and self.memory.mapped == 1:
+            self.memory.trim(self._empty)
             self._empty.clear()
 
     def forget_lost(self, blocks: Iterable[KVCacheBlock] | None = None) -> None:
         """Takes cached blocks that gave their memory to others out of the index; all of them unless named."""
         if blocks is None:
-            evicted = self.memory.arena.stats().pages_evicted
+            evicted = self.memory.evicted
             if evicted == self._evicted:
                 return
             self._evicted = evicted
             blocks = self._cached.values()
         blocks = list(blocks)
-        whole = self._blocks.whole([block.block_id for block in blocks])
+        whole = self.memory.whole([block.block_id for block in blocks])
         self._forget(block for block, kept in zip(blocks, whole, strict=True) if not kept)
-
-    def _hold(self, numbers: list[int]) -> list[int]:
-        try:
-            return self._blocks.hold(numbers)
-        except vtensor.OutOfPages:
-            raise NoRoom from None
-        except vtensor.DriverError as error:
-            if error.name != "ENOMEM":  # the process has as many mappings as it may
-                raise
-            raise NoRoom from None
 
     def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
         for block in blocks:
@@ -228,9 +258,7 @@ class GrowingBlockPool(BlockPool):
 
     def _reuse_cached(self, count: int) -> None:
         """Where memory is short, the longest unused cached blocks are taken before others without memory."""
-        whole = self._blocks.whole([block.block_id for block in self._first_free(count)])
-        fresh = count - sum(whole)
-        short = self.memory.shortage(fresh) if fresh else 0
+        short = self.memory.shortage([block.block_id for block in self._first_free(count)])
         if short == 0:
             return
         self.forget_lost()
@@ -271,7 +299,7 @@ def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
             pool.forget_lost()
         output = schedule(self, *args, **kwargs)
         if pool is not None:
-            pool.memory.blocks.begin_step()
+            output.vtensor_step = pool.memory.begin_step()
             if output.new_block_ids_to_zero:  # not of requests that were preempted meanwhile
                 used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
                 output.new_block_ids_to_zero = used or None
@@ -286,7 +314,7 @@ def _ends_step(update: Callable[..., Any]) -> Callable[..., Any]:
         outputs = update(self, *args, **kwargs)
         pool = _pool_of(self)
         if pool is not None:
-            pool.memory.blocks.end_step()
+            pool.memory.end_step()
             pool.rest()
         return outputs
 

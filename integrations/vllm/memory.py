@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,20 @@ import vtensor
 Part = tuple[int, int, int]
 
 
-class TableMemory:
-    """The blocks of one table, as vLLM 0.32 lays it out (``vllm.v1.kv_cache_interface.KVCacheConfig``)."""
+class NoRoom(Exception):
+    """Memory is short, or a cached block has lost what it held."""
 
-    def __init__(self, config: Any, device: torch.device) -> None:
+
+class TableMemory:
+    """The blocks of one table, as vLLM 0.32 lays it out (``vllm.v1.kv_cache_interface.KVCacheConfig``).
+
+    Args:
+        config: of the table.
+        device: where it lies.
+        workers: of the engine, each with a table of its own: the budget is that of all.
+    """
+
+    def __init__(self, config: Any, device: torch.device, workers: int = 1) -> None:
         if device.type != "cpu":
             raise RuntimeError(
                 f"[vtensor.vllm] the device is {device}: the plug-in was run with vLLM's CPU backend alone; "
@@ -27,19 +37,25 @@ class TableMemory:
         self.parts = parts_of(config)
         self.block_bytes = sum(size for _, _, size in self.parts)
         """Bytes of one block, in all layers."""
+        shared = os.environ.get("VTENSOR_VLLM_SHARED") or None
         try:
             self.pool = vtensor.Pool(
                 device,
                 page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or page_size_for(self.parts),
                 budget=os.environ.get("VTENSOR_VLLM_BUDGET") or None,
-                shared=os.environ.get("VTENSOR_VLLM_SHARED") or None,
+                shared=shared,
                 spare_high=0,  # what no block has goes back to the system
             )
+            self.share = self.pool.budget // workers
+            """Bytes of the budget that this worker may count on."""
+            if workers > 1 and shared is None:
+                self.pool.budget = self.share
         except vtensor.InvalidArgument as error:
             raise RuntimeError(f"[vtensor.vllm] VTENSOR_VLLM_*: {error}") from None
         self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
         self.blocks = vtensor.Blocks(self.arena, config.num_blocks, self.parts)
-        self.most = self.pool.stats().budget // self.block_bytes
+        self.count = len(self.blocks)
+        self.most = self.share // self.block_bytes
         """Blocks that the budget holds."""
         self.most_cached = int(cached_share() * self.most)
         """Blocks that the prefix cache may keep while no request uses them."""
@@ -47,20 +63,71 @@ class TableMemory:
     def require_room(self, blocks: int, tokens: int) -> None:
         """Raises RuntimeError if the budget does not hold ``blocks``, as many as the longest request takes,
         wherever in the table they lie."""
-        budget, page = self.pool.stats().budget, self.pool.page_size
+        page = self.pool.page_size
         block = sum(most_pages(part, page) for part in self.parts) * page
-        if blocks + 1 <= budget // block:
+        if blocks + 1 <= self.share // block:
             return
         raise RuntimeError(
-            f"[vtensor.vllm] a budget of {budget:,} bytes holds {budget // block} blocks of {block:,} bytes; "
-            f"one request of max_model_len {tokens} takes {blocks}, beside one that stands for none: "
-            "raise VTENSOR_VLLM_BUDGET, or lower max_model_len"
+            f"[vtensor.vllm] a budget of {self.share:,} bytes a worker holds {self.share // block} blocks of "
+            f"{block:,} bytes; one request of max_model_len {tokens} takes {blocks}, beside one that stands "
+            "for none: raise VTENSOR_VLLM_BUDGET, or lower max_model_len"
         )
 
-    def shortage(self, fresh: int) -> int:
-        """Of ``fresh`` blocks without memory, how many the free pages do not suffice for."""
-        free = max(0, self.pool.stats().pages_free) * self.pool.page_size
-        return max(0, -(-(fresh * self.block_bytes - free) // self.block_bytes))
+    def hold(self, numbers: Iterable[int]) -> list[int]:
+        """Gives blocks their memory. Returns those that have lost what they held; raises NoRoom, and changes
+        nothing, where it is short."""
+        try:
+            return self.blocks.hold(numbers)
+        except vtensor.OutOfPages:
+            raise NoRoom from None
+        except vtensor.DriverError as error:
+            if error.name != "ENOMEM":  # the process has as many mappings as it may
+                raise
+            raise NoRoom from None
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Ends that, after the steps under way."""
+        self.blocks.release(numbers)
+
+    def begin_step(self) -> int:
+        """Returns a number for it; 0, where nobody needs one."""
+        self.blocks.begin_step()
+        return 0
+
+    def end_step(self) -> None:
+        self.blocks.end_step()
+
+    def whole(self, numbers: Iterable[int]) -> list[bool]:
+        """Whether each block holds what it held."""
+        return self.blocks.whole(numbers)
+
+    def shortage(self, numbers: Iterable[int]) -> int:
+        """For how many of these blocks, which no request uses, the free pages do not suffice."""
+        whole = self.blocks.whole(numbers)
+        return max(0, len(whole) - sum(whole) - self.room)
+
+    def trim(self, numbers: Iterable[int]) -> None:
+        """Gives back what these blocks keep for nobody."""
+        self.blocks.trim(numbers)
+
+    def trim_all(self) -> None:
+        """Gives back what all blocks keep for nobody."""
+        self.arena.trim()
+
+    @property
+    def mapped(self) -> int:
+        """Blocks that are held, or wait for steps to end."""
+        return self.blocks.mapped
+
+    @property
+    def evicted(self) -> int:
+        """Pages that went to others so far."""
+        return self.arena.stats().pages_evicted
+
+    @property
+    def room(self) -> int:
+        """Blocks that the free pages suffice for."""
+        return max(0, self.pool.stats().pages_free) * self.pool.page_size // self.block_bytes
 
 
 class ZerosInArena(TorchFunctionMode):
