@@ -28,7 +28,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 
 from .memory import NoRoom, TableMemory, ZerosInArena, table_bytes
-from .workers import Facts, Server, WorkersMemory, require_local
+from .workers import STEP, Facts, Server, WorkersMemory, require_local
 
 # Made by the worker, until the scheduler of the same engine, which is made next, takes it.
 _pending: TableMemory | WorkersMemory | None = None
@@ -97,27 +97,7 @@ def _serve(wrapper: Any, key: bytes) -> Facts | None:
         return None
     worker = wrapper.worker
     worker.vtensor = server = Server(_pending, worker.rank, key)
-    execute, sample = worker.execute_model, worker.sample_tokens
-    step = 0
-
-    @functools.wraps(execute)
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal step
-        step = getattr(scheduler_output, "vtensor_step", step)  # none where vLLM warms up
-        server.ended(step - 1)
-        output = execute(scheduler_output, *args, **kwargs)
-        if output is not None:  # then nothing is sampled
-            server.ended(step)
-        return output
-
-    @functools.wraps(sample)
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return sample(*args, **kwargs)
-        finally:
-            server.ended(step)
-
-    worker.execute_model, worker.sample_tokens = execute_model, sample_tokens
+    worker.execute_model, worker.sample_tokens = server.marking(worker.execute_model, worker.sample_tokens)
     return server.facts
 
 
@@ -133,10 +113,7 @@ class GrowingBlockPool(BlockPool):
         super().__init__(num_gpu_blocks, *args, **kwargs)
         memory, _pending = _pending, None
         if memory is None or memory.count != num_gpu_blocks:
-            raise RuntimeError(
-                f"[vtensor.vllm] no KV cache was made for the scheduler's {num_gpu_blocks} blocks as in the "
-                "release tested"
-            )
+            raise RuntimeError(f"[vtensor.vllm] no KV cache was made for the {num_gpu_blocks} blocks planned")
         self.memory = memory
         self._cached: dict[int, KVCacheBlock] = {}  # that no request uses and the index knows, oldest first
         self._empty: set[int] = set()  # that nothing knows any more, and that may still be mapped
@@ -299,7 +276,7 @@ def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
             pool.forget_lost()
         output = schedule(self, *args, **kwargs)
         if pool is not None:
-            output.vtensor_step = pool.memory.begin_step()
+            setattr(output, STEP, pool.memory.begin_step())
             if output.new_block_ids_to_zero:  # not of requests that were preempted meanwhile
                 used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
                 output.new_block_ids_to_zero = used or None

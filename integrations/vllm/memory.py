@@ -50,6 +50,7 @@ class TableMemory:
             """Bytes of the budget that this worker may count on."""
             if workers > 1 and shared is None:
                 self.pool.budget = self.share
+            self._takers = 1 if shared is None else workers  # of what is free
         except vtensor.InvalidArgument as error:
             raise RuntimeError(f"[vtensor.vllm] VTENSOR_VLLM_*: {error}") from None
         self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
@@ -127,7 +128,8 @@ class TableMemory:
     @property
     def room(self) -> int:
         """Blocks that the free pages suffice for."""
-        return max(0, self.pool.stats().pages_free) * self.pool.page_size // self.block_bytes
+        free = max(0, self.pool.stats().pages_free) * self.pool.page_size
+        return free // (self._takers * self.block_bytes)
 
 
 class ZerosInArena(TorchFunctionMode):

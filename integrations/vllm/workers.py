@@ -11,6 +11,7 @@ them all.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import pickle
 import secrets
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 from .memory import NoRoom, TableMemory
 
+STEP = "vtensor_step"  # of what the scheduler hands to the workers: the step's number
 ANSWER_SECONDS = 300.0  # as long as vLLM waits for a step
 STEP_SECONDS = 10.0
 _HEADER = struct.Struct("=Q?")  # the number of a message, and whether it ends in this packet
@@ -118,6 +120,29 @@ class Server:
                 self.memory.end_step()
                 self._ended += 1
             self._changed.notify_all()
+
+    def marking(self, execute: Callable[..., Any], sample: Callable[..., Any]) -> tuple[Any, Any]:
+        """vLLM's ``execute_model`` and ``sample_tokens`` of this worker, so that they say when steps end."""
+        step = 0
+
+        @functools.wraps(execute)
+        def execute_model(planned: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal step
+            step = getattr(planned, STEP, step)  # none where vLLM warms up
+            self.ended(step - 1)
+            output = execute(planned, *args, **kwargs)
+            if output is not None:  # then nothing is sampled
+                self.ended(step)
+            return output
+
+        @functools.wraps(sample)
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return sample(*args, **kwargs)
+            finally:
+                self.ended(step)
+
+        return execute_model, sample_tokens
 
     def _begin(self, step: int) -> None:
         while self._begun < step:
@@ -242,7 +267,7 @@ class WorkersMemory:
         try:
             lost = self._hold_in_all(fresh)
         except BaseException:
-            self._leave([number for number in fresh if number in self._leaving])
+            self._leave(fresh)  # where they were given they wait for the steps under way
             self._send("release", fresh)
             raise
         lost |= self._lost.intersection(fresh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ def no_settings(monkeypatch):
         "VTENSOR_VLLM_BUDGET",
         "VTENSOR_VLLM_PAGE_SIZE",
         "VTENSOR_VLLM_CACHE",
+        "VTENSOR_VLLM_SHARED",
     ):
         monkeypatch.delenv(name, raising=False)
 
@@ -119,10 +121,32 @@ def test_the_memory_of_a_table(monkeypatch):
             RuntimeError, match="holds 32 blocks of 32,768 bytes; one request of max_model_len 4096"
         ):
             made.require_room(32, 4096)
-        assert made.shortage(32) == 0 and made.shortage(33) == 1
-        made.blocks.hold(range(30))
-        assert made.shortage(2) == 0 and made.shortage(5) == 3
+        assert made.shortage(range(32)) == 0 and made.shortage(range(33)) == 1
+        assert made.hold(range(30)) == list(range(30)) and made.mapped == 30
+        assert made.shortage(range(30, 32)) == 0 and made.shortage(range(30, 35)) == 3
+        assert made.shortage(range(5)) == 0  # these have theirs
+        with pytest.raises(memory.NoRoom):
+            made.hold(range(30, 35))
+        assert made.mapped == 30
         assert made.arena.tensor.numel() == 2000 * 16 * KIB
+    finally:
+        made.arena.close()
+        made.pool.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_budget_is_that_of_all_workers(monkeypatch, shared):
+    monkeypatch.setenv("VTENSOR_VLLM_BUDGET", "2MiB")
+    monkeypatch.setenv("VTENSOR_VLLM_PAGE_SIZE", "16KiB")
+    if shared:
+        monkeypatch.setenv("VTENSOR_VLLM_SHARED", f"test-{os.getpid()}")
+    config = table(1000, (2, 1000 * 16 * KIB, 16 * KIB, 0), size=2000 * 16 * KIB)
+    made = memory.TableMemory(config, torch.device("cpu"), workers=2)
+    try:
+        assert made.pool.budget == (2 << 20 if shared else 1 << 20)
+        assert made.most == made.room == 32
+        with pytest.raises(RuntimeError, match="a budget of 1,048,576 bytes a worker holds 32 blocks"):
+            made.require_room(32, 4096)
     finally:
         made.arena.close()
         made.pool.close()
