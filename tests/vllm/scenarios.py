@@ -1,4 +1,4 @@
-"""Runs vLLM on small random models in one process, stock or on vtensor, and writes what came out as JSON.
+"""Runs vLLM on small random models, stock or on vtensor, and writes what came out as JSON.
 
 ``python scenarios.py stock|vtensor FOLDER [NAME...]``: models are made in FOLDER, results go to
 FOLDER/MODE-NAME.json.
@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
 os.environ |= {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of this file, run by workers
+    "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -82,17 +86,57 @@ def greedy(tokens: int = 48, **kw) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **kw)
 
 
+def looked(memory, used: list[int], leaving: list[int]) -> float:
+    """What is mapped beyond the pages of blocks in use, and of others that a step under way may use, as a
+    share."""
+    size = memory.pool.page_size
+
+    def pages(numbers: list[int]) -> int:
+        found = set()
+        for number in numbers:
+            for offset, stride, length in memory.parts:
+                begin = offset + number * stride
+                found.update(range(begin // size, -(-(begin + length) // size)))
+        return len(found)
+
+    active = memory.arena.stats().pages_active
+    assert active >= pages(used), "a block in use has no memory"
+    assert all(memory.blocks.whole(used))
+    return active / pages(used + leaving) - 1
+
+
+def idle(memory) -> dict[str, float]:
+    memory.pool.wait_idle()
+    until = time.monotonic() + 5
+    while memory.pool.stats().pages_spare and time.monotonic() < until:
+        time.sleep(0.01)
+    stats = memory.arena.stats()
+    return {
+        "mapped": stats.nbytes_mapped + memory.pool.stats().pages_spare * stats.page_size,
+        "cached": stats.pages_cached * stats.page_size,
+        "budget": memory.pool.stats().budget,
+    }
+
+
 class Engine:
-    """An engine of one scenario. ``blocks``: how many it may have in use, one for none included."""
+    """An engine of one scenario. ``blocks``: how many it may have in use, one for none included;
+    ``block_bytes``: of a block, in all workers; ``served``: these are processes of their own."""
 
     def __init__(
-        self, name: str = "llama", blocks: int | None = None, block_bytes: int = 128 << 10, **options
+        self,
+        name: str = "llama",
+        blocks: int | None = None,
+        block_bytes: int = 128 << 10,
+        served: bool = False,
+        **options,
     ):
-        table = TABLE
+        self.served = served
+        workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        table = TABLE // workers
         if blocks is not None and ON_VTENSOR:
             os.environ["VTENSOR_VLLM_BUDGET"] = str(blocks * block_bytes)
         elif blocks is not None:
-            table = blocks * block_bytes
+            table = blocks * block_bytes // workers
         defaults = {
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -105,12 +149,13 @@ class Engine:
         os.environ.pop("VTENSOR_VLLM_BUDGET", None)
         os.environ.pop("VTENSOR_VLLM_PAGE_SIZE", None)
         self.engine = self.llm.llm_engine
-        self.core = self.engine.engine_core.engine_core
-        self.pool = self.core.scheduler.kv_cache_manager.block_pool
-        if blocks is not None:
+        core = getattr(self.engine.engine_core, "engine_core", None)  # None in a process of its own
+        self.pool = core and core.scheduler.kv_cache_manager.block_pool
+        if blocks is not None and self.pool is not None:
             assert self.pool.get_num_free_blocks() == blocks - 1
         self.worst = 0.0  # mapped for blocks in use, beyond what these take, as a share
         self.steps = 0
+        self.used: list[int] = []  # blocks, at the last look
         self.most = 0  # blocks in use at once
 
     def generate(self, prompts, params: SamplingParams) -> list[list[list[int]]]:
@@ -140,40 +185,33 @@ class Engine:
         self.steps += 1
         if not ON_VTENSOR:
             return
-        memory = self.pool.memory
-        size = memory.pool.page_size
         used = [b.block_id for b in self.pool.blocks if b.ref_cnt > 0 or b.is_null]
+        leaving = self.used if self.engine.engine_core.engine_core.batch_queue else []
+        self.used = used
         self.most = max(self.most, len(used))
-        pages = {
-            page
-            for number in used
-            for offset, stride, length in memory.parts
-            for page in range(
-                (offset + number * stride) // size, -(-(offset + number * stride + length) // size)
-            )
-        }
-        active = memory.arena.stats().pages_active
-        assert active >= len(pages), "a block in use has no memory"
-        assert all(memory.blocks.whole(used))
-        self.worst = max(self.worst, active / len(pages) - 1)
+        self.worst = max(self.worst, *self.ask(looked, used, leaving))
+
+    def ask(self, function, *args) -> list:
+        """``function(memory, *args)`` of each worker's memory."""
+        if not self.served:
+            return [function(self.pool.memory, *args)]
+        if self.pool is not None:
+            self.pool.memory.whole([0])  # all that was sent to the workers is done
+        return self.llm.collective_rpc(lambda worker: function(worker.vtensor.memory, *args))
 
     def close(self) -> None:
-        if ON_VTENSOR:
+        if self.served:
+            self.engine.engine_core.shutdown()
+        elif ON_VTENSOR:
             self.pool.memory.arena.close()
             self.pool.memory.pool.close()
 
     def memory(self) -> dict[str, float]:
-        """Of the idle engine."""
+        """Of the idle engine, in the worker that has most beside its cache."""
         if not ON_VTENSOR:
             return {}
-        memory = self.pool.memory
-        memory.pool.wait_idle()
-        stats = memory.arena.stats()
-        return {
-            "mapped": stats.nbytes_mapped + memory.pool.stats().pages_spare * stats.page_size,
-            "cached": stats.pages_cached * stats.page_size,
-            "worst": self.worst,
-            "budget": memory.pool.stats().budget,
+        return max(self.ask(idle), key=lambda found: found["mapped"] - found["cached"]) | {
+            "worst": self.worst
         }
 
 
@@ -231,9 +269,24 @@ def aborts():
     return engine, engine.run(prompts(), greedy(), abort=lambda step: gone.get(step, []))
 
 
+def schedule_ahead() -> dict[str, bool]:
+    """Options of an engine that plans a step while one runs, which vLLM leaves to other devices."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def kept(config):
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(kept)
+    return {"async_scheduling": True}
+
+
 @scenario
 def asynchronous_scheduling():
-    engine = Engine(blocks=2 * SMALL, async_scheduling=True)
+    engine = Engine(blocks=2 * SMALL, **schedule_ahead())
+    assert engine.engine.engine_core.engine_core.batch_queue_size == 2
     gone = {6: ["0", "5"], 15: ["1"]}
     return engine, engine.run(prompts(), greedy(), abort=lambda step: gone.get(step, []))
 
@@ -329,6 +382,64 @@ def two_engines():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     their_results, their_held = json.loads(report.read_text())
     return engine, [results, their_results], {"held": [held, their_held]}
+
+
+@scenario
+def two_workers():
+    """Tensor parallel, in a small budget: preemption, and cached blocks that go."""
+    engine = Engine(blocks=SMALL, served=True, tensor_parallel_size=2)
+    return engine, [engine.run(prompts(10, seed=seed), greedy(24)) for seed in (0, 1, 0)]
+
+
+@scenario
+def two_workers_with_asynchronous_scheduling():
+    engine = Engine(blocks=SMALL, served=True, tensor_parallel_size=2, **schedule_ahead())
+    gone = {6: ["0", "5"], 15: ["1"]}
+    return engine, engine.run(prompts(10), greedy(24), abort=lambda step: gone.get(step, []))
+
+
+@scenario
+def two_workers_in_a_shared_budget():
+    if ON_VTENSOR:
+        os.environ["VTENSOR_VLLM_SHARED"] = f"test-{os.getpid()}"
+    engine = Engine(blocks=SMALL, served=True, tensor_parallel_size=2)
+    return engine, [engine.run(prompts(8, seed=seed), greedy(24)) for seed in (0, 1)]
+
+
+@scenario
+def two_stages():
+    """Pipeline parallel: two batches are under way at once."""
+    engine = Engine(blocks=SMALL, served=True, pipeline_parallel_size=2, max_num_seqs=8)
+    engine.llm.collective_rpc(lambda worker: worker.model_runner.profile_run())  # makes buffers of stages
+    return engine, [engine.run(prompts(16, seed=seed), greedy()) for seed in (0, 1, 0)]
+
+
+@scenario
+def engine_in_a_process_of_its_own():
+    """As ``vllm serve`` runs it: the scheduler's process and the worker's are others."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    engine = Engine(blocks=SMALL, served=True)
+    results = [engine.generate(prompts(seed=seed), greedy()) for seed in (0, 1, 0)]
+    engine.llm.sleep(level=1)
+    asleep = engine.memory()
+    engine.llm.wake_up()
+    results.append(engine.generate(prompts(), greedy()))
+    return engine, results, {"asleep": asleep}
+
+
+@scenario
+def a_worker_is_killed():
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    engine = Engine(served=True, tensor_parallel_size=2)
+    memory, workers = engine.memory(), engine.llm.collective_rpc(lambda worker: os.getpid())
+    threading.Timer(2, lambda: os.kill(workers[1], signal.SIGKILL)).start()
+    start, failed = time.monotonic(), None
+    try:
+        engine.generate(prompts(16), greedy(200))
+    except Exception as error:
+        failed = type(error).__name__
+    engine.memory = lambda: memory
+    return engine, failed, {"seconds": time.monotonic() - start}
 
 
 def main() -> None:
