@@ -355,14 +355,23 @@ def memory_taken_by_others():
 
 @scenario
 def two_engines():
-    """Of two processes, in one budget: bursts in turn, of which each wants more than the whole."""
+    return in_one_budget()
+
+
+@scenario
+def two_engines_with_workers():
+    return in_one_budget(served=True, distributed_executor_backend="mp")
+
+
+def in_one_budget(**options):
+    """Engines of two processes: bursts in turn, of which each wants more than the whole."""
     if ON_VTENSOR:
         os.environ["VTENSOR_VLLM_SHARED"] = f"test-{os.getpid()}"
     ours, theirs = os.pipe(), os.pipe()
     child = os.fork()
     turn, other = (theirs[0], ours[1]) if child else (ours[0], theirs[1])
     seed = 0 if child else 1
-    engine = Engine(blocks=SMALL)
+    engine = Engine(blocks=SMALL, **options)
     results, held = [], []
     if not child:
         os.write(other, b"!")
@@ -371,7 +380,7 @@ def two_engines():
         results.append(engine.run(prompts(seed=seed), greedy(64)))
         held.append(engine.most)
         os.write(other, b"!")
-    report = FOLDER / f"{sys.argv[1]}-other-engine.json"
+    report = FOLDER / f"{sys.argv[1]}-other-engine-{bool(options)}.json"
     if not child:
         os.read(turn, 1)
         report.write_text(json.dumps([results, held]))

@@ -29,7 +29,7 @@ def results(folder):
     """Of both modes, by scenario. None where the scenario failed."""
     found = {}
     for mode in ("stock", "vtensor"):
-        run = subprocess.run([sys.executable, "-W", "ignore", SCRIPT, mode, folder], timeout=900, text=True)
+        run = subprocess.run([sys.executable, "-W", "ignore", SCRIPT, mode, folder], timeout=1800, text=True)
         print(mode, "ended with", run.returncode)
         for name in NAMES:
             file = folder / f"{mode}-{name}.json"
@@ -57,14 +57,23 @@ def test_the_prefix_cache_keeps_what_was_allowed(results):
     assert MIB <= memory["cached"] <= 2 * MIB
 
 
-def test_two_engines_reach_the_whole_in_turn(results):
+@pytest.mark.parametrize("name", ["two_engines", "two_engines_with_workers"])
+def test_two_engines_reach_the_whole_in_turn(results, name):
     """But for what the other's block that stands for none takes: two blocks' worth of pages."""
-    for held in results["vtensor", "two_engines"]["held"]:
+    for held in results["vtensor", name]["held"]:
         assert min(held) >= 48 - 2
 
 
-def test_an_engine_asleep_keeps_the_block_that_stands_for_none(results):
-    assert results["vtensor", "sleep"]["asleep"]["mapped"] <= MIB // 4
+@pytest.mark.parametrize("mode", ["stock", "vtensor"])
+def test_a_killed_worker_ends_the_engine(results, mode):
+    """By vLLM's own error, and soon."""
+    killed = results[mode, "a_worker_is_killed"]
+    assert killed["tokens"] == "EngineDeadError" and killed["seconds"] < 60
+
+
+@pytest.mark.parametrize("name", ["sleep", "engine_in_a_process_of_its_own"])
+def test_an_engine_asleep_keeps_the_block_that_stands_for_none(results, name):
+    assert results["vtensor", name]["asleep"]["mapped"] <= MIB // 4
 
 
 def test_without_a_prefix_cache_an_idle_engine_keeps_nothing(results):
