@@ -75,7 +75,7 @@ class Worker:
         self.engine = LLM(folder, **options, **shape).llm_engine
         self.pool = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         if ours:
-            self.pool._blocks = self.pool.memory.blocks = Timer(self.pool.memory.blocks)
+            self.timer = self.pool.memory.blocks = Timer(self.pool.memory.blocks)
 
     def calls(self) -> int:
         return sum(self.pool.memory.pool.stats().driver_calls["caller"].values()) if self.ours else 0
@@ -85,7 +85,7 @@ class Worker:
         for i in range(REQUESTS):
             ids = [rng.randrange(1024) for _ in range(rng.randrange(20, 400))]
             self.engine.add_request(f"{seed}-{i}", self.prompt(prompt_token_ids=ids), self.params)
-        timed = self.pool._blocks.seconds if self.ours else 0.0
+        timed = self.timer.seconds if self.ours else 0.0
         calls, memory, quiet = self.calls(), [(time.time(), resident())], [0, 0]
         start = time.perf_counter()
         while self.engine.has_unfinished_requests():
@@ -98,7 +98,7 @@ class Worker:
         return {
             "tokens_per_second": REQUESTS * TOKENS / seconds,
             "seconds": seconds,
-            "mapping_seconds": self.pool._blocks.seconds - timed if self.ours else 0.0,
+            "mapping_seconds": self.timer.seconds - timed if self.ours else 0.0,
             "driver_calls": self.calls() - calls,
             "steps_without_a_new_block": quiet[0],
             "driver_calls_in_these": quiet[1],

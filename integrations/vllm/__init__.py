@@ -5,7 +5,8 @@ it in ``VLLM_PLUGINS``; installed and not switched on, it changes nothing. Its s
 environment:
 
 ``VTENSOR_VLLM_BUDGET``
-    bytes of K and V in use, such as ``8GiB``; as for :class:`vtensor.Pool` unless given. vLLM's own setting
+    bytes of K and V in use, such as ``8GiB``, of the engine: its workers have equal parts. As for
+    :class:`vtensor.Pool` unless given. vLLM's own setting
     (``--kv-cache-memory-bytes``, ``--gpu-memory-utilization``) is the size of the table of blocks, whose
     addresses cost no memory: it may be larger.
 ``VTENSOR_VLLM_CACHE``
