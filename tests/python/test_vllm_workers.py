@@ -349,6 +349,26 @@ def test_an_interrupted_call_has_held_nothing(monkeypatch, where):
         assert [t.mapped for t in made.tables] == [2, 2]
 
 
+def test_a_worker_that_heard_nothing_of_a_release_hears_of_the_next(monkeypatch):
+    with fleet(8, 8) as made:
+        memory = made.memory
+        memory.hold([1])
+        made.write(1, 3)
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(memory._workers[1], "send", interrupted)
+            memory.release([1])
+        made.settle()
+        assert memory.mapped == 0 and [t.mapped for t in made.tables] == [0, 1]
+        assert memory.hold([1]) == [] and made.read(1) == [{3}, {3}]
+        memory.release([1])
+        made.settle()
+        assert [t.mapped for t in made.tables] == [0, 0]
+
+
 def test_messages_of_many_packets_and_half_of_one():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sender, receiver = Channel(ours), Channel(theirs)
