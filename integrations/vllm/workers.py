@@ -265,17 +265,17 @@ class WorkersMemory:
         if not fresh:
             return []
         try:
-            lost = self._hold_in_all(fresh)
+            self._hold_in_all(fresh)
         except BaseException:
             self._leave(fresh)  # where they were given they wait for the steps under way
             self._send("release", fresh)
             raise
-        lost |= self._lost.intersection(fresh)
-        self._lost.difference_update(fresh)
+        lost = [number for number in fresh if number in self._lost]
         self._held.update(fresh)
         for number in fresh:
             self._leaving.pop(number, None)
-        return [number for number in fresh if number in lost]
+        self._lost.difference_update(fresh)
+        return lost
 
     def release(self, numbers: Iterable[int]) -> None:
         gone = [number for number in numbers if number in self._held]
@@ -331,19 +331,17 @@ class WorkersMemory:
         for worker in self._workers:
             worker.close()
 
-    def _hold_in_all(self, fresh: list[int]) -> set[int]:
-        """Returns what a worker has lost. A worker that has it as new memory knows it as whole from then on,
-        so a call that fails notes it here."""
-        known: set[int] | None = None
+    def _hold_in_all(self, fresh: list[int]) -> None:
+        """Notes what a worker has lost: it has it as new memory, and knows it as whole from then on, also
+        where the call fails."""
+        lost = set(fresh)  # as far as is known before they answer
         try:
             answers = self._collect(self._send("hold", fresh, answered=True))
-            known = {number for _, value in answers if value is not None for number in value}
+            lost = {number for _, value in answers for number in value or ()}
             if any(problem == "no room" for problem, _ in answers):
                 raise NoRoom
-        except BaseException:
-            self._lost.update(fresh if known is None else known)
-            raise
-        return known
+        finally:
+            self._lost.update(lost)
 
     def _leave(self, numbers: list[int]) -> None:
         for number in numbers:
