@@ -168,7 +168,8 @@ class Engine:
             self.engine.add_request(str(i), prompt, params)
         done: dict[str, list[int]] = {}
         step = 0
-        while self.engine.has_unfinished_requests():
+        core = self.engine.engine_core.engine_core
+        while self.engine.has_unfinished_requests() or core.batch_queue:  # a step planned ahead too
             for output in self.engine.step():
                 if output.finished:
                     done[output.request_id] = list(output.outputs[0].token_ids)
