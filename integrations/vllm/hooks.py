@@ -28,6 +28,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 
 from .memory import NoRoom, TableMemory, ZerosInArena, table_bytes
+from .transfers import require_connector
 from .workers import STEP, Facts, Server, WorkersMemory, require_local
 
 # Made by the worker, until the scheduler of the same engine, which is made next, takes it.
@@ -59,10 +60,9 @@ def _in_arena(allocate: Callable[..., Any]) -> Callable[..., Any]:
         vllm_config = get_current_vllm_config()
         parallel_config = vllm_config.parallel_config
         require_local(parallel_config)
-        if kv_cache_config.has_mamba_layers or vllm_config.kv_transfer_config is not None:
-            raise RuntimeError(
-                "[vtensor.vllm] not with Mamba layers or a KV connector yet: unset VTENSOR_VLLM"
-            )
+        require_connector(vllm_config)
+        if kv_cache_config.has_mamba_layers:
+            raise RuntimeError("[vtensor.vllm] not with Mamba layers yet: unset VTENSOR_VLLM")
         memory = TableMemory(kv_cache_config, device, parallel_config.world_size)
         requests = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
         longest = -(-kv_cache_config.num_blocks // max(requests, 1e-9))

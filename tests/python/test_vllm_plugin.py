@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vtensor.integrations import vllm as plugin
-from vtensor.integrations.vllm import memory, release
+from vtensor.integrations.vllm import memory, release, transfers
 
 KIB = 1 << 10
 
@@ -24,6 +25,7 @@ def no_settings(monkeypatch):
         "VTENSOR_VLLM_PAGE_SIZE",
         "VTENSOR_VLLM_CACHE",
         "VTENSOR_VLLM_SHARED",
+        "UCX_TLS",
     ):
         monkeypatch.delenv(name, raising=False)
 
@@ -195,3 +197,79 @@ def test_a_device_that_it_was_not_run_on():
 
 def test_importing_it_imports_no_vllm():
     assert "vllm" not in sys.modules
+
+
+def with_connector(world_size: int = 1, **settings) -> SimpleNamespace:
+    """As vLLM's VllmConfig."""
+    transfer = {"kv_connector_module_path": None, "kv_connector_extra_config": {}} | settings
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(**transfer),
+        parallel_config=SimpleNamespace(world_size=world_size),
+    )
+
+
+def test_engines_without_a_connector_are_taken():
+    transfers.require_connector(SimpleNamespace(kv_transfer_config=None))
+    transfers.require_connector(with_connector(kv_connector=None))
+
+
+def test_vllms_own_connector_is_taken(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    transfers.require_connector(with_connector(kv_connector="NixlConnector"))
+    extra = {"backends": ["UCX"], "bidirectional_kv_xfer": False, "kv_lease_duration": 60}
+    transfers.require_connector(with_connector(kv_connector="NixlConnector", kv_connector_extra_config=extra))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kv_connector": "NixlPushConnector"}, "the KV connector is NixlPushConnector: only"),
+        ({"kv_connector": "MultiConnector"}, "the KV connector is MultiConnector: only"),
+        ({"kv_connector_module_path": "mine"}, "only vLLM's own"),
+        ({"kv_connector_extra_config": {"backends": ["GDS"]}}, "leave out backends"),
+        ({"kv_connector_extra_config": {"bidirectional_kv_xfer": True}}, "bidirectional_kv_xfer"),
+        ({"world_size": 2}, "the engine has 2 workers"),
+    ],
+)
+def test_connectors_that_were_not_run_are_refused(monkeypatch, settings, says):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pytest.raises(RuntimeError, match=re.escape(says)):
+        transfers.require_connector(with_connector(**({"kv_connector": "NixlConnector"} | settings)))
+
+
+def test_a_shared_budget_is_refused_with_a_connector(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("VTENSOR_VLLM_SHARED", "models")
+    with pytest.raises(RuntimeError, match="its own VTENSOR_VLLM_BUDGET"):
+        transfers.require_connector(with_connector(kv_connector="NixlConnector"))
+
+
+@pytest.mark.parametrize("device", ["sys/class/infiniband/mlx5_0", "dev/nvidiactl", "dev/xpmem"])
+@pytest.mark.parametrize(
+    ("transports", "taken_without", "taken_with"),
+    [
+        ("", True, False),
+        ("all", True, False),
+        ("^tcp", True, False),
+        ("sm,tcp", True, True),
+        ("tcp", True, True),
+        ("self, CMA,posix,sysv,tcp", True, True),
+        ("tcp,rc_x", False, False),
+        ("cuda_copy,tcp", False, False),
+    ],
+)
+def test_transports_that_may_pin_memory_are_refused(tmp_path, device, transports, taken_without, taken_with):
+    """Pages that are mapped after the registration would not be those that a peer reads."""
+
+    def taken() -> bool:
+        try:
+            transfers.require_unpinned(transports, tmp_path)
+        except RuntimeError as error:
+            assert "set UCX_TLS=tcp,self,posix,sysv,cma" in str(error)
+            return False
+        return True
+
+    assert taken() == taken_without
+    (tmp_path / device).parent.mkdir(parents=True)
+    (tmp_path / device).touch()
+    assert taken() == (taken_with and not (device == "dev/xpmem" and transports == "sm,tcp"))

@@ -37,7 +37,7 @@ BLOCK = 32  # tokens
 TABLE = 64 << 20  # bytes of addresses
 SMALL = 48  # blocks; of 128 KiB in the models with four layers
 
-_SIZES = {
+SIZES = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -47,13 +47,13 @@ _SIZES = {
     "max_position_embeddings": 1024,
 }
 MODELS = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "sliding": lambda: transformers.MistralForCausalLM(
-        transformers.MistralConfig(**_SIZES, head_dim=32, sliding_window=64)
+        transformers.MistralConfig(**SIZES, head_dim=32, sliding_window=64)
     ),
     "hybrid": lambda: transformers.Gemma3ForCausalLM(
         transformers.Gemma3TextConfig(
-            **_SIZES,
+            **SIZES,
             head_dim=32,
             sliding_window=64,
             layer_types=["sliding_attention", "full_attention"] * 2,

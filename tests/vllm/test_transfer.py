@@ -1,0 +1,115 @@
+"""Prefill in one vLLM, decode in another: the tokens of one stock engine, and blocks that stay while they are
+read or written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+for package in ("vllm", "nixl"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: make vllm", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("transfer.py")
+MIB = 1 << 20
+ALONE = {"hybrid": "hybrid_alone"}
+WHOLE = ("by_default", "over_tcp", "over_what_is_named", "hybrid")
+CUT = ("killed_in_the_middle", "killed_and_computed", "killed_before")
+LATE = ("nobody_reads", "nobody_reads_over_tcp")
+
+
+def run(mode, folder, *names):
+    command = [sys.executable, "-W", "ignore", SCRIPT, mode, folder, *names]
+    return subprocess.run(command, timeout=1500, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By scenario. None where it failed."""
+    folder = tmp_path_factory.mktemp("transfer")
+    found = {}
+    for mode, names in (
+        ("stock", ("alone", "hybrid_alone")),
+        ("vtensor", (*WHOLE, "aborted", *CUT, *LATE)),
+    ):
+        print(run(mode, folder, *names))
+        for name in names:
+            file = folder / f"{mode}-transfer-{name}.json"
+            found[name] = json.loads(file.read_text()) if file.exists() else None
+    return found
+
+
+def alone(results, name="alone"):
+    tokens = results[name]["tokens"]
+    return [tokens[str(i)] for i in range(len(tokens))]
+
+
+def require_idle(result, *sides):
+    """Nothing but the prefix cache keeps memory, and no block waits."""
+    for side in sides:
+        assert result[f"{side}used"] == 0
+        memory = result[f"{side}memory"]
+        assert memory["worst"] <= 0.03  # at every step
+        assert memory["mapped"] <= memory["cached"] + MIB
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_tokens_are_those_of_one_stock_engine(results, name):
+    """Twice; the second time from the prefix cache of the decode side, but for the last block of each."""
+    result = results[name]
+    assert result is not None, "the scenario failed: see what it printed"
+    expected = alone(results, ALONE.get(name, "alone"))
+    assert result["tokens"] == [expected, expected]
+    first, both = result["received"]
+    assert first > 12 * 32 and both - first <= 12 * 32
+    require_idle(result, "", "prefill ")
+
+
+def test_blocks_stay_while_they_are_received_into(results):
+    """Also those of an aborted request, and while others want all memory."""
+    result = results["aborted"]
+    assert result is not None, "the scenario failed: see what it printed"
+    before, after = result["in the middle"]
+    assert before == after > 0 and result["still"]
+    expected = alone(results)
+    assert result["tokens"] == [expected[0], *expected[2:]]
+    require_idle(result, "", "prefill ")
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_the_engine_goes_on_when_the_other_is_killed(results, name):
+    result = results[name]
+    assert result is not None, "the scenario failed: see what it printed"
+    expected = alone(results)
+    assert result["tokens"] == expected[:1]
+    if name == "killed_in_the_middle":
+        assert (result["cut"], result["reason"]) == ([], "error")
+    else:
+        assert (result["cut"], result["reason"]) == (expected[1], "length")
+    assert result["after"] == expected[2]
+    require_idle(result, "")
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_blocks_stay_until_they_were_read_or_the_lease_is_over(results, name):
+    """Who reads later reads zeros, and harms nobody."""
+    result = results[name]
+    assert result is not None, "the scenario failed: see what it printed"
+    leased, after = result["leased"]
+    assert leased > 0 and after == 0
+    assert result["gone"]["mapped"] <= MIB // 4
+    expected = alone(results)
+    assert result["tokens"] == expected[:2]
+    assert result["late"] != expected[1]  # so the tokens show what was read
+    require_idle(result, "", "prefill ")
+
+
+def test_another_connector_is_refused(tmp_path):
+    ended = run("vtensor", tmp_path, "another_connector")
+    assert "[vtensor.vllm] the KV connector is ExampleConnector" in ended.stderr
+    assert "another_connector ended with 1" in ended.stdout
