@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# vllm.sh [tests|bench|engines]: the plug-in in the real vLLM, for CPUs, in an environment of its own under
-# build/vllm (3.5 GB, kept for the next time): its tests, its figures beside stock vLLM
-# (benchmarks/vllm_plugin.py), or those of two engines in one memory (benchmarks/vllm_two_engines.py).
+# vllm.sh [tests|bench|engines|transfer]: the plug-in in the real vLLM, for CPUs, in an environment of its own
+# under build/vllm (3.5 GB, kept for the next time): its tests, its figures beside stock vLLM
+# (benchmarks/vllm_plugin.py), those of two engines in one memory (benchmarks/vllm_two_engines.py), or those of
+# prefill and decode apart (benchmarks/vllm_transfer.py).
 source "$(dirname "$0")/lib.sh"
 
 what=${1:-tests}
@@ -38,5 +39,6 @@ case $what in
   tests) step "Tests in vLLM" run_tests ;;
   bench) step "Beside stock vLLM" run_bench vllm_plugin ;;
   engines) step "Two engines, beside stock vLLM" run_bench vllm_two_engines ;;
-  *) die "'$what' is not known: tests, bench or engines" ;;
+  transfer) step "Prefill and decode apart, beside stock vLLM" run_bench vllm_transfer ;;
+  *) die "'$what' is not known: tests, bench, engines or transfer" ;;
 esac

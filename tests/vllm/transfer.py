@@ -249,9 +249,14 @@ def aborted():
         if ON_VTENSOR:  # others want all memory there is
             import vtensor
 
-            pool = decode.pool.memory.pool
-            with vtensor.empty(0, grow_dim=0, capacity=1 << 30, dtype=torch.uint8, pool=pool) as other:
-                other.extend(pool.stats().pages_free * pool.page_size).fill_(255)
+            memory = decode.pool.memory
+            idle_bytes = (
+                memory.pool.stats().budget - memory.arena.stats().pages_active * memory.pool.page_size
+            )
+            with vtensor.empty(
+                0, grow_dim=0, capacity=idle_bytes, dtype=torch.uint8, pool=memory.pool
+            ) as other:
+                other.extend(idle_bytes).fill_(255)
                 decode.look()
         used.append(decode.used())
         still = decode.receiving(*names)
