@@ -1,7 +1,7 @@
 """Two engines of vLLM in one memory, whose bursts come in turn: a shared budget beside static halves.
 
-``scripts/vllm.sh engines`` runs it. Four processes: two engines of stock vLLM, each with half of the memory, and
-two on vtensor that share the whole. All four run the same bursts, one engine at a time.
+``scripts/vllm.sh engines`` runs it. Four processes: two engines of stock vLLM, each with half of the memory,
+and two on vtensor that share the whole. All four run the same bursts, one engine at a time.
 """
 
 from __future__ import annotations

@@ -191,7 +191,10 @@ PoolCounts PagePool::counts() {
   counts.quarantined = store_.quarantined();
   counts.in_children = in_children_.size();
   counts.in_page_sets = store_.in_page_sets();
-  if (shared_) counts.held_elsewhere = shared_->held_elsewhere();
+  if (shared_) {
+    shared_->look_for_the_dead();
+    counts.held_elsewhere = shared_->held_elsewhere();
+  }
   return counts;
 }
 

@@ -429,11 +429,15 @@ std::uint64_t SharedBudget::wanted_elsewhere() const {
   });
 }
 
-std::uint64_t SharedBudget::room() {
+void SharedBudget::look_for_the_dead() {
   if (const auto now = steady_clock::now(); now >= look_for_dead_at_) {
     look_for_dead_at_ = now + kLookForDead;
     if (const Locked locked(*opened_, std::try_to_lock); locked) count_out_the_dead();
   }
+}
+
+std::uint64_t SharedBudget::room() {
+  look_for_the_dead();
   const std::uint64_t all = held() + held_elsewhere();
   return all < limit() ? limit() - all : 0;
 }

@@ -78,8 +78,10 @@ class SharedBudget {
   std::uint64_t held_elsewhere() const;
   // What others hold and could do without, as they last said.
   std::uint64_t spared_elsewhere() const;
-  // What the limit leaves; may be less by the next call. Counts out who has died, now and then.
+  // What the limit leaves; may be less by the next call.
   std::uint64_t room();
+  // Counts out who has died: ten times a second at most, however often it is called.
+  void look_for_the_dead();
 
   // Not two at a time, as all that follows.
 

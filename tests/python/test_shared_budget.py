@@ -500,13 +500,15 @@ def test_who_is_killed_gives_back_at_once(kind, name):
 
 
 def test_who_is_killed_is_gone_within_a_second(name):
-    with open_pool("host", WHOLE, shared=name), Other("host", name) as other:
+    with open_pool("host", WHOLE, shared=name) as pool, Other("host", name) as other:
         other("grow", 10)
+        assert held(pool) == (0, 10)
         assert {holder.process for holder in survey(name)} == {os.getpid(), other.pid}
         os.kill(other.pid, signal.SIGKILL)
         time.sleep(0.7)  # `top` needs longer than 0.3 s to start
         budget = shown(name)
-        assert [pool["pid"] for pool in budget["pools"]] == [os.getpid()] and budget["held"] == 0
+        assert [holder["pid"] for holder in budget["pools"]] == [os.getpid()] and budget["held"] == 0
+        assert held(pool) == (0, 0)
 
 
 def test_a_child_keeps_nothing_for_a_dead_parent(name):
