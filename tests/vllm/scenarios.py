@@ -200,6 +200,10 @@ class Engine:
             self.pool.memory.whole([0])  # all that was sent to the workers is done
         return self.llm.collective_rpc(lambda worker: function(worker.vtensor.memory, *args))
 
+    def taken_by_others(self) -> int:
+        """Bytes of a shared budget that other engines have."""
+        return self.pool.memory.pool.stats().nbytes_held_by_others if ON_VTENSOR else 0
+
     def close(self) -> None:
         if self.served:
             self.engine.engine_core.shutdown()
@@ -451,6 +455,37 @@ def a_worker_is_killed():
             failed = type(error).__name__
     engine.memory = lambda: memory
     return engine, failed, {"seconds": time.monotonic() - start}
+
+
+@scenario
+def killed_engine():
+    """Of two in one budget, one is killed amid a burst that has taken the whole."""
+    if ON_VTENSOR:
+        os.environ["VTENSOR_VLLM_SHARED"] = f"test-{os.getpid()}"
+    ready, begin = os.pipe(), os.pipe()
+    child = os.fork()
+    engine = Engine(blocks=SMALL)
+    if not child:
+        os.read(begin[0], 1)
+
+        def report(step):
+            if step == 20:
+                os.write(ready[1], b"!")
+                time.sleep(600)
+            return ()
+
+        engine.run(prompts(), greedy(64), abort=report)
+        os._exit(1)
+    os.write(begin[1], b"!")
+    os.read(ready[0], 1)
+    taken = engine.taken_by_others()
+    os.kill(child, signal.SIGKILL)
+    killed = time.monotonic()
+    while engine.taken_by_others() and time.monotonic() < killed + 5:
+        time.sleep(0.01)
+    after = {"taken": taken, "seconds": time.monotonic() - killed}
+    os.waitpid(child, 0)
+    return engine, engine.run(prompts(seed=1), greedy(64)), after | {"held": engine.most}
 
 
 def main() -> None:

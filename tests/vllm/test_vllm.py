@@ -76,6 +76,13 @@ def test_an_engine_asleep_keeps_the_block_that_stands_for_none(results, name):
     assert results["vtensor", name]["asleep"]["mapped"] <= MIB // 4
 
 
+def test_the_memory_of_an_engine_that_is_killed_goes_to_the_other(results):
+    killed = results["vtensor", "killed_engine"]
+    assert killed["taken"] >= 40 * (128 << 10)  # of 48 blocks
+    assert killed["seconds"] <= 1
+    assert killed["held"] >= 48 - 1
+
+
 def test_without_a_prefix_cache_an_idle_engine_keeps_nothing(results):
     memory = results["vtensor", "no_prefix_caching"]["memory"]
     assert memory["mapped"] <= MIB and memory["cached"] == 0
