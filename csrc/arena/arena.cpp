@@ -18,6 +18,20 @@ namespace {
 constexpr std::size_t kEvictedShare = 16;
 constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
 
+// The same pages, in order: a driver maps neighbours by one call.
+std::vector<Interval> joined(std::vector<Interval> all) {
+  std::sort(all.begin(), all.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
+  std::vector<Interval> joined;
+  for (const Interval some : all) {
+    if (joined.empty() || some.begin > joined.back().end) {
+      joined.push_back(some);
+    } else {
+      joined.back().end = std::max(joined.back().end, some.end);
+    }
+  }
+  return joined;
+}
+
 // What a report of a fault says of an arena.
 class ByteFaults final : public faults::Range {
  public:
@@ -149,14 +163,9 @@ void Arena::begin_use(std::span<const Interval> pages) noexcept {
 // Empty pages among `pages`, each once.
 std::vector<Reservation::Run> Arena::missing(const char* operation,
                                              std::span<const Interval> pages) const {
-  std::vector<Interval> sorted(pages.begin(), pages.end());
-  std::sort(sorted.begin(), sorted.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
   std::vector<Reservation::Run> runs;
-  std::size_t end = 0;
-  for (const Interval some : sorted) {
-    range_.collect(runs, 0, {std::max(some.begin, end), some.end}, is_unmapped);
-    end = std::max(end, some.end);
-  }
+  for (const Interval some : joined({pages.begin(), pages.end()}))
+    range_.collect(runs, 0, some, is_unmapped);
   for (const Reservation::Run& run : runs) {
     if (range_.at(0, run.indices.begin).state != EntryState::quarantined) continue;
     throw Error("[" + std::string(operation) + "] page " + std::to_string(run.indices.begin) +
@@ -279,6 +288,7 @@ void Arena::prepare(std::span<const Interval> intervals) {
     wanted_.push_back(some);
   }
   if (wanted_.empty()) return;
+  wanted_ = joined(std::move(wanted_));
   pool_->wanting().ignore();
   if (!places.wanting.taken()) pool_->want(shared_from_this());
   pool_->call_mapper();
@@ -476,7 +486,6 @@ bool Arena::find_missing(std::vector<Reservation::Run>& runs, std::size_t pages)
       if (run.indices.empty()) break;
       runs.push_back(run);
     }
-    if (!runs.empty()) break;  // others may overlap these
   }
   return true;
 }

@@ -192,6 +192,15 @@ def test_a_page_that_came_back_for_a_neighbour_does_not_hold_what_it_held(blocks
     assert blocks.hold([6]) == [6]
 
 
+@pytest.mark.exact
+def test_neighbours_are_mapped_by_one_call(pool_factory):
+    blocks = make(pool_factory("host", BUDGET, prefetch=0))
+    before = calls(blocks.arena.pool)
+    blocks.hold([7, 1, 0, 6, 2, 5, 4, 3])
+    assert calls_since(blocks.arena.pool, before)["mmap"] == LAYERS
+    blocks.arena.close()
+
+
 def test_holding_and_releasing_twice_is_doing_it_once(blocks):
     assert blocks.hold([1, 1, 1]) == [1]
     assert blocks.hold([1]) == [] and blocks.mapped == 1
