@@ -30,7 +30,7 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-TIMED = ("hold", "release", "begin_step", "end_step", "whole", "trim")
+TIMED = ("hold", "prepare", "release", "begin_step", "end_step", "whole", "trim")
 
 
 def resident() -> int:

@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +33,8 @@ from .memory import NoRoom, TableMemory, ZerosInArena, table_bytes
 from .transfers import require_connector
 from .workers import STEP, Facts, Server, WorkersMemory, require_local
 
+RETRY_SECONDS = 0.002  # where only others' memory is in the way, a step without work ends too soon
+
 # Made by the worker, until the scheduler of the same engine, which is made next, takes it.
 _pending: TableMemory | WorkersMemory | None = None
 
@@ -43,6 +47,7 @@ def install() -> None:
         module.allocate_kv_cache = _in_arena(module.allocate_kv_cache)
     Executor.initialize_from_config = _serving(Executor.initialize_from_config)
     KVCacheManager.allocate_slots = _or_none(KVCacheManager.allocate_slots)
+    Scheduler.add_request = _foreseen(Scheduler.add_request)
     Scheduler.schedule = _begins_step(Scheduler.schedule)
     Scheduler.update_from_output = _ends_step(Scheduler.update_from_output)
     kv_cache_coordinator.BlockPool = GrowingBlockPool
@@ -119,6 +124,7 @@ class GrowingBlockPool(BlockPool):
         self._empty: set[int] = set()  # that nothing knows any more, and that may still be mapped
         self._evicted = 0
         self._counts_table = False
+        self.refused = False  # a request, for want of memory
         self.memory.hold([self.null_block.block_id])
 
     # What the budget leaves, not what the table has, but to the methods of BlockPool itself.
@@ -195,6 +201,14 @@ class GrowingBlockPool(BlockPool):
             self.memory.trim(self._empty)
             self._empty.clear()
 
+    def prepare(self, count: int) -> None:
+        """Has the next ``count`` blocks ready: made while the device is at work."""
+        free = self._first_free(min(count, self.get_num_free_blocks()))
+        numbers = [block.block_id for block in free if block.block_id not in self._cached]
+        if numbers:
+            self._empty.update(numbers)
+            self.memory.prepare(numbers)
+
     def forget_lost(self, blocks: Iterable[KVCacheBlock] | None = None) -> None:
         """Takes cached blocks that gave their memory to others out of the index; all of them unless named."""
         if blocks is None:
@@ -250,6 +264,7 @@ def _or_none(allocate: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return allocate(self, request, *args, **kwargs)
         except NoRoom:  # the worker hears of all of it or of nothing
+            self.block_pool.refused = True
             if not any(blocks for blocks, _ in before):
                 self.coordinator.free(name)
             for manager, (blocks, recorded) in zip(managers, before, strict=True):
@@ -268,14 +283,31 @@ def _pool_of(scheduler: Scheduler) -> GrowingBlockPool | None:
     return pool if isinstance(pool, GrowingBlockPool) else None
 
 
+def _foreseen(add: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add)
+    def add_request(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        added = add(self, *args, **kwargs)
+        pool = _pool_of(self)
+        if pool is not None:
+            pool.prepare(_blocks_of_next_step(self))
+        return added
+
+    return add_request
+
+
 def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def begins(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
         pool = _pool_of(self)
         if pool is not None:
             pool.forget_lost()
+            pool.refused = False
         output = schedule(self, *args, **kwargs)
         if pool is not None:
+            if output.total_num_scheduled_tokens:
+                pool.prepare(_blocks_of_next_step(self))
+            elif pool.refused and not self.running:
+                time.sleep(RETRY_SECONDS)
             setattr(output, STEP, pool.memory.begin_step())
             if output.new_block_ids_to_zero:  # not of requests that were preempted meanwhile
                 used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
@@ -283,6 +315,19 @@ def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return begins
+
+
+def _blocks_of_next_step(scheduler: Scheduler) -> int:
+    """Those that the next step takes at most, of all layers alike and as far as requests are known now."""
+    blocks, tokens, size = 0, scheduler.max_num_scheduled_tokens, scheduler.block_size
+    for request in itertools.chain(scheduler.running, scheduler.waiting):
+        if tokens <= 0:
+            break
+        has = request.num_computed_tokens
+        more = min(tokens, max(1, request.num_tokens - has))
+        blocks += -(-(has + more) // size) - -(-has // size)
+        tokens -= more
+    return blocks
 
 
 def _ends_step(update: Callable[..., Any]) -> Callable[..., Any]:

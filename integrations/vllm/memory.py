@@ -86,6 +86,10 @@ class TableMemory:
                 raise
             raise NoRoom from None
 
+    def prepare(self, numbers: Iterable[int]) -> None:
+        """Has blocks that are soon to be held mapped meanwhile, as far as memory is free."""
+        self.blocks.prepare(numbers)
+
     def release(self, numbers: Iterable[int]) -> None:
         """Ends that, after the steps under way."""
         self.blocks.release(numbers)
@@ -127,9 +131,9 @@ class TableMemory:
 
     @property
     def room(self) -> int:
-        """Blocks that the free pages suffice for."""
-        free = max(0, self.pool.stats().pages_free) * self.pool.page_size
-        return free // (self._takers * self.block_bytes)
+        """Blocks that the free pages suffice for, with those that were prepared."""
+        free = max(0, self.pool.stats().pages_free) // self._takers + self.arena.stats().pages_prefetched
+        return free * self.pool.page_size // self.block_bytes
 
 
 class ZerosInArena(TorchFunctionMode):

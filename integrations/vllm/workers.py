@@ -277,6 +277,9 @@ class WorkersMemory:
         self._lost.difference_update(fresh)
         return lost
 
+    def prepare(self, numbers: Iterable[int]) -> None:
+        self._send("prepare", list(numbers))
+
     def release(self, numbers: Iterable[int]) -> None:
         gone = [number for number in numbers if number in self._held]
         if gone:
