@@ -164,7 +164,8 @@ class KVCache:
         Args:
             lengths: ``[max_batch]`` integers on the CPU; 0 for slots that are free or swapped out. They do
                 not shrink: :meth:`truncate` does that.
-            bands: of layers, the others keep their lengths; all unless given.
+            bands: of layers, the others keep their lengths; all unless given. A slot whose bands differ stays
+                as it is with the length that :attr:`lengths` has of it, the least.
 
         Returns:
             False where memory is short: nothing was changed then, and the same call works once a slot was
@@ -463,8 +464,8 @@ class KVCache:
 
     def wait(self, slot: int, layer: int | None = None) -> None:
         """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
-        CUDA the current stream waits instead of the caller. Of a request that was swapped out, it returns
-        once its pages are given back.
+        CUDA the current stream waits instead of the caller. Of a request that was swapped out, or of bands
+        that were, it returns once their pages are given back.
 
         Args:
             slot: of the request.

@@ -208,7 +208,7 @@ class CacheCore {
     if (!leaves) return;
     const Operation operation(*this, "KVCache.wait");
     const ReleasedGil released;
-    cache_->await_departure(asking, slot);
+    cache_->await_departure(asking, slot, layer);
   }
 
   // Whether what is being copied to slots that come back is there within `seconds`. Of a closed

@@ -53,6 +53,17 @@ void SlotCache::require_together(const Caller& caller, std::size_t slot) const {
                         "truncate the slot, first");
 }
 
+// Whether a band is to have another length than it has. The slot's own, the least of its bands,
+// says that all stay as they are.
+bool SlotCache::is_to_grow(const Caller& caller, std::size_t slot, std::size_t band,
+                           std::int64_t length) const {
+  if (length == lengths_[slot]) return false;
+  const auto now =
+      static_cast<std::int64_t>(states_[slot] == SlotState::used ? band_length(slot, band) : 0);
+  require_length(caller, slot, length, now);
+  return length != now;
+}
+
 // The slot's bands as they are, to be changed.
 std::vector<SlotCache::Band> SlotCache::bands_of(std::size_t slot) const {
   std::vector<Band> bands(shape_.bands);
@@ -72,16 +83,18 @@ void SlotCache::forget_bands(std::size_t slot) noexcept {
 // The slot's length is the least of its bands'. Those that are alike again are one.
 void SlotCache::settle_bands(std::size_t slot) noexcept {
   std::vector<Band>& bands = slots_[slot].bands;
-  const auto away = now_->away.begin() + static_cast<std::ptrdiff_t>(slot * shape_.bands);
   bool alike = true;
   for (std::size_t band = 0; band < bands.size(); ++band) {
-    away[static_cast<std::ptrdiff_t>(band)] = is_band_away(slot, band);
     alike = alike && bands[band].length == bands[0].length && !is_band_away(slot, band);
     lengths_[slot] = std::min(band == 0 ? bands[0].length : lengths_[slot], bands[band].length);
   }
-  if (bands.empty()) std::fill_n(away, shape_.bands, std::uint8_t{0});
   room_[slot] = lengths_[slot];
   if (alike) bands.clear();
+  for (std::size_t band = 0; band < shape_.bands; ++band) {
+    std::int64_t& shown = now_->bands[slot * shape_.bands + band];
+    shown = SlotsNow::kAsSlot;
+    if (!bands.empty()) shown = is_band_away(slot, band) ? SlotsNow::kAway : bands[band].length;
+  }
 }
 
 void SlotCache::step_bands(const Caller& caller, std::span<const std::int64_t> lengths,
@@ -90,31 +103,26 @@ void SlotCache::step_bands(const Caller& caller, std::span<const std::int64_t> l
   if (lengths.size() != slots_.size()) require_lengths(caller, lengths);
   struct Due {
     std::size_t slot;
+    std::vector<std::size_t> grown;
     std::vector<Band> bands;
   };
   std::vector<Due> due;
   std::vector<std::size_t> slots;
   std::vector<Buffer::Growth> growths;
-  const auto length_of = [this](std::size_t slot, std::size_t band) {
-    return states_[slot] == SlotState::used ? static_cast<std::int64_t>(band_length(slot, band))
-                                            : 0;
-  };
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    const std::size_t before = growths.size();
+    std::vector<std::size_t> grown;
+    const auto length = static_cast<std::size_t>(lengths[slot]);
     for (const std::size_t band : bands) {
-      const std::int64_t now = length_of(slot, band), length = lengths[slot];
-      if (length == now) continue;
-      require_length(caller, slot, length, now);
+      if (!is_to_grow(caller, slot, band, lengths[slot])) continue;
       require_here(caller, slot, band);
+      grown.push_back(band);
       for (const std::size_t group : groups_of_[band]) {
-        growths.push_back(
-            {slots_[slot].buffers[group].get(),
-             needed(group, slot, static_cast<std::size_t>(length)),
-             Interval{static_cast<std::size_t>(now), static_cast<std::size_t>(length)}});
+        growths.push_back({slots_[slot].buffers[group].get(), needed(group, slot, length),
+                           Interval{band_length(slot, band), length}});
       }
     }
-    if (growths.size() == before) continue;
-    due.push_back({slot, bands_of(slot)});
+    if (grown.empty()) continue;
+    due.push_back({slot, std::move(grown), bands_of(slot)});
     slots.push_back(slot);
   }
   settle_copies();
@@ -122,15 +130,12 @@ void SlotCache::step_bands(const Caller& caller, std::span<const std::int64_t> l
   if (due.empty()) return;
   Buffer::grow(caller, growths, false);
   for (const Due& it : due) {
-    for (const std::size_t band : bands) {
-      if (length_of(it.slot, band) != lengths[it.slot])
-        forget_heads(caller, it.slot, groups_of_[band]);
-    }
+    for (const std::size_t band : it.grown) forget_heads(caller, it.slot, groups_of_[band]);
   }
   for (Due& it : due) {
     std::vector<Band>& own = slots_[it.slot].bands;
     if (own.empty()) own.swap(it.bands);
-    for (const std::size_t band : bands) own[band].length = lengths[it.slot];
+    for (const std::size_t band : it.grown) own[band].length = lengths[it.slot];
     settle_bands(it.slot);
   }
   look_further(slots);
@@ -195,7 +200,8 @@ void SlotCache::swap_in_bands(const Caller& caller, std::span<const std::size_t>
       arriving[i] = slots_[slots[i]].arriving;
       for (const std::size_t band : bands) {
         const Swapped& swapped = *slots_[slots[i]].bands[band].swapped;
-        const std::vector<Arriving> copies = bring_in(caller, slots[i], groups_of_[band], swapped);
+        const std::vector<Arriving> copies =
+            bring_in(caller, slots[i], groups_of_[band], swapped, band_length(slots[i], band));
         here.emplace_back(slots[i], band);
         arriving[i].insert(arriving[i].end(), copies.begin(), copies.end());
       }
@@ -212,13 +218,9 @@ void SlotCache::swap_in_bands(const Caller& caller, std::span<const std::size_t>
     for (const std::size_t band : bands) {
       const std::unique_ptr<Swapped> left = std::move(slot.bands[band].swapped);
       leave_swap(*left);
-      const auto length = static_cast<std::size_t>(slot.bands[band].length);
-      if (length == left->length) continue;
-      for (const std::size_t group : groups_of_[band]) {  // truncated meanwhile
-        if (length == 0) slot.begins[group] = 0;
-        slot.buffers[group]->retract({caller.operation, pool_->driver().copy_stream()},
-                                     needed(group, slots[i], length));
-      }
+      if (slot.bands[band].length != 0) continue;
+      for (const std::size_t group : groups_of_[band])
+        slot.begins[group] = 0;  // truncated meanwhile
     }
     settle_bands(slots[i]);
   }

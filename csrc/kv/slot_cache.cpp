@@ -373,7 +373,6 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
   std::vector<Band>& bands = slots_[slot].bands;
   if (length == static_cast<std::size_t>(lengths_[slot]) && bands.empty()) return;
   await_arrival(caller, slot);
-  for (Band& band : bands) band.length = static_cast<std::int64_t>(length);
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
     if (is_band_away(slot, row_groups_[group].shape.band)) continue;
     if (length == 0) slots_[slot].begins[group] = 0;
@@ -383,6 +382,7 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
     buffer.retract(caller, kept, length + tail() + shape_.lookahead);
   }
   lengths_[slot] = static_cast<std::int64_t>(length);
+  for (Band& band : bands) band.length = lengths_[slot];
   settle_bands(slot);
   std::vector<Token>& tokens = slots_[slot].tokens;
   tokens.resize(std::min(tokens.size(), length));

@@ -191,7 +191,7 @@ class SlotCache {
   bool is_away(std::size_t slot, std::optional<std::size_t> layer) const;
   // Returns once what a slot has in host memory has given its pages back. Requires: its copies are
   // over.
-  void await_departure(const Caller& caller, std::size_t slot);
+  void await_departure(const Caller& caller, std::size_t slot, std::optional<std::size_t> layer);
   // The first position that is kept, of each row group.
   const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
   // Work in the caller's stream uses all slots in use. Requires: the stream lasts.
@@ -257,6 +257,7 @@ class SlotCache {
     std::size_t layer;  // the first that reads them
     Address at;
     std::size_t bytes;
+    std::size_t item;  // of one position
   };
 
   std::size_t page_of(const GroupRange& group, std::size_t position) const {
@@ -282,6 +283,8 @@ class SlotCache {
   void require_bands(const Caller& caller, std::span<const std::size_t> bands) const;
   void require_here(const Caller& caller, std::size_t slot, std::size_t band) const;
   void require_together(const Caller& caller, std::size_t slot) const;
+  bool is_to_grow(const Caller& caller, std::size_t slot, std::size_t band,
+                  std::int64_t length) const;
   std::vector<Band> bands_of(std::size_t slot) const;
   void forget_bands(std::size_t slot) noexcept;
   void settle_bands(std::size_t slot) noexcept;
@@ -341,7 +344,8 @@ class SlotCache {
   void restore(const Caller& caller, std::size_t slot, std::span<const std::size_t> groups,
                std::size_t length, const Prefix& prefix);
   std::vector<Arriving> bring_in(const Caller& caller, std::size_t slot,
-                                 std::span<const std::size_t> groups, const Swapped& swapped);
+                                 std::span<const std::size_t> groups, const Swapped& swapped,
+                                 std::size_t length);
   void send_back(const Caller& caller, std::size_t slot,
                  std::span<const std::size_t> groups) noexcept;
   void share_again(const Caller& caller, std::size_t slot, SwapGroup& group) noexcept;

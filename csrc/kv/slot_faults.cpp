@@ -41,7 +41,9 @@ void SlotFaults::explain(faults::Text& text, std::uintptr_t at) const noexcept {
     text << "no page is mapped there, because the cache is closed: make a new one";
     return;
   }
-  const auto length = static_cast<std::size_t>(faults::glimpse(now_->lengths[place.slot]));
+  const std::int64_t band = faults::glimpse(now_->bands[place.slot * bands_ + group_.band]);
+  const auto length =
+      static_cast<std::size_t>(band >= 0 ? band : faults::glimpse(now_->lengths[place.slot]));
   const SlotState state = faults::glimpse(now_->states[place.slot]);
   if (place.token >= max_length_) {
     text << "no page is ever mapped there: check what computed the address";
@@ -51,7 +53,7 @@ void SlotFaults::explain(faults::Text& text, std::uintptr_t at) const noexcept {
            "step() gives them pages";
   } else if (state == SlotState::swapped) {
     text << "no page is mapped there, because the slot is swapped out: call swap_in() first";
-  } else if (faults::glimpse(now_->away[place.slot * bands_ + group_.band]) != 0) {
+  } else if (band == SlotsNow::kAway) {
     text << "no page is mapped there, because band " << group_.band
          << " of the slot is swapped out: call swap_in() for it first";
   } else if (place.token >= length) {

@@ -27,7 +27,12 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
     }
     here[slot] = 0;
   }
-  require_lengths(caller, here);
+  if (bands.empty()) require_lengths(caller, here);
+  if (here.size() != slots_.size()) require_lengths(caller, here);
+  for (const std::size_t band : bands) {
+    for (std::size_t slot = 0; slot < slots_.size(); ++slot)
+      static_cast<void>(is_to_grow(caller, slot, band, here[slot]));
+  }
   settle_copies();
   {
     PoolLock lock(pool_);
@@ -69,9 +74,12 @@ SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths,
     const SwapGroup* const shared = it.swapped == nullptr ? nullptr : it.swapped->group.get();
     const bool has_head =
         shared != nullptr && (!shared->pages.empty() || !swapped.insert(shared).second);
-    for (const std::size_t group : groups) {
+    // A whole slot comes back whole, a band with all it has.
+    for (const std::size_t group : it.swapped == nullptr ? groups : all_groups_) {
+      const std::size_t band = row_groups_[group].shape.band;
+      const std::size_t back = is_band_away(slot, band) ? band_length(slot, band) : 0;
       const Interval written{static_cast<std::size_t>(length_here(slot, group)),
-                             static_cast<std::size_t>(lengths[slot])};
+                             std::max(static_cast<std::size_t>(lengths[slot]), back)};
       if (written.empty()) continue;
       const Buffer& buffer = *it.buffers[group];
       const Reservation& range = buffer.range();

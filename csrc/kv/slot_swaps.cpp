@@ -43,7 +43,7 @@ std::vector<SlotCache::SlotBytes> SlotCache::bytes_of(std::size_t slot,
       for (const std::size_t end = row + content.rows(); row < end; ++row) {
         const Address at =
             row_group.range->range().address(row * slots_.size() + slot, 0) + bytes.begin;
-        rows.push_back({content.layers.front(), at, bytes.size()});
+        rows.push_back({content.layers.front(), at, bytes.size(), item});
       }
     }
   }
@@ -195,7 +195,8 @@ void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots
   opened.reserve(slots.size());
   try {
     for (const std::size_t slot : slots) {
-      arriving.push_back(bring_in(caller, slot, all_groups_, *slots_[slot].swapped));
+      arriving.push_back(
+          bring_in(caller, slot, all_groups_, *slots_[slot].swapped, slots_[slot].swapped->length));
       SwapGroup* const group = slots_[slot].swapped->group.get();
       if (group == nullptr || !group->pages.empty() || group->waiting == 1) continue;
       opened.push_back(group);
@@ -219,10 +220,11 @@ void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots
   look_further(slots);
 }
 
-// Pages for what is in host memory, and its copies launched. That memory stays until it is left.
+// Pages for the first `length` positions of what is in host memory, and their copies launched. That
+// memory stays until it is left.
 std::vector<SlotCache::Arriving> SlotCache::bring_in(const Caller& caller, std::size_t slot,
                                                      std::span<const std::size_t> groups,
-                                                     const Swapped& swapped) {
+                                                     const Swapped& swapped, std::size_t length) {
   const SwapGroup* const group = swapped.group.get();
   const bool shared = group != nullptr && !group->pages.empty();
 
@@ -231,12 +233,14 @@ std::vector<SlotCache::Arriving> SlotCache::bring_in(const Caller& caller, std::
     const std::byte* from;
   };
   std::vector<Coming> coming;
-  const auto add = [&coming](const std::vector<SlotBytes>& rows, const std::list<Held>& from) {
+  const auto add = [&](const std::vector<SlotBytes>& rows, const std::list<Held>& from) {
     const std::byte* at = from.front().memory.get();
     for (const SlotBytes& row : rows) {
       coming.push_back({row, at});
+      coming.back().row.bytes -= std::min(row.bytes, (swapped.length - length) * row.item);
       at += row.bytes;
     }
+    std::erase_if(coming, [](const Coming& some) { return some.row.bytes == 0; });
   };
   add(bytes_of(slot, groups, swapped.length, group ? group->length : 0, false), swapped.memory);
   if (group != nullptr && !shared)
@@ -245,7 +249,7 @@ std::vector<SlotCache::Arriving> SlotCache::bring_in(const Caller& caller, std::
             [](const Coming& a, const Coming& b) { return a.row.layer < b.row.layer; });
   std::vector<Arriving> arriving;
 
-  restore(caller, slot, groups, swapped.length, shared ? group->pages : Prefix());
+  restore(caller, slot, groups, length, shared ? group->pages : Prefix());
   Driver& driver = pool_->driver();
   try {
     order_copies(caller, slot, groups);
@@ -345,20 +349,25 @@ FencePtr SlotCache::copies(std::size_t slot, std::optional<std::size_t> layer) {
 
 FencePtr SlotCache::arrivals() {
   settle_copies();
-  for (auto slot = arriving_.rbegin(); slot != arriving_.rend(); ++slot) {
-    if (FencePtr last = last_arrival(*slot)) return last;
-  }
-  return nullptr;
+  return arriving_.empty() ? nullptr : pool_->driver().fence(pool_->driver().copy_stream());
 }
 
-void SlotCache::await_departure(const Caller& caller, std::size_t slot) {
-  if (!is_away(slot, std::nullopt)) return;
+void SlotCache::await_departure(const Caller& caller, std::size_t slot,
+                                std::optional<std::size_t> layer) {
+  if (!is_away(slot, layer)) return;
+  const bool whole = states_[slot] == SlotState::swapped;
+  std::vector<const Buffer*> buffers;
+  for (const GroupRange& group : row_groups_) {
+    const std::size_t band = group.shape.band;
+    if (whole || (is_band_away(slot, band) && (!layer || band_of_[*layer] == band)))
+      buffers.push_back(
+          slots_[slot].buffers[static_cast<std::size_t>(&group - row_groups_.data())].get());
+  }
   PoolLock lock(pool_);
-  const auto& buffers = slots_[slot].buffers;
   pool_->await(
       lock, caller.operation, "the unmapping of a slot that was swapped out", [&]() VT_LOCKED {
         static_cast<void>(pool_->settle_all(lock));
-        return std::all_of(buffers.begin(), buffers.end(), [](const auto& buffer) VT_LOCKED {
+        return std::all_of(buffers.begin(), buffers.end(), [](const Buffer* buffer) VT_LOCKED {
           return buffer->pages_leaving() == 0;
         });
       });

@@ -13,11 +13,13 @@ enum class SlotState : std::uint8_t { free, used, swapped };
 
 struct SlotsNow {
   SlotsNow(std::size_t slots, std::size_t bands)
-      : lengths(slots), states(slots, SlotState::free), away(slots * bands) {}
+      : lengths(slots), states(slots, SlotState::free), bands(slots * bands, kAsSlot) {}
 
   std::vector<std::int64_t> lengths;
   std::vector<SlotState> states;
-  std::vector<std::uint8_t> away;  // 1 for each band of a slot, one after the other, in host memory
+  // Lengths of each slot's bands, one after the other, or one of these.
+  static constexpr std::int64_t kAsSlot = -1, kAway = -2;
+  std::vector<std::int64_t> bands;
   std::atomic<bool> closed{false};
 };
 

@@ -107,14 +107,8 @@ class BandMachine(CacheMachine):
         if not bands:
             return
         length = min(self.cache.max_len, max(apart.lengths[band] for band in bands) + by)
-        lengths = self.cache.lengths
-        target = [length if at == slot else 0 for at in range(len(lengths))]
-        for other in CacheMachine.in_use(self):
-            if other != slot:  # as they are, in each of these bands
-                has = {self.cache.length(other, band) for band in bands}
-                if len(has) != 1 or other in self.apart and self.apart[other].away & set(bands):
-                    return
-                target[other] = has.pop()
+        target = self.cache.lengths  # the others stay as they are
+        target[slot] = length
         fits = self.cache.fits(target, bands=bands)
         done = self.attempt(lambda: self.cache.step(target, bands=bands), fail)
         assert done == fits
@@ -147,7 +141,9 @@ class BandMachine(CacheMachine):
         slot = slots[index % len(slots)]
         apart = self.apart[slot]
         bands = [band for band in self.bands(named) if band in apart.away] or [min(apart.away)]
+        fits = self.cache.fits(self.cache.lengths, bands=bands)
         done = self.attempt(lambda: self.cache.swap_in(slot, bands=bands), fail)
+        assert done == fits
         if not done:
             return
         self.cache.wait(slot)
@@ -359,6 +355,47 @@ def test_what_is_cut_while_a_band_is_away_is_gone_when_it_comes_back(cache):
     assert used(cache) == 0 and grown(cache, slot, 3)
 
 
+@pytest.mark.exact
+def test_a_slot_whose_bands_differ_stays_as_it_is_beside_others(cache):
+    first, second = cache.alloc(), cache.alloc()
+    assert to(cache, first, 40, [0]) and to(cache, second, 30, [0, 1])
+    assert cache.lengths[:2] == [0, 0]
+    assert [cache.length(first, band) for band in range(4)] == [40, 0, 0, 0]
+    assert to(cache, first, 40, [1, 2, 3]) and cache.length(first) == 40
+    assert [cache.length(second, band) for band in range(4)] == [30, 30, 0, 0]
+    with pytest.raises(vtensor.InvalidArgument, match="do not shrink"):
+        to(cache, second, 20, [0])
+    lengths = cache.lengths
+    lengths[second] = 20
+    with pytest.raises(vtensor.InvalidArgument, match="do not shrink"):
+        cache.fits(lengths, bands=[0])
+
+
+@pytest.mark.exact
+def test_fits_counts_all_that_comes_back(pool_factory, kind):
+    with banded(pool_factory(kind, 10)) as cache:
+        slot = cache.alloc()
+        assert to(cache, slot, 4 * UNIT, [0])  # 8 pages
+        cache.swap_out(slot, bands=[0])
+        cache.wait(slot)
+        other = cache.alloc()
+        assert to(cache, other, UNIT, [1, 2])
+        assert not cache.fits(cache.lengths, bands=[0]) and not cache.swap_in(slot, bands=[0])
+        cache.truncate(slot, 0)
+        assert cache.fits(cache.lengths, bands=[0]) and cache.swap_in(slot, bands=[0])
+    with banded(pool_factory(kind, 64)) as cache:
+        slot = filled(cache, 4 * UNIT)
+        cache.swap_out(slot)
+        cache.wait(slot)
+        other = filled(cache, 6 * UNIT)
+        lengths = cache.lengths
+        lengths[slot] = 4 * UNIT
+        assert not cache.fits(lengths, bands=[0]) and not cache.swap_in(slot)
+        cache.free(other)
+        lengths[other] = 0
+        assert cache.fits(lengths, bands=[0]) and cache.swap_in(slot)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------
 
 
@@ -461,7 +498,7 @@ def test_what_cannot_be_says_what_to_do(cache):
     with pytest.raises(vtensor.InvalidArgument, match=r"step\(\) all of them to one length"):
         cache.swap_out(slot)
     with pytest.raises(vtensor.InvalidArgument, match="do not shrink"):
-        to(cache, slot, 20, [0])
+        to(cache, slot, 19, [0])
     with pytest.raises(vtensor.InvalidArgument, match="the slot has 20 tokens: call step"):
         cache.write(1, slot, 20, *kv_model.expected(cache, 1, [7]))
     cache.write(0, slot, 20, *kv_model.expected(cache, 0, [7]))
@@ -549,16 +586,22 @@ def test_an_operation_is_whole(pool_factory, kind, name):
     assert at_every_bytecode(begin, lambda state: run(*state), check, each=place) >= 1
 
 
-def test_a_write_to_a_band_that_is_away_says_so():
-    done = run_snippet("""
-import torch, vtensor
+@pytest.mark.parametrize(
+    ("change", "token", "says"),
+    [
+        ("cache.swap_out(slot, bands=[1])", 3, "band 1 of the slot is swapped out: call swap_in()"),
+        ("cache.step([20, 0], bands=[1])", 4000, "the slot has 20 tokens: call step() first"),
+    ],
+)
+def test_a_write_that_faults_says_what_its_band_has(change, token, says):
+    done = run_snippet(f"""
 vtensor.explain_faults()
-cache = vtensor.KVCache(2, 2, 16, max_batch=2, max_len=64, dtype=torch.float32, bands=2)
+cache = vtensor.KVCache(2, 2, 16, max_batch=2, max_len=8192, dtype=torch.float32, bands=2)
 slot = cache.alloc()
 cache.step([10, 0])
-cache.swap_out(slot, bands=[1])
+{change}
 cache.wait(slot)
-cache[1][0][slot, 3] = 1.0
+cache[1][0][slot, {token}] = 1.0
 """)
     assert done.code != 0
-    assert "layer 1" in done.err and "band 1 of the slot is swapped out: call swap_in()" in done.err
+    assert "layer 1" in done.err and says in done.err
