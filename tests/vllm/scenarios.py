@@ -86,9 +86,9 @@ def greedy(tokens: int = 48, **kw) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **kw)
 
 
-def looked(memory, used: list[int], leaving: list[int]) -> float:
+def looked(memory, used: list[int], leaving: list[int]) -> tuple[float, int]:
     """What is mapped beyond the pages of blocks in use, and of others that a step under way may use, as a
-    share."""
+    share; and the bytes mapped for the next step."""
     size = memory.pool.page_size
 
     def pages(numbers: list[int]) -> int:
@@ -99,17 +99,15 @@ def looked(memory, used: list[int], leaving: list[int]) -> float:
                 found.update(range(begin // size, -(-(begin + length) // size)))
         return len(found)
 
-    active = memory.arena.stats().pages_active
+    stats = memory.arena.stats()
+    active = stats.pages_active
     assert active >= pages(used), "a block in use has no memory"
     assert all(memory.blocks.whole(used))
-    return active / pages(used + leaving) - 1
+    return active / pages(used + leaving) - 1, stats.pages_prefetched * size
 
 
 def idle(memory) -> dict[str, float]:
     memory.pool.wait_idle()
-    until = time.monotonic() + 5
-    while memory.pool.stats().pages_spare and time.monotonic() < until:
-        time.sleep(0.01)
     stats = memory.arena.stats()
     return {
         "mapped": stats.nbytes_mapped + memory.pool.stats().pages_spare * stats.page_size,
@@ -154,6 +152,7 @@ class Engine:
         if blocks is not None and self.pool is not None:
             assert self.pool.get_num_free_blocks() == blocks - 1
         self.worst = 0.0  # mapped for blocks in use, beyond what these take, as a share
+        self.ahead = 0  # bytes mapped for the next step, at most
         self.steps = 0
         self.used: list[int] = []  # blocks, at the last look
         self.most = 0  # blocks in use at once
@@ -190,7 +189,8 @@ class Engine:
         leaving = self.used if self.engine.engine_core.engine_core.batch_queue else []
         self.used = used
         self.most = max(self.most, len(used))
-        self.worst = max(self.worst, *self.ask(looked, used, leaving))
+        for worst, ahead in self.ask(looked, used, leaving):
+            self.worst, self.ahead = max(self.worst, worst), max(self.ahead, ahead)
 
     def ask(self, function, *args) -> list:
         """``function(memory, *args)`` of each worker's memory."""
@@ -216,7 +216,8 @@ class Engine:
         if not ON_VTENSOR:
             return {}
         return max(self.ask(idle), key=lambda found: found["mapped"] - found["cached"]) | {
-            "worst": self.worst
+            "worst": self.worst,
+            "ahead": self.ahead,
         }
 
 

@@ -83,6 +83,12 @@ def test_the_memory_of_an_engine_that_is_killed_goes_to_the_other(results):
     assert killed["held"] >= 48 - 1
 
 
+def test_what_is_mapped_ahead_is_what_the_next_step_takes(results):
+    """Here at most 2048 tokens' prompts, and a block of 32 tokens for each request that decodes."""
+    ahead = results["vtensor", "no_prefix_caching"]["memory"]["ahead"]
+    assert 0 < ahead <= (2048 // 32 + 24) * (128 << 10)
+
+
 def test_without_a_prefix_cache_an_idle_engine_keeps_nothing(results):
     memory = results["vtensor", "no_prefix_caching"]["memory"]
     assert memory["mapped"] <= MIB and memory["cached"] == 0
