@@ -14,6 +14,7 @@ BENCHMARKS = (
     "decode",
     "generate",
     "fork",
+    "bands",
     "serving",
     "mapper",
     "trace_cost",
