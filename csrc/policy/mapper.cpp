@@ -150,8 +150,10 @@ class Mapper::Step {
       const std::size_t most = std::min(most_, pool_.store().available());
       make_ready(lock, most);
       pages = pool_.store().cover_available(most);  // others may have taken some meanwhile
+    } catch (const DriverError&) {
+      throw;  // the mapper tries again
     } catch (const Error&) {
-      // A use that needs the pages meets it again, and raises it.
+      // Of a shared budget. A use that needs the pages meets it again, and raises it.
     }
     ahead_.reserve(pool_.wanting_.size());
     for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
