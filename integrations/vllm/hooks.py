@@ -132,7 +132,8 @@ class GrowingBlockPool(BlockPool):
         free = super().get_num_free_blocks()
         if self._counts_table:
             return int(free)
-        return max(0, min(int(free), self.memory.most - self.memory.mapped))
+        used = self.num_gpu_blocks - int(free)  # blocks that wait for a step are held again without memory
+        return max(0, min(int(free), self.memory.most - used))
 
     @contextmanager
     def _counting_table(self) -> Iterator[None]:
@@ -190,9 +191,10 @@ class GrowingBlockPool(BlockPool):
         with self._counting_table():
             done = super().reset_prefix_cache()
         if done:
+            self._empty.update(self._cached)  # some may wait for a step
             self._cached.clear()
-            self._empty.clear()
             self.memory.trim_all()
+            self.rest()
         return bool(done)
 
     def rest(self) -> None:

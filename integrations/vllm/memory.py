@@ -82,8 +82,10 @@ class TableMemory:
         except vtensor.OutOfPages:
             raise NoRoom from None
         except vtensor.DriverError as error:
-            if error.name != "ENOMEM":  # the process has as many mappings as it may
+            if error.name != "ENOMEM":
                 raise
+            if self.blocks.mapped <= 1:  # nothing will end that has as many mappings as a process may
+                raise RuntimeError(f"[vtensor.vllm] {error}") from None
             raise NoRoom from None
 
     def prepare(self, numbers: Iterable[int]) -> None:

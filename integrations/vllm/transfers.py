@@ -58,7 +58,7 @@ def require_connector(vllm_config: Any) -> None:
 def require_unpinned(transports: str, root: Path = Path("/")) -> None:
     """Raises RuntimeError where UCX, told to use these, may pin memory that is registered: what is mapped
     later would not be what a peer reads and writes."""
-    names = [name.strip() for name in transports.lower().split(",")]
+    names = [name.strip() for name in transports.lower().rstrip(", ").split(",")]
     if all(name in _UNPINNED for name in names):
         return
     anything = names[0] in ("", "all") or names[0].startswith("^")

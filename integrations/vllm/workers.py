@@ -25,7 +25,8 @@ from .memory import NoRoom, TableMemory
 
 STEP = "vtensor_step"  # of what the scheduler hands to the workers: the step's number
 ANSWER_SECONDS = 300.0  # as long as vLLM waits for a step
-STEP_SECONDS = 10.0
+STEP_SECONDS = 60.0
+KEY_SECONDS = 2.0
 _HEADER = struct.Struct("=Q?")  # the number of a message, and whether it ends in this packet
 _PACKET = 1 << 16
 
@@ -157,7 +158,8 @@ class Server:
                 number, (answered, operation, argument, begun, ended) = channel.receive()
                 kind, value = "", None
                 try:
-                    value = self._do(operation, argument, begun, ended)
+                    if not failed:
+                        value = self._do(operation, argument, begun, ended)
                 except NoRoom:
                     kind = "no room"
                 except Exception as error:  # the scheduler raises it when it asks next
@@ -170,7 +172,7 @@ class Server:
     def _scheduler(self) -> socket.socket:
         while True:
             connection, _ = self._listener.accept()
-            connection.settimeout(STEP_SECONDS)
+            connection.settimeout(KEY_SECONDS)
             try:
                 known = hmac.compare_digest(connection.recv(len(self._key) + 1), self._key)
             except OSError:
@@ -184,7 +186,8 @@ class Server:
     def _do(self, operation: str, argument: Any, begun: int, ended: int) -> Any:
         with self._changed:
             # The scheduler has seen the results of so many: they end here within moments.
-            self._changed.wait_for(lambda: self._ended >= ended, STEP_SECONDS)
+            if not self._changed.wait_for(lambda: self._ended >= ended, STEP_SECONDS):
+                raise RuntimeError(f"step {ended} did not end within {STEP_SECONDS:g} s")
             self._begin(begun)
             return getattr(self.memory, operation)(*argument)
 
