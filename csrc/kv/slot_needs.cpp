@@ -30,8 +30,9 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
   if (bands.empty()) require_lengths(caller, here);
   if (here.size() != slots_.size()) require_lengths(caller, here);
   for (const std::size_t band : bands) {
-    for (std::size_t slot = 0; slot < slots_.size(); ++slot)
-      static_cast<void>(is_to_grow(caller, slot, band, here[slot]));
+    for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+      if (here[slot] != 0) static_cast<void>(is_to_grow(caller, slot, band, here[slot]));
+    }
   }
   settle_copies();
   {
@@ -69,7 +70,8 @@ SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths,
   std::unordered_set<const SwapGroup*> swapped;
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     const Slot& it = slots_[slot];
-    // 0 if it is not in use. Of named bands, those that are away are to come back.
+    // Of named bands, those that are away are to come back.
+    if (lengths[slot] == 0) continue;
     if (lengths[slot] <= room_[slot] && (it.bands.empty() || bands.empty())) continue;
     const SwapGroup* const shared = it.swapped == nullptr ? nullptr : it.swapped->group.get();
     const bool has_head =
