@@ -198,8 +198,8 @@ class KVCache:
         Args:
             lengths: as for :meth:`step`; of a slot that is swapped out also 0, or at least as many tokens as
                 it has.
-            bands: as for :meth:`step`. Of those that are swapped out, the pages to have them back are counted; a
-                slot with 0 is left out.
+            bands: as for :meth:`step`. Pages that swapped bands need to come back are counted.
+                A slot with 0 is left out.
 
         Raises:
             InvalidArgument, CapacityExceeded: as :meth:`step` does.

@@ -127,8 +127,8 @@ class SlotCache {
                   std::span<const std::size_t> bands);
   // Whether slots could have these lengths now: by a step, after a swap_in of those that are
   // swapped out; of all bands, or if any are named of these. Counts what the budget leaves and what
-  // would be given up for them; gives nothing up. A slot of length 0 is left out. `alone`: as if the other pools of a shared budget
-  // held nothing.
+  // would be given up for them; gives nothing up. A slot of length 0 is left out. `alone`: as if
+  // the other pools of a shared budget held nothing.
   bool fits(const Caller& caller, std::span<const std::int64_t> lengths,
             std::span<const std::size_t> bands = {}, bool alone = false);
   // Whether nothing but what other pools of a shared budget hold is in the way.

@@ -132,8 +132,8 @@ class GrowingBlockPool(BlockPool):
         free = super().get_num_free_blocks()
         if self._counts_table:
             return int(free)
-        used = self.num_gpu_blocks - int(free)  # blocks that wait for a step are held again without memory
-        return max(0, min(int(free), self.memory.most - used))
+        used = self.num_gpu_blocks - free  # blocks that wait for a step are held again without memory
+        return int(max(0, min(free, self.memory.most - used)))
 
     @contextmanager
     def _counting_table(self) -> Iterator[None]:
