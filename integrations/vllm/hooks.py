@@ -125,7 +125,13 @@ class GrowingBlockPool(BlockPool):
         self._evicted = 0
         self._counts_table = False
         self.refused = False  # a request, for want of memory
-        self.memory.hold([self.null_block.block_id])
+        try:
+            self.memory.hold([self.null_block.block_id])
+        except NoRoom:
+            raise RuntimeError(
+                "[vtensor.vllm] there is no memory for the first block: other engines of VTENSOR_VLLM_SHARED "
+                "have the whole budget (python -m vtensor top); raise VTENSOR_VLLM_BUDGET for all, or wait"
+            ) from None
 
     # What the budget leaves, not what the table has, but to the methods of BlockPool itself.
     def get_num_free_blocks(self) -> int:

@@ -104,7 +104,24 @@ def test_without_a_prefix_cache_an_idle_engine_keeps_nothing(results):
     ],
 )
 def test_settings_that_cannot_be(results, folder, settings, says):
-    """A sentence each, before a request is taken."""
+    assert says in refused(folder, settings)
+
+
+def test_no_memory_at_the_start(results, folder):
+    import torch
+
+    import vtensor
+
+    shared = {"VTENSOR_VLLM_BUDGET": "16MiB", "VTENSOR_VLLM_SHARED": f"test-{os.getpid()}-start"}
+    with vtensor.Pool("cpu", budget="16MiB", shared=shared["VTENSOR_VLLM_SHARED"]) as pool:
+        taken = vtensor.empty(0, grow_dim=0, capacity=16 << 20, dtype=torch.uint8, pool=pool)
+        taken.extend(16 << 20)
+        said = refused(folder, shared)
+    assert "no memory for the first block" in said and "VTENSOR_VLLM_SHARED" in said
+
+
+def refused(folder, settings: dict[str, str]) -> str:
+    """The sentence of an engine that does not start, before a request is taken."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", SCRIPT, "vtensor", folder, "prefix_caching"],
         env=os.environ | settings,
@@ -113,4 +130,4 @@ def test_settings_that_cannot_be(results, folder, settings, says):
         timeout=300,
     )
     assert run.returncode != 0
-    assert "[vtensor.vllm]" in run.stderr and says in run.stderr
+    return next(line for line in run.stderr.splitlines() if "[vtensor.vllm]" in line)
