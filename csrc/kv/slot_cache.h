@@ -191,7 +191,8 @@ class SlotCache {
   bool is_away(std::size_t slot, std::optional<std::size_t> layer) const;
   // Returns once what a slot has in host memory has given its pages back. Requires: its copies are
   // over.
-  void await_departure(const Caller& caller, std::size_t slot, std::optional<std::size_t> layer);
+  void await_departure(const Caller& caller, std::size_t slot,
+                       std::optional<std::size_t> layer = std::nullopt);
   // The first position that is kept, of each row group.
   const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
   // Work in the caller's stream uses all slots in use. Requires: the stream lasts.
