@@ -280,6 +280,10 @@ class SlotCache {
   void require_length(const Caller& caller, std::size_t slot, std::int64_t length,
                       std::int64_t now) const;
   void require_used(const Caller& caller, std::size_t slot) const;
+  std::size_t band_of(std::size_t layer) const {
+    return band_of_[std::min(layer,
+                             band_of_.size() - 1)];  // behind the last layer nothing more is read
+  }
   void require_named_once(const Caller& caller, std::span<const std::size_t> slots) const;
   void require_bands(const Caller& caller, std::span<const std::size_t> bands) const;
   void require_here(const Caller& caller, std::size_t slot, std::size_t band) const;

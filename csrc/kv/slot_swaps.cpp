@@ -257,7 +257,7 @@ std::vector<SlotCache::Arriving> SlotCache::bring_in(const Caller& caller, std::
       const std::size_t layer = coming[i].row.layer;
       driver.copy_in(coming[i].row.at, coming[i].from, coming[i].row.bytes);
       if (i + 1 < coming.size() && coming[i + 1].row.layer == layer) continue;
-      arriving.push_back({layer, band_of_[layer], driver.fence(driver.copy_stream())});
+      arriving.push_back({layer, band_of(layer), driver.fence(driver.copy_stream())});
     }
   } catch (...) {
     send_back(caller, slot, groups);
@@ -325,7 +325,7 @@ void SlotCache::share_again(const Caller& caller, std::size_t slot, SwapGroup& g
 bool SlotCache::is_away(std::size_t slot, std::optional<std::size_t> layer) const {
   if (states_[slot] == SlotState::swapped) return true;
   const std::vector<Band>& bands = slots_[slot].bands;
-  if (layer) return is_band_away(slot, band_of_[*layer]);
+  if (layer) return is_band_away(slot, band_of(*layer));
   return std::any_of(bands.begin(), bands.end(),
                      [](const Band& band) { return band.swapped != nullptr; });
 }
@@ -339,7 +339,7 @@ FencePtr SlotCache::copies(std::size_t slot, std::optional<std::size_t> layer) {
     if (is_away(slot, layer)) return pool_->driver().fence(pool_->driver().copy_stream());
     return last_arrival(slot);
   }
-  const std::size_t band = band_of_[*layer];
+  const std::size_t band = band_of(*layer);
   if (is_band_away(slot, band)) return it.bands[band].swapped->copied;
   for (auto arriving = it.arriving.rbegin(); arriving != it.arriving.rend(); ++arriving) {
     if (arriving->band == band && arriving->layer <= *layer) return arriving->over;
@@ -359,7 +359,7 @@ void SlotCache::await_departure(const Caller& caller, std::size_t slot,
   std::vector<const Buffer*> buffers;
   for (const GroupRange& group : row_groups_) {
     const std::size_t band = group.shape.band;
-    if (whole || (is_band_away(slot, band) && (!layer || band_of_[*layer] == band)))
+    if (whole || (is_band_away(slot, band) && (!layer || band_of(*layer) == band)))
       buffers.push_back(
           slots_[slot].buffers[static_cast<std::size_t>(&group - row_groups_.data())].get());
   }
