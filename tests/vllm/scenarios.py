@@ -147,14 +147,14 @@ class Engine:
         os.environ.pop("VTENSOR_VLLM_BUDGET", None)
         os.environ.pop("VTENSOR_VLLM_PAGE_SIZE", None)
         self.engine = self.llm.llm_engine
-        core = getattr(self.engine.engine_core, "engine_core", None)  # None in a process of its own
-        self.pool = core and core.scheduler.kv_cache_manager.block_pool
+        self.core = getattr(self.engine.engine_core, "engine_core", None)  # None in a process of its own
+        self.pool = self.core and self.core.scheduler.kv_cache_manager.block_pool
         if blocks is not None and self.pool is not None:
             assert self.pool.get_num_free_blocks() == blocks - 1
         self.worst = 0.0  # mapped for blocks in use, beyond what these take, as a share
         self.ahead = 0  # bytes mapped for the next step, at most
         self.steps = 0
-        self.used: list[int] = []  # blocks, at the last look
+        self.looked_at: list[int] = []  # blocks, at the last look
         self.most = 0  # blocks in use at once
 
     def generate(self, prompts, params: SamplingParams) -> list[list[list[int]]]:
@@ -167,8 +167,7 @@ class Engine:
             self.engine.add_request(str(i), prompt, params)
         done: dict[str, list[int]] = {}
         step = 0
-        core = self.engine.engine_core.engine_core
-        while self.engine.has_unfinished_requests() or core.batch_queue:  # a step planned ahead too
+        while self.engine.has_unfinished_requests() or self.core.batch_queue:  # a step planned ahead too
             for output in self.engine.step():
                 if output.finished:
                     done[output.request_id] = list(output.outputs[0].token_ids)
@@ -186,8 +185,8 @@ class Engine:
         if not ON_VTENSOR:
             return
         used = [b.block_id for b in self.pool.blocks if b.ref_cnt > 0 or b.is_null]
-        leaving = self.used if self.engine.engine_core.engine_core.batch_queue else []
-        self.used = used
+        leaving = self.looked_at if self.core.batch_queue else []
+        self.looked_at = used
         self.most = max(self.most, len(used))
         for worst, ahead in self.ask(looked, used, leaving):
             self.worst, self.ahead = max(self.worst, worst), max(self.ahead, ahead)
@@ -292,7 +291,7 @@ def schedule_ahead() -> dict[str, bool]:
 @scenario
 def asynchronous_scheduling():
     engine = Engine(blocks=2 * SMALL, **schedule_ahead())
-    assert engine.engine.engine_core.engine_core.batch_queue_size == 2
+    assert engine.core.batch_queue_size == 2
     gone = {6: ["0", "5"], 15: ["1"]}
     return engine, engine.run(prompts(), greedy(), abort=lambda step: gone.get(step, []))
 
