@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -20,16 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from vllm_engines import ask, end, make_model, save, spawn
+
 PAIRS, ROUNDS, REQUESTS, TOKENS = 3, 4, 24, 64
 TABLE = 2 << 30  # bytes
-SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 TIMED = ("hold", "prepare", "release", "begin_step", "end_step", "whole", "trim")
 
 
@@ -119,40 +112,7 @@ class Worker:
 
 
 def start(folder: str, ours: bool, table: int = TABLE, **settings: str) -> subprocess.Popen:
-    environment = os.environ | SETTINGS | {"VTENSOR_VLLM": str(int(ours))} | settings
-    command = [sys.executable, "-W", "ignore", __file__, "--worker", folder, str(int(ours)), str(table)]
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def ask(worker: subprocess.Popen, line: str | None = None) -> dict:
-    assert worker.stdin is not None and worker.stdout is not None
-    if line is not None:
-        worker.stdin.write(line + "\n")
-        worker.stdin.flush()
-    while not (answer := worker.stdout.readline()).startswith("{"):
-        if not answer:
-            raise SystemExit("a worker ended")
-    return json.loads(answer)
-
-
-def make_model(folder: str) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=1024,
-            hidden_size=512,
-            intermediate_size=1024,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=1024,
-        )
-    ).float().save_pretrained(folder)
+    return spawn(__file__, folder, str(int(ours)), str(table), ours=ours, **settings)
 
 
 def measure(folder: str, pair: int) -> dict[str, list[dict]]:
@@ -166,8 +126,7 @@ def measure(folder: str, pair: int) -> dict[str, list[dict]]:
             results[name].append(ask(workers[name], str(seed)))
     for name, worker in workers.items():
         results[name].append(ask(worker, "idle"))
-        worker.stdin.close()
-        worker.wait()
+        end(worker)
     return results
 
 
@@ -238,15 +197,7 @@ def main() -> None:
     figures = report(pairs)
     for name, value in figures.items():
         print(f"{name:50s} {value:10,.3f}")
-    if arguments.out:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, no GPU"
-        content = {
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": machine,
-            "figures": figures,
-            "first pair": pairs[0],
-        }
-        arguments.out.write_text(json.dumps(content))
+    save(arguments.out, figures, **{"first pair": pairs[0]})
 
 
 if __name__ == "__main__":

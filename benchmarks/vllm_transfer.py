@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import select
 import socket
@@ -22,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from vllm_plugin import SETTINGS, ask
+from vllm_engines import ask, end, make_model, save, spawn
 
 PASSES, ROUNDS, PROMPT = 2, 4, 2500  # prompts in each pass, and tokens of each
 TABLE = 1 << 30  # bytes
@@ -73,37 +71,8 @@ def start(folder: str, engine: str, transports: str | None, role: str) -> subpro
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    environment = os.environ | SETTINGS | {"VTENSOR_VLLM": str(int(engine == "vtensor"))}
-    environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-    environment.pop("UCX_TLS", None)
-    if transports is not None:
-        environment["UCX_TLS"] = transports
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__, "--worker", folder, role],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def make_model(folder: str) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=1024,
-            hidden_size=512,
-            intermediate_size=1024,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=4096,
-            initializer_range=0.3,  # so that the tokens depend on K and V
-        )
-    ).float().save_pretrained(folder)
+    settings = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "UCX_TLS": transports}
+    return spawn(__file__, folder, role, ours=engine == "vtensor", **settings)
 
 
 def measure(folder: str, engine: str, over: str, seconds: dict[str, list[float]]) -> list[list[int]]:
@@ -122,9 +91,7 @@ def measure(folder: str, engine: str, over: str, seconds: dict[str, list[float]]
             seconds.setdefault(f"alone, {engine}", []).append(first["seconds"])
             seconds.setdefault(f"K and V from the other, {over}, {engine}", []).append(then["seconds"])
     for worker in pair:
-        assert worker.stdin is not None
-        worker.stdin.close()
-        worker.wait()
+        end(worker)
     return said
 
 
@@ -149,7 +116,7 @@ def main() -> None:
     if arguments.worker:
         return Worker(*arguments.worker).serve()
     with tempfile.TemporaryDirectory() as folder:
-        make_model(folder)
+        make_model(folder, 4096, initializer_range=0.3)  # so that the tokens depend on K and V
         seconds = measure_all(folder)
     figures = {
         f"{name}, ms, {what}": 1e3 * of(values)
@@ -158,14 +125,7 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(f"{name:60s} {value:8,.0f}")
-    if arguments.out:
-        content = {
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
-            "figures": figures,
-            "seconds": seconds,
-        }
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    save(arguments.out, figures, seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ and two on vtensor that share the whole. All four run the same bursts, one engin
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from vllm_plugin import REQUESTS, ask, make_model, start
+from vllm_engines import ask, end, make_model, save
+from vllm_plugin import REQUESTS, start
 
 MEMORY = 48 << 20  # bytes of K and V; a burst wants some 100 MiB
 ROUNDS = 6
@@ -41,8 +39,7 @@ def measure(folder: str) -> dict[str, list[float]]:
                 seconds[name].append(burst["seconds"])
     for workers in engines.values():
         for worker in workers:
-            worker.stdin.close()
-            worker.wait()
+            end(worker)
     return seconds
 
 
@@ -65,15 +62,7 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(f"{name:50s} {value:10,.3f}")
-    if arguments.out:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, no GPU"
-        content = {
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": machine,
-            "figures": figures,
-            "bursts": seconds,
-        }
-        arguments.out.write_text(json.dumps(content))
+    save(arguments.out, figures, bursts=seconds)
 
 
 if __name__ == "__main__":
