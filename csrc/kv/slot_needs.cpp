@@ -27,8 +27,7 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
     }
     here[slot] = 0;
   }
-  if (bands.empty()) require_lengths(caller, here);
-  if (here.size() != slots_.size()) require_lengths(caller, here);
+  if (bands.empty() || here.size() != slots_.size()) require_lengths(caller, here);
   for (const std::size_t band : bands) {
     for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
       if (here[slot] != 0) static_cast<void>(is_to_grow(caller, slot, band, here[slot]));

@@ -357,11 +357,10 @@ void SlotCache::await_departure(const Caller& caller, std::size_t slot,
   if (!is_away(slot, layer)) return;
   const bool whole = states_[slot] == SlotState::swapped;
   std::vector<const Buffer*> buffers;
-  for (const GroupRange& group : row_groups_) {
-    const std::size_t band = group.shape.band;
+  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
+    const std::size_t band = row_groups_[group].shape.band;
     if (whole || (is_band_away(slot, band) && (!layer || band_of(*layer) == band)))
-      buffers.push_back(
-          slots_[slot].buffers[static_cast<std::size_t>(&group - row_groups_.data())].get());
+      buffers.push_back(slots_[slot].buffers[group].get());
   }
   PoolLock lock(pool_);
   pool_->await(
