@@ -82,12 +82,12 @@ def count(core: _core.CacheCore, layout: CacheLayout, pool: Pool) -> KVCacheStat
     counts = core.counts()
     states, lengths = core.states, core.lengths
     pages, size = counts.pages, pool.page_size
-    begins = [core.begins(slot) for slot in range(len(lengths))]
-    live = sum(
-        row_group.rows * row_group.item_bytes * max(0, length - begins[slot][at])
-        for at, row_group in enumerate(layout.row_groups)
-        for slot, length in enumerate(core.lengths_here(at))
-    )
+    begins = {slot: core.begins(slot) for slot, state in enumerate(states) if state == USED}
+    live = 0
+    for at, row_group in enumerate(layout.row_groups):
+        here = core.lengths_here(at)  # 0 of a band that is away, whatever it keeps
+        tokens = sum(max(0, here[slot] - kept[at]) for slot, kept in begins.items())
+        live += row_group.rows * row_group.item_bytes * tokens
     return KVCacheStats(
         page_size=size,
         slots_used=states.count(USED),
