@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import vtensor
+from vtensor.testing.kv_model import write
 
 PAGE = 4096
 UNIT = 16  # tokens to a page of "layers"
@@ -37,6 +38,27 @@ def grown(cache: vtensor.KVCache, slot: int, length: int) -> bool:
     lengths = cache.lengths
     lengths[slot] = length
     return cache.step(lengths)
+
+
+def filled(cache: vtensor.KVCache, length: int) -> int:
+    """A slot with so many tokens."""
+    slot = cache.alloc()
+    assert grown(cache, slot, length)
+    write(cache, slot, 0, range(length))
+    return slot
+
+
+def lacks_host_memory(monkeypatch, nth: int) -> None:
+    """Has the ``nth`` tensor that torch is asked for refused, on the host, until ``monkeypatch.undo()``."""
+    real, sizes = torch.empty, []
+
+    def empty(size, **options):
+        sizes.append(size)
+        if len(sizes) == nth:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(size, **options)
+
+    monkeypatch.setattr("torch.empty", empty)
 
 
 def used(cache: vtensor.KVCache) -> int:

@@ -13,7 +13,19 @@ from hypothesis.stateful import precondition, rule
 
 import vtensor
 from interrupts import at_every_bytecode, place
-from kv_support import MAX_BATCH, MAX_LEN, PAGE, SHAPES, UNIT, grown, make_cache, options_of, used
+from kv_support import (
+    MAX_BATCH,
+    MAX_LEN,
+    PAGE,
+    SHAPES,
+    UNIT,
+    filled,
+    grown,
+    lacks_host_memory,
+    make_cache,
+    options_of,
+    used,
+)
 from support import calls, calls_since, open_pool, run_snippet, simcuda_library
 from vtensor import testing
 from vtensor.testing import kv_model
@@ -41,13 +53,6 @@ def to(cache, slot: int, length: int, bands) -> bool:
     lengths = cache.lengths
     lengths[slot] = length
     return cache.step(lengths, bands=bands)
-
-
-def filled(cache, length: int) -> int:
-    slot = cache.alloc()
-    assert grown(cache, slot, length)
-    write(cache, slot, 0, range(length))
-    return slot
 
 
 # --- random programs --------------------------------------------------------------------------------------
@@ -204,10 +209,8 @@ class BandMachine(CacheMachine):
     @precondition(lambda self: self.requests)
     @rule(index=which)
     def free(self, index: int) -> None:
-        slot = list(self.requests)[index % len(self.requests)]
-        self.cache.free(slot)
-        del self.requests[slot]
-        self.apart.pop(slot, None)
+        super().free(index)
+        self.apart = {slot: apart for slot, apart in self.apart.items() if slot in self.requests}
 
     def check(self) -> None:
         whole = self.requests
@@ -457,15 +460,7 @@ def test_a_band_for_which_memory_is_short_stays_where_it_is(pool_factory, kind):
 @pytest.mark.exact
 def test_bands_without_host_memory_stay(cache, monkeypatch):
     slots = [filled(cache, 20), filled(cache, 20)]
-    real, sizes = torch.empty, []
-
-    def empty(size, **options):
-        sizes.append(size)
-        if len(sizes) == 3:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return real(size, **options)
-
-    monkeypatch.setattr("torch.empty", empty)
+    lacks_host_memory(monkeypatch, 3)
     with pytest.raises(vtensor.OutOfPages, match="host memory"):
         cache.swap_out(slots, bands=[0, 1])
     monkeypatch.undo()

@@ -8,18 +8,22 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, MAX_LEN, PAGE, RANGES, SHAPES, UNIT, grown, make_cache, used
+from kv_support import (
+    MAX_BATCH,
+    MAX_LEN,
+    PAGE,
+    RANGES,
+    SHAPES,
+    UNIT,
+    filled,
+    grown,
+    lacks_host_memory,
+    make_cache,
+    used,
+)
 from support import calls, calls_since, run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
-
-
-def filled(cache, length: int) -> int:
-    """A slot with so many tokens."""
-    slot = cache.alloc()
-    assert grown(cache, slot, length)
-    write(cache, slot, 0, range(length))
-    return slot
 
 
 @pytest.mark.exact
@@ -142,15 +146,7 @@ def test_refused_driver_calls_change_nothing(pool_factory, kind):
 @pytest.mark.exact
 def test_a_swap_without_host_memory_changes_nothing(cache, monkeypatch):
     group = [filled(cache, 20), filled(cache, 20)]
-    real, sizes = torch.empty, []
-
-    def empty(size, **options):
-        sizes.append(size)
-        if len(sizes) == 2:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return real(size, **options)
-
-    monkeypatch.setattr("torch.empty", empty)
+    lacks_host_memory(monkeypatch, 2)
     with pytest.raises(vtensor.OutOfPages, match="host memory.*compute it again"):
         cache.swap_out(group)
     monkeypatch.undo()
