@@ -111,6 +111,7 @@ class KVCache:
         self._pool = pool
         core = pool._open_core("KVCache")
         self.max_batch, self.max_len, self.dtype, self.tile = max_batch, max_len, dtype, tile
+        self.lookahead = lookahead if core.looks_ahead else 0
         self._core = CacheCore(
             core,
             slots=max_batch,
@@ -185,6 +186,36 @@ class KVCache:
             return CacheCore.step(self._core, lengths, self._bands("KVCache.step", bands))
         except TypeError:
             raise self._no_lengths("KVCache.step", lengths) from None
+
+    def prepare(self, lengths: Sequence[int] | torch.Tensor) -> bool:
+        """Announces a :meth:`step`: the pool's mapper maps what it needs meanwhile, so that the step itself
+        makes no driver call. A scheduler calls it as soon as it knows a prompt's length, while the iteration
+        before is computed. Waits for nothing and changes no length.
+
+        Where memory is short, what the step would give up is given up now, but no more than is missing:
+        cached pages, then prefixes that no request uses. Where that does not suffice nothing is given up and
+        nothing is mapped. What is ready goes back as soon as others need memory; the step then maps it anew.
+        Pages that the step would unshare are left to it, and so are slots whose bands differ. Other pools of
+        a shared budget are not asked for memory.
+
+        Announced pages are bounded by what is free for them, and not by the pool's ``prefetch=``. A pool with
+        ``prefetch=0`` announces nothing.
+
+        Args:
+            lengths: as for :meth:`step`.
+
+        Returns:
+            True if all is ready, and ``step(lengths)`` would make no driver call now.
+
+        Raises:
+            InvalidArgument, CapacityExceeded, Closed: as :meth:`step` does.
+        """
+        if type(lengths) is not list:
+            lengths = self._as_list("KVCache.prepare", lengths)
+        try:
+            return CacheCore.prepare(self._core, lengths)
+        except TypeError:
+            raise self._no_lengths("KVCache.prepare", lengths) from None
 
     def fits(self, lengths: Sequence[int] | torch.Tensor, *, bands: Iterable[int] | None = None) -> bool:
         """Whether ``step(lengths)`` would be granted now, and before it the :meth:`swap_in` of slots that are

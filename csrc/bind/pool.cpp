@@ -134,6 +134,7 @@ void bind_pool(nb::module_& module) {
 
   nb::class_<PagePool>(module, "PagePool")
       .def_prop_ro("page_size", &PagePool::page_size)
+      .def_prop_ro("looks_ahead", &PagePool::looks_ahead)
       .def_prop_ro("budget_pages", [](PagePool& pool) { return pool.store().budget(); })
       .def_prop_ro("kernel_copies_on_write",
                    [](PagePool& pool) { return pool.traits().kernel_copies_on_write; })

@@ -78,6 +78,13 @@ class CacheCore {
                           [&](const Caller& caller) { cache_->step(caller, lengths); });
   }
 
+  bool prepare(const Lengths& lengths) {
+    const Operation operation(*this, "KVCache.prepare");
+    if (cache_->has_room(lengths)) return true;
+    const ReleasedGil released;
+    return cache_->prepare({"KVCache.prepare"}, lengths);
+  }
+
   bool fits(const Lengths& lengths, const Bands& bands) {
     const Operation operation(*this, "KVCache.fits");
     const Caller asking = caller("KVCache.fits");
@@ -476,6 +483,7 @@ void bind_slot_cache(nb::module_& module) {
           nb::arg("pool"), nb::arg("slots"), nb::arg("max_length"), nb::arg("tile"),
           nb::arg("lookahead"), nb::arg("row_groups"))
       .def("step", &CacheCore::step, nb::arg("lengths"), no_bands)
+      .def("prepare", &CacheCore::prepare, nb::arg("lengths"))
       .def("fits", &CacheCore::fits, nb::arg("lengths"), no_bands)
       .def("waits_for_others", &CacheCore::waits_for_others)
       .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),

@@ -203,14 +203,15 @@ bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
 }
 
 bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> lengths) {
-  if (!find_due(lengths) || !due_.empty()) return false;
+  if (!has_room(lengths)) return false;
   settle_copies();
   use(caller);
   std::copy(lengths.begin(), lengths.end(), lengths_.begin());
   return true;
 }
 
-void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
+// The same, or throws.
+void SlotCache::require_due(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!find_due(lengths)) require_lengths(caller, lengths);
   for (const std::size_t slot : due_) {
     for (std::size_t band = 0; band < slots_[slot].bands.size(); ++band) {
@@ -218,6 +219,10 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
       require_length(caller, slot, lengths[slot], slots_[slot].bands[band].length);
     }
   }
+}
+
+void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
+  require_due(caller, lengths);
   settle_copies();
   use(caller);
   if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);

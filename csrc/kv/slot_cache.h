@@ -133,6 +133,13 @@ class SlotCache {
             std::span<const std::size_t> bands = {}, bool alone = false);
   // Whether nothing but what other pools of a shared budget hold is in the way.
   bool waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths);
+  // Announces a step: has the mapper map what slots need for it, and what the cache looks ahead
+  // beyond that if memory is free. Of what nothing uses it gives up no more than is missing, and
+  // announces nothing where even that does not suffice. True if a step would find all of it ready.
+  // Makes no driver call, and waits for nothing. Throws as `step` for lengths that cannot be.
+  bool prepare(const Caller& caller, std::span<const std::int64_t> lengths);
+  // Whether slots may have these lengths without another page.
+  bool has_room(std::span<const std::int64_t> lengths) { return find_due(lengths) && due_.empty(); }
   // As `step`, if no slot needs another page. False, and nothing is done, if one does.
   bool step_within(const Caller& caller, std::span<const std::int64_t> lengths);
   // Its pages are cached for a later request, and go as soon as others need them.
@@ -268,6 +275,7 @@ class SlotCache {
   std::size_t tail() const { return std::min(shape_.tile, shape_.max_length) - 1; }
   Interval needed(std::size_t group, std::size_t slot, std::size_t length) const;
   bool find_due(std::span<const std::int64_t> lengths);
+  void require_due(const Caller& caller, std::span<const std::int64_t> lengths);
   // What slots need to have other lengths.
   struct Need {
     std::size_t pages = 0;  // that are not mapped yet
@@ -276,6 +284,10 @@ class SlotCache {
   Need need_of(std::span<const std::int64_t> lengths, std::span<const std::size_t> bands) const
       VT_LOCKED;
   std::size_t reclaimable(const PoolCounts& counts) VT_LOCKED;
+  bool is_prepared(std::span<const std::int64_t> lengths) const VT_LOCKED;
+  std::size_t leaving_where_due(std::span<const std::int64_t> lengths) const VT_LOCKED;
+  bool make_room_ahead(std::span<const std::int64_t> lengths);
+  void announce(std::span<const std::int64_t> lengths) VT_LOCKED;
   void require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const;
   void require_length(const Caller& caller, std::size_t slot, std::int64_t length,
                       std::int64_t now) const;

@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "kv/slot_cache.h"
+#include "policy/make_room.h"
 
 namespace vtensor {
 
@@ -53,6 +54,88 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
          store.shortage(std::min(need.pages, unused)).missing == 0;
 }
 
+bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> lengths) {
+  require_due(caller, lengths);
+  if (due_.empty()) return true;
+  {
+    const PoolLock lock(pool_);
+    pool_->reap();
+    if (is_prepared(lengths)) return true;
+  }
+  if (!pool_->looks_ahead() || !make_room_ahead(lengths)) return false;
+  const PoolLock lock(pool_);
+  std::vector<std::int64_t> further(lengths.begin(), lengths.end());
+  for (const std::size_t slot : due_) {
+    further[slot] = std::min(lengths[slot] + static_cast<std::int64_t>(shape_.lookahead),
+                             static_cast<std::int64_t>(shape_.max_length));
+  }
+  const bool has_more = need_of(further, {}).pages <= pool_->store().unused();
+  announce(has_more ? further : lengths);
+  return false;
+}
+
+// Whether a step makes no driver call for what is due.
+bool SlotCache::is_prepared(std::span<const std::int64_t> lengths) const {
+  return std::all_of(due_.begin(), due_.end(), [&](std::size_t slot) VT_LOCKED {
+    const auto length = static_cast<std::size_t>(lengths[slot]);
+    for (const std::size_t group : all_groups_) {
+      const Buffer& buffer = *slots_[slot].buffers[group];
+      if (!buffer.is_ready(needed(group, slot, length))) return false;
+      if (!buffer.shares()) continue;
+      const Interval written{static_cast<std::size_t>(length_here(slot, group)), length};
+      const Interval own = intersection(buffer.indices_of(written), buffer.extent());
+      if (!buffer.range().collect(own, is_copy_on_write).empty()) return false;
+    }
+    return true;
+  });
+}
+
+// Has what a step would give up given up, as far as pages are missing; false, and nothing is given
+// up, where there is too little of it. Other pools of a shared budget are not asked.
+bool SlotCache::make_room_ahead(std::span<const std::int64_t> lengths) {
+  std::size_t pages = 0, missing = 0;
+  {
+    const PoolLock lock(pool_);
+    PageStore& store = pool_->store();
+    pages = need_of(lengths, {}).pages;
+    if (store.shortage(std::min(pages, store.unused())).missing != 0) return false;
+    if (pages <= store.unused()) return true;
+    pages += leaving_where_due(lengths);
+    missing = MakeRoom(*pool_).missing(pages);
+  }
+  if (missing != 0) {
+    if (prefixes_.evictable() < missing) return false;
+    prefixes_.evict(missing);
+  }
+  const PoolLock lock(pool_);
+  return MakeRoom(*pool_).begin(pages) == 0;
+}
+
+// Pages on their way out that the slots take back, and nobody else gets.
+std::size_t SlotCache::leaving_where_due(std::span<const std::int64_t> lengths) const {
+  std::size_t pages = 0;
+  for (const std::size_t slot : due_) {
+    for (const std::size_t group : all_groups_) {
+      const Buffer& buffer = *slots_[slot].buffers[group];
+      if (buffer.shares()) continue;
+      const auto length = static_cast<std::size_t>(lengths[slot]);
+      pages += buffer.pages_leaving(buffer.indices_of(needed(group, slot, length)));
+    }
+  }
+  return pages;
+}
+
+// Slots whose bands differ are left out, as they are of look-ahead.
+void SlotCache::announce(std::span<const std::int64_t> lengths) {
+  for (const std::size_t slot : due_) {
+    if (!slots_[slot].bands.empty()) continue;
+    for (const std::size_t group : all_groups_) {
+      const auto length = static_cast<std::size_t>(lengths[slot]);
+      slots_[slot].buffers[group]->announce(needed(group, slot, length).end);
+    }
+  }
+}
+
 bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths) {
   const SharedBudget* const shared = pool_->store().shared();
   return shared != nullptr && shared->held_elsewhere() != 0 && fits(caller, lengths, {}, true);
@@ -89,9 +172,9 @@ SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths,
       if (has_head)
         pages.begin = std::max(pages.begin, page_of(row_groups_[group], shared->length));
       if (!pages.empty()) {
-        const std::size_t mapped = range.count_mapped(pages);
-        need.ready += mapped;
-        need.pages += pages.size() * range.rows() - mapped;
+        const std::size_t taken = range.count_taken(pages);
+        need.ready += taken;
+        need.pages += pages.size() * range.rows() - taken;
       }
       if (range.copy_on_write() == 0) continue;
       // As a growth counts them: of those that unshare a page, the last keeps it.

@@ -27,8 +27,12 @@ std::shared_ptr<Client> CachedClients::find(const RowShape& shape) const {
 void CachedClients::add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) {
   by_shape_[client->shape()].add_first(client->places.cached_alike, client);
   all_.add(client->places.cached, client);
-  if (unclean) this->unclean.add(client->places.unclean, client);
+  if (unclean) add_unclean(client);
   pages_ += pages;
+}
+
+void CachedClients::add_unclean(const std::shared_ptr<Client>& client) noexcept {
+  if (!client->places.unclean.taken()) unclean.add(client->places.unclean, client);
 }
 
 void CachedClients::add_evictable(const std::shared_ptr<Client>& client) noexcept {

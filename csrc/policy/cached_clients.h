@@ -17,6 +17,9 @@ class CachedClients {
  public:
   bool empty() const { return all_.empty(); }
   const std::shared_ptr<Client>& oldest() const { return all_.front(); }
+  // The oldest first.
+  Roster::Iterator begin() const { return all_.begin(); }
+  Roster::Iterator end() const { return all_.end(); }
   // Counted pages of all of them.
   std::size_t pages() const { return pages_; }
   // The oldest whose range is its own; null if there is none.
@@ -30,6 +33,9 @@ class CachedClients {
   // One that gives up cached pages of its own, and becomes no other tensor.
   void add_evictable(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
   void remove(Client& client, std::size_t pages) VT_LOCKED;
+
+  // One whose pages may have to be zeroed, whether it is cached or has an owner.
+  void add_unclean(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
 
   // Those whose pages may have to be zeroed.
   Roster unclean;

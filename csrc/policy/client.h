@@ -40,6 +40,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Its places on the pool's lists, which are the pool's affair.
   struct Places {
     Roster::Place unsettled, wanting, cached, cached_alike, unclean;
+    std::size_t announced = 0;  // pages that WantingClients keeps for it
   };
   Places places VT_GUARDED;
 
@@ -97,7 +98,7 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual Claim claim_back(Departure& departure, std::size_t pages) noexcept VT_LOCKED = 0;
   virtual void enter_back(Departure& departure) VT_LOCKED = 0;
 
-  // Zeroes up to `pages` cached pages, once the last owner's work is done.
+  // Zeroes up to `pages` pages that its last owner left, once that one's work is done.
   virtual bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) VT_LOCKED = 0;
   virtual FencePtr clean(std::span<const Reservation::Run> runs) = 0;
   virtual void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,

@@ -198,6 +198,31 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   return true;
 }
 
+std::size_t MakeRoom::pages_to_come() const {
+  std::size_t pages = pool_.store_.unused();
+  for (Client* const client : pool_.clients_) {
+    if (client->range().copy_on_write() == 0) pages += client->pages_leaving();
+  }
+  return pages;
+}
+
+std::size_t MakeRoom::missing(std::size_t pages) const {
+  PoolCounts counts;
+  for (const std::shared_ptr<Client>& client : pool_.cached_) client->add_to(counts);
+  return pages - std::min(pages, pages_to_come() + counts.cached);
+}
+
+std::size_t MakeRoom::begin(std::size_t pages) {
+  std::size_t found = pages_to_come();
+  while (found < pages && !pool_.cached_.empty()) {
+    const std::shared_ptr<Client> oldest = pool_.cached_.oldest();
+    const std::size_t before = oldest->pages_leaving();
+    oldest->evict();
+    found += oldest->pages_leaving() - before;
+  }
+  return pages - std::min(pages, found);
+}
+
 MakeRoom::Lent MakeRoom::lend(PoolLock& lock) {
   PageStore& store = pool_.store_;
   const std::size_t missing = store.shared()->missing_elsewhere();

@@ -47,6 +47,13 @@ class MakeRoom {
   void shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes)
       VT_LOCKED;
 
+  // For `pages` pages that are to be mapped ahead of need: begins as much of rung 2 as it takes
+  // beside what is free and what is on its way out. The mapper does the unmapping. Returns how many
+  // pages are missing even so. Requires: a pool that looks ahead.
+  std::size_t begin(std::size_t pages) VT_LOCKED;
+  // What `begin` would find for so many pages, asked without a change.
+  std::size_t missing(std::size_t pages) const VT_LOCKED;
+
   // For rung 4 of another pool: one step of rungs 1 to 3, of what keepers have, and of giving free
   // pages back. It waits for nothing.
   enum class Lent : std::uint8_t {
@@ -68,6 +75,9 @@ class MakeRoom {
   Lent lend_kept(PoolLock& lock, std::size_t pages) VT_LOCKED;
   // Mapped pages that nothing needs and that wait to be unmapped.
   std::size_t pages_leaving() const VT_LOCKED;
+  // Pages that are free, or will be once all that is on its way out has gone; not those of clients
+  // that share pages, which others may keep.
+  std::size_t pages_to_come() const VT_LOCKED;
   // Rungs 2 and 3: one client's; false if there is none.
   bool give_up_spare(PoolLock& lock) VT_LOCKED;
   // One step of rungs 1 to 5; false if nothing is left that would make up for `missing` pages.

@@ -145,9 +145,11 @@ class Mapper::Step {
   bool claim_ahead(PoolLock& lock) VT_LOCKED {
     pool_.untold_ = false;
     if (pool_.wanting_.empty()) return false;
-    std::size_t pages = 0;
+    std::size_t pages = 0, beside = 0;  // `beside` what was announced
     try {
-      const std::size_t most = std::min(most_, pool_.store().available());
+      const std::size_t available = pool_.store().available();
+      const std::size_t most = std::min(most_, available);
+      beside = available - std::min(available, pool_.wanting_.announced());
       make_ready(lock, most);
       pages = pool_.store().cover_available(most);  // others may have taken some meanwhile
     } catch (const DriverError&) {
@@ -158,16 +160,21 @@ class Mapper::Step {
     ahead_.reserve(pool_.wanting_.size());
     for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
       const std::shared_ptr<Client> client = *at++;
-      if (client->busy() || (pages == 0 && !ahead_.empty())) {
-        waits_ |= client->busy();
+      const std::size_t announced = client->places.announced;
+      const std::size_t most = announced != 0 ? pages : std::min(pages, beside);
+      if (client->busy() || (most == 0 && (!ahead_.empty() || is_leaving()))) {
+        waits_ |= client->busy() || ahead_.empty();
         continue;
       }
       Ahead job{client, {}};
-      if (!client->claim_ahead(job.arrival, pages)) {
+      if (!client->claim_ahead(job.arrival, most)) {
         pool_.wanting_.remove(*client);
         continue;
       }
-      pages -= job.arrival.pages.size();
+      const std::size_t taken = job.arrival.pages.size();
+      pages -= taken;
+      beside -= std::min(beside, taken - std::min(taken, announced));
+      pool_.wanting_.took(*client, taken);
       ahead_.push_back(std::move(job));
       if (pool_.traits().asynchronous) break;
     }
@@ -268,6 +275,12 @@ class Mapper::Step {
     FencePtr zeroed;
     std::exception_ptr error;
   };
+
+  // Whether pages are on their way out that a client with none to be had may wait for.
+  bool is_leaving() const VT_LOCKED {
+    return std::any_of(pool_.unsettled_.begin(), pool_.unsettled_.end(),
+                       [](const auto& client) VT_LOCKED { return client->pages_leaving() != 0; });
+  }
 
   // Has handles made in one go, where the driver takes long for them.
   void make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED {

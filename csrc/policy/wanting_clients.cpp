@@ -1,5 +1,6 @@
 #include "policy/wanting_clients.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -15,7 +16,20 @@ void WantingClients::add(const std::shared_ptr<Client>& client) {
 
 void WantingClients::remove(Client& client) noexcept {
   all_.remove(client.places.wanting);
+  took(client, client.places.announced);
   if (all_.empty()) since_.reset();
+}
+
+void WantingClients::announce(Client& client, std::size_t pages) noexcept {
+  took(client, client.places.announced);
+  client.places.announced = pages;
+  announced_ += pages;
+}
+
+void WantingClients::took(Client& client, std::size_t pages) noexcept {
+  pages = std::min(pages, client.places.announced);
+  client.places.announced -= pages;
+  announced_ -= pages;
 }
 
 void WantingClients::requeue(Client& client) noexcept {

@@ -21,6 +21,14 @@ class WantingClients {
 
   void add(const std::shared_ptr<Client>& client) VT_LOCKED;
   void remove(Client& client) noexcept VT_LOCKED;
+  // Keeps `pages` of those that are free for one that is on the list: clients that only look ahead
+  // get what is left beside them. `took`: some of them have gone to it. They are kept until it
+  // leaves the list.
+  void announce(Client& client, std::size_t pages) noexcept VT_LOCKED;
+  void took(Client& client, std::size_t pages) noexcept VT_LOCKED;
+  // Pages kept for all of them.
+  std::size_t announced() const { return announced_; }
+
   // Behind all others.
   void requeue(Client& client) noexcept VT_LOCKED;
   // All that it wanted is ready.
@@ -34,6 +42,7 @@ class WantingClients {
 
  private:
   Roster all_;
+  std::size_t announced_ = 0;  // pages
   std::optional<std::chrono::steady_clock::time_point> since_;
   bool ignored_ = false;
   Horizon horizon_;

@@ -98,6 +98,12 @@ void Buffer::want_until(std::size_t end, bool soon) {
   if (end > positions_.begin) want(indices_of({positions_.begin, end}).end, soon);
 }
 
+void Buffer::announce(std::size_t end) {
+  want_until(end, true);
+  if (wanting_) pool_->wanting().announce(*this, missing_ahead());
+  if (to_clean()) pool_->cached().add_unclean(shared_from_this());
+}
+
 std::size_t Buffer::missing_ahead() const {
   const Interval wanted{std::max(extent_end(), ready_.end), std::max(want_end_, ready_.end)};
   return wanted.empty() ? 0 : wanted.size() * range_.rows() - range_.count_mapped(wanted);
@@ -107,6 +113,9 @@ void Buffer::give_up_ahead() {
   wanting_ = false;
   unmap_.touch(ahead());  // rows that came part of the way
   const std::size_t end = std::max(ready_.end, std::exchange(want_end_, 0));
+  // What came behind pages that are not clean yet waits for these.
+  if (!unclean_.empty())
+    unclean_.end = std::max(unclean_.end, range_.first_not({unclean_.begin, end}, is_writable));
   if (owned_) set_ready(usable(extent_end(), end));
   give_back_unused();
 }

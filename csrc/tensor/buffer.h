@@ -80,6 +80,8 @@ class Buffer final : public RangeClient {
   std::size_t ready_until() const VT_LOCKED { return ready_until_; }
   // The mapper is to make the positions below `end` ready: now where `soon`, else once it is awake.
   void want_until(std::size_t end, bool soon) VT_LOCKED;
+  // The same now, before what looks ahead and whatever the share of look-ahead is.
+  void announce(std::size_t end) VT_LOCKED;
   // Makes a smaller extent the owner's. What no generation covers is unmapped, once the caller's
   // stream and all others that used it have passed this point. Of a placed buffer, what is ready
   // behind the extent stays so below position `keep`.
@@ -142,6 +144,8 @@ class Buffer final : public RangeClient {
   void leave() noexcept override VT_LOCKED;
   void give_back_unused() noexcept override VT_LOCKED;
   std::size_t pages_leaving() const override VT_LOCKED;
+  // Of those, the ones that stand at `indices`.
+  std::size_t pages_leaving(Interval indices) const VT_LOCKED;
   std::size_t drop_ahead() override VT_LOCKED;
   bool reusable() const override VT_LOCKED;
   std::chrono::steady_clock::time_point cached_at() const override VT_LOCKED { return cached_at_; }
@@ -215,6 +219,9 @@ class Buffer final : public RangeClient {
   // Of cached pages, those that count against what freed tensors may leave: what a host's places
   // keep is bounded by the host.
   std::size_t pages_to_count(std::size_t pages) const { return host_ == nullptr ? pages : 0; }
+  // What the mapper zeroes: cached pages, or those that were, ahead of their new owner.
+  Interval to_zero() const VT_LOCKED { return owned_ ? unclean_ : cached_; }
+  bool is_to_zero(const Entry& entry) const VT_LOCKED;
   // Has memory for what `missing` counts, with the lock held since it was last asked. Requires: not
   // busy, so that what this buffer itself no longer needs may go meanwhile.
   void require_ready(PoolLock& lock, const Caller& caller,

@@ -125,12 +125,15 @@ std::vector<Interval> Buffer::uncovered() const {
   return rest;
 }
 
-std::size_t Buffer::pages_leaving() const {
+std::size_t Buffer::pages_leaving() const { return pages_leaving({0, range_.reserved()}); }
+
+std::size_t Buffer::pages_leaving(Interval within) const {
   if (unmap_.refusal()) return 0;
   std::vector<Interval> leaving = unmap_.indices();
   for (const Interval indices : uncovered()) leaving.push_back(indices);
   std::size_t pages = 0;
-  for (const Interval indices : leaving) pages += range_.count_mapped(indices);
+  for (const Interval indices : leaving)
+    pages += range_.count_mapped(intersection(indices, within));
   return pages;
 }
 

@@ -52,7 +52,9 @@ void Buffer::evict(bool aged) {
   pool_->cached().remove(*this, pages_to_count(cached_.size() * range_.rows()));
   cached_ = {};
   cached_after_.clear();
-  give_back_unused();
+  if (busy_ || !pool_->looks_ahead()) return give_back_unused();
+  unmap_.try_again();
+  pool_->settle_later(shared_from_this());  // its fences cost driver calls
 }
 
 void Buffer::keep_nothing() {
@@ -60,20 +62,28 @@ void Buffer::keep_nothing() {
   if (!cached_.empty()) evict();
 }
 
-bool Buffer::to_clean() const { return range_.first_not(cached_, is_zeroed) < cached_.end; }
+bool Buffer::is_to_zero(const Entry& entry) const {
+  return owned_ ? is_writable(entry) && !range_.clean(*entry.page) : entry.page->dirty;
+}
 
-// Up to `pages` cached pages that are to be zeroed, once the last owner's work is done.
+bool Buffer::to_clean() const {
+  const auto done = [this](const Entry& entry) VT_LOCKED { return !is_to_zero(entry); };
+  return range_.first_not(to_zero(), done) < to_zero().end;
+}
+
+// Up to `pages` pages that are to be zeroed, once the last owner's work is done.
 bool Buffer::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) {
   if (busy()) return false;
   try {
-    if (!all_passed(driver_, cached_after_)) return false;
+    if (!all_passed(driver_, owned_ ? ready_after_ : cached_after_)) return false;
   } catch (const Error&) {
     return false;  // the last owner's work cannot be asked about now
   }
   for (std::size_t row = 0; row < range_.rows() && pages != 0; ++row) {
-    for (std::size_t index = cached_.begin; index < cached_.end && pages != 0; ++index) {
+    const Interval indices = to_zero();
+    for (std::size_t index = indices.begin; index < indices.end && pages != 0; ++index) {
       const std::size_t first = index;
-      while (index < cached_.end && pages != 0 && range_.at(row, index).page->dirty) {
+      while (index < indices.end && pages != 0 && is_to_zero(range_.at(row, index))) {
         ++index;
         --pages;
       }
@@ -95,14 +105,24 @@ void Buffer::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zer
                             std::exception_ptr error) {
   busy_ = false;
   work_.note(driver_.side_stream());
-  if (error) {
+  if (error && owned_) {
+    pool_->cached().unclean.remove(places.unclean);
+    failed(std::move(error));  // growth zeroes them itself
+  } else if (error) {
     if (!cached_.empty()) evict();  // its zeroing is refused: not for the next owner
   } else {
     for (const Reservation::Run& run : runs) {
       for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
         range_.at(run.row, index).page->dirty = false;
     }
-    if (zeroed) cleaned_after_ = std::move(zeroed);
+    if (owned_) {
+      if (zeroed) ready_after_.push_back(std::move(zeroed));
+      set_ready(usable(extent_end(), std::max({ready_.end, want_end_, unclean_.end})));
+      unclean_.begin = std::max(unclean_.begin, ready_.end);
+      if (unclean_.empty()) unclean_ = {};
+    } else if (zeroed) {
+      cleaned_after_ = std::move(zeroed);
+    }
   }
   pool_->changed();
   give_back_unused();

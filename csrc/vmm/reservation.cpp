@@ -32,6 +32,16 @@ std::size_t Reservation::count_mapped(Interval indices) const {
   return mapped;
 }
 
+std::size_t Reservation::count_taken(Interval indices) const {
+  std::size_t taken = 0;
+  const std::size_t end = std::min(indices.end, reserved());
+  for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t index = indices.begin; index < end; ++index)
+      taken += is_mapped(at(row, index)) || at(row, index).state == EntryState::arriving;
+  }
+  return taken;
+}
+
 std::size_t Reservation::count_quarantined(Interval indices) const {
   std::size_t lost = 0;
   if (quarantined() == 0) return lost;

@@ -110,6 +110,8 @@ class Reservation {
   // Pages that writes do not reach.
   std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
   std::size_t count_mapped(Interval indices) const VT_LOCKED;
+  // The same, with those on their way there.
+  std::size_t count_taken(Interval indices) const VT_LOCKED;
   std::size_t count_quarantined(Interval indices) const VT_LOCKED;
   // Adds maximal runs in `indices` of `row` whose entries are `wanted` and have one state.
   void collect(std::vector<Run>& runs, std::size_t row, Interval indices,

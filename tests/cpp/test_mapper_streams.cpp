@@ -242,4 +242,37 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   CHECK(pool->counts().used == 0);
 }
 
+// Two of four pages are wanted ahead while the other tensor has them all.
+TEST_CASE("pages are wanted as long as some are on their way out, and no longer") {
+  constexpr double kBusy = 100;  // ms
+  const SimcudaControl control;
+  control.reset();
+  control.configure("granularity", kBytes);
+  std::shared_ptr<PagePool> pool = open_pool(4, {.prefetch = 8 * kBytes});
+  const RowShape shape{1, kBytes / 2, kCapacity, 0, false};
+  const Caller caller{"test", static_cast<Stream>(control.make_stream(0)), false};
+  {
+    Owner holder(pool, caller, shape), wants(pool, caller, shape);
+    holder.grow(8, false);
+    for (const bool leaving : {false, true}) {
+      CAPTURE(leaving);
+      if (leaving) {
+        control.occupy(caller.stream, kBusy);
+        holder.shrink(6, false);  // its pages wait for what runs in the stream
+      }
+      wants.prepare(4);
+      pool->wait_idle(kPatience);
+      CHECK(pool->counts().prefetched == (leaving ? 2 : 0));
+    }
+    wants.grow(4, false);
+    CHECK(pool->events().growths_mapped == 1);  // the holder's
+    CHECK(pool->events().growths_ready == 1);
+    pool->check_invariants();
+  }
+  pool->wait_idle(kPatience);
+  pool->retire();
+  pool->wait_idle(kPatience);
+  CHECK(pool->counts().used == 0);
+}
+
 }  // namespace vtensor

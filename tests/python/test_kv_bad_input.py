@@ -38,6 +38,11 @@ BAD = {
         "11 lengths.*6 slots",
     ),
     "negative length": (lambda c: c.step([-1, UNIT, 0, 0, 0, 0]), vtensor.InvalidArgument, "to have -1"),
+    "a prepared length that shrinks": (
+        lambda c: c.prepare([9, UNIT, 0, 0, 0, 0]),
+        vtensor.InvalidArgument,
+        "10 tokens.*to have 9",
+    ),
     "swapped length": (
         lambda c: c.step([10, UNIT, 4, 0, 0, 0]),
         vtensor.InvalidArgument,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, used
+from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, one_here_one_away, used
 from support import run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
@@ -80,10 +80,7 @@ def test_pages_of_other_tensors_that_are_kept_for_the_next(pool_factory):
 
 def test_what_cannot_be_meant(host_cache):
     cache = host_cache
-    slot, away = cache.alloc(), cache.alloc()
-    grown(cache, slot, 10)
-    grown(cache, away, 20)
-    cache.swap_out(away)
+    slot, away = one_here_one_away(cache)
     none = [0] * MAX_BATCH
     for operation in (cache.step, cache.fits):
         name = operation.__name__

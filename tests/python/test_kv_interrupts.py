@@ -54,6 +54,7 @@ OPERATIONS = {
     "alloc": lambda cache: cache.alloc(),
     "alloc with a prompt": lambda cache: cache.alloc(PROMPT, salt="", expect=60),
     "step": lambda cache: cache.step([LENGTH + 20, LENGTH, 0, 0, 0, 0]),
+    "prepare": lambda cache: cache.prepare([LENGTH + 20, LENGTH, 0, 0, 0, 0]),
     "free": lambda cache: cache.free(1),
     "free of a swapped request": lambda cache: cache.free(2),
     "truncate": lambda cache: cache.truncate(1, 20),

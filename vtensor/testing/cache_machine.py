@@ -253,6 +253,22 @@ class CacheMachine(RuleBasedStateMachine):
         # In the order of requests: their slots depend on the progress of the mapper.
         self.grow({slot: steps[i % len(steps)] for i, slot in enumerate(self.in_use())}, fail)
 
+    @precondition(lambda self: self.in_use())
+    @rule(steps=st.lists(growths(), min_size=_SLOTS, max_size=_SLOTS))
+    def prepare(self, steps: list[int]) -> None:
+        lengths = self.cache.lengths
+        for i, slot in enumerate(self.in_use()):
+            if self.cache.bands_away(slot):
+                continue
+            if all(self.cache.length(slot, band) == lengths[slot] for band in range(len(self.cache.bands))):
+                lengths[slot] = min(self.cache.max_len, lengths[slot] + steps[i % len(steps)])
+        # What it gives up depends on what is on its way out, and what later steps find on what is mapped.
+        self.await_mapper()
+        before = self.cache.lengths
+        self.cache.prepare(lengths)
+        self.await_mapper()
+        assert self.cache.lengths == before
+
     @precondition(lambda self: self.requests)
     @rule(index=which)
     def free(self, index: int) -> None:
@@ -378,6 +394,16 @@ class CacheMachine(RuleBasedStateMachine):
             assert stats.pages_pinned == 0
         if not self.windows and self.options.get("tile") == 1:
             assert stats.pages_active == self.needed_pages()
+
+    def await_mapper(self) -> None:
+        """Returns once the mapper has nothing left to do; what it was refused meanwhile is no failure."""
+        for _ in range(_SLOTS + 2):  # each slot's may be another
+            try:
+                self.pool.wait_idle(_SECONDS)
+                return
+            except vtensor.DriverError:
+                pass
+        raise AssertionError("refusals of the mapper's are raised again and again")
 
     def needed_pages(self) -> int:
         """Pages that the lengths need, in a cache with ``tile=1`` and no windows."""

@@ -1,0 +1,320 @@
+"""KVCache.prepare: the mapper maps what a step will need, which makes no driver call (I8, I10, I15)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vtensor
+from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, filled, grown, make_cache, one_here_one_away, used
+from support import calls
+from vtensor import testing
+from vtensor.testing.kv_model import check_contents, write
+
+PROMPT = 5 * UNIT
+
+
+@pytest.fixture
+def pool_of(pool_factory, kind):
+    """Makes pools that look ahead, of so many units of a slot."""
+    return lambda units, **options: pool_factory(kind, units * RANGES, prefetch=1 << 20, **options)
+
+
+def lengths_with(cache, slot: int, length: int) -> list[int]:
+    lengths = cache.lengths
+    lengths[slot] = length
+    return lengths
+
+
+def calls_of(pool) -> dict[str, int]:
+    """By callers; not those of stats(), which counts what the kernel copied."""
+    return {name: n for name, n in calls(pool).items() if name != "pagemap"}
+
+
+def announced(cache, slot: int, length: int = PROMPT) -> bool:
+    """Whether a step to `length` is ready at once; it is announced if not, by no driver call."""
+    before, lengths = calls_of(cache.pool), cache.lengths
+    answer = cache.prepare(lengths_with(cache, slot, length))
+    assert calls_of(cache.pool) == before and cache.lengths == lengths
+    return answer
+
+
+def steps_without_a_call(cache, slot: int, length: int = PROMPT) -> None:
+    cache.pool.wait_idle()
+    assert announced(cache, slot, length)
+    before = calls_of(cache.pool)
+    assert grown(cache, slot, length)
+    assert calls_of(cache.pool) == before
+    write(cache, slot, 0, range(length))
+    check_contents(cache, slot, range(length))
+    testing.check_invariants(cache.pool)
+
+
+@pytest.mark.parametrize("options", [{}, {"lookahead": 20}, {"tile": 12}, {"windows": [None, 20]}])
+def test_a_step_that_was_announced(pool_of, options):
+    with make_cache(pool_of(40), **options) as cache:
+        slot, other = cache.alloc(), filled(cache, 3)
+        assert not announced(cache, slot)
+        steps_without_a_call(cache, slot)
+        assert not announced(cache, other, 2 * UNIT + 1)
+        steps_without_a_call(cache, other, 2 * UNIT + 1)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_pages_of_freed_slots(pool_of, idle):
+    """The slot's own, which its last owner left, and those of others: no more than are missing."""
+    with make_cache(pool_of(8)) as cache:
+        for slot in [filled(cache, 2 * UNIT) for _ in range(4)]:
+            cache.free(slot)
+        if idle:
+            cache.pool.wait_idle()
+        slot = cache.alloc()
+        assert not announced(cache, slot, 3 * UNIT)
+        steps_without_a_call(cache, slot, 3 * UNIT)
+        # A freed slot goes whole: one of the three that were left suffices.
+        assert cache.pool.stats().pages_cached == 4 * RANGES
+        assert used(cache) == 7 * RANGES
+
+
+def test_pages_of_closed_tensors(pool_of, kind):
+    pool = pool_of(8, cache=1 << 20)
+    with make_cache(pool) as cache:
+        t = vtensor.zeros(8 * PAGE, grow_dim=0, capacity=8 * PAGE, dtype=torch.uint8, pool=pool)
+        t.close()
+        pool.wait_idle()
+        slot = cache.alloc()
+        assert not announced(cache, slot, 6 * UNIT)  # is free beside it
+        steps_without_a_call(cache, slot, 6 * UNIT)
+        assert pool.stats().pages_cached == 8
+        announced(cache, slot, 7 * UNIT)
+        steps_without_a_call(cache, slot, 7 * UNIT)
+
+
+def published(cache, units: int) -> None:
+    slot = filled(cache, units * UNIT)
+    cache.publish(slot, range(units * UNIT))
+    cache.free(slot)
+    cache.pool.wait_idle()
+
+
+def test_prefixes_that_no_request_uses(pool_of):
+    with make_cache(pool_of(8)) as cache:
+        published(cache, 6)
+        slot = cache.alloc()
+        assert not announced(cache, slot)
+        assert cache.stats().prefix_tokens == 3 * UNIT  # of six units
+        steps_without_a_call(cache, slot)
+
+
+def test_a_request_that_begins_with_a_prefix(pool_of):
+    with make_cache(pool_of(20)) as cache:
+        published(cache, 3)
+        slot = cache.alloc([*range(3 * UNIT), 1])
+        assert cache.length(slot) == 3 * UNIT
+        assert not announced(cache, slot)
+        cache.pool.wait_idle()
+        assert announced(cache, slot)
+        before = calls_of(cache.pool)
+        assert grown(cache, slot, PROMPT)
+        assert calls_of(cache.pool) == before
+        check_contents(cache, slot, range(3 * UNIT))
+
+
+def test_what_does_not_fit_gives_nothing_up(pool_of):
+    with make_cache(pool_of(9)) as cache:
+        published(cache, 2)
+        held = filled(cache, 3 * UNIT)
+        for freed in [filled(cache, 2 * UNIT) for _ in range(2)]:
+            cache.free(freed)
+        cache.pool.wait_idle()
+        slot = cache.alloc()  # has pages of one of these
+        lengths = lengths_with(cache, slot, 7 * UNIT)
+        for _ in range(2):
+            assert not cache.prepare(lengths) and not cache.fits(lengths)
+            cache.pool.wait_idle()
+            assert cache.stats().prefix_tokens == 2 * UNIT
+            assert used(cache) == 9 * RANGES
+        cache.truncate(held, 2 * UNIT)
+        assert not announced(cache, slot, 7 * UNIT)
+        steps_without_a_call(cache, slot, 7 * UNIT)
+        assert cache.stats().prefix_tokens == 0
+
+
+def test_pages_on_their_way_out_are_waited_for(pool_of):
+    """Memory that a truncated request has just given back: nothing else goes for it."""
+    with make_cache(pool_of(8)) as cache:
+        published(cache, 2)
+        held = filled(cache, 6 * UNIT)
+        slot = cache.alloc()
+        cache.truncate(held, UNIT)
+        assert not announced(cache, slot)
+        steps_without_a_call(cache, slot)
+        assert cache.stats().prefix_tokens == 2 * UNIT
+
+
+def test_what_is_ready_goes_to_who_needs_it(pool_of):
+    with make_cache(pool_of(8)) as cache:
+        slot, other = cache.alloc(), cache.alloc()
+        announced(cache, slot, 6 * UNIT)
+        cache.pool.wait_idle()
+        assert grown(cache, other, 6 * UNIT)
+        assert not grown(cache, slot, 6 * UNIT)
+        cache.free(other)
+        assert grown(cache, slot, 6 * UNIT)
+        testing.check_invariants(cache.pool)
+
+
+def test_shared_pages_are_left_to_the_step(pool_of):
+    with make_cache(pool_of(20)) as cache:
+        parent = filled(cache, UNIT + 3)
+        fork = cache.fork(parent)[0]
+        assert not announced(cache, fork)
+        cache.pool.wait_idle()
+        assert not announced(cache, fork)
+        assert grown(cache, fork, PROMPT)
+        for slot in (parent, fork):
+            check_contents(cache, slot, range(UNIT + 3))
+        testing.check_invariants(cache.pool)
+
+
+def test_bands_that_differ_are_left_out(pool_of):
+    with make_cache(pool_of(20), bands=2) as cache:
+        slot = cache.alloc()
+        assert cache.step(lengths_with(cache, slot, UNIT), bands=[0])
+        lengths = cache.lengths
+        lengths[slot] = PROMPT
+        assert not cache.prepare(lengths)
+        cache.pool.wait_idle()
+        assert cache.pool.stats().pages_prefetched == 0 and not cache.prepare(lengths)
+        assert cache.step(lengths)
+
+
+def test_a_pool_without_a_mapper(pool_factory, kind):
+    with make_cache(pool_factory(kind, 8 * RANGES, prefetch=0)) as cache:
+        slot = cache.alloc()
+        assert not announced(cache, slot)
+        assert used(cache) == 0
+        assert grown(cache, slot, PROMPT)
+        assert announced(cache, slot)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize(
+    "what", ["free", "truncate", "truncate to nothing", "swap", "fork", "publish", "less", "close"]
+)
+def test_what_follows_an_announcement(pool_of, what, idle):
+    """The request is whole whatever the mapper had done by then, and nothing is left in the end."""
+    pool = pool_of(20)
+    length = UNIT + 3
+    with make_cache(pool) as cache:
+        slot = filled(cache, length)
+        assert not announced(cache, slot)
+        if idle:
+            pool.wait_idle()
+        if what == "free":
+            cache.free(slot)
+            slot = cache.alloc()
+            length = 0
+        elif what == "truncate":
+            length = 5
+            cache.truncate(slot, length)
+        elif what == "truncate to nothing":
+            length = 0
+            cache.truncate(slot, 0)
+        elif what == "swap":
+            cache.swap_out(slot)
+            cache.wait(slot)
+            pool.wait_idle()
+            assert used(cache) == 0
+            assert cache.swap_in(slot)
+            cache.wait(slot)
+        elif what == "fork":
+            cache.free(cache.fork(slot)[0])
+        elif what == "publish":
+            assert cache.publish(slot, range(length)) == UNIT
+        elif what == "less":
+            length += UNIT
+            assert grown(cache, slot, length)
+            write(cache, slot, 0, range(length))
+        if what != "close":
+            check_contents(cache, slot, range(length))
+            testing.check_invariants(pool)
+            announced(cache, slot)
+            pool.wait_idle()
+            assert grown(cache, slot, PROMPT)
+            check_contents(cache, slot, range(length))
+            testing.check_invariants(pool)
+    pool.trim()
+    pool.wait_idle()
+    assert pool.stats().pages_used == 0
+
+
+def test_every_refusal_of_the_mapper_is_raised_once(pool_of):
+    refused = 0
+    for n in range(100):
+        pool = pool_of(8)
+        with make_cache(pool) as cache:
+            for slot in [filled(cache, 2 * UNIT) for _ in range(4)]:
+                cache.free(slot)
+            slot = cache.alloc()
+            with testing.fail_after(pool, n) as refusals:
+                announced(cache, slot, 6 * UNIT)
+                try:
+                    pool.wait_idle()
+                except vtensor.DriverError:
+                    refused += 1
+            pool.wait_idle()
+            assert grown(cache, slot, 6 * UNIT)
+            write(cache, slot, 0, range(6 * UNIT))
+            check_contents(cache, slot, range(6 * UNIT))
+            testing.check_invariants(pool)
+        pool.close()
+        if not refusals:
+            break
+    assert refused > 1
+
+
+def test_what_is_announced_goes_before_what_looks_ahead(pool_of):
+    """Requests that decode ask for more at each step, and get what the announced prompt leaves."""
+    with make_cache(pool_of(14), lookahead=2 * UNIT) as cache:
+        decoding = [filled(cache, 2) for _ in range(2)]
+        published(cache, 6)
+        assert used(cache) >= 12 * RANGES
+        slot = cache.alloc()
+        lengths = lengths_with(cache, slot, PROMPT)
+        for turn in range(1, 3):
+            assert not cache.prepare(lengths) or turn != 1
+            now = cache.lengths
+            for at in decoding:
+                now[at] += UNIT
+            assert cache.step(now)
+            for at in decoding:
+                lengths[at] = now[at]
+        cache.pool.wait_idle()
+        cache.prepare(lengths)
+        cache.pool.wait_idle()
+        before = calls_of(cache.pool)
+        assert cache.step(lengths)
+        assert calls_of(cache.pool) == before
+        testing.check_invariants(cache.pool)
+
+
+def test_bad_lengths(host_cache):
+    cache = host_cache
+    slot, away = one_here_one_away(cache)
+    none = [0] * MAX_BATCH
+    for bad in ({slot: 3}, "100000", None, [1.5] * MAX_BATCH, object()):
+        with pytest.raises(vtensor.InvalidArgument, match=r"^\[KVCache.prepare\] lengths is .*: give 6"):
+            cache.prepare(bad)
+    for lengths, error, words in (
+        ([10], vtensor.InvalidArgument, "1 lengths were given for 6 slots"),
+        ([9, *none[1:]], vtensor.InvalidArgument, "slot 0 has 10 tokens and is to have 9"),
+        ([10, 20, *none[2:]], vtensor.InvalidArgument, "slot 1 is swapped out"),
+        ([10, 0, 1, *none[3:]], vtensor.InvalidArgument, "slot 2 is free"),
+        ([999, *none[1:]], vtensor.CapacityExceeded, "999 tokens, max_len is 120"),
+    ):
+        with pytest.raises(error, match=rf"^\[KVCache.prepare\] .*{words}"):
+            cache.prepare(lengths)
+    cache.close()
+    with pytest.raises(vtensor.Closed):
+        cache.prepare(none)
