@@ -45,6 +45,8 @@ class ServedModel:
     Until ``close()`` the model is set to an attention of ours, which calls the one it had (SDPA or eager),
     and cannot be used otherwise.
 
+    With ``Scheduler(layered=True)`` it computes prompts band by band, where the cache has ``bands=``.
+
     Args:
         model: in eval mode, on the CPU.
         cache: of the model's shape, made without ``windows``: prompts are computed in pieces, whose first
@@ -124,6 +126,7 @@ class ServedModel:
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """K and V of the plan's tokens, [1, heads, tokens, head_dim], go where they belong."""
+        self._plan.enter(layer)
         for slot in self._plan.swapped_in:
             self.cache.wait(slot, layer)
         for states, whole in zip((key, value), self.cache[layer], strict=True):

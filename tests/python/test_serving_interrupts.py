@@ -13,18 +13,19 @@ import vtensor.serving
 from interrupts import at_every_bytecode, moment, place
 from serving_support import GROUPS, SINGLES, SLOTS, alone, choose, engine_over, opened
 from vtensor import InvalidArgument
-from vtensor.serving import Request, Status
+from vtensor.serving import Layering, Request, Status
 from vtensor.serving.engine import _completion
 
 
 class Run:
     """An engine on its way, and the ends that it has returned."""
 
-    def __init__(self, budget: int, requests: list[Request], steps: int = 0) -> None:
+    def __init__(self, budget: int, requests: list[Request], steps: int = 0, bands: int = 1) -> None:
         self.requests = requests
         self.resources = ExitStack()
-        self.cache = self.resources.enter_context(opened("host", budget, SLOTS))
-        self.engine = engine_over(self.cache, token_budget=16)
+        self.cache = self.resources.enter_context(opened("host", budget, SLOTS, bands=bands))
+        layered = Layering(1) if bands > 1 else False
+        self.engine = engine_over(self.cache, token_budget=16, layered=layered)
         self.scheduler = self.engine.scheduler
         self.ends = []
         for request in requests:
@@ -76,8 +77,8 @@ class Run:
         self.resources.close()
 
 
-def steps_of(mix) -> int:
-    run, steps = Run(*mix), 0
+def steps_of(mix, **options) -> int:
+    run, steps = Run(*mix, **options), 0
     while run.scheduler.unfinished:
         run.ends += run.engine.step()
         steps += 1
@@ -113,12 +114,12 @@ def test_run():
     assert tried > 20
 
 
-@pytest.mark.parametrize("abandoned", [False, True])
-def test_an_iteration_can_be_completed_again_or_abandoned(abandoned):
-    """Whatever complete() had done; where it had done all, the plan says what ended."""
+def cut_completions(mix, *, abandoned: bool, stride: int, **options) -> set:
+    """Cuts complete() off, wherever it is, and completes the iteration again, or abandons it. Whatever it had
+    done; where it had done all, the plan says what ended."""
 
     def prepared(steps):
-        run = Run(*GROUPS, steps)
+        run = Run(*mix, steps, **options)
         run.plan = run.scheduler.plan()
         work = run.engine.forward(run.plan)
         run.tokens = [choose(work[i], sequence) for i, sequence in run.plan.sampled]
@@ -139,15 +140,21 @@ def test_an_iteration_can_be_completed_again_or_abandoned(abandoned):
             run.ends += map(_completion, plan.failed + plan.ended)
         run.finish()
 
-    seen = set()
-    for steps in range(steps_of(GROUPS)):
+    seen: set = set()
+    for steps in range(steps_of(mix, **options)):
         interrupt(
             partial(prepared, steps),
             lambda run: run.scheduler.complete(run.plan, run.tokens),
             check,
-            stride=2,
+            stride=stride,
             seen=seen,
         )
+    return seen
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_an_iteration_can_be_completed_again_or_abandoned(abandoned):
+    cut_completions(GROUPS, abandoned=abandoned, stride=2)
 
 
 @pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING, Status.SWAPPED])

@@ -16,13 +16,17 @@ import time
 from bisect import bisect
 from collections import abc
 from contextlib import suppress
-from itertools import repeat
+from itertools import islice, repeat
 from operator import attrgetter
+from typing import cast
 
 from vtensor._arguments import number
 from vtensor.errors import InvalidArgument, NoFreeSlot
+from vtensor.kv import KVCache
 from vtensor.serving._commit import Change, commit, each
-from vtensor.serving.plans import Plan, SchedulerStats, Work, plan_sampling, slot_of, target
+from vtensor.serving.layers import Layering
+from vtensor.serving.plans import Plan, SchedulerStats, Walk, Work, plan_sampling, slot_of, target
+from vtensor.serving.promises import Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
 from vtensor.serving.slots import KVCacheManager, check_fits, waits_for_others
 
@@ -48,11 +52,26 @@ class Scheduler:
         token_budget: tokens computed in an iteration at most; at least one for each slot.
         patience: seconds that a request waits, with nothing else running, for memory that other processes of
             a shared budget hold. Then it fails; one that would not fit even if they held none does at once.
+        layered: whether prompts that find no room for all of their K and V are computed band by band
+            (:class:`vtensor.serving.Layering`), and wait in host memory for their turn to decode. The cache
+            needs ``bands=`` for that, and the model must call ``plan.enter(layer)``.
+        promises: which prompts may be computed now; all that fit unless given.
+        clock: seconds, as ``time.monotonic`` gives them.
 
-    Raises InvalidArgument for a smaller budget, or a patience below 0. Calls come from one thread.
+    Raises InvalidArgument for a smaller budget, a patience below 0, or a cache without bands. Calls come from
+    one thread.
     """
 
-    def __init__(self, cache: KVCacheManager, *, token_budget: int = 2048, patience: float = 60.0) -> None:
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        *,
+        token_budget: int = 2048,
+        patience: float = 60.0,
+        layered: Layering | bool = False,
+        promises: Promises | None = None,
+        clock: abc.Callable[[], float] = time.monotonic,
+    ) -> None:
         if token_budget < cache.max_batch:
             raise InvalidArgument(
                 f"[Scheduler] token_budget={token_budget} for {cache.max_batch} slots, each of which may "
@@ -63,6 +82,12 @@ class Scheduler:
             raise InvalidArgument(f"[Scheduler] patience is {patience}: it must be at least 0 seconds")
         self.cache = cache
         self.token_budget = token_budget
+        self.layering: Layering | None = Layering() if layered is True else layered or None
+        if self.layering is not None:
+            self.layering.open(cache)
+        self.promises = promises
+        self._clock = clock
+        self._began = 0.0  # when the iteration under way was planned
         self.stats = SchedulerStats()
         self.waiting: list[SampleGroup] = []
         self.running: list[SampleGroup] = []
@@ -74,14 +99,22 @@ class Scheduler:
         """The last plan is empty because other processes hold the memory: call again in a moment."""
         self._short_since: float | None = None  # when it first was, with no step granted since
         self._unit = cache.stats().unit
+        self._looks_ahead = isinstance(cache, KVCache) and cache.lookahead > 0
         self._lengths = [0] * cache.max_batch
         self._groups: dict[abc.Hashable, SampleGroup] = {}  # by id, and some that have just ended
         self._arrivals = 0
         self._refused = False  # memory was short, and no request has ended since
+        self._walk_refused = (
+            False  # a walk was cut off, as by a host without memory, and none has ended since
+        )
         self._prompts: list[SampleGroup] = []  # computed by the last iteration, to be shared before the next
         self._next = Plan()  # begins with the news of an iteration that was taken back, or cut off
         self._settled = True  # books and cache agree; not while an operation changes them, or was cut off
         self._changing: list[SampleGroup] = []  # whose slots an operation is changing
+        # Waiting ones, the first of their queue, that have a slot already, for which the mapper maps pages.
+        self._announced: list[SampleGroup] = []
+        self._walk_short: SampleGroup | None = None  # for whose next piece the last plan had no room
+        self._begun_tokens = 0  # of prompts that are being computed, still to come
 
     @property
     def unfinished(self) -> int:
@@ -149,15 +182,20 @@ class Scheduler:
         self._settled = False
         plan = self._next
         plan.work, plan.sampled, plan.tokens, plan.cancelled = [], [], 0, self.cancelled
+        plan.walk = None
         self.waits_for_others = False
         for group in self._prompts:
             self._share(group)
         self._prompts = []
         self._advance(plan)
-        if not plan.preempted:
-            self._admit(plan)
+        admits = not plan.preempted and not self._admit(plan)
+        if self.layering is not None:
+            self._plan_walk(plan, self.layering, admits)
+        if self._looks_ahead and plan.work:
+            self._look_ahead(plan)
         commit(
             [
+                (setattr, self, "_began", self._clock()),
                 (setattr, self, "cancelled", []),
                 (setattr, self, "planned", plan),
                 (setattr, self, "_next", Plan()),
@@ -169,109 +207,214 @@ class Scheduler:
     def _advance(self, plan: Plan) -> None:
         """Gives the running requests their tokens, and takes the latest ones' memory where it is short."""
         while self.running:
-            self._plan_running(plan)
-            lengths = self._lengths.copy()
-            for sequence, _, stop in plan.work:
-                slot = slot_of(sequence)
-                if lengths[slot] < stop:
-                    lengths[slot] = stop
+            lengths = self._plan_running(plan)
             if self.cache.step(lengths):
                 self._lengths = lengths
                 self._short_since = None
-                for i, work in enumerate(plan.work):
-                    plan_sampling(plan, i, work)
                 return
-            plan.work, plan.tokens = [], 0
-            # Waiting for others it keeps nothing that they may wait for.
-            if len(self.running) > 1 or self._may_wait(lengths):
-                self._preempt(plan, self.running[-1])
-            else:
-                self._fail(plan, self.running[0])
+            plan.work, plan.sampled, plan.tokens = [], [], 0
+            if self._send_away():
+                continue
+            self._make_way(plan, [group for group in self.running if self._holds(group)], lengths)
 
-    def _plan_running(self, plan: Plan) -> None:
+    def _plan_running(self, plan: Plan) -> list[int]:
+        """Plans the running requests but those that are computed band by band. Returns the lengths that the
+        slots need."""
         prompts: list[TokenSequence] = []
-        work = plan.work
+        work, sampled = plan.work, plan.sampled
+        lengths = self._lengths.copy()
+        begun = 0
         for group in self.running:
-            for sequence in group.holders:
-                computed = sequence.computed
-                if sequence.known - computed == 1:
-                    work.append(Work(sequence, computed, computed + 1))
-                else:
+            if group.layered:
+                begun += target(group.live[0]) - group.live[0].computed
+                continue
+            forked = group.forked
+            for sequence in group.live if forked else group.live[:1]:
+                start = sequence.computed
+                stop = start + 1
+                if sequence.known != stop:
                     prompts.append(sequence)
+                    begun += sequence.known - start
+                    continue
+                sampled += [(len(work), follower) for follower in ([sequence] if forked else group.live)]
+                work.append(Work(sequence, start, stop))
+                slot = slot_of(sequence)
+                if lengths[slot] < stop:
+                    lengths[slot] = stop
         plan.tokens = len(work)
         for sequence in prompts:
-            self._plan_piece(plan, sequence)
+            if piece := self._piece(plan.tokens, sequence, sequence.computed):
+                self._plan_piece(plan, piece)
+                slot = slot_of(sequence)
+                lengths[slot] = max(lengths[slot], piece.stop)
+        self._begun_tokens = begun
+        return lengths
 
-    def _plan_piece(self, plan: Plan, sequence: TokenSequence) -> None:
-        """As much of what a sequence still has to compute as the budget leaves."""
-        start = sequence.computed
-        stop = min(target(sequence), start + self.token_budget - plan.tokens)
-        if stop > start:
-            plan.work.append(Work(sequence, start, stop))
-            plan.tokens += stop - start
+    def _piece(self, tokens: int, sequence: TokenSequence, start: int) -> Work | None:
+        """As much of what a sequence has to compute from ``start`` on as the budget leaves beside so many
+        tokens."""
+        stop = min(target(sequence), start + self.token_budget - tokens)
+        return Work(sequence, start, stop) if stop > start else None
 
-    def _admit(self, plan: Plan) -> None:
-        """Lets requests in, in the order of arrival, until one does not fit: nobody overtakes it."""
-        while self.waiting or self.swapped:
-            if self._refused and self.running:
-                return
-            queue = min(
-                (queue for queue in (self.waiting, self.swapped) if queue), key=lambda queue: queue[0].order
-            )
-            group = queue[0]
-            came_back = queue is self.swapped
+    def _plan_piece(self, plan: Plan, piece: Work) -> None:
+        plan.work.append(piece)
+        plan.tokens += piece.stop - piece.start
+        plan_sampling(plan, len(plan.work) - 1, piece)
+
+    def _admit(self, plan: Plan) -> bool:
+        """Lets requests in, in the order of arrival, until one does not fit: nobody overtakes it. Whether
+        some of them begin with the next iteration."""
+        announced: set[SampleGroup] = set()  # by this plan
+        while not (self._refused and self.running):
+            waiting = (group for group in self.waiting if group not in announced)
+            group = min([*islice(waiting, 1), *self.swapped[:1]], key=_order, default=None)
+            if group is None:
+                break
+            came_back = group.status is Status.SWAPPED
+            if not came_back and self._by_bands():
+                break  # it would overtake those
+            if self._walk_short is not None and self._walk_short.order < group.order:
+                break  # it would take the room that the next piece waits for
             if plan.tokens + len(group.holders) > self.token_budget:
-                return
-            if not came_back and len(group.live) > self._slots_free():
-                return
+                break
+            if not came_back and not self._may_begin(group):
+                break
             fits = self._bring_back(plan, group) if came_back else self._place(plan, group)
-            if not fits and self.running:
+            if fits and group in self._announced:
+                announced.add(group)
+            if fits or self._send_away(group.order):
+                continue
+            if self.running:
                 self._refused = True
-            elif not fits and self.waits_for_others:
-                return
-            elif not fits:
+            elif self.waits_for_others:
+                break
+            elif not self._part_from_prefixes(group):
                 self._fail(plan, group)
+        return bool(announced)
 
-    def _slots_free(self) -> int:
-        """Those that no request has, or gets once its prompt is computed."""
-        return self.cache.max_batch - sum(len(group.live) for group in self.running + self.swapped)
+    def _may_begin(self, group: SampleGroup) -> bool:
+        """Whether there are slots for a waiting request, and the promises to others leave time for it."""
+        others = [other for other in self._announced if other is not group]
+        taken = sum(len(other.live) for other in self.running + self.swapped + others)
+        if taken + len(group.live) > self.cache.max_batch:
+            return False
+        if self.promises is None or not self.running:
+            return True
+        tokens = self._begun_tokens + group.prompt_tokens
+        return self.promises.allow(tokens, self.running, self._clock())
 
     def _place(self, plan: Plan, group: SampleGroup) -> bool:
         """Gives a waiting request a slot, and memory for all of its prompt: a piece of it would be lost again
-        as soon as the next piece found no room."""
-        sequence, request = group.live[0], group.request
+        as soon as the next piece found no room. Where the cache looks ahead and others run meanwhile, the
+        mapper maps it first, and the request begins with the next iteration."""
+        slot = self._slot_for(group)
+        if slot is None:
+            return False
+        sequence, covered = group.live[0], self.cache.length(slot)
         prompt = target(sequence)
-        tokens = None if isinstance(request.prompt, int) else sequence.ids(0, prompt)
-        try:
-            expect = group.prompt_tokens + request.max_new_tokens
-            slot = self.cache.alloc(tokens, salt=request.salt, expect=expect)
-        except NoFreeSlot:  # the cache has lost some to calls that it could not undo
-            if self.running:
-                return False
-            raise
-        covered = self.cache.length(slot)
         lengths = self._lengths.copy()
         lengths[slot] = prompt
+        planned = self._with_announced(lengths)
         # Asked first: a step that is refused has given up prefixes that later requests would have found. Who
         # waited for others comes back with room for more than it had, so that it gets on each time.
-        wanted = lengths
+        wanted = self._beside_walks(planned, slot)
         if self._short_since is not None:
-            wanted = lengths.copy()
-            wanted[slot] = min(prompt + self._unit, expect)
+            wanted = planned.copy()
+            wanted[slot] = min(prompt + self._unit, group.prompt_tokens + group.request.max_new_tokens)
         asks = self.running or self._short_since is not None
-        if (asks and not self.cache.fits(wanted)) or not self.cache.step(lengths):
+        if asks and not self.cache.fits(wanted):
+            placed = False
+        elif self._looks_ahead and self.running and not self._is_mapped(group, lengths):
+            return self._announce(group, slot, covered)
+        else:
+            placed = self.cache.step(lengths)
+        if not placed:
             if not self.running:
                 self._may_wait(wanted)
-            self.cache.free(slot)
+            self._withdraw(group, slot)
             return False
-        changes: list[Change] = [
+        self._enter(plan, group, slot, covered, [(setattr, self, "_lengths", lengths)])
+        if piece := self._piece(plan.tokens, sequence, covered):
+            self._plan_piece(plan, piece)
+        return True
+
+    def _announce(self, group: SampleGroup, slot: int, covered: int) -> bool:
+        """Names a waiting request that begins with the next iteration: its prompt is mapped before."""
+        changes: list[Change] = [(setattr, group, "announced", group.announced + 1)]
+        if group.live[0].slot is None:
+            changes += [
+                (self._lengths.__setitem__, slot, covered),
+                (setattr, group.live[0], "slot", slot),
+                (self._announced.append, group),
+            ]
+        self._note(changes)
+        return True
+
+    def _is_mapped(self, group: SampleGroup, lengths: list[int]) -> bool:
+        """Whether a request was announced, and is mapped or has waited for that long enough."""
+        if group.live[0].slot is None:
+            return False
+        return group.announced == _MOST_ANNOUNCED or cast(KVCache, self.cache).prepare(lengths)
+
+    def _look_ahead(self, plan: Plan) -> None:
+        """Has the mapper map, while this iteration is computed, what is known of the next: a token more of
+        each sequence, and the prompts of announced requests."""
+        lengths = self._with_announced(self._lengths)
+        most = self.cache.max_len
+        for sequence, _, stop in plan.work:
+            slot = slot_of(sequence)
+            if lengths[slot] <= stop < most and not sequence.group.layered:
+                lengths[slot] = stop + 1
+        cast(KVCache, self.cache).prepare(lengths)
+
+    def _with_announced(self, lengths: list[int]) -> list[int]:
+        """A copy, with the prompts of announced requests."""
+        lengths = lengths.copy()
+        for group in self._announced:
+            lengths[slot_of(group.live[0])] = target(group.live[0])
+        return lengths
+
+    def _slot_for(self, group: SampleGroup) -> int | None:
+        """The slot of an announced request, or a free one."""
+        slot = group.live[0].slot
+        return self._alloc(group) if slot is None else slot
+
+    def _withdraw(self, group: SampleGroup, slot: int) -> None:
+        """Frees the slot of a request that cannot begin yet."""
+        self.cache.free(slot)
+        self._note(
+            [
+                (self._lengths.__setitem__, slot, 0),
+                (setattr, group.live[0], "slot", None),
+                *self._no_longer_announced(group),
+            ]
+        )
+
+    def _no_longer_announced(self, group: SampleGroup) -> list[Change]:
+        others = [other for other in self._announced if other is not group]
+        return [(setattr, self, "_announced", others), (setattr, group, "announced", 0)]
+
+    def _alloc(self, group: SampleGroup) -> int | None:
+        """A slot that begins with what is published of a request's prompt."""
+        sequence, request = group.live[0], group.request
+        tokens = None if isinstance(request.prompt, int) else sequence.ids(0, target(sequence))
+        expect = group.prompt_tokens + request.max_new_tokens
+        try:
+            return self.cache.alloc(tokens, salt=request.salt, expect=expect)
+        except NoFreeSlot:  # the cache has lost some to calls that it could not undo
+            if self.running:
+                return None
+            raise
+
+    def _enter(self, plan: Plan, group: SampleGroup, slot: int, covered: int, changes: list[Change]) -> None:
+        """A waiting request is running from now on, in a slot that has its first tokens."""
+        sequence, stats = group.live[0], self.stats
+        changes += [
             (setattr, sequence, "slot", slot),
             (setattr, sequence, "computed", covered),
             (setattr, sequence, "published", covered),
-            (setattr, self, "_lengths", lengths),
         ]
         if not group.admitted:
-            stats = self.stats
             changes += [
                 (setattr, group, "admitted", True),
                 (plan.admitted.append, group),
@@ -279,10 +422,8 @@ class Scheduler:
                 (setattr, stats, "prompt_tokens", stats.prompt_tokens + group.prompt_tokens),
                 (setattr, stats, "reused_tokens", stats.reused_tokens + covered),
             ]
-        self._note([*changes, *self._run(group)])
-        self._plan_piece(plan, sequence)
-        plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
-        return True
+        self._note([*changes, *self._run(group), *self._no_longer_announced(group)])
+        self._begun_tokens += target(sequence) - covered
 
     def _bring_back(self, plan: Plan, group: SampleGroup) -> bool:
         """Swaps a request in, with room for a token more of each sequence; or leaves it where it was."""
@@ -290,30 +431,145 @@ class Scheduler:
         back = [slot_of(sequence) for sequence in group.holders]
         for sequence, slot in zip(group.holders, back, strict=True):
             lengths[slot] = max(self.cache.length(slot), sequence.computed + 1)
-        if self.running and not self.cache.fits(lengths):
-            return False
+        layering = self.layering if group.layered else None
+        if self.running:
+            wanted = self._beside_walks(lengths, back[0])
+            fits = layering.fits(back[0], wanted[back[0]]) if layering else self.cache.fits(wanted)
+            if not fits:
+                return False
         self._changing.append(group)
-        came_back = self.cache.swap_in(back)
+        came_back = layering.bring_back(back[0]) if layering else self.cache.swap_in(back)
         if not came_back or not self.cache.step(lengths):
-            if came_back:
+            if came_back and layering is not None:
+                layering.send_away(back[0])
+            elif came_back:
                 self.cache.swap_out(back)
             if not self.running:
                 self._may_wait(lengths)
             self._note([])
             return False
-        self._note([(plan.swapped_in.extend, back), (setattr, self, "_lengths", lengths), *self._run(group)])
+        self._note(
+            [
+                (plan.swapped_in.extend, back),
+                (setattr, self, "_lengths", lengths),
+                (setattr, group, "layered", False),
+                *self._run(group),
+            ]
+        )
         for sequence in group.holders:
-            plan.work.append(Work(sequence, sequence.computed, sequence.computed + 1))
-            plan.tokens += 1
-            plan_sampling(plan, len(plan.work) - 1, plan.work[-1])
+            self._plan_piece(plan, Work(sequence, sequence.computed, sequence.computed + 1))
         return True
 
     def _run(self, group: SampleGroup) -> list[Change]:
         return [
             (self._queue_of(group).remove, group),
-            (self.running.append, group),
+            (self.running.insert, bisect(self.running, group.order, key=_order), group),
             (setattr, group, "status", Status.RUNNING),
         ]
+
+    # ------------------------------------------------------------------ prompts computed band by band
+
+    def _by_bands(self) -> list[TokenSequence]:
+        """Sequences of running requests whose prompts are computed band by band, in the order of arrival."""
+        if self.layering is None:
+            return []
+        return [group.live[0] for group in self.running if group.layered]
+
+    def _plan_walk(self, plan: Plan, layering: Layering, admits: bool) -> None:
+        """Plans what is computed band by band: the pieces of running requests, then, if it ``admits`` any,
+        prompts that wait and for all of which there is no room. Between two iterations they hold the bands
+        that stay."""
+        walk: dict[int, Work] = {}
+        short: SampleGroup | None = None
+        while not walk and (due := self._by_bands()):
+            short = None
+            for sequence in due:
+                piece = self._piece(plan.tokens, sequence, sequence.computed)
+                if piece is None or not layering.fits_walk([*walk.items(), (slot_of(sequence), piece)]):
+                    short = sequence.group
+                    break
+                walk[slot_of(sequence)] = piece
+                self._plan_piece(plan, piece)
+            if plan.work or self._send_away(due[0].group.order):
+                break
+            lengths = self._lengths.copy()
+            lengths[slot_of(due[0])] = target(due[0])
+            self._make_way(plan, [sequence.group for sequence in due], lengths)
+        # A walk that is refused takes those that decode beside it back with it: they come to an end first.
+        admits = admits and not self._walk_refused and short is None
+        while admits and self.waiting and self.running and not plan.preempted:
+            group = self.waiting[0]
+            if group.request.samples > 1 or plan.tokens == self.token_budget or not self._may_begin(group):
+                break
+            if not self._place_by_bands(plan, layering, group, walk):
+                break
+        self._walk_short = short
+        if walk:
+            plan.walk = layering.walk(walk)
+
+    def _place_by_bands(
+        self, plan: Plan, layering: Layering, group: SampleGroup, walk: dict[int, Work]
+    ) -> bool:
+        """Gives a waiting request a slot, and a place in an iteration's walk, where there is room for a few
+        of its bands at a time."""
+        slot = self._slot_for(group)
+        if slot is None:
+            return False
+        covered = self.cache.length(slot)
+        sequence = group.live[0]
+        piece = self._piece(plan.tokens, sequence, covered)
+        if piece is None or not layering.fits_walk([*walk.items(), (slot, piece)]):
+            self._withdraw(group, slot)
+            return False
+        stats = self.stats
+        changes: list[Change] = [
+            (self._lengths.__setitem__, slot, covered),
+            (setattr, group, "layered", True),
+            (setattr, stats, "layered", stats.layered + 1),
+        ]
+        self._enter(plan, group, slot, covered, changes)
+        walk[slot] = piece
+        self._plan_piece(plan, piece)
+        return True
+
+    def _beside_walks(self, lengths: list[int], slot: int) -> list[int]:
+        """Lengths that leave room for the next prompts to be computed band by band, by that much more of a
+        slot; as they are where there is no such prompt, or nobody who decodes and will make room."""
+        if self.layering is None or len(self.waiting) <= 1 or all(group.layered for group in self.running):
+            return lengths
+        wanted = lengths.copy()
+        more = self.layering.tokens_at_once(self.token_budget)
+        wanted[slot] = min(wanted[slot] + more, self.cache.max_len)
+        return wanted
+
+    def _holds(self, group: SampleGroup) -> bool:
+        """Whether a running request has memory. One that is computed band by band has that of the bands that
+        stay, which the host may have no room for."""
+        return not group.layered or (
+            self.layering is not None and self.layering.holds(slot_of(group.live[0]))
+        )
+
+    def _send_away(self, behind: int = -1) -> bool:
+        """Moves to host memory the bands that stayed here of the latest request that has some, of those that
+        arrived behind another. Whether there was one."""
+        if self.layering is None or not self.layering.stay:
+            return False
+        held = [group for group in self.swapped + self.running if group.layered and group.order > behind]
+        held.sort(key=_order, reverse=True)
+        return any(self.layering.send_away(slot_of(group.live[0])) for group in held)
+
+    def _may_part(self, group: SampleGroup) -> bool:
+        """Whether a request alone gets more room by going to host memory: prefixes that some of its bands
+        share can be given up once none does. At each length once."""
+        tokens = group.live[0].known
+        if self.layering is None or group.layered or len(group.live) > 1 or group.parted_at == tokens:
+            return False
+        group.parted_at = tokens
+        return True
+
+    def _part_from_prefixes(self, group: SampleGroup) -> bool:
+        """The same for one that comes back to bands that stayed. Whether there were some."""
+        return self.layering is not None and group.layered and self.layering.send_away(slot_of(group.live[0]))
 
     # ------------------------------------------------------------------ making room
 
@@ -321,15 +577,25 @@ class Scheduler:
         """Whether a refused step is tried again later: nobody here is in its way, but other processes are."""
         self.waits_for_others = False
         if waits_for_others(self.cache, lengths):
-            now = time.monotonic()
+            now = self._clock()
             if self._short_since is None:
                 self._short_since = now
             self.waits_for_others = now - self._short_since < self.patience
         return self.waits_for_others
 
+    def _make_way(self, plan: Plan, victims: list[SampleGroup], lengths: list[int]) -> None:
+        """The latest of some running requests makes room for the others; the only one, which needs these
+        lengths, fails or waits for other processes. Waiting, it keeps nothing that they may wait for."""
+        latest = max(victims, key=_order)
+        if len(victims) > 1 or self._may_wait(lengths) or self._may_part(latest):
+            self._preempt(plan, latest)
+        else:
+            self._fail(plan, latest)
+
     def _preempt(self, plan: Plan, group: SampleGroup) -> None:
         stats, shared = self.stats, len(group.holders) > 1
-        if shared and (changes := self._swap_out(group)):
+        swaps = shared or (self.layering is not None and not group.layered)
+        if swaps and (changes := self._swap_out(group)):
             changes.append((setattr, stats, "swapped", stats.swapped + 1))
         else:
             if not shared:  # what is published need not be computed again, unless memory is short until then
@@ -360,6 +626,7 @@ class Scheduler:
             (self._queue_of(group).remove, group),
             (self.waiting.insert, bisect(self.waiting, group.order, key=_order), group),
             (setattr, group, "status", Status.WAITING),
+            (setattr, group, "layered", False),
             (setattr, group, "forked", len(group.live) == 1),
         ]
         for sequence in group.live:
@@ -389,9 +656,11 @@ class Scheduler:
         """The end of a request, whose slots are free."""
         return [
             (self._queue_of(group).remove, group),
+            *self._no_longer_announced(group),
             (setattr, group, "status", status),
             (setattr, group, "reason", reason),
             (setattr, self, "_refused", False),
+            (setattr, self, "_walk_refused", False),
             (setattr, self, "_short_since", None),
         ]
 
@@ -427,6 +696,9 @@ class Scheduler:
         for group in self._changing:
             if group.status in (Status.RUNNING, Status.SWAPPED):
                 commit(self._wait(group))
+        for group in self._announced:
+            group.live[0].slot, group.announced = None, 0
+        self._announced = []
         self._groups = {group.request.id: group for group in [*self.waiting, *self.running, *self.swapped]}
         held = {s.slot for group in self.running + self.swapped for s in group.holders}
         for slot in range(self.cache.max_batch):
@@ -434,7 +706,7 @@ class Scheduler:
                 with suppress(InvalidArgument):  # most are free already
                     self.cache.free(slot)
         lengths = [0] * self.cache.max_batch
-        for group in self.running:
+        for group in self.running + [group for group in self.swapped if group.layered]:
             for sequence in group.holders:
                 lengths[slot_of(sequence)] = self.cache.length(slot_of(sequence))
         self._note([(setattr, self, "_lengths", lengths), (setattr, self, "_settled", True)])
@@ -462,6 +734,9 @@ class Scheduler:
                 f"[Scheduler.complete] {len(tokens)} tokens, {len(plan.sampled)} sequences are due one"
             )
         chosen = None if tokens is None else token_ids("Scheduler.complete", tokens)
+        now = self._clock()
+        if plan.walk is not None:
+            plan.walk.finish()
         self._settle()
         self._settled = False
         computed: list[TokenSequence] = []
@@ -504,6 +779,8 @@ class Scheduler:
             if len(sequences) == len(group.live):
                 changes += self._leave(group, Status.FINISHED)
                 ended_groups.append(group)
+        if plan.walk is not None:
+            changes += self._leave_walk(plan.walk, ended_groups)
         self._note(
             [
                 *changes,
@@ -518,7 +795,33 @@ class Scheduler:
         for group in ended_groups:
             self._forget(group)
         self._settled = True
+        if self.promises is not None and plan.work:
+            prompt_tokens = plan.tokens - len(plan.sampled) + len(prompts)
+            self.promises.note_iteration(prompt_tokens, now - self._began)
+            for group in prompts:
+                if group.first_token_at is None and group.live:
+                    group.first_token_at = now
+                    self.promises.note_first_token(group, now)
+            for group in ended_groups:
+                longest = max(sequence.generated for sequence in group.sequences)
+                self.promises.predictor.observe(group.request, longest)
+        if self.layering is not None and plan.walk is not None:
+            self.layering.measure(plan.walk, now - self._began, self._clock)
         return ended_groups
+
+    def _leave_walk(self, walk: Walk, ended: list[SampleGroup]) -> list[Change]:
+        """Requests whose prompts are computed wait in host memory for room to decode."""
+        changes: list[Change] = []
+        swapped = self.swapped.copy()
+        for sequence, _, stop in walk.work:
+            group = sequence.group
+            if sequence.slot is None or group in ended:
+                continue
+            changes.append((self._lengths.__setitem__, sequence.slot, stop))
+            if stop == target(sequence):
+                swapped.append(group)
+                changes += [(self.running.remove, group), (setattr, group, "status", Status.SWAPPED)]
+        return [*changes, (setattr, self, "swapped", sorted(swapped, key=_order))]
 
     def _end_sequences(self, group: SampleGroup, ended: list[TokenSequence]) -> list[Change]:
         """Publishes what they computed, and frees their slots."""
@@ -548,8 +851,15 @@ class Scheduler:
         if plan is not self.planned:
             raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
         news = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
-        cancelled = (setattr, self, "cancelled", plan.cancelled + self.cancelled)
-        commit([cancelled, (setattr, self, "_next", news), (setattr, self, "planned", None)])
+        changes: list[Change] = [(setattr, self, "cancelled", plan.cancelled + self.cancelled)]
+        if plan.walk is not None and plan.walk.begun:  # its bands are in disorder
+            groups = [sequence.group for sequence, _, _ in plan.walk.work]
+            changes += [
+                (self._changing.extend, groups),
+                (setattr, self, "_settled", False),
+                (setattr, self, "_walk_refused", True),
+            ]
+        commit([*changes, (setattr, self, "_next", news), (setattr, self, "planned", None)])
 
     def reorder(self, request_id: abc.Hashable, sources: abc.Sequence[int]) -> None:
         """A step of a beam search, between two iterations: the request's i-th live sequence continues the
@@ -628,10 +938,11 @@ class Scheduler:
         request = sequence.group.request
         known = sequence.group.prompt_tokens + len(sequence.output)
         tokens = 0 if isinstance(request.prompt, int) else min(known, computed)
-        if tokens - sequence.published >= self._unit:
+        if tokens - sequence.published >= self._unit and not sequence.group.layered:
             ids = sequence.ids(0, tokens)
             sequence.published = self.cache.publish(slot_of(sequence), ids, salt=request.salt)
 
 
+_MOST_ANNOUNCED = 4  # iterations for which a request waits until it is mapped
 _HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)
 _order = attrgetter("order")

@@ -1,0 +1,139 @@
+"""Prompts that the mapper maps one iteration before they begin: the caller makes no driver call for them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import vtensor
+from serving_support import HEAD_DIM, HEADS, LAYERS, PAGE, PAGE_TOKENS
+from support import open_pool, simcuda_library
+from vtensor import testing
+from vtensor.serving import Request, Scheduler, Status
+
+MAX_LEN, LOOKAHEAD = 256, 2 * PAGE_TOKENS
+
+
+@pytest.fixture(params=["host", "simcuda"])
+def opened(request):
+    if request.param == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+
+    @contextmanager
+    def open_cache(budget):
+        pool = open_pool(request.param, budget, prefetch=None)
+        sizes = (LAYERS, HEADS, HEAD_DIM, 4, MAX_LEN, torch.float32, pool.device)
+        options = {"layer_group": LAYERS, "tile": 1, "lookahead": LOOKAHEAD, "pool": pool}
+        try:
+            with vtensor.KVCache(*sizes, **options) as cache:
+                yield cache
+        finally:
+            pool.close()
+
+    return open_cache
+
+
+def calls(cache) -> int:
+    return sum(n for name, n in cache.stats().driver_calls["caller"].items() if name != "pagemap")
+
+
+def iterate(scheduler):
+    """One iteration, during which the mapper gets its work done."""
+    plan = scheduler.plan()
+    scheduler.cache.pool.wait_idle()
+    scheduler.complete(plan)
+    testing.check_invariants(scheduler.cache.pool)
+    return plan
+
+
+def test_no_driver_call_for_a_prompt_beside_others(opened):
+    with opened(1000) as cache:
+        scheduler = Scheduler(cache, token_budget=64)
+        scheduler.add(Request("first", 8, 200))
+        iterate(scheduler)
+        iterate(scheduler)
+        before = calls(cache)
+        scheduler.add(Request("long", 150, 20))
+        announced = iterate(scheduler)
+        assert announced.admitted == [] and len(scheduler.waiting) == 1
+        begun = iterate(scheduler)
+        assert [group.request.id for group in begun.admitted] == ["long"]
+        for _ in range(20):
+            iterate(scheduler)
+        assert calls(cache) == before, "the caller mapped what was announced"
+
+
+def test_alone_it_begins_at_once(opened):
+    with opened(1000) as cache:
+        scheduler = Scheduler(cache, token_budget=64)
+        scheduler.add(Request("first", 100, 2))
+        assert len(scheduler.plan().admitted) == 1
+
+
+def test_announced_requests_begin_in_their_order(opened):
+    with opened(1000) as cache:
+        scheduler = Scheduler(cache, token_budget=64)
+        scheduler.add(Request("first", 8, 100))
+        iterate(scheduler)
+        for i in range(3):
+            scheduler.add(Request(i, 4 + 20 * (i == 0), 8))
+        assert iterate(scheduler).admitted == []
+        plan = iterate(scheduler)
+        assert [group.request.id for group in plan.admitted] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("end", ["cancel", "abandon", "close"])
+def test_an_announced_request_that_never_begins(opened, end):
+    """Its slot, and the pages that were mapped for it, are free for others."""
+    with opened(1000) as cache:
+        scheduler = Scheduler(cache, token_budget=64)
+        scheduler.add(Request("first", 8, 6))
+        iterate(scheduler)
+        scheduler.add(Request("long", 150, 4))
+        plan = scheduler.plan()
+        assert cache.stats().slots_used == 2
+        if end == "close":
+            return
+        if end == "abandon":
+            scheduler.abandon(plan)
+        else:
+            scheduler.complete(plan)
+        scheduler.cancel("long")
+        assert cache.stats().slots_used == 1
+        while scheduler.unfinished:
+            iterate(scheduler)
+        assert cache.stats().slots_free == 4
+
+
+def test_one_that_finds_no_room_holds_no_slot(opened):
+    """A prompt whose pages cannot be had is found out before it is planned."""
+    pages = 2 * (100 // PAGE_TOKENS)
+    with opened(pages) as cache:
+        scheduler = Scheduler(cache, token_budget=64)
+        scheduler.add(Request("first", 40, 30))
+        iterate(scheduler)
+        scheduler.add(Request("large", 90, 4))
+        for _ in range(5):
+            plan = iterate(scheduler)
+            assert plan.preempted == [] and cache.stats().slots_used == 1
+        done = []
+        while scheduler.unfinished:
+            done += [group.request.id for group in iterate(scheduler).ended]
+        assert done == ["first", "large"]
+        assert cache.stats().nbytes_mapped <= pages * PAGE
+
+
+def test_memory_that_goes_elsewhere_meanwhile(opened):
+    """What was mapped ahead is given up for those that decode; the request waits, and comes later."""
+    with opened(2 * 40) as cache:
+        scheduler = Scheduler(cache, token_budget=64)
+        scheduler.add(Request("first", 8, 120))
+        iterate(scheduler)
+        scheduler.add(Request("long", 100, 4))
+        statuses = set()
+        while scheduler.unfinished:
+            plan = iterate(scheduler)
+            statuses |= {group.status for group in plan.ended}
+        assert statuses == {Status.FINISHED}
