@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import pytest
 
 from support import ROOT, simcuda_library
 from test_replay_traces import TRACES, azure, mooncake
-from vtensor import InvalidArgument
+from vtensor import InvalidArgument, Pool, TimedOut
 from vtensor._progress import Progress
 from vtensor.replay import (
     MODELS,
     POLICIES,
     ModelShape,
     PagedCache,
+    Policy,
     Row,
     Server,
     ServiceModel,
@@ -32,17 +34,20 @@ from vtensor.replay import (
     replay,
     scale,
 )
+from vtensor.serving import Plan, Request, SampleGroup, Scheduler, Status
 
 LLAMA = MODELS["llama-3-8b"]
 TOKEN = LLAMA.token_bytes
 PAGE = 2 << 20
+COMPARED = [name for name, policy in POLICIES.items() if not policy.opt_in]
+SECOND_EACH = ServiceModel(step_seconds=1.0, tokens_per_second=math.inf, kv_bytes_per_second=math.inf)
 
 
 def server(memory, max_len=8192, max_batch=64, **options):
     return Server(LLAMA, memory, max_batch, max_len, PAGE, 32, **options)
 
 
-def served(rows, policies=tuple(POLICIES), memory=2 << 30, max_len=8192, **options):
+def served(rows, policies=tuple(COMPARED), memory=2 << 30, max_len=8192, **options):
     results = {}
     for policy in policies:
         with open_cache(policy, server(memory, max_len)) as cache:
@@ -69,6 +74,122 @@ def test_time_is_what_the_service_model_says():
     assert result.batch_mean == 1.0 and result.batch_peak == 1
     assert result.output_tokens == 3 and result.computed_tokens == 3101
     assert result.throughput == pytest.approx(3 / (first + second))
+    assert result.ttfts == pytest.approx([(1 + 2.048 + 0.2048) + (1 + 0.952 + 0.3), first + second - 1.0])
+    assert result.tpots == pytest.approx([1 + 0.001 + 0.3001]), "the second request has one token"
+    assert result.ttft_p50 == result.ttft_p99 == result.ttfts[1]
+    assert result.tpot_mean == result.tpot_p50 == result.tpot_p99 == result.tpots[0]
+
+
+def test_a_request_waits_between_its_tokens_for_memory():
+    """3 frames of 4 tokens: both prompts fit. The second request gives way after its first token, at 1 s. The
+    first has its 6 tokens at 1 to 6 s, and the second its others at 7 and 8 s."""
+    rows = [Row(0.0, 4, 6), Row(0.0, 4, 3)]
+
+    def result(**promises):
+        cache = PagedCache(3, 4, 64, frame_tokens=4)
+        return replay("paged", cache, rows, token_bytes=TOKEN, service=SECOND_EACH, **promises)
+
+    kept = result(slo_ttft=1.0, slo_tpot=3.5)
+    assert (kept.recomputed, kept.seconds, kept.finished) == (1, 8.0, 2)
+    assert kept.ttfts == [1.0, 1.0] and kept.tpots == [1.0, 3.5]
+    assert (kept.tpot_mean, kept.tpot_p50, kept.tpot_p99) == (2.25, 3.5, 3.5)
+    assert (kept.slo_ttft, kept.slo_tpot, kept.broken) == (1.0, 3.5, 0), "just kept"
+    assert result(slo_ttft=1.0, slo_tpot=3.4).broken == 1
+    assert result(slo_ttft=1.0, slo_tpot=0.9).broken == 2
+    assert result(slo_ttft=0.9, slo_tpot=3.4).broken == 2, "each request once"
+    for wrong in ({"slo_ttft": 0.0}, {"slo_tpot": math.nan}):
+        with pytest.raises(InvalidArgument, match=f"{next(iter(wrong))}=.*over 0"):
+            result(**wrong)
+
+
+def test_copies_take_their_time_beside_the_computation():
+    service = ServiceModel(step_seconds=2.0, copy_bytes_per_second=10.0)
+    times = [service.seconds(Plan(), 1, {}, out, back) for out, back in ((0, 0), (20, 5), (50, 30), (30, 50))]
+    assert times == [2.0, 2.0, 5.0, 5.0]
+
+
+class Swaps(Scheduler):
+    """Says of its second iteration that slot 1 came back, and that a request went whose slot was 0."""
+
+    def plan(self):
+        plan = super().plan()
+        if self.stats.computed_tokens and self.stats.finished == 0:
+            gone = SampleGroup(Request("gone", 1, 1), 99, status=Status.SWAPPED)
+            gone.live[0].slot = 0
+            again = SampleGroup(Request("again", 1, 1), 99, status=Status.WAITING)
+            plan.preempted += [gone, again]
+            plan.swapped_in.append(1)
+        return plan
+
+
+def test_swapped_requests_are_copied(monkeypatch):
+    """Slots of 300 and 101 tokens at 100 tokens a second: the second iteration lasts for the longer."""
+    swaps = Policy(
+        POLICIES["static"].open, lambda cache, terms: Swaps(cache, token_budget=terms.token_budget)
+    )
+    monkeypatch.setitem(POLICIES, "swaps", swaps)
+    service = ServiceModel(1.0, math.inf, math.inf, copy_bytes_per_second=TOKEN * 100)
+    for first, second in ((100, 299), (299, 100)):
+        rows = [Row(0.0, first, 2), Row(0.0, second, 2)]
+        result = replay("swaps", StaticCache(2000, 2, 1000), rows, token_bytes=TOKEN, service=service)
+        assert result.seconds == pytest.approx(1.0 + 3.0)
+
+
+def test_whole_prompts():
+    """In one iteration each, even the longest, and while others decode."""
+    shorts = [Row(0.0, 10, 9) for _ in range(3)]
+    rows = [*shorts, Row(0.5, 8191, 1), Row(20.0, 3000, 2)]
+    results = served(rows, ["vtensor", "whole"], memory=2 << 30, service=SECOND_EACH)
+    pieces, whole = results["vtensor"], results["whole"]
+    assert whole.ttfts == [1.0, 1.0, 1.0, 1.0, 1.5] and pieces.ttfts == [1.0, 1.0, 1.0, 2.0, 5.5]
+    assert pieces.computed_tokens == whole.computed_tokens
+    few = [Row(0.0, 3000, 1), Row(0.0, 3000, 1)]
+    (more,) = served(few, ["whole"], max_len=3001, token_budget=6000, service=SECOND_EACH).values()
+    assert more.ttfts == [1.0, 1.0], "a larger budget stays"
+
+
+def test_a_manager_with_a_name_of_its_own():
+    result = replay("mine", StaticCache(100, 2, 50), [Row(0.0, 5, 2)], token_bytes=TOKEN)
+    assert (result.policy, result.finished) == ("mine", 1)
+
+
+def test_the_mapper_has_the_time_of_each_iteration(monkeypatch):
+    """And finds the requests queued that came during it. One that is not done is not waited for."""
+    seen = []
+
+    def wait_idle(pool, timeout):
+        seen.append((timeout, queued[-1].planned is not None, queued[-1].unfinished))
+        raise TimedOut("[Pool.wait_idle] timed out")
+
+    queued = []
+
+    def watched(cache, terms):
+        queued.append(Scheduler(cache, token_budget=terms.token_budget, clock=terms.clock))
+        return queued[-1]
+
+    monkeypatch.setattr(Pool, "wait_idle", wait_idle)
+    monkeypatch.setitem(POLICIES, "watched", Policy(POLICIES["vtensor"].open, watched))
+    rows = [Row(0.0, 10, 2), Row(0.5, 10, 1)]
+    (result,) = served(rows, ["watched"], service=SECOND_EACH).values()
+    assert result.finished == 2 and seen == [(1.0, True, 2), (1.0, True, 2)]
+    seen.clear()
+    slow = ServiceModel(step_seconds=1e12)
+    assert served(rows[:1], ["watched"], service=slow)["watched"].finished == 1
+    assert [timeout for timeout, *_ in seen] == [60.0, 60.0], "no longer than that"
+
+
+def test_the_mapper_maps_what_a_server_of_such_iterations_would_find_mapped():
+    """All pages but those of the prompt, however many are decoded into."""
+    calls = []
+    for tokens in (40, 400):
+        with open_cache("vtensor", server(1 << 30, lookahead=32)) as cache:
+            rows = [Row(0.0, 1000, tokens)]
+            result = replay(
+                "vtensor", cache, rows, token_bytes=TOKEN, service=ServiceModel(step_seconds=30.0)
+            )
+        calls.append((result.calls_caller, result.calls_mapper))
+    (few, some), (many, more) = calls
+    assert few == many > 0 and more > some
 
 
 def test_speed_and_idle_time():
@@ -84,7 +205,8 @@ def test_speed_and_idle_time():
 def test_requests_too_long_are_failed_not_lost():
     rows = [Row(0.0, 100, 10), Row(0.0, 10, 5), Row(0.0, 60, 4)]
     result = replay("paged", PagedCache(3, 4, 64), rows, token_bytes=TOKEN)
-    assert (result.requests, result.finished, result.failed) == (3, 1, 2)
+    assert (result.requests, result.finished, result.failed, result.broken) == (3, 1, 2, 2)
+    assert len(result.ttfts) == len(result.tpots) == 1
 
 
 def test_azure_under_pressure():
@@ -211,10 +333,13 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path):
     title, *lines = ran.stdout.splitlines()
     assert title == "trace.csv: 10 requests, 1x as fast, llama-3-8b in 1GiB, at most 256 at a time"
     assert [line.split() for line in lines[:3]] == [
-        ["policy", *POLICIES],
-        ["admitted", *["10"] * len(POLICIES)],
-        ["failed", *["0"] * len(POLICIES)],
+        ["policy", *COMPARED],
+        ["admitted", *["10"] * 4],
+        ["failed", *["0"] * 4],
     ]
+    figures = [line.split("  ")[0] for line in lines]
+    latencies = ["ttft p50", "ttft p99", "tpot mean", "tpot p50", "tpot p99", "broken"]
+    assert figures[figures.index("ttft p50") :][:6] == latencies
     assert max(map(len, lines)) <= 80, "lines that a terminal or a notebook would break"
     assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
 
@@ -224,14 +349,19 @@ def test_the_command_writes_json(tmp_path):
     latencies.write_text('{"mmap": 10}')
     ran = command(
         few_rows(tmp_path), "--policy", "paged", "--policy", "static", "--json", "--limit", 5,
-        "--latencies", latencies, "--memory", "1GiB",
+        "--latencies", latencies, "--memory", "1GiB", "--slo-ttft", 1e-3,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
     assert [result["policy"] for result in told["results"]] == ["paged", "static"]
     assert told["results"][0]["finished"] == told["settings"]["requests"] == 5
     assert told["settings"]["scaled_down_by"] == 512 and told["settings"]["memory"] == "1GiB"
-    assert not {"samples", "delays"} & set(told["results"][0])
+    assert not {"samples", "delays", "ttfts", "tpots"} & set(told["results"][0])
+    assert told["settings"]["slo_tpot"] == 0.2 and told["settings"]["copy_bandwidth"] == 25e9
+    assert told["results"][0]["slo_ttft"] == 1e-3 and told["results"][0]["broken"] == 5
+    assert 0 < told["results"][0]["ttft_p50"] <= told["results"][0]["ttft_p99"]
+    names = ("tpot_mean", "tpot_p50", "tpot_p99")
+    assert all(0 < result[name] < 0.2 for result in told["results"] for name in names)
 
 
 @pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
@@ -258,6 +388,10 @@ def test_the_command_over_the_simulated_driver(tmp_path):
         (["--speed", "nan"], "over 0"),
         (["--speed", "inf"], "over 0"),
         (["--tokens-per-second", "inf"], "--tokens-per-second inf"),
+        (["--copy-bandwidth", 0], "--copy-bandwidth 0"),
+        (["--copy-bandwidth", "inf"], "--copy-bandwidth inf"),
+        (["--slo-ttft", -1], "--slo-ttft -1.0"),
+        (["--slo-tpot", "nan"], "--slo-tpot nan"),
         (["--max-batch", 10**9], "--max-batch 1000000000: it must be at most 65,536"),
         (["--max-len", 10**30], "at most"),
         (["--limit", 10**30], "at most"),
@@ -304,6 +438,21 @@ def run_here(*arguments):
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())
     return cli.main(parser.parse_args(["replay", *map(str, arguments)]))
+
+
+def test_the_picture_shows_what_users_feel(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "replay.svg"
+    assert run_here(few_rows(tmp_path), "--policy", "whole", "--memory", "1GiB", "--plot", drawn) == 0
+    texts = drawn.read_text()
+    for title in (
+        "requests at a time",
+        "tokens held, thousands",
+        "first token within",
+        "later tokens within",
+    ):
+        assert f"<!-- {title} -->" in texts
+    assert "<!-- whole -->" in texts
 
 
 def test_the_picture_needs_matplotlib(tmp_path, capsys, monkeypatch):

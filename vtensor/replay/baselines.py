@@ -1,13 +1,36 @@
-"""What the managers that vtensor is compared with have in common, and the simplest of them."""
+"""What a replay asks of a memory manager, what those that vtensor is compared with have in common, and the
+simplest of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from vtensor.errors import CapacityExceeded, InvalidArgument, OutOfPages
+from vtensor.serving import KVCacheManager
 
-__all__ = ["ManagerStats", "NeverSwapped", "OneSample", "StaticCache"]
+__all__ = ["ManagerStats", "NeverSwapped", "OneSample", "ReplayCache", "StaticCache"]
+
+
+class CacheStats(Protocol):
+    @property
+    def unit(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def waste(self) -> float: ...
+
+    @property
+    def driver_calls(self) -> Mapping[str, Mapping[str, int]]: ...
+
+
+class ReplayCache(KVCacheManager, Protocol):
+    """What a replay asks of a manager."""
+
+    def stats(self) -> CacheStats: ...
 
 
 @dataclass(frozen=True)

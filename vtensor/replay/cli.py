@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, overload
 from vtensor._progress import Progress
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
+from vtensor.replay.predictors import PREDICTORS
 from vtensor.replay.report import picture, table, to_json
 from vtensor.replay.shapes import MODELS, model_shape, parse_bytes
-from vtensor.replay.simulate import ServiceModel, replay
+from vtensor.replay.simulate import SLO_TPOT, SLO_TTFT, ServiceModel, replay
 from vtensor.replay.traces import Row, read_trace
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", default="40GiB", help="for K and V (default: %(default)s)")
     parser.add_argument(
-        "--policy", action="append", choices=list(POLICIES), help="may be given several times (default: all)"
+        "--policy",
+        action="append",
+        choices=list(POLICIES),
+        help=f"may be given several times (default: {', '.join(_by_default())})",
     )
     parser.add_argument("--limit", type=int, metavar="ROWS", help="the trace's first rows only")
     parser.add_argument(
@@ -98,6 +102,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of K and V read a second (default: %(default)s)",
     )
     parser.add_argument(
+        "--copy-bandwidth",
+        type=float,
+        default=service.copy_bytes_per_second,
+        metavar="BYTES_PER_SECOND",
+        help="bytes copied to host memory a second, and as many from it (default: %(default)s)",
+    )
+    parser.add_argument("--bands", type=int, default=8, help="of layers; layerkv only (default: %(default)s)")
+    parser.add_argument(
+        "--predictor",
+        choices=list(PREDICTORS),
+        default="histogram",
+        help="of the tokens to come, for the promises; layerkv only (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slo-ttft",
+        type=float,
+        default=SLO_TTFT,
+        metavar="SECONDS",
+        help="to the first token, as promised (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slo-tpot",
+        type=float,
+        default=SLO_TPOT,
+        metavar="SECONDS",
+        help="for each later token, as promised (default: %(default)s)",
+    )
+    parser.add_argument(
         "--latencies",
         metavar="FILE",
         help="JSON object from a driver call to its microseconds, which lengthen iterations (default: none)",
@@ -127,10 +159,11 @@ def _run(arguments: argparse.Namespace) -> None:
         step_seconds=_over_zero("--step-ms", arguments.step_ms) / 1e3,
         tokens_per_second=_over_zero("--tokens-per-second", arguments.tokens_per_second),
         kv_bytes_per_second=_over_zero("--kv-bandwidth", arguments.kv_bandwidth),
+        copy_bytes_per_second=_over_zero("--copy-bandwidth", arguments.copy_bandwidth),
         call_seconds=_latencies(arguments.latencies),
     )
     results = []
-    for policy in arguments.policy or list(POLICIES):
+    for policy in arguments.policy or _by_default():
         with Progress() as progress, open_cache(policy, server) as cache:
             results.append(
                 replay(
@@ -141,6 +174,9 @@ def _run(arguments: argparse.Namespace) -> None:
                     service=service,
                     speed=_over_zero("--speed", arguments.speed),
                     token_budget=arguments.token_budget,
+                    slo_ttft=_over_zero("--slo-ttft", arguments.slo_ttft),
+                    slo_tpot=_over_zero("--slo-tpot", arguments.slo_tpot),
+                    predictor=PREDICTORS[arguments.predictor](),
                     progress=progress,
                 )
             )
@@ -171,7 +207,12 @@ def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
         or default_layer_group(shape, page_size),
         lookahead=min(_LOOKAHEAD, max_len) if lookahead is None else lookahead,
         driver=arguments.driver,
+        bands=_within("--bands", arguments.bands, 3),
     )
+
+
+def _by_default() -> list[str]:
+    return [name for name, policy in POLICIES.items() if not policy.opt_in]
 
 
 def _headline(arguments: argparse.Namespace, server: Server, rows: list[Row]) -> str:

@@ -1,10 +1,10 @@
-"""The memory managers that a replay compares, each with the same amount of memory."""
+"""What a replay compares: memory managers, each with the same amount of memory, and ways to schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,13 +13,23 @@ from vtensor._simulated import simulated_cuda_pool
 from vtensor.errors import InvalidArgument
 from vtensor.kv import KVCache
 from vtensor.pool import Pool
-from vtensor.replay.baselines import StaticCache
+from vtensor.replay.baselines import ReplayCache, StaticCache
 from vtensor.replay.paged import PagedCache
 from vtensor.replay.radix import RadixCache
 from vtensor.replay.shapes import ModelShape
-from vtensor.replay.simulate import ReplayCache
+from vtensor.serving import Layering, Promises, Scheduler, resident_bands
 
-__all__ = ["POLICIES", "Driver", "Server", "default_layer_group", "open_cache", "scale"]
+__all__ = [
+    "POLICIES",
+    "Driver",
+    "Policy",
+    "Server",
+    "Terms",
+    "default_layer_group",
+    "first_come",
+    "open_cache",
+    "scale",
+]
 
 Driver = Literal["host", "simulated"]
 
@@ -29,7 +39,7 @@ _LEAST_TOKENS = 16
 
 @dataclass(frozen=True)
 class Server:
-    """A model and the memory to serve it with. The last four apply to vtensor only.
+    """A model and the memory to serve it with. The last five apply to vtensor only.
 
     Args:
         shape: the shape of the model's K and V.
@@ -40,6 +50,7 @@ class Server:
         layer_group: layers in a page.
         lookahead: tokens that the mapper keeps ready.
         driver: ``"host"`` maps pages with mmap, ``"simulated"`` with the simulated libcuda.
+        bands: of layers, for policies that compute prompts band by band.
     """
 
     shape: ModelShape
@@ -50,6 +61,7 @@ class Server:
     layer_group: int
     lookahead: int = 0
     driver: Driver = "host"
+    bands: int = 8
 
     @property
     def tokens(self) -> int:
@@ -80,7 +92,7 @@ def scale(shape: ModelShape, page_size: int) -> int:
 
 
 @contextmanager
-def _vtensor(server: Server) -> Iterator[ReplayCache]:
+def _vtensor(server: Server, bands: int = 1) -> Iterator[ReplayCache]:
     shape, factor = server.shape, scale(server.shape, server.page_size)
     page_size, budget = server.page_size // factor, server.memory // factor
     if server.driver == "host":
@@ -96,7 +108,8 @@ def _vtensor(server: Server) -> Iterator[ReplayCache]:
             server.max_len,
             torch.bfloat16,
             pool.device,
-            layer_group=server.layer_group,
+            layer_group=min(server.layer_group, shape.layers // bands),
+            bands=bands,
             lookahead=server.lookahead,
             tile=1,
             pool=pool,
@@ -121,9 +134,88 @@ def _ideal(server: Server) -> Iterator[ReplayCache]:
     yield RadixCache(server.tokens, server.max_batch, server.max_len)
 
 
-POLICIES = {"vtensor": _vtensor, "paged": _paged, "static": _static, "ideal": _ideal}
+def _banded(server: Server) -> AbstractContextManager[ReplayCache]:
+    if server.shape.layers % server.bands != 0:
+        raise InvalidArgument(
+            f"[replay] {server.bands} bands of {server.shape.layers} layers: give a number that divides them"
+        )
+    return _vtensor(server, server.bands)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a policy may schedule by.
+
+    Args:
+        token_budget: tokens of an iteration.
+        clock: simulated seconds.
+        promises: to the requests.
+        token_seconds: that the device takes to compute a prompt token.
+        copy_seconds: that it takes to copy a token's K and V to host memory.
+    """
+
+    token_budget: int
+    clock: Callable[[], float]
+    promises: Promises
+    token_seconds: float
+    copy_seconds: float
+
+
+Schedule = Callable[[ReplayCache, Terms], Scheduler]
+"""Makes the scheduler of a cache."""
+
+
+def first_come(cache: ReplayCache, terms: Terms) -> Scheduler:
+    """First come, first served, with prompts in pieces beside the decoding requests."""
+    return Scheduler(cache, token_budget=terms.token_budget, clock=terms.clock)
+
+
+def _whole_prompts(cache: ReplayCache, terms: Terms) -> Scheduler:
+    """The same, with a budget that the longest prompt fits in while every slot decodes."""
+    budget = max(terms.token_budget, cache.max_len + cache.max_batch)
+    return first_come(cache, replace(terms, token_budget=budget))
+
+
+def _layerkv(cache: ReplayCache, terms: Terms) -> Scheduler:
+    """Prompts that find no room are computed band by band, and all begin by the promises to others."""
+    assert isinstance(cache, KVCache)
+    resident = resident_bands(len(cache.bands), terms.token_seconds, terms.copy_seconds)
+    return Scheduler(
+        cache,
+        token_budget=terms.token_budget,
+        clock=terms.clock,
+        layered=Layering(min(resident, len(cache.bands) - 1)),
+        promises=terms.promises,
+    )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A memory manager, and how its requests are scheduled.
+
+    Args:
+        open: opens the manager.
+        schedule: makes its scheduler.
+        opt_in: whether a replay leaves it out unless it is named.
+    """
+
+    open: Callable[[Server], AbstractContextManager[ReplayCache]]
+    schedule: Schedule = first_come
+    opt_in: bool = False
+
+
+POLICIES = {
+    "vtensor": Policy(_vtensor),
+    "paged": Policy(_paged),
+    "static": Policy(_static),
+    "ideal": Policy(_ideal),
+    "whole": Policy(_vtensor, _whole_prompts, opt_in=True),
+    "layerkv": Policy(_banded, _layerkv, opt_in=True),
+}
 """``vtensor``: :class:`vtensor.KVCache`. ``paged``: tables of 16-token frames with prefix reuse. ``static``:
-a slot of the largest length for each request. ``ideal``: no waste, and a radix cache of 16-token units."""
+a slot of the largest length for each request. ``ideal``: no waste, and a radix cache of 16-token units.
+``whole``: as ``vtensor``, with each prompt computed in one iteration; only a prompt that begins in one
+iteration with others may be cut. ``layerkv``: prompts band by band, through host memory, by promises."""
 
 
 def open_cache(policy: str, server: Server) -> AbstractContextManager[ReplayCache]:
@@ -134,4 +226,4 @@ def open_cache(policy: str, server: Server) -> AbstractContextManager[ReplayCach
     """
     if policy not in POLICIES:
         raise InvalidArgument(f"[replay] policy {policy!r}: pass one of {', '.join(POLICIES)}")
-    return POLICIES[policy](server)
+    return POLICIES[policy].open(server)

@@ -26,11 +26,19 @@ _FIGURES: dict[str, Callable[[Result], str]] = {
     "calls mapper": lambda r: f"{r.calls_mapper:,}",
     "delay p50": lambda r: f"{r.delay_p50:.3f} s",
     "delay p99": lambda r: f"{r.delay_p99:.3f} s",
+    "ttft p50": lambda r: f"{r.ttft_p50:.3f} s",
+    "ttft p99": lambda r: f"{r.ttft_p99:.3f} s",
+    "tpot mean": lambda r: f"{r.tpot_mean * 1e3:,.1f} ms",
+    "tpot p50": lambda r: f"{r.tpot_p50 * 1e3:,.1f} ms",
+    "tpot p99": lambda r: f"{r.tpot_p99 * 1e3:,.1f} ms",
+    "broken": lambda r: f"{r.broken:,}",
     "tokens/s": lambda r: f"{r.throughput:,.0f}",
 }
 
 # Lines of equal results coincide. Wide pale lines lie below thin ones, so that all stay visible.
 _LINES: dict[str, dict[str, Any]] = {
+    "layerkv": {"color": "#2b4c7e", "linewidth": 1.2, "zorder": 7},
+    "whole": {"color": "#7a5c99", "linewidth": 1.2, "zorder": 6},
     "vtensor": {"color": "#1b9aaa", "linewidth": 1.2, "zorder": 5},
     "static": {"color": "#d9647a", "linewidth": 1.5, "zorder": 4},
     "paged": {"color": "#e0a33e", "linewidth": 2.5, "zorder": 3},
@@ -48,17 +56,19 @@ def table(results: Sequence[Result]) -> str:
 
 
 def to_json(settings: dict[str, object], results: Sequence[Result]) -> str:
-    """A JSON object of ``settings`` and of the results of each policy, without samples and delays."""
+    """A JSON object of ``settings`` and of each policy's result, without its lists."""
     rows = []
     for result in results:
         row = asdict(result)
-        del row["samples"], row["delays"]
+        for name in ("samples", "delays", "ttfts", "tpots"):
+            del row[name]
         rows.append(row | {"hit_rate": result.hit_rate, "throughput": result.throughput})
     return json.dumps({"settings": settings, "results": rows}, indent=2)
 
 
 def picture(results: Sequence[Result], path: str | os.PathLike[str], title: str) -> None:
-    """Draws requests at a time, tokens held, and queueing delays. The file's suffix selects the format.
+    """Draws requests at a time, tokens held, times to first token and times per output token, with what was
+    promised of both. The file's suffix selects the format.
 
     Raises:
         VTensorError: if matplotlib is missing.
@@ -69,21 +79,28 @@ def picture(results: Sequence[Result], path: str | os.PathLike[str], title: str)
     except ModuleNotFoundError as missing:
         what = f"[replay] a picture needs {missing.name}: pip install 'vtensor[plot]'"
         raise VTensorError(what) from missing
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    figure = Figure(figsize=(16, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    running, held, delays = figure.subplots(1, 3)
+    running, held, first, each = figure.subplots(1, 4)
     for result in results:
         seconds = [sample.seconds for sample in result.samples]
         look = _LINES.get(result.policy, {})
         running.plot(seconds, [sample.running for sample in result.samples], label=result.policy, **look)
         held.plot(seconds, [sample.tokens / 1000 for sample in result.samples], **look)
-        shares = [(i + 1) / len(result.delays) for i in range(len(result.delays))]
-        delays.plot(result.delays, shares, **look)
+        for axes, times, promise in (
+            (first, result.ttfts, result.slo_ttft),
+            (each, result.tpots, result.slo_tpot),
+        ):
+            axes.plot(times, [(i + 1) / len(times) for i in range(len(times))], **look)
+            axes.axvline(promise, color="#8a959b", linewidth=1, linestyle=":", zorder=1)
     running.set(title="requests at a time", xlabel="simulated seconds", ylim=(0, None))
     held.set(title="tokens held, thousands", xlabel="simulated seconds", ylim=(0, None))
-    delays.set(title="share of requests begun within", xlabel="seconds after arrival", ylim=(0, 1.02))
+    first.set(title="first token within", xlabel="seconds after arrival", ylabel="share of requests")
+    each.set(title="later tokens within", xlabel="seconds a token, each request's mean")
+    for axes in (first, each):
+        axes.set(xlim=(0, None), ylim=(0, 1.02))
     running.legend(frameon=False)
-    for axes in (running, held, delays):
+    for axes in (running, held, first, each):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     figure.suptitle(title, fontweight="bold")

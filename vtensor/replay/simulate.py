@@ -7,39 +7,32 @@ which requests fit. All managers run in the same loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from vtensor.errors import InvalidArgument
+from vtensor.errors import InvalidArgument, TimedOut
+from vtensor.kv import KVCache
+from vtensor.replay.baselines import ReplayCache
+from vtensor.replay.policies import POLICIES, Terms, first_come
 from vtensor.replay.traces import Row
-from vtensor.serving import KVCacheManager, Plan, Request, Scheduler
+from vtensor.serving import LengthPredictor, Plan, Promises, Request, SampleGroup
+from vtensor.serving.plans import slot_of
 
-__all__ = ["ReplayCache", "Result", "Sample", "ServiceModel", "replay"]
+__all__ = ["SLO_TPOT", "SLO_TTFT", "Result", "Sample", "ServiceModel", "replay"]
+
+SLO_TTFT = 3.0
+"""Seconds to the first token that a request is promised unless others are given."""
+SLO_TPOT = 0.2
+"""The same, for each token behind the first."""
 
 _SAMPLES = 512  # at most: stats() of a KVCache of 256 slots takes a millisecond
-
-
-class CacheStats(Protocol):
-    @property
-    def unit(self) -> int: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def waste(self) -> float: ...
-
-    @property
-    def driver_calls(self) -> Mapping[str, Mapping[str, int]]: ...
-
-
-class ReplayCache(KVCacheManager, Protocol):
-    def stats(self) -> CacheStats: ...
+_LONGEST_WAIT = 60.0  # for the mapper, however long an iteration lasts
 
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """The duration of an iteration: reading the weights, computing the tokens, and reading K and V.
+    """The duration of an iteration: reading the weights, computing the tokens, and reading K and V; or, where
+    it takes longer, copying K and V between device and host memory meanwhile.
 
     The defaults stand for an 8B model in bf16 on an A100 with 2 TB/s and 312 TFLOP/s: 16 GB of weights, 8 ms
     to read them, and about 60% of either peak. They are assumptions, the same for all managers. They are not
@@ -52,17 +45,24 @@ class ServiceModel:
     """The rate at which tokens are computed."""
     kv_bytes_per_second: float = 1.2e12
     """The rate at which K and V of each sequence's context are read."""
+    copy_bytes_per_second: float = 25e9
+    """The rate of copies between device and host memory, each way, both at once."""
     call_seconds: Mapping[str, float] = field(default_factory=dict)
     """The time of a driver call on the caller's thread, by its name. Other calls take no time."""
 
-    def seconds(self, plan: Plan, token_bytes: int, calls: Mapping[str, int]) -> float:
+    def seconds(
+        self, plan: Plan, token_bytes: int, calls: Mapping[str, int], bytes_out: int = 0, bytes_in: int = 0
+    ) -> float:
+        """The duration of a plan, with the driver calls of the caller's thread and the bytes copied to host
+        memory and from it."""
         context = sum(stop for _, _, stop in plan.work)
-        return (
+        computes = (
             self.step_seconds
             + plan.tokens / self.tokens_per_second
             + context * token_bytes / self.kv_bytes_per_second
             + sum(self.call_seconds.get(name, 0.0) * n for name, n in calls.items())
         )
+        return max(computes, max(bytes_out, bytes_in) / self.copy_bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,27 @@ class Result:
     delay_p50: float
     """Seconds from a request's arrival to its first iteration."""
     delay_p99: float
+    ttft_p50: float
+    """Time to first token: seconds from a request's arrival to the end of the iteration that gave its first
+    token. Of finished requests, as all of these."""
+    ttft_p99: float
+    tpot_mean: float
+    """Time per output token: seconds from a request's first token to its last, over the tokens behind the
+    first, whatever lay between. The mean over requests of two tokens and more."""
+    tpot_p50: float
+    tpot_p99: float
+    slo_ttft: float
+    slo_tpot: float
+    broken: int
+    """Requests whose time to first token was over ``slo_ttft``, whose time per token was over ``slo_tpot``,
+    or that failed."""
     seconds: float
     """Simulated seconds from the first arrival to the end of the last request."""
     output_tokens: int
     samples: list[Sample]
     delays: list[float]
+    ttfts: list[float]
+    tpots: list[float]
 
     @property
     def hit_rate(self) -> float:
@@ -132,28 +148,39 @@ def replay(
     service: ServiceModel | None = None,
     speed: float = 1.0,
     token_budget: int = 2048,
+    slo_ttft: float = SLO_TTFT,
+    slo_tpot: float = SLO_TPOT,
+    predictor: LengthPredictor | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Serves a trace in simulated time.
 
+    A :class:`vtensor.KVCache` has a mapper, whose thread works in real time. It gets as much of it as each
+    iteration lasts, or less where it is done earlier.
+
     Args:
-        policy: the manager's name, for the result.
+        policy: one of ``POLICIES``, which schedules the requests; or another manager's name, whose requests
+            are served as they come.
         cache: an empty cache. Afterwards it holds published prefixes only.
         rows: the trace, in order of arrival.
         token_bytes: bytes of one token's K and V.
         service: the model of the device.
         speed: the factor by which requests come faster than recorded.
         token_budget: as for ``Scheduler``.
+        slo_ttft, slo_tpot: what each request is promised, in seconds.
+        predictor: as for ``Promises``, where the policy keeps them.
         progress: called with a line of text after each iteration.
 
     Raises:
-        InvalidArgument: if ``speed`` is not over 0, or ``token_budget`` is not valid for ``Scheduler``.
+        InvalidArgument: if ``speed`` or a promise is not over 0, or ``token_budget`` is not valid for
+            ``Scheduler``.
     """
-    if not speed > 0:
-        raise InvalidArgument(f"[replay] speed={speed}: it must be over 0")
-    return _Replay(policy, cache, rows, token_bytes, service or ServiceModel(), speed, token_budget).run(
-        progress
-    )
+    for name, number in {"speed": speed, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot}.items():
+        if not number > 0:
+            raise InvalidArgument(f"[replay] {name}={number}: it must be over 0")
+    service = service or ServiceModel()
+    promised = (slo_ttft, slo_tpot, predictor)
+    return _Replay(policy, cache, rows, token_bytes, service, speed, token_budget, *promised).run(progress)
 
 
 class _Replay:
@@ -166,14 +193,31 @@ class _Replay:
         service: ServiceModel,
         speed: float,
         token_budget: int,
+        slo_ttft: float,
+        slo_tpot: float,
+        predictor: LengthPredictor | None,
     ) -> None:
         self.policy, self.cache, self.rows, self.token_bytes = policy, cache, rows, token_bytes
         self.service, self.speed = service, speed
-        self.scheduler = Scheduler(cache, token_budget=token_budget)
+        self.slo_ttft, self.slo_tpot = slo_ttft, slo_tpot
+        self.pool = cache.pool if isinstance(cache, KVCache) else None
         self.now = 0.0
+        schedule = POLICIES[policy].schedule if policy in POLICIES else first_come
+        terms = Terms(
+            token_budget=token_budget,
+            clock=lambda: self.now,
+            promises=Promises(slo_tpot, predictor),
+            token_seconds=1 / service.tokens_per_second,
+            copy_seconds=token_bytes / service.copy_bytes_per_second,
+        )
+        self.scheduler = schedule(cache, terms)
         self.next_row = 0
         self.rejected = 0
         self.delays: list[float] = []
+        self.first_tokens: dict[int, float] = {}  # when they came, of requests that have not ended
+        self.ttfts: list[float] = []
+        self.tpots: list[float] = []
+        self.broken = 0
         self.samples: list[Sample] = []
         self.stride, self.iterations = 1, 0
         self.busy = self.batch_seconds = 0.0
@@ -185,11 +229,11 @@ class _Replay:
     def run(self, progress: Callable[[str], None]) -> Result:
         rows, scheduler = self.rows, self.scheduler
         while True:
-            self._arrivals()
             if scheduler.unfinished:
                 self._iterate()
             elif self.next_row < len(rows):
                 self.now = rows[self.next_row].arrival / self.speed
+                self._arrivals()
             else:
                 return self._result()
             stats = scheduler.stats
@@ -212,11 +256,11 @@ class _Replay:
         began = self.now
         plan = scheduler.plan()
         for group in plan.admitted:
-            index = group.request.id
-            assert isinstance(index, int)
-            self.delays.append(began - self.rows[index].arrival / self.speed)
+            self.delays.append(began - self._arrival(group))
         running = len(scheduler.running)
-        took = self.service.seconds(plan, self.token_bytes, self._new_calls()) if plan else 0.0
+        took = 0.0
+        if plan:
+            took = self.service.seconds(plan, self.token_bytes, self._new_calls(), *self._moved(plan))
         self.now += took
         self.busy += took
         self.batch_seconds += took * running
@@ -224,7 +268,48 @@ class _Replay:
         self.output_tokens += len(plan.sampled)
         self.unsampled += took
         self._sample(began, running)
-        scheduler.complete(plan)
+        self._arrivals()
+        self._let_the_mapper_work(took)
+        for _, sequence in plan.sampled:
+            if sequence.generated == 0:
+                self.first_tokens[_row_of(sequence.group)] = self.now
+        for group in scheduler.complete(plan):
+            self._finished(group)
+
+    def _moved(self, plan: Plan) -> tuple[int, int]:
+        """The bytes of requests that were swapped out whole, and of those that come back; and of bands of
+        prompts, which go and come here."""
+        slots = [sequence.slot for group in plan.preempted for sequence in group.holders]
+        out = sum(self.cache.length(slot) for slot in slots if slot is not None)  # None: computed again
+        back = sum(self.cache.length(slot) for slot in plan.swapped_in)
+        if plan.walk is not None:
+            assert isinstance(self.cache, KVCache)
+            for sequence, start, stop in plan.walk.work:
+                out += stop
+                back += start if self.cache.bands_away(slot_of(sequence)) else 0
+            for layers in self.cache.bands:
+                plan.enter(layers[0])
+        return out * self.token_bytes, back * self.token_bytes
+
+    def _let_the_mapper_work(self, seconds: float) -> None:
+        """Gives the mapper's thread the time that it would have during an iteration of so many seconds."""
+        if self.pool is not None and seconds > 0:
+            with suppress(TimedOut):
+                self.pool.wait_idle(min(seconds, _LONGEST_WAIT))
+
+    def _arrival(self, group: SampleGroup) -> float:
+        return self.rows[_row_of(group)].arrival / self.speed
+
+    def _finished(self, group: SampleGroup) -> None:
+        first = self.first_tokens.pop(_row_of(group))
+        ttft = first - self._arrival(group)
+        self.ttfts.append(ttft)
+        tokens = group.request.max_new_tokens
+        tpot = (self.now - first) / (tokens - 1) if tokens > 1 else 0.0
+        if tokens > 1:
+            self.tpots.append(tpot)
+        if ttft > self.slo_ttft or tpot > self.slo_tpot:
+            self.broken += 1
 
     def _sample(self, began: float, running: int) -> None:
         """Samples the memory every few iterations, with a stride that bounds the number of samples."""
@@ -260,13 +345,14 @@ class _Replay:
             thread: sum(calls[thread].values()) - sum(self.calls_before[thread].values())
             for thread in ("caller", "mapper")
         }
-        delays = sorted(self.delays)
+        delays, ttfts, tpots = sorted(self.delays), sorted(self.ttfts), sorted(self.tpots)
+        failed = stats.failed + self.rejected
         return Result(
             policy=self.policy,
             requests=len(self.rows),
             admitted=stats.admitted,
             finished=stats.finished,
-            failed=stats.failed + self.rejected,
+            failed=failed,
             batch_mean=self.batch_seconds / self.busy if self.busy else 0.0,
             batch_peak=self.batch_peak,
             waste=self.waste_seconds / self.waste_busy if self.waste_busy else 0.0,
@@ -279,11 +365,27 @@ class _Replay:
             calls_mapper=made["mapper"],
             delay_p50=_quantile(delays, 0.50),
             delay_p99=_quantile(delays, 0.99),
+            ttft_p50=_quantile(ttfts, 0.50),
+            ttft_p99=_quantile(ttfts, 0.99),
+            tpot_mean=sum(tpots) / len(tpots) if tpots else 0.0,
+            tpot_p50=_quantile(tpots, 0.50),
+            tpot_p99=_quantile(tpots, 0.99),
+            slo_ttft=self.slo_ttft,
+            slo_tpot=self.slo_tpot,
+            broken=self.broken + failed,
             seconds=self.now,
             output_tokens=self.output_tokens,
             samples=self.samples,
             delays=delays,
+            ttfts=ttfts,
+            tpots=tpots,
         )
+
+
+def _row_of(group: SampleGroup) -> int:
+    index = group.request.id
+    assert isinstance(index, int)
+    return index
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
