@@ -1,4 +1,4 @@
-"""What the cache manager for serving costs: a step, a fork, a swap.
+"""What the cache manager for serving costs: a step, a plan, a fork, a swap.
 
 Sizes are those of Llama-3-8B with all 32 layers in one page (32 tokens to a page), both the page and the
 bytes of a token divided by 32, so that counts of pages and calls are the real ones.
@@ -12,6 +12,7 @@ import torch
 
 import vtensor
 from vtensor.replay.paged import PagedCache
+from vtensor.serving import Layering, LengthHistogram, Plan, Promises, Request, Scheduler
 
 from .harness import (
     Bar,
@@ -32,16 +33,15 @@ bandwidth = Comparison("x its bandwidth", lambda ours, baseline: baseline / ours
 
 
 def run(settings: Settings) -> list[Figure]:
-    return [*steps(settings), *forks(settings), *swaps(settings)]
+    return [*steps(settings), *plans(settings), *forks(settings), *swaps(settings)]
 
 
 def make(settings: Settings, slots: int, max_len: int, **options) -> tuple[vtensor.Pool, vtensor.KVCache]:
     page = PAGE if settings.device == "cpu" else None
     pool = vtensor.Pool(settings.device, page_size=page, budget=6 << 30)
     head_dim = HEAD_DIM if settings.device == "cpu" else 32 * HEAD_DIM
-    return pool, vtensor.KVCache(
-        LAYERS, HEADS, head_dim, slots, max_len, layer_group=LAYERS, tile=1, pool=pool, **options
-    )
+    options = {"layer_group": LAYERS} | options
+    return pool, vtensor.KVCache(LAYERS, HEADS, head_dim, slots, max_len, tile=1, pool=pool, **options)
 
 
 class PagedManager:
@@ -122,6 +122,44 @@ def steps(settings: Settings) -> list[Figure]:
             bar=Bar(0),
         ),
     ]
+
+
+def plans(settings: Settings) -> list[Figure]:
+    """An iteration of as many running requests as in a step's figure, where nobody ends. For those that wait
+    there are slots and memory, but the promises leave no time, by a clock of the benchmark's own."""
+    rounds = settings.pick(400, 6)
+    bands = {"bands": 4, "layer_group": LAYERS // 4}
+    pool, cache = make(settings, SLOTS + 8, 2048, lookahead=64, **bands)
+    now = 0.0
+    promises = Promises(2 * DECODE_STEP, LengthHistogram(128))
+    options = {"layered": Layering(0), "promises": promises, "clock": lambda: now}
+    scheduler = Scheduler(cache, token_budget=64 * SLOTS, **options)
+
+    def complete(plan: Plan) -> None:
+        nonlocal now
+        for layer in range(LAYERS):
+            plan.enter(layer)
+        now += DECODE_STEP * (1 + (plan.tokens - SLOTS) / 2)
+        scheduler.complete(plan)
+
+    for i in range(SLOTS):
+        scheduler.add(Request(i, 32 + i % 32, 1900))
+    while scheduler.waiting or any(group.first_token_at is None for group in scheduler.running):
+        complete(scheduler.plan())
+    for i in range(8):
+        scheduler.add(Request(SLOTS + i, 2000, 8))
+    taken = []
+    for _ in range(rounds):
+        time.sleep(DECODE_STEP)
+        keep_awake()  # the model's own code has run before
+        planned: list[Plan] = []
+        taken.append(clock(lambda: planned.append(scheduler.plan())))  # noqa: B023
+        assert len(planned[0].work) == SLOTS and len(scheduler.waiting) == 8
+        complete(planned[0])
+    cache.close()
+    pool.close()
+    name = f"plan, {SLOTS} requests, by bands and promises"
+    return [Figure(name, "nothing", "us", Spread.of(taken).scaled(1e6), bar=Bar(200))]
 
 
 def forks(settings: Settings) -> list[Figure]:
