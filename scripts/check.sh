@@ -47,7 +47,7 @@ check_cuda_abi() {
 
 # The compile commands of the sanitizer build serve clang-tidy too.
 check_tidy() {
-  git ls-files -co --exclude-standard 'csrc/base/*.cpp' 'csrc/driver/*.cpp' 'csrc/vmm/*.cpp' 'csrc/policy/*.cpp' 'csrc/tensor/*.cpp' 'csrc/arena/*.cpp' 'csrc/kv/*.cpp' |
+  git ls-files -co --exclude-standard 'csrc/base/*.cpp' 'csrc/driver/*.cpp' 'csrc/vmm/*.cpp' 'csrc/policy/*.cpp' 'csrc/tensor/*.cpp' 'csrc/arena/*.cpp' 'csrc/heap/*.cpp' 'csrc/kv/*.cpp' |
     xargs -P "$JOBS" -n 4 clang-tidy --quiet -p build/asan-ubsan
 }
 

@@ -35,25 +35,23 @@ std::vector<Interval> joined(std::vector<Interval> all) {
 // What a report of a fault says of an arena.
 class ByteFaults final : public faults::Range {
  public:
-  explicit ByteFaults(std::size_t bytes) : bytes_(bytes) {}
+  ByteFaults(std::size_t bytes, const char* hole) : bytes_(bytes), hole_(hole) {}
 
   void name(faults::Text& text, std::uintptr_t at) const noexcept override {
     text << "byte " << at - base() << " of the Arena of " << bytes_ << " bytes at ";
     text.address(base());
   }
-  void explain(faults::Text& text, std::uintptr_t) const noexcept override {
-    text << "no page is mapped there, because nothing that map() was given, and unmap() was not, "
-            "has that byte: map it first";
-  }
+  void explain(faults::Text& text, std::uintptr_t) const noexcept override { text << hole_; }
 
  private:
   const std::size_t bytes_;
+  const char* const hole_;
 };
 
 }  // namespace
 
 std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                   bool zeros, const Caller& caller) {
+                                   bool zeros, const Caller& caller, const char* hole) {
   const std::size_t page = pool->page_size();
   // 2^47 bytes are the addresses of a process on x86-64; a page's neighbours are numbered in 32
   // bits.
@@ -65,7 +63,7 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
   }
   const std::size_t pages = ceil_div(bytes, page);
   std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages));
-  auto told = std::make_unique<ByteFaults>(bytes);
+  auto told = std::make_unique<ByteFaults>(bytes, hole);
   {
     PoolLock lock(pool);
     pool->reap();
@@ -133,14 +131,14 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
     }
   }
   begin_use(pages);  // so that making room takes none of them
-  mapping_ = true;
+  ++mapping_;
   try {
     std::vector<char> kept = map_missing(lock, caller, pages, since);
     note_lost(pages);
-    mapping_ = false;
+    --mapping_;
     return kept;
   } catch (...) {
-    mapping_ = false;
+    --mapping_;
     for (const Interval some : pages) {
       for (std::size_t i = some.begin; i < some.end; ++i) --states_[i].uses;
     }
@@ -294,6 +292,15 @@ void Arena::prepare(std::span<const Interval> intervals) {
   pool_->call_mapper();
 }
 
+void Arena::await_prepared(const Caller& caller, std::span<const Interval> intervals) {
+  prepare(intervals);
+  PoolLock lock(pool_);
+  pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
+               [this]() VT_LOCKED {
+                 return wanted_.empty() && !busy_ && all_passed(driver_, ready_after_);
+               });
+}
+
 std::size_t Arena::trim(const Caller& caller, std::span<const Interval> intervals) {
   PoolLock lock(pool_);
   pool_->reap();
@@ -332,7 +339,7 @@ std::vector<char> Arena::holds(std::span<const Interval> intervals,
 
 // Pages that come back to this arena need no zeroing, unless all do.
 bool Arena::may_cache() const {
-  return pool_->options().cache != 0 && pool_->zero_policy() != ZeroPolicy::always &&
+  return owned_ && pool_->options().cache != 0 && pool_->zero_policy() != ZeroPolicy::always &&
          !pool_->retired();
 }
 
@@ -515,21 +522,36 @@ void Arena::enter_ahead(Reservation::Arrival& arrival) {
 
 // -- ends
 
-Generation* Arena::publish() {
+Generation* Arena::publish(Interval bytes) {
   const PoolLock lock(pool_);
   auto generation = std::make_unique<Generation>();
   generation->client = shared_from_this();
+  generation->bytes = bytes;
   generations_.add(generation.get());
   return generation.release();
+}
+
+void Arena::forget(const Generation* generation) noexcept {
+  generations_.remove(generation);
+  if (generation->bytes.empty()) return;
+  const Interval pages = pages_of(generation->bytes);
+  for (std::size_t i = pages.begin; i < pages.end; ++i) --states_[i].uses;
+  end_use({&pages, 1});
+  if (listener_ != nullptr) listener_->use_ended(generation->bytes.begin);
 }
 
 void Arena::leave() noexcept {
   owned_ = false;
   wanted_.clear();
   if (places.wanting.taken()) pool_->wanting().remove(*this);
+  for (State& state : states_) state.uses = 0;
+  for (const Generation* generation : generations_) {
+    const Interval pages = pages_of(generation->bytes);
+    for (std::size_t i = pages.begin; i < pages.end; ++i) ++states_[i].uses;
+  }
   for (std::size_t i = 0; i < states_.size(); ++i) {
-    states_[i].uses = 0;
-    if (is_mapped(range_.at(0, i)) && states_[i].idle != Idle::leaving) let_go(i);
+    if (states_[i].uses == 0 && is_mapped(range_.at(0, i)) && states_[i].idle != Idle::leaving)
+      let_go(i);
   }
 }
 
@@ -615,7 +637,7 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
     const std::string page = "page " + std::to_string(i) + " of an arena ";
     if (state.uses != 0 && state.idle != Idle::no)
       throw Error("I3: " + page + "is needed by a block and may go");
-    if (state.uses != 0 && entry == EntryState::empty && !mapping_)
+    if (state.uses != 0 && entry == EntryState::empty && mapping_ == 0)
       throw Error("I3: " + page + "is needed by a block and is not mapped");
     if (state.idle != Idle::no && !is_mapped(range_.at(0, i)))
       throw Error("I4: " + page + "is counted as mapped and is not");

@@ -32,10 +32,26 @@ struct ArenaCounts {
 
 class Arena final : public RangeClient {
  public:
+  static constexpr const char* kHole =
+      "no page is mapped there, because nothing that map() was given, and unmap() was not, has "
+      "that "
+      "byte: map it first";
+
+  // What hears of the end of the uses that `publish` took over.
+  class Listener {
+   public:
+    // The use of bytes from `begin` on has ended.
+    virtual void use_ended(std::size_t begin) noexcept VT_LOCKED = 0;
+
+   protected:
+    ~Listener() = default;
+  };
+
   // Throws CapacityExceeded, DriverError. `zeros`: a page of zeros, read-only, stands wherever
   // nothing is mapped, on drivers where reading there would fault.
+  // `hole`: what a report of a fault says of bytes where nothing is mapped.
   static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                     bool zeros, const Caller& caller);
+                                     bool zeros, const Caller& caller, const char* hole = kHole);
 
   Address base() const { return range_.base(); }
   std::size_t bytes() const { return shape_.capacity; }
@@ -65,16 +81,22 @@ class Arena final : public RangeClient {
   // A time for these: pages that are mapped from now on are mapped later.
   std::uint64_t now();
   // What a storage over the range holds: the addresses, and no page.
-  Generation* publish();
+  Generation* publish() { return publish({}); }
+  // What a storage over bytes that `map` was given holds: their pages, too. Its end is their
+  // `unmap`.
+  Generation* publish(Interval bytes);
+  // Null ends it.
+  void listen(Listener* listener) VT_LOCKED { listener_ = listener; }
+  // For a stream that is being captured: has the mapper map `intervals`, and waits until nothing is
+  // left to be launched for them, or they cannot be had. Throws TimedOut.
+  void await_prepared(const Caller& caller, std::span<const Interval> intervals);
 
   ArenaCounts counts();
   std::vector<PageRecord> pages();
 
   // What its pool asks of it: see Client.
   bool placed() const override { return true; }
-  void forget(const Generation* generation) noexcept override VT_LOCKED {
-    generations_.remove(generation);
-  }
+  void forget(const Generation* generation) noexcept override VT_LOCKED;
   void leave() noexcept override VT_LOCKED;
   void give_back_unused() noexcept override VT_LOCKED;
   std::size_t pages_leaving() const override VT_LOCKED;
@@ -147,8 +169,9 @@ class Arena final : public RangeClient {
   // A page that no block needs is to go; `aged` as in `evict`.
   void let_go(std::size_t page, bool aged = false) noexcept VT_LOCKED;
 
+  Listener* listener_ VT_GUARDED = nullptr;
   std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages
-  bool mapping_ VT_GUARDED = false;       // pages are counted that map() has yet to map
+  std::size_t mapping_ VT_GUARDED = 0;    // calls of map() under way, which have counted pages
   std::vector<State> states_ VT_GUARDED;  // of every page
   std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // of the cached
   std::array<std::size_t, 4> counted_ VT_GUARDED{};                      // pages by Idle

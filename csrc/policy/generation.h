@@ -17,6 +17,7 @@ class Client;
 struct Generation {
   std::shared_ptr<Client> client;
   Interval indices;            // the same in every row
+  Interval bytes;              // of an arena, which need their pages until this ends
   std::size_t place = 0;       // among those of its client
   bool is_owner = false;       // stands for the owner, not for a storage
   Generation* next = nullptr;  // in the pool's list of ended generations

@@ -18,7 +18,7 @@ CORE_PYTHON = sorted(ROOT.glob("vtensor/**/*.py"))
 INTEGRATIONS = sorted(ROOT.glob("integrations/**/*.py"))
 
 # bind -> kv -> tensor -> policy -> vmm -> driver.h -> base, and never back.
-ROOMS = ("vmm", "policy", "tensor", "arena", "kv", "bind")
+ROOMS = ("vmm", "policy", "tensor", "arena", "heap", "kv", "bind")
 # A pattern names the headers of ours that a room may include.
 MAY_INCLUDE = {
     "base": r"base/.*",

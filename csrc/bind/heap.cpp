@@ -1,0 +1,230 @@
+// The half of vtensor.memory that Python does not see, and the functions that torch calls.
+#include "heap/heap.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/process.h"
+#include "bind/arguments.h"
+#include "bind/bindings.h"
+#include "bind/operation.h"
+#include "bind/released_gil.h"
+#include "bind/torch_bridge.h"
+
+namespace vtensor::bind {
+
+namespace nb = nanobind;
+
+namespace {
+
+// The heap that torch's allocations of this thread come from.
+thread_local std::shared_ptr<Heap> current_heap;
+// Why the last of them was refused: torch says only that memory is out.
+thread_local std::string last_refusal;
+
+// Heaps by the addresses that torch was given. torch frees in any thread, and after its heap was
+// closed. Never destroyed: torch frees at the end of the process too.
+class Given {
+ public:
+  static Given& all() {
+    static Given* const all = new Given;
+    return *all;
+  }
+  void add(Address address, const std::shared_ptr<Heap>& heap) {
+    const std::lock_guard lock(mutex_);
+    heaps_.emplace(address, heap);
+  }
+  std::shared_ptr<Heap> take(Address address) {
+    const std::lock_guard lock(mutex_);
+    const auto found = heaps_.find(address);
+    if (found == heaps_.end()) return nullptr;
+    std::shared_ptr<Heap> heap = std::move(found->second);
+    heaps_.erase(found);
+    return heap;
+  }
+
+ private:
+  std::mutex mutex_;  // for a look at the map, and no more
+  std::unordered_map<Address, std::shared_ptr<Heap>> heaps_;
+};
+
+// torch holds the lock of its allocator, so its cache cannot be emptied; it does that itself when
+// an allocation is refused, and asks again.
+Address allocate_for_torch(Heap& heap, const Caller& caller, std::size_t bytes) {
+  const Outside outside{[](const std::function<void()>& run) { run(); }, [] { return false; }};
+  Address address = 0;
+  vtensor::with_memory(*heap.pool(), caller, outside,
+                       [&] { address = heap.allocate(caller, bytes); });
+  return address;
+}
+
+class HeapCore {
+ public:
+  explicit HeapCore(const std::shared_ptr<PagePool>& pool) : heap_(std::make_shared<Heap>(pool)) {
+    refuse_in_forked_child("memory");
+  }
+  HeapCore(const HeapCore&) = delete;
+  HeapCore& operator=(const HeapCore&) = delete;
+
+  Address allocate(std::size_t bytes, std::optional<Stream> stream) {
+    const Caller asking = begin("memory.allocate", stream);
+    Address address = 0;
+    with_memory(*heap_->pool(), asking, [&] { address = heap_->allocate(asking, bytes); });
+    return address;
+  }
+
+  void free(Address address, std::optional<Stream> stream) {
+    const Caller asking = begin("memory.free", stream);
+    bool freed;
+    {
+      const ReleasedGil released;
+      freed = heap_->free(asking, address);
+    }
+    if (!freed)
+      refuse(asking.operation, "nothing was allocated at address " + std::to_string(address));
+  }
+
+  // A storage whose end frees its bytes.
+  nb::object storage(std::size_t bytes) {
+    const Address address = allocate(bytes, {});
+    Generation* generation;
+    try {
+      generation = heap_->publish(address);
+    } catch (...) {
+      free(address, {});
+      throw;
+    }
+    return TorchBridge::get().storage_over(generation, address, bytes,
+                                           heap_->pool()->traits().device);
+  }
+
+  void record_stream(Address address, std::optional<Stream> stream) {
+    const Caller asking = begin("memory.record_stream", stream);
+    // Not as a named one, which may end: it is asked again when pages go.
+    heap_->use({asking.operation, asking.stream}, address);
+  }
+
+  std::size_t trim() {
+    const Caller asking = begin("memory.trim", {});
+    const ReleasedGil released;
+    return heap_->trim(asking);
+  }
+
+  HeapCounts counts() {
+    begin("memory.stats", {});
+    const ReleasedGil released;
+    return heap_->counts();
+  }
+
+  // torch's allocations in this thread come from here, until they come from another.
+  void enter() {
+    begin("memory", {});
+    current_heap = heap_;
+  }
+
+  // What is allocated lives on until it is freed.
+  void close() {
+    if (current_heap == heap_) current_heap.reset();
+    const ReleasedGil released;
+    heap_.reset();
+  }
+
+ private:
+  Caller begin(const char* operation, std::optional<Stream> stream) {
+    refuse_in_forked_child(operation);
+    if (!heap_) throw Closed("[" + std::string(operation) + "] the pool is closed: make a new one");
+    return caller_of(operation, stream, *heap_->pool());
+  }
+
+  std::shared_ptr<Heap> heap_;
+};
+
+}  // namespace
+
+void bind_heap(nb::module_& module) {
+  nb::class_<HeapCounts>(module, "HeapCounts")
+      .def_ro("allocations", &HeapCounts::allocations)
+      .def_ro("allocated", &HeapCounts::allocated)
+      .def_ro("reserved", &HeapCounts::reserved)
+      .def_ro("pages", &HeapCounts::pages);
+
+  const auto no_stream = nb::arg("stream") = nb::none();
+  nb::class_<HeapCore>(module, "HeapCore")
+      .def(nb::init<const std::shared_ptr<PagePool>&>(), nb::arg("pool"))
+      .def("allocate", &HeapCore::allocate, nb::arg("nbytes"), no_stream)
+      .def("free", &HeapCore::free, nb::arg("address"), no_stream)
+      .def("storage", &HeapCore::storage, nb::arg("nbytes"))
+      .def("record_stream", &HeapCore::record_stream, nb::arg("address"), no_stream)
+      .def("trim", &HeapCore::trim)
+      .def("counts", &HeapCore::counts)
+      .def("enter", &HeapCore::enter)
+      .def("close", &HeapCore::close);
+  module.def("leave_heap", [] { current_heap.reset(); });
+  module.def("heap_refusal", [] { return last_refusal; });
+}
+
+}  // namespace vtensor::bind
+
+// In the form that torch.cuda.memory.CUDAPluggableAllocator looks for. A refusal is a null pointer:
+// torch gives its cache back then, asks again, and raises torch.OutOfMemoryError.
+
+extern "C" __attribute__((visibility("default"))) void* vtensor_allocate(std::size_t bytes,
+                                                                         int device,
+                                                                         void* stream) noexcept {
+  using namespace vtensor;
+  using namespace vtensor::bind;
+  try {
+    const std::shared_ptr<Heap> heap = current_heap;
+    refuse_in_forked_child("memory");
+    if (!heap) {
+      throw Error("[memory] torch asks for " + std::to_string(bytes) +
+                  " bytes in a thread that is not inside vtensor.memory(pool)");
+    }
+    if (const Device own = heap->pool()->traits().device; own.index != device && !own.on_host()) {
+      throw InvalidArgument("[memory] torch asks for memory of device " + std::to_string(device) +
+                            ", and the pool has that of device " + std::to_string(own.index));
+    }
+    const Caller caller{"memory", reinterpret_cast<Stream>(stream)};
+    const Address address = allocate_for_torch(*heap, caller, bytes);
+    try {
+      Given::all().add(address, heap);
+    } catch (...) {
+      heap->free(caller, address);
+      throw;
+    }
+    return reinterpret_cast<void*>(address);
+  } catch (const std::exception& error) {
+    try {
+      last_refusal = error.what();
+    } catch (...) {
+      last_refusal.clear();
+    }
+    return nullptr;
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) void vtensor_free(void* at, std::size_t, int,
+                                                                    void* stream) noexcept {
+  using namespace vtensor;
+  using namespace vtensor::bind;
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  const auto address = reinterpret_cast<Address>(at);
+  if (const std::shared_ptr<Heap> heap = Given::all().take(address)) {
+    try {
+      heap->free({"memory", reinterpret_cast<Stream>(stream)}, address);
+    } catch (...) {  // it stays allocated
+    }
+  }
+}

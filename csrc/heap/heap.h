@@ -1,0 +1,93 @@
+// Allocations of any size, as a framework's allocator asks for them, in arenas of one pool.
+//
+// Each stream has address space of its own, so that what is freed serves the next allocation in its
+// stream without a wait. Small allocations share pages with small ones. Freed bytes stay mapped
+// until others want their memory, so a size that comes again makes no driver call; free pages, from
+// anywhere in the pool, stand behind new addresses (GMLake, arXiv 2401.08156; torch's expandable
+// segments). State stands under the pool's lock, and is changed whole.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "arena/arena.h"
+#include "base/interval.h"
+#include "heap/spans.h"
+#include "vmm/caller.h"
+#include "vmm/pool_lock.h"
+
+namespace vtensor {
+
+struct HeapCounts {
+  std::size_t allocations = 0;  // that live
+  std::size_t allocated = 0;    // bytes of those, as rounded
+  std::size_t reserved = 0;     // bytes of addresses
+  ArenaCounts pages;            // of all its arenas
+};
+
+class Heap {
+ public:
+  // Sizes are rounded up to it, and addresses are multiples of it.
+  static constexpr std::size_t kAlignment = 512;
+
+  explicit Heap(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
+  // Addresses and pages of what lives stay until its storages end.
+  ~Heap();
+  Heap(const Heap&) = delete;
+  Heap& operator=(const Heap&) = delete;
+
+  const std::shared_ptr<PagePool>& pool() const { return pool_; }
+
+  // Bytes for work in the caller's stream; of none as for one. Whole or nothing (I8). During a
+  // capture the mapper maps what is missing, and none of its work is captured. Throws
+  // CapacityExceeded, OutOfPages, DriverError, TimedOut.
+  Address allocate(const Caller& caller, std::size_t bytes);
+  // Its bytes serve the next allocation in its stream, and later, behind all work in that stream,
+  // others. False if nothing was allocated there.
+  bool free(const Caller& caller, Address address);
+  // What a storage over an allocation holds; its end frees it.
+  Generation* publish(Address address);
+  // Another stream uses what was allocated for its own: pages go behind its work too.
+  void use(const Caller& caller, Address address);
+  // Gives back pages that no allocation needs. Returns how many are on their way.
+  std::size_t trim(const Caller& caller);
+
+  HeapCounts counts();
+
+ private:
+  enum class Kind : std::uint8_t { small, large };
+
+  // Address space of one stream and kind.
+  class Region final : public Arena::Listener {
+   public:
+    Region(std::shared_ptr<Arena> arena, std::pair<Stream, Kind> key)
+        : spans(arena->bytes()), arena(std::move(arena)), key(key) {}
+    void use_ended(std::size_t begin) noexcept override VT_LOCKED { spans.give_back(begin); }
+
+    Spans spans VT_GUARDED;
+    const std::shared_ptr<Arena> arena;
+    const std::pair<Stream, Kind> key;
+  };
+  struct Place {
+    std::shared_ptr<Region> region;
+    Interval bytes;
+  };
+
+  // Addresses for so many bytes.
+  Place take(const Caller& caller, std::size_t bytes);
+  // Of a stream's regions, the one that is to have them; null if none has room.
+  std::shared_ptr<Region> fitting(std::pair<Stream, Kind> key, std::size_t bytes) const VT_LOCKED;
+  std::shared_ptr<Region> region_at(Address address) const VT_LOCKED;
+  std::vector<std::shared_ptr<Region>> regions() const;
+  // Ends regions in which nothing is allocated or mapped.
+  void sweep();
+
+  const std::shared_ptr<PagePool> pool_;
+  std::map<Address, std::shared_ptr<Region>> regions_ VT_GUARDED;  // by their first byte
+};
+
+}  // namespace vtensor
