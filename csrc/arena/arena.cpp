@@ -17,6 +17,12 @@ namespace {
 // What one eviction gives up, oldest first: a share of the cached pages, and so many bytes at most.
 constexpr std::size_t kEvictedShare = 16;
 constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
+// How often the mapper is asked for pages during a capture: others may take what was found for it.
+constexpr int kAsked = 4;
+
+constexpr const char* kHole =
+    "no page is mapped there, because nothing that map() was given, and unmap() was not, has that "
+    "byte: map it first";
 
 // The same pages, in order: a driver maps neighbours by one call.
 std::vector<Interval> joined(std::vector<Interval> all) {
@@ -51,7 +57,28 @@ class ByteFaults final : public faults::Range {
 }  // namespace
 
 std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                   bool zeros, const Caller& caller, const char* hole) {
+                                   bool zeros, const Caller& caller) {
+  std::shared_ptr<Arena> arena = make(pool, bytes, caller, {}, kHole);
+  if (!zeros) return arena;
+  try {
+    std::vector<Address> holes(arena->range_.row_pages());
+    for (std::size_t i = 0; i < holes.size(); ++i) holes[i] = arena->range_.address(0, i);
+    pool->driver().back_holes(holes);
+  } catch (...) {
+    arena->abandon();
+    throw;
+  }
+  return arena;
+}
+
+std::shared_ptr<Arena> Arena::make_for(std::uint64_t owner, const std::shared_ptr<PagePool>& pool,
+                                       std::size_t bytes, const Caller& caller, const char* hole) {
+  return make(pool, bytes, caller, owner, hole);
+}
+
+std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
+                                   const Caller& caller, std::optional<std::uint64_t> owner,
+                                   const char* hole) {
   const std::size_t page = pool->page_size();
   // 2^47 bytes are the addresses of a process on x86-64; a page's neighbours are numbered in 32
   // bits.
@@ -71,17 +98,9 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
     arena->known_ = faults::know(std::move(told), arena->base(), pages * page,
                                  !pool->traits().device.on_host());
     arena->reserved_ = true;
-    arena->range_.set_owner(pool->add(arena.get()));
+    const std::uint64_t own = pool->add(arena.get());
+    arena->range_.set_owner(owner.value_or(own));
     arena->work_.note(caller);
-  }
-  if (!zeros) return arena;
-  try {
-    std::vector<Address> holes(pages);
-    for (std::size_t i = 0; i < pages; ++i) holes[i] = arena->range_.address(0, i);
-    pool->driver().back_holes(holes);
-  } catch (...) {
-    arena->abandon();
-    throw;
   }
   return arena;
 }
@@ -117,10 +136,26 @@ void Arena::require_no_capture(const Caller& caller) const {
 
 std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> intervals,
                              std::span<const std::uint64_t> since) {
-  const std::vector<Interval> pages = pages_of(intervals);
-  PoolLock lock(pool_);
-  pool_->reap();
-  // What is on its way out stays; the departure under way, if any, is waited for below.
+  return map(caller, intervals, since, false);
+}
+
+void Arena::map_in_capture(const Caller& caller, Interval bytes) {
+  map(caller, {&bytes, 1}, {}, true);
+}
+
+bool Arena::map_ready(const Caller& caller, Interval bytes) {
+  if (busy_ || !ready_after_.empty()) return false;
+  const Interval pages = pages_of(bytes);
+  for (std::size_t i = pages.begin; i < pages.end; ++i) {
+    if (!is_mapped(range_.at(0, i)) || states_[i].idle == Idle::leaving) return false;
+  }
+  work_.note(caller);
+  begin_use({&pages, 1});
+  ++pool_->counted.growths_ready;
+  return true;
+}
+
+void Arena::keep(std::span<const Interval> pages) {
   for (const Interval some : pages) {
     for (std::size_t i = some.begin; i < some.end; ++i) {
       const std::size_t first = i;
@@ -130,10 +165,18 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
       unmap_.remove({first, i});
     }
   }
+}
+
+std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> intervals,
+                             std::span<const std::uint64_t> since, bool in_capture) {
+  const std::vector<Interval> pages = pages_of(intervals);
+  PoolLock lock(pool_);
+  pool_->reap();
+  keep(pages);
   begin_use(pages);  // so that making room takes none of them
   ++mapping_;
   try {
-    std::vector<char> kept = map_missing(lock, caller, pages, since);
+    std::vector<char> kept = map_missing(lock, caller, pages, since, in_capture);
     note_lost(pages);
     --mapping_;
     return kept;
@@ -187,7 +230,8 @@ std::uint64_t Arena::now() {
 
 std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
                                      std::span<const Interval> pages,
-                                     std::span<const std::uint64_t> since) {
+                                     std::span<const std::uint64_t> since, bool in_capture) {
+  if (in_capture) have_mapped(lock, caller, pages);
   Reservation::Arrival arrival;
   std::size_t count = 0;
   do {
@@ -217,6 +261,45 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   note_arrival(arrival);
   if (arrival.error) std::rethrow_exception(arrival.error);
   return kept;
+}
+
+// During a capture of the caller's stream.
+void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const Interval> pages) {
+  for (int asked = 0;;) {
+    await_turn(lock, caller);
+    const std::vector<Reservation::Run> runs = missing(caller.operation, pages);
+    if (runs.empty() && all_passed(driver_, ready_after_)) return;
+    if (!driver_.traits().asynchronous || !driver_.capturing(caller.stream)) return;
+    if (asked == kAsked) {
+      throw OutOfPages("[" + std::string(caller.operation) + "] " + std::to_string(runs.size()) +
+                       " runs of pages are missing, and the mapper, which maps during a capture, "
+                       "could not map them: run the step once before it is captured");
+    }
+    std::size_t count = 0;
+    for (const Reservation::Run& run : runs) count += run.indices.size();
+    if (MakeRoom(*pool_).ready(lock, caller.operation, count)) continue;
+    for (const Reservation::Run& run : runs) wanted_.push_back(run.indices);
+    wanted_ = joined(std::move(wanted_));
+    pool_->wanting().ignore();
+    if (count != 0) {
+      if (!places.wanting.taken()) pool_->want(shared_from_this());
+      pool_->wanting().announce(*this, count);
+    }
+    pool_->call_mapper();
+    ++asked;
+    ++awaiting_;
+    try {
+      pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
+                   [this]() VT_LOCKED {
+                     return wanted_.empty() && !busy_ && all_passed(driver_, ready_after_);
+                   });
+    } catch (...) {
+      --awaiting_;
+      throw;
+    }
+    --awaiting_;
+    if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
+  }
 }
 
 void Arena::note_arrival(const Reservation::Arrival& arrival) {
@@ -256,6 +339,13 @@ void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
   end_use(pages);
 }
 
+void Arena::unmap_mapped(const Caller& caller, Interval bytes) {
+  const Interval pages = pages_of(bytes);
+  work_.note(caller);
+  for (std::size_t i = pages.begin; i < pages.end; ++i) --states_[i].uses;
+  end_use({&pages, 1});
+}
+
 // Of `pages`, which have been counted back, those that no block needs are cached, or go.
 void Arena::end_use(std::span<const Interval> pages) noexcept {
   const Time now = std::chrono::steady_clock::now();
@@ -292,19 +382,10 @@ void Arena::prepare(std::span<const Interval> intervals) {
   pool_->call_mapper();
 }
 
-void Arena::await_prepared(const Caller& caller, std::span<const Interval> intervals) {
-  prepare(intervals);
-  PoolLock lock(pool_);
-  pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
-               [this]() VT_LOCKED {
-                 return wanted_.empty() && !busy_ && all_passed(driver_, ready_after_);
-               });
-}
-
 std::size_t Arena::trim(const Caller& caller, std::span<const Interval> intervals) {
   PoolLock lock(pool_);
   pool_->reap();
-  wanted_.clear();
+  if (awaiting_ == 0) wanted_.clear();
   await_turn(lock, caller);
   std::size_t pages = 0;
   for (const Interval some : intervals) {
@@ -393,7 +474,7 @@ void Arena::evict(bool aged) {
 
 std::size_t Arena::drop_ahead() {
   if (busy_) return 0;
-  wanted_.clear();
+  if (awaiting_ == 0) wanted_.clear();
   const std::size_t pages = count_of(Idle::prefetched);
   if (pages == 0) return 0;
   for (std::size_t i = 0; i < states_.size(); ++i) {
@@ -618,12 +699,16 @@ std::vector<PageRecord> Arena::pages() {
 void Arena::add_to(PoolCounts& counts) const {
   const ArenaCounts now = counts_now();
   counts.mapped += range_.mapped();
-  counts.active += now.active;
   counts.prefetched += now.prefetched;
   counts.cached += now.cached;
   counts.pinned += now.pinned;
-  if (!owned_) counts.orphaned += now.pinned;
-  if (owned_) ++counts.buffers;
+  if (owned_) {
+    counts.active += now.active;
+    ++counts.buffers;
+  } else {  // what is left are pages that storages need
+    counts.pinned += now.active;
+    counts.orphaned += now.active + now.pinned;
+  }
   if (reserved_) counts.reserved_pages += range_.row_pages();
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -32,11 +33,6 @@ struct ArenaCounts {
 
 class Arena final : public RangeClient {
  public:
-  static constexpr const char* kHole =
-      "no page is mapped there, because nothing that map() was given, and unmap() was not, has "
-      "that "
-      "byte: map it first";
-
   // What hears of the end of the uses that `publish` took over.
   class Listener {
    public:
@@ -49,9 +45,12 @@ class Arena final : public RangeClient {
 
   // Throws CapacityExceeded, DriverError. `zeros`: a page of zeros, read-only, stands wherever
   // nothing is mapped, on drivers where reading there would fault.
-  // `hole`: what a report of a fault says of bytes where nothing is mapped.
   static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                     bool zeros, const Caller& caller, const char* hole = kHole);
+                                     bool zeros, const Caller& caller);
+  // One of several arenas of `owner`, who may see in each what was written in another (I7).
+  // `hole`: what a report of a fault says of bytes where nothing is mapped.
+  static std::shared_ptr<Arena> make_for(std::uint64_t owner, const std::shared_ptr<PagePool>& pool,
+                                         std::size_t bytes, const Caller& caller, const char* hole);
 
   Address base() const { return range_.base(); }
   std::size_t bytes() const { return shape_.capacity; }
@@ -65,10 +64,18 @@ class Arena final : public RangeClient {
   // OutOfPages, DriverError, TimedOut.
   std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
                         std::span<const std::uint64_t> since = {});
+  // The same of one interval. While the caller's stream is captured the mapper maps what is
+  // missing, and this returns once nothing is left to be launched for it.
+  void map_in_capture(const Caller& caller, Interval bytes);
+  // The same, where that makes no driver call and waits for nothing; false, and nothing is changed,
+  // where it would.
+  bool map_ready(const Caller& caller, Interval bytes) VT_LOCKED;
   // Ends what as many `map` of these blocks began. A page that no block needs stays mapped until
   // others want its memory, and until work launched so far in the streams that used it has passed.
   // Throws InvalidArgument if a page is not mapped as often; nothing is changed then.
   void unmap(const Caller& caller, std::span<const Interval> intervals);
+  // The same of one interval. Requires: it is mapped as often.
+  void unmap_mapped(const Caller& caller, Interval bytes) VT_LOCKED;
   // Has the mapper map the pages of `intervals`, and returns at once.
   void prepare(std::span<const Interval> intervals);
   // Gives back what no block needs of `intervals`. Returns how many pages are on their way.
@@ -87,9 +94,10 @@ class Arena final : public RangeClient {
   Generation* publish(Interval bytes);
   // Null ends it.
   void listen(Listener* listener) VT_LOCKED { listener_ = listener; }
-  // For a stream that is being captured: has the mapper map `intervals`, and waits until nothing is
-  // left to be launched for them, or they cannot be had. Throws TimedOut.
-  void await_prepared(const Caller& caller, std::span<const Interval> intervals);
+  // Whether some of these bytes can never be used again, after a call that could not be undone.
+  bool lost(Interval bytes) const VT_LOCKED {
+    return range_.quarantined() != 0 && range_.count_quarantined(pages_of(bytes)) != 0;
+  }
 
   ArenaCounts counts();
   std::vector<PageRecord> pages();
@@ -135,6 +143,10 @@ class Arena final : public RangeClient {
   };
 
   Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages);
+  // `owner`: of its own where there is none.
+  static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
+                                     const Caller& caller, std::optional<std::uint64_t> owner,
+                                     const char* hole);
 
   const char* noun() const override { return "arena"; }
   bool begin_unmapping() override VT_LOCKED;
@@ -148,9 +160,14 @@ class Arena final : public RangeClient {
   void require_no_capture(const Caller& caller) const;
   std::vector<Reservation::Run> missing(const char* operation,
                                         std::span<const Interval> pages) const VT_LOCKED;
+  std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
+                        std::span<const std::uint64_t> since, bool in_capture);
+  // What waits to be unmapped of `pages` stays; a departure under way goes on.
+  void keep(std::span<const Interval> pages) VT_LOCKED;
   std::vector<char> map_missing(PoolLock& lock, const Caller& caller,
                                 std::span<const Interval> pages,
-                                std::span<const std::uint64_t> since) VT_LOCKED;
+                                std::span<const std::uint64_t> since, bool in_capture) VT_LOCKED;
+  void have_mapped(PoolLock& lock, const Caller& caller, std::span<const Interval> pages) VT_LOCKED;
   // Whether what `pages` held at the n-th time of `since` is still there.
   bool kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const VT_LOCKED;
   void note_arrival(const Reservation::Arrival& arrival) VT_LOCKED;
@@ -177,6 +194,7 @@ class Arena final : public RangeClient {
   std::array<std::size_t, 4> counted_ VT_GUARDED{};                      // pages by Idle
   std::size_t evicted_ VT_GUARDED = 0;       // cached pages that others wanted, so far
   std::vector<Interval> wanted_ VT_GUARDED;  // pages that the mapper is to map
+  std::size_t awaiting_ VT_GUARDED = 0;      // callers that wait for it
 };
 
 }  // namespace vtensor

@@ -70,6 +70,11 @@ Address allocate_for_torch(Heap& heap, const Caller& caller, std::size_t bytes) 
   return address;
 }
 
+// The heap that a thread's allocations came from before they came from another.
+struct OuterHeap {
+  std::shared_ptr<Heap> heap;
+};
+
 class HeapCore {
  public:
   explicit HeapCore(const std::shared_ptr<PagePool>& pool) : heap_(std::make_shared<Heap>(pool)) {
@@ -79,18 +84,20 @@ class HeapCore {
   HeapCore& operator=(const HeapCore&) = delete;
 
   Address allocate(std::size_t bytes, std::optional<Stream> stream) {
-    const Caller asking = begin("memory.allocate", stream);
+    const std::shared_ptr<Heap> heap = open("memory.allocate");
+    const Caller asking = caller_of("memory.allocate", stream, *heap->pool());
     Address address = 0;
-    with_memory(*heap_->pool(), asking, [&] { address = heap_->allocate(asking, bytes); });
+    with_memory(*heap->pool(), asking, [&] { address = heap->allocate(asking, bytes); });
     return address;
   }
 
   void free(Address address, std::optional<Stream> stream) {
-    const Caller asking = begin("memory.free", stream);
+    const std::shared_ptr<Heap> heap = open("memory.free");
+    const Caller asking = caller_of("memory.free", stream, *heap->pool());
     bool freed;
     {
       const ReleasedGil released;
-      freed = heap_->free(asking, address);
+      freed = heap->free(asking, address);
     }
     if (!freed)
       refuse(asking.operation, "nothing was allocated at address " + std::to_string(address));
@@ -98,54 +105,58 @@ class HeapCore {
 
   // A storage whose end frees its bytes.
   nb::object storage(std::size_t bytes) {
+    const std::shared_ptr<Heap> heap = open("memory.storage");
     const Address address = allocate(bytes, {});
     Generation* generation;
     try {
-      generation = heap_->publish(address);
+      generation = heap->publish(address);
     } catch (...) {
-      free(address, {});
+      heap->free({"memory.storage"}, address);
       throw;
     }
     return TorchBridge::get().storage_over(generation, address, bytes,
-                                           heap_->pool()->traits().device);
+                                           heap->pool()->traits().device);
   }
 
   void record_stream(Address address, std::optional<Stream> stream) {
-    const Caller asking = begin("memory.record_stream", stream);
+    const std::shared_ptr<Heap> heap = open("memory.record_stream");
+    const Caller asking = caller_of("memory.record_stream", stream, *heap->pool());
+    const ReleasedGil released;
     // Not as a named one, which may end: it is asked again when pages go.
-    heap_->use({asking.operation, asking.stream}, address);
+    heap->use({asking.operation, asking.stream}, address);
   }
 
   std::size_t trim() {
-    const Caller asking = begin("memory.trim", {});
+    const std::shared_ptr<Heap> heap = open("memory.trim");
+    const Caller asking = caller_of("memory.trim", {}, *heap->pool());
     const ReleasedGil released;
-    return heap_->trim(asking);
+    return heap->trim(asking);
   }
 
   HeapCounts counts() {
-    begin("memory.stats", {});
+    const std::shared_ptr<Heap> heap = open("memory.stats");
     const ReleasedGil released;
-    return heap_->counts();
+    return heap->counts();
   }
 
-  // torch's allocations in this thread come from here, until they come from another.
-  void enter() {
-    begin("memory", {});
-    current_heap = heap_;
-  }
+  // torch's allocations in this thread come from here, until `leave_heap` of what this returns.
+  OuterHeap enter() { return {std::exchange(current_heap, open("memory"))}; }
 
-  // What is allocated lives on until it is freed.
+  // Storages and what torch was given live on until they are freed.
   void close() {
-    if (current_heap == heap_) current_heap.reset();
+    std::shared_ptr<Heap> heap = std::move(heap_);
+    if (!heap) return;
     const ReleasedGil released;
-    heap_.reset();
+    heap->close();
+    heap.reset();
   }
 
  private:
-  Caller begin(const char* operation, std::optional<Stream> stream) {
+  // Kept while an operation runs without the GIL, and another thread closes it.
+  std::shared_ptr<Heap> open(const char* operation) const {
     refuse_in_forked_child(operation);
     if (!heap_) throw Closed("[" + std::string(operation) + "] the pool is closed: make a new one");
-    return caller_of(operation, stream, *heap_->pool());
+    return heap_;
   }
 
   std::shared_ptr<Heap> heap_;
@@ -171,7 +182,8 @@ void bind_heap(nb::module_& module) {
       .def("counts", &HeapCore::counts)
       .def("enter", &HeapCore::enter)
       .def("close", &HeapCore::close);
-  module.def("leave_heap", [] { current_heap.reset(); });
+  nb::class_<OuterHeap>(module, "OuterHeap");
+  module.def("leave_heap", [](OuterHeap& outer) { current_heap = std::move(outer.heap); });
   module.def("heap_refusal", [] { return last_refusal; });
 }
 

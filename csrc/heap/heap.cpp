@@ -10,7 +10,8 @@ namespace vtensor {
 
 namespace {
 
-// Pages of a region at least. Addresses cost little: a record of each page.
+// Pages of a region at least; each is as large as those before it together, so that they are few.
+// Addresses cost little: a record of each page.
 constexpr std::size_t kSmallRegion = 32, kLargeRegion = 512;
 
 // Never passes SIZE_MAX; what is rounded down to a multiple then is refused later.
@@ -22,6 +23,11 @@ std::size_t rounded(std::size_t bytes) {
 }
 
 }  // namespace
+
+Heap::Heap(const std::shared_ptr<PagePool>& pool) : pool_(pool) {
+  const PoolLock lock(pool_);
+  owner_ = pool_->next_id();
+}
 
 Heap::~Heap() {
   for (const std::shared_ptr<Region>& region : regions()) {
@@ -43,34 +49,47 @@ std::vector<std::shared_ptr<Heap::Region>> Heap::regions() const {
 
 // -- addresses
 
-std::shared_ptr<Heap::Region> Heap::fitting(std::pair<Stream, Kind> key, std::size_t bytes) const {
-  std::shared_ptr<Region> best;
-  std::size_t least = 0;
-  for (const auto& [base, region] : regions_) {
-    if (region->key != key) continue;
-    const std::size_t fit = region->spans.fit(bytes);
-    if (fit == 0 || (best && fit >= least)) continue;
-    best = region;
-    least = fit;
+Heap::Place Heap::take(Key key, std::size_t bytes) {
+  for (;;) {
+    std::shared_ptr<Region> best;
+    std::size_t least = 0;
+    for (const auto& [base, region] : regions_) {
+      if (region->key != key) continue;
+      const std::size_t fit = region->spans.fit(bytes);
+      if (fit == 0 || (best && fit >= least)) continue;
+      best = region;
+      least = fit;
+    }
+    if (!best) return {};
+    const Interval taken = best->spans.take(bytes);
+    if (!best->arena->lost(taken)) return {std::move(best), taken};
+    // It stays taken, so that nothing asks for it again.
   }
-  return best;
 }
 
-Heap::Place Heap::take(const Caller& caller, std::size_t bytes) {
+Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
+  sweep();
   const std::size_t page = pool_->page_size();
-  const Kind kind = bytes <= page / 2 ? Kind::small : Kind::large;
-  const std::pair key(caller.stream, kind);
+  const std::size_t budget = pool_->store().budget() * page;
+  if (bytes > budget) {
+    throw OutOfPages("[" + std::string(caller.operation) + "] " + std::to_string(bytes) +
+                     " bytes are asked for at once, and the pool's budget is " +
+                     std::to_string(budget) + ": raise it, or ask for less");
+  }
+  std::size_t reserved = 0;
+  std::uint64_t owner;
   {
     const PoolLock lock(pool_);
-    pool_->reap();
-    if (std::shared_ptr<Region> region = fitting(key, bytes))
-      return {region, region->spans.take(bytes)};
+    owner = owner_;
+    for (const auto& [base, region] : regions_) {
+      if (region->key == key) reserved += region->arena->bytes();
+    }
   }
-  sweep();
-  const std::size_t least = page * (kind == Kind::small ? kSmallRegion : kLargeRegion);
+  const std::size_t least = page * (key.second == Kind::small ? kSmallRegion : kLargeRegion);
+  const std::size_t size = std::max({bytes, least, std::min(reserved, budget)});
   std::shared_ptr<Arena> arena =
-      Arena::make(pool_, std::max(bytes, least), /*zeros=*/false, caller,
-                  "no page is mapped there, because what was allocated there has been freed");
+      Arena::make_for(owner, pool_, size, caller,
+                      "no page is mapped there, because what was allocated there has been freed");
   try {
     auto region = std::make_shared<Region>(arena, key);
     const PoolLock lock(pool_);
@@ -119,32 +138,37 @@ std::shared_ptr<Heap::Region> Heap::region_at(Address address) const {
 // -- allocations
 
 Address Heap::allocate(const Caller& caller, std::size_t bytes) {
-  const auto [region, taken] = take(caller, rounded(bytes));
-  const std::shared_ptr<Arena> arena = region->arena;
+  bytes = rounded(bytes);
+  const Key key(caller.stream, bytes <= pool_->page_size() / 2 ? Kind::small : Kind::large);
+  Place place;
   try {
-    if (arena->pool()->driver().capturing(caller.stream))
-      arena->await_prepared(caller, {&taken, 1});
-    arena->map(caller, {&taken, 1});
+    {
+      const PoolLock lock(pool_);
+      if (closed_)
+        throw Closed("[" + std::string(caller.operation) + "] the pool is closed: make a new one");
+      pool_->reap();
+      place = take(key, bytes);
+      if (place.region && place.region->arena->map_ready(caller, place.bytes))
+        return place.region->arena->base() + place.bytes.begin;
+    }
+    if (!place.region) place = take_new(caller, key, bytes);
+    place.region->arena->map_in_capture(caller, place.bytes);
   } catch (...) {
+    if (!place.region) throw;
     const PoolLock lock(pool_);
-    region->spans.give_back(taken.begin);
+    if (!place.region->arena->lost(place.bytes)) place.region->spans.give_back(place.bytes.begin);
     throw;
   }
-  return arena->base() + taken.begin;
+  return place.region->arena->base() + place.bytes.begin;
 }
 
 bool Heap::free(const Caller& caller, Address address) {
-  std::shared_ptr<Region> region;
-  Interval taken;
-  {
-    const PoolLock lock(pool_);
-    region = region_at(address);
-    if (!region) return false;
-    taken = region->spans.at(address - region->arena->base());
-  }
-  region->arena->unmap(caller, {&taken, 1});
   const PoolLock lock(pool_);
-  region->spans.give_back(taken.begin);
+  const std::shared_ptr<Region> region = region_at(address);
+  if (!region) return false;
+  const std::size_t begin = address - region->arena->base();
+  region->arena->unmap_mapped(caller, region->spans.at(begin));
+  region->spans.give_back(begin);
   return true;
 }
 
@@ -175,6 +199,11 @@ std::size_t Heap::trim(const Caller& caller) {
     pages += region->arena->trim(caller, {&all, 1});
   }
   return pages;
+}
+
+void Heap::close() {
+  const PoolLock lock(pool_);
+  closed_ = true;
 }
 
 HeapCounts Heap::counts() {

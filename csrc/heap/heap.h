@@ -23,7 +23,7 @@
 namespace vtensor {
 
 struct HeapCounts {
-  std::size_t allocations = 0;  // that live
+  std::size_t allocations = 0;  // that live, or hold what a driver call has lost
   std::size_t allocated = 0;    // bytes of those, as rounded
   std::size_t reserved = 0;     // bytes of addresses
   ArenaCounts pages;            // of all its arenas
@@ -34,7 +34,7 @@ class Heap {
   // Sizes are rounded up to it, and addresses are multiples of it.
   static constexpr std::size_t kAlignment = 512;
 
-  explicit Heap(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
+  explicit Heap(const std::shared_ptr<PagePool>& pool);
   // Addresses and pages of what lives stay until its storages end.
   ~Heap();
   Heap(const Heap&) = delete;
@@ -43,7 +43,7 @@ class Heap {
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
 
   // Bytes for work in the caller's stream; of none as for one. Whole or nothing (I8). During a
-  // capture the mapper maps what is missing, and none of its work is captured. Throws
+  // capture the mapper maps what is missing, and none of its work is captured. Throws Closed,
   // CapacityExceeded, OutOfPages, DriverError, TimedOut.
   Address allocate(const Caller& caller, std::size_t bytes);
   // Its bytes serve the next allocation in its stream, and later, behind all work in that stream,
@@ -55,38 +55,43 @@ class Heap {
   void use(const Caller& caller, Address address);
   // Gives back pages that no allocation needs. Returns how many are on their way.
   std::size_t trim(const Caller& caller);
+  // Nothing more is allocated; what lives is freed as before.
+  void close();
 
   HeapCounts counts();
 
  private:
   enum class Kind : std::uint8_t { small, large };
+  using Key = std::pair<Stream, Kind>;
 
   // Address space of one stream and kind.
   class Region final : public Arena::Listener {
    public:
-    Region(std::shared_ptr<Arena> arena, std::pair<Stream, Kind> key)
+    Region(std::shared_ptr<Arena> arena, Key key)
         : spans(arena->bytes()), arena(std::move(arena)), key(key) {}
     void use_ended(std::size_t begin) noexcept override VT_LOCKED { spans.give_back(begin); }
 
     Spans spans VT_GUARDED;
     const std::shared_ptr<Arena> arena;
-    const std::pair<Stream, Kind> key;
+    const Key key;
   };
   struct Place {
     std::shared_ptr<Region> region;
     Interval bytes;
   };
 
-  // Addresses for so many bytes.
-  Place take(const Caller& caller, std::size_t bytes);
-  // Of a stream's regions, the one that is to have them; null if none has room.
-  std::shared_ptr<Region> fitting(std::pair<Stream, Kind> key, std::size_t bytes) const VT_LOCKED;
+  // Addresses for so many bytes in a stream's regions; null if none has room.
+  Place take(Key key, std::size_t bytes) VT_LOCKED;
+  // The same in a region of its own.
+  Place take_new(const Caller& caller, Key key, std::size_t bytes);
   std::shared_ptr<Region> region_at(Address address) const VT_LOCKED;
   std::vector<std::shared_ptr<Region>> regions() const;
   // Ends regions in which nothing is allocated or mapped.
   void sweep();
 
   const std::shared_ptr<PagePool> pool_;
+  std::uint64_t owner_ VT_GUARDED;  // of all its arenas
+  bool closed_ VT_GUARDED = false;
   std::map<Address, std::shared_ptr<Region>> regions_ VT_GUARDED;  // by their first byte
 };
 
