@@ -31,6 +31,7 @@ from vtensor.errors import (
 )
 from vtensor.kv import KVCache, KVCacheStats
 from vtensor.lease import lease, prepare
+from vtensor.memory import adopt, memory
 from vtensor.pool import Pool, PoolStats, default_pool
 from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, zeros
 
@@ -63,12 +64,14 @@ __all__ = [
     "TimedOut",
     "VTensor",
     "VTensorError",
+    "adopt",
     "default_pool",
     "empty",
     "empty_like",
     "explain_faults",
     "from_tensor",
     "lease",
+    "memory",
     "prepare",
     "trace",
     "zeros",

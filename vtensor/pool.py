@@ -59,6 +59,8 @@ class PoolStats:
         nbytes_held: bytes that this pool holds, used and spare pages: what counts in a shared budget.
         nbytes_held_by_others: bytes that the other pools of a shared budget hold; 0 where none is shared.
         nbytes_reserved: bytes of addresses reserved; they cost no memory.
+        nbytes_by_tag: bytes that allocations take, by the ``tag`` of :func:`vtensor.memory` or
+            :func:`vtensor.adopt`.
         tensors: open tensors.
         growths_ready: growths into new pages, since the pool was made, that found them ready and made no
             driver call.
@@ -90,6 +92,7 @@ class PoolStats:
     nbytes_held: int = field(repr=False)
     nbytes_held_by_others: int = field(repr=False)
     nbytes_reserved: int = field(repr=False)
+    nbytes_by_tag: dict[str, int] = field(repr=False)
     tensors: int = field(repr=False)
     growths_ready: int = field(repr=False)
     growths_mapped: int = field(repr=False)
@@ -183,6 +186,7 @@ class Pool:
         # A simulated device's memory is the host's.
         self._tensor_device = torch.device("cpu") if core.device[0] == 1 else device
         self._tensors: weakref.WeakSet[_Registered] = weakref.WeakSet()
+        self._heaps: dict[str, Heap] = {}
         self._closed = False
         # What freed tensors left cached would keep the pool alive without an owner.
         self._retired = weakref.finalize(self, _retire, core)
@@ -260,6 +264,7 @@ class Pool:
             nbytes_held=(counts.used + counts.spare) * size,
             nbytes_held_by_others=counts.held_elsewhere,
             nbytes_reserved=counts.reserved_pages * size,
+            nbytes_by_tag=self._nbytes_by_tag(),
             tensors=counts.buffers,
             growths_ready=events.growths_ready,
             growths_mapped=events.growths_mapped,
@@ -339,6 +344,7 @@ class Pool:
         try:
             self._closed = True  # nothing new from here on
             self._close_tensors()
+            self._close_heaps()
         except VTensorError:
             raise  # what could be closed is; a second call closes the rest
         except BaseException:  # from outside (I17): the pool is as before, and so are the tensors still open
@@ -368,6 +374,31 @@ class Pool:
                 first = first or error
         if first is not None:
             raise first
+
+    def _heap(self, operation: str, tag: str) -> Heap:
+        """The heap of a tag, made when first asked for."""
+        with _sets_lock:
+            core = self._open_core(operation)
+            heap = self._heaps.get(tag)
+            if heap is None:
+                heap = self._heaps[tag] = Heap(_core.HeapCore(core))
+            return heap
+
+    def _nbytes_by_tag(self) -> dict[str, int]:
+        with _sets_lock:
+            heaps = list(self._heaps.items())
+        found = {}
+        for tag, heap in heaps:
+            with suppress(Closed):  # by another thread, meanwhile
+                found[tag] = heap.core.counts().allocated
+        return found
+
+    def _close_heaps(self) -> None:
+        with _sets_lock:
+            while self._heaps:
+                _, heap = self._heaps.popitem()
+                heap.torch_pool = None  # which gives back what torch has cached
+                heap.core.close()
 
     def __enter__(self) -> Pool:
         return self
@@ -401,6 +432,15 @@ class _Tensor(Protocol):
     _registered: object
 
     def close(self) -> None: ...
+
+
+@dataclass
+class Heap:
+    """Memory of one tag in a pool, for allocations of any size."""
+
+    core: _core.HeapCore
+    torch_pool: object = None
+    """The ``torch.cuda.MemPool`` over it, once there is one."""
 
 
 class _Registered:

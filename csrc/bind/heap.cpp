@@ -184,7 +184,8 @@ void bind_heap(nb::module_& module) {
       .def("close", &HeapCore::close);
   nb::class_<OuterHeap>(module, "OuterHeap");
   module.def("leave_heap", [](OuterHeap& outer) { current_heap = std::move(outer.heap); });
-  module.def("heap_refusal", [] { return last_refusal; });
+  // Once: it may be of long ago.
+  module.def("take_heap_refusal", [] { return std::exchange(last_refusal, {}); });
 }
 
 }  // namespace vtensor::bind

@@ -1,0 +1,238 @@
+"""Memory of a pool for all of torch: an allocator for CUDA, and modules moved into a pool."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from vtensor import _core
+from vtensor._arguments import of_type
+from vtensor._layout import whole_storage
+from vtensor._progress import Progress
+from vtensor.errors import InvalidArgument, VTensorError
+from vtensor.pool import Heap, Pool, default_pool
+from vtensor.tensor import VTensor
+
+if TYPE_CHECKING:
+    from torch.cuda.memory import CUDAPluggableAllocator
+
+__all__ = ["adopt", "memory"]
+
+_COPIED_AT_ONCE = 64 << 20  # bytes, between two looks at the clock
+
+
+@contextlib.contextmanager
+def memory(pool: Pool | None = None, *, tag: str = "memory") -> Iterator[None]:
+    """What torch allocates on a CUDA device in this thread comes from ``pool``, for the length of a ``with``.
+
+    A ``torch.cuda.MemPool`` whose memory the pool gives: any free pages, wherever they lie, stand behind one
+    range of addresses (GMLake, arXiv 2401.08156; torch's expandable segments, which a ``MemPool`` over an
+    allocator of its own does not get). So weights, activations and K and V share one budget, and what torch's
+    cache gives back serves tensors and caches of the pool.
+
+    Tensors made inside live on outside, also when the pool is closed. Only this thread's allocations come
+    from the pool: not those of the threads in which ``backward()`` runs on CUDA, unless
+    ``torch.autograd.set_multithreading_enabled(False)``. Contexts may be nested: the innermost gives.
+
+    Args:
+        pool: of the CUDA device; its default pool unless given.
+        tag: a name for this memory. Memory of one tag is cached and reported together, as
+            ``Pool.stats().nbytes_by_tag``.
+
+    Raises:
+        InvalidArgument: the pool is one of the CPU, for which torch has no such hook: :func:`adopt` moves a
+            module's tensors there, and :func:`vtensor.empty` makes new ones.
+        VTensorError: torch finds no CUDA device.
+        Closed: the pool is closed.
+        torch.OutOfMemoryError: inside, where the pool refuses; a note says why.
+    """
+    pool = _default_cuda_pool() if pool is None else of_type("memory", "pool", pool, Pool)
+    tag = _checked_tag("memory", tag)
+    if pool.device.type != "cuda":
+        raise InvalidArgument(
+            f"[memory] the pool is of {pool.device}, and torch has no hook for its allocations on the CPU: "
+            "move a module's parameters and buffers with vtensor.adopt(module, pool), and make new tensors "
+            "with vtensor.empty(..., pool=pool)"
+        )
+    _require_cuda()
+    heap = pool._heap("memory", tag)
+    with entered(heap), torch.cuda.use_mem_pool(_torch_pool(heap, pool.device), device=pool.device):
+        _core.take_heap_refusal()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if refusal := _core.take_heap_refusal():
+                error.add_note(refusal)
+            raise
+
+
+@contextlib.contextmanager
+def entered(heap: Heap) -> Iterator[None]:
+    """What torch asks of the C functions in this thread comes from ``heap``."""
+    outer = heap.core.enter()
+    try:
+        yield
+    finally:
+        _core.leave_heap(outer)
+
+
+def adopt(module: torch.nn.Module, pool: Pool | None = None, *, tag: str = "weights") -> int:
+    """Moves a module's parameters and buffers into ``pool``, each storage by one copy.
+
+    Parameters stay the objects they are, so tied weights stay tied and optimizers keep them; tensors that
+    are views of one storage stay views of one, with their strides and offsets. ``requires_grad`` and ``grad``
+    stay; a gradient goes along where the pool is of another device. Whatever else views the old storages
+    keeps them, and their memory.
+
+    Whole or nothing: an exception, Ctrl-C too, leaves the module as it was. So old and new memory are needed
+    at the same time. stderr shows the progress of what takes over a second.
+
+    Args:
+        module: any module.
+        pool: the default pool of the CPU unless given.
+        tag: a name for this memory, as for :func:`memory`.
+
+    Returns:
+        The bytes moved.
+
+    Raises:
+        InvalidArgument: a tensor on the meta device, in shared memory, sparse, quantized, lazily conjugated
+            or negated, or of a class other than ``Parameter`` and ``Tensor``.
+        OutOfPages: the pool has no memory for all of it.
+        DriverError: the driver refuses a call.
+        Closed: the pool is closed. In all cases the module is as before.
+    """
+    of_type("adopt", "module", module, torch.nn.Module)
+    pool = default_pool() if pool is None else of_type("adopt", "pool", pool, Pool)
+    heap = pool._heap("adopt", _checked_tag("adopt", tag))
+    tensors = _tensors_of(module)
+    device = pool._tensor_device
+    storages: dict[int, torch.UntypedStorage] = {}
+    for t in tensors:
+        storages[_key(t)] = t.untyped_storage()
+    nbytes = sum(storage.nbytes() for storage in storages.values())
+    with torch.no_grad(), torch.inference_mode(False):
+        moved = {}
+        done = 0
+        with Progress() as show:
+            for key, storage in storages.items():
+                moved[key] = new = _new_storage(heap, storage.nbytes(), device)
+                for copied in _copy(new, storage):
+                    done += copied
+                    show(f"adopt: {done:,} of {nbytes:,} bytes")
+        old = [t.data for t in tensors]
+        new_data = [_over(moved[_key(t)], t) for t in tensors]
+        for t in tensors:
+            if t.grad is not None and t.grad.device != device:
+                old.append(t.grad.data)
+                new_data.append(t.grad.data.to(device))
+        targets = tensors + [t.grad for t in tensors if t.grad is not None and t.grad.device != device]
+        try:
+            _set_data(targets, new_data)
+        except BaseException:
+            _set_data(targets, old)
+            raise
+    return nbytes
+
+
+def _set_data(tensors: list[torch.Tensor], data: list[torch.Tensor]) -> None:
+    """In one call of C, in which nothing comes from outside (I17)."""
+    deque(map(torch.Tensor.data.__set__, tensors, data), maxlen=0)  # type: ignore[attr-defined]
+
+
+def _key(t: torch.Tensor) -> int:
+    return cast(int, t.untyped_storage()._cdata)
+
+
+def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Each parameter and buffer once, after a check that it can be moved."""
+    found: dict[int, torch.Tensor] = {}
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, t in named:
+        if reason := _unfit(t):
+            raise InvalidArgument(f"[adopt] {name} {reason}; nothing was moved")
+        found[id(t)] = t
+    return list(found.values())
+
+
+def _unfit(t: torch.Tensor) -> str | None:
+    """Why it cannot be moved."""
+    if isinstance(t, VTensor):
+        return "is a VTensor, which has its pages from a pool already"
+    if type(t) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(t).__name__}: only plain tensors and parameters can be moved"
+    if t.is_meta:
+        return "is on the meta device and has no contents: materialise the module first, with to_empty()"
+    if t.layout != torch.strided:
+        return f"has the layout {t.layout}: only strided tensors can be moved"
+    if t.is_quantized:
+        return "is quantized: dequantize it first"
+    if t.is_conj() or t.is_neg():
+        return "is lazily conjugated or negated: call resolve_conj() and resolve_neg() first"
+    if t.device.type == "cpu" and t.is_shared():
+        return "lies in shared memory, where other processes would no longer see it change"
+    return None
+
+
+def _new_storage(heap: Heap, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    if nbytes == 0:
+        return torch.UntypedStorage(0, device=device)
+    return cast(torch.UntypedStorage, heap.core.storage(nbytes))
+
+
+def _copy(to: torch.UntypedStorage, source: torch.UntypedStorage) -> Iterator[int]:
+    """Yields the bytes of each part copied."""
+    whole, wanted = whole_storage(to), whole_storage(source)
+    for begin in range(0, source.nbytes(), _COPIED_AT_ONCE):
+        part = slice(begin, begin + _COPIED_AT_ONCE)
+        whole[part].copy_(wanted[part])
+        yield wanted[part].numel()
+
+
+def _over(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
+    """As ``t``, over another storage."""
+    plain = torch.empty(0, dtype=t.dtype, device=storage.device)
+    return plain.set_(storage, t.storage_offset(), t.size(), t.stride())
+
+
+def _checked_tag(operation: str, tag: str) -> str:
+    if not isinstance(tag, str) or not tag:
+        raise InvalidArgument(f"[{operation}] tag is {tag!r}: give a name, such as 'weights'")
+    return tag
+
+
+def _default_cuda_pool() -> Pool:
+    _require_cuda()
+    return default_pool("cuda")
+
+
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise VTensorError(
+            "[memory] torch finds no CUDA device, and its allocations on the CPU have no hook: vtensor.adopt "
+            "moves a module's tensors into a pool, and vtensor.empty makes new ones"
+        )
+
+
+@cache
+def _allocator() -> CUDAPluggableAllocator:
+    """The C functions of the extension, as torch knows them. Kept for ever: blocks of torch's cache refer to
+    it."""
+    from torch.cuda.memory import CUDAPluggableAllocator
+
+    return CUDAPluggableAllocator(_core.__file__, "vtensor_allocate", "vtensor_free")
+
+
+def _torch_pool(heap: Heap, device: torch.device) -> torch.cuda.MemPool:
+    if heap.torch_pool is None:
+        with torch.cuda.device(device):
+            heap.torch_pool = torch.cuda.MemPool(_allocator().allocator())
+    return cast("torch.cuda.MemPool", heap.torch_pool)
