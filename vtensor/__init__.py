@@ -20,6 +20,7 @@ from vtensor._notebook import draw_with as _draw_with
 from vtensor.arena import Arena, ArenaStats
 from vtensor.blocks import Blocks
 from vtensor.errors import (
+    Asleep,
     CapacityExceeded,
     Closed,
     DriverError,
@@ -49,6 +50,7 @@ _draw_with(_draw)
 __all__ = [
     "Arena",
     "ArenaStats",
+    "Asleep",
     "Blocks",
     "CapacityExceeded",
     "Closed",

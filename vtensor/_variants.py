@@ -1,6 +1,7 @@
 """The classes of a VTensor in states that need a hook around torch's functions.
 
-There are two: tensors with shared pages, at which a write would fault, and closed tensors. The core sets a
+There are three: tensors with shared pages, at which a write would fault, tensors that are asleep, and closed
+ones. The core sets a
 tensor's class (csrc/bind/tensor_core.cpp).
 """
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vtensor import _core
 from vtensor._processes import keep_private
-from vtensor.errors import Closed
+from vtensor.errors import Asleep, Closed
 from vtensor.tensor import VTensor
 
 # These change a tensor's shape or storage but no element, although their schema says that they write.
@@ -39,6 +40,30 @@ class CopyOnWriteVTensor(VTensor):
                 return func(*args, **kwargs)
             with _UnshareBeforeWrite(_shared([args, kwargs])):
                 return func(*args, **kwargs)
+
+
+class AsleepVTensor(VTensor):
+    """A VTensor whose pages are away: every torch operation raises Asleep."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for tensor in _flat([args, kwargs or {}]):
+            if not isinstance(tensor, AsleepVTensor):
+                continue
+            if tensor._core.asleep and getattr(func, "__name__", "") != "__repr__":
+                name = getattr(func, "__name__", str(func))
+                raise Asleep(
+                    f"[{name}] the VTensor is asleep, without memory: call wake() of its pool first"
+                )
+            tensor._core.wake(tensor)  # what woke it was cut off before it said so
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class ClosedVTensor(VTensor):
@@ -109,4 +134,5 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
 
 
 keep_private(CopyOnWriteVTensor)
-_core.use_tensor_classes(open=VTensor, copy_on_write=CopyOnWriteVTensor, closed=ClosedVTensor)
+keep_private(AsleepVTensor)
+_core.use_tensor_classes(open=VTensor, copy_on_write=CopyOnWriteVTensor, asleep=AsleepVTensor, closed=ClosedVTensor)

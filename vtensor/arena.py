@@ -216,6 +216,14 @@ class Arena:
         """Whether :meth:`close` was called."""
         return self._core.closed
 
+    _sleeps_as = "kv"
+
+    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
+        ArenaCore.fall_asleep(self._core, sleep)
+
+    def _wake(self) -> None:
+        """Nothing: the core says whether it sleeps."""
+
     def close(self, stream: Stream | None = None) -> None:
         """Gives all pages back, after work launched so far; the addresses stay while a view of
         :attr:`tensor` lives. A second call does nothing.

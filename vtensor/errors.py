@@ -10,6 +10,7 @@
      ├─ NoFreeSlot                      every slot of a KV cache is taken
      ├─ DriverError                     the operating system or CUDA refused a call; the operation was undone
      ├─ TimedOut (TimeoutError)         work on the device, or another thread, did not end within the bound
+     ├─ Asleep                          its memory is away until Pool.wake
      └─ Closed                          the tensor or pool is closed
 
 Messages have the form ``[operation] what was asked, what there is: what to do``.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import torch
 
 __all__ = [
+    "Asleep",
     "CapacityExceeded",
     "Closed",
     "DriverError",
@@ -56,6 +58,10 @@ class NoFreeSlot(VTensorError):
 
 class TimedOut(VTensorError, TimeoutError):
     """A wait reached its bound (I12). Nothing was given up: a later operation waits again."""
+
+
+class Asleep(VTensorError):
+    """An operation needs memory that :meth:`vtensor.Pool.sleep` has given back. Nothing was changed."""
 
 
 class Closed(VTensorError):

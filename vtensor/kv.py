@@ -558,6 +558,14 @@ class KVCache:
         """Counts of this moment."""
         return count(self._core, self._layout, self._pool)
 
+    _sleeps_as = "kv"
+
+    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
+        CacheCore.fall_asleep(self._core, sleep, discard)
+
+    def _wake(self) -> None:
+        """Nothing: the core says whether it sleeps."""
+
     def close(self, stream: Stream | None = None) -> None:
         """Frees every slot and gives the index up. Addresses go with the last view of the layers.
 

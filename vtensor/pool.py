@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ import torch
 from vtensor import _core
 from vtensor._arguments import byte_count, choice, device_of, number
 from vtensor._notebook import bundle
+from vtensor._sleep import Image, Sleeper, fall_asleep, kept_as, wake
 from vtensor._units import Bytes
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
@@ -58,6 +60,7 @@ class PoolStats:
         nbytes_mapped: ``pages_mapped`` in bytes.
         nbytes_held: bytes that this pool holds, used and spare pages: what counts in a shared budget.
         nbytes_held_by_others: bytes that the other pools of a shared budget hold; 0 where none is shared.
+        nbytes_asleep: bytes of memory that :meth:`Pool.sleep` has given back, and :meth:`Pool.wake` will take.
         nbytes_reserved: bytes of addresses reserved; they cost no memory.
         nbytes_by_tag: bytes that allocations take, by the ``tag`` of :func:`vtensor.memory` or
             :func:`vtensor.adopt`.
@@ -91,6 +94,7 @@ class PoolStats:
     nbytes_mapped: int = field(repr=False)
     nbytes_held: int = field(repr=False)
     nbytes_held_by_others: int = field(repr=False)
+    nbytes_asleep: int = field(repr=False)
     nbytes_reserved: int = field(repr=False)
     nbytes_by_tag: dict[str, int] = field(repr=False)
     tensors: int = field(repr=False)
@@ -187,6 +191,8 @@ class Pool:
         self._tensor_device = torch.device("cpu") if core.device[0] == 1 else device
         self._tensors: weakref.WeakSet[_Registered] = weakref.WeakSet()
         self._heaps: dict[str, Heap] = {}
+        self._asleep: list[Image] = []
+        self._sleep_lock = threading.Lock()
         self._closed = False
         # What freed tensors left cached would keep the pool alive without an owner.
         self._retired = weakref.finalize(self, _retire, core)
@@ -263,6 +269,7 @@ class Pool:
             nbytes_mapped=counts.mapped * size,
             nbytes_held=(counts.used + counts.spare) * size,
             nbytes_held_by_others=counts.held_elsewhere,
+            nbytes_asleep=counts.asleep * size,
             nbytes_reserved=counts.reserved_pages * size,
             nbytes_by_tag=self._nbytes_by_tag(),
             tensors=counts.buffers,
@@ -322,6 +329,84 @@ class Pool:
                     f"[Pool.wait_idle] timed out after {timeout:g} s: slots of a cache are still being "
                     "copied from host memory; they stay as they are"
                 )
+
+    def sleep(self, *, tag: str | None = None, contents: str | os.PathLike[str] = "discard") -> int:
+        """Gives the memory behind tensors and caches back, and keeps all else about them: addresses, shapes,
+        views, forks, captured graphs.
+
+        Until :meth:`wake`, operations on them raise :class:`vtensor.Asleep`, and so do torch's on a VTensor.
+        torch knows nothing of plain tensors over the pool (views, adopted parameters): they read as zeros on
+        the CPU, where writing to them ends the process, and kernels fault on CUDA. What is cached or mapped
+        ahead goes too, and prefixes that no slot of a cache uses. Pages that a forked child or something
+        awake shares stay. Whole or nothing.
+
+        Args:
+            tag: what to put to sleep; all unless given. ``"weights"``, or another tag of
+                :func:`vtensor.memory` and :func:`vtensor.adopt`; ``"kv"``: caches and arenas;
+                ``"tensors"``: VTensors.
+            contents: ``"discard"``: reads as zeros after waking; ``"host"``: kept in host memory; a path:
+                kept in a file of that name, which is written whole or not at all, checked when it is read,
+                and removed after that.
+
+        Returns:
+            The bytes given back; 0 where all sleep already.
+
+        Raises:
+            InvalidArgument: nothing has this tag; slots of a cache are in use whose K and V would be
+                discarded.
+            TimedOut: work that may use the memory, or a lease, has not ended.
+            OutOfPages: what the kernel copied for forks needs pages of its own first.
+            DriverError: the driver refuses a call.
+            OSError: the file cannot be written. In all cases everything is awake, as it was.
+        """
+        core = self._open_core("Pool.sleep")
+        kept = kept_as(
+            contents,
+            self.page_size,
+            on_host=self.device.type == "cpu",
+            pinned=self._tensor_device.type == "cuda",
+        )
+        with self._sleep_lock:
+            by_tag = self._sleepers()
+            if tag is not None:
+                if tag not in by_tag:
+                    there = ", ".join(map(repr, by_tag)) or "nothing"
+                    raise InvalidArgument(
+                        f"[Pool.sleep] nothing in the pool has tag {tag!r}: there is {there}"
+                    )
+                by_tag = {tag: by_tag[tag]}
+            return fall_asleep(core, by_tag, kept, self._asleep) * self.page_size
+
+    def wake(self, *, tag: str | None = None, discard: bool = False) -> None:
+        """Gives what sleeps its memory and contents again, at the same addresses. Whole or nothing.
+
+        Args:
+            tag: of the :meth:`sleep` to end; all of them unless given.
+            discard: give up what was kept: as if ``contents`` had been ``"discard"``.
+
+        Raises:
+            OutOfPages: the pool has too few pages, and says how many are missing; all stays asleep.
+            VTensorError: a file has changed or is gone; all stays asleep.
+            DriverError: the driver refuses a call; all stays asleep.
+        """
+        core = self._open_core("Pool.wake")
+        with self._sleep_lock:
+            chosen = [image for image in self._asleep if tag is None or image.tag == tag]
+            if chosen:
+                wake(core, self._asleep, chosen, discard)
+
+    def _sleepers(self) -> dict[str, list[Sleeper]]:
+        """What has memory that can leave, by its tag."""
+        with _sets_lock:
+            tensors = [entry.tensor() for entry in self._tensors]
+            heaps = list(self._heaps.items())
+        by_tag: dict[str, list[Sleeper]] = {}
+        for t in tensors:
+            if t is not None:
+                by_tag.setdefault(t._sleeps_as, []).append(t)
+        for tag, heap in heaps:
+            by_tag.setdefault(tag, []).append(heap)
+        return by_tag
 
     def close(self) -> None:
         """Closes the pool's tensors and gives free memory back.
@@ -430,17 +515,28 @@ class _Tensor(Protocol):
     """What borrows a pool's pages and ends with it: a VTensor or a KVCache."""
 
     _registered: object
+    _sleeps_as: str
 
     def close(self) -> None: ...
 
+    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
 
-@dataclass
+    def _wake(self) -> None: ...
+
+
+@dataclass(eq=False)
 class Heap:
     """Memory of one tag in a pool, for allocations of any size."""
 
     core: _core.HeapCore
     torch_pool: object = None
     """The ``torch.cuda.MemPool`` over it, once there is one."""
+
+    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
+        self.core.fall_asleep(sleep)
+
+    def _wake(self) -> None:
+        self.core.wake()
 
 
 class _Registered:
@@ -449,6 +545,9 @@ class _Registered:
 
     def __init__(self, tensor: _Tensor) -> None:
         self._tensor: weakref.ref[_Tensor] = weakref.ref(tensor)
+
+    def tensor(self) -> _Tensor | None:
+        return self._tensor()
 
     def close(self) -> None:
         tensor = self._tensor()

@@ -268,6 +268,14 @@ class VTensor(torch.Tensor):
             raise InvalidArgument("[VTensor.record_stream] stream is None: name one")
         TensorCore.record_stream(self._core, handle)
 
+    _sleeps_as = "tensors"
+
+    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
+        TensorCore.fall_asleep(self._core, self, sleep)
+
+    def _wake(self) -> None:
+        TensorCore.wake(self._core, self)
+
     # -- the end
 
     def close(self, stream: Stream | None = None) -> None:

@@ -235,7 +235,9 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   Reservation::Arrival arrival;
   std::size_t count = 0;
   do {
+    raise_if_asleep();
     await_turn(lock, caller);
+    raise_if_asleep();
     arrival.runs = missing(caller.operation, pages);
     count = 0;
     for (const Reservation::Run& run : arrival.runs) count += run.indices.size();
@@ -420,8 +422,8 @@ std::vector<char> Arena::holds(std::span<const Interval> intervals,
 
 // Pages that come back to this arena need no zeroing, unless all do.
 bool Arena::may_cache() const {
-  return owned_ && pool_->options().cache != 0 && pool_->zero_policy() != ZeroPolicy::always &&
-         !pool_->retired();
+  return owned_ && asleep.load() == 0 && pool_->options().cache != 0 &&
+         pool_->zero_policy() != ZeroPolicy::always && !pool_->retired();
 }
 
 // The pool looks for pages to evict where any are cached.

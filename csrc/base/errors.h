@@ -28,6 +28,11 @@ class Closed : public Error {
   using Error::Error;
 };
 
+// Its pages are away until its pool wakes it.
+class Asleep : public Error {
+  using Error::Error;
+};
+
 class OutOfPages : public Error {
   using Error::Error;
 };

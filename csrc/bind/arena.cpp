@@ -22,6 +22,7 @@
 #include "bind/operation.h"
 #include "bind/operation_lock.h"
 #include "bind/released_gil.h"
+#include "bind/sleep.h"
 #include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
@@ -114,6 +115,11 @@ class ArenaCore {
     }
     return TorchBridge::get().storage_over(generation, arena_->base(), arena_->bytes(),
                                            pool_->traits().device);
+  }
+
+  void fall_asleep(SleepCore& sleep) {
+    const Operation operation(*this, "Pool.sleep");
+    sleep.add(arena_);
   }
 
   ArenaCounts counts() {
@@ -291,6 +297,7 @@ void bind_arena(nb::module_& module) {
       .def("holds", &ArenaCore::holds, nb::arg("intervals"))
       .def("record_stream", &ArenaCore::record_stream, no_stream)
       .def("storage", &ArenaCore::storage)
+      .def("fall_asleep", &ArenaCore::fall_asleep, nb::arg("sleep"))
       .def("counts", &ArenaCore::counts)
       .def("pages", &ArenaCore::pages)
       .def("close", &ArenaCore::close, no_stream)

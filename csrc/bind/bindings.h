@@ -12,6 +12,7 @@ void bind_lease(nanobind::module_& module);
 void bind_slot_cache(nanobind::module_& module);
 void bind_arena(nanobind::module_& module);
 void bind_heap(nanobind::module_& module);
+void bind_sleep(nanobind::module_& module);
 void bind_attention_spec(nanobind::module_& module);
 void bind_trace(nanobind::module_& module);
 void bind_faults(nanobind::module_& module);

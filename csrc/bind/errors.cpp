@@ -42,6 +42,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise("NoFreeSlot", error.what());
   } catch (const TimedOut& error) {
     raise("TimedOut", error.what());
+  } catch (const Asleep& error) {
+    raise("Asleep", error.what());
   } catch (const Closed& error) {
     raise("Closed", error.what());
   } catch (const Error& error) {

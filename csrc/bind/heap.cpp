@@ -14,6 +14,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/errors.h"
 #include "base/process.h"
@@ -21,6 +22,7 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "bind/sleep.h"
 #include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
@@ -139,6 +141,22 @@ class HeapCore {
     return heap->counts();
   }
 
+  void fall_asleep(SleepCore& sleep) {
+    const std::shared_ptr<Heap> heap = open("Pool.sleep");
+    std::vector<std::shared_ptr<Arena>> arenas;
+    {
+      const ReleasedGil released;
+      arenas = heap->fall_asleep(sleep.number());
+    }
+    sleep.if_given_up([heap] { heap->fall_asleep(0); });
+    for (const std::shared_ptr<Arena>& arena : arenas) sleep.add(arena);
+  }
+  void wake() {
+    const std::shared_ptr<Heap> heap = open("Pool.wake");
+    const ReleasedGil released;
+    heap->fall_asleep(0);
+  }
+
   // torch's allocations in this thread come from here, until `leave_heap` of what this returns.
   OuterHeap enter() { return {std::exchange(current_heap, open("memory"))}; }
 
@@ -180,6 +198,8 @@ void bind_heap(nb::module_& module) {
       .def("record_stream", &HeapCore::record_stream, nb::arg("address"), no_stream)
       .def("trim", &HeapCore::trim)
       .def("counts", &HeapCore::counts)
+      .def("fall_asleep", &HeapCore::fall_asleep, nb::arg("sleep"))
+      .def("wake", &HeapCore::wake)
       .def("enter", &HeapCore::enter)
       .def("close", &HeapCore::close);
   nb::class_<OuterHeap>(module, "OuterHeap");

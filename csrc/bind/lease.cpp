@@ -50,6 +50,10 @@ void end_one(Generation* generation, const Caller& caller, Launched& launched) {
   look_at(pool, caller, launched);
   if (launched.captured) {
     pool.ensure_mapper();
+    {
+      const PoolLock lock(buffer->pool());
+      generation->is_lease = false;
+    }
     if (!caller.named) buffer->use(caller);
     pool.driver().keep_for_graph(caller.stream, end_with_graph, generation);
     // After the step that can fail: a second try of a failed end must not remove the record of

@@ -107,6 +107,7 @@ void bind_pool(nb::module_& module) {
       .def_ro("pinned", &PoolCounts::pinned)
       .def_ro("orphaned", &PoolCounts::orphaned)
       .def_ro("reserved_pages", &PoolCounts::reserved_pages)
+      .def_ro("asleep", &PoolCounts::asleep)
       .def_ro("buffers", &PoolCounts::buffers)
       .def_ro("held_elsewhere", &PoolCounts::held_elsewhere);
 

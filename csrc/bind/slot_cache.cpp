@@ -27,6 +27,7 @@
 #include "bind/operation.h"
 #include "bind/operation_lock.h"
 #include "bind/released_gil.h"
+#include "bind/sleep.h"
 #include "bind/slot_range.h"
 #include "bind/torch_bridge.h"
 #include "policy/keeper.h"
@@ -316,6 +317,25 @@ class CacheCore {
   }
   bool closed() const { return closed_; }
 
+  // With its slots and what requests may share of them; prefixes that no slot uses go.
+  void fall_asleep(SleepCore& sleep, bool discard) {
+    constexpr const char* name = "Pool.sleep";
+    const Operation operation(*this, name);
+    if (discard && cache_->count_used() != 0) {
+      refuse(name, "a cache has " + std::to_string(cache_->count_used()) +
+                       " slots in use, whose K and V would be lost: free them, or keep what they "
+                       "hold, with contents=\"host\" or a path");
+    }
+    std::vector<std::shared_ptr<Client>> clients;
+    {
+      const ReleasedGil released;
+      while (cache_->evict_pages(SIZE_MAX) != 0) {
+      }
+      clients = cache_->clients();
+    }
+    for (const std::shared_ptr<Client>& client : clients) sleep.add(client);
+  }
+
  private:
   // The cache's prefixes, for the other pools of a shared budget. The mapper may have it for longer
   // than the cache lives, and takes it between two operations.
@@ -360,7 +380,9 @@ class CacheCore {
 
   struct Operation : SoleOperation {
     Operation(CacheCore& core, const char* name)
-        : SoleOperation(core.mutex_, core.cache_, "cache", name) {}
+        : SoleOperation(core.mutex_, core.cache_, "cache", name) {
+      core.cache_->range(0)->raise_error();  // which sleeps with all slots
+    }
   };
 
   // Reads the cache between two operations. In a forked child it takes no lock, because a thread of
@@ -509,6 +531,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("counts", &CacheCore::counts)
       .def("pages", &CacheCore::pages)
       .def("close", &CacheCore::close, no_stream)
+      .def("fall_asleep", &CacheCore::fall_asleep, nb::arg("sleep"), nb::arg("discard"))
       .def_prop_ro("unit", &CacheCore::unit)
       .def_prop_ro("lengths", &CacheCore::lengths)
       .def_prop_ro("states", &CacheCore::states)

@@ -13,6 +13,7 @@
 #include "bind/arguments.h"
 #include "bind/bindings.h"
 #include "bind/released_gil.h"
+#include "bind/sleep.h"
 #include "bind/tensor_core.h"
 
 namespace vtensor::bind {
@@ -134,6 +135,9 @@ void bind_tensor(nb::module_& module) {
           nb::arg("tensor"), nb::arg("moved"), nb::arg("capacity").none())
       .def("alias", &TensorCore::alias)
       .def("close", &TensorCore::close, nb::arg("tensor"), nb::arg("stream") = nb::none())
+      .def("fall_asleep", &TensorCore::fall_asleep, nb::arg("tensor"), nb::arg("sleep"))
+      .def("wake", &TensorCore::wake, nb::arg("tensor"))
+      .def_prop_ro("asleep", &TensorCore::asleep)
       .def("record_stream", &TensorCore::record_stream)
       .def("pages", &pages_of)
       .def_prop_ro("mapped_bytes", &mapped_bytes)
@@ -167,11 +171,13 @@ void bind_tensor(nb::module_& module) {
 
   module.def(
       "use_tensor_classes",
-      [](nb::object open, nb::object copy_on_write, nb::object closed) {
-        TensorCore::use_classes({std::move(open), std::move(copy_on_write), std::move(closed)});
+      [](nb::object open, nb::object copy_on_write, nb::object asleep, nb::object closed) {
+        TensorCore::use_classes(
+            {std::move(open), std::move(copy_on_write), std::move(asleep), std::move(closed)});
       },
-      nb::kw_only(), nb::arg("open"), nb::arg("copy_on_write"), nb::arg("closed"),
-      "Sets the classes of a VTensor: open, with shared pages at which a write faults, and "
+      nb::kw_only(), nb::arg("open"), nb::arg("copy_on_write"), nb::arg("asleep"),
+      nb::arg("closed"),
+      "Sets the classes of a VTensor: open, with shared pages at which a write faults, asleep, and "
       "closed.");
 
   module.def(

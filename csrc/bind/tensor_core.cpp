@@ -11,6 +11,7 @@
 #include "base/trace.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "bind/sleep.h"
 
 namespace vtensor::bind {
 
@@ -198,11 +199,23 @@ void TensorCore::dress(nb::handle self) noexcept {
     const ReleasedGil released;
     may_copy_on_write_ = buffer_->copy_on_write();
   }
-  const nb::handle wanted = !open_               ? classes.closed
-                            : may_copy_on_write_ ? classes.copy_on_write
-                                                 : classes.open;
+  const nb::handle wanted = !open_                        ? classes.closed
+                            : buffer_->asleep.load() != 0 ? classes.asleep
+                            : may_copy_on_write_          ? classes.copy_on_write
+                                                          : classes.open;
   if (self.type().is(wanted)) return;
   if (PyObject_SetAttrString(self.ptr(), "__class__", wanted.ptr()) != 0) PyErr_Clear();
+}
+
+void TensorCore::fall_asleep(nb::handle self, SleepCore& sleep) {
+  if (!open_) return;
+  const Operation operation(*this, "Pool.sleep", self);
+  sleep.add(buffer_);
+}
+
+void TensorCore::wake(nb::handle self) {
+  const SoleOperation operation(mutex_, open_, "tensor", "Pool.wake");
+  dress(self);
 }
 
 void TensorCore::attach(nb::handle self, std::size_t length) {

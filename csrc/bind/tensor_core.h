@@ -18,6 +18,8 @@
 
 namespace vtensor::bind {
 
+class SleepCore;
+
 struct TensorSpec {
   std::vector<std::int64_t> sizes;  // sizes[grow_dim] is the initial length
   std::size_t grow_dim = 0;
@@ -29,10 +31,10 @@ struct TensorSpec {
   bool move_when_full = false;  // if front shrinks used up the capacity, move instead of raising
 };
 
-// The Python classes of a VTensor: open, with shared pages at which torch's writes would fault, and
-// closed.
+// The Python classes of a VTensor: open, with shared pages at which torch's writes would fault,
+// asleep, and closed.
 struct TensorClasses {
-  nb::object open, copy_on_write, closed;
+  nb::object open, copy_on_write, asleep, closed;
 };
 
 // Methods take the VTensor first, and set its class. They are called with the GIL held. Each is one
@@ -78,10 +80,14 @@ class TensorCore {
   void reallocate(nb::handle self, nb::handle moved, std::int64_t capacity);
   nb::object alias(nb::handle self);
   void close(nb::handle self, std::optional<Stream> stream);
+  // Sets the tensor's class; `wake` once it is awake.
+  void fall_asleep(nb::handle self, SleepCore& sleep);
+  void wake(nb::handle self);
   // Records that work in `stream` uses the tensor. Its pages are unmapped only after that work.
   void record_stream(Stream stream);
 
   bool closed() const { return !open_; }
+  bool asleep() const { return open_ && buffer_->asleep.load(std::memory_order_relaxed) != 0; }
   std::size_t length() const { return positions_.size(); }
   std::size_t capacity() const { return spec_.capacity; }
   const TensorSpec& spec() const { return spec_; }

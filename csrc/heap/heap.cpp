@@ -93,6 +93,7 @@ Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
   try {
     auto region = std::make_shared<Region>(arena, key);
     const PoolLock lock(pool_);
+    require_awake(caller);
     const auto entered = regions_.emplace(arena->base(), region).first;
     try {
       const Interval taken = region->spans.take(bytes);
@@ -106,6 +107,12 @@ Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
     arena->abandon();
     throw;
   }
+}
+
+void Heap::require_awake(const Caller& caller) const {
+  if (asleep_ == 0) return;
+  throw Asleep("[" + std::string(caller.operation) +
+               "] the pool's memory of this tag is asleep: call wake() of the pool first");
 }
 
 void Heap::sweep() {
@@ -146,6 +153,7 @@ Address Heap::allocate(const Caller& caller, std::size_t bytes) {
       const PoolLock lock(pool_);
       if (closed_)
         throw Closed("[" + std::string(caller.operation) + "] the pool is closed: make a new one");
+      require_awake(caller);
       pool_->reap();
       place = take(key, bytes);
       if (place.region && place.region->arena->map_ready(caller, place.bytes))
@@ -190,6 +198,15 @@ void Heap::use(const Caller& caller, Address address) {
     region = region_at(address);
   }
   if (region) region->arena->use(caller);
+}
+
+std::vector<std::shared_ptr<Arena>> Heap::fall_asleep(std::uint64_t number) {
+  std::vector<std::shared_ptr<Arena>> arenas;
+  const PoolLock lock(pool_);
+  arenas.reserve(regions_.size());
+  for (const auto& [base, region] : regions_) arenas.push_back(region->arena);
+  asleep_ = number;
+  return arenas;
 }
 
 std::size_t Heap::trim(const Caller& caller) {

@@ -60,6 +60,9 @@ class Heap {
 
   HeapCounts counts();
 
+  // Its arenas, for a sleep of this number: none is added meanwhile. 0 ends that.
+  std::vector<std::shared_ptr<Arena>> fall_asleep(std::uint64_t number);
+
  private:
   enum class Kind : std::uint8_t { small, large };
   using Key = std::pair<Stream, Kind>;
@@ -86,12 +89,14 @@ class Heap {
   Place take_new(const Caller& caller, Key key, std::size_t bytes);
   std::shared_ptr<Region> region_at(Address address) const VT_LOCKED;
   std::vector<std::shared_ptr<Region>> regions() const;
+  void require_awake(const Caller& caller) const VT_LOCKED;
   // Ends regions in which nothing is allocated or mapped.
   void sweep();
 
   const std::shared_ptr<PagePool> pool_;
   std::uint64_t owner_ VT_GUARDED;  // of all its arenas
   bool closed_ VT_GUARDED = false;
+  std::uint64_t asleep_ VT_GUARDED = 0;
   std::map<Address, std::shared_ptr<Region>> regions_ VT_GUARDED;  // by their first byte
 };
 

@@ -547,6 +547,22 @@ void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t
   }
 }
 
+std::size_t SlotCache::count_used() const {
+  return static_cast<std::size_t>(std::count_if(
+      states_.begin(), states_.end(), [](SlotState state) { return state != SlotState::free; }));
+}
+
+std::vector<std::shared_ptr<Client>> SlotCache::clients() const {
+  std::vector<std::shared_ptr<Client>> all;
+  for (const GroupRange& group : row_groups_) all.push_back(group.range);
+  for (const Slot& slot : slots_) {
+    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+      if (buffer) all.push_back(buffer);
+    }
+  }
+  return all;
+}
+
 void SlotCache::use(const Caller& caller) {
   if (caller.stream == stream_) return;
   stream_ = caller.stream;

@@ -207,6 +207,11 @@ class SlotCache {
   // Everything is freed; addresses go with the last view.
   void close(const Caller& caller) noexcept;
 
+  // Slots in use, and swapped ones.
+  std::size_t count_used() const;
+  // What holds its pages.
+  std::vector<std::shared_ptr<Client>> clients() const;
+
   SlotCacheCounts counts();
   std::vector<PageRecord> pages(std::size_t slot, std::size_t group);
 

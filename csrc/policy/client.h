@@ -3,6 +3,7 @@
 // are.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +15,7 @@
 
 #include "base/interval.h"
 #include "policy/roster.h"
+#include "vmm/caller.h"
 #include "vmm/pool_lock.h"
 #include "vmm/reservation.h"
 #include "vmm/row_shape.h"
@@ -103,6 +105,17 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual FencePtr clean(std::span<const Reservation::Run> runs) = 0;
   virtual void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
                               std::exception_ptr error) VT_LOCKED = 0;
+
+  // -- sleep (see sleep.h)
+
+  // The number of the sleep that it is in; 0 if it is awake. Operations are refused meanwhile.
+  std::atomic<std::uint64_t> asleep{0};
+  // Keeps the worker and other operations off, from when none works for it. Throws TimedOut.
+  virtual void hold(PoolLock& lock, const Caller& caller) VT_LOCKED = 0;
+  virtual void let_go() noexcept VT_LOCKED = 0;
+  // Points behind all work launched so far that may use its pages; whether more is announced.
+  virtual std::vector<FencePtr> fences() const VT_LOCKED = 0;
+  virtual bool leased() const VT_LOCKED = 0;
 
   // -- reports
 

@@ -20,6 +20,7 @@ struct Generation {
   Interval bytes;              // of an arena, which need their pages until this ends
   std::size_t place = 0;       // among those of its client
   bool is_owner = false;       // stands for the owner, not for a storage
+  bool is_lease = false;       // of a kernel that is about to be launched, not of a graph
   Generation* next = nullptr;  // in the pool's list of ended generations
 };
 

@@ -191,6 +191,7 @@ PoolCounts PagePool::counts() {
   counts.quarantined = store_.quarantined();
   counts.in_children = in_children_.size();
   counts.in_page_sets = store_.in_page_sets();
+  counts.asleep = store_.without_memory();
   if (shared_) {
     shared_->look_for_the_dead();
     counts.held_elsewhere = shared_->held_elsewhere();
@@ -256,6 +257,15 @@ void PagePool::add(const std::shared_ptr<Keeper>& keeper) {
   const PoolLock lock(shared_from_this());
   std::erase_if(keepers_, [](const auto& one) { return one.expired(); });
   keepers_.push_back(keeper);
+}
+
+std::vector<std::shared_ptr<Client>> PagePool::asleep(std::span<const std::uint64_t> numbers) {
+  std::vector<std::shared_ptr<Client>> all;
+  for (Client* client : clients_) {
+    if (std::find(numbers.begin(), numbers.end(), client->asleep.load()) != numbers.end())
+      all.push_back(client->shared_from_this());
+  }
+  return all;
 }
 
 std::size_t PagePool::spared_elsewhere() {
@@ -349,7 +359,8 @@ void PagePool::check_invariants() {
   const std::size_t given_away = store_.quarantined() + in_children_.size() + store_.in_page_sets();
   if (extra > given_away) throw Error("I5: a page counts more references than it has");
   const std::size_t used = store_.used();
-  if (uses.size() > used || used - uses.size() > given_away) {
+  const std::size_t held = used + store_.without_memory();
+  if (uses.size() > held || held - uses.size() > given_away) {
     throw Error("I5: " + std::to_string(used) + " pages are counted used, page tables hold " +
                 std::to_string(uses.size()));
   }

@@ -11,6 +11,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <span>
 #include <unordered_set>
 #include <vector>
 
@@ -36,6 +37,7 @@ namespace vtensor {
 struct PoolCounts {
   std::size_t budget_pages = 0;
   std::size_t used = 0;            // handles in use, and private copies
+  std::size_t asleep = 0;          // pages without memory, beside the used ones
   std::size_t private_copies = 0;  // pages that the kernel copied at a write; without a handle
   std::size_t spare = 0;           // free handles whose memory is made
   std::size_t quarantined = 0;     // of the used, those given up
@@ -123,6 +125,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::uint64_t add(Client* client) VT_LOCKED;
   void remove(Client* client) VT_LOCKED { clients_.erase(client); }
   std::uint64_t next_id() VT_LOCKED { return next_id_++; }
+  // Clients that are in one of these sleeps.
+  std::vector<std::shared_ptr<Client>> asleep(std::span<const std::uint64_t> numbers) VT_LOCKED;
   // `client` has pages or its range to give back: it is kept until it has.
   void settle_later(const std::shared_ptr<Client>& client) VT_LOCKED;
   // `client` wants pages ahead: the mapper looks at it when it is next awake.

@@ -1,5 +1,6 @@
 #include "policy/range_client.h"
 
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <optional>
@@ -56,14 +57,33 @@ void RangeClient::await_turn(PoolLock& lock, const Caller& caller) {
 
 RangeClient::Busy::Busy(RangeClient& client, PoolLock& lock, const Caller& caller)
     : client_(client) {
-  client.await_turn(lock, caller);
-  client.busy_ = true;
+  client.hold(lock, caller);
 }
 
 RangeClient::Busy::~Busy() {
-  client_.busy_ = false;
-  client_.pool_->changed();
-  client_.give_back_unused();  // what views left meanwhile
+  client_.let_go();  // and what views left meanwhile
+}
+
+void RangeClient::hold(PoolLock& lock, const Caller& caller) {
+  await_turn(lock, caller);
+  busy_ = true;
+}
+
+void RangeClient::let_go() noexcept {
+  busy_ = false;
+  pool_->changed();
+  give_back_unused();
+}
+
+std::vector<FencePtr> RangeClient::fences() const {
+  std::vector<FencePtr> fences = work_.fences();
+  fences.insert(fences.end(), ready_after_.begin(), ready_after_.end());
+  return fences;
+}
+
+bool RangeClient::leased() const {
+  return std::any_of(generations_.begin(), generations_.end(),
+                     [](const Generation* generation) { return generation->is_lease; });
 }
 
 void RangeClient::failed(std::exception_ptr error) {
@@ -76,7 +96,14 @@ std::exception_ptr RangeClient::take_error() {
   return std::exchange(error_, nullptr);
 }
 
+void RangeClient::raise_if_asleep() const {
+  if (asleep.load(std::memory_order_relaxed) == 0) return;
+  throw Asleep("[vtensor] the " + std::string(noun()) +
+               " is asleep, without memory: call wake() of its pool first");
+}
+
 void RangeClient::raise_error() {
+  raise_if_asleep();
   if (!failed_.load(std::memory_order_relaxed)) return;
   const PoolLock lock(pool_, std::try_to_lock);
   if (!lock) return;  // the next operation raises it

@@ -22,7 +22,7 @@ namespace vtensor {
 
 class RangeClient : public Client {
  public:
-  // Throws, once, what the mapper met while it worked for this client (I10).
+  // Throws Asleep if it is; and, once, what the mapper met while it worked for this client (I10).
   void raise_error();
   // Work in the caller's stream uses the pages: they are unmapped only after it.
   void use(const Caller& caller);
@@ -42,6 +42,10 @@ class RangeClient : public Client {
   Claim claim_back(Departure& departure, std::size_t pages) noexcept final VT_LOCKED;
   void enter_back(Departure& departure) override VT_LOCKED;
   std::exception_ptr take_error() final VT_LOCKED;
+  void hold(PoolLock& lock, const Caller& caller) final VT_LOCKED;
+  void let_go() noexcept final VT_LOCKED;
+  std::vector<FencePtr> fences() const final VT_LOCKED;
+  bool leased() const final VT_LOCKED;
 
  protected:
   RangeClient(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
@@ -71,6 +75,7 @@ class RangeClient : public Client {
   // Nothing is left to do ahead, or to do it with.
   virtual void give_up_ahead() VT_LOCKED = 0;
 
+  void raise_if_asleep() const;
   // Waits until no thread makes driver calls for it; the mapper begins none meanwhile.
   void await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void failed(std::exception_ptr error) VT_LOCKED;

@@ -213,7 +213,6 @@ class Buffer final : public RangeClient {
   std::vector<Interval> uncovered() const VT_LOCKED;
   void set_ready(Interval indices) VT_LOCKED;
   Generation* publish_locked() VT_LOCKED;
-  std::vector<FencePtr> fences() const VT_LOCKED;
   void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void try_to_cache() VT_LOCKED;
   // Of cached pages, those that count against what freed tensors may leave: what a host's places

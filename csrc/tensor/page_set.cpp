@@ -10,7 +10,10 @@ PageSet::~PageSet() {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   const PoolLock lock(pool_);
   pool_->store().count_in_page_sets(-static_cast<std::ptrdiff_t>(pages_.size()));
-  for (Page* page : pages_) pool_->store().drop(page);
+  for (Page* page : pages_) {
+    --page->in_sets;
+    pool_->store().drop(page);
+  }
 }
 
 bool PageSet::in_use() const {

@@ -23,6 +23,7 @@ class PageSet {
         indices_(indices),
         pages_(std::move(pages)) {
     pool_->store().count_in_page_sets(static_cast<std::ptrdiff_t>(pages_.size()));
+    for (Page* page : pages_) ++page->in_sets;
   }
   // Takes the pool's lock.
   ~PageSet();

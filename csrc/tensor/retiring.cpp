@@ -24,6 +24,7 @@ Generation* Buffer::lease(const Caller& caller) {
     pool_->end_locked(generation);
     throw Closed("[lease] a tensor is closed: make a new one");
   }
+  generation->is_lease = true;
   if (driver_.traits().asynchronous) work_.begin_lease(caller);
   return generation;
 }
@@ -32,13 +33,6 @@ void Buffer::end_lease(const Caller& caller, FencePtr after) {
   if (!driver_.traits().asynchronous) return;
   const PoolLock lock(pool_);
   work_.end_lease(caller, std::move(after));
-}
-
-// Points behind all work launched so far that may use the pages.
-std::vector<FencePtr> Buffer::fences() const {
-  std::vector<FencePtr> fences = work_.fences();
-  fences.insert(fences.end(), ready_after_.begin(), ready_after_.end());
-  return fences;
 }
 
 bool Buffer::is_quiet() {
@@ -149,7 +143,8 @@ bool Buffer::begin_unmapping() {
 
 void Buffer::give_back_unused() noexcept {
   if (busy_) return;  // the end of that comes here again
-  if (!owned_ && generations_.empty() && std::exchange(may_cache_, false)) try_to_cache();
+  const bool may_cache = !owned_ && generations_.empty() && asleep.load() == 0;
+  if (may_cache && std::exchange(may_cache_, false)) try_to_cache();
   if (!pool_->looks_ahead()) {
     if (!settle(nullptr)) pool_->settle_later(shared_from_this());
     return;

@@ -295,13 +295,16 @@ void Reservation::remap(std::span<const Change> changes) {
 void Reservation::protect(Interval shown, std::vector<Page*>& seen) noexcept {
   try {
     seen.reserve(seen.size() + mapped());
-    make_copy_on_write(nullptr, collect(shown, is_writable));
+    std::vector<Run> writable = collect(shown, is_writable), asleep;
+    part_asleep(writable, asleep);
+    make_copy_on_write(nullptr, writable);
   } catch (...) {
     return;  // the child still gets mappings of its own, and may see our later writes
   }
   for (std::size_t row = 0; row < rows_; ++row) {
     for (std::size_t index = 0; index < reserved(); ++index) {
-      if (is_copy_on_write(at(row, index))) seen.push_back(at(row, index).page);
+      if (is_copy_on_write(at(row, index)) && !at(row, index).page->asleep)
+        seen.push_back(at(row, index).page);
     }
   }
 }

@@ -18,8 +18,12 @@ struct Page {
   bool resident = false;               // its memory is taken: in use, or spare
   bool dirty = false;                  // may hold bytes that were written
   bool quarantined = false;            // given up for good
+  bool asleep = false;                 // in page tables, and mapped nowhere
+  std::uint32_t in_sets = 0;           // references that page sets have
   std::uint64_t last_owner = kNobody;  // id of the buffer that had it last
   std::uint64_t freed_at = 0;          // on the steady clock, ns; only where the pool trims by age
+  std::uint64_t sleep = 0;             // the number of the last sleep that it was in
+  std::size_t place = 0;               // its place among the pages of that
   HandleRun* run = nullptr;            // the run it belongs to, where handles are adjacent
   Page* older = nullptr;  // neighbours among the spare pages, by the time they were freed
   Page* newer = nullptr;

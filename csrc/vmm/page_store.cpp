@@ -219,8 +219,75 @@ void PageStore::empty(Page* first, std::size_t n) {
   }
 }
 
+std::size_t PageStore::sleep(PoolLock& lock, std::span<Page* const> pages) {
+  std::vector<Page*> gone;
+  gone.reserve(pages.size());
+  {
+    const Unlocked unlocked(lock);
+    for (std::size_t i = 0, n = 1; i < pages.size(); i += n, n = 1) {
+      while (i + n < pages.size() && pages[i]->run != nullptr &&
+             pages[i + n]->run == pages[i]->run && pages[i + n]->handle == pages[i]->handle + n)
+        ++n;
+      try {
+        driver_.destroy(pages[i]->handle, n);
+        gone.insert(gone.end(), &pages[i], &pages[i] + n);
+      } catch (const Error&) {
+        // They keep it.
+      }
+    }
+  }
+  for (Page* page : pages) {
+    asleep_ += !page->asleep;
+    page->asleep = true;
+  }
+  for (Page* page : gone) page->resident = page->dirty = false;
+  used_ -= gone.size();
+  without_memory_ += gone.size();
+  return gone.size();
+}
+
+void PageStore::wake(std::span<Page* const> pages) {
+  std::vector<Page*> empty;
+  for (Page* page : pages) {
+    if (!page->resident) empty.push_back(page);
+  }
+  if (driver_.traits().adjacent_handles) {
+    make_room(empty.size(), empty.size());
+    used_ += empty.size();
+  } else {
+    std::vector<Page*> fresh;
+    fresh.reserve(empty.size());
+    RowHome home = open_home(empty.size());
+    take(home, nullptr, empty.size(), fresh);
+    close_home(home);
+    for (std::size_t i = 0; i < empty.size(); ++i) {
+      empty[i]->handle = fresh[i]->handle;
+      empty[i]->dirty = fresh[i]->dirty;
+      fresh[i]->references = 0;
+      placement_->emptied(fresh[i]);
+    }
+  }
+  for (Page* page : empty) page->resident = true;
+  without_memory_ -= empty.size();
+}
+
+void PageStore::woken(std::span<Page* const> pages) {
+  for (Page* page : pages) page->asleep = false;
+  asleep_ -= pages.size();
+}
+
 void PageStore::drop(Page* page, bool aged) noexcept {
   if (--page->references != 0) return;
+  if (page->asleep) {
+    page->asleep = false;
+    --asleep_;
+    if (!page->resident) {
+      --without_memory_;
+      placement_->put_back(page);
+      if (!driver_.traits().adjacent_handles) placement_->emptied(page);
+      return;
+    }
+  }
   --used_;
   page->dirty = true;
   keep(page, aged);

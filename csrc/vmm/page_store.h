@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "driver/driver.h"
@@ -87,6 +88,20 @@ class PageStore {
     in_page_sets_ += static_cast<std::size_t>(pages);
   }
   std::size_t in_page_sets() const VT_LOCKED { return in_page_sets_; }
+  // -- pages without memory, which keep their references and their places in page tables
+
+  // Gives their memory back; returns of how many. One that the driver refuses to take keeps it.
+  // Lets the lock go. Requires: mapped nowhere; the references stay meanwhile.
+  std::size_t sleep(PoolLock& lock, std::span<Page* const> pages) VT_LOCKED;
+  // Gives them memory, whose content is any. Throws as `take`; nothing is changed then. Requires:
+  // as `take`, for those that are not resident.
+  void wake(std::span<Page* const> pages) VT_LOCKED;
+  // They are mapped again.
+  void woken(std::span<Page* const> pages) VT_LOCKED;
+  // Pages that are asleep, and those of them without memory.
+  std::size_t asleep() const VT_LOCKED { return asleep_; }
+  std::size_t without_memory() const VT_LOCKED { return without_memory_; }
+
   // The page is counted and reported, and never used again.
   void quarantine(Page* page) VT_LOCKED;
   std::size_t quarantined() const VT_LOCKED { return quarantined_; }
@@ -153,6 +168,7 @@ class PageStore {
   std::size_t private_copies_ VT_GUARDED = 0;  // as last counted
   std::size_t quarantined_ VT_GUARDED = 0;
   std::size_t in_page_sets_ VT_GUARDED = 0;
+  std::size_t asleep_ VT_GUARDED = 0, without_memory_ VT_GUARDED = 0;
 };
 
 }  // namespace vtensor

@@ -248,10 +248,32 @@ void Reservation::undo(PoolLock& lock, Stream stream, const Arrival& arrival) no
   }
 }
 
+void Reservation::part_asleep(std::vector<Run>& runs, std::vector<Run>& asleep) const {
+  if (pages_.asleep() == 0) return;
+  std::vector<Run> awake;
+  for (const Run& run : runs) {
+    for (std::size_t index = run.indices.begin; index < run.indices.end;) {
+      const std::size_t first = index;
+      const bool sleeps = at(run.row, first).page->asleep;
+      while (index < run.indices.end && at(run.row, index).page->asleep == sleeps) ++index;
+      (sleeps ? asleep : awake).push_back({run.row, {first, index}});
+    }
+  }
+  runs = std::move(awake);
+}
+
 Reservation::Departure Reservation::departing(std::vector<Run> runs, std::size_t writable) {
   Departure departure;
+  const auto border = runs.begin() + static_cast<std::ptrdiff_t>(writable);
+  std::vector<Run> shared(border, runs.end()), asleep;
+  runs.erase(border, runs.end());
+  part_asleep(runs, asleep);
+  part_asleep(shared, asleep);
+  departure.writable = runs.size();
+  runs.insert(runs.end(), shared.begin(), shared.end());
+  departure.awake = runs.size();
+  runs.insert(runs.end(), asleep.begin(), asleep.end());
   departure.runs = std::move(runs);
-  departure.writable = writable;
   for (const Run& run : departure.runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
       departure.handles.push_back(at(run.row, index).page->handle);
@@ -262,15 +284,15 @@ Reservation::Departure Reservation::departing(std::vector<Run> runs, std::size_t
 
 void Reservation::carry_out(Departure& departure,
                             std::optional<std::chrono::steady_clock::time_point> until) noexcept {
-  const std::size_t at_once = until ? 1 : departure.runs.size();
+  const std::size_t at_once = until ? 1 : departure.awake;
   try {
     std::vector<PageRun> batch;
     batch.reserve(at_once);
     std::span<const Handle> handles = departure.handles;
-    while (departure.done < departure.runs.size()) {
+    while (departure.done < departure.awake) {
       if (until && departure.done != 0 && std::chrono::steady_clock::now() >= *until) return;
       const bool writable = departure.done < departure.writable;
-      const std::size_t end = writable ? departure.writable : departure.runs.size();
+      const std::size_t end = writable ? departure.writable : departure.awake;
       batch.clear();
       add_page_runs(batch,
                     std::span(departure.runs)
@@ -283,6 +305,7 @@ void Reservation::carry_out(Departure& departure,
       departure.done += batch.size();
       handles = handles.subspan(pages);
     }
+    departure.done = departure.runs.size();
   } catch (const UndoFailed& error) {
     departure.error = std::current_exception();
     departure.stuck.assign(error.stuck.begin(), error.stuck.end());

@@ -63,8 +63,9 @@ class Reservation {
 
   // Pages on their way out.
   struct Departure {
-    std::vector<Run> runs;        // the writable ones first
+    std::vector<Run> runs;        // the writable ones first, those asleep last
     std::size_t writable = 0;     // of the runs
+    std::size_t awake = 0;        // the same, with the copy-on-write ones
     std::vector<Handle> handles;  // run after run
     std::size_t done = 0;         // of the runs
     std::exception_ptr error;
@@ -151,6 +152,8 @@ class Reservation {
                                            std::nullopt) noexcept;
   // `aged`: its pages have been free for as long as the pool keeps memory.
   void enter(Departure& departure, bool aged) VT_LOCKED;
+  // What is mapped there is not known: it is counted, never used and never unmapped.
+  void quarantine(std::size_t row, std::size_t index) noexcept VT_LOCKED;
   // Nothing is mapped any more. What is quarantined keeps its page in its pool, and its addresses,
   // which lie in `host` where that is not null.
   void end(Reservation* host) noexcept VT_LOCKED;
@@ -221,8 +224,8 @@ class Reservation {
   static bool is_stuck(std::span<const std::size_t> stuck, std::size_t i) {
     return std::binary_search(stuck.begin(), stuck.end(), i);
   }
-  // What is mapped there is not known: it is counted, never used and never unmapped.
-  void quarantine(std::size_t row, std::size_t index) noexcept VT_LOCKED;
+  // Moves runs whose pages are asleep from `runs` to `asleep`.
+  void part_asleep(std::vector<Run>& runs, std::vector<Run>& asleep) const VT_LOCKED;
 
   Driver& driver_;
   PageStore& pages_;

@@ -1,0 +1,157 @@
+#include "bind/sleep.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/process.h"
+#include "bind/arguments.h"
+#include "bind/bindings.h"
+#include "bind/operation.h"
+#include "bind/released_gil.h"
+#include "vmm/wait.h"
+
+namespace vtensor::bind {
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr const char* kSleep = "Pool.sleep";
+constexpr const char* kWake = "Pool.wake";
+
+// Address, number of the sleep, offset among its bytes, bytes.
+using Part = std::tuple<Address, std::uint64_t, std::size_t, std::size_t>;
+
+std::vector<Part> as_tuples(std::span<const SleepPart> parts) {
+  std::vector<Part> tuples;
+  tuples.reserve(parts.size());
+  for (const SleepPart& part : parts)
+    tuples.emplace_back(part.at, part.sleep, part.offset, part.bytes);
+  return tuples;
+}
+
+class WakeCore {
+ public:
+  WakeCore(const std::shared_ptr<PagePool>& pool, const std::vector<std::uint64_t>& numbers) {
+    refuse_in_forked_child(kWake);
+    const Caller asking = caller_of(kWake, {}, *pool);
+    with_memory(*pool, asking, [&] { waking_ = std::make_unique<WakeUp>(pool, asking, numbers); });
+  }
+  ~WakeCore() { give_up(); }
+  WakeCore(const WakeCore&) = delete;
+  WakeCore& operator=(const WakeCore&) = delete;
+
+  std::vector<Part> parts() const { return as_tuples(waking_->parts()); }
+  void finish() {
+    const ReleasedGil released;
+    waking_->finish();
+    waking_.reset();
+  }
+  void give_up() {
+    const ReleasedGil released;
+    waking_.reset();
+  }
+
+ private:
+  std::unique_ptr<WakeUp> waking_;
+};
+
+// Copies between pages and memory of the host, complete on return.
+template <typename Launch>
+void copy(PagePool& pool, const char* operation, Launch launch) {
+  const ReleasedGil released;
+  Driver& driver = pool.driver();
+  launch(driver);
+  if (wait_for(driver, driver.fence(driver.copy_stream()), pool.options().patience)) return;
+  throw TimedOut("[" + std::string(operation) + "] timed out after " +
+                 seconds_text(pool.options().patience) + ": a copy has not ended");
+}
+
+}  // namespace
+
+SleepCore::SleepCore(const std::shared_ptr<PagePool>& pool) : pool_(pool) {
+  refuse_in_forked_child(kSleep);
+}
+
+std::uint64_t SleepCore::next_number() {
+  const ReleasedGil released;
+  const PoolLock lock(pool_);
+  return number_ = pool_->next_id();
+}
+
+SleepCore::~SleepCore() { give_up(); }
+
+bool SleepCore::add(const std::shared_ptr<Client>& client) {
+  clients_.reserve(clients_.size() + 1);
+  std::uint64_t awake = 0;
+  if (!client->asleep.compare_exchange_strong(awake, number_)) return false;
+  clients_.push_back(client);
+  return true;
+}
+
+void SleepCore::begin() {
+  const Caller asking = caller_of(kSleep, {}, *pool_);
+  with_memory(*pool_, asking, [&] { asleep_.emplace(pool_, asking, clients_); });
+}
+
+std::size_t SleepCore::finish() {
+  const ReleasedGil released;
+  const std::size_t pages = asleep_->finish();
+  finished_ = true;
+  asleep_.reset();
+  clients_.clear();
+  undo_.clear();
+  return pages;
+}
+
+void SleepCore::give_up() noexcept {
+  const ReleasedGil released;
+  asleep_.reset();
+  for (const std::shared_ptr<Client>& client : clients_) client->asleep = 0;
+  clients_.clear();
+  for (const std::function<void()>& awake : undo_) awake();
+  undo_.clear();
+}
+
+void bind_sleep(nb::module_& module) {
+  nb::class_<SleepCore>(module, "SleepCore")
+      .def(nb::init<const std::shared_ptr<PagePool>&>(), nb::arg("pool"))
+      .def("next_number", &SleepCore::next_number)
+      .def("begin", &SleepCore::begin)
+      .def("parts", [](const SleepCore& core) { return as_tuples(core.parts()); })
+      .def("finish", &SleepCore::finish)
+      .def_prop_ro("finished", &SleepCore::finished)
+      .def("give_up", &SleepCore::give_up);
+  nb::class_<WakeCore>(module, "WakeCore")
+      .def(nb::init<const std::shared_ptr<PagePool>&, const std::vector<std::uint64_t>&>(),
+           nb::arg("pool"), nb::arg("numbers"))
+      .def("parts", &WakeCore::parts)
+      .def("finish", &WakeCore::finish)
+      .def("give_up", &WakeCore::give_up);
+  module.def(
+      "read_pages",
+      [](PagePool& pool, Address from, std::uintptr_t to, std::size_t bytes) {
+        copy(pool, kSleep,
+             [&](Driver& driver) { driver.copy_out(reinterpret_cast<void*>(to), from, bytes); });
+      },
+      nb::arg("pool"), nb::arg("address"), nb::arg("to"), nb::arg("nbytes"));
+  module.def(
+      "write_pages",
+      [](PagePool& pool, Address to, std::uintptr_t from, std::size_t bytes) {
+        copy(pool, kWake, [&](Driver& driver) {
+          driver.copy_in(to, reinterpret_cast<const void*>(from), bytes);
+        });
+      },
+      nb::arg("pool"), nb::arg("address"), nb::arg("source"), nb::arg("nbytes"));
+}
+
+}  // namespace vtensor::bind

@@ -1,0 +1,350 @@
+#include "policy/sleep.h"
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "base/errors.h"
+#include "policy/make_room.h"
+#include "vmm/pending_work.h"
+#include "vmm/wait.h"
+
+namespace vtensor {
+
+namespace {
+
+using std::chrono::steady_clock;
+
+// Every mapped entry of a client, with its place.
+template <typename Visit>
+void each_entry(Client& client, Visit visit) VT_LOCKED {
+  const Reservation& range = client.range();
+  for (std::size_t row = 0; row < range.rows(); ++row) {
+    for (std::size_t index = 0; index < range.reserved(); ++index) {
+      if (const Entry& entry = range.at(row, index); is_mapped(entry)) visit(entry, row, index);
+    }
+  }
+}
+
+// Adds a page to the runs: to the last, if it goes on there in the same way.
+void add_page(std::vector<SleepRun>& runs, Reservation& range, std::size_t row, std::size_t index,
+              const Entry& entry, bool writable) {
+  if (!runs.empty()) {
+    SleepRun& last = runs.back();
+    if (last.range == &range && last.pages.row == row && last.pages.indices.end == index &&
+        last.access == entry.access() && last.writable == writable) {
+      ++last.pages.indices.end;
+      last.handles.push_back(entry.page->handle);
+      return;
+    }
+  }
+  runs.push_back(
+      {&range, {row, {index, index + 1}}, entry.access(), writable, {entry.page->handle}});
+}
+
+// Those that are mapped so, as the driver takes them.
+std::vector<PageRun> mapped(std::span<const SleepRun> runs, bool writable) {
+  std::vector<PageRun> chosen;
+  for (const SleepRun& run : runs) {
+    if (run.writable == writable) chosen.push_back({run.range->address(run.pages), run.handles});
+  }
+  return chosen;
+}
+
+// Maps or unmaps runs of one access, if there are any.
+void map_if(Driver& driver, std::span<const PageRun> runs, Access access) {
+  if (!runs.empty()) driver.map(runs, access);
+}
+void unmap_if(Driver& driver, std::span<const PageRun> runs, Access access) {
+  if (!runs.empty()) driver.unmap(runs, access);
+}
+
+// What is mapped there is not known.
+void quarantine(std::span<const SleepRun> runs) VT_LOCKED {
+  for (const SleepRun& run : runs) {
+    for (std::size_t i = run.pages.indices.begin; i < run.pages.indices.end; ++i) {
+      if (is_mapped(run.range->at(run.pages.row, i))) run.range->quarantine(run.pages.row, i);
+    }
+  }
+}
+
+// Neighbours in memory and among what is kept are one part.
+void add_part(std::vector<SleepPart>& parts, const SleepPart& part) {
+  if (!parts.empty()) {
+    SleepPart& last = parts.back();
+    if (last.sleep == part.sleep && last.at + last.bytes == part.at &&
+        last.offset + last.bytes == part.offset) {
+      last.bytes += part.bytes;
+      return;
+    }
+  }
+  parts.push_back(part);
+}
+
+}  // namespace
+
+HeldClients::~HeldClients() {
+  const PoolLock lock(pool_);
+  release();
+}
+
+void HeldClients::hold(PoolLock& lock, const Clients& clients) {
+  clients_.reserve(clients.size());
+  for (const std::shared_ptr<Client>& client : clients) {
+    client->hold(lock, caller_);
+    clients_.push_back(client);
+  }
+}
+
+void HeldClients::release() {
+  for (const std::shared_ptr<Client>& client : clients_) client->let_go();
+  clients_.clear();
+}
+
+// -- falling asleep
+
+FallAsleep::FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& caller,
+                       const HeldClients::Clients& clients)
+    : pool_(pool), caller_(caller), held_(pool, caller) {
+  MakeRoom(*pool_).give_all_back(true);
+  PoolLock lock(pool_);
+  held_.hold(lock, clients);
+  await_work(lock);
+  unshare_private_copies(lock);
+  std::size_t pages = 0;
+  std::unordered_set<const Page*> seen;
+  const std::size_t size = pool_->page_size();
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    const Reservation& range = client->range();
+    each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) VT_LOCKED {
+      if (entry.page->asleep || !seen.insert(entry.page).second) return;
+      entry.page->sleep = client->asleep;
+      entry.page->place = pages++;
+      add_part(parts_,
+               {range.address(row, index), entry.page->sleep, entry.page->place * size, size});
+    });
+  }
+}
+
+void FallAsleep::await_work(PoolLock& lock) {
+  Driver& driver = pool_->driver();
+  pool_->await(lock, caller_.operation, "the lease of a tensor or a cache", [this]() VT_LOCKED {
+    return std::none_of(held_.all().begin(), held_.all().end(),
+                        [](const auto& client) VT_LOCKED { return client->leased(); });
+  });
+  std::vector<FencePtr> fences;
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    const std::vector<FencePtr> more = client->fences();
+    fences.insert(fences.end(), more.begin(), more.end());
+  }
+  pool_->await(lock, caller_.operation, "work on the device that may use the pages",
+               [&] { return all_passed(driver, fences); });
+}
+
+void FallAsleep::unshare_private_copies(PoolLock& lock) {
+  if (!pool_->traits().kernel_copies_on_write) return;
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    Reservation& range = client->range();
+    const Interval all{0, range.reserved()};
+    std::vector<Reservation::Run> copies = range.private_copies_in(all);
+    if (copies.empty()) continue;
+    while (MakeRoom(*pool_).ready(lock, caller_.operation, range.fresh_pages_for(copies),
+                                  range.count_private_copies(copies))) {
+      copies = range.private_copies_in(all);
+    }
+    range.unshare(lock, copies, {}, caller_.stream);
+  }
+}
+
+std::size_t FallAsleep::finish() {
+  PoolLock lock(pool_);
+  // Seen anew: a fork, in another thread, may share pages meanwhile.
+  std::unordered_map<Page*, std::size_t> uses;
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    each_entry(*client, [&](const Entry& entry, std::size_t, std::size_t) {
+      if (!entry.page->asleep && entry.page->sleep == client->asleep) ++uses[entry.page];
+    });
+  }
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    const Reservation& range = client->range();
+    for (const Reservation::Run& run : range.private_copies_in({0, range.reserved()})) {
+      for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
+        uses.erase(range.at(run.row, i).page);
+    }
+  }
+  const auto goes = [&](const Page& page) {
+    const auto use = uses.find(const_cast<Page*>(&page));
+    return use != uses.end() && page.references == use->second + page.in_sets;
+  };
+  std::vector<SleepRun> runs;
+  std::vector<Page*> pages;
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    Reservation& range = client->range();
+    each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) {
+      if (!goes(*entry.page)) return;
+      add_page(runs, range, row, index, entry, is_writable(entry));
+      pages.push_back(entry.page);
+    });
+  }
+  std::sort(pages.begin(), pages.end());
+  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+  const std::vector<PageRun> writable = mapped(runs, true), shared = mapped(runs, false);
+  bool undone = true;
+  try {
+    Driver& driver = pool_->driver();
+    const Unlocked unlocked(lock);
+    unmap_if(driver, writable, Access::writable);
+    try {
+      unmap_if(driver, shared, Access::copy_on_write);
+    } catch (...) {
+      undone = false;
+      map_if(driver, writable, Access::writable);
+      undone = true;
+      throw;
+    }
+  } catch (const UndoFailed&) {
+    quarantine(runs);
+    throw;
+  } catch (...) {
+    if (!undone) quarantine(runs);
+    throw;
+  }
+  const std::size_t given = pool_->store().sleep(lock, pages);
+  held_.release();
+  return given;
+}
+
+// -- waking
+
+WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
+               std::span<const std::uint64_t> numbers)
+    : pool_(pool), caller_(caller), held_(pool, caller) {
+  PoolLock lock(pool_);
+  pool_->reap();
+  held_.hold(lock, pool_->asleep(numbers));
+  collect();
+  std::size_t missing = 0;
+  for (const Page* page : pages_) missing += !page->resident;
+  while (MakeRoom(*pool_).ready(lock, caller_.operation, missing)) {
+  }
+  pool_->store().wake(pages_);
+  collect();  // with their new handles
+  map(lock);
+}
+
+void WakeUp::collect() {
+  pages_.clear();
+  runs_.clear();
+  parts_.clear();
+  const std::size_t size = pool_->page_size();
+  std::unordered_set<const Page*> seen;
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    Reservation& range = client->range();
+    each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) {
+      if (!entry.page->asleep) return;
+      const bool first = seen.insert(entry.page).second;
+      add_page(runs_, range, row, index, entry, first);
+      if (!first) return;
+      pages_.push_back(entry.page);
+      add_part(parts_,
+               {range.address(row, index), entry.page->sleep, entry.page->place * size, size});
+    });
+  }
+}
+
+void WakeUp::map(PoolLock& lock) {
+  Driver& driver = pool_->driver();
+  const std::vector<PageRun> writable = mapped(runs_, true), shared = mapped(runs_, false);
+  bool undone = true;
+  try {
+    const Unlocked unlocked(lock);
+    map_if(driver, writable, Access::writable);
+    undone = false;
+    try {
+      map_if(driver, shared, Access::copy_on_write);
+      try {
+        zero();
+      } catch (...) {
+        unmap_if(driver, shared, Access::copy_on_write);
+        throw;
+      }
+    } catch (...) {
+      unmap_if(driver, writable, Access::writable);
+      undone = true;
+      throw;
+    }
+    mapped_ = true;
+  } catch (const UndoFailed&) {
+    pool_->store().woken(pages_);
+    quarantine(runs_);
+    throw;
+  } catch (...) {
+    if (undone) {
+      pool_->store().sleep(lock, pages_);
+    } else {
+      pool_->store().woken(pages_);
+      quarantine(runs_);
+    }
+    throw;
+  }
+}
+
+// What new memory may hold, and nobody may see (I7).
+void WakeUp::zero() const {
+  Driver& driver = pool_->driver();
+  if (pool_->traits().adjacent_handles && pool_->traits().created_zero) return;
+  const Stream stream = driver.copy_stream();
+  for (const SleepPart& part : parts_) driver.zero(part.at, part.bytes, stream);
+  await_copies("zeroing pages");
+}
+
+void WakeUp::await_copies(const char* what) const {
+  Driver& driver = pool_->driver();
+  const std::chrono::nanoseconds patience = pool_->options().patience;
+  if (wait_for(driver, driver.fence(driver.copy_stream()), patience)) return;
+  throw TimedOut("[" + std::string(caller_.operation) + "] timed out after " +
+                 seconds_text(patience) + ": " + what + " has not ended");
+}
+
+void WakeUp::finish() {
+  await_copies("copying to the device");
+  PoolLock lock(pool_);
+  {
+    Driver& driver = pool_->driver();
+    const Unlocked unlocked(lock);
+    for (SleepRun& run : runs_) {
+      if (!run.writable || run.access == Access::writable) continue;
+      driver.remap(run.range->address(run.pages), run.handles, Access::writable, run.handles,
+                   Access::copy_on_write);
+      run.writable = false;
+    }
+  }
+  pool_->store().woken(pages_);
+  for (const std::shared_ptr<Client>& client : held_.all()) client->asleep = 0;
+  held_.release();
+  mapped_ = false;
+}
+
+void WakeUp::undo(PoolLock& lock) noexcept {
+  try {
+    Driver& driver = pool_->driver();
+    const std::vector<PageRun> writable = mapped(runs_, true), shared = mapped(runs_, false);
+    const Unlocked unlocked(lock);
+    unmap_if(driver, writable, Access::writable);
+    unmap_if(driver, shared, Access::copy_on_write);
+  } catch (...) {
+    pool_->store().woken(pages_);
+    return quarantine(runs_);
+  }
+  pool_->store().sleep(lock, pages_);
+}
+
+WakeUp::~WakeUp() {
+  if (!mapped_) return;
+  PoolLock lock(pool_);
+  undo(lock);
+}
+
+}  // namespace vtensor

@@ -1,0 +1,197 @@
+"""Memory that leaves while everything else about it stays, and comes back: what Pool.sleep and Pool.wake do.
+
+The core unmaps pages, and maps others at their addresses later (csrc/policy/sleep.h). What the pages held is
+kept here in between, in host memory or in a file. The names of memory that sleeps apart, and the three fates
+of contents, are those of torch_memory_saver and of vLLM's sleep mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from vtensor import _core
+from vtensor._progress import Progress
+from vtensor._sleep_file import SleepFile
+from vtensor._units import byte_text
+from vtensor.errors import Closed, InvalidArgument
+
+__all__ = ["Contents", "Image", "Sleeper", "fall_asleep", "kept_as", "wake"]
+
+Part = tuple[int, int, int, int]  # address, number of the sleep, offset among its bytes, bytes
+_AT_ONCE = 32 << 20  # bytes, between two looks at the clock
+
+
+class Sleeper(Protocol):
+    """What has memory that can leave."""
+
+    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
+
+    def _wake(self) -> None: ...
+
+
+class Contents(Protocol):
+    """Where the bytes of a sleep are kept."""
+
+    def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None: ...
+
+    def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class Image:
+    """What sleeps and wakes together: things of one tag. Those of one sleep share its contents."""
+
+    def __init__(self, number: int, tag: str, sleepers: list[Sleeper], contents: Contents | None) -> None:
+        self.number, self.tag, self.contents = number, tag, contents
+        self.sleepers = [weakref.ref(sleeper) for sleeper in sleepers]
+
+
+class HostContents:
+    """In host memory; pinned where the pages are a device's."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._bytes: torch.Tensor | None = None
+
+    def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
+        total = sum(nbytes for _, _, _, nbytes in parts)
+        self._bytes = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
+        for address, offset, nbytes in pieces(parts):
+            _core.read_pages(core, address, self._bytes.data_ptr() + offset, nbytes)
+            show(f"Pool.sleep: {byte_text(offset)} of {byte_text(total)} kept in host memory")
+
+    def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
+        assert self._bytes is not None
+        total = self._bytes.numel()
+        for address, offset, nbytes in pieces(parts):
+            _core.write_pages(core, address, self._bytes.data_ptr() + offset, nbytes)
+            show(f"Pool.wake: {byte_text(offset)} of {byte_text(total)} from host memory")
+
+    def drop(self) -> None:
+        self._bytes = None
+
+
+class FileContents:
+    """In a file, which is written whole or not at all, and checked when it is read."""
+
+    def __init__(self, path: Path, page_size: int, direct: bool) -> None:
+        self._file = SleepFile(path, page_size)
+        self._direct = direct  # the pages are host memory, which the file is read into and written from
+
+    def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
+        total = sum(nbytes for _, _, _, nbytes in parts)
+        staging = None if self._direct else torch.empty(_AT_ONCE, dtype=torch.uint8)
+        with self._file.writing(total) as write:
+            for address, offset, nbytes in pieces(parts):
+                at = address
+                if staging is not None:
+                    at = staging.data_ptr()
+                    _core.read_pages(core, address, at, nbytes)
+                write(at, nbytes)
+                show(f"Pool.sleep: {byte_text(offset)} of {byte_text(total)} written")
+
+    def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
+        staging = None if self._direct else torch.empty(_AT_ONCE, dtype=torch.uint8)
+        total = sum(nbytes for _, _, _, nbytes in parts)
+        with self._file.reading() as read:
+            for address, offset, nbytes in pieces(parts):
+                at = address if staging is None else staging.data_ptr()
+                read(at, offset, nbytes)
+                if staging is not None:
+                    _core.write_pages(core, address, at, nbytes)
+                show(f"Pool.wake: {byte_text(offset)} of {byte_text(total)} read")
+
+    def drop(self) -> None:
+        self._file.remove()
+
+
+def pieces(parts: list[Part]) -> Iterator[tuple[int, int, int]]:
+    """Address, offset and bytes of parts, cut where the clock is to be looked at."""
+    for address, _, offset, nbytes in parts:
+        for begin in range(0, nbytes, _AT_ONCE):
+            yield address + begin, offset + begin, min(_AT_ONCE, nbytes - begin)
+
+
+def kept_as(
+    contents: str | os.PathLike[str], page_size: int, *, on_host: bool, pinned: bool
+) -> Contents | None:
+    """Where to keep bytes, by the argument of Pool.sleep; None to discard them."""
+    if not isinstance(contents, (str, os.PathLike)):
+        raise InvalidArgument(f"[Pool.sleep] contents is {contents!r}: give 'discard', 'host' or a path")
+    if contents == "discard":
+        return None
+    if contents == "host":
+        return HostContents(pinned)
+    return FileContents(Path(contents), page_size, on_host)
+
+
+def fall_asleep(
+    core: _core.PagePool, by_tag: dict[str, list[Sleeper]], contents: Contents | None, images: list[Image]
+) -> int:
+    """Takes the memory of things, and adds an image of each tag to ``images``. Returns the pages given back."""
+    sleep = _core.SleepCore(core)
+    asleep: list[Image] = []
+    try:
+        for tag, sleepers in by_tag.items():
+            asleep.append(Image(sleep.next_number(), tag, sleepers, contents))
+            for sleeper in sleepers:
+                sleeper._fall_asleep(sleep, contents is None)
+        sleep.begin()
+        if contents is not None:
+            with Progress() as show:
+                contents.keep(core, sleep.parts(), show)
+        images.extend(asleep)  # before the pages go: what they held is never lost
+        return sleep.finish()
+    except BaseException:
+        if not sleep.finished:
+            sleep.give_up()
+            _forget(images, asleep)
+            _wake_all(asleep)
+        raise
+
+
+def wake(core: _core.PagePool, images: list[Image], chosen: list[Image], discard: bool) -> None:
+    """Gives the memory of ``chosen`` back, with what it held unless that is to be discarded, and removes them
+    from ``images``."""
+    waking = _core.WakeCore(core, [image.number for image in chosen])
+    try:
+        if not discard:
+            parts: dict[Contents, list[Part]] = {}
+            kept_in = {image.number: image.contents for image in chosen}
+            for part in waking.parts():
+                if (contents := kept_in[part[1]]) is not None:
+                    parts.setdefault(contents, []).append(part)
+            with Progress() as show:
+                for contents, some in parts.items():
+                    contents.bring_back(core, some, show)
+        waking.finish()
+    except BaseException:
+        waking.give_up()  # nothing to give up once it is finished: the next call does the rest
+        raise
+    _wake_all(chosen)
+    _forget(images, chosen)
+
+
+def _wake_all(images: list[Image]) -> None:
+    for image in images:
+        for sleeper in image.sleepers:
+            if (awake := sleeper()) is not None:
+                with contextlib.suppress(Closed):
+                    awake._wake()
+
+
+def _forget(images: list[Image], gone: list[Image]) -> None:
+    """Removes images, and what was kept for them alone."""
+    images[:] = [image for image in images if image not in gone]
+    left = {image.contents for image in images}
+    for contents in {image.contents for image in gone} - left:
+        if contents is not None:
+            contents.drop()

@@ -1,0 +1,135 @@
+"""A file that keeps what pages held: written whole or not at all, and checked when it is read.
+
+4,096 bytes of header, the bytes, then a CRC-32 of each page. It is written beside its place, under another
+name, and takes the place once it is on the disk: whatever cuts that off, a full disk or ``kill -9``, leaves
+what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from vtensor.errors import VTensorError
+
+__all__ = ["SleepFile"]
+
+_HEADER = 4096
+_FORMAT, _VERSION = "vtensor sleep", 1
+
+
+class SleepFile:
+    """A path, and what was written there.
+
+    Raises OSError as the file system does, and VTensorError if the file is not the one that was written.
+    """
+
+    def __init__(self, path: Path, page_size: int) -> None:
+        self.path = path
+        self._page_size = page_size
+        self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        self._header = b""
+        self._sums = array("I")  # the CRC-32 of each page
+
+    @contextlib.contextmanager
+    def writing(self, nbytes: int) -> Iterator[Callable[[int, int], None]]:
+        """For the length of a ``with``, a function that writes the next bytes, from an address."""
+        header = {"format": _FORMAT, "version": _VERSION, "nbytes": nbytes, "id": os.urandom(16).hex()}
+        self._header = json.dumps(header).encode().ljust(_HEADER)
+        self._sums = array("I")
+        try:
+            with open(self._partial, "wb", buffering=0) as file:
+                _write(file.fileno(), memoryview(self._header))
+
+                def write(address: int, nbytes: int) -> None:
+                    view = _memory(address, nbytes)
+                    _write(file.fileno(), view)
+                    self._sums.extend(self._sums_of(view))
+
+                yield write
+                _write(file.fileno(), memoryview(self._sums).cast("B"))
+                os.fsync(file.fileno())
+            os.replace(self._partial, self.path)
+            _sync_folder(self.path.parent)
+        except BaseException as error:
+            with contextlib.suppress(FileNotFoundError):
+                self._partial.unlink()
+            if isinstance(error, OSError):
+                raise OSError(
+                    error.errno,
+                    f"[Pool.sleep] {nbytes} bytes cannot be written to {self.path} ({error.strerror}): nothing "
+                    "fell asleep; free space, or name another path",
+                ) from error
+            raise
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Callable[[int, int, int], None]]:
+        """For the length of a ``with``, a function that reads to an address, from an offset, whole pages."""
+        try:
+            file = open(self.path, "rb", buffering=0)
+        except OSError as error:
+            raise VTensorError(
+                f"[Pool.wake] {self.path} cannot be read ({error.strerror}): all stays asleep; put the file "
+                "back, or give the contents up with wake(discard=True)"
+            ) from error
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            expected = _HEADER + len(self._sums) * (self._page_size + self._sums.itemsize)
+            if size != expected or os.pread(file.fileno(), _HEADER, 0) != self._header:
+                raise self._changed("it is not the file that was written")
+
+            def read(address: int, offset: int, nbytes: int) -> None:
+                view = _memory(address, nbytes)
+                done = 0
+                while done < nbytes:
+                    got = os.preadv(file.fileno(), [view[done:]], _HEADER + offset + done)
+                    if got == 0:
+                        raise self._changed("it is shorter than it was")
+                    done += got
+                first = offset // self._page_size
+                sums = self._sums[first : first + nbytes // self._page_size]
+                if self._sums_of(view) != sums:
+                    raise self._changed(f"among the {nbytes} bytes from {offset} are some others")
+
+            yield read
+
+    def remove(self) -> None:
+        """Removes the file, if it is the one that was written."""
+        with contextlib.suppress(OSError):
+            with open(self.path, "rb") as file:
+                ours = bool(self._header) and file.read(_HEADER) == self._header
+            if ours:
+                self.path.unlink()
+
+    def _sums_of(self, view: memoryview) -> array[int]:
+        size = self._page_size
+        return array("I", [zlib.crc32(view[i : i + size]) for i in range(0, len(view), size)])
+
+    def _changed(self, how: str) -> VTensorError:
+        return VTensorError(
+            f"[Pool.wake] {self.path} has changed since the sleep: {how}; all stays asleep; put the file back, "
+            "or give the contents up with wake(discard=True)"
+        )
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def _write(descriptor: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
