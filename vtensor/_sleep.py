@@ -22,7 +22,7 @@ from vtensor._sleep_file import SleepFile
 from vtensor._units import byte_text
 from vtensor.errors import Closed, InvalidArgument
 
-__all__ = ["Contents", "Image", "Sleeper", "fall_asleep", "kept_as", "wake"]
+__all__ = ["Contents", "Image", "Sleeper", "fall_asleep", "forget", "kept_as", "wake"]
 
 Part = tuple[int, int, int, int]  # address, number of the sleep, offset among its bytes, bytes
 _AT_ONCE = 32 << 20  # bytes, between two looks at the clock
@@ -136,7 +136,7 @@ def kept_as(
 def fall_asleep(
     core: _core.PagePool, by_tag: dict[str, list[Sleeper]], contents: Contents | None, images: list[Image]
 ) -> int:
-    """Takes the memory of things, and adds an image of each tag to ``images``. Returns the pages given back."""
+    """Takes the memory of things, and adds an image of each tag to ``images``. Returns pages given back."""
     sleep = _core.SleepCore(core)
     asleep: list[Image] = []
     try:
@@ -153,7 +153,7 @@ def fall_asleep(
     except BaseException:
         if not sleep.finished:
             sleep.give_up()
-            _forget(images, asleep)
+            forget(images, asleep)
             _wake_all(asleep)
         raise
 
@@ -177,7 +177,7 @@ def wake(core: _core.PagePool, images: list[Image], chosen: list[Image], discard
         waking.give_up()  # nothing to give up once it is finished: the next call does the rest
         raise
     _wake_all(chosen)
-    _forget(images, chosen)
+    forget(images, chosen)
 
 
 def _wake_all(images: list[Image]) -> None:
@@ -188,10 +188,10 @@ def _wake_all(images: list[Image]) -> None:
                     awake._wake()
 
 
-def _forget(images: list[Image], gone: list[Image]) -> None:
+def forget(images: list[Image], gone: list[Image]) -> None:
     """Removes images, and what was kept for them alone."""
-    images[:] = [image for image in images if image not in gone]
-    left = {image.contents for image in images}
-    for contents in {image.contents for image in gone} - left:
+    left = [image for image in images if image not in gone]
+    for contents in {image.contents for image in gone} - {image.contents for image in left}:
         if contents is not None:
             contents.drop()
+    images[:] = left  # last: what is still listed is dropped by the next

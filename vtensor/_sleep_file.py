@@ -63,8 +63,8 @@ class SleepFile:
             if isinstance(error, OSError):
                 raise OSError(
                     error.errno,
-                    f"[Pool.sleep] {nbytes} bytes cannot be written to {self.path} ({error.strerror}): nothing "
-                    "fell asleep; free space, or name another path",
+                    f"[Pool.sleep] {nbytes} bytes cannot be written to {self.path} ({error.strerror}): "
+                    "nothing fell asleep; free space, or name another path",
                 ) from error
             raise
 
@@ -113,8 +113,8 @@ class SleepFile:
 
     def _changed(self, how: str) -> VTensorError:
         return VTensorError(
-            f"[Pool.wake] {self.path} has changed since the sleep: {how}; all stays asleep; put the file back, "
-            "or give the contents up with wake(discard=True)"
+            f"[Pool.wake] {self.path} has changed since the sleep: {how}; all stays asleep; put the file "
+            "back, or give the contents up with wake(discard=True)"
         )
 
 

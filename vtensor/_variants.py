@@ -58,9 +58,7 @@ class AsleepVTensor(VTensor):
                 continue
             if tensor._core.asleep and getattr(func, "__name__", "") != "__repr__":
                 name = getattr(func, "__name__", str(func))
-                raise Asleep(
-                    f"[{name}] the VTensor is asleep, without memory: call wake() of its pool first"
-                )
+                raise Asleep(f"[{name}] the VTensor is asleep, without memory: call wake() of its pool first")
             tensor._core.wake(tensor)  # what woke it was cut off before it said so
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -135,4 +133,6 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
 
 keep_private(CopyOnWriteVTensor)
 keep_private(AsleepVTensor)
-_core.use_tensor_classes(open=VTensor, copy_on_write=CopyOnWriteVTensor, asleep=AsleepVTensor, closed=ClosedVTensor)
+_core.use_tensor_classes(
+    open=VTensor, copy_on_write=CopyOnWriteVTensor, asleep=AsleepVTensor, closed=ClosedVTensor
+)

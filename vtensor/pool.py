@@ -16,7 +16,7 @@ import torch
 from vtensor import _core
 from vtensor._arguments import byte_count, choice, device_of, number
 from vtensor._notebook import bundle
-from vtensor._sleep import Image, Sleeper, fall_asleep, kept_as, wake
+from vtensor._sleep import Image, Sleeper, fall_asleep, forget, kept_as, wake
 from vtensor._units import Bytes
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
@@ -60,7 +60,7 @@ class PoolStats:
         nbytes_mapped: ``pages_mapped`` in bytes.
         nbytes_held: bytes that this pool holds, used and spare pages: what counts in a shared budget.
         nbytes_held_by_others: bytes that the other pools of a shared budget hold; 0 where none is shared.
-        nbytes_asleep: bytes of memory that :meth:`Pool.sleep` has given back, and :meth:`Pool.wake` will take.
+        nbytes_asleep: bytes that :meth:`Pool.sleep` has given back, and :meth:`Pool.wake` will take.
         nbytes_reserved: bytes of addresses reserved; they cost no memory.
         nbytes_by_tag: bytes that allocations take, by the ``tag`` of :func:`vtensor.memory` or
             :func:`vtensor.adopt`.
@@ -430,6 +430,7 @@ class Pool:
             self._closed = True  # nothing new from here on
             self._close_tensors()
             self._close_heaps()
+            forget(self._asleep, self._asleep)
         except VTensorError:
             raise  # what could be closed is; a second call closes the rest
         except BaseException:  # from outside (I17): the pool is as before, and so are the tensors still open

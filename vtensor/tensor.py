@@ -18,6 +18,7 @@ from vtensor.pool import Pool, default_pool
 
 # VTensor calls these methods through the class. If torch.compile breaks a graph at a method of an extension
 # object, it resumes with a call that has lost the object (torch 2.13).
+SleepCore = _core.SleepCore
 TensorCore = _core.TensorCore
 PageRecord = _core.PageRecord
 WhenFull = Literal["raise", "move"]
@@ -270,7 +271,7 @@ class VTensor(torch.Tensor):
 
     _sleeps_as = "tensors"
 
-    def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
+    def _fall_asleep(self, sleep: SleepCore, discard: bool) -> None:
         TensorCore.fall_asleep(self._core, self, sleep)
 
     def _wake(self) -> None:

@@ -225,7 +225,7 @@ class CacheCore {
     std::shared_ptr<PagePool> pool;
     FencePtr copied;
     try {
-      const Operation operation(*this, "Pool.wait_idle");
+      const SoleOperation operation(mutex_, cache_, "cache", "Pool.wait_idle");
       pool = pool_;
       copied = cache_->arrivals();
     } catch (const Closed&) {
@@ -320,7 +320,8 @@ class CacheCore {
   // With its slots and what requests may share of them; prefixes that no slot uses go.
   void fall_asleep(SleepCore& sleep, bool discard) {
     constexpr const char* name = "Pool.sleep";
-    const Operation operation(*this, name);
+    const SoleOperation operation(mutex_, cache_, "cache", name);
+    if (cache_->range(0)->asleep.load() != 0) return;
     if (discard && cache_->count_used() != 0) {
       refuse(name, "a cache has " + std::to_string(cache_->count_used()) +
                        " slots in use, whose K and V would be lost: free them, or keep what they "

@@ -208,7 +208,7 @@ void TensorCore::dress(nb::handle self) noexcept {
 }
 
 void TensorCore::fall_asleep(nb::handle self, SleepCore& sleep) {
-  if (!open_) return;
+  if (!open_ || asleep()) return;
   const Operation operation(*this, "Pool.sleep", self);
   sleep.add(buffer_);
 }
