@@ -1,0 +1,53 @@
+"""Reads recorded allocations in any of three formats, which the file's suffix selects."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+from vtensor.allocations.events import AllocationTrace
+from vtensor.allocations.plain import read_plain
+from vtensor.allocations.profiler import read_profile
+from vtensor.allocations.snapshot import read_snapshot
+from vtensor.errors import InvalidArgument
+
+__all__ = ["read_allocations"]
+
+
+def read_allocations(path: str | os.PathLike[str], device: str | None = None) -> AllocationTrace:
+    """Reads a recording of allocations.
+
+    Args:
+        path: a pickle of ``torch.cuda.memory._snapshot()`` (``.pickle``, ``.pkl``), a trace of
+            ``torch.profiler`` with memory events (``.json``, ``.json.gz``), or the plain format (``.csv``,
+            ``.csv.gz``).
+        device: which device's allocations, as in ``"cuda:0"``; may be left out where there is one only.
+
+    Raises:
+        InvalidArgument: if the file has none of the formats, cannot be read or holds no allocation, or where an
+            event is malformed.
+    """
+    file = Path(path)
+    name = file.name.lower().removesuffix(".gz")
+    try:
+        if name.endswith((".pickle", ".pkl")) and not file.name.lower().endswith(".gz"):
+            trace = read_snapshot(file, device)
+        elif name.endswith(".json"):
+            trace = read_profile(file, device)
+        elif name.endswith(".csv"):
+            if device is not None:
+                raise InvalidArgument(
+                    f"[replay-allocations] --device {device}: the plain format has one device; leave it out"
+                )
+            trace = read_plain(file)
+        else:
+            raise InvalidArgument(
+                f"[replay-allocations] {file}: pass a snapshot (.pickle), a torch.profiler trace (.json, "
+                ".json.gz) or the plain format (.csv, .csv.gz)"
+            )
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:  # the last three: damaged archives
+        raise InvalidArgument(f"[replay-allocations] {file} cannot be read: {error}") from error
+    if not trace.events:
+        raise InvalidArgument(f"[replay-allocations] {file} holds no allocation: nothing to replay")
+    return trace

@@ -1,0 +1,125 @@
+"""The plain format of allocations: CSV, also as ``.csv.gz``.
+
+::
+
+    # any notes
+    event,id,bytes,stream
+    alloc,1,1048576,0
+    alloc,2,512,0
+    free,1,,
+
+``id`` is a whole number that names an allocation until its ``free``, and may be used again after it. A ``free``
+may leave out bytes and stream.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from reprlib import repr as brief
+from typing import IO
+
+from vtensor.allocations.events import AllocationTrace, Event, checked
+from vtensor.errors import InvalidArgument
+
+__all__ = ["read_plain", "write_plain"]
+
+_COLUMNS = "event,id,bytes,stream"
+_MOST_DIGITS = 19
+
+
+def read_plain(path: Path) -> AllocationTrace:
+    """Reads the plain format.
+
+    Args:
+        path: a ``.csv`` or a ``.csv.gz`` file.
+
+    Raises:
+        InvalidArgument: for a malformed line, by its number.
+        OSError: if the file cannot be read.
+    """
+    notes: list[str] = []
+    with _opened(path) as file:
+        events = list(checked(_events(path, file, notes)))
+    return AllocationTrace(events, notes)
+
+
+def write_plain(trace: AllocationTrace, path: Path) -> None:
+    """Writes the plain format, the same bytes for the same trace.
+
+    Args:
+        trace: what to write.
+        path: a ``.csv`` or a ``.csv.gz`` file.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    lines = [*(f"# {note}" for note in trace.notes), _COLUMNS, *map(_line, trace.events)]
+    data = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(path), encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _line(event: Event) -> str:
+    if event.kind == "free":
+        return f"free,{event.id},,"
+    return f"alloc,{event.id},{event.bytes},{event.stream}"
+
+
+def _events(path: Path, lines: Iterable[str], notes: list[str]) -> Iterator[tuple[str, Event]]:
+    live: dict[int, Event] = {}
+    header = False
+    for number, text in enumerate(lines, 1):
+        place, line = f"{path} line {number}", text.strip()
+        if not line:
+            continue
+        if line.startswith("#"):
+            notes.append(line.removeprefix("#").strip())
+        elif not header:
+            if line != _COLUMNS:
+                raise InvalidArgument(
+                    f"[replay-allocations] {place}: the columns are {brief(line)}, not {_COLUMNS}"
+                )
+            header = True
+        else:
+            event = _event(place, line.split(","), live)
+            yield place, event
+            if event.kind == "alloc":
+                live[event.id] = event
+            else:
+                del live[event.id]
+
+
+def _event(place: str, fields: list[str], live: dict[int, Event]) -> Event:
+    if len(fields) != 4:
+        raise InvalidArgument(f"[replay-allocations] {place}: {len(fields)} fields, not {_COLUMNS}")
+    kind, name, nbytes, stream = fields
+    if kind == "alloc":
+        return Event(
+            "alloc",
+            _whole(place, "id", name),
+            _whole(place, "bytes", nbytes),
+            _whole(place, "stream", stream),
+        )
+    if kind != "free":
+        raise InvalidArgument(f"[replay-allocations] {place}: event {brief(kind)}: write alloc or free")
+    begun = live.get(number := _whole(place, "id", name))
+    return Event(
+        "free",
+        number,
+        begun.bytes if begun and not nbytes else _whole(place, "bytes", nbytes or "1"),
+        begun.stream if begun and not stream else _whole(place, "stream", stream or "0"),
+    )
+
+
+def _whole(place: str, name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise InvalidArgument(f"[replay-allocations] {place}: {name} {brief(text)}: write a whole number")
+    return int(text)

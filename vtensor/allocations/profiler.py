@@ -1,0 +1,95 @@
+"""Memory events of ``torch.profiler`` traces: ``profile(profile_memory=True)``, ``export_chrome_trace``."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from reprlib import repr as brief
+from typing import Any
+
+from vtensor.allocations.events import AllocationTrace, Event, checked
+from vtensor.allocations.raw import RawEvent, named
+from vtensor.errors import InvalidArgument
+
+__all__ = ["read_profile"]
+
+_KINDS = {0: "cpu", 1: "cuda"}  # of c10::DeviceType
+
+
+def read_profile(path: Path, device: str | None) -> AllocationTrace:
+    """Reads the ``[memory]`` events of a Chrome trace, by time. They name no stream, so all are of stream 0.
+
+    Args:
+        path: a ``.json`` or a ``.json.gz`` file.
+        device: which device's events, as in ``"cuda:0"`` or ``"cpu"``; None if there are events of one only.
+
+    Raises:
+        InvalidArgument: for malformed events, or if ``device`` does not select events.
+        OSError: if the file cannot be read.
+    """
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        trace = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"[replay-allocations] {path} is not JSON: {error}") from error
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(events, list):
+        raise InvalidArgument(
+            f"[replay-allocations] {path} has no traceEvents: write it with torch.profiler's "
+            "export_chrome_trace"
+        )
+    memory = [_Memory(path, i, event) for i, event in enumerate(events) if _is_memory(event)]
+    chosen = _device(path, Counter(event.device for event in memory), device)
+    ordered = sorted((event for event in memory if event.device == chosen), key=lambda event: event.time)
+    return AllocationTrace(list(checked(named(_raw(ordered)))), [f"torch.profiler, {chosen}"])
+
+
+def _is_memory(event: Any) -> bool:
+    return isinstance(event, dict) and event.get("name") == "[memory]"
+
+
+class _Memory:
+    """One checked event."""
+
+    def __init__(self, path: Path, index: int, event: dict[str, Any]) -> None:
+        self.place = f"{path} traceEvents[{index}]"
+        given = event.get("args")
+        values: dict[str, Any] = given if isinstance(given, dict) else {}
+        self.time: float = self._number("ts", event.get("ts"), (int, float))
+        self.bytes: int = self._number("args.Bytes", values.get("Bytes"), (int,))
+        self.address: int = self._number("args.Addr", values.get("Addr"), (int,))
+        kind: int = self._number("args['Device Type']", values.get("Device Type"), (int,))
+        number: int = self._number("args['Device Id']", values.get("Device Id"), (int,))
+        name = _KINDS.get(kind, f"device type {kind}")
+        self.device = name if number < 0 else f"{name}:{number}"
+
+    def _number(self, name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+        if type(value) not in kinds or value != value:
+            raise InvalidArgument(
+                f"[replay-allocations] {self.place}: {name} is {brief(value)}, not a number; torch.profiler "
+                "writes one"
+            )
+        return value
+
+
+def _device(path: Path, found: Counter[str], asked: str | None) -> str:
+    if not found:
+        raise InvalidArgument(
+            f"[replay-allocations] {path} has no [memory] events: record with profile(profile_memory=True)"
+        )
+    there = ", ".join(f"{name} ({count:,} events)" for name, count in sorted(found.items()))
+    if asked is None and len(found) > 1:
+        raise InvalidArgument(f"[replay-allocations] {path} has events of {there}: choose one with --device")
+    if asked is not None and asked not in found:
+        raise InvalidArgument(f"[replay-allocations] {path} has no events of {asked}, only of {there}")
+    return asked if asked is not None else next(iter(found))
+
+
+def _raw(events: list[_Memory]) -> Iterator[RawEvent]:
+    for event in events:
+        if event.bytes:
+            kind = "alloc" if event.bytes > 0 else "free"
+            yield RawEvent(event.place, kind, event.address, abs(event.bytes), 0)

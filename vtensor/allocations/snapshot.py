@@ -1,0 +1,141 @@
+"""Pickles of ``torch.cuda.memory._snapshot()``, which ``torch.cuda.memory._dump_snapshot`` writes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from reprlib import repr as brief
+from typing import IO, Any, NoReturn
+
+from vtensor.allocations.events import AllocationTrace, checked
+from vtensor.allocations.raw import RawEvent, named
+from vtensor.errors import InvalidArgument
+
+__all__ = ["read_snapshot"]
+
+_LIVE = ("active_allocated", "active_awaiting_free")
+
+
+def read_snapshot(path: Path, device: str | None) -> AllocationTrace:
+    """Reads the history of a snapshot. Nothing in the file can run: it may hold plain containers only.
+
+    Memory counts as freed when torch could use it again (``free_completed``), or when its free was requested
+    where the history leaves the former out.
+
+    Args:
+        path: a pickle.
+        device: which device's history, as in ``"cuda:0"``; None if one device has a history only.
+
+    Raises:
+        InvalidArgument: if the file is not such a pickle, has malformed entries, or if ``device`` does not select
+            a history.
+        OSError: if the file cannot be read.
+    """
+    snapshot = _loaded(path)
+    histories = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
+    if not isinstance(histories, list) or not all(isinstance(entries, list) for entries in histories):
+        raise InvalidArgument(
+            f"[replay-allocations] {path} has no device_traces: write it with torch.cuda.memory._dump_snapshot"
+        )
+    number = _device(path, histories, device)
+    events = list(_events(path, number, histories[number]))
+    live = _live_at_end(path, number, snapshot.get("segments"))
+    notes = [f"torch.cuda.memory._snapshot, cuda:{number}"]
+    return AllocationTrace(list(checked(named(events, live))), notes)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds dicts, lists, tuples, strings and numbers, and calls nothing."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise InvalidArgument(
+            f"[replay-allocations] {self._path} asks for {module}.{name}, and a snapshot holds plain containers "
+            "only: do not unpickle this file elsewhere"
+        )
+
+    def persistent_load(self, identity: Any) -> NoReturn:
+        raise InvalidArgument(
+            f"[replay-allocations] {self._path} refers to objects outside of it; a snapshot does not"
+        )
+
+
+def _loaded(path: Path) -> Any:
+    with path.open("rb") as file:
+        try:
+            return _PlainUnpickler(path, file).load()
+        except (InvalidArgument, OSError):
+            raise
+        except Exception as error:  # a malformed pickle may raise anything
+            raise InvalidArgument(
+                f"[replay-allocations] {path} is not a whole pickle: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _device(path: Path, histories: list[list[Any]], asked: str | None) -> int:
+    found = {f"cuda:{i}": i for i, entries in enumerate(histories) if entries}
+    if not found:
+        raise InvalidArgument(
+            f"[replay-allocations] {path} has an empty history: call torch.cuda.memory._record_memory_history() "
+            "before what is recorded"
+        )
+    there = ", ".join(f"{name} ({len(histories[i]):,} entries)" for name, i in found.items())
+    if asked is None and len(found) > 1:
+        raise InvalidArgument(
+            f"[replay-allocations] {path} has histories of {there}: choose one with --device"
+        )
+    if asked is not None and asked not in found:
+        raise InvalidArgument(f"[replay-allocations] {path} has no history of {asked}, only of {there}")
+    return found[asked] if asked is not None else next(iter(found.values()))
+
+
+def _events(path: Path, number: int, entries: list[Any]) -> Iterator[RawEvent]:
+    completed = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in entries)
+    free = "free_completed" if completed else "free_requested"
+    for i, entry in enumerate(entries):
+        place = f"{path} device_traces[{number}][{i}]"
+        if not isinstance(entry, dict):
+            raise InvalidArgument(f"[replay-allocations] {place}: a {type(entry).__name__}, not a dict")
+        action = entry.get("action")
+        if action not in ("alloc", free):
+            continue
+        nbytes = _whole(place, "size", entry.get("size"))
+        if nbytes:
+            yield RawEvent(
+                place,
+                "alloc" if action == "alloc" else "free",
+                _whole(place, "addr", entry.get("addr")),
+                nbytes,
+                _whole(place, "stream", entry.get("stream", 0)),
+            )
+
+
+def _live_at_end(path: Path, number: int, ranges: Any) -> Iterator[RawEvent]:
+    """What the snapshot says is allocated. Its address is left out by old versions of torch, and follows from
+    the sizes before it."""
+    for i, found in enumerate(ranges if isinstance(ranges, list) else []):
+        if not isinstance(found, dict) or found.get("device", 0) != number:
+            continue
+        place = f"{path} segments[{i}]"
+        address = _whole(place, "address", found.get("address"))
+        stream = _whole(place, "stream", found.get("stream", 0))
+        parts = found.get("blocks")
+        for j, part in enumerate(parts if isinstance(parts, list) else []):
+            where = f"{place}['blocks'][{j}]"
+            if not isinstance(part, dict):
+                raise InvalidArgument(f"[replay-allocations] {where}: a {type(part).__name__}, not a dict")
+            size = _whole(where, "size", part.get("size"))
+            if part.get("state") in _LIVE:
+                asked = _whole(where, "requested_size", part.get("requested_size", size))
+                yield RawEvent(where, "alloc", part.get("address", address), asked or size, stream)
+            address += size
+
+
+def _whole(place: str, name: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise InvalidArgument(f"[replay-allocations] {place}: {name} is {brief(value)}, not a whole number")
+    return value
