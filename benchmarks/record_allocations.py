@@ -1,9 +1,9 @@
-"""Records the allocations of real training steps on the CPU: ``python benchmarks/record_allocations.py FOLDER``.
+"""Records the allocations of real training steps: ``python benchmarks/record_allocations.py FOLDER``.
 
-A small transformer is trained on random tokens whose length changes every step: once as it is ("lengths"), once
-with activation checkpointing, and once with activations kept elsewhere until the backward pass ("offload").
-torch.profiler records every allocation. The plain format keeps them, with sizes multiplied by a factor, as a batch
-and weights so many times as large would have them.
+A small transformer is trained on the CPU, on random tokens whose length changes every step: once as it is
+("lengths"), once with activation checkpointing, and once with activations kept elsewhere until the backward
+pass ("offload"). torch.profiler records every allocation. The plain format keeps them, with all sizes multiplied
+by one factor, because tensors that a CPU trains in a minute are small.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.embedding, self.head = (
+            nn.Embedding(VOCABULARY, HIDDEN),
+            nn.Linear(HIDDEN, VOCABULARY, bias=False),
+        )
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.checkpointed = checkpointed
 
@@ -59,8 +62,8 @@ class Model(nn.Module):
 
 
 def offloaded(model: nn.Module) -> AbstractContextManager[object]:
-    """Keeps what autograd saves in memory of numpy's, which torch's profiler does not count, as a device's would
-    not count the host's."""
+    """Keeps what autograd saves in memory of numpy's, which torch.profiler does not see: it stands for the
+    host."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
     def pack(saved: Tensor) -> object:
@@ -105,9 +108,9 @@ def record(way: str) -> AllocationTrace:
         profiled.export_chrome_trace(str(path))
         events = read_allocations(path, "cpu").events
     notes = [
-        f"{STEPS} training steps recorded on the CPU with torch {torch.__version__}, profile_memory=True: {way}",
-        f"transformer: {LAYERS} layers, {HIDDEN} hidden, {HEADS} heads, {VOCABULARY} tokens known, float32, AdamW; "
-        f"{BATCH} sequences of {SHORTEST} to {LONGEST} tokens, another length each step; seed {SEED}",
+        f"{STEPS} training steps recorded on the CPU, torch {torch.__version__}, by torch.profiler: {way}",
+        f"transformer: {LAYERS} layers, {HIDDEN} hidden, {HEADS} heads, vocabulary {VOCABULARY}, float32, "
+        f"AdamW; {BATCH} sequences of {SHORTEST} to {LONGEST} tokens, another length each step; seed {SEED}",
         f"scale: all sizes are {SCALE} times those recorded",
     ]
     return AllocationTrace([Event(kind, name, SCALE * size, 0) for kind, name, size, _ in events], notes)

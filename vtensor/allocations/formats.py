@@ -25,7 +25,7 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
         device: which device's allocations, as in ``"cuda:0"``; may be left out where there is one only.
 
     Raises:
-        InvalidArgument: if the file has none of the formats, cannot be read or holds no allocation, or where an
+        InvalidArgument: if the file has none of the formats, cannot be read or holds no allocation, or if an
             event is malformed.
     """
     file = Path(path)

@@ -8,8 +8,8 @@
     alloc,2,512,0
     free,1,,
 
-``id`` is a whole number that names an allocation until its ``free``, and may be used again after it. A ``free``
-may leave out bytes and stream.
+``id`` is a whole number that names an allocation until its ``free``, and may be used again after it. A
+``free`` may leave out bytes and stream.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
-from vtensor.allocations.events import AllocationTrace, Event, checked
+from vtensor.allocations.events import AllocationTrace, Kind, checked
 from vtensor.allocations.raw import RawEvent, named
 from vtensor.errors import InvalidArgument
 
@@ -91,5 +91,5 @@ def _device(path: Path, found: Counter[str], asked: str | None) -> str:
 def _raw(events: list[_Memory]) -> Iterator[RawEvent]:
     for event in events:
         if event.bytes:
-            kind = "alloc" if event.bytes > 0 else "free"
+            kind: Kind = "alloc" if event.bytes > 0 else "free"
             yield RawEvent(event.place, kind, event.address, abs(event.bytes), 0)

@@ -25,8 +25,8 @@ class RawEvent(NamedTuple):
 def named(recorded: Iterable[RawEvent], live_at_end: Iterable[RawEvent] = ()) -> Iterator[tuple[str, Event]]:
     """Gives each allocation a name of its own.
 
-    What was allocated before the recording began comes first, in order of addresses: it is known from its free,
-    or because it was live when the recording ended.
+    What was allocated before the recording began comes first, in order of addresses. It is known from its
+    free, or because it was live when the recording ended.
 
     Args:
         recorded: in order.

@@ -28,15 +28,16 @@ def read_snapshot(path: Path, device: str | None) -> AllocationTrace:
         device: which device's history, as in ``"cuda:0"``; None if one device has a history only.
 
     Raises:
-        InvalidArgument: if the file is not such a pickle, has malformed entries, or if ``device`` does not select
-            a history.
+        InvalidArgument: if the file is not such a pickle, has malformed entries, or if ``device`` selects
+            no history.
         OSError: if the file cannot be read.
     """
     snapshot = _loaded(path)
     histories = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
     if not isinstance(histories, list) or not all(isinstance(entries, list) for entries in histories):
         raise InvalidArgument(
-            f"[replay-allocations] {path} has no device_traces: write it with torch.cuda.memory._dump_snapshot"
+            f"[replay-allocations] {path} has no device_traces: write it with "
+            "torch.cuda.memory._dump_snapshot"
         )
     number = _device(path, histories, device)
     events = list(_events(path, number, histories[number]))
@@ -54,8 +55,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise InvalidArgument(
-            f"[replay-allocations] {self._path} asks for {module}.{name}, and a snapshot holds plain containers "
-            "only: do not unpickle this file elsewhere"
+            f"[replay-allocations] {self._path} asks for {module}.{name}, and a snapshot holds plain "
+            "containers only: do not unpickle this file elsewhere"
         )
 
     def persistent_load(self, identity: Any) -> NoReturn:
@@ -80,8 +81,8 @@ def _device(path: Path, histories: list[list[Any]], asked: str | None) -> int:
     found = {f"cuda:{i}": i for i, entries in enumerate(histories) if entries}
     if not found:
         raise InvalidArgument(
-            f"[replay-allocations] {path} has an empty history: call torch.cuda.memory._record_memory_history() "
-            "before what is recorded"
+            f"[replay-allocations] {path} has an empty history: call "
+            "torch.cuda.memory._record_memory_history() before what is recorded"
         )
     there = ", ".join(f"{name} ({len(histories[i]):,} entries)" for name, i in found.items())
     if asked is None and len(found) > 1:

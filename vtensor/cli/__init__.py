@@ -1,4 +1,5 @@
-"""The command line, ``python -m vtensor``: ``info``, ``top``, ``demo``, ``bench`` and ``replay``.
+"""The command line, ``python -m vtensor``: ``info``, ``top``, ``demo``, ``bench``, ``replay`` and
+``replay-allocations``.
 
 Exit statuses: 0 for success, 1 if something failed, 2 for arguments that are not valid, 130 after Ctrl-C, 141
 if the reader of the output has closed the pipe.
@@ -67,6 +68,7 @@ def _run(arguments: list[str]) -> int:
     commands.add_parser("bench", help="figures beside their baselines, from a checkout", add_help=False)
     if arguments[:1] not in (["info"], ["top"], ["demo"], ["bench"]) and _has_replay():
         importlib.import_module("vtensor.replay.cli").add_parser(commands)
+        importlib.import_module("vtensor.allocations.cli").add_parser(commands)
 
     options, rest = parser.parse_known_args(arguments)
     if rest and (options.command not in ("demo", "bench") or arguments[0] != options.command):
@@ -77,6 +79,7 @@ def _run(arguments: list[str]) -> int:
         "demo": _demo,
         "bench": _bench,
         "replay": _replay,
+        "replay-allocations": _replay_allocations,
     }
     run = runs[options.command]
     return run(options, rest)
@@ -114,6 +117,11 @@ def _bench(options: argparse.Namespace, rest: list[str]) -> int:
 def _replay(options: argparse.Namespace, rest: list[str]) -> int:
     status: int | None = importlib.import_module("vtensor.replay.cli").main(options)
     return status or 0
+
+
+def _replay_allocations(options: argparse.Namespace, rest: list[str]) -> int:
+    status: int = importlib.import_module("vtensor.allocations.cli").main(options)
+    return status
 
 
 def _has_replay() -> bool:

@@ -1,0 +1,83 @@
+"""``python -m vtensor replay-allocations TRACE``: recorded allocations with models of allocators."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vtensor._progress import Progress
+from vtensor.allocations.formats import read_allocations
+from vtensor.allocations.models import MODELS
+from vtensor.allocations.replay import ROOM, device_needed
+from vtensor.allocations.report import Comparison, picture, table, to_json
+from vtensor.errors import InvalidArgument, VTensorError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["add_arguments", "add_parser", "main"]
+
+_DESCRIPTION = f"""Passes recorded allocations to models of torch's native allocator, of its expandable
+segments and of vtensor's allocator. Finds the smallest device on which each serves all of them, in multiples of
+the bytes live at most, and counts driver calls there and on a device of {ROOM:g} times those bytes. No memory is
+mapped, and no device is needed."""
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to those of ``python -m vtensor``."""
+    parser = subparsers.add_parser(
+        "replay-allocations", help="the smallest device for recorded allocations, by allocator"
+    )
+    add_arguments(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
+    parser.add_argument(
+        "traces",
+        metavar="TRACE",
+        nargs="+",
+        help="a pickle of torch.cuda.memory._snapshot() (.pickle), a torch.profiler trace with memory "
+        "events (.json, .json.gz), or the plain format: lines of event,id,bytes,stream (.csv, .csv.gz)",
+    )
+    parser.add_argument(
+        "--allocator",
+        action="append",
+        choices=list(MODELS),
+        help="may be given several times (default: all)",
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="whose allocations, as in cuda:0 or cpu (default: the only one's)"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON instead of the table")
+    parser.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg, ...)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs the command. Returns the exit status."""
+    try:
+        _run(arguments)
+    except VTensorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidArgument) else 1
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    traces = {path: read_allocations(path, arguments.device) for path in arguments.traces}
+    comparisons = []
+    with Progress() as progress:
+        for path, trace in traces.items():
+            needs = [
+                device_needed(name, MODELS[name], trace, progress)
+                for name in dict.fromkeys(arguments.allocator or MODELS)
+            ]
+            comparisons.append(Comparison(Path(path).name, trace, needs))
+    if arguments.plot:
+        picture(comparisons, arguments.plot)
+    if arguments.json:
+        print(to_json(comparisons))
+    else:
+        print("\n\n".join(map(table, comparisons)))

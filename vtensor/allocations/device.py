@@ -1,0 +1,75 @@
+"""The device of the models: so many bytes, and a count of the calls that change what is taken of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Protocol
+
+from vtensor.errors import OutOfPages
+
+__all__ = ["ADDRESSES", "PAGE", "Allocator", "Device", "refused", "rounded"]
+
+PAGE = 2 << 20
+"""Bytes of a driver's page: the granularity of cudaMalloc's memory and of cuMemCreate."""
+
+
+ADDRESSES = 1 << 56
+"""Between the first addresses of two ranges, so that no two touch."""
+
+
+class Allocator(Protocol):
+    """What a replay needs of an allocator: a model, or one that maps real memory."""
+
+    def allocate(self, nbytes: int, stream: int, /) -> int:
+        """The address of ``nbytes`` bytes for ``stream``.
+
+        Raises:
+            OutOfPages: if the device has too few.
+        """
+
+    def free(self, address: int, nbytes: int, stream: int, /) -> None:
+        """Ends an allocation: its address, and its bytes and stream as they were asked for."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes taken of the device."""
+
+    @property
+    def calls(self) -> Mapping[str, int]:
+        """How often each call of the driver was made."""
+
+
+class Device:
+    """Counts bytes taken, and calls.
+
+    Args:
+        capacity: bytes there are.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self.calls: Counter[str] = Counter()
+
+    def take(self, nbytes: int) -> bool:
+        """Takes ``nbytes``; False if there are too few."""
+        if self.used + nbytes > self.capacity:
+            return False
+        self.used += nbytes
+        return True
+
+    def give(self, nbytes: int) -> None:
+        self.used -= nbytes
+
+
+def rounded(nbytes: int, multiple: int) -> int:
+    """``nbytes`` rounded up."""
+    return -(-nbytes // multiple) * multiple
+
+
+def refused(nbytes: int, device: Device) -> OutOfPages:
+    return OutOfPages(
+        f"[replay-allocations] {nbytes:,} bytes were asked for, and the device has {device.capacity:,}, of "
+        f"which {device.used:,} are taken: replay it on a larger one"
+    )

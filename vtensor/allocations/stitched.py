@@ -1,0 +1,113 @@
+"""A model of vtensor's allocator: any free pages serve any allocation, mapped behind one range.
+
+The idea is GMLake's (Guo et al., arXiv 2401.08156). Allocations that fill their pages are kept apart from
+all others, so that every page they leave is free as a whole. The others would lose the rest of a last page each,
+so they are cut from shared pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from vtensor.allocations.device import PAGE, Device, refused, rounded
+from vtensor.allocations.growing import GrowingRanges
+from vtensor.allocations.native import GRAIN, SMALL_SIZE
+
+__all__ = ["MOST_LOSS", "StitchedAllocator"]
+
+MOST_LOSS = 1 / 1024
+"""The share of its pages that an allocation of whole pages may leave empty."""
+
+
+class StitchedAllocator:
+    """Allocations of whole pages, of other large sizes and of small ones.
+
+    Each kind has ranges of its own, and all have the same pages. A freed range stays mapped, for the next of its
+    size or smaller ones, until its pages are needed elsewhere. Then as many free pages as are missing move,
+    wherever they lie and whatever their stream.
+
+    Args:
+        capacity: bytes of the device.
+        most_loss: an allocation of a page and more takes whole pages if it leaves at most this share of them
+            empty; 1 lets all of them take whole pages.
+    """
+
+    def __init__(self, capacity: int, most_loss: float = MOST_LOSS) -> None:
+        self._device = Device(capacity)
+        self._most_loss = most_loss
+        self._unmapped = 0  # pages taken of the device and mapped nowhere
+        self._live: dict[int, GrowingRanges] = {}
+        # Those of whole pages give up their pages first: none of them is pinned by a neighbour.
+        self._kinds = self._whole, self._large, self._small = [
+            GrowingRanges(
+                page=PAGE,
+                reserved=capacity + capacity // 8,
+                grain=GRAIN,
+                take=self._map,
+                give=self._unmap,
+                reserve=partial(self._count, "cuMemAddressReserve"),
+                unreserve=partial(self._count, "cuMemAddressFree"),
+            )
+            for _ in range(3)
+        ]
+
+    @property
+    def device_bytes(self) -> int:
+        return self._device.used
+
+    @property
+    def calls(self) -> Mapping[str, int]:
+        return self._device.calls
+
+    def allocate(self, nbytes: int, stream: int, /) -> int:
+        whole = rounded(nbytes, PAGE)
+        if nbytes >= PAGE and whole - nbytes <= self._most_loss * whole:
+            ranges, size = self._whole, whole
+        else:
+            size = rounded(nbytes, GRAIN)
+            ranges = self._small if size <= SMALL_SIZE else self._large
+        address = ranges.reuse(size, stream)
+        if address is None:
+            while (address := ranges.grow(size, stream)) is None:
+                if not self._uncover(rounded(size, PAGE) // PAGE):
+                    raise refused(nbytes, self._device)
+        self._live[address] = ranges
+        return address
+
+    def free(self, address: int, nbytes: int, stream: int, /) -> None:
+        self._live.pop(address).free(address)
+
+    def release(self) -> None:
+        """Gives back all free pages."""
+        for ranges in self._kinds:
+            ranges.release()
+        self._device.calls["cuMemRelease"] += self._unmapped
+        self._device.give(self._unmapped * PAGE)
+        self._unmapped = 0
+
+    def _map(self, pages: int) -> bool:
+        fresh = max(pages - self._unmapped, 0)
+        if not self._device.take(fresh * PAGE):
+            return False
+        self._unmapped -= pages - fresh
+        calls = self._device.calls
+        calls["cuMemCreate"] += fresh
+        calls["cuMemMap"] += pages
+        calls["cuMemSetAccess"] += 1
+        return True
+
+    def _unmap(self, pages: int) -> None:
+        self._count("cuMemUnmap")  # one for a run of pages
+        self._unmapped += pages
+
+    def _uncover(self, wanted: int) -> bool:
+        """Unmaps free pages, ``wanted`` of them if there are so many. False if there is none."""
+        found = 0
+        for ranges in self._kinds:
+            if found < wanted:
+                found += ranges.release(wanted - found)
+        return found > 0
+
+    def _count(self, call: str) -> None:
+        self._device.calls[call] += 1
