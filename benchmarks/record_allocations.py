@@ -2,8 +2,8 @@
 
 A small transformer is trained on the CPU, on random tokens whose length changes every step: once as it is
 ("lengths"), once with activation checkpointing, and once with activations kept elsewhere until the backward
-pass ("offload"). torch.profiler records every allocation. The plain format keeps them, with all sizes multiplied
-by one factor, because tensors that a CPU trains in a minute are small.
+pass ("offload"). torch.profiler records every allocation. The plain format keeps them, with all sizes
+multiplied by one factor, because tensors that a CPU trains in a minute are small.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "add_parser", "main"]
 
 _DESCRIPTION = f"""Passes recorded allocations to models of torch's native allocator, of its expandable
-segments and of vtensor's allocator. Finds the smallest device on which each serves all of them, in multiples of
-the bytes live at most, and counts driver calls there and on a device of {ROOM:g} times those bytes. No memory is
-mapped, and no device is needed."""
+segments and of vtensor's allocator. Finds the smallest device on which each serves all of them, in multiples
+of the bytes live at most, and counts driver calls there and on a device of {ROOM:g} times those bytes. No
+memory is mapped, and no device is needed."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import count
 
-from vtensor.allocations.device import Device, refused, rounded
+from vtensor.allocations.device import ADDRESSES, Device, refused, rounded
 from vtensor.allocations.growing import GrowingRanges
 from vtensor.allocations.native import GRAIN, LARGE_BUFFER, SMALL_BUFFER, SMALL_SIZE
 
@@ -24,6 +25,7 @@ class ExpandableAllocator:
 
     def __init__(self, capacity: int, page: int = LARGE_BUFFER) -> None:
         self._device = Device(capacity)
+        self._ranges = count(1)
         self._small, self._large = (
             GrowingRanges(
                 page=bytes_,
@@ -31,7 +33,7 @@ class ExpandableAllocator:
                 grain=GRAIN,
                 take=partial(self._take, bytes_),
                 give=partial(self._give, bytes_),
-                reserve=partial(self._count, "cuMemAddressReserve"),
+                reserve=self._reserve,
                 unreserve=partial(self._count, "cuMemAddressFree"),
             )
             for bytes_ in (SMALL_BUFFER, page)
@@ -80,6 +82,10 @@ class ExpandableAllocator:
         self._device.calls["cuMemUnmap"] += pages
         self._device.calls["cuMemRelease"] += pages
         self._device.give(pages * page)
+
+    def _reserve(self) -> int:
+        self._count("cuMemAddressReserve")
+        return ADDRESSES * next(self._ranges)
 
     def _count(self, call: str) -> None:
         self._device.calls[call] += 1

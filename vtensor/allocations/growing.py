@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 
-from vtensor.allocations.device import ADDRESSES, rounded
+from vtensor.allocations.device import rounded
 from vtensor.allocations.pieces import FreePieces, Piece
 
 __all__ = ["GrowingRanges"]
-
-_RANGES = count(1)
 
 
 class GrowingRanges:
@@ -22,7 +19,7 @@ class GrowingRanges:
         grain: what is left of a free piece is kept apart from this size on.
         take: maps so many pages at once; False if there are too few, and then none is mapped.
         give: unmaps so many pages.
-        reserve: begins a range.
+        reserve: begins a range, at the address that it returns.
         unreserve: ends a range, of which nothing is mapped.
     """
 
@@ -34,7 +31,7 @@ class GrowingRanges:
         grain: int,
         take: Callable[[int], bool],
         give: Callable[[int], None],
-        reserve: Callable[[], None],
+        reserve: Callable[[], int],
         unreserve: Callable[[], None],
     ) -> None:
         self._page, self._reserved, self._grain = page, rounded(reserved, page), grain
@@ -116,10 +113,8 @@ class GrowingRanges:
                 place = place.next
             if room >= size:
                 return piece
-        self._reserve()
-        piece = Piece(
-            ADDRESSES * next(_RANGES), max(self._reserved, rounded(size, self._page)), stream, False
-        )
+        begin = rounded(self._reserve(), self._page)
+        piece = Piece(begin, max(self._reserved, rounded(size, self._page)), stream, False)
         unmapped[piece.address] = piece
         return piece
 

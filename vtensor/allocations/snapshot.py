@@ -132,7 +132,8 @@ def _live_at_end(path: Path, number: int, ranges: Any) -> Iterator[RawEvent]:
             size = _whole(where, "size", part.get("size"))
             if part.get("state") in _LIVE:
                 asked = _whole(where, "requested_size", part.get("requested_size", size))
-                yield RawEvent(where, "alloc", part.get("address", address), asked or size, stream)
+                at = _whole(where, "address", part.get("address", address))
+                yield RawEvent(where, "alloc", at, asked or size, stream)
             address += size
 
 

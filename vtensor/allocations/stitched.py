@@ -1,16 +1,17 @@
 """A model of vtensor's allocator: any free pages serve any allocation, mapped behind one range.
 
 The idea is GMLake's (Guo et al., arXiv 2401.08156). Allocations that fill their pages are kept apart from
-all others, so that every page they leave is free as a whole. The others would lose the rest of a last page each,
-so they are cut from shared pages.
+all others, so that every page they leave is free as a whole. The others would lose the rest of a last page
+each, so they are cut from shared pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import count
 
-from vtensor.allocations.device import PAGE, Device, refused, rounded
+from vtensor.allocations.device import ADDRESSES, PAGE, Device, refused, rounded
 from vtensor.allocations.growing import GrowingRanges
 from vtensor.allocations.native import GRAIN, SMALL_SIZE
 
@@ -23,9 +24,9 @@ MOST_LOSS = 1 / 1024
 class StitchedAllocator:
     """Allocations of whole pages, of other large sizes and of small ones.
 
-    Each kind has ranges of its own, and all have the same pages. A freed range stays mapped, for the next of its
-    size or smaller ones, until its pages are needed elsewhere. Then as many free pages as are missing move,
-    wherever they lie and whatever their stream.
+    Each kind has ranges of its own, and all have the same pages. A freed range stays mapped, for the next of
+    its size or smaller ones, until its pages are needed elsewhere. Then as many free pages as are missing
+    move, wherever they lie and whatever their stream.
 
     Args:
         capacity: bytes of the device.
@@ -35,6 +36,7 @@ class StitchedAllocator:
 
     def __init__(self, capacity: int, most_loss: float = MOST_LOSS) -> None:
         self._device = Device(capacity)
+        self._ranges = count(1)
         self._most_loss = most_loss
         self._unmapped = 0  # pages taken of the device and mapped nowhere
         self._live: dict[int, GrowingRanges] = {}
@@ -46,7 +48,7 @@ class StitchedAllocator:
                 grain=GRAIN,
                 take=self._map,
                 give=self._unmap,
-                reserve=partial(self._count, "cuMemAddressReserve"),
+                reserve=self._reserve,
                 unreserve=partial(self._count, "cuMemAddressFree"),
             )
             for _ in range(3)
@@ -108,6 +110,10 @@ class StitchedAllocator:
             if found < wanted:
                 found += ranges.release(wanted - found)
         return found > 0
+
+    def _reserve(self) -> int:
+        self._count("cuMemAddressReserve")
+        return ADDRESSES * next(self._ranges)
 
     def _count(self, call: str) -> None:
         self._device.calls[call] += 1
