@@ -165,7 +165,7 @@ def test_every_command_is_described(capsys) -> None:
     from vtensor.cli import main
 
     main(["--help"])
-    commands = re.search(r"\{([\w,]+)\}", capsys.readouterr().out)[1].split(",")
+    commands = re.search(r"\{([\w,-]+)\}", capsys.readouterr().out)[1].split(",")
     text = (DOCS / "command-line.md").read_text()
     for command in commands:
         assert f"python -m vtensor {command}" in text

@@ -131,7 +131,8 @@ def picture(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> 
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
         line[0].set_ylabel(f"{comparison.name}\nMiB", fontsize=8)
-    grid[0][0].legend(frameon=False, fontsize=8)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

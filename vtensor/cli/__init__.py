@@ -66,8 +66,9 @@ def _run(arguments: list[str]) -> int:
     # demo and bench have parsers of their own, which also handle --help.
     commands.add_parser("demo", help="a real text, read and continued with each cache", add_help=False)
     commands.add_parser("bench", help="figures beside their baselines, from a checkout", add_help=False)
-    if arguments[:1] not in (["info"], ["top"], ["demo"], ["bench"]) and _has_replay():
-        importlib.import_module("vtensor.replay.cli").add_parser(commands)
+    if arguments[:1] not in (["info"], ["top"], ["demo"], ["bench"]):
+        if _has_replay():
+            importlib.import_module("vtensor.replay.cli").add_parser(commands)
         importlib.import_module("vtensor.allocations.cli").add_parser(commands)
 
     options, rest = parser.parse_known_args(arguments)
