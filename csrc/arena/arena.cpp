@@ -100,6 +100,7 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
     arena->reserved_ = true;
     const std::uint64_t own = pool->add(arena.get());
     arena->range_.set_owner(owner.value_or(own));
+    arena->of_several_ = owner.has_value();
     arena->work_.note(caller);
   }
   return arena;
@@ -706,7 +707,7 @@ void Arena::add_to(PoolCounts& counts) const {
   counts.pinned += now.pinned;
   if (owned_) {
     counts.active += now.active;
-    ++counts.buffers;
+    counts.buffers += !of_several_;
   } else {  // what is left are pages that storages need
     counts.pinned += now.active;
     counts.orphaned += now.active + now.pinned;

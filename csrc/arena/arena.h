@@ -186,6 +186,7 @@ class Arena final : public RangeClient {
   // A page that no block needs is to go; `aged` as in `evict`.
   void let_go(std::size_t page, bool aged = false) noexcept VT_LOCKED;
 
+  bool of_several_ = false;  // for one owner, whom nothing counts as a tensor
   Listener* listener_ VT_GUARDED = nullptr;
   std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages
   std::size_t mapping_ VT_GUARDED = 0;    // calls of map() under way, which have counted pages

@@ -215,6 +215,7 @@ std::size_t Heap::trim(const Caller& caller) {
     const Interval all{0, region->arena->bytes()};
     pages += region->arena->trim(caller, {&all, 1});
   }
+  sweep();
   return pages;
 }
 

@@ -53,7 +53,8 @@ class Heap {
   Generation* publish(Address address);
   // Another stream uses what was allocated for its own: pages go behind its work too.
   void use(const Caller& caller, Address address);
-  // Gives back pages that no allocation needs. Returns how many are on their way.
+  // Gives back pages that no allocation needs, and addresses without pages. Returns how many pages
+  // are on their way.
   std::size_t trim(const Caller& caller);
   // Nothing more is allocated; what lives is freed as before.
   void close();
