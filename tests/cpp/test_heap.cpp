@@ -139,10 +139,10 @@ Outcome drive(Subject& subject, const Caller& caller, unsigned seed,
     char* const at = reinterpret_cast<char*>(address);
     for (std::size_t i = 0; i < bytes; ++i) outcome.wrong += !subject.is_own(at[i]);  // I7
     std::memset(at, subject.mark(address), bytes);
+    if (bytes == 0) at[0] = subject.mark(address);
     read(address, bytes);
     outcome.wrong += address % Heap::kAlignment != 0;
     outcome.wrong += !subject.living.add(address, std::max<std::size_t>(bytes, 1));
-    if (bytes == 0) at[0] = subject.mark(address);
   }
   return outcome;
 }
