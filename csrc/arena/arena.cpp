@@ -101,6 +101,7 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
     const std::uint64_t own = pool->add(arena.get());
     arena->range_.set_owner(owner.value_or(own));
     arena->of_several_ = owner.has_value();
+    if (arena->of_several_) arena->range_.stitch();
     arena->work_.note(caller);
   }
   return arena;

@@ -131,6 +131,10 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   try {
     // Where handles are made one by one, picking makes what is not spare.
     if (!driver_.traits().adjacent_handles && n > spare_.size()) require_charge(n, 0);
+    if (home.stitched) {
+      const std::size_t held = used_ + private_copies_ + spare_.size();
+      home.fresh = budget() - std::min(budget(), held);
+    }
     placement_->pick(home, previous, n, out);
     for (std::size_t i = begin; i < out.size(); ++i) empty_pages += !out[i]->resident;
     make_room(out.size() - begin, empty_pages);

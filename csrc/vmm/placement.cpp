@@ -107,11 +107,14 @@ class AdjacentPlacement final : public Placement {
     std::size_t at = 0;
     while (n != 0) {
       if (at == home.runs.size()) home.runs.push_back(open_run(home.pages));
-      Page* page = pick_from(*home.runs[at], previous);
+      const bool elsewhere =
+          home.stitched && home.fresh == 0 && spare_.size() != 0 && home.runs[at]->free_spare == 0;
+      Page* page = elsewhere ? pick_spare(previous) : pick_from(*home.runs[at], previous);
       if (!page) {
         ++at;
         continue;
       }
+      if (!page->resident && home.fresh != 0) --home.fresh;
       page->references = 1;
       ++page->run->used;
       out.push_back(page);
@@ -169,6 +172,22 @@ class AdjacentPlacement final : public Placement {
     if (!beside && run.free_empty != 0) beside = first_free(run, run.empty_from, false);
     if (beside) --run.free_empty;
     return beside;
+  }
+
+  // Of any run; the neighbour of `previous` if it is among them. Requires: there are some.
+  Page* pick_spare(const Page* previous) {
+    Page* page = spare_.oldest();
+    if (previous != nullptr) {
+      const std::vector<Page*>& pages = previous->run->pages;
+      const std::size_t after = previous->handle - previous->run->first + 1;
+      if (after < pages.size() && pages[after]->references == 0 && pages[after]->resident)
+        page = pages[after];
+    }
+    HandleRun* const run = page->run;
+    if (run->used == 0 && !run->open) idle_.remove(run);
+    --run->free_spare;
+    spare_.remove(page);
+    return page;
   }
 
   static Page* first_free(const HandleRun& run, std::size_t& from, bool resident) {

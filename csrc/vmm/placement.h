@@ -31,6 +31,11 @@ struct HandleRun {
 struct RowHome {
   std::size_t pages = 0;
   std::vector<HandleRun*> runs;
+  // Takes kept memory from wherever it lies before any has to be given back for it: a kernel
+  // mapping for each such page, where making memory anew takes longer.
+  bool stitched = false;
+  // Of a stitched one, how many pages may get memory before that.
+  std::size_t fresh = 0;
 };
 
 class Placement {

@@ -82,7 +82,10 @@ void Reservation::add_page_runs(std::vector<PageRun>& to, std::span<const Run> r
 
 void Reservation::open_homes() {
   homes_.reserve(rows_);
-  while (homes_.size() < rows_) homes_.push_back(pages_.open_home(row_pages_));
+  while (homes_.size() < rows_) {
+    homes_.push_back(pages_.open_home(row_pages_));
+    homes_.back().stitched = stitched_;
+  }
 }
 
 void Reservation::claim(Arrival& arrival) {

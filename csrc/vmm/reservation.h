@@ -95,6 +95,8 @@ class Reservation {
   }
   // Pages show zeros, or what this owner had there: those of another are not clean (I7).
   void set_owner(std::uint64_t owner) VT_LOCKED { owner_ = owner; }
+  // Its rows take kept memory from wherever it lies; see RowHome. Before the first page is mapped.
+  void stitch() VT_LOCKED { stitched_ = true; }
   bool clean(const Page& page) const VT_LOCKED { return !page.dirty || page.last_owner == owner_; }
 
   // -- the page table
@@ -239,6 +241,7 @@ class Reservation {
   std::uint64_t owner_ = kNobody;
   PageTable table_ VT_GUARDED;
   std::vector<RowHome> homes_ VT_GUARDED;
+  bool stitched_ VT_GUARDED = false;
   // Changed with the lock; read without it too.
   std::atomic<std::size_t> mapped_ = 0;
   std::atomic<std::size_t> quarantined_ = 0;
