@@ -307,7 +307,7 @@ def test_a_walk_abandoned_in_the_middle_is_computed_again(walking, piece, layer)
     check_books(walking.scheduler)
     assert walking.scheduler.planned is None
     walking.step()
-    assert walking.scheduler._groups["long"].status is Status.WAITING, "it is begun beside others again"
+    assert walking.scheduler._books.groups["long"].status is Status.WAITING, "it is begun beside others again"
     finish(walking)
 
 

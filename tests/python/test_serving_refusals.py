@@ -63,6 +63,11 @@ class Refusing:
         return call
 
 
+def give(scheduler, cache) -> None:
+    """Puts another cache, or one that wraps it, in the place of a scheduler's."""
+    scheduler.cache = scheduler._books.cache = cache
+
+
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("kind", [DriverError, OutOfPages, NoFreeSlot, TimedOut, MemoryError])
 def test_any_error_of_any_call_of_the_cache(mix, kind):
@@ -71,7 +76,8 @@ def test_any_error_of_any_call_of_the_cache(mix, kind):
     def run(call):
         with opened("host", budget, SLOTS) as cache:
             engine = engine_over(cache, token_budget=16)
-            engine.scheduler.cache = refusing = Refusing(cache, call, kind("refused"))
+            refusing = Refusing(cache, call, kind("refused"))
+            give(engine.scheduler, refusing)
             return refusing.calls, serve(engine, requests), refusing.calls
 
     calls = run(0)[2]
@@ -127,7 +133,7 @@ def test_a_cancel_that_is_refused_can_be_called_again(error, status):
             held = engine.scheduler.waiting[1]
             while held.status is not status:
                 engine.step()
-            engine.scheduler.cache = Refusing(cache, call, error("refused"))
+            give(engine.scheduler, Refusing(cache, call, error("refused")))
             refused = 0
             while held.status is not Status.CANCELLED:
                 try:
@@ -136,7 +142,7 @@ def test_a_cancel_that_is_refused_can_be_called_again(error, status):
                     refused += 1
                     assert engine.scheduler.unfinished == 2
             assert refused == (call <= {Status.WAITING: 0, Status.RUNNING: 1, Status.SWAPPED: 3}[status])
-            engine.scheduler.cache = cache
+            give(engine.scheduler, cache)
             done = engine.run()
             assert set(done) == {"first", "group"} and done["first"].tokens == alone(first)
             assert done["group"].error == "cancelled"
@@ -152,7 +158,7 @@ def test_beams_whose_step_is_refused_are_as_before():
         engine.step()
         (group,) = engine.scheduler.running
         before = [sequence.tokens for sequence in group.live]
-        engine.scheduler.cache = Refusing(cache, 1, DriverError("refused"))
+        give(engine.scheduler, Refusing(cache, 1, DriverError("refused")))
         with pytest.raises(DriverError):
             engine.scheduler.reorder("beams", [1, 1, 0])
         assert [sequence.tokens for sequence in group.live] == before

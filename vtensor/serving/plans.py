@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from vtensor.serving.requests import SampleGroup, TokenSequence
 
-__all__ = ["Plan", "SchedulerStats", "Walk", "Work", "plan_sampling", "slot_of", "target"]
+__all__ = ["Plan", "SchedulerStats", "Walk", "Work", "add_piece", "next_piece", "slot_of", "target"]
 
 
 class Work(NamedTuple):
@@ -102,9 +102,17 @@ def target(sequence: TokenSequence) -> int:
     return sequence.known if sequence.group.forked else sequence.group.prompt_tokens
 
 
-def plan_sampling(plan: Plan, i: int, work: Work) -> None:
-    """Notes who gets a token at the end of the i-th work: all the samples of a prompt, where it is theirs."""
-    sequence = work.sequence
-    if work.stop == sequence.known:
+def next_piece(plan: Plan, sequence: TokenSequence, start: int, token_budget: int) -> Work | None:
+    """As much of a sequence from ``start`` on as the budget leaves beside what is planned."""
+    stop = min(target(sequence), start + token_budget - plan.tokens)
+    return Work(sequence, start, stop) if stop > start else None
+
+
+def add_piece(plan: Plan, piece: Work) -> None:
+    """Plans a piece. Who gets a token at its end: all the samples of a prompt, where it is theirs."""
+    sequence = piece.sequence
+    if piece.stop == sequence.known:
         followers = [sequence] if sequence.group.forked else sequence.group.live
-        plan.sampled += [(i, follower) for follower in followers]
+        plan.sampled += [(len(plan.work), follower) for follower in followers]
+    plan.work.append(piece)
+    plan.tokens += piece.stop - piece.start

@@ -161,7 +161,6 @@ class SampleGroup:
     status: Status = Status.WAITING
     forked: bool = False  # each live sequence has a slot; before that only the first has
     admitted: bool = False  # at least once
-    announced: int = 0  # iterations since its prompt was announced
     layered: bool = False  # computed band by band, and since then not whole in memory again
     parted_at: int = 0  # tokens known when it last went to host memory to share nothing
     first_token_at: float | None = None  # by the scheduler's clock, where it has promises to keep

@@ -4,28 +4,22 @@ First come, first served. The rules are those of vLLM's paper (Kwon et al., SOSP
 latest arrival is preempted first, a request's sequences all together; a single sequence is computed again,
 several that share are swapped out. Prompts are computed in pieces beside the decoding sequences, under one
 budget of tokens (Sarathi-Serve, Agrawal et al., OSDI 2024). What fits is for the cache's ``step`` to say.
-
-Any call may be cut off, by an error of the cache or by an exception from outside (I17). So each change of the
-books is prepared, calls of the cache included, and then made by one ``commit``. What was cut off between the
-cache and the books is settled when the next operation begins.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect
 from collections import abc
-from contextlib import suppress
 from itertools import islice, repeat
-from operator import attrgetter
-from typing import cast
 
 from vtensor._arguments import number
-from vtensor.errors import InvalidArgument, NoFreeSlot
-from vtensor.kv import KVCache
+from vtensor.errors import InvalidArgument
+from vtensor.serving._announcements import Announcements
+from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each
+from vtensor.serving._walks import Walks
 from vtensor.serving.layers import Layering
-from vtensor.serving.plans import Plan, SchedulerStats, Walk, Work, plan_sampling, slot_of, target
+from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, next_piece, slot_of, target
 from vtensor.serving.promises import Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
 from vtensor.serving.slots import KVCacheManager, check_fits, waits_for_others
@@ -89,32 +83,23 @@ class Scheduler:
         self._clock = clock
         self._began = 0.0  # when the iteration under way was planned
         self.stats = SchedulerStats()
-        self.waiting: list[SampleGroup] = []
-        self.running: list[SampleGroup] = []
-        self.swapped: list[SampleGroup] = []
+        self._books = Books(cache)
+        self._walks = Walks(self._books, self.layering, token_budget)
+        self._announcements = Announcements(cache)
+        self.waiting, self.running = self._books.waiting, self._books.running
+        self.swapped = self._books.swapped
         self.cancelled: list[SampleGroup] = []  # of which no plan has told yet
         self.planned: Plan | None = None
         """The iteration that is under way."""
         self.waits_for_others = False
         """The last plan is empty because other processes hold the memory: call again in a moment."""
         self._short_since: float | None = None  # when it first was, with no step granted since
-        self._unit = cache.stats().unit
-        self._looks_ahead = isinstance(cache, KVCache) and cache.lookahead > 0
-        self._lengths = [0] * cache.max_batch
-        self._groups: dict[abc.Hashable, SampleGroup] = {}  # by id, and some that have just ended
         self._arrivals = 0
         self._refused = False  # memory was short, and no request has ended since
-        self._walk_refused = (
-            False  # a walk was cut off, as by a host without memory, and none has ended since
-        )
         self._prompts: list[SampleGroup] = []  # computed by the last iteration, to be shared before the next
         self._next = Plan()  # begins with the news of an iteration that was taken back, or cut off
-        self._settled = True  # books and cache agree; not while an operation changes them, or was cut off
-        self._changing: list[SampleGroup] = []  # whose slots an operation is changing
-        # Waiting ones, the first of their queue, that have a slot already, for which the mapper maps pages.
-        self._announced: list[SampleGroup] = []
-        self._walk_short: SampleGroup | None = None  # for whose next piece the last plan had no room
         self._begun_tokens = 0  # of prompts that are being computed, still to come
+        self._sequences = 0  # of running requests
 
     @property
     def unfinished(self) -> int:
@@ -128,7 +113,7 @@ class Scheduler:
         """
         if not isinstance(request, Request):
             raise InvalidArgument(f"[Scheduler.add] {request!r} is no Request: make one")
-        if self._held(request.id) is not None:
+        if self._books.held(request.id) is not None:
             raise InvalidArgument(
                 f"[Scheduler.add] request {request.id!r} is there already: choose another id"
             )
@@ -136,7 +121,7 @@ class Scheduler:
         group = SampleGroup(request, self._arrivals)
         commit(
             [
-                (self._groups.__setitem__, request.id, group),
+                (self._books.groups.__setitem__, request.id, group),
                 (self.waiting.append, group),
                 (setattr, self, "_arrivals", group.order + 1),
             ]
@@ -152,19 +137,15 @@ class Scheduler:
         """
         if self.planned is not None:
             raise InvalidArgument("[Scheduler.cancel] an iteration is under way: complete it first")
-        group = self._held(request_id)
+        group = self._books.held(request_id)
         if group is None:
             raise InvalidArgument(f"[Scheduler.cancel] no request {request_id!r} waits, runs or is swapped")
         self._settle()
-        self._settled = False
-        changes = self._free(group, group.holders) + self._leave(group, Status.CANCELLED, "cancelled")
-        self._note([*changes, (self.cancelled.append, group)])
-        self._forget(group)
-        self._settled = True
-
-    def _held(self, request_id: abc.Hashable) -> SampleGroup | None:
-        group = self._groups.get(request_id)
-        return group if group is not None and group.status in _HELD else None
+        self._books.settled = False
+        changes = self._books.free(group, group.holders) + self._leave(group, Status.CANCELLED, "cancelled")
+        self._books.note([*changes, (self.cancelled.append, group)])
+        self._books.forget(group)
+        self._books.settled = True
 
     # ------------------------------------------------------------------ planning
 
@@ -179,87 +160,82 @@ class Scheduler:
         if self.planned is not None:
             raise InvalidArgument("[Scheduler.plan] the last one is not complete: call complete() first")
         self._settle()
-        self._settled = False
+        self._books.settled = False
         plan = self._next
         plan.work, plan.sampled, plan.tokens, plan.cancelled = [], [], 0, self.cancelled
         plan.walk = None
         self.waits_for_others = False
         for group in self._prompts:
-            self._share(group)
+            self._books.share(group)
         self._prompts = []
         self._advance(plan)
         admits = not plan.preempted and not self._admit(plan)
         if self.layering is not None:
-            self._plan_walk(plan, self.layering, admits)
-        if self._looks_ahead and plan.work:
-            self._look_ahead(plan)
+            self._plan_walk(plan, admits)
+        if plan.work:
+            self._announcements.look_ahead(self._books.lengths, self._walks.parted)
         commit(
             [
                 (setattr, self, "_began", self._clock()),
                 (setattr, self, "cancelled", []),
                 (setattr, self, "planned", plan),
                 (setattr, self, "_next", Plan()),
-                (setattr, self, "_settled", True),
+                (setattr, self._books, "settled", True),
             ]
         )
         return plan
 
     def _advance(self, plan: Plan) -> None:
         """Gives the running requests their tokens, and takes the latest ones' memory where it is short."""
-        while self.running:
+        while True:
             lengths = self._plan_running(plan)
+            if not self.running:
+                return
             if self.cache.step(lengths):
-                self._lengths = lengths
+                self._books.lengths = lengths
                 self._short_since = None
                 return
             plan.work, plan.sampled, plan.tokens = [], [], 0
-            if self._send_away():
+            if self._walks.send_away():
                 continue
-            self._make_way(plan, [group for group in self.running if self._holds(group)], lengths)
+            self._make_way(plan, [group for group in self.running if self._walks.holds(group)], lengths)
 
     def _plan_running(self, plan: Plan) -> list[int]:
         """Plans the running requests but those that are computed band by band. Returns the lengths that the
         slots need."""
+        decoding: list[TokenSequence] = []
+        tails: list[TokenSequence] = []  # prompts of several samples that lack a token
         prompts: list[TokenSequence] = []
-        work, sampled = plan.work, plan.sampled
-        lengths = self._lengths.copy()
-        begun = 0
+        begun = more = 0
         for group in self.running:
             if group.layered:
+                more += 1
                 begun += target(group.live[0]) - group.live[0].computed
                 continue
-            forked = group.forked
-            for sequence in group.live if forked else group.live[:1]:
-                start = sequence.computed
-                stop = start + 1
-                if sequence.known != stop:
+            live, one_left = group.live, decoding
+            if not group.forked:
+                more += len(live) - 1
+                live, one_left = live[:1], tails
+            for sequence in live:
+                if sequence.known - sequence.computed == 1:
+                    one_left.append(sequence)
+                else:
                     prompts.append(sequence)
-                    begun += sequence.known - start
-                    continue
-                sampled += [(len(work), follower) for follower in ([sequence] if forked else group.live)]
-                work.append(Work(sequence, start, stop))
-                slot = slot_of(sequence)
-                if lengths[slot] < stop:
-                    lengths[slot] = stop
-        plan.tokens = len(work)
-        for sequence in prompts:
-            if piece := self._piece(plan.tokens, sequence, sequence.computed):
-                self._plan_piece(plan, piece)
+                    begun += sequence.known - sequence.computed
+        lengths = self._books.lengths.copy()
+        for sequence in decoding:
+            lengths[slot_of(sequence)] = sequence.known
+        plan.work = [Work(sequence, sequence.computed, sequence.known) for sequence in decoding]
+        plan.sampled = list(enumerate(decoding))
+        plan.tokens = len(decoding)
+        for sequence in tails + prompts:
+            if piece := next_piece(plan, sequence, sequence.computed, self.token_budget):
+                add_piece(plan, piece)
                 slot = slot_of(sequence)
                 lengths[slot] = max(lengths[slot], piece.stop)
         self._begun_tokens = begun
+        self._sequences = len(decoding) + len(tails) + len(prompts) + more
         return lengths
-
-    def _piece(self, tokens: int, sequence: TokenSequence, start: int) -> Work | None:
-        """As much of what a sequence has to compute from ``start`` on as the budget leaves beside so many
-        tokens."""
-        stop = min(target(sequence), start + self.token_budget - tokens)
-        return Work(sequence, start, stop) if stop > start else None
-
-    def _plan_piece(self, plan: Plan, piece: Work) -> None:
-        plan.work.append(piece)
-        plan.tokens += piece.stop - piece.start
-        plan_sampling(plan, len(plan.work) - 1, piece)
 
     def _admit(self, plan: Plan) -> bool:
         """Lets requests in, in the order of arrival, until one does not fit: nobody overtakes it. Whether
@@ -267,35 +243,33 @@ class Scheduler:
         announced: set[SampleGroup] = set()  # by this plan
         while not (self._refused and self.running):
             waiting = (group for group in self.waiting if group not in announced)
-            group = min([*islice(waiting, 1), *self.swapped[:1]], key=_order, default=None)
+            group = min([*islice(waiting, 1), *self.swapped[:1]], key=by_arrival, default=None)
             if group is None:
                 break
+            if self._walks.holds_up(group):
+                break
             came_back = group.status is Status.SWAPPED
-            if not came_back and self._by_bands():
-                break  # it would overtake those
-            if self._walk_short is not None and self._walk_short.order < group.order:
-                break  # it would take the room that the next piece waits for
             if plan.tokens + len(group.holders) > self.token_budget:
                 break
             if not came_back and not self._may_begin(group):
                 break
             fits = self._bring_back(plan, group) if came_back else self._place(plan, group)
-            if fits and group in self._announced:
+            if fits and group in self._announcements:
                 announced.add(group)
-            if fits or self._send_away(group.order):
+            if fits or self._walks.send_away(behind=group.order):
                 continue
             if self.running:
                 self._refused = True
             elif self.waits_for_others:
                 break
-            elif not self._part_from_prefixes(group):
+            elif not self._walks.part_from_prefixes(group):
                 self._fail(plan, group)
         return bool(announced)
 
     def _may_begin(self, group: SampleGroup) -> bool:
         """Whether there are slots for a waiting request, and the promises to others leave time for it."""
-        others = [other for other in self._announced if other is not group]
-        taken = sum(len(other.live) for other in self.running + self.swapped + others)
+        taken = self._sequences + sum(len(other.live) for other in self.swapped)
+        taken += self._announcements.sequences_beside(group)
         if taken + len(group.live) > self.cache.max_batch:
             return False
         if self.promises is None or not self.running:
@@ -307,25 +281,26 @@ class Scheduler:
         """Gives a waiting request a slot, and memory for all of its prompt: a piece of it would be lost again
         as soon as the next piece found no room. Where the cache looks ahead and others run meanwhile, the
         mapper maps it first, and the request begins with the next iteration."""
-        slot = self._slot_for(group)
+        slot = self._books.slot_for(group)
         if slot is None:
             return False
         sequence, covered = group.live[0], self.cache.length(slot)
         prompt = target(sequence)
-        lengths = self._lengths.copy()
+        lengths = self._books.lengths.copy()
         lengths[slot] = prompt
-        planned = self._with_announced(lengths)
+        planned = self._announcements.with_prompts(lengths)
         # Asked first: a step that is refused has given up prefixes that later requests would have found. Who
         # waited for others comes back with room for more than it had, so that it gets on each time.
-        wanted = self._beside_walks(planned, slot)
+        wanted = self._walks.room_beside(planned, slot)
         if self._short_since is not None:
             wanted = planned.copy()
-            wanted[slot] = min(prompt + self._unit, group.prompt_tokens + group.request.max_new_tokens)
+            wanted[slot] = min(prompt + self._books.unit, group.prompt_tokens + group.request.max_new_tokens)
         asks = self.running or self._short_since is not None
         if asks and not self.cache.fits(wanted):
             placed = False
-        elif self._looks_ahead and self.running and not self._is_mapped(group, lengths):
-            return self._announce(group, slot, covered)
+        elif self.running and self._announcements.must_wait(group, lengths):
+            self._announce(group, slot, covered)
+            return True
         else:
             placed = self.cache.step(lengths)
         if not placed:
@@ -333,78 +308,31 @@ class Scheduler:
                 self._may_wait(wanted)
             self._withdraw(group, slot)
             return False
-        self._enter(plan, group, slot, covered, [(setattr, self, "_lengths", lengths)])
-        if piece := self._piece(plan.tokens, sequence, covered):
-            self._plan_piece(plan, piece)
+        self._enter(plan, group, slot, covered, [(setattr, self._books, "lengths", lengths)])
+        if piece := next_piece(plan, sequence, covered, self.token_budget):
+            add_piece(plan, piece)
         return True
 
-    def _announce(self, group: SampleGroup, slot: int, covered: int) -> bool:
+    def _announce(self, group: SampleGroup, slot: int, covered: int) -> None:
         """Names a waiting request that begins with the next iteration: its prompt is mapped before."""
-        changes: list[Change] = [(setattr, group, "announced", group.announced + 1)]
-        if group.live[0].slot is None:
-            changes += [
-                (self._lengths.__setitem__, slot, covered),
+        self._books.note(
+            [
+                self._announcements.announce(group),
+                (self._books.lengths.__setitem__, slot, covered),
                 (setattr, group.live[0], "slot", slot),
-                (self._announced.append, group),
             ]
-        self._note(changes)
-        return True
-
-    def _is_mapped(self, group: SampleGroup, lengths: list[int]) -> bool:
-        """Whether a request was announced, and is mapped or has waited for that long enough."""
-        if group.live[0].slot is None:
-            return False
-        return group.announced == _MOST_ANNOUNCED or cast(KVCache, self.cache).prepare(lengths)
-
-    def _look_ahead(self, plan: Plan) -> None:
-        """Has the mapper map, while this iteration is computed, what is known of the next: a token more of
-        each sequence, and the prompts of announced requests."""
-        lengths = self._with_announced(self._lengths)
-        most = self.cache.max_len
-        for sequence, _, stop in plan.work:
-            slot = slot_of(sequence)
-            if lengths[slot] <= stop < most and not sequence.group.layered:
-                lengths[slot] = stop + 1
-        cast(KVCache, self.cache).prepare(lengths)
-
-    def _with_announced(self, lengths: list[int]) -> list[int]:
-        """A copy, with the prompts of announced requests."""
-        lengths = lengths.copy()
-        for group in self._announced:
-            lengths[slot_of(group.live[0])] = target(group.live[0])
-        return lengths
-
-    def _slot_for(self, group: SampleGroup) -> int | None:
-        """The slot of an announced request, or a free one."""
-        slot = group.live[0].slot
-        return self._alloc(group) if slot is None else slot
+        )
 
     def _withdraw(self, group: SampleGroup, slot: int) -> None:
         """Frees the slot of a request that cannot begin yet."""
         self.cache.free(slot)
-        self._note(
+        self._books.note(
             [
-                (self._lengths.__setitem__, slot, 0),
+                (self._books.lengths.__setitem__, slot, 0),
                 (setattr, group.live[0], "slot", None),
-                *self._no_longer_announced(group),
+                self._announcements.drop(group),
             ]
         )
-
-    def _no_longer_announced(self, group: SampleGroup) -> list[Change]:
-        others = [other for other in self._announced if other is not group]
-        return [(setattr, self, "_announced", others), (setattr, group, "announced", 0)]
-
-    def _alloc(self, group: SampleGroup) -> int | None:
-        """A slot that begins with what is published of a request's prompt."""
-        sequence, request = group.live[0], group.request
-        tokens = None if isinstance(request.prompt, int) else sequence.ids(0, target(sequence))
-        expect = group.prompt_tokens + request.max_new_tokens
-        try:
-            return self.cache.alloc(tokens, salt=request.salt, expect=expect)
-        except NoFreeSlot:  # the cache has lost some to calls that it could not undo
-            if self.running:
-                return None
-            raise
 
     def _enter(self, plan: Plan, group: SampleGroup, slot: int, covered: int, changes: list[Change]) -> None:
         """A waiting request is running from now on, in a slot that has its first tokens."""
@@ -422,22 +350,23 @@ class Scheduler:
                 (setattr, stats, "prompt_tokens", stats.prompt_tokens + group.prompt_tokens),
                 (setattr, stats, "reused_tokens", stats.reused_tokens + covered),
             ]
-        self._note([*changes, *self._run(group), *self._no_longer_announced(group)])
+        self._books.note([*changes, *self._books.run(group), self._announcements.drop(group)])
         self._begun_tokens += target(sequence) - covered
+        self._sequences += len(group.live)
 
     def _bring_back(self, plan: Plan, group: SampleGroup) -> bool:
         """Swaps a request in, with room for a token more of each sequence; or leaves it where it was."""
-        lengths = self._lengths.copy()
+        lengths = self._books.lengths.copy()
         back = [slot_of(sequence) for sequence in group.holders]
         for sequence, slot in zip(group.holders, back, strict=True):
             lengths[slot] = max(self.cache.length(slot), sequence.computed + 1)
         layering = self.layering if group.layered else None
         if self.running:
-            wanted = self._beside_walks(lengths, back[0])
+            wanted = self._walks.room_beside(lengths, back[0])
             fits = layering.fits(back[0], wanted[back[0]]) if layering else self.cache.fits(wanted)
             if not fits:
                 return False
-        self._changing.append(group)
+        self._books.changing.append(group)
         came_back = layering.bring_back(back[0]) if layering else self.cache.swap_in(back)
         if not came_back or not self.cache.step(lengths):
             if came_back and layering is not None:
@@ -446,130 +375,56 @@ class Scheduler:
                 self.cache.swap_out(back)
             if not self.running:
                 self._may_wait(lengths)
-            self._note([])
+            self._books.note([])
             return False
-        self._note(
+        self._books.note(
             [
                 (plan.swapped_in.extend, back),
-                (setattr, self, "_lengths", lengths),
+                (setattr, self._books, "lengths", lengths),
                 (setattr, group, "layered", False),
-                *self._run(group),
+                *self._books.run(group),
             ]
         )
+        self._sequences += len(group.live)
         for sequence in group.holders:
-            self._plan_piece(plan, Work(sequence, sequence.computed, sequence.computed + 1))
+            add_piece(plan, Work(sequence, sequence.computed, sequence.computed + 1))
         return True
 
-    def _run(self, group: SampleGroup) -> list[Change]:
-        return [
-            (self._queue_of(group).remove, group),
-            (self.running.insert, bisect(self.running, group.order, key=_order), group),
-            (setattr, group, "status", Status.RUNNING),
-        ]
-
-    # ------------------------------------------------------------------ prompts computed band by band
-
-    def _by_bands(self) -> list[TokenSequence]:
-        """Sequences of running requests whose prompts are computed band by band, in the order of arrival."""
-        if self.layering is None:
-            return []
-        return [group.live[0] for group in self.running if group.layered]
-
-    def _plan_walk(self, plan: Plan, layering: Layering, admits: bool) -> None:
+    def _plan_walk(self, plan: Plan, admits: bool) -> None:
         """Plans what is computed band by band: the pieces of running requests, then, if it ``admits`` any,
-        prompts that wait and for all of which there is no room. Between two iterations they hold the bands
-        that stay."""
-        walk: dict[int, Work] = {}
-        short: SampleGroup | None = None
-        while not walk and (due := self._by_bands()):
-            short = None
-            for sequence in due:
-                piece = self._piece(plan.tokens, sequence, sequence.computed)
-                if piece is None or not layering.fits_walk([*walk.items(), (slot_of(sequence), piece)]):
-                    short = sequence.group
-                    break
-                walk[slot_of(sequence)] = piece
-                self._plan_piece(plan, piece)
-            if plan.work or self._send_away(due[0].group.order):
-                break
-            lengths = self._lengths.copy()
+        prompts that wait and for all of which there is no room."""
+        while not self._walks.go_on(plan):
+            due = self._walks.due
+            lengths = self._books.lengths.copy()
             lengths[slot_of(due[0])] = target(due[0])
             self._make_way(plan, [sequence.group for sequence in due], lengths)
-        # A walk that is refused takes those that decode beside it back with it: they come to an end first.
-        admits = admits and not self._walk_refused and short is None
+        admits = admits and self._walks.admits
         while admits and self.waiting and self.running and not plan.preempted:
             group = self.waiting[0]
             if group.request.samples > 1 or plan.tokens == self.token_budget or not self._may_begin(group):
                 break
-            if not self._place_by_bands(plan, layering, group, walk):
-                break
-        self._walk_short = short
-        if walk:
-            plan.walk = layering.walk(walk)
+            admits = self._place_by_bands(plan, group)
+        plan.walk = self._walks.walk()
 
-    def _place_by_bands(
-        self, plan: Plan, layering: Layering, group: SampleGroup, walk: dict[int, Work]
-    ) -> bool:
+    def _place_by_bands(self, plan: Plan, group: SampleGroup) -> bool:
         """Gives a waiting request a slot, and a place in an iteration's walk, where there is room for a few
         of its bands at a time."""
-        slot = self._slot_for(group)
+        slot = self._books.slot_for(group)
         if slot is None:
             return False
         covered = self.cache.length(slot)
-        sequence = group.live[0]
-        piece = self._piece(plan.tokens, sequence, covered)
-        if piece is None or not layering.fits_walk([*walk.items(), (slot, piece)]):
+        piece = next_piece(plan, group.live[0], covered, self.token_budget)
+        if piece is None or not self._walks.fits(piece, slot):
             self._withdraw(group, slot)
             return False
-        stats = self.stats
         changes: list[Change] = [
-            (self._lengths.__setitem__, slot, covered),
+            (self._books.lengths.__setitem__, slot, covered),
             (setattr, group, "layered", True),
-            (setattr, stats, "layered", stats.layered + 1),
+            (setattr, self.stats, "layered", self.stats.layered + 1),
         ]
         self._enter(plan, group, slot, covered, changes)
-        walk[slot] = piece
-        self._plan_piece(plan, piece)
+        self._walks.add(plan, piece)
         return True
-
-    def _beside_walks(self, lengths: list[int], slot: int) -> list[int]:
-        """Lengths that leave room for the next prompts to be computed band by band, by that much more of a
-        slot; as they are where there is no such prompt, or nobody who decodes and will make room."""
-        if self.layering is None or len(self.waiting) <= 1 or all(group.layered for group in self.running):
-            return lengths
-        wanted = lengths.copy()
-        more = self.layering.tokens_at_once(self.token_budget)
-        wanted[slot] = min(wanted[slot] + more, self.cache.max_len)
-        return wanted
-
-    def _holds(self, group: SampleGroup) -> bool:
-        """Whether a running request has memory. One that is computed band by band has that of the bands that
-        stay, which the host may have no room for."""
-        return not group.layered or (
-            self.layering is not None and self.layering.holds(slot_of(group.live[0]))
-        )
-
-    def _send_away(self, behind: int = -1) -> bool:
-        """Moves to host memory the bands that stayed here of the latest request that has some, of those that
-        arrived behind another. Whether there was one."""
-        if self.layering is None or not self.layering.stay:
-            return False
-        held = [group for group in self.swapped + self.running if group.layered and group.order > behind]
-        held.sort(key=_order, reverse=True)
-        return any(self.layering.send_away(slot_of(group.live[0])) for group in held)
-
-    def _may_part(self, group: SampleGroup) -> bool:
-        """Whether a request alone gets more room by going to host memory: prefixes that some of its bands
-        share can be given up once none does. At each length once."""
-        tokens = group.live[0].known
-        if self.layering is None or group.layered or len(group.live) > 1 or group.parted_at == tokens:
-            return False
-        group.parted_at = tokens
-        return True
-
-    def _part_from_prefixes(self, group: SampleGroup) -> bool:
-        """The same for one that comes back to bands that stayed. Whether there were some."""
-        return self.layering is not None and group.layered and self.layering.send_away(slot_of(group.live[0]))
 
     # ------------------------------------------------------------------ making room
 
@@ -586,53 +441,33 @@ class Scheduler:
     def _make_way(self, plan: Plan, victims: list[SampleGroup], lengths: list[int]) -> None:
         """The latest of some running requests makes room for the others; the only one, which needs these
         lengths, fails or waits for other processes. Waiting, it keeps nothing that they may wait for."""
-        latest = max(victims, key=_order)
+        latest = max(victims, key=by_arrival)
         if len(victims) > 1 or self._may_wait(lengths) or self._may_part(latest):
             self._preempt(plan, latest)
         else:
             self._fail(plan, latest)
 
+    def _may_part(self, group: SampleGroup) -> bool:
+        """Whether a request alone gets more room by going to host memory: prefixes that some of its bands
+        share can be given up once none does. At each length once."""
+        tokens = group.live[0].known
+        if self.layering is None or group.layered or len(group.live) > 1 or group.parted_at == tokens:
+            return False
+        group.parted_at = tokens
+        return True
+
     def _preempt(self, plan: Plan, group: SampleGroup) -> None:
         stats, shared = self.stats, len(group.holders) > 1
         swaps = shared or (self.layering is not None and not group.layered)
-        if swaps and (changes := self._swap_out(group)):
+        if swaps and (changes := self._books.swap_out(group)):
             changes.append((setattr, stats, "swapped", stats.swapped + 1))
         else:
             if not shared:  # what is published need not be computed again, unless memory is short until then
-                self._publish(group.live[0], group.live[0].computed)
-            changes = [*self._free(group, group.holders), *self._wait(group)]
+                self._books.publish(group.live[0], group.live[0].computed)
+            changes = [*self._books.free(group, group.holders), *self._books.wait(group)]
             changes.append((setattr, stats, "recomputed", stats.recomputed + 1))
         # Until somebody ends: it would be the first to go again.
-        self._note([*changes, (plan.preempted.append, group), (setattr, self, "_refused", True)])
-
-    def _swap_out(self, group: SampleGroup) -> list[Change]:
-        """Moves its slots to the host, and says what is then to be noted: nothing where that has no room."""
-        self._changing.append(group)
-        slots = [slot_of(sequence) for sequence in group.holders]
-        try:
-            self.cache.swap_out(slots)
-        except MemoryError:
-            return []
-        return [
-            *((self._lengths.__setitem__, slot, 0) for slot in slots),
-            (self._queue_of(group).remove, group),
-            (self.swapped.insert, bisect(self.swapped, group.order, key=_order), group),
-            (setattr, group, "status", Status.SWAPPED),
-        ]
-
-    def _wait(self, group: SampleGroup) -> list[Change]:
-        """Back to the waiting, where its arrival puts it, with nothing computed."""
-        changes: list[Change] = [
-            (self._queue_of(group).remove, group),
-            (self.waiting.insert, bisect(self.waiting, group.order, key=_order), group),
-            (setattr, group, "status", Status.WAITING),
-            (setattr, group, "layered", False),
-            (setattr, group, "forked", len(group.live) == 1),
-        ]
-        for sequence in group.live:
-            changes += [(setattr, sequence, name, 0) for name in ("computed", "published")]
-            changes.append((setattr, sequence, "slot", None))
-        return changes
+        self._books.note([*changes, (plan.preempted.append, group), (setattr, self, "_refused", True)])
 
     def _fail(self, plan: Plan, group: SampleGroup) -> None:
         tokens = max(sequence.known for sequence in group.live)
@@ -642,74 +477,31 @@ class Scheduler:
         )
         if self._short_since is not None:
             reason += f"; other processes of the shared budget gave back too little in {self.patience:g} s"
-        self._note(
+        self._books.note(
             [
-                *self._free(group, group.holders),
+                *self._books.free(group, group.holders),
                 *self._leave(group, Status.FAILED, reason),
                 (plan.failed.append, group),
                 (setattr, self.stats, "failed", self.stats.failed + 1),
             ]
         )
-        self._forget(group)
+        self._books.forget(group)
 
     def _leave(self, group: SampleGroup, status: Status, reason: str = "") -> list[Change]:
-        """The end of a request, whose slots are free."""
+        """The end of a request, whose slots are free: what was refused may be granted now."""
         return [
-            (self._queue_of(group).remove, group),
-            *self._no_longer_announced(group),
-            (setattr, group, "status", status),
-            (setattr, group, "reason", reason),
+            *self._books.leave(group, status, reason),
+            self._announcements.drop(group),
+            self._walks.one_has_ended(),
             (setattr, self, "_refused", False),
-            (setattr, self, "_walk_refused", False),
             (setattr, self, "_short_since", None),
         ]
 
-    def _free(self, group: SampleGroup, sequences: list[TokenSequence]) -> list[Change]:
-        """Frees slots, and says what is then to be noted."""
-        self._changing.append(group)
-        changes: list[Change] = []
-        for sequence in sequences:
-            if sequence.slot is not None:
-                self.cache.free(sequence.slot)
-                changes.append((setattr, sequence, "slot", None))
-                changes.append((self._lengths.__setitem__, sequence.slot, 0))
-        return changes
-
-    def _queue_of(self, group: SampleGroup) -> list[SampleGroup]:
-        return (self.waiting, self.running, self.swapped)[_HELD.index(group.status)]
-
-    # ------------------------------------------------------------------ keeping books and cache together
-
-    def _note(self, changes: list[Change]) -> None:
-        """Brings the books up to what was done to the cache."""
-        commit([*changes, (self._changing.clear,)])
-
-    def _forget(self, group: SampleGroup) -> None:
-        """Gives up the id of a request that has ended."""
-        self._groups.pop(group.request.id, None)
-
     def _settle(self) -> None:
-        """After an operation that was cut off: the requests whose slots it was changing are computed again,
-        slots that nobody has by the books are freed, and lengths are those of the cache."""
-        if self._settled:
-            return
-        for group in self._changing:
-            if group.status in (Status.RUNNING, Status.SWAPPED):
-                commit(self._wait(group))
-        for group in self._announced:
-            group.live[0].slot, group.announced = None, 0
-        self._announced = []
-        self._groups = {group.request.id: group for group in [*self.waiting, *self.running, *self.swapped]}
-        held = {s.slot for group in self.running + self.swapped for s in group.holders}
-        for slot in range(self.cache.max_batch):
-            if slot not in held:
-                with suppress(InvalidArgument):  # most are free already
-                    self.cache.free(slot)
-        lengths = [0] * self.cache.max_batch
-        for group in self.running + [group for group in self.swapped if group.layered]:
-            for sequence in group.holders:
-                lengths[slot_of(sequence)] = self.cache.length(slot_of(sequence))
-        self._note([(setattr, self, "_lengths", lengths), (setattr, self, "_settled", True)])
+        """Brings books and cache into agreement where an operation was cut off."""
+        if not self._books.settled:
+            self._announcements.clear()
+            self._books.settle()
 
     # ------------------------------------------------------------------ completing
 
@@ -738,7 +530,7 @@ class Scheduler:
         if plan.walk is not None:
             plan.walk.finish()
         self._settle()
-        self._settled = False
+        self._books.settled = False
         computed: list[TokenSequence] = []
         stops: list[int] = []
         prompts: list[SampleGroup] = []
@@ -771,17 +563,18 @@ class Scheduler:
             changes.append(each(list.append, [sequence.output for sequence in extended], ids))
         for group, error in errors.items():
             going.pop(group, None)
-            changes += self._free(group, group.holders)
+            changes += self._books.free(group, group.holders)
             changes += self._leave(group, Status.FAILED, f"{type(error).__name__}: {error}")
         ended_groups = list(errors)
         for group, sequences in going.items():
-            changes += self._end_sequences(group, sequences)
+            changes += self._books.end_sequences(group, sequences)
+            changes.append((setattr, self, "_refused", False))
             if len(sequences) == len(group.live):
                 changes += self._leave(group, Status.FINISHED)
                 ended_groups.append(group)
         if plan.walk is not None:
-            changes += self._leave_walk(plan.walk, ended_groups)
-        self._note(
+            changes += self._walks.computed(plan.walk, ended_groups)
+        self._books.note(
             [
                 *changes,
                 (setattr, self.stats, "computed_tokens", self.stats.computed_tokens + plan.tokens),
@@ -793,8 +586,8 @@ class Scheduler:
             ]
         )
         for group in ended_groups:
-            self._forget(group)
-        self._settled = True
+            self._books.forget(group)
+        self._books.settled = True
         if self.promises is not None and plan.work:
             prompt_tokens = plan.tokens - len(plan.sampled) + len(prompts)
             self.promises.note_iteration(prompt_tokens, now - self._began)
@@ -805,43 +598,9 @@ class Scheduler:
             for group in ended_groups:
                 longest = max(sequence.generated for sequence in group.sequences)
                 self.promises.predictor.observe(group.request, longest)
-        if self.layering is not None and plan.walk is not None:
-            self.layering.measure(plan.walk, now - self._began, self._clock)
+        if plan.walk is not None:
+            self._walks.measure(plan.walk, now - self._began, self._clock)
         return ended_groups
-
-    def _leave_walk(self, walk: Walk, ended: list[SampleGroup]) -> list[Change]:
-        """Requests whose prompts are computed wait in host memory for room to decode."""
-        changes: list[Change] = []
-        swapped = self.swapped.copy()
-        for sequence, _, stop in walk.work:
-            group = sequence.group
-            if sequence.slot is None or group in ended:
-                continue
-            changes.append((self._lengths.__setitem__, sequence.slot, stop))
-            if stop == target(sequence):
-                swapped.append(group)
-                changes += [(self.running.remove, group), (setattr, group, "status", Status.SWAPPED)]
-        return [*changes, (setattr, self, "swapped", sorted(swapped, key=_order))]
-
-    def _end_sequences(self, group: SampleGroup, ended: list[TokenSequence]) -> list[Change]:
-        """Publishes what they computed, and frees their slots."""
-        self._changing.append(group)  # were it abandoned now, pages that are published would be written again
-        first, live = group.live[0], [sequence for sequence in group.live if sequence not in ended]
-        changes: list[Change] = [(setattr, group, "live", live), (setattr, self, "_refused", False)]
-        for sequence in ended:
-            if sequence.slot is not None:
-                self._publish(sequence, sequence.known)
-        if group.forked or not live:
-            return [*self._free(group, ended), *changes]
-        changes.append((setattr, group, "forked", len(live) == 1))
-        if first in ended and first.slot is not None:  # the prompt's only slot goes on to the next
-            changes += [
-                (setattr, live[0], "slot", first.slot),
-                (setattr, live[0], "computed", group.prompt_tokens),
-                (setattr, live[0], "published", first.published),
-                (setattr, first, "slot", None),
-            ]
-        return changes
 
     def abandon(self, plan: Plan) -> None:
         """Takes an iteration back that could not be computed: its tokens are planned again.
@@ -852,13 +611,8 @@ class Scheduler:
             raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
         news = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
         changes: list[Change] = [(setattr, self, "cancelled", plan.cancelled + self.cancelled)]
-        if plan.walk is not None and plan.walk.begun:  # its bands are in disorder
-            groups = [sequence.group for sequence, _, _ in plan.walk.work]
-            changes += [
-                (self._changing.extend, groups),
-                (setattr, self, "_settled", False),
-                (setattr, self, "_walk_refused", True),
-            ]
+        if plan.walk is not None:
+            changes += self._walks.taken_back(plan.walk)
         commit([*changes, (setattr, self, "_next", news), (setattr, self, "planned", None)])
 
     def reorder(self, request_id: abc.Hashable, sources: abc.Sequence[int]) -> None:
@@ -872,7 +626,7 @@ class Scheduler:
         """
         if self.planned is None:
             self._settle()
-        group = self._held(request_id)
+        group = self._books.held(request_id)
         if (
             self.planned is not None
             or group is None
@@ -893,56 +647,5 @@ class Scheduler:
             changes.append((setattr, sequence, "known", live[source].known))
             changes.append((setattr, sequence, "output", list(live[source].output)))
         if group.status is Status.RUNNING and group.forked:  # otherwise one slot has their prompt, or none
-            self._settled = False
-            self._changing.append(group)
-            before = [slot_of(sequence) for sequence in live]
-            slots = self.cache.reorder(before, [before[source] for source in sources])
-            lengths = self._lengths.copy()
-            for slot in before:
-                lengths[slot] = 0
-            for sequence, source, slot in zip(live, sources, slots, strict=True):
-                lengths[slot] = self._lengths[before[source]]
-                changes += [
-                    (setattr, sequence, "slot", slot),
-                    (setattr, sequence, "computed", live[source].computed),
-                    (setattr, sequence, "published", live[source].published),
-                ]
-            changes.append((setattr, self, "_lengths", lengths))
-        self._note([*changes, (setattr, self, "_settled", True)])
-
-    def _share(self, group: SampleGroup) -> None:
-        """Publishes a prompt that is computed, and gives each sequence a slot that continues it."""
-        if group.status is not Status.RUNNING:
-            return  # it has ended since, or is computed again
-        first, *others = group.live
-        self._publish(first, first.computed)
-        if group.forked:
-            return
-        self._changing.append(group)
-        lengths = self._lengths.copy()
-        changes: list[Change] = [
-            (setattr, group, "forked", True),
-            (setattr, self, "_lengths", lengths),
-        ]
-        for sequence, slot in zip(others, self.cache.fork(slot_of(first), len(others)), strict=True):
-            lengths[slot] = lengths[slot_of(first)]
-            changes += [
-                (setattr, sequence, "slot", slot),
-                (setattr, sequence, "computed", first.computed),
-                (setattr, sequence, "published", first.published),
-            ]
-        self._note(changes)
-
-    def _publish(self, sequence: TokenSequence, computed: int) -> None:
-        """Puts what is new of a sequence's computed tokens into the cache's index."""
-        request = sequence.group.request
-        known = sequence.group.prompt_tokens + len(sequence.output)
-        tokens = 0 if isinstance(request.prompt, int) else min(known, computed)
-        if tokens - sequence.published >= self._unit and not sequence.group.layered:
-            ids = sequence.ids(0, tokens)
-            sequence.published = self.cache.publish(slot_of(sequence), ids, salt=request.salt)
-
-
-_MOST_ANNOUNCED = 4  # iterations for which a request waits until it is mapped
-_HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)
-_order = attrgetter("order")
+            changes += self._books.reorder(group, sources)
+        self._books.note([*changes, (setattr, self._books, "settled", True)])

@@ -1,0 +1,69 @@
+"""Requests that begin with the next iteration, and prompts that are mapped meanwhile."""
+
+from __future__ import annotations
+
+from vtensor.kv import KVCache
+from vtensor.serving._commit import Change
+from vtensor.serving.plans import slot_of, target
+from vtensor.serving.requests import SampleGroup, TokenSequence
+from vtensor.serving.slots import KVCacheManager
+
+__all__ = ["Announcements"]
+
+_MOST = 4  # iterations for which a request waits until it is mapped
+
+
+class Announcements:
+    """Waiting requests, the first of their queue, that have a slot already, for which the mapper maps pages.
+
+    Where a cache has no look-ahead there are none.
+    """
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache if isinstance(cache, KVCache) and cache.lookahead > 0 else None
+        self._iterations: dict[SampleGroup, int] = {}  # since each of them was announced
+
+    def __contains__(self, group: SampleGroup) -> bool:
+        return group in self._iterations
+
+    def sequences_beside(self, group: SampleGroup) -> int:
+        """Sequences of the announced requests but one, each of which will take a slot."""
+        return sum(len(other.live) for other in self._iterations if other is not group)
+
+    def must_wait(self, group: SampleGroup, lengths: list[int]) -> bool:
+        """Whether a request that needs these lengths is to be announced, or again: it is not mapped, and has
+        not waited for that long enough."""
+        if self._cache is None or self._iterations.get(group) == _MOST:
+            return False
+        return group not in self._iterations or not self._cache.prepare(lengths)
+
+    def announce(self, group: SampleGroup) -> Change:
+        return self._iterations.__setitem__, group, self._iterations.get(group, 0) + 1
+
+    def drop(self, group: SampleGroup) -> Change:
+        return self._iterations.pop, group, None
+
+    def clear(self) -> None:
+        self._iterations.clear()
+
+    def with_prompts(self, lengths: list[int]) -> list[int]:
+        """A copy, with the prompts of announced requests."""
+        lengths = lengths.copy()
+        for group in self._iterations:
+            lengths[slot_of(group.live[0])] = target(group.live[0])
+        return lengths
+
+    def look_ahead(self, lengths: list[int], parted: list[TokenSequence]) -> None:
+        """Has the mapper map, while an iteration is computed, what is known of the next: a token more of each
+        slot, and the prompts of announced requests.
+
+        Args:
+            lengths: after this iteration.
+            parted: sequences some of whose bands may be in host memory; they stay as they are.
+        """
+        if self._cache is None:
+            return
+        ahead = [length and length + 1 for length in lengths]
+        for sequence in parted:
+            ahead[slot_of(sequence)] = lengths[slot_of(sequence)]
+        self._cache.prepare(self.with_prompts(ahead))

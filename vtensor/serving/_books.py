@@ -1,0 +1,221 @@
+"""The queues of requests and the slots that they hold, kept in agreement with a cache.
+
+Any operation may be cut off, by an error of the cache or by an exception from outside (I17). So each change
+of the books is prepared, calls of the cache included, and then made by one ``commit``. What was cut off
+between the cache and the books is settled when the next operation begins.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import abc
+from contextlib import suppress
+from operator import attrgetter
+
+from vtensor.errors import InvalidArgument, NoFreeSlot
+from vtensor.serving._commit import Change, commit
+from vtensor.serving.plans import slot_of, target
+from vtensor.serving.requests import SampleGroup, Status, TokenSequence
+from vtensor.serving.slots import KVCacheManager
+
+__all__ = ["Books", "by_arrival"]
+
+by_arrival = attrgetter("order")
+_HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)
+
+
+class Books:
+    """What a scheduler knows of its requests and their slots.
+
+    Methods that return changes have done what they do to the cache; their caller commits the changes by
+    :meth:`note`.
+    """
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self.cache = cache
+        self.waiting: list[SampleGroup] = []  # each queue in the order of arrival
+        self.running: list[SampleGroup] = []
+        self.swapped: list[SampleGroup] = []
+        self.groups: dict[abc.Hashable, SampleGroup] = {}  # by id, and some that have just ended
+        self.lengths = [0] * cache.max_batch
+        self.settled = True  # books and cache agree; not while an operation changes them, or was cut off
+        self.changing: list[SampleGroup] = []  # whose slots an operation is changing
+        self.unit = cache.stats().unit
+
+    def held(self, request_id: abc.Hashable) -> SampleGroup | None:
+        group = self.groups.get(request_id)
+        return group if group is not None and group.status in _HELD else None
+
+    def note(self, changes: list[Change]) -> None:
+        """Brings the books up to what was done to the cache."""
+        commit([*changes, (self.changing.clear,)])
+
+    def forget(self, group: SampleGroup) -> None:
+        """Gives up the id of a request that has ended."""
+        self.groups.pop(group.request.id, None)
+
+    def settle(self) -> None:
+        """After an operation that was cut off: the requests whose slots it was changing are computed again,
+        slots that nobody has by the books are freed, and lengths are those of the cache."""
+        for group in self.changing:
+            if group.status in (Status.RUNNING, Status.SWAPPED):
+                commit(self.wait(group))
+        for group in self.waiting:
+            group.live[0].slot = None
+        self.groups = {group.request.id: group for group in [*self.waiting, *self.running, *self.swapped]}
+        held = {s.slot for group in self.running + self.swapped for s in group.holders}
+        for slot in range(self.cache.max_batch):
+            if slot not in held:
+                with suppress(InvalidArgument):  # most are free already
+                    self.cache.free(slot)
+        lengths = [0] * self.cache.max_batch
+        for group in self.running + [group for group in self.swapped if group.layered]:
+            for sequence in group.holders:
+                lengths[slot_of(sequence)] = self.cache.length(slot_of(sequence))
+        self.note([(setattr, self, "lengths", lengths), (setattr, self, "settled", True)])
+
+    # ------------------------------------------------------------------ from queue to queue
+
+    def run(self, group: SampleGroup) -> list[Change]:
+        return [
+            (self._queue_of(group).remove, group),
+            (self.running.insert, bisect(self.running, group.order, key=by_arrival), group),
+            (setattr, group, "status", Status.RUNNING),
+        ]
+
+    def wait(self, group: SampleGroup) -> list[Change]:
+        """Back to the waiting, where its arrival puts it, with nothing computed."""
+        changes: list[Change] = [
+            (self._queue_of(group).remove, group),
+            (self.waiting.insert, bisect(self.waiting, group.order, key=by_arrival), group),
+            (setattr, group, "status", Status.WAITING),
+            (setattr, group, "layered", False),
+            (setattr, group, "forked", len(group.live) == 1),
+        ]
+        for sequence in group.live:
+            changes += [(setattr, sequence, name, 0) for name in ("computed", "published")]
+            changes.append((setattr, sequence, "slot", None))
+        return changes
+
+    def swap_out(self, group: SampleGroup) -> list[Change]:
+        """Moves its slots to the host, and says what is then to be noted: nothing where that has no room."""
+        self.changing.append(group)
+        slots = [slot_of(sequence) for sequence in group.holders]
+        try:
+            self.cache.swap_out(slots)
+        except MemoryError:
+            return []
+        return [
+            *((self.lengths.__setitem__, slot, 0) for slot in slots),
+            (self._queue_of(group).remove, group),
+            (self.swapped.insert, bisect(self.swapped, group.order, key=by_arrival), group),
+            (setattr, group, "status", Status.SWAPPED),
+        ]
+
+    def leave(self, group: SampleGroup, status: Status, reason: str) -> list[Change]:
+        """The end of a request, whose slots are free."""
+        return [
+            (self._queue_of(group).remove, group),
+            (setattr, group, "status", status),
+            (setattr, group, "reason", reason),
+        ]
+
+    def _queue_of(self, group: SampleGroup) -> list[SampleGroup]:
+        return (self.waiting, self.running, self.swapped)[_HELD.index(group.status)]
+
+    # ------------------------------------------------------------------ slots
+
+    def slot_for(self, group: SampleGroup) -> int | None:
+        """The slot that a waiting request has already, or a free one that begins with what is published of
+        its prompt."""
+        sequence, request = group.live[0], group.request
+        if sequence.slot is not None:
+            return sequence.slot
+        tokens = None if isinstance(request.prompt, int) else sequence.ids(0, target(sequence))
+        expect = group.prompt_tokens + request.max_new_tokens
+        try:
+            return self.cache.alloc(tokens, salt=request.salt, expect=expect)
+        except NoFreeSlot:  # the cache has lost some to calls that it could not undo
+            if self.running:
+                return None
+            raise
+
+    def free(self, group: SampleGroup, sequences: list[TokenSequence]) -> list[Change]:
+        """Frees slots, and says what is then to be noted."""
+        self.changing.append(group)
+        changes: list[Change] = []
+        for sequence in sequences:
+            if sequence.slot is not None:
+                self.cache.free(sequence.slot)
+                changes.append((setattr, sequence, "slot", None))
+                changes.append((self.lengths.__setitem__, sequence.slot, 0))
+        return changes
+
+    def share(self, group: SampleGroup) -> None:
+        """Publishes a prompt that is computed, and gives each sequence a slot that continues it."""
+        if group.status is not Status.RUNNING:
+            return  # it has ended since, or is computed again
+        first, *others = group.live
+        self.publish(first, first.computed)
+        if group.forked:
+            return
+        self.changing.append(group)
+        lengths = self.lengths.copy()
+        changes: list[Change] = [(setattr, group, "forked", True), (setattr, self, "lengths", lengths)]
+        for sequence, slot in zip(others, self.cache.fork(slot_of(first), len(others)), strict=True):
+            lengths[slot] = lengths[slot_of(first)]
+            changes += [
+                (setattr, sequence, "slot", slot),
+                (setattr, sequence, "computed", first.computed),
+                (setattr, sequence, "published", first.published),
+            ]
+        self.note(changes)
+
+    def reorder(self, group: SampleGroup, sources: abc.Sequence[int]) -> list[Change]:
+        """Each live sequence of a request gets a slot that continues that of its source, the index of one."""
+        live = group.live
+        self.settled = False
+        self.changing.append(group)
+        before = [slot_of(sequence) for sequence in live]
+        slots = self.cache.reorder(before, [before[source] for source in sources])
+        lengths = self.lengths.copy()
+        for slot in before:
+            lengths[slot] = 0
+        changes: list[Change] = []
+        for sequence, source, slot in zip(live, sources, slots, strict=True):
+            lengths[slot] = self.lengths[before[source]]
+            changes += [
+                (setattr, sequence, "slot", slot),
+                (setattr, sequence, "computed", live[source].computed),
+                (setattr, sequence, "published", live[source].published),
+            ]
+        return [*changes, (setattr, self, "lengths", lengths)]
+
+    def end_sequences(self, group: SampleGroup, ended: list[TokenSequence]) -> list[Change]:
+        """Publishes what they computed, and frees their slots."""
+        self.changing.append(group)  # were it abandoned now, pages that are published would be written again
+        first, live = group.live[0], [sequence for sequence in group.live if sequence not in ended]
+        changes: list[Change] = [(setattr, group, "live", live)]
+        for sequence in ended:
+            if sequence.slot is not None:
+                self.publish(sequence, sequence.known)
+        if group.forked or not live:
+            return [*self.free(group, ended), *changes]
+        changes.append((setattr, group, "forked", len(live) == 1))
+        if first in ended and first.slot is not None:  # the prompt's only slot goes on to the next
+            changes += [
+                (setattr, live[0], "slot", first.slot),
+                (setattr, live[0], "computed", group.prompt_tokens),
+                (setattr, live[0], "published", first.published),
+                (setattr, first, "slot", None),
+            ]
+        return changes
+
+    def publish(self, sequence: TokenSequence, computed: int) -> None:
+        """Puts what is new of a sequence's computed tokens into the cache's index."""
+        request = sequence.group.request
+        known = sequence.group.prompt_tokens + len(sequence.output)
+        tokens = 0 if isinstance(request.prompt, int) else min(known, computed)
+        if tokens - sequence.published >= self.unit and not sequence.group.layered:
+            ids = sequence.ids(0, tokens)
+            sequence.published = self.cache.publish(slot_of(sequence), ids, salt=request.salt)
