@@ -14,12 +14,15 @@ namespace {
 // Addresses cost little: a record of each page.
 constexpr std::size_t kSmallRegion = 32, kLargeRegion = 512;
 
+// An allocation fills its pages if it leaves at most this part of them empty.
+constexpr std::size_t kMostLoss = 1024;
+
 // Never passes SIZE_MAX; what is rounded down to a multiple then is refused later.
-std::size_t rounded(std::size_t bytes) {
+std::size_t rounded(std::size_t bytes, std::size_t unit) {
   bytes = std::max<std::size_t>(bytes, 1);
-  const std::size_t over = bytes % Heap::kAlignment;
+  const std::size_t over = bytes % unit;
   if (over == 0) return bytes;
-  return bytes > SIZE_MAX - Heap::kAlignment ? bytes - over : bytes - over + Heap::kAlignment;
+  return bytes > SIZE_MAX - unit ? bytes - over : bytes - over + unit;
 }
 
 }  // namespace
@@ -145,8 +148,13 @@ std::shared_ptr<Heap::Region> Heap::region_at(Address address) const {
 // -- allocations
 
 Address Heap::allocate(const Caller& caller, std::size_t bytes) {
-  bytes = rounded(bytes);
-  const Key key(caller.stream, bytes <= pool_->page_size() / 2 ? Kind::small : Kind::large);
+  bytes = rounded(bytes, kAlignment);
+  const std::size_t page = pool_->page_size(), whole = rounded(bytes, page);
+  Key key(caller.stream, bytes <= page / 2 ? Kind::small : Kind::large);
+  if (whole - bytes <= whole / kMostLoss) {
+    key.second = Kind::whole;
+    bytes = whole;
+  }
   Place place;
   try {
     {

@@ -1,7 +1,9 @@
 // Allocations of any size, as a framework's allocator asks for them, in arenas of one pool.
 //
 // Each stream has address space of its own, so that what is freed serves the next allocation in its
-// stream without a wait. Small allocations share pages with small ones. Freed bytes stay mapped
+// stream without a wait. Allocations that fill whole pages have these to themselves, so that each
+// page they leave is free as a whole; others are cut from shared pages, small ones from pages of
+// small ones, so that nothing is lost at their ends. Freed bytes stay mapped
 // until others want their memory, so a size that comes again makes no driver call; free pages, from
 // anywhere in the pool, stand behind new addresses (GMLake, arXiv 2401.08156; torch's expandable
 // segments). State stands under the pool's lock, and is changed whole.
@@ -65,7 +67,8 @@ class Heap {
   std::vector<std::shared_ptr<Arena>> fall_asleep(std::uint64_t number);
 
  private:
-  enum class Kind : std::uint8_t { small, large };
+  // Small ones and others are cut from shared pages, apart; the last fill pages of their own.
+  enum class Kind : std::uint8_t { small, large, whole };
   using Key = std::pair<Stream, Kind>;
 
   // Address space of one stream and kind.
