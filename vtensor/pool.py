@@ -337,8 +337,8 @@ class Pool:
         Until :meth:`wake`, operations on them raise :class:`vtensor.Asleep`, and so do torch's on a VTensor.
         torch knows nothing of plain tensors over the pool (views, adopted parameters): they read as zeros on
         the CPU, where writing to them ends the process, and kernels fault on CUDA. What is cached or mapped
-        ahead goes too, and prefixes that no slot of a cache uses. Pages that a forked child or something
-        awake shares stay. Whole or nothing.
+        ahead goes too, and so do the prefixes that a cache keeps for later requests. Pages that a forked
+        child shares, or something that is awake, stay. Whole or nothing.
 
         Args:
             tag: what to put to sleep; all unless given. ``"weights"``, or another tag of

@@ -289,13 +289,13 @@ class CacheCore {
   std::size_t unit() { return read()->unit(); }
 
   SlotCacheCounts counts() {
-    const Operation operation(*this, "KVCache.stats");
+    const SoleOperation operation(mutex_, cache_, "cache", "KVCache.stats");
     const ReleasedGil released;
     return cache_->counts();
   }
 
   std::vector<PageRecord> pages(std::size_t slot, std::size_t group) {
-    const Operation operation(*this, "KVCache.pages");
+    const SoleOperation operation(mutex_, cache_, "cache", "KVCache.pages");
     const ReleasedGil released;
     return cache_->pages(slot, group);
   }
@@ -317,7 +317,8 @@ class CacheCore {
   }
   bool closed() const { return closed_; }
 
-  // With its slots and what requests may share of them; prefixes that no slot uses go.
+  // With its slots. The index is given up: pages that it has alone are mapped nowhere, so nothing
+  // could keep what they hold.
   void fall_asleep(SleepCore& sleep, bool discard) {
     constexpr const char* name = "Pool.sleep";
     const SoleOperation operation(mutex_, cache_, "cache", name);
@@ -330,8 +331,7 @@ class CacheCore {
     std::vector<std::shared_ptr<Client>> clients;
     {
       const ReleasedGil released;
-      while (cache_->evict_pages(SIZE_MAX) != 0) {
-      }
+      cache_->forget_prefixes();
       clients = cache_->clients();
     }
     for (const std::shared_ptr<Client>& client : clients) sleep.add(client);

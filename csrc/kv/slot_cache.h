@@ -163,6 +163,8 @@ class SlotCache {
   // The same for who needs so many pages; returns how many went. How many could.
   std::size_t evict_pages(std::size_t pages) { return prefixes_.evict(pages); }
   std::size_t evictable_pages() const { return prefixes_.evictable(); }
+  // Gives the index up; what slots have mapped stays theirs.
+  void forget_prefixes() { prefixes_.clear(); }
   // Tokens of the smallest prefix that requests can share.
   std::size_t unit() const { return prefixes_.unit(); }
   // Parts what is shared behind `positions`.
