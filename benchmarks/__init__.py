@@ -15,6 +15,7 @@ BENCHMARKS = (
     "generate",
     "fork",
     "bands",
+    "heap",
     "serving",
     "mapper",
     "trace_cost",

@@ -38,6 +38,27 @@ def load_bare_mmap(populate: bool = False) -> Callable[[int, int, int], float]:
     return call
 
 
+def load_heap() -> ctypes.CDLL:
+    """The functions of heap.c. Raises Skipped where there is no compiler."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise Skipped("no C compiler for calls of the heap: install one, or name it with CC=")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "heap.so"
+        subprocess.run(
+            [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(HERE / "heap.c")], check=True
+        )
+        loaded = ctypes.CDLL(str(library))
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    for name, arguments in {
+        "allocate_and_free": [pointer, pointer, size, size],
+        "allocate_once": [pointer, size, ctypes.POINTER(pointer)],
+        "bare_stitch": [size, size],
+    }.items():
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = arguments, ctypes.c_double
+    return loaded
+
+
 def build_trace_points(library: Path) -> None:
     """Makes a library of trace_points.cpp. Raises Skipped where there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))

@@ -1,0 +1,209 @@
+"""A module moved into a pool: the same module, with its memory elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import vtensor
+from interrupts import at_every_bytecode
+from vtensor import testing
+
+PAGE = 4096
+
+
+class Model(torch.nn.Module):
+    """Tied weights, views of one storage, a view with strides, a shared buffer, and nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 30)
+        self.head = torch.nn.Linear(30, 50)
+        self.head.weight = self.embed.weight
+        flat = torch.randn(2000)
+        self.first = torch.nn.Parameter(flat[100:400].view(10, 30))
+        self.second = torch.nn.Parameter(flat[500:800].view(30, 10).t())
+        self.frozen = torch.nn.Parameter(torch.randn(7), requires_grad=False)
+        self.register_buffer("every_second", flat[1000:1100:2])
+        self.register_buffer("steps", torch.arange(5), persistent=False)
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("missing", None)
+        self.norm = torch.nn.BatchNorm1d(30)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(tokens)) @ self.first.t() @ self.second
+        return self.head(x) * self.every_second + self.frozen.sum()
+
+
+def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers()])
+
+
+def facts(module: torch.nn.Module) -> dict:
+    """What must not change, whatever becomes of the memory."""
+    of = {}
+    for name, t in tensors(module).items():
+        of[name] = (
+            id(t),
+            t.dtype,
+            t.shape,
+            t.stride(),
+            t.storage_offset(),
+            t.requires_grad,
+            id(t.grad),
+            type(t),
+        )
+        of[name] += t.detach().numpy().tobytes(), t.untyped_storage().nbytes()
+    return of
+
+
+def storages(module: torch.nn.Module) -> dict[int, int]:
+    """The bytes of each storage, by its address; those of none apart."""
+    found = [t.untyped_storage() for t in tensors(module).values()]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def test_a_module_stays_what_it_is(pool):
+    model = Model()
+    tokens = torch.randint(0, 50, (16,))
+    model(tokens).sum().backward()
+    model.eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected, before, old = model(tokens), facts(model), storages(model)
+    assert vtensor.adopt(model, pool) == sum(old.values())
+    assert facts(model) == before
+    assert model.head.weight is model.embed.weight
+    now = storages(model)
+    assert sorted(now.values()) == sorted(old.values())  # as many storages, of the same bytes
+    assert not set(now) & set(old)
+    assert pool.stats().nbytes_by_tag["weights"] >= sum(old.values())
+    assert torch.equal(model(tokens), expected)
+    model.first.data.view(-1)[200] = 5  # one storage: positions 100 + 200 are not in the second
+    assert model.first.untyped_storage().data_ptr() == model.every_second.untyped_storage().data_ptr()
+    model(tokens).sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    pool.close()
+    assert torch.isfinite(model(tokens)).all()  # tensors outlive the pool
+
+
+def test_memory_comes_back(pool):
+    model = Model()
+    vtensor.adopt(model, pool, tag="first")
+    vtensor.adopt(model, pool, tag="second")  # once more: the first memory goes
+    nbytes = pool.stats().nbytes_by_tag
+    assert nbytes["first"] == 0 and nbytes["second"] > 0
+    testing.check_invariants(pool)
+    model.to(torch.float64)  # new memory, of torch; the integers stay
+    assert 0 < pool.stats().nbytes_by_tag["second"] < nbytes["second"]
+    pool.close()
+
+
+def test_whole_or_nothing_where_memory_is_short(pool_factory, kind):
+    pool, model = pool_factory(kind, 2), Model()
+    before, old = facts(model), storages(model)
+    with pytest.raises(vtensor.OutOfPages):
+        vtensor.adopt(model, pool)
+    assert (facts(model), storages(model)) == (before, old)
+    assert pool.stats().nbytes_by_tag == {"weights": 0}
+    pool.close()
+
+
+def test_every_driver_call_refused_in_turn(pool_factory, kind):
+    for skip in range(200):
+        pool, model = pool_factory(kind, 64), Model()
+        before, old = facts(model), storages(model)
+        with testing.fail_after(pool, skip) as refused, contextlib.suppress(vtensor.DriverError):
+            vtensor.adopt(model, pool)
+        if storages(model) == old:
+            assert pool.stats().nbytes_by_tag.get("weights", 0) == 0
+        else:
+            assert not set(storages(model)) & set(old)
+        assert facts(model) == before
+        testing.check_invariants(pool)
+        del model
+        pool.close()
+        if not refused:
+            break
+    assert 1 < skip < 199
+
+
+def test_interrupted_at_any_bytecode(pool_factory):
+    """Every tensor has its old memory, or every one has the new."""
+
+    def setup():
+        model = Model()
+        return model, vtensor.Pool("cpu", page_size=PAGE, budget=64 * PAGE, prefetch=0), storages(model)
+
+    def check(state, outcome):
+        model, pool, old = state
+        now = storages(model)
+        moved = not set(now) & set(old)
+        assert moved or now == old
+        assert moved or outcome.interrupted
+        held = pool.stats().nbytes_by_tag.get("weights", 0)
+        assert (held >= sum(old.values())) if moved else held == 0
+        pool.close()
+
+    def operation(state):
+        vtensor.adopt(state[0], state[1])
+
+    assert at_every_bytecode(setup, operation, check) > 100
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def unfit():
+    yield "meta", torch.empty(3, device="meta"), "to_empty"
+    yield "sparse", torch.eye(3).to_sparse(), "layout"
+    yield "quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "dequantize"
+    yield "subclass", torch.ones(3).as_subclass(Subclass), "Subclass"
+    yield "conjugated", torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"
+    yield "shared", torch.ones(3).share_memory_(), "shared memory"
+
+
+@pytest.mark.parametrize(("name", "made", "reason"), unfit(), ids=lambda p: p if isinstance(p, str) else "")
+def test_what_cannot_be_moved(host, name, made, reason):
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("odd", made)
+    before = module.weight.data_ptr()
+    with pytest.raises(vtensor.InvalidArgument, match=f"odd .*{reason}.*nothing was moved"):
+        vtensor.adopt(module, host)
+    assert module.weight.data_ptr() == before
+
+
+def test_vtensors_and_lazy_parameters(host):
+    module = torch.nn.Module()
+    t = vtensor.zeros(4, grow_dim=0, capacity=8, pool=host)
+    module.register_buffer("grows", t)
+    with pytest.raises(vtensor.InvalidArgument, match="grows is a VTensor"):
+        vtensor.adopt(module, host)
+    t.close()
+    with pytest.raises(vtensor.InvalidArgument, match="UninitializedParameter"):
+        vtensor.adopt(torch.nn.LazyLinear(3), host)
+
+
+def test_bad_arguments(host):
+    module = torch.nn.Linear(2, 2)
+    for arguments, named in (
+        ((torch.ones(3), host), {}),
+        ((module, "cpu"), {}),
+        ((module, host), {"tag": ""}),
+        ((module, host), {"tag": 3}),
+    ):
+        with pytest.raises(vtensor.InvalidArgument):
+            vtensor.adopt(*arguments, **named)
+    host.close()
+    with pytest.raises(vtensor.Closed):
+        vtensor.adopt(module, host)
+
+
+def test_progress_is_shown_for_what_takes_long(host, capsys, monkeypatch):
+    monkeypatch.setattr("vtensor._progress.time.monotonic", iter(range(0, 10000, 30)).__next__)
+    vtensor.adopt(torch.nn.Linear(20, 20), host)
+    assert "adopt: " in capsys.readouterr().err
+    host.close()
