@@ -46,14 +46,14 @@ def _heap(budget: int) -> Iterator[vtensor.Pool]:
 def freed_again(settings: Settings) -> list[Figure]:
     native, (allocate, free) = load_heap(), _exported()
     sizes = {"1 KiB": 1024, "2 MiB": PAGE, "20 MiB": 20 * MIB, "512 MiB": 512 * MIB}
-    rounds = settings.pick(2000, 20)
+    rounds = settings.pick(500, 20)
     with _heap(1024 * MIB):
         taken = interleave(
             {
                 name: lambda nbytes=nbytes: native.allocate_and_free(allocate, free, nbytes, rounds)
                 for name, nbytes in sizes.items()
             },
-            settings.pick(50, 3),
+            settings.pick(30, 3),
         )
     return [
         Figure(

@@ -110,7 +110,7 @@ if [ -n "${asking:-}" ]; then wait "$asking" || failed+=("Questions while it bui
 if ! $everything; then
   if $can_ask; then attempt "Questions" questions 0 "$@"; fi
 else
-  if $is_built; then attempt "GPU tests" gpu_tests cuda_mapping cuda_tensor beside_cuda_core; fi
+  if $is_built; then attempt "GPU tests" gpu_tests cuda_mapping cuda_tensor beside_cuda_core torch_memory; fi
   if $can_ask; then attempt "Questions" questions 70 --rest "$@"; fi
   if $is_built; then attempt "GPU tests of attention" gpu_tests attention; fi
 fi

@@ -5,8 +5,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
-#define MADV_POPULATE_WRITE 23
+#ifndef MADV_POPULATE_READ /* Linux 5.14 */
+#define MADV_POPULATE_READ 22
 #endif
 
 typedef void* (*Allocate)(size_t bytes, int device, void* stream);
@@ -48,14 +48,14 @@ double bare_stitch(size_t count, size_t bytes) {
   char* const to = mmap(NULL, count * bytes, none, reserved, -1, 0);
   double seconds = -1;
   if (from != MAP_FAILED && to != MAP_FAILED && ftruncate(file, (off_t)all) == 0 &&
-      mmap(from, all, access, shared, file, 0) != MAP_FAILED && madvise(from, all, MADV_POPULATE_WRITE) == 0) {
+      mmap(from, all, access, shared, file, 0) != MAP_FAILED && madvise(from, all, MADV_POPULATE_READ) == 0) {
     int refused = 0;
     const double begin = now();
     for (size_t i = 0; i < count; ++i)
       refused |= mmap(from + 2 * i * bytes, bytes, none, reserved | MAP_FIXED, -1, 0) == MAP_FAILED;
     for (size_t i = 0; i < count; ++i)
       refused |= mmap(to + i * bytes, bytes, access, shared, file, (off_t)(2 * i * bytes)) == MAP_FAILED;
-    for (size_t i = 0; i < count; ++i) refused |= madvise(to + i * bytes, bytes, MADV_POPULATE_WRITE) != 0;
+    for (size_t i = 0; i < count; ++i) refused |= madvise(to + i * bytes, bytes, MADV_POPULATE_READ) != 0;
     if (!refused) seconds = now() - begin;
   }
   if (from != MAP_FAILED) munmap(from, all);
