@@ -188,6 +188,24 @@ def test_memory_is_found_in_what_others_keep(pool_factory, kind, owner):
         empty(pool, core, other)
 
 
+def test_scattered_memory_is_mapped_not_made_anew(pool_factory):
+    """On the host, where other ranges grow through neighbouring handles of their own."""
+    pool = caching(pool_factory, "host", 32)
+    with inside(pool) as core:
+        for _ in range(3):
+            made = [allocate(PAGE) for _ in range(32)]
+            for address in made[::2]:
+                free(address)
+            pool.wait_idle(5)
+            before = calls(pool)
+            whole = allocate(16 * PAGE)
+            assert whole, _core.take_heap_refusal()
+            assert "fallocate" not in calls_since(pool, before)  # no memory was given back
+            for address in [whole, *made[1::2]]:
+                free(address)
+        empty(pool, core)
+
+
 @pytest.mark.parametrize("wants", ["tensor", "arena", "smaller budget"])
 def test_others_find_memory_in_what_a_heap_keeps(pool_factory, kind, wants):
     pool = caching(pool_factory, kind, 32)
