@@ -350,6 +350,7 @@ void SlotCache::leave(std::size_t slot) noexcept {
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
   states_[slot] = SlotState::free;
   slots_[slot].tokens.clear();
+  slots_[slot].offered = 0;
   slots_[slot].arriving.clear();
   if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
   forget_bands(slot);
@@ -378,6 +379,7 @@ void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t len
   std::vector<Band>& bands = slots_[slot].bands;
   if (length == static_cast<std::size_t>(lengths_[slot]) && bands.empty()) return;
   await_arrival(caller, slot);
+  if (length < slots_[slot].offered) protect(caller, slot);
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
     if (is_band_away(slot, row_groups_[group].shape.band)) continue;
     if (length == 0) slots_[slot].begins[group] = 0;
@@ -487,6 +489,7 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
                           text(slot) + ", which has " + text(length) + " tokens");
   }
   await_arrival(caller, slot);
+  if (positions.begin < slots_[slot].offered) protect(caller, slot);
   std::vector<Buffer::Growth> growths;
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
     const Interval kept{
@@ -538,6 +541,7 @@ void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t
     if (write.positions.empty()) continue;
     if (const FencePtr copied = copies(write.slot, layer))
       pool_->driver().order(caller.stream, *copied);
+    if (write.positions.begin < slots_[write.slot].offered) protect(caller, write.slot);
     bool shared = false;
     {
       const PoolLock lock(pool_);

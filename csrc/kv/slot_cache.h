@@ -257,6 +257,8 @@ class SlotCache {
     std::vector<std::shared_ptr<Buffer>> buffers;  // of each row group; null until first used
     std::vector<std::size_t> begins;               // first position that is kept, of each row group
     std::vector<Token> tokens;         // those that the index knows it by, from position 0 on
+    // Positions from here on lie in no page that the index has and that may still be writable.
+    std::size_t offered = 0;
     std::unique_ptr<Swapped> swapped;  // where it is
     std::vector<Arriving> arriving;    // in the order of their copies; empty once all are there
     std::vector<Band> bands;           // empty while all are here and have the slot's length
@@ -319,6 +321,8 @@ class SlotCache {
   bool has_free(std::size_t n) const;
   void require_arrived(const Caller& caller, std::size_t slot);
   std::size_t count_free() const;
+  void protect(const Caller& caller, std::size_t slot);
+  bool looks_ahead() const { return shape_.lookahead != 0 && pool_->looks_ahead(); }
   void expect_unsharing(std::size_t slot) { room_[slot] = lengths_[slot]; }
   void forget_heads(const Caller& caller, std::size_t slot, std::span<const std::size_t> groups);
   void look_further(std::span<const std::size_t> slots);

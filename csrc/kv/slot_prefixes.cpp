@@ -89,17 +89,30 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
   }
   await_arrival(caller, slot);
   expect_unsharing(slot);
+  std::size_t& offered = slots_[slot].offered;
+  if (looks_ahead()) offered = std::max(offered, bounds.back());
   std::vector<Prefix> parts(bounds.size() - 1);
   std::vector<Interval> pages(parts.size());
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
     for (std::size_t i = 0; i < parts.size(); ++i)
       pages[i] = {page_of(row_groups_[group], bounds[i]),
                   page_of(row_groups_[group], bounds[i + 1])};
-    const auto page_sets = slots_[slot].buffers[group]->offer(caller, pages);
+    Buffer& buffer = *slots_[slot].buffers[group];
+    const auto page_sets =
+        looks_ahead() ? buffer.offer_writable(caller, pages) : buffer.offer(caller, pages);
     for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(page_sets[i]);
   }
   look_further({&slot, 1});
   return parts;
+}
+
+// Before something may write to the slot's published positions.
+void SlotCache::protect(const Caller& caller, std::size_t slot) {
+  std::size_t& offered = slots_[slot].offered;
+  if (offered == 0) return;
+  for (std::size_t group = 0; group < row_groups_.size(); ++group)
+    slots_[slot].buffers[group]->protect(caller, {0, page_of(row_groups_[group], offered)});
+  offered = 0;
 }
 
 }  // namespace vtensor

@@ -113,9 +113,18 @@ class Buffer final : public RangeClient {
   // Waits for the work of all streams that use this buffer. Whole or nothing.
   std::vector<std::shared_ptr<PageSet>> offer(const Caller& caller,
                                               std::span<const Interval> indices);
+  // The same without a wait, and without a driver call that maps: pages stay writable here until
+  // another buffer accepts them. Requires: nothing is written there before `protect`. As `offer`
+  // where some of them are copy-on-write already, because the kernel may have copied these.
+  std::vector<std::shared_ptr<PageSet>> offer_writable(const Caller& caller,
+                                                       std::span<const Interval> indices);
+  // Makes what others were offered of `indices`, and is still writable here, copy-on-write. Waits
+  // for the work of all streams that use this buffer if there is any. Whole or nothing.
+  void protect(const Caller& caller, Interval indices);
   // Maps the pages of `page_sets`, which lie behind one another and hold `positions`, copy-on-write
   // at their pages: they are the owner's then. Waits for what is on its way out there. Whole or
-  // nothing. Requires: nothing is owned, and nothing ready or cached there.
+  // nothing, but that pages may have become copy-on-write where they come from. Requires: nothing is
+  // owned, and nothing ready or cached there.
   void accept(const Caller& caller, Interval positions,
               std::span<const std::shared_ptr<PageSet>> page_sets);
   // Row i gets the pages of row rows[i], at the same addresses; in all of these buffers or, where
@@ -201,6 +210,10 @@ class Buffer final : public RangeClient {
   void unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
                Interval stale = {}) VT_LOCKED;
   std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  void add_page_sets(std::vector<std::shared_ptr<PageSet>>& to,
+                     std::span<const Interval> indices) VT_LOCKED;
+  std::vector<Reservation::Run> offered_in(Interval indices) const VT_LOCKED;
+  void protect_origins(const Caller& caller, std::span<const std::shared_ptr<PageSet>> page_sets);
 
   // Where the pages behind the extent begin.
   std::size_t extent_end() const VT_LOCKED { return extent_.empty() ? 0 : extent_.end; }

@@ -13,8 +13,12 @@
 
 namespace vtensor {
 
-// Neighbouring pages of every row of a buffer, row after row, each with a reference of
-// its own. Nobody writes to them: they are copy-on-write wherever they are mapped.
+class Buffer;
+
+// Neighbouring pages of every row of a buffer, row after row, each with a reference of its own.
+// They are copy-on-write wherever they are mapped, but where they come from: there they may stay
+// writable until another buffer accepts them. Nobody writes to them there either, without having
+// them made copy-on-write first.
 class PageSet {
  public:
   // Takes the references over.
@@ -38,6 +42,14 @@ class PageSet {
   std::size_t pages() const { return pages_.size(); }
   // Whether some page is mapped, or on another page set.
   bool in_use() const VT_LOCKED;
+
+  // Where they come from and may still be writable, and points behind the work that may still write
+  // to them there. Null once that is seen to.
+  struct Origin {
+    std::weak_ptr<Buffer> buffer;
+    std::vector<FencePtr> after;
+  };
+  std::shared_ptr<const Origin> origin;
 
  private:
   const std::shared_ptr<PagePool> pool_;

@@ -8,6 +8,7 @@
 #include "base/trace.h"
 #include "tensor/buffer.h"
 #include "tensor/page_set.h"
+#include "vmm/wait.h"
 
 namespace vtensor {
 
@@ -124,13 +125,9 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
   return child;
 }
 
-std::vector<std::shared_ptr<PageSet>> Buffer::offer(const Caller& caller,
-                                                    std::span<const Interval> indices) {
-  std::vector<std::shared_ptr<PageSet>> page_sets;
-  page_sets.reserve(indices.size());
-  PoolLock lock(pool_);
-  pool_->reap();
-  const std::unique_ptr<Busy> busy = quieten(lock, caller);
+// A page set lets its pages go with the lock, so `to` must outlive the caller's.
+void Buffer::add_page_sets(std::vector<std::shared_ptr<PageSet>>& to,
+                           std::span<const Interval> indices) {
   std::vector<std::vector<Page*>> pages(indices.size());
   for (std::size_t i = 0; i < indices.size(); ++i) {
     pages[i].reserve(indices[i].size() * range_.rows());
@@ -139,20 +136,99 @@ std::vector<std::shared_ptr<PageSet>> Buffer::offer(const Caller& caller,
         pages[i].push_back(range_.at(row, index).page);
     }
   }
+  to.reserve(indices.size());
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    for (Page* page : pages[i]) pool_->store().share(page);
+    to.push_back(std::make_shared<PageSet>(pool_, indices[i], std::move(pages[i])));
+  }
+}
+
+std::vector<std::shared_ptr<PageSet>> Buffer::offer(const Caller& caller,
+                                                    std::span<const Interval> indices) {
+  std::vector<std::shared_ptr<PageSet>> page_sets;
+  PoolLock lock(pool_);
+  pool_->reap();
+  const std::unique_ptr<Busy> busy = quieten(lock, caller);
   if (!indices.empty()) {
     range_.make_copy_on_write(
         &lock, range_.collect({indices.front().begin, indices.back().end}, is_writable));
   }
-  for (std::size_t i = 0; i < indices.size(); ++i) {
-    for (Page* page : pages[i]) pool_->store().share(page);
-    page_sets.push_back(std::make_shared<PageSet>(pool_, indices[i], std::move(pages[i])));
-  }
+  add_page_sets(page_sets, indices);
   return page_sets;
+}
+
+std::vector<std::shared_ptr<PageSet>> Buffer::offer_writable(const Caller& caller,
+                                                             std::span<const Interval> indices) {
+  std::vector<std::shared_ptr<PageSet>> page_sets;
+  if (indices.empty()) return page_sets;
+  {
+    const PoolLock lock(pool_);
+    pool_->reap();
+    require_whole(caller.operation);
+    const Interval all{indices.front().begin, indices.back().end};
+    if (range_.first_not(all, is_writable) == all.end) {
+      require_no_capture(caller);
+      work_.note(caller);
+      const auto origin = std::make_shared<const PageSet::Origin>(
+          std::static_pointer_cast<Buffer>(shared_from_this()), fences());
+      add_page_sets(page_sets, indices);
+      for (const auto& page_set : page_sets) page_set->origin = origin;
+      return page_sets;
+    }
+  }
+  return offer(caller, indices);
+}
+
+// Writable pages that something else keeps too.
+std::vector<Reservation::Run> Buffer::offered_in(Interval indices) const {
+  std::vector<Reservation::Run> offered;
+  for (const Reservation::Run& run : range_.collect(indices, is_writable)) {
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+      const std::size_t first = index;
+      while (index < run.indices.end && range_.at(run.row, index).page->references > 1) ++index;
+      if (index > first) offered.push_back({run.row, {first, index}});
+    }
+  }
+  return offered;
+}
+
+void Buffer::protect(const Caller& caller, Interval indices) {
+  PoolLock lock(pool_);
+  pool_->reap();
+  if (!owned_ || offered_in(indices).empty()) return;
+  require_no_capture(caller);
+  const Busy busy(*this, lock, caller);
+  await_streams(lock, caller);
+  range_.make_copy_on_write(&lock, offered_in(indices));
+}
+
+// Before their pages are mapped here: nothing writes to them any more.
+void Buffer::protect_origins(const Caller& caller,
+                             std::span<const std::shared_ptr<PageSet>> page_sets) {
+  for (auto at = page_sets.begin(); at != page_sets.end();) {
+    const auto first = at;
+    const std::shared_ptr<const PageSet::Origin> origin = (*first)->origin;
+    Interval indices = (*first)->indices();
+    for (; at != page_sets.end() && (*at)->origin == origin; ++at)
+      indices.end = (*at)->indices().end;
+    if (origin == nullptr) continue;
+    if (const std::shared_ptr<Buffer> buffer = origin->buffer.lock())
+      buffer->protect(caller, indices);
+    for (const FencePtr& fence : origin->after) {
+      if (wait_for(driver_, fence, pool_->options().patience)) continue;
+      throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
+                     seconds_text(pool_->options().patience) +
+                     ": work launched on the device that writes to a shared prefix has not ended; "
+                     "nothing was changed");
+    }
+    std::for_each(first, at, [](const auto& page_set) { page_set->origin.reset(); });
+  }
 }
 
 void Buffer::accept(const Caller& caller, Interval positions,
                     std::span<const std::shared_ptr<PageSet>> page_sets) {
   if (page_sets.empty()) return;
+  protect_origins(caller, page_sets);
   PoolLock lock(pool_);
   pool_->reap();
   const Interval indices{page_sets.front()->indices().begin, page_sets.back()->indices().end};

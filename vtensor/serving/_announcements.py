@@ -55,7 +55,7 @@ class Announcements:
 
     def look_ahead(self, lengths: list[int], parted: list[TokenSequence]) -> None:
         """Has the mapper map, while an iteration is computed, what is known of the next: a token more of each
-        slot, and the prompts of announced requests.
+        slot, and the prompts of announced requests where there is room for these besides.
 
         Args:
             lengths: after this iteration.
@@ -66,4 +66,6 @@ class Announcements:
         ahead = [length and length + 1 for length in lengths]
         for sequence in parted:
             ahead[slot_of(sequence)] = lengths[slot_of(sequence)]
-        self._cache.prepare(self.with_prompts(ahead))
+        self._cache.prepare(ahead)
+        if self._iterations:
+            self._cache.prepare(self.with_prompts(ahead))
