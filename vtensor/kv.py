@@ -136,7 +136,12 @@ class KVCache:
     # -- requests
 
     def alloc(
-        self, tokens: Sequence[int] | torch.Tensor | None = None, *, salt: str = "", expect: int = 0
+        self,
+        tokens: Sequence[int] | torch.Tensor | None = None,
+        *,
+        salt: str = "",
+        expect: int = 0,
+        deferred: bool = False,
     ) -> int:
         """A free slot for a request.
 
@@ -147,6 +152,10 @@ class KVCache:
             tokens: ids, ``[n]``.
             salt: requests share prefixes only with those of the same salt.
             expect: tokens the request will have, if known: it gets the slot whose kept pages fit that best.
+            deferred: leaves the pages of what the index has to the mapper, which maps them once
+                :meth:`prepare` names the slot, so that no driver call is made here. Nothing may read the slot
+                before a :meth:`step` or a :meth:`wait`, which map what the mapper has not. No effect where
+                the cache does not look ahead.
 
         Raises:
             NoFreeSlot: ``max_batch`` requests are in the cache.
@@ -154,7 +163,7 @@ class KVCache:
         """
         expect = self._count("KVCache.alloc", "expect", expect)
         ids = None if tokens is None else token_ids("KVCache.alloc", tokens)
-        return CacheCore.alloc(self._core, expect, ids, checked_salt("KVCache.alloc", salt))
+        return CacheCore.alloc(self._core, expect, ids, checked_salt("KVCache.alloc", salt), bool(deferred))
 
     def step(self, lengths: Sequence[int] | torch.Tensor, *, bands: Iterable[int] | None = None) -> bool:
         """Makes the first ``lengths[slot]`` tokens of each slot ready to be written and read.
@@ -414,6 +423,10 @@ class KVCache:
     def publish(self, slot: int, tokens: Sequence[int] | torch.Tensor, *, salt: str = "") -> int:
         """Puts the whole units of ``tokens``, which are the slot's first, into the prefix index. It keeps
         their pages past the request's end, as long as memory suffices.
+
+        A cache that looks ahead makes no driver call that maps for it: the pages become copy-on-write once
+        another slot shares them. Until then they can be written to. So :meth:`write` or :meth:`unshare` comes
+        before a change of tokens that are published, whatever the device.
 
         Args:
             slot: whose K and V these are.

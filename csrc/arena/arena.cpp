@@ -566,7 +566,7 @@ std::size_t Arena::missing_ahead() const {
   return pages;
 }
 
-bool Arena::find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) {
+bool Arena::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
   std::vector<Reservation::Run> missing;
   for (const Interval some : wanted_) {
     missing.clear();
@@ -576,7 +576,7 @@ bool Arena::find_missing(std::vector<Reservation::Run>& runs, std::size_t pages)
       run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
       pages -= run.indices.size();
       if (run.indices.empty()) break;
-      runs.push_back(run);
+      arrival.runs.push_back(run);
     }
   }
   return true;

@@ -152,7 +152,7 @@ class Arena final : public RangeClient {
   bool begin_unmapping() override VT_LOCKED;
   bool is_quiet() override VT_LOCKED;
   bool release_range() override VT_LOCKED;
-  bool find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) override VT_LOCKED;
+  bool find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   void give_up_ahead() override VT_LOCKED { wanted_.clear(); }
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;

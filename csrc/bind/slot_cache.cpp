@@ -101,12 +101,13 @@ class CacheCore {
   }
 
   std::size_t alloc(std::size_t expected, const std::optional<nb::bytes>& ids,
-                    const std::string& salt) {
+                    const std::string& salt, bool deferred) {
     const Operation operation(*this, "KVCache.alloc");
     const std::vector<Token> tokens = ids ? tokens_of(*ids) : std::vector<Token>();
     std::size_t slot = 0;
     run("KVCache.alloc", {}, [&](const Caller& caller) {
-      slot = ids ? cache_->alloc(caller, tokens, salt, expected) : cache_->alloc(caller, expected);
+      slot = ids ? cache_->alloc(caller, tokens, salt, expected, deferred)
+                 : cache_->alloc(caller, expected);
     });
     return slot;
   }
@@ -203,6 +204,9 @@ class CacheCore {
     Caller asking{"KVCache.wait"};
     {
       const Operation operation(*this, "KVCache.wait");
+      if (cache_->expects(slot)) {
+        run("KVCache.wait", {}, [&](const Caller& caller) { cache_->finish_prefix(caller, slot); });
+      }
       pool = pool_;
       copied = cache_->copies(slot, layer);
       leaves = cache_->is_away(slot, layer);
@@ -510,7 +514,7 @@ void bind_slot_cache(nb::module_& module) {
       .def("fits", &CacheCore::fits, nb::arg("lengths"), no_bands)
       .def("waits_for_others", &CacheCore::waits_for_others)
       .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
-           nb::arg("salt") = "")
+           nb::arg("salt") = "", nb::arg("deferred") = false)
       .def("free", &CacheCore::free, nb::arg("slot"), no_stream)
       .def("truncate", &CacheCore::truncate, nb::arg("slot"), nb::arg("length"), no_stream)
       .def("fork", &CacheCore::fork, nb::arg("slot"), nb::arg("n"), no_stream)

@@ -122,6 +122,7 @@ void SlotCache::step_bands(const Caller& caller, std::span<const std::int64_t> l
       }
     }
     if (grown.empty()) continue;
+    finish_prefix(caller, slot);
     due.push_back({slot, std::move(grown), bands_of(slot)});
     slots.push_back(slot);
   }
@@ -154,6 +155,7 @@ void SlotCache::swap_out_bands(const Caller& caller, std::span<const std::size_t
   }
   require_named_once(caller, slots);
   settle_copies();
+  for (const std::size_t slot : slots) finish_prefix(caller, slot);
   std::vector<Part> parts;
   std::vector<std::vector<Band>> fresh;
   for (const std::size_t slot : slots) {

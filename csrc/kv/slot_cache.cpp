@@ -225,6 +225,7 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
   require_due(caller, lengths);
   settle_copies();
   use(caller);
+  for (const std::size_t slot : due_) finish_prefix(caller, slot);
   if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);
   for (const std::size_t slot : due_) forget_heads(caller, slot, all_groups_);
   for (const std::size_t slot : due_) slots_[slot].bands.clear();
@@ -290,6 +291,10 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
   const PoolLock lock(pool_);
   for (const std::size_t slot : slots) {
     const auto length = static_cast<std::size_t>(lengths_[slot]);
+    if (slots_[slot].expects) {
+      room_[slot] = -1;  // the next step finishes that, whatever the length
+      continue;
+    }
     if (!slots_[slot].bands.empty()) {
       room_[slot] = lengths_[slot];
       continue;
@@ -351,6 +356,7 @@ void SlotCache::leave(std::size_t slot) noexcept {
   states_[slot] = SlotState::free;
   slots_[slot].tokens.clear();
   slots_[slot].offered = 0;
+  slots_[slot].expects = false;
   slots_[slot].arriving.clear();
   if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
   forget_bands(slot);
@@ -539,6 +545,7 @@ void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t
   use(caller);
   for (const Write& write : writes) {
     if (write.positions.empty()) continue;
+    finish_prefix(caller, write.slot);
     if (const FencePtr copied = copies(write.slot, layer))
       pool_->driver().order(caller.stream, *copied);
     if (write.positions.begin < slots_[write.slot].offered) protect(caller, write.slot);

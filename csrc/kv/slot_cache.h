@@ -114,9 +114,11 @@ class SlotCache {
   // A free slot of length 0: the one whose cached pages fit a request of `expected` positions best;
   // where that is 0, the one with most. Throws NoFreeSlot, and TimedOut where none becomes ready.
   std::size_t alloc(const Caller& caller, std::size_t expected);
-  // One that begins with what the index has of a request's tokens, but never all of them.
+  // One that begins with what the index has of a request's tokens, but never all of them. If that
+  // is `deferred` and the cache looks ahead, no driver call maps it: the mapper does once a step is
+  // prepared, or else the next operation on the slot.
   std::size_t alloc(const Caller& caller, std::span<const Token> tokens, const std::string& salt,
-                    std::size_t expected);
+                    std::size_t expected, bool deferred = false);
   // Makes the first lengths[s] positions of each slot its own: mapped, and not shared if they are
   // new. All or nothing, in one batch of driver calls; none if the pages are ready. If the driver
   // refuses, pages that were shared may have been copied; nothing else has changed. Throws
@@ -138,6 +140,9 @@ class SlotCache {
   // announces nothing where even that does not suffice. True if a step would find all of it ready.
   // Makes no driver call, and waits for nothing. Throws as `step` for lengths that cannot be.
   bool prepare(const Caller& caller, std::span<const std::int64_t> lengths);
+  // Whether what a slot begins with may not be mapped yet. It is once `finish_prefix` returns.
+  bool expects(std::size_t slot) const { return slots_[slot].expects; }
+  void finish_prefix(const Caller& caller, std::size_t slot);
   // Whether slots may have these lengths without another page.
   bool has_room(std::span<const std::int64_t> lengths) { return find_due(lengths) && due_.empty(); }
   // As `step`, if no slot needs another page. False, and nothing is done, if one does.
@@ -256,9 +261,10 @@ class SlotCache {
   struct Slot {
     std::vector<std::shared_ptr<Buffer>> buffers;  // of each row group; null until first used
     std::vector<std::size_t> begins;               // first position that is kept, of each row group
-    std::vector<Token> tokens;         // those that the index knows it by, from position 0 on
+    std::vector<Token> tokens;  // those that the index knows it by, from position 0 on
     // Positions from here on lie in no page that the index has and that may still be writable.
     std::size_t offered = 0;
+    bool expects = false;              // pages of its prefix, which may not be mapped yet
     std::unique_ptr<Swapped> swapped;  // where it is
     std::vector<Arriving> arriving;    // in the order of their copies; empty once all are there
     std::vector<Band> bands;           // empty while all are here and have the slot's length
@@ -354,10 +360,10 @@ class SlotCache {
   void leave(std::size_t slot) noexcept;
   std::size_t take_empty(const Caller& caller, std::span<const std::size_t> pages);
   std::size_t accept(const Caller& caller, std::span<const Prefix> parts, std::size_t length,
-                     const Slot* parent);
+                     const Slot* parent, bool deferred = false);
 
-  std::size_t alloc_prefix(const Caller& caller, std::span<const Prefix> prefix,
-                           std::size_t length);
+  std::size_t alloc_prefix(const Caller& caller, std::span<const Prefix> prefix, std::size_t length,
+                           bool deferred);
   std::vector<Prefix> offer(const Caller& caller, std::size_t slot,
                             std::span<const std::size_t> bounds);
   std::size_t covered(std::size_t position) const;

@@ -168,7 +168,7 @@ SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths,
       const Buffer& buffer = *it.buffers[group];
       const Reservation& range = buffer.range();
       Interval pages = buffer.indices_of(needed(group, slot, written.end));
-      if (!buffer.extent().empty()) pages.begin = buffer.extent().end;
+      if (buffer.owned_until() != 0) pages.begin = buffer.owned_until();
       if (has_head)
         pages.begin = std::max(pages.begin, page_of(row_groups_[group], shared->length));
       if (!pages.empty()) {
@@ -176,13 +176,13 @@ SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths,
         need.ready += taken;
         need.pages += pages.size() * range.rows() - taken;
       }
-      if (range.copy_on_write() == 0) continue;
+      if (range.copy_on_write() == 0 && !it.expects) continue;
       // As a growth counts them: of those that unshare a page, the last keeps it.
-      const Interval own = intersection(buffer.indices_of(written), buffer.extent());
-      for (const Reservation::Run& run : range.collect(own, is_copy_on_write)) {
-        for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-          const Page* const page = range.at(run.row, index).page;
-          need.pages += ++unsharing[page] < page->references;
+      const Interval own = intersection(buffer.indices_of(written), {0, buffer.owned_until()});
+      for (std::size_t row = 0; row < range.rows(); ++row) {
+        for (std::size_t index = own.begin; index < own.end; ++index) {
+          const Page* const page = buffer.shared_at(row, index);
+          if (page != nullptr) need.pages += ++unsharing[page] < page->references;
         }
       }
     }

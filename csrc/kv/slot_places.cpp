@@ -239,8 +239,8 @@ std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
 }
 
 std::size_t SlotCache::alloc_prefix(const Caller& caller, std::span<const Prefix> prefix,
-                                    std::size_t length) {
-  const std::size_t slot = accept(caller, prefix, length, nullptr);
+                                    std::size_t length, bool deferred) {
+  const std::size_t slot = accept(caller, prefix, length, nullptr, deferred);
   look_further({&slot, 1});
   return slot;
 }
@@ -256,7 +256,7 @@ std::size_t SlotCache::take_empty(const Caller& caller, std::span<const std::siz
 
 // A free slot with the pages of `parts`: positions from 0 on, or those that a parent has.
 std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
-                              std::size_t length, const Slot* parent) {
+                              std::size_t length, const Slot* parent, bool deferred) {
   std::vector<std::size_t> pages(row_groups_.size());
   std::vector<std::vector<std::shared_ptr<PageSet>>> page_sets(row_groups_.size());
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
@@ -272,7 +272,13 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
     for (std::size_t group = 0; group < row_groups_.size(); ++group) {
       if (page_sets[group].empty()) continue;
       const Interval positions = parent ? parent->buffers[group]->positions() : Interval{0, length};
-      slots_[slot].buffers[group]->accept(caller, positions, page_sets[group]);
+      Buffer& buffer = *slots_[slot].buffers[group];
+      if (deferred) {
+        buffer.expect(caller, positions, page_sets[group]);
+        slots_[slot].expects = true;
+      } else {
+        buffer.accept(caller, positions, page_sets[group]);
+      }
     }
   } catch (...) {
     leave(slot);

@@ -9,15 +9,16 @@
 namespace vtensor {
 
 std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens,
-                             const std::string& salt, std::size_t expected) {
+                             const std::string& salt, std::size_t expected, bool deferred) {
   const std::size_t most = tokens.empty() ? 0 : (tokens.size() - 1) / unit();
   std::vector<Prefix> found = prefixes_.take(tokens, salt, most);
   const std::size_t length = covered(found.size() * unit());
   // Where a position takes several pages, the last unit may hold no whole one.
   while (!found.empty() && covered((found.size() - 1) * unit()) == length) found.pop_back();
   std::vector<Token> shared(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(length));
-  const std::size_t slot = length == 0 ? alloc(caller, std::max(expected, tokens.size()))
-                                       : alloc_prefix(caller, found, length);
+  const std::size_t slot = length == 0
+                               ? alloc(caller, std::max(expected, tokens.size()))
+                               : alloc_prefix(caller, found, length, deferred && looks_ahead());
   slots_[slot].tokens = std::move(shared);
   prefix_queries_ += tokens.size();
   prefix_hits_ += length;
@@ -104,6 +105,15 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
   }
   look_further({&slot, 1});
   return parts;
+}
+
+// Before something reads the slot's pages, or grows them.
+void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
+  if (!slots_[slot].expects) return;
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers)
+    buffer->accept_expected(caller);
+  slots_[slot].expects = false;
+  room_[slot] = lengths_[slot];
 }
 
 // Before something may write to the slot's published positions.

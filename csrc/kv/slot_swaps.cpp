@@ -117,6 +117,7 @@ void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slot
   }
   require_named_once(caller, slots);
   settle_copies();
+  for (const std::size_t slot : slots) finish_prefix(caller, slot);
   std::vector<bool> members;
   const std::shared_ptr<SwapGroup> group = group_of(slots, members);
   std::vector<Part> parts;
@@ -375,6 +376,7 @@ void SlotCache::await_departure(const Caller& caller, std::size_t slot,
 // What the caller's stream does to a slot comes behind what is being copied into it.
 void SlotCache::await_arrival(const Caller& caller, std::size_t slot) {
   settle_copies();
+  finish_prefix(caller, slot);
   const FencePtr last = last_arrival(slot);
   if (last != nullptr) pool_->driver().order(caller.stream, *last);
 }

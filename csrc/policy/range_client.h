@@ -70,8 +70,9 @@ class RangeClient : public Client {
   virtual bool is_quiet() VT_LOCKED = 0;
   // Frees the range of a client that is out of reach. False if something is left in it.
   virtual bool release_range() VT_LOCKED = 0;
-  // Adds empty pages that it wants ahead, up to `pages`. False if it has to give up.
-  virtual bool find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) VT_LOCKED = 0;
+  // Adds empty pages that it wants ahead, up to `pages`, with what is to stand there if that is
+  // shared. False if it has to give up.
+  virtual bool find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
   // Nothing is left to do ahead, or to do it with.
   virtual void give_up_ahead() VT_LOCKED = 0;
 

@@ -105,7 +105,7 @@ void Buffer::announce(std::size_t end) {
 }
 
 std::size_t Buffer::missing_ahead() const {
-  const Interval wanted{std::max(extent_end(), ready_.end), std::max(want_end_, ready_.end)};
+  const Interval wanted{std::max(owned_until(), ready_.end), std::max(want_end_, ready_.end)};
   return wanted.empty() ? 0 : wanted.size() * range_.rows() - range_.count_mapped(wanted);
 }
 
@@ -120,7 +120,8 @@ void Buffer::give_up_ahead() {
   give_back_unused();
 }
 
-bool Buffer::find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) {
+bool Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
+  if (expected_ != nullptr) return find_expected(arrival);
   std::vector<Reservation::Run> missing;
   const Interval wanted{std::max(extent_end(), ready_.end), want_end_};
   unmap_.remove(wanted);
@@ -131,7 +132,7 @@ bool Buffer::find_missing(std::vector<Reservation::Run>& runs, std::size_t pages
       if (range_.at(row, run.indices.begin).state != EntryState::empty) return false;
       run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
       pages -= run.indices.size();
-      if (!run.indices.empty()) runs.push_back(run);
+      if (!run.indices.empty()) arrival.runs.push_back(run);
     }
   }
   return true;
@@ -148,7 +149,9 @@ void Buffer::enter_ahead(Reservation::Arrival& arrival) {
     want_end_ = 0;
     refused_ahead(arrival);
   }
-  if (owned_) {
+  if (owned_ && expected_ != nullptr) {
+    if (arrival.shared && !arrival.error) enter_expected();
+  } else if (owned_) {
     set_ready(usable(extent_end(), std::max(ready_.end, want_end_)));
     if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
     if (ready_.end >= want_end_) want_end_ = 0;

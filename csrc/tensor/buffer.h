@@ -123,10 +123,16 @@ class Buffer final : public RangeClient {
   void protect(const Caller& caller, Interval indices);
   // Maps the pages of `page_sets`, which lie behind one another and hold `positions`, copy-on-write
   // at their pages: they are the owner's then. Waits for what is on its way out there. Whole or
-  // nothing, but that pages may have become copy-on-write where they come from. Requires: nothing is
-  // owned, and nothing ready or cached there.
+  // nothing, but that pages may have become copy-on-write where they come from. Requires: nothing
+  // is owned, and nothing ready or cached there.
   void accept(const Caller& caller, Interval positions,
               std::span<const std::shared_ptr<PageSet>> page_sets);
+  // The same in two steps. `expect`: the pages are the owner's to have, and are kept for it. The
+  // mapper maps them first if it is to look ahead. `accept_expected` maps what it has not, and does
+  // nothing where nothing is expected.
+  void expect(const Caller& caller, Interval positions,
+              std::span<const std::shared_ptr<PageSet>> page_sets);
+  void accept_expected(const Caller& caller);
   // Row i gets the pages of row rows[i], at the same addresses; in all of these buffers or, where
   // the driver refuses, in none. Requires: buffers of one pool, each named once, no generation of
   // which is alive, and a driver that remaps in one step, because a page that cannot be put back
@@ -179,6 +185,12 @@ class Buffer final : public RangeClient {
   // Positions from `position` on and below this are owned, and behind pages of our own.
   std::size_t writable_until(std::size_t position) const VT_LOCKED;
   Interval extent() const VT_LOCKED { return extent_; }
+  // The page that is shared with others at an index, or is to be; null where none is.
+  const Page* shared_at(std::size_t row, std::size_t index) const VT_LOCKED;
+  // Pages below are the owner's, or will be without another page.
+  std::size_t owned_until() const VT_LOCKED {
+    return expected_ == nullptr ? extent_end() : expected_->indices.end;
+  }
   Interval positions() const { return positions_; }
   // Of a placed one: nothing of its rows is mapped, or can still come to be, so that the place may
   // be used again.
@@ -193,10 +205,16 @@ class Buffer final : public RangeClient {
   bool begin_unmapping() override VT_LOCKED;
   bool is_quiet() override VT_LOCKED;
   bool release_range() override VT_LOCKED;
-  bool find_missing(std::vector<Reservation::Run>& runs, std::size_t pages) override VT_LOCKED;
+  bool find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   void give_up_ahead() override VT_LOCKED;
 
   class Growing;
+  // Pages of others that the owner is to have, row after row, each with a reference.
+  struct Expected {
+    Interval positions;
+    Interval indices;
+    std::vector<Page*> pages;
+  };
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
   void set_positions(Interval positions) VT_LOCKED;
@@ -210,9 +228,12 @@ class Buffer final : public RangeClient {
   void unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
                Interval stale = {}) VT_LOCKED;
   std::unique_ptr<Busy> quieten(PoolLock& lock, const Caller& caller) VT_LOCKED;
-  void add_page_sets(std::vector<std::shared_ptr<PageSet>>& to,
-                     std::span<const Interval> indices) VT_LOCKED;
+  void add_page_sets(std::vector<std::shared_ptr<PageSet>>& to, std::span<const Interval> indices)
+      VT_LOCKED;
   std::vector<Reservation::Run> offered_in(Interval indices) const VT_LOCKED;
+  bool find_expected(Reservation::Arrival& arrival) const VT_LOCKED;
+  void enter_expected() VT_LOCKED;
+  void forget_expected() noexcept VT_LOCKED;
   void protect_origins(const Caller& caller, std::span<const std::shared_ptr<PageSet>> page_sets);
 
   // Where the pages behind the extent begin.
@@ -252,6 +273,7 @@ class Buffer final : public RangeClient {
   Interval ready_ VT_GUARDED;   // pages behind the extent, mapped and clean in every row
   // Pages of a reused buffer that may hold its last owner's bytes.
   Interval unclean_ VT_GUARDED;
+  std::unique_ptr<const Expected> expected_ VT_GUARDED;  // null once they are mapped
   Interval reused_ VT_GUARDED;  // of a placed one, pages that were cached as its owner came
   Interval cached_ VT_GUARDED;  // pages that wait for the next owner, mapped in every row
   std::vector<FencePtr> cached_after_ VT_GUARDED;

@@ -92,6 +92,7 @@ void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep)
 
 void Buffer::leave() noexcept {
   unmap_.touch({0, range_.reserved()});
+  forget_expected();
   owned_ = false;
   set_positions({});
   extent_ = unclean_ = {};

@@ -225,13 +225,21 @@ void Buffer::protect_origins(const Caller& caller,
   }
 }
 
-void Buffer::accept(const Caller& caller, Interval positions,
+void Buffer::expect(const Caller& caller, Interval positions,
                     std::span<const std::shared_ptr<PageSet>> page_sets) {
   if (page_sets.empty()) return;
   protect_origins(caller, page_sets);
+  auto expected = std::make_unique<Expected>();
+  expected->positions = positions;
+  expected->indices = {page_sets.front()->indices().begin, page_sets.back()->indices().end};
+  for (std::size_t row = 0; row < range_.rows(); ++row) {
+    for (const std::shared_ptr<PageSet>& page_set : page_sets) {
+      const std::span<Page* const> pages = page_set->row(row);
+      expected->pages.insert(expected->pages.end(), pages.begin(), pages.end());
+    }
+  }
   PoolLock lock(pool_);
   pool_->reap();
-  const Interval indices{page_sets.front()->indices().begin, page_sets.back()->indices().end};
   if (range_.quarantined() != 0) {
     throw Error("[" + std::string(caller.operation) +
                 "] places of it were lost in a driver call that could not be undone: close it");
@@ -241,25 +249,75 @@ void Buffer::accept(const Caller& caller, Interval positions,
                  if (busy_) return false;
                  settle(&lock);
                  if (unmap_.refusal()) std::rethrow_exception(unmap_.refusal());
-                 return range_.count_mapped(indices) == 0;
+                 return range_.count_mapped(expected->indices) == 0;
                });
-  const Busy busy(*this, lock, caller);
-  require_no_capture(caller);
-  work_.note(caller);
-  range_.reserve(indices.end);
-  std::vector<Reservation::Run> runs;
-  std::vector<Page*> pages;
-  for (std::size_t row = 0; row < range_.rows(); ++row) {
-    runs.push_back({row, indices});
-    for (const std::shared_ptr<PageSet>& page_set : page_sets)
-      pages.insert(pages.end(), page_set->row(row).begin(), page_set->row(row).end());
+  range_.reserve(expected->indices.end);
+  for (Page* page : expected->pages) pool_->store().share(page);
+  pool_->store().count_in_page_sets(static_cast<std::ptrdiff_t>(expected->pages.size()));
+  expected_ = std::move(expected);
+}
+
+void Buffer::forget_expected() noexcept {
+  if (expected_ == nullptr) return;
+  pool_->store().count_in_page_sets(-static_cast<std::ptrdiff_t>(expected_->pages.size()));
+  for (Page* page : expected_->pages) pool_->store().drop(page);
+  expected_.reset();
+}
+
+// All of them, or none: so the owner has a whole prefix, or nothing that must be told from its own.
+bool Buffer::find_expected(Reservation::Arrival& arrival) const {
+  arrival.shared = true;
+  arrival.pages = expected_->pages;
+  for (std::size_t row = 0; row < range_.rows(); ++row)
+    arrival.runs.push_back({row, expected_->indices});
+  return range_.count_quarantined(expected_->indices) == 0;
+}
+
+const Page* Buffer::shared_at(std::size_t row, std::size_t index) const {
+  if (expected_ != nullptr && expected_->indices.contains(index)) {
+    return expected_->pages[row * expected_->indices.size() + index - expected_->indices.begin];
   }
-  range_.map_shared(lock, runs, pages, EntryState::copy_on_write);
-  set_positions(positions);
+  const bool shared = index < range_.reserved() && is_copy_on_write(range_.at(row, index));
+  return shared ? range_.at(row, index).page : nullptr;
+}
+
+void Buffer::enter_expected() {
+  const Interval indices = expected_->indices;
+  set_positions(expected_->positions);
   extent_ = indices;
+  forget_expected();
   unmap_.remove(extent_);
   set_ready({});
   range_.event(trace::What::fork, indices);
+}
+
+void Buffer::accept_expected(const Caller& caller) {
+  PoolLock lock(pool_);
+  pool_->reap();
+  await_turn(lock, caller);
+  if (expected_ == nullptr) return;
+  const Busy busy(*this, lock, caller);
+  require_no_capture(caller);
+  work_.note(caller);
+  Reservation::Arrival arrival;
+  if (!find_expected(arrival)) {
+    throw Error("[" + std::string(caller.operation) +
+                "] places of it were lost in a driver call that could not be undone: close it");
+  }
+  range_.map_shared(lock, arrival.runs, arrival.pages, EntryState::copy_on_write);
+  enter_expected();
+}
+
+void Buffer::accept(const Caller& caller, Interval positions,
+                    std::span<const std::shared_ptr<PageSet>> page_sets) {
+  expect(caller, positions, page_sets);
+  try {
+    accept_expected(caller);
+  } catch (...) {
+    const PoolLock lock(pool_);
+    forget_expected();
+    throw;
+  }
 }
 
 std::size_t Buffer::shared_with(const Buffer& other) const {

@@ -90,6 +90,7 @@ void Reservation::open_homes() {
 
 void Reservation::claim(Arrival& arrival) {
   std::size_t claimed = 0;
+  if (arrival.shared) return claim_shared(arrival);
   try {
     open_homes();
     for (const Run& run : arrival.runs) {
@@ -107,6 +108,17 @@ void Reservation::claim(Arrival& arrival) {
     arrival.runs.resize(claimed);
     enter(arrival);
     throw;
+  }
+}
+
+void Reservation::claim_shared(Arrival& arrival) {
+  arrival.stuck.reserve(arrival.pages.size());
+  Page* const* page = arrival.pages.data();
+  for (const Run& run : arrival.runs) {
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++page) {
+      pages_.share(*page);
+      table_.at(run.row, index) = {*page, EntryState::arriving};
+    }
   }
 }
 
@@ -148,8 +160,9 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
     }
     {
       const trace::Span span(trace::What::map, runs.front().at, pages * page_size, first.base_);
-      driver.map(runs, Access::writable);
+      driver.map(runs, all.front().arrival->shared ? Access::copy_on_write : Access::writable);
     }
+    if (all.front().arrival->shared) return;
     mapped = true;
     const PageRun* run = runs.data();
     for (const Arriving& one : all) {
@@ -197,11 +210,12 @@ void Reservation::enter(Arrival& arrival) {
   if (!arrival.error) {
     for (const Run& run : arrival.runs) {
       Entry* const entries = table_.entries(run.row, run.indices.begin);
-      for (std::size_t i = 0; i < run.indices.size(); ++i) {
-        (*page++)->last_owner = owner_;
-        entries[i].state = EntryState::writable;
+      for (std::size_t i = 0; i < run.indices.size(); ++i, ++page) {
+        if (!arrival.shared) (*page)->last_owner = owner_;
+        entries[i].state = arrival.shared ? EntryState::copy_on_write : EntryState::writable;
       }
       mapped_ += run.indices.size();
+      if (arrival.shared) copy_on_write_ += run.indices.size();
     }
     return;
   }

@@ -49,7 +49,8 @@ class Reservation {
   // Pages on their way to empty pages.
   struct Arrival {
     std::vector<Run> runs;
-    std::vector<Page*> pages;        // run after run
+    std::vector<Page*> pages;        // run after run; given where they are shared
+    bool shared = false;             // pages that others have too, to be mapped copy-on-write
     std::exception_ptr error;        // nothing of it is mapped, but what is stuck
     std::vector<std::size_t> stuck;  // indices in `pages`
     bool ahead = false;              // for the mapper, which zeroes on the side stream
@@ -135,10 +136,12 @@ class Reservation {
 
   // -- mapping
 
-  // Takes pages for runs of empty entries. Throws what the driver does; nothing is claimed then.
+  // Takes pages for runs of empty entries, or references to those that are shared. Throws what the
+  // driver does; nothing is claimed then.
   void claim(Arrival& arrival) VT_LOCKED;
   // Maps what several have claimed, in one batch, all or none; zeroes what their last owners left,
-  // and makes their memory present where it is to.
+  // and makes their memory present where it is to. Shared pages are neither zeroed nor made
+  // present. Requires: all of them are shared, or none.
   static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
   // Enters pages that have arrived, or gives them back.
   void enter(Arrival& arrival) VT_LOCKED;
@@ -217,6 +220,7 @@ class Reservation {
   class Remapping;
 
   void open_homes() VT_LOCKED;
+  void claim_shared(Arrival& arrival) VT_LOCKED;
   // Adds `runs` as the driver takes them, with their handles from the first of `handles` on.
   void add_page_runs(std::vector<PageRun>& to, std::span<const Run> runs,
                      std::span<const Handle> handles) const;

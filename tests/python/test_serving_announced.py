@@ -65,6 +65,47 @@ def test_no_driver_call_for_a_prompt_beside_others(opened):
         assert calls(cache) == before, "the caller mapped what was announced"
 
 
+def test_no_mapping_call_for_prompts_with_a_common_beginning(opened):
+    common = list(range(4 * PAGE_TOKENS))
+
+    def mapping_calls(cache):
+        names = ("mmap", "munmap", "cuMemMap", "cuMemUnmap", "cuMemSetAccess")
+        made = cache.stats().driver_calls["caller"]
+        return sum(made.get(name, 0) for name in names)
+
+    with opened(1000) as cache:
+        scheduler = Scheduler(cache, token_budget=64)
+        scheduler.add(Request("first", 8, 200))
+        scheduler.add(Request(0, [*common, 1000], 1))
+        while len(scheduler.running) + len(scheduler.waiting) > 1:
+            iterate(scheduler)
+        iterate(scheduler)  # its pages are unmapped
+        for i in range(1, 4):
+            scheduler.add(Request(i, [*common, 1000 + i], 5))
+            for _ in range(10):
+                before = mapping_calls(cache)
+                scheduler.complete(scheduler.plan())
+                assert mapping_calls(cache) == before
+                cache.pool.wait_idle()
+        assert scheduler.stats.reused_tokens == 3 * len(common)
+
+
+def test_the_next_tokens_are_announced_beside_a_prompt_that_does_not_fit(opened):
+    """Where there is no room for both, those that decode make no driver call all the same."""
+    with opened(1000) as cache:
+        scheduler = Scheduler(cache, token_budget=64)
+        scheduler.add(Request("first", 8, 60))
+        iterate(scheduler)
+        asked = []
+        prepare = cache.prepare
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache, "prepare", lambda lengths: asked.append(list(lengths)) or prepare(lengths))
+            scheduler.add(Request("long", 150, 20))
+            iterate(scheduler)
+        alone, beside = asked[-2:]
+        assert sum(alone) < 20 and sum(beside) == sum(alone) + 150
+
+
 def test_alone_it_begins_at_once(opened):
     with opened(1000) as cache:
         scheduler = Scheduler(cache, token_budget=64)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from operator import attrgetter
 
 from vtensor.errors import InvalidArgument, NoFreeSlot
+from vtensor.kv import KVCache
 from vtensor.serving._commit import Change, commit
 from vtensor.serving.plans import slot_of, target
 from vtensor.serving.requests import SampleGroup, Status, TokenSequence
@@ -134,6 +135,8 @@ class Books:
         tokens = None if isinstance(request.prompt, int) else sequence.ids(0, target(sequence))
         expect = group.prompt_tokens + request.max_new_tokens
         try:
+            if isinstance(self.cache, KVCache):  # nothing reads the slot before a step for it
+                return self.cache.alloc(tokens, salt=request.salt, expect=expect, deferred=True)
             return self.cache.alloc(tokens, salt=request.salt, expect=expect)
         except NoFreeSlot:  # the cache has lost some to calls that it could not undo
             if self.running:

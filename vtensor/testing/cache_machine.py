@@ -63,6 +63,8 @@ class CacheMachine(RuleBasedStateMachine):
             wait for the mapper, and their counts are bounds.
         pool, cache: the results of :meth:`open_pool` and :meth:`open_cache`.
         requests: the :class:`~vtensor.testing.kv_model.Request` of each slot that is not free.
+        deferred: slots that may not be read yet, because their prefix's pages are the mapper's or the next
+            step's to map.
     """
 
     options: ClassVar[dict[str, Any]] = {
@@ -78,6 +80,7 @@ class CacheMachine(RuleBasedStateMachine):
     pool: vtensor.Pool
     cache: vtensor.KVCache
     requests: dict[int, Request]
+    deferred: set[int]
 
     # --- to be overridden ---
 
@@ -165,6 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not done:
             assert self.cache.lengths == before
             return False
+        self.deferred.clear()
         for slot in by:
             request = self.requests[slot]
             values = request.extended(lengths[slot] - before[slot], self.own_values)
@@ -196,6 +200,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.requests = {}
+        self.deferred = set()
         self.own_values = kv_model.own_values()
         self.pool = self.open_pool()
         self.cache = self.open_cache(self.pool)
@@ -226,10 +231,20 @@ class CacheMachine(RuleBasedStateMachine):
         self.requests[slot] = Request()
 
     @precondition(lambda self: self.free_slots())
-    @rule(prompt=prompts(), salt=st.sampled_from(["", "", "other"]), prefill=st.booleans(), fail=failures(12))
-    def alloc_prompt(self, prompt: list[int], salt: str, prefill: bool, fail: int | None) -> None:
-        slot = self.attempt(lambda: self.cache.alloc(tokens=prompt, salt=salt), fail)
+    @rule(
+        prompt=prompts(),
+        salt=st.sampled_from(["", "", "other"]),
+        prefill=st.booleans(),
+        deferred=st.booleans(),
+        fail=failures(12),
+    )
+    def alloc_prompt(
+        self, prompt: list[int], salt: str, prefill: bool, deferred: bool, fail: int | None
+    ) -> None:
+        slot = self.attempt(lambda: self.cache.alloc(tokens=prompt, salt=salt, deferred=deferred), fail)
         assert slot not in self.requests
+        if deferred and self.looks_ahead:
+            self.deferred.add(slot)
         request = self.requests[slot] = Request(salt, prompt)
         covered = self.cache.length(slot)
         assert covered < len(prompt)
@@ -275,6 +290,14 @@ class CacheMachine(RuleBasedStateMachine):
         slot = list(self.requests)[index % len(self.requests)]
         self.cache.free(slot)
         del self.requests[slot]
+        self.deferred.discard(slot)
+
+    @precondition(lambda self: self.deferred)
+    @rule(index=which, fail=failures(12))
+    def wait_for_prefix(self, index: int, fail: int | None) -> None:
+        slot = sorted(self.deferred)[index % len(self.deferred)]
+        self.attempt(lambda: self.cache.wait(slot), fail)
+        self.deferred.remove(slot)
 
     @precondition(lambda self: self.in_use())
     @rule(index=which, percent=st.integers(0, 100))
@@ -301,6 +324,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.lengths == lengths and self.cache.stats().slots_free == self.free_slots()
             return
         assert len(set(forks)) == n and not set(forks) & set(self.requests)
+        self.deferred.discard(slot)
         if not self.looks_ahead and before.pages_private == 0 and fail is None:
             assert self.pool.stats().pages_used <= before.pages_used
         for fork in forks:
@@ -312,6 +336,9 @@ class CacheMachine(RuleBasedStateMachine):
         slots = self.in_use()[: len(picks)]
         sources = [slots[pick % len(slots)] for pick in picks[: len(slots)]]
         held = {slot: self.requests.pop(slot) for slot in slots}
+        for slot in self.deferred.intersection(slots):
+            self.cache.wait(slot)
+            self.deferred.remove(slot)
         for slot, source in zip(self.cache.reorder(slots, sources), sources, strict=True):
             assert slot not in self.requests
             self.requests[slot] = held[source].copy()
@@ -328,6 +355,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.attempt(lambda: self.cache.swap_out(slots if n > 1 else slots[0]), fail)
         for slot in slots:
             self.cache.wait(slot)  # so that equal steps give equal counts
+        self.deferred.difference_update(slots)
         for slot in slots:
             self.requests[slot].swapped = True
 
@@ -378,7 +406,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.pool.wait_idle(_SECONDS)
         for slot, request in self.requests.items():
             assert self.cache.length(slot) == len(request.values)
-            if not request.swapped:
+            if not request.swapped and slot not in self.deferred:
                 kv_model.check_contents(self.cache, slot, request.values, self.windows)
         check_invariants(self.pool)
         self.check_counts()
@@ -392,7 +420,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.slots_used + stats.slots_swapped == len(self.requests)
         if not self.looks_ahead:
             assert stats.pages_pinned == 0
-        if not self.windows and self.options.get("tile") == 1:
+        if not self.windows and self.options.get("tile") == 1 and not self.deferred:
             assert stats.pages_active == self.needed_pages()
 
     def await_mapper(self) -> None:
