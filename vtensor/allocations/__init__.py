@@ -9,6 +9,7 @@ from vtensor.allocations.formats import read_allocations
 from vtensor.allocations.models import MODELS
 from vtensor.allocations.native import NativeAllocator
 from vtensor.allocations.plain import write_plain
+from vtensor.allocations.real import real
 from vtensor.allocations.replay import Need, Opened, Run, device_needed, replay_allocations
 from vtensor.allocations.report import Comparison, picture, table, to_json
 from vtensor.allocations.stitched import StitchedAllocator
@@ -28,6 +29,7 @@ __all__ = [
     "device_needed",
     "picture",
     "read_allocations",
+    "real",
     "replay_allocations",
     "table",
     "to_json",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vtensor._progress import Progress
 from vtensor.allocations.formats import read_allocations
 from vtensor.allocations.models import MODELS
+from vtensor.allocations.real import real
 from vtensor.allocations.replay import ROOM, device_needed
 from vtensor.allocations.report import Comparison, picture, table, to_json
 from vtensor.errors import InvalidArgument, VTensorError
@@ -22,7 +23,7 @@ __all__ = ["add_arguments", "add_parser", "main"]
 _DESCRIPTION = f"""Passes recorded allocations to models of torch's native allocator, of its expandable
 segments and of vtensor's allocator. Finds the smallest device on which each serves all of them, in multiples
 of the bytes live at most, and counts driver calls there and on a device of {ROOM:g} times those bytes. No
-memory is mapped, and no device is needed."""
+memory is mapped unless that is asked for, and no device is needed."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allocator",
         action="append",
-        choices=list(MODELS),
-        help="may be given several times (default: all)",
+        choices=[*MODELS, "vtensor"],
+        help="may be given several times (default: all models); vtensor: no model, but the allocator itself, "
+        "over real memory of this machine, as much as was live; takes minutes",
     )
     parser.add_argument(
         "--device", metavar="NAME", help="whose allocations, as in cuda:0 or cpu (default: the only one's)"
@@ -71,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> None:
     with Progress() as progress:
         for path, trace in traces.items():
             needs = [
-                device_needed(name, MODELS[name], trace, progress)
+                device_needed(name, real if name == "vtensor" else MODELS[name], trace, progress)
                 for name in dict.fromkeys(arguments.allocator or MODELS)
             ]
             comparisons.append(Comparison(Path(path).name, trace, needs))

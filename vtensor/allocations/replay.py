@@ -29,6 +29,8 @@ class Run:
     device_bytes: list[int]
     """Taken of the device, after each event."""
     calls: dict[str, int]
+    seconds: float | None = None
+    """In the allocator's calls, of one that maps real memory."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def replay_allocations(
         taken.append(allocator.device_bytes)
         if progress and i % 1024 == 0:
             progress(f"event {i:,} of {len(trace.events):,}")
-    return Run(taken, dict(allocator.calls))
+    return Run(taken, dict(allocator.calls), getattr(allocator, "seconds", None))
 
 
 def device_needed(

@@ -26,6 +26,9 @@ _CALLS = (
     "cuMemSetAccess",
     "cuMemAddressReserve",
     "cuMemAddressFree",
+    "mmap",
+    "munmap",
+    "fallocate",
 )
 _MOST_POINTS = 2000  # on a curve
 
@@ -66,7 +69,15 @@ def table(comparison: Comparison) -> str:
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
         for line in lines
     ]
-    return "\n".join([comparison.headline, *texts[: len(needs) + 1], "", *texts[len(needs) + 1 :]])
+    texts = [comparison.headline, *texts[: len(needs) + 1], "", *texts[len(needs) + 1 :]]
+    for need in needs:
+        if (run := need.with_room) is not None and run.seconds is not None:
+            texts += [
+                "",
+                f"{need.name}: {run.seconds:.2f} s of {len(comparison.trace.events):,} calls, on a device of "
+                f"{ROOM:g} the peak, real memory of the host",
+            ]
+    return "\n".join(texts)
 
 
 def _counts(run: Run | None, calls: Iterable[str]) -> list[str]:

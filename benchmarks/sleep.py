@@ -1,0 +1,168 @@
+"""Pool.sleep and Pool.wake: how long they take, beside a plain copy of the same bytes; and memory for training
+and serving in turn, as a picture. ``python benchmarks/sleep.py`` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import vtensor
+
+MIB = 1 << 20
+COLORS = {
+    "weights": "#2b4c7e",
+    "gradients and optimizer": "#7a5c99",
+    "activations": "#e0a33e",
+    "K and V": "#1b9aaa",
+}
+
+
+def seconds(body: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    body()
+    return time.perf_counter() - begun
+
+
+def plain_copy(source: Path, target: Path) -> None:
+    """As ``cp`` does it, and on the disk at the end."""
+    with open(source, "rb") as read, open(target, "wb") as write:
+        left = os.fstat(read.fileno()).st_size
+        while left:
+            left -= os.sendfile(write.fileno(), read.fileno(), None, min(left, 64 * MIB))
+        os.fsync(write.fileno())
+
+
+def measure(nbytes: int, repeats: int) -> dict[str, float]:
+    """Medians, each beside the others in every round."""
+    pool = vtensor.Pool("cpu", budget=2 * nbytes, page_size="2MiB")
+    weights = torch.nn.ParameterList([torch.empty(32 * MIB // 4) for _ in range(nbytes // (32 * MIB))])
+    for p in weights:
+        p.data.uniform_()
+    vtensor.adopt(weights, pool)
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, body: Callable[[], object]) -> None:
+        times.setdefault(name, []).append(seconds(body))
+
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        path, copy = Path(folder) / "sleep", Path(folder) / "copy"
+        for _ in range(repeats):
+            note("sleep, a file", lambda: pool.sleep(contents=path))
+            note("plain copy of the file", lambda: plain_copy(path, copy))
+            note("wake, a file", pool.wake)
+            copy.unlink()
+            note("sleep, host", lambda: pool.sleep(contents="host"))
+            note("wake, host", pool.wake)
+            note("sleep, discard", pool.sleep)
+            note("wake, discard", pool.wake)
+    pool.close()
+    return {name: median(all) for name, all in times.items()}
+
+
+def in_turn(rounds: int) -> list[dict[str, float]]:
+    """MiB that each kind takes of one budget, phase by phase of training and serving in turn."""
+    torch.manual_seed(0)
+    pool = vtensor.Pool("cpu", budget="160MiB")
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+    training = torch.nn.ParameterList([torch.zeros(1024, 1024) for _ in range(16)])  # Adam's two moments
+    vtensor.adopt(model, pool, tag="weights")
+    vtensor.adopt(training, pool, tag="optimizer")
+    cache = vtensor.KVCache(8, 8, 64, max_batch=16, max_len=4096, dtype=torch.float32, pool=pool)
+    phases: list[dict[str, float]] = []
+
+    def note(phase: str, activations: vtensor.VTensor | None, served: bool) -> None:
+        stats = pool.stats()
+        by_tag = dict(stats.nbytes_by_tag)
+        training_here = by_tag["optimizer"] if not served else 0
+        used = stats.pages_used * pool.page_size
+        act = activations.length if activations is not None else 0
+        phases.append(
+            {
+                "phase": phase,  # type: ignore[dict-item]
+                "weights": by_tag["weights"] / MIB,
+                "gradients and optimizer": training_here / MIB,
+                "activations": act / MIB,
+                "K and V": max(0, used - by_tag["weights"] - training_here - act) / MIB,
+            }
+        )
+
+    for _ in range(rounds):
+        for step in range(3):
+            activations = vtensor.empty(0, grow_dim=0, capacity=64 * MIB, dtype=torch.uint8, pool=pool)
+            for layer in range(8):
+                activations.extend((3 + step) * MIB // 2)
+                note(f"training, layer {layer}", activations, False)
+            activations.close()
+        pool.trim()
+        pool.sleep(tag="optimizer", contents="host")
+        slots, lengths = [cache.alloc() for _ in range(16)], cache.lengths
+        for length in range(32, 10_000, 32):
+            for slot in slots:
+                lengths[slot] = length
+            if max(lengths) > 4096 or not cache.step(lengths):
+                break
+            note(f"serving, {length} tokens", None, True)
+        for slot in slots:
+            cache.free(slot)
+        pool.trim()
+        pool.wake(tag="optimizer")
+    pool.close()
+    return phases
+
+
+def picture(phases: list[dict[str, float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 3.6))
+    kinds = list(COLORS)
+    axes.stackplot(
+        range(len(phases)),
+        [[phase[kind] for phase in phases] for kind in kinds],
+        labels=kinds,
+        colors=[COLORS[kind] for kind in kinds],
+    )
+    axes.axhline(160, color="#444444", linewidth=1, linestyle="--")
+    axes.text(1, 162, "budget", fontsize=9, color="#444444")
+    axes.set_xlim(0, len(phases) - 1)
+    axes.set_ylim(0, 178)
+    axes.set_xlabel("training and serving in turn, step by step")
+    axes.set_ylabel("MiB")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncol=4, frameon=False, fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    times = measure(options.mib * MIB, options.repeats)
+    for name, time_taken in times.items():
+        print(f"{name:24} {time_taken * 1e3:9.1f} ms {options.mib / 1024 / time_taken:7.2f} GiB/s")
+    ratio = times["plain copy of the file"] / (times["sleep, a file"] + times["wake, a file"])
+    print(f"to a file and back, in the speed of a plain copy of the file: {ratio:.2f}")
+    phases = in_turn(2)
+    if options.plot:
+        picture(phases, options.plot)
+    if options.json:
+        options.json.write_text(json.dumps({"mib": options.mib, "seconds": times, "ratio": ratio}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""vtensor's allocator itself, over real memory of the host, as a row beside the models."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from vtensor import _core
+from vtensor.allocations.device import PAGE
+from vtensor.pool import Pool
+
+__all__ = ["RealAllocator", "real"]
+
+
+class RealAllocator:
+    """A heap over a pool of the CPU, and the time that its calls take."""
+
+    def __init__(self, pool: Pool, heap: _core.HeapCore) -> None:
+        self._pool, self._heap = pool, heap
+        self.seconds = 0.0
+
+    @property
+    def device_bytes(self) -> int:
+        return self._pool.stats().nbytes_held
+
+    @property
+    def calls(self) -> Mapping[str, int]:
+        calls: Counter[str] = Counter()
+        for of_thread in self._pool.stats().driver_calls.values():
+            calls.update(of_thread)
+        return calls
+
+    def allocate(self, nbytes: int, stream: int, /) -> int:
+        begun = time.perf_counter()
+        try:
+            return self._heap.allocate(nbytes, stream or None)
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+    def free(self, address: int, nbytes: int, stream: int, /) -> None:
+        begun = time.perf_counter()
+        self._heap.free(address, stream or None)
+        self.seconds += time.perf_counter() - begun
+
+
+@contextmanager
+def real(capacity: int) -> Iterator[RealAllocator]:
+    """Opens it over ``capacity`` bytes of the host, in pages of 2 MiB."""
+    with Pool("cpu", page_size=PAGE, budget=capacity) as pool:
+        heap = _core.HeapCore(pool._open_core("replay-allocations"))
+        try:
+            yield RealAllocator(pool, heap)
+        finally:
+            heap.close()
