@@ -1,4 +1,4 @@
-"""Pool.sleep and Pool.wake: how long they take, beside a plain copy of the same bytes; and memory for training
+"""Pool.sleep and Pool.wake: how long they take beside a plain copy of the same bytes; and memory for training
 and serving in turn, as a picture. ``python benchmarks/sleep.py`` runs it."""
 
 from __future__ import annotations
@@ -68,48 +68,43 @@ def measure(nbytes: int, repeats: int) -> dict[str, float]:
 
 
 def in_turn(rounds: int) -> list[dict[str, float]]:
-    """MiB that each kind takes of one budget, phase by phase of training and serving in turn."""
+    """MiB that each kind needs of one budget, step by step of training and serving in turn."""
     torch.manual_seed(0)
     pool = vtensor.Pool("cpu", budget="160MiB")
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
     training = torch.nn.ParameterList([torch.zeros(1024, 1024) for _ in range(16)])  # Adam's two moments
     vtensor.adopt(model, pool, tag="weights")
     vtensor.adopt(training, pool, tag="optimizer")
-    cache = vtensor.KVCache(8, 8, 64, max_batch=16, max_len=4096, dtype=torch.float32, pool=pool)
+    cache = vtensor.KVCache(8, 8, 64, max_batch=4, max_len=4096, dtype=torch.float32, pool=pool)
     phases: list[dict[str, float]] = []
 
-    def note(phase: str, activations: vtensor.VTensor | None, served: bool) -> None:
-        stats = pool.stats()
-        by_tag = dict(stats.nbytes_by_tag)
-        training_here = by_tag["optimizer"] if not served else 0
-        used = stats.pages_used * pool.page_size
-        act = activations.length if activations is not None else 0
+    def note(activations: int, training_awake: bool) -> None:
+        by_tag = pool.stats().nbytes_by_tag
         phases.append(
             {
-                "phase": phase,  # type: ignore[dict-item]
                 "weights": by_tag["weights"] / MIB,
-                "gradients and optimizer": training_here / MIB,
-                "activations": act / MIB,
-                "K and V": max(0, used - by_tag["weights"] - training_here - act) / MIB,
+                "gradients and optimizer": by_tag["optimizer"] / MIB if training_awake else 0.0,
+                "activations": activations / MIB,
+                "K and V": cache.stats().nbytes_live / MIB,
             }
         )
 
     for _ in range(rounds):
         for step in range(3):
             activations = vtensor.empty(0, grow_dim=0, capacity=64 * MIB, dtype=torch.uint8, pool=pool)
-            for layer in range(8):
+            for _layer in range(8):
                 activations.extend((3 + step) * MIB // 2)
-                note(f"training, layer {layer}", activations, False)
+                note(activations.length, True)
             activations.close()
         pool.trim()
         pool.sleep(tag="optimizer", contents="host")
-        slots, lengths = [cache.alloc() for _ in range(16)], cache.lengths
-        for length in range(32, 10_000, 32):
+        slots, lengths = [cache.alloc() for _ in range(4)], cache.lengths
+        for length in range(32, 4096, 32):
             for slot in slots:
                 lengths[slot] = length
-            if max(lengths) > 4096 or not cache.step(lengths):
-                break
-            note(f"serving, {length} tokens", None, True)
+            if not cache.step(lengths):
+                break  # the budget is full
+            note(0, False)
         for slot in slots:
             cache.free(slot)
         pool.trim()

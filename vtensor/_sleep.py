@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +28,9 @@ from vtensor.errors import Closed, InvalidArgument
 __all__ = ["Contents", "Image", "Sleeper", "fall_asleep", "forget", "kept_as", "wake"]
 
 Part = tuple[int, int, int, int]  # address, number of the sleep, offset among its bytes, bytes
-_AT_ONCE = 32 << 20  # bytes, between two looks at the clock
+Piece = tuple[int, int, int]  # address, offset, bytes
+_AT_ONCE = 16 << 20  # bytes of a piece
+_WORKERS = 2
 
 
 class Sleeper(Protocol):
@@ -88,33 +93,49 @@ class FileContents:
 
     def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
         total = sum(nbytes for _, _, _, nbytes in parts)
-        staging = None if self._direct else torch.empty(_AT_ONCE, dtype=torch.uint8)
-        with self._file.writing(total) as write:
-            for address, offset, nbytes in pieces(parts):
-                at = address
-                if staging is not None:
-                    at = staging.data_ptr()
-                    _core.read_pages(core, address, at, nbytes)
-                write(at, nbytes)
-                show(f"Pool.sleep: {byte_text(offset)} of {byte_text(total)} written")
+
+        def keep_one(piece: Piece) -> int:
+            address, offset, nbytes = piece
+            if self._direct:
+                return self._file.write(address, offset, nbytes)
+            staging = torch.empty(nbytes, dtype=torch.uint8)
+            _core.read_pages(core, address, staging.data_ptr(), nbytes)
+            return self._file.write(staging.data_ptr(), offset, nbytes)
+
+        with self._file.writing(total):
+            _each(keep_one, parts, lambda done: show(f"Pool.sleep: {byte_text(done)} of {byte_text(total)}"))
 
     def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        staging = None if self._direct else torch.empty(_AT_ONCE, dtype=torch.uint8)
         total = sum(nbytes for _, _, _, nbytes in parts)
-        with self._file.reading() as read:
-            for address, offset, nbytes in pieces(parts):
-                at = address if staging is None else staging.data_ptr()
-                read(at, offset, nbytes)
-                if staging is not None:
-                    _core.write_pages(core, address, at, nbytes)
-                show(f"Pool.wake: {byte_text(offset)} of {byte_text(total)} read")
+
+        def bring_one_back(piece: Piece) -> int:
+            address, offset, nbytes = piece
+            if self._direct:
+                return self._file.read(address, offset, nbytes)
+            staging = torch.empty(nbytes, dtype=torch.uint8)
+            self._file.read(staging.data_ptr(), offset, nbytes)
+            _core.write_pages(core, address, staging.data_ptr(), nbytes)
+            return nbytes
+
+        with self._file.reading():
+            _each(
+                bring_one_back,
+                parts,
+                lambda done: show(f"Pool.wake: {byte_text(done)} of {byte_text(total)}"),
+            )
 
     def drop(self) -> None:
         self._file.remove()
 
 
-def pieces(parts: list[Part]) -> Iterator[tuple[int, int, int]]:
-    """Address, offset and bytes of parts, cut where the clock is to be looked at."""
+def _each(work: Callable[[Piece], int], parts: list[Part], show: Callable[[int], None]) -> None:
+    """Does ``work`` for all pieces, some at a time: a checksum takes as long as a copy."""
+    with ThreadPoolExecutor(_WORKERS) as workers:
+        deque(map(show, accumulate(workers.map(work, pieces(parts)))), maxlen=0)
+
+
+def pieces(parts: list[Part]) -> Iterator[Piece]:
+    """Of parts, cut where the clock is to be looked at."""
     for address, _, offset, nbytes in parts:
         for begin in range(0, nbytes, _AT_ONCE):
             yield address + begin, offset + begin, min(_AT_ONCE, nbytes - begin)

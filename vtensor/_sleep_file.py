@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from vtensor.errors import VTensorError
@@ -35,26 +35,23 @@ class SleepFile:
         self._page_size = page_size
         self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         self._header = b""
+        self._descriptor = -1
         self._sums = array("I")  # the CRC-32 of each page
 
     @contextlib.contextmanager
-    def writing(self, nbytes: int) -> Iterator[Callable[[int, int], None]]:
-        """For the length of a ``with``, a function that writes the next bytes, from an address."""
+    def writing(self, nbytes: int) -> Iterator[None]:
+        """For the length of a ``with``, :meth:`write` writes. The file is there once it ends without an
+        exception."""
         header = {"format": _FORMAT, "version": _VERSION, "nbytes": nbytes, "id": os.urandom(16).hex()}
         self._header = json.dumps(header).encode().ljust(_HEADER)
-        self._sums = array("I")
+        self._sums = array("I", bytes(4 * (nbytes // self._page_size)))
         try:
             with open(self._partial, "wb", buffering=0) as file:
-                _write(file.fileno(), memoryview(self._header))
-
-                def write(address: int, nbytes: int) -> None:
-                    view = _memory(address, nbytes)
-                    _write(file.fileno(), view)
-                    self._sums.extend(self._sums_of(view))
-
-                yield write
-                _write(file.fileno(), memoryview(self._sums).cast("B"))
-                os.fsync(file.fileno())
+                self._descriptor = file.fileno()
+                _write(self._descriptor, memoryview(self._header), 0)
+                yield
+                _write(self._descriptor, memoryview(self._sums).cast("B"), _HEADER + nbytes)
+                os.fsync(self._descriptor)
             os.replace(self._partial, self.path)
             _sync_folder(self.path.parent)
         except BaseException as error:
@@ -68,9 +65,17 @@ class SleepFile:
                 ) from error
             raise
 
+    def write(self, address: int, offset: int, nbytes: int) -> int:
+        """Writes whole pages. Returns their bytes. Called by any thread."""
+        view = _memory(address, nbytes)
+        _write(self._descriptor, view, _HEADER + offset)
+        first = offset // self._page_size
+        self._sums[first : first + nbytes // self._page_size] = self._sums_of(view)
+        return nbytes
+
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Callable[[int, int, int], None]]:
-        """For the length of a ``with``, a function that reads to an address, from an offset, whole pages."""
+    def reading(self) -> Iterator[None]:
+        """For the length of a ``with``, :meth:`read` reads."""
         try:
             file = open(self.path, "rb", buffering=0)
         except OSError as error:
@@ -79,25 +84,26 @@ class SleepFile:
                 "back, or give the contents up with wake(discard=True)"
             ) from error
         with file:
-            size = os.fstat(file.fileno()).st_size
+            self._descriptor = file.fileno()
+            size = os.fstat(self._descriptor).st_size
             expected = _HEADER + len(self._sums) * (self._page_size + self._sums.itemsize)
-            if size != expected or os.pread(file.fileno(), _HEADER, 0) != self._header:
+            if size != expected or os.pread(self._descriptor, _HEADER, 0) != self._header:
                 raise self._changed("it is not the file that was written")
+            yield
 
-            def read(address: int, offset: int, nbytes: int) -> None:
-                view = _memory(address, nbytes)
-                done = 0
-                while done < nbytes:
-                    got = os.preadv(file.fileno(), [view[done:]], _HEADER + offset + done)
-                    if got == 0:
-                        raise self._changed("it is shorter than it was")
-                    done += got
-                first = offset // self._page_size
-                sums = self._sums[first : first + nbytes // self._page_size]
-                if self._sums_of(view) != sums:
-                    raise self._changed(f"among the {nbytes} bytes from {offset} are some others")
-
-            yield read
+    def read(self, address: int, offset: int, nbytes: int) -> int:
+        """Reads whole pages, and checks them. Returns their bytes. Called by any thread."""
+        view = _memory(address, nbytes)
+        done = 0
+        while done < nbytes:
+            got = os.preadv(self._descriptor, [view[done:]], _HEADER + offset + done)
+            if got == 0:
+                raise self._changed("it is shorter than it was")
+            done += got
+        first = offset // self._page_size
+        if self._sums_of(view) != self._sums[first : first + nbytes // self._page_size]:
+            raise self._changed(f"among the {nbytes} bytes from {offset} are some others")
+        return nbytes
 
     def remove(self) -> None:
         """Removes the file, if it is the one that was written."""
@@ -122,9 +128,10 @@ def _memory(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
-def _write(descriptor: int, view: memoryview) -> None:
+def _write(descriptor: int, view: memoryview, offset: int) -> None:
     while view:
-        view = view[os.write(descriptor, view) :]
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def _sync_folder(folder: Path) -> None:

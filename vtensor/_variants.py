@@ -22,6 +22,13 @@ from vtensor.tensor import VTensor
 _METADATA_ONLY = frozenset(["as_strided_", "detach", "detach_", "resize_", "resize_as_", "set_"])
 
 
+# These read no element.
+_NO_ELEMENT = frozenset(
+    "__get__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_contiguous "
+    "is_floating_point nelement ndimension numel size storage_offset stride untyped_storage".split()
+)
+
+
 class CopyOnWriteVTensor(VTensor):
     """A VTensor with shared pages that are mapped read-only (CUDA): unshares them before torch writes
     (I6)."""
@@ -56,8 +63,8 @@ class AsleepVTensor(VTensor):
         for tensor in _flat([args, kwargs or {}]):
             if not isinstance(tensor, AsleepVTensor):
                 continue
-            if tensor._core.asleep and getattr(func, "__name__", "") != "__repr__":
-                name = getattr(func, "__name__", str(func))
+            name = getattr(func, "__name__", str(func))
+            if tensor._core.asleep and name not in _NO_ELEMENT:
                 raise Asleep(f"[{name}] the VTensor is asleep, without memory: call wake() of its pool first")
             tensor._core.wake(tensor)  # what woke it was cut off before it said so
         with torch._C.DisableTorchFunctionSubclass():

@@ -406,9 +406,9 @@ def test_a_full_disk(scene, tmp_path, monkeypatch):
     path.write_bytes(b"what was there")
     write_all, left = _sleep_file._write, 6 * PAGE
 
-    def full(descriptor, view):
+    def full(descriptor, view, offset):
         nonlocal left
-        write_all(descriptor, view[:left])
+        write_all(descriptor, view[:left], offset)
         left -= min(left, len(view))
         if not left:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -431,8 +431,8 @@ from vtensor import _sleep_file
 pool = vtensor.Pool("cpu", budget="64MiB", prefetch=0)
 t = vtensor.zeros((1 << 20,), grow_dim=0, capacity=1 << 20, pool=pool)
 write = _sleep_file._write
-def slow(descriptor, view):
-    write(descriptor, view)
+def slow(descriptor, view, offset):
+    write(descriptor, view, offset)
     print("written", flush=True)
     input()
 _sleep_file._write = slow
