@@ -116,7 +116,7 @@ def adopt(module: torch.nn.Module, pool: Pool | None = None, *, tag: str = "weig
     for t in tensors:
         storages[_key(t)] = t.untyped_storage()
     nbytes = sum(storage.nbytes() for storage in storages.values())
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False):
         moved = {}
         done = 0
         with Progress() as show:

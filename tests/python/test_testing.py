@@ -435,8 +435,8 @@ class WithForgottenSalt(CacheMachine):
 
     def open_cache(self, pool: vtensor.Pool) -> vtensor.KVCache:
         class Unsalted(vtensor.KVCache):
-            def alloc(self, tokens=None, *, salt="", expect=0) -> int:
-                return super().alloc(tokens, expect=expect)
+            def alloc(self, tokens=None, *, salt="", expect=0, deferred=False) -> int:
+                return super().alloc(tokens, expect=expect, deferred=deferred)
 
             def publish(self, slot: int, tokens, *, salt="") -> int:
                 return super().publish(slot, tokens)
