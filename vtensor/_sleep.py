@@ -38,7 +38,8 @@ class Sleeper(Protocol):
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
 
-    def _wake(self) -> None: ...
+    def _wake(self, number: int) -> None:
+        """The sleep of this number is over."""
 
 
 class Contents(Protocol):
@@ -74,10 +75,11 @@ class HostContents:
             show(f"Pool.sleep: {byte_text(offset)} of {byte_text(total)} kept in host memory")
 
     def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        assert self._bytes is not None
-        total = self._bytes.numel()
+        if (kept := self._bytes) is None:
+            raise Closed("[Pool.wake] the pool was closed meanwhile, and what was kept is gone")
+        total = kept.numel()
         for address, offset, nbytes in pieces(parts):
-            _core.write_pages(core, address, self._bytes.data_ptr() + offset, nbytes)
+            _core.write_pages(core, address, kept.data_ptr() + offset, nbytes)
             show(f"Pool.wake: {byte_text(offset)} of {byte_text(total)} from host memory")
 
     def drop(self) -> None:
@@ -206,7 +208,7 @@ def _wake_all(images: list[Image]) -> None:
         for sleeper in image.sleepers:
             if (awake := sleeper()) is not None:
                 with contextlib.suppress(Closed):
-                    awake._wake()
+                    awake._wake(image.number)
 
 
 def forget(images: list[Image], gone: list[Image]) -> None:

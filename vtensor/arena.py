@@ -221,7 +221,7 @@ class Arena:
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         ArenaCore.fall_asleep(self._core, sleep)
 
-    def _wake(self) -> None:
+    def _wake(self, number: int) -> None:
         """Nothing: the core says whether it sleeps."""
 
     def close(self, stream: Stream | None = None) -> None:

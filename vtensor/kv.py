@@ -576,7 +576,7 @@ class KVCache:
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         CacheCore.fall_asleep(self._core, sleep, discard)
 
-    def _wake(self) -> None:
+    def _wake(self, number: int) -> None:
         """Nothing: the core says whether it sleeps."""
 
     def close(self, stream: Stream | None = None) -> None:

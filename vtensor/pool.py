@@ -522,7 +522,7 @@ class _Tensor(Protocol):
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
 
-    def _wake(self) -> None: ...
+    def _wake(self, number: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -536,8 +536,8 @@ class Heap:
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         self.core.fall_asleep(sleep)
 
-    def _wake(self) -> None:
-        self.core.wake()
+    def _wake(self, number: int) -> None:
+        self.core.wake(number)
 
 
 class _Registered:

@@ -206,7 +206,8 @@ class VTensor(torch.Tensor):
         A record has ``row``, ``index`` (of the page in its row), ``address``, ``page_id``, ``shared`` (the
         number of page tables and forked processes that refer to the page) and ``state``: ``"mapped"``,
         ``"shared"``, ``"prefetched"``, ``"private"`` (written after it was shared; ``page_id`` is -1 until
-        the next fork), ``"pinned"`` (by older views, or by work that may use it) or ``"quarantined"``.
+        the next fork), ``"pinned"`` (by older views, or by work that may use it), ``"asleep"`` (see
+        :meth:`vtensor.Pool.sleep`; ``page_id`` is -1) or ``"quarantined"``.
         """
         return TensorCore.pages(self._core)
 
@@ -274,7 +275,7 @@ class VTensor(torch.Tensor):
     def _fall_asleep(self, sleep: SleepCore, discard: bool) -> None:
         TensorCore.fall_asleep(self._core, self, sleep)
 
-    def _wake(self) -> None:
+    def _wake(self, number: int) -> None:
         TensorCore.wake(self._core, self)
 
     # -- the end

@@ -148,13 +148,13 @@ class HeapCore {
       const ReleasedGil released;
       arenas = heap->fall_asleep(sleep.number());
     }
-    sleep.if_given_up([heap] { heap->fall_asleep(0); });
+    sleep.if_given_up([heap, number = sleep.number()] { heap->wake(number); });
     for (const std::shared_ptr<Arena>& arena : arenas) sleep.add(arena);
   }
-  void wake() {
+  void wake(std::uint64_t number) {
     const std::shared_ptr<Heap> heap = open("Pool.wake");
     const ReleasedGil released;
-    heap->fall_asleep(0);
+    heap->wake(number);
   }
 
   // torch's allocations in this thread come from here, until `leave_heap` of what this returns.
@@ -199,7 +199,7 @@ void bind_heap(nb::module_& module) {
       .def("trim", &HeapCore::trim)
       .def("counts", &HeapCore::counts)
       .def("fall_asleep", &HeapCore::fall_asleep, nb::arg("sleep"))
-      .def("wake", &HeapCore::wake)
+      .def("wake", &HeapCore::wake, nb::arg("number"))
       .def("enter", &HeapCore::enter)
       .def("close", &HeapCore::close);
   nb::class_<OuterHeap>(module, "OuterHeap");

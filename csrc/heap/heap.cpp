@@ -211,10 +211,16 @@ void Heap::use(const Caller& caller, Address address) {
 std::vector<std::shared_ptr<Arena>> Heap::fall_asleep(std::uint64_t number) {
   std::vector<std::shared_ptr<Arena>> arenas;
   const PoolLock lock(pool_);
+  if (asleep_ != 0) return arenas;
   arenas.reserve(regions_.size());
   for (const auto& [base, region] : regions_) arenas.push_back(region->arena);
   asleep_ = number;
   return arenas;
+}
+
+void Heap::wake(std::uint64_t number) {
+  const PoolLock lock(pool_);
+  if (asleep_ == number) asleep_ = 0;
 }
 
 std::size_t Heap::trim(const Caller& caller) {

@@ -63,8 +63,10 @@ class Heap {
 
   HeapCounts counts();
 
-  // Its arenas, for a sleep of this number: none is added meanwhile. 0 ends that.
+  // Its arenas, for a sleep of this number: none is added until `wake`. None if it is in another.
   std::vector<std::shared_ptr<Arena>> fall_asleep(std::uint64_t number);
+  // Ends the sleep of this number, if that is what it is in.
+  void wake(std::uint64_t number);
 
  private:
   // Small ones and others are cut from shared pages, apart; the last fill pages of their own.
