@@ -270,6 +270,7 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
 // During a capture of the caller's stream.
 void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const Interval> pages) {
   for (int asked = 0;;) {
+    raise_if_asleep();
     await_turn(lock, caller);
     const std::vector<Reservation::Run> runs = missing(caller.operation, pages);
     if (runs.empty() && all_passed(driver_, ready_after_)) return;
@@ -540,6 +541,12 @@ void Arena::enter_back(Departure& departure) {
   for (std::size_t run = 0; run < departure.done; ++run) unmap_.remove(departure.runs[run].indices);
 }
 
+void Arena::give_up_page(std::size_t row, std::size_t index) noexcept {
+  RangeClient::give_up_page(row, index);
+  if (states_[index].idle == Idle::cached) uncache(index);
+  set_idle(index, Idle::no);
+}
+
 bool Arena::is_quiet() { return all_passed(driver_, ready_after_); }
 
 std::size_t Arena::pages_leaving() const {
@@ -691,6 +698,9 @@ std::vector<PageRecord> Arena::pages() {
         record.page_id = -1;
         record.shared = 1;
         record.state = "private";
+      } else if (page.asleep) {
+        record.page_id = -1;
+        record.state = "asleep";
       } else if (states_[i].idle == Idle::no && page.references > 1) {
         record.state = "shared";
       }

@@ -117,6 +117,7 @@ class Arena final : public RangeClient {
   std::size_t missing_ahead() const override VT_LOCKED;
   bool wants() const override VT_LOCKED { return !wanted_.empty(); }
   void enter_back(Departure& departure) override VT_LOCKED;
+  void give_up_page(std::size_t row, std::size_t index) noexcept override VT_LOCKED;
   bool claim_cleaning(std::vector<Reservation::Run>&, std::size_t) override VT_LOCKED {
     return false;
   }

@@ -127,6 +127,8 @@ void describe(Text& text, const Range& range, std::uintptr_t at, int signal, con
   } else if (in_forked_child.load(std::memory_order_relaxed)) {
     text << "this process was forked from the one that mapped the memory: nothing can be mapped "
             "here, so copy what there is with clone()";
+  } else if (range.asleep()) {
+    text << "no page is mapped there, because it is asleep: call wake() of its pool first";
   } else {
     range.explain(text, at);
   }

@@ -48,9 +48,14 @@ class Range {
   virtual void name(Text& text, std::uintptr_t at) const noexcept = 0;
   // Why nothing can be touched there, and what to do.
   virtual void explain(Text& text, std::uintptr_t at) const noexcept = 0;
+  // Its memory is away, which is why, from now on or until now.
+  void set_asleep(bool asleep) noexcept { asleep_.store(asleep, std::memory_order_relaxed); }
+  bool asleep() const noexcept { return asleep_.load(std::memory_order_relaxed); }
 
  private:
   friend struct Ranges;
+
+  std::atomic<bool> asleep_{false};
 
   std::uintptr_t base_ = 0;
   std::size_t bytes_ = 0;

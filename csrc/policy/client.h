@@ -116,6 +116,10 @@ class Client : public std::enable_shared_from_this<Client> {
   // Points behind all work launched so far that may use its pages; whether more is announced.
   virtual std::vector<FencePtr> fences() const VT_LOCKED = 0;
   virtual bool leased() const VT_LOCKED = 0;
+  // What is mapped there is not known: it is quarantined.
+  virtual void give_up_page(std::size_t row, std::size_t index) noexcept VT_LOCKED = 0;
+  // Has reports of faults say whether its range is asleep.
+  virtual void explain_asleep(bool asleep) noexcept VT_LOCKED = 0;
 
   // -- reports
 

@@ -33,6 +33,10 @@ std::string need(const char* operation, std::size_t pages, std::size_t page_size
          std::to_string(page_size) + " bytes, ";
 }
 
+// Whether memory may come of what it has to give back. What sleeps has none, and what falls asleep
+// or wakes is held by a thread that may be the one that asks.
+bool may_settle(const Client& client) { return client.asleep.load() == 0; }
+
 }  // namespace
 
 // A search for pages, and what it asks of the other pools of a shared budget until its end.
@@ -88,7 +92,8 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
 
 std::size_t MakeRoom::pages_leaving() const {
   std::size_t leaving = 0;
-  for (const std::shared_ptr<Client>& client : pool_.unsettled_) leaving += client->pages_leaving();
+  for (const std::shared_ptr<Client>& client : pool_.unsettled_)
+    leaving += may_settle(*client) ? client->pages_leaving() : 0;
   return leaving;
 }
 
@@ -187,8 +192,9 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   // on the device, and those of a client for which calls are made just now.
   const Roster& unsettled = pool_.unsettled_;
   const bool others = !(suffices && hopes) && request.ask();
-  const bool waits = std::any_of(unsettled.begin(), unsettled.end(),
-                                 [](const auto& client) VT_LOCKED { return !client->refusal(); });
+  const bool waits = std::any_of(
+      unsettled.begin(), unsettled.end(),
+      [](const auto& client) VT_LOCKED { return may_settle(*client) && !client->refusal(); });
   if (waited >= patience) return false;
   if (!others && pool_.in_flight() == 0) {
     if (!waits || (!hopes && !suffices)) return false;
@@ -244,7 +250,8 @@ MakeRoom::Lent MakeRoom::lend_kept(PoolLock& lock, std::size_t pages) {
   const std::vector<std::shared_ptr<Keeper>> keepers = pool_.keepers();
   // An operation that itself asks for memory may last as long as we owe the answer.
   bool waits = false;
-  const bool asks = pool_.store_.shared()->wants();
+  const SharedBudget* const shared = pool_.store_.shared();
+  const bool asks = shared != nullptr && shared->wants();
   std::size_t given = 0;
   if (!keepers.empty()) {
     const Unlocked keepers_take_the_lock(lock);  // fork(2) waits for them
@@ -257,6 +264,11 @@ MakeRoom::Lent MakeRoom::lend_kept(PoolLock& lock, std::size_t pages) {
   }
   if (given != 0) return Lent::some;
   return waits ? Lent::waits : Lent::nothing;
+}
+
+bool MakeRoom::give_up_kept() {
+  PoolLock lock(pool_.shared_from_this());
+  return lend_kept(lock, kLentAtOnce) == Lent::some;
 }
 
 bool MakeRoom::give_all_back(bool spare) noexcept {

@@ -65,6 +65,9 @@ class MakeRoom {
 
   // Rung 6 takes the lock. `spare`: also what is ready ahead. False if there was nothing.
   bool give_all_back(bool spare) noexcept;
+  // Some pages of keepers, none of whose operations it waits for. Takes the lock. False if they
+  // have none. Requires: no keeper's lock is held.
+  bool give_up_kept();
 
  private:
   class Request;

@@ -346,8 +346,10 @@ void PagePool::check_invariants() {
   await_quiet(lock, "check_invariants");
   std::unordered_map<const Page*, PageUse> uses;
   for (Client* client : clients_) client->check(uses);
-  std::size_t extra = 0;
+  std::size_t extra = 0, asleep = 0, without_memory = 0;
   for (const auto& [page, use] : uses) {
+    asleep += page->asleep;
+    without_memory += !page->resident;
     const std::string name = "page " + std::to_string(page->handle);
     if (page->references < use.entries) {
       throw Error("I5: " + name + " has " + std::to_string(use.entries) +
@@ -357,6 +359,11 @@ void PagePool::check_invariants() {
     if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
   }
   const std::size_t given_away = store_.quarantined() + in_children_.size() + store_.in_page_sets();
+  if (asleep != store_.asleep() || without_memory != store_.without_memory()) {
+    throw Error("I5: " + std::to_string(store_.asleep()) + " pages are counted asleep, " +
+                std::to_string(store_.without_memory()) + " of them without memory; page tables " +
+                "hold " + std::to_string(asleep) + " and " + std::to_string(without_memory));
+  }
   if (extra > given_away) throw Error("I5: a page counts more references than it has");
   const std::size_t used = store_.used();
   const std::size_t held = used + store_.without_memory();

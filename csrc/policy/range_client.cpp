@@ -114,7 +114,7 @@ void RangeClient::raise_error() {
 
 bool RangeClient::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
   try {
-    if (find_missing(arrival, pages) && !arrival.runs.empty()) {
+    if (asleep.load() == 0 && find_missing(arrival, pages) && !arrival.runs.empty()) {
       arrival.ahead = true;
       busy_ = true;
       range_.claim(arrival);

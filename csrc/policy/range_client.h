@@ -46,6 +46,12 @@ class RangeClient : public Client {
   void let_go() noexcept final VT_LOCKED;
   std::vector<FencePtr> fences() const final VT_LOCKED;
   bool leased() const final VT_LOCKED;
+  void give_up_page(std::size_t row, std::size_t index) noexcept override VT_LOCKED {
+    range_.quarantine(row, index);
+  }
+  void explain_asleep(bool asleep) noexcept final VT_LOCKED {
+    if (known_) known_->set_asleep(asleep);
+  }
 
  protected:
   RangeClient(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);

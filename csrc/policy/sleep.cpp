@@ -29,8 +29,9 @@ void each_entry(Client& client, Visit visit) VT_LOCKED {
 }
 
 // Adds a page to the runs: to the last, if it goes on there in the same way.
-void add_page(std::vector<SleepRun>& runs, Reservation& range, std::size_t row, std::size_t index,
+void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std::size_t index,
               const Entry& entry, bool writable) {
+  Reservation& range = client.range();
   if (!runs.empty()) {
     SleepRun& last = runs.back();
     if (last.range == &range && last.pages.row == row && last.pages.indices.end == index &&
@@ -41,7 +42,7 @@ void add_page(std::vector<SleepRun>& runs, Reservation& range, std::size_t row, 
     }
   }
   runs.push_back(
-      {&range, {row, {index, index + 1}}, entry.access(), writable, {entry.page->handle}});
+      {&client, &range, {row, {index, index + 1}}, entry.access(), writable, {entry.page->handle}});
 }
 
 // Those that are mapped so, as the driver takes them.
@@ -62,10 +63,25 @@ void unmap_if(Driver& driver, std::span<const PageRun> runs, Access access) {
 }
 
 // What is mapped there is not known.
+void quarantine(const SleepRun& run, std::size_t index) VT_LOCKED {
+  if (is_mapped(run.range->at(run.pages.row, index)))
+    run.client->give_up_page(run.pages.row, index);
+}
 void quarantine(std::span<const SleepRun> runs) VT_LOCKED {
   for (const SleepRun& run : runs) {
-    for (std::size_t i = run.pages.indices.begin; i < run.pages.indices.end; ++i) {
-      if (is_mapped(run.range->at(run.pages.row, i))) run.range->quarantine(run.pages.row, i);
+    for (std::size_t i = run.pages.indices.begin; i < run.pages.indices.end; ++i)
+      quarantine(run, i);
+  }
+}
+// The same of those that are mapped so: of all their pages, or of those that an UndoFailed names.
+void quarantine(std::span<const SleepRun> runs, bool writable,
+                const std::vector<std::size_t>* stuck) VT_LOCKED {
+  std::size_t at = 0;
+  for (const SleepRun& run : runs) {
+    if (run.writable != writable) continue;
+    for (std::size_t i = run.pages.indices.begin; i < run.pages.indices.end; ++i, ++at) {
+      if (stuck == nullptr || std::binary_search(stuck->begin(), stuck->end(), at))
+        quarantine(run, i);
     }
   }
 }
@@ -181,37 +197,39 @@ std::size_t FallAsleep::finish() {
   std::vector<SleepRun> runs;
   std::vector<Page*> pages;
   for (const std::shared_ptr<Client>& client : held_.all()) {
-    Reservation& range = client->range();
     each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) {
       if (!goes(*entry.page)) return;
-      add_page(runs, range, row, index, entry, is_writable(entry));
+      add_page(runs, *client, row, index, entry, is_writable(entry));
       pages.push_back(entry.page);
     });
   }
   std::sort(pages.begin(), pages.end());
   pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
   const std::vector<PageRun> writable = mapped(runs, true), shared = mapped(runs, false);
-  bool undone = true;
-  try {
-    Driver& driver = pool_->driver();
-    const Unlocked unlocked(lock);
-    unmap_if(driver, writable, Access::writable);
+  Driver& driver = pool_->driver();
+  const auto unmap = [&](std::span<const PageRun> some, bool are_writable) VT_LOCKED {
     try {
-      unmap_if(driver, shared, Access::copy_on_write);
-    } catch (...) {
-      undone = false;
-      map_if(driver, writable, Access::writable);
-      undone = true;
+      const Unlocked unlocked(lock);
+      unmap_if(driver, some, are_writable ? Access::writable : Access::copy_on_write);
+    } catch (const UndoFailed& error) {
+      quarantine(runs, are_writable, &error.stuck);
       throw;
     }
-  } catch (const UndoFailed&) {
-    quarantine(runs);
-    throw;
+  };
+  unmap(writable, true);
+  try {
+    unmap(shared, false);
   } catch (...) {
-    if (!undone) quarantine(runs);
+    try {
+      const Unlocked unlocked(lock);
+      map_if(driver, writable, Access::writable);
+    } catch (...) {
+      quarantine(runs, true, nullptr);
+    }
     throw;
   }
   const std::size_t given = pool_->store().sleep(lock, pages);
+  for (const std::shared_ptr<Client>& client : held_.all()) client->explain_asleep(true);
   held_.release();
   return given;
 }
@@ -223,6 +241,7 @@ WakeUp::WakeUp(const std::shared_ptr<PagePool>& pool, const Caller& caller,
     : pool_(pool), caller_(caller), held_(pool, caller) {
   PoolLock lock(pool_);
   pool_->reap();
+  pool_->settle_all(lock);  // what has died asleep needs no memory
   held_.hold(lock, pool_->asleep(numbers));
   collect();
   std::size_t missing = 0;
@@ -238,18 +257,21 @@ void WakeUp::collect() {
   pages_.clear();
   runs_.clear();
   parts_.clear();
+  unclean_.clear();
   const std::size_t size = pool_->page_size();
   std::unordered_set<const Page*> seen;
   for (const std::shared_ptr<Client>& client : held_.all()) {
-    Reservation& range = client->range();
+    const Reservation& range = client->range();
     each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) {
       if (!entry.page->asleep) return;
       const bool first = seen.insert(entry.page).second;
-      add_page(runs_, range, row, index, entry, first);
+      add_page(runs_, *client, row, index, entry, first);
       if (!first) return;
       pages_.push_back(entry.page);
-      add_part(parts_,
-               {range.address(row, index), entry.page->sleep, entry.page->place * size, size});
+      const SleepPart part{range.address(row, index), entry.page->sleep, entry.page->place * size,
+                           size};
+      add_part(parts_, part);
+      if (entry.page->dirty) add_part(unclean_, part);
     });
   }
 }
@@ -257,46 +279,28 @@ void WakeUp::collect() {
 void WakeUp::map(PoolLock& lock) {
   Driver& driver = pool_->driver();
   const std::vector<PageRun> writable = mapped(runs_, true), shared = mapped(runs_, false);
-  bool undone = true;
   try {
     const Unlocked unlocked(lock);
     map_if(driver, writable, Access::writable);
-    undone = false;
-    try {
-      map_if(driver, shared, Access::copy_on_write);
-      try {
-        zero();
-      } catch (...) {
-        unmap_if(driver, shared, Access::copy_on_write);
-        throw;
-      }
-    } catch (...) {
-      unmap_if(driver, writable, Access::writable);
-      undone = true;
-      throw;
-    }
-    mapped_ = true;
+    writable_mapped_ = true;
+    map_if(driver, shared, Access::copy_on_write);
+    shared_mapped_ = true;
+    zero();
   } catch (const UndoFailed&) {
-    pool_->store().woken(pages_);
-    quarantine(runs_);
+    give_up();
     throw;
   } catch (...) {
-    if (undone) {
-      pool_->store().sleep(lock, pages_);
-    } else {
-      pool_->store().woken(pages_);
-      quarantine(runs_);
-    }
+    undo(lock);
     throw;
   }
 }
 
 // What new memory may hold, and nobody may see (I7).
 void WakeUp::zero() const {
+  if (unclean_.empty()) return;
   Driver& driver = pool_->driver();
-  if (pool_->traits().adjacent_handles && pool_->traits().created_zero) return;
   const Stream stream = driver.copy_stream();
-  for (const SleepPart& part : parts_) driver.zero(part.at, part.bytes, stream);
+  for (const SleepPart& part : unclean_) driver.zero(part.at, part.bytes, stream);
   await_copies("zeroing pages");
 }
 
@@ -311,7 +315,7 @@ void WakeUp::await_copies(const char* what) const {
 void WakeUp::finish() {
   await_copies("copying to the device");
   PoolLock lock(pool_);
-  {
+  try {
     Driver& driver = pool_->driver();
     const Unlocked unlocked(lock);
     for (SleepRun& run : runs_) {
@@ -320,29 +324,44 @@ void WakeUp::finish() {
                    Access::copy_on_write);
       run.writable = false;
     }
+  } catch (const UndoFailed&) {
+    give_up();
+    throw;
   }
   pool_->store().woken(pages_);
-  for (const std::shared_ptr<Client>& client : held_.all()) client->asleep = 0;
+  for (const std::shared_ptr<Client>& client : held_.all()) {
+    client->asleep = 0;
+    client->explain_asleep(false);
+  }
   held_.release();
-  mapped_ = false;
+  writable_mapped_ = shared_mapped_ = false;
 }
 
 void WakeUp::undo(PoolLock& lock) noexcept {
   try {
     Driver& driver = pool_->driver();
-    const std::vector<PageRun> writable = mapped(runs_, true), shared = mapped(runs_, false);
+    std::vector<PageRun> writable, shared;
+    if (writable_mapped_) writable = mapped(runs_, true);
+    if (shared_mapped_) shared = mapped(runs_, false);
     const Unlocked unlocked(lock);
+    await_copies("copying to the device");
     unmap_if(driver, writable, Access::writable);
     unmap_if(driver, shared, Access::copy_on_write);
   } catch (...) {
-    pool_->store().woken(pages_);
-    return quarantine(runs_);
+    return give_up();
   }
+  writable_mapped_ = shared_mapped_ = false;
   pool_->store().sleep(lock, pages_);
 }
 
+void WakeUp::give_up() noexcept {
+  writable_mapped_ = shared_mapped_ = false;
+  pool_->store().woken(pages_);
+  quarantine(runs_);
+}
+
 WakeUp::~WakeUp() {
-  if (!mapped_) return;
+  if (!writable_mapped_ && !shared_mapped_) return;
   PoolLock lock(pool_);
   undo(lock);
 }

@@ -54,7 +54,8 @@ class HeldClients {
 
 // Neighbouring pages of a client, and how they are mapped.
 struct SleepRun {
-  Reservation* range;
+  Client* client;
+  Reservation* range;  // its
   Reservation::Run pages;
   Access access;  // that its entries say
   bool writable;  // mapped so, while it wakes
@@ -106,8 +107,11 @@ class WakeUp {
   void map(PoolLock& lock) VT_LOCKED;
   void zero() const;
   void await_copies(const char* what) const;
-  // Back to sleep; what the driver does not unmap is quarantined (I8).
+  // Back to sleep; all is given up if the driver does not unmap it, or copies to it do not end
+  // (I8).
   void undo(PoolLock& lock) noexcept VT_LOCKED;
+  // What is mapped is not known, or not to be unmapped: quarantined.
+  void give_up() noexcept VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
   const Caller caller_;
@@ -115,7 +119,8 @@ class WakeUp {
   std::vector<Page*> pages_;  // each once
   std::vector<SleepRun> runs_;
   std::vector<SleepPart> parts_;
-  bool mapped_ = false;
+  std::vector<SleepPart> unclean_;                        // of these, what may show old bytes
+  bool writable_mapped_ = false, shared_mapped_ = false;  // runs of either kind
 };
 
 }  // namespace vtensor

@@ -48,6 +48,10 @@ std::vector<PageRecord> Buffer::pages() {
           record.shared = 1;
           record.state = "private";
         }
+        if (page.asleep) {
+          record.page_id = -1;
+          record.state = "asleep";
+        }
         records.push_back(record);
       }
     }

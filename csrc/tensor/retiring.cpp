@@ -24,6 +24,12 @@ Generation* Buffer::lease(const Caller& caller) {
     pool_->end_locked(generation);
     throw Closed("[lease] a tensor is closed: make a new one");
   }
+  try {
+    raise_if_asleep();
+  } catch (...) {
+    pool_->end_locked(generation);
+    throw;
+  }
   generation->is_lease = true;
   if (driver_.traits().asynchronous) work_.begin_lease(caller);
   return generation;

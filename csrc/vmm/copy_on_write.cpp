@@ -173,8 +173,12 @@ std::size_t Reservation::fresh_pages_for(std::span<const Run> copy_on_write) con
 
 std::vector<std::uint8_t> Reservation::find_private_copies(const Run& run) const {
   std::vector<std::uint8_t> private_copies(run.indices.size());
-  if (driver_.traits().kernel_copies_on_write)
-    driver_.find_private_copies(address(run), private_copies);
+  if (!driver_.traits().kernel_copies_on_write) return private_copies;
+  driver_.find_private_copies(address(run), private_copies);
+  if (pages_.asleep() == 0) return private_copies;
+  // Behind a page that is mapped nowhere, reading finds the kernel's page of zeros.
+  for (std::size_t i = 0; i < private_copies.size(); ++i)
+    private_copies[i] &= !at(run.row, run.indices.begin + i).page->asleep;
   return private_copies;
 }
 

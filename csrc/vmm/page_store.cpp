@@ -223,31 +223,31 @@ void PageStore::empty(Page* first, std::size_t n) {
   }
 }
 
-std::size_t PageStore::sleep(PoolLock& lock, std::span<Page* const> pages) {
-  std::vector<Page*> gone;
-  gone.reserve(pages.size());
+std::size_t PageStore::sleep(PoolLock& lock, std::span<Page* const> pages) noexcept {
+  std::size_t gone = 0;
   {
     const Unlocked unlocked(lock);
     for (std::size_t i = 0, n = 1; i < pages.size(); i += n, n = 1) {
       while (i + n < pages.size() && pages[i]->run != nullptr &&
              pages[i + n]->run == pages[i]->run && pages[i + n]->handle == pages[i]->handle + n)
         ++n;
+      bool keeps = false;
       try {
         driver_.destroy(pages[i]->handle, n);
-        gone.insert(gone.end(), &pages[i], &pages[i] + n);
-      } catch (const Error&) {
-        // They keep it.
+        gone += n;
+      } catch (...) {
+        keeps = true;
       }
+      for (std::size_t k = i; k < i + n; ++k) pages[k]->resident = pages[k]->dirty = keeps;
     }
   }
   for (Page* page : pages) {
     asleep_ += !page->asleep;
     page->asleep = true;
   }
-  for (Page* page : gone) page->resident = page->dirty = false;
-  used_ -= gone.size();
-  without_memory_ += gone.size();
-  return gone.size();
+  used_ -= gone;
+  without_memory_ += gone;
+  return gone;
 }
 
 void PageStore::wake(std::span<Page* const> pages) {

@@ -92,7 +92,7 @@ class PageStore {
 
   // Gives their memory back; returns of how many. One that the driver refuses to take keeps it.
   // Lets the lock go. Requires: mapped nowhere; the references stay meanwhile.
-  std::size_t sleep(PoolLock& lock, std::span<Page* const> pages) VT_LOCKED;
+  std::size_t sleep(PoolLock& lock, std::span<Page* const> pages) noexcept VT_LOCKED;
   // Gives them memory, whose content is any. Throws as `take`; nothing is changed then. Requires:
   // as `take`, for those that are not resident.
   void wake(std::span<Page* const> pages) VT_LOCKED;

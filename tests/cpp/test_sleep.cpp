@@ -1,0 +1,546 @@
+// Clients of one pool that fall asleep and wake beside threads that use them, a mapper and refused
+// calls. Under ThreadSanitizer and AddressSanitizer.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "arena/arena.h"
+#include "base/errors.h"
+#include "cpp/slot_cache_bench.h"
+#include "policy/page_pool.h"
+#include "policy/sleep.h"
+#include "tensor/buffer.h"
+
+namespace vtensor {
+namespace {
+
+using slots::kPage;
+using slots::OnHost;
+using slots::OnSimulation;
+using steady_clock = std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kPatience(20);
+constexpr std::size_t kBudget = 64;  // pages
+constexpr std::size_t kItem = kPage / 2;
+constexpr std::size_t kCapacity = 24;  // items: 12 pages
+const Caller kCaller{"test"};
+
+// What can sleep, and the numbers that were written to its items. Its operations follow one
+// another, as those of a tensor's core do.
+class Subject {
+ public:
+  virtual ~Subject() = default;
+  Subject(const Subject&) = delete;
+  Subject& operator=(const Subject&) = delete;
+
+  virtual std::shared_ptr<RangeClient> client() const = 0;
+  virtual Address at(std::size_t item) const = 0;
+  virtual void grow(const Caller& caller, std::mt19937& random) = 0;
+  virtual void shrink(const Caller& caller, std::mt19937& random) = 0;
+  // Readies an item for a write.
+  virtual void own(const Caller&, std::size_t) {}
+  virtual Generation* publish() = 0;
+  virtual std::unique_ptr<Subject> fork(const Caller&) { return nullptr; }
+
+  // Pages of it are given up for good.
+  bool lost() const { return client()->range().mapped() != 0 && quarantined() != 0; }
+  std::size_t quarantined() const {
+    return static_cast<const RangeClient&>(*client()).range().quarantined();
+  }
+  void check() {
+    for (const auto& [item, number] : model) {
+      const char* const bytes = reinterpret_cast<const char*>(at(item));
+      wrong += bytes[0] != number || bytes[kItem - 1] != number;
+    }
+  }
+  void write(const Caller& caller, std::size_t item, char number) {
+    own(caller, item);
+    std::memset(reinterpret_cast<char*>(at(item)), number, kItem);
+    model[item] = number;
+  }
+
+  std::mutex operation;
+  std::map<std::size_t, char> model;
+  std::size_t wrong = 0;
+
+ protected:
+  Subject() = default;
+};
+
+class Rows final : public Subject {
+ public:
+  explicit Rows(const std::shared_ptr<PagePool>& pool)
+      : buffer_(Buffer::create(pool, shape(), kCaller)) {}
+  ~Rows() override { buffer_->abandon(); }
+
+  std::shared_ptr<RangeClient> client() const override { return buffer_; }
+  Address at(std::size_t item) const override { return buffer_->address_of(0, item); }
+  void grow(const Caller& caller, std::mt19937& random) override {
+    const Interval after{0, std::min<std::size_t>(kCapacity, length_ + 1 + random() % 8)};
+    if (!buffer_->grow_within(caller, after)) buffer_->grow(caller, after, random() % 2 == 0);
+    const std::size_t from = std::exchange(length_, after.end);
+    for (std::size_t item = from; item < length_; ++item)
+      write(caller, item, static_cast<char>(1 + random() % 100));
+  }
+  void shrink(const Caller& caller, std::mt19937& random) override {
+    length_ -= std::min<std::size_t>(length_, random() % 8);
+    model.erase(model.lower_bound(length_), model.end());
+    buffer_->retract(caller, {0, length_});
+  }
+  void own(const Caller& caller, std::size_t item) override {
+    const bool copies = buffer_->pool()->traits().kernel_copies_on_write;
+    if (!copies) buffer_->unshare(caller, {item, item + 1});
+  }
+  Generation* publish() override { return buffer_->publish(); }
+  std::unique_ptr<Subject> fork(const Caller& caller) override {
+    const std::vector<std::size_t> rows{0};
+    return std::unique_ptr<Subject>(
+        new Rows(buffer_->share(caller, shape(), rows, false), length_, model));
+  }
+
+ private:
+  static RowShape shape() { return {.rows = 1, .item_bytes = kItem, .capacity = kCapacity}; }
+  Rows(std::shared_ptr<Buffer> buffer, std::size_t length, const std::map<std::size_t, char>& from)
+      : buffer_(std::move(buffer)), length_(length) {
+    model = from;
+  }
+
+  const std::shared_ptr<Buffer> buffer_;
+  std::size_t length_ = 0;
+};
+
+class Pieces final : public Subject {
+ public:
+  explicit Pieces(const std::shared_ptr<PagePool>& pool)
+      : arena_(Arena::make(pool, kCapacity * kItem, false, kCaller)) {}
+  ~Pieces() override { arena_->abandon(); }
+
+  std::shared_ptr<RangeClient> client() const override { return arena_; }
+  Address at(std::size_t item) const override { return arena_->base() + item * kItem; }
+  void grow(const Caller& caller, std::mt19937& random) override {
+    const std::size_t item = random() % kCapacity;
+    if (model.contains(item)) return;
+    const Interval bytes{item * kItem, (item + 1) * kItem};
+    arena_->map(caller, {&bytes, 1});
+    write(caller, item, static_cast<char>(1 + random() % 100));
+  }
+  void shrink(const Caller& caller, std::mt19937& random) override {
+    if (model.empty()) return;
+    const auto one = std::next(model.begin(), static_cast<std::ptrdiff_t>(random() % model.size()));
+    const Interval bytes{one->first * kItem, (one->first + 1) * kItem};
+    arena_->unmap(caller, {&bytes, 1});
+    model.erase(one);
+  }
+  Generation* publish() override { return arena_->publish(); }
+
+ private:
+  const std::shared_ptr<Arena> arena_;
+};
+
+using Registry = std::vector<std::weak_ptr<Subject>>;
+
+struct Outcome {
+  std::size_t wrong = 0, asleep = 0, refused = 0, done = 0;
+};
+
+// What all threads share.
+struct Stage {
+  std::shared_ptr<PagePool> pool;
+  std::mutex mutex;
+  Registry all;
+
+  void add(const std::shared_ptr<Subject>& subject) {
+    const std::lock_guard lock(mutex);
+    std::erase_if(all, [](const auto& one) { return one.expired(); });
+    all.push_back(subject);
+  }
+  Registry some(std::mt19937& random) {
+    const std::lock_guard lock(mutex);
+    Registry chosen;
+    for (const auto& one : all) {
+      if (random() % 3 != 0) chosen.push_back(one);
+    }
+    return chosen;
+  }
+};
+
+// Random operations of one thread on subjects of its own, until `done`.
+template <class T>
+Outcome drive(Stage& stage, const std::atomic<bool>& done, Stream stream, unsigned seed) {
+  std::mt19937 random(seed);
+  Outcome outcome;
+  const Caller caller{"test", stream};
+  std::vector<std::shared_ptr<Subject>> mine;
+  std::vector<Generation*> views;
+  const auto end_views = [&](std::size_t left) {
+    for (; views.size() > left; views.pop_back()) stage.pool->end(views.back());
+  };
+  while (!done) {
+    try {
+      if (mine.size() < 4) {
+        if (random() % 2 == 0) {
+          mine.push_back(std::make_shared<Rows>(stage.pool));
+        } else {
+          mine.push_back(std::make_shared<Pieces>(stage.pool));
+        }
+        stage.add(mine.back());
+      }
+      const std::size_t which = random() % mine.size();
+      const std::shared_ptr<Subject> subject = mine[which];
+      if (random() % 40 == 0) {  // whether it sleeps or not
+        mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(which));
+        continue;
+      }
+      if (random() % 10 == 0) end_views(random() % 3);
+      const std::lock_guard lock(subject->operation);
+      subject->client()->raise_error();
+      if (subject->quarantined() != 0) {
+        mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(which));
+        continue;
+      }
+      subject->check();
+      switch (random() % 6) {
+        case 0:
+          subject->shrink(caller, random);
+          break;
+        case 1:
+          views.push_back(subject->publish());
+          break;
+        case 2:
+          if (mine.size() < 6) {
+            if (std::shared_ptr<Subject> child = subject->fork(caller)) {
+              mine.push_back(child);
+              stage.add(child);
+            }
+          }
+          break;
+        case 3:
+          if (!subject->model.empty()) {
+            const auto item = subject->model.begin()->first;
+            subject->write(caller, item, static_cast<char>(1 + random() % 100));
+          }
+          break;
+        default:
+          subject->grow(caller, random);
+      }
+      if constexpr (T::is_cuda) {
+        subject->client()->use(caller);
+        for (const auto& [item, number] : subject->model)
+          CHECK(T::control().launch(stream, subject->at(item), kItem, 0) == 0);
+      }
+      outcome.wrong += std::exchange(subject->wrong, 0);
+      ++outcome.done;
+    } catch (const Asleep&) {
+      ++outcome.asleep;
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    } catch (const Error&) {
+      ++outcome.refused;
+      if (mine.size() > 1 && random() % 2 == 0) mine.pop_back();
+    }
+  }
+  end_views(0);
+  return outcome;
+}
+
+// What Python does: marks, keeps, brings back.
+class Sleep {
+ public:
+  explicit Sleep(const std::shared_ptr<PagePool>& pool) : pool_(pool) {}
+
+  std::uint64_t next_number() {
+    const PoolLock lock(pool_);
+    numbers.push_back(pool_->next_id());
+    return numbers.back();
+  }
+  void add(Subject& subject) {
+    const std::lock_guard lock(subject.operation);
+    std::uint64_t awake = 0;
+    const std::shared_ptr<RangeClient> client = subject.client();
+    if (client->asleep.compare_exchange_strong(awake, numbers.back())) clients_.push_back(client);
+  }
+  // How many pages' memory went; nothing if it was refused, and all is awake then.
+  std::optional<std::size_t> begin() {
+    try {
+      FallAsleep falling(pool_, kCaller, clients_);
+      for (const SleepPart& part : falling.parts()) {
+        for (std::size_t i = 0; i < part.bytes; i += kPage)
+          std::memcpy(&kept_[part.offset + i], reinterpret_cast<const void*>(part.at + i), kPage);
+      }
+      return falling.finish();
+    } catch (const Error&) {
+    }
+    for (const std::shared_ptr<Client>& client : clients_) client->asleep = 0;
+    return std::nullopt;
+  }
+  bool wake(std::span<const std::uint64_t> some, bool discard = false) {
+    try {
+      WakeUp waking(pool_, kCaller, some);
+      if (!discard) {
+        for (const SleepPart& part : waking.parts()) {
+          for (std::size_t i = 0; i < part.bytes; i += kPage) {
+            const auto kept = kept_.find(part.offset + i);
+            wrong += kept == kept_.end();
+            if (kept != kept_.end())
+              std::memcpy(reinterpret_cast<void*>(part.at + i), &kept->second, kPage);
+          }
+        }
+      }
+      waking.finish();
+      return true;
+    } catch (const Error&) {
+      return false;
+    }
+  }
+
+  std::vector<std::uint64_t> numbers;
+  std::size_t wrong = 0;
+
+ private:
+  struct Bytes {
+    char bytes[kPage];
+  };
+  const std::shared_ptr<PagePool> pool_;
+  HeldClients::Clients clients_;
+  std::map<std::size_t, Bytes> kept_;  // by their place
+};
+
+template <class T>
+void hammer(PoolOptions options, bool refuse) {
+  std::weak_ptr<PagePool> last;
+  {
+    Stage stage;
+    stage.pool = slots::Bench<T>::open(kBudget, options);
+    const std::shared_ptr<PagePool>& pool = stage.pool;
+    std::size_t illegal = 0;
+    std::vector<Stream> streams(3, 0);
+    if constexpr (T::is_cuda) {
+      for (Stream& stream : streams) stream = T::control().make_stream(0);
+      illegal = T::control().illegal_accesses();
+    }
+    std::atomic<bool> done{false};
+    std::vector<Outcome> outcomes(streams.size());
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < outcomes.size(); ++i)
+      threads.emplace_back([&, i] { outcomes[i] = drive<T>(stage, done, streams[i], i); });
+    std::thread watcher([&] {
+      for (unsigned i = 0; !done; ++i) {
+        const PoolCounts counts = pool->counts();
+        CHECK(counts.mapped ==
+              counts.active + counts.prefetched + counts.cached + counts.pinned);  // I4
+        CHECK_NOTHROW(pool->check_invariants());
+        if (refuse) pool->driver().meter().fail_after(i % 32, 1 + i % 2);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
+
+    std::mt19937 random(17);
+    std::size_t slept = 0, given = 0, woke = 0;
+    for (std::size_t cycle = 0; cycle < 60; ++cycle) {
+      Sleep sleep(pool);
+      for (std::size_t sleeps = 1 + random() % 2; sleeps != 0; --sleeps) {
+        sleep.next_number();
+        for (const std::weak_ptr<Subject>& one : stage.some(random)) {
+          if (const std::shared_ptr<Subject> subject = one.lock()) sleep.add(*subject);
+        }
+      }
+      const std::optional<std::size_t> pages = sleep.begin();
+      CHECK_NOTHROW(pool->check_invariants());
+      if (!pages) continue;
+      ++slept;
+      given += *pages;
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 1000));
+      std::vector<std::uint64_t> left = sleep.numbers;
+      for (int tries = 0; !left.empty() && tries < 2000; ++tries) {
+        const std::size_t some = 1 + random() % left.size();
+        const bool awake = sleep.wake(std::span(left).last(some));
+        CHECK_NOTHROW(pool->check_invariants());
+        if (awake) left.resize(left.size() - some);
+        if (!awake) std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+      if (!left.empty()) {  // the others have what it needs: they end
+        done = true;
+        for (std::thread& thread : threads) thread.join();
+        threads.clear();
+        pool->driver().meter().disarm();
+        CHECK(sleep.wake(left));
+        cycle = SIZE_MAX - 1;
+      }
+      ++woke;
+      CHECK(sleep.wrong == 0);
+    }
+    done = true;
+    for (std::thread& thread : threads) thread.join();
+    watcher.join();
+    pool->driver().meter().disarm();
+    CHECK(slept > 5);
+    CHECK(given > 0);
+    CHECK(woke == slept);
+    for (const Outcome& outcome : outcomes) {
+      CHECK(outcome.wrong == 0);
+      CHECK(outcome.done > 20);
+    }
+    for (int tries = 0; tries < 100; ++tries) {  // what was met is raised, an error at a time
+      try {
+        pool->wait_idle(kPatience);
+        break;
+      } catch (const DriverError&) {
+      }
+    }
+    pool->retire();
+    pool->wait_idle(kPatience);
+    pool->check_invariants();
+    const PoolCounts left = pool->counts();
+    CHECK(left.mapped == 0);  // I14
+    CHECK(left.asleep == 0);
+    CHECK(left.used == left.quarantined);
+    CHECK((left.quarantined == 0 || refuse));
+    if constexpr (T::is_cuda) {
+      CHECK(T::control().illegal_accesses() == illegal);
+      for (const Stream stream : streams) CHECK(T::control().destroy_stream(stream) == 0);
+    }
+    last = pool;
+  }
+  // The mapper may be the last to let the pool go, and the next one begins the simulation anew.
+  const auto until = steady_clock::now() + kPatience;
+  while ((!last.expired() || (!refuse && T::leaks() != "")) && steady_clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (refuse) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK(last.expired());
+}
+
+// A pool with one buffer of `pages` pages, and what puts it to sleep.
+template <class T>
+struct One {
+  explicit One(std::size_t pages, PoolOptions options = {})
+      : pool(slots::Bench<T>::open(kBudget, options)),
+        buffer(Buffer::create(pool, {.rows = 1, .item_bytes = kPage, .capacity = kBudget + 1},
+                              kCaller)) {
+    buffer->grow(kCaller, {0, pages}, true);
+    std::memset(bytes(), 7, pages * kPage);
+  }
+  ~One() {
+    if (buffer) buffer->abandon();
+    buffer.reset();
+    pool->retire();
+    pool->wait_idle(kPatience);
+    pool.reset();
+    slots::Bench<T>::await_end();
+  }
+  One(const One&) = delete;
+  One& operator=(const One&) = delete;
+
+  char* bytes() const { return reinterpret_cast<char*>(buffer->address_of(0, 0)); }
+  std::size_t sleep() {
+    buffer->asleep = kNumber;
+    FallAsleep falling(pool, kCaller, {buffer});
+    return falling.finish();
+  }
+  void wake() {
+    WakeUp waking(pool, kCaller, std::span(&kNumber, 1));
+    waking.finish();
+  }
+
+  static constexpr std::uint64_t kNumber = 1'000'000;
+  std::shared_ptr<PagePool> pool;
+  std::shared_ptr<Buffer> buffer;
+};
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("what uses a pool beside what sleeps and wakes", T, OnHost, OnSimulation) {
+  hammer<T>({}, false);
+  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage}, false);
+}
+
+TEST_CASE_TEMPLATE("the same while the driver refuses calls (I8)", T, OnHost, OnSimulation) {
+  hammer<T>({}, true);
+  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage}, true);
+}
+
+TEST_CASE_TEMPLATE("memory that the driver did not take back shows zeros all the same", T, OnHost,
+                   OnSimulation) {
+  for (std::uint64_t skip = 0; skip < 8; ++skip) {
+    CAPTURE(skip);
+    One<T> one(5);
+    one.pool->driver().meter().fail_after(skip, 100);
+    try {
+      one.sleep();
+    } catch (const Error&) {
+      one.buffer->asleep = 0;
+    }
+    one.pool->driver().meter().disarm();
+    if (one.buffer->range().quarantined() != 0) continue;
+    const bool slept = one.buffer->asleep.load() != 0;
+    CHECK_NOTHROW(one.pool->check_invariants());
+    one.wake();
+    for (std::size_t i = 0; i < 5 * kPage; ++i) REQUIRE(one.bytes()[i] == (slept ? 0 : 7));
+  }
+}
+
+TEST_CASE_TEMPLATE("what died asleep needs no memory, and nothing waits for it", T, OnHost,
+                   OnSimulation) {
+  One<T> one(40, {.prefetch = 4 * kPage});
+  const std::shared_ptr<Buffer> other =
+      Buffer::create(one.pool, {.rows = 1, .item_bytes = kPage, .capacity = 40}, kCaller);
+  Generation* const view = one.buffer->publish();
+  CHECK(one.sleep() == 40);
+  other->grow(kCaller, {0, 40}, true);
+  CHECK_THROWS_AS(one.wake(), OutOfPages);
+  const auto began = steady_clock::now();
+  {
+    const PoolLock lock(one.pool);
+    one.buffer->abandon();
+    one.pool->end_locked(view);
+  }
+  one.buffer.reset();
+  one.wake();
+  CHECK(steady_clock::now() - began < kPatience / 2);
+  CHECK(one.pool->counts().used == 40);
+  other->abandon();
+}
+
+TEST_CASE_TEMPLATE("what sleeps is not mapped ahead, and not leased", T, OnHost, OnSimulation) {
+  One<T> one(4, {.prefetch = 16 * kPage});
+  one.sleep();
+  one.buffer->prepare(10);
+  one.pool->wait_idle(kPatience);
+  CHECK(one.pool->counts().used == 0);
+  CHECK_THROWS_AS(one.buffer->lease(kCaller), Asleep);
+  CHECK_NOTHROW(one.pool->check_invariants());
+  one.wake();
+  one.pool->end(one.buffer->lease(kCaller));
+}
+
+TEST_CASE("a page that sleeps has no private copy") {
+  One<OnHost> one(4);
+  const std::vector<std::size_t> rows{0};
+  const std::shared_ptr<Buffer> fork = one.buffer->share(kCaller, one.buffer->shape(), rows, false);
+  fork->asleep = One<OnHost>::kNumber;
+  one.buffer->asleep = One<OnHost>::kNumber;
+  FallAsleep falling(one.pool, kCaller, {one.buffer, fork});
+  CHECK(falling.finish() == 4);
+  volatile char seen = 0;
+  for (std::size_t i = 0; i < 4; ++i) seen = one.bytes()[i * kPage];  // what views may do
+  CHECK(seen == 0);
+  CHECK(one.pool->counts().used == 0);
+  for (const PageRecord& page : one.buffer->pages()) {
+    CHECK(std::string(page.state) == "asleep");
+    CHECK(page.page_id == -1);
+  }
+  one.wake();
+  fork->abandon();
+}
+
+}  // namespace vtensor
