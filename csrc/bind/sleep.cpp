@@ -17,6 +17,7 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "policy/make_room.h"
 #include "vmm/wait.h"
 
 namespace vtensor::bind {
@@ -44,7 +45,13 @@ class WakeCore {
   WakeCore(const std::shared_ptr<PagePool>& pool, const std::vector<std::uint64_t>& numbers) {
     refuse_in_forked_child(kWake);
     const Caller asking = caller_of(kWake, {}, *pool);
-    with_memory(*pool, asking, [&] { waking_ = std::make_unique<WakeUp>(pool, asking, numbers); });
+    // Before it is refused, prefixes of caches go that no slot uses.
+    with_memory(
+        *pool, asking, [&] { waking_ = std::make_unique<WakeUp>(pool, asking, numbers); },
+        [&pool](unsigned) {
+          const ReleasedGil released;
+          return MakeRoom(*pool).give_up_kept();
+        });
   }
   ~WakeCore() { give_up(); }
   WakeCore(const WakeCore&) = delete;
@@ -110,6 +117,11 @@ std::size_t SleepCore::finish() {
   asleep_.reset();
   clients_.clear();
   undo_.clear();
+  try {
+    pool_->trim();  // what was cached is spare now
+  } catch (const Error&) {
+    // It stays, as any free memory may.
+  }
   return pages;
 }
 

@@ -205,6 +205,16 @@ def poke(t, position, row=0):
             "the tensor has 9 positions: call extend() first",
         ),
         (
+            "t = rows(9); at(t); a = t.data_ptr(); pool.sleep(); ctypes.memset(a, 1, 1)",
+            "position 0",
+            "it is asleep: call wake() of its pool first",
+        ),
+        (
+            "t = rows(9); at(t); pool.sleep(); pool.wake(); poke(t, 12)",
+            "position 12",
+            "the tensor has 9 positions: call extend() first",
+        ),
+        (
             "t = rows(9, 90); at(t); poke(t, 91)",
             "position 91",
             "the tensor's capacity ends before: check what computed the address",

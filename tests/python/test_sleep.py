@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -366,6 +367,167 @@ def test_a_forked_child_keeps_what_it_sees(pool_factory):
     assert os.waitpid(pid, 0)[1] == 0
     pool.wake()
     assert t.eq(4).all()
+
+
+def test_a_sleep_that_is_refused_wakes_nothing_else(scene):
+    """What slept before sleeps on: its heap gives no memory."""
+    pool = scene.pool
+    pool.sleep(tag="weights", contents="host")
+    with pytest.raises(vtensor.InvalidArgument, match="2 slots in use"):
+        pool.sleep()
+    with pytest.raises(vtensor.Asleep):
+        vtensor.adopt(torch.nn.Linear(2, 2), pool)
+    testing.check_invariants(pool)
+    pool.wake()
+    scene.check()
+    pool.sleep(tag="weights", contents="host")
+    assert pool.sleep(contents="host") > 0
+    with pytest.raises(vtensor.Asleep):
+        vtensor.adopt(torch.nn.Linear(2, 2), pool)
+    pool.wake(tag="weights")
+    vtensor.adopt(torch.nn.Linear(2, 2), pool)
+    pool.wake()
+    scene.check()
+
+
+def test_what_sleeps_is_not_leased(scene):
+    scene.pool.sleep(contents="host")
+    with pytest.raises(vtensor.Asleep), vtensor.lease(scene.t):
+        pass
+    scene.pool.wake()
+    with vtensor.lease(scene.t):
+        pass
+    scene.check()
+
+
+def test_no_memory_is_kept(pool_factory, kind):
+    """What freed tensors left cached, and what was mapped ahead, goes to others too."""
+    pool = pool_factory(kind, 64, prefetch=16 * PAGE, cache=64 * PAGE)
+    t = filled(pool, 8 * PAGE, 1)
+    filled(pool, 20 * PAGE, 2).close()
+    t.prepare(30 * PAGE)
+    pool.wait_idle()
+    pool.sleep(contents="host")
+    assert pool.stats().nbytes_held == 0
+    pool.wake()
+    assert t.eq(1).all()
+
+
+def test_reports_while_asleep(scene):
+    pool = scene.pool
+    pages = {record.address for record in scene.t.pages()}
+    pool.sleep(contents="host")
+    if pool._core.kernel_copies_on_write:
+        assert scene.view.eq(0).all()  # torch knows nothing of it, and reads the page of zeros
+    records = scene.t.pages()
+    assert {record.address for record in records} == pages
+    assert {(record.state, record.page_id) for record in records} == {("asleep", -1)}
+    stats = pool.stats()
+    assert stats.pages_used == stats.pages_private == 0
+    assert pool.trim() == 0
+    pool.prefill(4 * PAGE)
+    testing.check_invariants(pool)
+    pool.wake()
+    scene.check()
+
+
+def test_a_budget_lowered_while_asleep(pool_factory, kind):
+    pool = pool_factory(kind, 64)
+    t = filled(pool, 40 * PAGE, 3)
+    pool.sleep(contents="host")
+    pool.budget = 20 * PAGE
+    with pytest.raises(vtensor.OutOfPages, match="need 40 pages.*has 20 of 20"):
+        pool.wake()
+    testing.check_invariants(pool)
+    pool.budget = 40 * PAGE
+    pool.wake()
+    assert t.eq(3).all()
+
+
+def test_prefixes_make_room_for_what_wakes(pool_factory, kind):
+    pool = pool_factory(kind, 64)
+    t = filled(pool, 40 * PAGE, 3)
+    with make_cache(pool) as cache:
+        pool.sleep(tag="tensors", contents="host")
+        for salt in "abc":
+            slot = cache.alloc(PROMPT, salt=salt)
+            lengths = cache.lengths
+            lengths[slot] = len(PROMPT)
+            assert cache.step(lengths)
+            cache.publish(slot, PROMPT)
+            cache.free(slot)
+        assert pool.stats().pages_used > 24
+        pool.wake()
+        assert t.eq(3).all()
+        testing.check_invariants(pool)
+
+
+def test_a_shared_budget(pool_factory, kind):
+    """What sleeps is given back to the other pools; what wakes asks them."""
+    name = f"sleep-{os.getpid()}"
+    with open_pool(kind, 64, shared=name) as pool, open_pool("host", 64, shared=name) as other:
+        t = filled(pool, 40 * PAGE, 3)
+        pool.sleep(contents="host")
+        testing.check_invariants(pool)
+        theirs = filled(other, 60 * PAGE, 4)
+        with pytest.raises(vtensor.OutOfPages, match="need 40 pages"):
+            pool.wake()
+        testing.check_invariants(pool)
+        theirs.close()  # which leaves spare pages there, to be asked for
+        pool.wake()
+        testing.check_invariants(pool)
+        assert t.eq(3).all()
+        t.close()
+
+
+def test_slots_that_are_away_and_bands_that_differ(pool_factory, kind):
+    pool = pool_factory(kind, 256)
+    with make_cache(pool, bands=2) as cache:
+        slots = [cache.alloc() for _ in range(3)]
+        lengths = cache.lengths
+        for slot in slots:
+            lengths[slot] = len(PROMPT)
+        assert cache.step(lengths)
+        for slot in slots:
+            write(cache, slot, 0, PROMPT)
+        cache.swap_out(slots[1])
+        cache.swap_out(slots[2], bands=[1])
+        for _ in range(2):
+            pool.sleep(contents="host")
+            assert pool.stats().pages_used == 0
+            testing.check_invariants(pool)
+            pool.wake()
+            check_contents(cache, slots[0], PROMPT)
+        cache.swap_in(slots[1])  # its copies may be under way
+        pool.sleep(contents="host")
+        pool.wake()
+        cache.swap_in(slots[2], bands=[1])
+        pool.wait_idle()
+        for slot in slots:
+            check_contents(cache, slot, PROMPT)
+        testing.check_invariants(pool)
+
+
+def test_two_threads_put_to_sleep_and_wake(scene):
+    pool = scene.pool
+    refused: list[BaseException] = []
+
+    def cycle(tag: str) -> None:
+        try:
+            for _ in range(5):
+                pool.sleep(tag=tag, contents="host")
+                pool.wake(tag=tag)
+        except BaseException as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=cycle, args=(tag,)) for tag in ("weights", "kv", "tensors", "kv")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert refused == []
+    pool.wake()
+    scene.check()
 
 
 # --- files -------------------------------------------------------------------------------------------------
