@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from vtensor import _core
 from vtensor._arguments import integer, of_type
-from vtensor.errors import InvalidArgument, VTensorError
+from vtensor.errors import DriverError, InvalidArgument, VTensorError
 from vtensor.pool import Pool
 
 
@@ -76,3 +76,22 @@ def check_invariants(pool: Pool) -> None:
         pool._core.check_invariants()
     except VTensorError as error:
         raise AssertionError(str(error)) from None
+
+
+def wake_again(pool: Pool, fail: int | None) -> None:
+    """Wakes what sleeps in ``pool``. If a driver call is refused, all sleeps on, and wakes at the next try.
+
+    Args:
+        pool: the pool.
+        fail: the number of driver calls that pass before one is refused; None refuses none.
+    """
+    check_invariants(pool)
+    asleep = pool.stats().nbytes_asleep
+    if fail is not None:
+        try:
+            with fail_after(pool, fail):
+                return pool.wake()
+        except DriverError:
+            check_invariants(pool)
+            assert pool.stats().nbytes_asleep == asleep
+    pool.wake()

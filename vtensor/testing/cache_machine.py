@@ -30,7 +30,7 @@ import torch
 
 import vtensor
 from vtensor.testing import kv_model
-from vtensor.testing._checks import check_invariants, fail_after
+from vtensor.testing._checks import check_invariants, fail_after, wake_again
 from vtensor.testing.kv_model import MOST_LAYERS, Request
 
 # Imported before hypothesis, because its error says what to do if hypothesis is missing.
@@ -392,6 +392,15 @@ class CacheMachine(RuleBasedStateMachine):
         request.values[start] = value = next(self.own_values)
         request.known = min(request.known, start)
         self.write(slot, start, [value])
+
+    @rule(fail=failures(12), fail_waking=failures(12))
+    def sleep_and_wake(self, fail: int | None, fail_waking: int | None) -> None:
+        """Prefixes that no slot uses are gone then; all else is as it was."""
+        try:
+            self.attempt(lambda: self.pool.sleep(contents="host"), fail)
+        except vtensor.OutOfPages:
+            return  # what the kernel copied for forks finds no pages
+        wake_again(self.pool, fail_waking)
 
     # --- after every step ---
 

@@ -27,6 +27,7 @@ import copy
 import torch
 
 import vtensor
+from vtensor.testing._checks import wake_again
 from vtensor.testing._world import BUDGET_PAGES, PAGE_SIZES, REFUSED, UNKNOWN_TO_NUMPY, World
 from vtensor.testing.model import FAMILIES, Memory, ModelTensor, ModelView, bytes_of, family_bytes
 
@@ -339,6 +340,13 @@ class TensorMachine(World, RuleBasedStateMachine):
     def trim(self, index: int) -> None:
         self.pools[index].trim()
         assert self.pools[index].stats().pages_spare == 0
+
+    @rule(index=st.integers(0, 1), fail=failures(), fail_waking=failures())
+    def sleep_and_wake(self, index: int, fail: int | None, fail_waking: int | None) -> None:
+        pool = self.pools[index]
+        slept = self.attempt(pool, lambda: pool.sleep(contents="host"), fail)
+        if slept is not REFUSED:
+            wake_again(pool, fail_waking)
 
     @invariant()
     def everything_holds(self) -> None:
