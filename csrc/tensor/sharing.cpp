@@ -252,7 +252,10 @@ void Buffer::expect(const Caller& caller, Interval positions,
                  return range_.count_mapped(expected->indices) == 0;
                });
   range_.reserve(expected->indices.end);
-  for (Page* page : expected->pages) pool_->store().share(page);
+  for (Page* page : expected->pages) {
+    ++page->in_sets;
+    pool_->store().share(page);
+  }
   pool_->store().count_in_page_sets(static_cast<std::ptrdiff_t>(expected->pages.size()));
   expected_ = std::move(expected);
 }
@@ -260,7 +263,10 @@ void Buffer::expect(const Caller& caller, Interval positions,
 void Buffer::forget_expected() noexcept {
   if (expected_ == nullptr) return;
   pool_->store().count_in_page_sets(-static_cast<std::ptrdiff_t>(expected_->pages.size()));
-  for (Page* page : expected_->pages) pool_->store().drop(page);
+  for (Page* page : expected_->pages) {
+    --page->in_sets;
+    pool_->store().drop(page);
+  }
   expected_.reset();
 }
 

@@ -508,6 +508,32 @@ def test_slots_that_are_away_and_bands_that_differ(pool_factory, kind):
         testing.check_invariants(pool)
 
 
+def test_a_prefix_that_the_mapper_has_not_mapped_yet(pool_factory, kind):
+    pool = pool_factory(kind, 256)
+    with make_cache(pool) as cache:
+        first = cache.alloc(PROMPT, salt="")
+        lengths = cache.lengths
+        lengths[first] = len(PROMPT)
+        assert cache.step(lengths)
+        write(cache, first, 0, PROMPT)
+        cache.publish(first, PROMPT)
+        second = cache.alloc(PROMPT, salt="", deferred=True)
+        covered = cache.length(second)
+        assert covered == 3 * UNIT
+        for _ in range(2):
+            pool.sleep(contents="host")
+            assert pool.stats().pages_used == 0
+            testing.check_invariants(pool)
+            pool.wake()
+        lengths = cache.lengths
+        lengths[second] = len(PROMPT)
+        assert cache.step(lengths)
+        write(cache, second, covered, PROMPT[covered:])
+        for slot in (first, second):
+            check_contents(cache, slot, PROMPT)
+        testing.check_invariants(pool)
+
+
 def test_two_threads_put_to_sleep_and_wake(scene):
     pool = scene.pool
     refused: list[BaseException] = []
