@@ -87,7 +87,7 @@ class TensorCore {
   void record_stream(Stream stream);
 
   bool closed() const { return !open_; }
-  bool asleep() const { return open_ && buffer_->asleep.load(std::memory_order_relaxed) != 0; }
+  bool asleep() const { return open_ && buffer_->asleep.load(std::memory_order_acquire) != 0; }
   std::size_t length() const { return positions_.size(); }
   std::size_t capacity() const { return spec_.capacity; }
   const TensorSpec& spec() const { return spec_; }

@@ -97,7 +97,7 @@ std::exception_ptr RangeClient::take_error() {
 }
 
 void RangeClient::raise_if_asleep() const {
-  if (asleep.load(std::memory_order_relaxed) == 0) return;
+  if (asleep.load(std::memory_order_acquire) == 0) return;  // behind it lies what woke it
   throw Asleep("[vtensor] the " + std::string(noun()) +
                " is asleep, without memory: call wake() of its pool first");
 }

@@ -93,5 +93,5 @@ def wake_again(pool: Pool, fail: int | None) -> None:
                 return pool.wake()
         except DriverError:
             check_invariants(pool)
-            assert pool.stats().nbytes_asleep == asleep
+            assert pool.stats().nbytes_asleep >= asleep  # more where the sleep could not give all back
     pool.wake()
