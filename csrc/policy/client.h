@@ -112,7 +112,7 @@ class Client : public std::enable_shared_from_this<Client> {
   std::atomic<std::uint64_t> asleep{0};
   // Keeps the worker and other operations off, from when none works for it. Throws TimedOut.
   virtual void hold(PoolLock& lock, const Caller& caller) VT_LOCKED = 0;
-  virtual void let_go() noexcept VT_LOCKED = 0;
+  virtual void end_hold() noexcept VT_LOCKED = 0;
   // Points behind all work launched so far that may use its pages; whether more is announced.
   virtual std::vector<FencePtr> fences() const VT_LOCKED = 0;
   virtual bool leased() const VT_LOCKED = 0;

@@ -61,7 +61,7 @@ RangeClient::Busy::Busy(RangeClient& client, PoolLock& lock, const Caller& calle
 }
 
 RangeClient::Busy::~Busy() {
-  client_.let_go();  // and what views left meanwhile
+  client_.end_hold();  // and what views left meanwhile
 }
 
 void RangeClient::hold(PoolLock& lock, const Caller& caller) {
@@ -69,7 +69,7 @@ void RangeClient::hold(PoolLock& lock, const Caller& caller) {
   busy_ = true;
 }
 
-void RangeClient::let_go() noexcept {
+void RangeClient::end_hold() noexcept {
   busy_ = false;
   pool_->changed();
   give_back_unused();

@@ -43,7 +43,7 @@ class RangeClient : public Client {
   void enter_back(Departure& departure) override VT_LOCKED;
   std::exception_ptr take_error() final VT_LOCKED;
   void hold(PoolLock& lock, const Caller& caller) final VT_LOCKED;
-  void let_go() noexcept final VT_LOCKED;
+  void end_hold() noexcept final VT_LOCKED;
   std::vector<FencePtr> fences() const final VT_LOCKED;
   bool leased() const final VT_LOCKED;
   void give_up_page(std::size_t row, std::size_t index) noexcept override VT_LOCKED {

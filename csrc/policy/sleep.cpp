@@ -115,7 +115,7 @@ void HeldClients::hold(PoolLock& lock, const Clients& clients) {
 }
 
 void HeldClients::release() {
-  for (const std::shared_ptr<Client>& client : clients_) client->let_go();
+  for (const std::shared_ptr<Client>& client : clients_) client->end_hold();
   clients_.clear();
 }
 
