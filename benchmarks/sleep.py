@@ -44,8 +44,6 @@ def measure(nbytes: int, repeats: int) -> dict[str, float]:
     """Medians, each beside the others in every round."""
     pool = vtensor.Pool("cpu", budget=2 * nbytes, page_size="2MiB")
     weights = torch.nn.ParameterList([torch.empty(32 * MIB // 4) for _ in range(nbytes // (32 * MIB))])
-    for p in weights:
-        p.data.uniform_()
     vtensor.adopt(weights, pool)
     times: dict[str, list[float]] = {}
 
@@ -55,6 +53,8 @@ def measure(nbytes: int, repeats: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         path, copy = Path(folder) / "sleep", Path(folder) / "copy"
         for _ in range(repeats):
+            for p in weights:
+                p.data.uniform_()
             note("sleep, a file", lambda: pool.sleep(contents=path))
             note("plain copy of the file", lambda: plain_copy(path, copy))
             note("wake, a file", pool.wake)
