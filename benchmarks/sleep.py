@@ -40,6 +40,27 @@ def plain_copy(source: Path, target: Path) -> None:
         os.fsync(write.fileno())
 
 
+def plain_write(memory: torch.Tensor, target: Path) -> None:
+    """Bytes in memory to a file, on the disk at the end, and the memory given back."""
+    with open(target, "wb", buffering=0) as write:
+        view = memoryview(memory.numpy())
+        while view:
+            view = view[os.write(write.fileno(), view[: 64 * MIB]) :]
+        os.fsync(write.fileno())
+    memory.set_(torch.UntypedStorage(0), 0, (0,))
+
+
+def plain_read(source: Path) -> torch.Tensor:
+    """Back into memory of its own, and the file removed."""
+    memory = torch.empty(source.stat().st_size, dtype=torch.uint8)
+    view = memoryview(memory.numpy())
+    with open(source, "rb", buffering=0) as read:
+        while view:
+            view = view[os.readv(read.fileno(), [view[: 64 * MIB]]) :]
+    source.unlink()
+    return memory
+
+
 def measure(nbytes: int, repeats: int) -> dict[str, float]:
     """Medians, each beside the others in every round."""
     pool = vtensor.Pool("cpu", budget=2 * nbytes, page_size="2MiB")
@@ -51,7 +72,7 @@ def measure(nbytes: int, repeats: int) -> dict[str, float]:
         times.setdefault(name, []).append(seconds(body))
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        path, copy = Path(folder) / "sleep", Path(folder) / "copy"
+        path, copy, plain = (Path(folder) / name for name in ("sleep", "copy", "plain"))
         for _ in range(repeats):
             for p in weights:
                 p.data.uniform_()
@@ -59,6 +80,9 @@ def measure(nbytes: int, repeats: int) -> dict[str, float]:
             note("plain copy of the file", lambda: plain_copy(path, copy))
             note("wake, a file", pool.wake)
             copy.unlink()
+            memory = torch.ones(nbytes, dtype=torch.uint8)
+            note("plain write, memory freed", lambda memory=memory: plain_write(memory, plain))
+            note("plain read, new memory", lambda: plain_read(plain))
             note("sleep, host", lambda: pool.sleep(contents="host"))
             note("wake, host", pool.wake)
             note("sleep, discard", pool.sleep)
@@ -149,14 +173,18 @@ def main() -> None:
     options = parser.parse_args()
     times = measure(options.mib * MIB, options.repeats)
     for name, time_taken in times.items():
-        print(f"{name:24} {time_taken * 1e3:9.1f} ms {options.mib / 1024 / time_taken:7.2f} GiB/s")
+        print(f"{name:26} {time_taken * 1e3:9.1f} ms {options.mib / 1024 / time_taken:7.2f} GiB/s")
     ratio = times["plain copy of the file"] / (times["sleep, a file"] + times["wake, a file"])
     print(f"to a file and back, in the speed of a plain copy of the file: {ratio:.2f}")
+    plain = times["plain write, memory freed"] + times["plain read, new memory"]
+    of_plain = plain / (times["sleep, a file"] + times["wake, a file"])
+    print(f"in the speed of plain writing and reading, memory freed and taken too: {of_plain:.2f}")
     phases = in_turn(2)
     if options.plot:
         picture(phases, options.plot)
     if options.json:
-        options.json.write_text(json.dumps({"mib": options.mib, "seconds": times, "ratio": ratio}, indent=1))
+        figures = {"mib": options.mib, "seconds": times, "of_a_copy": ratio, "of_plain": of_plain}
+        options.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
