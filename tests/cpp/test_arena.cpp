@@ -13,6 +13,7 @@
 
 #include "arena/arena.h"
 #include "base/errors.h"
+#include "cpp/hammered.h"
 #include "cpp/slot_cache_bench.h"
 #include "policy/page_pool.h"
 
@@ -23,7 +24,6 @@ using slots::kPage;
 using slots::OnHost;
 using slots::OnSimulation;
 
-constexpr std::chrono::seconds kPatience(20);
 constexpr std::size_t kPages = 40;
 const Caller kCaller{"test"};
 const std::vector<Interval> kWhole{{0, kPages * kPage}};
@@ -140,11 +140,8 @@ void hammer(PoolOptions options, bool refuse) {
       threads.emplace_back([&, i] { outcomes[i] = drive(pool, i); });
     std::thread watcher([&] {
       for (unsigned i = 0; !done; ++i) {
-        const PoolCounts counts = pool->counts();
-        CHECK(counts.mapped ==
-              counts.active + counts.prefetched + counts.cached + counts.pinned);  // I4
-        CHECK(counts.used <= counts.budget_pages);                                 // I5
-        CHECK_NOTHROW(pool->check_invariants());
+        const PoolCounts counts = hammered::check_counts(*pool);
+        CHECK(counts.used <= counts.budget_pages);  // I5
         if (refuse) pool->driver().meter().fail_after(i % 16, 1 + i % 3);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -158,31 +155,11 @@ void hammer(PoolOptions options, bool refuse) {
       CHECK(outcome.wrong == 0);
       CHECK(outcome.refused < 800);
     }
-    for (int tries = 0; tries < 100;
-         ++tries) {  // what the mapper met is raised, an error at a time
-      try {
-        pool->wait_idle(kPatience);
-        break;
-      } catch (const DriverError&) {
-      }
-    }
-    pool->retire();
-    pool->wait_idle(kPatience);
-    pool->check_invariants();
-    const PoolCounts left = pool->counts();
-    CHECK(left.mapped == 0);  // I14
-    CHECK(left.used == left.quarantined);
-    CHECK((left.quarantined == 0 || refuse));
+    hammered::come_to_rest(*pool);
+    hammered::check_end(*pool, refuse);
     last = pool;
   }
-  // The mapper may be the last to let the pool go, and the next one begins the simulation anew.
-  // What refused calls have lost is like what is still on its way.
-  const auto until = std::chrono::steady_clock::now() + kPatience;
-  while ((!last.expired() || (!refuse && T::leaks() != "")) &&
-         std::chrono::steady_clock::now() < until)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  if (refuse) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  CHECK(last.expired());
+  hammered::check_let_go<T>(last, refuse);
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "cpp/hammered.h"
 #include "cpp/slot_cache_bench.h"
 #include "heap/heap.h"
 #include "heap/spans.h"
@@ -29,7 +30,6 @@ using slots::kPage;
 using slots::OnHost;
 using slots::OnSimulation;
 
-constexpr std::chrono::seconds kPatience(20);
 constexpr std::size_t kBudget = 64;  // pages
 constexpr char kForeign = 0x7f;
 // Each heap writes its own bytes.
@@ -201,11 +201,8 @@ void hammer(PoolOptions options, bool refuse) {
     std::thread other([&] { rival(pool, done); });
     std::thread watcher([&] {
       for (unsigned i = 0; !done; ++i) {
-        const PoolCounts counts = pool->counts();
-        CHECK(counts.mapped ==
-              counts.active + counts.prefetched + counts.cached + counts.pinned);  // I4
-        CHECK(counts.used <= counts.budget_pages);                                 // I5
-        CHECK_NOTHROW(pool->check_invariants());
+        const PoolCounts counts = hammered::check_counts(*pool);
+        CHECK(counts.used <= counts.budget_pages);  // I5
         if (refuse) pool->driver().meter().fail_after(i % 16, 1 + i % 3);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -235,38 +232,20 @@ void hammer(PoolOptions options, bool refuse) {
       CHECK(left.pages.active == 0);
       subject.heap->trim({"test", streams[0]});
     }
-    for (int tries = 0; tries < 100; ++tries) {  // what was met is raised, an error at a time
-      try {
-        pool->wait_idle(kPatience);
-        break;
-      } catch (const DriverError&) {
-      }
-    }
+    hammered::come_to_rest(*pool);
     for (Subject& subject : subjects) {
       const ArenaCounts left = subject.heap->counts().pages;
       CHECK(left.active + left.cached + left.prefetched + left.pinned == 0);
     }
     subjects.clear();
-    pool->retire();
-    pool->wait_idle(kPatience);
-    pool->check_invariants();
-    const PoolCounts left = pool->counts();
-    CHECK(left.mapped == 0);  // I14
-    CHECK(left.used == left.quarantined);
-    CHECK((left.quarantined == 0 || refuse));
+    hammered::check_end(*pool, refuse);
     if constexpr (T::is_cuda) {
       CHECK(T::control().illegal_accesses() == illegal);
       for (const Stream stream : streams) CHECK(T::control().destroy_stream(stream) == 0);
     }
     last = pool;
   }
-  // The mapper may be the last to let the pool go, and the next one begins the simulation anew.
-  const auto until = std::chrono::steady_clock::now() + kPatience;
-  while ((!last.expired() || (!refuse && T::leaks() != "")) &&
-         std::chrono::steady_clock::now() < until)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  if (refuse) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  CHECK(last.expired());
+  hammered::check_let_go<T>(last, refuse);
 }
 
 }  // namespace

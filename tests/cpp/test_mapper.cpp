@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "cpp/hammered.h"
 #include "driver/driver.h"
 #include "owner.h"
 #include "policy/page_pool.h"
@@ -24,7 +25,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr std::size_t kBytes = 4096;  // of a page
-constexpr std::chrono::seconds kPatience(20);
+using hammered::kPatience;
 const Caller kCaller{"test"};
 
 std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
@@ -175,10 +176,7 @@ void hammer(const Load& load) {
   }
   std::thread watcher([&] {
     for (unsigned i = 0; !done; ++i) {
-      const PoolCounts counts = pool->counts();
-      CHECK(counts.mapped ==
-            counts.active + counts.prefetched + counts.cached + counts.pinned);  // I4
-      CHECK_NOTHROW(pool->check_invariants());
+      hammered::check_counts(*pool);
       try {
         if (i % 8 == 0) pool->trim();
       } catch (const DriverError&) {
@@ -196,20 +194,8 @@ void hammer(const Load& load) {
   for (const Outcome& outcome : outcomes) CHECK(outcome.wrong == 0);
   while (views.drop()) {
   }
-  for (int tries = 0; tries < 100; ++tries) {  // what the mapper met is raised, an error at a time
-    try {
-      pool->wait_idle(kPatience);
-      break;
-    } catch (const DriverError&) {
-    }
-  }
-  pool->retire();
-  pool->wait_idle(kPatience);
-  pool->check_invariants();
-  const PoolCounts left = pool->counts();
-  CHECK(left.mapped == 0);  // I14
-  CHECK(left.used == left.quarantined);
-  CHECK((left.quarantined == 0 || load.refuse));
+  hammered::come_to_rest(*pool);
+  hammered::check_end(*pool, load.refuse);
 }
 
 // Waits, with a bound, until the mapper came to rest.

@@ -18,6 +18,7 @@
 
 #include "arena/arena.h"
 #include "base/errors.h"
+#include "cpp/hammered.h"
 #include "cpp/slot_cache_bench.h"
 #include "policy/page_pool.h"
 #include "policy/sleep.h"
@@ -31,7 +32,7 @@ using slots::OnHost;
 using slots::OnSimulation;
 using steady_clock = std::chrono::steady_clock;
 
-constexpr std::chrono::seconds kPatience(20);
+using hammered::kPatience;
 constexpr std::size_t kBudget = 64;  // pages
 constexpr std::size_t kItem = kPage / 2;
 constexpr std::size_t kCapacity = 24;  // items: 12 pages
@@ -336,10 +337,7 @@ void hammer(PoolOptions options, bool refuse) {
       threads.emplace_back([&, i] { outcomes[i] = drive<T>(stage, done, streams[i], i); });
     std::thread watcher([&] {
       for (unsigned i = 0; !done; ++i) {
-        const PoolCounts counts = pool->counts();
-        CHECK(counts.mapped ==
-              counts.active + counts.prefetched + counts.cached + counts.pinned);  // I4
-        CHECK_NOTHROW(pool->check_invariants());
+        hammered::check_counts(*pool);
         if (refuse) pool->driver().meter().fail_after(i % 32, 1 + i % 2);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -391,33 +389,16 @@ void hammer(PoolOptions options, bool refuse) {
       CHECK(outcome.wrong == 0);
       CHECK(outcome.done > 20);
     }
-    for (int tries = 0; tries < 100; ++tries) {  // what was met is raised, an error at a time
-      try {
-        pool->wait_idle(kPatience);
-        break;
-      } catch (const DriverError&) {
-      }
-    }
-    pool->retire();
-    pool->wait_idle(kPatience);
-    pool->check_invariants();
-    const PoolCounts left = pool->counts();
-    CHECK(left.mapped == 0);  // I14
+    hammered::come_to_rest(*pool);
+    const PoolCounts left = hammered::check_end(*pool, refuse);
     CHECK(left.asleep == 0);
-    CHECK(left.used == left.quarantined);
-    CHECK((left.quarantined == 0 || refuse));
     if constexpr (T::is_cuda) {
       CHECK(T::control().illegal_accesses() == illegal);
       for (const Stream stream : streams) CHECK(T::control().destroy_stream(stream) == 0);
     }
     last = pool;
   }
-  // The mapper may be the last to let the pool go, and the next one begins the simulation anew.
-  const auto until = steady_clock::now() + kPatience;
-  while ((!last.expired() || (!refuse && T::leaks() != "")) && steady_clock::now() < until)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  if (refuse) std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  CHECK(last.expired());
+  hammered::check_let_go<T>(last, refuse);
 }
 
 // A pool with one buffer of `pages` pages, and what puts it to sleep.
