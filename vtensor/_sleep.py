@@ -68,7 +68,7 @@ class HostContents:
         self._bytes: torch.Tensor | None = None
 
     def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        total = sum(nbytes for _, _, _, nbytes in parts)
+        total = _total(parts)
         self._bytes = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
         for address, offset, nbytes in pieces(parts):
             _core.read_pages(core, address, self._bytes.data_ptr() + offset, nbytes)
@@ -94,8 +94,6 @@ class FileContents:
         self._direct = direct  # the pages are host memory, which the file is read into and written from
 
     def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        total = sum(nbytes for _, _, _, nbytes in parts)
-
         def keep_one(piece: Piece) -> int:
             address, offset, nbytes = piece
             if self._direct:
@@ -104,12 +102,10 @@ class FileContents:
             _core.read_pages(core, address, staging.data_ptr(), nbytes)
             return self._file.write(staging.data_ptr(), offset, nbytes)
 
-        with self._file.writing(total):
-            _each(keep_one, parts, lambda done: show(f"Pool.sleep: {byte_text(done)} of {byte_text(total)}"))
+        with self._file.writing(_total(parts)):
+            _each("Pool.sleep", keep_one, parts, show)
 
     def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        total = sum(nbytes for _, _, _, nbytes in parts)
-
         def bring_one_back(piece: Piece) -> int:
             address, offset, nbytes = piece
             if self._direct:
@@ -120,20 +116,27 @@ class FileContents:
             return nbytes
 
         with self._file.reading():
-            _each(
-                bring_one_back,
-                parts,
-                lambda done: show(f"Pool.wake: {byte_text(done)} of {byte_text(total)}"),
-            )
+            _each("Pool.wake", bring_one_back, parts, show)
 
     def drop(self) -> None:
         self._file.remove()
 
 
-def _each(work: Callable[[Piece], int], parts: list[Part], show: Callable[[int], None]) -> None:
+def _each(
+    operation: str, work: Callable[[Piece], int], parts: list[Part], show: Callable[[str], None]
+) -> None:
     """Does ``work`` for all pieces, some at a time: a checksum takes as long as a copy."""
+    total = byte_text(_total(parts))
+
+    def shown(done: int) -> None:
+        show(f"{operation}: {byte_text(done)} of {total}")
+
     with ThreadPoolExecutor(_WORKERS) as workers:
-        deque(map(show, accumulate(workers.map(work, pieces(parts)))), maxlen=0)
+        deque(map(shown, accumulate(workers.map(work, pieces(parts)))), maxlen=0)
+
+
+def _total(parts: list[Part]) -> int:
+    return sum(nbytes for _, _, _, nbytes in parts)
 
 
 def pieces(parts: list[Part]) -> Iterator[Piece]:

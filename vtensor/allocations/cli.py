@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vtensor._exit_status import exit_status
 from vtensor._progress import Progress
 from vtensor.allocations.formats import read_allocations
 from vtensor.allocations.models import MODELS
 from vtensor.allocations.real import real
 from vtensor.allocations.replay import ROOM, device_needed
 from vtensor.allocations.report import Comparison, picture, table, to_json
-from vtensor.errors import InvalidArgument, VTensorError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -59,12 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
-    try:
-        _run(arguments)
-    except VTensorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidArgument) else 1
-    return 0
+    return exit_status(_run, arguments)
 
 
 def _run(arguments: argparse.Namespace) -> None:

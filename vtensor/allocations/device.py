@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import count
 from typing import Protocol
 
 from vtensor.errors import OutOfPages
 
-__all__ = ["ADDRESSES", "PAGE", "Allocator", "Device", "refused", "rounded"]
+__all__ = ["PAGE", "Allocator", "Device", "OnDevice", "refused", "rounded"]
 
 PAGE = 2 << 20
 """Bytes of a driver's page: the granularity of cudaMalloc's memory and of cuMemCreate."""
 
 
-ADDRESSES = 1 << 56
+_ADDRESSES = 1 << 56
 """Between the first addresses of two ranges, so that no two touch."""
 
 
@@ -61,6 +62,37 @@ class Device:
 
     def give(self, nbytes: int) -> None:
         self.used -= nbytes
+
+
+class OnDevice:
+    """What the models of allocators share: a device, and addresses of ranges that never touch.
+
+    Args:
+        capacity: bytes of the device.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._device = Device(capacity)
+        self._ranges = count(1)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._device.used
+
+    @property
+    def calls(self) -> Mapping[str, int]:
+        return self._device.calls
+
+    def _count(self, call: str) -> None:
+        self._device.calls[call] += 1
+
+    def _addresses(self) -> int:
+        """The first of a range of its own."""
+        return _ADDRESSES * next(self._ranges)
+
+    def _reserve(self) -> int:
+        self._count("cuMemAddressReserve")
+        return self._addresses()
 
 
 def rounded(nbytes: int, multiple: int) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from itertools import count
 
-from vtensor.allocations.device import ADDRESSES, Device, refused, rounded
+from vtensor.allocations.device import OnDevice, refused, rounded
 from vtensor.allocations.growing import GrowingRanges
 from vtensor.allocations.native import GRAIN, LARGE_BUFFER, SMALL_BUFFER, SMALL_SIZE
 
 __all__ = ["ExpandableAllocator"]
 
 
-class ExpandableAllocator:
+class ExpandableAllocator(OnDevice):
     """A range for each stream in a pool of small and one of large allocations.
 
     All free pages are unmapped before an allocation is refused.
@@ -24,8 +22,7 @@ class ExpandableAllocator:
     """
 
     def __init__(self, capacity: int, page: int = LARGE_BUFFER) -> None:
-        self._device = Device(capacity)
-        self._ranges = count(1)
+        super().__init__(capacity)
         self._small, self._large = (
             GrowingRanges(
                 page=bytes_,
@@ -38,14 +35,6 @@ class ExpandableAllocator:
             )
             for bytes_ in (SMALL_BUFFER, page)
         )
-
-    @property
-    def device_bytes(self) -> int:
-        return self._device.used
-
-    @property
-    def calls(self) -> Mapping[str, int]:
-        return self._device.calls
 
     def allocate(self, nbytes: int, stream: int, /) -> int:
         size = rounded(nbytes, GRAIN)
@@ -82,10 +71,3 @@ class ExpandableAllocator:
         self._device.calls["cuMemUnmap"] += pages
         self._device.calls["cuMemRelease"] += pages
         self._device.give(pages * page)
-
-    def _reserve(self) -> int:
-        self._count("cuMemAddressReserve")
-        return ADDRESSES * next(self._ranges)
-
-    def _count(self, call: str) -> None:
-        self._device.calls[call] += 1

@@ -6,10 +6,7 @@ collection, which torch's defaults do not use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import count
-
-from vtensor.allocations.device import ADDRESSES, Device, refused, rounded
+from vtensor.allocations.device import OnDevice, refused, rounded
 from vtensor.allocations.pieces import FreePieces, Piece
 
 __all__ = ["GRAIN", "LARGE_BUFFER", "SMALL_BUFFER", "SMALL_SIZE", "NativeAllocator"]
@@ -22,7 +19,7 @@ _LARGE_ALLOCATION = 10 << 20  # kMinLargeAlloc: from this, a cudaMalloc of its o
 _LARGE_ROUND = 2 << 20  # kRoundLarge
 
 
-class NativeAllocator:
+class NativeAllocator(OnDevice):
     """Best fit in what cudaMalloc gave, by stream, in a pool for small and one for large allocations.
 
     Args:
@@ -30,18 +27,9 @@ class NativeAllocator:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._device = Device(capacity)
+        super().__init__(capacity)
         self._small, self._large = FreePieces(), FreePieces()
         self._live: dict[int, Piece] = {}
-        self._ranges = count(1)
-
-    @property
-    def device_bytes(self) -> int:
-        return self._device.used
-
-    @property
-    def calls(self) -> Mapping[str, int]:
-        return self._device.calls
 
     def allocate(self, nbytes: int, stream: int, /) -> int:
         size = rounded(nbytes, GRAIN)
@@ -89,5 +77,5 @@ class NativeAllocator:
                 self.release()
             self._device.calls["cudaMalloc"] += 1
             if self._device.take(asked):
-                return Piece(ADDRESSES * next(self._ranges), asked, stream)
+                return Piece(self._addresses(), asked, stream)
         raise refused(asked, self._device)

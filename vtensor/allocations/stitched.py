@@ -7,11 +7,9 @@ each, so they are cut from shared pages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from itertools import count
 
-from vtensor.allocations.device import ADDRESSES, PAGE, Device, refused, rounded
+from vtensor.allocations.device import PAGE, OnDevice, refused, rounded
 from vtensor.allocations.growing import GrowingRanges
 from vtensor.allocations.native import GRAIN, SMALL_SIZE
 
@@ -21,7 +19,7 @@ MOST_LOSS = 1 / 1024
 """The share of its pages that an allocation of whole pages may leave empty."""
 
 
-class StitchedAllocator:
+class StitchedAllocator(OnDevice):
     """Allocations of whole pages, of other large sizes and of small ones.
 
     Each kind has ranges of its own, and all have the same pages. A freed range stays mapped, for the next of
@@ -35,8 +33,7 @@ class StitchedAllocator:
     """
 
     def __init__(self, capacity: int, most_loss: float = MOST_LOSS) -> None:
-        self._device = Device(capacity)
-        self._ranges = count(1)
+        super().__init__(capacity)
         self._most_loss = most_loss
         self._unmapped = 0  # pages taken of the device and mapped nowhere
         self._live: dict[int, GrowingRanges] = {}
@@ -53,14 +50,6 @@ class StitchedAllocator:
             )
             for _ in range(3)
         ]
-
-    @property
-    def device_bytes(self) -> int:
-        return self._device.used
-
-    @property
-    def calls(self) -> Mapping[str, int]:
-        return self._device.calls
 
     def allocate(self, nbytes: int, stream: int, /) -> int:
         whole = rounded(nbytes, PAGE)
@@ -110,10 +99,3 @@ class StitchedAllocator:
             if found < wanted:
                 found += ranges.release(wanted - found)
         return found > 0
-
-    def _reserve(self) -> int:
-        self._count("cuMemAddressReserve")
-        return ADDRESSES * next(self._ranges)
-
-    def _count(self, call: str) -> None:
-        self._device.calls[call] += 1

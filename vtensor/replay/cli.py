@@ -6,12 +6,12 @@ import argparse
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from vtensor._exit_status import exit_status
 from vtensor._progress import Progress
-from vtensor.errors import InvalidArgument, VTensorError
+from vtensor.errors import InvalidArgument
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
 from vtensor.replay.predictors import PREDICTORS
 from vtensor.replay.report import picture, table, to_json
@@ -140,12 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
-    try:
-        _run(arguments)
-    except VTensorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidArgument) else 1
-    return 0
+    return exit_status(_run, arguments)
 
 
 def _run(arguments: argparse.Namespace) -> None:
