@@ -184,10 +184,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
     return kept;
   } catch (...) {
     --mapping_;
-    for (const Interval some : pages) {
-      for (std::size_t i = some.begin; i < some.end; ++i) --states_[i].uses;
-    }
-    end_use(pages);
+    count_back(pages);
     throw;
   }
 }
@@ -347,8 +344,14 @@ void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
 void Arena::unmap_mapped(const Caller& caller, Interval bytes) {
   const Interval pages = pages_of(bytes);
   work_.note(caller);
-  for (std::size_t i = pages.begin; i < pages.end; ++i) --states_[i].uses;
-  end_use({&pages, 1});
+  count_back({&pages, 1});
+}
+
+void Arena::count_back(std::span<const Interval> pages) noexcept {
+  for (const Interval some : pages) {
+    for (std::size_t i = some.begin; i < some.end; ++i) --states_[i].uses;
+  }
+  end_use(pages);
 }
 
 // Of `pages`, which have been counted back, those that no block needs are cached, or go.
@@ -627,8 +630,7 @@ void Arena::forget(const Generation* generation) noexcept {
   generations_.remove(generation);
   if (generation->bytes.empty()) return;
   const Interval pages = pages_of(generation->bytes);
-  for (std::size_t i = pages.begin; i < pages.end; ++i) --states_[i].uses;
-  end_use({&pages, 1});
+  count_back({&pages, 1});
   if (listener_ != nullptr) listener_->use_ended(generation->bytes.begin);
 }
 

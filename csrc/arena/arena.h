@@ -176,6 +176,8 @@ class Arena final : public RangeClient {
   void note_lost(std::span<const Interval> pages) noexcept VT_LOCKED;
   void begin_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   void end_use(std::span<const Interval> pages) noexcept VT_LOCKED;
+  // One use of each ends.
+  void count_back(std::span<const Interval> pages) noexcept VT_LOCKED;
   bool may_cache() const VT_LOCKED;
   void cache(std::size_t page, Time now) noexcept VT_LOCKED;
   void uncache(std::size_t page) noexcept VT_LOCKED;

@@ -120,14 +120,6 @@ class HeapCore {
                                            heap->pool()->traits().device);
   }
 
-  void record_stream(Address address, std::optional<Stream> stream) {
-    const std::shared_ptr<Heap> heap = open("memory.record_stream");
-    const Caller asking = caller_of("memory.record_stream", stream, *heap->pool());
-    const ReleasedGil released;
-    // Not as a named one, which may end: it is asked again when pages go.
-    heap->use({asking.operation, asking.stream}, address);
-  }
-
   std::size_t trim() {
     const std::shared_ptr<Heap> heap = open("memory.trim");
     const Caller asking = caller_of("memory.trim", {}, *heap->pool());
@@ -195,7 +187,6 @@ void bind_heap(nb::module_& module) {
       .def("allocate", &HeapCore::allocate, nb::arg("nbytes"), no_stream)
       .def("free", &HeapCore::free, nb::arg("address"), no_stream)
       .def("storage", &HeapCore::storage, nb::arg("nbytes"))
-      .def("record_stream", &HeapCore::record_stream, nb::arg("address"), no_stream)
       .def("trim", &HeapCore::trim)
       .def("counts", &HeapCore::counts)
       .def("fall_asleep", &HeapCore::fall_asleep, nb::arg("sleep"))

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/align.h"
 #include "base/errors.h"
 #include "policy/page_pool.h"
 
@@ -17,12 +18,9 @@ constexpr std::size_t kSmallRegion = 32, kLargeRegion = 512;
 // An allocation fills its pages if it leaves at most this part of them empty.
 constexpr std::size_t kMostLoss = 1024;
 
-// Never passes SIZE_MAX; what is rounded down to a multiple then is refused later.
+// SIZE_MAX where it would pass that, which is refused later.
 std::size_t rounded(std::size_t bytes, std::size_t unit) {
-  bytes = std::max<std::size_t>(bytes, 1);
-  const std::size_t over = bytes % unit;
-  if (over == 0) return bytes;
-  return bytes > SIZE_MAX - unit ? bytes - over : bytes - over + unit;
+  return checked_multiply(ceil_div(std::max<std::size_t>(bytes, 1), unit), unit).value_or(SIZE_MAX);
 }
 
 }  // namespace
@@ -197,15 +195,6 @@ Generation* Heap::publish(Address address) {
     taken = region->spans.at(address - region->arena->base());
   }
   return region->arena->publish(taken);
-}
-
-void Heap::use(const Caller& caller, Address address) {
-  std::shared_ptr<Region> region;
-  {
-    const PoolLock lock(pool_);
-    region = region_at(address);
-  }
-  if (region) region->arena->use(caller);
 }
 
 std::vector<std::shared_ptr<Arena>> Heap::fall_asleep(std::uint64_t number) {

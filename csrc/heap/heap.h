@@ -53,8 +53,6 @@ class Heap {
   bool free(const Caller& caller, Address address);
   // What a storage over an allocation holds; its end frees it.
   Generation* publish(Address address);
-  // Another stream uses what was allocated for its own: pages go behind its work too.
-  void use(const Caller& caller, Address address);
   // Gives back pages that no allocation needs, and addresses without pages. Returns how many pages
   // are on their way.
   std::size_t trim(const Caller& caller);

@@ -15,8 +15,6 @@ namespace vtensor {
 
 namespace {
 
-using std::chrono::steady_clock;
-
 // Every mapped entry of a client, with its place.
 template <typename Visit>
 void each_entry(Client& client, Visit visit) VT_LOCKED {
@@ -31,10 +29,9 @@ void each_entry(Client& client, Visit visit) VT_LOCKED {
 // Adds a page to the runs: to the last, if it goes on there in the same way.
 void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std::size_t index,
               const Entry& entry, bool writable) {
-  Reservation& range = client.range();
   if (!runs.empty()) {
     SleepRun& last = runs.back();
-    if (last.range == &range && last.pages.row == row && last.pages.indices.end == index &&
+    if (last.client == &client && last.pages.row == row && last.pages.indices.end == index &&
         last.access == entry.access() && last.writable == writable) {
       ++last.pages.indices.end;
       last.handles.push_back(entry.page->handle);
@@ -42,14 +39,15 @@ void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std:
     }
   }
   runs.push_back(
-      {&client, &range, {row, {index, index + 1}}, entry.access(), writable, {entry.page->handle}});
+      {&client, {row, {index, index + 1}}, entry.access(), writable, {entry.page->handle}});
 }
 
 // Those that are mapped so, as the driver takes them.
 std::vector<PageRun> mapped(std::span<const SleepRun> runs, bool writable) {
   std::vector<PageRun> chosen;
   for (const SleepRun& run : runs) {
-    if (run.writable == writable) chosen.push_back({run.range->address(run.pages), run.handles});
+    if (run.writable == writable)
+      chosen.push_back({run.client->range().address(run.pages), run.handles});
   }
   return chosen;
 }
@@ -64,7 +62,7 @@ void unmap_if(Driver& driver, std::span<const PageRun> runs, Access access) {
 
 // What is mapped there is not known.
 void quarantine(const SleepRun& run, std::size_t index) VT_LOCKED {
-  if (is_mapped(run.range->at(run.pages.row, index)))
+  if (is_mapped(run.client->range().at(run.pages.row, index)))
     run.client->give_up_page(run.pages.row, index);
 }
 void quarantine(std::span<const SleepRun> runs) VT_LOCKED {
@@ -190,15 +188,15 @@ std::size_t FallAsleep::finish() {
         uses.erase(range.at(run.row, i).page);
     }
   }
-  const auto goes = [&](const Page& page) {
-    const auto use = uses.find(const_cast<Page*>(&page));
-    return use != uses.end() && page.references == use->second + page.in_sets;
+  const auto goes = [&](Page* page) {
+    const auto use = uses.find(page);
+    return use != uses.end() && page->references == use->second + page->in_sets;
   };
   std::vector<SleepRun> runs;
   std::vector<Page*> pages;
   for (const std::shared_ptr<Client>& client : held_.all()) {
     each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) {
-      if (!goes(*entry.page)) return;
+      if (!goes(entry.page)) return;
       add_page(runs, *client, row, index, entry, is_writable(entry));
       pages.push_back(entry.page);
     });
@@ -320,8 +318,8 @@ void WakeUp::finish() {
     const Unlocked unlocked(lock);
     for (SleepRun& run : runs_) {
       if (!run.writable || run.access == Access::writable) continue;
-      driver.remap(run.range->address(run.pages), run.handles, Access::writable, run.handles,
-                   Access::copy_on_write);
+      driver.remap(run.client->range().address(run.pages), run.handles, Access::writable,
+                   run.handles, Access::copy_on_write);
       run.writable = false;
     }
   } catch (const UndoFailed&) {

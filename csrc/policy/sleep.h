@@ -55,7 +55,6 @@ class HeldClients {
 // Neighbouring pages of a client, and how they are mapped.
 struct SleepRun {
   Client* client;
-  Reservation* range;  // its
   Reservation::Run pages;
   Access access;  // that its entries say
   bool writable;  // mapped so, while it wakes

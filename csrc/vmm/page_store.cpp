@@ -11,6 +11,19 @@ namespace vtensor {
 
 using std::chrono::steady_clock;
 
+namespace {
+
+// How many of the first pages have adjacent handles of one run: one call takes their memory.
+std::size_t adjacent(std::span<Page* const> pages) {
+  std::size_t n = 1;
+  while (n < pages.size() && pages[0]->run != nullptr && pages[n]->run == pages[0]->run &&
+         pages[n]->handle == pages[0]->handle + n)
+    ++n;
+  return n;
+}
+
+}  // namespace
+
 PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* shared,
                      std::function<void()> tend)
     : driver_(driver),
@@ -227,10 +240,8 @@ std::size_t PageStore::sleep(PoolLock& lock, std::span<Page* const> pages) noexc
   std::size_t gone = 0;
   {
     const Unlocked unlocked(lock);
-    for (std::size_t i = 0, n = 1; i < pages.size(); i += n, n = 1) {
-      while (i + n < pages.size() && pages[i]->run != nullptr &&
-             pages[i + n]->run == pages[i]->run && pages[i + n]->handle == pages[i]->handle + n)
-        ++n;
+    for (std::size_t i = 0, n = 0; i < pages.size(); i += n) {
+      n = adjacent(pages.subspan(i));
       bool keeps = false;
       try {
         driver_.destroy(pages[i]->handle, n);
@@ -398,13 +409,9 @@ std::size_t PageStore::release_adjacent() {
   for (Page* page = spare_.oldest(); page; page = page->newer) pages.push_back(page);
   std::sort(pages.begin(), pages.end(),
             [](const Page* a, const Page* b) { return a->handle < b->handle; });
-  for (std::size_t begin = 0, end; begin < pages.size(); begin = end) {
-    end = begin + 1;
-    while (end < pages.size() && pages[begin]->run && pages[end]->run == pages[begin]->run &&
-           pages[end]->handle == pages[end - 1]->handle + 1) {
-      ++end;
-    }
-    empty(pages[begin], end - begin);
+  for (std::size_t i = 0, n = 0; i < pages.size(); i += n) {
+    n = adjacent(std::span(pages).subspan(i));
+    empty(pages[i], n);
   }
   return pages.size();
 }

@@ -281,15 +281,19 @@ void Reservation::part_asleep(std::vector<Run>& runs, std::vector<Run>& asleep) 
 
 Reservation::Departure Reservation::departing(std::vector<Run> runs, std::size_t writable) {
   Departure departure;
-  const auto border = runs.begin() + static_cast<std::ptrdiff_t>(writable);
-  std::vector<Run> shared(border, runs.end()), asleep;
-  runs.erase(border, runs.end());
-  part_asleep(runs, asleep);
-  part_asleep(shared, asleep);
-  departure.writable = runs.size();
-  runs.insert(runs.end(), shared.begin(), shared.end());
+  departure.writable = writable;
   departure.awake = runs.size();
-  runs.insert(runs.end(), asleep.begin(), asleep.end());
+  if (pages_.asleep() != 0) {
+    const auto border = runs.begin() + static_cast<std::ptrdiff_t>(writable);
+    std::vector<Run> shared(border, runs.end()), asleep;
+    runs.erase(border, runs.end());
+    part_asleep(runs, asleep);
+    part_asleep(shared, asleep);
+    departure.writable = runs.size();
+    runs.insert(runs.end(), shared.begin(), shared.end());
+    departure.awake = runs.size();
+    runs.insert(runs.end(), asleep.begin(), asleep.end());
+  }
   departure.runs = std::move(runs);
   for (const Run& run : departure.runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
