@@ -226,7 +226,13 @@ class KVCache:
         except TypeError:
             raise self._no_lengths("KVCache.prepare", lengths) from None
 
-    def fits(self, lengths: Sequence[int] | torch.Tensor, *, bands: Iterable[int] | None = None) -> bool:
+    def fits(
+        self,
+        lengths: Sequence[int] | torch.Tensor,
+        *,
+        bands: Iterable[int] | None = None,
+        wait: bool = False,
+    ) -> bool:
         """Whether ``step(lengths)`` would be granted now, and before it the :meth:`swap_in` of slots that are
         swapped out. Changes nothing, where a step that is refused has given up the prefixes that no request
         uses.
@@ -240,6 +246,9 @@ class KVCache:
                 it has.
             bands: as for :meth:`step`. Pages that swapped bands need to come back are counted.
                 A slot with 0 is left out.
+            wait: whether to wait, while memory is short, for pages on their way out, of whatever tensor:
+                those that a copy or a kernel still uses. A step waits for them. For a minute
+                at most.
 
         Raises:
             InvalidArgument, CapacityExceeded: as :meth:`step` does.
@@ -247,7 +256,7 @@ class KVCache:
         if type(lengths) is not list:
             lengths = self._as_list("KVCache.fits", lengths)
         try:
-            return CacheCore.fits(self._core, lengths, self._bands("KVCache.fits", bands))
+            return CacheCore.fits(self._core, lengths, self._bands("KVCache.fits", bands), wait)
         except TypeError:
             raise self._no_lengths("KVCache.fits", lengths) from None
 

@@ -86,11 +86,11 @@ class CacheCore {
     return cache_->prepare({"KVCache.prepare"}, lengths);
   }
 
-  bool fits(const Lengths& lengths, const Bands& bands) {
+  bool fits(const Lengths& lengths, const Bands& bands, bool waits) {
     const Operation operation(*this, "KVCache.fits");
     const Caller asking = caller("KVCache.fits");
     const ReleasedGil released;
-    return cache_->fits(asking, lengths, bands.value_or(std::vector<std::size_t>()));
+    return cache_->fits(asking, lengths, bands.value_or(std::vector<std::size_t>()), waits);
   }
 
   bool waits_for_others(const Lengths& lengths) {
@@ -511,7 +511,8 @@ void bind_slot_cache(nb::module_& module) {
           nb::arg("lookahead"), nb::arg("row_groups"))
       .def("step", &CacheCore::step, nb::arg("lengths"), no_bands)
       .def("prepare", &CacheCore::prepare, nb::arg("lengths"))
-      .def("fits", &CacheCore::fits, nb::arg("lengths"), no_bands)
+      .def("fits", &CacheCore::fits, nb::arg("lengths"), no_bands,
+           nb::arg("wait") = false)
       .def("waits_for_others", &CacheCore::waits_for_others)
       .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
            nb::arg("salt") = "", nb::arg("deferred") = false)

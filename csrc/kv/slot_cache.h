@@ -129,10 +129,10 @@ class SlotCache {
                   std::span<const std::size_t> bands);
   // Whether slots could have these lengths now: by a step, after a swap_in of those that are
   // swapped out; of all bands, or if any are named of these. Counts what the budget leaves and what
-  // would be given up for them; gives nothing up. A slot of length 0 is left out. `alone`: as if
-  // the other pools of a shared budget held nothing.
+  // would be given up for them; gives nothing up. A slot of length 0 is left out. `waits`: if they
+  // could not, asks again until no page is on its way out, for the pool's patience at most.
   bool fits(const Caller& caller, std::span<const std::int64_t> lengths,
-            std::span<const std::size_t> bands = {}, bool alone = false);
+            std::span<const std::size_t> bands = {}, bool waits = false);
   // Whether nothing but what other pools of a shared budget hold is in the way.
   bool waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths);
   // Announces a step: has the mapper map what slots need for it, and what the cache looks ahead
@@ -298,6 +298,9 @@ class SlotCache {
   };
   Need need_of(std::span<const std::int64_t> lengths, std::span<const std::size_t> bands) const
       VT_LOCKED;
+  // `alone`: as if the other pools of a shared budget held nothing.
+  bool fits_now(const Caller& caller, std::span<const std::int64_t> lengths,
+                std::span<const std::size_t> bands, bool alone);
   std::size_t reclaimable(const PoolCounts& counts) VT_LOCKED;
   bool is_prepared(std::span<const std::int64_t> lengths) const VT_LOCKED;
   std::size_t leaving_where_due(std::span<const std::int64_t> lengths) const VT_LOCKED;

@@ -1,6 +1,7 @@
 // Whether memory suffices, asked before anything is done: what slots need to have other lengths,
 // and what could be had for them.
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -12,7 +13,22 @@
 namespace vtensor {
 
 bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths,
-                     std::span<const std::size_t> bands, bool alone) {
+                     std::span<const std::size_t> bands, bool waits) {
+  const auto until = std::chrono::steady_clock::now() + pool_->options().patience;
+  const auto changed = [this]() {
+    PoolLock lock(pool_);
+    return MakeRoom(*pool_).await_leaving(lock);
+  };
+  bool more = waits;  // may come
+  while (!fits_now(caller, lengths, bands, false)) {
+    if (!more) return false;
+    more = changed() && std::chrono::steady_clock::now() < until;
+  }
+  return true;
+}
+
+bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> lengths,
+                         std::span<const std::size_t> bands, bool alone) {
   require_bands(caller, bands);
   // A step's lengths, once the swapped slots among them are back.
   std::vector<std::int64_t> here(lengths.begin(), lengths.end());
@@ -138,7 +154,7 @@ void SlotCache::announce(std::span<const std::int64_t> lengths) {
 
 bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths) {
   const SharedBudget* const shared = pool_->store().shared();
-  return shared != nullptr && shared->held_elsewhere() != 0 && fits(caller, lengths, {}, true);
+  return shared != nullptr && shared->held_elsewhere() != 0 && fits_now(caller, lengths, {}, true);
 }
 
 SlotCache::Need SlotCache::need_of(std::span<const std::int64_t> lengths,

@@ -204,6 +204,13 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   return true;
 }
 
+bool MakeRoom::await_leaving(PoolLock& lock) {
+  if (pages_leaving() == 0 && pool_.in_flight() == 0) return false;
+  const trace::Span span(trace::What::wait, 0, 0);
+  pool_.wait_changed(lock, steady_clock::now() + kLook);
+  return true;
+}
+
 std::size_t MakeRoom::pages_to_come() const {
   std::size_t pages = pool_.store_.unused();
   for (Client* const client : pool_.clients_) {

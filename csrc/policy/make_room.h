@@ -54,6 +54,9 @@ class MakeRoom {
   // What `begin` would find for so many pages, asked without a change.
   std::size_t missing(std::size_t pages) const VT_LOCKED;
 
+  // Waits for the next change. False, at once, if no page is on its way out: waiting brings none.
+  bool await_leaving(PoolLock& lock) VT_LOCKED;
+
   // For rung 4 of another pool: one step of rungs 1 to 3, of what keepers have, and of giving free
   // pages back. It waits for nothing.
   enum class Lent : std::uint8_t {

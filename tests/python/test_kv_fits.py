@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -76,6 +79,29 @@ def test_pages_of_other_tensors_that_are_kept_for_the_next(pool_factory):
         assert not cache.fits(wanted)
         t.close()
         assert cache.fits(wanted) and cache.step(wanted)
+
+
+@pytest.mark.exact
+def test_pages_that_work_still_uses_are_waited_for_if_asked(sim, stream_pool):
+    """A request with nothing beside it is refused only once nothing more leaves."""
+    with make_cache(stream_pool(4 * RANGES, cache=0)) as cache:
+        stream = sim.stream(held=True)
+        slot, other = cache.alloc(), cache.alloc()
+        assert grown(cache, slot, 2 * UNIT) and grown(cache, other, 1)
+        # Pages that the slot shares are not counted before they have left: the index may keep them.
+        cache.publish(slot, range(UNIT))
+        cache.record_stream(stream)
+        cache.free(slot)
+        wanted = [4 * UNIT if at == other else 0 for at in range(MAX_BATCH)]
+        assert not cache.fits(wanted)
+        released = threading.Timer(0.05, sim.release, [stream])
+        released.start()
+        assert cache.fits(wanted, wait=True)
+        released.join()
+        begun = time.monotonic()
+        wanted[other] += 1
+        assert not cache.fits(wanted, wait=True)  # nothing leaves
+        assert time.monotonic() - begun < 10
 
 
 def test_what_cannot_be_meant(host_cache):

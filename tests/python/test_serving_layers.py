@@ -119,6 +119,7 @@ def serve(engine, arrivals, cancels=()):
 
 # --- the same tokens as alone -----------------------------------------------------------------------------
 
+LAST = [1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 1]
 prompts = st.integers(1, 40).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n, max_size=n))
 shapes = st.tuples(st.integers(0, 10), prompts, st.integers(1, 12), st.integers(1, 2))
 
@@ -144,6 +145,8 @@ def test_each_request_as_if_alone(kind, examples):
         host_pages=st.sampled_from([20, 1000, 1000]),
         cancels=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 7)), max_size=3),
     )
+    # The last is alone when its next piece is planned, and pages of those before it are still being copied.
+    @example([(3, LAST, 10, 1)] * 3 + [(7, LAST, 7, 1)], 58, 4, 3, True, 1, "none", 1000, [(9, 1)])
     @settings(max_examples=examples)
     def serve_them(shapes, budget, token_budget, bands, layered, resident, tpot, host_pages, cancels):
         arrivals = [(at, Request(i, *shape)) for i, (at, *shape) in enumerate(shapes)]

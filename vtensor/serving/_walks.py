@@ -67,16 +67,17 @@ class Walks:
         due = self.due
         for sequence in due:
             piece = next_piece(plan, sequence, sequence.computed, self._token_budget)
-            if piece is None or not self.fits(piece, slot_of(sequence)):
+            # With nothing else to compute, a refusal would cost a request its place, or its life.
+            if piece is None or not self.fits(piece, slot_of(sequence), wait=not plan.work):
                 self._short = sequence.group
                 break
             self.add(plan, piece)
         return not due or bool(plan.work) or self.send_away(due[0].group.order)
 
-    def fits(self, piece: Work, slot: int) -> bool:
+    def fits(self, piece: Work, slot: int, wait: bool = False) -> bool:
         """Whether there is room for a piece more, in this slot, in the walk that is planned."""
         assert self.layering is not None
-        return self.layering.fits_walk([*self._pieces.items(), (slot, piece)])
+        return self.layering.fits_walk([*self._pieces.items(), (slot, piece)], wait)
 
     def add(self, plan: Plan, piece: Work) -> None:
         self._pieces[slot_of(piece.sequence)] = piece

@@ -27,7 +27,9 @@ class BandedCache(Protocol):
     @property
     def lengths(self) -> list[int]: ...
 
-    def fits(self, lengths: Sequence[int], *, bands: Iterable[int] | None = None) -> bool: ...
+    def fits(
+        self, lengths: Sequence[int], *, bands: Iterable[int] | None = None, wait: bool = False
+    ) -> bool: ...
 
     def bands_away(self, slot: int) -> list[int]: ...
 
@@ -96,16 +98,18 @@ class Layering:
         self._bands = bands
         self.stay = bands_that_stay(bands, self._given or 0)
 
-    def fits_walk(self, pieces: Iterable[tuple[int, Work]]) -> bool:
+    def fits_walk(self, pieces: Iterable[tuple[int, Work]], wait: bool = False) -> bool:
         """Whether there is room for these pieces, in these slots, side by side: for the bands that stay, the
-        one that is computed, the one that leaves, and the one that comes back."""
+        one that is computed, the one that leaves, and the one that comes back. If asked to ``wait``, once all
+        that is on its way out has left."""
         lengths = [0] * len(self._cache.lengths)
         at_once = _AT_ONCE - 1
         for slot, piece in pieces:
             lengths[slot] = piece.stop
             if self._cache.bands_away(slot):
                 at_once = _AT_ONCE
-        return self._cache.fits(lengths, bands=range(min(self._bands, at_once + len(self.stay))))
+        bands = range(min(self._bands, at_once + len(self.stay)))
+        return self._cache.fits(lengths, bands=bands, wait=wait)
 
     def tokens_at_once(self, tokens: int) -> int:
         """Tokens whose K and V in all layers take as much as a walk does at a time for so many in its
