@@ -511,8 +511,7 @@ void bind_slot_cache(nb::module_& module) {
           nb::arg("lookahead"), nb::arg("row_groups"))
       .def("step", &CacheCore::step, nb::arg("lengths"), no_bands)
       .def("prepare", &CacheCore::prepare, nb::arg("lengths"))
-      .def("fits", &CacheCore::fits, nb::arg("lengths"), no_bands,
-           nb::arg("wait") = false)
+      .def("fits", &CacheCore::fits, nb::arg("lengths"), no_bands, nb::arg("wait") = false)
       .def("waits_for_others", &CacheCore::waits_for_others)
       .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
            nb::arg("salt") = "", nb::arg("deferred") = false)
