@@ -38,6 +38,15 @@ std::shared_ptr<PagePool> open_pool(std::size_t pages, PoolOptions options) {
   return PagePool::create(make_cuda_driver(cuda), options);
 }
 
+// The mapper may be the last to let the pool go, and the device is reset for the next one.
+void let_go(const SimcudaControl& control, std::shared_ptr<PagePool>& pool) {
+  pool.reset();
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while (control.leaks().contexts != 0 && std::chrono::steady_clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(control.leaks().contexts == 0);
+}
+
 // A tensor of one thread, whose kernels run in one stream.
 class Launcher : public Owner {
  public:
@@ -138,12 +147,7 @@ std::size_t hammer(const PoolOptions& options, std::size_t pages, bool blocking 
   CHECK(pool->counts().mapped == 0);  // I14
   CHECK(pool->counts().used == 0);
   CHECK(control.illegal_accesses() == 0);
-  // The mapper may be the last to let the pool go: before the device is reset for the next one.
-  pool.reset();
-  const auto until = std::chrono::steady_clock::now() + kPatience;
-  while (control.leaks().contexts != 0 && std::chrono::steady_clock::now() < until)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  CHECK(control.leaks().contexts == 0);
+  let_go(control, pool);
   return refused[0] + refused[1] + refused[2];
 }
 
@@ -240,6 +244,8 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   owner.reset();
   pool->wait_idle(kPatience);
   CHECK(pool->counts().used == 0);
+  forks.clear();
+  let_go(control, pool);
 }
 
 // Two of four pages are wanted ahead while the other tensor has them all.
@@ -273,6 +279,7 @@ TEST_CASE("pages are wanted as long as some are on their way out, and no longer"
   pool->retire();
   pool->wait_idle(kPatience);
   CHECK(pool->counts().used == 0);
+  let_go(control, pool);
 }
 
 }  // namespace vtensor
