@@ -32,10 +32,9 @@ struct Copy {
 }  // namespace
 
 struct HostCopies::Queue {
-  explicit Queue(std::function<void(void*, std::size_t)> make_present)
-      : make_present(std::move(make_present)) {}
+  explicit Queue(Write write) : write(std::move(write)) {}
 
-  const std::function<void(void*, std::size_t)> make_present;
+  const Write write;
   std::mutex mutex;  // guards what follows, but for `done`
   std::condition_variable changed;
   std::deque<Copy> copies;
@@ -78,8 +77,7 @@ class CopyFence final : public Fence {
 
 }  // namespace
 
-HostCopies::HostCopies(std::function<void(void*, std::size_t)> make_present)
-    : queue_(std::make_shared<Queue>(std::move(make_present))) {
+HostCopies::HostCopies(Write write) : queue_(std::make_shared<Queue>(std::move(write))) {
   threads_.reserve(kThreads);
 }
 
@@ -155,8 +153,11 @@ void HostCopies::work(Queue& queue) {
     std::byte* const to = copy->to + at;
     const std::byte* const from = copy->from + at;
     lock.unlock();
-    if (direction == Direction::in) queue.make_present(to, bytes);
-    std::memcpy(to, from, bytes);
+    if (direction == Direction::in) {
+      queue.write(to, from, bytes);
+    } else {
+      std::memcpy(to, from, bytes);
+    }
     lock.lock();
     queue.finish(*copy, bytes);
   }

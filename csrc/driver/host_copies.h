@@ -19,8 +19,10 @@ class HostCopies {
  public:
   enum class Direction : std::uint8_t { out, in };
 
-  // `make_present(at, bytes)` fills page tables for what a copy is about to write; from any thread.
-  explicit HostCopies(std::function<void(void*, std::size_t)> make_present);
+  // How a piece of a copy that comes in is written; from any thread.
+  using Write = std::function<void(std::byte* to, const std::byte* from, std::size_t bytes)>;
+
+  explicit HostCopies(Write write);
   ~HostCopies() { stop(); }
   HostCopies(const HostCopies&) = delete;
   HostCopies& operator=(const HostCopies&) = delete;

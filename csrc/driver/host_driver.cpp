@@ -431,6 +431,42 @@ class HostDriver final : public Driver {
     return refusal;
   }
 
+  // Writes to mapped pages, and makes them present.
+  void write_pages(std::byte* to, const std::byte* from, std::size_t bytes) {
+    const auto at = reinterpret_cast<Address>(to);
+    const std::size_t written = write_memfd(at, from, bytes);
+    // Refused, the copy's own faults do it, or those of the next that reads there.
+    for (std::size_t done = 0; done < bytes; done += kPopulateBytes)
+      populate_some(at + done, std::min(kPopulateBytes, bytes - done));
+    std::memcpy(to + written, from + written, bytes - written);
+  }
+
+  // Writes to what writable pages map; memory that is not there yet is then neither zeroed nor
+  // taken in one fault a small page. Returns the bytes before the first refusal, or other page.
+  std::size_t write_memfd(Address at, const std::byte* from, std::size_t bytes) {
+    const std::lock_guard one_at_a_time(writing_);
+    for (std::size_t done = 0; done < bytes;) {
+      KernelMapping mapping;
+      {
+        const std::lock_guard lock(state_.mutex);
+        const KernelMapping* const found = state_.mirror.find(at + done);
+        if (found == nullptr || found->kind != MappingKind::writable) return done;
+        mapping = *found;
+      }
+      const std::size_t n = std::min(bytes - done, mapping.end() - (at + done));
+      const trace::Span span(trace::What::driver_call, at + done, n, 0, Call::pwrite);
+      if (ask(Call::pwrite)) return done;
+      const std::uint64_t offset = mapping.offset + (at + done - mapping.begin);
+      const ssize_t written = pwrite(state_.memfd, from + done, n, static_cast<off_t>(offset));
+      if (written > 0) {
+        done += static_cast<std::size_t>(written);
+      } else if (written == 0 || errno != EINTR) {
+        return done;
+      }
+    }
+    return bytes;
+  }
+
   // For calls that take down or undo: tries once more, where the limit on mappings was in the way.
   template <typename Try>
   Refusal insist(Try call) {
@@ -567,10 +603,9 @@ class HostDriver final : public Driver {
   std::map<Address, Reservation> reservations_;  // what the kernel knows of each range
   ForkedState state_;
   Pagemap pagemap_;
-  HostCopies copies_{[this](void* at, std::size_t bytes) {
-    // Refused, the copy's own faults do it.
-    for (std::size_t done = 0; done < bytes; done += kPopulateBytes)
-      populate_some(reinterpret_cast<Address>(at) + done, std::min(kPopulateBytes, bytes - done));
+  std::mutex writing_;  // the kernel lets one thread at a time write to a file, and others spin
+  HostCopies copies_{[this](std::byte* to, const std::byte* from, std::size_t bytes) {
+    write_pages(to, from, bytes);
   }};
 };
 

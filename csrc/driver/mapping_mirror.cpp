@@ -56,6 +56,12 @@ std::ptrdiff_t MappingMirror::growth(Address begin, Address end, std::size_t run
   return more;
 }
 
+const KernelMapping* MappingMirror::find(Address at) const {
+  const Position position = mappings_.first_ending_after(at);
+  if (position == mappings_.end() || mappings_[position].begin > at) return nullptr;
+  return &mappings_[position];
+}
+
 // Clears [begin, end), cutting what reaches over its edges. Returns the first mapping behind it.
 MappingMirror::Position MappingMirror::carve(Address begin, Address end) noexcept {
   Position at = mappings_.first_ending_after(begin);

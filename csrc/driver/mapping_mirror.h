@@ -32,6 +32,9 @@ class MappingMirror {
   // How many more there would be, at most, if [begin, end) became `runs` mappings.
   std::ptrdiff_t growth(Address begin, Address end, std::size_t runs) const;
 
+  // What is at an address; null where nothing is.
+  const KernelMapping* find(Address at) const;
+
   // In the order of addresses.
   template <typename Visit>
   void for_each(Visit visit) const {

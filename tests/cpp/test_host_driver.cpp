@@ -183,6 +183,32 @@ TEST_CASE_FIXTURE(HostFixture,
   CHECK(byte_at(range + 3 * kPage - 1) == 1);
 }
 
+TEST_CASE_FIXTURE(HostFixture, "a copy comes in through any mapping, whatever is refused") {
+  constexpr std::size_t kPages = 80;  // of 5 MiB: several pieces of a copy
+  std::vector<char> source(kPages * kPage - 1000);
+  for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<char>(i * 31 + i / 4096);
+  for (const bool refuses : {false, true}) {
+    const Address range = driver->reserve(kPages + 1);
+    std::vector<Handle> handles = scattered(driver->create(40), 20);
+    for (const Handle h : adjacent(driver->create(61), 61)) handles.push_back(h);
+    map_run(*driver, range, handles, Access::writable);
+    const Handle shared = handles[50];
+    driver->remap(range + 50 * kPage, {{shared}}, Access::writable, {{shared}},
+                  Access::copy_on_write);
+    const Address seen = driver->reserve(1);
+    map_run(*driver, seen, {{shared}}, Access::writable);
+    if (refuses) driver->meter().fail_after(1, 1000);
+    driver->copy_in(range + 500, source.data(), source.size());
+    while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
+    CHECK((driver->meter().refused(Call::pwrite) != 0) == refuses);
+    driver->meter().disarm();
+    CHECK(std::memcmp(bytes_at(range + 500), source.data(), source.size()) == 0);
+    for (const std::size_t i : {std::size_t{499}, kPages * kPage - 500, kPages * kPage})
+      CHECK(byte_at(range + i) == 0);
+    CHECK(byte_at(seen + 5000) == 0);  // stores do not reach a copy-on-write page
+  }
+}
+
 TEST_CASE_FIXTURE(HostFixture, "private copies are found in spans longer than one read") {
   constexpr std::size_t kPages = 1000;  // 16,000 entries of pagemap at 4 KiB
   const Address range = driver->reserve(kPages);

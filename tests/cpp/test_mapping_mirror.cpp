@@ -96,6 +96,13 @@ TEST_CASE("the mirror agrees with a plain model") {
       const auto expected = model.mappings();
       REQUIRE(all_of(mirror) == expected);
       REQUIRE(mirror.size() == expected.size());
+      const Address at = kBase + below(units_in_all) * kUnit + 17;
+      const KernelMapping* const found = mirror.find(at);
+      const auto there = std::find_if(expected.begin(), expected.end(), [at](const auto& mapping) {
+        return mapping.begin <= at && at < mapping.end();
+      });
+      REQUIRE((found != nullptr) == (there != expected.end()));
+      if (found != nullptr) REQUIRE(*found == *there);
       const Address from = kBase + below(units_in_all) * kUnit, to = from + kUnit * (1 + below(20));
       const std::size_t runs = below(5);
       Model then = model;  // of runs that merge with nothing
