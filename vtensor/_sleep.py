@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -29,8 +30,9 @@ __all__ = ["Contents", "Image", "Sleeper", "fall_asleep", "forget", "kept_as", "
 
 Part = tuple[int, int, int, int]  # address, number of the sleep, offset among its bytes, bytes
 Piece = tuple[int, int, int]  # address, offset, bytes
-_AT_ONCE = 16 << 20  # bytes of a piece
-_WORKERS = 2
+_AT_ONCE = 32 << 20  # bytes of a piece
+_STAGED = 4 << 20  # bytes of a piece that is staged, unless a page is larger
+_WORKERS = 3  # the kernel lets one write, meanwhile the others read and check
 
 
 class Sleeper(Protocol):
@@ -70,7 +72,7 @@ class HostContents:
     def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
         total = _total(parts)
         self._bytes = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
-        for address, offset, nbytes in pieces(parts):
+        for address, offset, nbytes in pieces(parts, _AT_ONCE):
             _core.read_pages(core, address, self._bytes.data_ptr() + offset, nbytes)
             show(f"Pool.sleep: {byte_text(offset)} of {byte_text(total)} kept in host memory")
 
@@ -78,7 +80,7 @@ class HostContents:
         if (kept := self._bytes) is None:
             raise Closed("[Pool.wake] the pool was closed meanwhile, and what was kept is gone")
         total = kept.numel()
-        for address, offset, nbytes in pieces(parts):
+        for address, offset, nbytes in pieces(parts, _AT_ONCE):
             _core.write_pages(core, address, kept.data_ptr() + offset, nbytes)
             show(f"Pool.wake: {byte_text(offset)} of {byte_text(total)} from host memory")
 
@@ -91,59 +93,67 @@ class FileContents:
 
     def __init__(self, path: Path, page_size: int, direct: bool) -> None:
         self._file = SleepFile(path, page_size)
-        self._direct = direct  # the pages are host memory, which the file is read into and written from
+        self._at_once = max(_STAGED, page_size)  # whole pages: each has a checksum
+        self._direct = direct  # the pages are host memory, which the file is written from
 
     def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        def keep_one(piece: Piece) -> int:
-            address, offset, nbytes = piece
-            if self._direct:
-                return self._file.write(address, offset, nbytes)
-            staging = torch.empty(nbytes, dtype=torch.uint8)
-            _core.read_pages(core, address, staging.data_ptr(), nbytes)
-            return self._file.write(staging.data_ptr(), offset, nbytes)
+        def keep_one(address: int, offset: int, nbytes: int, staging: int) -> None:
+            if not self._direct:
+                _core.read_pages(core, address, staging, nbytes)
+            self._file.write(address if self._direct else staging, offset, nbytes)
 
         with self._file.writing(_total(parts)):
-            _each("Pool.sleep", keep_one, parts, show)
+            self._each("Pool.sleep", keep_one, parts, show)
 
     def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        def bring_one_back(piece: Piece) -> int:
-            address, offset, nbytes = piece
-            if self._direct:
-                return self._file.read(address, offset, nbytes)
-            staging = torch.empty(nbytes, dtype=torch.uint8)
-            self._file.read(staging.data_ptr(), offset, nbytes)
-            _core.write_pages(core, address, staging.data_ptr(), nbytes)
-            return nbytes
+        def bring_one_back(address: int, offset: int, nbytes: int, staging: int) -> None:
+            self._file.read(staging, offset, nbytes)
+            _core.write_pages(core, address, staging, nbytes)
 
         with self._file.reading():
-            _each("Pool.wake", bring_one_back, parts, show)
+            self._each("Pool.wake", bring_one_back, parts, show)
 
     def drop(self) -> None:
         self._file.remove()
 
+    def _each(
+        self,
+        operation: str,
+        work: Callable[[int, int, int, int], None],
+        parts: list[Part],
+        show: Callable[[str], None],
+    ) -> None:
+        """Does ``work`` for all pieces, some at a time: a checksum takes as long as a copy. Each call has as
+        much memory of its own as a piece has."""
+        total = byte_text(_total(parts))
+        free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        for _ in range(_WORKERS):
+            free.put(torch.empty(self._at_once, dtype=torch.uint8))
 
-def _each(
-    operation: str, work: Callable[[Piece], int], parts: list[Part], show: Callable[[str], None]
-) -> None:
-    """Does ``work`` for all pieces, some at a time: a checksum takes as long as a copy."""
-    total = byte_text(_total(parts))
+        def work_on(piece: Piece) -> int:
+            staging = free.get()
+            try:
+                work(*piece, staging.data_ptr())
+            finally:
+                free.put(staging)
+            return piece[2]
 
-    def shown(done: int) -> None:
-        show(f"{operation}: {byte_text(done)} of {total}")
+        def shown(done: int) -> None:
+            show(f"{operation}: {byte_text(done)} of {total}")
 
-    with ThreadPoolExecutor(_WORKERS) as workers:
-        deque(map(shown, accumulate(workers.map(work, pieces(parts)))), maxlen=0)
+        with ThreadPoolExecutor(_WORKERS) as workers:
+            deque(map(shown, accumulate(workers.map(work_on, pieces(parts, self._at_once)))), maxlen=0)
 
 
 def _total(parts: list[Part]) -> int:
     return sum(nbytes for _, _, _, nbytes in parts)
 
 
-def pieces(parts: list[Part]) -> Iterator[Piece]:
+def pieces(parts: list[Part], at_once: int) -> Iterator[Piece]:
     """Of parts, cut where the clock is to be looked at."""
     for address, _, offset, nbytes in parts:
-        for begin in range(0, nbytes, _AT_ONCE):
-            yield address + begin, offset + begin, min(_AT_ONCE, nbytes - begin)
+        for begin in range(0, nbytes, at_once):
+            yield address + begin, offset + begin, min(at_once, nbytes - begin)
 
 
 def kept_as(

@@ -3,6 +3,9 @@
 4,096 bytes of header, the bytes, then a CRC-32 of each page. It is written beside its place, under another
 name, and takes the place once it is on the disk: whatever cuts that off, a full disk or ``kill -9``, leaves
 what was there before.
+
+A disk is slower than memory, so it is kept busy: space is taken before the first byte, writing to the disk
+begins with the first bytes, and what a removed file had there is given back by a thread of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import os
+import threading
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -22,6 +26,8 @@ __all__ = ["SleepFile"]
 
 _HEADER = 4096
 _FORMAT, _VERSION = "vtensor sleep", 1
+_libc = ctypes.CDLL(None)
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 class SleepFile:
@@ -48,9 +54,11 @@ class SleepFile:
         try:
             with open(self._partial, "wb", buffering=0) as file:
                 self._descriptor = file.fileno()
+                sums = memoryview(self._sums).cast("B")
+                os.posix_fallocate(self._descriptor, 0, _HEADER + nbytes + len(sums))
                 _write(self._descriptor, memoryview(self._header), 0)
                 yield
-                _write(self._descriptor, memoryview(self._sums).cast("B"), _HEADER + nbytes)
+                _write(self._descriptor, sums, _HEADER + nbytes)
                 os.fsync(self._descriptor)
             os.replace(self._partial, self.path)
             _sync_folder(self.path.parent)
@@ -65,13 +73,14 @@ class SleepFile:
                 ) from error
             raise
 
-    def write(self, address: int, offset: int, nbytes: int) -> int:
-        """Writes whole pages. Returns their bytes. Called by any thread."""
+    def write(self, address: int, offset: int, nbytes: int) -> None:
+        """Writes whole pages. Called by any thread."""
         view = _memory(address, nbytes)
         _write(self._descriptor, view, _HEADER + offset)
+        begin, length = ctypes.c_int64(_HEADER + offset), ctypes.c_int64(nbytes)
+        _libc.sync_file_range(self._descriptor, begin, length, _SYNC_FILE_RANGE_WRITE)  # a hint
         first = offset // self._page_size
         self._sums[first : first + nbytes // self._page_size] = self._sums_of(view)
-        return nbytes
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -91,8 +100,8 @@ class SleepFile:
                 raise self._changed("it is not the file that was written")
             yield
 
-    def read(self, address: int, offset: int, nbytes: int) -> int:
-        """Reads whole pages, and checks them. Returns their bytes. Called by any thread."""
+    def read(self, address: int, offset: int, nbytes: int) -> None:
+        """Reads whole pages, and checks them. Called by any thread."""
         view = _memory(address, nbytes)
         done = 0
         while done < nbytes:
@@ -103,15 +112,19 @@ class SleepFile:
         first = offset // self._page_size
         if self._sums_of(view) != self._sums[first : first + nbytes // self._page_size]:
             raise self._changed(f"among the {nbytes} bytes from {offset} are some others")
-        return nbytes
 
     def remove(self) -> None:
         """Removes the file, if it is the one that was written."""
         with contextlib.suppress(OSError):
             with open(self.path, "rb") as file:
-                ours = bool(self._header) and file.read(_HEADER) == self._header
-            if ours:
+                if not self._header or file.read(_HEADER) != self._header:
+                    return
                 self.path.unlink()
+                last = os.fdopen(os.dup(file.fileno()))
+            try:  # closing it gives the disk's space back: it takes about as long as writing took
+                threading.Thread(target=last.close, name="vtensor-remove").start()
+            except RuntimeError:  # there can be no thread
+                last.close()
 
     def _sums_of(self, view: memoryview) -> array[int]:
         size = self._page_size

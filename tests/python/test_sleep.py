@@ -246,31 +246,32 @@ def test_every_driver_call_refused_in_turn(pool_factory, kind, contents, prefetc
     scene.end()
 
 
-def test_cut_off_at_any_bytecode(tmp_path):
+@pytest.mark.parametrize("going", [True, False], ids=["going", "waking"])
+@pytest.mark.parametrize("place", ["host", "file"])
+def test_cut_off_at_any_bytecode(tmp_path, place, going):
     """I17: an exception from outside leaves all awake, or all asleep with nothing lost."""
-    for contents in ("host", tmp_path / "sleep"):
-        for going in (True, False):
+    contents = "host" if place == "host" else tmp_path / "sleep"
 
-            def setup(contents=contents, going=going):
-                scene = Scene(open_pool("host", 256))
-                if not going:
-                    scene.pool.sleep(contents=contents)
-                return scene
+    def setup():
+        scene = Scene(open_pool("host", 256))
+        if not going:
+            scene.pool.sleep(contents=contents)
+        return scene
 
-            def operation(scene, contents=contents, going=going):
-                scene.pool.sleep(contents=contents) if going else scene.pool.wake()
+    def operation(scene):
+        scene.pool.sleep(contents=contents) if going else scene.pool.wake()
 
-            def check(scene, outcome):
-                testing.check_invariants(scene.pool)
-                scene.pool.wake()
-                scene.check()
-                scene.go_on()
-                scene.end()
-                scene.pool.close()
-                assert scene.pool.stats().pages_used == 0
-                assert list(tmp_path.iterdir()) == []
+    def check(scene, outcome):
+        testing.check_invariants(scene.pool)
+        scene.pool.wake()
+        scene.check()
+        scene.go_on()
+        scene.end()
+        scene.pool.close()
+        assert scene.pool.stats().pages_used == 0
+        assert list(tmp_path.iterdir()) == []
 
-            assert at_every_bytecode(setup, operation, check) > 50
+    assert at_every_bytecode(setup, operation, check) > 50
 
 
 def test_what_dies_asleep_gives_its_pages_up(scene):
@@ -607,6 +608,50 @@ def test_a_full_disk(scene, tmp_path, monkeypatch):
     assert raised.value.errno == errno.ENOSPC
     scene.check()
     assert path.read_bytes() == b"what was there" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_disk_that_has_too_little_space(scene, tmp_path, monkeypatch):
+    """It is found before anything is written."""
+
+    def refused(descriptor, offset, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    monkeypatch.setattr(_sleep_file, "_write", None)
+    with pytest.raises(OSError, match=r"No space left.*nothing fell asleep"):
+        scene.pool.sleep(contents=tmp_path / "sleep")
+    scene.check()
+    assert not list(tmp_path.iterdir())
+
+
+def test_pages_larger_than_a_piece(tmp_path):
+    pool = vtensor.Pool("cpu", budget="96MiB", page_size="32MiB", prefetch=0)
+    t = vtensor.zeros((48 << 20,), grow_dim=0, capacity=64 << 20, dtype=torch.uint8, pool=pool)
+    marks = {(i * 5) << 20: i + 1 for i in range(9)}
+    for at, mark in marks.items():
+        t[at] = mark
+    pool.sleep(contents=tmp_path / "sleep")
+    pool.wake()
+    assert {at: t[at].item() for at in marks} == marks and t.count_nonzero() == len(marks)
+    t.close()
+    pool.close()
+
+
+def test_the_file_is_gone_where_no_thread_can_be_started(scene, tmp_path, monkeypatch):
+    """A thread gives its space back; without one, waking takes longer."""
+    scene.pool.sleep(contents=tmp_path / "sleep")
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "vtensor-remove":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    scene.pool.wake()
+    scene.check()
+    assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before
 
 
 def test_killed_while_it_writes(tmp_path):
