@@ -370,6 +370,7 @@ def layered_run(steps: int) -> Run:
     return Run(*LAYERED, steps, bands=6)
 
 
+@pytest.mark.slow
 def test_an_interrupted_step():
     seen = set()
 
@@ -383,6 +384,7 @@ def test_an_interrupted_step():
     assert len(seen) > 1500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_an_iteration_of_walks_can_be_completed_again_or_abandoned(abandoned):
     assert len(cut_completions(LAYERED, abandoned=abandoned, stride=5, bands=6)) > 300

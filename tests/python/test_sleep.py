@@ -246,6 +246,7 @@ def test_every_driver_call_refused_in_turn(pool_factory, kind, contents, prefetc
     scene.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("going", [True, False], ids=["going", "waking"])
 @pytest.mark.parametrize("place", ["host", "file"])
 def test_cut_off_at_any_bytecode(tmp_path, place, going):
