@@ -22,34 +22,27 @@ Reservation::Reservation(Driver& driver, PageStore& pages, const RowShape& shape
       zeroed_(shape.zeroed),
       table_(shape.rows) {}
 
-std::size_t Reservation::count_mapped(Interval indices) const {
-  std::size_t mapped = 0;
+template <typename Counted>
+std::size_t Reservation::count(Interval indices, Counted counted) const {
+  std::size_t pages = 0;
   const std::size_t end = std::min(indices.end, reserved());
   for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t index = indices.begin; index < end; ++index)
-      mapped += is_mapped(at(row, index));
+    for (std::size_t index = indices.begin; index < end; ++index) pages += counted(at(row, index));
   }
-  return mapped;
+  return pages;
 }
 
+std::size_t Reservation::count_mapped(Interval indices) const { return count(indices, is_mapped); }
+
 std::size_t Reservation::count_taken(Interval indices) const {
-  std::size_t taken = 0;
-  const std::size_t end = std::min(indices.end, reserved());
-  for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t index = indices.begin; index < end; ++index)
-      taken += is_mapped(at(row, index)) || at(row, index).state == EntryState::arriving;
-  }
-  return taken;
+  return count(indices, [](const Entry& entry) {
+    return is_mapped(entry) || entry.state == EntryState::arriving;
+  });
 }
 
 std::size_t Reservation::count_quarantined(Interval indices) const {
-  std::size_t lost = 0;
-  if (quarantined() == 0) return lost;
-  for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t index = indices.begin; index < indices.end; ++index)
-      lost += at(row, index).state == EntryState::quarantined;
-  }
-  return lost;
+  if (quarantined() == 0) return 0;
+  return count(indices, [](const Entry& entry) { return entry.state == EntryState::quarantined; });
 }
 
 void Reservation::collect(std::vector<Run>& runs, std::size_t row, Interval indices,

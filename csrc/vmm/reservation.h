@@ -219,6 +219,8 @@ class Reservation {
  private:
   class Remapping;
 
+  template <typename Counted>
+  std::size_t count(Interval indices, Counted counted) const VT_LOCKED;
   void open_homes() VT_LOCKED;
   void claim_shared(Arrival& arrival) VT_LOCKED;
   // Adds `runs` as the driver takes them, with their handles from the first of `handles` on.
