@@ -672,44 +672,9 @@ ArenaCounts Arena::counts() {
   return counts_now();
 }
 
-std::vector<PageRecord> Arena::pages() {
-  PoolLock lock(pool_);
-  pool_->reap();
-  std::vector<Reservation::Run> runs;
-  range_.collect(runs, 0, {0, range_.reserved()}, [](const Entry& entry) {
-    return entry.page != nullptr && entry.state != EntryState::arriving;
-  });
-  static constexpr const char* kIdle[] = {"mapped", "cached", "prefetched", "pinned"};
-  std::vector<PageRecord> records;
-  for (const Reservation::Run& run : runs) {
-    const EntryState state = range_.at(0, run.indices.begin).state;
-    const std::vector<std::uint8_t> private_copies =
-        state == EntryState::copy_on_write ? range_.find_private_copies(run)
-                                           : std::vector<std::uint8_t>(run.indices.size());
-    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      const Page& page = *range_.at(0, i).page;
-      PageRecord record{0,
-                        i,
-                        range_.address(0, i),
-                        static_cast<std::int64_t>(page.handle),
-                        page.references,
-                        kIdle[static_cast<std::size_t>(states_[i].idle)]};
-      if (state == EntryState::quarantined) {
-        record.state = "quarantined";
-      } else if (private_copies[i - run.indices.begin]) {
-        record.page_id = -1;
-        record.shared = 1;
-        record.state = "private";
-      } else if (page.asleep) {
-        record.page_id = -1;
-        record.state = "asleep";
-      } else if (states_[i].idle == Idle::no && page.references > 1) {
-        record.state = "shared";
-      }
-      records.push_back(record);
-    }
-  }
-  return records;
+const char* Arena::why_mapped(std::size_t index) const {
+  static constexpr const char* kIdle[] = {nullptr, "cached", "prefetched", "pinned"};
+  return kIdle[static_cast<std::size_t>(states_[index].idle)];
 }
 
 void Arena::add_to(PoolCounts& counts) const {

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "base/interval.h"
-#include "policy/page_record.h"
 #include "policy/range_client.h"
 #include "vmm/caller.h"
 
@@ -100,7 +99,6 @@ class Arena final : public RangeClient {
   }
 
   ArenaCounts counts();
-  std::vector<PageRecord> pages();
 
   // What its pool asks of it: see Client.
   bool placed() const override { return true; }
@@ -150,6 +148,7 @@ class Arena final : public RangeClient {
                                      const char* hole);
 
   const char* noun() const override { return "arena"; }
+  const char* why_mapped(std::size_t index) const override VT_LOCKED;
   bool begin_unmapping() override VT_LOCKED;
   bool is_quiet() override VT_LOCKED;
   bool release_range() override VT_LOCKED;

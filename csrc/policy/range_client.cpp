@@ -208,4 +208,44 @@ void RangeClient::enter_back(Departure& departure) {
   pool_->changed();
 }
 
+// -- reports
+
+std::vector<PageRecord> RangeClient::pages() {
+  PoolLock lock(pool_);
+  pool_->reap();
+  std::vector<PageRecord> records;
+  const auto has_page = [](const Entry& entry) {
+    return entry.page != nullptr && entry.state != EntryState::arriving;
+  };
+  for (const Reservation::Run& run : range_.collect({0, range_.row_pages()}, has_page)) {
+    const EntryState state = range_.at(run.row, run.indices.begin).state;
+    const std::vector<std::uint8_t> private_copies =
+        state == EntryState::copy_on_write ? range_.find_private_copies(run)
+                                           : std::vector<std::uint8_t>(run.indices.size());
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+      const Page& page = *range_.at(run.row, index).page;
+      PageRecord record{run.row,
+                        index,
+                        range_.address(run.row, index),
+                        static_cast<std::int64_t>(page.handle),
+                        page.references,
+                        why_mapped(index)};
+      if (state == EntryState::quarantined) {
+        record.state = "quarantined";
+      } else if (private_copies[index - run.indices.begin]) {
+        record.page_id = -1;
+        record.shared = 1;
+        record.state = "private";
+      } else if (page.asleep) {
+        record.page_id = -1;
+        record.state = "asleep";
+      } else if (record.state == nullptr) {
+        record.state = page.references > 1 ? "shared" : "mapped";
+      }
+      records.push_back(record);
+    }
+  }
+  return records;
+}
+
 }  // namespace vtensor

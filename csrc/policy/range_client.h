@@ -12,6 +12,7 @@
 #include "policy/client.h"
 #include "policy/generation.h"
 #include "policy/page_pool.h"
+#include "policy/page_record.h"
 #include "policy/pending_unmap.h"
 #include "vmm/caller.h"
 #include "vmm/pending_work.h"
@@ -29,6 +30,7 @@ class RangeClient : public Client {
   // The owner leaves: pages and addresses go as the generations over them end, or are cached. Never
   // blocks, never throws (I11). Takes effect before the lock is next let go. To be called once.
   void abandon() noexcept;
+  std::vector<PageRecord> pages();
 
   // What its pool asks of it: see Client.
   const std::shared_ptr<PagePool>& pool() const final { return pool_; }
@@ -70,6 +72,8 @@ class RangeClient : public Client {
 
   // What it is, for messages.
   virtual const char* noun() const = 0;
+  // Of a mapped page that its owner does not use, why it is mapped; null where the owner does.
+  virtual const char* why_mapped(std::size_t index) const VT_LOCKED = 0;
   // Whether something is on its way out. Notes what must be done before it may go.
   virtual bool begin_unmapping() VT_LOCKED = 0;
   // Whether all has passed that its next use, or its next owner, would have to wait for.

@@ -17,7 +17,6 @@
 #include "base/fault_report.h"
 #include "base/interval.h"
 #include "policy/look_ahead.h"
-#include "policy/page_record.h"
 #include "policy/range_client.h"
 #include "vmm/caller.h"
 #include "vmm/row_shape.h"
@@ -151,7 +150,6 @@ class Buffer final : public RangeClient {
   std::size_t mapped_pages();
   // As that, at once: no lock is waited for and nothing taken back, so that it may be a moment old.
   std::size_t mapped_pages_seen() const noexcept { return range_.mapped() + range_.quarantined(); }
-  std::vector<PageRecord> pages();
 
   // What its pool asks of it: see Client.
   bool placed() const override { return host_ != nullptr; }
@@ -202,6 +200,7 @@ class Buffer final : public RangeClient {
 
  private:
   const char* noun() const override { return "tensor"; }
+  const char* why_mapped(std::size_t index) const override VT_LOCKED;
   bool begin_unmapping() override VT_LOCKED;
   bool is_quiet() override VT_LOCKED;
   bool release_range() override VT_LOCKED;

@@ -13,50 +13,10 @@ std::size_t Buffer::mapped_pages() {
   return range_.mapped() + range_.quarantined();
 }
 
-std::vector<PageRecord> Buffer::pages() {
-  PoolLock lock(pool_);
-  pool_->reap();
-  std::vector<PageRecord> records;
-  for (std::size_t row = 0; row < range_.rows(); ++row) {
-    std::vector<Reservation::Run> runs;
-    range_.collect(runs, row, {0, range_.row_pages()}, [](const Entry& entry) {
-      return entry.page != nullptr && entry.state != EntryState::arriving;
-    });
-    for (const Reservation::Run& run : runs) {
-      const EntryState state = range_.at(row, run.indices.begin).state;
-      const std::vector<std::uint8_t> private_copies =
-          state == EntryState::copy_on_write ? range_.find_private_copies(run)
-                                             : std::vector<std::uint8_t>(run.indices.size());
-      for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-        const Page& page = *range_.at(row, index).page;
-        PageRecord record{row,
-                          index,
-                          range_.address(row, index),
-                          static_cast<std::int64_t>(page.handle),
-                          page.references,
-                          page.references > 1 ? "shared" : "mapped"};
-        if (state == EntryState::quarantined) {
-          record.state = "quarantined";
-        } else if (!extent_.contains(index)) {
-          record.state = cached_.contains(index) || intersection(ahead(), reused_).contains(index)
-                             ? "cached"
-                         : ahead().contains(index) ? "prefetched"
-                                                   : "pinned";
-        }
-        if (private_copies[index - run.indices.begin]) {
-          record.page_id = -1;
-          record.shared = 1;
-          record.state = "private";
-        }
-        if (page.asleep) {
-          record.page_id = -1;
-          record.state = "asleep";
-        }
-        records.push_back(record);
-      }
-    }
-  }
-  return records;
+const char* Buffer::why_mapped(std::size_t index) const {
+  if (extent_.contains(index)) return nullptr;
+  if (cached_.contains(index) || intersection(ahead(), reused_).contains(index)) return "cached";
+  return ahead().contains(index) ? "prefetched" : "pinned";
 }
 
 void Buffer::add_to(PoolCounts& counts) const {
