@@ -125,15 +125,6 @@ std::vector<Interval> Arena::pages_of(std::span<const Interval> intervals) const
   return pages;
 }
 
-void Arena::require_no_capture(const Caller& caller) const {
-  if (!driver_.traits().asynchronous) return;
-  driver_.require_own(caller.operation, caller.stream);
-  if (!driver_.capturing(caller.stream)) return;
-  throw Error("[" + std::string(caller.operation) +
-              "] this needs driver calls, and the current stream is being captured into a CUDA "
-              "graph: map the blocks before the capture");
-}
-
 // -- blocks
 
 std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> intervals,
@@ -492,8 +483,7 @@ std::size_t Arena::drop_ahead() {
   return pages;
 }
 
-bool Arena::begin_unmapping() {
-  if (!unmap_.indices().empty()) return true;
+std::vector<Interval> Arena::uncovered() const {
   const Interval touched = unmap_.touched();
   std::vector<Interval> leaving;
   for (std::size_t i = touched.begin; i < touched.end; ++i) {
@@ -501,30 +491,7 @@ bool Arena::begin_unmapping() {
     while (i < touched.end && states_[i].idle == Idle::leaving) ++i;
     if (i != first) leaving.push_back({first, i});
   }
-  std::vector<FencePtr> after;
-  if (!leaving.empty()) {
-    after = work_.fences();
-    after.insert(after.end(), ready_after_.begin(), ready_after_.end());
-  }
-  for (const Interval pages : leaving) range_.event(trace::What::retire, pages);
-  unmap_.begin(std::move(leaving), std::move(after));
-  return !unmap_.indices().empty();
-}
-
-void Arena::give_back_unused() noexcept {
-  if (busy_) return;  // the end of that comes here again
-  if (!pool_->looks_ahead()) {
-    if (!settle(nullptr)) pool_->settle_later(shared_from_this());
-    return;
-  }
-  unmap_.try_again();
-  try {
-    const bool ends = !owned_ && reserved_ && generations_.empty();
-    if (begin_unmapping() || ends || !ready_after_.empty()) pool_->settle_later(shared_from_this());
-  } catch (...) {
-    unmap_.refused(std::current_exception());
-    pool_->settle_later(shared_from_this());
-  }
+  return leaving;
 }
 
 void Arena::enter_back(Departure& departure) {
@@ -555,17 +522,6 @@ bool Arena::is_quiet() { return all_passed(driver_, ready_after_); }
 std::size_t Arena::pages_leaving() const {
   if (unmap_.refusal()) return 0;
   return count_of(Idle::leaving);
-}
-
-bool Arena::release_range() {
-  if (owned_ || !reserved_ || !generations_.empty()) return true;
-  if (range_.mapped() != 0) return false;
-  known_.reset();
-  if (range_.quarantined() == 0) driver_.free_range(range_.base(), range_.row_pages());
-  range_.end(nullptr);
-  reserved_ = false;
-  pool_->remove(this);
-  return true;
 }
 
 // -- ahead

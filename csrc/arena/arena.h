@@ -104,7 +104,6 @@ class Arena final : public RangeClient {
   bool placed() const override { return true; }
   void forget(const Generation* generation) noexcept override VT_LOCKED;
   void leave() noexcept override VT_LOCKED;
-  void give_back_unused() noexcept override VT_LOCKED;
   std::size_t pages_leaving() const override VT_LOCKED;
   std::size_t drop_ahead() override VT_LOCKED;
   bool reusable() const override VT_LOCKED { return false; }
@@ -148,16 +147,15 @@ class Arena final : public RangeClient {
                                      const char* hole);
 
   const char* noun() const override { return "arena"; }
+  const char* capture_advice() const override { return "map the blocks before the capture"; }
   const char* why_mapped(std::size_t index) const override VT_LOCKED;
-  bool begin_unmapping() override VT_LOCKED;
+  std::vector<Interval> uncovered() const override VT_LOCKED;
   bool is_quiet() override VT_LOCKED;
-  bool release_range() override VT_LOCKED;
   bool find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   void give_up_ahead() override VT_LOCKED { wanted_.clear(); }
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;
   ArenaCounts counts_now() const VT_LOCKED;
-  void require_no_capture(const Caller& caller) const;
   std::vector<Reservation::Run> missing(const char* operation,
                                         std::span<const Interval> pages) const VT_LOCKED;
   std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,

@@ -102,6 +102,16 @@ void RangeClient::raise_if_asleep() const {
                " is asleep, without memory: call wake() of its pool first");
 }
 
+void RangeClient::require_no_capture(const Caller& caller) const {
+  if (!driver_.traits().asynchronous) return;
+  driver_.require_own(caller.operation, caller.stream);
+  if (!driver_.capturing(caller.stream)) return;
+  throw Error("[" + std::string(caller.operation) +
+              "] this needs driver calls, and the current stream is being captured into a CUDA "
+              "graph: " +
+              capture_advice());
+}
+
 void RangeClient::raise_error() {
   raise_if_asleep();
   if (!failed_.load(std::memory_order_relaxed)) return;
@@ -137,6 +147,47 @@ void RangeClient::refused_ahead(const Reservation::Arrival& arrival) {
 }
 
 // -- back
+
+void RangeClient::give_back_unused() noexcept {
+  if (busy_) return;  // the end of that comes here again
+  if (!pool_->looks_ahead()) {
+    if (!settle(nullptr)) pool_->settle_later(shared_from_this());
+    return;
+  }
+  unmap_.try_again();
+  try {
+    if (begin_unmapping() || ends() || has_fences()) pool_->settle_later(shared_from_this());
+  } catch (...) {
+    unmap_.refused(std::current_exception());
+    pool_->settle_later(shared_from_this());
+  }
+}
+
+bool RangeClient::begin_unmapping() {
+  if (!unmap_.indices().empty()) return true;
+  std::vector<Interval> indices = uncovered();
+  std::vector<FencePtr> after;
+  if (!indices.empty()) after = fences();
+  for (const Interval some : indices) range_.event(trace::What::retire, some);
+  unmap_.begin(std::move(indices), std::move(after));
+  return !unmap_.indices().empty();
+}
+
+bool RangeClient::release_range() {
+  if (!ends()) return true;
+  if (range_.mapped() != 0) return false;
+  known_.reset();
+  free_range();
+  reserved_ = false;
+  pool_->remove(this);
+  return true;
+}
+
+void RangeClient::free_range() {
+  if (range_.quarantined() == 0)
+    driver_.free_range(range_.base(), range_.row_pages() * range_.rows());
+  range_.end(nullptr);
+}
 
 bool RangeClient::settle(PoolLock* lock) noexcept {
   if (busy_) return false;

@@ -37,6 +37,7 @@ class RangeClient : public Client {
   const RowShape& shape() const final { return shape_; }
   Reservation& range() final { return range_; }
   const Reservation& range() const { return range_; }
+  void give_back_unused() noexcept override VT_LOCKED;
   bool settle(PoolLock* lock) noexcept final VT_LOCKED;
   const std::exception_ptr& refusal() const final VT_LOCKED { return unmap_.refusal(); }
   bool busy() const final VT_LOCKED { return busy_ || waiting_ != 0; }
@@ -72,14 +73,19 @@ class RangeClient : public Client {
 
   // What it is, for messages.
   virtual const char* noun() const = 0;
+  // What its users are to do where a capture refuses driver calls.
+  virtual const char* capture_advice() const = 0;
   // Of a mapped page that its owner does not use, why it is mapped; null where the owner does.
   virtual const char* why_mapped(std::size_t index) const VT_LOCKED = 0;
-  // Whether something is on its way out. Notes what must be done before it may go.
-  virtual bool begin_unmapping() VT_LOCKED = 0;
+  // Of what was touched, mapped pages that nothing needs.
+  virtual std::vector<Interval> uncovered() const VT_LOCKED = 0;
   // Whether all has passed that its next use, or its next owner, would have to wait for.
   virtual bool is_quiet() VT_LOCKED = 0;
-  // Frees the range of a client that is out of reach. False if something is left in it.
-  virtual bool release_range() VT_LOCKED = 0;
+  // Whether there are fences of that, passed or not.
+  virtual bool has_fences() const VT_LOCKED { return !ready_after_.empty(); }
+  // Whether it is out of reach, and its range is to go.
+  virtual bool ends() const VT_LOCKED { return !owned_ && reserved_ && generations_.empty(); }
+  virtual void free_range() VT_LOCKED;
   // Adds empty pages that it wants ahead, up to `pages`, with what is to stand there if that is
   // shared. False if it has to give up.
   virtual bool find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
@@ -87,6 +93,9 @@ class RangeClient : public Client {
   virtual void give_up_ahead() VT_LOCKED = 0;
 
   void raise_if_asleep() const;
+  // Throws where the caller's stream is being captured, because driver work would become part of
+  // the graph, or break it, and where it is not the driver's own.
+  void require_no_capture(const Caller& caller) const;
   // Waits until no thread makes driver calls for it; the mapper begins none meanwhile.
   void await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void failed(std::exception_ptr error) VT_LOCKED;
@@ -113,6 +122,10 @@ class RangeClient : public Client {
       std::make_unique<Generation>();  // made ahead: leaving cannot fail
 
  private:
+  // Whether something is on its way out. Notes what must be done before it may go.
+  bool begin_unmapping() VT_LOCKED;
+  // Frees the range of a client that ends. False if something is left in it.
+  bool release_range() VT_LOCKED;
   bool claim_departure(Departure& departure, std::size_t pages) VT_LOCKED;
 
   std::exception_ptr error_ VT_GUARDED;  // of the mapper, not yet raised

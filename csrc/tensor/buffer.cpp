@@ -92,16 +92,6 @@ void Buffer::set_positions(Interval positions) {
   if (follower_ != nullptr) follower_->follow(positions, owned_);
 }
 
-void Buffer::require_no_capture(const Caller& caller) {
-  if (!driver_.traits().asynchronous) return;
-  driver_.require_own(caller.operation, caller.stream);
-  if (!driver_.capturing(caller.stream)) return;
-  throw Error("[" + std::string(caller.operation) +
-              "] this needs driver calls, and the current stream is being captured into a CUDA "
-              "graph: grow before the capture, or extend(n) and truncate(length) once so that the "
-              "pages are ready");
-}
-
 bool Buffer::is_ready(Interval positions) const {
   const Interval added = indices_of({positions_.end, positions.end});
   if (!extent_.contains(added) && (added.end > ready_.end || !ready_after_.empty())) return false;

@@ -200,10 +200,16 @@ class Buffer final : public RangeClient {
 
  private:
   const char* noun() const override { return "tensor"; }
+  const char* capture_advice() const override {
+    return "grow before the capture, or extend(n) and truncate(length) once so that the pages are "
+           "ready";
+  }
   const char* why_mapped(std::size_t index) const override VT_LOCKED;
-  bool begin_unmapping() override VT_LOCKED;
+  std::vector<Interval> uncovered() const override VT_LOCKED;
   bool is_quiet() override VT_LOCKED;
-  bool release_range() override VT_LOCKED;
+  bool ends() const override VT_LOCKED;
+  bool has_fences() const override VT_LOCKED;
+  void free_range() override VT_LOCKED;
   bool find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   void give_up_ahead() override VT_LOCKED;
 
@@ -220,9 +226,6 @@ class Buffer final : public RangeClient {
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   // Throws where pages of the extent are quarantined.
   void require_whole(const char* operation) const VT_LOCKED;
-  // Throws where the caller's stream is being captured, because driver work would become part of
-  // the graph, or break it, and where it is not the driver's own.
-  void require_no_capture(const Caller& caller) VT_LOCKED;
   static std::size_t fresh_pages_for(std::span<const Growing> all) VT_LOCKED;
   void unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
                Interval stale = {}) VT_LOCKED;
@@ -243,7 +246,6 @@ class Buffer final : public RangeClient {
   void mark_pace() VT_LOCKED;
   void look_ahead() VT_LOCKED;
   void want(std::size_t index_end, bool soon) VT_LOCKED;
-  std::vector<Interval> uncovered() const VT_LOCKED;
   void set_ready(Interval indices) VT_LOCKED;
   Generation* publish_locked() VT_LOCKED;
   void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;

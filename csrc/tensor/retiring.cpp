@@ -138,49 +138,24 @@ std::size_t Buffer::pages_leaving(Interval within) const {
   return pages;
 }
 
-bool Buffer::begin_unmapping() {
-  if (!unmap_.indices().empty()) return true;
-  std::vector<Interval> indices = uncovered();
-  std::vector<FencePtr> after;
-  if (!indices.empty()) after = fences();
-  for (const Interval interval : indices) range_.event(trace::What::retire, interval);
-  unmap_.begin(std::move(indices), std::move(after));
-  return !unmap_.indices().empty();
-}
-
 void Buffer::give_back_unused() noexcept {
   if (busy_) return;  // the end of that comes here again
   const bool may_cache = !owned_ && generations_.empty() && asleep.load() == 0;
   if (may_cache && std::exchange(may_cache_, false)) try_to_cache();
-  if (!pool_->looks_ahead()) {
-    if (!settle(nullptr)) pool_->settle_later(shared_from_this());
-    return;
-  }
-  unmap_.try_again();
-  try {
-    const bool ends = !owned_ && reserved_ && generations_.empty() && cached_.empty();
-    if (begin_unmapping() || ends || !ready_after_.empty() || !cached_after_.empty() ||
-        cleaned_after_) {
-      pool_->settle_later(shared_from_this());
-    }
-  } catch (...) {
-    unmap_.refused(std::current_exception());
-    pool_->settle_later(shared_from_this());
-  }
+  RangeClient::give_back_unused();
 }
 
-bool Buffer::release_range() {
-  if (owned_ || !reserved_ || !generations_.empty() || !cached_.empty()) return true;
-  if (range_.mapped() != 0) return false;
-  known_.reset();
+bool Buffer::ends() const { return RangeClient::ends() && cached_.empty(); }
+
+bool Buffer::has_fences() const {
+  return RangeClient::has_fences() || !cached_after_.empty() || cleaned_after_;
+}
+
+void Buffer::free_range() {
   follower_ = nullptr;
-  if (range_.quarantined() == 0 && host_ == nullptr)
-    driver_.free_range(range_.base(), range_.row_pages() * range_.rows());
-  range_.end(host_ == nullptr ? nullptr : &host_->client->range());
-  if (host_ != nullptr) pool_->end_locked(std::exchange(host_, nullptr));
-  reserved_ = false;
-  pool_->remove(this);
-  return true;
+  if (host_ == nullptr) return RangeClient::free_range();
+  range_.end(&host_->client->range());
+  pool_->end_locked(std::exchange(host_, nullptr));
 }
 
 }  // namespace vtensor
