@@ -57,7 +57,10 @@ inline std::string seconds_text(std::chrono::nanoseconds time) {
 
 // A wait that reached its bound (I12).
 class TimedOut : public Error {
+ public:
   using Error::Error;
+  TimedOut(const std::string& operation, std::chrono::nanoseconds bound, const std::string& what)
+      : Error("[" + operation + "] timed out after " + seconds_text(bound) + ": " + what) {}
 };
 
 // A driver call that was refused. The driver has undone what the same operation did before it.

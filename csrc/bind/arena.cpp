@@ -135,10 +135,7 @@ class ArenaCore {
   }
 
   void close(std::optional<Stream> stream) {
-    refuse_in_forked_child("Arena.close");
-    mutex_.lock("Arena.close");
-    const std::unique_ptr<OperationMutex, void (*)(OperationMutex*)> unlock(
-        &mutex_, [](OperationMutex* mutex) { mutex->unlock(); });
+    const OperationLock lock(mutex_, "Arena.close");
     if (!arena_) return;
     const Caller asking = caller_of("Arena.close", stream, *pool_);
     const ReleasedGil released;

@@ -32,9 +32,7 @@ class OperationMutex {
         locked = mutex_.try_lock_for(bound);
       }
       if (!locked) {
-        throw TimedOut("[" + std::string(operation) +
-                       "] timed out after 60 s: another thread's operation on this " +
-                       "tensor has not ended");
+        throw TimedOut(operation, bound, "another thread's operation on this tensor has not ended");
       }
     }
     owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
@@ -58,25 +56,31 @@ class OperationMutex {
   std::atomic<std::thread::id> owner_{};
 };
 
-// One operation on something with a mutex: refused in a forked child, once it is closed, and beside
-// another operation. `held` is null, or false, once it is closed.
-class SoleOperation {
+// Holds the mutex for a scope. Refused in a forked child, and beside another operation.
+class OperationLock {
  public:
-  template <typename Held>
-  SoleOperation(OperationMutex& mutex, const Held& held, const char* noun, const char* name)
-      : mutex_(mutex) {
+  OperationLock(OperationMutex& mutex, const char* name) : mutex_(mutex) {
     refuse_in_forked_child(name);
     mutex.lock(name);
-    if (held) return;
-    mutex.unlock();
-    throw Closed("[" + std::string(name) + "] the " + noun + " is closed: make a new one");
   }
-  ~SoleOperation() { mutex_.unlock(); }
-  SoleOperation(const SoleOperation&) = delete;
-  SoleOperation& operator=(const SoleOperation&) = delete;
+  ~OperationLock() { mutex_.unlock(); }
+  OperationLock(const OperationLock&) = delete;
+  OperationLock& operator=(const OperationLock&) = delete;
 
  private:
   OperationMutex& mutex_;
+};
+
+// One operation on something with a mutex, refused once that is closed too: `held` is null, or
+// false, then.
+class SoleOperation : OperationLock {
+ public:
+  template <typename Held>
+  SoleOperation(OperationMutex& mutex, const Held& held, const char* noun, const char* name)
+      : OperationLock(mutex, name) {
+    if (!held)
+      throw Closed("[" + std::string(name) + "] the " + noun + " is closed: make a new one");
+  }
 };
 
 }  // namespace vtensor::bind

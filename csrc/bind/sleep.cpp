@@ -79,8 +79,7 @@ void copy(PagePool& pool, const char* operation, Launch launch) {
   Driver& driver = pool.driver();
   launch(driver);
   if (wait_for(driver, driver.fence(driver.copy_stream()), pool.options().patience)) return;
-  throw TimedOut("[" + std::string(operation) + "] timed out after " +
-                 seconds_text(pool.options().patience) + ": a copy has not ended");
+  throw TimedOut(operation, pool.options().patience, "a copy has not ended");
 }
 
 }  // namespace

@@ -305,10 +305,7 @@ class CacheCore {
   }
 
   void close(std::optional<Stream> stream) {
-    refuse_in_forked_child("KVCache.close");
-    mutex_.lock("KVCache.close");
-    const std::unique_ptr<OperationMutex, void (*)(OperationMutex*)> unlock(
-        &mutex_, [](OperationMutex* mutex) { mutex->unlock(); });
+    const OperationLock lock(mutex_, "KVCache.close");
     if (cache_) {
       const Caller asking = caller("KVCache.close", stream);
       closed_ = true;
@@ -459,8 +456,8 @@ class CacheCore {
       if (over) return;
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
       if (std::chrono::steady_clock::now() < until) continue;
-      throw TimedOut("[KVCache.wait] timed out after " + seconds_text(pool.options().patience) +
-                     ": the slot is still being copied; it stays as it is");
+      throw TimedOut("KVCache.wait", pool.options().patience,
+                     "the slot is still being copied; it stays as it is");
     }
   }
 

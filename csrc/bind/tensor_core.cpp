@@ -453,10 +453,7 @@ void TensorCore::record_stream(Stream stream) {
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
   if (!open_) return;
-  refuse_in_forked_child("VTensor.close");
-  mutex_.lock("VTensor.close");
-  const std::unique_ptr<OperationMutex, void (*)(OperationMutex*)> unlock(
-      &mutex_, [](OperationMutex* mutex) { mutex->unlock(); });
+  const OperationLock lock(mutex_, "VTensor.close");
   if (!open_) return;
   const Caller caller = this->caller("VTensor.close", stream);
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());

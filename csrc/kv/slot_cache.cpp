@@ -346,9 +346,9 @@ void SlotCache::require_arrived(const Caller& caller, std::size_t slot) {
   if (slots_[slot].arriving.empty()) return;
   const FencePtr fence = last_arrival(slot);
   if (wait_for(pool_->driver(), fence, pool_->options().patience)) return;
-  throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
-                 seconds_text(pool_->options().patience) + ": slot " + text(slot) +
-                 " is still being copied from host memory; it stays as it is");
+  throw TimedOut(
+      caller.operation, pool_->options().patience,
+      "slot " + text(slot) + " is still being copied from host memory; it stays as it is");
 }
 
 void SlotCache::leave(std::size_t slot) noexcept {

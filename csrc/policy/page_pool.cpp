@@ -126,10 +126,8 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
   if (done()) return;
   const trace::Span span(trace::What::wait, 0, 0);
   for (const auto until = steady_clock::now() + options_.patience; !done();) {
-    if (steady_clock::now() >= until) {
-      throw TimedOut("[" + std::string(operation) + "] timed out after " +
-                     seconds_text(options_.patience) + ": " + what + " has not ended");
-    }
+    if (steady_clock::now() >= until)
+      throw TimedOut(operation, options_.patience, std::string(what) + " has not ended");
     wait_changed(lock, steady_clock::now() + kLook);
   }
 }
@@ -315,10 +313,11 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   while (!refused && !idle()) {
     wake_mapper_ |= std::exchange(untold_, false);
     if (steady_clock::now() >= until) {
-      throw TimedOut("[Pool.wait_idle] timed out after " + seconds_text(timeout) + ": " +
-                     std::to_string(unsettled_.size()) +
-                     " tensors have pages that work on the device may still use, or the mapper is "
-                     "busy; they stay mapped, and go once that has ended");
+      throw TimedOut(
+          "Pool.wait_idle", timeout,
+          std::to_string(unsettled_.size()) +
+              " tensors have pages that work on the device may still use, or the mapper is "
+              "busy; they stay mapped, and go once that has ended");
     }
     wait_changed(lock, steady_clock::now() + kLook);
     reap();

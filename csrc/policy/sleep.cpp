@@ -306,8 +306,7 @@ void WakeUp::await_copies(const char* what) const {
   Driver& driver = pool_->driver();
   const std::chrono::nanoseconds patience = pool_->options().patience;
   if (wait_for(driver, driver.fence(driver.copy_stream()), patience)) return;
-  throw TimedOut("[" + std::string(caller_.operation) + "] timed out after " +
-                 seconds_text(patience) + ": " + what + " has not ended");
+  throw TimedOut(caller_.operation, patience, std::string(what) + " has not ended");
 }
 
 void WakeUp::finish() {

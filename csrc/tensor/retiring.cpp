@@ -59,9 +59,8 @@ void Buffer::await_streams(PoolLock& lock, const Caller& caller) {
       passed = passed && wait_for(driver_, fence, pool_->options().patience);
   }
   if (passed) return;
-  throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
-                 seconds_text(pool_->options().patience) +
-                 ": work launched on the device that uses this tensor has not ended; nothing was "
+  throw TimedOut(caller.operation, pool_->options().patience,
+                 "work launched on the device that uses this tensor has not ended; nothing was "
                  "changed");
 }
 

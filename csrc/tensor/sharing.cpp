@@ -216,9 +216,8 @@ void Buffer::protect_origins(const Caller& caller,
       buffer->protect(caller, indices);
     for (const FencePtr& fence : origin->after) {
       if (wait_for(driver_, fence, pool_->options().patience)) continue;
-      throw TimedOut("[" + std::string(caller.operation) + "] timed out after " +
-                     seconds_text(pool_->options().patience) +
-                     ": work launched on the device that writes to a shared prefix has not ended; "
+      throw TimedOut(caller.operation, pool_->options().patience,
+                     "work launched on the device that writes to a shared prefix has not ended; "
                      "nothing was changed");
     }
     std::for_each(first, at, [](const auto& page_set) { page_set->origin.reset(); });

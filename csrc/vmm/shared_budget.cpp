@@ -292,9 +292,9 @@ class SharedBudget::Locked {
       if (error == 0) return;
       if (error != EAGAIN && error != EACCES) throw opened.lock_refused(error);
       if (tries == kLockLooks) {
-        throw TimedOut("[shared budget] timed out after " + seconds_text(kLockPatience) +
-                       ": another process has locked the shared budget " + quoted(opened.name()) +
-                       " and is stopped: let it go on, or kill it");
+        throw TimedOut("shared budget", kLockPatience,
+                       "another process has locked the shared budget " + quoted(opened.name()) +
+                           " and is stopped: let it go on, or kill it");
       }
       tries < kSoon ? std::this_thread::yield() : std::this_thread::sleep_for(kLockLook);
     }
