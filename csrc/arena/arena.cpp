@@ -58,7 +58,7 @@ class ByteFaults final : public faults::Range {
 
 std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                    bool zeros, const Caller& caller) {
-  std::shared_ptr<Arena> arena = make(pool, bytes, caller, {}, kHole);
+  std::shared_ptr<Arena> arena = make_for({}, pool, bytes, caller, kHole);
   if (!zeros) return arena;
   try {
     std::vector<Address> holes(arena->range_.row_pages());
@@ -71,14 +71,9 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
   return arena;
 }
 
-std::shared_ptr<Arena> Arena::make_for(std::uint64_t owner, const std::shared_ptr<PagePool>& pool,
-                                       std::size_t bytes, const Caller& caller, const char* hole) {
-  return make(pool, bytes, caller, owner, hole);
-}
-
-std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                   const Caller& caller, std::optional<std::uint64_t> owner,
-                                   const char* hole) {
+std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
+                                       const std::shared_ptr<PagePool>& pool, std::size_t bytes,
+                                       const Caller& caller, const char* hole) {
   const std::size_t page = pool->page_size();
   // 2^47 bytes are the addresses of a process on x86-64; a page's neighbours are numbered in 32
   // bits.
@@ -575,11 +570,7 @@ void Arena::enter_ahead(Reservation::Arrival& arrival) {
 
 Generation* Arena::publish(Interval bytes) {
   const PoolLock lock(pool_);
-  auto generation = std::make_unique<Generation>();
-  generation->client = shared_from_this();
-  generation->bytes = bytes;
-  generations_.add(generation.get());
-  return generation.release();
+  return publish_locked({}, bytes);
 }
 
 void Arena::forget(const Generation* generation) noexcept {

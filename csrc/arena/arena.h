@@ -46,10 +46,12 @@ class Arena final : public RangeClient {
   // nothing is mapped, on drivers where reading there would fault.
   static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                      bool zeros, const Caller& caller);
-  // One of several arenas of `owner`, who may see in each what was written in another (I7).
-  // `hole`: what a report of a fault says of bytes where nothing is mapped.
-  static std::shared_ptr<Arena> make_for(std::uint64_t owner, const std::shared_ptr<PagePool>& pool,
-                                         std::size_t bytes, const Caller& caller, const char* hole);
+  // One of several arenas of `owner`, who may see in each what was written in another (I7); one by
+  // itself where there is none. `hole`: what a report of a fault says of bytes where nothing is
+  // mapped.
+  static std::shared_ptr<Arena> make_for(std::optional<std::uint64_t> owner,
+                                         const std::shared_ptr<PagePool>& pool, std::size_t bytes,
+                                         const Caller& caller, const char* hole);
 
   Address base() const { return range_.base(); }
   std::size_t bytes() const { return shape_.capacity; }
@@ -141,10 +143,6 @@ class Arena final : public RangeClient {
   };
 
   Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages);
-  // `owner`: of its own where there is none.
-  static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                     const Caller& caller, std::optional<std::uint64_t> owner,
-                                     const char* hole);
 
   const char* noun() const override { return "arena"; }
   const char* capture_advice() const override { return "map the blocks before the capture"; }

@@ -20,7 +20,6 @@ class Spans {
   Spans(const Spans&) = delete;
   Spans& operator=(const Spans&) = delete;
 
-  std::size_t bytes() const { return bytes_; }
   bool all_free() const { return taken_.empty(); }
   std::size_t count() const { return taken_.size(); }
   std::size_t taken_bytes() const { return taken_bytes_; }

@@ -42,6 +42,15 @@ void RangeClient::abandon() noexcept {
   pool_->end(owner_end_.release());
 }
 
+Generation* RangeClient::publish_locked(Interval indices, Interval bytes) {
+  auto generation = std::make_unique<Generation>();
+  generation->client = shared_from_this();
+  generation->indices = indices;
+  generation->bytes = bytes;
+  generations_.add(generation.get());
+  return generation.release();
+}
+
 void RangeClient::await_turn(PoolLock& lock, const Caller& caller) {
   if (!busy_) return;
   ++waiting_;

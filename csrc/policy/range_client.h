@@ -93,6 +93,8 @@ class RangeClient : public Client {
   virtual void give_up_ahead() VT_LOCKED = 0;
 
   void raise_if_asleep() const;
+  // What a storage holds that needs these pages of every row, or the pages of these bytes.
+  Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
   // Throws where the caller's stream is being captured, because driver work would become part of
   // the graph, or break it, and where it is not the driver's own.
   void require_no_capture(const Caller& caller) const;

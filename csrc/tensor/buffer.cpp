@@ -127,20 +127,12 @@ bool Buffer::grow_within(const Caller& caller, Interval positions) {
 
 Generation* Buffer::publish() {
   const PoolLock lock(pool_);
-  return publish_locked();
+  return publish_locked(extent_);
 }
 
 Generation* Buffer::try_publish() {
   const PoolLock lock(pool_, std::try_to_lock);
-  return lock ? publish_locked() : nullptr;
-}
-
-Generation* Buffer::publish_locked() {
-  auto generation = std::make_unique<Generation>();
-  generation->client = shared_from_this();
-  generation->indices = extent_;
-  generations_.add(generation.get());
-  return generation.release();
+  return lock ? publish_locked(extent_) : nullptr;
 }
 
 bool Buffer::published() {

@@ -247,7 +247,6 @@ class Buffer final : public RangeClient {
   void look_ahead() VT_LOCKED;
   void want(std::size_t index_end, bool soon) VT_LOCKED;
   void set_ready(Interval indices) VT_LOCKED;
-  Generation* publish_locked() VT_LOCKED;
   void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void try_to_cache() VT_LOCKED;
   // Of cached pages, those that count against what freed tensors may leave: what a host's places
