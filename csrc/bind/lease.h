@@ -1,7 +1,6 @@
 // A lease keeps the present extents of tensors mapped for launched work.
 #pragma once
 
-#include <memory>
 #include <optional>
 #include <vector>
 

@@ -7,9 +7,7 @@
 
 #include <memory>
 #include <span>
-#include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "base/process.h"

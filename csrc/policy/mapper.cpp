@@ -1,7 +1,6 @@
 #include "policy/mapper.h"
 
 #include <algorithm>
-#include <new>
 #include <optional>
 #include <system_error>
 #include <utility>

@@ -2,11 +2,9 @@
 // is done, by the mapper or, in a pool without one, at once.
 #include <algorithm>
 #include <array>
-#include <string>
 #include <utility>
 
 #include "base/errors.h"
-#include "base/trace.h"
 #include "tensor/buffer.h"
 #include "vmm/wait.h"
 
