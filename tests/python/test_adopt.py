@@ -157,16 +157,17 @@ class Subclass(torch.Tensor):
     pass
 
 
-def unfit():
-    yield "meta", torch.empty(3, device="meta"), "to_empty"
-    yield "sparse", torch.eye(3).to_sparse(), "layout"
-    yield "quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "dequantize"
-    yield "subclass", torch.ones(3).as_subclass(Subclass), "Subclass"
-    yield "conjugated", torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"
-    yield "shared", torch.ones(3).share_memory_(), "shared memory"
+UNFIT = [
+    ("meta", torch.empty(3, device="meta"), "to_empty"),
+    ("sparse", torch.eye(3).to_sparse(), "layout"),
+    ("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "dequantize"),
+    ("subclass", torch.ones(3).as_subclass(Subclass), "Subclass"),
+    ("conjugated", torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
+    ("shared", torch.ones(3).share_memory_(), "shared memory"),
+]
 
 
-@pytest.mark.parametrize(("name", "made", "reason"), unfit(), ids=lambda p: p if isinstance(p, str) else "")
+@pytest.mark.parametrize(("name", "made", "reason"), UNFIT, ids=lambda p: p if isinstance(p, str) else "")
 def test_what_cannot_be_moved(host, name, made, reason):
     module = torch.nn.Linear(2, 2)
     module.register_buffer("odd", made)
