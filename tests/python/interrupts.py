@@ -100,11 +100,13 @@ def at_every_bytecode(
             than ``most``. A note says where the operation was interrupted.
     """
     seen = set() if seen is None else seen
+    handled = sys.exception()
     for tried in range(most):
         state = setup()
         run = _Run(_files(within), each, stride, seen)
         try:
             outcome = run(operation, state)
+            assert sys.exception() is handled, "the harness left an exception as handled"
             check(state, outcome)
         except BaseException as error:
             error.add_note(f"interrupted {run.where}" if run.where else "not interrupted")
@@ -176,7 +178,8 @@ def _never(code: CodeType) -> frozenset[int]:
     CPython looks for signals and asynchronous exceptions in calls and jumps back. There is neither between
     the end of a ``with`` block and the call of its ``__exit__``, which no exception handler covers (an
     ``__exit__`` in Python is interrupted in its own frame); nor in ``return name``, which hands over what may
-    be stored nowhere else any more.
+    be stored nowhere else any more; nor where an ``except`` begins and ends: what is handled there would stay
+    the thread's ``sys.exception()``.
     """
     found: set[int] = set()
     code_of = [one for one in dis.get_instructions(code) if one.opname != "PRECALL"]  # Python 3.11's
@@ -189,8 +192,11 @@ def _never(code: CodeType) -> frozenset[int]:
         elif one.opname == "RETURN_VALUE":
             begin = i - 1 if code_of[i - 1].opname.startswith(("LOAD_FAST", "LOAD_CONST")) else i
             found.update(range(code_of[begin].offset, one.offset + 1))
-        elif one.opname == "RETURN_CONST":
+        elif one.opname in ("RETURN_CONST", "PUSH_EXC_INFO"):
             found.add(one.offset)
+        elif one.opname == "POP_EXCEPT":
+            begin = i - 1 if code_of[i - 1].opname == "COPY" else i
+            found.update(range(code_of[begin].offset, one.offset + 1))
     return frozenset(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections import Counter
@@ -39,6 +40,16 @@ class Account:
         letters = self.letters
         self.letters = []
         return letters
+
+    def fail_in_three_ways(self):
+        for error in (KeyError, OSError, TypeError):
+            try:
+                raise error
+            except KeyError:
+                self.balance += 1
+            except OSError as caught:
+                self.letters.append(str(caught))
+        return self.balance
 
     def refuse_to_stop(self):
         try:
@@ -110,6 +121,17 @@ def test_only_frames_of_the_module_are_interrupted():
 def test_an_exception_that_is_caught_is_found():
     with pytest.raises(AssertionError, match="did not come out"):
         at_every_bytecode(Account, lambda a: a.refuse_to_stop(), no_check, within=HERE)
+
+
+def test_nothing_stays_handled():
+    def check(account, outcome):
+        assert sys.exception() is None
+
+    def operation(account):
+        with contextlib.suppress(TypeError):
+            account.fail_in_three_ways()
+
+    assert at_every_bytecode(Account, operation, check, within=HERE, each=moment) > 30
 
 
 def test_there_is_a_bound_and_the_tracing_ends():
