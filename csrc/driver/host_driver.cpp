@@ -319,8 +319,7 @@ class HostDriver final : public Driver {
   bool passed(const Fence& fence) override { return HostCopies::passed(fence); }
   void order(Stream stream, const Fence& fence) override {
     if (stream == kCopyStream || HostCopies::wait(fence, kPatience)) return;
-    throw TimedOut("[host order] timed out after " + seconds_text(kPatience) +
-                   ": copies between pages and host memory have not ended");
+    throw TimedOut("host order", kPatience, "copies between pages and host memory have not ended");
   }
   void require_own(const char*, Stream) override {}
   bool capturing(Stream) override { return false; }
