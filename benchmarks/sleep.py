@@ -190,6 +190,7 @@ def main() -> None:
     ratios = {
         "to a file, in the speed of a plain copy of it": copy / going,
         "back, in that speed": copy / coming,
+        "to a file and back, in the speed of one plain copy": copy / (going + coming),
         "both ways, in that of plain writing and reading, memory freed and taken": plain / (going + coming),
     }
     for what, ratio in ratios.items():
