@@ -6,7 +6,7 @@
      ├─ InvalidArgument (ValueError)    a size, dtype, device or index that is not valid
      ├─ CapacityExceeded (ValueError)   more positions than the reserved address range holds
      ├─ OutOfPages (MemoryError, torch.OutOfMemoryError)
- │                                  the pool's budget, or the device, has no page left
+     │                                  the pool's budget, or the device, has no page left
      ├─ NoFreeSlot                      every slot of a KV cache is taken
      ├─ DriverError                     the operating system or CUDA refused a call; the operation was undone
      ├─ TimedOut (TimeoutError)         work on the device, or another thread, did not end within the bound
