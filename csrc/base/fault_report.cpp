@@ -78,7 +78,7 @@ constexpr int kOff = -1;
 
 std::mutex switching;
 std::atomic<int> report_to{kOff};
-Action before[std::size(kSignals)];   // whom each signal is handed on to
+Action before[std::size(kSignals)];   // the handlers that ours hands on to
 bool installed[std::size(kSignals)];  // and not taken down by us
 
 // What the processor says of a page fault; other processors than x86-64 are not asked.

@@ -60,7 +60,7 @@ namespace {
 
 // By the logarithm of their capacity. Addresses once taken are kept, and so are the tickets: a
 // writer that is held up in record() while recordings stop and start again touches no address that
-// is not the ring's, and no event that is anybody's.
+// is not the ring's, and no event of a recording.
 std::array<Ring, kMostBits + 1> rings;
 std::atomic<Ring*> current{nullptr};
 
@@ -153,8 +153,8 @@ void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t add
   Ring& ring = *current.load(std::memory_order_acquire);
   const std::uint64_t ticket = ring.next.fetch_add(1, std::memory_order_relaxed);
   Slot& slot = ring.slot_of(ticket);
-  // The slot is lost to this event where its last writer is still held up in it, a whole round
-  // later, or where this one was, and a newer event has come. Nobody waits.
+  // This event is lost if the slot's last writer is still held up in it, a whole round later, or if
+  // this writer was, and a newer event has come. No writer waits.
   std::uint64_t before = load(slot.state);
   if (before % 2 != 0 || before > ticket * 2 ||
       !Word(slot.state)

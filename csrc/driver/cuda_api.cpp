@@ -30,7 +30,7 @@ CudaApi::CudaApi(const std::string& library) {
     throw DriverError("dlopen", 0, "LIBRARY_NOT_FOUND",
                       "[cuda] cannot load " + library + " (" + loader_message() +
                           "): install the NVIDIA driver, give the container access to it "
-                          "(--gpus all), or use device=\"cpu\"");
+                          "(--gpus all), or use the CPU");
   }
 #define VTENSOR_CUDA_RESOLVE(name, symbol) resolve(loaded, library, #symbol, name.function);
   VTENSOR_CUDA_CALLS(VTENSOR_CUDA_RESOLVE)

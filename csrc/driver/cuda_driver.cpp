@@ -94,13 +94,13 @@ void CudaDriver::open(const CudaOptions& options) {
         "[Pool] a CUDA device was asked for, " + options.library +
             " is the stub that the CUDA toolkit has for linking: take the toolkit's "
             "stubs folder off LD_LIBRARY_PATH, so that the NVIDIA driver's library is "
-            "found, or use device=\"cpu\"");
+            "found, or use the CPU");
   }
   if (started != CUDA_SUCCESS) {
     throw DriverError("cuInit", started, cuda_.name_of(started),
                       "[Pool] a CUDA device was asked for, cuInit answered " +
                           cuda_.name_of(started) + " (" + std::to_string(started) +
-                          "): check nvidia-smi and CUDA_VISIBLE_DEVICES, or use device=\"cpu\"");
+                          "): check nvidia-smi and CUDA_VISIBLE_DEVICES, or use the CPU");
   }
   const RelaxedCapture relaxed(cuda_, "open");
   int count = 0;
@@ -116,7 +116,7 @@ void CudaDriver::open(const CudaOptions& options) {
                       cuda_.name_of(CUDA_ERROR_NOT_SUPPORTED),
                       "[Pool] cuda:" + std::to_string(options.device) +
                           " has no virtual memory management (some vGPU profiles turn it off): use "
-                          "another device, or device=\"cpu\"");
+                          "another device, or use the CPU");
   }
   properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -132,8 +132,8 @@ void CudaDriver::open(const CudaOptions& options) {
                           ? options.page_size
                           : ceil_div(kDefaultPageSize, recommended) * recommended;
   if (traits_.page_size % traits_.granularity != 0) {
-    throw InvalidArgument("[Pool] page_size=" + std::to_string(traits_.page_size) +
-                          " was asked for, cuda:" + std::to_string(options.device) +
+    throw InvalidArgument("[Pool] a page size of " + std::to_string(traits_.page_size) +
+                          " bytes was asked for, cuda:" + std::to_string(options.device) +
                           " maps multiples of " + std::to_string(traits_.granularity) +
                           " bytes: ask for one of these");
   }
@@ -257,7 +257,8 @@ Handle CudaDriver::create(std::size_t n) {
         "cuMemCreate", code, cuda_.name_of(code),
         "[driver.create] a page of " + std::to_string(traits_.page_size) +
             " bytes was asked for, cuda:" + std::to_string(traits_.device.index) +
-            " has no memory left: free tensors, call torch.cuda.empty_cache(), or lower budget=");
+            " has no memory left: free tensors, call torch.cuda.empty_cache(), or lower the pool's "
+            "budget");
   }
   if (code != CUDA_SUCCESS) throw cuda_.refusal("create", Call::cuMemCreate, code);
   const std::lock_guard lock(records_);
@@ -302,8 +303,8 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
   mappings_.back_holes(zeros_, pages);
 }
 
-// A page of zeros, never anybody's (I7). Goes on where an earlier try was refused; what there is of
-// it is the driver's to its end.
+// Makes the page of zeros, which no pool ever gets (I7). A call after a refused one goes on where
+// that stopped; the driver keeps what there is.
 void CudaDriver::make_zeros() {
   if (zeros_ == 0) zeros_ = create(1);
   if (zeros_home_ == 0) zeros_home_ = mappings_.reserve(1);

@@ -37,7 +37,7 @@ Address CudaMappings::reserve(std::size_t pages) {
   if (!bytes || *bytes == 0) {
     throw InvalidArgument(
         "[driver.reserve] " + std::to_string(pages) + " pages of " + std::to_string(page_size_) +
-        " bytes were asked for, which no address range can hold: lower capacity=");
+        " bytes were asked for, which no address range can hold: lower the capacity");
   }
   const RelaxedCapture relaxed(cuda_, "reserve");
   // Alignments are powers of two; where the page size is none, its largest such factor.

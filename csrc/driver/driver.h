@@ -136,8 +136,8 @@ class Driver {
   virtual Stream side_stream() = 0;
   // Our own stream for copies between mapped pages and memory of the host; on the host, threads.
   virtual Stream copy_stream() = 0;
-  // Launch one there, and return at once. Until a fence made afterwards has passed, the pages stay
-  // mapped, and the host's memory where it is; its address may be anybody's.
+  // Launch one there, and return at once. The caller keeps the pages mapped, and the host's memory
+  // where it is, until a fence made afterwards has passed. That memory need not be the driver's.
   virtual void copy_out(void* to, Address from, std::size_t bytes) = 0;
   virtual void copy_in(Address to, const void* from, std::size_t bytes) = 0;
   // A point behind all work launched in `stream` so far; null where there is nothing to wait for.

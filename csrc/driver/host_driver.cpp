@@ -67,9 +67,10 @@ std::size_t pages_in(std::span<const PageRun> runs) {
 std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
   if (asked == 0) return std::max(kDefaultPageSize, granularity);
   if (is_power_of_two(asked) && asked >= granularity && asked <= kMemfdSize) return asked;
-  throw InvalidArgument("[host driver] asked for page_size=" + std::to_string(asked) +
-                        ", the host takes powers of two from " + std::to_string(granularity) +
-                        ": choose one of these, or leave page_size out");
+  throw InvalidArgument("[host driver] a page size of " + std::to_string(asked) +
+                        " bytes was asked for, the host takes powers of two from " +
+                        std::to_string(granularity) +
+                        ": choose one of these, or leave it to the driver");
 }
 
 class HostDriver final : public Driver {
@@ -103,7 +104,7 @@ class HostDriver final : public Driver {
 
   const DriverTraits& traits() const override { return traits_; }
 
-  void back_holes(std::span<const Address>) override {}  // any address may be given to anybody
+  void back_holes(std::span<const Address>) override {}  // kernels take any address
 
   Address reserve(std::size_t pages) override {
     refuse_in_forked_child("host reserve");
@@ -128,7 +129,7 @@ class HostDriver final : public Driver {
       reservations_.erase(reservation);
       if (refusal.error != ENOMEM) {
         throw refused("host reserve", Call::mmap, refusal.error,
-                      "reserving " + count_of(pages, page_size_), "lower capacity=");
+                      "reserving " + count_of(pages, page_size_), "lower the capacity");
       }
       if (!refusal.injected) limit_.check_now(1);
       throw too_large(pages);
@@ -403,9 +404,9 @@ class HostDriver final : public Driver {
     const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
     const std::string there_is =
         limited ? "the process may have " + std::to_string(limit.rlim_cur) +
-                      " bytes of them in all (RLIMIT_AS): lower capacity=, or raise the limit "
+                      " bytes of them in all (RLIMIT_AS): lower the capacity, or raise the limit "
                       "(ulimit -v)"
-                : "more than the process has left: lower capacity=";
+                : "more than the process has left: lower the capacity";
     return {"mmap", ENOMEM, "ENOMEM",
             "[host reserve] need addresses for " + count_of(pages, page_size_) + ", " + there_is};
   }

@@ -68,7 +68,7 @@ std::string passed_by(std::size_t bytes) {
        "bytes of private memory that may be written to, as shared pages may, of at most ",
        " (RLIMIT_DATA): raise the limit with ulimit -d, or share fewer pages"},
       {RLIMIT_AS, "VmSize:", "bytes of addresses, of at most ",
-       " (RLIMIT_AS): raise the limit with ulimit -v, or lower capacity="},
+       " (RLIMIT_AS): raise the limit with ulimit -v, or lower the capacity"},
   };
   for (const auto& [resource, name, what, remedy] : kLimits) {
     rlimit limit{};
@@ -120,8 +120,7 @@ std::string MapLimit::advice(std::size_t bytes) const {
   }
   return "the process has " + std::to_string(count) + " kernel mappings of at most " +
          std::to_string(source_.limit()) +
-         " (vm.max_map_count): make a pool with a larger page_size=, close tensors, or raise the "
-         "limit "
+         " (vm.max_map_count): make a pool of larger pages, close tensors, or raise the limit "
          "with sysctl vm.max_map_count";
 }
 

@@ -46,7 +46,7 @@ std::size_t room_in(const CgroupFiles& files) {
     const auto limit = number_in(folder + files.limit);
     const auto usage = number_in(folder + files.usage);
     if (limit && usage) {
-      // The page cache counts as usage, but is dropped before anybody is killed.
+      // The page cache counts as usage, but the kernel drops it before it kills a process.
       const std::size_t cache = field_in(folder + "memory.stat", files.reclaimable).value_or(0);
       const std::size_t used = *usage - std::min(*usage, cache);
       room = std::min(room, *limit - std::min(*limit, used));
