@@ -20,8 +20,11 @@ check_stub() {
 check_architecture() {
   pytest -q tests/python/test_architecture.py
 }
+# A file's tests share what takes longest to make, so each file stays in one process.
 slow_tests() {
-  VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so pytest -m slow tests
+  export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so
+  pytest -n 2 --dist loadfile -m "slow and not alone" tests
+  pytest -m "slow and alone" tests
 }
 # The general suites again with the options that users get: look-ahead and reuse.
 default_pools() {

@@ -71,10 +71,13 @@ case $tests in
 esac
 
 log=$PWD/build/matrix/$(basename "$environment")-$tests.log
+# Two processes, if none of the tests has to run alone.
+processes=()
+if [ "$tests" = transformers ]; then processes=(-n 2 --dist worksteal); fi
 # What fails is for the row to say; a run that ends without its count has none.
 run_tests() {
   VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so \
-    "$inside" -P -m pytest -q -p no:cacheprovider "${files[@]}" 2>&1 | tee "$log" || true
+    "$inside" -P -m pytest -q -p no:cacheprovider "${processes[@]}" "${files[@]}" 2>&1 | tee "$log" || true
   summary >/dev/null
 }
 # pytest's last line; what ends after it may have more to say.

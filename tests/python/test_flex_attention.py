@@ -97,13 +97,18 @@ soft_cap = generate_tanh_softcap(5, approx=False)
 
 
 MODS = [  # each of the four masks and two score mods, for one query and for several
-    (causal, None, 1),
     (causal, alibi, 4),
-    (sliding_window, alibi, 1),
-    (sliding_window, None, 4),
     (document, None, 1),
     (prefix_lm, soft_cap, 1),
-    (prefix_lm, soft_cap, 4),
+    *(
+        pytest.param(*mods, marks=pytest.mark.slow)  # seconds of compiling each
+        for mods in (
+            (causal, None, 1),
+            (sliding_window, alibi, 1),
+            (sliding_window, None, 4),
+            (prefix_lm, soft_cap, 4),
+        )
+    ),
 ]
 
 
