@@ -52,6 +52,9 @@ IN_PLAIN_WORDS = (
     "csrc/heap/*",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "README.md",
+    "csrc/DESIGN.md",
+    "docs/**/*.md",
 )
 
 # Words that mean something else to an engine or an allocator.
