@@ -80,7 +80,7 @@ class Lane(NamedTuple):
     depth: int
     """Levels of nested spans."""
     spans: dict[tuple[int, str], list[tuple[int, int]]]
-    """(begin, nanoseconds) by depth and kind. Spans too close to be told apart are merged."""
+    """(begin, nanoseconds) by depth and kind. Spans too close to be seen as two are merged."""
     marks: dict[str, list[int]]
     """Times by event."""
 
@@ -108,7 +108,7 @@ def _lane(
 ) -> Lane:
     spans: dict[tuple[int, str], list[tuple[int, int]]] = {}
     marks: dict[str, list[int]] = {}
-    ends: list[int] = []  # of the spans around the present one
+    ends: list[int] = []  # of the spans around the current one
     depth = 0
     for event in sorted(events, key=lambda event: (event.time_ns, -event.duration_ns)):
         if event.what in marked:

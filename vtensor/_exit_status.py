@@ -1,4 +1,4 @@
-"""From an error of vtensor's to the exit status of a command."""
+"""The exit status of a command, from vtensor's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["exit_status"]
 
 
 def exit_status(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
-    """Runs a command. 0; or, with the error on stderr, 2 for arguments that are not valid, and 1."""
+    """Runs a command and returns its exit status: 0, or 2 for invalid arguments, or 1 for other errors of
+    vtensor. Prints the error to stderr."""
     try:
         run(arguments)
     except VTensorError as error:

@@ -21,19 +21,18 @@ _file: _File | int | None = None  # kept open as long as reports go there
 
 
 def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
-    """Has a SIGSEGV or SIGBUS of the host at one of vtensor's addresses explained before it ends the process.
+    """Explains a SIGSEGV or SIGBUS of the host at one of vtensor's addresses before it ends the process.
 
     Two lines say what was touched (layer, slot and token of a :class:`~vtensor.KVCache`, position of a
     :class:`~vtensor.VTensor`, byte of an :class:`~vtensor.Arena`), what there is, and what to do. Then the
-    signal goes on to the handler that was there before, such as faulthandler's, or ends the process as it
-    would have done: the exit status and the core dump are the same. Of faults at other addresses it says
-    nothing.
+    signal goes on to the handler that was there before, such as faulthandler's, or ends the process. The exit
+    status and the core dump are the same as without it. It says nothing of faults at other addresses.
 
-    It is off unless asked for, and on once ``vtensor.testing`` is imported. It may be called again.
+    It is off by default. Importing ``vtensor.testing`` turns it on. It may be called again.
 
     Args:
-        on: False turns it off. A handler that was installed since stays, and so does its way to ours, which
-            then only hands signals on.
+        on: False turns it off. If another handler was installed since, that handler stays, and so does this
+            one behind it, which then only hands signals on.
         file: a file, or its descriptor, that stays open; standard error unless given.
 
     Raises:

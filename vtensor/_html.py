@@ -48,7 +48,7 @@ _STYLE = (
 
 @singledispatch
 def bundle(shown: object) -> dict[str, str]:
-    """``text/plain`` and ``text/html``."""
+    """The ``text/plain`` and ``text/html`` of an object."""
     raise NotImplementedError(f"nothing draws a {type(shown).__name__}")
 
 
@@ -67,7 +67,7 @@ def tensor_bundle(tensor: VTensor) -> dict[str, str]:
             f"{byte_text(tensor.nbytes_mapped)} mapped in pages of {byte_text(pages.page_size)}, "
             f"{byte_text(tensor.nbytes_reserved)} of addresses"
         )
-    except Closed:  # by another thread in the meantime
+    except Closed:  # another thread closed it
         return _closed("VTensor")
     except VTensorError as error:
         return _refused("VTensor", error)
@@ -127,7 +127,7 @@ def arena_bundle(arena: Arena) -> dict[str, str]:
 
 @bundle.register(KVCache)
 def cache_bundle(cache: Any) -> dict[str, str]:
-    """A KVCache: what its memory holds, and each slot's tokens."""
+    """A KVCache: its memory, and each slot's tokens."""
     if getattr(cache, "closed", False):
         return _closed("vtensor.KVCache")
     try:
@@ -202,7 +202,7 @@ def _strip(name: str, runs: Sequence[PageRun], shown: int, slots: int) -> str:
             if run.state == "reserved"
             else _box(run.start * scale, (run.stop - run.start) * scale, COLOURS[run.state], hint)
         )
-    if scale >= 5:  # room to tell pages apart
+    if scale >= 5:  # room for lines between pages
         shapes += [
             f'<path class="vt-empty" stroke="#b4bdc4" stroke-width="0.7" '
             f'd="M{at * scale:.1f} 1V{_HEIGHT - 1}"/>'

@@ -1,4 +1,4 @@
-"""What a KV cache says of itself."""
+"""The statistics of a KV cache."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vtensor.pool import Pool
 __all__ = ["FREE", "SWAPPED", "USED", "KVCacheStats", "count"]
 
 FREE, USED, SWAPPED = range(3)
-"""What the core says of a slot."""
+"""States of a slot in the core."""
 
 
 @dataclass(frozen=True)
 class KVCacheStats:
-    """A KVCache at one moment. Pages, unless the name says otherwise. Its ``repr`` shows the eight that
-    matter most.
+    """Counts of a KVCache at one moment, in pages unless the name says otherwise. Its ``repr`` shows eight of
+    them.
 
     ``pages_mapped == pages_active + pages_prefetched + pages_cached + pages_pinned`` (I4).
 
@@ -26,28 +26,27 @@ class KVCacheStats:
         slots_used: slots of requests whose pages are here.
         slots_free: slots that :meth:`KVCache.alloc` can give.
         slots_swapped: slots of requests whose pages are in host memory.
-        slots_lost: of the free slots, those given up after a driver call that could not be undone (I8).
+        slots_lost: free slots that were given up after a driver call that could not be undone (I8).
         tokens: tokens of the slots in use.
         unit: tokens of the smallest prefix that requests can share.
-        page_tokens: tokens that one page holds; of the largest rows, where they differ.
+        page_tokens: tokens in one page; those of the largest tokens, if they differ.
         ranges: rows of a slot: it takes a page in each for each ``page_tokens`` tokens.
-        nbytes_live: bytes of K and V that the tokens of the slots in use need, shared ones counted in each.
+        nbytes_live: bytes of K and V that the tokens of the slots in use need; shared ones count in each.
         nbytes_mapped: ``pages_mapped`` in bytes.
         nbytes_swapped: bytes of host memory that swapped slots take.
         pages_used: page handles that slots have mapped, each counted once.
-        pages_shared: of these, mapped in several slots or kept by the prefix index.
+        pages_shared: used pages that are mapped in several slots or kept by the prefix index.
         pages_mapped: mapped pages, counted once for each slot.
-        pages_active: of the mapped, what lengths need.
-        pages_prefetched: of the mapped, what was prepared ahead of need.
-        pages_cached: of the mapped, what freed slots keep for the next request.
-        pages_pinned: of the mapped, what waits to be unmapped.
+        pages_active: mapped pages that lengths need.
+        pages_prefetched: mapped pages that were prepared ahead of need.
+        pages_cached: mapped pages that freed slots keep for the next request.
+        pages_pinned: mapped pages that wait to be unmapped.
         prefix_tokens: tokens that the prefix index keeps.
         prefix_queries: tokens that requests asked the index for.
-        prefix_hits: tokens that it had.
-        prefix_evictions: units that it gave up for want of memory.
-        waste: bytes needed beyond the live ones, over the live ones: what pages round up.
-        driver_calls: of the pool: calls made by ``"caller"`` and ``"mapper"``, each from a call's name to a
-            count.
+        prefix_hits: tokens of these that it had.
+        prefix_evictions: units that it gave up because memory was short.
+        waste: needed bytes beyond the live ones, over the live ones: what pages round up.
+        driver_calls: calls of the pool, by thread (``"caller"`` and ``"mapper"``) and name.
     """
 
     page_size: int = field(repr=False)
@@ -78,14 +77,14 @@ class KVCacheStats:
 
 
 def count(core: _core.CacheCore, layout: CacheLayout, pool: Pool) -> KVCacheStats:
-    """A cache's counts of this moment."""
+    """Counts a cache at this moment."""
     counts = core.counts()
     states, lengths = core.states, core.lengths
     pages, size = counts.pages, pool.page_size
     begins = {slot: core.begins(slot) for slot, state in enumerate(states) if state == USED}
     live = 0
     for at, row_group in enumerate(layout.row_groups):
-        here = core.lengths_here(at)  # 0 of a band that is away, whatever it keeps
+        here = core.lengths_here(at)  # 0 if its band is away
         tokens = sum(max(0, here[slot] - kept[at]) for slot, kept in begins.items())
         live += row_group.rows * row_group.item_bytes * tokens
     return KVCacheStats(

@@ -1,4 +1,4 @@
-"""Writing K and V to the slots of a cache: what callers give, checked, and where it goes."""
+"""Writes of K and V to the slots of a cache: checks what callers give, and finds its places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 2**62  # more than any address space has bytes
 
 
 class Runs(NamedTuple):
-    """Tokens side by side: of each run its slot, the first token there, and how many follow."""
+    """Runs of tokens: of each its slot, its first token and the number of its tokens."""
 
     slots: list[int]
     starts: list[int]
@@ -36,7 +36,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(slots: Any, starts: Any, counts: Any, tokens: int) -> Runs:
-    """What was given as one of each or as several. Without ``counts`` each slot gets as many tokens."""
+    """The runs of one slot or of several. Without ``counts`` all slots get the same number of tokens."""
     of_slots, of_starts = _numbers("slots", slots), _numbers("starts", starts)
     if len(of_starts) != len(of_slots):
         raise InvalidArgument(

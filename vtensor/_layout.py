@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class RowContent(NamedTuple):
-    """What a row, or some neighbouring ones, hold of each token."""
+    """What one row, or neighbouring ones, have of each token."""
 
     layers: list[int]  # in equal parts of the token's item; the first is the first that reads it
     values: bool  # V
@@ -70,7 +70,7 @@ class CacheLayout:
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Each layer's K and V as strided views of ``ranges``.
 
-        ``ranges`` holds, for each row group, its whole address range as bytes. In it, row ``r`` of slot ``s``
+        ``ranges`` has the whole address range of each row group, as bytes. In it, row ``r`` of slot ``s``
         begins at ``(r * slots + s) * row_bytes``.
         """
 
@@ -182,11 +182,11 @@ def layout_of(
 
 
 def _bands(num_layers: int, layer_group: int, bands: int, windows_differ: bool) -> list[range]:
-    """Neighbouring layers, as evenly as their groups allow."""
+    """The layers of each band, as evenly as their groups allow."""
     if bands > 1 and layer_group > 1 and windows_differ:
         raise InvalidArgument(
-            "[KVCache] bands= with layers of several windows takes layer_group=1: layers that share a page "
-            "are then no neighbours"
+            "[KVCache] bands= with layers of several windows needs layer_group=1: layers that share a page "
+            "are not neighbours"
         )
     groups = -(-num_layers // layer_group)
     if bands > groups:

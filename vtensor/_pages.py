@@ -94,7 +94,7 @@ def pages_of(tensor: VTensor) -> TensorPages:
 
 
 def pages_of_cache(cache: KVCache) -> TensorPages:
-    """The same of a cache: the rows of slot 0, then those of slot 1, and so on.
+    """As :func:`pages_of`, for a cache: the rows of slot 0, then those of slot 1, and so on.
 
     Raises:
         Closed: the cache is closed.
@@ -112,7 +112,7 @@ def pages_of_cache(cache: KVCache) -> TensorPages:
 
 
 def pages_of_arena(arena: Arena, lines: int) -> TensorPages:
-    """The same of an arena, whose range is drawn in at most `lines` lines, one below the other.
+    """As :func:`pages_of`, for an arena: its range in at most `lines` lines, one below the other.
 
     Raises:
         Closed: the arena is closed.

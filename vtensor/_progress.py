@@ -1,4 +1,4 @@
-"""How far work has come, for whoever watches it."""
+"""The progress of long work, on stderr."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Tells stderr how far it is: every second over itself on a terminal, every ten seconds elsewhere.
+    """Prints progress to stderr: every second on one line of a terminal, every ten seconds elsewhere.
 
     Args:
-        shown: whether to tell at all; unless given, where stderr is a terminal.
+        shown: whether to print at all; unless given, it prints if stderr is a terminal.
     """
 
     def __init__(self, shown: bool | None = True) -> None:

@@ -1,8 +1,8 @@
-"""Memory that leaves while everything else about it stays, and comes back: what Pool.sleep and Pool.wake do.
+"""Pool.sleep and Pool.wake: memory that leaves and comes back while everything else about it stays.
 
-The core unmaps pages, and maps others at their addresses later (csrc/policy/sleep.h). What the pages held is
-kept here in between, in host memory or in a file. The names of memory that sleeps apart, and the three fates
-of contents, are those of torch_memory_saver and of vLLM's sleep mode.
+The core unmaps pages, and maps others at their addresses later (csrc/policy/sleep.h). In between, the
+contents are kept here, in host memory or in a file. The tags, and the three ways to treat contents, are those
+of torch_memory_saver and of vLLM's sleep mode.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Part = tuple[int, int, int, int]  # address, number of the sleep, offset among i
 Piece = tuple[int, int, int]  # address, offset, bytes
 _AT_ONCE = 32 << 20  # bytes of a piece
 _STAGED = 4 << 20  # bytes of a piece that is staged, unless a page is larger
-_WORKERS = 3  # the kernel lets one write, meanwhile the others read and check
+_WORKERS = 3  # the kernel lets one write; the others read and check
 
 
 class Sleeper(Protocol):
-    """What has memory that can leave."""
+    """An object whose memory can leave."""
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
 
     def _wake(self, number: int) -> None:
-        """The sleep of this number is over."""
+        """Ends the sleep of this number."""
 
 
 class Contents(Protocol):
-    """Where the bytes of a sleep are kept."""
+    """A place that keeps the bytes of a sleep."""
 
     def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None: ...
 
@@ -55,7 +55,7 @@ class Contents(Protocol):
 
 
 class Image:
-    """What sleeps and wakes together: things of one tag. Those of one sleep share its contents."""
+    """Objects of one tag that sleep and wake together. All images of one sleep share its contents."""
 
     def __init__(self, number: int, tag: str, sleepers: list[Sleeper], contents: Contents | None) -> None:
         self.number, self.tag, self.contents = number, tag, contents
@@ -63,7 +63,7 @@ class Image:
 
 
 class HostContents:
-    """In host memory; pinned where the pages are a device's."""
+    """Contents in host memory, pinned if the pages are on a device."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -78,7 +78,7 @@ class HostContents:
 
     def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
         if (kept := self._bytes) is None:
-            raise Closed("[Pool.wake] the pool was closed meanwhile, and what was kept is gone")
+            raise Closed("[Pool.wake] the pool was closed during the sleep, and its contents are gone")
         total = kept.numel()
         for address, offset, nbytes in pieces(parts, _AT_ONCE):
             _core.write_pages(core, address, kept.data_ptr() + offset, nbytes)
@@ -89,12 +89,12 @@ class HostContents:
 
 
 class FileContents:
-    """In a file, which is written whole or not at all, and checked when it is read."""
+    """Contents in a file, which is written whole or not at all, and checked when it is read."""
 
     def __init__(self, path: Path, page_size: int, direct: bool) -> None:
         self._file = SleepFile(path, page_size)
         self._at_once = max(_STAGED, page_size)  # whole pages: each has a checksum
-        self._direct = direct  # the pages are host memory, which the file is written from
+        self._direct = direct  # the pages are host memory: the file is written from them
 
     def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
         def keep_one(address: int, offset: int, nbytes: int, staging: int) -> None:
@@ -123,8 +123,8 @@ class FileContents:
         parts: list[Part],
         show: Callable[[str], None],
     ) -> None:
-        """Does ``work`` for all pieces, some at a time: a checksum takes as long as a copy. Each call has as
-        much memory of its own as a piece has."""
+        """Calls ``work`` for all pieces, on several threads, because a checksum takes as long as a copy. Each
+        call has a buffer of a piece's size."""
         total = byte_text(_total(parts))
         free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(_WORKERS):
@@ -150,7 +150,7 @@ def _total(parts: list[Part]) -> int:
 
 
 def pieces(parts: list[Part], at_once: int) -> Iterator[Piece]:
-    """Of parts, cut where the clock is to be looked at."""
+    """Cuts parts into pieces; the clock is read after each."""
     for address, _, offset, nbytes in parts:
         for begin in range(0, nbytes, at_once):
             yield address + begin, offset + begin, min(at_once, nbytes - begin)
@@ -159,7 +159,7 @@ def pieces(parts: list[Part], at_once: int) -> Iterator[Piece]:
 def kept_as(
     contents: str | os.PathLike[str], page_size: int, *, on_host: bool, pinned: bool
 ) -> Contents | None:
-    """Where to keep bytes, by the argument of Pool.sleep; None to discard them."""
+    """The place for contents, by the argument of Pool.sleep; None to discard them."""
     if not isinstance(contents, (str, os.PathLike)):
         raise InvalidArgument(f"[Pool.sleep] contents is {contents!r}: give 'discard', 'host' or a path")
     if contents == "discard":
@@ -172,7 +172,7 @@ def kept_as(
 def fall_asleep(
     core: _core.PagePool, by_tag: dict[str, list[Sleeper]], contents: Contents | None, images: list[Image]
 ) -> int:
-    """Takes the memory of things, and adds an image of each tag to ``images``. Returns pages given back."""
+    """Takes the memory of sleepers, and adds an image of each tag to ``images``. Returns pages given back."""
     sleep = _core.SleepCore(core)
     asleep: list[Image] = []
     try:
@@ -184,7 +184,7 @@ def fall_asleep(
         if contents is not None:
             with Progress() as show:
                 contents.keep(core, sleep.parts(), show)
-        images.extend(asleep)  # before the pages go: what they held is never lost
+        images.extend(asleep)  # before the pages go, so that no contents are lost
         return sleep.finish()
     except BaseException:
         if not sleep.finished:
@@ -195,8 +195,8 @@ def fall_asleep(
 
 
 def wake(core: _core.PagePool, images: list[Image], chosen: list[Image], discard: bool) -> None:
-    """Gives the memory of ``chosen`` back, with what it held unless that is to be discarded, and removes them
-    from ``images``."""
+    """Gives ``chosen`` their memory back, with its contents unless ``discard``, and removes them from
+    ``images``."""
     waking = _core.WakeCore(core, [image.number for image in chosen])
     try:
         if not discard:
@@ -210,7 +210,7 @@ def wake(core: _core.PagePool, images: list[Image], chosen: list[Image], discard
                     contents.bring_back(core, some, show)
         waking.finish()
     except BaseException:
-        waking.give_up()  # nothing to give up once it is finished: the next call does the rest
+        waking.give_up()  # without effect once waking is finished: the next call does the rest
         raise
     _wake_all(chosen)
     forget(images, chosen)
@@ -225,9 +225,9 @@ def _wake_all(images: list[Image]) -> None:
 
 
 def forget(images: list[Image], gone: list[Image]) -> None:
-    """Removes images, and what was kept for them alone."""
+    """Removes images, and contents that no other image needs."""
     left = [image for image in images if image not in gone]
     for contents in {image.contents for image in gone} - {image.contents for image in left}:
         if contents is not None:
             contents.drop()
-    images[:] = left  # last: what is still listed is dropped by the next
+    images[:] = left  # last: the next call drops what is still listed

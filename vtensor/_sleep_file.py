@@ -1,11 +1,11 @@
-"""A file that keeps what pages held: written whole or not at all, and checked when it is read.
+"""A file that keeps the contents of pages: written whole or not at all, and checked when it is read.
 
-4,096 bytes of header, the bytes, then a CRC-32 of each page. It is written beside its place, under another
-name, and takes the place once it is on the disk: whatever cuts that off, a full disk or ``kill -9``, leaves
-what was there before.
+It has 4,096 bytes of header, the bytes, then a CRC-32 of each page. It is written in the same folder under
+another name, and renamed once it is on the disk. An interruption (a full disk, ``kill -9``) leaves the file
+that was there before.
 
 A disk is slower than memory, so it is kept busy: space is taken before the first byte, writing to the disk
-begins with the first bytes, and what a removed file had there is given back by a thread of its own.
+begins with the first bytes, and a thread gives the space of a removed file back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 class SleepFile:
-    """A path, and what was written there.
+    """A path, and the file that was written there.
 
     Raises OSError as the file system does, and VTensorError if the file is not the one that was written.
     """
@@ -46,7 +46,7 @@ class SleepFile:
 
     @contextlib.contextmanager
     def writing(self, nbytes: int) -> Iterator[None]:
-        """For the length of a ``with``, :meth:`write` writes. The file is there once it ends without an
+        """A context in which :meth:`write` writes. The file exists once the context ends without an
         exception."""
         header = {"format": _FORMAT, "version": _VERSION, "nbytes": nbytes, "id": os.urandom(16).hex()}
         self._header = json.dumps(header).encode().ljust(_HEADER)
@@ -74,7 +74,7 @@ class SleepFile:
             raise
 
     def write(self, address: int, offset: int, nbytes: int) -> None:
-        """Writes whole pages. Called by any thread."""
+        """Writes whole pages. Any thread may call it."""
         view = _memory(address, nbytes)
         _write(self._descriptor, view, _HEADER + offset)
         begin, length = ctypes.c_int64(_HEADER + offset), ctypes.c_int64(nbytes)
@@ -84,7 +84,7 @@ class SleepFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """For the length of a ``with``, :meth:`read` reads."""
+        """A context in which :meth:`read` reads."""
         try:
             file = open(self.path, "rb", buffering=0)
         except OSError as error:
@@ -101,7 +101,7 @@ class SleepFile:
             yield
 
     def read(self, address: int, offset: int, nbytes: int) -> None:
-        """Reads whole pages, and checks them. Called by any thread."""
+        """Reads whole pages, and checks them. Any thread may call it."""
         view = _memory(address, nbytes)
         done = 0
         while done < nbytes:
@@ -111,7 +111,7 @@ class SleepFile:
             done += got
         first = offset // self._page_size
         if self._sums_of(view) != self._sums[first : first + nbytes // self._page_size]:
-            raise self._changed(f"among the {nbytes} bytes from {offset} are some others")
+            raise self._changed(f"some of the {nbytes} bytes from {offset} differ")
 
     def remove(self) -> None:
         """Removes the file, if it is the one that was written."""
@@ -123,7 +123,7 @@ class SleepFile:
                 last = os.fdopen(os.dup(file.fileno()))
             try:  # closing it gives the disk's space back: it takes about as long as writing took
                 threading.Thread(target=last.close, name="vtensor-remove").start()
-            except RuntimeError:  # there can be no thread
+            except RuntimeError:  # no thread can be started
                 last.close()
 
     def _sums_of(self, view: memoryview) -> array[int]:

@@ -1,8 +1,7 @@
 """The classes of a VTensor in states that need a hook around torch's functions.
 
-There are three: tensors with shared pages, at which a write would fault, tensors that are asleep, and closed
-ones. The core sets a
-tensor's class (csrc/bind/tensor_core.cpp).
+There are three: tensors with shared pages, where a write would fault, tensors that are asleep, and closed
+ones. The core sets a tensor's class (csrc/bind/tensor_core.cpp).
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class AsleepVTensor(VTensor):
             name = getattr(func, "__name__", str(func))
             if tensor._core.asleep and name not in _NO_ELEMENT:
                 raise Asleep(f"[{name}] the VTensor is asleep, without memory: call wake() of its pool first")
-            tensor._core.wake(tensor)  # what woke it was cut off before it said so
+            tensor._core.wake(tensor)  # Pool.wake was interrupted before it set the tensor's class
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""One flat range of addresses of which any pages are mapped: memory for engines with a table of blocks."""
+"""One flat range of addresses whose pages are mapped in any order: memory for engines with block tables."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class ArenaStats:
-    """An arena at one moment.
+    """Counts of an arena at one moment.
 
     Attributes:
         nbytes_reserved: bytes of addresses; they cost no memory.
         nbytes_mapped: bytes of mapped pages: active, prefetched, cached and pinned ones.
         page_size: bytes of one page.
-        pages_active: pages that some block needs.
+        pages_active: pages that a block needs.
         pages_prefetched: pages mapped by :meth:`Arena.prepare` that no block has needed yet.
-        pages_cached: pages that no block needs any more, left mapped until others want their memory.
-        pages_pinned: pages that go once work launched before has passed.
+        pages_cached: pages that no block needs any more, left mapped until others need their memory.
+        pages_pinned: pages that go once the work launched before has passed.
         pages_quarantined: pages given up after a driver call that could not be undone (I8).
-        pages_evicted: cached pages given up since the arena was made, because others wanted their memory.
+        pages_evicted: cached pages that the arena has given up because others needed their memory.
     """
 
     nbytes_reserved: int
@@ -54,20 +54,20 @@ class ArenaStats:
 
 
 class Arena:
-    """One flat reserved range as one plain tensor, of which blocks of bytes are mapped in any order.
+    """One flat reserved range as one plain tensor; blocks of bytes in it are mapped in any order.
 
-    :attr:`tensor` never moves, and covers more bytes than there is memory for if it is to. :meth:`map` gives
-    blocks their pages, :meth:`unmap` takes them; a page is mapped as long as one block needs it, so blocks
-    may share pages and need not begin at their borders. A page that no block needs any more stays mapped, as
-    a cached one, until the pool wants its memory: blocks that come and go make no driver call.
+    :attr:`tensor` never moves, and may cover more bytes than there is memory. :meth:`map` gives blocks their
+    pages, :meth:`unmap` takes them. A page is mapped as long as one block needs it, so blocks may share pages
+    and need not begin at page borders. A page that no block needs any more stays mapped, cached, until the
+    pool needs its memory. So blocks that come and go make no driver call.
 
-    What is not mapped must not be written to: that ends the process. On the CPU it reads as zeros; on CUDA a
-    kernel that reads it faults, unless ``zeros`` is given.
+    A write to an unmapped page ends the process. On the CPU such a page reads as zeros. On CUDA a kernel that
+    reads it faults, unless ``zeros`` is given.
 
     Args:
         nbytes: bytes of the range; rounded up to pages.
-        pool: whose pages to use; the default pool of the CPU unless given.
-        zeros: CUDA: maps one read-only page of zeros wherever nothing else is, which costs calls whenever
+        pool: the pool of the pages; the default pool of the CPU unless given.
+        zeros: CUDA: maps one read-only page of zeros wherever no other page is mapped, which costs calls when
             pages come and go.
 
     Raises:
@@ -76,7 +76,7 @@ class Arena:
         Closed: the pool is closed.
     """
 
-    _registered: object  # the pool's way to it
+    _registered: object  # the pool's weak reference to it
 
     def __init__(self, nbytes: int, *, pool: Pool | None = None, zeros: bool = False) -> None:
         nbytes = integer("Arena", "nbytes", nbytes)
@@ -92,7 +92,7 @@ class Arena:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The range as a ``uint8`` tensor ``[nbytes]``; its views keep the addresses, and no page.
+        """The range as a ``uint8`` tensor ``[nbytes]``. Its views keep the addresses, and no page.
 
         Raises:
             Closed: the arena is closed.
@@ -107,16 +107,16 @@ class Arena:
         A page that was not mapped shows zeros, or what this arena once wrote.
 
         Args:
-            intervals: of blocks, as pairs of bytes: from and up to. A block may be mapped several times, and
+            intervals: blocks as pairs of bytes: from and up to. A block may be mapped several times, and
                 needs its pages until it is unmapped as often.
 
         Returns:
-            Of each block, whether all its pages were mapped before. Then it holds what it held when it was
-            last unmapped, if its pages are its own: a page that blocks share may have gone meanwhile, and
-            come back for another. :class:`Blocks` knows that too.
+            For each block, whether all its pages stayed mapped. If they did, and the block shares no page,
+            it has the contents that it had when it was last unmapped. (A shared page may have gone and come
+            back for another block; :class:`Blocks` knows that too.)
 
         Raises:
-            OutOfPages: if memory is short, also after what others keep for later was given up.
+            OutOfPages: if memory is short, even after others gave up what they keep for later.
             InvalidArgument: if bytes are not in the arena.
             DriverError: if the driver refuses a call.
             Closed: if the arena is closed. In all cases nothing was changed.
@@ -124,13 +124,13 @@ class Arena:
         return ArenaCore.map(self._core, intervals)
 
     def unmap(self, intervals: Iterable[Interval], stream: Stream | None = None) -> None:
-        """Ends what as many :meth:`map` of these blocks began.
+        """Undoes one :meth:`map` of each of these blocks.
 
-        A page goes only after work launched so far in the streams that used it.
+        A page goes only after the work launched so far in the streams that used it.
 
         Args:
             intervals: as for :meth:`map`.
-            stream: in which work that uses the blocks was launched; the current one unless given.
+            stream: the stream of the work that uses the blocks; the current one unless given.
 
         Raises:
             InvalidArgument: a page would be unmapped more often than it was mapped; nothing was changed then.
@@ -139,10 +139,10 @@ class Arena:
         ArenaCore.unmap(self._core, intervals, stream_handle("Arena.unmap", stream))
 
     def prepare(self, intervals: Iterable[Interval]) -> None:
-        """Has the pool's mapper map the pages of blocks that will be needed soon; returns at once.
+        """Has the pool's mapper map the pages of blocks that are needed soon. Returns at once.
 
-        Pages that no block has needed by then go when memory is short. What the mapper meets is raised by the
-        next :meth:`map` or :meth:`prepare`, or by :meth:`Pool.wait_idle`.
+        Prepared pages that no block needs yet go if memory is short. The next :meth:`map`, :meth:`prepare` or
+        :meth:`Pool.wait_idle` raises the mapper's error, if there was one.
 
         Args:
             intervals: as for :meth:`map`.
@@ -154,8 +154,8 @@ class Arena:
         ArenaCore.prepare(self._core, intervals)
 
     def holds(self, intervals: Iterable[Interval]) -> list[bool]:
-        """Whether all pages of each block are mapped, and stay so until others want memory: what :meth:`map`
-        would answer. Maps nothing, and keeps no block any longer.
+        """For each block, what :meth:`map` would return: whether all its pages are mapped. Maps nothing, and
+        does not keep the pages mapped.
 
         Args:
             intervals: as for :meth:`map`.
@@ -173,7 +173,7 @@ class Arena:
             intervals: only those of these blocks, as for :meth:`map`; all unless given.
 
         Returns:
-            The bytes of these pages. They are gone once work that used them has passed.
+            The bytes of these pages. They go once the work that used them has passed.
 
         Raises:
             InvalidArgument: bytes that are not in the arena.
@@ -182,7 +182,7 @@ class Arena:
         return ArenaCore.trim(self._core, intervals) * self._pool.page_size
 
     def record_stream(self, stream: Stream | None = None) -> None:
-        """Work in ``stream``, the current one unless given, uses the arena: pages go only after it."""
+        """Notes that work in ``stream`` (the current one unless given) uses the arena: pages go after it."""
         ArenaCore.record_stream(self._core, stream_handle("Arena.record_stream", stream))
 
     def stats(self) -> ArenaStats:
@@ -208,7 +208,7 @@ class Arena:
 
     @property
     def pool(self) -> Pool:
-        """The pool whose pages it uses."""
+        """The pool of the pages."""
         return self._pool
 
     @property
@@ -222,14 +222,14 @@ class Arena:
         ArenaCore.fall_asleep(self._core, sleep)
 
     def _wake(self, number: int) -> None:
-        """Nothing: the core says whether it sleeps."""
+        """Does nothing: the core knows whether the arena sleeps."""
 
     def close(self, stream: Stream | None = None) -> None:
-        """Gives all pages back, after work launched so far; the addresses stay while a view of
+        """Gives all pages back, after the work launched so far. The addresses stay while a view of
         :attr:`tensor` lives. A second call does nothing.
 
         Args:
-            stream: in which work that uses the arena was launched; the current one unless given.
+            stream: the stream of the work that uses the arena; the current one unless given.
         """
         ArenaCore.close(self._core, stream_handle("Arena.close", stream))
         self._tensor = None

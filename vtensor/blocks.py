@@ -20,19 +20,19 @@ class Blocks:
     """The blocks of an engine's block table over an :class:`Arena`: a held block has memory.
 
     An engine holds the blocks that its requests use, and releases those that they leave. A released block
-    keeps its pages, and what they hold, until others want the memory: one that is held again in time costs no
-    driver call, which is what a prefix cache needs.
+    keeps its pages and contents until others need the memory. Holding it again before that costs no driver
+    call, as a prefix cache needs it.
 
-    Engines that run a step while they plan the next one say so: :meth:`begin_step` when a step is handed to
-    the device, :meth:`end_step` when its results are there. What is released in between goes after the steps
+    An engine that plans the next step while one runs calls :meth:`begin_step` when it hands a step to the
+    device, and :meth:`end_step` when the results are there. Blocks released in between go after the steps
     that had begun by then.
 
     Args:
-        arena: in which the blocks lie.
+        arena: the arena of the blocks.
         count: number of blocks, numbered from 0.
-        parts: where the bytes of block ``b`` are: of each part ``(offset, stride, size)``, ``size`` bytes at
-            ``offset + b * stride``. A table with K and V of all layers behind one another has one part, a
-            table for each layer as many as there are layers. Parts and blocks may share pages.
+        parts: where the bytes of block ``b`` are: for each part ``(offset, stride, size)``, ``size`` bytes at
+            ``offset + b * stride``. A table with K and V of all layers side by side has one part; a table for
+            each layer has as many parts as layers. Parts and blocks may share pages.
 
     Raises:
         InvalidArgument: blocks without bytes, or with bytes that are not in the arena.
@@ -49,7 +49,7 @@ class Blocks:
                 "(offset, stride, size) in bytes"
             )
         self.arena = arena
-        """The arena in which the blocks lie."""
+        """The arena of the blocks."""
         self._core = BlocksCore(arena._core, count, cast(list[tuple[int, int, int]], given))
         self._count = count
 
@@ -57,18 +57,18 @@ class Blocks:
         return self._count
 
     def hold(self, numbers: Iterable[int]) -> list[int]:
-        """Gives blocks their memory, in one batch of driver calls, or none where it is there. A block that is
-        held already stays so.
+        """Gives blocks their memory, in one batch of driver calls, or none if all have it. A held block stays
+        held.
 
         Args:
-            numbers: of blocks.
+            numbers: numbers of blocks.
 
         Returns:
-            Those that were not held and do not hold any more what they held: their memory shows zeros, or
-            what this arena once wrote.
+            The blocks that were not held and have lost their contents: their memory shows zeros, or what this
+            arena once wrote.
 
         Raises:
-            OutOfPages: memory is short, also after what others keep for later was given up.
+            OutOfPages: memory is short, even after others gave up what they keep for later.
             InvalidArgument: there is no such block.
             DriverError: the driver refuses a call.
             Closed: the arena is closed. In all cases nothing was changed.
@@ -76,25 +76,25 @@ class Blocks:
         return BlocksCore.hold(self._core, numbers)
 
     def prepare(self, numbers: Iterable[int]) -> None:
-        """Has the mapper map blocks that are soon to be held, and returns at once. A block that is not held
-        after all keeps its pages until others want them, or :meth:`trim` gives them back.
+        """Has the mapper map blocks that are held soon, and returns at once. A block that is not held after
+        all keeps its pages until others need them, or :meth:`trim` gives them back.
 
         Args:
-            numbers: of blocks.
+            numbers: numbers of blocks.
 
         Raises:
             InvalidArgument: there is no such block.
-            DriverError: the driver refused a call of the mapper, for an earlier call of this.
+            DriverError: the driver refused a call of the mapper for an earlier ``prepare``.
             Closed: the arena is closed.
         """
         BlocksCore.prepare(self._core, numbers)
 
     def release(self, numbers: Iterable[int], stream: Stream | None = None) -> None:
-        """Ends that, once the steps under way have ended. A block that is not held stays so.
+        """Ends the hold on blocks, once the steps under way have ended. A block that is not held stays so.
 
         Args:
-            numbers: of blocks.
-            stream: in which work that uses the blocks was launched; the current one unless given.
+            numbers: numbers of blocks.
+            stream: the stream of the work that uses the blocks; the current one unless given.
 
         Raises:
             InvalidArgument: there is no such block.
@@ -103,11 +103,11 @@ class Blocks:
         BlocksCore.release(self._core, numbers, stream_handle("Blocks.release", stream))
 
     def begin_step(self) -> None:
-        """A step begins that may use all that is held now."""
+        """Notes the begin of a step, which may use all blocks that are held now."""
         BlocksCore.begin_step(self._core)
 
     def end_step(self, stream: Stream | None = None) -> None:
-        """The oldest step under way has ended.
+        """Notes the end of the oldest step under way.
 
         Args:
             stream: as for :meth:`release`.
@@ -119,10 +119,10 @@ class Blocks:
         BlocksCore.end_step(self._core, stream_handle("Blocks.end_step", stream))
 
     def whole(self, numbers: Iterable[int]) -> list[bool]:
-        """Whether each block has all its memory, and holds what it held. Changes nothing.
+        """Whether each block has all its memory and its contents. Changes nothing.
 
         Args:
-            numbers: of blocks.
+            numbers: numbers of blocks.
 
         Raises:
             InvalidArgument: there is no such block.
@@ -134,10 +134,10 @@ class Blocks:
         """Gives back the memory of those blocks that are not held.
 
         Args:
-            numbers: of blocks.
+            numbers: numbers of blocks.
 
         Returns:
-            Its bytes. Pages that held blocks share stay.
+            The bytes given back. Pages that held blocks share stay.
 
         Raises:
             InvalidArgument: there is no such block.
@@ -147,7 +147,7 @@ class Blocks:
 
     @property
     def mapped(self) -> int:
-        """Blocks that are held, or were released and wait for steps to end."""
+        """Number of blocks that are held, or were released and wait for steps to end."""
         return self._core.mapped
 
     def __repr__(self) -> str:

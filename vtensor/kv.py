@@ -31,38 +31,38 @@ _MOST = 2**62  # more than any address space has bytes
 class KVCache:
     """K and V of many requests that come and go, share prefixes, fork, and are swapped.
 
-    Each layer's K and V are one strided tensor over all slots, whose address never changes; what a request's
-    length needs is mapped behind it, and nothing else. The calls are vAttention's (arXiv 2405.04437): make,
+    Each layer's K and V are one strided tensor over all slots. Its address never changes, and only the pages
+    that requests' lengths need are mapped. The calls are vAttention's (arXiv 2405.04437): make,
     :meth:`alloc`, :meth:`step`, :meth:`free`.
 
     Args:
         num_layers: layers that have K and V.
-        num_kv_heads: of each layer; the local ones under tensor parallelism.
+        num_kv_heads: heads of each layer; under tensor parallelism, the local ones.
         head_dim: of K, and of V unless ``value_head_dim`` is given.
         max_batch: slots.
-        max_len: tokens a slot can hold; costs addresses, no memory.
-        dtype: of the tensors; torch's default dtype unless given.
-        device: the pool's unless given, or else torch's default device.
-        layer_group: layers that lie in one page (the sliced layout). A page then holds fewer tokens of more
+        max_len: the most tokens of a slot; costs addresses, no memory.
+        dtype: dtype of the tensors; torch's default dtype unless given.
+        device: the pool's unless given; without a pool, torch's default device.
+        layer_group: layers that share a page (the sliced layout). A page then has fewer tokens of more
             layers, so less of the last page is wasted and shorter prefixes are shared.
         layout: ``"NHD"`` for ``[max_batch, max_len, heads, head_dim]``, as FlashAttention takes it;
-            ``"HND"`` for ``[max_batch, heads, max_len, head_dim]``, where each head is a row of its own, as
-            SDPA on the CPU is fastest with.
-        value_head_dim: 0 for a cache without V (MLA's latent in K).
+            ``"HND"`` for ``[max_batch, heads, max_len, head_dim]``: each head is a row of its own, and SDPA
+            on the CPU is fastest with it.
+        value_head_dim: head size of V, if it differs; 0 for a cache without V (MLA's latent in K).
         windows: for each layer None (full attention), or the tokens that its sliding window sees: pages
             before those go back to the pool as the window moves.
-        bands: groups of neighbouring layers that can grow, leave and come back apart, so that a prompt which
-            is computed layer by layer needs room for few of them at a time (LayerKV, arXiv 2410.00428).
-            Where nothing names ``bands=``, they are one.
-        lookahead: tokens for which pages are kept ready behind each length by the pool's mapper, so that
-            :meth:`step` makes no driver call; a few steps' worth.
-        tile: the most tokens that kernels read in one go: ``tile - 1`` behind each length are mapped too, and
-            finite. 256 on CUDA (FlashAttention 3 and 4 read up to 224), 1 on the CPU, where what is not
-            mapped reads as zeros.
-        pool: whose pages to use; the device's default pool unless given.
+        bands: groups of neighbouring layers that can grow, leave and come back apart. A prompt that is
+            computed layer by layer then needs room for few of them at a time (LayerKV, arXiv 2410.00428).
+            A call without ``bands=`` treats them as one.
+        lookahead: tokens past each length for which the pool's mapper keeps pages ready, so that :meth:`step`
+            makes no driver call; a few steps' worth.
+        tile: the most tokens that kernels read in one go: ``tile - 1`` past each length are mapped too, and
+            finite. 256 on CUDA (FlashAttention 3 and 4 read up to 224), 1 on the CPU, where unmapped tokens
+            read as zeros.
+        pool: the pool of the pages; the device's default pool unless given.
 
     Raises:
-        InvalidArgument: sizes, dtype, device or layout that cannot be meant.
+        InvalidArgument: sizes, dtype, device or layout that make no sense.
         CapacityExceeded: more addresses than a process has.
         Closed: the pool is closed.
     """
@@ -143,19 +143,19 @@ class KVCache:
         expect: int = 0,
         deferred: bool = False,
     ) -> int:
-        """A free slot for a request.
+        """Takes a free slot for a request.
 
         With ``tokens``, the request's prompt, the slot begins with what the prefix index has of them: whole
-        units, and never all of them, because the last has to be computed; :meth:`length` says how many.
+        units, and never all of them, because the last token has to be computed. :meth:`length` says how many.
 
         Args:
             tokens: ids, ``[n]``.
             salt: requests share prefixes only with those of the same salt.
-            expect: tokens the request will have, if known: it gets the slot whose kept pages fit that best.
-            deferred: leaves the pages of what the index has to the mapper, which maps them once
-                :meth:`prepare` names the slot, so that no driver call is made here. Nothing may read the slot
-                before a :meth:`step` or a :meth:`wait`, which map what the mapper has not. No effect where
-                the cache does not look ahead.
+            expect: tokens the request will have, if known: it gets the slot whose cached pages fit that best.
+            deferred: leaves mapping the prefix to the mapper, which maps it once :meth:`prepare` names the
+                slot, so that this call makes no driver call. Nothing may read the slot before a :meth:`step`
+                or a :meth:`wait`, which map what the mapper has not. Without effect if the cache does not
+                look ahead.
 
         Raises:
             NoFreeSlot: ``max_batch`` requests are in the cache.
@@ -168,25 +168,25 @@ class KVCache:
     def step(self, lengths: Sequence[int] | torch.Tensor, *, bands: Iterable[int] | None = None) -> bool:
         """Makes the first ``lengths[slot]`` tokens of each slot ready to be written and read.
 
-        One batch of driver calls for all slots and layers, or none where their pages are ready. Where memory
-        is short, prefixes that nobody uses are given up first.
+        Makes one batch of driver calls for all slots and layers, or none if their pages are ready. If memory
+        is short, prefixes that no request uses are given up first.
 
         Args:
             lengths: ``[max_batch]`` integers on the CPU; 0 for slots that are free or swapped out. They do
                 not shrink: :meth:`truncate` does that.
-            bands: of layers, the others keep their lengths; all unless given. A slot whose bands differ stays
-                as it is with the length that :attr:`lengths` has of it, the least.
+            bands: the bands to grow, all unless given; the others keep their lengths. A slot whose bands
+                differ stays as it is if its length here is that of :attr:`lengths`, the smallest.
 
         Returns:
-            False where memory is short: nothing was changed then, and the same call works once a slot was
-            freed, swapped out or truncated.
+            False if memory is short: the lengths stay, and the same call works once a slot was freed, swapped
+            out or truncated.
 
         Raises:
             InvalidArgument: lengths that shrink, or of slots or bands that are not here.
             CapacityExceeded: a length above ``max_len``.
             DriverError, TimedOut, Closed: nothing was changed.
         """
-        # What engines pass is not asked of torch's metaclass, which costs as much as the whole step.
+        # No isinstance check of torch's metaclass for what engines pass: it costs as much as the whole step.
         if type(lengths) is not list:
             lengths = self._as_list("KVCache.step", lengths)
         try:
@@ -197,17 +197,17 @@ class KVCache:
             raise self._no_lengths("KVCache.step", lengths) from None
 
     def prepare(self, lengths: Sequence[int] | torch.Tensor) -> bool:
-        """Announces a :meth:`step`: the pool's mapper maps what it needs meanwhile, so that the step itself
-        makes no driver call. A scheduler calls it as soon as it knows a prompt's length, while the iteration
-        before is computed. Waits for nothing and changes no length.
+        """Announces a :meth:`step`: the pool's mapper maps its pages now, so that the step itself makes no
+        driver call. A scheduler calls it as soon as it knows a prompt's length, during the iteration before.
+        Waits for nothing and changes no length.
 
-        Where memory is short, what the step would give up is given up now, but no more than is missing:
-        cached pages, then prefixes that no request uses. Where that does not suffice nothing is given up and
-        nothing is mapped. What is ready goes back as soon as others need memory; the step then maps it anew.
-        Pages that the step would unshare are left to it, and so are slots whose bands differ. Other pools of
-        a shared budget are not asked for memory.
+        If memory is short, it gives up what the step would give up, but no more than is missing: cached
+        pages, then prefixes that no request uses. If that is not enough, it gives up nothing and maps
+        nothing. Ready pages go back as soon as others need memory; the step then maps them again. Pages that
+        the step would unshare are left to it, and so are slots whose bands differ. Other pools of a shared
+        budget are not asked for memory.
 
-        Announced pages are bounded by what is free for them, and not by the pool's ``prefetch=``. A pool with
+        Announced pages are bounded by the free pages, not by the pool's ``prefetch=``. A pool with
         ``prefetch=0`` announces nothing.
 
         Args:
@@ -233,22 +233,19 @@ class KVCache:
         bands: Iterable[int] | None = None,
         wait: bool = False,
     ) -> bool:
-        """Whether ``step(lengths)`` would be granted now, and before it the :meth:`swap_in` of slots that are
-        swapped out. Changes nothing, where a step that is refused has given up the prefixes that no request
-        uses.
+        """Whether ``step(lengths)`` would be granted now, after the :meth:`swap_in` of swapped slots that
+        have a length here. Changes nothing. (A refused step has given up the prefixes that no request uses.)
 
-        The pool's budget and reserve are counted, with what would be given up for the step: cached pages,
-        pages kept ready, and prefixes. A device whose memory others take may still refuse. Pages of other
-        tensors that wait for work on the device are not counted.
+        It counts the pool's budget and reserve, and what a step would give up: cached pages, prefetched
+        pages, and prefixes. It does not count pages of other tensors that wait for work on the device. A
+        device whose memory others take may still refuse.
 
         Args:
-            lengths: as for :meth:`step`; of a slot that is swapped out also 0, or at least as many tokens as
-                it has.
+            lengths: as for :meth:`step`; for a swapped slot 0, or at least as many tokens as it has.
             bands: as for :meth:`step`. Pages that swapped bands need to come back are counted.
                 A slot with 0 is left out.
-            wait: whether to wait, while memory is short, for pages on their way out, of whatever tensor:
-                those that a copy or a kernel still uses. A step waits for them. For a minute
-                at most.
+            wait: whether to wait, while memory is short, for pages on their way out, of any tensor: those
+                that a copy or a kernel still uses. A step waits for them. For at most a minute.
 
         Raises:
             InvalidArgument, CapacityExceeded: as :meth:`step` does.
@@ -261,8 +258,8 @@ class KVCache:
             raise self._no_lengths("KVCache.fits", lengths) from None
 
     def waits_for_others(self, lengths: Sequence[int] | torch.Tensor) -> bool:
-        """Whether ``step(lengths)`` would be granted if the other pools of a shared budget held nothing, and
-        they hold something: it may be granted later. False where the budget is not shared. Changes nothing.
+        """Whether other pools of a shared budget hold memory, and ``step(lengths)`` would be granted if they
+        held none: it may be granted later. False if the budget is not shared. Changes nothing.
 
         Args:
             lengths: as for :meth:`fits`.
@@ -280,8 +277,8 @@ class KVCache:
         """Ends a request. Its pages stay with the slot for the next one, until others need them.
 
         Args:
-            slot: of a request, also a swapped one.
-            stream: in which work that uses the slot was launched; the current one unless given.
+            slot: its slot; the request may be swapped out.
+            stream: the stream of the work that uses the slot; the current one unless given.
         """
         CacheCore.free(self._core, self._slot("KVCache.free", slot), stream_handle("KVCache.free", stream))
 
@@ -292,18 +289,18 @@ class KVCache:
             slot, stream: as for :meth:`free`.
 
         Raises:
-            InvalidArgument: it has fewer, or windowed layers have given back what they would see from there.
+            InvalidArgument: it has fewer, or windowed layers have given back tokens that they would see.
         """
         slot = self._slot("KVCache.truncate", slot)
         length = self._count("KVCache.truncate", "length", length)
         CacheCore.truncate(self._core, slot, length, stream_handle("KVCache.truncate", stream))
 
     def length(self, slot: int, band: int | None = None) -> int:
-        """Tokens of a slot; of a swapped one, those it will have again. 0 where it is free.
+        """Tokens of a slot; of a swapped one, those it will have again. 0 if it is free.
 
         Args:
             slot: its number.
-            band: of layers; the least of all unless given.
+            band: the band to ask for; the smallest length of all bands unless given.
         """
         slot = self._slot("KVCache.length", slot)
         named = self._bands("KVCache.length", None if band is None else [band])
@@ -336,22 +333,22 @@ class KVCache:
     ) -> None:
         """Stores K and V of a layer: of one slot, or of many in one copy each.
 
-        What a plain write to ``cache[layer]`` does, checked first: a write to a token that :meth:`step` has
-        not made ready would end the process. Pages that are shared there are unshared, what is being swapped
-        in is waited for, and the current stream is one that uses the cache.
+        It does what a plain write to ``cache[layer]`` does, and checks first: a plain write to a token that
+        :meth:`step` has not made ready ends the process. It unshares shared pages there, waits for a swap-in
+        of them, and notes that the current stream uses the cache.
 
         Args:
             layer: its number.
             slots: a slot, or ``[n]``.
             starts: the first token to be written in each, ``[n]``.
             k, v: ``[tokens, heads, head_dim]``, those of the slots one after the other, or ``[n, tokens,
-                heads, head_dim]``, whatever the cache's layout; ``v`` is None in a cache without V.
+                heads, head_dim]``, in either layout of the cache; ``v`` is None in a cache without V.
             counts: how many of the tokens each slot gets, ``[n]``; the same for all unless given.
 
         Raises:
-            InvalidArgument: tokens that a slot has not, because :meth:`step` was not called, or because a
-                layer's window gave them back; another shape, dtype or device. Nothing was written.
-            OutOfPages: none are left to unshare what is shared there. Nothing was written.
+            InvalidArgument: tokens that a slot does not have, because :meth:`step` was not called, or because
+                a layer's window gave them back; another shape, dtype or device. Nothing was written.
+            OutOfPages: no pages are left to unshare shared ones. Nothing was written.
         """
         layer = self._layer("KVCache.write", layer)
         whole_k, whole_v = self._layers[layer]
@@ -379,7 +376,7 @@ class KVCache:
             store(v, whole_v, heads_dim, runs, places)
 
     def _places(self, runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the last runs they are kept, because a model writes to the same ones in each layer."""
+        """Slot and position of each token. Kept for the last runs: a model writes the same in each layer."""
         known = self._last_places
         if known is None or known[0] != runs:
             known = self._last_places = (runs, runs.places(device))
@@ -392,14 +389,14 @@ class KVCache:
         write of each takes one page a row, for the last, half-full page.
 
         Args:
-            stream: in which work that uses the slot was launched; the current one unless given. Its end is
-                waited for.
+            stream: the stream of the work that uses the slot, which is waited for; the current one unless
+                given.
 
         Raises:
             NoFreeSlot: fewer than ``n`` slots are free.
             InvalidArgument: the slot is free or swapped out.
-            OutOfPages: nothing was changed. Where writes to shared pages made the kernel copy some, these
-                must have handles of their own first.
+            OutOfPages: nothing was changed. Pages that the kernel copied at writes to shared pages need
+                handles of their own first.
         """
         slot = self._slot("KVCache.fork", slot)
         n = self._count("KVCache.fork", "n", n)
@@ -408,18 +405,18 @@ class KVCache:
     def reorder(
         self, slots: Sequence[int], sources: Sequence[int], stream: Stream | None = None
     ) -> list[int]:
-        """A beam step: beam ``i``, now in ``slots[i]``, goes on with what ``sources[i]`` holds. Nothing is
-        copied.
+        """A beam step: beam ``i``, now in ``slots[i]``, goes on with the contents of ``sources[i]``. Nothing
+        is copied.
 
         Args:
-            slots: of the beams, ``[n]``.
-            sources: of those slots, which each beam goes on with, ``[n]``.
+            slots: the slots of the beams, ``[n]``.
+            sources: for each beam, one of these slots, ``[n]``.
             stream: as for :meth:`fork`.
 
         Returns:
-            for each beam the slot that it is in from now on: the source itself for the first that goes on
-            with it, and a fork for others. Slots that no beam goes on with are free; before the forks are
-            made, and for good, where there are no free slots for these besides.
+            for each beam its new slot: the source itself for the first beam that goes on with it, and a fork
+            for the others. Slots that no beam goes on with are freed; if there are too few free slots for the
+            forks, before these are made, and even if they fail.
 
         Raises:
             InvalidArgument: a source that is none of the slots.
@@ -430,15 +427,15 @@ class KVCache:
         return CacheCore.reorder(self._core, old, new, stream_handle("KVCache.reorder", stream))
 
     def publish(self, slot: int, tokens: Sequence[int] | torch.Tensor, *, salt: str = "") -> int:
-        """Puts the whole units of ``tokens``, which are the slot's first, into the prefix index. It keeps
+        """Puts the whole units of ``tokens``, the slot's first tokens, into the prefix index. The index keeps
         their pages past the request's end, as long as memory suffices.
 
-        A cache that looks ahead makes no driver call that maps for it: the pages become copy-on-write once
-        another slot shares them. Until then they can be written to. So :meth:`write` or :meth:`unshare` comes
-        before a change of tokens that are published, whatever the device.
+        A cache that looks ahead makes no mapping call for it: the pages become copy-on-write once another
+        slot shares them. Until then they can be written to. So change published tokens by :meth:`write`, or
+        call :meth:`unshare` first, on any device.
 
         Args:
-            slot: whose K and V these are.
+            slot: the slot with their K and V.
             tokens: ids, ``[n]``, at most as many as the slot has.
             salt: as for :meth:`alloc`.
 
@@ -455,8 +452,8 @@ class KVCache:
         return CacheCore.publish(self._core, slot, ids, checked_salt("KVCache.publish", salt))
 
     def unshare(self, slot: int, start: int, stop: int) -> None:
-        """Gives ``slot`` pages of its own behind tokens ``start`` to ``stop``, before something writes there
-        directly. What :meth:`step` adds is its own anyway.
+        """Gives ``slot`` pages of its own for tokens ``start`` to ``stop``, before a direct write there. What
+        :meth:`step` adds is the slot's own in any case.
 
         Raises:
             OutOfPages: nothing was changed.
@@ -466,31 +463,31 @@ class KVCache:
         CacheCore.unshare(self._core, slot, start, self._count("KVCache.unshare", "stop", stop))
 
     def record_stream(self, stream: Stream | None = None) -> None:
-        """Says that work in ``stream`` uses the slots, as :meth:`step` says of the current one: pages that
-        they give up later are unmapped only after it.
+        """Notes that work in ``stream`` uses the slots, as :meth:`step` notes the current one. Pages that the
+        slots give up later are unmapped only after that work.
 
         Args:
-            stream: that lasts; the current one unless given.
+            stream: a stream that lasts; the current one unless given.
         """
         CacheCore.record_stream(self._core, stream_handle("KVCache.record_stream", stream))
 
     # -- swapping
 
     def swap_out(self, slot: int | Sequence[int], *, bands: Iterable[int] | None = None) -> None:
-        """Moves requests to host memory, behind the work launched so far. It returns at once; their pages go
+        """Moves requests to host memory, after the work launched so far. It returns at once; their pages go
         back to the pool once they are copied. Requests that are named together and share pages share them
         again afterwards, and are copied once.
 
-        With ``bands`` the requests stay in use, without what these layers have. What such a band shared is
-        its own once it is back.
+        With ``bands`` the requests stay in use, without these layers. A band has pages of its own once it is
+        back, even if it shared them.
 
         Args:
-            slot: of a request, or several.
-            bands: of layers; all of them, whole requests, unless given.
+            slot: the slot of a request, or several slots.
+            bands: the bands to move; whole requests unless given.
 
         Raises:
-            InvalidArgument: a slot is free, or a slot or band swapped out already; whole requests whose bands
-                differ.
+            InvalidArgument: a slot is free, or a slot or band is already swapped out; whole requests whose
+                bands differ.
             OutOfPages: the host has no memory for them; nothing was changed.
         """
         slots = slot if isinstance(slot, Iterable) else [slot]
@@ -503,11 +500,11 @@ class KVCache:
         none, and share again the pages that they shared.
 
         Args:
-            slot: of a request that is swapped out, or several.
-            bands: that were swapped out by themselves; whole requests unless given.
+            slot: the slot of a swapped request, or several slots.
+            bands: bands that were swapped out by themselves; whole requests unless given.
 
         Returns:
-            False where memory is short: all of them stay swapped out. :meth:`fits` tells before.
+            False if memory is short: all of them stay swapped out. :meth:`fits` says so beforehand.
 
         Raises:
             InvalidArgument: one of them is not swapped out, or is named twice.
@@ -517,13 +514,13 @@ class KVCache:
         return CacheCore.swap_in(self._core, numbers, self._bands("KVCache.swap_in", bands))
 
     def wait(self, slot: int, layer: int | None = None) -> None:
-        """Returns once what ``layer`` reads of a request that is being swapped in is there, or all of it. On
-        CUDA the current stream waits instead of the caller. Of a request that was swapped out, or of bands
-        that were, it returns once their pages are given back.
+        """Waits for a swap-in: until what ``layer`` reads of the request is there, or all of it. On CUDA the
+        current stream waits, and the caller does not. If the request or bands of it were swapped out, it
+        waits until their pages are given back.
 
         Args:
-            slot: of the request.
-            layer: its number; all of them unless given.
+            slot: the slot of the request.
+            layer: its number; all layers unless given.
 
         Raises:
             TimedOut: the copies have not ended within a minute. They go on, and can be waited for again.
@@ -538,19 +535,19 @@ class KVCache:
         """K and V of a layer: ``[max_batch, max_len, heads, head_dim]``, or ``[max_batch, heads, max_len,
         head_dim]`` in the "HND" layout; V is None in a cache without V.
 
-        Plain tensors, always the same, over partly mapped memory: what lies behind a slot's length reads as
-        zeros on the CPU and faults on CUDA, and writes there fault: :func:`~vtensor.explain_faults` says why.
+        They are plain tensors, always the same, over partly mapped memory. Tokens past a slot's length read
+        as zeros on the CPU and fault on CUDA. A write there faults: :func:`~vtensor.explain_faults` says why.
         """
         if self._core.closed:
             raise Closed("[KVCache] the cache is closed: make a new one")
         try:
             return self._layers[layer]
-        except IndexError:  # which ends a loop over the layers
+        except IndexError:  # it ends a loop over the layers
             raise IndexError(f"[KVCache] layer {layer}: the cache has layers 0 to {len(self) - 1}") from None
 
     @property
     def num_layers(self) -> int:
-        """Layers, as ``len(cache)`` says too."""
+        """Layers, as ``len(cache)``."""
         return self._layout.num_layers
 
     def __len__(self) -> int:
@@ -559,7 +556,7 @@ class KVCache:
 
     @property
     def pool(self) -> Pool:
-        """Whose pages these are."""
+        """The pool of the pages."""
         return self._pool
 
     @property
@@ -568,7 +565,7 @@ class KVCache:
         return self._core.closed
 
     def pages(self, slot: int) -> list[_core.PageRecord]:
-        """What stands behind each page of a slot, row after row."""
+        """The pages of a slot, row after row."""
         slot = self._slot("KVCache.pages", slot)
         return [
             record
@@ -586,13 +583,13 @@ class KVCache:
         CacheCore.fall_asleep(self._core, sleep, discard)
 
     def _wake(self, number: int) -> None:
-        """Nothing: the core says whether it sleeps."""
+        """Does nothing: the core knows whether the cache sleeps."""
 
     def close(self, stream: Stream | None = None) -> None:
-        """Frees every slot and gives the index up. Addresses go with the last view of the layers.
+        """Frees every slot and the index. Addresses go with the last view of the layers.
 
         Args:
-            stream: in which work that uses the cache was launched; the current one unless given.
+            stream: the stream of the work that uses the cache; the current one unless given.
         """
         CacheCore.close(self._core, stream_handle("KVCache.close", stream))
         self._layers, self._bytes = [], []

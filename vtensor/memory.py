@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 __all__ = ["adopt", "memory"]
 
-_COPIED_AT_ONCE = 64 << 20  # bytes, between two looks at the clock
+_COPIED_AT_ONCE = 64 << 20  # bytes between two readings of the clock
 
 
 @contextlib.contextmanager
 def memory(pool: Pool | None = None, *, tag: str = "memory") -> Iterator[None]:
-    """What torch allocates on a CUDA device in this thread comes from ``pool``, for the length of a ``with``.
+    """A context in which torch's allocations on a CUDA device, in this thread, come from ``pool``.
 
-    A ``torch.cuda.MemPool`` whose memory the pool gives: any free pages, wherever they lie, stand behind one
-    range of addresses (GMLake, arXiv 2401.08156; torch's expandable segments, which a ``MemPool`` over an
-    allocator of its own does not get). So weights, activations and K and V share one budget, and what torch's
+    It uses a ``torch.cuda.MemPool`` over the pool. Any free pages are mapped behind one range of addresses,
+    wherever they lie (GMLake, arXiv 2401.08156). torch's expandable segments do the same, but not for a
+    ``MemPool`` over another allocator. So weights, activations and K and V share one budget, and what torch's
     cache gives back serves tensors and caches of the pool.
 
-    Tensors made inside live on outside, also when the pool is closed. Only this thread's allocations come
-    from the pool: not those of the threads in which ``backward()`` runs on CUDA, unless
-    ``torch.autograd.set_multithreading_enabled(False)``. Contexts may be nested: the innermost gives.
+    Tensors made inside live on outside, even if the pool is closed. Only this thread's allocations come from
+    the pool: not those of the threads in which ``backward()`` runs on CUDA, unless you call
+    ``torch.autograd.set_multithreading_enabled(False)``. Contexts may be nested: the innermost counts.
 
     Args:
-        pool: of the CUDA device; its default pool unless given.
+        pool: a pool of the CUDA device; its default pool unless given.
         tag: a name for this memory. Memory of one tag is cached and reported together, as
             ``Pool.stats().nbytes_by_tag``.
 
@@ -49,7 +49,7 @@ def memory(pool: Pool | None = None, *, tag: str = "memory") -> Iterator[None]:
             module's tensors there, and :func:`vtensor.empty` makes new ones.
         VTensorError: torch finds no CUDA device.
         Closed: the pool is closed.
-        torch.OutOfMemoryError: inside, where the pool refuses; a note says why.
+        torch.OutOfMemoryError: inside, if the pool refuses; a note says why.
     """
     pool = _default_cuda_pool() if pool is None else of_type("memory", "pool", pool, Pool)
     tag = _checked_tag("memory", tag)
@@ -73,7 +73,7 @@ def memory(pool: Pool | None = None, *, tag: str = "memory") -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(heap: Heap) -> Iterator[None]:
-    """What torch asks of the C functions in this thread comes from ``heap``."""
+    """A context in which torch's allocations through the C functions, in this thread, come from ``heap``."""
     outer = heap.core.enter()
     try:
         yield
@@ -84,13 +84,13 @@ def entered(heap: Heap) -> Iterator[None]:
 def adopt(module: torch.nn.Module, pool: Pool | None = None, *, tag: str = "weights") -> int:
     """Moves a module's parameters and buffers into ``pool``, each storage by one copy.
 
-    Parameters stay the objects they are, so tied weights stay tied and optimizers keep them; tensors that
-    are views of one storage stay views of one, with their strides and offsets. ``requires_grad`` and ``grad``
-    stay; a gradient goes along where the pool is of another device. Whatever else views the old storages
-    keeps them, and their memory.
+    Parameters stay the same objects, so tied weights stay tied and optimizers keep them. Tensors that are
+    views of one storage stay views of one, with their strides and offsets. ``requires_grad`` and ``grad``
+    stay; if the pool is on another device, a gradient moves too. Other views of the old storages keep these
+    and their memory.
 
-    Whole or nothing: an exception, Ctrl-C too, leaves the module as it was. So old and new memory are needed
-    at the same time. stderr shows the progress of what takes over a second.
+    Whole or nothing: an exception, even Ctrl-C, leaves the module as it was. That needs the old and the new
+    memory at the same time. If it takes over a second, stderr shows the progress.
 
     Args:
         module: any module.
@@ -141,7 +141,7 @@ def adopt(module: torch.nn.Module, pool: Pool | None = None, *, tag: str = "weig
 
 
 def _set_data(tensors: list[torch.Tensor], data: list[torch.Tensor]) -> None:
-    """In one call of C, in which nothing comes from outside (I17)."""
+    """Sets all of them in one call of C, which no exception from outside interrupts (I17)."""
     deque(map(torch.Tensor.data.__set__, tensors, data), maxlen=0)  # type: ignore[attr-defined]
 
 
@@ -164,7 +164,7 @@ def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _unfit(t: torch.Tensor) -> str | None:
-    """Why it cannot be moved."""
+    """Why the tensor cannot be moved; None if it can."""
     if isinstance(t, VTensor):
         return "is a VTensor, which has its pages from a pool already"
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
@@ -189,7 +189,7 @@ def _new_storage(heap: Heap, nbytes: int, device: torch.device) -> torch.Untyped
 
 
 def _copy(to: torch.UntypedStorage, source: torch.UntypedStorage) -> Iterator[int]:
-    """Yields the bytes of each part copied."""
+    """Copies a storage in parts, and yields the bytes of each."""
     whole, wanted = whole_storage(to), whole_storage(source)
     for begin in range(0, source.nbytes(), _COPIED_AT_ONCE):
         part = slice(begin, begin + _COPIED_AT_ONCE)
@@ -198,7 +198,7 @@ def _copy(to: torch.UntypedStorage, source: torch.UntypedStorage) -> Iterator[in
 
 
 def _over(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
-    """As ``t``, over another storage."""
+    """A tensor as ``t``, over another storage."""
     plain = torch.empty(0, dtype=t.dtype, device=storage.device)
     return plain.set_(storage, t.storage_offset(), t.size(), t.stride())
 
@@ -224,8 +224,8 @@ def _require_cuda() -> None:
 
 @cache
 def _allocator() -> CUDAPluggableAllocator:
-    """The C functions of the extension, as torch knows them. Kept for ever: blocks of torch's cache refer to
-    it."""
+    """The C functions of the extension, as torch takes them. Kept for ever, because torch's cached blocks
+    refer to it."""
     from torch.cuda.memory import CUDAPluggableAllocator
 
     return CUDAPluggableAllocator(_core.__file__, "vtensor_allocate", "vtensor_free")

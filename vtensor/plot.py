@@ -44,7 +44,7 @@ Trace: TypeAlias = "trace.Recording | Sequence[trace.Event] | str | os.PathLike[
 _MOST_CELLS = 400  # in a row of pages
 _MOST_BANDS = 256  # of rows
 _MOST_LANES = 64  # of named owners
-_MOST_LINES = 100  # between pages and between rows; more cannot be told apart
+_MOST_LINES = 100  # between pages and between rows; more look like one
 _MOST_POINTS = 3000  # on a curve
 _LINES_OF_ARENA = 16
 _MOST_SPANS = 20_000  # of each kind in a lane
@@ -129,10 +129,10 @@ def memory(trace: Trace, *, ax: Axes | None = None) -> Axes:
     """Draws bytes over time, relative to the beginning of the recording.
 
     *Mapped* counts a page that two tensors share twice. *Needed* is the size of the tensors by their lengths,
-    and counts what a fork shares with its parent once. Two curves compare: what ``torch.cat`` would hold for
-    the same lengths, with the old tensor and the new one during a copy; and what is *reserved*, which costs
-    addresses here and would cost memory if it were preallocated. If that is off the scale, the legend gives
-    the figure.
+    and counts what a fork shares with its parent once. Two curves are for comparison: what ``torch.cat``
+    would take for the same lengths, with the old tensor and the new one during a copy; and what is
+    *reserved*, which costs only addresses here, and would cost memory if it were preallocated. If that is off
+    the scale, the legend gives the figure.
 
     Args:
         trace: see :data:`Trace`.

@@ -1,4 +1,4 @@
-"""Page pools: who owns the physical memory behind tensors that grow."""
+"""Page pools: the owners of the physical memory behind tensors that grow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ZeroPolicy = Literal["never", "new_owner", "always"]
 
 @dataclass(frozen=True)
 class PoolStats:
-    """A pool at one moment. Pages, unless the name says bytes. Its ``repr`` shows the eight that matter most.
+    """Counts of a pool at one moment, in pages unless the name says bytes. Its ``repr`` shows eight of them.
 
     Budget: ``pages_used + pages_free == budget // page_size`` (I5).
     Mappings: ``pages_mapped == pages_active + pages_prefetched + pages_cached + pages_pinned`` (I4); a page
@@ -41,25 +41,23 @@ class PoolStats:
         page_size: bytes of one page.
         budget: bytes the pool may have in use.
         pages_used: page handles in use, and pages that the kernel copied at writes to shared ones.
-        pages_free: what the budget leaves. Negative where writes to shared pages copied more than it had
+        pages_free: pages that the budget leaves. Negative if writes to shared pages copied more than were
             left.
-        pages_spare: of the free pages, those whose memory is made: growth takes them first, ``trim()`` gives
-            it back.
-        pages_private: of the used pages, those that the kernel copied at a write to a shared page; they have
-            no handle yet.
-        pages_quarantined: of the used pages, those given up after a driver call that could not be undone
-            (I8).
+        pages_spare: free pages with memory: growth takes them first, ``trim()`` gives the memory back.
+        pages_private: used pages that the kernel copied at a write to a shared page; they have no handle yet.
+        pages_quarantined: used pages that were given up after a driver call that could not be undone (I8).
         pages_in_children: references that forked child processes keep on used pages until they exit (I13).
         pages_indexed: references that prefix indices keep on used pages, mapped or not.
-        pages_mapped: page table entries: mapped pages, counted once for each place they are mapped at.
-        pages_active: of the mapped, what the tensors' lengths need.
-        pages_prefetched: of the mapped, what was prepared ahead of need.
-        pages_cached: of the mapped, what freed tensors left for the next one.
-        pages_pinned: of the mapped, what only views of older extents hold.
-        pages_orphaned: of the held, what belongs to no open tensor any more and goes with its last view.
+        pages_mapped: page table entries: a page counts once for each place where it is mapped.
+        pages_active: mapped pages that the tensors' lengths need.
+        pages_prefetched: mapped pages that were prepared ahead of need.
+        pages_cached: mapped pages that freed tensors left for the next one.
+        pages_pinned: mapped pages that only views of older extents, or running work, still use.
+        pages_orphaned: pinned pages that belong to no open tensor any more and go with their last view.
         nbytes_mapped: ``pages_mapped`` in bytes.
-        nbytes_held: bytes that this pool holds, used and spare pages: what counts in a shared budget.
-        nbytes_held_by_others: bytes that the other pools of a shared budget hold; 0 where none is shared.
+        nbytes_held: bytes of used and spare pages: what this pool counts in a shared budget.
+        nbytes_held_by_others: bytes that the other pools of a shared budget hold; 0 if the budget is not
+            shared.
         nbytes_asleep: bytes that :meth:`Pool.sleep` has given back, and :meth:`Pool.wake` will take.
         nbytes_reserved: bytes of addresses reserved; they cost no memory.
         nbytes_by_tag: bytes that allocations take, by the ``tag`` of :func:`vtensor.memory` or
@@ -68,12 +66,11 @@ class PoolStats:
         growths_ready: growths into new pages, since the pool was made, that found them ready and made no
             driver call.
         growths_mapped: growths into new pages that had to map them.
-        pages_recycled: pages taken whose memory was there already.
+        pages_recycled: pages taken that had memory.
         pages_fresh: pages taken whose memory had to be made.
         tensors_reused: tensors that began on the mapped pages of a freed one of their shape.
         tensors_fresh: tensors that began with nothing mapped.
-        driver_calls: calls made so far: ``"caller"`` and ``"mapper"`` (the thread), each from a call's name
-            to a count.
+        driver_calls: calls so far, by thread (``"caller"`` and ``"mapper"``) and name.
     """
 
     page_size: int = field(repr=False)
@@ -116,32 +113,33 @@ class Pool:
         device: ``"cpu"`` (memfd and mmap), or a CUDA device (CUDA virtual memory management).
         page_size: bytes; the unit of mapping. Host: a power of two from 4 KiB, 64 KiB unless given. CUDA: a
             multiple of the device's granularity, 2 MiB unless given.
-        budget: bytes of pages that may be in use. Unless given, 80% of what the machine or its cgroup has
-            free (host), or 90% of the free device memory (CUDA), less what other pools of this process may
-            still take, and never below a sixteenth of that. Pools of other processes are not seen.
+        budget: bytes of pages that may be in use. Unless given, 80% of the free memory of the machine or its
+            cgroup (host), or 90% of the free device memory (CUDA), less what other pools of this process may
+            still take, and never below a sixteenth of that. Pools of other processes do not count.
         zero: when a reused page is zeroed: ``"new_owner"`` (before another tensor sees it), ``"always"``, or
             ``"never"`` (tensors may then see what others left).
-        prefetch: bytes that each tensor may have mapped ahead of need, as far as the rate at which it grows
-            asks for, and at most 1 MiB or a sixteenth of what it stores, if that is more; 64 MiB unless
-            given. 0 turns that off, and the pool's mapper then runs only for what :meth:`VTensor.prepare`
-            asks for and for what must wait for the device.
-        cache: bytes that freed tensors may leave mapped for the next tensor of the same shape, which then
-            begins without a driver call; a quarter of the budget unless given, and 0 where ``prefetch`` is 0.
+        prefetch: the most bytes mapped ahead of need for each tensor; 64 MiB unless given. Within it a
+            tensor gets what its rate of growth asks for, but at most a sixteenth of what it stores, or 1 MiB
+            if that is more. With 0 the pool's mapper runs only for :meth:`VTensor.prepare` and for what must
+            wait for the device.
+        cache: the most bytes that freed tensors leave mapped for the next tensor of the same shape, which
+            then begins without a driver call; a quarter of the budget unless given, and 0 if ``prefetch`` is
+            0.
         spare_low: bytes of spare pages (free, with memory) that the mapper keeps, so that growth finds them.
-        spare_high: bytes of spare pages kept at most; no limit unless given.
-        max_age: seconds after which free memory goes back to the system, also what freed tensors left mapped;
-            never unless given.
-        device_reserve: bytes of the device's memory that are left to others: growth that would pass into them
+        spare_high: the most bytes of spare pages to keep; no limit unless given.
+        max_age: seconds after which free memory goes back to the system, and also what freed tensors left
+            mapped; never unless given.
+        device_reserve: bytes of the device's memory that are left to others: growth that would use them
             raises ``OutOfPages``.
-        shared: a name. All pools of this name, in all processes of this user on this machine, then have one
-            budget together, which each of them may reach: what one frees, another may take, and a process
-            that is killed gives back what its pools had. They must name the same ``budget``.
+        shared: a name. All pools of this name, in all processes of this user on this machine, have one budget
+            together, and each of them may reach it. One may take what another frees, and a killed process
+            gives back what its pools had. They must name the same ``budget``.
 
     Raises:
-        InvalidArgument: a page size, budget, name or policy that cannot be meant, or a budget other than the
+        InvalidArgument: a page size, budget, name or policy that makes no sense, or a budget other than the
             one that pools of the name have.
-        VTensorError: pools of the name belong to another version of vtensor, or are 128 already.
-        TimedOut: a process that is stopped has the shared budget locked.
+        VTensorError: pools of the name belong to another version of vtensor, or there are 128 of them.
+        TimedOut: a stopped process has the shared budget locked.
         DriverError: the driver is missing or refuses; ``call`` and ``name`` say which call and why.
     """
 
@@ -194,7 +192,7 @@ class Pool:
         self._asleep: list[Image] = []
         self._sleep_lock = threading.Lock()
         self._closed = False
-        # What freed tensors left cached would keep the pool alive without an owner.
+        # Pages that freed tensors left cached would keep the pool alive without an owner.
         self._retired = weakref.finalize(self, _retire, core)
         self._retired.atexit = False
         with _sets_lock:
@@ -212,7 +210,7 @@ class Pool:
 
     @property
     def device(self) -> torch.device:
-        """The device whose memory this is."""
+        """The device of the pages."""
         return self._device
 
     @property
@@ -226,8 +224,8 @@ class Pool:
         time: lowering takes back what is cached, prefetched and spare. A shared budget cannot be set.
 
         Raises:
-            OutOfPages: on setting, where more is in use; nothing is changed then.
-            InvalidArgument: on setting, where the budget is shared.
+            OutOfPages: on setting, if more is in use; nothing is changed then.
+            InvalidArgument: on setting, if the budget is shared.
         """
         return self._core.budget_pages * self._core.page_size
 
@@ -304,16 +302,15 @@ class Pool:
         return self._core.trim() * self.page_size
 
     def wait_idle(self, timeout: float = 60.0) -> None:
-        """Returns once nothing is left to do in the background: what was prepared is ready, no page waits to
-        be unmapped, spare pages are between ``spare_low`` and ``spare_high``, and slots that are swapped out
-        or in are copied.
+        """Waits until nothing is left to do in the background: prepared pages are ready, no page waits to be
+        unmapped, spare pages are between ``spare_low`` and ``spare_high``, and swapped slots are copied.
 
         Args:
             timeout: seconds.
 
         Raises:
-            DriverError: a page could still not be unmapped, and stays counted as held and is tried again; or
-                what the mapper met for some tensor, raised once.
+            DriverError: a page could still not be unmapped: it stays counted as pinned, and is tried again.
+                Or an error of the mapper for some tensor, raised once.
             TimedOut: work on the device that may use the pages has not ended.
         """
         timeout = number("Pool.wait_idle", "timeout", timeout)
@@ -335,10 +332,10 @@ class Pool:
         views, forks, captured graphs.
 
         Until :meth:`wake`, operations on them raise :class:`vtensor.Asleep`, and so do torch's on a VTensor.
-        torch knows nothing of plain tensors over the pool (views, adopted parameters): they read as zeros on
-        the CPU, where writing to them ends the process, and kernels fault on CUDA. What is cached or mapped
-        ahead goes too, and so do the prefixes that a cache keeps for later requests. Pages that a forked
-        child shares, or something that is awake, stay. Whole or nothing.
+        torch does not know that plain tensors over the pool (views, adopted parameters) sleep. On the CPU
+        they read as zeros, and a write to them ends the process. On CUDA kernels that touch them fault.
+        Cached and prefetched pages go too, and so do the prefixes that a cache keeps for later requests.
+        Pages that are shared with a forked child, or with something that is awake, stay. Whole or nothing.
 
         Args:
             tag: what to put to sleep; all unless given. ``"weights"``, or another tag of
@@ -349,13 +346,12 @@ class Pool:
                 and removed after that.
 
         Returns:
-            The bytes given back; 0 where all sleep already.
+            The bytes given back; 0 if all sleep already.
 
         Raises:
-            InvalidArgument: nothing has this tag; slots of a cache are in use whose K and V would be
-                discarded.
+            InvalidArgument: nothing has this tag; or K and V of slots in use would be discarded.
             TimedOut: work that may use the memory, or a lease, has not ended.
-            OutOfPages: what the kernel copied for forks needs pages of its own first.
+            OutOfPages: pages that the kernel copied for forks need handles of their own first.
             DriverError: the driver refuses a call.
             OSError: the file cannot be written. In all cases everything is awake, as it was.
         """
@@ -381,11 +377,11 @@ class Pool:
         """Gives what sleeps its memory and contents again, at the same addresses. Whole or nothing.
 
         Args:
-            tag: of the :meth:`sleep` to end; all of them unless given.
-            discard: give up what was kept: as if ``contents`` had been ``"discard"``.
+            tag: the tag of the :meth:`sleep` to end; all of them unless given.
+            discard: give up the kept contents: as if ``contents`` had been ``"discard"``.
 
         Raises:
-            OutOfPages: the pool has too few pages, and says how many are missing; all stays asleep.
+            OutOfPages: the pool has too few pages; the message says how many are missing. All stays asleep.
             VTensorError: a file has changed or is gone; all stays asleep.
             DriverError: the driver refuses a call; all stays asleep.
         """
@@ -396,7 +392,7 @@ class Pool:
                 wake(core, self._asleep, chosen, discard)
 
     def _sleepers(self) -> dict[str, list[Sleeper]]:
-        """What has memory that can leave, by its tag."""
+        """The objects whose memory can leave, by tag."""
         with _sets_lock:
             tensors = [entry.tensor() for entry in self._tensors]
             heaps = list(self._heaps.items())
@@ -411,8 +407,8 @@ class Pool:
     def close(self) -> None:
         """Closes the pool's tensors and gives free memory back.
 
-        Pages that views still hold are reported as ``pages_orphaned`` and go with the last view. A second
-        call tries again what the driver refused in the first.
+        Pages that views still hold are counted as ``pages_orphaned`` and go with the last view. A second call
+        tries again what the driver refused in the first.
         """
         if _core.in_forked_child():
             raise VTensorError(
@@ -421,7 +417,7 @@ class Pool:
         self._close(_CLOSE_SECONDS)
 
     def _close(self, seconds: float) -> None:
-        """As ``close``; waits ``seconds`` at most for what the device still uses."""
+        """As ``close``; waits at most ``seconds`` for pages that the device still uses."""
         core = self._core
         if isinstance(core, _core.ClosedPool):
             core.trim()  # tries again what was refused
@@ -438,7 +434,7 @@ class Pool:
             raise
         core.retire()
         try:
-            # What the device still uses is never unmapped under it, and what the driver refuses stays held.
+            # Pages that the device still uses, or that the driver refuses to unmap, stay.
             with suppress(TimedOut, DriverError):
                 core.wait_idle(seconds)
             core.trim()
@@ -446,10 +442,10 @@ class Pool:
             self._retired.detach()
             closed = self._core = _core.ClosedPool(core)
             del core
-            closed.leave_mapper()  # which may have the last hold on the pool
+            closed.leave_mapper()  # the mapper may have the last reference to the pool
 
     def _close_tensors(self) -> None:
-        """As many as can be; then raises the first refusal."""
+        """Closes as many as it can, and then raises the first refusal."""
         first: VTensorError | None = None
         with _sets_lock:
             entries = list(self._tensors)
@@ -475,7 +471,7 @@ class Pool:
             heaps = list(self._heaps.items())
         found = {}
         for tag, heap in heaps:
-            with suppress(Closed):  # by another thread, meanwhile
+            with suppress(Closed):  # another thread closed it
                 found[tag] = heap.core.counts().allocated
         return found
 
@@ -483,7 +479,7 @@ class Pool:
         with _sets_lock:
             while self._heaps:
                 _, heap = self._heaps.popitem()
-                heap.torch_pool = None  # which gives back what torch has cached
+                heap.torch_pool = None  # its end gives back what torch has cached
                 heap.core.close()
 
     def __enter__(self) -> Pool:
@@ -502,7 +498,7 @@ class Pool:
         tensor._registered = _Registered(tensor)
         with _sets_lock:
             self._tensors.add(tensor._registered)
-        if self._closed:  # by another thread, meanwhile
+        if self._closed:  # another thread closed it
             tensor.close()
             self._open_core("empty")
 
@@ -513,7 +509,7 @@ def _retire(core: _core.PagePool) -> None:
 
 
 class _Tensor(Protocol):
-    """What borrows a pool's pages and ends with it: a VTensor or a KVCache."""
+    """An object that uses a pool's pages and ends with the pool: a VTensor or a KVCache."""
 
     _registered: object
     _sleeps_as: str
@@ -541,8 +537,8 @@ class Heap:
 
 
 class _Registered:
-    """A pool's way to a tensor. Owned by the tensor, because a WeakSet of tensors would compare them by
-    ``==``."""
+    """A pool's weak reference to a tensor. The tensor owns it, because a WeakSet of tensors would compare
+    them by ``==``."""
 
     def __init__(self, tensor: _Tensor) -> None:
         self._tensor: weakref.ref[_Tensor] = weakref.ref(tensor)
@@ -556,14 +552,14 @@ class _Registered:
             tensor.close()
 
     def await_arrivals(self, seconds: float) -> bool:
-        """Whether nothing is being copied to a cache's slots any more within that time."""
+        """Whether all copies to a cache's slots end within ``seconds``."""
         tensor = self._tensor()
         wait = getattr(type(tensor), "_await_arrivals", None)  # of a cache
         return wait is None or bool(wait(tensor, seconds))
 
 
 def checked_page_size(page_size: Bytes | None) -> int:
-    """As the core takes it, where 0 asks for the default."""
+    """The page size as the core takes it: 0 asks for the default."""
     if page_size is None:
         return 0
     size = byte_count("Pool", "page_size", page_size)
@@ -650,8 +646,8 @@ def _seconds(name: str, value: float) -> float:
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-# A WeakSet cannot be looked through while another thread adds to it. Reentrant, because looking may run
-# finalizers that make tensors.
+# A WeakSet cannot be iterated while another thread adds to it. The lock is reentrant, because iterating may
+# run finalizers that make tensors.
 _sets_lock = threading.RLock()
 _default_pools: dict[torch.device, Pool] = {}
 _default_pools_lock = threading.Lock()
@@ -668,7 +664,7 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
         device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     if device.type == "cpu":
         device = torch.device("cpu")
-    if _core.in_forked_child():  # where another thread's lock stays locked
+    if _core.in_forked_child():  # a lock that another thread of the parent had stays locked there
         raise VTensorError(
             "[default_pool] this process was forked from one that uses vtensor: its pools stay there; start "
             "processes with the spawn method to use it in them"
@@ -688,10 +684,11 @@ def _close_pools() -> None:
     with _sets_lock:
         pools = [pool for pool in _pools if not pool.closed]
     for pool in pools:
-        with suppress(VTensorError):  # the process ends: the others are to be closed all the same
+        with suppress(VTensorError):  # the process ends: close the others all the same
             pool._close(max(0.001, until - time.monotonic()))
-    # Daemon threads have just been told Closed, and drop tensors on their way out. One that comes back from
-    # torch's part of that to an interpreter that has ended aborts the process (before Python 3.14).
+    # Operations of daemon threads have just raised Closed, and the threads drop tensors on their way out. A
+    # thread that comes back from torch to an interpreter that has ended aborts the process (before Python
+    # 3.14).
     until = time.monotonic() + _FAREWELL_SECONDS
     while pools and threading.active_count() > 1 and time.monotonic() < until:
         time.sleep(0.001)

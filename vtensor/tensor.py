@@ -103,7 +103,7 @@ class VTensor(torch.Tensor):
 
         No element moves: after a front shrink ``data_ptr()`` is the address of the first position kept (I1).
         A front shrink uses up capacity. A tensor made with ``when_full="move"`` gets it back when it moves,
-        any other when it is empty. Pages without a position return to the pool after no view holds them and
+        any other when it is empty. Pages without a position return to the pool once no view holds them and
         the work launched in ``stream`` (torch's current one by default) has passed.
 
         Raises:
@@ -116,7 +116,7 @@ class VTensor(torch.Tensor):
         """Keeps the first ``length`` positions. Returns the tensor. ``stream`` is as for :meth:`shrink`.
 
         Raises:
-            InvalidArgument: if ``length`` is negative or above the present length.
+            InvalidArgument: if ``length`` is negative or above the current length.
         """
         TensorCore.truncate(self._core, self, length, stream_handle("VTensor.truncate", stream))
         return self
@@ -170,7 +170,7 @@ class VTensor(torch.Tensor):
         """Replaces the rows with ``self[index]`` along dimension 0 by remapping pages. Returns the tensor.
 
         Entries that name the same row share its pages copy-on-write. On the host the address stays the same
-        if the number of rows does and no view holds the present pages. Otherwise the rows move to a new
+        if the number of rows does and no view holds the current pages. Otherwise the rows move to a new
         range.
 
         Args:
@@ -192,7 +192,7 @@ class VTensor(torch.Tensor):
     # -- reading
 
     def alias(self) -> torch.Tensor:
-        """Returns a plain tensor with the present shape over the same memory.
+        """Returns a plain tensor with the current shape over the same memory.
 
         It keeps its shape and its pages when this tensor changes later. Use it for kernels, models and
         readers on other threads.
@@ -233,7 +233,7 @@ class VTensor(torch.Tensor):
 
     @property
     def pool(self) -> Pool:
-        """The pool that lends the pages."""
+        """The pool of the pages."""
         return self._pool
 
     @property
@@ -257,7 +257,7 @@ class VTensor(torch.Tensor):
         return self._core.closed
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
-        """Declares that present and future work in ``stream`` uses the tensor.
+        """Declares that current and future work in ``stream`` uses the tensor.
 
         Pages are unmapped only after that work. The stream must outlive the tensor. For a single launch, use
         :class:`~vtensor.lease`.
@@ -294,7 +294,7 @@ class VTensor(torch.Tensor):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- methods of torch.Tensor that would not be safe
+    # -- unsafe methods of torch.Tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensor:
         forked = self.fork()
@@ -305,7 +305,8 @@ class VTensor(torch.Tensor):
         return self._alias()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A dense plain tensor: the storage is larger than the tensor, and torch.load refuses a subclass.
+        # Pickles a dense plain tensor: the storage is larger than the tensor, and torch.load refuses a
+        # subclass.
         return self.clone(memory_format=torch.contiguous_format).__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -432,7 +433,7 @@ def empty(
         capacity: positions to reserve addresses for. Addresses cost no memory.
         dtype: any dtype of torch that is not quantized. Defaults to torch's default dtype.
         device: defaults to the pool's device, or else to torch's default device.
-        pool: the pool that lends the pages. Defaults to :func:`~vtensor.default_pool` of the device.
+        pool: the pool of the pages. Defaults to :func:`~vtensor.default_pool` of the device.
         when_full: what ``extend`` does if it needs capacity that front shrinks used up: ``"raise"``
             CapacityExceeded, or ``"move"`` the pages to a new range (the address changes, no byte is copied).
 
