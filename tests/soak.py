@@ -32,8 +32,8 @@ import torch
 
 import vtensor
 from benchmarks.machine import describe
-from stream_support import SimulatedDevice, eventually
-from support import SimcudaLeaks, kernel_mappings, memfds, open_pool, simcuda_leaks
+from stream_support import SimulatedDevice
+from support import SimcudaLeaks, eventually, kernel_mappings, memfds, open_pool, simcuda_leaks, within
 from vtensor import testing
 
 ITEM = 1024  # bytes of a position; four to a page
@@ -135,7 +135,7 @@ class Worker:
         self.wait_for(0)
 
     def wait_for(self, stream: int) -> None:
-        over = eventually(lambda: not self.device.pending(stream) or self.device.illegal_accesses(), 10)
+        over = within(10, lambda: not self.device.pending(stream) or self.device.illegal_accesses())
         assert not self.device.illegal_accesses(), "a kernel found its memory gone"
         assert over, "a stream never comes to its end"
 
@@ -458,7 +458,7 @@ def play(kind: str, number: int, seed: int, counts: collections.Counter) -> None
     if device is not None:
         assert device.end() == 0, "a kernel found its memory gone"
         left = bytes(SimcudaLeaks(objects=objects.left_before + given_up))
-        assert eventually(lambda: bytes(simcuda_leaks()) == left), (simcuda_leaks(), given_up)
+        assert within(10, lambda: bytes(simcuda_leaks()) == left), (simcuda_leaks(), given_up)
 
 
 def sample() -> dict[str, float]:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import vtensor
 from kv_support import make_cache
-from stream_support import SimulatedDevice, eventually
+from stream_support import SimulatedDevice
 from support import (
     DEFAULT_POOLS,
     memfd_mappings,
@@ -22,6 +22,7 @@ from support import (
     simcuda_disarm,
     simcuda_leaks,
     simcuda_library,
+    within,
 )
 from vtensor import testing
 
@@ -115,7 +116,7 @@ def nothing_left(left):
     that is at work has let its pool go."""
     if left():
         gc.collect()
-        eventually(lambda: not left(), 2.0)
+        within(2.0, lambda: not left())
     return left()
 
 
@@ -151,6 +152,11 @@ def counts_of(pool) -> dict[str, int]:
     return {name: getattr(stats, name) for name in names if getattr(stats, name)}
 
 
+def require_built(kind: str) -> None:
+    if kind == "simcuda" and simcuda_library() is None:
+        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+
+
 @pytest.fixture
 def pool_factory(request):
     """Makes pools by kind, and at the end checks that each is empty (I14) and sound (I5), and closes it."""
@@ -160,8 +166,7 @@ def pool_factory(request):
     opened = []
 
     def make(kind: str, pages: int = 64, **kw):
-        if kind == "simcuda" and simcuda_library() is None:
-            pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
+        require_built(kind)
         pool = open_pool(kind, pages, **kw)
         opened.append(pool)
         return pool
@@ -185,6 +190,7 @@ def pool_factory(request):
 
 @pytest.fixture(params=KINDS)
 def kind(request) -> str:
+    require_built(request.param)
     return request.param
 
 

@@ -43,10 +43,15 @@ def one_here_one_away(cache: vtensor.KVCache) -> tuple[int, int]:
     return slot, away
 
 
-def grown(cache: vtensor.KVCache, slot: int, length: int) -> bool:
+def lengths_with(cache: vtensor.KVCache, slot: int, length: int) -> list[int]:
+    """Those of the cache's slots, with another of one slot."""
     lengths = cache.lengths
     lengths[slot] = length
-    return cache.step(lengths)
+    return lengths
+
+
+def grown(cache: vtensor.KVCache, slot: int, length: int) -> bool:
+    return cache.step(lengths_with(cache, slot, length))
 
 
 def filled(cache: vtensor.KVCache, length: int) -> int:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 from support import simcuda_control
@@ -228,13 +227,3 @@ def busy_device(milliseconds: float = 0.3) -> Iterator[None]:
             launcher.join()
         device.configure("blocking", 0)
         device.destroy(stream)
-
-
-def eventually(what: Callable[[], object], seconds: float = 5.0) -> bool:
-    """Whether `what()` becomes true within the time."""
-    until = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.002)
-    return True

@@ -104,12 +104,18 @@ def mapper_calls(pool) -> dict[str, int]:
     return dict(pool.stats().driver_calls["mapper"])
 
 
-def eventually(done, seconds: float = 10.0):
-    """What `done()` returns once that is true; an AssertionError where it is not within the time."""
+def within(seconds: float, done):
+    """What `done()` returns once that is true, or at the end of the time."""
     until = time.monotonic() + seconds
-    while not (result := done()):
-        assert time.monotonic() < until, f"not within {seconds} s"
+    while not (result := done()) and time.monotonic() < until:
         time.sleep(0.0005)
+    return result
+
+
+def eventually(done, seconds: float = 10.0):
+    """What `done()` returns once that is true. Raises AssertionError if it is not within the time."""
+    result = within(seconds, done)
+    assert result, f"not within {seconds} s"
     return result
 
 

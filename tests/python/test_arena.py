@@ -13,8 +13,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import vtensor
 from interrupts import at_every_bytecode, place
-from stream_support import eventually
-from support import Rival, calls, calls_since, filled, open_pool, quarter, run_snippet, simcuda_library
+from support import (
+    Rival,
+    calls,
+    calls_since,
+    eventually,
+    filled,
+    open_pool,
+    quarter,
+    run_snippet,
+    simcuda_library,
+)
 from vtensor import testing
 
 PAGE = 4096
@@ -339,7 +348,7 @@ def test_pages_age(pool_factory):
     arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory("host", 64, prefetch=8 * PAGE, max_age=0.02))
     arena.map([block(0)])
     arena.unmap([block(0)])
-    assert eventually(lambda: arena.stats().nbytes_mapped == 0)
+    eventually(lambda: arena.stats().nbytes_mapped == 0)
 
 
 def test_only_pages_that_are_old_enough_go_by_age(pool_factory):
@@ -349,7 +358,7 @@ def test_only_pages_that_are_old_enough_go_by_age(pool_factory):
     arena.unmap([(0, PAGE)])
     time.sleep(0.6)
     arena.unmap([(PAGE, 64 * PAGE)])
-    assert eventually(lambda: arena.stats().pages_cached < 64)
+    eventually(lambda: arena.stats().pages_cached < 64)
     assert arena.stats().pages_cached == 63  # an eviction gives up a sixteenth, if that is old
 
 
@@ -358,13 +367,13 @@ def test_memory_ages_anew_after_its_next_use(pool_factory):
     arena = vtensor.Arena(8 * PAGE, pool=pool)
     arena.map([(0, 8 * PAGE)])
     arena.unmap([(0, 8 * PAGE)])
-    assert eventually(lambda: arena.stats().nbytes_mapped == 0)
+    eventually(lambda: arena.stats().nbytes_mapped == 0)
     arena.map([(0, 8 * PAGE)])
     arena.unmap([(0, 8 * PAGE)])
     arena.trim()
     pool.wait_idle(5)
     assert arena.stats().nbytes_mapped == 0 and pool.stats().pages_spare == 8
-    assert eventually(lambda: pool.stats().pages_spare == 0)
+    eventually(lambda: pool.stats().pages_spare == 0)
 
 
 # --- ahead ------------------------------------------------------------------------------------------------
@@ -419,8 +428,8 @@ def test_what_the_mapper_meets_is_raised_by_the_next_operation(pool_factory):
             return True
 
         with testing.fail_after(pool, 0, 2**40):
-            assert eventually(is_raised)
-        assert eventually(is_idle)
+            eventually(is_raised)
+        eventually(is_idle)
         arena.map([block(0)])
         assert arena.stats().pages_active == 2
 
@@ -441,7 +450,7 @@ def test_pages_outlive_the_work_that_uses_them(sim, stream_pool, ahead):
     arena.map([(0, PAGE)])  # back in use, with no wait
     assert (arena.stats().pages_active, arena.stats().pages_pinned) == (1, 3)
     sim.release(0)
-    assert eventually(lambda: arena.stats().pages_pinned == 0)
+    eventually(lambda: arena.stats().pages_pinned == 0)
     assert arena.stats().pages_active == 1 and arena.tensor[:PAGE].eq(4).all()
 
 
@@ -449,11 +458,11 @@ def test_a_block_waits_on_the_device_for_the_zeroing_of_what_was_prepared(sim, s
     """I7: prepared pages are zeroed on the side stream; the caller's kernels start behind that."""
     pool = stream_pool(prefetch=8 * PAGE, cache=0)
     filled(pool, 16, FOREIGN % 128).close()
-    assert eventually(lambda: pool.stats().pages_mapped == 0)
+    eventually(lambda: pool.stats().pages_mapped == 0)
     arena = vtensor.Arena(8 * PAGE, pool=pool)
     sim.hold()  # the side stream as well
     arena.prepare([(0, 3 * PAGE)])
-    assert eventually(lambda: arena.stats().pages_prefetched == 3)
+    eventually(lambda: arena.stats().pages_prefetched == 3)
     sim.release(0)
     arena.map([(0, 3 * PAGE)])
     sim.kernel(0, arena.tensor[: 3 * PAGE], writes=7)
@@ -515,7 +524,7 @@ def test_views_outlive_a_closed_arena(pool_factory):
     assert pool.stats().pages_used == 0 and pool.stats().nbytes_reserved == PAGES * PAGE
     assert not view.any()
     del view, arena
-    assert eventually(lambda: pool.stats().nbytes_reserved == 0)
+    eventually(lambda: pool.stats().nbytes_reserved == 0)
 
 
 def test_an_arena_closes_with_its_pool(arena):
@@ -535,7 +544,7 @@ def test_an_arena_that_is_dropped_leaves_nothing(pool_factory, kind):
     arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool)
     arena.map([block(0), block(3)])
     del arena
-    assert eventually(lambda: pool.stats().pages_used == 0)
+    eventually(lambda: pool.stats().pages_used == 0)
 
 
 @pytest.mark.exact

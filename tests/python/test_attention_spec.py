@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import vtensor
+from attention_support import int32
 from support import on_a_device
 from test_bad_input import SHAPE_OF_A_MESSAGE
 from vtensor.attention import AttentionSpec
@@ -25,12 +26,8 @@ WITH_CACHE = AttentionSpec(*NAMES, same_rows=False, package="FlashAttention", dt
 PACKED = AttentionSpec(*NAMES, packed=True, package="FlashAttention", dtypes=DTYPES)
 
 
-def noise(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(sizes, dtype=dtype)
-
-
-def int32(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def refused(call, *given, says=(), error=vtensor.InvalidArgument):
@@ -42,7 +39,7 @@ def refused(call, *given, says=(), error=vtensor.InvalidArgument):
 @pytest.fixture
 def grown(host):
     """K and V ``[3, 7, 2, 16]`` that grow."""
-    made = [vtensor.from_tensor(noise(ROWS, HOLDS, HEADS, SIZE), 1, 12, pool=host) for _ in "kv"]
+    made = [vtensor.from_tensor(zeros(ROWS, HOLDS, HEADS, SIZE), 1, 12, pool=host) for _ in "kv"]
     yield made
     for t in made:
         t.close()
@@ -62,7 +59,7 @@ def cache(host):
 
 @pytest.mark.parametrize(("lengths", "shown"), [(None, 7), (7, 7), (3, 3), (0, 0), (int32(1, 2, 7), 7)])
 def test_views_of_vtensors_keep_nothing_alive(grown, lengths, shown):
-    *views, cache = WITH_CACHE.take(noise(ROWS, 1, 4, SIZE), *grown, lengths)
+    *views, cache = WITH_CACHE.take(zeros(ROWS, 1, 4, SIZE), *grown, lengths)
     assert cache is None
     for view, ours in zip(views, grown, strict=True):
         assert type(view) is torch.Tensor and view.shape == (ROWS, shown, HEADS, SIZE)
@@ -73,7 +70,7 @@ def test_views_of_vtensors_keep_nothing_alive(grown, lengths, shown):
 
 
 def test_positions_lie_where_the_kernel_has_them(grown):
-    for spec, q in ((FLASH, noise(ROWS, 1, 4, SIZE)), (SDPA, noise(ROWS, 4, 1, SIZE))):
+    for spec, q in ((FLASH, zeros(ROWS, 1, 4, SIZE)), (SDPA, zeros(ROWS, 4, 1, SIZE))):
         keys, values, _ = spec.take(q, *grown)
         assert keys.data_ptr() == grown[0].address and keys.stride(-1) == 1
         sizes = (ROWS, HOLDS, HEADS, SIZE) if spec is FLASH else (ROWS, HEADS, HOLDS, SIZE)
@@ -82,27 +79,27 @@ def test_positions_lie_where_the_kernel_has_them(grown):
 
 def test_plain_tensors_pass_as_they_are():
     for dtype in DTYPES:
-        k = noise(2, 5, 8, 128, dtype=dtype)
-        assert FLASH.take(noise(2, 1, 32, 128, dtype=dtype), k, k) == (k, k, None)
-    k, smaller = noise(2, 8, 5, 64), noise(2, 8, 5, 48)
-    assert SDPA.take(noise(2, 32, 1, 64), k, smaller)[1] is smaller
-    packed = noise(9, 8, 64)
-    assert PACKED.take_packed(noise(3, 8, 64), packed, packed, int32(0, 3), int32(0, 9))[0] is packed
+        k = zeros(2, 5, 8, 128, dtype=dtype)
+        assert FLASH.take(zeros(2, 1, 32, 128, dtype=dtype), k, k) == (k, k, None)
+    k, smaller = zeros(2, 8, 5, 64), zeros(2, 8, 5, 48)
+    assert SDPA.take(zeros(2, 32, 1, 64), k, smaller)[1] is smaller
+    packed = zeros(9, 8, 64)
+    assert PACKED.take_packed(zeros(3, 8, 64), packed, packed, int32(0, 3), int32(0, 9))[0] is packed
 
 
 @pytest.mark.parametrize(
     ("lengths", "shortest", "longest"), [(7, 7, 7), (3, 3, 3), (int32(1, 6, 4), 1, 6), (None, 0, 7)]
 )
 def test_the_room_that_a_write_needs(grown, lengths, shortest, longest):
-    new = noise(ROWS, 2, HEADS, SIZE)
+    new = zeros(ROWS, 2, HEADS, SIZE)
     lengths = on_a_device(int32(9, 9, 9)) if lengths is None else lengths  # their values are not read
-    needs = WITH_CACHE.room(noise(ROWS, 1, 4, SIZE), *grown, lengths, None, None, new, new)
+    needs = WITH_CACHE.room(zeros(ROWS, 1, 4, SIZE), *grown, lengths, None, None, new, new)
     assert needs == (HOLDS, shortest, longest, 2)
 
 
 def test_either_may_be_of_a_cache(cache):
     """The cache then records the stream."""
-    (k, v), q = cache[0], noise(ROWS, 1, 4, SIZE)
+    (k, v), q = cache[0], zeros(ROWS, 1, 4, SIZE)
     other = torch.zeros_like(k)
     for pair in ((k, v), (other, v), (k, other)):
         assert WITH_CACHE.take(q, *pair, 0)[2] is cache
@@ -112,10 +109,10 @@ def test_either_may_be_of_a_cache(cache):
 
 def test_slots_by_their_rows(cache):
     k, v = cache[0]
-    q = noise(2, 1, 4, SIZE)
+    q = zeros(2, 1, 4, SIZE)
     assert WITH_CACHE.take(q, k, v, int32(4, 7), torch.tensor([2, 0]))[2] is cache
     refused(WITH_CACHE.take, q, k, v, int32(4, 7), int32(0, 2), says=["7 tokens of slot 2", "4 ready"])
-    new = noise(2, 1, HEADS, SIZE)
+    new = zeros(2, 1, HEADS, SIZE)
     refused(WITH_CACHE.take, q, k, v, int32(4, 7), int32(2, 0), None, new, new, says=["5 tokens of slot 2"])
 
 
@@ -156,7 +153,7 @@ def test_views_know_their_slots_and_tokens(host, options):
 
 
 def test_what_only_a_device_knows_is_left_to_it(grown, cache):
-    q, past = noise(ROWS, 1, 4, SIZE), on_a_device(int32(99, 99, 99))
+    q, past = zeros(ROWS, 1, 4, SIZE), on_a_device(int32(99, 99, 99))
     for pair in (grown, [t.detach().clone() for t in grown], cache[0]):
         assert WITH_CACHE.take(q, *pair, past)[0].shape == pair[0].shape
         refused(WITH_CACHE.take, q, *pair, past[:2], says=["[2] of torch.int32", "q is [3, 1, 4, 16]"])
@@ -164,14 +161,14 @@ def test_what_only_a_device_knows_is_left_to_it(grown, cache):
 
 def test_tensors_without_memory_tell_nothing(grown):
     """As those that a tracer makes: what is in them is not looked at."""
-    k, q, lengths = grown[0].clone(), noise(ROWS, 1, 4, SIZE), int32(99, 99, 99)
+    k, q, lengths = grown[0].clone(), zeros(ROWS, 1, 4, SIZE), int32(99, 99, 99)
     lengths.untyped_storage().resize_(0)
     assert WITH_CACHE.take(q, k, k, lengths)[0] is k
     assert PACKED.take_packed(q[0], k[0], k[0], lengths, lengths)[2] is None
 
 
 def test_wrappers_and_tensors_of_no_memory_are_checked_by_attributes():
-    q = noise(1, 4, 3, SIZE, dtype=torch.float32)
+    q = zeros(1, 4, 3, SIZE, dtype=torch.float32)
     for other in (q[:, :2], torch.empty_like(q[:, :2], device="meta")):
         same = q.to(other.device)
         assert SDPA.take(same, other, other)[0] is other
@@ -188,7 +185,7 @@ def test_wrappers_and_tensors_of_no_memory_are_checked_by_attributes():
 
 @pytest.mark.parametrize("other", [None, 3, np.zeros((1, 2, 3, 16)), "tensor", torch.Tensor], ids=type)
 def test_what_is_no_tensor(other):
-    q = noise(1, 3, 2, SIZE)
+    q = zeros(1, 3, 2, SIZE)
     for at, name in enumerate("qkv"):
         given = [q, q, q]
         given[at] = other
@@ -197,7 +194,7 @@ def test_what_is_no_tensor(other):
 
 def test_one_of_them_grows(grown):
     k, v = grown
-    q, new = noise(ROWS, 1, 4, SIZE), noise(ROWS, 1, HEADS, SIZE)
+    q, new = zeros(ROWS, 1, 4, SIZE), zeros(ROWS, 1, HEADS, SIZE)
     refused(WITH_CACHE.take, q, k, v[...], says=["one of k and v is a plain tensor"])
     refused(WITH_CACHE.room, q, k[...], v[...], 7, None, None, new, new, says=["k is no VTensor"])
     rows = [vtensor.from_tensor(t, 0, 8, pool=k.pool) for t in (k[...], v[...])]
@@ -208,7 +205,7 @@ def test_one_of_them_grows(grown):
 
 
 def test_as_many_new_positions_of_both(grown):
-    q, one, two = noise(ROWS, 1, 4, SIZE), noise(ROWS, 1, HEADS, SIZE), noise(ROWS, 2, HEADS, SIZE)
+    q, one, two = zeros(ROWS, 1, 4, SIZE), zeros(ROWS, 1, HEADS, SIZE), zeros(ROWS, 2, HEADS, SIZE)
     plain = [t.clone() for t in grown]
     for call, held in ((WITH_CACHE.room, grown), (WITH_CACHE.take, plain)):
         for new in ((one, two), (two, one), (one, None), (None, one)):
@@ -218,15 +215,15 @@ def test_as_many_new_positions_of_both(grown):
 
 def test_heads_that_fit_none():
     alike = AttentionSpec(*NAMES, heads_first=True, grouped=False)
-    q, k, none = noise(1, 4, 3, SIZE), noise(1, 2, 3, SIZE), noise(1, 0, 3, SIZE)
+    q, k, none = zeros(1, 4, 3, SIZE), zeros(1, 2, 3, SIZE), zeros(1, 0, 3, SIZE)
     refused(alike.take, q, k, k, says=["4 heads, k 2", "enable_gqa=True"])
     refused(SDPA.take, q, none, none, says=["4 heads, k 0"])
-    refused(SDPA.take, noise(1, 4, 3, SIZE).float(), k, k, says=["q is torch.float32, k torch.bfloat16"])
+    refused(SDPA.take, zeros(1, 4, 3, SIZE).float(), k, k, says=["q is torch.float32, k torch.bfloat16"])
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3, 5, 9])
 def test_other_dimensions(rank):
-    q, other = noise(1, 3, 2, SIZE), noise(*[1] * rank)
+    q, other = zeros(1, 3, 2, SIZE), zeros(*[1] * rank)
     for at, name in enumerate("qkv"):
         given = [q, q, q]
         given[at] = other
@@ -237,7 +234,7 @@ def test_other_dimensions(rank):
 
 
 def test_lengths_past_64_bits(grown):
-    q = noise(ROWS, 1, 4, SIZE)
+    q = zeros(ROWS, 1, 4, SIZE)
     refused(WITH_CACHE.take, q, *grown, 1 << 70, says=[f"cache_seqlens is {1 << 70}", "holds 7"])
 
 
@@ -245,7 +242,7 @@ def test_a_cache_that_is_gone_but_for_its_core(host):
     """A thread may be inside one of its operations."""
     cache = vtensor.KVCache(1, HEADS, SIZE, ROWS, 4, torch.bfloat16, pool=host)
     kept, (k, v) = cache._core, cache[0]
-    q = noise(ROWS, 1, 4, SIZE)
+    q = zeros(ROWS, 1, 4, SIZE)
     assert WITH_CACHE.take(q, k, v, 0)[2] is cache
     del cache
     refused(WITH_CACHE.take, q, k, v, 0, says=["has been closed"], error=vtensor.Closed)

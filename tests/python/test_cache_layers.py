@@ -12,10 +12,10 @@ from vtensor.integrations import flex_attention as flex
 from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
-from stream_support import eventually
-from support import on_a_device
+from attention_support import int32
+from support import eventually, on_a_device
 from test_bad_input import SHAPE_OF_A_MESSAGE
-from test_flash_attention import close, noise, seen  # noqa: F401
+from test_flash_attention import noise, seen  # noqa: F401
 from vtensor import testing
 
 HEADS, SIZE, SLOTS, MOST = 2, 16, 3, 512
@@ -63,10 +63,6 @@ def plain_like(t, lengths):
     for slot, n in enumerate(lengths):
         whole[slot, :n] = t[slot, :n]
     return whole
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def refused(call, *says, error=vtensor.InvalidArgument):
@@ -279,7 +275,7 @@ def test_work_in_a_recorded_stream_is_waited_for(sim, stream_pool):
     cache.truncate(slot, 0)
     assert pool.stats().pages_pinned == 8
     sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_pinned == 0)
+    eventually(lambda: pool.stats().pages_pinned == 0)
     cache.close()
 
 

@@ -8,8 +8,7 @@ import time
 import pytest
 
 import vtensor
-from stream_support import eventually
-from support import filled, quarter, simcuda_disarm
+from support import eventually, filled, quarter, simcuda_disarm, within
 from vtensor import testing
 
 AHEAD = 16 * 4096
@@ -33,7 +32,7 @@ def test_giving_back_is_refused_and_tried_again(sim, stream_pool, ahead, call, r
     u.close()
     sim.release(stream)
     t.truncate(4)
-    assert eventually(lambda: pool.stats().pages_pinned == 0, 8)
+    eventually(lambda: pool.stats().pages_pinned == 0, 8)
     testing.check_invariants(pool)
     assert t.eq(1).all()
     t.close()
@@ -52,9 +51,9 @@ def test_a_refused_question_loses_no_fence(sim, stream_pool, ahead):
     sim.fail("cuEventQuery", 1, 1)
     sim.release(streams[0])
     for stream in streams[1:]:
-        assert not eventually(lambda: pool.stats().pages_pinned == 0, 0.3 if ahead else 0.02)
+        assert not within(0.3 if ahead else 0.02, lambda: pool.stats().pages_pinned == 0)
         sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_pinned == 0)
+    eventually(lambda: pool.stats().pages_pinned == 0)
     t.close()
 
 
@@ -76,7 +75,7 @@ def test_a_mapper_that_is_refused_its_first_calls(sim, stream_pool, call):
     t = quarter(pool)
     sim.fail(call, 0, 3)
     t.prepare(8)  # starts it
-    assert eventually(lambda: pool._core.driver_calls()["mapper"].get("cuMemMap"))
+    eventually(lambda: pool._core.driver_calls()["mapper"].get("cuMemMap"))
     t.extend(8)
     t.close()
 
@@ -90,7 +89,7 @@ def test_a_cached_tensor_whose_fence_cannot_be_asked(sim, stream_pool):
     t.close(stream=stream)
     asked = sim.calls("cuEventQuery")
     sim.fail("cuEventQuery", 1, 6)
-    assert eventually(lambda: sim.calls("cuEventQuery") >= asked + 9)
+    eventually(lambda: sim.calls("cuEventQuery") >= asked + 9)
     sim.release(stream)
     pool.wait_idle(2)
     with quarter(pool, 16) as t:

@@ -13,8 +13,8 @@ import time
 import pytest
 
 import vtensor
-from stream_support import NEVER, eventually
-from support import calls, calls_since, filled, quarter, run_snippet, simcuda_library
+from stream_support import NEVER
+from support import calls, calls_since, eventually, filled, quarter, run_snippet, simcuda_library
 from vtensor import testing
 
 needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
@@ -65,7 +65,7 @@ def test_pages_outlive_the_work_of_the_current_stream(sim, stream_pool, ahead, g
     assert stays_held(pool, 4)
     assert pool.stats().pages_used == 4
     sim.release(0)
-    assert eventually(lambda: pool.stats().pages_mapped == 0)
+    eventually(lambda: pool.stats().pages_mapped == 0)
     assert pool.stats().pages_used == 0
     left = t = None
 
@@ -84,7 +84,7 @@ def test_views_are_waited_for_too(sim, stream_pool, ahead):
     gc.collect()
     assert stays_held(pool, 4)
     sim.release(0)
-    assert eventually(lambda: idle(pool))
+    eventually(lambda: idle(pool))
     t.close()
 
 
@@ -134,7 +134,7 @@ def test_out_of_order(sim, stream_pool, ahead):
         assert stays_held(pool, left)
         sim.release(streams[n])
         left -= n + 1
-        assert eventually(lambda left=left: pool.stats().pages_pinned == left), n
+        eventually(lambda left=left: pool.stats().pages_pinned == left)
 
 
 @WORKERS
@@ -170,7 +170,7 @@ def test_growing_over_waiting_pages_revives_them(sim, stream_pool, ahead):
     assert t.eq(1).all() and stats.pages_pinned + stats.pages_prefetched == 2
     sim.kernel(0, t, writes=8)
     sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_pinned == 0)
+    eventually(lambda: pool.stats().pages_pinned == 0)
     testing.check_invariants(pool)
     assert t.length == 24 and t.eq(8).all()
     t.close()
@@ -184,9 +184,9 @@ def test_preparing_over_waiting_pages_revives_them(sim, stream_pool):
     sim.kernel(stream, t)
     t.truncate(4, stream=stream)
     t.prepare(12)
-    assert eventually(lambda: pool.stats().pages_prefetched == 3)
+    eventually(lambda: pool.stats().pages_prefetched == 3)
     sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_pinned == 0)
+    eventually(lambda: pool.stats().pages_pinned == 0)
     testing.check_invariants(pool)
     assert pool.stats().pages_prefetched == 3
     t.extend(12)
@@ -231,7 +231,7 @@ def test_growth_waits_on_the_device_for_the_zeroing(sim, stream_pool):
     t = quarter(pool, 4)
     sim.hold()  # the side stream as well
     t.prepare(12)
-    assert eventually(lambda: pool.stats().pages_prefetched == 3)
+    eventually(lambda: pool.stats().pages_prefetched == 3)
     sim.release(0)
     t.extend(12)
     sim.kernel(0, t, writes=7)
@@ -248,7 +248,7 @@ def test_a_shrink_does_not_forget_the_zeroing(sim, stream_pool):
     t = quarter(pool, 4)
     sim.hold()
     t.prepare(12)
-    assert eventually(lambda: pool.stats().pages_prefetched == 3)
+    eventually(lambda: pool.stats().pages_prefetched == 3)
     t.truncate(0)
     sim.release(0)
     t.extend(16)
@@ -284,12 +284,12 @@ def test_zeroing_that_never_ends_delays_and_does_not_wipe(sim, stream_pool):
     t = quarter(pool, 4)
     sim.hold()
     t.prepare(12)
-    assert eventually(lambda: pool.stats().pages_prefetched == 3)
+    eventually(lambda: pool.stats().pages_prefetched == 3)
     sim.release(0)
     t.close()
     assert stays_held(pool, 4)
     sim.release()
-    assert eventually(lambda: pool.stats().pages_mapped == 0)
+    eventually(lambda: pool.stats().pages_mapped == 0)
 
 
 # -- cached pages
@@ -328,7 +328,7 @@ def test_a_reused_tensor_that_ends_unused(sim, stream_pool, zero):
     pool.trim()
     assert pool.stats().pages_mapped == 4
     sim.release(stream)
-    assert eventually(lambda: pool.trim() or pool.stats().pages_mapped == 0)
+    eventually(lambda: pool.trim() or pool.stats().pages_mapped == 0)
 
 
 def test_cached_pages_are_zeroed_behind_the_last_owner(sim, stream_pool):
@@ -541,7 +541,7 @@ def test_a_capture_that_begins_beside_a_fence_stays_valid(sim, stream_pool):
     sim.slow("cuEventRecord", 200_000)
     thread = threading.Thread(target=end)
     thread.start()
-    assert eventually(lambda: sim.calls("cuStreamIsCapturing") > asked)
+    eventually(lambda: sim.calls("cuStreamIsCapturing") > asked)
     sim.begin_capture(stream)
     thread.join(30)
     sim.slow("cuEventRecord", 0)

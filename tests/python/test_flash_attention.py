@@ -4,6 +4,7 @@ CPU."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from vtensor.integrations import flash_attention as shims
 from vtensor.integrations.full_extent import FullExtent
 
+import attention_support
 import fake_flash
 import vtensor
+from attention_support import close
 from support import on_a_device, run_snippet
 from test_bad_input import SHAPE_OF_A_MESSAGE
 
@@ -20,6 +23,8 @@ PACKAGES = ("fa2", "fa3", "fa4")
 HEADS, SIZE = 2, 16
 GROUPS = 2
 CAPACITY = 512
+
+noise = functools.partial(attention_support.noise, dtype=torch.bfloat16)
 
 
 @pytest.fixture
@@ -32,11 +37,6 @@ def seen(monkeypatch):
     yield recorder
     recorder.got.clear()
     shims.look_again()
-
-
-def noise(*sizes, seed=0, dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*sizes, generator=generator, dtype=torch.float32).to(dtype)
 
 
 def caches(pool, rows=2, length=0, *, heads_first=False, capacity=CAPACITY, dtype=torch.bfloat16, seed=1):
@@ -57,11 +57,6 @@ def plain_like(t, positions):
     whole = torch.empty_strided((len(t), positions, HEADS, SIZE), view.stride(), dtype=t.dtype)
     whole.fill_(float("nan"))[:, : t.length] = view
     return whole
-
-
-def close(*tensors):
-    for t in tensors:
-        t.close()
 
 
 def exact(q, k, v, length, causal=True):

@@ -9,8 +9,8 @@ import torch
 from vtensor.integrations import flash_attention as shims
 from vtensor.integrations.sdpa import scaled_dot_product_attention
 
-from test_flash_attention import GROUPS, HEADS, PACKAGES, SIZE, caches, close, exact, noise, refused, seen  # noqa: F401
-from test_flash_lengths import int32
+from attention_support import close, int32
+from test_flash_attention import GROUPS, HEADS, PACKAGES, SIZE, caches, exact, noise, refused, seen  # noqa: F401
 
 HOLDS = 8
 WITH_LEFTPAD = ("fa2", "fa3", "torch")  # 4 has no such argument

@@ -14,6 +14,7 @@ from vtensor.integrations import flash_attention as shims
 
 import fake_flash
 import vtensor
+from attention_support import close, int32
 from test_flash_attention import (  # noqa: F401
     CAPACITY,
     GROUPS,
@@ -21,7 +22,6 @@ from test_flash_attention import (  # noqa: F401
     PACKAGES,
     SIZE,
     caches,
-    close,
     exact,
     noise,
     refused,
@@ -29,10 +29,6 @@ from test_flash_attention import (  # noqa: F401
 )
 
 HOLDS = 100
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 # --- plain tensors ------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from vtensor.integrations.flex_attention import CacheMask, flex_attention
 from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
+from attention_support import close, noise
 from test_bad_input import SHAPE_OF_A_MESSAGE
 from vtensor import testing
 
@@ -42,10 +43,6 @@ def pages():
         yield pool
 
 
-def noise(*sizes, seed=0):
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
-
-
 def cache(pool, length=0, grow_dim=2, rows=ROWS):
     made = []
     for seed in (1, 2):
@@ -59,11 +56,6 @@ def cache(pool, length=0, grow_dim=2, rows=ROWS):
 def step(t, n=1, seed=0):
     x = noise(len(t), HEADS, n, SIZE, seed=seed)
     t.append(x if t.grow_dim == 2 else x.transpose(1, 2))
-
-
-def close(*tensors):
-    for t in tensors:
-        t.close()
 
 
 def graphs() -> int:

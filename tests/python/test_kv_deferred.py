@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 import vtensor
-from kv_support import RANGES, UNIT, filled, grown, make_cache
+from kv_support import RANGES, UNIT, filled, grown, lengths_with, make_cache
 from support import calls_since, eventually
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
@@ -58,12 +58,6 @@ def shared(cache, *, publisher_stays: bool = False) -> int:
 def mapped(cache, slot: int) -> int:
     """Pages of the prefix that are mapped."""
     return sum(page.index < PREFIX // UNIT for page in cache.pages(slot))
-
-
-def lengths_with(cache, slot: int, length: int) -> list[int]:
-    lengths = cache.lengths
-    lengths[slot] = length
-    return lengths
 
 
 def holds(cache, slot: int, length: int = PREFIX) -> None:

@@ -6,7 +6,18 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, filled, grown, make_cache, one_here_one_away, used
+from kv_support import (
+    MAX_BATCH,
+    PAGE,
+    RANGES,
+    UNIT,
+    filled,
+    grown,
+    lengths_with,
+    make_cache,
+    one_here_one_away,
+    used,
+)
 from support import calls
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
@@ -18,12 +29,6 @@ PROMPT = 5 * UNIT
 def pool_of(pool_factory, kind):
     """Makes pools that look ahead, of so many units of a slot."""
     return lambda units, **options: pool_factory(kind, units * RANGES, prefetch=1 << 20, **options)
-
-
-def lengths_with(cache, slot: int, length: int) -> list[int]:
-    lengths = cache.lengths
-    lengths[slot] = length
-    return lengths
 
 
 def calls_of(pool) -> dict[str, int]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import vtensor
-from stream_support import eventually
-from support import PER_PAGE, filled, quarter, run_snippet, simcuda_library
+from support import PER_PAGE, eventually, filled, quarter, run_snippet, simcuda_library, within
 from vtensor import testing
 
 needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
@@ -41,7 +40,7 @@ def test_what_is_given_back_meanwhile_waits_for_the_lease(sim, pool):
         assert t.pages()[-1].state == "pinned"
     assert held(pool) == 7
     sim.release(stream)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
     assert t.eq(1).all()
     t.close()
 
@@ -57,7 +56,7 @@ def test_the_extent_of_the_beginning_is_held(sim, pool):
         del view
         gc.collect()
     sim.release(stream)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
     t.close()
 
 
@@ -71,9 +70,9 @@ def test_streams_of_several_leases(sim, pool):
     t.close()
     for stream in (streams[1], streams[2]):
         sim.release(stream)
-        assert not eventually(lambda: held(pool) == 0, 0.02)
+        assert not within(0.02, lambda: held(pool) == 0)
     sim.release(streams[0])
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 def test_a_lease_without_a_stream_means_the_current_one(sim, pool):
@@ -82,9 +81,9 @@ def test_a_lease_without_a_stream_means_the_current_one(sim, pool):
         sim.hold(0)
         sim.kernel(0, t)
     t.close()
-    assert not eventually(lambda: held(pool) == 0, 0.02)
+    assert not within(0.02, lambda: held(pool) == 0)
     sim.release(0)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 def test_a_stream_may_end_after_its_lease(sim, pool):
@@ -95,9 +94,9 @@ def test_a_stream_may_end_after_its_lease(sim, pool):
         sim.kernel(stream, t)
     sim.destroy(stream)
     t.close()
-    assert not eventually(lambda: held(pool) == 0, 0.02)
+    assert not within(0.02, lambda: held(pool) == 0)
     sim.release()  # a stream that is gone has no name
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 @pytest.mark.parametrize("ahead", [0, AHEAD])
@@ -125,7 +124,7 @@ def test_a_tensor_closed_in_its_lease(sim, pool):
         assert held(pool) == 4 and pool.stats().pages_orphaned == 4
     assert held(pool) == 4
     sim.release(stream)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 def test_a_pool_closed_in_a_lease(sim, pool):
@@ -137,7 +136,7 @@ def test_a_pool_closed_in_a_lease(sim, pool):
         assert t.closed and pool.stats().pages_orphaned == 4
     assert pool.stats().pages_used == 4
     sim.release(stream)
-    assert eventually(lambda: pool.stats().pages_used == 0)
+    eventually(lambda: pool.stats().pages_used == 0)
 
 
 def test_of_many_tensors(sim, pool):
@@ -152,7 +151,7 @@ def test_of_many_tensors(sim, pool):
         t.close()
     assert held(pool) == 10
     sim.release(stream)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 def test_of_nothing_and_of_an_empty_tensor(pool):
@@ -160,7 +159,7 @@ def test_of_nothing_and_of_an_empty_tensor(pool):
         pass
     with quarter(pool) as t, vtensor.lease(t, t):
         t.extend(8)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 def test_one_lease_object_again_and_nested(pool):
@@ -173,7 +172,7 @@ def test_one_lease_object_again_and_nested(pool):
             lease.__enter__()
         lease.__exit__(None, None, None)  # ended already: nothing
         t.truncate(0)
-        assert eventually(lambda: held(pool) == 0)
+        eventually(lambda: held(pool) == 0)
 
 
 def test_ended_by_another_thread_and_by_an_error(sim, pool):
@@ -189,9 +188,9 @@ def test_ended_by_another_thread_and_by_an_error(sim, pool):
         sim.kernel(stream, t)
         raise ZeroDivisionError
     t.close()
-    assert not eventually(lambda: held(pool) == 0, 0.02)
+    assert not within(0.02, lambda: held(pool) == 0)
     sim.release(stream)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 def test_of_a_closed_tensor(pool):
@@ -202,7 +201,7 @@ def test_of_a_closed_tensor(pool):
     with pytest.raises(vtensor.Closed, match=r"\[lease\]"):
         lease.__enter__()
     u.close()
-    assert eventually(lambda: pool.stats().pages_mapped == 0)  # nothing of it is held
+    eventually(lambda: pool.stats().pages_mapped == 0)  # nothing of it is held
     with pytest.raises(vtensor.InvalidArgument, match=r"\[lease\] got a Tensor"):
         vtensor.lease(torch.ones(2))
 
@@ -215,9 +214,9 @@ def test_record_stream_lasts_for_the_tensors_life(sim, pool):
         sim.hold(stream)
         sim.kernel(stream, t)
         t.truncate(length)
-        assert not eventually(lambda: held(pool) == 0, 0.02)
+        assert not within(0.02, lambda: held(pool) == 0)
         sim.release(stream)
-        assert eventually(lambda: held(pool) == 0)
+        eventually(lambda: held(pool) == 0)
     t.close()
 
 
@@ -236,7 +235,7 @@ def test_a_refused_fence_keeps_the_pages(sim, stream_pool, call):
     sim.release(stream)
     assert held(pool) == 6
     lease.__exit__(None, None, None)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 class Snapshot:
@@ -271,15 +270,15 @@ def test_a_captured_lease_lasts_for_the_graphs_life(sim, pool):
     graph = captured(sim, pool, t, stream)
     executables = [sim.instantiate(graph) for _ in range(2)]
     t.truncate(4)
-    assert not eventually(lambda: held(pool) == 0, 0.02)
+    assert not within(0.02, lambda: held(pool) == 0)
     sim.replay(executables[0], stream)
     assert t.eq(7).all()
     sim.destroy_graph(graph)
     sim.replay(executables[1], stream)
     sim.destroy_executable(executables[0])
-    assert not eventually(lambda: held(pool) == 0, 0.02)
+    assert not within(0.02, lambda: held(pool) == 0)
     sim.destroy_executable(executables[1])
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
     assert t.data_ptr() == address and t.eq(7).all()
     t.close()
 
@@ -295,9 +294,9 @@ def test_a_graph_destroyed_while_it_is_replayed(sim, pool):
     sim.replay(executable, stream)
     sim.destroy_executable(executable)
     t.close()
-    assert not eventually(lambda: held(pool) == 0, 0.02)
+    assert not within(0.02, lambda: held(pool) == 0)
     sim.release(stream)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
 
 
 @pytest.mark.parametrize("operation", ["fork", "unshare", "extend", "reallocate"])
@@ -336,7 +335,7 @@ def test_the_end_of_a_graph_makes_no_driver_call_in_its_thread(sim, stream_pool)
     t.close()
     before = pool.stats().driver_calls
     sim.destroy_graph(graph)
-    assert eventually(lambda: pool._core.driver_calls()["mapper"].get("cuMemUnmap"))
+    eventually(lambda: pool._core.driver_calls()["mapper"].get("cuMemUnmap"))
     after = pool._core.driver_calls()
     assert after["caller"] == before["caller"]
     assert pool.stats().pages_mapped == 0
@@ -353,7 +352,7 @@ def test_a_graph_that_outlives_its_pool(sim, pool):
     assert pool.stats().pages_orphaned == 4
     sim.replay(executable, stream)
     sim.destroy_executable(executable)
-    assert eventually(lambda: pool.stats().pages_used == 0)
+    eventually(lambda: pool.stats().pages_used == 0)
 
 
 def test_driver_work_in_a_capture_is_refused(sim, pool):
@@ -381,7 +380,7 @@ def test_shrinking_in_a_capture_waits_for_its_end(sim, pool):
     t.truncate(4, stream=stream)
     assert t.length == 4 and held(pool) == 3
     sim.destroy_graph(sim.end_capture(stream))
-    assert eventually(lambda: held(pool) == 0, 4)
+    eventually(lambda: held(pool) == 0, 4)
     t.close()
 
 
@@ -404,7 +403,7 @@ def test_a_graph_that_cannot_hold_a_lease(sim, stream_pool, call):
     sim.replay(executable, stream)
     sim.destroy_graph(graph)
     sim.destroy_executable(executable)
-    assert eventually(lambda: held(pool) == 0)
+    eventually(lambda: held(pool) == 0)
     t.close()
 
 

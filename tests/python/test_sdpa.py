@@ -12,14 +12,11 @@ from vtensor.integrations.full_extent import FullExtent
 from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
+from attention_support import close, noise
 from support import on_a_device
 from test_bad_input import SHAPE_OF_A_MESSAGE
 
 HEADS, SIZE, CAPACITY = 2, 16, 256
-
-
-def noise(*sizes, seed=0):
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
 def cache(pool, length, grow_dim, rows=2, seed=1):
@@ -47,11 +44,6 @@ def exact(q, k, v, mask=None):
         seen = torch.zeros(mask.shape).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
         scores = scores + seen.double()
     return torch.softmax(scores, -1).nan_to_num(0.0) @ v
-
-
-def close(*tensors):
-    for t in tensors:
-        t.close()
 
 
 def lower_right(queries, length):

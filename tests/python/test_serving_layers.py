@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from serving_support import (
     BAND_LAYERS,
     BAND_PAGE_TOKENS,
-    KINDS,
     LAYERED,
     SLOTS,
     alone,
@@ -58,13 +57,6 @@ def layered_engine(cache, resident=0, tpot="none", layered=True, **options):
         clock=lambda: next(ticks) * TICK,
         **options,
     )
-
-
-@pytest.fixture(params=KINDS)
-def kind(request):
-    if request.param == "simcuda" and simcuda_library() is None:
-        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
-    return request.param
 
 
 def check_nothing_left(cache) -> None:

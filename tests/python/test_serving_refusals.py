@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from serving_support import GROUPS, SINGLES, SLOTS, alone, engine_over, opened
-from support import simcuda_library
 from vtensor import DriverError, NoFreeSlot, OutOfPages, TimedOut, VTensorError
 from vtensor.serving import Request, Status
 from vtensor.testing import fail_after
@@ -83,13 +82,6 @@ def test_any_error_of_any_call_of_the_cache(mix, kind):
     calls = run(0)[2]
     met = sum(bool(run(call)[1]) for call in range(1, calls + 1))
     assert met > calls // 2
-
-
-@pytest.fixture(params=["host", "simcuda"])
-def kind(request):
-    if request.param == "simcuda" and simcuda_library() is None:
-        pytest.skip("libsimcuda.so is not built (set VTENSOR_SIMCUDA to its path)")
-    return request.param
 
 
 def run_with_refusal(kind, mix, call):

@@ -19,8 +19,7 @@ import torch
 import vtensor
 from interrupts import at_every_bytecode
 from kv_support import UNIT, make_cache
-from stream_support import eventually
-from support import open_pool
+from support import eventually, open_pool
 from vtensor import _sleep_file, testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -331,7 +330,7 @@ def test_a_graph_replays_after_waking(sim, stream_pool):
     pool.wake()
     assert t.eq(1).all()
     sim.replay(executable, stream)
-    assert eventually(lambda: sim.pending(stream) == 0)
+    eventually(lambda: sim.pending(stream) == 0)
     assert t[:PAGE].eq(8).all() and t[PAGE:].eq(1).all()
     assert sim.illegal_accesses() == 0
     sim.destroy_graph(graph), sim.destroy_executable(executable)

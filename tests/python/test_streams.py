@@ -9,8 +9,7 @@ import torch
 
 import vtensor
 from cuda_support import device
-from stream_support import eventually
-from support import filled, in_words, run_snippet, simcuda_library
+from support import eventually, filled, in_words, run_snippet, simcuda_library, within
 from vtensor._streams import stream_handle
 
 needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
@@ -201,9 +200,9 @@ def test_several_pools_and_devices(sim, stream_pool, ahead):
         for n in range(4):
             tensors[n].truncate(0, stream=streams[n])
         for n in (2, 0, 3, 1):
-            assert not eventually(lambda n=n: pools[n].stats().pages_pinned == 0, 0.02)
+            assert not within(0.02, lambda n=n: pools[n].stats().pages_pinned == 0)
             sim.release(streams[n])
-            assert eventually(lambda n=n: pools[n].stats().pages_pinned == 0), n
+            eventually(lambda n=n: pools[n].stats().pages_pinned == 0)
         with vtensor.lease(*tensors):
             pass  # of all of them at once, in each device's current stream
         assert sim.illegal_accesses() == 0
