@@ -337,7 +337,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_a_bad_option_is_refused_by_name(name, value):
-    with pytest.raises(vtensor.InvalidArgument, match=name):
+    with pytest.raises(vtensor.InvalidArgument, match=name.replace("_", "[_ ]")):
         vtensor.Pool("cpu", **{name: value})
 
 
