@@ -186,7 +186,7 @@ class VTensor(torch.Tensor):
                     f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
                 )
             index = index.tolist()
-        TensorCore.reindex(self._core, self, index)
+        _core.reindex([self._core], [self], [index], [])
         return self
 
     # -- reading

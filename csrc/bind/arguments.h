@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -15,13 +16,26 @@ namespace vtensor::bind {
 
 namespace nb = nanobind;
 
-[[noreturn]] inline void refuse(const char* operation, const std::string& message) {
-  throw InvalidArgument("[" + std::string(operation) + "] " + message);
+// "[operation] " and the parts as text, for errors.
+template <typename... Parts>
+std::string message(const char* operation, const Parts&... parts) {
+  std::ostringstream text;
+  text << '[' << operation << "] ";
+  (text << ... << parts);
+  return text.str();
 }
+
+template <typename... Parts>
+[[noreturn]] void refuse(const char* operation, const Parts&... parts) {
+  throw InvalidArgument(message(operation, parts...));
+}
+
+// str(), for messages.
+inline std::string text(nb::handle object) { return nb::str(object).c_str(); }
 
 // "a str", for messages.
 inline std::string type_text(nb::handle value) {
-  return "a " + nb::cast<std::string>(value.type().attr("__name__"));
+  return "a " + text(value.type().attr("__name__"));
 }
 
 // Turns the present TypeError into InvalidArgument. Other errors come from the argument and pass.
@@ -29,7 +43,7 @@ inline std::string type_text(nb::handle value) {
                                      const char* wanted) {
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
   PyErr_Clear();
-  refuse(operation, std::string(name) + " is " + type_text(value) + ": give " + wanted);
+  refuse(operation, name, " is ", type_text(value), ": give ", wanted);
 }
 
 // An integer as 64 bits. A larger one becomes the nearest limit, which is out of every range too.

@@ -17,4 +17,13 @@ void bind_attention_spec(nanobind::module_& module);
 void bind_trace(nanobind::module_& module);
 void bind_faults(nanobind::module_& module);
 
+// Names and fields of a struct, in turn, as read-only properties.
+template <typename Struct>
+void bind_fields(const nanobind::class_<Struct>&) {}
+template <typename Struct, typename Field, typename... More>
+void bind_fields(nanobind::class_<Struct> bound, const char* name, Field Struct::* field,
+                 More... more) {
+  bind_fields(bound.def_ro(name, field), more...);
+}
+
 }  // namespace vtensor::bind

@@ -28,6 +28,7 @@
 namespace vtensor::bind {
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace {
 
@@ -62,16 +63,6 @@ class Given {
   std::unordered_map<Address, std::shared_ptr<Heap>> heaps_;
 };
 
-// torch holds the lock of its allocator, so its cache cannot be emptied; it does that itself when
-// an allocation is refused, and asks again.
-Address allocate_for_torch(Heap& heap, const Caller& caller, std::size_t bytes) {
-  const Outside outside{[](const std::function<void()>& run) { run(); }, [] { return false; }};
-  Address address = 0;
-  vtensor::with_memory(*heap.pool(), caller, outside,
-                       [&] { address = heap.allocate(caller, bytes); });
-  return address;
-}
-
 // The heap that a thread's allocations came from before they came from another.
 struct OuterHeap {
   std::shared_ptr<Heap> heap;
@@ -87,22 +78,15 @@ class HeapCore {
 
   Address allocate(std::size_t bytes, std::optional<Stream> stream) {
     const std::shared_ptr<Heap> heap = open("memory.allocate");
-    const Caller asking = caller_of("memory.allocate", stream, *heap->pool());
-    Address address = 0;
-    with_memory(*heap->pool(), asking, [&] { address = heap->allocate(asking, bytes); });
-    return address;
+    const Caller caller = caller_of("memory.allocate", stream, *heap->pool());
+    return with_memory(*heap->pool(), caller, [&] { return heap->allocate(caller, bytes); });
   }
 
   void free(Address address, std::optional<Stream> stream) {
     const std::shared_ptr<Heap> heap = open("memory.free");
-    const Caller asking = caller_of("memory.free", stream, *heap->pool());
-    bool freed;
-    {
-      const ReleasedGil released;
-      freed = heap->free(asking, address);
-    }
-    if (!freed)
-      refuse(asking.operation, "nothing was allocated at address " + std::to_string(address));
+    const Caller caller = caller_of("memory.free", stream, *heap->pool());
+    if (without_gil([&] { return heap->free(caller, address); })) return;
+    refuse(caller.operation, "nothing was allocated at address ", address);
   }
 
   // A storage whose end frees its bytes.
@@ -122,31 +106,25 @@ class HeapCore {
 
   std::size_t trim() {
     const std::shared_ptr<Heap> heap = open("memory.trim");
-    const Caller asking = caller_of("memory.trim", {}, *heap->pool());
-    const ReleasedGil released;
-    return heap->trim(asking);
+    const Caller caller = caller_of("memory.trim", {}, *heap->pool());
+    return without_gil([&] { return heap->trim(caller); });
   }
 
   HeapCounts counts() {
     const std::shared_ptr<Heap> heap = open("memory.stats");
-    const ReleasedGil released;
-    return heap->counts();
+    return without_gil([&] { return heap->counts(); });
   }
 
   void fall_asleep(SleepCore& sleep) {
     const std::shared_ptr<Heap> heap = open("Pool.sleep");
-    std::vector<std::shared_ptr<Arena>> arenas;
-    {
-      const ReleasedGil released;
-      arenas = heap->fall_asleep(sleep.number());
-    }
+    const std::vector<std::shared_ptr<Arena>> arenas =
+        without_gil([&] { return heap->fall_asleep(sleep.number()); });
     sleep.if_given_up([heap, number = sleep.number()] { heap->wake(number); });
     for (const std::shared_ptr<Arena>& arena : arenas) sleep.add(arena);
   }
   void wake(std::uint64_t number) {
     const std::shared_ptr<Heap> heap = open("Pool.wake");
-    const ReleasedGil released;
-    heap->wake(number);
+    without_gil([&] { heap->wake(number); });
   }
 
   // torch's allocations in this thread come from here, until `leave_heap` of what this returns.
@@ -165,7 +143,7 @@ class HeapCore {
   // Kept while an operation runs without the GIL, and another thread closes it.
   std::shared_ptr<Heap> open(const char* operation) const {
     refuse_in_forked_child(operation);
-    if (!heap_) throw Closed("[" + std::string(operation) + "] the pool is closed: make a new one");
+    if (!heap_) throw Closed(message(operation, "the pool is closed: make a new one"));
     return heap_;
   }
 
@@ -175,22 +153,21 @@ class HeapCore {
 }  // namespace
 
 void bind_heap(nb::module_& module) {
-  nb::class_<HeapCounts>(module, "HeapCounts")
-      .def_ro("allocations", &HeapCounts::allocations)
-      .def_ro("allocated", &HeapCounts::allocated)
-      .def_ro("reserved", &HeapCounts::reserved)
-      .def_ro("pages", &HeapCounts::pages);
+  using Counts = HeapCounts;
+  bind_fields(nb::class_<Counts>(module, "HeapCounts"), "allocations", &Counts::allocations,
+              "allocated", &Counts::allocated, "reserved", &Counts::reserved, "pages",
+              &Counts::pages);
 
-  const auto no_stream = nb::arg("stream") = nb::none();
+  const auto no_stream = "stream"_a = nb::none();
   nb::class_<HeapCore>(module, "HeapCore")
-      .def(nb::init<const std::shared_ptr<PagePool>&>(), nb::arg("pool"))
-      .def("allocate", &HeapCore::allocate, nb::arg("nbytes"), no_stream)
-      .def("free", &HeapCore::free, nb::arg("address"), no_stream)
-      .def("storage", &HeapCore::storage, nb::arg("nbytes"))
+      .def(nb::init<const std::shared_ptr<PagePool>&>(), "pool"_a)
+      .def("allocate", &HeapCore::allocate, "nbytes"_a, no_stream)
+      .def("free", &HeapCore::free, "address"_a, no_stream)
+      .def("storage", &HeapCore::storage, "nbytes"_a)
       .def("trim", &HeapCore::trim)
       .def("counts", &HeapCore::counts)
-      .def("fall_asleep", &HeapCore::fall_asleep, nb::arg("sleep"))
-      .def("wake", &HeapCore::wake, nb::arg("number"))
+      .def("fall_asleep", &HeapCore::fall_asleep, "sleep"_a)
+      .def("wake", &HeapCore::wake, "number"_a)
       .def("enter", &HeapCore::enter)
       .def("close", &HeapCore::close);
   nb::class_<OuterHeap>(module, "OuterHeap");
@@ -212,16 +189,19 @@ extern "C" __attribute__((visibility("default"))) void* vtensor_allocate(std::si
   try {
     const std::shared_ptr<Heap> heap = current_heap;
     refuse_in_forked_child("memory");
-    if (!heap) {
-      throw Error("[memory] torch asks for " + std::to_string(bytes) +
-                  " bytes in a thread that is not inside vtensor.memory(pool)");
-    }
-    if (const Device own = heap->pool()->traits().device; own.index != device && !own.on_host()) {
-      throw InvalidArgument("[memory] torch asks for memory of device " + std::to_string(device) +
-                            ", and the pool has that of device " + std::to_string(own.index));
-    }
+    if (!heap)
+      throw Error(message("memory", "torch asks for ", bytes,
+                          " bytes in a thread that is not inside vtensor.memory(pool)"));
+    if (const Device own = heap->pool()->traits().device; own.index != device && !own.on_host())
+      refuse("memory", "torch asks for memory of device ", device,
+             ", and the pool has that of device ", own.index);
     const Caller caller{"memory", reinterpret_cast<Stream>(stream)};
-    const Address address = allocate_for_torch(*heap, caller, bytes);
+    // torch holds the lock of its allocator, so its cache cannot be emptied. It does that itself
+    // when an allocation is refused, and asks again.
+    const Outside outside{[](const std::function<void()>& run) { run(); }, [] { return false; }};
+    Address address = 0;
+    vtensor::with_memory(*heap->pool(), caller, outside,
+                         [&] { address = heap->allocate(caller, bytes); });
     try {
       Given::all().add(address, heap);
     } catch (...) {

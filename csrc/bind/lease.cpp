@@ -7,6 +7,7 @@
 
 #include "base/process.h"
 #include "base/trace.h"
+#include "bind/arguments.h"
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"

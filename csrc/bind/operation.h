@@ -1,54 +1,83 @@
-// What every operation on a VTensor does first, and how it obtains memory.
+// What an operation does first, how it gives up the GIL, and how it obtains memory.
 #pragma once
 
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <chrono>
 #include <functional>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
+#include <type_traits>
 #include <utility>
 
 #include "base/errors.h"
-#include "bind/arguments.h"
+#include "base/process.h"
 #include "bind/released_gil.h"
-#include "bind/tensor_core.h"
+#include "bind/torch_bridge.h"
 #include "policy/make_room.h"
+#include "policy/page_pool.h"
+#include "vmm/caller.h"
 
 namespace vtensor::bind {
 
-// Gives the tensor the class without Python hooks for the scope of an operation, because an
-// exception from outside in a hook would leave the operation half done (I17). The end of the scope
-// sets the class that the tensor's state requires.
-class TensorCore::Undressed {
+// Serialises the operations on one object. It is held during calls of torch, so the mapper and
+// deleters never wait for it, and threads only with the GIL released (I11).
+class OperationMutex {
  public:
-  Undressed(TensorCore& core, nb::handle self);
-  ~Undressed();
-  Undressed(const Undressed&) = delete;
-  Undressed& operator=(const Undressed&) = delete;
+  // `noun`: what the object is, for messages.
+  explicit OperationMutex(const char* noun) : noun_(noun) {}
+
+  const char* noun() const { return noun_; }
+
+  void lock(const char* operation) {
+    if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+      throw Error("[" + std::string(operation) + "] the " + noun_ +
+                  " is inside another operation of this thread (a finalizer ran in it): call it "
+                  "later");
+    }
+    constexpr std::chrono::seconds bound(60);
+    if (!mutex_.try_lock() && !without_gil([&] { return mutex_.try_lock_for(bound); })) {
+      throw TimedOut(operation, bound,
+                     "another thread's operation on this " + std::string(noun_) + " has not ended");
+    }
+    owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  }
+
+  // False if an operation is running, also in this thread.
+  bool try_lock() {
+    const std::thread::id self = std::this_thread::get_id();
+    if (owner_.load(std::memory_order_relaxed) == self || !mutex_.try_lock()) return false;
+    owner_.store(self, std::memory_order_relaxed);
+    return true;
+  }
+
+  void unlock() {
+    owner_.store({}, std::memory_order_relaxed);
+    mutex_.unlock();
+  }
 
  private:
-  TensorCore& core_;
-  nb::handle self_;
+  const char* const noun_;
+  std::timed_mutex mutex_;
+  std::atomic<std::thread::id> owner_{};
 };
 
-// One operation on one tensor, which raises what the mapper met for it.
-class TensorCore::Operation {
+// Holds the mutex for a scope. Refused in a forked child, and beside another operation.
+class OperationLock {
  public:
-  Operation(TensorCore& core, const char* name) : sole_(core.mutex_, core.open_, "tensor", name) {
-    core.buffer_->raise_error();
+  OperationLock(OperationMutex& mutex, const char* name) : mutex_(mutex) {
+    refuse_in_forked_child(name);
+    mutex.lock(name);
   }
-  // Also restores the tensor's storage and shape, and throws, if another library has changed them.
-  Operation(TensorCore& core, const char* name, nb::handle self) : Operation(core, name) {
-    undressed_.emplace(core, self);
-    if (core.is_ours(self)) return;
-    core.publish(self);
-    throw Error("[" + std::string(name) +
-                "] the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
-                "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the "
-                "call, and use t.alias() or t.clone() for what changes tensors in place");
-  }
+  ~OperationLock() { mutex_.unlock(); }
+  OperationLock(const OperationLock&) = delete;
+  OperationLock& operator=(const OperationLock&) = delete;
 
  private:
-  const SoleOperation sole_;
-  std::optional<Undressed> undressed_;  // its class is set before others may begin
+  OperationMutex& mutex_;
 };
 
 // The caller with its stream: the one that it named, or torch's current one. Throws InvalidArgument
@@ -60,15 +89,49 @@ inline Caller caller_of(const char* operation, std::optional<Stream> stream, Pag
   return {operation, *stream, true};
 }
 
-// Runs `body` without the GIL, and frees memory for it if needed. See make_room.h.
-inline void with_memory(PagePool& pool, const Caller& caller, const std::function<void()>& body,
-                        std::function<bool(unsigned tries)> give_up = {}) {
-  const Outside outside{[](const std::function<void()>& run) {
-                          const ReleasedGil released;
-                          run();
-                        },
+// The result of `body`, which runs without the GIL. Frees memory for it if needed: see make_room.h.
+template <typename Body>
+auto with_memory(PagePool& pool, const Caller& caller, const Body& body,
+                 std::function<bool(unsigned tries)> give_up = {}) {
+  const Outside outside{[](const std::function<void()>& run) { without_gil(run); },
                         [] { return TorchBridge::get().empty_cache(); }, std::move(give_up)};
-  vtensor::with_memory(pool, caller, outside, body);
+  if constexpr (std::is_void_v<decltype(body())>) {
+    vtensor::with_memory(pool, caller, outside, body);
+  } else {
+    decltype(body()) result{};
+    vtensor::with_memory(pool, caller, outside, [&] { result = body(); });
+    return result;
+  }
 }
+
+// One operation on what an object holds in a pool. `held` is null once the object is closed, and
+// the operation is refused then.
+class SoleOperation {
+ public:
+  template <typename Held>
+  SoleOperation(OperationMutex& mutex, const Held& held, const char* name,
+                std::optional<Stream> stream = {})
+      : lock_(mutex, name),
+        pool_(pool_of(mutex, held, name)),
+        caller_(caller_of(name, stream, pool_)) {}
+
+  const Caller& caller() const { return caller_; }
+
+  template <typename Body>
+  auto with_memory(const Body& body, std::function<bool(unsigned tries)> give_up = {}) const {
+    return bind::with_memory(pool_, caller_, body, std::move(give_up));
+  }
+
+ private:
+  template <typename Held>
+  static PagePool& pool_of(const OperationMutex& mutex, const Held& held, const char* name) {
+    if (held) return *held->pool();
+    throw Closed("[" + std::string(name) + "] the " + mutex.noun() + " is closed: make a new one");
+  }
+
+  const OperationLock lock_;
+  PagePool& pool_;
+  const Caller caller_;
+};
 
 }  // namespace vtensor::bind

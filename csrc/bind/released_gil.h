@@ -28,4 +28,10 @@ class ReleasedGil {
   PyThreadState* const thread_;
 };
 
+template <typename Body>
+auto without_gil(const Body& body) {
+  const ReleasedGil released;
+  return body();
+}
+
 }  // namespace vtensor::bind

@@ -21,6 +21,7 @@
 namespace vtensor::bind {
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace {
 
@@ -42,14 +43,11 @@ class WakeCore {
  public:
   WakeCore(const std::shared_ptr<PagePool>& pool, const std::vector<std::uint64_t>& numbers) {
     refuse_in_forked_child(kWake);
-    const Caller asking = caller_of(kWake, {}, *pool);
+    const Caller caller = caller_of(kWake, {}, *pool);
     // Before it is refused, prefixes of caches go that no slot uses.
-    with_memory(
-        *pool, asking, [&] { waking_ = std::make_unique<WakeUp>(pool, asking, numbers); },
-        [&pool](unsigned) {
-          const ReleasedGil released;
-          return MakeRoom(*pool).give_up_kept();
-        });
+    waking_ = with_memory(
+        *pool, caller, [&] { return std::make_unique<WakeUp>(pool, caller, numbers); },
+        [&pool](unsigned) { return without_gil([&] { return MakeRoom(*pool).give_up_kept(); }); });
   }
   ~WakeCore() { give_up(); }
   WakeCore(const WakeCore&) = delete;
@@ -70,14 +68,24 @@ class WakeCore {
   std::unique_ptr<WakeUp> waking_;
 };
 
-// Copies between pages and memory of the host, complete on return.
-template <typename Launch>
-void copy(PagePool& pool, const char* operation, Launch launch) {
+// Runs a copy between pages and memory of the host, which is complete on return.
+template <typename Copy>
+void copy(PagePool& pool, const char* operation, Copy launch) {
   const ReleasedGil released;
   Driver& driver = pool.driver();
   launch(driver);
   if (wait_for(driver, driver.fence(driver.copy_stream()), pool.options().patience)) return;
   throw TimedOut(operation, pool.options().patience, "a copy has not ended");
+}
+
+void read_pages(PagePool& pool, Address from, std::uintptr_t to, std::size_t bytes) {
+  copy(pool, kSleep,
+       [&](Driver& driver) { driver.copy_out(reinterpret_cast<void*>(to), from, bytes); });
+}
+
+void write_pages(PagePool& pool, Address to, std::uintptr_t from, std::size_t bytes) {
+  copy(pool, kWake,
+       [&](Driver& driver) { driver.copy_in(to, reinterpret_cast<const void*>(from), bytes); });
 }
 
 }  // namespace
@@ -103,8 +111,8 @@ bool SleepCore::add(const std::shared_ptr<Client>& client) {
 }
 
 void SleepCore::begin() {
-  const Caller asking = caller_of(kSleep, {}, *pool_);
-  with_memory(*pool_, asking, [&] { asleep_.emplace(pool_, asking, clients_); });
+  const Caller caller = caller_of(kSleep, {}, *pool_);
+  with_memory(*pool_, caller, [&] { asleep_.emplace(pool_, caller, clients_); });
 }
 
 std::size_t SleepCore::finish() {
@@ -133,7 +141,7 @@ void SleepCore::give_up() noexcept {
 
 void bind_sleep(nb::module_& module) {
   nb::class_<SleepCore>(module, "SleepCore")
-      .def(nb::init<const std::shared_ptr<PagePool>&>(), nb::arg("pool"))
+      .def(nb::init<const std::shared_ptr<PagePool>&>(), "pool"_a)
       .def("next_number", &SleepCore::next_number)
       .def("begin", &SleepCore::begin)
       .def("parts", [](const SleepCore& core) { return as_tuples(core.parts()); })
@@ -142,25 +150,12 @@ void bind_sleep(nb::module_& module) {
       .def("give_up", &SleepCore::give_up);
   nb::class_<WakeCore>(module, "WakeCore")
       .def(nb::init<const std::shared_ptr<PagePool>&, const std::vector<std::uint64_t>&>(),
-           nb::arg("pool"), nb::arg("numbers"))
+           "pool"_a, "numbers"_a)
       .def("parts", &WakeCore::parts)
       .def("finish", &WakeCore::finish)
       .def("give_up", &WakeCore::give_up);
-  module.def(
-      "read_pages",
-      [](PagePool& pool, Address from, std::uintptr_t to, std::size_t bytes) {
-        copy(pool, kSleep,
-             [&](Driver& driver) { driver.copy_out(reinterpret_cast<void*>(to), from, bytes); });
-      },
-      nb::arg("pool"), nb::arg("address"), nb::arg("to"), nb::arg("nbytes"));
-  module.def(
-      "write_pages",
-      [](PagePool& pool, Address to, std::uintptr_t from, std::size_t bytes) {
-        copy(pool, kWake, [&](Driver& driver) {
-          driver.copy_in(to, reinterpret_cast<const void*>(from), bytes);
-        });
-      },
-      nb::arg("pool"), nb::arg("address"), nb::arg("source"), nb::arg("nbytes"));
+  module.def("read_pages", &read_pages, "pool"_a, "address"_a, "to"_a, "nbytes"_a);
+  module.def("write_pages", &write_pages, "pool"_a, "address"_a, "source"_a, "nbytes"_a);
 }
 
 }  // namespace vtensor::bind

@@ -22,10 +22,10 @@
 
 #include "base/errors.h"
 #include "base/process.h"
+#include "bind/arguments.h"
 #include "bind/bindings.h"
 #include "bind/host_memory.h"
 #include "bind/operation.h"
-#include "bind/operation_lock.h"
 #include "bind/released_gil.h"
 #include "bind/sleep.h"
 #include "bind/slot_range.h"
@@ -36,10 +36,9 @@
 namespace vtensor::bind {
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace {
-
-constexpr int kCudaDevice = 2;  // as DLPack numbers them
 
 using Lengths = std::vector<std::int64_t>;
 using Bands = std::optional<std::vector<std::size_t>>;  // all unless given
@@ -54,10 +53,11 @@ std::vector<Token> tokens_of(const nb::bytes& ids) {
 
 class CacheCore {
  public:
-  CacheCore(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape) : pool_(pool) {
+  CacheCore(const std::shared_ptr<PagePool>& pool, const SlotCacheShape& shape) {
     refuse_in_forked_child("KVCache");
-    const Caller asking = caller("KVCache");
-    with_memory(*pool, asking, [&] { cache_ = std::make_unique<SlotCache>(pool, shape, asking); });
+    const Caller caller = caller_of("KVCache", {}, *pool);
+    cache_ = with_memory(*pool, caller,
+                         [&] { return std::make_unique<SlotCache>(pool, shape, caller); });
     *view_ = {cache_.get(), &mutex_};
     pool->add(prefixes_);
   }
@@ -68,159 +68,131 @@ class CacheCore {
   }
 
   bool step(const Lengths& lengths, const Bands& bands) {
-    const Operation operation(*this, "KVCache.step");
-    if (bands) {
-      return run_if_it_fits("KVCache.step", [&](const Caller& caller) {
-        cache_->step_bands(caller, lengths, *bands);
-      });
-    }
-    if (cache_->step_within(caller("KVCache.step"), lengths)) return true;
-    return run_if_it_fits("KVCache.step",
-                          [&](const Caller& caller) { cache_->step(caller, lengths); });
+    const Operation op(*this, "KVCache.step");
+    if (bands) return op.run_if_it_fits([&] { cache_->step_bands(op.caller(), lengths, *bands); });
+    return cache_->step_within(op.caller(), lengths) ||
+           op.run_if_it_fits([&] { cache_->step(op.caller(), lengths); });
   }
 
   bool prepare(const Lengths& lengths) {
-    const Operation operation(*this, "KVCache.prepare");
-    if (cache_->has_room(lengths)) return true;
-    const ReleasedGil released;
-    return cache_->prepare({"KVCache.prepare"}, lengths);
+    const Operation op(*this, "KVCache.prepare");
+    return cache_->has_room(lengths) ||
+           without_gil([&] { return cache_->prepare({op.caller().operation}, lengths); });
   }
 
   bool fits(const Lengths& lengths, const Bands& bands, bool waits) {
-    const Operation operation(*this, "KVCache.fits");
-    const Caller asking = caller("KVCache.fits");
-    const ReleasedGil released;
-    return cache_->fits(asking, lengths, bands.value_or(std::vector<std::size_t>()), waits);
+    const Operation op(*this, "KVCache.fits");
+    const std::vector<std::size_t> named = bands.value_or(std::vector<std::size_t>());
+    return without_gil([&] { return cache_->fits(op.caller(), lengths, named, waits); });
   }
 
   bool waits_for_others(const Lengths& lengths) {
-    const Operation operation(*this, "KVCache.waits_for_others");
-    const Caller asking = caller("KVCache.waits_for_others");
-    const ReleasedGil released;
-    return cache_->waits_for_others(asking, lengths);
+    const Operation op(*this, "KVCache.waits_for_others");
+    return without_gil([&] { return cache_->waits_for_others(op.caller(), lengths); });
   }
 
   std::size_t alloc(std::size_t expected, const std::optional<nb::bytes>& ids,
                     const std::string& salt, bool deferred) {
-    const Operation operation(*this, "KVCache.alloc");
-    const std::vector<Token> tokens = ids ? tokens_of(*ids) : std::vector<Token>();
-    std::size_t slot = 0;
-    run("KVCache.alloc", {}, [&](const Caller& caller) {
-      slot = ids ? cache_->alloc(caller, tokens, salt, expected, deferred)
-                 : cache_->alloc(caller, expected);
-    });
-    return slot;
+    const Operation op(*this, "KVCache.alloc");
+    if (!ids) return op.with_memory([&] { return cache_->alloc(op.caller(), expected); });
+    const std::vector<Token> tokens = tokens_of(*ids);
+    return op.with_memory(
+        [&] { return cache_->alloc(op.caller(), tokens, salt, expected, deferred); });
   }
 
   void free(std::size_t slot, std::optional<Stream> stream) {
-    const Operation operation(*this, "KVCache.free");
-    run("KVCache.free", stream, [&](const Caller& caller) { cache_->free(caller, slot); });
+    const Operation op(*this, "KVCache.free", stream);
+    op.with_memory([&] { cache_->free(op.caller(), slot); });
   }
 
   void truncate(std::size_t slot, std::size_t length, std::optional<Stream> stream) {
-    const Operation operation(*this, "KVCache.truncate");
-    run("KVCache.truncate", stream,
-        [&](const Caller& caller) { cache_->truncate(caller, slot, length); });
+    const Operation op(*this, "KVCache.truncate", stream);
+    op.with_memory([&] { cache_->truncate(op.caller(), slot, length); });
   }
 
   std::vector<std::size_t> fork(std::size_t slot, std::size_t n, std::optional<Stream> stream) {
-    const Operation operation(*this, "KVCache.fork");
-    std::vector<std::size_t> forks;
-    run("KVCache.fork", stream,
-        [&](const Caller& caller) { forks = cache_->fork(caller, slot, n); });
-    return forks;
+    const Operation op(*this, "KVCache.fork", stream);
+    return op.with_memory([&] { return cache_->fork(op.caller(), slot, n); });
   }
 
   std::vector<std::size_t> reorder(const std::vector<std::size_t>& slots,
                                    const std::vector<std::size_t>& sources,
                                    std::optional<Stream> stream) {
-    const Operation operation(*this, "KVCache.reorder");
-    std::vector<std::size_t> result;
+    const Operation op(*this, "KVCache.reorder", stream);
     // Not tried again: a refused reorder may be partly done.
-    const Caller asking = caller("KVCache.reorder", stream);
-    {
-      const ReleasedGil released;
-      result = cache_->reorder(asking, slots, sources);
-    }
-    return result;
+    return without_gil([&] { return cache_->reorder(op.caller(), slots, sources); });
   }
 
   std::size_t publish(std::size_t slot, const nb::bytes& ids, const std::string& salt) {
-    const Operation operation(*this, "KVCache.publish");
+    const Operation op(*this, "KVCache.publish");
     const std::vector<Token> tokens = tokens_of(ids);
-    std::size_t published = 0;
-    run("KVCache.publish", {},
-        [&](const Caller& caller) { published = cache_->publish(caller, slot, tokens, salt); });
-    return published;
+    return op.with_memory([&] { return cache_->publish(op.caller(), slot, tokens, salt); });
   }
 
   void unshare(std::size_t slot, std::size_t start, std::size_t stop) {
-    const Operation operation(*this, "KVCache.unshare");
-    run_evicting("KVCache.unshare",
-                 [&](const Caller& caller) { cache_->unshare(caller, slot, {start, stop}); });
+    const Operation op(*this, "KVCache.unshare");
+    op.run_evicting([&] { cache_->unshare(op.caller(), slot, {start, stop}); });
   }
 
   // `writes`: a slot, its first token and how many follow, of each.
   void begin_write(std::size_t group, std::size_t layer,
                    const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& writes) {
-    const Operation operation(*this, "KVCache.write");
+    const Operation op(*this, "KVCache.write");
     std::vector<SlotCache::Write> all;
     all.reserve(writes.size());
     for (const auto& [slot, start, count] : writes) all.push_back({slot, {start, start + count}});
-    run_evicting("KVCache.write",
-                 [&](const Caller& caller) { cache_->begin_write(caller, group, layer, all); });
+    op.run_evicting([&] { cache_->begin_write(op.caller(), group, layer, all); });
   }
 
   void record_stream(std::optional<Stream> stream) {
-    const Operation operation(*this, "KVCache.record_stream");
-    // Not as a named stream: those may be destroyed, but this one is used again when pages go.
-    cache_->use({"KVCache.record_stream", caller("KVCache.record_stream", stream).stream});
+    const Operation op(*this, "KVCache.record_stream", stream);
+    // Not as a named stream, which may end: it is used again when pages go.
+    cache_->use({op.caller().operation, op.caller().stream});
   }
 
   void swap_out(const std::vector<std::size_t>& slots, const Bands& bands) {
-    const Operation operation(*this, "KVCache.swap_out");
-    const bool pinned = pool_->traits().device.type == kCudaDevice;
-    run("KVCache.swap_out", {}, [&](const Caller& caller) {
-      const AllocateHost allocate = [&](std::size_t bytes) {
-        return allocate_host_memory(caller.operation, bytes, pinned);
-      };
-      bands ? cache_->swap_out_bands(caller, slots, *bands, allocate)
-            : cache_->swap_out(caller, slots, allocate);
+    const Operation op(*this, "KVCache.swap_out");
+    const bool pinned = !cache_->pool()->traits().device.on_host();
+    const AllocateHost allocate = [&](std::size_t bytes) {
+      return allocate_host_memory(op.caller().operation, bytes, pinned);
+    };
+    op.with_memory([&] {
+      bands ? cache_->swap_out_bands(op.caller(), slots, *bands, allocate)
+            : cache_->swap_out(op.caller(), slots, allocate);
     });
   }
 
   bool swap_in(const std::vector<std::size_t>& slots, const Bands& bands) {
-    const Operation operation(*this, "KVCache.swap_in");
-    return run_if_it_fits("KVCache.swap_in", [&](const Caller& caller) {
-      bands ? cache_->swap_in_bands(caller, slots, *bands) : cache_->swap_in(caller, slots);
+    const Operation op(*this, "KVCache.swap_in");
+    return op.run_if_it_fits([&] {
+      bands ? cache_->swap_in_bands(op.caller(), slots, *bands)
+            : cache_->swap_in(op.caller(), slots);
     });
   }
 
   // Waits outside the operation, so that other threads can use the cache. Ctrl-C ends the wait.
   void wait(std::size_t slot, std::optional<std::size_t> layer) {
+    constexpr const char* name = "KVCache.wait";
     std::shared_ptr<PagePool> pool;
     FencePtr copied;
     bool leaves = false;
-    Caller asking{"KVCache.wait"};
+    Caller caller{name};
     {
-      const Operation operation(*this, "KVCache.wait");
-      if (cache_->expects(slot)) {
-        run("KVCache.wait", {}, [&](const Caller& caller) { cache_->finish_prefix(caller, slot); });
-      }
-      pool = pool_;
+      const Operation op(*this, name);
+      if (cache_->expects(slot)) op.with_memory([&] { cache_->finish_prefix(op.caller(), slot); });
+      pool = cache_->pool();
       copied = cache_->copies(slot, layer);
       leaves = cache_->is_away(slot, layer);
-      asking = caller("KVCache.wait");
+      caller = op.caller();
     }
     if (pool->traits().asynchronous && !leaves) {
-      if (copied != nullptr) pool->driver().order(asking.stream, *copied);
+      if (copied != nullptr) pool->driver().order(caller.stream, *copied);
       return;
     }
     await(*pool, copied);
     if (!leaves) return;
-    const Operation operation(*this, "KVCache.wait");
-    const ReleasedGil released;
-    cache_->await_departure(asking, slot, layer);
+    const Operation op(*this, name);
+    without_gil([&] { cache_->await_departure(caller, slot, layer); });
   }
 
   // Whether what is being copied to slots that come back is there within `seconds`. Of a closed
@@ -229,37 +201,38 @@ class CacheCore {
     std::shared_ptr<PagePool> pool;
     FencePtr copied;
     try {
-      const SoleOperation operation(mutex_, cache_, "cache", "Pool.wait_idle");
-      pool = pool_;
+      const SoleOperation operation(mutex_, cache_, "Pool.wait_idle");
+      pool = cache_->pool();
       copied = cache_->arrivals();
     } catch (const Closed&) {
       return true;
     }
-    const ReleasedGil released;
-    return wait_for(pool->driver(), copied,
-                    std::chrono::duration_cast<std::chrono::nanoseconds>(
-                        std::chrono::duration<double>(seconds)));
+    return without_gil([&] {
+      return wait_for(pool->driver(), copied,
+                      std::chrono::duration_cast<std::chrono::nanoseconds>(
+                          std::chrono::duration<double>(seconds)));
+    });
   }
-
-  std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
 
   // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
   // Its views find their cache through `cache`, a weak reference.
   nb::object storage(std::size_t group, nb::object cache) {
-    const Operation operation(*this, "KVCache");
+    const Operation op(*this, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->range(group);
-    Generation* generation;
-    {
-      const ReleasedGil released;
-      generation = range->publish();
-    }
+    Generation* const generation = without_gil([&] { return range->publish(); });
     nb::object storage = TorchBridge::get().storage_over(
-        generation, range->range().base(), range->range().bytes(), pool_->traits().device);
+        generation, range->range().base(), range->range().bytes(), range->pool()->traits().device);
     SlotRange::mark(storage, SlotRange(view_, group, std::move(cache)));
     return storage;
   }
 
   std::size_t row_bytes(std::size_t group) { return read()->range(group)->range().row_bytes(); }
+  std::size_t unit() { return read()->unit(); }
+  std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
+  std::size_t length(std::size_t slot, std::optional<std::size_t> band) {
+    const Reading cache = read();
+    return band ? cache->band_length(slot, *band) : cache->length(slot);
+  }
   Lengths lengths() {
     const Reading cache = read();
     return {cache->lengths().begin(), cache->lengths().end()};
@@ -279,10 +252,6 @@ class CacheCore {
       lengths.push_back(cache->length_here(slot, group));
     return lengths;
   }
-  std::size_t length(std::size_t slot, std::optional<std::size_t> band) {
-    const Reading cache = read();
-    return band ? cache->band_length(slot, *band) : cache->length(slot);
-  }
   std::vector<bool> away(std::size_t slot) {
     const Reading cache = read();
     std::vector<bool> away;
@@ -290,31 +259,26 @@ class CacheCore {
       away.push_back(cache->is_band_away(slot, band));
     return away;
   }
-  std::size_t unit() { return read()->unit(); }
 
   SlotCacheCounts counts() {
-    const SoleOperation operation(mutex_, cache_, "cache", "KVCache.stats");
-    const ReleasedGil released;
-    return cache_->counts();
+    const SoleOperation operation(mutex_, cache_, "KVCache.stats");
+    return without_gil([&] { return cache_->counts(); });
   }
 
   std::vector<PageRecord> pages(std::size_t slot, std::size_t group) {
-    const SoleOperation operation(mutex_, cache_, "cache", "KVCache.pages");
-    const ReleasedGil released;
-    return cache_->pages(slot, group);
+    const SoleOperation operation(mutex_, cache_, "KVCache.pages");
+    return without_gil([&] { return cache_->pages(slot, group); });
   }
 
   void close(std::optional<Stream> stream) {
     const OperationLock lock(mutex_, "KVCache.close");
-    if (cache_) {
-      const Caller asking = caller("KVCache.close", stream);
-      closed_ = true;
-      *view_ = {};
-      const ReleasedGil released;
-      cache_->close(asking);
-      cache_.reset();
-      pool_.reset();
-    }
+    if (!cache_) return;
+    const Caller caller = caller_of("KVCache.close", stream, *cache_->pool());
+    closed_ = true;
+    *view_ = {};
+    const ReleasedGil released;
+    cache_->close(caller);
+    cache_.reset();
   }
   bool closed() const { return closed_; }
 
@@ -322,19 +286,16 @@ class CacheCore {
   // could keep what they hold.
   void fall_asleep(SleepCore& sleep, bool discard) {
     constexpr const char* name = "Pool.sleep";
-    const SoleOperation operation(mutex_, cache_, "cache", name);
+    const SoleOperation operation(mutex_, cache_, name);
     if (cache_->range(0)->asleep.load() != 0) return;
-    if (discard && cache_->count_used() != 0) {
-      refuse(name, "a cache has " + std::to_string(cache_->count_used()) +
-                       " slots in use, whose K and V would be lost: free them, or keep what they "
-                       "hold, with contents=\"host\" or a path");
-    }
-    std::vector<std::shared_ptr<Client>> clients;
-    {
-      const ReleasedGil released;
+    if (discard && cache_->count_used() != 0)
+      refuse(name, "a cache has ", cache_->count_used(),
+             " slots in use, whose K and V would be lost: free them, or keep what they hold, with "
+             "contents=\"host\" or a path");
+    const std::vector<std::shared_ptr<Client>> clients = without_gil([&] {
       cache_->forget_prefixes();
-      clients = cache_->clients();
-    }
+      return cache_->clients();
+    });
     for (const std::shared_ptr<Client>& client : clients) sleep.add(client);
   }
 
@@ -380,11 +341,33 @@ class CacheCore {
     std::size_t kept_ = 0;
   };
 
-  struct Operation : SoleOperation {
-    Operation(CacheCore& core, const char* name)
-        : SoleOperation(core.mutex_, core.cache_, "cache", name) {
-      core.cache_->range(0)->raise_error();  // which sleeps with all slots
+  // One operation on the cache, which raises what the mapper met for it.
+  class Operation : public SoleOperation {
+   public:
+    Operation(CacheCore& core, const char* name, std::optional<Stream> stream = {})
+        : SoleOperation(core.mutex_, core.cache_, name, stream), cache_(*core.cache_) {
+      cache_.range(0)->raise_error();  // which sleeps with all slots
     }
+    // As with_memory(). If memory is short, evicts prefixes that no request uses.
+    void run_evicting(const std::function<void()>& body) const {
+      with_memory(body, [this](unsigned tries) {
+        return without_gil([&] { return cache_.evict(tries); });
+      });
+    }
+    // The same. Returns false if memory is still short.
+    bool run_if_it_fits(const std::function<void()>& body) const {
+      try {
+        run_evicting(body);
+      } catch (const OutOfPages&) {
+        return false;
+      } catch (const DeviceOutOfMemory&) {
+        return false;
+      }
+      return true;
+    }
+
+   private:
+    SlotCache& cache_;
   };
 
   // Reads the cache between two operations. In a forked child it takes no lock, because a thread of
@@ -411,49 +394,11 @@ class CacheCore {
   };
   Reading read() { return Reading(*this); }
 
-  Caller caller(const char* operation, std::optional<Stream> stream = {}) const {
-    return caller_of(operation, stream, *pool_);
-  }
-  template <typename Body>
-  void run(const char* operation, std::optional<Stream> stream, Body body) {
-    const Caller asking = caller(operation, stream);
-    with_memory(*pool_, asking, [&] { body(asking); });
-  }
-
-  // The same. If memory is short, evicts prefixes that no request uses.
-  template <typename Body>
-  void run_evicting(const char* operation, Body body) {
-    const Caller asking = caller(operation, {});
-    with_memory(
-        *pool_, asking, [&] { body(asking); },
-        [this](unsigned tries) {
-          const ReleasedGil released;
-          return cache_->evict(tries);
-        });
-  }
-  // The same. Returns false if memory is still short.
-  template <typename Body>
-  bool run_if_it_fits(const char* operation, Body body) {
-    try {
-      run_evicting(operation, body);
-    } catch (const OutOfPages&) {
-      return false;
-    } catch (const DeviceOutOfMemory&) {
-      return false;
-    }
-    return true;
-  }
-
   static void await(PagePool& pool, const FencePtr& fence) {
     constexpr std::chrono::milliseconds kLook{50};
     const auto until = std::chrono::steady_clock::now() + pool.options().patience;
     for (;;) {
-      bool over = false;
-      {
-        const ReleasedGil released;
-        over = wait_for(pool.driver(), fence, kLook);
-      }
-      if (over) return;
+      if (without_gil([&] { return wait_for(pool.driver(), fence, kLook); })) return;
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
       if (std::chrono::steady_clock::now() < until) continue;
       throw TimedOut("KVCache.wait", pool.options().patience,
@@ -461,10 +406,9 @@ class CacheCore {
     }
   }
 
-  std::shared_ptr<PagePool> pool_;  // both null once closed
-  std::unique_ptr<SlotCache> cache_;
+  std::unique_ptr<SlotCache> cache_;  // null once closed
   std::atomic<bool> closed_{false};
-  OperationMutex mutex_;
+  OperationMutex mutex_{"cache"};
   const std::shared_ptr<SlotCacheView> view_ = std::make_shared<SlotCacheView>();
   const std::shared_ptr<Prefixes> prefixes_ = std::make_shared<Prefixes>(*this);
 };
@@ -472,21 +416,17 @@ class CacheCore {
 }  // namespace
 
 void bind_slot_cache(nb::module_& module) {
-  nb::class_<SlotCacheCounts>(module, "SlotCacheCounts")
-      .def_ro("pages", &SlotCacheCounts::pages)
-      .def_ro("distinct", &SlotCacheCounts::distinct)
-      .def_ro("shared", &SlotCacheCounts::shared)
-      .def_ro("lost", &SlotCacheCounts::lost)
-      .def_ro("swapped_bytes", &SlotCacheCounts::swapped_bytes)
-      .def_ro("prefix_units", &SlotCacheCounts::prefix_units)
-      .def_ro("prefix_evictions", &SlotCacheCounts::prefix_evictions)
-      .def_ro("prefix_queries", &SlotCacheCounts::prefix_queries)
-      .def_ro("prefix_hits", &SlotCacheCounts::prefix_hits);
+  using Counts = SlotCacheCounts;
+  bind_fields(nb::class_<Counts>(module, "SlotCacheCounts"), "pages", &Counts::pages, "distinct",
+              &Counts::distinct, "shared", &Counts::shared, "lost", &Counts::lost, "swapped_bytes",
+              &Counts::swapped_bytes, "prefix_units", &Counts::prefix_units, "prefix_evictions",
+              &Counts::prefix_evictions, "prefix_queries", &Counts::prefix_queries, "prefix_hits",
+              &Counts::prefix_hits);
 
   nb::class_<SlotRange>(module, "SlotRange");
 
-  const auto no_stream = nb::arg("stream") = nb::none();
-  const auto no_bands = nb::arg("bands") = nb::none();
+  const auto no_stream = "stream"_a = nb::none();
+  const auto no_bands = "bands"_a = nb::none();
   nb::class_<CacheCore>(module, "CacheCore")
       .def(
           "__init__",
@@ -502,38 +442,37 @@ void bind_slot_cache(nb::module_& module) {
               for (const auto& [layers, values, heads] : contents)
                 group.rows += group.contents.emplace_back(RowContent{layers, values, heads}).rows();
             }
-            new (core) CacheCore(pool, std::move(shape));
+            new (core) CacheCore(pool, shape);
           },
-          nb::arg("pool"), nb::arg("slots"), nb::arg("max_length"), nb::arg("tile"),
-          nb::arg("lookahead"), nb::arg("row_groups"))
-      .def("step", &CacheCore::step, nb::arg("lengths"), no_bands)
-      .def("prepare", &CacheCore::prepare, nb::arg("lengths"))
-      .def("fits", &CacheCore::fits, nb::arg("lengths"), no_bands, nb::arg("wait") = false)
+          "pool"_a, "slots"_a, "max_length"_a, "tile"_a, "lookahead"_a, "row_groups"_a)
+      .def("step", &CacheCore::step, "lengths"_a, no_bands)
+      .def("prepare", &CacheCore::prepare, "lengths"_a)
+      .def("fits", &CacheCore::fits, "lengths"_a, no_bands, "wait"_a = false)
       .def("waits_for_others", &CacheCore::waits_for_others)
-      .def("alloc", &CacheCore::alloc, nb::arg("expected"), nb::arg("tokens") = nb::none(),
-           nb::arg("salt") = "", nb::arg("deferred") = false)
-      .def("free", &CacheCore::free, nb::arg("slot"), no_stream)
-      .def("truncate", &CacheCore::truncate, nb::arg("slot"), nb::arg("length"), no_stream)
-      .def("fork", &CacheCore::fork, nb::arg("slot"), nb::arg("n"), no_stream)
-      .def("reorder", &CacheCore::reorder, nb::arg("slots"), nb::arg("sources"), no_stream)
+      .def("alloc", &CacheCore::alloc, "expected"_a, "tokens"_a = nb::none(), "salt"_a = "",
+           "deferred"_a = false)
+      .def("free", &CacheCore::free, "slot"_a, no_stream)
+      .def("truncate", &CacheCore::truncate, "slot"_a, "length"_a, no_stream)
+      .def("fork", &CacheCore::fork, "slot"_a, "n"_a, no_stream)
+      .def("reorder", &CacheCore::reorder, "slots"_a, "sources"_a, no_stream)
       .def("publish", &CacheCore::publish)
       .def("unshare", &CacheCore::unshare)
       .def("begin_write", &CacheCore::begin_write)
       .def("record_stream", &CacheCore::record_stream, no_stream)
-      .def("swap_out", &CacheCore::swap_out, nb::arg("slots"), no_bands)
-      .def("swap_in", &CacheCore::swap_in, nb::arg("slots"), no_bands)
-      .def("wait", &CacheCore::wait, nb::arg("slot"), nb::arg("layer") = nb::none())
+      .def("swap_out", &CacheCore::swap_out, "slots"_a, no_bands)
+      .def("swap_in", &CacheCore::swap_in, "slots"_a, no_bands)
+      .def("wait", &CacheCore::wait, "slot"_a, "layer"_a = nb::none())
       .def("await_arrivals", &CacheCore::await_arrivals)
       .def("begins", &CacheCore::begins)
-      .def("storage", &CacheCore::storage, nb::arg("row_group"), nb::arg("cache"))
+      .def("storage", &CacheCore::storage, "row_group"_a, "cache"_a)
       .def("row_bytes", &CacheCore::row_bytes)
-      .def("length", &CacheCore::length, nb::arg("slot"), nb::arg("band") = nb::none())
+      .def("length", &CacheCore::length, "slot"_a, "band"_a = nb::none())
       .def("lengths_here", &CacheCore::lengths_here)
       .def("away", &CacheCore::away)
       .def("counts", &CacheCore::counts)
       .def("pages", &CacheCore::pages)
       .def("close", &CacheCore::close, no_stream)
-      .def("fall_asleep", &CacheCore::fall_asleep, nb::arg("sleep"), nb::arg("discard"))
+      .def("fall_asleep", &CacheCore::fall_asleep, "sleep"_a, "discard"_a)
       .def_prop_ro("unit", &CacheCore::unit)
       .def_prop_ro("lengths", &CacheCore::lengths)
       .def_prop_ro("states", &CacheCore::states)

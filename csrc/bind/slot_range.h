@@ -10,7 +10,7 @@
 #include <span>
 
 #include "bind/dlpack_abi.h"
-#include "bind/operation_lock.h"
+#include "bind/operation.h"
 #include "kv/slot_cache.h"
 
 namespace vtensor::bind {

@@ -19,6 +19,7 @@
 namespace vtensor::bind {
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace {
 
@@ -51,20 +52,20 @@ void bind_tensor(nb::module_& module) {
   // GIL held.
   TorchBridge::get();
 
-  nb::class_<PageRecord>(module, "PageRecord", "The page behind one slot of one row of a VTensor.")
-      .def_ro("row", &PageRecord::row)
-      .def_ro("index", &PageRecord::index)
-      .def_ro("address", &PageRecord::address)
-      .def_ro("page_id", &PageRecord::page_id)
-      .def_ro("shared", &PageRecord::shared)
-      .def_ro("state", &PageRecord::state)
-      .def("__repr__", [](const PageRecord& record) {
-        return "PageRecord(row=" + std::to_string(record.row) +
-               ", index=" + std::to_string(record.index) +
-               ", page_id=" + std::to_string(record.page_id) +
-               ", shared=" + std::to_string(record.shared) + ", state='" + record.state + "')";
-      });
+  using Record = PageRecord;
+  bind_fields(
+      nb::class_<Record>(module, "PageRecord", "The page behind one slot of one row of a VTensor.")
+          .def("__repr__",
+               [](const Record& r) {
+                 return nb::str("PageRecord(row={}, index={}, page_id={}, shared={}, state={!r})")
+                     .format(r.row, r.index, r.page_id, r.shared, r.state);
+               }),
+      "row", &Record::row, "index", &Record::index, "address", &Record::address, "page_id",
+      &Record::page_id, "shared", &Record::shared, "state", &Record::state);
 
+  const auto tensor = "tensor"_a;
+  const auto n = "n"_a.none(), capacity = "capacity"_a.none();
+  const auto no_stream = "stream"_a = nb::none();
   nb::class_<TensorCore>(module, "TensorCore")
       .def(
           "__init__",
@@ -76,67 +77,25 @@ void bind_tensor(nb::module_& module) {
                 TensorCore(pool, TensorSpec{std::move(sizes), grow_dim, capacity, std::move(dtype),
                                             std::move(device), item_size, zeroed, move_when_full});
           },
-          nb::arg("pool"), nb::arg("sizes"), nb::arg("grow_dim"), nb::arg("capacity"),
-          nb::arg("dtype"), nb::arg("device"), nb::arg("item_size"), nb::arg("zeroed"),
-          nb::arg("move_when_full"))
+          "pool"_a, "sizes"_a, "grow_dim"_a, "capacity"_a, "dtype"_a, "device"_a, "item_size"_a,
+          "zeroed"_a, "move_when_full"_a)
       .def("attach", &TensorCore::attach)
       .def(
           "prepare",
           [](TensorCore& core, nb::handle n) { core.prepare(integer("VTensor.prepare", "n", n)); },
-          nb::arg("n").none())
-      .def(
-          "extend",
-          [](TensorCore& core, nb::handle self, nb::handle n) {
-            core.extend(self, integer("VTensor.extend", "n", n));
-          },
-          nb::arg("tensor"), nb::arg("n").none())
-      .def("append", &TensorCore::append, nb::arg("tensor"), nb::arg("source").none())
-      .def(
-          "shrink",
-          [](TensorCore& core, nb::handle self, nb::handle n, nb::handle front,
-             std::optional<Stream> stream) {
-            core.shrink(self, integer("VTensor.shrink", "n", n),
-                        truth("VTensor.shrink", "front", front), stream);
-          },
-          nb::arg("tensor"), nb::arg("n").none(), nb::arg("front").none(),
-          nb::arg("stream") = nb::none())
-      .def(
-          "truncate",
-          [](TensorCore& core, nb::handle self, nb::handle length, std::optional<Stream> stream) {
-            core.truncate(self, integer("VTensor.truncate", "length", length), stream);
-          },
-          nb::arg("tensor"), nb::arg("length").none(), nb::arg("stream") = nb::none())
-      .def(
-          "unshare",
-          [](TensorCore& core, nb::handle self, nb::handle start, nb::handle stop) {
-            core.unshare(self, integer("VTensor.unshare", "start", start),
-                         integer("VTensor.unshare", "stop", stop));
-          },
-          nb::arg("tensor"), nb::arg("start").none(), nb::arg("stop").none())
-      .def(
-          "reindex",
-          [](TensorCore& core, nb::handle self, nb::handle index) {
-            TensorCore::Reindexing one{&core, self, integers("VTensor.reindex", "index", index)};
-            TensorCore::reindex({&one, 1}, {});
-          },
-          nb::arg("tensor"), nb::arg("index").none())
-      .def(
-          "reserve",
-          [](TensorCore& core, nb::handle self, nb::handle capacity) {
-            core.reserve(self, integer("VTensor.reserve", "capacity", capacity));
-          },
-          nb::arg("tensor"), nb::arg("capacity").none())
-      .def("fork", &TensorCore::fork, nb::arg("tensor"), nb::arg("stream") = nb::none())
-      .def(
-          "reallocate",
-          [](TensorCore& core, nb::handle self, nb::handle moved, nb::handle capacity) {
-            core.reallocate(self, moved, integer("VTensor.reallocate", "capacity", capacity));
-          },
-          nb::arg("tensor"), nb::arg("moved"), nb::arg("capacity").none())
+          n)
+      .def("extend", &TensorCore::extend, tensor, n)
+      .def("append", &TensorCore::append, tensor, "source"_a.none())
+      .def("shrink", &TensorCore::shrink, tensor, n, "front"_a.none(), no_stream)
+      .def("truncate", &TensorCore::truncate, tensor, "length"_a.none(), no_stream)
+      .def("unshare", &TensorCore::unshare, tensor, "start"_a.none(), "stop"_a.none())
+      .def("reserve", &TensorCore::reserve, tensor, capacity)
+      .def("fork", &TensorCore::fork, tensor, no_stream)
+      .def("reallocate", &TensorCore::reallocate, tensor, "moved"_a, capacity)
       .def("alias", &TensorCore::alias)
-      .def("close", &TensorCore::close, nb::arg("tensor"), nb::arg("stream") = nb::none())
-      .def("fall_asleep", &TensorCore::fall_asleep, nb::arg("tensor"), nb::arg("sleep"))
-      .def("wake", &TensorCore::wake, nb::arg("tensor"))
+      .def("close", &TensorCore::close, tensor, no_stream)
+      .def("fall_asleep", &TensorCore::fall_asleep, tensor, "sleep"_a)
+      .def("wake", &TensorCore::wake, tensor)
       .def_prop_ro("asleep", &TensorCore::asleep)
       .def("record_stream", &TensorCore::record_stream)
       .def("pages", &pages_of)
@@ -151,7 +110,7 @@ void bind_tensor(nb::module_& module) {
           [](TensorCore& core) { return core.closed() ? 0 : core.buffer()->range().bytes(); })
       .def_prop_ro("address", &TensorCore::address)
       .def_prop_ro("length", &TensorCore::length)
-      .def_prop_ro("capacity", &TensorCore::capacity)
+      .def_prop_ro("capacity", [](TensorCore& core) { return core.spec().capacity; })
       .def_prop_ro("moves_when_full", [](TensorCore& core) { return core.spec().move_when_full; })
       .def_prop_ro("grow_dim", [](TensorCore& core) { return core.spec().grow_dim; })
       .def_prop_ro("dtype", [](TensorCore& core) { return core.spec().dtype; })
@@ -160,14 +119,15 @@ void bind_tensor(nb::module_& module) {
   module.def(
       "reindex",
       [](const std::vector<TensorCore*>& cores, const std::vector<nb::handle>& tensors,
-         std::vector<std::vector<std::int64_t>> indices,
+         const std::vector<nb::handle>& indices,
          const std::vector<std::pair<nb::dict, nb::dict>>& states) {
         std::vector<TensorCore::Reindexing> all;
         for (std::size_t i = 0; i < cores.size(); ++i)
-          all.push_back({cores.at(i), tensors.at(i), std::move(indices.at(i))});
+          all.push_back(
+              {cores[i], tensors.at(i), integers("VTensor.reindex", "index", indices.at(i))});
         TensorCore::reindex(all, states);
       },
-      nb::arg("cores"), nb::arg("tensors"), nb::arg("indices"), nb::arg("states"));
+      "cores"_a, "tensors"_a, "indices"_a, "states"_a);
 
   module.def(
       "use_tensor_classes",
@@ -175,14 +135,12 @@ void bind_tensor(nb::module_& module) {
         TensorCore::use_classes(
             {std::move(open), std::move(copy_on_write), std::move(asleep), std::move(closed)});
       },
-      nb::kw_only(), nb::arg("open"), nb::arg("copy_on_write"), nb::arg("asleep"),
-      nb::arg("closed"),
+      nb::kw_only(), "open"_a, "copy_on_write"_a, "asleep"_a, "closed"_a,
       "Sets the classes of a VTensor: open, with shared pages at which a write faults, asleep, and "
       "closed.");
 
   module.def(
-      "use_exchange_api", [](bool use) { TorchBridge::get().use_exchange_api(use); },
-      nb::arg("use"),
+      "use_exchange_api", [](bool use) { TorchBridge::get().use_exchange_api(use); }, "use"_a,
       "For tests: whether to read tensors by DLPack's C exchange API. Without it, as with an older "
       "torch, they are read by Python attributes.");
 }

@@ -1,13 +1,17 @@
 #include "bind/tensor_core.h"
 
+#include <nanobind/stl/unique_ptr.h>
+
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <utility>
 
 #include "base/align.h"
 #include "base/process.h"
 #include "base/trace.h"
+#include "bind/arguments.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/sleep.h"
@@ -27,69 +31,92 @@ std::string shape_text(std::span<const std::int64_t> shape) {
   return text + ")";
 }
 
-std::size_t product(std::span<const std::int64_t> sizes) {
-  std::size_t result = 1;
-  for (const std::int64_t size : sizes) {
-    const auto next = checked_multiply(result, static_cast<std::size_t>(size));
-    if (!next)
-      throw CapacityExceeded("[empty] sizes " + shape_text(sizes) + " overflow: lower them");
-    result = *next;
-  }
-  return result;
-}
-
 }  // namespace
+
+// Gives the tensor the class without Python hooks for the scope of an operation, because an
+// exception from outside in a hook would leave the operation half done (I17). The end of the scope
+// sets the class that the tensor's state requires.
+class TensorCore::Undressed {
+ public:
+  Undressed(TensorCore& core, nb::handle self) : core_(core), self_(self) {
+    if (self.type().is(classes.copy_on_write)) nb::setattr(self, "__class__", classes.open);
+  }
+  ~Undressed() { core_.dress(self_); }
+  Undressed(const Undressed&) = delete;
+  Undressed& operator=(const Undressed&) = delete;
+
+ private:
+  TensorCore& core_;
+  nb::handle self_;
+};
+
+// One operation on one tensor, which raises what the mapper met for it. If it is given the tensor,
+// it restores the tensor's storage and shape, and throws, if another library has changed them.
+class TensorCore::Operation : public SoleOperation {
+ public:
+  Operation(TensorCore& core, const char* name, nb::handle self = {},
+            std::optional<Stream> stream = {})
+      : SoleOperation(core.mutex_, core.buffer_, name, stream) {
+    core.buffer_->raise_error();
+    if (!self.is_valid()) return;
+    undressed_.emplace(core, self);
+    if (core.torch_.is_set(self, *core.buffer_, core.positions_)) return;
+    core.publish(self);
+    throw Error(message(
+        name,
+        "the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
+        "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the call, and "
+        "use t.alias() or t.clone() for what changes tensors in place"));
+  }
+
+ private:
+  std::optional<Undressed> undressed_;  // its class is set before others may begin
+};
 
 void TensorCore::use_classes(TensorClasses named) { classes = std::move(named); }
 
 TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
     : spec_(std::move(spec)) {
   for (std::size_t i = 0; i < spec_.sizes.size(); ++i) {
-    if (spec_.sizes[i] < (i == spec_.grow_dim ? 0 : 1)) {
-      throw InvalidArgument(
-          "[empty] sizes " + shape_text(spec_.sizes) +
-          " cannot be: give at least 1 everywhere, and at least 0 along grow_dim");
-    }
+    if (spec_.sizes[i] < (i == spec_.grow_dim ? 0 : 1))
+      refuse("empty", "sizes ", shape_text(spec_.sizes),
+             " cannot be: give at least 1 everywhere, and at least 0 along grow_dim");
   }
-  if (static_cast<std::size_t>(spec_.sizes[spec_.grow_dim]) > spec_.capacity) {
-    throw CapacityExceeded("[empty] length of " + std::to_string(spec_.sizes[spec_.grow_dim]) +
-                           " passes capacity of " + std::to_string(spec_.capacity) +
-                           ": raise capacity=");
-  }
+  if (static_cast<std::size_t>(spec_.sizes[spec_.grow_dim]) > spec_.capacity)
+    throw CapacityExceeded(message("empty", "length of ", spec_.sizes[spec_.grow_dim],
+                                   " passes capacity of ", spec_.capacity, ": raise capacity="));
   refuse_in_forked_child("empty");
-  const RowShape shape = row_shape(spec_.capacity, 0);
-  const Caller caller{"empty", TorchBridge::get().current_stream(pool->traits().device)};
-  std::shared_ptr<Buffer> buffer;
-  with_memory(*pool, caller, [&] { buffer = Buffer::create(pool, shape, caller); });
-  use(std::move(buffer));
+  const RowShape shape = row_shape(spec_.capacity);
+  const Caller caller = caller_of("empty", {}, *pool);
+  use(with_memory(*pool, caller, [&] { return Buffer::create(pool, shape, caller); }));
 }
 
 TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length,
                        bool unclean)
-    : spec_(std::move(spec)), positions_{0, length} {
+    : spec_(std::move(spec)), positions_{0, length}, may_copy_on_write_(true) {
   if (unclean || spec_.zeroed) stale_until_ = buffer->reach(positions_);
   use(std::move(buffer));
-  may_copy_on_write_ = true;
 }
 
 TensorCore::~TensorCore() {
-  if (open_) buffer_->abandon();
+  if (buffer_) buffer_->abandon();
 }
 
-Caller TensorCore::caller(const char* operation, std::optional<Stream> stream) const {
-  return caller_of(operation, stream, *buffer_->pool());
-}
-
-RowShape TensorCore::row_shape(std::size_t capacity, std::size_t phase) const {
-  const std::span<const std::int64_t> sizes(spec_.sizes);
-  const auto item = checked_multiply(product(sizes.subspan(spec_.grow_dim + 1)), spec_.item_size);
-  if (!item) throw CapacityExceeded("[empty] sizes " + shape_text(sizes) + " overflow: lower them");
-  return {product(sizes.first(spec_.grow_dim)), *item, capacity, phase, spec_.zeroed};
-}
-
-std::size_t TensorCore::phase_of_first() const {
-  const RowShape& shape = buffer_->shape();
-  return (shape.phase + positions_.begin * shape.item_bytes) % buffer_->pool()->page_size();
+// The shape of the rows in a range of this capacity, if their pages stay the same.
+RowShape TensorCore::row_shape(std::size_t capacity) const {
+  std::size_t rows = 1, item_bytes = spec_.item_size, phase = 0;
+  for (std::size_t dim = 0; dim < spec_.sizes.size(); ++dim) {
+    if (dim == spec_.grow_dim) continue;
+    std::size_t& product = dim < spec_.grow_dim ? rows : item_bytes;
+    const auto next = checked_multiply(product, static_cast<std::size_t>(spec_.sizes[dim]));
+    if (!next)
+      throw CapacityExceeded(
+          message("empty", "sizes ", shape_text(spec_.sizes), " overflow: lower them"));
+    product = *next;
+  }
+  if (buffer_)
+    phase = (buffer_->shape().phase + positions_.begin * item_bytes) % buffer_->pool()->page_size();
+  return {rows, item_bytes, capacity, phase, spec_.zeroed};
 }
 
 // A span for `n` positions of every row. Its address is that of position `first` of row 0.
@@ -99,106 +126,29 @@ trace::Span TensorCore::traced(trace::What what, std::size_t first, std::size_t 
           buffer_->range().base()};
 }
 
-// Takes over a buffer, and computes the strides from its rows.
 void TensorCore::use(std::shared_ptr<Buffer> buffer) {
   buffer_ = std::move(buffer);
-  const std::size_t dims = spec_.sizes.size();
-  stride_values_.assign(dims, 1);
-  for (std::size_t dim = dims; dim-- > 0;) {
-    if (dim + 1 == spec_.grow_dim) {
-      stride_values_[dim] =
-          static_cast<std::int64_t>(buffer_->range().row_bytes() / spec_.item_size);
-    } else if (dim + 1 < dims) {
-      stride_values_[dim] = stride_values_[dim + 1] * spec_.sizes[dim + 1];
-    }
-  }
-  nb::object strides = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(dims)));
-  for (std::size_t dim = 0; dim < dims; ++dim) {
-    PyTuple_SetItem(strides.ptr(), static_cast<Py_ssize_t>(dim),
-                    PyLong_FromLongLong(stride_values_[dim]));
-  }
-  strides_ = std::move(strides);
+  torch_.set_strides(*buffer_);
 }
 
-nb::object TensorCore::sizes(std::size_t length) const {
-  nb::object sizes = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(spec_.sizes.size())));
-  if (!sizes.is_valid()) throw nb::python_error();
-  for (std::size_t dim = 0; dim < spec_.sizes.size(); ++dim) {
-    const auto size = dim == spec_.grow_dim ? static_cast<std::int64_t>(length) : spec_.sizes[dim];
-    PyTuple_SetItem(sizes.ptr(), static_cast<Py_ssize_t>(dim), PyLong_FromLongLong(size));
-  }
-  return sizes;
-}
-
-bool TensorCore::is_ours(nb::handle self) {
-  if (!TorchBridge::get().read(self, facts_) || facts_.shape.size() != spec_.sizes.size())
-    return false;
-  for (std::size_t dim = 0; dim < facts_.shape.size(); ++dim) {
-    const auto size =
-        dim == spec_.grow_dim ? static_cast<std::int64_t>(length()) : spec_.sizes[dim];
-    // torch does not define the stride of a dimension of size 1.
-    if (facts_.shape[dim] != size || (size > 1 && facts_.strides[dim] != stride_values_[dim]))
-      return false;
-  }
-  return length() == 0 || reinterpret_cast<Address>(facts_.data) == address();
-}
-
-// Publishes a new generation and sets it as the tensor's storage.
-void TensorCore::publish(nb::handle self) {
-  const Interval slots = buffer_->indices_of(positions_);
-  if (slots.empty()) {
-    detach(self);
-    return;
-  }
-  const Address first = buffer_->range().address(0, slots.begin);
-  const Address end = buffer_->range().address(buffer_->shape().rows - 1, slots.end);
-  Generation* generation = buffer_->try_publish();
-  if (generation == nullptr) {
-    const ReleasedGil released;
-    generation = buffer_->publish();
-  }
-  TorchBridge& torch = TorchBridge::get();
-  nb::object storage =
-      torch.storage_over(generation, first, end - first, buffer_->pool()->traits().device);
-  torch.set(self, storage, (address() - first) / spec_.item_size, sizes(length()), strides_);
-  storage_ = std::move(storage);
-  published_ = slots;
-}
-
-// Sets a new length or first element in torch, within the present generation if that covers it.
-void TensorCore::reshape(nb::handle self) {
-  const Interval slots = buffer_->indices_of(positions_);
-  if (slots.empty() || !(slots == published_)) {
+// Runs `body` with the tensor off its storage, and publishes its positions again if that throws.
+template <typename Body>
+void TensorCore::while_detached(nb::handle self, const Body& body) {
+  torch_.detach(self);
+  may_copy_on_write_ = true;
+  try {
+    body();
+  } catch (...) {
     publish(self);
-    return;
+    throw;
   }
-  const Address first = buffer_->range().address(0, slots.begin);
-  TorchBridge::get().set(self, storage_, (address() - first) / spec_.item_size, sizes(length()),
-                         strides_);
 }
-
-// Takes the tensor off its storage, so that only views hold generations of the buffer.
-void TensorCore::detach(nb::handle self) {
-  TorchBridge& torch = TorchBridge::get();
-  nb::object storage = torch.empty_storage(spec_.device);
-  torch.set(self, storage, 0, sizes(0), strides_);
-  storage_ = std::move(storage);
-  published_ = {};
-}
-
-TensorCore::Undressed::Undressed(TensorCore& core, nb::handle self) : core_(core), self_(self) {
-  if (self.type().is(classes.copy_on_write)) nb::setattr(self, "__class__", classes.open);
-}
-
-TensorCore::Undressed::~Undressed() { core_.dress(self_); }
 
 void TensorCore::dress(nb::handle self) noexcept {
-  if (!open_ || buffer_->pool()->traits().kernel_copies_on_write) may_copy_on_write_ = false;
-  if (may_copy_on_write_) {
-    const ReleasedGil released;
-    may_copy_on_write_ = buffer_->copy_on_write();
-  }
-  const nb::handle wanted = !open_                        ? classes.closed
+  if (!buffer_ || buffer_->pool()->traits().kernel_copies_on_write) may_copy_on_write_ = false;
+  if (may_copy_on_write_)
+    may_copy_on_write_ = without_gil([this] { return buffer_->copy_on_write(); });
+  const nb::handle wanted = !buffer_                      ? classes.closed
                             : buffer_->asleep.load() != 0 ? classes.asleep
                             : may_copy_on_write_          ? classes.copy_on_write
                                                           : classes.open;
@@ -207,23 +157,22 @@ void TensorCore::dress(nb::handle self) noexcept {
 }
 
 void TensorCore::fall_asleep(nb::handle self, SleepCore& sleep) {
-  if (!open_ || asleep()) return;
+  if (closed() || asleep()) return;
   const Operation operation(*this, "Pool.sleep", self);
   sleep.add(buffer_);
 }
 
 void TensorCore::wake(nb::handle self) {
-  const SoleOperation operation(mutex_, open_, "tensor", "Pool.wake");
+  const SoleOperation operation(mutex_, buffer_, "Pool.wake");
   dress(self);
 }
 
 void TensorCore::attach(nb::handle self, std::size_t length) {
-  Operation operation(*this, "empty");
+  const Operation operation(*this, "empty");
   const Undressed undressed(*this, self);
-  const Caller caller = this->caller("empty");
   if (positions_.empty() && length != 0) {
-    detach(self);
-    grow(self, caller, length, false, [](std::size_t) {});
+    torch_.detach(self);
+    grow(self, operation, length, false, [](std::size_t) {});
   } else {
     publish(self);
   }
@@ -231,16 +180,22 @@ void TensorCore::attach(nb::handle self, std::size_t length) {
 
 void TensorCore::require_room(const char* operation, std::size_t n) const {
   const std::size_t used_up = spec_.move_when_full ? 0 : positions_.begin;
-  const std::size_t room = spec_.capacity - used_up - length();
-  if (n <= room) return;
-  throw CapacityExceeded(
-      "[" + std::string(operation) + "] need " + std::to_string(n) + " more positions, length is " +
-      std::to_string(length()) + " of capacity " + std::to_string(spec_.capacity) +
-      (used_up
-           ? ", " + std::to_string(used_up) +
-                 " used up by front shrinks: make it with when_full=\"move\", which gives them back"
-           : ": make it with a larger capacity=") +
-      ", or move it with t.reallocate(capacity)");
+  if (n <= spec_.capacity - used_up - length()) return;
+  const std::string remedy =
+      used_up == 0 ? ": make it with a larger capacity="
+                   : ", " + std::to_string(used_up) +
+                         " used up by front shrinks: make it with when_full=\"move\", which gives "
+                         "them back";
+  throw CapacityExceeded(message(operation, "need ", n, " more positions, length is ", length(),
+                                 " of capacity ", spec_.capacity, remedy,
+                                 ", or move it with t.reallocate(capacity)"));
+}
+
+std::size_t TensorCore::checked_capacity(const char* operation, std::int64_t capacity) const {
+  const auto checked = static_cast<std::size_t>(capacity);
+  if (capacity >= 0 && checked >= length()) return checked;
+  throw CapacityExceeded(message(operation, "capacity of ", capacity,
+                                 " does not hold the length of ", length(), ": raise it"));
 }
 
 // The part of the `added` positions to zero: in a forked tensor, what its parent had truncated; in
@@ -252,27 +207,26 @@ Interval TensorCore::stale_in(Interval added) const {
 
 // Adds `n` positions, or changes nothing. `fill(start)` writes them before torch sees them.
 template <typename Fill>
-void TensorCore::grow(nb::handle self, const Caller& caller, std::size_t n, bool populate,
+void TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n, bool populate,
                       Fill fill) {
+  const Caller& caller = operation.caller();
   require_room(caller.operation, n);
   if (n == 0) return;
   const trace::Span span = traced(trace::What::extend, positions_.end, n);
   if (positions_.end + n > spec_.capacity) {
-    move_to_front(self, caller, n, populate);
+    move_to_front(self, operation, n, populate);
     fill(positions_.end - n);
     return;
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
   const Interval stale = stale_in({before.end, after.end});
-  const bool within = stale.empty() && buffer_->grow_within(caller, after);
-  if (!within) {
-    with_memory(*buffer_->pool(), caller, [&] { buffer_->grow(caller, after, populate, stale); });
-  }
+  if (!stale.empty() || !buffer_->grow_within(caller, after))
+    operation.with_memory([&] { buffer_->grow(caller, after, populate, stale); });
   positions_ = after;
   try {
     fill(before.end);
-    reshape(self);
+    torch_.update(self, *buffer_, positions_);
   } catch (...) {
     positions_ = before;
     retract(caller);
@@ -282,22 +236,20 @@ void TensorCore::grow(nb::handle self, const Caller& caller, std::size_t n, bool
 }
 
 void TensorCore::prepare(std::int64_t n) {
-  Operation operation(*this, "VTensor.prepare");
-  if (n < 0) refuse("VTensor.prepare", "n is " + std::to_string(n) + ": give at least 0");
+  const Operation operation(*this, "VTensor.prepare");
+  if (n < 0) refuse("VTensor.prepare", "n is ", n, ": give at least 0");
   require_room("VTensor.prepare", static_cast<std::size_t>(n));
   const std::size_t end = positions_.end + static_cast<std::size_t>(n);
-  if (end > spec_.capacity)
-    return;  // the tensor will move, and no page of its new range exists yet
-  const ReleasedGil released;
-  buffer_->prepare(end);
+  // If the tensor is to move, no page of its new range exists yet.
+  if (end <= spec_.capacity) without_gil([&] { buffer_->prepare(end); });
 }
 
-void TensorCore::extend(nb::handle self, std::int64_t n) {
-  Operation operation(*this, "VTensor.extend", self);
+void TensorCore::extend(nb::handle self, nb::handle given) {
+  const std::int64_t n = integer("VTensor.extend", "n", given);
+  const Operation operation(*this, "VTensor.extend", self);
   if (n < 0)
-    refuse("VTensor.extend",
-           "n is " + std::to_string(n) + ": it must be at least 0; t.shrink(n) makes it shorter");
-  grow(self, caller("VTensor.extend"), static_cast<std::size_t>(n), false, [](std::size_t) {});
+    refuse("VTensor.extend", "n is ", n, ": it must be at least 0; t.shrink(n) makes it shorter");
+  grow(self, operation, static_cast<std::size_t>(n), false, [](std::size_t) {});
 }
 
 // Copies `n` positions to `start` by memcpy. False if the source's layout or size requires torch's
@@ -331,42 +283,32 @@ bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::si
 }
 
 void TensorCore::append(nb::handle self, nb::handle source) {
+  constexpr const char* name = "VTensor.append";
   TorchBridge& torch = TorchBridge::get();
-  Operation operation(*this, "VTensor.append", self);
-  const Caller caller = this->caller("VTensor.append");
-  if (!torch.is_tensor(source))
-    refuse("VTensor.append", "need a torch.Tensor: torch.as_tensor(x) makes one");
-  nb::object dtype = nb::getattr(source, "dtype");
-  if (!dtype.is(spec_.dtype)) {
-    refuse("VTensor.append", "the tensor holds " + std::string(nb::str(spec_.dtype).c_str()) +
-                                 ", the source " + nb::str(dtype).c_str() +
-                                 ": convert it with x.to(t.dtype)");
-  }
+  const Operation operation(*this, name, self);
+  if (!torch.is_tensor(source)) refuse(name, "need a torch.Tensor: torch.as_tensor(x) makes one");
+  if (nb::object dtype = nb::getattr(source, "dtype"); !dtype.is(spec_.dtype))
+    refuse(name, "the tensor holds ", text(spec_.dtype), ", the source ", text(dtype),
+           ": convert it with x.to(t.dtype)");
   TensorFacts from;
   if (!torch.read(source, from))
-    refuse("VTensor.append", "the source is not strided: make it dense with x.to_dense()");
+    refuse(name, "the source is not strided: make it dense with x.to_dense()");
   bool fits = from.shape.size() == spec_.sizes.size();
-  for (std::size_t dim = 0; fits && dim < from.shape.size(); ++dim) {
+  for (std::size_t dim = 0; fits && dim < from.shape.size(); ++dim)
     fits = dim == spec_.grow_dim || from.shape[dim] == spec_.sizes[dim];
-  }
-  if (!fits) {
-    refuse("VTensor.append", "the source has shape " + shape_text(from.shape) + ", the tensor " +
-                                 shape_text(facts_.shape) + ": all but dimension " +
-                                 std::to_string(spec_.grow_dim) + " must agree");
-  }
+  if (!fits)
+    refuse(name, "the source has shape ", shape_text(from.shape), ", the tensor ",
+           shape_text(torch_.shape()), ": all but dimension ", spec_.grow_dim, " must agree");
   const Device device = buffer_->pool()->traits().device;
-  if (from.device.type != device.type || from.device.index != device.index) {
-    refuse("VTensor.append",
-           "the tensor is on " + std::string(nb::str(spec_.device).c_str()) + ", the source on " +
-               nb::str(nb::getattr(source, "device")).c_str() + ": move it with x.to(t.device)");
-  }
+  if (from.device.type != device.type || from.device.index != device.index)
+    refuse(name, "the tensor is on ", text(spec_.device), ", the source on ",
+           text(nb::getattr(source, "device")), ": move it with x.to(t.device)");
   nb::object kept = nb::borrow(source);
   if (nb::getattr(source, "requires_grad").is(nb::bool_(true))) {
-    if (torch.gradients_enabled()) {
-      refuse("VTensor.append",
+    if (torch.gradients_enabled())
+      refuse(name,
              "the source requires grad, and a VTensor keeps no graph: append(x.detach()), or work "
              "under torch.no_grad()");
-    }
     kept = torch.detach(source);
   }
   const bool resolved =
@@ -374,107 +316,275 @@ void TensorCore::append(nb::handle self, nb::handle source) {
   const auto n = static_cast<std::size_t>(from.shape[spec_.grow_dim]);
   const auto source_at = reinterpret_cast<Address>(from.data);
   if (source_at - buffer_->range().base() < buffer_->range().bytes()) {
-    kept = nb::borrow(kept).attr("clone")();  // the new positions may overlap it
-    if (!torch.read(kept, from)) refuse("VTensor.append", "the source cannot be read");
+    kept = kept.attr("clone")();  // the new positions may overlap it
+    if (!torch.read(kept, from)) refuse(name, "the source cannot be read");
   }
   const std::size_t before = length();
   bool copied = n == 0;
-  grow(self, caller, n, true,
+  grow(self, operation, n, true,
        [&](std::size_t start) { copied = resolved && fill_from(from, start, n); });
   if (copied) return;
   try {
     torch.copy_into(self, spec_.grow_dim, before, n, kept);
   } catch (...) {
     positions_.end -= n;
-    retract(caller);
-    reshape(self);
+    retract(operation.caller());
+    torch_.update(self, *buffer_, positions_);
     throw;
   }
 }
 
-void TensorCore::shrink(nb::handle self, std::int64_t n, bool front, std::optional<Stream> stream) {
-  Operation operation(*this, "VTensor.shrink", self);
-  if (n < 0 || static_cast<std::size_t>(n) > length()) {
-    refuse("VTensor.shrink", "n is " + std::to_string(n) + ", the length " +
-                                 std::to_string(length()) +
-                                 ": it must lie between 0 and the length");
-  }
-  drop_positions(self, caller("VTensor.shrink", stream), n, front);
+void TensorCore::shrink(nb::handle self, nb::handle given, nb::handle at_front,
+                        std::optional<Stream> stream) {
+  constexpr const char* name = "VTensor.shrink";
+  const std::int64_t n = integer(name, "n", given);
+  const bool front = truth(name, "front", at_front);
+  const Operation operation(*this, name, self, stream);
+  if (n < 0 || static_cast<std::size_t>(n) > length())
+    refuse(name, "n is ", n, ", the length ", length(), ": it must lie between 0 and the length");
+  drop_positions(self, operation.caller(), static_cast<std::size_t>(n), front);
 }
 
-void TensorCore::truncate(nb::handle self, std::int64_t length, std::optional<Stream> stream) {
-  Operation operation(*this, "VTensor.truncate", self);
-  const auto now = static_cast<std::int64_t>(this->length());
-  if (length < 0 || length > now) {
-    refuse("VTensor.truncate", "length is " + std::to_string(length) + ", the tensor's " +
-                                   std::to_string(now) +
-                                   ": it must lie between 0 and that; t.extend(n) makes it longer");
-  }
-  drop_positions(self, caller("VTensor.truncate", stream), now - length, false);
+void TensorCore::truncate(nb::handle self, nb::handle given, std::optional<Stream> stream) {
+  constexpr const char* name = "VTensor.truncate";
+  const std::int64_t kept = integer(name, "length", given);
+  const Operation operation(*this, name, self, stream);
+  if (kept < 0 || static_cast<std::size_t>(kept) > length())
+    refuse(name, "length is ", kept, ", the tensor's ", length(),
+           ": it must lie between 0 and that; t.extend(n) makes it longer");
+  drop_positions(self, operation.caller(), length() - static_cast<std::size_t>(kept), false);
 }
 
-void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::int64_t n, bool front) {
-  const auto count = static_cast<std::size_t>(n);
+void TensorCore::drop_positions(nb::handle self, const Caller& caller, std::size_t n, bool front) {
   const Interval before = positions_;
-  Interval after = front ? Interval{before.begin + count, before.end}
-                         : Interval{before.begin, before.end - count};
-  const trace::Span span = traced(trace::What::shrink, front ? before.begin : after.end, count);
+  Interval after =
+      front ? Interval{before.begin + n, before.end} : Interval{before.begin, before.end - n};
+  const trace::Span span = traced(trace::What::shrink, front ? before.begin : after.end, n);
   if (after.empty()) after = {};  // an empty tensor has all of its capacity again
   positions_ = after;
   retract(caller);
   try {
-    reshape(self);
+    torch_.update(self, *buffer_, positions_);
   } catch (...) {
     positions_ = before;
     // Makes no driver call: the tensor's storage still holds the pages.
-    const ReleasedGil released;
-    buffer_->grow(caller, before, false);
+    without_gil([&] { buffer_->grow(caller, before, false); });
     throw;
   }
 }
 
 void TensorCore::retract(const Caller& caller) {
-  const ReleasedGil released;
-  buffer_->retract(caller, positions_);
+  without_gil([&] { buffer_->retract(caller, positions_); });
 }
 
 nb::object TensorCore::alias(nb::handle self) {
-  Operation operation(*this, "VTensor.alias", self);
+  const Operation operation(*this, "VTensor.alias", self);
   return TorchBridge::get().detach(self);
 }
 
 void TensorCore::record_stream(Stream stream) {
-  Operation operation(*this, "VTensor.record_stream");
-  const Caller caller = this->caller("VTensor.record_stream", stream);
-  const ReleasedGil released;
-  buffer_->use({caller.operation, caller.stream});
+  const Operation operation(*this, "VTensor.record_stream", {}, stream);
+  // Not as a named stream, which may end: it is used again when pages go.
+  without_gil([&] { buffer_->use({operation.caller().operation, stream}); });
 }
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
-  if (!open_) return;
+  if (closed()) return;
   const OperationLock lock(mutex_, "VTensor.close");
-  if (!open_) return;
-  const Caller caller = this->caller("VTensor.close", stream);
+  if (closed()) return;
+  const Caller caller = caller_of("VTensor.close", stream, *buffer_->pool());
   const trace::Span span = traced(trace::What::shrink, positions_.begin, length());
   const Undressed undressed(*this, self);
-  {
-    const ReleasedGil released;
-    buffer_->use(caller);
-  }
-  detach(self);
+  without_gil([&] { buffer_->use(caller); });
+  torch_.detach(self);
   leave(self);
 }
 
 // Releases the buffer and the pool. The tensor must be detached from its storage.
 void TensorCore::leave(nb::handle self) {
-  open_ = false;
+  const std::shared_ptr<Buffer> left = std::move(buffer_);
   positions_ = {};
   dress(self);
-  const std::shared_ptr<Buffer> left = std::move(buffer_);
   const ReleasedGil released;
   left->abandon();
-  const PoolLock settled(
-      left->pool());  // waits until this or another thread has settled the buffer
+  // Waits until this or another thread has settled the buffer.
+  const PoolLock settled(left->pool());
+}
+
+// -- sharing pages with another tensor, or moving them to another range
+
+// A buffer over the same pages.
+std::shared_ptr<Buffer> TensorCore::share(const Caller& caller, std::size_t capacity,
+                                          bool exclusive) {
+  const RowShape shape = row_shape(capacity);
+  std::vector<std::size_t> rows(shape.rows);
+  std::iota(rows.begin(), rows.end(), std::size_t{0});
+  return buffer_->share(caller, shape, rows, exclusive);
+}
+
+// Moves the tensor to the start of a new range, which gives back capacity that front shrinks used
+// up, and adds `n` positions.
+void TensorCore::move_to_front(nb::handle self, const Operation& operation, std::size_t n,
+                               bool populate) {
+  const Caller& caller = operation.caller();
+  const std::size_t kept = length();
+  // In a tensor made by zeros(), all new positions; otherwise what the pages hold of a parent's
+  // bytes, counted from the new start.
+  const std::size_t stale =
+      spec_.zeroed ? kept + n : stale_until_ - std::min(stale_until_, positions_.begin);
+  std::shared_ptr<Buffer> moved;
+  while_detached(self, [&] {
+    moved = operation.with_memory([&] {
+      std::shared_ptr<Buffer> buffer = share(caller, spec_.capacity, !buffer_->published());
+      try {
+        buffer->grow(caller, {0, kept + n}, populate);
+        buffer->zero(caller, {kept, std::max(kept, std::min(kept + n, stale))});
+      } catch (...) {
+        buffer->abandon();
+        throw;
+      }
+      return buffer;
+    });
+  });
+  buffer_->abandon();
+  use(std::move(moved));
+  positions_ = {0, kept + n};
+  stale_until_ = stale;
+  publish(self);
+}
+
+void TensorCore::unshare(nb::handle self, nb::handle given_start, nb::handle given_stop) {
+  constexpr const char* name = "VTensor.unshare";
+  const std::int64_t start = integer(name, "start", given_start);
+  const std::int64_t stop = integer(name, "stop", given_stop);
+  const Operation operation(*this, name, self);
+  if (start < 0 || stop < start || static_cast<std::size_t>(stop) > length())
+    refuse(name, "start, stop are ", start, ", ", stop, ", the length ", length(),
+           ": need 0 <= start <= stop <= length");
+  const Interval positions{positions_.begin + static_cast<std::size_t>(start),
+                           positions_.begin + static_cast<std::size_t>(stop)};
+  operation.with_memory([&] { buffer_->unshare(operation.caller(), positions); });
+}
+
+// The rows that `index`, of dimension 0, selects.
+std::vector<std::size_t> TensorCore::chosen_rows(std::span<const std::int64_t> index) const {
+  constexpr const char* name = "VTensor.reindex";
+  if (spec_.grow_dim == 0)
+    refuse(name, "dimension 0 is the one that grows: there are no rows to choose from");
+  if (index.empty()) refuse(name, "the index is empty: a tensor has at least one row");
+  const std::int64_t batch = spec_.sizes[0];
+  const std::size_t inner = buffer_->shape().rows / static_cast<std::size_t>(batch);
+  std::vector<std::size_t> rows;
+  for (const std::int64_t i : index) {
+    if (i < -batch || i >= batch)
+      refuse(name, "index ", i, " is out of range for dimension 0 of size ", batch,
+             ": give one from -size to size - 1");
+    for (std::size_t row = 0; row < inner; ++row)
+      rows.push_back(static_cast<std::size_t>(i < 0 ? i + batch : i) * inner + row);
+  }
+  return rows;
+}
+
+void TensorCore::reindex(std::span<Reindexing> tensors,
+                         std::span<const std::pair<nb::dict, nb::dict>> states) {
+  // In one order, independent of the caller's, so that two threads never wait for each other.
+  std::sort(tensors.begin(), tensors.end(),
+            [](const Reindexing& a, const Reindexing& b) { return a.core < b.core; });
+  std::vector<std::unique_ptr<Operation>> operations;
+  bool one_pool = true;
+  for (Reindexing& tensor : tensors) {
+    operations.push_back(std::make_unique<Operation>(*tensor.core, "VTensor.reindex", tensor.self));
+    tensor.rows = tensor.core->chosen_rows(tensor.index);
+    one_pool &= tensor.core->buffer_->pool() == tensors.front().core->buffer_->pool();
+  }
+  try {
+    for (const Reindexing& tensor : tensors) {
+      tensor.core->torch_.detach(tensor.self);
+      tensor.core->may_copy_on_write_ = true;
+    }
+    std::vector<Buffer::Reindexing> in_place;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      auto& [core, self, index, rows, moved] = tensors[i];
+      Buffer& buffer = *core->buffer_;
+      RowShape shape = core->row_shape(core->spec_.capacity);
+      const bool may_stay =
+          one_pool && rows.size() == shape.rows && buffer.pool()->traits().remaps_in_one_step;
+      shape.rows = rows.size();
+      operations[i]->with_memory([&] {
+        if (may_stay && !buffer.published()) {
+          in_place.push_back({&buffer, rows});
+        } else {
+          moved = buffer.share(operations[i]->caller(), shape, rows, false);
+        }
+      });
+    }
+    if (!in_place.empty()) {
+      const Operation& first = *operations.front();
+      first.with_memory([&] { Buffer::reindex(first.caller(), in_place); });
+    }
+  } catch (...) {
+    for (const Reindexing& tensor : tensors) {
+      if (tensor.moved) tensor.moved->abandon();
+    }
+    for (const Reindexing& tensor : tensors) tensor.core->publish(tensor.self);
+    throw;
+  }
+  for (Reindexing& tensor : tensors) {
+    if (tensor.moved) tensor.core->take_rows(std::move(tensor.moved), tensor.index.size());
+  }
+  for (const auto& [state, changes] : states) {
+    if (PyDict_Update(state.ptr(), changes.ptr()) != 0) throw nb::python_error();
+  }
+  for (const Reindexing& tensor : tensors) tensor.core->publish(tensor.self);
+}
+
+// Takes over a buffer with the same positions and `batch` times the inner rows.
+void TensorCore::take_rows(std::shared_ptr<Buffer> rows, std::size_t batch) {
+  spec_.sizes[0] = static_cast<std::int64_t>(batch);
+  buffer_->abandon();
+  use(std::move(rows));
+  const std::size_t reached = stale_until_ - std::min(stale_until_, positions_.begin);
+  positions_ = {0, length()};
+  stale_until_ = spec_.zeroed ? buffer_->reach(positions_) : reached;
+}
+
+void TensorCore::reserve(nb::handle self, nb::handle given) {
+  constexpr const char* name = "VTensor.reserve";
+  const std::int64_t capacity = integer(name, "capacity", given);
+  const Operation operation(*this, name, self);
+  const std::size_t before = std::exchange(spec_.capacity, checked_capacity(name, capacity));
+  try {
+    move_to_front(self, operation, 0, false);
+  } catch (...) {
+    spec_.capacity = before;
+    throw;
+  }
+}
+
+std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stream> stream) {
+  const Operation operation(*this, "VTensor.fork", self, stream);
+  may_copy_on_write_ = true;
+  std::shared_ptr<Buffer> child =
+      operation.with_memory([&] { return share(operation.caller(), spec_.capacity, false); });
+  return std::make_unique<TensorCore>(std::move(child), spec_, length(), true);
+}
+
+void TensorCore::reallocate(nb::handle self, nb::handle moved, nb::handle given) {
+  constexpr const char* name = "VTensor.reallocate";
+  const std::int64_t capacity = integer(name, "capacity", given);
+  const Operation operation(*this, name, self);
+  TensorSpec spec = spec_;
+  spec.capacity = checked_capacity(name, capacity);
+  without_gil([&] { buffer_->use(operation.caller()); });
+  while_detached(self, [&] {
+    std::shared_ptr<Buffer> pages = operation.with_memory(
+        [&] { return share(operation.caller(), spec.capacity, !buffer_->published()); });
+    auto core = std::make_unique<TensorCore>(std::move(pages), std::move(spec), length(),
+                                             stale_until_ > positions_.end);
+    core->attach(moved, length());
+    nb::setattr(moved, "_core", nb::cast(std::move(core)));
+  });
+  leave(self);
 }
 
 }  // namespace vtensor::bind

@@ -1,8 +1,9 @@
-// The C++ half of a VTensor: its buffer, its length, and the storage and shape that torch has.
+// The C++ half of a VTensor: its buffer, its length, and its operations.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -12,24 +13,13 @@
 
 #include "base/interval.h"
 #include "base/trace.h"
-#include "bind/operation_lock.h"
-#include "bind/torch_bridge.h"
+#include "bind/operation.h"
+#include "bind/torch_storage.h"
 #include "tensor/buffer.h"
 
 namespace vtensor::bind {
 
 class SleepCore;
-
-struct TensorSpec {
-  std::vector<std::int64_t> sizes;  // sizes[grow_dim] is the initial length
-  std::size_t grow_dim = 0;
-  std::size_t capacity = 0;
-  nb::object dtype;
-  nb::object device;
-  std::size_t item_size = 0;
-  bool zeroed = false;          // positions that extend adds read as zeros
-  bool move_when_full = false;  // if front shrinks used up the capacity, move instead of raising
-};
 
 // The Python classes of a VTensor: open, with shared pages at which torch's writes would fault,
 // asleep, and closed.
@@ -38,7 +28,8 @@ struct TensorClasses {
 };
 
 // Methods take the VTensor first, and set its class. They are called with the GIL held. Each is one
-// call from Python, so no exception from outside interrupts it (I17).
+// call from Python, so no exception from outside interrupts it (I17). They convert Python's
+// arguments. Streams default to torch's current one.
 class TensorCore {
  public:
   // Called once, at the import of vtensor.
@@ -55,29 +46,29 @@ class TensorCore {
   // Puts the tensor over this core's memory and grows it to its initial length.
   void attach(nb::handle self, std::size_t length);
 
-  // Streams default to torch's current one.
-
   // Makes the mapper prepare the next `n` positions.
   void prepare(std::int64_t n);
-  void extend(nb::handle self, std::int64_t n);
+  void extend(nb::handle self, nb::handle n);
   void append(nb::handle self, nb::handle source);
-  void shrink(nb::handle self, std::int64_t n, bool front, std::optional<Stream> stream);
-  void truncate(nb::handle self, std::int64_t length, std::optional<Stream> stream);
-  void unshare(nb::handle self, std::int64_t start, std::int64_t stop);
+  void shrink(nb::handle self, nb::handle n, nb::handle front, std::optional<Stream> stream);
+  void truncate(nb::handle self, nb::handle length, std::optional<Stream> stream);
+  void unshare(nb::handle self, nb::handle start, nb::handle stop);
   struct Reindexing {
     TensorCore* core;
     nb::handle self;
     std::vector<std::int64_t> index;
+    std::vector<std::size_t> rows = {};       // that the index selects
+    std::shared_ptr<Buffer> moved = nullptr;  // null if the rows stay in place
   };
   // Changes all of them, or none if one is refused. In the same call, updates the first dict of
   // each pair in `states` with the second.
   static void reindex(std::span<Reindexing> tensors,
                       std::span<const std::pair<nb::dict, nb::dict>> states);
   // Moves the tensor to a range of this capacity. The Python object stays.
-  void reserve(nb::handle self, std::int64_t capacity);
+  void reserve(nb::handle self, nb::handle capacity);
   std::unique_ptr<TensorCore> fork(nb::handle self, std::optional<Stream> stream);
   // Puts `moved`, a VTensor that has no core yet, over these pages, and closes this one.
-  void reallocate(nb::handle self, nb::handle moved, std::int64_t capacity);
+  void reallocate(nb::handle self, nb::handle moved, nb::handle capacity);
   nb::object alias(nb::handle self);
   void close(nb::handle self, std::optional<Stream> stream);
   // Sets the tensor's class; `wake` once it is awake.
@@ -86,53 +77,46 @@ class TensorCore {
   // Records that work in `stream` uses the tensor. Its pages are unmapped only after that work.
   void record_stream(Stream stream);
 
-  bool closed() const { return !open_; }
-  bool asleep() const { return open_ && buffer_->asleep.load(std::memory_order_acquire) != 0; }
+  bool closed() const { return !buffer_; }
+  bool asleep() const { return buffer_ && buffer_->asleep.load(std::memory_order_acquire) != 0; }
   std::size_t length() const { return positions_.size(); }
-  std::size_t capacity() const { return spec_.capacity; }
   const TensorSpec& spec() const { return spec_; }
-  Address address() const { return open_ ? buffer_->address_of(0, positions_.begin) : 0; }
+  Address address() const { return buffer_ ? buffer_->address_of(0, positions_.begin) : 0; }
+  // Null if the tensor is closed.
   const std::shared_ptr<Buffer>& buffer() const { return buffer_; }
 
  private:
   class Operation;
   class Undressed;
 
-  Caller caller(const char* operation, std::optional<Stream> stream = {}) const;
   void retract(const Caller& caller);
-  void drop_positions(nb::handle self, const Caller& caller, std::int64_t n, bool front);
-  nb::object sizes(std::size_t length) const;
-  RowShape row_shape(std::size_t capacity, std::size_t phase) const;
+  void drop_positions(nb::handle self, const Caller& caller, std::size_t n, bool front);
+  RowShape row_shape(std::size_t capacity) const;
+  std::shared_ptr<Buffer> share(const Caller& caller, std::size_t capacity, bool exclusive);
   Interval stale_in(Interval added) const;
-  std::size_t phase_of_first() const;
   trace::Span traced(trace::What what, std::size_t first, std::size_t n) const;
-  bool is_ours(nb::handle self);
   void require_room(const char* operation, std::size_t n) const;
+  std::size_t checked_capacity(const char* operation, std::int64_t capacity) const;
   template <typename Fill>
-  void grow(nb::handle self, const Caller& caller, std::size_t n, bool populate, Fill fill);
-  void move_to_front(nb::handle self, const Caller& caller, std::size_t n, bool populate);
-  void publish(nb::handle self);
-  void reshape(nb::handle self);
-  void detach(nb::handle self);
+  void grow(nb::handle self, const Operation& operation, std::size_t n, bool populate, Fill fill);
+  bool fill_from(const TensorFacts& source, std::size_t start, std::size_t n);
+  void move_to_front(nb::handle self, const Operation& operation, std::size_t n, bool populate);
+  template <typename Body>
+  void while_detached(nb::handle self, const Body& body);
+  void publish(nb::handle self) { torch_.publish(self, *buffer_, positions_); }
   void dress(nb::handle self) noexcept;
   void leave(nb::handle self);
   void use(std::shared_ptr<Buffer> buffer);
   std::vector<std::size_t> chosen_rows(std::span<const std::int64_t> index) const;
   void take_rows(std::shared_ptr<Buffer> rows, std::size_t batch);
-  bool fill_from(const TensorFacts& source, std::size_t start, std::size_t n);
 
-  std::shared_ptr<Buffer> buffer_;
+  std::shared_ptr<Buffer> buffer_;  // null once closed
   TensorSpec spec_;
-  nb::object strides_;
-  std::vector<std::int64_t> stride_values_;
+  TorchStorage torch_{spec_};
   Interval positions_;
-  nb::object storage_;           // the tensor's
-  Interval published_;           // slots under storage_
-  std::size_t stale_until_ = 0;  // positions below this may hold bytes that growth must not show
-  bool open_ = true;
+  std::size_t stale_until_ = 0;     // positions below this may hold bytes that growth must not show
   bool may_copy_on_write_ = false;  // whether a page may be shared and a write to it fault
-  OperationMutex mutex_;
-  TensorFacts facts_;  // from the last is_ours(), under mutex_
+  OperationMutex mutex_{"tensor"};
 };
 
 }  // namespace vtensor::bind

@@ -1,0 +1,87 @@
+#include "bind/torch_storage.h"
+
+#include <utility>
+
+#include "bind/released_gil.h"
+
+namespace vtensor::bind {
+
+namespace {
+
+// The tuple of get(0), get(1), ...
+template <typename Get>
+nb::object tuple_of(std::size_t count, Get get) {
+  nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(count)));
+  if (!tuple.is_valid()) throw nb::python_error();
+  for (std::size_t i = 0; i < count; ++i)
+    PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(get(i)));
+  return tuple;
+}
+
+}  // namespace
+
+void TorchStorage::set_strides(const Buffer& buffer) {
+  const std::size_t dims = spec_.sizes.size();
+  stride_values_.assign(dims, 1);
+  for (std::size_t dim = dims - 1; dim-- > 0;) {
+    stride_values_[dim] =
+        dim + 1 == spec_.grow_dim
+            ? static_cast<std::int64_t>(buffer.range().row_bytes() / spec_.item_size)
+            : stride_values_[dim + 1] * spec_.sizes[dim + 1];
+  }
+  strides_ = tuple_of(dims, [this](std::size_t dim) { return stride_values_[dim]; });
+}
+
+bool TorchStorage::is_set(nb::handle self, const Buffer& buffer, Interval positions) {
+  const auto& [data, device, shape, strides] = facts_;
+  if (!TorchBridge::get().read(self, facts_) || shape.size() != spec_.sizes.size()) return false;
+  for (std::size_t dim = 0; dim < shape.size(); ++dim) {
+    const std::int64_t size = spec_.size(dim, positions.size());
+    // torch does not define the stride of a dimension of size 1.
+    if (shape[dim] != size || (size > 1 && strides[dim] != stride_values_[dim])) return false;
+  }
+  return positions.empty() ||
+         reinterpret_cast<Address>(data) == buffer.address_of(0, positions.begin);
+}
+
+void TorchStorage::set(nb::handle self, nb::object storage, const Buffer& buffer,
+                       Interval positions) {
+  const Interval indices = buffer.indices_of(positions);
+  const Address begin = buffer.range().address(0, indices.begin);
+  const std::size_t offset = (buffer.address_of(0, positions.begin) - begin) / spec_.item_size;
+  nb::object sizes = tuple_of(spec_.sizes.size(),
+                              [&](std::size_t dim) { return spec_.size(dim, positions.size()); });
+  TorchBridge::get().set(self, storage, offset, sizes, strides_);
+  storage_ = std::move(storage);
+  published_ = indices;
+}
+
+void TorchStorage::publish(nb::handle self, Buffer& buffer, Interval positions) {
+  const Interval indices = buffer.indices_of(positions);
+  if (indices.empty()) return detach(self);
+  const Address begin = buffer.range().address(0, indices.begin);
+  const Address end = buffer.range().address(buffer.shape().rows - 1, indices.end);
+  Generation* generation = buffer.try_publish();
+  if (generation == nullptr) generation = without_gil([&] { return buffer.publish(); });
+  set(self,
+      TorchBridge::get().storage_over(generation, begin, end - begin,
+                                      buffer.pool()->traits().device),
+      buffer, positions);
+}
+
+void TorchStorage::update(nb::handle self, Buffer& buffer, Interval positions) {
+  const Interval indices = buffer.indices_of(positions);
+  if (indices.empty() || !(indices == published_)) return publish(self, buffer, positions);
+  set(self, storage_, buffer, positions);
+}
+
+void TorchStorage::detach(nb::handle self) {
+  nb::object storage = TorchBridge::get().empty_storage(spec_.device);
+  nb::object sizes =
+      tuple_of(spec_.sizes.size(), [this](std::size_t dim) { return spec_.size(dim, 0); });
+  TorchBridge::get().set(self, storage, 0, sizes, strides_);
+  storage_ = std::move(storage);
+  published_ = {};
+}
+
+}  // namespace vtensor::bind
