@@ -270,10 +270,10 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     wanted_ = joined(std::move(wanted_));
     pool_->wanting().ignore();
     if (count != 0) {
-      if (!places.wanting.taken()) pool_->want(shared_from_this());
+      pool_->want(shared_from_this());
       pool_->wanting().announce(*this, count);
     }
-    pool_->call_mapper();
+    pool_->wake_mapper();
     ++asked;
     ++awaiting_;
     try {
@@ -372,8 +372,8 @@ void Arena::prepare(std::span<const Interval> intervals) {
   if (wanted_.empty()) return;
   wanted_ = joined(std::move(wanted_));
   pool_->wanting().ignore();
-  if (!places.wanting.taken()) pool_->want(shared_from_this());
-  pool_->call_mapper();
+  pool_->want(shared_from_this());
+  pool_->wake_mapper();
 }
 
 std::size_t Arena::trim(const Caller& caller, std::span<const Interval> intervals) {
@@ -427,9 +427,9 @@ void Arena::cache(std::size_t page, Time now) noexcept {
   state.newer = kNone;
   (newest_ == kNone ? oldest_ : states_[newest_].newer) = static_cast<std::uint32_t>(page);
   newest_ = static_cast<std::uint32_t>(page);
-  if (places.cached.taken()) return;
+  if (hooks.cached.linked()) return;
   pool_->cached().add_evictable(shared_from_this());
-  if (pool_->options().max_age.count() != 0) pool_->call_mapper();
+  if (pool_->options().max_age.count() != 0) pool_->wake_mapper();
 }
 
 void Arena::uncache(std::size_t page) noexcept {
@@ -584,7 +584,7 @@ void Arena::forget(const Generation* generation) noexcept {
 void Arena::leave() noexcept {
   owned_ = false;
   wanted_.clear();
-  if (places.wanting.taken()) pool_->wanting().remove(*this);
+  pool_->wanting().remove(*this);
   for (State& state : states_) state.uses = 0;
   for (const Generation* generation : generations_) {
     const Interval pages = pages_of(generation->bytes);
@@ -660,7 +660,7 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
       throw Error("I8: " + page + "waits for a page that no thread maps");
     ++counted[static_cast<std::size_t>(state.idle)];
   }
-  if (places.cached.taken() != (listed != 0))
+  if (hooks.cached.linked() != (listed != 0))
     throw Error("I15: an arena has cached pages that the pool does not look for, or none");
   if (counted != counted_ || listed != count_of(Idle::cached))
     throw Error("I4: an arena's counts, or its list of cached pages, are not what its pages say");

@@ -25,27 +25,27 @@ std::shared_ptr<Client> CachedClients::find(const RowShape& shape) const {
 }
 
 void CachedClients::add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) {
-  by_shape_[client->shape()].add_first(client->places.cached_alike, client);
-  all_.add(client->places.cached, client);
+  by_shape_[client->shape()].add_first(client->hooks.cached_alike, client);
+  all_.add(client->hooks.cached, client);
   if (unclean) add_unclean(client);
   pages_ += pages;
 }
 
 void CachedClients::add_unclean(const std::shared_ptr<Client>& client) noexcept {
-  if (!client->places.unclean.taken()) unclean.add(client->places.unclean, client);
+  if (!client->hooks.unclean.linked()) unclean.add(client->hooks.unclean, client);
 }
 
 void CachedClients::add_evictable(const std::shared_ptr<Client>& client) noexcept {
-  all_.add(client->places.cached, client);
+  all_.add(client->hooks.cached, client);
 }
 
 void CachedClients::remove(Client& client, std::size_t pages) {
-  const std::shared_ptr<Client> kept = all_.remove(client.places.cached);
-  if (!client.places.cached_alike.taken()) return;
+  const std::shared_ptr<Client> kept = all_.remove(client.hooks.cached);
+  if (!client.hooks.cached_alike.linked()) return;
   const auto alike = by_shape_.find(client.shape());
-  alike->second.remove(client.places.cached_alike);
+  alike->second.remove(client.hooks.cached_alike);
   if (alike->second.empty()) by_shape_.erase(alike);
-  unclean.remove(client.places.unclean);
+  unclean.remove(client.hooks.unclean);
   pages_ -= pages;
 }
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <memory>
 
-#include "policy/roster.h"
+#include "policy/client_list.h"
 #include "vmm/pool_lock.h"
 #include "vmm/row_shape.h"
 
@@ -18,8 +18,8 @@ class CachedClients {
   bool empty() const { return all_.empty(); }
   const std::shared_ptr<Client>& oldest() const { return all_.front(); }
   // The oldest first.
-  Roster::Iterator begin() const { return all_.begin(); }
-  Roster::Iterator end() const { return all_.end(); }
+  ClientList::Iterator begin() const { return all_.begin(); }
+  ClientList::Iterator end() const { return all_.end(); }
   // Counted pages of all of them.
   std::size_t pages() const { return pages_; }
   // The oldest whose range is its own; null if there is none.
@@ -38,11 +38,11 @@ class CachedClients {
   void add_unclean(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
 
   // Those whose pages may have to be zeroed.
-  Roster unclean;
+  ClientList unclean;
 
  private:
-  Roster all_;                           // oldest first
-  std::map<RowShape, Roster> by_shape_;  // newest first
+  ClientList all_;                           // oldest first
+  std::map<RowShape, ClientList> by_shape_;  // newest first
   std::size_t pages_ = 0;
 };
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/interval.h"
-#include "policy/roster.h"
+#include "policy/client_list.h"
 #include "vmm/caller.h"
 #include "vmm/pool_lock.h"
 #include "vmm/reservation.h"
@@ -39,12 +39,12 @@ class Client : public std::enable_shared_from_this<Client> {
   // Whether it lies in the range of another, which bounds what it may keep.
   virtual bool placed() const = 0;
 
-  // Its places on the pool's lists, which are the pool's affair.
-  struct Places {
-    Roster::Place unsettled, wanting, cached, cached_alike, unclean;
+  // Link it into the pool's lists.
+  struct Hooks {
+    ClientList::Hook unsettled, wanting, cached, cached_alike, unclean;
     std::size_t announced = 0;  // pages that WantingClients keeps for it
   };
-  Places places VT_GUARDED;
+  Hooks hooks VT_GUARDED;
 
   // -- ends
 

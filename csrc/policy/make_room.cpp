@@ -190,7 +190,7 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   if (!(suffices && hopes) && give_up_spare(lock)) return true;
   // What is left to hope for are pages of other pools, those that wait for the mapper, or for work
   // on the device, and those of a client for which calls are made just now.
-  const Roster& unsettled = pool_.unsettled_;
+  const ClientList& unsettled = pool_.unsettled_;
   const bool others = !(suffices && hopes) && request.ask();
   const bool waits = std::any_of(
       unsettled.begin(), unsettled.end(),

@@ -142,7 +142,6 @@ class Mapper::Step {
   bool refused() const { return refused_; }
 
   bool claim_ahead(PoolLock& lock) VT_LOCKED {
-    pool_.untold_ = false;
     if (pool_.wanting_.empty()) return false;
     std::size_t pages = 0, beside = 0;  // `beside` what was announced
     try {
@@ -159,7 +158,7 @@ class Mapper::Step {
     ahead_.reserve(pool_.wanting_.size());
     for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
       const std::shared_ptr<Client> client = *at++;
-      const std::size_t announced = client->places.announced;
+      const std::size_t announced = client->hooks.announced;
       const std::size_t most = announced != 0 ? pages : std::min(pages, beside);
       if (client->busy() || (most == 0 && (!ahead_.empty() || is_leaving()))) {
         waits_ |= client->busy() || ahead_.empty();
@@ -189,7 +188,7 @@ class Mapper::Step {
       Back job{client, {}};
       switch (client->claim_back(job.departure, most - pages)) {
         case Client::Claim::done:
-          pool_.unsettled_.remove(client->places.unsettled);
+          pool_.unsettled_.remove(client->hooks.unsettled);
           break;
         case Client::Claim::claimed:
           pages += job.departure.handles.size();
@@ -218,7 +217,7 @@ class Mapper::Step {
       if (client->to_clean()) {
         waits_ = true;
       } else {
-        pool_.cached_.unclean.remove(client->places.unclean);
+        pool_.cached_.unclean.remove(client->hooks.unclean);
       }
     }
     return false;

@@ -44,7 +44,7 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
     : shared_(std::move(shared)),
       driver_(std::move(driver)),
       options_(options),
-      store_(*driver_, options, shared_.get(), [this]() VT_LOCKED { call_mapper(); }) {}
+      store_(*driver_, options, shared_.get(), [this]() VT_LOCKED { wake_mapper(); }) {}
 
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
@@ -65,17 +65,17 @@ std::uint64_t PagePool::add(Client* client) {
 }
 
 void PagePool::settle_later(const std::shared_ptr<Client>& client) {
-  if (!client->places.unsettled.taken()) unsettled_.add(client->places.unsettled, client);
+  if (!client->hooks.unsettled.linked()) unsettled_.add(client->hooks.unsettled, client);
   // What was refused is not worth starting a thread for: the next call that looks tries it again.
-  if (!client->refusal() || looks_ahead()) call_mapper();
+  if (!client->refusal() || looks_ahead()) wake_mapper();
 }
 
 void PagePool::want(const std::shared_ptr<Client>& client) {
   wanting_.add(client);
-  if (!mapper_.running()) call_mapper();
+  if (!mapper_.running()) wake_mapper();
 }
 
-void PagePool::call_mapper() noexcept {
+void PagePool::wake_mapper() noexcept {
   wake_mapper_ = true;
   try {
     start_mapper();
@@ -106,7 +106,7 @@ bool PagePool::may_cache(std::size_t pages) {
 
 void PagePool::cache(const std::shared_ptr<Client>& client, std::size_t pages) {
   cached_.add(client, pages, options_.zero != ZeroPolicy::never);
-  if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) call_mapper();
+  if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) wake_mapper();
 }
 
 bool PagePool::evict_oldest() {
@@ -311,7 +311,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   std::exception_ptr refused = settle_all(lock);  // what was refused is tried again, here
   wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
   while (!refused && !idle()) {
-    wake_mapper_ |= std::exchange(untold_, false);
+    wake_mapper_ |= !wanting_.empty();
     if (steady_clock::now() >= until) {
       throw TimedOut(
           "Pool.wait_idle", timeout,
@@ -485,7 +485,7 @@ std::exception_ptr PagePool::settle_all(PoolLock& lock) noexcept {
   const std::vector<std::shared_ptr<Client>> all(unsettled_.begin(), unsettled_.end());
   for (const std::shared_ptr<Client>& client : all) {
     if (client->settle(&lock)) {
-      unsettled_.remove(client->places.unsettled);
+      unsettled_.remove(client->hooks.unsettled);
     } else if (!first) {
       first = client->refusal();
     }

@@ -18,12 +18,12 @@
 #include "driver/driver.h"
 #include "policy/bell.h"
 #include "policy/cached_clients.h"
+#include "policy/client_list.h"
 #include "policy/fork_guard.h"
 #include "policy/generation.h"
 #include "policy/keeper.h"
 #include "policy/make_room.h"
 #include "policy/mapper.h"
-#include "policy/roster.h"
 #include "policy/wanting_clients.h"
 #include "vmm/caller.h"
 #include "vmm/page_store.h"
@@ -129,13 +129,11 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::vector<std::shared_ptr<Client>> asleep(std::span<const std::uint64_t> numbers) VT_LOCKED;
   // `client` has pages or its range to give back: it is kept until it has.
   void settle_later(const std::shared_ptr<Client>& client) VT_LOCKED;
-  // `client` wants pages ahead: the mapper looks at it when it is next awake.
+  // `client` wants pages ahead: the mapper sees it when it next wakes, or wait_idle() wakes it.
   void want(const std::shared_ptr<Client>& client) VT_LOCKED;
   WantingClients& wanting() VT_LOCKED { return wanting_; }
-  // The mapper sees what is wanted when it next wakes, or when wait_idle() wakes it.
-  void tell_mapper_later() noexcept VT_LOCKED { untold_ = true; }
   // Wakes the mapper once the lock is free; starts it if it does not run.
-  void call_mapper() noexcept VT_LOCKED;
+  void wake_mapper() noexcept VT_LOCKED;
   // Gives back what ended generations held, or has the mapper do it.
   void reap() noexcept VT_LOCKED;
 
@@ -197,11 +195,10 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::uint64_t next_id_ VT_GUARDED = 1;
   std::unordered_set<Client*> clients_ VT_GUARDED;
   std::vector<std::weak_ptr<Keeper>> keepers_ VT_GUARDED;
-  Roster unsettled_ VT_GUARDED;  // have something to give back
+  ClientList unsettled_ VT_GUARDED;  // have something to give back
   WantingClients wanting_ VT_GUARDED;
   CachedClients cached_ VT_GUARDED;
   bool wake_mapper_ VT_GUARDED = false;         // once the lock is free
-  bool untold_ VT_GUARDED = false;              // of some that wants pages
   std::atomic<bool> retired_{false};            // its owner has left
   std::exception_ptr mapper_error_ VT_GUARDED;  // why its thread cannot work
   PagesInChildren in_children_ VT_GUARDED;

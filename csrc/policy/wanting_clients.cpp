@@ -11,29 +11,29 @@ namespace vtensor {
 using std::chrono::steady_clock;
 
 void WantingClients::add(const std::shared_ptr<Client>& client) {
-  all_.add(client->places.wanting, client);
+  if (!client->hooks.wanting.linked()) all_.add(client->hooks.wanting, client);
 }
 
 void WantingClients::remove(Client& client) noexcept {
-  all_.remove(client.places.wanting);
-  took(client, client.places.announced);
+  all_.remove(client.hooks.wanting);
+  took(client, client.hooks.announced);
   if (all_.empty()) since_.reset();
 }
 
 void WantingClients::announce(Client& client, std::size_t pages) noexcept {
-  took(client, client.places.announced);
-  client.places.announced = pages;
+  took(client, client.hooks.announced);
+  client.hooks.announced = pages;
   announced_ += pages;
 }
 
 void WantingClients::took(Client& client, std::size_t pages) noexcept {
-  pages = std::min(pages, client.places.announced);
-  client.places.announced -= pages;
+  pages = std::min(pages, client.hooks.announced);
+  client.hooks.announced -= pages;
   announced_ -= pages;
 }
 
 void WantingClients::requeue(Client& client) noexcept {
-  if (const auto kept = all_.remove(client.places.wanting)) all_.add(client.places.wanting, kept);
+  if (const auto kept = all_.remove(client.hooks.wanting)) all_.add(client.hooks.wanting, kept);
 }
 
 void WantingClients::served(Client& client) noexcept {

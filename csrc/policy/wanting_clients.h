@@ -6,8 +6,8 @@
 #include <memory>
 #include <optional>
 
+#include "policy/client_list.h"
 #include "policy/look_ahead.h"
-#include "policy/roster.h"
 #include "vmm/pool_lock.h"
 
 namespace vtensor {
@@ -16,8 +16,8 @@ class WantingClients {
  public:
   bool empty() const { return all_.empty(); }
   std::size_t size() const { return all_.size(); }
-  Roster::Iterator begin() const { return all_.begin(); }
-  Roster::Iterator end() const { return all_.end(); }
+  ClientList::Iterator begin() const { return all_.begin(); }
+  ClientList::Iterator end() const { return all_.end(); }
 
   void add(const std::shared_ptr<Client>& client) VT_LOCKED;
   void remove(Client& client) noexcept VT_LOCKED;
@@ -41,7 +41,7 @@ class WantingClients {
   Horizon horizon() const { return horizon_; }
 
  private:
-  Roster all_;
+  ClientList all_;
   std::size_t announced_ = 0;  // pages
   std::optional<std::chrono::steady_clock::time_point> since_;
   bool ignored_ = false;

@@ -77,10 +77,10 @@ void Buffer::want(std::size_t index_end, bool soon) {
   if (index_end <= std::max(extent_end(), ready_.end)) return;
   try {
     range_.reserve(index_end);
-    if (!wanting_) pool_->want(shared_from_this());
+    pool_->want(shared_from_this());
     wanting_ = true;
     want_end_ = std::max(want_end_, index_end);
-    soon ? pool_->call_mapper() : pool_->tell_mapper_later();
+    if (soon) pool_->wake_mapper();
   } catch (const std::bad_alloc&) {
     // Whoever needs the pages will say.
   }

@@ -106,7 +106,7 @@ void Buffer::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zer
   busy_ = false;
   work_.note(driver_.side_stream());
   if (error && owned_) {
-    pool_->cached().unclean.remove(places.unclean);
+    pool_->cached().unclean.remove(hooks.unclean);
     failed(std::move(error));  // growth zeroes them itself
   } else if (error) {
     if (!cached_.empty()) evict();  // its zeroing is refused: not for the next owner

@@ -244,7 +244,7 @@ void Reservation::unshare(PoolLock& lock, std::span<const Run> runs, std::span<c
       if (private_copy) changes.cannot_undo();
       if (to != from || private_copy) {
         // From here on it holds neither its last owner's bytes nor, until all is copied, ours.
-        to->last_owner = kNobody;
+        to->last_owner = kNoOwner;
         copies.push_back({to->handle, address(run.row, index)});
       }
       previous = to;

@@ -107,7 +107,7 @@ class PageStore {
   std::size_t quarantined() const VT_LOCKED { return quarantined_; }
   bool must_zero(const Page& page, std::uint64_t owner) const {
     if (!page.dirty || options_.zero == ZeroPolicy::never) return false;
-    return options_.zero == ZeroPolicy::always || owner == kNobody || page.last_owner != owner;
+    return options_.zero == ZeroPolicy::always || owner == kNoOwner || page.last_owner != owner;
   }
 
   // -- the memory of free pages

@@ -159,7 +159,7 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
     mapped = true;
     const PageRun* run = runs.data();
     for (const Arriving& one : all) {
-      const std::uint64_t owner = one.range->zeroed_ ? kNobody : one.range->owner_;
+      const std::uint64_t owner = one.range->zeroed_ ? kNoOwner : one.range->owner_;
       Page* const* page = one.arrival->pages.data();
       for (std::size_t r = 0; r < one.arrival->runs.size(); ++r, ++run) {
         const std::size_t n = run->handles.size();

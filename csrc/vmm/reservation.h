@@ -244,7 +244,7 @@ class Reservation {
   const std::size_t page_size_;
   const bool zeroed_;  // pages are zeroed even where they come back to this owner
   Address base_ = 0;
-  std::uint64_t owner_ = kNobody;
+  std::uint64_t owner_ = kNoOwner;
   PageTable table_ VT_GUARDED;
   std::vector<RowHome> homes_ VT_GUARDED;
   bool stitched_ VT_GUARDED = false;

@@ -1,0 +1,64 @@
+// A list of clients. Joining and leaving takes the same time at any length and needs no memory, so
+// neither can fail: each client brings the list's node along, as a hook.
+#pragma once
+
+#include <cstddef>
+#include <list>
+#include <memory>
+#include <utility>
+
+namespace vtensor {
+
+class Client;
+
+class ClientList {
+  using List = std::list<std::shared_ptr<Client>>;
+
+ public:
+  using Iterator = List::const_iterator;
+
+  // Belongs to a client, and links it into one list at a time, which keeps the client alive.
+  class Hook {
+   public:
+    Hook() = default;
+    Hook(const Hook&) = delete;
+    Hook& operator=(const Hook&) = delete;
+    bool linked() const { return unlinked_.empty(); }
+
+   private:
+    friend class ClientList;
+    List unlinked_{1};  // the node, unless it is in a list
+    const List::iterator node_ = unlinked_.begin();
+  };
+
+  Iterator begin() const { return all_.begin(); }
+  Iterator end() const { return all_.end(); }
+  bool empty() const { return all_.empty(); }
+  std::size_t size() const { return all_.size(); }
+  const std::shared_ptr<Client>& front() const { return all_.front(); }
+
+  // At the end. Requires: the hook is not linked.
+  void add(Hook& hook, std::shared_ptr<Client> client) noexcept {
+    link(hook, std::move(client), all_.end());
+  }
+  // At the beginning. Requires: the hook is not linked.
+  void add_first(Hook& hook, std::shared_ptr<Client> client) noexcept {
+    link(hook, std::move(client), all_.begin());
+  }
+  // Returns the client; null if it was not in the list.
+  std::shared_ptr<Client> remove(Hook& hook) noexcept {
+    if (!hook.linked()) return nullptr;
+    hook.unlinked_.splice(hook.unlinked_.end(), all_, hook.node_);
+    return std::exchange(*hook.node_, nullptr);
+  }
+
+ private:
+  void link(Hook& hook, std::shared_ptr<Client> client, Iterator before) noexcept {
+    *hook.node_ = std::move(client);
+    all_.splice(before, hook.unlinked_);
+  }
+
+  List all_;
+};
+
+}  // namespace vtensor
