@@ -9,6 +9,7 @@
 #include "base/fault_report.h"
 #include "base/trace.h"
 #include "policy/make_room.h"
+#include "vmm/copy_on_write.h"
 
 namespace vtensor {
 
@@ -238,15 +239,8 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   ++(count == 0 ? pool_->counted.growths_ready : pool_->counted.growths_mapped);
   if (count == 0) return kept;
   const Busy busy(*this, lock, caller);
-  range_.claim(arrival);
-  const Reservation::Arriving arriving{&range_, &arrival};
-  {
-    const Unlocked unlocked(lock);
-    Reservation::carry_out({&arriving, 1}, caller.stream, true);
-  }
-  range_.enter(arrival);
+  range_.map(lock, arrival, caller.stream, true);
   note_arrival(arrival);
-  if (arrival.error) std::rethrow_exception(arrival.error);
   return kept;
 }
 
@@ -597,7 +591,7 @@ void Arena::leave() noexcept {
 }
 
 void Arena::protect_for_child(std::vector<Page*>& seen) noexcept {
-  range_.protect({0, range_.reserved()}, seen);
+  protect_pages(range_, {0, range_.reserved()}, seen);
 }
 
 // -- reports

@@ -169,7 +169,7 @@ class Mapper::Step {
         pool_.wanting_.remove(*client);
         continue;
       }
-      const std::size_t taken = job.arrival.shared ? 0 : job.arrival.pages.size();
+      const std::size_t taken = job.arrival.given ? 0 : job.arrival.pages.size();
       pages -= taken;
       beside -= std::min(beside, taken - std::min(taken, announced));
       pool_.wanting_.took(*client, taken);

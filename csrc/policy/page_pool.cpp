@@ -12,6 +12,7 @@
 #include "base/trace.h"
 #include "policy/client.h"
 #include "policy/make_room.h"
+#include "vmm/copy_on_write.h"
 
 namespace vtensor {
 
@@ -393,7 +394,7 @@ void PagePool::check_invariants() {
 
 void PagePool::count_private_copies() {
   std::size_t private_copies = 0;
-  for (Client* client : clients_) private_copies += client->range().count_private_copies();
+  for (Client* client : clients_) private_copies += vtensor::count_private_copies(client->range());
   store_.set_private_copies(private_copies);
 }
 

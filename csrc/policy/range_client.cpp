@@ -10,6 +10,7 @@
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/trace.h"
+#include "vmm/copy_on_write.h"
 
 namespace vtensor {
 
@@ -244,15 +245,11 @@ Client::Claim RangeClient::claim_back(Departure& departure, std::size_t pages) n
 bool RangeClient::claim_departure(Departure& departure, std::size_t pages) {
   if (!unmap_.may_go(driver_)) return false;
   std::vector<Interval> indices = unmap_.first(pages / range_.rows());
-  std::vector<Reservation::Run> runs;
-  std::size_t writable = 0;
-  for (const auto wanted : {is_writable, is_copy_on_write}) {
-    for (const Interval some : indices) {
-      for (std::size_t row = 0; row < range_.rows(); ++row) range_.collect(runs, row, some, wanted);
-    }
-    if (wanted == is_writable) writable = runs.size();
+  std::vector<Reservation::Run> within;
+  for (const Interval some : indices) {
+    for (std::size_t row = 0; row < range_.rows(); ++row) within.push_back({row, some});
   }
-  departure = {range_.departing(std::move(runs), writable), std::move(indices)};
+  departure = {range_.departing(within), std::move(indices)};
   busy_ = true;
   return true;
 }
@@ -280,7 +277,7 @@ std::vector<PageRecord> RangeClient::pages() {
   for (const Reservation::Run& run : range_.collect({0, range_.row_pages()}, has_page)) {
     const EntryState state = range_.at(run.row, run.indices.begin).state;
     const std::vector<std::uint8_t> private_copies =
-        state == EntryState::copy_on_write ? range_.find_private_copies(run)
+        state == EntryState::copy_on_write ? find_private_copies(range_, run)
                                            : std::vector<std::uint8_t>(run.indices.size());
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
       const Page& page = *range_.at(run.row, index).page;

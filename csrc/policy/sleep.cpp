@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "policy/make_room.h"
+#include "vmm/copy_on_write.h"
 #include "vmm/pending_work.h"
 #include "vmm/wait.h"
 
@@ -161,13 +162,13 @@ void FallAsleep::unshare_private_copies(PoolLock& lock) {
   for (const std::shared_ptr<Client>& client : held_.all()) {
     Reservation& range = client->range();
     const Interval all{0, range.reserved()};
-    std::vector<Reservation::Run> copies = range.private_copies_in(all);
+    std::vector<Reservation::Run> copies = private_copies_in(range, all);
     if (copies.empty()) continue;
-    while (MakeRoom(*pool_).ready(lock, caller_.operation, range.fresh_pages_for(copies),
-                                  range.count_private_copies(copies))) {
-      copies = range.private_copies_in(all);
+    while (MakeRoom(*pool_).ready(lock, caller_.operation, count_fresh_pages(range, copies),
+                                  count_private_copies(range, copies))) {
+      copies = private_copies_in(range, all);
     }
-    range.unshare(lock, copies, {}, caller_.stream);
+    unshare_pages(range, lock, copies, {}, caller_.stream);
   }
 }
 
@@ -182,7 +183,7 @@ std::size_t FallAsleep::finish() {
   }
   for (const std::shared_ptr<Client>& client : held_.all()) {
     const Reservation& range = client->range();
-    for (const Reservation::Run& run : range.private_copies_in({0, range.reserved()})) {
+    for (const Reservation::Run& run : private_copies_in(range, {0, range.reserved()})) {
       for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
         uses.erase(range.at(run.row, i).page);
     }

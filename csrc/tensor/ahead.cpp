@@ -150,7 +150,7 @@ void Buffer::enter_ahead(Reservation::Arrival& arrival) {
     refused_ahead(arrival);
   }
   if (owned_ && expected_ != nullptr) {
-    if (arrival.shared && !arrival.error) enter_expected();
+    if (arrival.given && !arrival.error) enter_expected();
   } else if (owned_) {
     set_ready(usable(extent_end(), std::max(ready_.end, want_end_)));
     if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));

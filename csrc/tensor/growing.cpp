@@ -10,6 +10,7 @@
 #include "base/trace.h"
 #include "policy/make_room.h"
 #include "tensor/buffer.h"
+#include "vmm/copy_on_write.h"
 
 namespace vtensor {
 
@@ -59,7 +60,7 @@ class Buffer::Growing {
     return buffer_.range_.at(row, index).page;
   }
   // Pages that unsharing takes now.
-  std::size_t fresh() const VT_LOCKED { return buffer_.range_.fresh_pages_for(copy_on_write_); }
+  std::size_t fresh() const VT_LOCKED { return count_fresh_pages(buffer_.range_, copy_on_write_); }
 
   // From here on the buffer is busy. Requires: it was not.
   void begin(PoolLock& lock) VT_LOCKED {
@@ -68,7 +69,6 @@ class Buffer::Growing {
   }
 
   bool arrives() const { return missing_ != 0; }
-  void claim() VT_LOCKED { buffer_.range_.claim(arrival_); }
   Reservation::Arriving arriving() { return {&buffer_.range_, &arrival_}; }
 
   // What needs driver calls beside the new pages.
@@ -185,19 +185,8 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
   for (Growing& one : all) one.begin(lock);
 
   std::vector<Reservation::Arriving> arriving;
-  try {
-    arriving.reserve(all.size());
-    for (Growing& one : all) {
-      if (!one.arrives()) continue;
-      one.claim();
-      arriving.push_back(one.arriving());
-    }
-  } catch (...) {
-    for (const auto& [range, arrival] : arriving) {
-      arrival->error = std::current_exception();
-      range->enter(*arrival);
-    }
-    throw;
+  for (Growing& one : all) {
+    if (one.arrives()) arriving.push_back(one.arriving());
   }
   // Nobody else gets these while the lock is let go, here or in unsharing.
   auto promised = static_cast<std::ptrdiff_t>(to_unshare);
@@ -206,19 +195,8 @@ void Buffer::grow(const Caller& caller, std::span<const Growth> growths, bool po
     pool->store().promise(-pages);
     promised -= pages;
   };
-  if (!arriving.empty()) {
-    {
-      const Unlocked unlocked(lock);
-      Reservation::carry_out(arriving, caller.stream, populate);
-    }
-    for (const auto& [range, arrival] : arriving) range->enter(*arrival);
-    for (const auto& [range, arrival] : arriving) {
-      if (!arrival->error) continue;
-      redeem(promised);
-      std::rethrow_exception(arrival->error);
-    }
-  }
   try {
+    Reservation::map(lock, arriving, caller.stream, populate);
     for (Growing& one : all) {
       redeem(std::min(promised, static_cast<std::ptrdiff_t>(one.fresh())));
       one.finish(lock);

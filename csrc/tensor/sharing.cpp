@@ -8,6 +8,7 @@
 #include "base/trace.h"
 #include "tensor/buffer.h"
 #include "tensor/page_set.h"
+#include "vmm/copy_on_write.h"
 #include "vmm/wait.h"
 
 namespace vtensor {
@@ -20,7 +21,7 @@ void Buffer::unshare(const Caller& caller, Interval positions) {
   const auto look = [&]() VT_LOCKED {
     require_whole(caller.operation);
     copy_on_write = range_.collect(indices_of(positions), is_copy_on_write);
-    fresh = range_.fresh_pages_for(copy_on_write);
+    fresh = count_fresh_pages(range_, copy_on_write);
   };
   look();
   if (copy_on_write.empty()) return;
@@ -31,7 +32,7 @@ void Buffer::unshare(const Caller& caller, Interval positions) {
   }
   require_ready(lock, caller, [&]() VT_LOCKED {
     look();
-    return std::pair(fresh, range_.count_private_copies(copy_on_write));
+    return std::pair(fresh, count_private_copies(range_, copy_on_write));
   });
   const Busy busy(*this, lock, caller);
   unshare(lock, caller, copy_on_write);
@@ -42,7 +43,7 @@ void Buffer::unshare(const Caller& caller, Interval positions) {
 void Buffer::unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
                      Interval stale) {
   try {
-    range_.unshare(lock, runs, bytes_of(stale), caller.stream);
+    unshare_pages(range_, lock, runs, bytes_of(stale), caller.stream);
   } catch (const TimedOut&) {
     // What the copies read stays mapped until the side stream has passed.
     work_.note(driver_.side_stream());
@@ -61,10 +62,10 @@ std::unique_ptr<Buffer::Busy> Buffer::quieten(PoolLock& lock, const Caller& call
   std::vector<Reservation::Run> private_copies;
   require_ready(lock, caller, [&]() VT_LOCKED {
     require_whole(caller.operation);
-    private_copies = range_.private_copies_in(extent_);
+    private_copies = private_copies_in(range_, extent_);
     std::size_t pages = 0;
     for (const Reservation::Run& run : private_copies) pages += run.indices.size();
-    return std::pair(range_.fresh_pages_for(private_copies), pages);
+    return std::pair(count_fresh_pages(range_, private_copies), pages);
   });
   auto busy = std::make_unique<Busy>(*this, lock, caller);
   unshare(lock, caller, private_copies);
@@ -79,7 +80,7 @@ void Buffer::protect_for_child(std::vector<Page*>& seen) noexcept {
                           : Interval{std::min(shown.begin, generation->indices.begin),
                                      std::max(shown.end, generation->indices.end)};
   }
-  if (!shown.empty()) range_.protect(shown, seen);
+  if (!shown.empty()) protect_pages(range_, shown, seen);
 }
 
 std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shape,
@@ -91,19 +92,21 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
     const std::unique_ptr<Busy> busy = quieten(lock, caller);
     child->range_.reserve(extent_.size());
     const auto map = [&](bool (*wanted)(const Entry&), EntryState state) VT_LOCKED {
-      std::vector<Reservation::Run> runs, theirs;
-      std::vector<Page*> pages;
+      Reservation::Arrival arrival;
+      arrival.given = true;
+      arrival.state = state;
+      std::vector<Reservation::Run> runs;
       for (std::size_t row = 0; row < rows.size(); ++row) {
         runs.clear();
         range_.collect(runs, rows[row], extent_, wanted);
-        for (const Reservation::Run& run : runs) {
-          const Interval indices = run.indices;
-          theirs.push_back({row, {indices.begin - extent_.begin, indices.end - extent_.begin}});
+        for (const auto& [from, indices] : runs) {
+          arrival.runs.push_back(
+              {row, {indices.begin - extent_.begin, indices.end - extent_.begin}});
           for (std::size_t index = indices.begin; index < indices.end; ++index)
-            pages.push_back(range_.at(run.row, index).page);
+            arrival.pages.push_back(range_.at(from, index).page);
         }
       }
-      child->range_.map_shared(lock, theirs, pages, state);
+      child->range_.map(lock, arrival, caller.stream, false);
     };
     if (exclusive) {
       map(is_writable, EntryState::writable);
@@ -111,7 +114,7 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
     } else {
       map(is_mapped, EntryState::copy_on_write);
     }
-    if (!exclusive) range_.make_copy_on_write(&lock, range_.collect(extent_, is_writable));
+    if (!exclusive) make_copy_on_write(range_, &lock, range_.collect(extent_, is_writable));
     child->set_positions({0, positions_.size()});
     child->extent_ = child->indices_of(child->positions_);
     child->set_ready({});
@@ -150,8 +153,8 @@ std::vector<std::shared_ptr<PageSet>> Buffer::offer(const Caller& caller,
   pool_->reap();
   const std::unique_ptr<Busy> busy = quieten(lock, caller);
   if (!indices.empty()) {
-    range_.make_copy_on_write(
-        &lock, range_.collect({indices.front().begin, indices.back().end}, is_writable));
+    make_copy_on_write(range_, &lock,
+                       range_.collect({indices.front().begin, indices.back().end}, is_writable));
   }
   add_page_sets(page_sets, indices);
   return page_sets;
@@ -181,15 +184,8 @@ std::vector<std::shared_ptr<PageSet>> Buffer::offer_writable(const Caller& calle
 
 // Writable pages that something else keeps too.
 std::vector<Reservation::Run> Buffer::offered_in(Interval indices) const {
-  std::vector<Reservation::Run> offered;
-  for (const Reservation::Run& run : range_.collect(indices, is_writable)) {
-    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-      const std::size_t first = index;
-      while (index < run.indices.end && range_.at(run.row, index).page->references > 1) ++index;
-      if (index > first) offered.push_back({run.row, {first, index}});
-    }
-  }
-  return offered;
+  return range_.collect(
+      indices, [](const Entry& entry) { return is_writable(entry) && entry.page->references > 1; });
 }
 
 void Buffer::protect(const Caller& caller, Interval indices) {
@@ -199,7 +195,7 @@ void Buffer::protect(const Caller& caller, Interval indices) {
   require_no_capture(caller);
   const Busy busy(*this, lock, caller);
   await_streams(lock, caller);
-  range_.make_copy_on_write(&lock, offered_in(indices));
+  make_copy_on_write(range_, &lock, offered_in(indices));
 }
 
 // Before their pages are mapped here: nothing writes to them any more.
@@ -271,7 +267,8 @@ void Buffer::forget_expected() noexcept {
 
 // All of them, or none: so the owner has a whole prefix, or nothing that must be told from its own.
 bool Buffer::find_expected(Reservation::Arrival& arrival) const {
-  arrival.shared = true;
+  arrival.given = true;
+  arrival.state = EntryState::copy_on_write;
   arrival.pages = expected_->pages;
   for (std::size_t row = 0; row < range_.rows(); ++row)
     arrival.runs.push_back({row, expected_->indices});
@@ -309,7 +306,7 @@ void Buffer::accept_expected(const Caller& caller) {
     throw Error("[" + std::string(caller.operation) +
                 "] places of it were lost in a driver call that could not be undone: close it");
   }
-  range_.map_shared(lock, arrival.runs, arrival.pages, EntryState::copy_on_write);
+  range_.map(lock, arrival, caller.stream, false);
   enter_expected();
 }
 
@@ -360,7 +357,7 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
   std::vector<std::unique_ptr<Busy>> busy;
   for (const auto& [buffer, rows] : all) busy.push_back(buffer->quieten(lock, caller));
 
-  std::vector<Reservation::Change> changes;
+  std::vector<PageChange> changes;
   for (const auto& [buffer, rows] : all) {
     Reservation& range = buffer->range_;
     const Interval extent = buffer->extent_;
@@ -370,7 +367,7 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
       };
       for (std::size_t index = extent.begin; index < extent.end; ++index) {
         if (!differs(index)) continue;
-        Reservation::Change change{&range, row, index, {}};
+        PageChange change{&range, row, index, {}};
         const EntryState state = range.at(row, index).state;
         while (index < extent.end && differs(index) && range.at(row, index).state == state)
           change.to.push_back(range.at(rows[row], index++).page);
@@ -387,9 +384,9 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
       if (rows[row] == row && std::count(rows.begin(), rows.end(), row) > 1)
         buffer->range_.collect(sources, row, buffer->extent_, is_writable);
     }
-    buffer->range_.make_copy_on_write(nullptr, sources);
+    make_copy_on_write(buffer->range_, nullptr, sources);
   }
-  Reservation::remap(changes);
+  remap_pages(changes);
 }
 
 }  // namespace vtensor

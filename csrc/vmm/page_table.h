@@ -1,13 +1,17 @@
-// Which page stands behind which page of a buffer, row by row.
+// Which page stands at which page index, row by row, and how many stand there in which state.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "base/interval.h"
 #include "vmm/page.h"
+#include "vmm/pool_lock.h"
 
 namespace vtensor {
 
@@ -37,40 +41,111 @@ inline bool is_writable(const Entry& entry) { return entry.state == EntryState::
 inline bool is_copy_on_write(const Entry& entry) {
   return entry.state == EntryState::copy_on_write;
 }
+// Requires: it has a page.
+inline bool is_awake(const Entry& entry) { return !entry.page->asleep; }
+inline bool is_quarantined(const Entry& entry) { return entry.state == EntryState::quarantined; }
+
+// What page tables say of a page, for PagePool::check_invariants.
+struct PageUse {
+  std::uint32_t entries = 0;
+  std::uint32_t reachable = 0;  // of these, in ranges that a tensor or a view can still reach
+  bool writable = false;        // through a reachable entry
+};
 
 class PageTable {
  public:
+  // Neighbouring pages of one row.
+  struct Run {
+    std::size_t row;
+    Interval indices;
+  };
+
   explicit PageTable(std::size_t rows) : rows_(rows) {}
+  PageTable(const PageTable&) = delete;
+  PageTable& operator=(const PageTable&) = delete;
 
-  // Pages of every row below which there are entries.
-  std::size_t reserved() const { return stride_; }
-  // Makes entries for the pages below `indices`, and some more. Throws std::bad_alloc; nothing is
-  // changed then.
-  void reserve(std::size_t indices) {
-    if (indices <= stride_) return;
-    const std::size_t stride = std::max(indices, 2 * stride_);
-    std::vector<Entry> entries(rows_ * stride);
-    for (std::size_t row = 0; row < rows_; ++row) {
-      std::copy_n(entries_.begin() + static_cast<std::ptrdiff_t>(row * stride_), stride_,
-                  entries.begin() + static_cast<std::ptrdiff_t>(row * stride));
-    }
-    entries_.swap(entries);
-    stride_ = stride;
-  }
-
+  std::size_t rows() const { return rows_; }
+  // Page indices below have entries.
+  std::size_t reserved() const VT_LOCKED { return stride_; }
+  // Makes entries below `indices`, and some more. Throws std::bad_alloc; nothing is changed then.
+  void reserve(std::size_t indices) VT_LOCKED;
   // Requires: reserved.
-  const Entry& at(std::size_t row, std::size_t index) const {
+  const Entry& at(std::size_t row, std::size_t index) const VT_LOCKED {
     return entries_[row * stride_ + index];
   }
-  Entry& at(std::size_t row, std::size_t index) { return entries_[row * stride_ + index]; }
-  Entry* entries(std::size_t row, std::size_t index) {
-    return entries_.data() + row * stride_ + index;
+
+  std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
+  std::size_t quarantined() const { return quarantined_.load(std::memory_order_relaxed); }
+  std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
+  std::size_t count_mapped(Interval indices) const VT_LOCKED;
+  // The same, with those on their way there.
+  std::size_t count_taken(Interval indices) const VT_LOCKED;
+  std::size_t count_quarantined(Interval indices) const VT_LOCKED;
+
+  // Adds maximal runs in `indices` of `row` whose entries are `wanted` and have one state.
+  template <typename Wanted>
+  void collect(std::vector<Run>& runs, std::size_t row, Interval indices, Wanted wanted) const
+      VT_LOCKED {
+    const std::size_t end = std::min(indices.end, reserved());
+    for (std::size_t index = indices.begin; index < end;) {
+      const std::size_t first = index;
+      const EntryState state = at(row, first).state;
+      while (index < end && at(row, index).state == state && wanted(at(row, index))) ++index;
+      index > first ? runs.push_back({row, {first, index}}) : void(++index);
+    }
+  }
+  // The same, of every row.
+  template <typename Wanted>
+  std::vector<Run> collect(Interval indices, Wanted wanted) const VT_LOCKED {
+    std::vector<Run> runs;
+    for (std::size_t row = 0; row < rows_; ++row) collect(runs, row, indices, wanted);
+    return runs;
+  }
+  // The first of `indices` that is not `wanted` in every row.
+  template <typename Wanted>
+  std::size_t first_not(Interval indices, Wanted wanted) const VT_LOCKED {
+    std::size_t end = std::min(indices.end, reserved());
+    for (std::size_t row = 0; row < rows_ && indices.begin < end; ++row) {
+      std::size_t index = indices.begin;
+      while (index < end && wanted(at(row, index))) ++index;
+      end = index;
+    }
+    return std::max(indices.begin, end);
+  }
+  // Calls visit(entry, row, index) for every entry.
+  template <typename Visit>
+  void for_each(Visit visit) const VT_LOCKED {
+    for (std::size_t row = 0; row < rows_; ++row)
+      for (std::size_t index = 0; index < stride_; ++index) visit(at(row, index), row, index);
   }
 
+  // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
+  // several references.
+  std::size_t add_pages(std::unordered_set<const Page*>& seen) const VT_LOCKED;
+  // Adds what its entries use, `reachable` by a tensor or a view. Throws an Error that names the
+  // violated invariant.
+  void check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const VT_LOCKED;
+
+ protected:
+  ~PageTable() = default;
+  void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED;
+  // Of another table, whose range ends in this one's.
+  void add_quarantined(std::size_t pages) noexcept VT_LOCKED { add(quarantined_, pages); }
+
  private:
+  template <typename Counted>
+  std::size_t count(Interval indices, Counted counted) const VT_LOCKED;
+  // Without an atomic instruction: counts change under the lock alone.
+  static void add(std::atomic<std::size_t>& count, std::size_t pages) {
+    count.store(count.load(std::memory_order_relaxed) + pages, std::memory_order_relaxed);
+  }
+
   const std::size_t rows_;
-  std::size_t stride_ = 0;
-  std::vector<Entry> entries_;  // row after row
+  std::size_t stride_ VT_GUARDED = 0;         // entries of a row
+  std::vector<Entry> entries_ VT_GUARDED;     // row after row
+  std::size_t copy_on_write_ VT_GUARDED = 0;  // entries in this state
+  std::atomic<std::size_t> mapped_ = 0;       // the same; read without the lock too
+  std::atomic<std::size_t> quarantined_ = 0;
 };
 
 }  // namespace vtensor

@@ -1,0 +1,50 @@
+// Pages that several page tables have: what makes them copy-on-write, and gives a writer a page of
+// its own again. Each of these is whole or nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/interval.h"
+#include "vmm/reservation.h"
+
+namespace vtensor {
+
+// Makes writable runs copy-on-write, which are about to be shared. Lets the lock go meanwhile,
+// unless it is null. Requires: no work that may write to the runs is left in any stream.
+void make_copy_on_write(Reservation& range, PoolLock* lock, std::span<const PageTable::Run> runs)
+    VT_LOCKED;
+// The same of what `shown` has, for a child about to be forked; adds every copy-on-write page of
+// the range to `seen`. What the driver refuses stays writable.
+void protect_pages(Reservation& range, Interval shown, std::vector<Page*>& seen) noexcept VT_LOCKED;
+
+// Gives each copy-on-write page of `runs` a page of its own with what is seen there, mapped
+// writable, and zeroes `stale` at the end, in `stream`. If that is refused, pages that the kernel
+// had copied may stay unshared, which only the counts show. Throws TimedOut if copies may still
+// run, in the side stream.
+void unshare_pages(Reservation& range, PoolLock& lock, std::span<const PageTable::Run> runs,
+                   std::span<const Reservation::Bytes> stale, Stream stream) VT_LOCKED;
+// Pages that unsharing these takes: a page with one reference left is kept.
+std::size_t count_fresh_pages(const Reservation& range, std::span<const PageTable::Run> runs)
+    VT_LOCKED;
+
+// Pages from `index` on, of one state, that become those of `to`, copy-on-write. Requires: a driver
+// that remaps in one step, because a page that cannot be put back would leave its owner without it.
+struct PageChange {
+  Reservation* range;
+  std::size_t row, index;
+  std::vector<Page*> to;
+};
+void remap_pages(std::span<const PageChange> changes) VT_LOCKED;
+
+// Of a copy-on-write run, the pages that the kernel copied at a write; 1 for each.
+std::vector<std::uint8_t> find_private_copies(const Reservation& range, const PageTable::Run& run)
+    VT_LOCKED;
+std::vector<PageTable::Run> private_copies_in(const Reservation& range, Interval indices) VT_LOCKED;
+std::size_t count_private_copies(const Reservation& range, std::span<const PageTable::Run> runs)
+    VT_LOCKED;
+std::size_t count_private_copies(const Reservation& range) VT_LOCKED;
+
+}  // namespace vtensor

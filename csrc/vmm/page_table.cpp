@@ -1,0 +1,83 @@
+#include "vmm/page_table.h"
+
+#include <string>
+
+#include "base/errors.h"
+
+namespace vtensor {
+
+void PageTable::reserve(std::size_t indices) {
+  if (indices <= stride_) return;
+  const std::size_t stride = std::max(indices, 2 * stride_);
+  std::vector<Entry> entries(rows_ * stride);
+  for (std::size_t row = 0; row < rows_; ++row) {
+    std::copy_n(entries_.begin() + static_cast<std::ptrdiff_t>(row * stride_), stride_,
+                entries.begin() + static_cast<std::ptrdiff_t>(row * stride));
+  }
+  entries_.swap(entries);
+  stride_ = stride;
+}
+
+void PageTable::set(std::size_t row, std::size_t index, Entry entry) noexcept {
+  Entry& here = entries_[row * stride_ + index];
+  const auto change = [&](bool (*counted)(const Entry&)) {
+    return std::size_t{counted(entry)} - std::size_t{counted(here)};
+  };
+  add(mapped_, change(is_mapped));
+  copy_on_write_ += change(is_copy_on_write);
+  add(quarantined_, change(is_quarantined));
+  here = entry;
+}
+
+template <typename Counted>
+std::size_t PageTable::count(Interval indices, Counted counted) const {
+  std::size_t pages = 0;
+  const std::size_t end = std::min(indices.end, reserved());
+  for (std::size_t row = 0; row < rows_; ++row) {
+    for (std::size_t index = indices.begin; index < end; ++index) pages += counted(at(row, index));
+  }
+  return pages;
+}
+
+std::size_t PageTable::count_mapped(Interval indices) const { return count(indices, is_mapped); }
+
+std::size_t PageTable::count_taken(Interval indices) const {
+  return count(indices, [](const Entry& entry) {
+    return is_mapped(entry) || entry.state == EntryState::arriving;
+  });
+}
+
+std::size_t PageTable::count_quarantined(Interval indices) const {
+  return quarantined() == 0 ? 0 : count(indices, is_quarantined);
+}
+
+std::size_t PageTable::add_pages(std::unordered_set<const Page*>& seen) const {
+  std::size_t shared = 0;
+  for_each([&](const Entry& entry, std::size_t, std::size_t) {
+    if (is_mapped(entry) && seen.insert(entry.page).second) shared += entry.page->references > 1;
+  });
+  return shared;
+}
+
+void PageTable::check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const {
+  std::size_t mapped = 0, copy_on_write = 0;
+  for_each([&](const Entry& entry, std::size_t row, std::size_t index) {
+    if ((entry.page == nullptr) != (entry.state == EntryState::empty)) {
+      throw Error("I3: index " + std::to_string(index) + " of row " + std::to_string(row) +
+                  " has a page and no mapping, or a mapping and no page");
+    }
+    if (entry.page == nullptr) return;
+    PageUse& use = uses[entry.page];
+    ++use.entries;
+    if (reachable) {
+      ++use.reachable;
+      use.writable |= is_writable(entry);
+    }
+    mapped += is_mapped(entry);
+    copy_on_write += is_copy_on_write(entry);
+  });
+  if (mapped != this->mapped() || copy_on_write != copy_on_write_)
+    throw Error("I4: the counts of mapped pages are wrong");
+}
+
+}  // namespace vtensor
