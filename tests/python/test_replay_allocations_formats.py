@@ -68,7 +68,7 @@ def test_live_bytes_and_streams(tmp_path: Path) -> None:
         (["alloc,1,5,0", "", "alloc,1,5,0"], "line 4: 1 is allocated again"),
         (["alloc,1,5,0", "free,1,6,0"], "line 3: 1 is freed with 6 bytes"),
         (["alloc,1,5,0", "free,1,5,2"], "line 3: 1 is freed with 5 bytes of stream 2"),
-        ([], "holds no allocation"),
+        ([], "has no allocation"),
     ],
 )
 def test_malformed_lines(lines: list[str], reason: str, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
             {"device_traces": [[entry("alloc", 1, 5), entry("alloc", 1, 5)]]},
             r"\[0\]\[1\]: 1 is allocated again",
         ),
-        ({"device_traces": [[entry("snapshot", 0, 5)]]}, "holds no allocation"),
+        ({"device_traces": [[entry("snapshot", 0, 5)]]}, "has no allocation"),
         ({"device_traces": [[entry("alloc", 1, 5)]], "segments": [{"device": 0}]}, "address is None"),
         (
             {"device_traces": [[entry("alloc", 1, 5)]], "segments": [{"address": 1, "blocks": [3]}]},

@@ -1,4 +1,4 @@
-"""Replays of recorded allocations by models of allocators: ``python -m vtensor replay-allocations``."""
+"""Replays of recorded allocations with models of allocators: ``python -m vtensor replay-allocations``."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "add_parser", "main"]
 
 _DESCRIPTION = f"""Passes recorded allocations to models of torch's native allocator, of its expandable
-segments and of vtensor's allocator. Finds the smallest device on which each serves all of them, in multiples
-of the bytes live at most, and counts driver calls there and on a device of {ROOM:g} times those bytes. No
-memory is mapped unless that is asked for, and no device is needed."""
+segments and of vtensor's allocator. Finds the smallest device on which each serves all of them, as a multiple
+of the peak of live bytes, and counts driver calls there and on a device of {ROOM:g} times the peak. No memory
+is mapped, except with --allocator vtensor, and no device is needed."""
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allocator",
         action="append",
         choices=[*MODELS, "vtensor"],
-        help="may be given several times (default: all models); vtensor: no model, but the allocator itself, "
-        "over real memory of this machine, as much as was live; takes minutes",
+        help="may be given several times (default: all models). vtensor is the allocator itself: "
+        "it maps real memory of this machine, as much as was live, and takes minutes",
     )
     parser.add_argument(
-        "--device", metavar="NAME", help="whose allocations, as in cuda:0 or cpu (default: the only one's)"
+        "--device", metavar="NAME", help="the device, such as cuda:0 or cpu (default: the only one)"
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of the table")
     parser.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg, ...)")

@@ -1,4 +1,4 @@
-"""The device of the models: so many bytes, and a count of the calls that change what is taken of them."""
+"""The device of the models: its bytes, the bytes taken, and a count of the calls that change these."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PAGE = 2 << 20
 
 
 _ADDRESSES = 1 << 56
-"""Between the first addresses of two ranges, so that no two touch."""
+"""The distance of the first addresses of two ranges, so that no two touch."""
 
 
 class Allocator(Protocol):
-    """What a replay needs of an allocator: a model, or one that maps real memory."""
+    """The calls of an allocator that a replay uses: of a model, or of one that maps real memory."""
 
     def allocate(self, nbytes: int, stream: int, /) -> int:
         """The address of ``nbytes`` bytes for ``stream``.
@@ -30,7 +30,7 @@ class Allocator(Protocol):
         """
 
     def free(self, address: int, nbytes: int, stream: int, /) -> None:
-        """Ends an allocation: its address, and its bytes and stream as they were asked for."""
+        """Ends an allocation. Takes its address, and its bytes and stream as they were asked for."""
 
     @property
     def device_bytes(self) -> int:
@@ -38,14 +38,14 @@ class Allocator(Protocol):
 
     @property
     def calls(self) -> Mapping[str, int]:
-        """How often each call of the driver was made."""
+        """The number of calls of the driver, by name."""
 
 
 class Device:
     """Counts bytes taken, and calls.
 
     Args:
-        capacity: bytes there are.
+        capacity: bytes of the device.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -65,7 +65,7 @@ class Device:
 
 
 class OnDevice:
-    """What the models of allocators share: a device, and addresses of ranges that never touch.
+    """The base of the models of allocators: a device, and addresses of ranges that never touch.
 
     Args:
         capacity: bytes of the device.
@@ -87,7 +87,7 @@ class OnDevice:
         self._device.calls[call] += 1
 
     def _addresses(self) -> int:
-        """The first of a range of its own."""
+        """The first address of a new range."""
         return _ADDRESSES * next(self._ranges)
 
     def _reserve(self) -> int:

@@ -1,4 +1,4 @@
-"""Recorded allocations: what was asked of an allocator, in order."""
+"""Recorded allocations: the requests to an allocator, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vtensor.errors import InvalidArgument
 __all__ = ["MOST_BYTES", "AllocationTrace", "Event", "Kind", "checked"]
 
 MOST_BYTES = 2**50
-"""The largest allocation a trace may hold."""
+"""The largest allocation in a trace."""
 
 Kind: TypeAlias = Literal["alloc", "free"]
 
@@ -22,7 +22,7 @@ class Event(NamedTuple):
 
     kind: Kind
     id: int
-    """Names the allocation from its ``alloc`` to its ``free``. Later allocations may use the name again."""
+    """Names the allocation from its ``alloc`` to its ``free``. Later allocations may reuse the name."""
     bytes: int
     stream: int
     """The stream for which the memory was allocated. Other streams may not take it over without a wait."""
@@ -34,7 +34,7 @@ class AllocationTrace:
 
     Args:
         events: in order. Every ``free`` ends a live allocation and repeats its bytes and its stream.
-        notes: what the file says of its origin.
+        notes: the file's notes on its origin.
     """
 
     events: list[Event]
@@ -47,15 +47,15 @@ class AllocationTrace:
 
     @property
     def streams(self) -> int:
-        """How many streams allocate."""
+        """The number of streams that allocate."""
         return len({event.stream for event in self.events})
 
 
 def checked(events: Iterable[tuple[str, Event]]) -> Iterable[Event]:
-    """Passes events on, and checks that every allocation is freed at most once and then as it was made.
+    """Passes events on, and checks that every allocation is freed at most once, with its bytes and stream.
 
     Args:
-        events: with the place of each in its file, for errors.
+        events: the events, each with its place in the file, for errors.
 
     Raises:
         InvalidArgument: for an event that cannot follow those before it.
@@ -70,7 +70,7 @@ def checked(events: Iterable[tuple[str, Event]]) -> Iterable[Event]:
             if event.id in live:
                 raise InvalidArgument(
                     f"[replay-allocations] {place}: {event.id} is allocated again before it is freed: "
-                    "events are missing or out of order; record it anew"
+                    "events are missing or out of order; record it again"
                 )
             live[event.id] = event
         else:
@@ -78,7 +78,7 @@ def checked(events: Iterable[tuple[str, Event]]) -> Iterable[Event]:
             if begun is None:
                 raise InvalidArgument(
                     f"[replay-allocations] {place}: {event.id} is freed and not allocated: "
-                    "events are missing or out of order; record it anew"
+                    "events are missing or out of order; record it again"
                 )
             if begun[2:] != event[2:]:
                 raise InvalidArgument(

@@ -22,10 +22,10 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
         path: a pickle of ``torch.cuda.memory._snapshot()`` (``.pickle``, ``.pkl``), a trace of
             ``torch.profiler`` with memory events (``.json``, ``.json.gz``), or the plain format (``.csv``,
             ``.csv.gz``).
-        device: which device's allocations, as in ``"cuda:0"``; may be left out where there is one only.
+        device: the device of the allocations, such as ``"cuda:0"``; may be left out if there is only one.
 
     Raises:
-        InvalidArgument: if the file has none of the formats, cannot be read or holds no allocation, or if an
+        InvalidArgument: if the file has none of the formats, cannot be read or has no allocation, or if an
             event is malformed.
     """
     file = Path(path)
@@ -49,5 +49,5 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:  # the last three: damaged archives
         raise InvalidArgument(f"[replay-allocations] {file} cannot be read: {error}") from error
     if not trace.events:
-        raise InvalidArgument(f"[replay-allocations] {file} holds no allocation: nothing to replay")
+        raise InvalidArgument(f"[replay-allocations] {file} has no allocation: nothing to replay")
     return trace

@@ -11,16 +11,16 @@ __all__ = ["GrowingRanges"]
 
 
 class GrowingRanges:
-    """The ranges of one pool: one for each stream, or more where addresses run out.
+    """The ranges of one pool: one for each stream, or more if addresses run out.
 
     Args:
         page: bytes of a page.
         reserved: bytes of addresses in a range.
-        grain: what is left of a free piece is kept apart from this size on.
-        take: maps so many pages at once; False if there are too few, and then none is mapped.
-        give: unmaps so many pages.
+        grain: the smallest rest of a free piece that becomes a piece of its own.
+        take: maps a number of pages at once; False if there are too few, and then none is mapped.
+        give: unmaps a number of pages.
         reserve: begins a range, at the address that it returns.
-        unreserve: ends a range, of which nothing is mapped.
+        unreserve: ends a range without mapped pages.
     """
 
     def __init__(

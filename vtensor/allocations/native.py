@@ -1,6 +1,6 @@
 """A model of torch's native caching allocator, after its source: c10/cuda/CUDACachingAllocator.cpp.
 
-Private pools of CUDA graphs are left out, and ``max_split_size``, ``roundup_power2_divisions`` and garbage
+It leaves out private pools of CUDA graphs, and ``max_split_size``, ``roundup_power2_divisions`` and garbage
 collection, which torch's defaults do not use.
 """
 
@@ -20,7 +20,7 @@ _LARGE_ROUND = 2 << 20  # kRoundLarge
 
 
 class NativeAllocator(OnDevice):
-    """Best fit in what cudaMalloc gave, by stream, in a pool for small and one for large allocations.
+    """Best fit in the memory of cudaMalloc, by stream, in a pool for small and one for large allocations.
 
     Args:
         capacity: bytes of the device.
@@ -57,7 +57,7 @@ class NativeAllocator(OnDevice):
         pool.add(piece)
 
     def release(self) -> None:
-        """Frees what cudaMalloc gave and of which nothing is allocated, as torch.cuda.empty_cache does."""
+        """Frees the memory of cudaMalloc in which nothing is allocated, as torch.cuda.empty_cache does."""
         for pool in (self._small, self._large):
             for piece in pool.all():
                 if not piece.prev and not piece.next:

@@ -24,7 +24,7 @@ def read_profile(path: Path, device: str | None) -> AllocationTrace:
 
     Args:
         path: a ``.json`` or a ``.json.gz`` file.
-        device: which device's events, as in ``"cuda:0"`` or ``"cpu"``; None if there are events of one only.
+        device: the device of the events, such as ``"cuda:0"`` or ``"cpu"``; None if there is only one.
 
     Raises:
         InvalidArgument: for malformed events, or if ``device`` does not select events.

@@ -1,4 +1,4 @@
-"""From addresses, which a recorded allocator used again, to a trace that begins with nothing allocated."""
+"""Turns addresses, which a recorded allocator reuses, into a trace that begins with nothing allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RawEvent(NamedTuple):
     """An event as recorded."""
 
     place: str
-    """Where it stands in its file."""
+    """Its place in the file."""
     kind: Kind
     address: int
     bytes: int
@@ -25,11 +25,11 @@ class RawEvent(NamedTuple):
 def named(recorded: Iterable[RawEvent], live_at_end: Iterable[RawEvent] = ()) -> Iterator[tuple[str, Event]]:
     """Gives each allocation a name of its own.
 
-    What was allocated before the recording began comes first, in order of addresses. It is known from its
-    free, or because it was live when the recording ended.
+    Allocations from before the recording come first, in order of addresses. They are known from their frees,
+    or because they were live when the recording ended.
 
     Args:
-        recorded: in order.
+        recorded: events in order.
         live_at_end: allocations that existed when the recording ended; those recorded are left out.
     """
     events = list(recorded)

@@ -15,7 +15,7 @@ __all__ = ["RealAllocator", "real"]
 
 
 class RealAllocator:
-    """A heap over a pool of the CPU, and the time that its calls take."""
+    """A heap over a pool of the CPU. It measures the time of its calls."""
 
     def __init__(self, pool: Pool, heap: _core.HeapCore) -> None:
         self._pool, self._heap = pool, heap
@@ -47,7 +47,7 @@ class RealAllocator:
 
 @contextmanager
 def real(capacity: int) -> Iterator[RealAllocator]:
-    """Opens it over ``capacity`` bytes of the host, in pages of 2 MiB."""
+    """Opens a :class:`RealAllocator` over ``capacity`` bytes of the host, in pages of 2 MiB."""
     with Pool("cpu", page_size=PAGE, budget=capacity) as pool:
         heap = _core.HeapCore(pool._open_core("replay-allocations"))
         try:

@@ -14,42 +14,42 @@ from vtensor.errors import OutOfPages
 __all__ = ["ROOM", "Need", "Opened", "Run", "device_needed", "replay_allocations"]
 
 ROOM = 1.25
-"""A device with some room has so many times the bytes that are live at most."""
+"""The size of a device with some room, as a multiple of the peak of live bytes."""
 
 Opened: TypeAlias = "Callable[[int], AbstractContextManager[Allocator]]"
-"""Opens an allocator for a device of so many bytes."""
+"""Opens an allocator for a device of a number of bytes."""
 
 Progress: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A replay that came to its end."""
+    """A completed replay."""
 
     device_bytes: list[int]
-    """Taken of the device, after each event."""
+    """Bytes taken of the device after each event."""
     calls: dict[str, int]
     seconds: float | None = None
-    """In the allocator's calls, of one that maps real memory."""
+    """Seconds in the allocator's calls, if it maps real memory."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What an allocator needs for a trace."""
+    """The needs of an allocator for a trace."""
 
     name: str
     smallest: int
     """Bytes of the smallest device."""
     peak: int
-    """The most bytes live at a time."""
+    """The most bytes live at once."""
     run: Run
-    """On the smallest device."""
+    """The replay on the smallest device."""
     with_room: Run | None
-    """On a device of ROOM times the peak; None if that is too small."""
+    """The replay on a device of ROOM times the peak; None if that is too small."""
 
     @property
     def of_peak(self) -> float:
-        """The smallest device in multiples of the peak."""
+        """The smallest device as a multiple of the peak."""
         return self.smallest / self.peak
 
 
@@ -60,11 +60,11 @@ def replay_allocations(
 
     Args:
         trace: the events.
-        allocator: a fresh one.
-        progress: is passed a line, now and then.
+        allocator: an unused allocator.
+        progress: gets a line now and then.
 
     Returns:
-        None if the allocator refuses an allocation.
+        The replay; None if the allocator refuses an allocation.
     """
     addresses: dict[int, int] = {}
     taken = []
@@ -91,10 +91,10 @@ def device_needed(
     page less fails.
 
     Args:
-        name: of the allocator.
+        name: name of the allocator.
         opened: opens it.
         trace: the events.
-        progress: is passed a line, now and then.
+        progress: gets a line now and then.
     """
 
     def on(pages: int) -> Run | None:

@@ -1,4 +1,4 @@
-"""What allocators need for recorded allocations: as a table, as JSON and as a picture."""
+"""The needs of allocators for recorded allocations: as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _counts(run: Run | None, calls: Iterable[str]) -> list[str]:
 
 
 def to_json(comparisons: Sequence[Comparison]) -> str:
-    """A JSON list of the traces, and of what each allocator needs for them."""
+    """A JSON list of the traces and the needs of each allocator for them."""
     return json.dumps([_plain(comparison) for comparison in comparisons], indent=2)
 
 
@@ -112,7 +112,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
 
 
 def picture(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> None:
-    """Draws live bytes and what each allocator takes of its smallest device.
+    """Draws live bytes, and the bytes that each allocator takes of its smallest device.
 
     Traces are rows and allocators are columns. The file's suffix selects the format.
 
@@ -151,7 +151,7 @@ def picture(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> 
 
 
 def _points(values: Sequence[int]) -> tuple[list[int], list[float]]:
-    """At most so many points that a picture can show; of those left out, the highest stays."""
+    """At most as many points as a picture can show: the highest of each interval."""
     step = -(-len(values) // _MOST_POINTS)
     places = range(0, len(values), step)
     return list(places), [max(values[i : i + step]) / 2**20 for i in places]

@@ -18,14 +18,14 @@ _LIVE = ("active_allocated", "active_awaiting_free")
 
 
 def read_snapshot(path: Path, device: str | None) -> AllocationTrace:
-    """Reads the history of a snapshot. Nothing in the file can run: it may hold plain containers only.
+    """Reads the history of a snapshot. Nothing in the file can run: only plain containers are accepted.
 
-    Memory counts as freed when torch could use it again (``free_completed``), or when its free was requested
-    where the history leaves the former out.
+    Memory counts as freed when torch could use it again (``free_completed``). If the history leaves that out,
+    it counts as freed when its free was requested.
 
     Args:
         path: a pickle.
-        device: which device's history, as in ``"cuda:0"``; None if one device has a history only.
+        device: the device of the history, such as ``"cuda:0"``; None if only one device has a history.
 
     Raises:
         InvalidArgument: if the file is not such a pickle, has malformed entries, or if ``device`` selects
@@ -55,7 +55,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise InvalidArgument(
-            f"[replay-allocations] {self._path} asks for {module}.{name}, and a snapshot holds plain "
+            f"[replay-allocations] {self._path} asks for {module}.{name}, and a snapshot has plain "
             "containers only: do not unpickle this file elsewhere"
         )
 
@@ -116,8 +116,8 @@ def _events(path: Path, number: int, entries: list[Any]) -> Iterator[RawEvent]:
 
 
 def _live_at_end(path: Path, number: int, ranges: Any) -> Iterator[RawEvent]:
-    """What the snapshot says is allocated. Its address is left out by old versions of torch, and follows from
-    the sizes before it."""
+    """The allocations in the snapshot. Old versions of torch leave out an address; it follows from the sizes
+    before it."""
     for i, found in enumerate(ranges if isinstance(ranges, list) else []):
         if not isinstance(found, dict) or found.get("device", 0) != number:
             continue

@@ -1,8 +1,8 @@
 """A model of vtensor's allocator: any free pages serve any allocation, mapped behind one range.
 
 The idea is GMLake's (Guo et al., arXiv 2401.08156). Allocations that fill their pages are kept apart from
-all others, so that every page they leave is free as a whole. The others would lose the rest of a last page
-each, so they are cut from shared pages.
+all others, so that every page they leave is free as a whole. Each of the others would waste the rest of its
+last page, so they are cut from shared pages.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MOST_LOSS = 1 / 1024
 class StitchedAllocator(OnDevice):
     """Allocations of whole pages, of other large sizes and of small ones.
 
-    Each kind has ranges of its own, and all have the same pages. A freed range stays mapped, for the next of
-    its size or smaller ones, until its pages are needed elsewhere. Then as many free pages as are missing
-    move, wherever they lie and whatever their stream.
+    Each kind has its own ranges, and all kinds use the same pages. A freed range stays mapped, for the next
+    allocation of its size or smaller, until its pages are needed elsewhere. Then as many free pages as are
+    missing move, from any place and stream.
 
     Args:
         capacity: bytes of the device.
@@ -37,7 +37,7 @@ class StitchedAllocator(OnDevice):
         self._most_loss = most_loss
         self._unmapped = 0  # pages taken of the device and mapped nowhere
         self._live: dict[int, GrowingRanges] = {}
-        # Those of whole pages give up their pages first: none of them is pinned by a neighbour.
+        # Allocations of whole pages give up pages first: no neighbour needs these.
         self._kinds = self._whole, self._large, self._small = [
             GrowingRanges(
                 page=PAGE,
@@ -93,7 +93,7 @@ class StitchedAllocator(OnDevice):
         self._unmapped += pages
 
     def _uncover(self, wanted: int) -> bool:
-        """Unmaps free pages, ``wanted`` of them if there are so many. False if there is none."""
+        """Unmaps ``wanted`` free pages, or all if there are fewer. False if there is none."""
         found = 0
         for ranges in self._kinds:
             if found < wanted:

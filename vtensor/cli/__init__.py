@@ -1,8 +1,8 @@
 """The command line, ``python -m vtensor``: ``info``, ``top``, ``demo``, ``bench``, ``replay`` and
 ``replay-allocations``.
 
-Exit statuses: 0 for success, 1 if something failed, 2 for arguments that are not valid, 130 after Ctrl-C, 141
-if the reader of the output has closed the pipe.
+Exit statuses: 0 for success, 1 if something failed, 2 for invalid arguments, 130 after Ctrl-C, 141 if the
+reader of the output has closed the pipe.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(end="", flush=True)  # now, because a closed pipe can still be handled here
         return status
     except KeyboardInterrupt:
-        _tell("stopped")
+        _print_error("stopped")
         return _starting.INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes again when it ends, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except VTensorError as error:
-        _tell(f"error: {error}")
+        _print_error(f"error: {error}")
         return 1
 
 
@@ -52,13 +52,13 @@ def _run(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser(
         "info",
-        help="what is here: drivers, limits and how to raise them, attention libraries; and a self-test",
-        description="Drivers, limits, what is installed for attention, and a self-test on real memory.",
+        help="this machine: drivers, limits and how to raise them, attention libraries, and a self-test",
+        description="Drivers, limits, attention libraries, and a self-test on real memory.",
     )
     info.add_argument("--json", action="store_true", help="print the report as JSON")
     top = commands.add_parser(
         "top",
-        help="the pools that share a budget on this machine: who has what, live",
+        help="the pools that share a budget on this machine, and what each has, live",
         description="The pools that share a budget, in all processes of this user, each second until Ctrl-C.",
     )
     top.add_argument("--once", action="store_true", help="print once, and end")
@@ -103,7 +103,7 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
         # Imported by name: the package needs only torch, and only its commands need more.
         demo = importlib.import_module("vtensor.integrations.demo")
     except ModuleNotFoundError as missing:
-        _tell(f"error: the demo needs {missing.name}: pip install 'vtensor[demo]'")
+        _print_error(f"error: the demo needs {missing.name}: pip install 'vtensor[demo]'")
         return 1
     status: int = demo.main(rest)
     return status
@@ -129,6 +129,6 @@ def _has_replay() -> bool:
     return bool(importlib.util.find_spec("vtensor.replay") and importlib.util.find_spec("vtensor.replay.cli"))
 
 
-def _tell(line: str) -> None:
+def _print_error(line: str) -> None:
     with suppress(OSError):  # stderr may be closed too
         print(line, file=sys.stderr)

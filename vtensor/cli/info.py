@@ -50,8 +50,8 @@ def main(as_json: bool) -> int:
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     print("\nDrivers")
     for driver in found:
-        print(f"  {driver.device:<8}{_told(driver)}")
-    print("\nLimits (! is likely to be met)")
+        print(f"  {driver.device:<8}{_driver_line(driver)}")
+    print("\nLimits (! is likely to be reached)")
     for limit in limits():
         print(_limit_lines(limit))
     print("\nAttention")
@@ -66,7 +66,7 @@ def main(as_json: bool) -> int:
     return 0 if ok else 1
 
 
-def _told(driver: Driver) -> str:
+def _driver_line(driver: Driver) -> str:
     if not driver.found:
         return f"not here: {driver.detail}"
     return (
@@ -76,11 +76,11 @@ def _told(driver: Driver) -> str:
 
 
 def _limit_lines(limit: Limit) -> str:
-    def told(number: int) -> str:
+    def text(number: int) -> str:
         return _bytes(number) if limit.unit == "bytes" else f"{number:,}"
 
-    value = "no limit" if limit.value is None else told(limit.value)
-    used = f", {told(limit.used)} in use" if limit.used is not None and limit.value is not None else ""
+    value = "no limit" if limit.value is None else text(limit.value)
+    used = f", {text(limit.used)} in use" if limit.used is not None and limit.value is not None else ""
     remedy = f"\n      to raise it: {limit.remedy}" if limit.remedy and limit.value is not None else ""
     return f"  {'!' if limit.low else ' '} {limit.name:<27}{value}{used}\n      {limit.meaning}{remedy}"
 

@@ -54,7 +54,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             _lines(proc / "self/maps"),
             "mappings",
             mappings is not None and mappings < _ENOUGH_MAPPINGS,
-            "each run of host pages that lie apart in the pool or in the tensor takes a mapping",
+            "each run of host pages that are neighbours in the pool and in the tensor takes a mapping",
             "sudo sysctl -w vm.max_map_count=1048576, or page_size= of larger pages",
         ),
         Limit(
@@ -63,7 +63,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             memory_used,
             "bytes",
             False,
-            "host pages count against it, and passing it ends the process; budget= stays below",
+            "host pages count against it, and exceeding it ends the process; budget= stays below",
             "raise memory.max of the cgroup, or --memory of the container",
         ),
         Limit(
@@ -81,7 +81,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             None,
             "",
             policy == 2,
-            "2 counts memory that is asked for and not used; shared pages that tensors may yet write to are",
+            "2 also counts memory that is not used yet: shared pages that tensors may write to",
             "sudo sysctl -w vm.overcommit_memory=0" if policy == 2 else "",
         ),
         Limit(
@@ -99,7 +99,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             None,
             "bytes",
             file_size is not None,
-            "the pages of a host pool lie in a file in memory, which may not grow past it",
+            "the pages of a host pool are in a file in memory, which may not grow past it",
             "ulimit -f unlimited",
         ),
         Limit(
@@ -108,7 +108,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             None,
             "bytes",
             False,
-            "vtensor locks none; what registers its pages for devices, as RDMA does, needs as much",
+            "vtensor locks none; registering its pages for devices, as RDMA does, locks as much",
             "ulimit -l unlimited, or memlock in /etc/security/limits.conf",
         ),
     ]
@@ -120,7 +120,7 @@ def _resource(which: int) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if it holds a word such as "max", or does not exist."""
+    """The number in a file; None if it has a word such as "max", or does not exist."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

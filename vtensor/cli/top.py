@@ -1,4 +1,4 @@
-"""``python -m vtensor top``: which pools share a budget on this machine, and who has what."""
+"""``python -m vtensor top``: the pools that share a budget on this machine, and what each has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from vtensor import _core
 from vtensor._units import byte_text
 
-_ANSWER_SECONDS = 0.3  # for pools to say what they hold; who does not shows what it said last
+_ANSWER_SECONDS = 0.3  # for pools to answer; a pool that does not shows its last figures
 _PERIOD_SECONDS = 1.0
 _BAR = 24
 _CUDA = 2  # as DLPack numbers devices
@@ -37,9 +37,11 @@ def main(*, once: bool = False, as_json: bool = False) -> int:
 
 
 def survey() -> tuple[list[dict[str, Any]], list[str]]:
-    """The shared budgets of this user that have an open pool, in bytes. ``active`` is what a pool needs,
-    ``cached`` what stays mapped without need, ``free`` its free pages: together what it holds. And why some
-    file that has the name of a budget could not be read."""
+    """The shared budgets of this user that have an open pool, in bytes, and a line for each file with the
+    name of a budget that could not be read.
+
+    What a pool holds is ``active`` (what it needs), ``cached`` (mapped without need) and ``free`` pages.
+    """
     budgets, skipped = _core.survey_budgets(_ANSWER_SECONDS)
     return [
         {
@@ -54,7 +56,7 @@ def survey() -> tuple[list[dict[str, Any]], list[str]]:
 
 def _pool(holder: _core.BudgetHolder) -> dict[str, Any]:
     kind, index = holder.device
-    # Figures of one moment, and what is held of a later one.
+    # `held` is of a later moment than the other figures.
     free = min(holder.spare, holder.held)
     cached = min(holder.cached, holder.held - free)
     return {

@@ -1,5 +1,5 @@
-"""What a replay asks of a memory manager, what those that vtensor is compared with have in common, and the
-simplest of them."""
+"""The calls of a memory manager that a replay uses, base classes of the managers that vtensor is compared
+with, and the simplest of these."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CacheStats(Protocol):
 
 
 class ReplayCache(KVCacheManager, Protocol):
-    """What a replay asks of a manager."""
+    """The calls of a manager that a replay uses."""
 
     def stats(self) -> CacheStats: ...
 
@@ -83,7 +83,7 @@ class StaticCache(OneSample):
         max_len: tokens of a slot.
 
     Raises:
-        InvalidArgument: if the memory does not hold one slot.
+        InvalidArgument: if the memory is too small for one slot.
     """
 
     def __init__(self, tokens: int, max_batch: int, max_len: int) -> None:

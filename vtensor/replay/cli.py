@@ -55,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="ROWS", help="the trace's first rows only")
     parser.add_argument(
-        "--speed", type=float, default=1.0, help="requests come so many times faster (default: %(default)s)"
+        "--speed", type=float, default=1.0, help="requests come this many times faster (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-batch", type=int, default=256, help="requests at a time, at most (default: %(default)s)"
+        "--max-batch", type=int, default=256, help="the most requests at a time (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-len", type=int, help="tokens of a request, at most (default: the longest of the trace)"
+        "--max-len", type=int, help="the most tokens of a request (default: the longest of the trace)"
     )
     parser.add_argument(
         "--token-budget", type=int, default=2048, help="tokens of an iteration (default: %(default)s)"
@@ -87,13 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-ms",
         type=float,
         default=service.step_seconds * 1e3,
-        help="of an iteration (default: %(default)s)",
+        help="fixed time of an iteration (default: %(default)s)",
     )
     parser.add_argument(
         "--tokens-per-second",
         type=float,
         default=service.tokens_per_second,
-        help="computed (default: %(default)s)",
+        help="tokens computed a second (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-bandwidth",
@@ -106,28 +106,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=service.copy_bytes_per_second,
         metavar="BYTES_PER_SECOND",
-        help="bytes copied to host memory a second, and as many from it (default: %(default)s)",
+        help="bytes a second of copies to host memory, and of copies from it (default: %(default)s)",
     )
-    parser.add_argument("--bands", type=int, default=8, help="of layers; layerkv only (default: %(default)s)")
+    parser.add_argument("--bands", type=int, default=8, help="layerkv only (default: %(default)s)")
     parser.add_argument(
         "--predictor",
         choices=list(PREDICTORS),
         default="histogram",
-        help="of the tokens to come, for the promises; layerkv only (default: %(default)s)",
+        help="predicts the tokens to come, for the promises; layerkv only (default: %(default)s)",
     )
     parser.add_argument(
         "--slo-ttft",
         type=float,
         default=SLO_TTFT,
         metavar="SECONDS",
-        help="to the first token, as promised (default: %(default)s)",
+        help="the promise: seconds to the first token (default: %(default)s)",
     )
     parser.add_argument(
         "--slo-tpot",
         type=float,
         default=SLO_TPOT,
         metavar="SECONDS",
-        help="for each later token, as promised (default: %(default)s)",
+        help="the promise: seconds for each later token (default: %(default)s)",
     )
     parser.add_argument(
         "--latencies",
@@ -146,7 +146,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     rows = read_trace(arguments.trace, _within("--limit", arguments.limit, 1))
     server = _server(arguments, rows)
-    if server.driver == "simulated":  # read when the library is loaded; its default is a device's granularity
+    if server.driver == "simulated":  # read when the library is loaded; by default that of a device
         os.environ.setdefault(
             "SIMCUDA_GRANULARITY", str(server.page_size // scale(server.shape, server.page_size))
         )

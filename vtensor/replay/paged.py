@@ -3,9 +3,9 @@ sequence.
 
 After vLLM's paper (Kwon et al., SOSP 2023) and its documentation of automatic prefix caching. vLLM's block is
 called a frame here, and a page is always the driver's. Frames are reference-counted. A full frame is indexed
-by a hash over its tokens and all tokens before them. After its last user has gone, it stays in the index
-until its memory is needed. The least recently used frame is evicted first, and of one sequence the last
-frame. A shared frame is copied before a write.
+by a hash over its tokens and all tokens before them. Once its last user has gone, it stays in the index until
+its memory is needed. The least recently used frame is evicted first, and of one sequence the last frame. A
+shared frame is copied before a write.
 
 One choice is better than the documented one: frames outside the index are handed out before frames that could
 still be reused as a prefix.
@@ -23,7 +23,7 @@ __all__ = ["PagedCache"]
 
 
 class PagedCache(NeverSwapped):
-    """The calls of ``vtensor.KVCache`` over tables of frames. It keeps the books, and has no memory.
+    """The calls of ``vtensor.KVCache`` over tables of frames. It has the tables only, and no memory.
 
     Args:
         frames: frames in the device's memory.
@@ -100,7 +100,7 @@ class PagedCache(NeverSwapped):
         return self._lengths[slot]
 
     def _grown(self, lengths: Sequence[int]) -> list[int]:
-        """The slots that are to have more tokens than they have room for."""
+        """The slots whose new lengths are above their room."""
         return [slot for slot, (n, room) in enumerate(zip(lengths, self._room, strict=True)) if n > room]
 
     def _frames_for(self, slots: list[int], lengths: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""What a replay compares: memory managers, each with the same amount of memory, and ways to schedule."""
+"""The memory managers that a replay compares, each with the same amount of memory, and their schedulers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Server:
         layer_group: layers in a page.
         lookahead: tokens that the mapper keeps ready.
         driver: ``"host"`` maps pages with mmap, ``"simulated"`` with the simulated libcuda.
-        bands: of layers, for policies that compute prompts band by band.
+        bands: bands of layers, for policies that compute prompts band by band.
     """
 
     shape: ModelShape
@@ -70,9 +70,9 @@ class Server:
 
 
 def default_layer_group(shape: ModelShape, page_size: int) -> int:
-    """The most layers that can share a page so that it holds a whole number of tokens.
+    """The most layers that can share a page of a whole number of tokens.
 
-    If no number of layers does, the most with which a page holds at least 16 tokens.
+    If there is no such number, the most with which a page has at least 16 tokens.
     """
     divisors = [n for n in range(shape.layers, 0, -1) if shape.layers % n == 0]
     whole = [n for n in divisors if page_size % (n * shape.layer_bytes) == 0]
@@ -144,14 +144,14 @@ def _banded(server: Server) -> AbstractContextManager[ReplayCache]:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a policy may schedule by.
+    """The inputs of a policy's scheduler.
 
     Args:
         token_budget: tokens of an iteration.
         clock: simulated seconds.
-        promises: to the requests.
-        token_seconds: that the device takes to compute a prompt token.
-        copy_seconds: that it takes to copy a token's K and V to host memory.
+        promises: the promises to the requests.
+        token_seconds: seconds that the device takes to compute a prompt token.
+        copy_seconds: seconds that it takes to copy a token's K and V to host memory.
     """
 
     token_budget: int
@@ -171,13 +171,13 @@ def first_come(cache: ReplayCache, terms: Terms) -> Scheduler:
 
 
 def _whole_prompts(cache: ReplayCache, terms: Terms) -> Scheduler:
-    """The same, with a budget that the longest prompt fits in while every slot decodes."""
+    """As :func:`first_come`, with a token budget for the longest prompt beside a token of every slot."""
     budget = max(terms.token_budget, cache.max_len + cache.max_batch)
     return first_come(cache, replace(terms, token_budget=budget))
 
 
 def _layerkv(cache: ReplayCache, terms: Terms) -> Scheduler:
-    """Prompts that find no room are computed band by band, and all begin by the promises to others."""
+    """Computes prompts that find no room band by band. The promises to others decide when prompts begin."""
     assert isinstance(cache, KVCache)
     resident = resident_bands(len(cache.bands), terms.token_seconds, terms.copy_seconds)
     return Scheduler(
@@ -191,7 +191,7 @@ def _layerkv(cache: ReplayCache, terms: Terms) -> Scheduler:
 
 @dataclass(frozen=True)
 class Policy:
-    """A memory manager, and how its requests are scheduled.
+    """A memory manager and its scheduler.
 
     Args:
         open: opens the manager.

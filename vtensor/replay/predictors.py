@@ -1,4 +1,4 @@
-"""Predictors of how many tokens requests will generate, to compare what promises are worth with each."""
+"""Predictors of the tokens that requests will generate, to compare promises with each of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PREDICTORS"]
 
 
 class _Truth:
-    """An upper bound: what the trace says."""
+    """An upper bound: the lengths of the trace."""
 
     def left(self, request: Request, generated: int) -> float:
         return request.max_new_tokens - generated
@@ -20,7 +20,7 @@ class _Truth:
 
 
 class _Bad:
-    """Takes every request for one that has a thousand tokens to come, and so for one that can wait."""
+    """Predicts a thousand tokens for every request, so that every request seems able to wait."""
 
     def left(self, request: Request, generated: int) -> float:
         return 1000.0

@@ -67,8 +67,8 @@ def to_json(settings: dict[str, object], results: Sequence[Result]) -> str:
 
 
 def picture(results: Sequence[Result], path: str | os.PathLike[str], title: str) -> None:
-    """Draws requests at a time, tokens held, times to first token and times per output token, with what was
-    promised of both. The file's suffix selects the format.
+    """Draws requests at a time, tokens held, times to first token and times per output token, with the
+    promises of both. The file's suffix selects the format.
 
     Raises:
         VTensorError: if matplotlib is missing.

@@ -21,18 +21,18 @@ from vtensor.serving.plans import slot_of
 __all__ = ["SLO_TPOT", "SLO_TTFT", "Result", "Sample", "ServiceModel", "replay"]
 
 SLO_TTFT = 3.0
-"""Seconds to the first token that a request is promised unless others are given."""
+"""The default promise: seconds to the first token."""
 SLO_TPOT = 0.2
-"""The same, for each token behind the first."""
+"""The default promise: seconds for each later token."""
 
 _SAMPLES = 512  # at most: stats() of a KVCache of 256 slots takes a millisecond
-_LONGEST_WAIT = 60.0  # for the mapper, however long an iteration lasts
+_LONGEST_WAIT = 60.0  # for the mapper, even if an iteration lasts longer
 
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """The duration of an iteration: reading the weights, computing the tokens, and reading K and V; or, where
-    it takes longer, copying K and V between device and host memory meanwhile.
+    """The duration of an iteration: reading the weights, computing the tokens, and reading K and V. K and V
+    are copied between device and host memory at the same time; if that takes longer, it is the duration.
 
     The defaults stand for an 8B model in bf16 on an A100 with 2 TB/s and 312 TFLOP/s: 16 GB of weights, 8 ms
     to read them, and about 60% of either peak. They are assumptions, the same for all managers. They are not
@@ -73,7 +73,7 @@ class Sample:
     running: int
     queued: int
     tokens: int
-    """Tokens whose K and V the requests hold."""
+    """Tokens of the requests whose K and V are in memory."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Result:
     failed: int
     """Requests too large for the manager's memory, or for its slots."""
     batch_mean: float
-    """Mean number of running requests, over the time in which there were any."""
+    """Mean number of running requests, over the time with at least one."""
     batch_peak: int
     waste: float
     """Memory that the running requests hold beyond what their tokens need, as a share of that need. The mean
@@ -95,7 +95,7 @@ class Result:
     prompt_tokens: int
     """Prompt tokens of admitted requests."""
     reused_tokens: int
-    """Those of them that published prefixes covered."""
+    """The prompt tokens that published prefixes covered."""
     computed_tokens: int
     recomputed: int
     """Preemptions that dropped computed tokens."""
@@ -109,11 +109,11 @@ class Result:
     delay_p99: float
     ttft_p50: float
     """Time to first token: seconds from a request's arrival to the end of the iteration that gave its first
-    token. Of finished requests, as all of these."""
+    token. This and the other times are those of finished requests."""
     ttft_p99: float
     tpot_mean: float
-    """Time per output token: seconds from a request's first token to its last, over the tokens behind the
-    first, whatever lay between. The mean over requests of two tokens and more."""
+    """Time per output token: seconds from a request's first token to its last, divided by the tokens after
+    the first, waits included. The mean over requests of two tokens and more."""
     tpot_p50: float
     tpot_p99: float
     slo_ttft: float
@@ -155,20 +155,20 @@ def replay(
 ) -> Result:
     """Serves a trace in simulated time.
 
-    A :class:`vtensor.KVCache` has a mapper, whose thread works in real time. It gets as much of it as each
-    iteration lasts, or less where it is done earlier.
+    The mapper of a :class:`vtensor.KVCache` works in real time. After each iteration is planned it gets as
+    much real time as the iteration lasts, or less if it is done earlier.
 
     Args:
-        policy: one of ``POLICIES``, which schedules the requests; or another manager's name, whose requests
-            are served as they come.
-        cache: an empty cache. Afterwards it holds published prefixes only.
+        policy: one of ``POLICIES``, which schedules the requests; or the name of another manager, whose
+            requests are served as they come.
+        cache: an empty cache. Afterwards it has published prefixes only.
         rows: the trace, in order of arrival.
         token_bytes: bytes of one token's K and V.
         service: the model of the device.
         speed: the factor by which requests come faster than recorded.
         token_budget: as for ``Scheduler``.
-        slo_ttft, slo_tpot: what each request is promised, in seconds.
-        predictor: as for ``Promises``, where the policy keeps them.
+        slo_ttft, slo_tpot: the promises to each request, in seconds.
+        predictor: as for ``Promises``, if the policy keeps them.
         progress: called with a line of text after each iteration.
 
     Raises:
@@ -214,7 +214,7 @@ class _Replay:
         self.next_row = 0
         self.rejected = 0
         self.delays: list[float] = []
-        self.first_tokens: dict[int, float] = {}  # when they came, of requests that have not ended
+        self.first_tokens: dict[int, float] = {}  # their times, of requests that have not ended
         self.ttfts: list[float] = []
         self.tpots: list[float] = []
         self.broken = 0
@@ -277,8 +277,8 @@ class _Replay:
             self._finished(group)
 
     def _moved(self, plan: Plan) -> tuple[int, int]:
-        """The bytes of requests that were swapped out whole, and of those that come back; and of bands of
-        prompts, which go and come here."""
+        """Bytes to host memory and bytes from it: of whole requests that are swapped out or come back, and of
+        bands of prompts, which this function moves."""
         slots = [sequence.slot for group in plan.preempted for sequence in group.holders]
         out = sum(self.cache.length(slot) for slot in slots if slot is not None)  # None: computed again
         back = sum(self.cache.length(slot) for slot in plan.swapped_in)
@@ -292,7 +292,7 @@ class _Replay:
         return out * self.token_bytes, back * self.token_bytes
 
     def _let_the_mapper_work(self, seconds: float) -> None:
-        """Gives the mapper's thread the time that it would have during an iteration of so many seconds."""
+        """Gives the mapper's thread the time that it would have during an iteration of ``seconds``."""
         if self.pool is not None and seconds > 0:
             with suppress(TimedOut):
                 self.pool.wait_idle(min(seconds, _LONGEST_WAIT))

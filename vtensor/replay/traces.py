@@ -22,7 +22,7 @@ from vtensor.errors import InvalidArgument
 __all__ = ["PIECE_TOKENS", "PieceTokens", "Row", "read_trace"]
 
 PIECE_TOKENS = 512
-"""Tokens for which one of Mooncake's hash ids stands."""
+"""Tokens that one of Mooncake's hash ids stands for."""
 
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 _MOST_TOKENS = 2**31 - 1
@@ -187,4 +187,4 @@ def _seconds(path: Path, line: int, text: str) -> float:
 
 
 def _malformed(path: Path, line: int, what: str) -> InvalidArgument:
-    return InvalidArgument(f"[replay] {path} line {line}: {what}: mend or remove the row")
+    return InvalidArgument(f"[replay] {path} line {line}: {what}: repair or remove the row")

@@ -1,4 +1,4 @@
-"""Continuous batching over a :class:`vtensor.KVCache`: who computes what, and whose memory makes room.
+"""Continuous batching over a :class:`vtensor.KVCache`: what each iteration computes, and what makes room.
 
 :class:`Scheduler` plans iterations, owns the cache's slots and knows no model. :class:`Engine` runs its plans
 with a model's forward; that of a Hugging Face model is in ``vtensor.integrations.transformers.serving``.

@@ -1,4 +1,4 @@
-"""Requests that begin with the next iteration, and prompts that are mapped meanwhile."""
+"""Requests that begin with the next iteration, while the mapper maps their prompts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MOST = 4  # iterations for which a request waits until it is mapped
 
 
 class Announcements:
-    """Waiting requests, the first of their queue, that have a slot already, for which the mapper maps pages.
+    """The first waiting requests. They have a slot already, and the mapper maps pages for them.
 
-    Where a cache has no look-ahead there are none.
+    There are none if the cache does not look ahead.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
@@ -27,12 +27,12 @@ class Announcements:
         return group in self._iterations
 
     def sequences_beside(self, group: SampleGroup) -> int:
-        """Sequences of the announced requests but one, each of which will take a slot."""
+        """Sequences of the other announced requests, each of which will take a slot."""
         return sum(len(other.live) for other in self._iterations if other is not group)
 
     def must_wait(self, group: SampleGroup, lengths: list[int]) -> bool:
-        """Whether a request that needs these lengths is to be announced, or again: it is not mapped, and has
-        not waited for that long enough."""
+        """Whether to announce a request that needs these lengths, or to announce it again: it is not mapped,
+        and has not waited long enough."""
         if self._cache is None or self._iterations.get(group) == _MOST:
             return False
         return group not in self._iterations or not self._cache.prepare(lengths)
@@ -47,19 +47,19 @@ class Announcements:
         self._iterations.clear()
 
     def with_prompts(self, lengths: list[int]) -> list[int]:
-        """A copy, with the prompts of announced requests."""
+        """A copy of ``lengths``, with the prompts of announced requests."""
         lengths = lengths.copy()
         for group in self._iterations:
             lengths[slot_of(group.live[0])] = target(group.live[0])
         return lengths
 
     def look_ahead(self, lengths: list[int], parted: list[TokenSequence]) -> None:
-        """Has the mapper map, while an iteration is computed, what is known of the next: a token more of each
-        slot, and the prompts of announced requests where there is room for these besides.
+        """Has the mapper map what is known of the next iteration while this one is computed: one more token
+        of each slot, and the prompts of announced requests if there is room for them too.
 
         Args:
-            lengths: after this iteration.
-            parted: sequences some of whose bands may be in host memory; they stay as they are.
+            lengths: the lengths after this iteration.
+            parted: sequences with bands that may be in host memory; they stay as they are.
         """
         if self._cache is None:
             return

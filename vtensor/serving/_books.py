@@ -1,8 +1,8 @@
 """The queues of requests and the slots that they hold, kept in agreement with a cache.
 
-Any operation may be cut off, by an error of the cache or by an exception from outside (I17). So each change
-of the books is prepared, calls of the cache included, and then made by one ``commit``. What was cut off
-between the cache and the books is settled when the next operation begins.
+An error of the cache or an exception from outside (I17) may interrupt any operation. So each change of the
+books is prepared, calls of the cache included, and then made by one ``commit``. The next operation first
+settles what was interrupted between the cache and the books.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _HELD = (Status.WAITING, Status.RUNNING, Status.SWAPPED)
 
 
 class Books:
-    """What a scheduler knows of its requests and their slots.
+    """A scheduler's records of its requests and their slots.
 
-    Methods that return changes have done what they do to the cache; their caller commits the changes by
+    Methods that return changes have already changed the cache; their caller commits the changes by
     :meth:`note`.
     """
 
@@ -39,8 +39,8 @@ class Books:
         self.swapped: list[SampleGroup] = []
         self.groups: dict[abc.Hashable, SampleGroup] = {}  # by id, and some that have just ended
         self.lengths = [0] * cache.max_batch
-        self.settled = True  # books and cache agree; not while an operation changes them, or was cut off
-        self.changing: list[SampleGroup] = []  # whose slots an operation is changing
+        self.settled = True  # books and cache agree; not while an operation changes them, or was interrupted
+        self.changing: list[SampleGroup] = []  # an operation is changing their slots
         self.unit = cache.stats().unit
 
     def held(self, request_id: abc.Hashable) -> SampleGroup | None:
@@ -48,7 +48,7 @@ class Books:
         return group if group is not None and group.status in _HELD else None
 
     def note(self, changes: list[Change]) -> None:
-        """Brings the books up to what was done to the cache."""
+        """Commits changes, so that the books agree with the cache."""
         commit([*changes, (self.changing.clear,)])
 
     def forget(self, group: SampleGroup) -> None:
@@ -56,8 +56,8 @@ class Books:
         self.groups.pop(group.request.id, None)
 
     def settle(self) -> None:
-        """After an operation that was cut off: the requests whose slots it was changing are computed again,
-        slots that nobody has by the books are freed, and lengths are those of the cache."""
+        """Settles an interrupted operation: the requests whose slots it was changing are computed again,
+        slots that no request has by the books are freed, and lengths are those of the cache."""
         for group in self.changing:
             if group.status in (Status.RUNNING, Status.SWAPPED):
                 commit(self.wait(group))
@@ -85,7 +85,7 @@ class Books:
         ]
 
     def wait(self, group: SampleGroup) -> list[Change]:
-        """Back to the waiting, where its arrival puts it, with nothing computed."""
+        """Moves a request back to the waiting ones, in order of arrival, with nothing computed."""
         changes: list[Change] = [
             (self._queue_of(group).remove, group),
             (self.waiting.insert, bisect(self.waiting, group.order, key=by_arrival), group),
@@ -99,7 +99,8 @@ class Books:
         return changes
 
     def swap_out(self, group: SampleGroup) -> list[Change]:
-        """Moves its slots to the host, and says what is then to be noted: nothing where that has no room."""
+        """Moves a request's slots to the host, and returns the changes to note: none if the host has no
+        room."""
         self.changing.append(group)
         slots = [slot_of(sequence) for sequence in group.holders]
         try:
@@ -114,7 +115,7 @@ class Books:
         ]
 
     def leave(self, group: SampleGroup, status: Status, reason: str) -> list[Change]:
-        """The end of a request, whose slots are free."""
+        """Ends a request whose slots are free."""
         return [
             (self._queue_of(group).remove, group),
             (setattr, group, "status", status),
@@ -127,7 +128,7 @@ class Books:
     # ------------------------------------------------------------------ slots
 
     def slot_for(self, group: SampleGroup) -> int | None:
-        """The slot that a waiting request has already, or a free one that begins with what is published of
+        """The slot that a waiting request has already, or a free one that begins with the published part of
         its prompt."""
         sequence, request = group.live[0], group.request
         if sequence.slot is not None:
@@ -135,16 +136,16 @@ class Books:
         tokens = None if isinstance(request.prompt, int) else sequence.ids(0, target(sequence))
         expect = group.prompt_tokens + request.max_new_tokens
         try:
-            if isinstance(self.cache, KVCache):  # nothing reads the slot before a step for it
+            if isinstance(self.cache, KVCache):  # a step for the slot comes before the first read
                 return self.cache.alloc(tokens, salt=request.salt, expect=expect, deferred=True)
             return self.cache.alloc(tokens, salt=request.salt, expect=expect)
-        except NoFreeSlot:  # the cache has lost some to calls that it could not undo
+        except NoFreeSlot:  # the cache has lost slots to calls that it could not undo
             if self.running:
                 return None
             raise
 
     def free(self, group: SampleGroup, sequences: list[TokenSequence]) -> list[Change]:
-        """Frees slots, and says what is then to be noted."""
+        """Frees slots, and returns the changes to note."""
         self.changing.append(group)
         changes: list[Change] = []
         for sequence in sequences:
@@ -155,7 +156,7 @@ class Books:
         return changes
 
     def share(self, group: SampleGroup) -> None:
-        """Publishes a prompt that is computed, and gives each sequence a slot that continues it."""
+        """Publishes a computed prompt, and gives each sequence a slot that continues it."""
         if group.status is not Status.RUNNING:
             return  # it has ended since, or is computed again
         first, *others = group.live
@@ -175,7 +176,7 @@ class Books:
         self.note(changes)
 
     def reorder(self, group: SampleGroup, sources: abc.Sequence[int]) -> list[Change]:
-        """Each live sequence of a request gets a slot that continues that of its source, the index of one."""
+        """Gives each live sequence of a request a slot that continues that of its source, an index."""
         live = group.live
         self.settled = False
         self.changing.append(group)
@@ -195,8 +196,8 @@ class Books:
         return [*changes, (setattr, self, "lengths", lengths)]
 
     def end_sequences(self, group: SampleGroup, ended: list[TokenSequence]) -> list[Change]:
-        """Publishes what they computed, and frees their slots."""
-        self.changing.append(group)  # were it abandoned now, pages that are published would be written again
+        """Publishes what ended sequences computed, and frees their slots."""
+        self.changing.append(group)  # abandoned now, it would write published pages again
         first, live = group.live[0], [sequence for sequence in group.live if sequence not in ended]
         changes: list[Change] = [(setattr, group, "live", live)]
         for sequence in ended:
@@ -205,7 +206,7 @@ class Books:
         if group.forked or not live:
             return [*self.free(group, ended), *changes]
         changes.append((setattr, group, "forked", len(live) == 1))
-        if first in ended and first.slot is not None:  # the prompt's only slot goes on to the next
+        if first in ended and first.slot is not None:  # the next sequence takes the prompt's only slot
             changes += [
                 (setattr, live[0], "slot", first.slot),
                 (setattr, live[0], "computed", group.prompt_tokens),
@@ -215,7 +216,7 @@ class Books:
         return changes
 
     def publish(self, sequence: TokenSequence, computed: int) -> None:
-        """Puts what is new of a sequence's computed tokens into the cache's index."""
+        """Puts a sequence's newly computed tokens into the cache's index."""
         request = sequence.group.request
         known = sequence.group.prompt_tokens + len(sequence.output)
         tokens = 0 if isinstance(request.prompt, int) else min(known, computed)

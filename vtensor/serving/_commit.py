@@ -1,4 +1,4 @@
-"""Changes that no exception from outside can part."""
+"""Changes that no exception from outside can split."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Change = tuple[Any, ...]
 
 
 def commit(changes: abc.Iterable[Change]) -> None:
-    """Makes changes one after the other, all of them or, before the first, none (I17).
+    """Makes changes one after the other: all of them or, before the first, none (I17).
 
-    CPython raises what comes from outside (Ctrl-C, asynchronous exceptions) between bytecodes, and there is
+    CPython raises exceptions from outside (Ctrl-C, asynchronous exceptions) between bytecodes, and there are
     none in here: each change calls a function in C that cannot fail, such as ``setattr`` or a list's method.
-    Only the first may run Python code, as a dict does for keys with a ``__hash__`` of their own.
+    Only the first may run Python code, as a dict does for keys with their own ``__hash__``.
     """
     deque(starmap(call, changes), maxlen=0)
 

@@ -1,4 +1,4 @@
-"""The requests whose prompts a scheduler has computed band by band, and those that came back from that."""
+"""The requests whose prompts a scheduler computes band by band, and those that came back from that."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ __all__ = ["Walks"]
 
 
 class Walks:
-    """Which pieces the next walk has, what stands in its way, and what the bands that stay behind it hold.
+    """The pieces of the next walk, what is in its way, and the bands that stay in memory after it.
 
-    Between two iterations a prompt that is computed band by band holds the bands that stay, and no other.
+    A walk computes pieces of prompts band by band. Between two iterations such a prompt has only the bands
+    that stay.
 
     Args:
-        books: of the scheduler.
-        layering: how prompts are walked. None: no prompt is, and nothing here does anything.
-        token_budget: tokens computed in an iteration at most.
+        books: the scheduler's records.
+        layering: how prompts are walked. None: no prompt is, and nothing here has an effect.
+        token_budget: the most tokens computed in an iteration.
     """
 
     def __init__(self, books: Books, layering: Layering | None, token_budget: int) -> None:
         self.layering = layering
         self._books, self._token_budget = books, token_budget
         self._pieces: dict[int, Work] = {}  # of the walk that is being planned, by slot
-        self._short: SampleGroup | None = None  # for whose next piece the last plan had no room
-        self._refused = False  # a walk was cut off, as by a full host, and no request has ended since
+        self._short: SampleGroup | None = None  # the last plan had no room for its next piece
+        self._refused = False  # a walk was interrupted, as by a full host, and no request has ended since
 
     @property
     def due(self) -> list[TokenSequence]:
@@ -41,7 +42,7 @@ class Walks:
 
     @property
     def parted(self) -> list[TokenSequence]:
-        """Sequences some of whose bands may be in host memory."""
+        """Sequences with bands that may be in host memory."""
         if self.layering is None:
             return []
         queues = self._books.running + self._books.swapped
@@ -49,12 +50,12 @@ class Walks:
 
     @property
     def admits(self) -> bool:
-        """Whether others may join the walk. One that is refused takes those that decode beside it back with
-        it: they come to an end first."""
+        """Whether others may join the walk. A refused walk takes the requests that decode beside it back with
+        it, so they end first."""
         return self.layering is not None and not self._refused and self._short is None
 
     def holds_up(self, group: SampleGroup) -> bool:
-        """Whether a request would overtake walked ones, or take the room that their next piece waits for."""
+        """Whether a request would overtake walked ones, or take the room of their next piece."""
         if group.status is Status.WAITING and self.due:
             return True
         return self._short is not None and self._short.order < group.order
@@ -62,12 +63,12 @@ class Walks:
     # ------------------------------------------------------------------ planning
 
     def go_on(self, plan: Plan) -> bool:
-        """Plans the next pieces. False where the iteration has nothing to compute for want of memory."""
+        """Plans the next pieces. False if memory is so short that the iteration has nothing to compute."""
         self._pieces, self._short = {}, None
         due = self.due
         for sequence in due:
             piece = next_piece(plan, sequence, sequence.computed, self._token_budget)
-            # With nothing else to compute, a refusal would cost a request its place, or its life.
+            # With nothing else to compute, a refusal would make a request wait again, or fail.
             if piece is None or not self.fits(piece, slot_of(sequence), wait=not plan.work):
                 self._short = sequence.group
                 break
@@ -75,7 +76,7 @@ class Walks:
         return not due or bool(plan.work) or self.send_away(due[0].group.order)
 
     def fits(self, piece: Work, slot: int, wait: bool = False) -> bool:
-        """Whether there is room for a piece more, in this slot, in the walk that is planned."""
+        """Whether the planned walk has room for one more piece, in this slot."""
         assert self.layering is not None
         return self.layering.fits_walk([*self._pieces.items(), (slot, piece)], wait)
 
@@ -84,12 +85,12 @@ class Walks:
         add_piece(plan, piece)
 
     def walk(self) -> Walk | None:
-        """The one that was planned."""
+        """The planned walk."""
         return self.layering.walk(self._pieces) if self.layering is not None and self._pieces else None
 
     def room_beside(self, lengths: list[int], slot: int) -> list[int]:
-        """Lengths that leave room for the next prompts to be walked, by that much more of a slot; as they are
-        where there is no such prompt, or nobody who decodes and will make room."""
+        """``lengths`` with room for the next prompts to walk, as more tokens of ``slot``. Unchanged if there
+        is no such prompt, or no request that decodes and will make room."""
         books = self._books
         if self.layering is None or len(books.waiting) <= 1 or all(group.layered for group in books.running):
             return lengths
@@ -101,15 +102,15 @@ class Walks:
     # ------------------------------------------------------------------ bands that stay
 
     def holds(self, group: SampleGroup) -> bool:
-        """Whether a running request has memory. One that is walked has that of the bands that stay, which the
-        host may have no room for."""
+        """Whether a running request has memory. A walked request has the bands that stay, for which the host
+        may have no room."""
         return not group.layered or (
             self.layering is not None and self.layering.holds(slot_of(group.live[0]))
         )
 
     def send_away(self, behind: int = -1) -> bool:
-        """Moves to host memory the bands that stayed here of the latest request that has some, of those that
-        arrived behind another. Whether there was one."""
+        """Moves bands that stayed to host memory: those of the latest request that has some, among those that
+        arrived after ``behind``. Returns whether there was one."""
         if self.layering is None or not self.layering.stay:
             return False
         held = [sequence for sequence in self.parted if sequence.group.order > behind]
@@ -117,14 +118,14 @@ class Walks:
         return any(self.layering.send_away(slot_of(sequence)) for sequence in held)
 
     def part_from_prefixes(self, group: SampleGroup) -> bool:
-        """The same for one that comes back to bands that stayed: prefixes that some of its bands share can be
-        given up once none does."""
+        """Moves the bands that stayed of a request that comes back to host memory: prefixes that its bands
+        share can be given up once none shares them."""
         return self.layering is not None and group.layered and self.layering.send_away(slot_of(group.live[0]))
 
     # ------------------------------------------------------------------ what became of a walk
 
     def taken_back(self, walk: Walk) -> list[Change]:
-        """The walk is not completed. Where it had begun its bands are in disorder: they are settled."""
+        """Takes back a walk that was not completed. If it had begun, it settles the bands."""
         if not walk.begun:
             return []
         return [
@@ -134,7 +135,7 @@ class Walks:
         ]
 
     def computed(self, walk: Walk, ended: list[SampleGroup]) -> list[Change]:
-        """Requests whose prompts are computed wait in host memory for room to decode."""
+        """Notes a completed walk: requests with computed prompts wait in host memory for room to decode."""
         books, changes = self._books, list[Change]()
         for sequence, _, stop in walk.work:
             group = sequence.group

@@ -22,34 +22,35 @@ _PAUSE_SECONDS = 0.002  # while only other processes could make room
 
 @dataclass(frozen=True)
 class Completion:
-    """The end of a request."""
+    """The result of a request that has ended."""
 
     id: abc.Hashable
     tokens: list[list[int]]
     """The generated tokens of each sample."""
     error: str = ""
-    """Why there are no more of them, such as ``"cancelled"``; empty if all went well."""
+    """The reason if it ended early, such as ``"cancelled"``; else empty."""
 
 
 def greedy(logits: torch.Tensor, sequence: TokenSequence) -> int:
-    """The likeliest token. ``logits``: [vocabulary]."""
+    """The most likely token. ``logits``: [vocabulary]."""
     return int(logits.argmax())
 
 
 class Engine:
     """Runs requests together, each as if it were alone.
 
-    Any operation may raise, be it for an error of the cache or the model, or for Ctrl-C: the next one goes on
-    from there, and each request's end is returned once.
+    Any operation may raise, for an error of the cache or the model, or for Ctrl-C. The next one goes on from
+    there, and each request's end is returned once.
 
     Args:
         scheduler: owns the cache that ``forward`` reads and writes.
-        forward: computes ``plan.work`` and returns the logits at the last token of each, [work, vocabulary];
-            ``vtensor.integrations.transformers.serving.ServedModel`` does for Hugging Face models. Where it
-            has a method ``check(request)``, that raises InvalidArgument for what the model cannot compute.
-        choose: ``choose(logits, sequence)``, the next token of a sequence; logits: [vocabulary]. What it
-            draws must depend on the sequence alone if a request shall get the same tokens in any company.
-            Where it raises, or returns no token id, that request ends with the reason.
+        forward: computes ``plan.work`` and returns the logits at the last token of each, [work, vocabulary].
+            ``vtensor.integrations.transformers.serving.ServedModel`` does that for Hugging Face models. Its
+            method ``check(request)``, if it has one, raises InvalidArgument for what the model cannot
+            compute.
+        choose: ``choose(logits, sequence)``, the next token of a sequence; logits: [vocabulary]. If it
+            depends on the sequence alone, a request gets the same tokens beside any other requests. If it
+            raises, or returns no token id, that request ends with the reason.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Engine:
         self.scheduler = scheduler
         self.forward = forward
         self.choose = choose
-        self._plan: Plan | None = None  # the last, until its ends are among these:
+        self._plan: Plan | None = None  # the last plan, until its completions are in _ended
         self._ended: list[Completion] = []  # not returned yet
 
     def submit(self, request: Request) -> None:
@@ -79,11 +80,11 @@ class Engine:
         self.scheduler.add(request)
 
     def cancel(self, request_id: abc.Hashable) -> None:
-        """Ends a request. What it has generated so far is among what the next step returns.
+        """Ends a request. The next step returns its tokens so far.
 
         Raises:
             InvalidArgument: no such request is waiting, running or swapped.
-            DriverError, TimedOut: of the cache. The request goes on.
+            DriverError, TimedOut: errors of the cache. The request goes on.
         """
         self._collect()
         self._take_back()
@@ -91,12 +92,12 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """Requests whose end was not returned yet."""
+        """Number of requests whose end was not returned yet."""
         return self.scheduler.unfinished + len(self.scheduler.cancelled) + len(self._ended)
 
     def step(self) -> list[Completion]:
-        """One iteration; returns the requests that ended. Where the model or the cache raises, the iteration
-        is taken back, and the next call tries it again."""
+        """Computes one iteration and returns the requests that ended. If the model or the cache raises, the
+        iteration is taken back, and the next call tries it again."""
         self._iterate()
         ended = self._ended
         self._ended = []
@@ -105,12 +106,12 @@ class Engine:
     def run(
         self, requests: abc.Iterable[Request] = (), *, progress: bool | None = None
     ) -> dict[abc.Hashable, Completion]:
-        """Submits requests and iterates until none is left; returns their ends by id, and those of a run that
-        was cut off before.
+        """Submits requests and iterates until none is left. Returns their completions by id, and those of an
+        earlier run that was interrupted.
 
         Args:
-            progress: whether to tell stderr how far it is once a second has passed; unless given, where that
-                is a terminal.
+            progress: whether to print progress to stderr once a second has passed; unless given, if stderr is
+                a terminal.
         """
         for request in requests:
             self.submit(request)
@@ -131,7 +132,7 @@ class Engine:
         )
 
     def _take_back(self) -> None:
-        """The iteration of a step that was cut off."""
+        """Takes back the iteration of a step that was interrupted."""
         if self.scheduler.planned is not None:
             self.scheduler.abandon(self.scheduler.planned)
 
@@ -161,7 +162,7 @@ class Engine:
             return error
 
     def _collect(self) -> None:
-        """The ends of the last iteration, where it is complete."""
+        """Collects the completions of the last iteration, if it is complete."""
         plan = self._plan
         if plan is not None and plan.ended is not None:
             ended = [_completion(group) for group in plan.cancelled + plan.failed + plan.ended]

@@ -14,12 +14,12 @@ from vtensor.serving.plans import Walk, Work, slot_of
 __all__ = ["LayerWalk", "Layering", "bands_that_stay", "resident_bands"]
 
 
-_AT_ONCE = 3  # bands: one is computed, the one before it leaves, the one behind it comes back
+_AT_ONCE = 3  # bands: one is computed, the one before it leaves, the one after it comes back
 _WALKS = 64  # from one measurement to the next
 
 
 class BandedCache(Protocol):
-    """What a walk asks of a cache; :class:`vtensor.KVCache` with ``bands=`` says what each call does."""
+    """The calls of a cache that a walk uses, as :class:`vtensor.KVCache` with ``bands=`` documents them."""
 
     @property
     def bands(self) -> list[range]: ...
@@ -45,14 +45,14 @@ class BandedCache(Protocol):
 def resident_bands(bands: int, compute_seconds: float, copy_seconds: float) -> int:
     """The fewest bands that have to stay in memory, so that the others leave while a prompt is computed.
 
-    It is 0 wherever a band is copied faster than it is computed. That is so for most models: one of 8B in
-    bf16 computes 10,000 tokens a second at half of an A100's peak, and makes 1.3 GB of K and V of them,
-    where a host takes 25 GB/s and more.
+    It is 0 if a band is copied faster than it is computed, as for most models. One of 8B in bf16 computes
+    10,000 tokens a second at half of an A100's peak, and makes 1.3 GB of K and V of them; a host takes 25
+    GB/s and more.
 
     Args:
-        bands: of the cache.
-        compute_seconds: that a band of a prompt takes to compute.
-        copy_seconds: that it takes to copy to host memory.
+        bands: bands of the cache.
+        compute_seconds: time to compute a band of a prompt.
+        copy_seconds: time to copy it to host memory.
     """
     if copy_seconds <= compute_seconds:
         return 0
@@ -60,16 +60,17 @@ def resident_bands(bands: int, compute_seconds: float, copy_seconds: float) -> i
 
 
 def bands_that_stay(bands: int, resident: int) -> frozenset[int]:
-    """So many of the bands, spread evenly, the last one among them: between two that stay others leave."""
+    """The ``resident`` bands that stay, spread evenly with the last one among them, so that others leave in
+    between."""
     return frozenset(bands * (i + 1) // resident - 1 for i in range(resident))
 
 
 class Layering:
-    """How a scheduler has prompts computed band by band, where there is no room for all of their K and V.
+    """How a scheduler has prompts computed band by band if there is no room for all of their K and V.
 
     Args:
-        resident: bands that stay in memory between the pieces of a prompt, and behind it until others need
-            the room; as many as :func:`resident_bands` says of what is measured unless given.
+        resident: bands that stay in memory between the pieces of a prompt, and after it until others need
+            the room; unless given, :func:`resident_bands` of the measured times.
 
     Raises InvalidArgument for a number below 0.
     """
@@ -83,12 +84,12 @@ class Layering:
         """The bands that stay."""
 
     def open(self, cache: object) -> None:
-        """Takes a cache. Raises InvalidArgument for one without bands, or with no band that could leave."""
+        """Sets the cache. Raises InvalidArgument for one without bands, or with no band that could leave."""
         bands = len(getattr(cache, "bands", ()))
         if bands < _AT_ONCE:
             raise InvalidArgument(
                 f"[Scheduler] the cache has {bands} bands of layers: prompts are computed band by band with "
-                f"{_AT_ONCE} and more, KVCache(..., bands={_AT_ONCE})"
+                f"at least {_AT_ONCE}, KVCache(..., bands={_AT_ONCE})"
             )
         if self._given is not None and self._given >= bands:
             raise InvalidArgument(
@@ -100,8 +101,8 @@ class Layering:
 
     def fits_walk(self, pieces: Iterable[tuple[int, Work]], wait: bool = False) -> bool:
         """Whether there is room for these pieces, in these slots, side by side: for the bands that stay, the
-        one that is computed, the one that leaves, and the one that comes back. If asked to ``wait``, once all
-        that is on its way out has left."""
+        one that is computed, the one that leaves, and the one that comes back. With ``wait``, it first waits
+        until all that is on its way out has left."""
         lengths = [0] * len(self._cache.lengths)
         at_once = _AT_ONCE - 1
         for slot, piece in pieces:
@@ -112,8 +113,7 @@ class Layering:
         return self._cache.fits(lengths, bands=bands, wait=wait)
 
     def tokens_at_once(self, tokens: int) -> int:
-        """Tokens whose K and V in all layers take as much as a walk does at a time for so many in its
-        bands."""
+        """The tokens whose K and V in all layers take as much memory as ``tokens`` take in a walk's bands."""
         return ceil(tokens * (_AT_ONCE + len(self.stay)) / self._bands)
 
     def walk(self, pieces: Mapping[int, Work]) -> LayerWalk:
@@ -126,7 +126,7 @@ class Layering:
         return len(self._cache.bands_away(slot)) < self._bands
 
     def send_away(self, slot: int) -> bool:
-        """Moves the bands that stayed to host memory. False where there are none, or the host has no room."""
+        """Moves the bands that stayed to host memory. False if there are none, or the host has no room."""
         away = self._cache.bands_away(slot)
         here = [band for band in range(self._bands) if band not in away]
         try:
@@ -143,13 +143,13 @@ class Layering:
         return self._cache.fits(lengths, bands=range(self._bands))
 
     def bring_back(self, slot: int) -> bool:
-        """Gives all bands of a slot their pages back, and starts copying, the first layer first. False where
+        """Gives all bands of a slot their pages back, and starts copying, the first layer first. False if
         memory is short."""
         away = self._cache.bands_away(slot)
         return not away or self._cache.swap_in(slot, bands=away)
 
     def measure(self, walk: Walk, seconds: float, clock: Callable[[], float]) -> None:
-        """Finds how many bands should stay, now and then, after an iteration that took so many seconds."""
+        """Now and then finds how many bands should stay, after an iteration of ``seconds``."""
         if self._given is not None or (self._walks - 1) % _WALKS != 0:
             return
         begun = clock()
@@ -163,9 +163,9 @@ class Layering:
 class LayerWalk:
     """The pieces of prompts that an iteration computes band by band.
 
-    A band gets its memory when the first of its layers begins, and leaves for host memory when the next band
-    begins, behind its computation. What earlier pieces left there comes back one band ahead. Each call may be
-    repeated after it was cut off.
+    A band gets its memory when the first of its layers begins. It leaves for host memory when the next band
+    begins, after its own computation. K and V of earlier pieces come back one band ahead. Each call may be
+    repeated after an interruption.
     """
 
     def __init__(self, cache: BandedCache, work: Sequence[Work], stay: Collection[int]) -> None:
@@ -181,12 +181,12 @@ class LayerWalk:
         return self._now >= 0
 
     def enter(self, layer: int) -> None:
-        """Makes a layer ready to be written and read: behind the one before it, and behind what
-        ``cache.wait(slot, layer)`` waits for.
+        """Makes a layer ready to be written and read: after the layer before it, and after
+        ``cache.wait(slot, layer)``.
 
         Raises:
             InvalidArgument: layers are left out.
-            OutOfPages: memory that was there when the iteration was planned has gone, or the host has none.
+            OutOfPages: memory that the iteration was planned with has gone, or the host has none.
         """
         band = self._band_of[layer]
         if band == self._now:
@@ -207,11 +207,11 @@ class LayerWalk:
             )
         self._now = band
         if band + 1 < self._bands:
-            self._bring_back(band + 1)  # or else when it is entered
+            self._bring_back(band + 1)  # if it fails, the band comes back when it is entered
 
     def finish(self) -> None:
-        """Has the last band leave. Raises InvalidArgument where layers were left out, OutOfPages where the
-        host has no memory."""
+        """Has the last band leave. Raises InvalidArgument if layers were left out, OutOfPages if the host has
+        no memory."""
         if self._now != self._bands - 1:
             raise InvalidArgument(
                 "[Scheduler.complete] the plan has prompts that are computed layer by layer: call "

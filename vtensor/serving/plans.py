@@ -1,4 +1,4 @@
-"""What an iteration computes, and how many did what."""
+"""The plan of an iteration, and counts of all iterations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Plan", "SchedulerStats", "Walk", "Work", "add_piece", "next_piece", 
 
 
 class Work(NamedTuple):
-    """Tokens ``[start, stop)`` of a sequence, whose K and V go to these positions of its slot."""
+    """Tokens ``[start, stop)`` of a sequence. Their K and V go to these positions of its slot."""
 
     sequence: TokenSequence
     start: int
@@ -38,21 +38,21 @@ class Plan:
     work: list[Work] = field(default_factory=list)
     """The decoding sequences (one token each) first, then pieces of prompts."""
     sampled: list[tuple[int, TokenSequence]] = field(default_factory=list)
-    """Who gets a token from the logits at the end of which work (its index)."""
+    """Pairs of the index of a work and the sequence that gets a token from its last logits."""
     admitted: list[SampleGroup] = field(default_factory=list)
-    """Requests that have their first tokens computed here."""
+    """Requests whose first tokens are computed here."""
     preempted: list[SampleGroup] = field(default_factory=list)
     """Requests that had to make room: swapped out, or back among the waiting."""
     failed: list[SampleGroup] = field(default_factory=list)
     """Requests that the cache cannot hold even alone."""
     cancelled: list[SampleGroup] = field(default_factory=list)
-    """Requests that were cancelled since the last one."""
+    """Requests that were cancelled since the last plan."""
     swapped_in: list[int] = field(default_factory=list)
-    """Slots on their way back: ``cache.wait(slot, layer)`` before each layer reads them."""
+    """Slots that are being swapped in: call ``cache.wait(slot, layer)`` before each layer reads them."""
     tokens: int = 0
     """Tokens computed."""
     ended: list[SampleGroup] | None = None
-    """Requests that ended with it; None until it is complete."""
+    """Requests that ended with this plan; None until it is complete."""
 
     walk: Walk | None = None
     """The pieces of prompts, the last of ``work``, that are computed band by band."""
@@ -61,12 +61,12 @@ class Plan:
         return bool(self.work)
 
     def enter(self, layer: int) -> None:
-        """Makes a layer ready for the plan's work. To be called before K and V of each layer are written and
-        read, in the order of layers.
+        """Makes a layer ready for the plan's work. Call it before K and V of each layer are written and read,
+        in the order of layers.
 
         Raises:
             InvalidArgument: layers are left out.
-            OutOfPages: memory was lost that the plan counted on. Abandon it.
+            OutOfPages: memory that the plan counted on has gone. Abandon the plan.
         """
         if self.walk is not None:
             self.walk.enter(layer)
@@ -80,13 +80,13 @@ class SchedulerStats:
     finished: int = 0
     failed: int = 0
     recomputed: int = 0
-    """Preemptions that gave up what was computed."""
+    """Preemptions that gave up computed K and V."""
     swapped: int = 0
-    """Preemptions that moved it to host memory."""
+    """Preemptions that moved K and V to host memory."""
     prompt_tokens: int = 0
-    """Of admitted requests."""
+    """Tokens in the prompts of admitted requests."""
     reused_tokens: int = 0
-    """Of those, the ones that published prefixes covered."""
+    """The prompt tokens that published prefixes covered."""
     computed_tokens: int = 0
     layered: int = 0
     """Requests whose prompts were computed band by band."""
@@ -98,18 +98,18 @@ def slot_of(sequence: TokenSequence) -> int:
 
 
 def target(sequence: TokenSequence) -> int:
-    """How far a sequence is computed before it is its turn to sample, or to be forked."""
+    """The tokens of a sequence to compute before it samples, or is forked."""
     return sequence.known if sequence.group.forked else sequence.group.prompt_tokens
 
 
 def next_piece(plan: Plan, sequence: TokenSequence, start: int, token_budget: int) -> Work | None:
-    """As much of a sequence from ``start`` on as the budget leaves beside what is planned."""
+    """The part of a sequence from ``start`` on that fits into the token budget beside the planned work."""
     stop = min(target(sequence), start + token_budget - plan.tokens)
     return Work(sequence, start, stop) if stop > start else None
 
 
 def add_piece(plan: Plan, piece: Work) -> None:
-    """Plans a piece. Who gets a token at its end: all the samples of a prompt, where it is theirs."""
+    """Plans a piece. At the end of a prompt all its samples get a token."""
     sequence = piece.sequence
     if piece.stop == sequence.known:
         followers = [sequence] if sequence.group.forked else sequence.group.live

@@ -1,8 +1,8 @@
 """Latencies that are promised to requests, and how much time the promises leave for others.
 
-After LayerKV (arXiv 2410.00428), section 3, as far as its abstract and this project's notes of it say; the
-time that is left to a request is ``tpot * (N_past + N_future) - (T_past + T_future)``. What is measured here
-is the server's own pace. One rule is ours: a promise that is broken already holds no other request up.
+After LayerKV (arXiv 2410.00428), section 3, as its abstract and this project's notes give it. The time that a
+request may still lose is ``tpot * (N_past + N_future) - (T_past + T_future)``. The server's own pace is
+measured. One rule is not the paper's: a promise that is already broken delays no other request.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vtensor.serving.requests import Request, SampleGroup
 __all__ = ["LengthHistogram", "LengthPredictor", "Pace", "Promises"]
 
 _PER_OCTAVE, _BINS = 4, 4 * 40  # of a histogram
-_PLANS = 8  # between two looks at every request
-_KEEP = 1 - 1 / 64  # of what older iterations say, at each new one
+_PLANS = 8  # plans from one check of every request to the next
+_KEEP = 1 - 1 / 64  # the weight that older iterations keep at each new one
 
 
 class LengthPredictor(Protocol):
-    """Says how many tokens a request will still generate. It may be wrong."""
+    """Predicts how many tokens a request will still generate. It may be wrong."""
 
     def left(self, request: Request, generated: int) -> float:
         """Tokens beyond those that it has ``generated``."""
@@ -33,11 +33,11 @@ class LengthPredictor(Protocol):
 
 
 class LengthHistogram:
-    """Predicts from the lengths of requests that have ended: the mean of those that were longer than a
-    request is by now. It reads nothing of the request itself.
+    """Predicts from the lengths of requests that have ended: the mean of those longer than the request is
+    now. It reads nothing of the request itself.
 
     Args:
-        first: tokens, taken for the length of one request before any has ended.
+        first: tokens: the length of one imaginary request that ended before all others.
 
     Raises InvalidArgument for a ``first`` below 1.
     """
@@ -46,7 +46,7 @@ class LengthHistogram:
         if not first >= 1:
             raise InvalidArgument(f"[LengthHistogram] first is {first}: give at least 1 token")
         self._counts, self._sums = [0] * _BINS, [0] * _BINS
-        self._longer = [0.0] * _BINS  # the mean of the lengths in the bins behind each
+        self._longer = [0.0] * _BINS  # for each bin, the mean of the lengths in the bins after it
         self._add(first)
 
     def left(self, request: Request, generated: int) -> float:
@@ -74,8 +74,8 @@ def _bin(length: int) -> int:
 
 
 class Pace:
-    """How long iterations take: a line through their seconds over the prompt tokens that they computed, in
-    which older iterations weigh less."""
+    """The time of iterations: a line through their seconds over the prompt tokens that they computed. Older
+    iterations weigh less."""
 
     def __init__(self) -> None:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
@@ -86,7 +86,7 @@ class Pace:
 
     @property
     def token_seconds(self) -> float:
-        """Of a prompt token; 0 before any was computed."""
+        """Seconds of a prompt token; 0 before one was computed."""
         n, x, y, xx, xy = self._sums
         spread = n * xx - x * x
         if spread > 1e-9 * n * xx:
@@ -95,18 +95,19 @@ class Pace:
 
     @property
     def step_seconds(self) -> float:
-        """Of an iteration without prompt tokens."""
+        """Seconds of an iteration without prompt tokens."""
         n, x, y, _, _ = self._sums
         return max(0.0, (y - self.token_seconds * x) / n) if n else 0.0
 
 
 class Promises:
-    """Decides whether prompts may be computed now, which delays the requests that are decoding: while all of
-    them together take less time than the request that can lose least may still lose.
+    """Decides whether prompts may be computed now. They delay the requests that are decoding, so all of them
+    together must take less time than each decoding request may still lose.
 
     Args:
         tpot: seconds a token, promised to each request as the mean over its tokens after the first.
-        predictor: of the tokens that requests will still generate; a :class:`LengthHistogram` unless given.
+        predictor: predicts the tokens that requests will still generate; a :class:`LengthHistogram` unless
+            given.
 
     Raises InvalidArgument for a ``tpot`` that is not over 0.
     """
@@ -118,7 +119,7 @@ class Promises:
         self.predictor: LengthPredictor = LengthHistogram() if predictor is None else predictor
         self.pace = Pace()
         self._least, self._least_at = math.inf, 0.0
-        self._plans = _PLANS  # since all were looked at
+        self._plans = _PLANS  # since all requests were checked
 
     def slack(self, group: SampleGroup, now: float) -> float:
         """Seconds that a request with its first token may still lose; below 0 if its promise is broken."""
@@ -129,9 +130,9 @@ class Promises:
         return self.tpot * (past + left) - (now - group.first_token_at) - future
 
     def allow(self, prompt_tokens: int, decoding: abc.Iterable[SampleGroup], now: float) -> bool:
-        """Whether so many prompt tokens, begun ones included, may be computed beside these requests."""
+        """Whether ``prompt_tokens`` (begun prompts included) may be computed beside these requests."""
         takes = prompt_tokens * self.pace.token_seconds
-        # Time that passes takes from each slack at most itself, so that few plans look at every request.
+        # A slack shrinks by at most the time that passes, so few plans check every request.
         if takes <= self._least - (now - self._least_at):
             return True
         if self._plans < _PLANS:

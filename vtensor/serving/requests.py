@@ -1,4 +1,4 @@
-"""Requests, and how far each of them has come."""
+"""Requests, and the progress of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Request", "SampleGroup", "Status", "TokenSequence", "token_id", "tok
 
 
 def token_id(operation: str, token: object) -> int:
-    """A token id that was given as any kind of whole number. Raises InvalidArgument for anything else."""
+    """A token id as an int, from any kind of whole number. Raises InvalidArgument for anything else."""
     try:
         number = index(token)  # type: ignore[arg-type]
     except TypeError:
@@ -37,20 +37,20 @@ def token_ids(operation: str, tokens: abc.Sequence[int | Exception]) -> abc.Sequ
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and what is wanted of it.
+    """A prompt, and how to continue it.
 
     Args:
-        id: any hashable name, unique among the requests that a scheduler holds.
-        prompt: token ids; or their number, where only lengths are known (a replay): nothing is shared then.
+        id: any hashable name, unique among the requests of a scheduler.
+        prompt: token ids; or their number if only lengths are known (a replay): nothing is shared then.
         max_new_tokens: tokens to generate, for each sample.
         samples: sequences that continue the prompt. They share its pages, and are preempted together.
         stop: token ids that end a sequence; they count as generated.
         salt: requests share prefixes only with those of the same salt, so that tenants are kept apart.
 
-    A prompt that can be changed, a list or a tensor, is copied.
+    A mutable prompt (a list or a tensor) is copied.
 
-    Raises InvalidArgument for anything of another type, what is no token id, an empty prompt, and numbers
-    under one.
+    Raises InvalidArgument for arguments of another type, for what is no token id, for an empty prompt, and
+    for numbers under one.
     """
 
     id: abc.Hashable
@@ -85,7 +85,7 @@ class Request:
 
     def _checked_prompt(self, prompt: abc.Sequence[int]) -> abc.Sequence[int]:
         try:
-            ids = array("Q", list(prompt[:]))  # the fastest of the codes that refuse what is negative
+            ids = array("Q", list(prompt[:]))  # the fastest type code that refuses negative numbers
             if max(ids, default=0) >= 1 << 63:
                 raise OverflowError(f"{max(ids)} is too large")
         except (LookupError, OverflowError, TypeError, ValueError) as error:
@@ -123,25 +123,23 @@ class TokenSequence:
     group: SampleGroup
     index: int
     known: int
-    output: list[int] = field(
-        default_factory=list
-    )  # the generated ids; empty where only their number is known
+    output: list[int] = field(default_factory=list)  # the generated ids; empty if only their number is known
     computed: int = 0
     published: int = 0
     slot: int | None = None
 
     @property
     def generated(self) -> int:
-        """How many of the known tokens follow the prompt."""
+        """The number of known tokens after the prompt."""
         return self.known - self.group.prompt_tokens
 
     @property
     def tokens(self) -> list[int]:
-        """The ids that are known, the prompt's first; empty where the prompt is a number."""
+        """The known ids, the prompt's first; empty if the prompt is a number."""
         return self.ids(0, self.known)
 
     def ids(self, start: int, stop: int) -> list[int]:
-        """Of the ids that are known those of the tokens ``[start, stop)``."""
+        """The known ids of the tokens ``[start, stop)``."""
         prompt, before = self.group.request.prompt, self.group.prompt_tokens
         if isinstance(prompt, int):
             return []
@@ -157,13 +155,13 @@ class SampleGroup:
     order: int  # of arrival
     prompt_tokens: int = field(init=False)
     sequences: list[TokenSequence] = field(init=False)
-    live: list[TokenSequence] = field(init=False)  # those that are not at their end
+    live: list[TokenSequence] = field(init=False)  # sequences that have not ended
     status: Status = Status.WAITING
     forked: bool = False  # each live sequence has a slot; before that only the first has
     admitted: bool = False  # at least once
     layered: bool = False  # computed band by band, and since then not whole in memory again
     parted_at: int = 0  # tokens known when it last went to host memory to share nothing
-    first_token_at: float | None = None  # by the scheduler's clock, where it has promises to keep
+    first_token_at: float | None = None  # by the scheduler's clock, if it has promises to keep
     reason: str = ""  # why it failed, or "cancelled"
 
     def __post_init__(self) -> None:
@@ -174,5 +172,5 @@ class SampleGroup:
 
     @property
     def holders(self) -> list[TokenSequence]:
-        """The live sequences that have a slot where the group is running or swapped."""
+        """The live sequences that have a slot if the group is running or swapped."""
         return self.live if self.forked else self.live[:1]

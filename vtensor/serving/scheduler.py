@@ -1,9 +1,9 @@
-"""Which request computes which tokens in the next iteration, and whose memory makes room for whom.
+"""The tokens that each request computes in the next iteration, and the requests that make room for others.
 
 First come, first served. The rules are those of vLLM's paper (Kwon et al., SOSP 2023, section 4.5): the
 latest arrival is preempted first, a request's sequences all together; a single sequence is computed again,
 several that share are swapped out. Prompts are computed in pieces beside the decoding sequences, under one
-budget of tokens (Sarathi-Serve, Agrawal et al., OSDI 2024). What fits is for the cache's ``step`` to say.
+budget of tokens (Sarathi-Serve, Agrawal et al., OSDI 2024). The cache's ``step`` decides what fits.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ class Scheduler:
             tokens = ...  # run the model over plan.work, choose a token for each of plan.sampled
             scheduler.complete(plan, tokens)
 
-    Any call may raise, for an error of the cache or for Ctrl-C. No request, token or slot is lost with it; a
-    request whose slots it was changing may be computed again. An iteration that is still :attr:`planned` can
-    be completed by another call, or abandoned.
+    Any call may raise, for an error of the cache or for Ctrl-C. It loses no request, token or slot; a request
+    whose slots it was changing may be computed again. An iteration that is still :attr:`planned` can be
+    completed by another call, or abandoned.
 
     Args:
-        cache: a :class:`vtensor.KVCache`, or what has its calls. Nobody else may alloc or free in it.
-        token_budget: tokens computed in an iteration at most; at least one for each slot.
+        cache: a :class:`vtensor.KVCache`, or an object with its calls. Only the scheduler may alloc or free
+            in it.
+        token_budget: the most tokens computed in an iteration; at least one for each slot.
         patience: seconds that a request waits, with nothing else running, for memory that other processes of
-            a shared budget hold. Then it fails; one that would not fit even if they held none does at once.
+            a shared budget hold. Then it fails. A request that would not fit even if they held none fails at
+            once.
         layered: whether prompts that find no room for all of their K and V are computed band by band
             (:class:`vtensor.serving.Layering`), and wait in host memory for their turn to decode. The cache
             needs ``bands=`` for that, and the model must call ``plan.enter(layer)``.
-        promises: which prompts may be computed now; all that fit unless given.
+        promises: decides which prompts may be computed now; all that fit unless given.
         clock: seconds, as ``time.monotonic`` gives them.
 
-    Raises InvalidArgument for a smaller budget, a patience below 0, or a cache without bands. Calls come from
+    Raises InvalidArgument for a smaller budget, a patience below 0, or a cache without bands. Call it from
     one thread.
     """
 
@@ -88,28 +90,28 @@ class Scheduler:
         self._announcements = Announcements(cache)
         self.waiting, self.running = self._books.waiting, self._books.running
         self.swapped = self._books.swapped
-        self.cancelled: list[SampleGroup] = []  # of which no plan has told yet
+        self.cancelled: list[SampleGroup] = []  # not in a plan yet
         self.planned: Plan | None = None
         """The iteration that is under way."""
         self.waits_for_others = False
         """The last plan is empty because other processes hold the memory: call again in a moment."""
-        self._short_since: float | None = None  # when it first was, with no step granted since
+        self._short_since: float | None = None  # since when memory is short, with no step granted since
         self._arrivals = 0
         self._refused = False  # memory was short, and no request has ended since
         self._prompts: list[SampleGroup] = []  # computed by the last iteration, to be shared before the next
-        self._next = Plan()  # begins with the news of an iteration that was taken back, or cut off
-        self._begun_tokens = 0  # of prompts that are being computed, still to come
+        self._next = Plan()  # begins with the news of an iteration that was taken back, or interrupted
+        self._begun_tokens = 0  # still to come, of prompts that are being computed
         self._sequences = 0  # of running requests
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait, run or are swapped out."""
+        """Number of requests that wait, run or are swapped out."""
         return len(self.waiting) + len(self.running) + len(self.swapped)
 
     def add(self, request: Request) -> SampleGroup:
-        """Queues a request behind those that came before it.
+        """Queues a request after those that came before it.
 
-        Raises InvalidArgument where its id is taken, or where no slot could ever hold it.
+        Raises InvalidArgument if its id is taken, or if the cache's slots are too small or too few for it.
         """
         if not isinstance(request, Request):
             raise InvalidArgument(f"[Scheduler.add] {request!r} is no Request: make one")
@@ -129,11 +131,11 @@ class Scheduler:
         return group
 
     def cancel(self, request_id: abc.Hashable) -> None:
-        """Drops a request and frees what it holds. The next plan names it among its ``cancelled``.
+        """Drops a request and frees its slots. The next plan has it in ``cancelled``.
 
         Raises:
             InvalidArgument: an unknown id; an iteration is under way.
-            DriverError, TimedOut: of the cache. The request is still there.
+            DriverError, TimedOut: errors of the cache. The request is still there.
         """
         if self.planned is not None:
             raise InvalidArgument("[Scheduler.cancel] an iteration is under way: complete it first")
@@ -150,12 +152,12 @@ class Scheduler:
     # ------------------------------------------------------------------ planning
 
     def plan(self) -> Plan:
-        """The next iteration; memory for it is mapped. Empty where nothing can be computed now: call again
-        while there are ``unfinished`` requests.
+        """Plans the next iteration, and maps memory for it. The plan is empty if nothing can be computed now:
+        call again while there are ``unfinished`` requests.
 
         Raises:
-            InvalidArgument: the last one is not complete.
-            DriverError, OutOfPages, NoFreeSlot, TimedOut: of the cache. No iteration is under way.
+            InvalidArgument: the last iteration is not complete.
+            DriverError, OutOfPages, NoFreeSlot, TimedOut: errors of the cache. No iteration is under way.
         """
         if self.planned is not None:
             raise InvalidArgument("[Scheduler.plan] the last one is not complete: call complete() first")
@@ -186,7 +188,7 @@ class Scheduler:
         return plan
 
     def _advance(self, plan: Plan) -> None:
-        """Gives the running requests their tokens, and takes the latest ones' memory where it is short."""
+        """Gives the running requests their tokens, and takes memory of the latest ones if it is short."""
         while True:
             lengths = self._plan_running(plan)
             if not self.running:
@@ -201,8 +203,8 @@ class Scheduler:
             self._make_way(plan, [group for group in self.running if self._walks.holds(group)], lengths)
 
     def _plan_running(self, plan: Plan) -> list[int]:
-        """Plans the running requests but those that are computed band by band. Returns the lengths that the
-        slots need."""
+        """Plans the running requests, except those that are computed band by band. Returns the lengths that
+        the slots need."""
         decoding: list[TokenSequence] = []
         tails: list[TokenSequence] = []  # prompts of several samples that lack a token
         prompts: list[TokenSequence] = []
@@ -238,7 +240,7 @@ class Scheduler:
         return lengths
 
     def _admit(self, plan: Plan) -> bool:
-        """Lets requests in, in the order of arrival, until one does not fit: nobody overtakes it. Whether
+        """Admits requests in order of arrival, until one does not fit: no other overtakes it. Returns whether
         some of them begin with the next iteration."""
         announced: set[SampleGroup] = set()  # by this plan
         while not (self._refused and self.running):
@@ -278,9 +280,9 @@ class Scheduler:
         return self.promises.allow(tokens, self.running, self._clock())
 
     def _place(self, plan: Plan, group: SampleGroup) -> bool:
-        """Gives a waiting request a slot, and memory for all of its prompt: a piece of it would be lost again
-        as soon as the next piece found no room. Where the cache looks ahead and others run meanwhile, the
-        mapper maps it first, and the request begins with the next iteration."""
+        """Gives a waiting request a slot, and memory for its whole prompt: a piece of it would be lost again
+        as soon as the next piece found no room. If the cache looks ahead and other requests run, the mapper
+        maps it first, and the request begins with the next iteration."""
         slot = self._books.slot_for(group)
         if slot is None:
             return False
@@ -289,8 +291,9 @@ class Scheduler:
         lengths = self._books.lengths.copy()
         lengths[slot] = prompt
         planned = self._announcements.with_prompts(lengths)
-        # Asked first: a step that is refused has given up prefixes that later requests would have found. Who
-        # waited for others comes back with room for more than it had, so that it gets on each time.
+        # `fits` comes first: a refused step has given up prefixes that later requests would have found. A
+        # request that waited for others comes back with room for more than it had, so that it makes progress
+        # each time.
         wanted = self._walks.room_beside(planned, slot)
         if self._short_since is not None:
             wanted = planned.copy()
@@ -314,7 +317,7 @@ class Scheduler:
         return True
 
     def _announce(self, group: SampleGroup, slot: int, covered: int) -> None:
-        """Names a waiting request that begins with the next iteration: its prompt is mapped before."""
+        """Announces a waiting request that begins with the next iteration: its prompt is mapped before."""
         self._books.note(
             [
                 self._announcements.announce(group),
@@ -335,7 +338,7 @@ class Scheduler:
         )
 
     def _enter(self, plan: Plan, group: SampleGroup, slot: int, covered: int, changes: list[Change]) -> None:
-        """A waiting request is running from now on, in a slot that has its first tokens."""
+        """Makes a waiting request a running one, in a slot that has its first tokens."""
         sequence, stats = group.live[0], self.stats
         changes += [
             (setattr, sequence, "slot", slot),
@@ -355,7 +358,7 @@ class Scheduler:
         self._sequences += len(group.live)
 
     def _bring_back(self, plan: Plan, group: SampleGroup) -> bool:
-        """Swaps a request in, with room for a token more of each sequence; or leaves it where it was."""
+        """Swaps a request in, with room for one more token of each sequence, or leaves it where it was."""
         lengths = self._books.lengths.copy()
         back = [slot_of(sequence) for sequence in group.holders]
         for sequence, slot in zip(group.holders, back, strict=True):
@@ -391,8 +394,8 @@ class Scheduler:
         return True
 
     def _plan_walk(self, plan: Plan, admits: bool) -> None:
-        """Plans what is computed band by band: the pieces of running requests, then, if it ``admits`` any,
-        prompts that wait and for all of which there is no room."""
+        """Plans what is computed band by band: the pieces of running requests, then, with ``admits``, waiting
+        prompts that find no room for all of their K and V."""
         while not self._walks.go_on(plan):
             due = self._walks.due
             lengths = self._books.lengths.copy()
@@ -407,8 +410,8 @@ class Scheduler:
         plan.walk = self._walks.walk()
 
     def _place_by_bands(self, plan: Plan, group: SampleGroup) -> bool:
-        """Gives a waiting request a slot, and a place in an iteration's walk, where there is room for a few
-        of its bands at a time."""
+        """Gives a waiting request a slot, and a place in an iteration's walk, if there is room for a few of
+        its bands at a time."""
         slot = self._books.slot_for(group)
         if slot is None:
             return False
@@ -429,7 +432,7 @@ class Scheduler:
     # ------------------------------------------------------------------ making room
 
     def _may_wait(self, lengths: list[int]) -> bool:
-        """Whether a refused step is tried again later: nobody here is in its way, but other processes are."""
+        """Whether to try a refused step again later: other processes are in its way, and no request here."""
         self.waits_for_others = False
         if waits_for_others(self.cache, lengths):
             now = self._clock()
@@ -439,8 +442,8 @@ class Scheduler:
         return self.waits_for_others
 
     def _make_way(self, plan: Plan, victims: list[SampleGroup], lengths: list[int]) -> None:
-        """The latest of some running requests makes room for the others; the only one, which needs these
-        lengths, fails or waits for other processes. Waiting, it keeps nothing that they may wait for."""
+        """Makes room: by the latest of several running requests. A single one, which needs these lengths,
+        fails or waits for other processes. While it waits, it keeps nothing that they may wait for."""
         latest = max(victims, key=by_arrival)
         if len(victims) > 1 or self._may_wait(lengths) or self._may_part(latest):
             self._preempt(plan, latest)
@@ -448,8 +451,8 @@ class Scheduler:
             self._fail(plan, latest)
 
     def _may_part(self, group: SampleGroup) -> bool:
-        """Whether a request alone gets more room by going to host memory: prefixes that some of its bands
-        share can be given up once none does. At each length once."""
+        """Whether a single request gets more room by going to host memory: prefixes that some of its bands
+        share can be given up once none shares them. Tried once at each length."""
         tokens = group.live[0].known
         if self.layering is None or group.layered or len(group.live) > 1 or group.parted_at == tokens:
             return False
@@ -462,11 +465,11 @@ class Scheduler:
         if swaps and (changes := self._books.swap_out(group)):
             changes.append((setattr, stats, "swapped", stats.swapped + 1))
         else:
-            if not shared:  # what is published need not be computed again, unless memory is short until then
+            if not shared:  # published tokens are not computed again, unless memory is short until then
                 self._books.publish(group.live[0], group.live[0].computed)
             changes = [*self._books.free(group, group.holders), *self._books.wait(group)]
             changes.append((setattr, stats, "recomputed", stats.recomputed + 1))
-        # Until somebody ends: it would be the first to go again.
+        # Until a request ends: this one would be the first to go again.
         self._books.note([*changes, (plan.preempted.append, group), (setattr, self, "_refused", True)])
 
     def _fail(self, plan: Plan, group: SampleGroup) -> None:
@@ -488,7 +491,7 @@ class Scheduler:
         self._books.forget(group)
 
     def _leave(self, group: SampleGroup, status: Status, reason: str = "") -> list[Change]:
-        """The end of a request, whose slots are free: what was refused may be granted now."""
+        """Ends a request whose slots are free. A step that was refused may be granted now."""
         return [
             *self._books.leave(group, status, reason),
             self._announcements.drop(group),
@@ -498,7 +501,7 @@ class Scheduler:
         ]
 
     def _settle(self) -> None:
-        """Brings books and cache into agreement where an operation was cut off."""
+        """Makes books and cache agree after an interrupted operation."""
         if not self._books.settled:
             self._announcements.clear()
             self._books.settle()
@@ -506,18 +509,18 @@ class Scheduler:
     # ------------------------------------------------------------------ completing
 
     def complete(self, plan: Plan, tokens: abc.Sequence[int | Exception] | None = None) -> list[SampleGroup]:
-        """Takes note that the plan's tokens are computed, and of those that were chosen.
+        """Completes an iteration: notes its computed tokens, and the chosen ones.
 
         Args:
-            plan: the last one of ``plan()``.
-            tokens: a token id for each of ``plan.sampled``, or the exception that there was instead: that
-                request fails, and no other. None where only their number is known.
+            plan: the last plan.
+            tokens: a token id for each of ``plan.sampled``, or an exception: then that request fails, and no
+                other. None if only their number is known.
 
         Returns the requests that ended.
 
         Raises:
             InvalidArgument: another plan, another number of tokens, or no token ids; nothing was changed.
-            DriverError, OutOfPages, TimedOut: of the cache. The iteration is still under way.
+            DriverError, OutOfPages, TimedOut: errors of the cache. The iteration is still under way.
         """
         if plan is not self.planned:
             raise InvalidArgument("[Scheduler.complete] this is not the iteration that is under way")
@@ -535,7 +538,7 @@ class Scheduler:
         stops: list[int] = []
         prompts: list[SampleGroup] = []
         for sequence, start, stop in plan.work:
-            if sequence.slot is not None:  # otherwise lost with an operation that was cut off
+            if sequence.slot is not None:  # an interrupted operation may have lost it
                 computed.append(sequence)
                 stops.append(stop)
                 if start < sequence.group.prompt_tokens <= stop:
@@ -603,9 +606,9 @@ class Scheduler:
         return ended_groups
 
     def abandon(self, plan: Plan) -> None:
-        """Takes an iteration back that could not be computed: its tokens are planned again.
+        """Takes back an iteration that could not be computed: its tokens are planned again.
 
-        Raises InvalidArgument for another plan than the last.
+        Raises InvalidArgument for any plan but the last.
         """
         if plan is not self.planned:
             raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
@@ -622,7 +625,7 @@ class Scheduler:
         Raises:
             InvalidArgument: the request's sequences have no tokens of their own, or are swapped out; sources
                 are not its own; an iteration is under way.
-            DriverError, OutOfPages, TimedOut: of the cache. The sequences are as before.
+            DriverError, OutOfPages, TimedOut: errors of the cache. The sequences are as before.
         """
         if self.planned is None:
             self._settle()

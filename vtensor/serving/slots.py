@@ -1,5 +1,5 @@
-"""What a scheduler asks of a cache: the calls of ``vtensor.KVCache``, so that a paged or a static manager can
-stand in its place and be compared with it."""
+"""The calls of a cache that a scheduler uses: those of ``vtensor.KVCache``. A paged or a static manager with
+the same calls can replace it, and be compared with it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SlotStats(Protocol):
 
 
 class KVCacheManager(Protocol):
-    """One slot a sequence; :class:`vtensor.KVCache` says what each call does. One that raises has changed
-    nothing, and ``free`` raises InvalidArgument for a slot that is free."""
+    """One slot a sequence; :class:`vtensor.KVCache` documents each call. A call that raises has changed
+    nothing, and ``free`` raises InvalidArgument for a free slot."""
 
     @property
     def max_batch(self) -> int:
@@ -54,14 +54,14 @@ class KVCacheManager(Protocol):
 
 
 def waits_for_others(cache: KVCacheManager, lengths: Sequence[int]) -> bool:
-    """Whether nothing but memory that other processes have is in the way of a step, as a ``vtensor.KVCache``
-    of a shared budget says. Other managers share with nobody."""
+    """Whether only memory of other processes is in the way of a step, as a ``vtensor.KVCache`` of a shared
+    budget answers. Other managers share with no process."""
     ask = getattr(cache, "waits_for_others", None)
     return ask is not None and bool(ask(lengths))
 
 
 def check_fits(operation: str, request: Request, cache: KVCacheManager) -> None:
-    """Raises InvalidArgument for a request that the cache's slots could never hold."""
+    """Raises InvalidArgument for a request for which the cache's slots are too small or too few."""
     if request.prompt_tokens + request.max_new_tokens > cache.max_len:
         raise InvalidArgument(
             f"[{operation}] {request.prompt_tokens} tokens and {request.max_new_tokens} new ones, of "

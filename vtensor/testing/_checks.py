@@ -1,4 +1,4 @@
-"""Refused driver calls, and whether a pool's own tables agree."""
+"""Refusal of driver calls, and a check that a pool's own tables agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vtensor.pool import Pool
 
 
 class Refusals:
-    """What :func:`fail_after` has refused of the calls of ``pool``; false where that is nothing."""
+    """The calls of ``pool`` that :func:`fail_after` has refused; false if there are none."""
 
     def __init__(self, pool: _core.PagePool) -> None:
         self._core: _core.PagePool | None = pool
@@ -20,7 +20,7 @@ class Refusals:
 
     @property
     def calls(self) -> dict[str, int]:
-        """From the name of each driver call that was refused to how often it was."""
+        """The number of refusals, by the name of the driver call."""
         return self._calls if self._core is None else self._core.refused_calls()
 
     def __bool__(self) -> bool:
@@ -36,18 +36,20 @@ class Refusals:
 
 @contextmanager
 def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[Refusals]:
-    """Failure injection: lets ``skip`` driver calls of ``pool`` through, then has the next ``refuse`` refused
-    without being made. What the operation does then has to be a :class:`~vtensor.DriverError` that changed
-    nothing (I8), unless the call was a mere question, such as ``cuStreamGetCtx``; the mapper's calls count
-    too, so make the pool with ``prefetch=0`` to meet your own. Nor is there an error where what was refused
-    is tried again later, such as the unmapping of what was given back.
+    """Failure injection: lets ``skip`` driver calls of ``pool`` pass, then refuses the next ``refuse`` calls,
+    which are not made.
 
-    The ``with`` gives what was refused: a :class:`Refusals`, which is false once fewer than ``skip`` calls
-    are made, whether or not anything was raised.
+    The operation must then raise a :class:`~vtensor.DriverError` and change nothing (I8). It raises nothing
+    if the call was only a question, such as ``cuStreamGetCtx``, or is tried again later, such as the
+    unmapping of pages that were given back. The mapper's calls count too, so make the pool with
+    ``prefetch=0`` to refuse your own.
+
+    The ``with`` gives a :class:`Refusals`. It is false if no call was refused, because at most ``skip`` were
+    made, whether or not anything was raised.
 
     Raises:
         Closed: the pool is closed.
-        InvalidArgument: a number that no number of calls can be.
+        InvalidArgument: ``skip`` or ``refuse`` cannot be a number of calls.
     """
     core = of_type("fail_after", "pool", pool, Pool)._open_core("fail_after")
     skip, refuse = integer("fail_after", "skip", skip), integer("fail_after", "refuse", refuse)
@@ -65,7 +67,7 @@ def fail_after(pool: Pool, skip: int, refuse: int = 1) -> Iterator[Refusals]:
 
 
 def check_invariants(pool: Pool) -> None:
-    """Looks whether the page tables, counts and lists of ``pool`` agree (I3 to I6).
+    """Checks that the page tables, counts and lists of ``pool`` agree (I3 to I6).
 
     Raises:
         AssertionError: they contradict one another, which is a bug of vtensor: please report it.
@@ -79,7 +81,7 @@ def check_invariants(pool: Pool) -> None:
 
 
 def wake_again(pool: Pool, fail: int | None) -> None:
-    """Wakes what sleeps in ``pool``. If a driver call is refused, all sleeps on, and wakes at the next try.
+    """Wakes what sleeps in ``pool``. A refused driver call leaves all asleep until the next try.
 
     Args:
         pool: the pool.
@@ -93,5 +95,5 @@ def wake_again(pool: Pool, fail: int | None) -> None:
                 return pool.wake()
         except DriverError:
             check_invariants(pool)
-            assert pool.stats().nbytes_asleep >= asleep  # more where the sleep could not give all back
+            assert pool.stats().nbytes_asleep >= asleep  # more if the sleep could not give all back
     pool.wake()

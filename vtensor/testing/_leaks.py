@@ -46,8 +46,8 @@ class Look:
             before, now = self._before.get(pool, {}), _counts(pool)
             more = {what: now[what] - before.get(what, 0) for what in _WHAT}
             if any(count > 0 for count in more.values()):
-                told = ", ".join(f"{count:,} {what}" for what, count in more.items() if count > 0)
-                found.append(f"{pool!r} has {told} more than before{_named(pool)}")
+                counts = ", ".join(f"{count:,} {what}" for what, count in more.items() if count > 0)
+                found.append(f"{pool!r} has {counts} more than before{_named(pool)}")
         gone = _files() - self._files_before - sum(pool not in self._before for pool in self._pools())
         if not self._asked and not found and gone > 0:
             found.append(f"views hold pages of {gone} pools that are gone")

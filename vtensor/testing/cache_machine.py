@@ -63,8 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
             wait for the mapper, and their counts are bounds.
         pool, cache: the results of :meth:`open_pool` and :meth:`open_cache`.
         requests: the :class:`~vtensor.testing.kv_model.Request` of each slot that is not free.
-        deferred: slots that may not be read yet, because their prefix's pages are the mapper's or the next
-            step's to map.
+        deferred: slots that may not be read yet, because the mapper or the next step will map their prefix.
     """
 
     options: ClassVar[dict[str, Any]] = {
@@ -118,9 +117,9 @@ class CacheMachine(RuleBasedStateMachine):
         return slots[index % len(slots)]
 
     def expected(self, slot: int, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """K and V that a layer must hold for the slot's tokens: plain tensors ``[length, heads, head_dim]``.
+        """K and V that a layer must have for the slot's tokens: plain tensors ``[length, heads, head_dim]``.
 
-        V is None in a cache without V. A layer with a window holds only the last of the tokens.
+        V is None in a cache without V. A layer with a window has only the last of the tokens.
         """
         return kv_model.expected(self.cache, layer, self.requests[slot].values)
 
@@ -133,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         Returns:
             The result of the operation. A refused one runs again: the pool's mapper makes driver calls too,
-            so a refusal depends on time, and the same draws are to make the same requests.
+            so a refusal depends on time, and the same draws must make the same requests.
         """
         before = (self.cache.lengths, self.cache.stats().slots_free)
         try:
@@ -177,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     def offer(self, slot: int, fail: int | None) -> None:
-        """Publishes the part of the request's prompt that the slot holds.
+        """Publishes the part of the request's prompt that is in the slot.
 
         Args:
             slot: a slot in use.
@@ -260,7 +259,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.alloc()
         except vtensor.NoFreeSlot:
             return
-        raise AssertionError("more requests than slots were let in")
+        raise AssertionError("more requests than slots were admitted")
 
     @precondition(lambda self: self.in_use())
     @rule(steps=st.lists(growths(), min_size=_SLOTS, max_size=_SLOTS), fail=failures(12))
@@ -277,7 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
                 continue
             if all(self.cache.length(slot, band) == lengths[slot] for band in range(len(self.cache.bands))):
                 lengths[slot] = min(self.cache.max_len, lengths[slot] + steps[i % len(steps)])
-        # What it gives up depends on what is on its way out, and what later steps find on what is mapped.
+        # The pages it gives up depend on those on their way out, and what later steps find on what is mapped.
         self.await_mapper()
         before = self.cache.lengths
         self.cache.prepare(lengths)
@@ -395,11 +394,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(fail=failures(12), fail_waking=failures(12))
     def sleep_and_wake(self, fail: int | None, fail_waking: int | None) -> None:
-        """Prefixes that no slot uses are gone then; all else is as it was."""
+        """Puts the cache to sleep and wakes it. Prefixes that no slot uses are gone then; all else stays."""
         try:
             self.attempt(lambda: self.pool.sleep(contents="host"), fail)
         except vtensor.OutOfPages:
-            return  # what the kernel copied for forks finds no pages
+            return  # no pages for what the kernel copied for forks
         wake_again(self.pool, fail_waking)
 
     # --- after every step ---
@@ -433,14 +432,14 @@ class CacheMachine(RuleBasedStateMachine):
             assert stats.pages_active == self.needed_pages()
 
     def await_mapper(self) -> None:
-        """Returns once the mapper has nothing left to do; what it was refused meanwhile is no failure."""
-        for _ in range(_SLOTS + 2):  # each slot's may be another
+        """Waits until the mapper has nothing left to do. A call that it was refused is no failure."""
+        for _ in range(_SLOTS + 2):  # each slot may have an error of its own
             try:
                 self.pool.wait_idle(_SECONDS)
                 return
             except vtensor.DriverError:
                 pass
-        raise AssertionError("refusals of the mapper's are raised again and again")
+        raise AssertionError("errors of the mapper are raised again and again")
 
     def needed_pages(self) -> int:
         """Pages that the lengths need, in a cache with ``tile=1`` and no windows."""

@@ -3,7 +3,7 @@
 A token has a value. Tokens of a prompt have a value that depends on the prompt up to them, so requests with a
 common prefix have equal values there. Other tokens have a value of their own. `marks` turns a value into a
 number for each layer's K and V, which fills all heads. So a check recognises tokens of another request,
-position or layer, and K in the place of V (I2, I6, I7).
+position or layer, and K in place of V (I2, I6, I7).
 
 The numbers are exact in float32 for values below 2**20 and at most `MOST_LAYERS` layers.
 """
@@ -118,7 +118,7 @@ def check_contents(
     windows: Sequence[int | None] | None = None,
     layers: Iterable[int] | None = None,
 ) -> None:
-    """Checks that each token holds its marks in every layer, or in these.
+    """Checks that each token has its marks in every layer, or in these.
 
     Args:
         cache: the cache.

@@ -1,6 +1,6 @@
-"""A pytest plugin with the fixture ``no_leaked_pages``: a test that leaks memory is an error. It also has
-:func:`vtensor.explain_faults` write where pytest does not hold it back: what a test has written to standard
-error is lost where a fault ends the process.
+"""A pytest plugin with the fixture ``no_leaked_pages``: a test that leaks memory is an error. It also makes
+:func:`vtensor.explain_faults` write past pytest's capture: if a fault ends the process, pytest loses what a
+test has written to standard error.
 
 In the ``conftest.py`` at the root of the tests::
 

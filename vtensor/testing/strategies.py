@@ -104,7 +104,7 @@ def tensors(
     arbitrary, not zero, and make no NaN.
 
     Args:
-        pool: the pool that lends the pages. It needs ``most_pages + 1`` for each row.
+        pool: the pool of the pages. It needs ``most_pages + 1`` for each row.
         layout: its dtype and dimensions. Defaults to one of :func:`layouts`.
         most_pages: the most pages of data in each row.
 
