@@ -55,6 +55,7 @@ IN_PLAIN_WORDS = (
     "README.md",
     "csrc/DESIGN.md",
     "docs/**/*.md",
+    "vtensor/**/*.py",
 )
 
 # Words that mean something else to an engine or an allocator.
