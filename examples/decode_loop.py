@@ -1,4 +1,4 @@
-"""A decode loop by hand: a model that attends to all it has read, with K and V that grow in place.
+"""A decode loop by hand: a model that attends to all earlier tokens, with K and V that grow in place.
 
 python examples/decode_loop.py
 """
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 class Concatenated:
-    """K and V as most code keeps them: all of them copied at every token."""
+    """K and V as most code keeps them: every token copies all of them."""
 
     def __init__(self) -> None:
         self.k = self.v = torch.empty(1, HEADS, 0, HEAD_DIM)
@@ -54,7 +54,7 @@ class Concatenated:
 
 
 class InPlace:
-    """The same with vtensor: addresses for 131,072 tokens, memory for those there are."""
+    """The same with vtensor: addresses for 131,072 tokens, memory for the tokens so far."""
 
     def __init__(self) -> None:
         self.k = vtensor.empty(1, HEADS, 0, HEAD_DIM, grow_dim=2, capacity=131072)

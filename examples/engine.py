@@ -2,7 +2,7 @@
 
     python examples/engine.py
 
-The calls that an engine makes; ``vtensor.serving`` has one that is ready to use.
+It shows the calls that an engine makes. ``vtensor.serving`` has an engine that is ready to use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYERS, HEADS, HEAD_DIM, SLOTS, VOCABULARY = 2, 2, 32, 8, 64
 @dataclass
 class Request:
     tokens: list[int]
-    end: int  # how many it is to have
+    end: int  # its tokens at the end
     slot: int = -1
     computed: int = 0
 
@@ -33,7 +33,7 @@ class Engine:
         self.qkv = [torch.randn(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM) / 16 for _ in range(LAYERS)]
 
     def admit(self, waiting: list[Request]) -> None:
-        while self.swapped:  # those that gave way come first
+        while self.swapped:  # preempted requests come first
             if not self.cache.fits(self.lengths([*self.running, self.swapped[-1]])):
                 return
             self.cache.swap_in(self.swapped[-1].slot)
@@ -53,12 +53,12 @@ class Engine:
         return lengths
 
     def iterate(self) -> None:
-        while not self.cache.step(self.lengths(self.running)):  # memory is short: the latest gives way
+        while not self.cache.step(self.lengths(self.running)):  # memory is short: preempt the latest
             self.swapped.append(self.running.pop())
             self.cache.swap_out(self.swapped[-1].slot)
         for request, logits in zip(list(self.running), self.forward(), strict=True):
             if request.computed == 0:
-                self.cache.publish(request.slot, request.tokens)  # for those that begin alike
+                self.cache.publish(request.slot, request.tokens)  # for prompts with the same beginning
             request.computed = len(request.tokens)
             request.tokens.append(int(logits.argmax()))
             if len(request.tokens) == request.end:
@@ -72,7 +72,7 @@ class Engine:
         x = self.embed[torch.cat(new)]
         for layer, qkv in enumerate(self.qkv):
             q, k, v = (x @ qkv).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(1)
-            self.cache.write(layer, slots, starts, k, v, counts=counts)  # waits for what comes back
+            self.cache.write(layer, slots, starts, k, v, counts=counts)  # waits for the swap-in
             parts = []
             for slot, start, some in zip(slots, starts, q.split(counts), strict=True):
                 past = (side[slot, : start + len(some)].transpose(0, 1) for side in self.cache[layer])
@@ -84,7 +84,7 @@ class Engine:
 
 def main(budget: str) -> list[list[int]]:
     torch.manual_seed(0)
-    requests = [Request([*range(40), i, i + 1], end=90) for i in range(12)]  # the same beginning
+    requests = [Request([*range(40), i, i + 1], end=90) for i in range(12)]  # a common beginning
     pool = vtensor.Pool("cpu", page_size=4096, budget=budget)
     with pool, vtensor.KVCache(LAYERS, HEADS, HEAD_DIM, SLOTS, 1024, torch.float32, pool=pool) as cache:
         engine, waiting = Engine(cache), list(requests)

@@ -1,4 +1,4 @@
-"""What memory does, seen: a ring buffer on a VTensor, its trace and pictures, and a test of any such ring.
+"""A ring buffer on a VTensor: its trace, pictures of its memory, and a property test.
 
     python examples/exploration.py [folder for the pictures]
 
@@ -19,11 +19,11 @@ from vtensor import plot, testing
 
 
 class Ring:
-    """The last ``size`` rows that were put in, always one contiguous tensor."""
+    """The last ``size`` rows that were put in, as one contiguous tensor."""
 
     def __init__(self, size: int, width: int, pool: vtensor.Pool) -> None:
         self.size = size
-        # Front shrinks use the capacity up; then the pages, and not their bytes, move to fresh addresses.
+        # Front shrinks use the capacity up. Then the pages move to fresh addresses; no byte is copied.
         self.rows = vtensor.empty(0, width, grow_dim=0, capacity=4 * size, pool=pool, when_full="move")
 
     def put(self, rows: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Ring:
 
 
 def record(pool: vtensor.Pool, folder: Path) -> None:
-    """What a ring does to memory while 20 times its size passes through it."""
+    """Records and draws the memory of a ring while 20 times its size passes through it."""
     ring = Ring(1000, 64, pool)
     with vtensor.trace.record() as recording:
         for start in range(0, 20_000, 100):
@@ -56,7 +56,7 @@ def record(pool: vtensor.Pool, folder: Path) -> None:
 @settings(max_examples=25, deadline=None)
 @given(size=st.integers(1, 40), batches=st.lists(st.integers(0, 60), max_size=20))
 def test_any_ring(size: int, batches: list[int]) -> None:
-    """Whatever goes in, the last of it is there, and nothing is left behind."""
+    """The ring has the last rows of any batches, and leaves no memory behind."""
     with testing.host_pool(page_size=4096, budget="1MiB") as pool, testing.assert_no_leaks(pool):
         ring, expected, number = Ring(size, 128, pool), torch.empty(0, 128), 0
         for batch in batches:
@@ -68,7 +68,7 @@ def test_any_ring(size: int, batches: list[int]) -> None:
 
 
 def test_a_ring_survives_any_refusal() -> None:
-    """The n-th driver call refused, for each n there is: what is in the ring stays whole."""
+    """If the n-th driver call is refused, for any n, the ring keeps its rows."""
     for n in range(1000):
         with testing.host_pool(page_size=4096, budget="1MiB") as pool:
             ring = Ring(8, 1024, pool)
@@ -81,7 +81,7 @@ def test_a_ring_survives_any_refusal() -> None:
             assert ring.rows.eq(1).all()
         if not refusals:
             return
-    raise AssertionError("refused for ever")
+    raise AssertionError("calls were refused without end")
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ source "$(dirname "$0")/lib.sh"
 
 extension() {
   $PYTHON -m pip install -q --no-build-isolation --no-deps -e .
-  # integrations/ is installed one folder deeper than it lies, so scikit-build-core puts the folder that
-  # holds the checkout on the import path too, with whatever else is in it.
+  # integrations/ is installed one folder deeper than it is, so scikit-build-core puts the folder of the
+  # checkout on the import path too, with all else in it.
   find $VENV/lib -name '*editable*.pth' -exec sed -i "\\#^$(dirname "$PWD")\$#d" {} +
 }
 simulated_libcuda() {

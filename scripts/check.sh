@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# check.sh: what test.sh leaves: lint, format, types, layers, the golden stub, the slow Python tests, and the
-# C++ tests under the sanitizers.
+# check.sh: all that test.sh leaves out: lint, format, types, layers, documentation, the golden stub, the slow
+# Python tests, and the C++ tests under the sanitizers.
 source "$(dirname "$0")/lib.sh"
 
 cpp_sources() {
@@ -26,7 +26,7 @@ slow_tests() {
   pytest -n 2 --dist loadfile -m "slow and not alone" tests
   pytest -m "slow and alone" tests
 }
-# The general suites again with the options that users get: look-ahead and reuse.
+# The general suites again with the default options: look-ahead and reuse.
 default_pools() {
   local general=(tests/python/test_{tensor,capacity,sharing,torch_safety,kv_cache,kv_swaps,cache_layers,threads,regressions}.py)
   VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_POOLS=default pytest -q -n 2 --dist worksteal "${general[@]}"
@@ -54,7 +54,7 @@ check_tidy() {
     xargs -P "$JOBS" -n 4 clang-tidy --quiet -p build/asan-ubsan
 }
 
-# What the analysis of vmm/pool_lock.h is there for: without a lock that is needed, clang-tidy fails.
+# Checks the analysis of vmm/pool_lock.h itself: clang-tidy must fail if a lock is missing.
 check_lock_analysis() {
   { clang-tidy --quiet tests/thread_safety/unlocked.cpp -- -std=c++20 -I csrc 2>&1 || true; } |
     grep "requires holding lock 'pool_lock'"

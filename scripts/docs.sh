@@ -2,5 +2,5 @@
 # docs.sh: builds the documentation into build/site; a warning is an error.
 source "$(dirname "$0")/lib.sh"
 
-# The first silences what the theme prints about its own future.
+# NO_MKDOCS_2_WARNING silences a notice of the theme.
 step "Documentation" env NO_MKDOCS_2_WARNING=1 $PYTHON -m mkdocs build

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# fresh_debian.sh [TARGETS]: what a new user sees. Makes a Debian 13 with nothing but what README asks for, clones what
-# is committed into it, and runs `make demo` there, or `make` with each of TARGETS. Needs root, and some 10 GB under
-# build/ while it runs. Takes over this machine's Debian mirror, proxy, and pip's settings but for local folders.
+# fresh_debian.sh [TARGETS]: vtensor as a new user finds it. Makes a Debian 13 with only the packages that the README
+# names, clones the commit into it, and runs `make demo` there, or `make` with each of TARGETS. Needs root, and some
+# 10 GB under build/ while it runs. Takes over this machine's Debian mirror, proxy, and pip's settings except local folders.
 # Not a part of CI: PyTorch's CUDA build alone is 3 GB to download.
 source "$(dirname "$0")/lib.sh"
 
@@ -40,8 +40,8 @@ pip_settings() {
   done
   env | grep '^PIP_' || true
 }
-# What the fresh Debian takes over of this machine's settings: nothing that names a folder or file here, except for the
-# certificates, of which it gets a copy.
+# The settings that the fresh Debian takes over from this machine: none that name a folder or file here. It gets a copy
+# of the certificates.
 collect_settings() {
   local certificates
   certificates=$(pip_settings | sed -n 's/^PIP_CERT=//p' | tail -n 1)

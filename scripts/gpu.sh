@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # gpu.sh [ARGUMENTS]: builds vtensor with this machine's own Python (PYTHON3=, default python3), which has
-# PyTorch, nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. Meanwhile it asks those questions of
-# benchmarks/gpu that need no vtensor and measure nothing. Then it runs the GPU tests, asks the other questions, and, in
-# the time that is left, runs the tests of attention and the benchmarks on the GPU. All of it ends within MINUTES=
-# (default 8). What fails stops nothing after it: without a build it asks what needs none. Results go to $OUT, or to
-# benchmarks/results where OUT is not set, as they come: 8 files at most. ARGUMENTS are those of
-# `python -m benchmarks.gpu`; with --only it asks those questions and runs no tests; with --rehearsal it needs no GPU,
-# and writes to build/gpu-rehearsal.
+# PyTorch, nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. During the build it asks those
+# questions of benchmarks/gpu that need no vtensor and measure nothing. Then it runs the GPU tests, asks the other
+# questions, and, in the time that is left, runs the tests of attention and the benchmarks on the GPU. All of it ends
+# within MINUTES= (default 8). A failure stops nothing after it: without a build it asks the questions that need none.
+# Results go to $OUT, or to benchmarks/results if OUT is not set, as they come: 8 files at most. ARGUMENTS are those
+# of `python -m benchmarks.gpu`; with --only it asks those questions and runs no tests; with --rehearsal it needs no
+# GPU, and writes to build/gpu-rehearsal.
 source "$(dirname "$0")/lib.sh"
 
 python=$(command -v "${PYTHON3:-python3}") || die "no ${PYTHON3:-python3}: name a Python with PYTHON3="
 site=$PWD/build/gpu-site
 limit=$((${MINUTES:-8} * 60))
-grace=10 # for what was interrupted, before it is killed
+grace=10 # seconds from an interruption to a kill
 results=${OUT:-benchmarks/results}
 rehearsal=false
 everything=true
@@ -27,12 +27,12 @@ PATH=$(dirname "$python"):$PATH
 export PYTHONPATH=$site:$PWD PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 failed=()
 
-# attempt TITLE COMMAND...: as step, but what fails is only told at the end.
+# attempt TITLE COMMAND...: as step, but a failure is reported at the end only.
 attempt() {
   (step "$@") || failed+=("$1")
 }
-# within SECONDS COMMAND...: at most so long, and no longer than the whole run may take. Python ends in order where it
-# is interrupted: pytest with its summary, the questions with what they found.
+# within SECONDS COMMAND...: at most SECONDS, and no longer than the whole run may take. An interrupted Python ends in
+# order: pytest with its summary, the questions with what they found.
 within() {
   local seconds=$1 left=$((limit - SECONDS - grace))
   shift
@@ -42,8 +42,8 @@ within() {
   fi
   timeout --signal=INT --kill-after=$grace $((seconds < left ? seconds : left)) "$@"
 }
-# logged FILE COMMAND...: appends its output to FILE among the results, and shows the end of that. There is no pipe that
-# what the command leaves running could keep open.
+# logged FILE COMMAND...: appends its output to FILE among the results, and shows the end of it. There is no pipe, which
+# a process that the command leaves running could keep open.
 logged() {
   local file=$results/$1 status=0
   shift
@@ -61,14 +61,14 @@ sys.exit(f"{sys.executable} lacks: {', '.join(missing)}" if missing else 0)
 CODE
 }
 build() {
-  rm -rf "$site" # nothing is asked of an older build
+  rm -rf "$site" # an older build is not used
   logged build.txt within 180 "$python" -m pip install -v --no-index --no-build-isolation --no-deps --upgrade \
     --target "$site" .
 }
 has_gpu() {
   within 60 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 }
-# gpu_tests NAME...: a process each, so that what hangs, or leaves the device in error, takes no other file with it.
+# gpu_tests NAME...: a process each, so that a test that hangs, or leaves the device in error, harms no other file.
 gpu_tests() {
   local name status=0
   for name in "$@"; do
@@ -77,7 +77,7 @@ gpu_tests() {
   done
   return $status
 }
-# questions SECONDS [ARGUMENTS]: leaves so many to what comes after them.
+# questions SECONDS [ARGUMENTS]: leaves SECONDS to what comes after them.
 questions() {
   local left_to_others=$1
   shift

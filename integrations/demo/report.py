@@ -17,7 +17,7 @@ TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
 COLOURS = {"DynamicCache": "#d1495b", "StaticCache": "#7a7f87", OURS: "#00798c"}
 LABELS = {
     "DynamicCache": "DynamicCache, with the copy beside it",
-    "StaticCache": "StaticCache, told the final length",
+    "StaticCache": "StaticCache, given the final length",
 }
 
 
@@ -67,7 +67,7 @@ def notes(settings: Settings, rows: list[Row], checked: Check) -> str:
         f"{OURS} decodes {over_dynamic:.2f} times as fast as DynamicCache and at {100 * to_limit:.1f} % of "
         f"the limit.\n"
         f"'{LIMIT}' is that limit: plain tensors of exactly the final length, known in advance, and exact "
-        f"views of them.\nStaticCache is told the final length too; {OURS} reserves addresses for "
+        f"views of them.\nStaticCache gets the final length too; {OURS} reserves addresses for "
         f"{settings.max_len:,} tokens.\n"
         f"All gave the same {settings.new} tokens, {checked.distinct_tokens} of them distinct; "
         f"{OURS}'s logits are DynamicCache's bit for bit.\n"

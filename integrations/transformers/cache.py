@@ -44,7 +44,7 @@ class VTensorCache(DynamicCache):
         max_len: the most tokens of a sequence, including the prompt. Reserves addresses, which cost no
             memory. None means no limit: the addresses then move when the first reservation is full. Tokens
             that assisted decoding and prompt lookup try may exceed it for a step.
-        pool: the pool that lends the pages. Defaults to the default pool of the device on which the model
+        pool: the pool of the pages. Defaults to the default pool of the device on which the model
             runs.
         compiled: for a forward under ``torch.compile``. A request for the masks of a step, as ``generate()``
             makes it, then maps the memory of that step. See ``prepare``.

@@ -30,7 +30,7 @@ def install(pool: Pool | None = None) -> None:
     their memory back with the last reference to them.
 
     Args:
-        pool: the pool that lends the pages. Defaults to the default pool of the device on which a model runs.
+        pool: the pool of the pages. Defaults to the default pool of the device on which a model runs.
 
     Raises:
         InvalidArgument: if it is installed already, or ``pool`` is no pool.

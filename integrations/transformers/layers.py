@@ -32,7 +32,7 @@ class VTensorLayer(DynamicLayer):
         max_len: the most tokens of a sequence. Reserves addresses, which cost no memory. None means no limit:
             when the addresses are full, the pages move to a larger range, and no byte is copied. They also
             move for tokens past ``max_len`` that may be dropped again. See ``activate_past_recording``.
-        pool: the pool that lends the pages. Defaults to the default pool of the states' device.
+        pool: the pool of the pages. Defaults to the default pool of the states' device.
     """
 
     def __init__(self, max_len: int | None = None, pool: Pool | None = None) -> None:
@@ -51,7 +51,7 @@ class VTensorLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """The present K: a plain view [batch, heads, tokens, head_dim], or None before the first update."""
+        """The current K: a plain view [batch, heads, tokens, head_dim], or None before the first update."""
         return self._stored(0)
 
     @keys.setter
@@ -60,7 +60,7 @@ class VTensorLayer(DynamicLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """The present V: a plain view [batch, heads, tokens, head_dim], or None before the first update."""
+        """The current V: a plain view [batch, heads, tokens, head_dim], or None before the first update."""
         return self._stored(1)
 
     @values.setter

@@ -1,7 +1,7 @@
 """Continuous batching of a Hugging Face causal LM over ``vtensor.KVCache``.
 
-A forward computes the tokens of many sequences side by side, as one row of tokens; only attention is called
-for each sequence by itself, the model's own, over plain views of its K and V in the cache. Follows
+A forward computes the tokens of many sequences side by side, as one row of tokens. Only attention, the
+model's own, is called for each sequence by itself, over plain views of its K and V in the cache. Follows
 ``modeling_llama.py`` and ``AttentionInterface`` of transformers 5.23.
 """
 
@@ -42,15 +42,15 @@ class ServedModel:
         with ServedModel(model, cache) as served:
             completions = Engine(Scheduler(cache), served).run(requests)
 
-    Until ``close()`` the model is set to an attention of ours, which calls the one it had (SDPA or eager),
-    and cannot be used otherwise.
+    Until ``close()`` the model has an attention of this class, which calls the model's own (SDPA or eager).
+    Until then the model cannot be used otherwise.
 
-    With ``Scheduler(layered=True)`` it computes prompts band by band, where the cache has ``bands=``.
+    With ``Scheduler(layered=True)`` it computes prompts band by band, if the cache has ``bands=``.
 
     Args:
-        model: in eval mode, on the CPU.
-        cache: of the model's shape, made without ``windows``: prompts are computed in pieces, whose first
-            tokens a window would have given back already.
+        model: a model in eval mode, on the CPU.
+        cache: a cache of the model's shape, made without ``windows``: prompts are computed in pieces, and a
+            window would give back tokens that later pieces still need.
 
     Raises InvalidArgument for another kind of model, and for a cache of another shape.
     """
@@ -90,7 +90,7 @@ class ServedModel:
             raise
 
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument for a prompt of token ids that the model has not."""
+        """Raises InvalidArgument for a prompt with token ids that the model does not have."""
         assert not isinstance(request.prompt, int)
         largest = max(request.prompt[:])
         if largest >= self._vocabulary:
@@ -100,7 +100,7 @@ class ServedModel:
             )
 
     def __call__(self, plan: Plan) -> torch.Tensor:
-        """Computes the plan's work; returns the logits at the end of each, [work, vocabulary]."""
+        """Computes the plan's work. Returns the logits at the end of each, [work, vocabulary]."""
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -125,7 +125,7 @@ class ServedModel:
         return logits
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """K and V of the plan's tokens, [1, heads, tokens, head_dim], go where they belong."""
+        """Writes K and V of the plan's tokens, [1, heads, tokens, head_dim], to their slots."""
         self._plan.enter(layer)
         for slot in self._plan.swapped_in:
             self.cache.wait(slot, layer)
@@ -170,7 +170,7 @@ class ServedModel:
         return torch.cat(outputs, dim=1), None
 
     def _tokens(self, side: torch.Tensor | None, slot: int, begin: int, stop: int) -> torch.Tensor:
-        """A slot's K or V as attention takes it, [1, heads, tokens, head_dim]; nothing is copied."""
+        """A view of a slot's K or V as attention takes it, [1, heads, tokens, head_dim]."""
         assert side is not None
         if self._heads_first:
             return side[slot, :, begin:stop][None]
@@ -189,8 +189,8 @@ class ServedModel:
         return eager  # type: ignore[no-any-return]
 
     def _mask(self, before: int, new: int, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
-        """Of ``new`` queries over the keys ``before`` them and their own; None where the own attention knows
-        what to do: one query sees all, and SDPA is causal where there is nothing before."""
+        """The mask of ``new`` queries over the keys ``before`` them and their own. None if the model's own
+        attention needs no mask: one query sees all keys, and SDPA is causal if there are none before."""
         narrow = window is not None and before + new > window
         if new == 1 or (before == 0 and not narrow and self._own_name == "sdpa"):
             return None
@@ -218,7 +218,7 @@ class ServedModel:
 
 
 class _States(Cache):
-    """What the model takes for its cache: it hands K and V on to where they belong."""
+    """The cache that the model gets: it hands K and V on to the slots."""
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__(layers=[])

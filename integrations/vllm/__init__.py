@@ -1,22 +1,20 @@
 """vLLM with a KV cache that takes memory only for the blocks in use.
 
 vLLM finds :func:`register` as a plug-in named ``vtensor``. Switch it on by ``VTENSOR_VLLM=1``, or by naming
-it in ``VLLM_PLUGINS``; installed and not switched on, it changes nothing. Its settings are read from the
-environment:
+it in ``VLLM_PLUGINS``. Until it is switched on, it changes nothing. Its settings are environment variables:
 
 ``VTENSOR_VLLM_BUDGET``
-    bytes of K and V in use, such as ``8GiB``, of the engine: its workers have equal parts. As for
-    :class:`vtensor.Pool` unless given. vLLM's own setting
-    (``--kv-cache-memory-bytes``, ``--gpu-memory-utilization``) is the size of the table of blocks, whose
-    addresses cost no memory: it may be larger.
+    bytes of K and V of the engine, such as ``8GiB``; its workers have equal parts. Unless given, as for
+    :class:`vtensor.Pool`. vLLM's own setting (``--kv-cache-memory-bytes``, ``--gpu-memory-utilization``) is
+    the size of the table of blocks. It may be larger, because addresses cost no memory.
 ``VTENSOR_VLLM_CACHE``
     the share of the budget that the prefix cache may keep for blocks that no request uses, such as ``0.25``;
     all that is left unless given.
 ``VTENSOR_VLLM_SHARED``
     a name: the budget is then that of all engines of that name on the machine, each in a process of its own.
-    What the prefix cache of one keeps goes to another that needs it.
+    Memory that the prefix cache of one keeps goes to another that needs it.
 ``VTENSOR_VLLM_PAGE_SIZE``
-    bytes of a page; unless given, the largest up to 64 KiB of which every block has whole ones.
+    bytes of a page; unless given, the largest size up to 64 KiB that divides every block into whole pages.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes.
+    """Installs the plug-in. vLLM calls it in each of its processes.
 
     Raises:
         RuntimeError: the plug-in is switched on, and was not tested with this release of vLLM.

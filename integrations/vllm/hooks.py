@@ -1,11 +1,11 @@
-"""What of vLLM is replaced, each as read in 0.32.0.
+"""The functions and classes of vLLM that are replaced, each as read in 0.32.0.
 
 - ``vllm.v1.worker.utils.allocate_kv_cache``: its ``torch.zeros`` is an arena.
 - ``vllm.v1.core.kv_cache_coordinator.BlockPool``: a block has memory while a request uses it.
-- ``vllm.v1.core.kv_cache_manager.KVCacheManager``: ``allocate_slots`` returns None where memory is short.
-- ``vllm.v1.core.sched.scheduler.Scheduler``: says when a step begins and ends.
+- ``vllm.v1.core.kv_cache_manager.KVCacheManager``: ``allocate_slots`` returns None if memory is short.
+- ``vllm.v1.core.sched.scheduler.Scheduler``: marks the begin and the end of each step.
 - ``vllm.v1.executor.Executor.initialize_from_config``: workers in processes of their own serve the scheduler.
-- ``execute_model`` and ``sample_tokens`` of such a worker: say when its steps have ended.
+- ``execute_model`` and ``sample_tokens`` of such a worker: mark the end of its steps.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .memory import NoRoom, TableMemory, ZerosInArena, table_bytes
 from .transfers import require_connector
 from .workers import STEP, Facts, Server, WorkersMemory, require_local
 
-RETRY_SECONDS = 0.002  # where only others' memory is in the way, a step without work ends too soon
+RETRY_SECONDS = 0.002  # if only memory of others is in the way, a step without work ends too soon
 
 # Made by the worker, until the scheduler of the same engine, which is made next, takes it.
 _pending: TableMemory | WorkersMemory | None = None
 
 
 def install() -> None:
-    """Replaces these, once."""
+    """Replaces them, once."""
     if kv_cache_coordinator.BlockPool is GrowingBlockPool:
         return
     for module in (gpu_model_runner, attn_utils):
@@ -97,7 +97,7 @@ def _serving(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _serve(wrapper: Any, key: bytes) -> Facts | None:
-    """Run by each worker, in its process."""
+    """Starts a worker's server. Each worker runs it in its process."""
     if not isinstance(_pending, TableMemory):  # a stage without a KV cache
         return None
     worker = wrapper.worker
@@ -110,8 +110,8 @@ def _serve(wrapper: Any, key: bytes) -> Facts | None:
 
 
 class GrowingBlockPool(BlockPool):
-    """vLLM's blocks, more than there is memory for. Those that requests use have it; those that only the
-    prefix cache knows keep it until others want it."""
+    """vLLM's blocks, more than there is memory for. Blocks that requests use have memory. Blocks that only
+    the prefix cache knows keep it until others need it."""
 
     def __init__(self, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> None:
         global _pending
@@ -120,11 +120,11 @@ class GrowingBlockPool(BlockPool):
         if memory is None or memory.count != num_gpu_blocks:
             raise RuntimeError(f"[vtensor.vllm] no KV cache was made for the {num_gpu_blocks} blocks planned")
         self.memory = memory
-        self._cached: dict[int, KVCacheBlock] = {}  # that no request uses and the index knows, oldest first
-        self._empty: set[int] = set()  # that nothing knows any more, and that may still be mapped
+        self._cached: dict[int, KVCacheBlock] = {}  # in the index, and no request uses them; oldest first
+        self._empty: set[int] = set()  # in no request and no index; they may still be mapped
         self._evicted = 0
         self._counts_table = False
-        self.refused = False  # a request, for want of memory
+        self.refused = False  # a request was refused because memory is short
         try:
             self.memory.hold([self.null_block.block_id])
         except NoRoom:
@@ -133,7 +133,7 @@ class GrowingBlockPool(BlockPool):
                 "have the whole budget (python -m vtensor top); raise VTENSOR_VLLM_BUDGET for all, or wait"
             ) from None
 
-    # What the budget leaves, not what the table has, but to the methods of BlockPool itself.
+    # The blocks that the budget leaves; for the methods of BlockPool itself, those of the table.
     def get_num_free_blocks(self) -> int:
         free = super().get_num_free_blocks()
         if self._counts_table:
@@ -204,13 +204,13 @@ class GrowingBlockPool(BlockPool):
         return bool(done)
 
     def rest(self) -> None:
-        """Gives back what nothing knows, where no request is left."""
+        """Gives back blocks in no request and no index, once no request is left."""
         if self._empty and self.memory.mapped == 1:
             self.memory.trim(self._empty)
             self._empty.clear()
 
     def prepare(self, count: int) -> None:
-        """Has the next ``count`` blocks ready: made while the device is at work."""
+        """Has the next ``count`` blocks mapped while the device computes."""
         free = self._first_free(min(count, self.get_num_free_blocks()))
         numbers = [block.block_id for block in free if block.block_id not in self._cached]
         if numbers:
@@ -218,7 +218,7 @@ class GrowingBlockPool(BlockPool):
             self.memory.prepare(numbers)
 
     def forget_lost(self, blocks: Iterable[KVCacheBlock] | None = None) -> None:
-        """Takes cached blocks that gave their memory to others out of the index; all of them unless named."""
+        """Removes cached blocks that gave their memory to others from the index: of ``blocks``, or of all."""
         if blocks is None:
             evicted = self.memory.evicted
             if evicted == self._evicted:
@@ -256,7 +256,7 @@ class GrowingBlockPool(BlockPool):
         self.free_block_queue.prepend_n(blocks)
 
     def _reuse_cached(self, count: int) -> None:
-        """Where memory is short, the longest unused cached blocks are taken before others without memory."""
+        """If memory is short, takes the longest unused cached blocks before others without memory."""
         short = self.memory.shortage([block.block_id for block in self._first_free(count)])
         if short == 0:
             return
@@ -271,7 +271,7 @@ def _or_none(allocate: Callable[..., Any]) -> Callable[..., Any]:
         before = [(len(m.req_to_blocks.get(name, ())), len(m.new_block_ids)) for m in managers]
         try:
             return allocate(self, request, *args, **kwargs)
-        except NoRoom:  # the worker hears of all of it or of nothing
+        except NoRoom:  # the worker gets all of it or nothing
             self.block_pool.refused = True
             if not any(blocks for blocks, _ in before):
                 self.coordinator.free(name)
@@ -317,7 +317,7 @@ def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
             elif pool.refused and not self.running:
                 time.sleep(RETRY_SECONDS)
             setattr(output, STEP, pool.memory.begin_step())
-            if output.new_block_ids_to_zero:  # not of requests that were preempted meanwhile
+            if output.new_block_ids_to_zero:  # not those of requests that were preempted since
                 used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
                 output.new_block_ids_to_zero = used or None
         return output
@@ -326,7 +326,7 @@ def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _blocks_of_next_step(scheduler: Scheduler) -> int:
-    """Those that the next step takes at most, of all layers alike and as far as requests are known now."""
+    """The most blocks that the next step takes, for all layers alike and for the requests known now."""
     blocks, tokens, size = 0, scheduler.max_num_scheduled_tokens, scheduler.block_size
     for request in itertools.chain(scheduler.running, scheduler.waiting):
         if tokens <= 0:

@@ -1,4 +1,4 @@
-"""The memory of one engine's table of blocks: where its bytes lie, and how many blocks the budget holds."""
+"""The memory of one engine's table of blocks: the places of its bytes, and the blocks that fit the budget."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Part = tuple[int, int, int]
 
 
 class NoRoom(Exception):
-    """Memory is short, or a cached block has lost what it held."""
+    """Memory is short, or a cached block has lost its contents."""
 
 
 class TableMemory:
     """The blocks of one table, as vLLM 0.32 lays it out (``vllm.v1.kv_cache_interface.KVCacheConfig``).
 
     Args:
-        config: of the table.
-        device: where it lies.
-        workers: of the engine, each with a table of its own: the budget is that of all.
+        config: the table's configuration.
+        device: the table's device.
+        workers: workers of the engine, each with a table of its own: the budget is that of all.
     """
 
     def __init__(self, config: Any, device: torch.device, workers: int = 1) -> None:
@@ -44,39 +44,39 @@ class TableMemory:
                 page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or page_size_for(self.parts),
                 budget=os.environ.get("VTENSOR_VLLM_BUDGET") or None,
                 shared=shared,
-                spare_high=0,  # what no block has goes back to the system
+                spare_high=0,  # pages that no block has go back to the system
             )
             self.share = self.pool.budget // workers
             """Bytes of the budget that this worker may count on."""
             if workers > 1 and shared is None:
                 self.pool.budget = self.share
-            self._takers = 1 if shared is None else workers  # of what is free
+            self._takers = 1 if shared is None else workers  # of the free pages
         except vtensor.InvalidArgument as error:
             raise RuntimeError(f"[vtensor.vllm] VTENSOR_VLLM_*: {error}") from None
         self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
         self.blocks = vtensor.Blocks(self.arena, config.num_blocks, self.parts)
         self.count = len(self.blocks)
         self.most = self.share // self.block_bytes
-        """Blocks that the budget holds."""
+        """The number of blocks that fit the budget."""
         self.most_cached = int(cached_share() * self.most)
-        """Blocks that the prefix cache may keep while no request uses them."""
+        """The number of blocks that the prefix cache may keep while no request uses them."""
 
     def require_room(self, blocks: int, tokens: int) -> None:
-        """Raises RuntimeError if the budget does not hold ``blocks``, as many as the longest request takes,
-        wherever in the table they lie."""
+        """Raises RuntimeError if the budget has no room for ``blocks``, as many as the longest request takes,
+        at any places in the table."""
         page = self.pool.page_size
         block = sum(most_pages(part, page) for part in self.parts) * page
         if blocks + 1 <= self.share // block:
             return
         raise RuntimeError(
             f"[vtensor.vllm] a budget of {self.share:,} bytes a worker holds {self.share // block} blocks of "
-            f"{block:,} bytes; one request of max_model_len {tokens} takes {blocks}, beside one that stands "
-            "for none: raise VTENSOR_VLLM_BUDGET, or lower max_model_len"
+            f"{block:,} bytes; one request of max_model_len {tokens} takes {blocks}, beside vLLM's null "
+            "block: raise VTENSOR_VLLM_BUDGET, or lower max_model_len"
         )
 
     def hold(self, numbers: Iterable[int]) -> list[int]:
-        """Gives blocks their memory. Returns those that have lost what they held; raises NoRoom, and changes
-        nothing, where it is short."""
+        """Gives blocks their memory. Returns those that have lost their contents. If memory is short, raises
+        NoRoom and changes nothing."""
         try:
             return self.blocks.hold(numbers)
         except vtensor.OutOfPages:
@@ -84,20 +84,20 @@ class TableMemory:
         except vtensor.DriverError as error:
             if error.name != "ENOMEM":
                 raise
-            if self.blocks.mapped <= 1:  # nothing will end that has as many mappings as a process may
+            if self.blocks.mapped <= 1:  # no block could give kernel mappings back
                 raise RuntimeError(f"[vtensor.vllm] {error}") from None
             raise NoRoom from None
 
     def prepare(self, numbers: Iterable[int]) -> None:
-        """Has blocks that are soon to be held mapped meanwhile, as far as memory is free."""
+        """Has the mapper map blocks that are held soon, as far as memory is free."""
         self.blocks.prepare(numbers)
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Ends that, after the steps under way."""
+        """Ends the hold on blocks, after the steps under way."""
         self.blocks.release(numbers)
 
     def begin_step(self) -> int:
-        """Returns a number for it; 0, where nobody needs one."""
+        """Returns the step's number, or 0 if none is needed."""
         self.blocks.begin_step()
         return 0
 
@@ -105,25 +105,25 @@ class TableMemory:
         self.blocks.end_step()
 
     def whole(self, numbers: Iterable[int]) -> list[bool]:
-        """Whether each block holds what it held."""
+        """Whether each block has its contents."""
         return self.blocks.whole(numbers)
 
     def shortage(self, numbers: Iterable[int]) -> int:
-        """For how many of these blocks, which no request uses, the free pages do not suffice."""
+        """The number of these blocks, which no request uses, that find no free pages."""
         whole = self.blocks.whole(numbers)
         return max(0, len(whole) - sum(whole) - self.room)
 
     def trim(self, numbers: Iterable[int]) -> None:
-        """Gives back what these blocks keep for nobody."""
+        """Gives back the memory of these blocks that are not held."""
         self.blocks.trim(numbers)
 
     def trim_all(self) -> None:
-        """Gives back what all blocks keep for nobody."""
+        """Gives back the memory of all blocks that are not held."""
         self.arena.trim()
 
     @property
     def mapped(self) -> int:
-        """Blocks that are held, or wait for steps to end."""
+        """Number of blocks that are held, or wait for steps to end."""
         return self.blocks.mapped
 
     @property
@@ -133,13 +133,13 @@ class TableMemory:
 
     @property
     def room(self) -> int:
-        """Blocks that the free pages suffice for, with those that were prepared."""
+        """Number of blocks for which the free pages and the prepared ones suffice."""
         free = max(0, self.pool.stats().pages_free) // self._takers + self.arena.stats().pages_prefetched
         return free * self.pool.page_size // self.block_bytes
 
 
 class ZerosInArena(TorchFunctionMode):
-    """``torch.zeros`` of the whole table is the arena, of which all that is not mapped reads as zeros."""
+    """Makes ``torch.zeros`` of the whole table return the arena, whose unmapped addresses read as zeros."""
 
     def __init__(self, arena: vtensor.Arena, nbytes: int) -> None:
         super().__init__()
@@ -167,13 +167,13 @@ def most_pages(part: Part, page: int) -> int:
 
 
 def page_size_for(parts: list[Part]) -> int:
-    """The largest page up to 64 KiB of which every block has whole ones, or the smallest there is."""
+    """The largest page up to 64 KiB that divides every block into whole pages, else the smallest page."""
     common = math.gcd(*(number for part in parts for number in part))
     return max(4096, min(1 << 16, common & -common))
 
 
 def cached_share() -> float:
-    """Of the budget, what the prefix cache may keep for blocks that no request uses."""
+    """The share of the budget that the prefix cache may keep for blocks that no request uses."""
     given = os.environ.get("VTENSOR_VLLM_CACHE") or "1"
     try:
         share = float(given)
@@ -192,11 +192,11 @@ def table_bytes(config: Any) -> int:
 
 
 def parts_of(config: Any) -> list[Part]:
-    """Where a block's bytes lie, as :class:`vtensor.Blocks` takes it.
+    """The places of a block's bytes, as :class:`vtensor.Blocks` takes them.
 
-    In layouts with the layers outermost each layer, or each head of each layer, is a region with one place
-    for every block. With the blocks outermost a block's layers lie together. Groups of layers lie over one
-    another, since a block belongs to one group at a time.
+    In layouts with the layers outermost, each layer, or each head of each layer, is a region with a place for
+    every block. With the blocks outermost, a block's layers lie together. Groups of layers share addresses,
+    because a block belongs to one group at a time.
     """
     count, parts = config.num_blocks, set()
     for tensor in config.kv_cache_tensors:

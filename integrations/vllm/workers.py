@@ -1,12 +1,11 @@
 """The memory of an engine whose workers are processes of their own, each with its part of every block.
 
-The scheduler plans a step by what has memory, so it asks before it plans, and waits for the answer: blocks
-that a worker refuses are not in the step. What it gives back needs no answer, and is sent along.
+The scheduler plans a step with blocks that have memory. So it asks before it plans, and waits for the answer:
+blocks that a worker refuses are not in the step. Releases need no answer, and go along with the next message.
 
-A worker's memory goes after the worker's own steps. The scheduler sees the result of one rank, and another
-may still be at work then. So each message says how many steps had begun when it was sent, and each worker
-marks the end of a step when it has ended there: a block released meanwhile goes when that worker has ended
-them all.
+A worker's memory goes after the worker's own steps. The scheduler sees the result of one rank while another
+may still compute. So each message has the number of steps begun when it was sent, and each worker marks the
+end of its own steps. A released block goes when that worker has ended all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 from .memory import NoRoom, TableMemory
 
-STEP = "vtensor_step"  # of what the scheduler hands to the workers: the step's number
+STEP = "vtensor_step"  # attribute of what the scheduler hands to the workers: the step's number
 ANSWER_SECONDS = 300.0  # as long as vLLM waits for a step
 STEP_SECONDS = 60.0
 KEY_SECONDS = 2.0
@@ -32,7 +31,7 @@ _PACKET = 1 << 16
 
 
 class Facts(NamedTuple):
-    """What a worker says of itself."""
+    """The description that a worker sends of itself."""
 
     rank: int
     address: str
@@ -42,15 +41,14 @@ class Facts(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What every answer says of a worker's memory."""
+    """The figures of a worker's memory, in every answer."""
 
     evicted: int = 0
     room: int = 0
 
 
 def require_local(parallel: Any) -> None:
-    """Raises RuntimeError unless the engine's workers are processes of the scheduler's machine, and its
-    own."""
+    """Raises RuntimeError unless the engine's workers are its own processes on the scheduler's machine."""
     backend, nodes = parallel.distributed_executor_backend, parallel.nnodes
     if backend in ("uni", "mp") and nodes == 1:
         return
@@ -61,8 +59,8 @@ def require_local(parallel: Any) -> None:
 
 
 class Channel:
-    """Messages over a socket of packets. The kernel takes a packet whole or not at all, and each names its
-    message: what an interrupted call leaves is no half of another message."""
+    """Messages over a socket of packets. The kernel takes a packet whole or not at all, and each packet names
+    its message, so the rest of an interrupted call is never taken for a part of another message."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -78,7 +76,7 @@ class Channel:
             self._socket.send(header + data[begin : begin + most])
 
     def receive(self) -> tuple[int, Any]:
-        """Raises EOFError where the other end is gone."""
+        """Returns the next message. Raises EOFError if the other end is gone."""
         while True:
             size = self._socket.recv_into(self._packet)
             if size == 0:
@@ -114,7 +112,7 @@ class Server:
         threading.Thread(target=self._serve, name="vtensor-vllm", daemon=True).start()
 
     def ended(self, step: int) -> None:
-        """This worker has ended that step and all before, in the stream that is the current one."""
+        """Notes that this worker has ended the step and all before it, in the current stream."""
         with self._changed:
             self._begin(step)
             while self._ended < step:
@@ -123,13 +121,13 @@ class Server:
             self._changed.notify_all()
 
     def marking(self, execute: Callable[..., Any], sample: Callable[..., Any]) -> tuple[Any, Any]:
-        """vLLM's ``execute_model`` and ``sample_tokens`` of this worker, so that they say when steps end."""
+        """Wraps vLLM's ``execute_model`` and ``sample_tokens`` of this worker: they then mark step ends."""
         step = 0
 
         @functools.wraps(execute)
         def execute_model(planned: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal step
-            step = getattr(planned, STEP, step)  # none where vLLM warms up
+            step = getattr(planned, STEP, step)  # none while vLLM warms up
             self.ended(step - 1)
             output = execute(planned, *args, **kwargs)
             if output is not None:  # then nothing is sampled
@@ -185,7 +183,7 @@ class Server:
 
     def _do(self, operation: str, argument: Any, begun: int, ended: int) -> Any:
         with self._changed:
-            # The scheduler has seen the results of so many: they end here within moments.
+            # The scheduler has seen the results of these steps: they end here within moments.
             if not self._changed.wait_for(lambda: self._ended >= ended, STEP_SECONDS):
                 raise RuntimeError(f"step {ended} did not end within {STEP_SECONDS:g} s")
             self._begin(begun)
@@ -215,7 +213,7 @@ class _Worker:
         self._guarded(lambda: self._channel.send(number, message))
 
     def answer(self, number: int) -> tuple[str, Any]:
-        """To that message. Those to others, of calls that were interrupted, are passed over."""
+        """The answer to that message. Answers to messages of interrupted calls are skipped."""
         while True:
             answered, (failed, value, figures) = self._guarded(self._channel.receive)
             self.figures = figures
@@ -239,13 +237,12 @@ class _Worker:
 
 
 class WorkersMemory:
-    """What :class:`TableMemory` is to a scheduler, of all workers at once: a block has memory in each of
-    them, or in none.
+    """As :class:`TableMemory`, for all workers at once: a block has memory in each of them, or in none.
 
     Args:
-        workers: what each says of itself.
-        key: which they were given.
-        seconds: how long they may take to answer.
+        workers: the description of each worker.
+        key: the key that the workers have.
+        seconds: the bound of their answers.
     """
 
     def __init__(self, workers: list[Facts], key: bytes, seconds: float = ANSWER_SECONDS) -> None:
@@ -259,18 +256,18 @@ class WorkersMemory:
         self._sent = 0  # messages
         self._begun = self._ended = 0  # steps
         self._held: set[int] = set()
-        self._leaving: dict[int, int] = {}  # released, by the step whose end they wait for, in its order
-        self._lost: set[int] = set()  # lost in a worker, and whoever held them does not know yet
+        self._leaving: dict[int, int] = {}  # released blocks, by the step whose end they wait for, in order
+        self._lost: set[int] = set()  # lost in a worker, and not returned by hold() yet
 
     def hold(self, numbers: Iterable[int]) -> list[int]:
-        """As :meth:`TableMemory.hold`, in all workers or in none. Asks them where a block is not held."""
+        """As :meth:`TableMemory.hold`, in all workers or in none. Asks them if a block is not held."""
         fresh = [number for number in numbers if number not in self._held]
         if not fresh:
             return []
         try:
             self._hold_in_all(fresh)
         except BaseException:
-            self._leave(fresh)  # where they were given they wait for the steps under way
+            self._leave(fresh)  # in workers that gave them memory, they wait for the steps under way
             self._send("release", fresh)
             raise
         lost = [number for number in fresh if number in self._lost]
@@ -291,7 +288,7 @@ class WorkersMemory:
             self._send("release", gone)
 
     def begin_step(self) -> int:
-        """Returns the step's number, for :meth:`Server.ended`. No worker hears of it until then."""
+        """Returns the step's number, for :meth:`Server.ended`. Workers do not know of it before."""
         self._begun += 1
         return self._begun
 
@@ -311,8 +308,8 @@ class WorkersMemory:
         ]
 
     def shortage(self, numbers: Iterable[int]) -> int:
-        """As :meth:`TableMemory.shortage`, by the worker that has least. Asks where the free pages of the
-        last answers would not do for all."""
+        """As :meth:`TableMemory.shortage`, of the worker with the least memory. Asks if the free pages of the
+        last answers are too few for all blocks."""
         numbers = list(numbers)
         if len(numbers) <= min(worker.figures.room for worker in self._workers):
             return 0
@@ -330,7 +327,7 @@ class WorkersMemory:
 
     @property
     def evicted(self) -> int:
-        """As of the last answers: a block that went since is lost when it is held."""
+        """As of the last answers. A block that went since then is found lost when it is held."""
         return sum(worker.figures.evicted for worker in self._workers)
 
     def close(self) -> None:
@@ -338,9 +335,9 @@ class WorkersMemory:
             worker.close()
 
     def _hold_in_all(self, fresh: list[int]) -> None:
-        """Notes what a worker has lost: it has it as new memory, and knows it as whole from then on, also
-        where the call fails."""
-        lost = set(fresh)  # as far as is known before they answer
+        """Holds blocks in all workers, and notes those that a worker has lost. The worker knows such a block
+        as whole from then on, even if the call fails."""
+        lost = set(fresh)  # all of them, until the workers answer
         try:
             answers = self._collect(self._send("hold", fresh, answered=True))
             lost = {number for _, value in answers for number in value or ()}
