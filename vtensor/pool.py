@@ -15,6 +15,7 @@ import torch
 
 from vtensor import _core
 from vtensor._arguments import byte_count, choice, device_of, number
+from vtensor._closed_pool import ClosedPool
 from vtensor._notebook import bundle
 from vtensor._sleep import Image, Sleeper, fall_asleep, forget, kept_as, wake
 from vtensor._units import Bytes
@@ -183,7 +184,7 @@ class Pool:
         return pool
 
     def _attach(self, core: _core.PagePool, device: torch.device) -> None:
-        self._core: _core.PagePool | _core.ClosedPool = core
+        self._core: _core.PagePool | ClosedPool = core
         self._device = device
         # A simulated device's memory is the host's.
         self._tensor_device = torch.device("cpu") if core.device[0] == 1 else device
@@ -241,7 +242,7 @@ class Pool:
     @property
     def closed(self) -> bool:
         """Whether ``close()`` was called."""
-        return self._closed or isinstance(self._core, _core.ClosedPool)
+        return self._closed or isinstance(self._core, ClosedPool)
 
     def stats(self) -> PoolStats:
         """Counts of this moment. Looks for pages that writes have copied, and changes nothing."""
@@ -419,7 +420,7 @@ class Pool:
     def _close(self, seconds: float) -> None:
         """As ``close``; waits at most ``seconds`` for pages that the device still uses."""
         core = self._core
-        if isinstance(core, _core.ClosedPool):
+        if isinstance(core, ClosedPool):
             core.trim()  # tries again what was refused
             return
         try:
@@ -440,7 +441,7 @@ class Pool:
             core.trim()
         finally:
             self._retired.detach()
-            closed = self._core = _core.ClosedPool(core)
+            closed = self._core = ClosedPool(core)
             del core
             closed.leave_mapper()  # the mapper may have the last reference to the pool
 
@@ -490,7 +491,7 @@ class Pool:
 
     def _open_core(self, operation: str) -> _core.PagePool:
         core = self._core
-        if self._closed or isinstance(core, _core.ClosedPool):
+        if self._closed or isinstance(core, ClosedPool):
             raise Closed(f"[{operation}] the pool is closed: make a new one")
         return core
 

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <chrono>
 #include <cstdint>
 #include <sstream>
 #include <string>
@@ -83,3 +84,16 @@ inline std::vector<std::int64_t> integers(const char* operation, const char* nam
 }
 
 }  // namespace vtensor::bind
+
+// A number of seconds, as Python gives it.
+template <>
+struct nanobind::detail::type_caster<std::chrono::nanoseconds> {
+  NB_TYPE_CASTER(std::chrono::nanoseconds, const_name("float"))
+
+  bool from_python(handle source, std::uint8_t flags, cleanup_list* cleanup) noexcept {
+    make_caster<double> seconds;
+    if (!seconds.from_python(source, flags, cleanup)) return false;
+    value = std::chrono::duration_cast<Value>(std::chrono::duration<double>(seconds.value));
+    return true;
+  }
+};

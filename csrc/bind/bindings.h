@@ -17,13 +17,16 @@ void bind_attention_spec(nanobind::module_& module);
 void bind_trace(nanobind::module_& module);
 void bind_faults(nanobind::module_& module);
 
-// Names and fields of a struct, in turn, as read-only properties.
+// Binds fields of a struct as read-only properties, each given as a VT_FIELD.
+#define VT_FIELD(Struct, field) #field, &Struct::field
 template <typename Struct>
-void bind_fields(const nanobind::class_<Struct>&) {}
+nanobind::class_<Struct> bind_fields(nanobind::class_<Struct> bound) {
+  return bound;
+}
 template <typename Struct, typename Field, typename... More>
-void bind_fields(nanobind::class_<Struct> bound, const char* name, Field Struct::* field,
-                 More... more) {
-  bind_fields(bound.def_ro(name, field), more...);
+nanobind::class_<Struct> bind_fields(nanobind::class_<Struct> bound, const char* name,
+                                     Field Struct::* field, More... more) {
+  return bind_fields(bound.def_ro(name, field), more...);
 }
 
 }  // namespace vtensor::bind

@@ -154,9 +154,8 @@ class HeapCore {
 
 void bind_heap(nb::module_& module) {
   using Counts = HeapCounts;
-  bind_fields(nb::class_<Counts>(module, "HeapCounts"), "allocations", &Counts::allocations,
-              "allocated", &Counts::allocated, "reserved", &Counts::reserved, "pages",
-              &Counts::pages);
+  bind_fields(nb::class_<Counts>(module, "HeapCounts"), VT_FIELD(Counts, allocations),
+              VT_FIELD(Counts, allocated), VT_FIELD(Counts, reserved), VT_FIELD(Counts, pages));
 
   const auto no_stream = "stream"_a = nb::none();
   nb::class_<HeapCore>(module, "HeapCore")

@@ -195,9 +195,9 @@ class CacheCore {
     without_gil([&] { cache_->await_departure(caller, slot, layer); });
   }
 
-  // Whether what is being copied to slots that come back is there within `seconds`. Of a closed
+  // Whether what is being copied to slots that come back is there within that time. Of a closed
   // cache nothing is.
-  bool await_arrivals(double seconds) {
+  bool await_arrivals(std::chrono::nanoseconds patience) {
     std::shared_ptr<PagePool> pool;
     FencePtr copied;
     try {
@@ -207,11 +207,7 @@ class CacheCore {
     } catch (const Closed&) {
       return true;
     }
-    return without_gil([&] {
-      return wait_for(pool->driver(), copied,
-                      std::chrono::duration_cast<std::chrono::nanoseconds>(
-                          std::chrono::duration<double>(seconds)));
-    });
+    return without_gil([&] { return wait_for(pool->driver(), copied, patience); });
   }
 
   // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
@@ -417,11 +413,11 @@ class CacheCore {
 
 void bind_slot_cache(nb::module_& module) {
   using Counts = SlotCacheCounts;
-  bind_fields(nb::class_<Counts>(module, "SlotCacheCounts"), "pages", &Counts::pages, "distinct",
-              &Counts::distinct, "shared", &Counts::shared, "lost", &Counts::lost, "swapped_bytes",
-              &Counts::swapped_bytes, "prefix_units", &Counts::prefix_units, "prefix_evictions",
-              &Counts::prefix_evictions, "prefix_queries", &Counts::prefix_queries, "prefix_hits",
-              &Counts::prefix_hits);
+  bind_fields(nb::class_<Counts>(module, "SlotCacheCounts"), VT_FIELD(Counts, pages),
+              VT_FIELD(Counts, distinct), VT_FIELD(Counts, shared), VT_FIELD(Counts, lost),
+              VT_FIELD(Counts, swapped_bytes), VT_FIELD(Counts, prefix_units),
+              VT_FIELD(Counts, prefix_evictions), VT_FIELD(Counts, prefix_queries),
+              VT_FIELD(Counts, prefix_hits));
 
   nb::class_<SlotRange>(module, "SlotRange");
 

@@ -60,8 +60,8 @@ void bind_tensor(nb::module_& module) {
                  return nb::str("PageRecord(row={}, index={}, page_id={}, shared={}, state={!r})")
                      .format(r.row, r.index, r.page_id, r.shared, r.state);
                }),
-      "row", &Record::row, "index", &Record::index, "address", &Record::address, "page_id",
-      &Record::page_id, "shared", &Record::shared, "state", &Record::state);
+      VT_FIELD(Record, row), VT_FIELD(Record, index), VT_FIELD(Record, address),
+      VT_FIELD(Record, page_id), VT_FIELD(Record, shared), VT_FIELD(Record, state));
 
   const auto tensor = "tensor"_a;
   const auto n = "n"_a.none(), capacity = "capacity"_a.none();
