@@ -7,12 +7,10 @@
 
 namespace vtensor::bind {
 
-std::string text(nb::handle object) { return nb::str(object).c_str(); }
-
 nb::object listed(nb::handle sequence) { return nb::steal(PySequence_List(sequence.ptr())); }
 
 std::string kind_of(nb::handle object) {
-  if (!TorchBridge::get().is_tensor(object)) return "a " + text(object.type().attr("__name__"));
+  if (!TorchBridge::get().is_tensor(object)) return type_text(object);
   return text(listed(object.attr("shape"))) + " of " + text(object.attr("dtype"));
 }
 
@@ -80,18 +78,13 @@ std::string Argument::sizes() const {
 
 std::optional<Numbers> numbers_of(nb::handle object, bool wide) {
   Argument t{object};
-  if (!t.see()) {
-    if (!t.read(0)) return {};
-    const std::string dtype = t.attribute("dtype");
-    const bool suits = dtype == "torch.int32" || (wide && dtype == "torch.int64");
-    return t.rank == 1 && suits ? std::optional(Numbers{t.shape[0]}) : std::nullopt;
-  }
-  const bool suits =
-      t.seen->dtype.code == dlpack::kInt && (t.item_bytes == 4 || (wide && t.item_bytes == 8));
-  if (t.rank != 1 || !suits) return {};
+  if (!t.see() && !t.read(0)) return {};
+  const bool integers =
+      t.seen ? t.seen->dtype.code == dlpack::kInt : t.attribute("dtype").starts_with("torch.int");
+  if (t.rank != 1 || !integers || !(t.item_bytes == 4 || (wide && t.item_bytes == 8))) return {};
   Numbers numbers{t.shape[0]};
   // A tensor without memory is a tracer's.
-  if (t.seen->data == nullptr || !is_on_host(object)) return numbers;
+  if (!t.seen || t.seen->data == nullptr || !is_on_host(object)) return numbers;
   numbers.found.resize(static_cast<std::size_t>(numbers.count));
   Address at = t.address();
   for (std::int64_t& number : numbers.found) {

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bind/arguments.h"
 #include "bind/dlpack_abi.h"
 #include "bind/tensor_core.h"
 
@@ -24,9 +25,8 @@ inline bool same(std::int64_t a, std::int64_t b) {
   return a == kUnknown || b == kUnknown || a == b;
 }
 
-// For messages: str(), and the type of an object or the shape and dtype of a tensor.
-std::string text(nb::handle object);
 nb::object listed(nb::handle sequence);
+// For messages: the type of an object, or the shape and dtype of a tensor.
 std::string kind_of(nb::handle object);
 
 bool is_on_host(nb::handle tensor);

@@ -8,20 +8,22 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "base/errors.h"
+#include "bind/arguments.h"
 #include "bind/attention_argument.h"
 #include "bind/bindings.h"
 #include "bind/slot_range.h"
 #include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
+
+using namespace nb::literals;
+
 namespace {
 
 constexpr std::int64_t kLargestHead = 256;
@@ -41,86 +43,87 @@ struct Lengths {
   std::int64_t longest() const { return *std::max_element(positions.begin(), positions.end()); }
 };
 
+// The tensors of a launch, and which positions of them the kernel reads and writes.
+struct Launch {
+  Argument q, k, v;
+  Argument new_k, new_v;  // None if the kernel writes nothing
+  Lengths lengths = {};
+  std::int64_t added = 0;             // positions that the kernel writes after the lengths
+  std::int64_t sequences = kUnknown;  // of the query
+  // The row of K for each of them, or the first rows. Empty if only the device knows them.
+  std::optional<std::vector<std::int64_t>> rows = {};
+
+  bool writes() const { return !new_k.object.is_none(); }
+};
+
 class AttentionSpec {
  public:
+  // The fields of Options, in their order.
+  template <typename... Fields>
+  explicit AttentionSpec(Fields... fields) : o_{std::move(fields)...} {}
+
+  nb::tuple take(nb::handle query, nb::handle key, nb::handle value, nb::handle lengths,
+                 nb::handle index, nb::handle leftpad, nb::handle new_key,
+                 nb::handle new_value) const {
+    Launch t = launch(query, key, value, new_key, new_value);
+    check_rows(t, lengths, index, leftpad);
+    check_within(t, o_.lengths, lengths, t.added);
+    return taken(t, PyLong_Check(lengths.ptr()) ? t.lengths.longest() : kUnknown);
+  }
+
+  nb::tuple take_packed(nb::handle query, nb::handle key, nb::handle value, nb::handle starts_q,
+                        nb::handle starts_k, nb::handle used) const {
+    Launch t = launch(query, key, value, nb::none(), nb::none(), o_.rows && starts_k.is_none());
+    t.sequences = 1;  // packed, in one row of K
+    std::int64_t sequences = kUnknown;
+    if (t.k.rank == kMostDims) {
+      t.sequences = sequences = t.k.shape[0];
+      t.lengths = lengths_of("seqused_k", used, t);
+      check_within(t, "seqused_k", used, 0);
+    } else if (const auto starts = starts_of("cu_seqlens_k", starts_k, t.k.shape[0])) {
+      sequences = starts->count - 1;
+      if (!starts->found.empty()) t.lengths.positions = {starts->found.back()};
+    }
+    if (const auto starts = starts_of("cu_seqlens_q", starts_q, t.q.shape[0]);
+        starts && !same(starts->count - 1, sequences))
+      refuse("cu_seqlens_q is of ", starts->count - 1, " sequences, there is K of ", sequences,
+             ": give as many of both");
+    return taken(t);
+  }
+
+  nb::tuple take_listed(nb::handle query, nb::handle key, nb::handle value) const {
+    return taken(launch(query, key, value));
+  }
+
+  std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> room(
+      nb::handle query, nb::handle key, nb::handle value, nb::handle lengths, nb::handle index,
+      nb::handle leftpad, nb::handle new_key, nb::handle new_value) const {
+    Launch t = launch(query, key, value, new_key, new_value);
+    for (const Argument* grown : {&t.k, &t.v})
+      if (grown->core == nullptr ||
+          !(grown->core->spec().grow_dim == 1 || grown->core->spec().grow_dim == 2))
+        refuse(grown->name, " is no VTensor that grows along its positions: give ", kRows,
+               " that does");
+    check_rows(t, lengths, index, leftpad);
+    check_within(t, o_.lengths, lengths, 0);
+    const bool known = t.lengths.known();
+    return {holds(t), known ? t.lengths.shortest() : 0, known ? t.lengths.longest() : holds(t),
+            t.added};
+  }
+
+ private:
   struct Options {
-    std::string operation;
-    std::array<std::string, 3> names;
+    std::string operation, query, key, value;
     bool heads_first, packed, rows, same_rows, grouped;
     std::string lengths, package;
     nb::tuple dtypes;
     std::int64_t tile;
     bool tiles_to_the_end;
   };
-  explicit AttentionSpec(Options options) : o_(std::move(options)) {}
-
-  nb::tuple take(nb::handle query, nb::handle key, nb::handle value, nb::handle lengths,
-                 nb::handle index, nb::handle leftpad, nb::handle new_key,
-                 nb::handle new_value) const {
-    const Call t = call(query, key, value, new_key, new_value);
-    const Lengths told = check_rows(t, lengths, index, leftpad);
-    const std::int64_t added = check_new(t, lengths);
-    if (!lengths.is_none()) check_within(o_.lengths, lengths, told, t, added);
-    const std::int64_t sequences = t.q.rank == kMostDims ? t.q.shape[0] : kUnknown;
-    return taken(t, told, added, sequences, index,
-                 PyLong_Check(lengths.ptr()) ? told.longest() : kUnknown);
-  }
-
-  nb::tuple take_packed(nb::handle query, nb::handle key, nb::handle value, nb::handle starts_q,
-                        nb::handle starts_k, nb::handle used) const {
-    const Call t = call(query, key, value, nb::none(), nb::none(), o_.rows && starts_k.is_none());
-    const bool rows = t.k.rank == kMostDims;
-    Lengths told;
-    std::int64_t sequences = kUnknown;
-    if (rows) {
-      sequences = t.k.shape[0];
-      told = lengths_of("seqused_k", used, t);
-      if (!used.is_none()) check_within("seqused_k", used, told, t, 0);
-    } else if (const auto starts = starts_of("cu_seqlens_k", starts_k, t.k.shape[0])) {
-      sequences = starts->count - 1;
-      if (!starts->found.empty()) told.positions = {starts->found.back()};
-    }
-    if (const auto starts = starts_of("cu_seqlens_q", starts_q, t.q.shape[0]);
-        starts && !same(starts->count - 1, sequences))
-      refuse("cu_seqlens_q is of ", starts->count - 1, " sequences, there is K of ", sequences,
-             ": give as many of both");
-    return taken(t, told, 0, rows ? sequences : 1);
-  }
-
-  nb::tuple take_listed(nb::handle query, nb::handle key, nb::handle value) const {
-    return taken(call(query, key, value), {}, 0, kUnknown);
-  }
-
-  std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> room(
-      nb::handle query, nb::handle key, nb::handle value, nb::handle lengths, nb::handle index,
-      nb::handle leftpad, nb::handle new_key, nb::handle new_value) const {
-    const Call t = call(query, key, value, new_key, new_value);
-    for (const Argument* grown : {&t.k, &t.v})
-      if (grown->core == nullptr ||
-          !(grown->core->spec().grow_dim == 1 || grown->core->spec().grow_dim == 2))
-        refuse(grown->name, " is no VTensor that grows along its positions: give ", kRows,
-               " that does");
-    const Lengths told = check_rows(t, lengths, index, leftpad);
-    const std::int64_t added = check_new(t, lengths);
-    check_within(o_.lengths, lengths, told, t, 0);
-    return {holds(t), told.known() ? told.shortest() : 0, told.known() ? told.longest() : holds(t),
-            added};
-  }
-
- private:
-  // The tensors of a launch. `new_k` and `new_v` are None if the kernel writes nothing.
-  struct Call {
-    Argument q, k, v, new_k, new_v;
-
-    bool writes() const { return !new_k.object.is_none(); }
-  };
 
   template <typename... Parts>
   [[noreturn]] void refuse(const Parts&... parts) const {
-    std::ostringstream text;
-    text << '[' << o_.operation << "] ";
-    (text << ... << parts);
-    throw InvalidArgument(text.str());
+    bind::refuse(o_.operation.c_str(), parts...);
   }
 
   std::size_t positions_dim(std::int32_t rank) const {
@@ -130,23 +133,19 @@ class AttentionSpec {
     return o_.heads_first ? 1 : static_cast<std::size_t>(rank - 2);
   }
   // The positions of a row of the key. The value has as many.
-  std::int64_t holds(const Call& t) const { return t.k.shape[positions_dim(t.k.rank)]; }
+  std::int64_t holds(const Launch& t) const { return t.k.shape[positions_dim(t.k.rank)]; }
 
   // --- query, key and value
 
   // The tensors of a launch, after checks that they fit each other and the kernel. `rows`: the key
   // may be rows of sequences although the kernel takes packed ones.
-  Call call(nb::handle query, nb::handle key, nb::handle value, nb::handle new_key = nb::none(),
-            nb::handle new_value = nb::none(), bool rows = false) const {
+  Launch launch(nb::handle query, nb::handle key, nb::handle value, nb::handle new_key = nb::none(),
+                nb::handle new_value = nb::none(), bool rows = false) const {
     if (new_key.is_none() != new_value.is_none())
       refuse("one of k and v is None: give as many new positions of both");
-    Call t{{query, o_.names[0]},
-           {key, o_.names[1]},
-           {value, o_.names[2]},
-           {new_key, "k"},
-           {new_value, "v"}};
-    auto& [q, k, v, new_k, new_v] = t;
-    std::array<Argument*, 5> all{&q, &k, &v, &new_k, &new_v};
+    Launch t{{query, o_.query}, {key, o_.key}, {value, o_.value}, {new_key, "k"}, {new_value, "v"}};
+    Argument &q = t.q, &k = t.k, &v = t.v;
+    std::array<Argument*, 5> all{&q, &k, &v, &t.new_k, &t.new_v};
     const std::span<Argument*> tensors(all.data(), t.writes() ? 5 : 3);
     // All or none by DLPack, because devices and dtypes compare only within one way of reading.
     if (!std::all_of(tensors.begin(), tensors.end(), [](Argument* a) { return a->see(); }))
@@ -178,10 +177,11 @@ class AttentionSpec {
       check_layout(k, /*with_size=*/true);
       check_layout(v, /*with_size=*/false);  // its head size may be larger
     }
+    if (q.rank == kMostDims) t.sequences = q.shape[0];
     return t;
   }
 
-  void check_ranks(const Call& t, bool rows) const {
+  void check_ranks(const Launch& t, bool rows) const {
     const Argument &q = t.q, &k = t.k, &v = t.v;
     if (o_.packed) {
       for (const Argument* side : {&k, &v})
@@ -259,7 +259,7 @@ class AttentionSpec {
 
   // The lengths in `given`: one for all rows, or one for each sequence of the query. If it is None,
   // all positions that there are.
-  Lengths lengths_of(std::string_view name, nb::handle given, const Call& t) const {
+  Lengths lengths_of(std::string_view name, nb::handle given, const Launch& t) const {
     if (given.is_none()) return holds(t) == kUnknown ? Lengths{} : Lengths{{holds(t)}};
     if (PyLong_Check(given.ptr())) {
       Lengths lengths{{0}};
@@ -274,7 +274,7 @@ class AttentionSpec {
   }
 
   std::vector<std::int64_t> one_for_each(std::string_view name, nb::handle given,
-                                         const Call& t) const {
+                                         const Launch& t) const {
     auto numbers = numbers_of(given);
     if (!numbers || (t.q.rank == kMostDims && !same(numbers->count, t.q.shape[0])))
       refuse(name, " is ", kind_of(given), ", ", t.q.name, " is ", t.q.sizes(),
@@ -283,11 +283,11 @@ class AttentionSpec {
   }
 
   // Refuses lengths that the key does not have, and lengths after which `added` more do not fit.
-  void check_within(std::string_view name, nb::handle given, const Lengths& lengths, const Call& t,
+  void check_within(const Launch& t, std::string_view name, nb::handle given,
                     std::int64_t added) const {
     const std::int64_t has = holds(t);
-    if (!lengths.known() || has == kUnknown) return;
-    const std::int64_t low = lengths.shortest(), high = lengths.longest();
+    if (!t.lengths.known() || has == kUnknown) return;
+    const std::int64_t low = t.lengths.shortest(), high = t.lengths.longest();
     if (low < 0 || high > has)
       refuse(name, " is ",
              PyLong_Check(given.ptr()) ? text(given) : std::to_string(high > has ? high : low),
@@ -297,15 +297,17 @@ class AttentionSpec {
              " positions: make it longer, or give a VTensor, which grows");
   }
 
-  // The lengths of the rows that the kernel reads, after checks of the rows and of their padding.
-  Lengths check_rows(const Call& t, nb::handle lengths, nb::handle index,
-                     nb::handle leftpad) const {
-    Lengths told = lengths_of(o_.lengths, lengths, t);
+  // Sets what the kernel reads and writes of the rows, after checks of it and of their padding.
+  void check_rows(Launch& t, nb::handle lengths, nb::handle index, nb::handle leftpad) const {
+    t.lengths = lengths_of(o_.lengths, lengths, t);
     check_index(t, index);
-    if (leftpad.is_none()) return told;
-    const std::vector<std::int64_t> pads = one_for_each("cache_leftpad", leftpad, t);
+    if (!leftpad.is_none()) check_padding(t, one_for_each("cache_leftpad", leftpad, t));
+    if (t.writes()) check_new(t, lengths);
+  }
+
+  void check_padding(const Launch& t, std::span<const std::int64_t> pads) const {
+    const auto& ends = t.lengths.positions;
     for (std::size_t i = 0; i < pads.size(); ++i) {
-      const auto& ends = told.positions;
       const std::int64_t end = ends.size() == pads.size() ? ends[i]
                                : ends.size() == 1         ? ends[0]
                                                           : holds(t);
@@ -313,10 +315,9 @@ class AttentionSpec {
         refuse("cache_leftpad is ", pads[i], " of a sequence of ", end,
                " positions: give how many of them are padding");
     }
-    return told;
   }
 
-  void check_index(const Call& t, nb::handle index) const {
+  void check_index(Launch& t, nb::handle index) const {
     if (t.q.rank != kMostDims || o_.same_rows) return;
     const std::int64_t sequences = t.q.shape[0], rows = t.k.shape[0];
     if (sequences == kUnknown || rows == kUnknown) return;
@@ -326,7 +327,7 @@ class AttentionSpec {
                " rows: give a row for each, or cache_batch_idx");
       return;
     }
-    const auto numbers = numbers_of(index, /*wide=*/true);
+    auto numbers = numbers_of(index, /*wide=*/true);
     if (!numbers || !same(numbers->count, sequences))
       refuse("cache_batch_idx is ", kind_of(index), ", ", t.q.name, " has ", sequences,
              " sequences: give one row for each, in a tensor");
@@ -334,6 +335,7 @@ class AttentionSpec {
       if (row < 0 || row >= rows)
         refuse("cache_batch_idx names row ", row, ", the cache has rows 0 to ", rows - 1,
                ": name those");
+    t.rows = std::move(numbers->found);
   }
 
   // Where packed sequences begin and the last ends; nothing if `given` is None.
@@ -354,17 +356,16 @@ class AttentionSpec {
     return numbers;
   }
 
-  // The number of positions that the kernel writes after the lengths.
-  std::int64_t check_new(const Call& t, nb::handle lengths) const {
-    if (!t.writes()) return 0;
+  // Sets the number of positions that the kernel writes after the lengths.
+  void check_new(Launch& t, nb::handle lengths) const {
     if (lengths.is_none())
       refuse("k and v without ", o_.lengths, ": give the number of positions before them");
     check_new(t.q, t.k, t.new_k);
     check_new(t.q, t.v, t.new_v);
-    if (!same(t.new_k.shape[1], t.new_v.shape[1]))
+    t.added = t.new_k.shape[1];
+    if (!same(t.added, t.new_v.shape[1]))
       refuse("k is ", t.new_k.sizes(), ", v ", t.new_v.sizes(),
              ": give as many new positions of both");
-    return t.new_k.shape[1];
   }
   void check_new(const Argument& q, const Argument& held, const Argument& added) const {
     if (added.rank != kMostDims || (q.rank == kMostDims && !same(added.shape[0], q.shape[0])))
@@ -392,31 +393,24 @@ class AttentionSpec {
 
   // The result of take(). If key or value is a layer of a KVCache, checks first that its slots have
   // the positions to read and write.
-  nb::tuple taken(const Call& t, const Lengths& lengths, std::int64_t added, std::int64_t sequences,
-                  nb::handle index = nb::none(), std::int64_t stop = kUnknown) const {
-    nb::object of_key = cache_of(t.k, lengths, added, sequences, index);
-    nb::object of_value = cache_of(t.v, lengths, added, sequences, index);
+  nb::tuple taken(const Launch& t, std::int64_t stop = kUnknown) const {
+    nb::object of_key = cache_of(t, t.k), of_value = cache_of(t, t.v);
     nb::object cache = of_key.is_none() ? of_value : of_key;
-    if (o_.tile != 0 && !cache.is_none()) check_tile(t, lengths, added, cache);
+    if (o_.tile != 0 && !cache.is_none()) check_tile(t, cache);
     return nb::make_tuple(view_of(t.k, stop), view_of(t.v, stop), cache);
   }
-  nb::object cache_of(const Argument& t, const Lengths& lengths, std::int64_t added,
-                      std::int64_t sequences, nb::handle index) const {
-    if (t.core != nullptr || !t.seen) return nb::none();
-    const nb::object mark = SlotRange::of(t.object);
+  nb::object cache_of(const Launch& t, const Argument& of) const {
+    if (of.core != nullptr || !of.seen) return nb::none();
+    const nb::object mark = SlotRange::of(of.object);
     if (mark.is_none()) return nb::none();
     const auto* range = nb::cast<const SlotRange*>(mark);
     nb::object cache = range->open_cache();
-    const auto rows = range->rows(*t.seen, positions_dim(t.rank));
+    const auto rows = range->rows(*of.seen, positions_dim(of.rank));
     if (!rows) return nb::none();
-    if (!lengths.known() || sequences == kUnknown) return cache;
-    std::vector<std::int64_t> of_rows;
-    if (!index.is_none()) {
-      of_rows = numbers_of(index, /*wide=*/true)->found;
-      if (of_rows.empty()) return cache;
-    }
-    const SlotRange::Needed needed{lengths.positions, added, of_rows,
-                                   static_cast<std::size_t>(sequences)};
+    if (!t.lengths.known() || t.sequences == kUnknown || (t.rows && t.rows->empty())) return cache;
+    const SlotRange::Needed needed{t.lengths.positions, t.added,
+                                   t.rows ? std::span(*t.rows) : std::span<const std::int64_t>(),
+                                   static_cast<std::size_t>(t.sequences)};
     if (const auto missing = range->missing(*rows, needed, cache))
       refuse(missing->tokens, " tokens of slot ", missing->slot,
              " are to be read or written, step() has made ", missing->has,
@@ -425,9 +419,9 @@ class AttentionSpec {
   }
 
   // Refuses a cache of smaller tiles than the kernel's if a tile may reach past the mapped pages.
-  void check_tile(const Call& t, const Lengths& lengths, std::int64_t added,
-                  nb::handle cache) const {
-    if (!o_.tiles_to_the_end && lengths.known() && lengths.shortest() + added >= holds(t)) return;
+  void check_tile(const Launch& t, nb::handle cache) const {
+    if (!o_.tiles_to_the_end && t.lengths.known() && t.lengths.shortest() + t.added >= holds(t))
+      return;
     if (is_on_host(t.q.object)) return;  // host kernels read no tiles
     const auto tile = nb::cast<std::int64_t>(cache.attr("tile"));
     if (tile >= std::min(o_.tile, nb::cast<std::int64_t>(cache.attr("max_len")))) return;
@@ -435,7 +429,7 @@ class AttentionSpec {
            ": make it with tile=", o_.tile, " or more");
   }
 
-  Options o_;
+  const Options o_;
   mutable std::uint64_t taken_dtype_ = ~std::uint64_t{0};  // the last accepted, as DLPack's number
 };
 
@@ -506,44 +500,23 @@ Returns:
 }  // namespace
 
 void bind_attention_spec(nb::module_& module) {
+  using Text = std::string;
+  const auto query = "query"_a.none(), key = "key"_a.none(), value = "value"_a.none();
   const auto optional = [](const char* name) { return nb::arg(name).none() = nb::none(); };
   nb::class_<AttentionSpec>(module, "AttentionSpec", kDoc)
-      .def(
-          "__init__",
-          [](AttentionSpec* self, std::string operation, std::string query, std::string key,
-             std::string value, bool heads_first, bool packed, bool rows, bool same_rows,
-             bool grouped, std::string lengths, std::string package, nb::tuple dtypes,
-             std::int64_t tile, bool tiles_to_the_end) {
-            new (self) AttentionSpec({std::move(operation),
-                                      {std::move(query), std::move(key), std::move(value)},
-                                      heads_first,
-                                      packed,
-                                      rows,
-                                      same_rows,
-                                      grouped,
-                                      std::move(lengths),
-                                      std::move(package),
-                                      std::move(dtypes),
-                                      tile,
-                                      tiles_to_the_end});
-          },
-          nb::arg("operation"), nb::arg("query"), nb::arg("key"), nb::arg("value"), nb::kw_only(),
-          nb::arg("heads_first") = false, nb::arg("packed") = false, nb::arg("rows") = false,
-          nb::arg("same_rows") = true, nb::arg("grouped") = true,
-          nb::arg("lengths") = "cache_seqlens", nb::arg("package") = "",
-          nb::arg("dtypes") = nb::tuple(), nb::arg("tile") = 0, nb::arg("tiles_to_the_end") = false)
-      .def("take", &AttentionSpec::take, nb::arg("query").none(), nb::arg("key").none(),
-           nb::arg("value").none(), optional("lengths"), optional("index"), optional("leftpad"),
-           optional("new_key"), optional("new_value"), kTakeDoc)
-      .def("take_packed", &AttentionSpec::take_packed, nb::arg("query").none(),
-           nb::arg("key").none(), nb::arg("value").none(), optional("starts_q"),
+      .def(nb::init<Text, Text, Text, Text, bool, bool, bool, bool, bool, Text, Text, nb::tuple,
+                    std::int64_t, bool>(),
+           "operation"_a, "query"_a, "key"_a, "value"_a, nb::kw_only(), "heads_first"_a = false,
+           "packed"_a = false, "rows"_a = false, "same_rows"_a = true, "grouped"_a = true,
+           "lengths"_a = "cache_seqlens", "package"_a = "", "dtypes"_a = nb::tuple(), "tile"_a = 0,
+           "tiles_to_the_end"_a = false)
+      .def("take", &AttentionSpec::take, query, key, value, optional("lengths"), optional("index"),
+           optional("leftpad"), optional("new_key"), optional("new_value"), kTakeDoc)
+      .def("take_packed", &AttentionSpec::take_packed, query, key, value, optional("starts_q"),
            optional("starts_k"), optional("used"), kTakePackedDoc)
-      .def("take_listed", &AttentionSpec::take_listed, nb::arg("query").none(),
-           nb::arg("key").none(), nb::arg("value").none(), kTakeListedDoc)
-      .def("room", &AttentionSpec::room, nb::arg("query").none(), nb::arg("key").none(),
-           nb::arg("value").none(), nb::arg("lengths").none(), nb::arg("index").none(),
-           nb::arg("leftpad").none(), nb::arg("new_key").none(), nb::arg("new_value").none(),
-           kRoomDoc);
+      .def("take_listed", &AttentionSpec::take_listed, query, key, value, kTakeListedDoc)
+      .def("room", &AttentionSpec::room, query, key, value, "lengths"_a.none(), "index"_a.none(),
+           "leftpad"_a.none(), "new_key"_a.none(), "new_value"_a.none(), kRoomDoc);
 }
 
 }  // namespace vtensor::bind
