@@ -1,4 +1,4 @@
-"""What a pool has of its core after close()."""
+"""The part of a pool that stays after close()."""
 
 from __future__ import annotations
 
