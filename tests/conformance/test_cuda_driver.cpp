@@ -200,7 +200,7 @@ TEST_CASE("the page size is a multiple of the granularity, 2 MiB or more by defa
     unmap_run(*driver, range, {&handle, 1}, Access::writable);
   }
   asked.page_size = kPageSize / 2;
-  check_refused<InvalidArgument>(asked, "", "page_size=32768");
+  check_refused<InvalidArgument>(asked, "", "a page size of 32768 bytes");
   asked.page_size = 0;
   CHECK(make_cuda_driver(asked)->traits().page_size == 2 << 20);
   SimulatedCuda::control().configure("granularity", 3 << 20);

@@ -108,7 +108,7 @@ def test_page_sizes_are_multiples_of_the_granularity(device):
     assert len(t.pages()) == 3 and not t.any()
     t.close()
     pool.close()
-    with pytest.raises(vtensor.InvalidArgument, match="page_size"):
+    with pytest.raises(vtensor.InvalidArgument, match=f"page size of {PAGE // 2} bytes"):
         device.pool(page_size=PAGE // 2)
 
 
