@@ -12,7 +12,7 @@ constexpr std::size_t ceil_div(std::size_t n, std::size_t unit) {
   return n / unit + (n % unit != 0);
 }
 
-// `a * b`, or nothing where the product passes SIZE_MAX.
+// `a * b`, or nothing if the product passes SIZE_MAX.
 inline std::optional<std::size_t> checked_multiply(std::size_t a, std::size_t b) {
   std::size_t product;
   if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;

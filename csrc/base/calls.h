@@ -1,16 +1,14 @@
-// Counting of driver calls by name and by thread, and failure injection at the n-th of them.
+// Every driver call: its name, how often each kind of thread has made it, and the injected failure
+// of the n-th.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <string_view>
 
 namespace vtensor {
-
-// The driver calls, once for all that is made of them.
 
 // X(name)
 #define VTENSOR_HOST_CALLS(X)                                                  \
@@ -22,7 +20,7 @@ namespace vtensor {
   X(pwrite)    /* page copies */                                               \
   X(pagemap)   /* search for private copies */
 
-// Of a budget that several processes share, beside mmap, fallocate and madvise. X(name)
+// X(name): those that a shared budget makes besides mmap, fallocate and madvise.
 #define VTENSOR_SHARED_CALLS(X) \
   X(open)                       \
   X(fcntl) /* F_OFD_SETLK */
@@ -84,7 +82,7 @@ inline constexpr std::array<std::string_view, kCallCount> kCallNames = {VTENSOR_
 
 constexpr std::string_view name_of(Call call) { return kCallNames[static_cast<std::size_t>(call)]; }
 
-// Which side of the library a thread works for; stats() reports driver calls by it.
+// What a thread does in the library; driver calls are counted by it.
 enum class ThreadRole : std::uint8_t { caller, mapper };
 
 inline thread_local ThreadRole thread_role = ThreadRole::caller;
@@ -92,8 +90,8 @@ inline thread_local ThreadRole thread_role = ThreadRole::caller;
 // One per driver. `enter` is called before every driver call.
 class CallMeter {
  public:
-  // Counts the call. True where an injected failure replaces it: the driver must then not make the
-  // call and must behave as if it had been refused.
+  // Counts the call. True if an injected failure replaces it: then the driver does not make the
+  // call and behaves as if it had been refused.
   bool enter(Call call) {
     counts_[static_cast<std::size_t>(thread_role)][static_cast<std::size_t>(call)].fetch_add(
         1, std::memory_order_relaxed);
@@ -108,12 +106,12 @@ class CallMeter {
         std::memory_order_relaxed);
   }
 
-  // How many were refused since failures were last asked for.
+  // Injected failures since `fail_after`.
   std::uint64_t refused(Call call) const {
     return refused_[static_cast<std::size_t>(call)].load(std::memory_order_relaxed);
   }
 
-  // Lets `skip` more calls through, refuses the next `refuse`, then lets all through again.
+  // Lets `skip` more calls through, refuses the next `refuse`, and then lets all through.
   void fail_after(std::uint64_t skip, std::uint64_t refuse = 1) {
     for (auto& refused : refused_) refused.store(0, std::memory_order_relaxed);
     passed_.store(0, std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-// The errors that cross the library's border. Each maps to one Python class of vtensor.errors.
+// The errors that cross the library's border. Each is one Python class of vtensor.errors.
 #pragma once
 
 #include <chrono>
@@ -6,14 +6,40 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace vtensor {
 
-// Messages read "[operation] what was asked, what there is: what to do".
+template <typename Part>
+concept IsText = std::is_convertible_v<const Part&, std::string_view>;
+
+// A part of a message: text, or a number.
+template <typename Part>
+concept MessagePart = IsText<Part> || std::is_arithmetic_v<Part> || std::is_enum_v<Part>;
+
+// Joins the parts of a message: text("need ", 3, " pages").
+template <MessagePart... Parts>
+std::string text(const Parts&... parts) {
+  std::string joined;
+  const auto add = [&joined]<typename Part>(const Part& part) {
+    if constexpr (IsText<Part>) {
+      joined += std::string_view(part);
+    } else {
+      joined += std::to_string(part);
+    }
+  };
+  (add(parts), ...);
+  return joined;
+}
+
+// A message reads "[operation] what was asked, what there is: what to do"; `parts` are its parts.
 class Error : public std::runtime_error {
-  using std::runtime_error::runtime_error;
+ public:
+  template <MessagePart... Parts>
+  explicit Error(const Parts&... parts) : runtime_error(text(parts...)) {}
 };
 
 class InvalidArgument : public Error {
@@ -28,7 +54,7 @@ class Closed : public Error {
   using Error::Error;
 };
 
-// Its pages are away until its pool wakes it.
+// A tensor or cache whose memory is away until its pool wakes it.
 class Asleep : public Error {
   using Error::Error;
 };
@@ -37,12 +63,12 @@ class OutOfPages : public Error {
   using Error::Error;
 };
 
-// A KV cache has as many requests as it has slots for.
+// All slots of a KV cache have requests.
 class NoFreeSlot : public Error {
   using Error::Error;
 };
 
-// The device has memory, and it is to be left to others.
+// The device has memory, which the pool's reserve keeps for other users of the device.
 class ReserveReached : public OutOfPages {
   using OutOfPages::OutOfPages;
 };
@@ -60,21 +86,22 @@ class TimedOut : public Error {
  public:
   using Error::Error;
   TimedOut(const std::string& operation, std::chrono::nanoseconds bound, const std::string& what)
-      : Error("[" + operation + "] timed out after " + seconds_text(bound) + ": " + what) {}
+      : Error("[", operation, "] timed out after ", seconds_text(bound), ": ", what) {}
 };
 
-// A driver call that was refused. The driver has undone what the same operation did before it.
+// A refused driver call. The driver has undone what the same operation did before it.
 class DriverError : public Error {
  public:
-  DriverError(std::string call, long code, std::string name, const std::string& message)
-      : Error(message), call(std::move(call)), code(code), name(std::move(name)) {}
+  template <MessagePart... Parts>
+  DriverError(std::string call, long code, std::string name, const Parts&... message)
+      : Error(message...), call(std::move(call)), code(code), name(std::move(name)) {}
 
   std::string call;  // "mmap", "cuMemMap", ...
   long code;         // errno or CUresult
   std::string name;  // "ENOMEM", "CUDA_ERROR_INVALID_VALUE", ...
 };
 
-// The device has no memory left for a new page, or to map one, whatever the budget says.
+// The device has no memory left to make or map a page, whatever the budget says.
 class DeviceOutOfMemory : public DriverError {
  public:
   using DriverError::DriverError;
@@ -100,5 +127,16 @@ class UndoFailed : public DriverError {
 
   std::vector<std::size_t> stuck;
 };
+
+// Adds `n` pages from `first` on to a list of their indices.
+inline void add_pages(std::vector<std::size_t>& pages, std::size_t first, std::size_t n) {
+  for (std::size_t i = first; i < first + n; ++i) pages.push_back(i);
+}
+
+// Throws `cause`, or UndoFailed if pages are stuck.
+[[noreturn]] inline void throw_undone(const DriverError& cause, std::vector<std::size_t> stuck) {
+  if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
+  throw cause;
+}
 
 }  // namespace vtensor

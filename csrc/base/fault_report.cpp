@@ -27,44 +27,45 @@ Text& Text::write(std::size_t number, int digits) noexcept {
   return *this << std::string_view(written.data(), static_cast<std::size_t>(end - written.data()));
 }
 
-// A list that threads change under a lock and handlers read without it. A range that leaves it is
-// deleted unless some handler is reading then: it may be reading that one, which is left over.
-struct Ranges {
-  std::mutex changing;
-  std::atomic<Range*> newest{nullptr};
-  std::atomic<unsigned> readers{0};
-
-  void add(Range* range) {
-    const std::lock_guard lock(changing);
-    Range* const next = newest.load(std::memory_order_relaxed);
+// A list that threads change under a lock and handlers read without it. A range that leaves the
+// list is deleted, unless a handler reads the list at that moment: then it is left over.
+class Ranges {
+ public:
+  void add(Range* range, std::uintptr_t base, std::size_t bytes, bool on_device) {
+    range->base_ = base;
+    range->bytes_ = bytes;
+    range->on_device_ = on_device;
+    const std::lock_guard lock(changing_);
+    Range* const next = newest_.load(std::memory_order_relaxed);
     range->next_.store(next, std::memory_order_relaxed);
     if (next != nullptr) next->previous_ = range;
-    newest.store(range);
+    newest_.store(range);
   }
 
   void remove(Range* range) {
     {
-      const std::lock_guard lock(changing);
+      const std::lock_guard lock(changing_);
       Range* const next = range->next_.load(std::memory_order_relaxed);
-      (range->previous_ == nullptr ? newest : range->previous_->next_).store(next);
+      (range->previous_ == nullptr ? newest_ : range->previous_->next_).store(next);
       if (next != nullptr) next->previous_ = range->previous_;
     }
-    if (readers.load() == 0) delete range;
+    if (readers_.load() == 0) delete range;
   }
 
-  // Requires: the caller is one of `readers`.
-  const Range* find(std::uintptr_t at) const noexcept {
-    const Range* range = newest.load();
+  // Calls `read` with the range that has `at`, if there is one.
+  template <typename Read>
+  void find(std::uintptr_t at, Read read) noexcept {
+    ++readers_;
+    const Range* range = newest_.load();
     while (range != nullptr && at - range->base_ >= range->bytes_) range = range->next_.load();
-    return range;
+    if (range != nullptr) read(*range);
+    --readers_;
   }
 
-  static void enter(Range* range, std::uintptr_t base, std::size_t bytes, bool on_device) {
-    range->base_ = base;
-    range->bytes_ = bytes;
-    range->on_device_ = on_device;
-  }
-  static bool on_device(const Range& range) noexcept { return range.on_device_; }
+ private:
+  std::mutex changing_;
+  std::atomic<Range*> newest_{nullptr};
+  std::atomic<unsigned> readers_{0};
 };
 
 namespace {
@@ -79,9 +80,9 @@ constexpr int kOff = -1;
 std::mutex switching;
 std::atomic<int> report_to{kOff};
 Action before[std::size(kSignals)];   // the handlers that ours hands on to
-bool installed[std::size(kSignals)];  // and not taken down by us
+bool installed[std::size(kSignals)];  // ours is, as far as we know
 
-// What the processor says of a page fault; other processors than x86-64 are not asked.
+// What the processor says of a page fault. Known on x86-64 alone.
 struct PageFault {
   std::uintptr_t at;
   bool write;
@@ -99,8 +100,8 @@ std::optional<PageFault> page_fault([[maybe_unused]] const void* context) noexce
   return std::nullopt;
 }
 
-// Where the fault was. A handler that stands before ours, such as faulthandler's, may raise the
-// signal anew instead of calling ours: then only the context still has it.
+// Where the fault was. A handler that runs before ours, such as faulthandler's, may raise the
+// signal anew instead of calling ours: then only the context still has the address.
 std::optional<std::uintptr_t> address_of(const siginfo_t& info, const void* context) noexcept {
   if (info.si_code > 0) return reinterpret_cast<std::uintptr_t>(info.si_addr);
   if (info.si_code != SI_TKILL || info.si_pid != getpid()) return std::nullopt;
@@ -119,12 +120,12 @@ void describe(Text& text, const Range& range, std::uintptr_t at, int signal, con
                    << " to ";
   range.name(text, at);
   text << "\nvtensor: ";
-  if (Ranges::on_device(range)) {
+  if (range.on_device()) {
     text << "the memory is a CUDA device's: code on the host cannot touch it; copy it with cpu()";
   } else if (signal == SIGBUS) {
     text << "a page is mapped there, but the system could not give its memory";
     if (info.si_code == BUS_ADRERR) text << ": lower the pool's budget, or give the machine more";
-  } else if (in_forked_child.load(std::memory_order_relaxed)) {
+  } else if (in_forked_child) {
     text << "this process was forked from the one that mapped the memory: nothing can be mapped "
             "here, so copy what there is with clone()";
   } else if (range.asleep()) {
@@ -139,9 +140,7 @@ void report(int to, int signal, const siginfo_t& info, const void* context) noex
   const auto at = address_of(info, context);
   if (!at) return;
   Text text;
-  ++ranges.readers;
-  if (const Range* range = ranges.find(*at)) describe(text, *range, *at, signal, info, context);
-  --ranges.readers;
+  ranges.find(*at, [&](const Range& range) { describe(text, range, *at, signal, info, context); });
   for (std::string_view rest = text.view(); !rest.empty();) {
     const ssize_t written = write(to, rest.data(), rest.size());
     if (written < 0 && errno == EINTR) continue;
@@ -150,18 +149,13 @@ void report(int to, int signal, const siginfo_t& info, const void* context) noex
   }
 }
 
-Action default_action() noexcept {
-  Action action = {};
-  action.sa_handler = SIG_DFL;
-  return action;
-}
-
-// As the kernel would have done without us. What has no handler happens again, under the default
-// action: the core dump shows the fault, and the exit status is the signal's.
+// Does what the kernel would have done without our handler. A fault without another handler happens
+// again, under the default action: the core dump shows it, and the exit status is the signal's.
 void hand_on(int signal, siginfo_t* info, void* context) noexcept {
   const auto at = std::find(std::begin(kSignals), std::end(kSignals), signal);
   const Action& next = before[at - std::begin(kSignals)];
-  const Action end = default_action();
+  Action end = {};
+  end.sa_handler = SIG_DFL;
   const bool raised = info->si_code <= 0;  // by a process: it does not happen again
   if (next.sa_handler == SIG_IGN && raised) return;
   if (next.sa_handler == SIG_IGN || next.sa_handler == SIG_DFL) {
@@ -199,14 +193,13 @@ bool is_ours(const Action& action) {
 
 Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
            bool on_device) noexcept {
-  Ranges::enter(range.get(), base, bytes, on_device);
-  ranges.add(range.get());
+  ranges.add(range.get(), base, bytes, on_device);
   return Known(range.release());
 }
 
 void Forget::operator()(Range* range) const noexcept {
-  // There the lock may be held by a thread of the parent, and addresses are never given back.
-  if (!in_forked_child.load(std::memory_order_relaxed)) ranges.remove(range);
+  // In a forked child a thread of the parent may hold the lock, and no addresses are given back.
+  if (!in_forked_child) ranges.remove(range);
 }
 
 void explain(int to) {
@@ -214,9 +207,10 @@ void explain(int to) {
   for (std::size_t i = 0; i < std::size(kSignals); ++i) {
     Action now = {};
     sigaction(kSignals[i], nullptr, &now);
-    // A handler that came after ours may hand on to it: before that one, ours would go round.
-    const bool nobody = now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN;
-    if (is_ours(now) || (installed[i] && !nobody)) continue;
+    // A handler that was installed after ours may hand on to ours. If ours then handed on to that
+    // one, the two would call each other for ever.
+    const bool none = now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN;
+    if (is_ours(now) || (installed[i] && !none)) continue;
     before[i] = now;
     Action ours = {};
     ours.sa_sigaction = handle;

@@ -1,4 +1,4 @@
-// A half-open interval of page slots or positions.
+// A half-open interval of page indices, positions or tokens.
 #pragma once
 
 #include <algorithm>

@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <mutex>
-#include <string>
 
 #include "base/errors.h"
 
@@ -11,16 +10,13 @@ namespace vtensor {
 
 void watch_forks() {
   static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork(nullptr, nullptr,
-                   [] { in_forked_child.store(true, std::memory_order_relaxed); });
-  });
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; }); });
 }
 
 void refuse_in_forked_child(const char* operation) {
-  if (in_forked_child.load(std::memory_order_relaxed)) {
+  if (in_forked_child) {
     throw Error(
-        std::string("[") + operation +
+        "[", operation,
         "] this process was forked from the one that made the tensor: what it holds here is a "
         "private snapshot that can be read but not changed in size; copy it with clone(), or "
         "make new tensors in a process started by spawn");

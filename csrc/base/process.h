@@ -5,13 +5,13 @@
 
 namespace vtensor {
 
-// Set in the child by the host driver's fork handler and by `watch_forks`; never cleared.
+// Set in a child by the handler of `watch_forks` or of a host driver; never cleared.
 inline std::atomic<bool> in_forked_child{false};
 
 // Installs the handler that sets `in_forked_child`; safe to call more than once.
 void watch_forks();
 
-// Throws Error where this is a forked child: operations there must not reach the parent's memory.
+// Throws Error in a forked child, whose operations must not reach the parent's memory.
 void refuse_in_forked_child(const char* operation);
 
 }  // namespace vtensor

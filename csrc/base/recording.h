@@ -1,4 +1,4 @@
-// The reading side of the trace: the events of its points between two moments.
+// The reading side of the trace.
 #pragma once
 
 #include <cstddef>
@@ -20,24 +20,25 @@ struct Event {
   What what;
   Call call;  // Call::count_ unless `what` is driver_call
   ThreadRole role;
+  std::uint8_t padding = 0;  // so that every byte has a value
 };
 
 struct Ring;
 
-// Holds what begins and ends between its making and stop(). Recordings may overlap, in one thread
-// and in several: they share the ring of the first.
+// The events that begin and end between its making and stop(). Recordings may overlap, in one
+// thread and in several: they share the ring of the first.
 //
 // The ring keeps the newest events. It has memory only while a recording runs, and only as much as
-// events have reached. All methods may be called from any thread, and all but stop() throw in a
-// forked child, where nothing is recorded (I13).
+// events have reached. All methods may be called from any thread. In a forked child nothing is
+// recorded, and all but stop() throw (I13).
 class Recording {
  public:
-  // 64 bytes an event, so 64 MiB where all of it is reached: the 4,096 steps of a decode over the K
-  // and V of 64 layers, each twice.
+  // 64 bytes an event, so 64 MiB if the ring fills: 4,096 decode steps over the K and V of 64
+  // layers, two events each.
   static constexpr std::size_t kDefaultCapacity = std::size_t{1} << 20;
 
-  // Room for at least `capacity` events, at most 2^28; 0 takes what a running recording has, or the
-  // default. Throws InvalidArgument where a running one has less.
+  // Room for at least `capacity` events, at most 2^28; 0 takes that of a running recording, or the
+  // default. Throws InvalidArgument if a running one has less.
   explicit Recording(std::size_t capacity);
   ~Recording();
   Recording(const Recording&) = delete;
@@ -46,9 +47,9 @@ class Recording {
   // Takes the events out of the ring. A second call does nothing.
   void stop();
 
-  // By begin, what encloses before what it encloses. So far, while it runs.
+  // Sorted by begin; of two with the same begin the longer first. Those so far, while it runs.
   std::vector<Event> events();
-  // Events of this time that newer ones have replaced.
+  // How many events newer ones have replaced.
   std::uint64_t dropped();
 
   std::size_t capacity() const { return capacity_; }
@@ -56,7 +57,7 @@ class Recording {
 
  private:
   void finish(bool keep);
-  // Those of the tickets before `end` that the ring still has, and how many it has lost.
+  // The events before ticket `end` that the ring still has, and how many are lost.
   std::vector<Event> collect(std::uint64_t end, std::uint64_t& lost) const;
   std::uint64_t to_unix(std::uint64_t time) const {
     return time + static_cast<std::uint64_t>(unix_offset_);

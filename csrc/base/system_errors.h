@@ -20,7 +20,7 @@ inline std::string errno_name(int error) {
   for (const auto& [number, name] : kNames) {
     if (number == error) return name;
   }
-  return "errno " + std::to_string(error);
+  return text("errno ", error);
 }
 
 // "[operation] what was refused with ENOMEM: remedy".
@@ -28,7 +28,7 @@ inline DriverError refused(const char* operation, Call call, int error, const st
                            const std::string& remedy) {
   const std::string name = errno_name(error);
   return {std::string(name_of(call)), error, name,
-          "[" + std::string(operation) + "] " + what + " was refused with " + name + ": " + remedy};
+          text("[", operation, "] ", what, " was refused with ", name, ": ", remedy)};
 }
 
 }  // namespace vtensor

@@ -1,4 +1,4 @@
-// Threads of our own. Signals are for the threads that the program knows.
+// Threads of our own. They take no signals: the program's handlers expect its own threads.
 #pragma once
 
 #include <pthread.h>
@@ -14,7 +14,7 @@
 
 namespace vtensor {
 
-// For its length this thread takes none, and the threads that it starts take none for good.
+// Blocks all signals in this thread while it lives, and for good in threads started meanwhile.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -31,8 +31,8 @@ class SignalsBlocked {
 };
 
 // Starts a thread that runs `body`. Returns once the thread has its thread-local data: the C
-// library makes them at the first use, and ends the process if mappings have run out by then.
-// Throws std::system_error.
+// library makes them at the first use, and ends the process if there are no mappings left. Throws
+// std::system_error.
 template <typename Body>
 std::unique_ptr<std::thread> start_thread(const char* name, ThreadRole role, Body body) {
   const auto begun = std::make_shared<std::binary_semaphore>(0);

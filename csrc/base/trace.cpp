@@ -10,7 +10,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <optional>
 
 #include "base/errors.h"
 #include "base/process.h"
@@ -19,7 +19,9 @@
 namespace vtensor::trace {
 namespace {
 
-// One event. A cache line each, so that threads do not wait for each other's lines.
+using Words = std::array<std::uint64_t, sizeof(Event) / sizeof(std::uint64_t)>;
+
+// The place of one event. A cache line, so that threads do not wait for each other's lines.
 //
 // A writer takes a ticket, and with it a slot; `state` says which event the slot holds, as in a
 // seqlock. The words are stored with release and loaded with acquire, so that a reader that sees
@@ -28,8 +30,7 @@ namespace {
 // without the fences, which ThreadSanitizer does not know.
 struct alignas(64) Slot {
   std::uint64_t state;  // 0: never written; else as `writing` and `written` say
-  std::uint64_t begin, duration, address, bytes, subject;
-  std::uint64_t rest;  // thread, what, call, role
+  Words event;
 };
 
 constexpr std::uint64_t writing(std::uint64_t ticket) { return 2 * ticket + 1; }
@@ -58,13 +59,13 @@ struct Ring {
 
 namespace {
 
-// By the logarithm of their capacity. Addresses once taken are kept, and so are the tickets: a
-// writer that is held up in record() while recordings stop and start again touches no address that
-// is not the ring's, and no event of a recording.
+// By the logarithm of their capacity. Their addresses and tickets are kept for good, so a writer
+// that is held up in record() while recordings stop and start writes to its ring, and over no
+// event.
 std::array<Ring, kMostBits + 1> rings;
 std::atomic<Ring*> current{nullptr};
 
-std::mutex control;  // guards what follows, the making of rings, and each Recording
+std::mutex control;  // guards what follows, the opening of rings, and each Recording
 std::size_t running = 0;
 std::int64_t unix_offset = 0;
 
@@ -74,11 +75,11 @@ std::int64_t read_clock(clockid_t clock) {
   return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
 }
 
-// What Unix time is ahead of now(), good to some ten nanoseconds: of several looks the one that was
+// How far Unix time is ahead of now(), to some ten nanoseconds: the measurement of ten that was
 // interrupted least.
 std::int64_t measure_unix_offset() {
   std::int64_t offset = 0, shortest = std::numeric_limits<std::int64_t>::max();
-  for (int look = 0; look < 10; ++look) {
+  for (int i = 0; i < 10; ++i) {
     const std::int64_t before = read_clock(CLOCK_MONOTONIC);
     const std::int64_t unix_time = read_clock(CLOCK_REALTIME);
     const std::int64_t after = read_clock(CLOCK_MONOTONIC);
@@ -98,7 +99,7 @@ Ring& open_ring(std::size_t capacity) {
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
-    throw Error("[trace.record] need " + std::to_string(bytes) +
+    throw Error("[trace.record] need ", bytes,
                 " bytes of addresses, the system has fewer: ask for fewer events");
   }
   // A huge page takes as long to come as a traced operation does.
@@ -109,10 +110,10 @@ Ring& open_ring(std::size_t capacity) {
 }
 
 void refuse_in_child(const char* operation) {
-  if (in_forked_child.load(std::memory_order_relaxed)) {
-    throw Error(std::string("[trace.") + operation +
-                "] this process was forked from one that uses vtensor: nothing is recorded here; "
-                "record in the parent, or in a process started by spawn");
+  if (in_forked_child) {
+    throw Error("[trace.", operation,
+                "] this process was forked from one that uses vtensor: nothing is recorded "
+                "here; record in the parent, or in a process started by spawn");
   }
 }
 
@@ -120,24 +121,17 @@ void watch_forks_of_recordings() {
   static std::once_flag once;
   std::call_once(once, [] {
     watch_forks();
-    pthread_atfork(nullptr, nullptr, [] { on.store(false, std::memory_order_relaxed); });
+    pthread_atfork(nullptr, nullptr, [] { on = false; });
   });
 }
 
-// Whether the slot held the whole event of `ticket` all the time.
-bool read(Slot& slot, std::uint64_t ticket, Event& event) {
-  if (load(slot.state) != written(ticket)) return false;
-  event.begin = load(slot.begin);
-  event.duration = load(slot.duration);
-  event.address = load(slot.address);
-  event.bytes = load(slot.bytes);
-  event.subject = load(slot.subject);
-  const std::uint64_t rest = load(slot.rest);
-  event.thread = static_cast<std::uint32_t>(rest >> 32);
-  event.what = static_cast<What>(rest >> 16 & 0xff);
-  event.call = static_cast<Call>(rest >> 8 & 0xff);
-  event.role = static_cast<ThreadRole>(rest & 0xff);
-  return load(slot.state) == written(ticket);
+// The event of `ticket`, unless the slot holds another, or one that is being written.
+std::optional<Event> read(Slot& slot, std::uint64_t ticket) {
+  if (load(slot.state) != written(ticket)) return std::nullopt;
+  Words words;
+  std::transform(slot.event.begin(), slot.event.end(), words.begin(), load);
+  if (load(slot.state) != written(ticket)) return std::nullopt;
+  return std::bit_cast<Event>(words);
 }
 
 }  // namespace
@@ -162,14 +156,9 @@ void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t add
                                     std::memory_order_relaxed)) {
     return;
   }
-  store(slot.begin, begin);
-  store(slot.duration, end - begin);
-  store(slot.address, address);
-  store(slot.bytes, bytes);
-  store(slot.subject, subject);
-  store(slot.rest, std::uint64_t{thread} << 32 | static_cast<std::uint64_t>(what) << 16 |
-                       static_cast<std::uint64_t>(call) << 8 |
-                       static_cast<std::uint64_t>(thread_role));
+  const Event event{begin, end - begin, address, bytes, subject, thread, what, call, thread_role};
+  const auto words = std::bit_cast<Words>(event);
+  for (std::size_t i = 0; i < words.size(); ++i) store(slot.event[i], words[i]);
   store(slot.state, written(ticket));
 }
 
@@ -184,9 +173,8 @@ Recording::Recording(std::size_t capacity) {
   } else {
     ring_ = current.load(std::memory_order_relaxed);
     if (capacity > ring_->capacity) {
-      throw InvalidArgument("[trace.record] capacity is " + std::to_string(capacity) +
-                            " events, the recording that runs has room for " +
-                            std::to_string(ring_->capacity) +
+      throw InvalidArgument("[trace.record] capacity is ", capacity,
+                            " events, the recording that runs has room for ", ring_->capacity,
                             " and recordings share it: ask for no more, or give that one more");
     }
   }
@@ -203,7 +191,7 @@ Recording::~Recording() { finish(false); }
 void Recording::stop() { finish(true); }
 
 void Recording::finish(bool keep) {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  if (in_forked_child) return;
   const std::lock_guard lock(control);
   if (stopped_) return;
   stopped_ = true;
@@ -221,12 +209,12 @@ std::vector<Event> Recording::collect(std::uint64_t end, std::uint64_t& lost) co
   events.reserve(kept);
   lost = end - first_ - kept;
   for (std::uint64_t ticket = end - kept; ticket != end; ++ticket) {
-    Event event;
-    if (!read(ring_->slot_of(ticket), ticket, event)) {
+    auto event = read(ring_->slot_of(ticket), ticket);
+    if (!event) {
       ++lost;
-    } else if (event.begin >= start_) {
-      event.begin = to_unix(event.begin);
-      events.push_back(event);
+    } else if (event->begin >= start_) {
+      event->begin = to_unix(event->begin);
+      events.push_back(*event);
     }
   }
   std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) {

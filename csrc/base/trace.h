@@ -1,7 +1,6 @@
-// The points of the trace (I16): what the core and its drivers do, for the
-// notebook, for Perfetto, and for finding out why a step was slow. Off unless a recording runs:
-// then a point costs one relaxed load. No allocation, no lock, no Python. base/recording.h is the
-// other side.
+// The points of the trace (I16), at which the core and its drivers say what they do: for Perfetto,
+// for notebooks, and for finding out why a step was slow. No allocation, no lock, no Python.
+// Without a recording (base/recording.h) a point costs one relaxed load.
 #pragma once
 
 #include <array>
@@ -14,7 +13,7 @@
 
 namespace vtensor::trace {
 
-// What there are events of, once for all that is made of it. X(name)
+// X(name), one for each kind of event.
 #define VTENSOR_TRACE_KINDS(X)                                                              \
   X(driver_call) /* `call` says which */                                                    \
   X(extend)      /* a tensor's length grew */                                               \
@@ -45,18 +44,18 @@ inline constexpr std::array<std::string_view, kWhatCount> kWhatNames = {
 
 constexpr std::string_view name_of(What what) { return kWhatNames[static_cast<std::size_t>(what)]; }
 
-// Whether a recording runs. Set by Recording alone.
+// Whether a recording runs. Only Recording sets it.
 inline std::atomic<bool> on{false};
 
 inline bool recording() { return on.load(std::memory_order_relaxed); }
 
-// Nanoseconds of CLOCK_MONOTONIC: no step of the wall clock shows in a duration. A Recording
-// carries them to the clock of torch's profiler.
+// Nanoseconds of CLOCK_MONOTONIC, so that no step of the wall clock shows in a duration. A
+// Recording converts them to Unix time.
 std::uint64_t now() noexcept;
 
-// Puts one event of the calling thread in the ring, if a recording runs. `subject` is the first
-// address of the tensor's range (0: no tensor), `bytes` what it was about. `begin` and `end` as
-// now() gives them; equal for what has no duration.
+// Puts one event of the calling thread in the ring, if a recording runs. `begin` and `end` are
+// times of now(), equal for an event without a duration. `subject` is the first address of the
+// tensor's range, 0 if there is none.
 void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t address,
             std::uint64_t bytes, std::uint64_t subject = 0, Call call = Call::count_) noexcept;
 
@@ -67,7 +66,7 @@ inline void event(What what, std::uint64_t address, std::uint64_t bytes,
   record(what, time, time, address, bytes, subject);
 }
 
-// What happens from its making to its end, whether that is a return or a throw.
+// An event that lasts as long as this object, whether its scope ends by a return or by a throw.
 class Span {
  public:
   Span(What what, std::uint64_t address, std::uint64_t bytes, std::uint64_t subject = 0,
