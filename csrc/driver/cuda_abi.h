@@ -31,7 +31,7 @@ using CUgraphExec = CUgraphExec_st*;
 using CUuserObject = CUuserObject_st*;
 using CUhostFn = void (*)(void*);
 
-// Of each enumeration only what is named somewhere: a libcuda may answer any other number too.
+// Enumerations have only the values that are used: a libcuda may answer any other number too.
 
 enum CUresult : unsigned {
   CUDA_SUCCESS = 0,

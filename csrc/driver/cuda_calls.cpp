@@ -1,5 +1,7 @@
 #include "driver/cuda_calls.h"
 
+#include <dlfcn.h>
+
 #include <future>
 #include <memory>
 #include <thread>
@@ -13,22 +15,53 @@ thread_local bool is_relaxed = false;
 // The context that enter_worker made current in this thread for good.
 thread_local CUcontext worker_context = nullptr;
 
+std::string loader_message() {
+  const char* message = dlerror();
+  return message ? message : "unknown reason";
+}
+
+template <class Function>
+void resolve(void* loaded, const std::string& library, const char* symbol, Function*& function) {
+  function = reinterpret_cast<Function*>(dlsym(loaded, symbol));
+  if (function == nullptr) {
+    throw DriverError("dlsym", 0, "MISSING_SYMBOL", "[cuda] ", library, " has no ", symbol, " (",
+                      loader_message(), "): install an NVIDIA driver of CUDA 11.3 or newer");
+  }
+}
+
 }  // namespace
+
+CudaApi::CudaApi(const std::string& library) {
+  void* loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (loaded == nullptr) {
+    throw DriverError("dlopen", 0, "LIBRARY_NOT_FOUND", "[cuda] cannot load ", library, " (",
+                      loader_message(),
+                      "): install the NVIDIA driver, give the container access to it (--gpus "
+                      "all), or use the CPU");
+  }
+#define VTENSOR_CUDA_RESOLVE(name, symbol) resolve(loaded, library, #symbol, name.function);
+  VTENSOR_CUDA_CALLS(VTENSOR_CUDA_RESOLVE)
+#undef VTENSOR_CUDA_RESOLVE
+  resolve(loaded, library, "cuGetErrorName", error_name_);
+}
+
+std::string CudaApi::name_of(CUresult code) const {
+  const char* name = nullptr;
+  if (error_name_(code, &name) == CUDA_SUCCESS && name != nullptr) return name;
+  return text("CUresult ", code);
+}
 
 DriverError CudaCalls::refusal(const char* operation, Call call, CUresult code) const {
   const std::string name = CudaApi::name_of(code);
-  const std::string message = std::string("[driver.") + operation + "] " +
-                              std::string(vtensor::name_of(call)) +
-                              " on cuda:" + std::to_string(device) + " answered " + name + " (" +
-                              std::to_string(static_cast<int>(code)) + ")";
-  return DriverError(std::string(vtensor::name_of(call)), static_cast<long>(code), name,
-                     message +
-                         ": what the operation had done is undone; where other CUDA calls fail "
-                         "too, the device is in error and the process must be restarted");
+  return DriverError(
+      std::string(vtensor::name_of(call)), static_cast<long>(code), name,
+      text("[driver.", operation, "] ", vtensor::name_of(call), " on cuda:", device, " answered ",
+           name, " (", code, "): what the operation had done is undone; if other CUDA calls fail ",
+           "too, the device is in error and the process must be restarted"));
 }
 
-// cuCtxSynchronize knows no bound. So a thread waits in it that holds nothing of ours, and is left
-// there where the device does not finish.
+// cuCtxSynchronize has no bound. So a thread that holds nothing of ours waits in it, and is left
+// there if the device does not finish.
 void CudaCalls::synchronize(const char* operation, std::chrono::milliseconds timeout) {
   const auto promise = std::make_shared<std::promise<CUresult>>();
   std::future<CUresult> answer = promise->get_future();
@@ -49,13 +82,12 @@ void CudaCalls::synchronize(const char* operation, std::chrono::milliseconds tim
       }).detach();
     }
     if (answer.wait_for(timeout) != std::future_status::ready) {
-      throw TimedOut("[driver." + std::string(operation) + "] all work on cuda:" +
-                     std::to_string(device) + " was to end, the device did not finish within " +
-                     std::to_string(timeout.count()) + " ms: look for a kernel that does not end");
+      throw TimedOut("[driver.", operation, "] all work on cuda:", device,
+                     " was to end, the device did not finish within ", timeout.count(),
+                     " ms: look for a kernel that does not end");
     }
   }
-  const CUresult code = answer.get();
-  if (code != CUDA_SUCCESS) throw refusal(operation, Call::cuCtxSynchronize, code);
+  check(operation, Call::cuCtxSynchronize, answer.get());
 }
 
 void CudaCalls::enter_worker() {
@@ -79,12 +111,8 @@ RelaxedCapture::RelaxedCapture(CudaCalls& cuda, const char* operation)
 
 RelaxedCapture::~RelaxedCapture() {
   if (!exchanged_) return;
-  // What the operation did stands; a refusal here, tried twice, leaves the thread relaxed.
-  const auto restore = [&] {
-    CUstreamCaptureMode mode = before_;
-    return cuda_.call(cuda_.cuThreadExchangeStreamCaptureMode, &mode);
-  };
-  if (restore() != CUDA_SUCCESS) restore();
+  // What the operation did stands. A refusal leaves the thread relaxed.
+  cuda_.insist(cuda_.cuThreadExchangeStreamCaptureMode, &before_);
   is_relaxed = false;
 }
 
@@ -97,10 +125,7 @@ PrimaryContext::PrimaryContext(CudaCalls& cuda, const char* operation) : cuda_(c
 }
 
 PrimaryContext::~PrimaryContext() {
-  if (!changed_) return;
-  if (cuda_.call(cuda_.cuCtxSetCurrent, before_) != CUDA_SUCCESS) {
-    cuda_.call(cuda_.cuCtxSetCurrent, before_);
-  }
+  if (changed_) cuda_.insist(cuda_.cuCtxSetCurrent, before_);
 }
 
 }  // namespace vtensor

@@ -1,4 +1,5 @@
-// How the CUDA driver calls libcuda: every call counted and traced, refusals as errors, and what a
+// libcuda, looked up at run time, so that the library builds, imports and runs without CUDA; and
+// how the CUDA driver calls it: every call counted and traced, refusals as errors, and what a
 // thread needs before it calls.
 #pragma once
 
@@ -9,9 +10,33 @@
 #include "base/calls.h"
 #include "base/errors.h"
 #include "base/trace.h"
-#include "driver/cuda_api.h"
+#include "driver/cuda_abi.h"
 
 namespace vtensor {
+
+using namespace cuda;  // CUresult and the like
+
+template <class Function>
+struct CudaEntry {
+  Call call;
+  Function* function = nullptr;
+};
+
+struct CudaApi {
+  // Loads `library` for the rest of the process: a loaded libcuda has threads and exit handlers of
+  // its own. Throws DriverError.
+  explicit CudaApi(const std::string& library);
+
+  // "CUDA_ERROR_INVALID_VALUE"; the number if the loaded libcuda does not know it.
+  std::string name_of(CUresult code) const;
+
+#define VTENSOR_CUDA_MEMBER(name, symbol) CudaEntry<cuda::symbol> name{Call::name};
+  VTENSOR_CUDA_CALLS(VTENSOR_CUDA_MEMBER)
+#undef VTENSOR_CUDA_MEMBER
+
+ private:
+  cuda::cuGetErrorName* error_name_ = nullptr;
+};
 
 class CudaCalls : public CudaApi {
  public:
@@ -32,8 +57,14 @@ class CudaCalls : public CudaApi {
     }
     return entry.function(args...);
   }
+  // As `call`, and once more if that is refused: for what restores or undoes.
+  template <class Function, class... Args>
+  CUresult insist(const CudaEntry<Function>& entry, Args... args) {
+    const CUresult code = call(entry, args...);
+    return code == CUDA_SUCCESS ? code : call(entry, args...);
+  }
 
-  // As `call`; throws DriverError in the name of `operation` where it is refused.
+  // As `call`; throws DriverError in the name of `operation` if it is refused.
   template <class Function, class... Args>
   void require(const char* operation, const CudaEntry<Function>& entry, Args... args) {
     require_at(operation, entry, 0, 0, args...);
@@ -41,13 +72,16 @@ class CudaCalls : public CudaApi {
   template <class Function, class... Args>
   void require_at(const char* operation, const CudaEntry<Function>& entry, std::uint64_t address,
                   std::uint64_t bytes, Args... args) {
-    const CUresult code = call_at(entry, address, bytes, args...);
-    if (code != CUDA_SUCCESS) throw refusal(operation, entry.call, code);
+    check(operation, entry.call, call_at(entry, address, bytes, args...));
+  }
+  // Throws the refusal if `code`, the answer of `call`, is one.
+  void check(const char* operation, Call call, CUresult code) const {
+    if (code != CUDA_SUCCESS) throw refusal(operation, call, code);
   }
   DriverError refusal(const char* operation, Call call, CUresult code) const;
 
-  // Waits for all work of the primary context. Throws TimedOut, DriverError where it is in error or
-  // a stream of it is being captured, and std::system_error where no thread can be made.
+  // Waits for all work of the primary context. Throws TimedOut, std::system_error if no thread can
+  // be made, and DriverError if the context is in error or a stream of it is being captured.
   void synchronize(const char* operation, std::chrono::milliseconds timeout);
 
   // Does for good what the two classes below do for an operation. For threads of our own.
@@ -60,7 +94,7 @@ class CudaCalls : public CudaApi {
   CallMeter& meter_;
 };
 
-// For its length a stream capture, in whatever thread, neither refuses this thread's calls nor is
+// While it lives a stream capture, in whatever thread, neither refuses this thread's calls nor is
 // invalidated by them.
 class RelaxedCapture {
  public:
@@ -75,7 +109,7 @@ class RelaxedCapture {
   CUstreamCaptureMode before_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
-// For its length the primary context is current: memory work, streams and events need one.
+// While it lives the primary context is current: memory work, streams and events need one.
 class PrimaryContext {
  public:
   PrimaryContext(CudaCalls& cuda, const char* operation);

@@ -7,7 +7,7 @@ namespace vtensor {
 namespace {
 
 constexpr const char* kOperation = "copy_pages";
-// One set-access and one wait for so many pages; their addresses cost nothing.
+// So many pages share one set-access and one wait; their addresses cost nothing.
 constexpr std::size_t kScratchPages = 32;
 
 }  // namespace
@@ -54,14 +54,14 @@ void CudaCopies::copy(std::span<const PageCopy> copies, std::span<const FencePtr
 
 void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadline deadline) {
   if (scratch_ == 0) scratch_ = mappings_.reserve(kScratchPages);
-  release_scratch();  // of an earlier copy, where that was refused
+  release_scratch();  // of an earlier copy, if that was refused
   std::vector<Handle> to;
   for (const PageCopy& copy : copies) to.push_back(copy.to);
   const PageRun run{scratch_, to};
   try {
     mappings_.map(kOperation, {&run, 1}, Access::writable);
   } catch (const UndoFailed& failure) {
-    // Only in our own range: nothing of the caller's is stuck.
+    // Stuck in our own range: nothing of the caller's is.
     to.resize(failure.stuck.size());
     mapped_ = std::move(to);
     throw DriverError(failure);
@@ -69,43 +69,40 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadli
   mapped_ = std::move(to);
 
   bool over = false;
-  std::string found =
-      "the device did not finish within " + std::to_string(timeout_.count()) + " ms";
+  std::string found = text("the device did not finish within ", timeout_.count(), " ms");
   std::size_t launched = 0;
   try {
     for (; launched < copies.size(); ++launched) {
       const Address at = scratch_ + launched * page_size_;
       cuda_.require_at(kOperation, cuda_.cuMemcpyDtoDAsync, at, page_size_, at,
-                       copies[launched].from, page_size_,
-                       reinterpret_cast<CUstream>(streams_.side()));
+                       copies[launched].from, page_size_, handle_of(streams_.side()));
     }
-    over = streams_.wait(kOperation, *streams_.record(kOperation, streams_.side()), deadline);
+    over = streams_.side_ends(kOperation, deadline);
   } catch (const DriverError& refusal) {
     // Copies that were launched before the refusal must not find their pages unmapped.
     if (launched == 0 || is_over(deadline)) {
       try_release_scratch();
       throw;
     }
-    found = refusal.call + " answered " + refusal.name +
-            ", and what was launched before it could not be waited for";
+    found = text(refusal.call, " answered ", refusal.name,
+                 ", and what was launched before it could not be waited for");
   }
   if (!over) {
     quarantined_.push_back(scratch_);
     scratch_ = 0;
     mapped_.clear();
-    throw TimedOut("[driver.copy_pages] " + std::to_string(copies.size()) +
-                   " pages were to be copied on cuda:" + std::to_string(cuda_.device) + ", " +
-                   found +
-                   ": look for a kernel that does not end in the streams that use these pages; "
-                   "what the copies may still write is not used again");
+    throw TimedOut("[driver.copy_pages] ", copies.size(),
+                   " pages were to be copied on cuda:", cuda_.device, ", ", found,
+                   ": look for a kernel that does not end in the streams that use these "
+                   "pages; what the copies may still write is not used again");
   }
   try_release_scratch();
 }
 
-// Whether nothing launched so far on the side stream runs any more. Waits.
+// Whether nothing launched so far on the side stream runs any more; a refusal says no. Waits.
 bool CudaCopies::is_over(CudaStreams::Deadline deadline) {
   try {
-    return streams_.wait(kOperation, *streams_.record(kOperation, streams_.side()), deadline);
+    return streams_.side_ends(kOperation, deadline);
   } catch (const DriverError&) {
     return false;
   }

@@ -1,4 +1,4 @@
-// Copies between pages: on the driver's own stream, behind the fences of what wrote them.
+// Copies between pages, on the driver's own stream, after the fences of what wrote them.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@ class CudaCopies {
   CudaCopies(CudaCalls& cuda, CudaMappings& mappings, CudaStreams& streams)
       : cuda_(cuda), mappings_(mappings), streams_(streams) {}
   void open(std::size_t page_size, std::chrono::milliseconds timeout);
-  // The driver's end. False where a copy still runs: what it writes stays mapped for good.
+  // The driver's end. False if a copy still runs: what it writes stays mapped for good.
   bool close();
 
   void copy(std::span<const PageCopy> copies, std::span<const FencePtr> after);

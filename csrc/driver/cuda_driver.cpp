@@ -28,37 +28,88 @@ class CudaDriver final : public Driver {
   void open(const CudaOptions& options);
 
   const DriverTraits& traits() const override { return traits_; }
-  Address reserve(std::size_t pages) override;
-  void free_range(Address range, std::size_t pages) override;
+
+  Address reserve(std::size_t pages) override {
+    refuse_in_forked_child("driver.reserve");
+    return mappings_.reserve(pages);
+  }
+  void free_range(Address range, std::size_t pages) override {
+    if (!in_forked_child) mappings_.free_range(range, pages);
+  }
   Handle create(std::size_t n) override;
   void destroy(Handle first, std::size_t n) override;
-  void map(std::span<const PageRun> runs, Access access) override;
-  void unmap(std::span<const PageRun> runs, Access access) override;
+  void map(std::span<const PageRun> runs, Access access) override {
+    refuse_in_forked_child("driver.map");
+    mappings_.map("map", runs, access);
+  }
+  void unmap(std::span<const PageRun> runs, Access access) override {
+    if (!in_forked_child) mappings_.unmap("unmap", runs, access);
+  }
   void back_holes(std::span<const Address> pages) override;
   void remap(Address at, std::span<const Handle> from, Access from_access,
-             std::span<const Handle> to, Access to_access) override;
+             std::span<const Handle> to, Access to_access) override {
+    refuse_in_forked_child("driver.remap");
+    mappings_.remap(at, from, from_access, to, to_access);
+  }
   void zero(Address at, std::size_t bytes, Stream stream) override;
-  void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) override;
+  void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) override {
+    refuse_in_forked_child("driver.copy_pages");
+    copies_.copy(copies, after);
+  }
   void populate(Address, std::size_t) override {}  // memory comes with cuMemCreate
   void fill(Handle, std::size_t) override {}
-  void find_private_copies(Address, std::span<std::uint8_t>) override {
-  }  // no fault unshares pages here
+  // No fault unshares pages here.
+  void find_private_copies(Address, std::span<std::uint8_t>) override {}
   std::size_t free_memory() override;
 
   Stream side_stream() override { return streams_.side(); }
   Stream copy_stream() override { return streams_.copies(); }
-  void copy_out(void* to, Address from, std::size_t bytes) override;
-  void copy_in(Address to, const void* from, std::size_t bytes) override;
-  FencePtr fence(Stream stream) override;
-  bool passed(const Fence& fence) override;
-  void order(Stream stream, const Fence& fence) override;
-  void require_own(const char* operation, Stream stream) override;
-  bool capturing(Stream stream) override;
-  void keep_for_graph(Stream stream, void (*release)(void*), void* argument) override;
-  void enter_worker() override;
-  void quiesce() override;
+  void copy_out(void* to, Address from, std::size_t bytes) override {
+    refuse_in_forked_child("driver.copy_out");
+    copy_beside("copy_out", cuda_.cuMemcpyDtoHAsync, from, bytes, to, from);
+  }
+  void copy_in(Address to, const void* from, std::size_t bytes) override {
+    refuse_in_forked_child("driver.copy_in");
+    copy_beside("copy_in", cuda_.cuMemcpyHtoDAsync, to, bytes, to, from);
+  }
+  FencePtr fence(Stream stream) override {
+    refuse_in_forked_child("driver.fence");
+    return streams_.fence(stream);
+  }
+  bool passed(const Fence& fence) override {
+    refuse_in_forked_child("driver.passed");
+    return streams_.passed(fence);
+  }
+  void order(Stream stream, const Fence& fence) override {
+    refuse_in_forked_child("driver.order");
+    streams_.order(stream, fence);
+  }
+  void require_own(const char* operation, Stream stream) override {
+    refuse_in_forked_child("driver.require_own");
+    streams_.require_own(operation, stream);
+  }
+  bool capturing(Stream stream) override {
+    refuse_in_forked_child("driver.capturing");
+    const PrimaryContext context(cuda_, "capturing");
+    return streams_.capturing("capturing", stream);
+  }
+  void keep_for_graph(Stream stream, void (*release)(void*), void* argument) override {
+    refuse_in_forked_child("driver.keep_for_graph");
+    streams_.keep_for_graph(stream, release, argument);
+  }
+  void enter_worker() override {
+    refuse_in_forked_child("driver.enter_worker");
+    cuda_.enter_worker();
+  }
+  void quiesce() override {
+    refuse_in_forked_child("driver.quiesce");
+    cuda_.synchronize("quiesce", timeout_);
+  }
 
  private:
+  template <class Copy, class To, class From>
+  void copy_beside(const char* operation, const Copy& copy, Address at, std::size_t bytes, To to,
+                   From from);
   std::size_t granularity(CUmemAllocationGranularity_flags kind);
   int attribute(CUdevice_attribute which);
   void probe_rdma();
@@ -78,45 +129,39 @@ class CudaDriver final : public Driver {
   std::set<Handle> handles_;
   std::mutex backing_;  // guards the page of zeros
   Handle zeros_ = 0;
-  Address zeros_home_ = 0;  // where it is mapped besides
+  Address zeros_home_ = 0;  // where it was zeroed, and stays mapped
   bool zeros_mapped_ = false, are_zeros_ = false;
 };
-
-// What a forked child gives back is the parent's, and libcuda must not be called there (I13).
-bool is_forked_child() { return in_forked_child.load(std::memory_order_relaxed); }
 
 void CudaDriver::open(const CudaOptions& options) {
   traits_.device = {options.memory_is_host_memory ? 1 : 2, options.device};
   const CUresult started = cuda_.call(cuda_.cuInit, 0u);
   if (started == CUDA_ERROR_STUB_LIBRARY) {
-    throw DriverError(
-        "cuInit", started, "CUDA_ERROR_STUB_LIBRARY",
-        "[Pool] a CUDA device was asked for, " + options.library +
-            " is the stub that the CUDA toolkit has for linking: take the toolkit's "
-            "stubs folder off LD_LIBRARY_PATH, so that the NVIDIA driver's library is "
-            "found, or use the CPU");
+    throw DriverError("cuInit", started, "CUDA_ERROR_STUB_LIBRARY",
+                      "[Pool] a CUDA device was asked for, ", options.library,
+                      " is the stub that the CUDA toolkit has for linking: take the toolkit's "
+                      "stubs folder off LD_LIBRARY_PATH, so that the NVIDIA driver's library "
+                      "is found, or use the CPU");
   }
   if (started != CUDA_SUCCESS) {
     throw DriverError("cuInit", started, cuda_.name_of(started),
-                      "[Pool] a CUDA device was asked for, cuInit answered " +
-                          cuda_.name_of(started) + " (" + std::to_string(started) +
-                          "): check nvidia-smi and CUDA_VISIBLE_DEVICES, or use the CPU");
+                      "[Pool] a CUDA device was asked for, cuInit answered ",
+                      cuda_.name_of(started), " (", started,
+                      "): check nvidia-smi and CUDA_VISIBLE_DEVICES, or use the CPU");
   }
   const RelaxedCapture relaxed(cuda_, "open");
   int count = 0;
   cuda_.require("open", cuda_.cuDeviceGetCount, &count);
   if (options.device < 0 || options.device >= count) {
-    throw InvalidArgument("[Pool] device cuda:" + std::to_string(options.device) +
-                          " was asked for, there are " + std::to_string(count) +
-                          " CUDA devices: name one of them, or check CUDA_VISIBLE_DEVICES");
+    throw InvalidArgument("[Pool] device cuda:", options.device, " was asked for, there are ",
+                          count, " CUDA devices: name one of them, or check CUDA_VISIBLE_DEVICES");
   }
   cuda_.require("open", cuda_.cuDeviceGet, &device_, options.device);
   if (!attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)) {
     throw DriverError("cuDeviceGetAttribute", CUDA_ERROR_NOT_SUPPORTED,
-                      cuda_.name_of(CUDA_ERROR_NOT_SUPPORTED),
-                      "[Pool] cuda:" + std::to_string(options.device) +
-                          " has no virtual memory management (some vGPU profiles turn it off): use "
-                          "another device, or use the CPU");
+                      cuda_.name_of(CUDA_ERROR_NOT_SUPPORTED), "[Pool] cuda:", options.device,
+                      " has no virtual memory management (some vGPU profiles turn it off): use "
+                      "another device, or use the CPU");
   }
   properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -132,17 +177,16 @@ void CudaDriver::open(const CudaOptions& options) {
                           ? options.page_size
                           : ceil_div(kDefaultPageSize, recommended) * recommended;
   if (traits_.page_size % traits_.granularity != 0) {
-    throw InvalidArgument("[Pool] a page size of " + std::to_string(traits_.page_size) +
-                          " bytes was asked for, cuda:" + std::to_string(options.device) +
-                          " maps multiples of " + std::to_string(traits_.granularity) +
-                          " bytes: ask for one of these");
+    throw InvalidArgument("[Pool] a page size of ", traits_.page_size,
+                          " bytes was asked for, cuda:", options.device, " maps multiples of ",
+                          traits_.granularity, " bytes: ask for one of these");
   }
 
   // Two steps: the destructor gives back what cuda_.context holds.
   CUcontext context = nullptr;
   cuda_.require("open", cuda_.cuDevicePrimaryCtxRetain, &context, device_);
   cuda_.context = context;
-  // A tenth is left to what cannot wait for us to give memory back: modules that are loaded lazily,
+  // Less a tenth, for what cannot wait until we give memory back: modules that are loaded lazily,
   // workspaces of libraries, torch's own cache.
   traits_.available = free_memory() / 10 * 9;
   mappings_.open(traits_.page_size, properties_.location);
@@ -152,14 +196,14 @@ void CudaDriver::open(const CudaOptions& options) {
   probe_rdma();
 }
 
-// Some machines tell the attribute and refuse the flag all the same.
+// Some machines have the attribute and refuse the flag all the same.
 void CudaDriver::probe_rdma() {
   if (properties_.allocFlags.gpuDirectRDMACapable == 0) return;
   Handle page = 0;
   try {
     page = create(1);
   } catch (const DeviceOutOfMemory&) {
-    return;  // which says nothing of the flag
+    return;  // not because of the flag
   } catch (const DriverError& refusal) {
     switch (refusal.code) {
       case CUDA_ERROR_INVALID_VALUE:
@@ -175,23 +219,23 @@ void CudaDriver::probe_rdma() {
 }
 
 CudaDriver::~CudaDriver() {
-  if (is_forked_child() || cuda_.context == nullptr) return;
+  if (in_forked_child || cuda_.context == nullptr) return;
   meter_.disarm();
-  // Any thread may be the last to let a driver go: one without a context, or beside a capture.
+  // Any thread may end a driver: one without a context, or while a stream is captured.
   std::optional<RelaxedCapture> relaxed;
   std::optional<PrimaryContext> context;
   try {
     relaxed.emplace(cuda_, "close");
     context.emplace(cuda_, "close");
   } catch (const Error&) {
-    // The process is ending or the device is in error: give back what it still takes.
+    // The process is ending or the device is in error: give back what it still accepts.
   }
   const bool over = close();
   context.reset();
   if (over) cuda_.call(cuda_.cuDevicePrimaryCtxRelease, device_);
 }
 
-// False where work still runs, which needs the context and what is mapped.
+// False if work still runs, which needs the context and what is mapped.
 bool CudaDriver::close() {
   bool over = copies_.close();
   if (are_zeros_) {
@@ -200,16 +244,16 @@ bool CudaDriver::close() {
       mappings_.unmap("close", {&run, 1}, Access::writable);
       mappings_.free_range(zeros_home_, 1);
     } catch (const DriverError&) {
-      // Left to the end of the mappings.
+      // The end of the mappings tries again.
     }
   }
-  // The core waited for the fences of what it unmapped. Ranges that are left hold quarantined
-  // pages, and what runs there is unknown.
+  // The core waited for the fences of what it unmapped. The ranges that are left hold quarantined
+  // pages, and what runs there is not known.
   try {
     if (mappings_.any()) quiesce();
   } catch (const DriverError&) {
     // As above.
-  } catch (const std::exception&) {  // too late, or without a thread to wait in: nothing is known
+  } catch (const std::exception&) {  // timed out, or no thread to wait in: work may still run
     over = false;
     mappings_.abandon();
   }
@@ -231,21 +275,11 @@ std::size_t CudaDriver::granularity(CUmemAllocationGranularity_flags kind) {
   return bytes;
 }
 
-Address CudaDriver::reserve(std::size_t pages) {
-  refuse_in_forked_child("driver.reserve");
-  return mappings_.reserve(pages);
-}
-
-void CudaDriver::free_range(Address range, std::size_t pages) {
-  if (is_forked_child()) return;
-  mappings_.free_range(range, pages);
-}
-
 Handle CudaDriver::create(std::size_t n) {
   refuse_in_forked_child("driver.create");
   if (n != 1) {
     throw InvalidArgument(
-        "[driver.create] " + std::to_string(n) +
+        "[driver.create] ", n,
         " adjacent handles were asked for, CUDA has none: create them one by one");
   }
   const RelaxedCapture relaxed(cuda_, "create");
@@ -255,37 +289,28 @@ Handle CudaDriver::create(std::size_t n) {
   if (code == CUDA_ERROR_OUT_OF_MEMORY) {
     throw DeviceOutOfMemory(
         "cuMemCreate", code, cuda_.name_of(code),
-        "[driver.create] a page of " + std::to_string(traits_.page_size) +
-            " bytes was asked for, cuda:" + std::to_string(traits_.device.index) +
-            " has no memory left: free tensors, call torch.cuda.empty_cache(), or lower the pool's "
-            "budget");
+
+        "[driver.create] a page of ", traits_.page_size,
+        " bytes was asked for, cuda:", cuda_.device,
+        " has no memory left: free tensors, call torch.cuda.empty_cache(), or lower the pool's "
+        "budget");
   }
-  if (code != CUDA_SUCCESS) throw cuda_.refusal("create", Call::cuMemCreate, code);
+  cuda_.check("create", Call::cuMemCreate, code);
   const std::lock_guard lock(records_);
   handles_.insert(handle);
   return handle;
 }
 
 void CudaDriver::destroy(Handle first, std::size_t n) {
-  if (is_forked_child()) return;
+  if (in_forked_child) return;
   if (n != 1) {
-    throw InvalidArgument("[driver.destroy] " + std::to_string(n) +
+    throw InvalidArgument("[driver.destroy] ", n,
                           " adjacent handles were named, CUDA has none: destroy them one by one");
   }
   const RelaxedCapture relaxed(cuda_, "destroy");
   cuda_.require_at("destroy", cuda_.cuMemRelease, 0, traits_.page_size, first);
   const std::lock_guard lock(records_);
   handles_.erase(first);
-}
-
-void CudaDriver::map(std::span<const PageRun> runs, Access access) {
-  refuse_in_forked_child("driver.map");
-  mappings_.map("map", runs, access);
-}
-
-void CudaDriver::unmap(std::span<const PageRun> runs, Access access) {
-  if (is_forked_child()) return;
-  mappings_.unmap("unmap", runs, access);
 }
 
 void CudaDriver::back_holes(std::span<const Address> pages) {
@@ -312,18 +337,11 @@ void CudaDriver::make_zeros() {
   if (!zeros_mapped_) mappings_.map("back_holes", {&run, 1}, Access::writable);
   zeros_mapped_ = true;
   zero(zeros_home_, traits_.page_size, streams_.side());
-  are_zeros_ = streams_.wait("back_holes", *streams_.record("back_holes", streams_.side()),
-                             std::chrono::steady_clock::now() + timeout_);
+  are_zeros_ = streams_.side_ends("back_holes", std::chrono::steady_clock::now() + timeout_);
   if (are_zeros_) return;
-  throw TimedOut(
-      "[driver.back_holes] a page was to be zeroed on cuda:" + std::to_string(cuda_.device) +
-      ", the device did not finish: look for a kernel that does not end");
-}
-
-void CudaDriver::remap(Address at, std::span<const Handle> from, Access from_access,
-                       std::span<const Handle> to, Access to_access) {
-  refuse_in_forked_child("driver.remap");
-  mappings_.remap(at, from, from_access, to, to_access);
+  throw TimedOut("[driver.back_holes] a page was to be zeroed on cuda:", cuda_.device,
+                 ", the device did not finish within ", timeout_.count(),
+                 " ms: look for a kernel that does not end");
 }
 
 void CudaDriver::zero(Address at, std::size_t bytes, Stream stream) {
@@ -332,13 +350,7 @@ void CudaDriver::zero(Address at, std::size_t bytes, Stream stream) {
   const RelaxedCapture relaxed(cuda_, "zero");
   const PrimaryContext context(cuda_, "zero");
   streams_.refuse_capture("zero", stream);
-  cuda_.require_at("zero", cuda_.cuMemsetD8Async, at, bytes, at, 0, bytes,
-                   reinterpret_cast<CUstream>(stream));
-}
-
-void CudaDriver::copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) {
-  refuse_in_forked_child("driver.copy_pages");
-  copies_.copy(copies, after);
+  cuda_.require_at("zero", cuda_.cuMemsetD8Async, at, bytes, at, 0, bytes, handle_of(stream));
 }
 
 std::size_t CudaDriver::free_memory() {
@@ -350,61 +362,12 @@ std::size_t CudaDriver::free_memory() {
   return free;
 }
 
-void CudaDriver::copy_out(void* to, Address from, std::size_t bytes) {
-  refuse_in_forked_child("driver.copy_out");
-  const RelaxedCapture relaxed(cuda_, "copy_out");
-  const PrimaryContext context(cuda_, "copy_out");
-  cuda_.require_at("copy_out", cuda_.cuMemcpyDtoHAsync, from, bytes, to, from, bytes,
-                   reinterpret_cast<CUstream>(streams_.copies()));
-}
-
-void CudaDriver::copy_in(Address to, const void* from, std::size_t bytes) {
-  refuse_in_forked_child("driver.copy_in");
-  const RelaxedCapture relaxed(cuda_, "copy_in");
-  const PrimaryContext context(cuda_, "copy_in");
-  cuda_.require_at("copy_in", cuda_.cuMemcpyHtoDAsync, to, bytes, to, from, bytes,
-                   reinterpret_cast<CUstream>(streams_.copies()));
-}
-
-FencePtr CudaDriver::fence(Stream stream) {
-  refuse_in_forked_child("driver.fence");
-  return streams_.fence(stream);
-}
-
-bool CudaDriver::passed(const Fence& fence) {
-  refuse_in_forked_child("driver.passed");
-  return streams_.passed(fence);
-}
-
-void CudaDriver::order(Stream stream, const Fence& fence) {
-  refuse_in_forked_child("driver.order");
-  streams_.order(stream, fence);
-}
-
-void CudaDriver::require_own(const char* operation, Stream stream) {
-  refuse_in_forked_child("driver.require_own");
-  streams_.require_own(operation, stream);
-}
-
-bool CudaDriver::capturing(Stream stream) {
-  refuse_in_forked_child("driver.capturing");
-  const PrimaryContext context(cuda_, "capturing");
-  return streams_.capturing("capturing", stream);
-}
-
-void CudaDriver::keep_for_graph(Stream stream, void (*release)(void*), void* argument) {
-  refuse_in_forked_child("driver.keep_for_graph");
-  streams_.keep_for_graph(stream, release, argument);
-}
-
-void CudaDriver::enter_worker() {
-  refuse_in_forked_child("driver.enter_worker");
-  cuda_.enter_worker();
-}
-
-void CudaDriver::quiesce() {
-  refuse_in_forked_child("driver.quiesce");
-  cuda_.synchronize("quiesce", timeout_);
+template <class Copy, class To, class From>
+void CudaDriver::copy_beside(const char* operation, const Copy& copy, Address at, std::size_t bytes,
+                             To to, From from) {
+  const RelaxedCapture relaxed(cuda_, operation);
+  const PrimaryContext context(cuda_, operation);
+  cuda_.require_at(operation, copy, at, bytes, to, from, bytes, handle_of(streams_.copies()));
 }
 
 }  // namespace

@@ -11,11 +11,11 @@
 
 namespace vtensor {
 
-// All events of a driver. Shared with the fences, which may outlive the driver: its end destroys
-// the events, in a fence or not.
+// All events of a driver. Shared with the fences, which may outlive the driver; the driver's end
+// destroys the events, in a fence or not.
 class CudaEvents {
  public:
-  // Null where none is free: the caller makes one and adds it.
+  // Null if none is free: the caller makes one and adds it.
   CUevent take() {
     const std::lock_guard lock(mutex_);
     if (!free_.empty()) {
@@ -58,7 +58,7 @@ class CudaFence final : public Fence {
       : event(event), events_(std::move(events)) {}
   ~CudaFence() override {
     // In a forked child another thread's copy of the lock may be held for ever.
-    if (!in_forked_child.load(std::memory_order_relaxed)) events_->give_back(event);
+    if (!in_forked_child) events_->give_back(event);
   }
 
   const CUevent event;
@@ -70,12 +70,10 @@ class CudaFence final : public Fence {
 
 const CudaFence& cuda_fence(const Fence& fence) { return static_cast<const CudaFence&>(fence); }
 
-// Streams with numbers up to this have no handle: 0, CU_STREAM_LEGACY and this.
+// Streams up to this number have no handle: 0, CU_STREAM_LEGACY and this.
 constexpr Stream kPerThreadStream = 2;
 
-CUstream handle_of(Stream stream) { return reinterpret_cast<CUstream>(stream); }
-
-// What a graph's user object calls in the end, unless keeping it failed half way.
+// What the end of a graph's user object calls, unless keeping it failed half way.
 struct Kept {
   void (*release)(void*);
   void* argument;
@@ -92,16 +90,16 @@ CudaStreams::CudaStreams(CudaCalls& cuda) : cuda_(cuda), events_(std::make_share
 
 void CudaStreams::open() {
   const PrimaryContext context(cuda_, "open");
-  // Non-blocking: they must not wait for the legacy default stream, nor that one for them.
+  // Non-blocking: neither they nor the legacy default stream wait for the other.
   for (CUstream* ours : {&side_, &copies_}) {
-    CUstream made = nullptr;
+    CUstream made = nullptr;  // a refused call may leave anything in it
     cuda_.require("open", cuda_.cuStreamCreate, &made, CU_STREAM_NON_BLOCKING);
     *ours = made;
   }
 }
 
 void CudaStreams::close() {
-  // Both may still be in use on the device: CUDA then frees them later.
+  // Events and streams may still be in use on the device: CUDA then frees them later.
   for (const CUevent event : events_->all()) cuda_.call(cuda_.cuEventDestroy, event);
   for (const CUstream ours : {side_, copies_}) {
     if (ours != nullptr) cuda_.call(cuda_.cuStreamDestroy, ours);
@@ -142,15 +140,16 @@ bool CudaStreams::query(const char* operation, const Fence& fence) {
   const CudaFence& it = cuda_fence(fence);
   const CUresult code = cuda_.call(cuda_.cuEventQuery, it.event);
   if (code == CUDA_ERROR_NOT_READY) return false;
-  if (code != CUDA_SUCCESS) throw cuda_.refusal(operation, Call::cuEventQuery, code);
+  cuda_.check(operation, Call::cuEventQuery, code);
   it.passed.store(true, std::memory_order_release);
   return true;
 }
 
-bool CudaStreams::wait(const char* operation, const Fence& fence, Deadline deadline) {
+bool CudaStreams::side_ends(const char* operation, Deadline deadline) {
+  const FencePtr fence = record(operation, side());
   constexpr std::chrono::microseconds kLongest{500};
   std::chrono::microseconds pause{5};  // about what a page takes to copy
-  while (!query(operation, fence)) {
+  while (!query(operation, *fence)) {
     if (std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongest);
@@ -170,42 +169,40 @@ void CudaStreams::let_wait(const char* operation, Stream stream, const Fence& fe
                 CU_EVENT_WAIT_DEFAULT);
 }
 
-// Events are recorded in streams of their own context only, and threads of ours, in which the
-// primary context is current, record them. A default stream is that of the current context, but
-// where that is another device's: then torch means the default stream of ours.
+// An event is recorded in streams of its own context only, and threads of ours record events with
+// the primary context current. A default stream is that of the current context; if that context is
+// another device's, torch means the default stream of this device.
 void CudaStreams::require_own(const char* operation, Stream stream) {
   CUcontext context = nullptr;
   const CUresult code = cuda_.call(cuda_.cuStreamGetCtx, handle_of(stream), &context);
-  if (code != CUDA_SUCCESS || context == cuda_.context)
-    return;  // what fails fails where it is used
+  // A bad stream is refused when it is used.
+  if (code != CUDA_SUCCESS || context == cuda_.context) return;
   CUdevice device = cuda_.device;
   const bool is_default = stream <= kPerThreadStream;
   if (is_default && cuda_.call(cuda_.cuCtxGetDevice, &device) != CUDA_SUCCESS) return;
   if (device != cuda_.device) return;
-  throw InvalidArgument(
-      std::string("[") + operation + "] stream " + std::to_string(stream) +
-      " is of another context than the primary one of cuda:" + std::to_string(cuda_.device) +
-      ", as those of a green context are: use a stream that was made while the "
-      "primary context, which is PyTorch's, was current");
+  throw InvalidArgument("[", operation, "] stream ", stream,
+                        " is of another context than the primary one of cuda:", cuda_.device,
+                        ", as those of a green context are: use a stream that was made while "
+                        "the primary context, which is PyTorch's, was current");
 }
 
 bool CudaStreams::capturing(const char* operation, Stream stream) {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   const CUresult code = cuda_.call(cuda_.cuStreamIsCapturing, handle_of(stream), &status);
-  // The legacy default stream while one that waits for it captures: use of it would end the
-  // capture.
+  // The legacy default stream while a stream that waits for it is captured: use of it would end
+  // that capture.
   if (code == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return true;
-  if (code != CUDA_SUCCESS) throw cuda_.refusal(operation, Call::cuStreamIsCapturing, code);
+  cuda_.check(operation, Call::cuStreamIsCapturing, code);
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
 void CudaStreams::refuse_capture(const char* operation, Stream stream) {
   if (!capturing(operation, stream)) return;
   throw DriverError("cuStreamIsCapturing", CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
-                    cuda_.name_of(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
-                    std::string("[driver.") + operation +
-                        "] work in a stream was asked for that is being captured into a CUDA "
-                        "graph: do this before the capture or after it");
+                    cuda_.name_of(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED), "[driver.", operation,
+                    "] work in a stream was asked for that is being captured into a CUDA "
+                    "graph: do this before the capture or after it");
 }
 
 void CudaStreams::keep_for_graph(Stream stream, void (*release)(void*), void* argument) {
@@ -229,13 +226,10 @@ void CudaStreams::keep_for_graph(Stream stream, void (*release)(void*), void* ar
   const CUresult code =
       cuda_.call(cuda_.cuGraphRetainUserObject, graph, object, 1u, CU_GRAPH_USER_OBJECT_MOVE);
   if (code == CUDA_SUCCESS) return;
-  // This operation has not happened: the object's end must not release anything. Where even that
-  // end is refused, twice, the object stays for good and never calls.
+  // This operation has not happened, so the object's end releases nothing. If its release is
+  // refused, the object stays for good and calls nothing.
   owned->release = nullptr;
-  if (cuda_.call(cuda_.cuUserObjectRelease, object, 1u) != CUDA_SUCCESS &&
-      cuda_.call(cuda_.cuUserObjectRelease, object, 1u) != CUDA_SUCCESS) {
-    delete owned;
-  }
+  if (cuda_.insist(cuda_.cuUserObjectRelease, object, 1u) != CUDA_SUCCESS) delete owned;
   throw cuda_.refusal(operation, Call::cuGraphRetainUserObject, code);
 }
 

@@ -1,6 +1,6 @@
 // Order between streams and the core: fences, the driver's own stream, and stream captures.
 //
-// A fence is a CUDA event. Events are made once and used by one fence after the other, so that a
+// A fence is a CUDA event. Events are made once and serve one fence after the other, so that a
 // fence costs one cuEventRecord.
 #pragma once
 
@@ -10,6 +10,8 @@
 #include "driver/driver.h"
 
 namespace vtensor {
+
+inline CUstream handle_of(Stream stream) { return reinterpret_cast<CUstream>(stream); }
 
 class CudaEvents;
 
@@ -24,27 +26,27 @@ class CudaStreams {
 
   Stream side() const { return reinterpret_cast<Stream>(side_); }
   Stream copies() const { return reinterpret_cast<Stream>(copies_); }
-  // Whether nothing runs on the side stream, as `close`: what cannot be known is "no".
+  // Whether nothing runs on the side stream, asked once by `close`. An unknown answer is "no".
   bool side_is_idle();
 
+  // As in the contract of Driver.
   FencePtr fence(Stream stream);
   bool passed(const Fence& fence);
   void order(Stream stream, const Fence& fence);
-  // Throws InvalidArgument where the stream is of another context than the primary one.
+  // Throws InvalidArgument if the stream is of another context than the primary one.
   void require_own(const char* operation, Stream stream);
-  bool capturing(const char* operation, Stream stream);
-  // Throws where the stream is being captured: what is launched there would not run now.
-  void refuse_capture(const char* operation, Stream stream);
   void keep_for_graph(Stream stream, void (*release)(void*), void* argument);
 
-  // The parts of the above without what every operation begins with. They need the primary context,
-  // and `wait` relaxed capture.
-  FencePtr record(const char* operation, Stream stream);
+  // What follows needs the primary context, and `side_ends` relaxed capture too.
+  bool capturing(const char* operation, Stream stream);
+  // Throws if the stream is being captured: what is launched there would not run now.
+  void refuse_capture(const char* operation, Stream stream);
   void let_wait(const char* operation, Stream stream, const Fence& fence);
-  // False where the fence has not passed by `deadline`.
-  bool wait(const char* operation, const Fence& fence, Deadline deadline);
+  // Waits for what was launched on the side stream. False if it has not ended by `deadline`.
+  bool side_ends(const char* operation, Deadline deadline);
 
  private:
+  FencePtr record(const char* operation, Stream stream);
   bool query(const char* operation, const Fence& fence);
 
   CudaCalls& cuda_;

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "conformance/subject.h"
-#include "driver/cuda_api.h"
+#include "driver/cuda_calls.h"
 
 namespace vtensor::conformance {
 

@@ -9,7 +9,7 @@
 #include <stdexcept>
 
 #include "base/errors.h"
-#include "driver/cuda_api.h"
+#include "driver/cuda_calls.h"
 
 namespace vtensor::conformance {
 namespace {

@@ -8,7 +8,7 @@
 #include "base/errors.h"
 #include "conformance/streams.h"
 #include "conformance/subject.h"
-#include "driver/cuda_api.h"
+#include "driver/cuda_calls.h"
 
 using namespace vtensor;
 using namespace vtensor::conformance;

@@ -15,7 +15,7 @@
 #include <iterator>
 #include <string>
 
-#include "driver/cuda_api.h"
+#include "driver/cuda_calls.h"
 #include "simcuda/client.h"
 
 using namespace vtensor::cuda;

@@ -3,7 +3,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
-#include "driver/cuda_api.h"
+#include "driver/cuda_calls.h"
 #include "simcuda/client.h"
 
 using namespace vtensor::cuda;

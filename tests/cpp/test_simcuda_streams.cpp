@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "conformance/streams.h"
-#include "driver/cuda_api.h"
+#include "driver/cuda_calls.h"
 #include "simcuda/client.h"
 
 using vtensor::conformance::Caller;
