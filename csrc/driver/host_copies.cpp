@@ -15,9 +15,9 @@
 namespace vtensor {
 namespace {
 
-// One core does not fill the memory's bandwidth, and two leave others to what computes meanwhile.
+// One core does not fill the memory's bandwidth, and two leave others to the program.
 constexpr std::size_t kThreads = 2;
-// Page tables are locked in pieces of this.
+// A thread copies this much at a time: page tables are locked in pieces of this size.
 constexpr std::size_t kPiece = std::size_t{2} << 20;
 
 struct Copy {
@@ -35,15 +35,14 @@ struct HostCopies::Queue {
   explicit Queue(Write write) : write(std::move(write)) {}
 
   const Write write;
-  std::mutex mutex;  // guards what follows, but for `done`
+  std::mutex mutex;  // guards what follows except `done`
   std::condition_variable changed;
   std::deque<Copy> copies;
   std::uint64_t queued = 0;
-  std::atomic<std::uint64_t> done{0};  // of those queued, the first so many
+  std::atomic<std::uint64_t> done{0};  // how many of the first ones queued
   bool stopping = false;
 
-  // The first copy of which something is still to be begun, and that need not wait; null where
-  // there is none.
+  // The first copy that is not begun in full and need not wait; null if there is none.
   Copy* next() {
     for (Copy& copy : copies) {
       if (copy.direction != copies.front().direction) return nullptr;
@@ -66,13 +65,13 @@ namespace {
 
 class CopyFence final : public Fence {
  public:
-  CopyFence(std::shared_ptr<const std::atomic<std::uint64_t>> done, std::uint64_t behind)
-      : done_(std::move(done)), behind_(behind) {}
-  bool passed() const { return done_->load(std::memory_order_acquire) >= behind_; }
+  CopyFence(std::shared_ptr<const std::atomic<std::uint64_t>> done, std::uint64_t queued)
+      : done_(std::move(done)), queued_(queued) {}
+  bool passed() const { return done_->load(std::memory_order_acquire) >= queued_; }
 
  private:
   const std::shared_ptr<const std::atomic<std::uint64_t>> done_;
-  const std::uint64_t behind_;
+  const std::uint64_t queued_;  // before the fence
 };
 
 }  // namespace
@@ -82,8 +81,9 @@ HostCopies::HostCopies(Write write) : queue_(std::make_shared<Queue>(std::move(w
 }
 
 void HostCopies::stop() {
-  if (in_forked_child.load(std::memory_order_relaxed)) {
-    // The threads are the parent's, and one of them may hold the lock or wait: all of it stays.
+  if (in_forked_child) {
+    // The threads are the parent's, and one may hold the lock or wait: queue and threads are
+    // leaked.
     for (auto& thread : threads_) {
       [[maybe_unused]] const std::thread* const parents = thread.release();
     }
@@ -109,7 +109,7 @@ void HostCopies::copy(Direction direction, void* to, const void* from, std::size
           start_thread("vtensor-copies", ThreadRole::caller, [queue = queue_] { work(*queue); }));
     } catch (const std::system_error&) {
       if (threads_.empty()) throw;
-      break;  // one copies, and the next copy tries again
+      break;  // one thread copies, and the next call tries again
     }
   }
   queue_->copies.push_back({direction, static_cast<std::byte*>(to),

@@ -1,4 +1,4 @@
-// The copying stream of the host: threads of our own that copy what callers queue, beside them.
+// The copying stream of the host: threads of our own that make the copies which callers queue.
 #pragma once
 
 #include <chrono>
@@ -13,13 +13,13 @@
 
 namespace vtensor {
 
-// Copies happen in the order in which they were queued, as far as that can be seen: those in one
-// direction run side by side, and those in the other wait for them.
+// Copies in one direction run side by side. A copy in the other direction waits for those queued
+// before it, so their order is kept as far as it can be seen.
 class HostCopies {
  public:
   enum class Direction : std::uint8_t { out, in };
 
-  // How a piece of a copy that comes in is written; from any thread.
+  // Writes a piece of a copy that comes in; called in any thread.
   using Write = std::function<void(std::byte* to, const std::byte* from, std::size_t bytes)>;
 
   explicit HostCopies(Write write);
@@ -27,15 +27,15 @@ class HostCopies {
   HostCopies(const HostCopies&) = delete;
   HostCopies& operator=(const HostCopies&) = delete;
 
-  // Queues one copy; the threads start with the first. Throws std::system_error where there can be
-  // no thread: nothing is queued then.
+  // Queues one copy; the threads start with the first. Throws std::system_error, with nothing
+  // queued, if no thread can be made.
   void copy(Direction direction, void* to, const void* from, std::size_t bytes);
-  // A point behind what is queued; null where all of that is copied.
+  // A point after all copies queued so far; null if all are done.
   FencePtr fence() const;
   static bool passed(const Fence& fence);
-  // False where it has not passed by then.
+  // Waits. False if the fence has not passed by then.
   static bool wait(const Fence& fence, std::chrono::nanoseconds patience);
-  // Returns once what is queued is copied and the threads have ended.
+  // Returns when all queued copies are done and the threads have ended.
   void stop();
 
  private:

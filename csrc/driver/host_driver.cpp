@@ -1,5 +1,6 @@
-// The host: a handle is a page number in one sparse memfd, a mapped page a mapping of it. What is
-// reserved and not mapped is a read-only anonymous mapping, so that a walk over a hole reads zeros.
+// The host: a handle is a page number in one sparse memfd, a mapped page a mapping of it. Addresses
+// that are reserved and not mapped are a read-only anonymous mapping, so a walk over a hole reads
+// zeros.
 #include "driver/host_driver.h"
 
 #include <fcntl.h>
@@ -34,27 +35,29 @@ namespace vtensor {
 namespace {
 
 constexpr std::size_t kDefaultPageSize = std::size_t{64} << 10;
-// Made present in one call: the kernel maps nothing else meanwhile, in whatever thread.
+// Made present in one call: meanwhile the kernel maps nothing else, in any thread.
 constexpr std::size_t kPopulateBytes = std::size_t{256} << 10;
 // The memfd is sparse, so its size costs nothing; twice this is no longer a file size.
 constexpr std::uint64_t kMemfdSize = std::uint64_t{1} << 62;
 
-std::string count_of(std::size_t pages, std::size_t page_size) {
-  return std::to_string(pages) + " pages of " + std::to_string(page_size) + " bytes";
-}
+void* pointer(Address at) { return reinterpret_cast<void*>(at); }
 
 std::size_t granularity_of_kernel() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
-// How many handles at the front follow one another: one kernel mapping, called a piece here.
-std::size_t piece_length(std::span<const Handle> handles) {
-  std::size_t n = 1;
-  while (n < handles.size() && handles[n] == handles[0] + n) ++n;
-  return n;
+// Calls `visit(first, n)` for each piece: handles that follow one another, which are one kernel
+// mapping. Ends early if it returns false.
+template <typename Visit>
+void each_piece(std::span<const Handle> handles, Visit visit) {
+  for (std::size_t i = 0, n; i < handles.size(); i += n) {
+    n = 1;
+    while (i + n < handles.size() && handles[i + n] == handles[i] + n) ++n;
+    if (!visit(i, n)) return;
+  }
 }
 
 std::size_t count_pieces(std::span<const Handle> handles) {
   std::size_t pieces = 0;
-  for (; !handles.empty(); ++pieces) handles = handles.subspan(piece_length(handles));
+  each_piece(handles, [&](std::size_t, std::size_t) { return ++pieces != 0; });
   return pieces;
 }
 
@@ -67,9 +70,8 @@ std::size_t pages_in(std::span<const PageRun> runs) {
 std::size_t checked_page_size(std::size_t asked, std::size_t granularity) {
   if (asked == 0) return std::max(kDefaultPageSize, granularity);
   if (is_power_of_two(asked) && asked >= granularity && asked <= kMemfdSize) return asked;
-  throw InvalidArgument("[host driver] a page size of " + std::to_string(asked) +
-                        " bytes was asked for, the host takes powers of two from " +
-                        std::to_string(granularity) +
+  throw InvalidArgument("[host driver] a page size of ", asked,
+                        " bytes was asked for, the host takes powers of two from ", granularity,
                         ": choose one of these, or leave it to the driver");
 }
 
@@ -94,10 +96,9 @@ class HostDriver final : public Driver {
 
   ~HostDriver() override {
     copies_.stop();
-    // What is left holds quarantined pages, and is out of reach.
+    // The ranges that are left hold quarantined pages, and nothing reaches them.
     if (!in_forked_child) {
-      for (const auto& [range, left] : reservations_)
-        munmap(reinterpret_cast<void*>(left.base), left.bytes);
+      for (const auto& [range, left] : reservations_) munmap(pointer(left.base), left.bytes);
     }
     limit_.add(-static_cast<std::ptrdiff_t>(state_.mirror.size()));
   }
@@ -108,7 +109,7 @@ class HostDriver final : public Driver {
 
   Address reserve(std::size_t pages) override {
     refuse_in_forked_child("host reserve");
-    // Longer by what alignment may need; the surplus stays reserved until the range is freed.
+    // More than asked for, to align the range; the surplus stays reserved until the range is freed.
     const std::size_t surplus = page_size_ - traits_.granularity;
     const auto asked = checked_multiply(pages, page_size_);
     std::size_t bytes;
@@ -117,26 +118,23 @@ class HostDriver final : public Driver {
     const std::lock_guard lock(state_.mutex);
     limit_.admit(1);
     state_.mirror.provide(2);
-    const auto reservation = reservations_.try_emplace(0).first;
-    const trace::Span span(trace::What::driver_call, 0, bytes, 0, Call::mmap);
-    Refusal refusal = ask(Call::mmap);
+    std::map<Address, Reservation> made{{0, {}}};  // allocated before the call
     void* start = nullptr;
-    if (!refusal) {
+    const Refusal refusal = call(Call::mmap, 0, bytes, [&] {
       start = mmap(nullptr, bytes, hole_protection_, kHoleFlags, -1, 0);
-      if (start == MAP_FAILED) refusal.error = errno;
-    }
+      return start != MAP_FAILED;
+    });
     if (refusal) {
-      reservations_.erase(reservation);
       if (refusal.error != ENOMEM) {
-        throw refused("host reserve", Call::mmap, refusal.error,
-                      "reserving " + count_of(pages, page_size_), "lower the capacity");
+        throw refused("host reserve", Call::mmap, refusal.error, "reserving " + count_of(pages),
+                      "lower the capacity");
       }
       if (!refusal.injected) limit_.check_now(1);
       throw too_large(pages);
     }
     const auto base = reinterpret_cast<Address>(start);
     const Address range = (base + surplus) & ~(page_size_ - 1);
-    auto node = reservations_.extract(reservation);
+    auto node = made.extract(made.begin());
     node.key() = range;
     node.mapped() = {base, bytes};
     reservations_.insert(std::move(node));
@@ -151,14 +149,12 @@ class HostDriver final : public Driver {
     const Reservation freed = it->second;
     state_.mirror.provide(2);
     const Refusal refusal = insist([&] {
-      const trace::Span span(trace::What::driver_call, freed.base, freed.bytes, 0, Call::munmap);
-      Refusal r = ask(Call::munmap);
-      if (!r && munmap(reinterpret_cast<void*>(freed.base), freed.bytes) != 0) r.error = errno;
-      return r;
+      return call(Call::munmap, freed.base, freed.bytes,
+                  [&] { return munmap(pointer(freed.base), freed.bytes) == 0; });
     });
     if (refusal) {
       throw refused("host free_range", Call::munmap, refusal.error,
-                    "freeing the addresses of " + count_of(pages, page_size_), limit_.advice());
+                    "freeing the addresses of " + count_of(pages), limit_.advice());
     }
     reservations_.erase(it);
     record([&] { state_.mirror.erase(freed.base, freed.base + freed.bytes); });
@@ -169,11 +165,9 @@ class HostDriver final : public Driver {
     Handle first = next_handle_.load(std::memory_order_relaxed);
     do {
       if (n > handles_ - first) {
-        throw DeviceOutOfMemory(
-            "ftruncate", ENOSPC, "ENOSPC",
-            "[host create] need " + std::to_string(n) + " new pages, the memfd has " +
-                std::to_string(handles_ - first) + " of " + std::to_string(handles_) +
-                " left: free tensors, or raise the file size limit (ulimit -f)");
+        throw DeviceOutOfMemory("ftruncate", ENOSPC, "ENOSPC", "[host create] need ", n,
+                                " new pages, the memfd has ", handles_ - first, " of ", handles_,
+                                " left: free tensors, or raise the file size limit (ulimit -f)");
       }
     } while (!next_handle_.compare_exchange_weak(first, first + n, std::memory_order_relaxed));
     return first;
@@ -181,16 +175,7 @@ class HostDriver final : public Driver {
 
   void destroy(Handle first, std::size_t n) override {
     if (in_forked_child) return;
-    const trace::Span span(trace::What::driver_call, 0, n * page_size_, 0, Call::fallocate);
-    Refusal refusal = ask(Call::fallocate);
-    if (!refusal && fallocate(state_.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                              offset_of(first), static_cast<off_t>(n * page_size_)) != 0) {
-      refusal.error = errno;
-    }
-    if (refusal) {
-      throw refused("host destroy", Call::fallocate, refusal.error,
-                    "giving back " + count_of(n, page_size_), "free memory");
-    }
+    allocate("host destroy", "giving back", FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first, n);
   }
 
   void map(std::span<const PageRun> runs, Access access) override {
@@ -209,10 +194,9 @@ class HostDriver final : public Driver {
       const Progress progress = map_run(runs[done], access);
       if (!progress.refusal) continue;
       const DriverError cause = refused("host map", Call::mmap, progress.refusal.error,
-                                        "mapping " + count_of(pages_in(runs), page_size_),
+                                        "mapping " + count_of(pages_in(runs)),
                                         limit_.advice(runs[done].handles.size() * page_size_));
-      take_down(runs.first(done), runs[done], progress.touched, cause);
-      throw cause;
+      throw_undone(cause, take_down(runs.first(done), runs[done], progress.touched));
     }
   }
 
@@ -226,11 +210,9 @@ class HostDriver final : public Driver {
       if (runs[done].handles.empty()) continue;
       const Refusal refusal = place_hole(runs[done].at, runs[done].handles.size());
       if (!refusal) continue;
-      const DriverError cause =
-          refused("host unmap", Call::munmap, refusal.error,
-                  "unmapping " + count_of(pages_in(runs), page_size_), limit_.advice());
-      put_back(runs.first(done + refusal.gone), access, cause);
-      throw cause;
+      const DriverError cause = refused("host unmap", Call::munmap, refusal.error,
+                                        "unmapping " + count_of(pages_in(runs)), limit_.advice());
+      throw_undone(cause, put_back(runs.first(done + refusal.gone), access));
     }
   }
 
@@ -244,17 +226,16 @@ class HostDriver final : public Driver {
     state_.mirror.provide((pieces + 1) + 2 * count_pieces(from));
     const Progress progress = map_run({at, to}, to_access);
     if (!progress.refusal) return;
-    const DriverError cause = refused("host remap", Call::mmap, progress.refusal.error,
-                                      "remapping " + count_of(to.size(), page_size_),
-                                      limit_.advice(to.size() * page_size_));
+    const DriverError cause =
+        refused("host remap", Call::mmap, progress.refusal.error,
+                "remapping " + count_of(to.size()), limit_.advice(to.size() * page_size_));
     const PageRun touched{at, from.first(progress.touched)};
-    put_back({&touched, 1}, from_access, cause);
-    throw cause;
+    throw_undone(cause, put_back({&touched, 1}, from_access));
   }
 
   void zero(Address at, std::size_t bytes, Stream) override {
     refuse_in_forked_child("host zero");
-    std::memset(reinterpret_cast<void*>(at), 0, bytes);
+    std::memset(pointer(at), 0, bytes);
   }
 
   void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr>) override {
@@ -267,34 +248,25 @@ class HostDriver final : public Driver {
     const std::size_t pages_at_once = std::max(kPopulateBytes / page_size_, std::size_t{1});
     for (std::size_t done = 0; done < n; done += pages_at_once) {
       const std::size_t pages = std::min(pages_at_once, n - done);
-      const Refusal refusal = populate_some(at + done * page_size_, pages * page_size_);
-      if (refusal) {
+      if (const Refusal refusal = populate_some(at + done * page_size_, pages * page_size_)) {
         throw refused("host populate", Call::madvise, refusal.error,
-                      "making " + count_of(n, page_size_) + " present", "free memory");
+                      "making present " + count_of(n), "free memory");
       }
     }
   }
 
   void fill(Handle first, std::size_t n) override {
     refuse_in_forked_child("host fill");
-    const trace::Span span(trace::What::driver_call, 0, n * page_size_, 0, Call::fallocate);
-    Refusal refusal = ask(Call::fallocate);
-    if (!refusal && fallocate(state_.memfd, FALLOC_FL_KEEP_SIZE, offset_of(first),
-                              static_cast<off_t>(n * page_size_)) != 0) {
-      refusal.error = errno;
-    }
-    if (refusal) {
-      throw refused("host fill", Call::fallocate, refusal.error,
-                    "making " + count_of(n, page_size_) + " present", "free memory");
-    }
+    allocate("host fill", "making present", FALLOC_FL_KEEP_SIZE, first, n);
   }
 
   void find_private_copies(Address at, std::span<std::uint8_t> private_copies) override {
     refuse_in_forked_child("host find_private_copies");
     std::fill(private_copies.begin(), private_copies.end(), std::uint8_t{0});
-    // Not knowing costs copies, not correctness.
-    if (ask(Call::pagemap) || !pagemap_.find_private(at, page_size_, private_copies))
+    // Taking all for copied costs copies, not correctness.
+    if (meter_.enter(Call::pagemap) || !pagemap_.find_private(at, page_size_, private_copies)) {
       std::fill(private_copies.begin(), private_copies.end(), std::uint8_t{1});
+    }
   }
 
   std::size_t free_memory() override { return free_host_memory(); }
@@ -305,14 +277,14 @@ class HostDriver final : public Driver {
   void copy_out(void* to, Address from, std::size_t bytes) override {
     refuse_in_forked_child("host copy_out");
     if (bytes >= kHugePage) advise_huge_pages(reinterpret_cast<Address>(to), bytes);
-    copy(HostCopies::Direction::out, to, reinterpret_cast<const void*>(from), bytes);
+    copy(HostCopies::Direction::out, to, pointer(from), bytes);
   }
   void copy_in(Address to, const void* from, std::size_t bytes) override {
     refuse_in_forked_child("host copy_in");
-    copy(HostCopies::Direction::in, reinterpret_cast<void*>(to), from, bytes);
+    copy(HostCopies::Direction::in, pointer(to), from, bytes);
   }
 
-  // Nothing but copies runs behind the caller's back.
+  // Nothing but copies runs beside the caller.
   FencePtr fence(Stream stream) override {
     refuse_in_forked_child("host fence");
     return stream == kCopyStream ? copies_.fence() : nullptr;
@@ -333,13 +305,13 @@ class HostDriver final : public Driver {
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
   static constexpr std::chrono::seconds kPatience{60};
 
-  // Memory that a copy is the first to touch takes three times the copy's own time in small pages.
-  // A hint: refused, the copy is slower.
+  // A copy into memory that was never touched takes three times its own time in small pages. A
+  // hint: if it is refused, the copy is slower.
   void advise_huge_pages(Address at, std::size_t bytes) {
     const Address begin = at / kHugePage * kHugePage;
     const std::size_t length = ceil_div(at + bytes, kHugePage) * kHugePage - begin;
-    const trace::Span span(trace::What::driver_call, begin, length, 0, Call::madvise);
-    if (!ask(Call::madvise)) madvise(reinterpret_cast<void*>(begin), length, MADV_HUGEPAGE);
+    call(Call::madvise, begin, length,
+         [&] { return madvise(pointer(begin), length, MADV_HUGEPAGE) == 0; });
   }
 
   void copy(HostCopies::Direction direction, void* to, const void* from, std::size_t bytes) {
@@ -348,9 +320,9 @@ class HostDriver final : public Driver {
     } catch (const std::system_error& error) {
       const int code = error.code().value();
       throw DriverError("pthread_create", code, errno_name(code),
-                        "[host copy] a thread for copies was refused with " + errno_name(code) +
-                            ": raise the limit on threads (ulimit -u) or on address space "
-                            "(ulimit -v), or end some threads");
+                        "[host copy] a thread for copies was refused with ", errno_name(code),
+                        ": raise the limit on threads (ulimit -u) or on address space "
+                        "(ulimit -v), or end some threads");
     }
   }
 
@@ -359,11 +331,11 @@ class HostDriver final : public Driver {
   struct Refusal {
     int error = 0;
     bool injected = false;  // the call was not made
-    bool gone = false;      // the kernel took away what was mapped there, and then refused
+    bool gone = false;      // the kernel removed what was mapped there, and then refused
     explicit operator bool() const { return error != 0; }
   };
 
-  // How far a loop over runs came.
+  // How far the mapping of a run came.
   struct Progress {
     std::size_t touched;  // pages from the first on that are no longer as before
     Refusal refusal;
@@ -390,84 +362,103 @@ class HostDriver final : public Driver {
     for (;; size /= 2) {
       handles_ = size / page_size_;
       if (handles_ == 0) {
-        throw DriverError("ftruncate", EFBIG, "EFBIG",
-                          "[host driver] a memfd of even one page of " +
-                              std::to_string(page_size_) +
-                              " bytes was refused: raise the limit on file sizes (ulimit -f)");
+        throw DriverError("ftruncate", EFBIG, "EFBIG", "[host driver] a memfd of even one page of ",
+                          page_size_,
+                          " bytes was refused: raise the limit on file sizes (ulimit -f)");
       }
       if (ftruncate(state_.memfd, static_cast<off_t>(handles_ * page_size_)) == 0) return;
     }
   }
 
+  std::string count_of(std::size_t pages) const {
+    return text(pages, " pages of ", page_size_, " bytes");
+  }
+
   DriverError too_large(std::size_t pages) const {
     rlimit limit{};
     const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
-    const std::string there_is =
-        limited ? "the process may have " + std::to_string(limit.rlim_cur) +
-                      " bytes of them in all (RLIMIT_AS): lower the capacity, or raise the limit "
-                      "(ulimit -v)"
-                : "more than the process has left: lower the capacity";
     return {"mmap", ENOMEM, "ENOMEM",
-            "[host reserve] need addresses for " + count_of(pages, page_size_) + ", " + there_is};
+            text("[host reserve] need addresses for ", count_of(pages), ", ",
+                 limited ? text("the process may have ", limit.rlim_cur,
+                                " bytes of them in all (RLIMIT_AS): lower the capacity, or raise "
+                                "the limit (ulimit -v)")
+                         : "more than the process has left: lower the capacity")};
   }
 
   off_t offset_of(Handle handle) const { return static_cast<off_t>(handle * page_size_); }
 
-  // Goes before every driver call: counts it, and may put a test's refusal in its place.
-  Refusal ask(Call call) {
-    const bool injected = meter_.enter(call);
-    return {.error = injected ? ENOMEM : 0, .injected = injected};
+  // Makes a driver call about `bytes` bytes at `at`: counted, traced, and refused if a test asks
+  // for that. `made` returns whether the kernel did it, and has its reason in errno if not.
+  template <typename Make>
+  Refusal call(Call which, Address at, std::size_t bytes, Make made) {
+    const trace::Span span(trace::What::driver_call, at, bytes, 0, which);
+    if (meter_.enter(which)) return {.error = ENOMEM, .injected = true};
+    return {.error = made() ? 0 : errno};
   }
 
+  void allocate(const char* operation, const char* what, int mode, Handle first, std::size_t n) {
+    const std::size_t bytes = n * page_size_;
+    const Refusal refusal = call(Call::fallocate, 0, bytes, [&] {
+      return fallocate(state_.memfd, mode, offset_of(first), static_cast<off_t>(bytes)) == 0;
+    });
+    if (!refusal) return;
+    throw refused(operation, Call::fallocate, refusal.error, text(what, " ", count_of(n)),
+                  "free memory");
+  }
+
+  // Reading makes shared memory present as writing does, and takes 16 small pages at a fault if
+  // they exist. A later write to memory that is mapped for writing then does not fault. A kernel
+  // without the call (EINVAL) makes memory present at the first touch.
   Refusal populate_some(Address at, std::size_t bytes) {
-    const trace::Span span(trace::What::driver_call, at, bytes, 0, Call::madvise);
-    Refusal refusal = ask(Call::madvise);
-    // Reading makes shared memory present as writing does, and takes 16 small pages at a fault
-    // where they exist; what is mapped for writing may then be written to without another.
-    if (!refusal && madvise(reinterpret_cast<void*>(at), bytes, MADV_POPULATE_READ) != 0 &&
-        errno != EINVAL) {  // EINVAL: a kernel without it; the first touch does it then
-      refusal.error = errno;
-    }
-    return refusal;
+    return call(Call::madvise, at, bytes, [&] {
+      return madvise(pointer(at), bytes, MADV_POPULATE_READ) == 0 || errno == EINVAL;
+    });
   }
 
   // Writes to mapped pages, and makes them present.
   void write_pages(std::byte* to, const std::byte* from, std::size_t bytes) {
     const auto at = reinterpret_cast<Address>(to);
     const std::size_t written = write_memfd(at, from, bytes);
-    // Refused, the copy's own faults do it, or those of the next that reads there.
-    for (std::size_t done = 0; done < bytes; done += kPopulateBytes)
+    // If this is refused, the faults of the copy do it, or those of the next read.
+    for (std::size_t done = 0; done < bytes; done += kPopulateBytes) {
       populate_some(at + done, std::min(kPopulateBytes, bytes - done));
+    }
     std::memcpy(to + written, from + written, bytes - written);
   }
 
-  // Writes to what writable pages map; memory that is not there yet is then neither zeroed nor
-  // taken in one fault a small page. Returns the bytes before the first refusal, or other page.
+  // Writes to what writable pages map. Memory that is not there yet is then neither zeroed nor
+  // taken in one fault a small page. Returns the bytes before the first refusal or other page.
   std::size_t write_memfd(Address at, const std::byte* from, std::size_t bytes) {
     const std::lock_guard one_at_a_time(writing_);
-    for (std::size_t done = 0; done < bytes;) {
+    std::size_t done = 0;
+    while (done < bytes) {
       KernelMapping mapping;
       {
         const std::lock_guard lock(state_.mutex);
         const KernelMapping* const found = state_.mirror.find(at + done);
-        if (found == nullptr || found->kind != MappingKind::writable) return done;
+        if (found == nullptr || found->kind != MappingKind::writable) break;
         mapping = *found;
       }
       const std::size_t n = std::min(bytes - done, mapping.end() - (at + done));
-      const trace::Span span(trace::What::driver_call, at + done, n, 0, Call::pwrite);
-      if (ask(Call::pwrite)) return done;
       const std::uint64_t offset = mapping.offset + (at + done - mapping.begin);
-      const ssize_t written = pwrite(state_.memfd, from + done, n, static_cast<off_t>(offset));
-      if (written > 0) {
-        done += static_cast<std::size_t>(written);
-      } else if (written == 0 || errno != EINTR) {
-        return done;
-      }
+      if (write_some(at + done, from + done, n, static_cast<off_t>(offset), done)) break;
     }
-    return bytes;
+    return done;
   }
 
-  // For calls that take down or undo: tries once more, where the limit on mappings was in the way.
+  // One pwrite to the memfd, seen in the trace at `at`. Adds to `done` what it wrote.
+  Refusal write_some(Address at, const void* from, std::size_t bytes, off_t to, std::size_t& done) {
+    ssize_t n = 0;
+    const Refusal refusal = call(Call::pwrite, at, bytes, [&] {
+      n = pwrite(state_.memfd, from, bytes, to);
+      if (n == 0) errno = ENOSPC;
+      return n > 0 || errno == EINTR;
+    });
+    if (n > 0) done += static_cast<std::size_t>(n);
+    return refusal;
+  }
+
+  // For calls that unmap or undo: tries once more if the limit on mappings refused the first.
   template <typename Try>
   Refusal insist(Try call) {
     const Refusal refusal = call();
@@ -475,7 +466,7 @@ class HostDriver final : public Driver {
     return again ? call() : refusal;
   }
 
-  // Changes the mirror, and has the limit know.
+  // Changes the mirror, and counts the change in the limit.
   template <typename Change>
   void record(Change change) {
     const auto before = static_cast<std::ptrdiff_t>(state_.mirror.size());
@@ -489,24 +480,22 @@ class HostDriver final : public Driver {
   }
 
   // One mmap over [at, at + pages), and its record.
-  Refusal place(Call call, Address at, std::size_t pages, int protection, int flags,
+  Refusal place(Call which, Address at, std::size_t pages, int protection, int flags,
                 MappingKind kind, Handle first) {
     const std::size_t bytes = pages * page_size_;
-    const trace::Span span(trace::What::driver_call, at, bytes, 0, call);
-    Refusal refusal = ask(call);
-    if (refusal) return refusal;
-    void* const address = reinterpret_cast<void*>(at);
     const bool hole = kind == MappingKind::hole;
+    const int file = hole ? -1 : state_.memfd;
     const off_t offset = hole ? 0 : offset_of(first);
-    if (mmap(address, bytes, protection, flags | MAP_FIXED, hole ? -1 : state_.memfd, offset) ==
-        MAP_FAILED) {
-      refusal.error = errno;
+    Refusal refusal = call(which, at, bytes, [&] {
+      return mmap(pointer(at), bytes, protection, flags | MAP_FIXED, file, offset) != MAP_FAILED;
+    });
+    if (!refusal) {
+      record([&] { state_.mirror.assign({at, bytes, static_cast<std::uint64_t>(offset), kind}); });
+    } else if (!refusal.injected) {
       // Before Linux 6.12 a refusal may come after the old mapping was removed.
       unsigned char resident;
-      refusal.gone = mincore(address, traits_.granularity, &resident) != 0 && errno == ENOMEM;
-      return refusal;
+      refusal.gone = mincore(pointer(at), traits_.granularity, &resident) != 0 && errno == ENOMEM;
     }
-    record([&] { state_.mirror.assign({at, bytes, static_cast<std::uint64_t>(offset), kind}); });
     return refusal;
   }
 
@@ -526,70 +515,54 @@ class HostDriver final : public Driver {
   // Maps piece after piece, up to the first refusal. A copy-on-write page loses its copied content
   // only when its piece is reached.
   Progress map_run(const PageRun& run, Access access) {
-    for (std::size_t i = 0; i < run.handles.size();) {
-      const std::size_t n = piece_length(run.handles.subspan(i));
-      if (const Refusal r = place_piece(run.at + i * page_size_, n, run.handles[i], access)) {
-        return {r.gone ? i + n : i, r};
-      }
-      i += n;
-    }
-    return {run.handles.size(), {}};
+    Progress progress{.touched = 0, .refusal = {}};
+    each_piece(run.handles, [&](std::size_t first, std::size_t n) {
+      progress.refusal = place_piece(run.at + first * page_size_, n, run.handles[first], access);
+      if (!progress.refusal || progress.refusal.gone) progress.touched = first + n;
+      return !progress.refusal;
+    });
+    return progress;
   }
 
-  // Undoes a map: unmaps the runs `whole` and the first `touched` pages of `begun`, and throws
-  // UndoFailed where some of that is refused.
-  void take_down(std::span<const PageRun> whole, const PageRun& begun, std::size_t touched,
-                 const DriverError& cause) {
+  // Undoes a map: unmaps the runs `whole` and the first `touched` pages of `begun`. Returns the
+  // pages for which that was refused.
+  std::vector<std::size_t> take_down(std::span<const PageRun> whole, const PageRun& begun,
+                                     std::size_t touched) {
     std::vector<std::size_t> stuck;
     std::size_t index = 0;
     const auto take = [&](Address at, std::size_t pages) {
-      if (pages != 0 && place_hole(at, pages)) {
-        for (std::size_t i = 0; i < pages; ++i) stuck.push_back(index + i);
-      }
+      if (pages != 0 && place_hole(at, pages)) add_pages(stuck, index, pages);
       index += pages;
     };
     for (const PageRun& run : whole) take(run.at, run.handles.size());
     take(begun.at, touched);
-    if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
+    return stuck;
   }
 
-  // Undoes an unmap or a remap: maps `runs` again, and throws UndoFailed where some of that is
-  // refused.
-  void put_back(std::span<const PageRun> runs, Access access, const DriverError& cause) {
+  // Undoes an unmap or a remap: maps `runs` again. Returns the pages for which that was refused.
+  std::vector<std::size_t> put_back(std::span<const PageRun> runs, Access access) {
     std::vector<std::size_t> stuck;
     std::size_t index = 0;
     for (const PageRun& run : runs) {
-      for (std::size_t i = 0; i < run.handles.size();) {
-        const std::size_t n = piece_length(run.handles.subspan(i));
-        const Address at = run.at + i * page_size_;
-        if (insist([&] { return place_piece(at, n, run.handles[i], access); })) {
-          for (std::size_t k = i; k < i + n; ++k) stuck.push_back(index + k);
+      each_piece(run.handles, [&](std::size_t first, std::size_t n) {
+        const Address at = run.at + first * page_size_;
+        if (insist([&] { return place_piece(at, n, run.handles[first], access); })) {
+          add_pages(stuck, index + first, n);
         }
-        i += n;
-      }
+        return true;
+      });
       index += run.handles.size();
     }
-    if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
+    return stuck;
   }
 
   void copy_page(const PageCopy& copy) {
-    const trace::Span span(trace::What::driver_call, copy.from, page_size_, 0, Call::pwrite);
     for (std::size_t done = 0; done < page_size_;) {
-      Refusal refusal = ask(Call::pwrite);
-      if (!refusal) {
-        const ssize_t n = pwrite(state_.memfd, reinterpret_cast<const char*>(copy.from) + done,
-                                 page_size_ - done, offset_of(copy.to) + static_cast<off_t>(done));
-        if (n > 0) {
-          done += static_cast<std::size_t>(n);
-        } else if (n == 0) {
-          refusal.error = ENOSPC;
-        } else if (errno != EINTR) {
-          refusal.error = errno;
-        }
-      }
-      if (refusal) {
+      const Address from = copy.from + done;
+      const off_t to = offset_of(copy.to) + static_cast<off_t>(done);
+      if (const Refusal refusal = write_some(from, pointer(from), page_size_ - done, to, done)) {
         throw refused("host copy_pages", Call::pwrite, refusal.error,
-                      "copying a page of " + std::to_string(page_size_) + " bytes", "free memory");
+                      text("copying a page of ", page_size_, " bytes"), "free memory");
       }
     }
   }
@@ -600,10 +573,10 @@ class HostDriver final : public Driver {
   DriverTraits traits_;
   std::uint64_t handles_ = 0;  // in the memfd
   std::atomic<Handle> next_handle_{0};
-  std::map<Address, Reservation> reservations_;  // what the kernel knows of each range
+  std::map<Address, Reservation> reservations_;  // by the address of the range
   ForkedState state_;
   Pagemap pagemap_;
-  std::mutex writing_;  // the kernel lets one thread at a time write to a file, and others spin
+  std::mutex writing_;  // the kernel lets one thread write to a file at a time; others would spin
   HostCopies copies_{[this](std::byte* to, const std::byte* from, std::size_t bytes) {
     write_pages(to, from, bytes);
   }};

@@ -1,4 +1,4 @@
-// For the tests of the host driver; everybody else uses make_host_driver of driver.h.
+// For the tests of the host driver; all other code uses make_host_driver of driver.h.
 #pragma once
 
 #include <memory>

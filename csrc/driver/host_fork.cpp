@@ -6,6 +6,7 @@
 
 #include <string_view>
 #include <system_error>
+#include <vector>
 
 #include "base/process.h"
 
@@ -13,7 +14,8 @@ namespace vtensor {
 namespace {
 
 std::mutex registry_mutex;
-ForkedState* registry = nullptr;
+// Never destroyed: a process may fork while it exits.
+std::vector<ForkedState*>& registry = *new std::vector<ForkedState*>;
 
 // Runs in a forked child, perhaps of a threaded process: system calls only.
 void isolate(const KernelMapping& mapping, int memfd) {
@@ -22,78 +24,60 @@ void isolate(const KernelMapping& mapping, int memfd) {
            memfd, static_cast<off_t>(mapping.offset)) != MAP_FAILED) {
     return;
   }
-  // Rather no memory than the parent's.
+  // No memory is better than the parent's.
   if (mmap(address, mapping.bytes, PROT_NONE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED) {
     return;
   }
   constexpr std::string_view message =
-      "vtensor: cannot part this forked process from its parent's tensors; it ends here\n";
+      "vtensor: cannot separate this forked process from its parent's tensors; it ends here\n";
   [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, message.data(), message.size());
   _exit(70);
 }
 
-}  // namespace
+void prepare() {
+  registry_mutex.lock();
+  for (ForkedState* state : registry) state->mutex.lock();
+}
 
-struct ForkHandlers {
-  static void prepare() {
-    registry_mutex.lock();
-    for (ForkedState* s = registry; s; s = s->next_) s->mutex.lock();
-  }
+void resume() {
+  for (ForkedState* state : registry) state->mutex.unlock();
+  registry_mutex.unlock();
+}
 
-  static void parent() {
-    for (ForkedState* s = registry; s; s = s->next_) s->mutex.unlock();
-    registry_mutex.unlock();
-  }
-
-  static void child() {
-    in_forked_child.store(true, std::memory_order_relaxed);
-    for (ForkedState* s = registry; s; s = s->next_) {
-      if (s->memfd >= 0) {  // else a grandchild, whose mappings are private already
-        s->mirror.for_each([s](const KernelMapping& mapping) {
-          // copy-on-write mappings are private already, and a new one would lose what is copied in
-          // it.
-          if (mapping.kind == MappingKind::writable) isolate(mapping, s->memfd);
-        });
-        close(s->memfd);
-        s->memfd = -1;
-      }
-      s->mutex.unlock();
-    }
-    registry_mutex.unlock();
-  }
-
-  static void install() {
-    static std::once_flag once;
-    std::call_once(once, [] {
-      if (const int error = pthread_atfork(prepare, parent, child)) {
-        throw std::system_error(error, std::generic_category(), "pthread_atfork");
-      }
+void resume_in_child() {
+  in_forked_child = true;
+  for (ForkedState* state : registry) {
+    if (state->memfd < 0) continue;  // a grandchild: the mappings are private already
+    state->mirror.for_each([state](const KernelMapping& mapping) {
+      // Copy-on-write mappings are private already, and a new one would lose their copied pages.
+      if (mapping.kind == MappingKind::writable) isolate(mapping, state->memfd);
     });
+    close(state->memfd);
+    state->memfd = -1;
   }
+  resume();
+}
 
-  static void add(ForkedState& state) {
-    const std::lock_guard lock(registry_mutex);
-    state.next_ = registry;
-    if (registry) registry->previous_ = &state;
-    registry = &state;
-  }
-
-  static void remove(ForkedState& state) {
-    const std::lock_guard lock(registry_mutex);
-    (state.previous_ ? state.previous_->next_ : registry) = state.next_;
-    if (state.next_) state.next_->previous_ = state.previous_;
-  }
-};
+}  // namespace
 
 ForkedState::ForkedState() {
   watch_forks();
-  ForkHandlers::install();
-  ForkHandlers::add(*this);
+  static std::once_flag once;
+  std::call_once(once, [] {
+    if (const int error = pthread_atfork(prepare, resume, resume_in_child)) {
+      throw std::system_error(error, std::generic_category(), "pthread_atfork");
+    }
+  });
+  const std::lock_guard lock(registry_mutex);
+  registry.push_back(this);
 }
 
 ForkedState::~ForkedState() {
-  ForkHandlers::remove(*this);
+  {
+    const std::lock_guard lock(registry_mutex);
+    std::erase(registry, this);
+  }
   if (memfd >= 0) close(memfd);
 }
 

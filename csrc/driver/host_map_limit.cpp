@@ -9,11 +9,10 @@
 #include <array>
 #include <cerrno>
 #include <cstdlib>
-#include <fstream>
-#include <sstream>
 #include <string>
 
 #include "base/errors.h"
+#include "driver/host_memory.h"
 
 namespace vtensor {
 namespace {
@@ -45,19 +44,7 @@ std::size_t count_lines_of_maps() {
   return lines;
 }
 
-// A line of /proc/self/status that counts kilobytes.
-std::size_t bytes_in_status(const std::string& name) {
-  std::ifstream file("/proc/self/status");
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
-    std::string key;
-    std::size_t kilobytes;
-    if (words >> key >> kilobytes && key == name) return kilobytes * 1024;
-  }
-  return 0;
-}
-
-// That limit of the process which `bytes` more would pass; empty where it is none of these.
+// The limit of the process that `bytes` more would pass; empty if it is none of these.
 std::string passed_by(std::size_t bytes) {
   struct OfBytes {
     __rlimit_resource resource;
@@ -73,10 +60,9 @@ std::string passed_by(std::size_t bytes) {
   for (const auto& [resource, name, what, remedy] : kLimits) {
     rlimit limit{};
     if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) continue;
-    const std::size_t used = bytes_in_status(name);
+    const std::size_t used = field_in("/proc/self/status", name).value_or(0) * 1024;  // kB
     if (used + bytes <= limit.rlim_cur) continue;
-    return "the process has " + std::to_string(used) + " " + what + std::to_string(limit.rlim_cur) +
-           remedy;
+    return text("the process has ", used, " ", what, limit.rlim_cur, remedy);
   }
   return {};
 }
@@ -93,7 +79,8 @@ MapLimit& MapLimit::of_process() {
 bool MapLimit::throw_off_ballast() {
   const std::lock_guard lock(mutex_);
   if (!ballast_) return false;
-  // The edges may have merged with their neighbours, and a split could be refused. Not so inside.
+  // The inner mappings first: the outer two may have merged with their neighbours, and a split of
+  // those could be refused.
   const std::size_t unit = kernel_page();
   munmap(ballast_ + unit, (kBallast - 2) * unit);
   munmap(ballast_, unit);
@@ -109,7 +96,7 @@ void MapLimit::take_ballast() {
       mmap(nullptr, kBallast * unit, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start == MAP_FAILED) return;
   ballast_ = static_cast<char*>(start);
-  // Where this is refused the ballast is lighter.
+  // A refusal makes the ballast lighter.
   for (std::size_t i = 1; i < kBallast; i += 2) mprotect(ballast_ + i * unit, unit, PROT_READ);
 }
 
@@ -118,10 +105,9 @@ std::string MapLimit::advice(std::size_t bytes) const {
   if (count + kBallast < source_.limit()) {
     if (std::string passed = passed_by(bytes); !passed.empty()) return passed;
   }
-  return "the process has " + std::to_string(count) + " kernel mappings of at most " +
-         std::to_string(source_.limit()) +
-         " (vm.max_map_count): make a pool of larger pages, close tensors, or raise the limit "
-         "with sysctl vm.max_map_count";
+  return text("the process has ", count, " kernel mappings of at most ", source_.limit(),
+              " (vm.max_map_count): make a pool of larger pages, close tensors, or raise the limit "
+              "with sysctl vm.max_map_count");
 }
 
 void MapLimit::check_now(std::ptrdiff_t more) {
@@ -131,9 +117,8 @@ void MapLimit::check_now(std::ptrdiff_t more) {
   const auto room =
       static_cast<std::ptrdiff_t>(limit - headroom) - static_cast<std::ptrdiff_t>(source_.count());
   if (more > room) {
-    throw DriverError("mmap", ENOMEM, "ENOMEM",
-                      "[host map] need " + std::to_string(more) + " kernel mappings more, with " +
-                          std::to_string(headroom) + " to be left free; " + advice());
+    throw DriverError("mmap", ENOMEM, "ENOMEM", "[host map] need ", more,
+                      " kernel mappings more, with ", headroom, " to be left free; ", advice());
   }
   if (!ballast_ && room > static_cast<std::ptrdiff_t>(2 * kBallast) + more) take_ballast();
   const std::ptrdiff_t ahead = std::max({more, room / 2, std::min(room, kFewestBetweenSamples)});

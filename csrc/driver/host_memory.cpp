@@ -1,27 +1,12 @@
 #include "driver/host_memory.h"
 
 #include <algorithm>
-#include <charconv>
-#include <cstdint>
 #include <fstream>
 #include <limits>
-#include <optional>
 #include <sstream>
 
 namespace vtensor {
-namespace {
 
-constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
-
-// The number in a file that holds one; "max" and what cannot be read give nothing.
-std::optional<std::size_t> number_in(const std::string& path) {
-  std::ifstream file(path);
-  std::size_t number;
-  if (file >> number) return number;
-  return std::nullopt;
-}
-
-// The number behind `key` in a file of "key number" lines.
 std::optional<std::size_t> field_in(const std::string& path, const std::string& key) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -30,6 +15,18 @@ std::optional<std::size_t> field_in(const std::string& path, const std::string& 
     std::size_t number;
     if (words >> word && word == key && words >> number) return number;
   }
+  return std::nullopt;
+}
+
+namespace {
+
+constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
+
+// The number in a file of one number. "max", and a file that cannot be read, give nothing.
+std::optional<std::size_t> number_in(const std::string& path) {
+  std::ifstream file(path);
+  std::size_t number;
+  if (file >> number) return number;
   return std::nullopt;
 }
 
@@ -56,15 +53,6 @@ std::size_t room_in(const CgroupFiles& files) {
   }
 }
 
-// Whether `name` is one of the comma-separated `names`.
-bool lists(const std::string& names, const std::string& name) {
-  std::istringstream words(names);
-  for (std::string word; std::getline(words, word, ',');) {
-    if (word == name) return true;
-  }
-  return false;
-}
-
 std::size_t room_in_cgroups(const std::string& proc, const std::string& cgroups) {
   std::size_t room = kUnlimited;
   std::ifstream file(proc + "/self/cgroup");
@@ -79,7 +67,7 @@ std::size_t room_in_cgroups(const std::string& proc, const std::string& cgroups)
     if (controllers.empty()) {
       room =
           std::min(room, room_in({cgroups, path, "memory.max", "memory.current", "inactive_file"}));
-    } else if (lists(controllers, "memory")) {
+    } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
       room = std::min(room, room_in({cgroups + "/memory", path, "memory.limit_in_bytes",
                                      "memory.usage_in_bytes", "total_inactive_file"}));
     }

@@ -3,16 +3,20 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 
 namespace vtensor {
 
+// The number after `key` in a file of "key number" lines.
+std::optional<std::size_t> field_in(const std::string& path, const std::string& key);
+
 // The smaller of MemAvailable and the room in this process's memory cgroup (v2 or v1, with all its
-// ancestors), bytes. What cannot be read is left out. The roots are for tests.
+// ancestors), bytes. What cannot be read sets no limit. The roots are for tests.
 std::size_t free_host_memory(const std::string& proc = "/proc",
                              const std::string& cgroups = "/sys/fs/cgroup");
 
-// What a pool takes by default.
+// The default budget of a pool.
 inline std::size_t default_host_budget() { return free_host_memory() / 5 * 4; }
 
 }  // namespace vtensor

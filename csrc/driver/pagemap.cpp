@@ -12,7 +12,7 @@ namespace vtensor {
 
 namespace {
 
-// As linux/fs.h has them since 6.7, for headers that are older.
+// As in linux/fs.h since 6.7, for older headers.
 struct PageRegion {
   std::uint64_t start, end, categories;
 };
@@ -34,8 +34,8 @@ bool is_private(Entry entry) {
 
 }  // namespace
 
-// Kept open: opening it takes as long as reading 300 entries. Where that is refused it tells
-// nothing.
+// Kept open: opening it takes as long as reading 300 entries. If that is refused, every read is
+// too.
 Pagemap::Pagemap(bool may_scan)
     : file_(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)), scans_(may_scan) {}
 

@@ -1,4 +1,5 @@
-// What the kernel tells of this process's pages. Linux, Documentation/admin-guide/mm/pagemap.rst.
+// Which pages of this process the kernel has copied at a write (Linux,
+// Documentation/admin-guide/mm/pagemap.rst).
 #pragma once
 
 #include <atomic>
@@ -12,15 +13,15 @@ namespace vtensor {
 
 class Pagemap {
  public:
-  // By an entry for each page of the kernel, or, where it may and the kernel has it (Linux 6.7), by
-  // PAGEMAP_SCAN, which passes over page tables that are not there.
+  // Reads an entry for each page of the kernel. If it may, and the kernel has it (Linux 6.7), it
+  // uses PAGEMAP_SCAN instead, which skips page tables that are not there.
   explicit Pagemap(bool may_scan = true);
   ~Pagemap();
   Pagemap(const Pagemap&) = delete;
   Pagemap& operator=(const Pagemap&) = delete;
 
-  // Marks those of the pages of `page_size` from `at` on in which there is memory that is no
-  // file's: their own, after a write to a private mapping. False where the kernel does not tell.
+  // Marks those of the pages of `page_size` from `at` on that have memory of no file: a write to a
+  // private mapping copied it. False if the kernel does not say.
   bool find_private(Address at, std::size_t page_size, std::span<std::uint8_t> found);
 
   bool scans() const { return scans_.load(std::memory_order_relaxed); }
