@@ -28,7 +28,7 @@ from vtensor.errors import Closed, InvalidArgument
 
 __all__ = ["Contents", "Image", "Sleeper", "fall_asleep", "forget", "kept_as", "wake"]
 
-Part = tuple[int, int, int, int]  # address, number of the sleep, offset among its bytes, bytes
+Part = _core.SleepPart  # `bytes` at an address, their `offset` among those of a sleep, and its number
 Piece = tuple[int, int, int]  # address, offset, bytes
 _AT_ONCE = 32 << 20  # bytes of a piece
 _STAGED = 4 << 20  # bytes of a piece that is staged, unless a page is larger
@@ -146,14 +146,14 @@ class FileContents:
 
 
 def _total(parts: list[Part]) -> int:
-    return sum(nbytes for _, _, _, nbytes in parts)
+    return sum(part.bytes for part in parts)
 
 
 def pieces(parts: list[Part], at_once: int) -> Iterator[Piece]:
     """Cuts parts into pieces; the clock is read after each."""
-    for address, _, offset, nbytes in parts:
-        for begin in range(0, nbytes, at_once):
-            yield address + begin, offset + begin, min(at_once, nbytes - begin)
+    for part in parts:
+        for begin in range(0, part.bytes, at_once):
+            yield part.at + begin, part.offset + begin, min(at_once, part.bytes - begin)
 
 
 def kept_as(
@@ -203,7 +203,7 @@ def wake(core: _core.PagePool, images: list[Image], chosen: list[Image], discard
             parts: dict[Contents, list[Part]] = {}
             kept_in = {image.number: image.contents for image in chosen}
             for part in waking.parts():
-                if (contents := kept_in[part[1]]) is not None:
+                if (contents := kept_in[part.sleep]) is not None:
                     parts.setdefault(contents, []).append(part)
             with Progress() as show:
                 for contents, some in parts.items():

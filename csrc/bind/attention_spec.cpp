@@ -74,10 +74,9 @@ class AttentionSpec {
   nb::tuple take_packed(nb::handle query, nb::handle key, nb::handle value, nb::handle starts_q,
                         nb::handle starts_k, nb::handle used) const {
     Launch t = launch(query, key, value, nb::none(), nb::none(), o_.rows && starts_k.is_none());
-    t.sequences = 1;  // packed, in one row of K
     std::int64_t sequences = kUnknown;
     if (t.k.rank == kMostDims) {
-      t.sequences = sequences = t.k.shape[0];
+      sequences = t.k.shape[0];
       t.lengths = lengths_of("seqused_k", used, t);
       check_within(t, "seqused_k", used, 0);
     } else if (const auto starts = starts_of("cu_seqlens_k", starts_k, t.k.shape[0])) {
@@ -88,6 +87,7 @@ class AttentionSpec {
         starts && !same(starts->count - 1, sequences))
       refuse("cu_seqlens_q is of ", starts->count - 1, " sequences, there is K of ", sequences,
              ": give as many of both");
+    t.sequences = t.k.rank == kMostDims ? sequences : 1;
     return taken(t);
   }
 
@@ -183,16 +183,14 @@ class AttentionSpec {
 
   void check_ranks(const Launch& t, bool rows) const {
     const Argument &q = t.q, &k = t.k, &v = t.v;
-    if (o_.packed) {
-      for (const Argument* side : {&k, &v})
-        if (side->rank != (rows && k.rank == kMostDims ? kMostDims : 3))
-          refuse(side->name, " has rows that lie apart, and sequences are to be packed as ",
-                 kPacked, ": pass ", side->name,
-                 "[0] if there is one row, or use flash_attn_with_kvcache(cache_seqlens=)");
-    } else {
-      for (const Argument* side : {&k, &v})
-        if (side->rank != kMostDims)
-          refuse(side->name, " is ", side->sizes(), ": give ", o_.heads_first ? kHeads : kRows);
+    const std::int32_t rank = o_.packed && !(rows && k.rank == kMostDims) ? 3 : kMostDims;
+    for (const Argument* side : {&k, &v}) {
+      if (side->rank == rank) continue;
+      if (o_.packed)
+        refuse(side->name, " has rows that lie apart, and sequences are to be packed as ", kPacked,
+               ": pass ", side->name,
+               "[0] if there is one row, or use flash_attn_with_kvcache(cache_seqlens=)");
+      refuse(side->name, " is ", side->sizes(), ": give ", o_.heads_first ? kHeads : kRows);
     }
     // Some kernels take packed queries with rows of K. They do not give the number of sequences.
     const bool may_be_packed = o_.packed || !o_.same_rows;
@@ -276,7 +274,7 @@ class AttentionSpec {
   std::vector<std::int64_t> one_for_each(std::string_view name, nb::handle given,
                                          const Launch& t) const {
     auto numbers = numbers_of(given);
-    if (!numbers || (t.q.rank == kMostDims && !same(numbers->count, t.q.shape[0])))
+    if (!numbers || !same(numbers->count, t.sequences))
       refuse(name, " is ", kind_of(given), ", ", t.q.name, " is ", t.q.sizes(),
              ": give one int32 for each sequence, in a tensor");
     return std::move(numbers->found);
@@ -318,18 +316,17 @@ class AttentionSpec {
   }
 
   void check_index(Launch& t, nb::handle index) const {
-    if (t.q.rank != kMostDims || o_.same_rows) return;
-    const std::int64_t sequences = t.q.shape[0], rows = t.k.shape[0];
-    if (sequences == kUnknown || rows == kUnknown) return;
+    const std::int64_t rows = t.k.shape[0];
+    if (o_.same_rows || t.sequences == kUnknown || rows == kUnknown) return;
     if (index.is_none()) {
-      if (sequences > rows)
-        refuse(t.q.name, " has ", sequences, " sequences, the cache ", rows,
+      if (t.sequences > rows)
+        refuse(t.q.name, " has ", t.sequences, " sequences, the cache ", rows,
                " rows: give a row for each, or cache_batch_idx");
       return;
     }
     auto numbers = numbers_of(index, /*wide=*/true);
-    if (!numbers || !same(numbers->count, sequences))
-      refuse("cache_batch_idx is ", kind_of(index), ", ", t.q.name, " has ", sequences,
+    if (!numbers || !same(numbers->count, t.sequences))
+      refuse("cache_batch_idx is ", kind_of(index), ", ", t.q.name, " has ", t.sequences,
              " sequences: give one row for each, in a tensor");
     for (const std::int64_t row : numbers->found)
       if (row < 0 || row >= rows)
@@ -360,17 +357,17 @@ class AttentionSpec {
   void check_new(Launch& t, nb::handle lengths) const {
     if (lengths.is_none())
       refuse("k and v without ", o_.lengths, ": give the number of positions before them");
-    check_new(t.q, t.k, t.new_k);
-    check_new(t.q, t.v, t.new_v);
+    check_new(t, t.k, t.new_k);
+    check_new(t, t.v, t.new_v);
     t.added = t.new_k.shape[1];
     if (!same(t.added, t.new_v.shape[1]))
       refuse("k is ", t.new_k.sizes(), ", v ", t.new_v.sizes(),
              ": give as many new positions of both");
   }
-  void check_new(const Argument& q, const Argument& held, const Argument& added) const {
-    if (added.rank != kMostDims || (q.rank == kMostDims && !same(added.shape[0], q.shape[0])))
-      refuse("new positions are ", added.sizes(), ", ", q.name, " is ", q.sizes(), ": give ", kRows,
-             " of the same batch");
+  void check_new(const Launch& t, const Argument& held, const Argument& added) const {
+    if (added.rank != kMostDims || !same(added.shape[0], t.sequences))
+      refuse("new positions are ", added.sizes(), ", ", t.q.name, " is ", t.q.sizes(), ": give ",
+             kRows, " of the same batch");
     if (added.shape[2] != held.shape[2] || added.shape[3] != held.shape[3] ||
         added.dtype != held.dtype)
       refuse("new positions are ", added.sizes(), " of ", added.attribute("dtype"),
@@ -411,7 +408,7 @@ class AttentionSpec {
     const SlotRange::Needed needed{t.lengths.positions, t.added,
                                    t.rows ? std::span(*t.rows) : std::span<const std::int64_t>(),
                                    static_cast<std::size_t>(t.sequences)};
-    if (const auto missing = range->missing(*rows, needed, cache))
+    if (const auto missing = range->missing(*rows, needed))
       refuse(missing->tokens, " tokens of slot ", missing->slot,
              " are to be read or written, step() has made ", missing->has,
              " ready: call step(lengths) with those that are appended first, or pass fewer");
@@ -503,6 +500,9 @@ void bind_attention_spec(nb::module_& module) {
   using Text = std::string;
   const auto query = "query"_a.none(), key = "key"_a.none(), value = "value"_a.none();
   const auto optional = [](const char* name) { return nb::arg(name).none() = nb::none(); };
+  const auto lengths = optional("lengths"), index = optional("index");
+  const auto leftpad = optional("leftpad");
+  const auto new_key = optional("new_key"), new_value = optional("new_value");
   nb::class_<AttentionSpec>(module, "AttentionSpec", kDoc)
       .def(nb::init<Text, Text, Text, Text, bool, bool, bool, bool, bool, Text, Text, nb::tuple,
                     std::int64_t, bool>(),
@@ -510,13 +510,13 @@ void bind_attention_spec(nb::module_& module) {
            "packed"_a = false, "rows"_a = false, "same_rows"_a = true, "grouped"_a = true,
            "lengths"_a = "cache_seqlens", "package"_a = "", "dtypes"_a = nb::tuple(), "tile"_a = 0,
            "tiles_to_the_end"_a = false)
-      .def("take", &AttentionSpec::take, query, key, value, optional("lengths"), optional("index"),
-           optional("leftpad"), optional("new_key"), optional("new_value"), kTakeDoc)
+      .def("take", &AttentionSpec::take, query, key, value, lengths, index, leftpad, new_key,
+           new_value, kTakeDoc)
       .def("take_packed", &AttentionSpec::take_packed, query, key, value, optional("starts_q"),
            optional("starts_k"), optional("used"), kTakePackedDoc)
       .def("take_listed", &AttentionSpec::take_listed, query, key, value, kTakeListedDoc)
-      .def("room", &AttentionSpec::room, query, key, value, "lengths"_a.none(), "index"_a.none(),
-           "leftpad"_a.none(), "new_key"_a.none(), "new_value"_a.none(), kRoomDoc);
+      .def("room", &AttentionSpec::room, query, key, value, lengths, index, leftpad, new_key,
+           new_value, kRoomDoc);
 }
 
 }  // namespace vtensor::bind

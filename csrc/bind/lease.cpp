@@ -1,9 +1,12 @@
-#include "bind/lease.h"
-
+// A lease keeps the present extents of tensors mapped for launched work.
 #include <nanobind/stl/optional.h>
 
+#include <cstdint>
 #include <exception>
+#include <memory>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "base/process.h"
 #include "base/trace.h"
@@ -11,6 +14,7 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "bind/tensor_core.h"
 
 namespace vtensor::bind {
 
@@ -75,6 +79,32 @@ std::vector<nb::object> cores_of(const char* operation, nb::handle tensors) {
     return core;
   });
 }
+
+// begin() and end() are one call from Python each, so no exception from outside leaves a lease half
+// open (I17). It pins each tensor's extent as a view would.
+class Lease {
+ public:
+  // For work that will be launched in `stream`; by default, torch's current stream at the end.
+  // `tensors` is an iterable of VTensors.
+  Lease(nb::handle tensors, std::optional<Stream> stream);
+  // A lease without an end pins its extents for good: its work may still be running.
+  ~Lease() = default;
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  // Throws Closed, and Error if it has begun.
+  void begin();
+  // Called after all of the work is launched. If the work is captured into a graph, the graph pins
+  // the extents for its life. If the driver refuses that, they stay pinned, and the error is
+  // thrown. Does nothing if the lease has not begun.
+  void end();
+
+ private:
+  std::vector<nb::object> cores_;
+  std::optional<Stream> stream_;
+  std::vector<Generation*> generations_;
+  bool begun_ = false;
+};
 
 }  // namespace
 

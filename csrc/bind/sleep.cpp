@@ -2,12 +2,9 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
-#include <span>
-#include <tuple>
 #include <vector>
 
 #include "base/process.h"
@@ -28,17 +25,6 @@ namespace {
 constexpr const char* kSleep = "Pool.sleep";
 constexpr const char* kWake = "Pool.wake";
 
-// Address, number of the sleep, offset among its bytes, bytes.
-using Part = std::tuple<Address, std::uint64_t, std::size_t, std::size_t>;
-
-std::vector<Part> as_tuples(std::span<const SleepPart> parts) {
-  std::vector<Part> tuples;
-  tuples.reserve(parts.size());
-  for (const SleepPart& part : parts)
-    tuples.emplace_back(part.at, part.sleep, part.offset, part.bytes);
-  return tuples;
-}
-
 class WakeCore {
  public:
   WakeCore(const std::shared_ptr<PagePool>& pool, const std::vector<std::uint64_t>& numbers) {
@@ -53,7 +39,7 @@ class WakeCore {
   WakeCore(const WakeCore&) = delete;
   WakeCore& operator=(const WakeCore&) = delete;
 
-  std::vector<Part> parts() const { return as_tuples(waking_->parts()); }
+  const std::vector<SleepPart>& parts() const { return waking_->parts(); }
   void finish() {
     const ReleasedGil released;
     waking_->finish();
@@ -140,11 +126,14 @@ void SleepCore::give_up() noexcept {
 }
 
 void bind_sleep(nb::module_& module) {
+  using Part = SleepPart;
+  bind_fields(nb::class_<Part>(module, "SleepPart"), VT_FIELD(Part, at), VT_FIELD(Part, sleep),
+              VT_FIELD(Part, offset), VT_FIELD(Part, bytes));
   nb::class_<SleepCore>(module, "SleepCore")
       .def(nb::init<const std::shared_ptr<PagePool>&>(), "pool"_a)
       .def("next_number", &SleepCore::next_number)
       .def("begin", &SleepCore::begin)
-      .def("parts", [](const SleepCore& core) { return as_tuples(core.parts()); })
+      .def("parts", &SleepCore::parts)
       .def("finish", &SleepCore::finish)
       .def_prop_ro("finished", &SleepCore::finished)
       .def("give_up", &SleepCore::give_up);

@@ -24,7 +24,6 @@
 #include "base/process.h"
 #include "bind/arguments.h"
 #include "bind/bindings.h"
-#include "bind/host_memory.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/sleep.h"
@@ -154,7 +153,7 @@ class CacheCore {
     const Operation op(*this, "KVCache.swap_out");
     const bool pinned = !cache_->pool()->traits().device.on_host();
     const AllocateHost allocate = [&](std::size_t bytes) {
-      return allocate_host_memory(op.caller().operation, bytes, pinned);
+      return TorchBridge::get().host_memory(op.caller().operation, bytes, pinned);
     };
     op.with_memory([&] {
       bands ? cache_->swap_out_bands(op.caller(), slots, *bands, allocate)
@@ -226,15 +225,15 @@ class CacheCore {
   std::size_t unit() { return read()->unit(); }
   std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
   std::size_t length(std::size_t slot, std::optional<std::size_t> band) {
-    const Reading cache = read();
+    const CacheReading cache = read();
     return band ? cache->band_length(slot, *band) : cache->length(slot);
   }
   Lengths lengths() {
-    const Reading cache = read();
+    const CacheReading cache = read();
     return {cache->lengths().begin(), cache->lengths().end()};
   }
   std::vector<int> states() {
-    const Reading cache = read();
+    const CacheReading cache = read();
     std::vector<int> states;
     for (std::size_t slot = 0; slot < cache->shape().slots; ++slot)
       states.push_back(static_cast<int>(cache->state(slot)));
@@ -242,14 +241,14 @@ class CacheCore {
   }
   // Tokens of a row group that have pages, of each slot.
   Lengths lengths_here(std::size_t group) {
-    const Reading cache = read();
+    const CacheReading cache = read();
     Lengths lengths;
     for (std::size_t slot = 0; slot < cache->shape().slots; ++slot)
       lengths.push_back(cache->length_here(slot, group));
     return lengths;
   }
   std::vector<bool> away(std::size_t slot) {
-    const Reading cache = read();
+    const CacheReading cache = read();
     std::vector<bool> away;
     for (std::size_t band = 0; band < cache->shape().bands; ++band)
       away.push_back(cache->is_band_away(slot, band));
@@ -366,29 +365,7 @@ class CacheCore {
     SlotCache& cache_;
   };
 
-  // Reads the cache between two operations. In a forked child it takes no lock, because a thread of
-  // the parent may hold it.
-  class Reading {
-   public:
-    explicit Reading(CacheCore& core)
-        : core_(core), locked_(!in_forked_child.load(std::memory_order_relaxed)) {
-      if (locked_) core.mutex_.lock("KVCache");
-      if (core.cache_) return;
-      if (locked_) core.mutex_.unlock();
-      throw Closed("[KVCache] the cache is closed: make a new one");
-    }
-    ~Reading() {
-      if (locked_) core_.mutex_.unlock();
-    }
-    Reading(const Reading&) = delete;
-    Reading& operator=(const Reading&) = delete;
-    const SlotCache* operator->() const { return core_.cache_.get(); }
-
-   private:
-    CacheCore& core_;
-    const bool locked_;
-  };
-  Reading read() { return Reading(*this); }
+  CacheReading read() const { return CacheReading(*view_); }
 
   static void await(PagePool& pool, const FencePtr& fence) {
     constexpr std::chrono::milliseconds kLook{50};

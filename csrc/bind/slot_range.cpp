@@ -1,11 +1,9 @@
 #include "bind/slot_range.h"
 
-#include <nanobind/stl/vector.h>
-
 #include <utility>
-#include <vector>
 
 #include "base/errors.h"
+#include "base/process.h"
 #include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
@@ -15,6 +13,15 @@ namespace {
 constexpr const char* kMark = "_vtensor_slot_range";  // an attribute of a storage
 
 }  // namespace
+
+CacheReading::CacheReading(const SlotCacheView& view)
+    : mutex_(in_forked_child.load(std::memory_order_relaxed) ? nullptr : view.mutex) {
+  if (mutex_ != nullptr) mutex_->lock("KVCache");
+  cache_ = view.cache;  // now, because the cache may have been closed meanwhile
+  if (cache_ != nullptr) return;
+  if (mutex_ != nullptr) mutex_->unlock();
+  throw Closed("[KVCache] the cache is closed: make a new one");
+}
 
 SlotRange::SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t group, nb::object cache)
     : view_(std::move(view)), cache_(std::move(cache)), group_(group) {
@@ -56,29 +63,18 @@ std::optional<SlotRows> SlotRange::rows(const dlpack::Tensor& tensor,
                   static_cast<std::int64_t>(step / item_bytes_)};
 }
 
-std::optional<SlotRange::Missing> SlotRange::missing(const SlotRows& rows, const Needed& needed,
-                                                     nb::handle cache) const {
+std::optional<SlotRange::Missing> SlotRange::missing(const SlotRows& rows,
+                                                     const Needed& needed) const {
   const auto& [lengths, added, index, count] = needed;
-  const auto first_missing = [&](auto length_of) -> std::optional<Missing> {
-    for (std::size_t i = 0; i < count; ++i) {
-      if (lengths.size() > 1 && i >= lengths.size()) break;
-      const std::size_t slot = rows.slot(index.empty() ? i : static_cast<std::size_t>(index[i]));
-      const std::int64_t tokens = rows.tokens(lengths[lengths.size() == 1 ? 0 : i] + added);
-      const std::int64_t has = length_of(slot);
-      if (tokens > has) return Missing{slot, tokens, has};
-    }
-    return {};
-  };
-  // If another thread is inside an operation, waits for it.
-  if (!view_->mutex->try_lock()) {
-    const auto here =
-        nb::cast<std::vector<std::int64_t>>(cache.attr("_core").attr("lengths_here")(group_));
-    return first_missing([&](std::size_t slot) { return here[slot]; });
+  const CacheReading cache(*view_);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (lengths.size() > 1 && i >= lengths.size()) break;
+    const std::size_t slot = rows.slot(index.empty() ? i : static_cast<std::size_t>(index[i]));
+    const std::int64_t tokens = rows.tokens(lengths[lengths.size() == 1 ? 0 : i] + added);
+    const std::int64_t has = cache->length_here(slot, group_);
+    if (tokens > has) return Missing{slot, tokens, has};
   }
-  std::optional<Missing> found =
-      first_missing([&](std::size_t slot) { return view_->cache->length_here(slot, group_); });
-  view_->mutex->unlock();
-  return found;
+  return {};
 }
 
 nb::object SlotRange::open_cache() const {

@@ -23,6 +23,23 @@ struct SlotCacheView {
   OperationMutex* mutex = nullptr;
 };
 
+// Reads a cache between two operations. In a forked child it takes no lock, because a thread of the
+// parent may hold it. Throws Closed.
+class CacheReading {
+ public:
+  explicit CacheReading(const SlotCacheView& view);
+  ~CacheReading() {
+    if (mutex_ != nullptr) mutex_->unlock();
+  }
+  CacheReading(const CacheReading&) = delete;
+  CacheReading& operator=(const CacheReading&) = delete;
+  const SlotCache* operator->() const { return cache_; }
+
+ private:
+  OperationMutex* const mutex_;  // null if it takes no lock
+  const SlotCache* cache_;
+};
+
 // Rows of a tensor that are slots of a cache, or parts of slots.
 struct SlotRows {
   std::size_t slots = 0;             // of the cache
@@ -63,9 +80,8 @@ class SlotRange {
     std::size_t slot;
     std::int64_t tokens, has;
   };
-  // The first slot with fewer tokens than the kernel needs. `cache` is the KVCache.
-  std::optional<Missing> missing(const SlotRows& rows, const Needed& needed,
-                                 nb::handle cache) const;
+  // The first slot with fewer tokens than the kernel needs.
+  std::optional<Missing> missing(const SlotRows& rows, const Needed& needed) const;
 
   // The KVCache. Throws Closed if it is closed or gone.
   nb::object open_cache() const;

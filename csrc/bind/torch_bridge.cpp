@@ -1,10 +1,13 @@
 #include "bind/torch_bridge.h"
 
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <string_view>
 
+#include "base/errors.h"
+#include "bind/arguments.h"
 #include "tensor/buffer.h"
 
 namespace vtensor::bind {
@@ -23,23 +26,6 @@ TorchBridge& TorchBridge::get() {
 }
 
 TorchBridge::TorchBridge() {
-  nb::module_ torch = nb::module_::import_("torch");
-  tensor_type_ = torch.attr("Tensor");
-  parameter_type_ = torch.attr("nn").attr("Parameter");
-  set_ = tensor_type_.attr("set_");
-  detach_ = tensor_type_.attr("detach");
-  narrow_ = tensor_type_.attr("narrow");
-  copy_ = tensor_type_.attr("copy_");
-  untyped_storage_ = tensor_type_.attr("untyped_storage");
-  is_neg_ = tensor_type_.attr("is_neg");
-  is_conj_ = tensor_type_.attr("is_conj");
-  from_dlpack_ = torch.attr("_C").attr("_from_dlpack");
-  storage_type_ = torch.attr("UntypedStorage");
-  private_ = nb::module_::import_("vtensor._processes").attr("STORAGE_METHODS");
-  grad_enabled_ = torch.attr("is_grad_enabled");
-  cuda_ = torch.attr("cuda");
-  // Only builds with CUDA have it.
-  current_stream_ = nb::getattr(torch.attr("_C"), "_cuda_getCurrentRawStream", nb::none());
   if (nb::hasattr(tensor_type_, "__dlpack_c_exchange_api__")) {
     nb::object capsule = tensor_type_.attr("__dlpack_c_exchange_api__");
     const auto* api = static_cast<const dlpack::ExchangeApi*>(
@@ -66,7 +52,7 @@ Stream TorchBridge::current_stream(Device device) {
 
 bool TorchBridge::empty_cache() {
   try {
-    cuda_.attr("empty_cache")();
+    torch_.attr("cuda").attr("empty_cache")();
     return true;
   } catch (nb::python_error& error) {
     // torch 2.11 raises an internal error during a capture.
@@ -91,21 +77,37 @@ bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
     facts.strides.assign(seen.strides, seen.strides + seen.ndim);
     return true;
   }
-  nb::module_ torch = nb::module_::import_("torch");
-  if (!nb::getattr(tensor, "layout").is(torch.attr("strided"))) return false;
-  const auto integers = [](nb::handle values, std::vector<std::int64_t>& out) {
-    out.clear();
-    for (nb::handle value : values) out.push_back(nb::cast<std::int64_t>(value));
-  };
-  facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
-  nb::object device = tensor.attr("device");
+  if (!nb::getattr(tensor, "layout").is(torch_.attr("strided"))) return false;
+  nb::object device = tensor.attr("device"), index = device.attr("index");
   const auto type = nb::cast<std::string_view>(device.attr("type"));
+  facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
   facts.device.type = type == "cpu" ? 1 : type == "cuda" ? 2 : 0;
-  nb::object index = device.attr("index");
   facts.device.index = index.is_none() ? 0 : nb::cast<std::int32_t>(index);
-  integers(tensor.attr("shape"), facts.shape);
-  integers(tensor.attr("stride")(), facts.strides);
+  facts.shape = nb::cast<std::vector<std::int64_t>>(tensor.attr("shape"));
+  facts.strides = nb::cast<std::vector<std::int64_t>>(tensor.attr("stride")());
   return true;
+}
+
+std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::size_t bytes,
+                                                    bool pinned) {
+  const nb::gil_scoped_acquire gil;
+  nb::object tensor;
+  try {
+    // Names the device and the dtype, because the program may have set other defaults.
+    tensor = torch_.attr("empty")(bytes, nb::arg("dtype") = torch_.attr("uint8"),
+                                  nb::arg("device") = "cpu", nb::arg("pin_memory") = pinned);
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_RuntimeError) && !error.matches(PyExc_MemoryError)) throw;
+    throw OutOfPages(message(operation, "need ", bytes, " bytes of ", pinned ? "page-locked " : "",
+                             "host memory, which cannot be had (", text(error.value()),
+                             "): free some, or free the slot and compute it again"));
+  }
+  const auto data = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());
+  return {reinterpret_cast<std::byte*>(data), [owner = tensor.release()](std::byte*) {
+            if (Py_IsInitialized() == 0) return;
+            const nb::gil_scoped_acquire gil;
+            owner.dec_ref();
+          }};
 }
 
 namespace {
@@ -180,10 +182,6 @@ nb::object TorchBridge::storage_over(Generation* generation, Address address, st
   return storage;
 }
 
-nb::object TorchBridge::storage(nb::handle tensor) {
-  return call(untyped_storage_, {tensor.ptr()});
-}
-
 nb::object TorchBridge::empty_storage(nb::handle device) {
   return storage_type_(0, nb::arg("device") = device);
 }
@@ -193,8 +191,6 @@ void TorchBridge::set(nb::handle tensor, nb::handle storage, std::size_t offset,
   nb::int_ at(offset);
   call(set_, {tensor.ptr(), storage.ptr(), at.ptr(), sizes.ptr(), strides.ptr()});
 }
-
-nb::object TorchBridge::detach(nb::handle tensor) { return call(detach_, {tensor.ptr()}); }
 
 nb::object TorchBridge::narrow(nb::handle tensor, std::size_t dim, std::size_t start,
                                std::size_t length) {
@@ -208,22 +204,5 @@ void TorchBridge::copy_into(nb::handle tensor, std::size_t dim, std::size_t star
   nb::object target = narrow(plain, dim, start, length);
   call(copy_, {target.ptr(), source.ptr()});
 }
-
-bool TorchBridge::is_tensor(nb::handle object) {
-  return PyObject_IsInstance(object.ptr(), tensor_type_.ptr()) == 1;
-}
-
-bool TorchBridge::is_plain(nb::handle object) {
-  const PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
-  return type == tensor_type_.ptr() || type == parameter_type_.ptr();
-}
-
-bool TorchBridge::is_negative(nb::handle tensor) {
-  return call(is_neg_, {tensor.ptr()}).is(nb::bool_(true));
-}
-bool TorchBridge::is_conjugate(nb::handle tensor) {
-  return call(is_conj_, {tensor.ptr()}).is(nb::bool_(true));
-}
-bool TorchBridge::gradients_enabled() { return call(grad_enabled_, {}).is(nb::bool_(true)); }
 
 }  // namespace vtensor::bind

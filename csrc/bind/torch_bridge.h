@@ -4,7 +4,10 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <memory>
 #include <vector>
 
 #include "bind/dlpack_abi.h"
@@ -23,6 +26,9 @@ struct TensorFacts {
   std::vector<std::int64_t> strides;
 };
 
+// Calls by vectorcall. Throws python_error.
+nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments);
+
 // torch's functions, looked up once.
 class TorchBridge {
  public:
@@ -40,44 +46,64 @@ class TorchBridge {
                           Device device);
   nb::object empty_storage(nb::handle device);
   // The storage of `tensor`. All tensors over it share this Python object.
-  nb::object storage(nb::handle tensor);
+  nb::object storage(nb::handle tensor) { return call(untyped_storage_, {tensor.ptr()}); }
 
   void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
            nb::handle strides);
-  nb::object detach(nb::handle tensor);
+  nb::object detach(nb::handle tensor) { return call(detach_, {tensor.ptr()}); }
   nb::object narrow(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length);
   void copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length,
                  nb::handle source);
 
-  bool is_tensor(nb::handle object);
+  bool is_tensor(nb::handle object) {
+    return PyObject_IsInstance(object.ptr(), tensor_type_.ptr()) == 1;
+  }
   // Whether it is exactly a torch.Tensor or Parameter, which can be read without side effects.
-  bool is_plain(nb::handle object);
-  bool is_negative(nb::handle tensor);
-  bool is_conjugate(nb::handle tensor);
-  bool gradients_enabled();
+  bool is_plain(nb::handle object) {
+    const nb::handle type = object.type();
+    return type.is(tensor_type_) || type.is(parameter_type_);
+  }
+  bool is_negative(nb::handle tensor) { return is_true(call(is_neg_, {tensor.ptr()})); }
+  bool is_conjugate(nb::handle tensor) { return is_true(call(is_conj_, {tensor.ptr()})); }
+  bool gradients_enabled() { return is_true(call(grad_enabled_, {})); }
 
   // torch's current stream of a CUDA device; 0 for others.
   Stream current_stream(Device device);
   // Makes torch give back its cached memory. False if it cannot, such as during a capture.
   bool empty_cache();
+  // Host memory, which torch's allocator keeps for the next request. `pinned`: page-locked, so that
+  // copies overlap with kernels. Throws OutOfPages. May be called and released with or without the
+  // GIL.
+  std::shared_ptr<std::byte> host_memory(const char* operation, std::size_t bytes, bool pinned);
 
   // For tests of releases without DLPack's C exchange API: false reads by Python attributes.
   void use_exchange_api(bool use);
 
  private:
   TorchBridge();
+  static bool is_true(nb::handle object) { return object.is(nb::bool_(true)); }
   nb::object tensor_over(Generation* generation, Address address, std::size_t bytes, Device device);
 
-  nb::object tensor_type_, parameter_type_;
-  nb::object set_, detach_, narrow_, copy_, untyped_storage_, is_neg_, is_conj_;
-  nb::object current_stream_, cuda_;
-  nb::object from_dlpack_, storage_type_, grad_enabled_;
-  nb::object private_;  // attributes for storages of ours
+  const nb::object torch_ = nb::module_::import_("torch");
+  const nb::object tensor_type_ = torch_.attr("Tensor");
+  const nb::object parameter_type_ = torch_.attr("nn").attr("Parameter");
+  const nb::object storage_type_ = torch_.attr("UntypedStorage");
+  const nb::object set_ = tensor_type_.attr("set_");
+  const nb::object detach_ = tensor_type_.attr("detach");
+  const nb::object narrow_ = tensor_type_.attr("narrow");
+  const nb::object copy_ = tensor_type_.attr("copy_");
+  const nb::object untyped_storage_ = tensor_type_.attr("untyped_storage");
+  const nb::object is_neg_ = tensor_type_.attr("is_neg");
+  const nb::object is_conj_ = tensor_type_.attr("is_conj");
+  const nb::object grad_enabled_ = torch_.attr("is_grad_enabled");
+  const nb::object from_dlpack_ = torch_.attr("_C").attr("_from_dlpack");
+  // None in builds without CUDA.
+  const nb::object current_stream_ =
+      nb::getattr(torch_.attr("_C"), "_cuda_getCurrentRawStream", nb::none());
+  // Attributes for storages of ours.
+  const nb::object private_ = nb::module_::import_("vtensor._processes").attr("STORAGE_METHODS");
   const dlpack::ExchangeApi* available_ = nullptr;
   const dlpack::ExchangeApi* api_ = nullptr;
 };
-
-// Calls by vectorcall. Throws python_error.
-nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments);
 
 }  // namespace vtensor::bind
