@@ -12,7 +12,7 @@
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
-#include "policy/make_room.h"
+#include "policy/reclaim.h"
 #include "vmm/wait.h"
 
 namespace vtensor::bind {
@@ -33,7 +33,7 @@ class WakeCore {
     // Before it is refused, prefixes of caches go that no slot uses.
     waking_ = with_memory(
         *pool, caller, [&] { return std::make_unique<WakeUp>(pool, caller, numbers); },
-        [&pool](unsigned) { return without_gil([&] { return MakeRoom(*pool).give_up_kept(); }); });
+        [&pool](unsigned) { return without_gil([&] { return Reclaim(*pool).shrink(); }); });
   }
   ~WakeCore() { give_up(); }
   WakeCore(const WakeCore&) = delete;

@@ -29,7 +29,7 @@
 #include "bind/sleep.h"
 #include "bind/slot_range.h"
 #include "bind/torch_bridge.h"
-#include "policy/keeper.h"
+#include "policy/shrinker.h"
 #include "vmm/wait.h"
 
 namespace vtensor::bind {
@@ -297,20 +297,20 @@ class CacheCore {
  private:
   // The cache's prefixes, for the other pools of a shared budget. The mapper may have it for longer
   // than the cache lives, and takes it between two operations.
-  class Prefixes final : public Keeper {
+  class Prefixes final : public Shrinker {
    public:
     explicit Prefixes(CacheCore& core) : core_(&core) {}
     void leave() {
       const std::lock_guard lock(mutex_);
       core_ = nullptr;
     }
-    std::optional<std::size_t> give_up(std::size_t pages) noexcept override {
+    std::optional<std::size_t> shrink(std::size_t pages) noexcept override {
       std::size_t given = 0;
       const bool between =
           between_operations([&](SlotCache& cache) { given = cache.evict_pages(pages); });
       return between ? std::optional(given) : std::nullopt;
     }
-    std::size_t kept() noexcept override {
+    std::size_t shrinkable() noexcept override {
       between_operations([this](SlotCache& cache) { kept_ = cache.evictable_pages(); });
       return kept_;
     }

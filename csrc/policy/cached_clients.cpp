@@ -6,6 +6,18 @@
 
 namespace vtensor {
 
+bool CachedClients::evict_oldest() {
+  if (empty()) return false;
+  const std::shared_ptr<Client> leaves_the_list = oldest();
+  leaves_the_list->evict();
+  return true;
+}
+
+void CachedClients::evict_all() {
+  while (evict_oldest()) {
+  }
+}
+
 std::shared_ptr<Client> CachedClients::oldest_unplaced() const {
   const auto found =
       std::find_if(all_.begin(), all_.end(), [](const auto& client) { return !client->placed(); });

@@ -16,6 +16,9 @@ class Client;
 class CachedClients {
  public:
   bool empty() const { return all_.empty(); }
+  // Has the oldest give up cached pages; false if there is none.
+  bool evict_oldest() VT_LOCKED;
+  void evict_all() VT_LOCKED;
   const std::shared_ptr<Client>& oldest() const { return all_.front(); }
   // The oldest first.
   ClientList::Iterator begin() const { return all_.begin(); }

@@ -1,8 +1,8 @@
-// An immutable, published extent of mapped pages. A torch storage over it keeps it alive; the pool
-// hears of its end from whatever thread drops that storage, and in the same way of the end of a
-// client's owner.
+// An immutable, published extent of mapped pages. A torch storage over it keeps it alive, and the
+// thread that drops that storage ends it. A client's owner ends in the same way.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -54,6 +54,32 @@ class Generations {
  private:
   std::vector<Generation*> all_;
   Coverage covered_;
+};
+
+// A stack of generations that any thread ends, without a lock, and the holder of the pool's lock
+// reaps.
+class EndedGenerations {
+ public:
+  bool empty() const noexcept { return first_.load(std::memory_order_acquire) == nullptr; }
+  void push(Generation* generation) noexcept {
+    generation->next = first_.load(std::memory_order_relaxed);
+    while (!first_.compare_exchange_weak(generation->next, generation, std::memory_order_acq_rel,
+                                         std::memory_order_relaxed)) {
+    }
+  }
+  // The first of them, linked by `next`.
+  Generation* take_all() noexcept { return first_.exchange(nullptr, std::memory_order_acquire); }
+  // Whether there are none, asked after the lock was let go, by changing none to none. So either
+  // this sees what was pushed, or the thread that pushed it sees the lock free: with a plain load
+  // both could look too early.
+  bool confirm_empty() noexcept {
+    Generation* none = nullptr;
+    return first_.compare_exchange_strong(none, nullptr, std::memory_order_acq_rel,
+                                          std::memory_order_acquire);
+  }
+
+ private:
+  std::atomic<Generation*> first_{nullptr};
 };
 
 }  // namespace vtensor

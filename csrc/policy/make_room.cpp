@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "base/align.h"
 #include "base/trace.h"
 #include "policy/client.h"
 #include "policy/page_pool.h"
@@ -17,16 +15,15 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// How long a wait sleeps before it looks again at what nothing may have said.
+// How long a wait sleeps before it looks again without having been woken.
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
-// How long a request waits for what is on its way out before more goes, which may stand behind less
-// work; and although that would not suffice: others may give back.
-constexpr std::chrono::nanoseconds kHope = std::chrono::milliseconds(200);
-// How long it waits for the other pools of a shared budget, one of which may be stopped.
+// How long a request waits for pages on their way out before it gives up others, which may wait for
+// less work; and before it fails although what leaves does not suffice: other threads may give
+// back.
+constexpr std::chrono::nanoseconds kGrace = std::chrono::milliseconds(200);
+// How long it waits for the other pools of a shared budget, one of which may hang.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::seconds(1);
 constexpr std::chrono::nanoseconds kLookForAnswer = std::chrono::microseconds(100);
-// Pages given to them in one step: the least that is worth their asking.
-constexpr std::size_t kLentAtOnce = 32;
 
 std::string need(const char* operation, std::size_t pages, std::size_t page_size) {
   return "[" + std::string(operation) + "] need " + std::to_string(pages) + " pages of " +
@@ -56,12 +53,12 @@ class MakeRoom::Request {
     want(store_.uncovered_bytes(pages_));
     if (wanted_ == 0) return false;
     if (!asked_) {
-      asking_ = store_.shared()->ask();
+      request_ = store_.shared()->request();
       asked_at_ = steady_clock::now();
       asked_ = true;
       return true;
     }
-    over_ = store_.shared()->answered(asking_) || steady_clock::now() - asked_at_ >= kAnswer;
+    over_ = store_.shared()->answered(request_) || steady_clock::now() - asked_at_ >= kAnswer;
     return true;  // if it is over, what was given up is still to be looked for
   }
 
@@ -77,12 +74,12 @@ class MakeRoom::Request {
   const steady_clock::time_point since_ = steady_clock::now();
   steady_clock::time_point asked_at_;
   std::size_t wanted_ = 0;  // bytes
-  std::uint32_t asking_ = 0;
+  std::uint32_t request_ = 0;
   bool asked_ = false, over_ = false;
 };
 
 std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) {
-  PageStore& store = pool_.store_;
+  PageStore& store = pool_.store();
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
   if (store.shared() == nullptr) return store.unused_beside(private_copies);
@@ -92,7 +89,7 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
 
 std::size_t MakeRoom::pages_leaving() const {
   std::size_t leaving = 0;
-  for (const std::shared_ptr<Client>& client : pool_.unsettled_)
+  for (const std::shared_ptr<Client>& client : pool_.unsettled())
     leaving += may_settle(*client) ? client->pages_leaving() : 0;
   return leaving;
 }
@@ -100,17 +97,17 @@ std::size_t MakeRoom::pages_leaving() const {
 bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
                     std::size_t private_copies) {
   const std::size_t page_size = pool_.page_size();
-  bool looked_away = false;
+  bool unlocked = false;
   std::size_t free = free_pages(pages, private_copies);
   if (pages > free) {
-    Request request(pool_.store_, pages);
+    Request request(pool_.store(), pages);
     while (pages > free && take_back(lock, request, pages - free)) {
-      looked_away = true;
+      unlocked = true;
       free = free_pages(pages, private_copies);
     }
     if (pages > free) {
       trace::event(trace::What::out_of_memory, 0, pages * page_size);
-      if (const SharedBudget* const shared = pool_.store_.shared()) {
+      if (const SharedBudget* const shared = pool_.store().shared()) {
         throw OutOfPages(need(operation, pages, page_size) + "the budget \"" + shared->name() +
                          "\" of " + std::to_string(shared->limit()) + " bytes has " +
                          std::to_string(free) + " left: this pool holds " +
@@ -120,12 +117,12 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
                          "there (python -m vtensor top shows where)");
       }
       throw OutOfPages(need(operation, pages, page_size) + "the pool has " + std::to_string(free) +
-                       " of " + std::to_string(pool_.store_.budget()) +
+                       " of " + std::to_string(pool_.store().budget()) +
                        " free: free tensors or views, or raise the pool's budget");
     }
   }
-  for (PageStore::Shortage shortage; (shortage = pool_.store_.shortage(pages)).missing != 0;) {
-    looked_away = true;
+  for (PageStore::Shortage shortage; (shortage = pool_.store().shortage(pages)).missing != 0;) {
+    unlocked = true;
     if (give_up_spare(lock)) continue;
     trace::event(trace::What::out_of_memory, 0, shortage.missing);
     throw ReserveReached(need(operation, pages, page_size) + "the device has " +
@@ -133,25 +130,25 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
                          std::to_string(pool_.options().device_reserve) +
                          " to others: free memory, or lower the pool's reserve");
   }
-  return looked_away;
+  return unlocked;
 }
 
 bool MakeRoom::ready(PoolLock& lock, const char* operation, std::size_t pages,
                      std::size_t private_copies) {
   if (pages == 0) return false;
-  for (bool looked_away = false;;) {
-    looked_away |= free(lock, operation, pages, private_copies);
+  for (bool unlocked = false;;) {
+    unlocked |= free(lock, operation, pages, private_copies);
     try {
-      if (!pool_.store_.make_ready(lock, pages)) return looked_away;
+      if (!pool_.store().make_ready(lock, pages)) return unlocked;
     } catch (const DeviceOutOfMemory&) {
       if (!give_up_spare(lock)) throw;
     }
-    looked_away = true;
+    unlocked = true;
   }
 }
 
 void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, std::size_t bytes) {
-  PageStore& store = pool_.store_;
+  PageStore& store = pool_.store();
   Request request(store, 0);
   for (;;) {
     while (store.in_use() > pages && take_back(lock, request, store.in_use() - pages)) {
@@ -171,26 +168,26 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
 }
 
 bool MakeRoom::give_up_spare(PoolLock& lock) {
-  bool any = pool_.evict_oldest();
-  for (auto client = pool_.clients_.begin(); !any && client != pool_.clients_.end(); ++client)
+  bool any = pool_.cached().evict_oldest();
+  for (auto client = pool_.clients().begin(); !any && client != pool_.clients().end(); ++client)
     any = (*client)->drop_ahead() != 0;
   if (any) pool_.settle_all(lock);
   return any;
 }
 
 bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) {
-  const std::size_t before = pool_.store_.used();
+  const std::size_t before = pool_.store().used();
   pool_.reap();
   pool_.settle_all(lock);
-  if (pool_.store_.used() < before) return true;
+  if (pool_.store().used() < before) return true;
   const std::chrono::nanoseconds patience = pool_.options().patience;
   const auto waited = request.waited();
-  const bool hopes = waited < std::min(kHope, patience);
+  const bool hopes = waited < std::min(kGrace, patience);
   const bool suffices = pages_leaving() >= missing;
   if (!(suffices && hopes) && give_up_spare(lock)) return true;
   // What is left to hope for are pages of other pools, those that wait for the mapper, or for work
   // on the device, and those of a client for which calls are made just now.
-  const ClientList& unsettled = pool_.unsettled_;
+  const ClientList& unsettled = pool_.unsettled();
   const bool others = !(suffices && hopes) && request.ask();
   const bool waits = std::any_of(
       unsettled.begin(), unsettled.end(),
@@ -212,8 +209,8 @@ bool MakeRoom::await_leaving(PoolLock& lock) {
 }
 
 std::size_t MakeRoom::pages_to_come() const {
-  std::size_t pages = pool_.store_.unused();
-  for (Client* const client : pool_.clients_) {
+  std::size_t pages = pool_.store().unused();
+  for (Client* const client : pool_.clients()) {
     if (client->range().copy_on_write() == 0) pages += client->pages_leaving();
   }
   return pages;
@@ -221,14 +218,14 @@ std::size_t MakeRoom::pages_to_come() const {
 
 std::size_t MakeRoom::missing(std::size_t pages) const {
   PoolCounts counts;
-  for (const std::shared_ptr<Client>& client : pool_.cached_) client->add_to(counts);
+  for (const std::shared_ptr<Client>& client : pool_.cached()) client->add_to(counts);
   return pages - std::min(pages, pages_to_come() + counts.cached);
 }
 
 std::size_t MakeRoom::begin(std::size_t pages) {
   std::size_t found = pages_to_come();
-  while (found < pages && !pool_.cached_.empty()) {
-    const std::shared_ptr<Client> oldest = pool_.cached_.oldest();
+  while (found < pages && !pool_.cached().empty()) {
+    const std::shared_ptr<Client> oldest = pool_.cached().oldest();
     const std::size_t before = oldest->pages_leaving();
     oldest->evict();
     found += oldest->pages_leaving() - before;
@@ -236,53 +233,11 @@ std::size_t MakeRoom::begin(std::size_t pages) {
   return pages - std::min(pages, found);
 }
 
-MakeRoom::Lent MakeRoom::lend(PoolLock& lock) {
-  PageStore& store = pool_.store_;
-  const std::size_t missing = store.shared()->missing_elsewhere();
-  if (missing == 0) return Lent::nothing;
-  if (store.spare().size() == 0) {
-    pool_.settle_all(lock);
-    const std::size_t leaving = pages_leaving() * pool_.page_size();
-    if (store.spare().size() == 0 && leaving >= missing) return Lent::waits;
-    if (store.spare().size() == 0 && !give_up_spare(lock)) {
-      const Lent lent = lend_kept(lock, ceil_div(missing - leaving, pool_.page_size()));
-      return lent == Lent::nothing && leaving != 0 ? Lent::waits : lent;
-    }
-  }
-  store.release(lock, kLentAtOnce);
-  return Lent::some;
-}
-
-MakeRoom::Lent MakeRoom::lend_kept(PoolLock& lock, std::size_t pages) {
-  const std::vector<std::shared_ptr<Keeper>> keepers = pool_.keepers();
-  // An operation that itself asks for memory may last as long as we owe the answer.
-  bool waits = false;
-  const SharedBudget* const shared = pool_.store_.shared();
-  const bool asks = shared != nullptr && shared->wants();
-  std::size_t given = 0;
-  if (!keepers.empty()) {
-    const Unlocked keepers_take_the_lock(lock);  // fork(2) waits for them
-    for (const std::shared_ptr<Keeper>& keeper : keepers) {
-      const std::optional<std::size_t> some = keeper->give_up(std::max(pages, kLentAtOnce));
-      given += some.value_or(0);
-      waits |= !some && !asks;
-      if (given >= pages) break;
-    }
-  }
-  if (given != 0) return Lent::some;
-  return waits ? Lent::waits : Lent::nothing;
-}
-
-bool MakeRoom::give_up_kept() {
-  PoolLock lock(pool_.shared_from_this());
-  return lend_kept(lock, kLentAtOnce) == Lent::some;
-}
-
 bool MakeRoom::give_all_back(bool spare) noexcept {
   PoolLock lock(pool_.shared_from_this());
   pool_.reap();
-  bool any = !pool_.unsettled_.empty();
-  while (spare ? give_up_spare(lock) : pool_.evict_oldest()) any = true;
+  bool any = !pool_.unsettled().empty();
+  while (spare ? give_up_spare(lock) : pool_.cached().evict_oldest()) any = true;
   pool_.settle_all(lock);
   return any;
 }

@@ -3,11 +3,11 @@
 //   1  what waits to be unmapped, if its fences have passed
 //   2  cached clients, the oldest first
 //   3  what is ready ahead of need
-//   4  what the other pools of a shared budget can do without; they are asked, and answer soon
+//   4  what the other pools of a shared budget give up (reclaim.h); they answer soon
 //   5  waiting, for the device and for calls of other threads, as long as that may suffice
 //
-// find pages within the budget and beside the reserve. Own pages go before others': that is certain
-// and takes no other process's time. If the driver refuses all the same,
+// find pages within the budget and beside the reserve. The pool's own pages go first: they are
+// certain, and take no time of another process. If the driver refuses all the same,
 //
 //   6  1 and 2, or without device memory 1 to 3, of the whole pool, and what the caller's framework
 //      caches; then the operation is tried once more
@@ -32,8 +32,8 @@ class MakeRoom {
  public:
   explicit MakeRoom(PagePool& pool) : pool_(pool) {}
 
-  // Rungs 1 to 5. True where they let the lock go, to wait or to make memory: others may have taken
-  // pages, or given some back.
+  // Rungs 1 to 5. True if they let the lock go, to wait or to make memory: other threads may have
+  // taken pages, or given some back.
 
   // Returns with `pages` pages free, not counting `private_copies` pages that the kernel copied and
   // that these are to replace. Throws OutOfPages, ReserveReached.
@@ -57,35 +57,22 @@ class MakeRoom {
   // Waits for the next change. False, at once, if no page is on its way out: waiting brings none.
   bool await_leaving(PoolLock& lock) VT_LOCKED;
 
-  // For rung 4 of another pool: one step of rungs 1 to 3, of what keepers have, and of giving free
-  // pages back. It waits for nothing.
-  enum class Lent : std::uint8_t {
-    some,     // there may be more
-    waits,    // pages go once their fences have passed, or an operation of their keeper
-    nothing,  // is wanted, or left
-  };
-  Lent lend(PoolLock& lock) VT_LOCKED;
+  // Mapped pages that nothing needs and that wait to be unmapped.
+  std::size_t pages_leaving() const VT_LOCKED;
+  // Rungs 2 and 3: one client's; false if there is none.
+  bool give_up_spare(PoolLock& lock) VT_LOCKED;
 
   // Rung 6 takes the lock. `spare`: also what is ready ahead. False if there was nothing.
   bool give_all_back(bool spare) noexcept;
-  // Some pages of keepers, none of whose operations it waits for. Takes the lock. False if they
-  // have none. Requires: no keeper's lock is held.
-  bool give_up_kept();
 
  private:
   class Request;
 
   // Pages free for a request of `pages`; covered if they suffice.
   std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
-  // The same of keepers, about `pages` pages.
-  Lent lend_kept(PoolLock& lock, std::size_t pages) VT_LOCKED;
-  // Mapped pages that nothing needs and that wait to be unmapped.
-  std::size_t pages_leaving() const VT_LOCKED;
   // Pages that are free, or will be once all that is on its way out has gone; not those of clients
   // that share pages, which others may keep.
   std::size_t pages_to_come() const VT_LOCKED;
-  // Rungs 2 and 3: one client's; false if there is none.
-  bool give_up_spare(PoolLock& lock) VT_LOCKED;
   // One step of rungs 1 to 5; false if nothing is left that would make up for `missing` pages.
   bool take_back(PoolLock& lock, Request& request, std::size_t missing) VT_LOCKED;
 

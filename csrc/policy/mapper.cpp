@@ -12,6 +12,7 @@
 #include "base/trace.h"
 #include "policy/client.h"
 #include "policy/page_pool.h"
+#include "policy/reclaim.h"
 
 namespace vtensor {
 
@@ -121,8 +122,7 @@ void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
     error = std::current_exception();
   }
   const PoolLock lock(pool);
-  pool->mapper_error_ = error;
-  pool->changed();
+  pool->set_mapper_error(error);
   if (error) std::rethrow_exception(error);
 }
 
@@ -142,12 +142,12 @@ class Mapper::Step {
   bool refused() const { return refused_; }
 
   bool claim_ahead(PoolLock& lock) VT_LOCKED {
-    if (pool_.wanting_.empty()) return false;
+    if (pool_.wanting().empty()) return false;
     std::size_t pages = 0, beside = 0;  // `beside` what was announced
     try {
       const std::size_t available = pool_.store().available();
       const std::size_t most = std::min(most_, available);
-      beside = available - std::min(available, pool_.wanting_.announced());
+      beside = available - std::min(available, pool_.wanting().announced());
       make_ready(lock, most);
       pages = pool_.store().cover_available(most);  // others may have taken some meanwhile
     } catch (const DriverError&) {
@@ -155,8 +155,8 @@ class Mapper::Step {
     } catch (const Error&) {
       // Of a shared budget. A use that needs the pages meets it again, and raises it.
     }
-    ahead_.reserve(pool_.wanting_.size());
-    for (auto at = pool_.wanting_.begin(); at != pool_.wanting_.end();) {
+    ahead_.reserve(pool_.wanting().size());
+    for (auto at = pool_.wanting().begin(); at != pool_.wanting().end();) {
       const std::shared_ptr<Client> client = *at++;
       const std::size_t announced = client->hooks.announced;
       const std::size_t most = announced != 0 ? pages : std::min(pages, beside);
@@ -166,13 +166,13 @@ class Mapper::Step {
       }
       Ahead job{client, {}};
       if (!client->claim_ahead(job.arrival, most)) {
-        pool_.wanting_.remove(*client);
+        pool_.wanting().remove(*client);
         continue;
       }
       const std::size_t taken = job.arrival.given ? 0 : job.arrival.pages.size();
       pages -= taken;
       beside -= std::min(beside, taken - std::min(taken, announced));
-      pool_.wanting_.took(*client, taken);
+      pool_.wanting().took(*client, taken);
       ahead_.push_back(std::move(job));
       if (pool_.traits().asynchronous) break;
     }
@@ -182,13 +182,13 @@ class Mapper::Step {
   bool claim_back() VT_LOCKED {
     const std::size_t most = 8 * most_;  // memory is not touched for it
     std::size_t pages = 0;
-    back_.reserve(pool_.unsettled_.size());
-    for (auto at = pool_.unsettled_.begin(); at != pool_.unsettled_.end() && pages < most;) {
+    back_.reserve(pool_.unsettled().size());
+    for (auto at = pool_.unsettled().begin(); at != pool_.unsettled().end() && pages < most;) {
       const std::shared_ptr<Client> client = *at++;
       Back job{client, {}};
       switch (client->claim_back(job.departure, most - pages)) {
         case Client::Claim::done:
-          pool_.unsettled_.remove(client->hooks.unsettled);
+          pool_.unsettled().remove(client->hooks.unsettled);
           break;
         case Client::Claim::claimed:
           pages += job.departure.handles.size();
@@ -206,8 +206,8 @@ class Mapper::Step {
   }
 
   bool claim_cleaning() VT_LOCKED {
-    if (pool_.options_.zero == ZeroPolicy::never) return false;
-    for (auto at = pool_.cached_.unclean.begin(); at != pool_.cached_.unclean.end();) {
+    if (pool_.zero_policy() == ZeroPolicy::never) return false;
+    for (auto at = pool_.cached().unclean.begin(); at != pool_.cached().unclean.end();) {
       const std::shared_ptr<Client> client = *at++;
       Cleaning job{client, {}, nullptr, nullptr};
       if (client->claim_cleaning(job.runs, most_)) {
@@ -217,7 +217,7 @@ class Mapper::Step {
       if (client->to_clean()) {
         waits_ = true;
       } else {
-        pool_.cached_.unclean.remove(client->hooks.unclean);
+        pool_.cached().unclean.remove(client->hooks.unclean);
       }
     }
     return false;
@@ -245,8 +245,8 @@ class Mapper::Step {
   void enter() VT_LOCKED {
     for (Ahead& job : ahead_) {
       job.client->enter_ahead(job.arrival);
-      job.client->wants() ? pool_.wanting_.requeue(*job.client)
-                          : pool_.wanting_.served(*job.client);
+      job.client->wants() ? pool_.wanting().requeue(*job.client)
+                          : pool_.wanting().served(*job.client);
     }
     for (Back& job : back_) {
       job.client->enter_back(job.departure);
@@ -276,14 +276,14 @@ class Mapper::Step {
 
   // Whether pages are on their way out that a client with none to be had may wait for.
   bool is_leaving() const VT_LOCKED {
-    return std::any_of(pool_.unsettled_.begin(), pool_.unsettled_.end(),
+    return std::any_of(pool_.unsettled().begin(), pool_.unsettled().end(),
                        [](const auto& client) VT_LOCKED { return client->pages_leaving() != 0; });
   }
 
   // Has handles made in one go, where the driver takes long for them.
   void make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED {
     std::size_t wanted = 0;
-    for (const std::shared_ptr<Client>& client : pool_.wanting_) {
+    for (const std::shared_ptr<Client>& client : pool_.wanting()) {
       if (wanted >= pages) break;
       wanted += client->missing_ahead();
     }
@@ -309,11 +309,11 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
   Time next = Time::max();
   for (bool back_first = false; !signal.stopping.load(std::memory_order_acquire);
        back_first = !back_first) {
-    while (pool->quiet_wanted_ != 0 && !signal.stopping.load(std::memory_order_acquire))
+    while (pool->quiescing() && !signal.stopping.load(std::memory_order_acquire))
       pool->wait_changed(lock, std::chrono::steady_clock::now() + kLongestPause);
     pool->reap();
-    const MakeRoom::Lent lent = pool->lend(lock);
-    if (lent == MakeRoom::Lent::some) {
+    const Reclaim::Result reclaimed = Reclaim(*pool).step(lock);
+    if (reclaimed == Reclaim::Result::progress) {
       const Waiting others_first(lock);
       continue;
     }
@@ -321,14 +321,14 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
     const bool claimed = (back_first && step.claim_back()) || step.claim_ahead(lock) ||
                          (!back_first && step.claim_back()) || step.claim_cleaning();
     if (!claimed) {
-      next = pool->tend(lock);
+      next = pool->maintain(lock);
       if (next <= std::chrono::steady_clock::now()) {
         const Waiting others_first(lock);
         continue;
       }
       if (step.refused() && !pool->retired())
         next = std::min(next, std::chrono::steady_clock::now() + kRetryPause);
-      if (!step.waits() && lent != MakeRoom::Lent::waits) {
+      if (!step.waits() && reclaimed != Reclaim::Result::waits) {
         pause = kShortestPause;
       } else {
         next = std::min(next, std::chrono::steady_clock::now() + pause);

@@ -11,6 +11,7 @@
 #include "base/process.h"
 #include "base/trace.h"
 #include "policy/client.h"
+#include "policy/default_budget.h"
 #include "policy/make_room.h"
 #include "vmm/copy_on_write.h"
 
@@ -24,19 +25,36 @@ namespace {
 constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 // A question without a request waits no longer for the other pools of a shared budget.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
-// Who needs quiet waits for no more than so many pages to be released.
+// A thread that waits for driver calls to end waits for no more than so many pages to be released.
 constexpr std::size_t kReleasedAtOnce = 32;
 
 }  // namespace
 
 std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
                                            const PoolOptions& options) {
-  std::shared_ptr<PagePool> pool = enlist(std::move(driver), options);
+  const DriverTraits& traits = driver->traits();
+  PoolOptions budgeted = options;
+  std::shared_ptr<PagePool> pool;
+  {
+    PoolsOfProcess others;
+    if (budgeted.budget == 0) budgeted.budget = others.default_budget(*driver);
+    if (budgeted.budget < traits.page_size) {
+      throw InvalidArgument("[Pool] budget of " + std::to_string(budgeted.budget) +
+                            " bytes holds no page of " + std::to_string(traits.page_size) +
+                            " bytes: raise the budget or lower the page size");
+    }
+    std::unique_ptr<SharedBudget> shared;
+    if (!options.shared.empty()) {
+      shared = SharedBudget::join(driver->meter(), options.shared, budgeted.budget, traits.device);
+    }
+    pool.reset(new PagePool(std::move(driver), budgeted, std::move(shared)));
+    others.add(pool);
+  }
   if (pool->traits().kernel_copies_on_write) join_forks(pool.get());
-  // Now, and not when memory or mappings are short: a thread that cannot have its own ends the
-  // process.
+  // Now, and not when memory or mappings are short: a thread without memory for its thread-local
+  // data ends the process.
   if (pool->looks_ahead() || options.spare_low != 0 || pool->shared_) pool->ensure_mapper();
-  if (pool->shared_) pool->bell_.start(*pool->shared_, pool->waker());
+  if (pool->shared_) pool->listener_.start(*pool->shared_, pool->waker());
   return pool;
 }
 
@@ -50,7 +68,7 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
   if (in_forked_child.load(std::memory_order_relaxed)) return;
-  bell_.stop();
+  listener_.stop();
   mapper_.stop();
   if (traits().kernel_copies_on_write) leave_forks(this);
   try {
@@ -94,13 +112,17 @@ void PagePool::start_mapper() {
   if (!mapper_.running()) mapper_.start(weak_from_this());
 }
 
+void PagePool::set_mapper_error(std::exception_ptr error) {
+  mapper_error_ = std::move(error);
+  changed();
+}
+
 bool PagePool::may_cache(std::size_t pages) {
   const std::size_t most =
       options_.cache == kCacheByBudget ? store_.budget() / 4 : store_.in_pages(options_.cache);
   if (pages > most) return false;
   while (cached_.pages() + pages > most) {
-    const std::shared_ptr<Client> oldest = cached_.oldest_unplaced();
-    oldest->evict();
+    cached_.oldest_unplaced()->evict();
   }
   return true;
 }
@@ -108,18 +130,6 @@ bool PagePool::may_cache(std::size_t pages) {
 void PagePool::cache(const std::shared_ptr<Client>& client, std::size_t pages) {
   cached_.add(client, pages, options_.zero != ZeroPolicy::never);
   if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) wake_mapper();
-}
-
-bool PagePool::evict_oldest() {
-  if (cached_.empty()) return false;
-  const std::shared_ptr<Client> oldest = cached_.oldest();
-  oldest->evict();
-  return true;
-}
-
-void PagePool::evict_all() noexcept {
-  while (evict_oldest()) {
-  }
 }
 
 void PagePool::await(PoolLock& lock, const char* operation, const char* what,
@@ -133,27 +143,27 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
   }
 }
 
-// Whoever lets the lock go has to see to what ended generations and calls for the mapper left. What
-// comes in the last moment before the wait is seen at its end, so that is soon.
+// A thread that lets the lock go first settles what ended generations left, and wakes the mapper if
+// it is to be woken. What comes in the last moment before the wait is seen when it ends, soon.
 void PagePool::wait_changed(PoolLock& lock, steady_clock::time_point until) {
   if (tidy()) mapper_.wake();
   lock.wait_changed(until);
 }
 
 // While one lives the mapper begins no step.
-class PagePool::WantsQuiet {
+class PagePool::Quiescing {
  public:
-  explicit WantsQuiet(PagePool& pool) VT_LOCKED : pool_(pool) { ++pool_.quiet_wanted_; }
-  ~WantsQuiet() VT_LOCKED { --pool_.quiet_wanted_; }
-  WantsQuiet(const WantsQuiet&) = delete;
-  WantsQuiet& operator=(const WantsQuiet&) = delete;
+  explicit Quiescing(PagePool& pool) VT_LOCKED : pool_(pool) { ++pool_.quiescing_; }
+  ~Quiescing() VT_LOCKED { --pool_.quiescing_; }
+  Quiescing(const Quiescing&) = delete;
+  Quiescing& operator=(const Quiescing&) = delete;
 
  private:
   PagePool& pool_;
 };
 
-void PagePool::await_quiet(PoolLock& lock, const char* operation) {
-  const WantsQuiet wants(*this);
+void PagePool::quiesce(PoolLock& lock, const char* operation) {
+  const Quiescing quiescing(*this);
   await(lock, operation, "driver calls of other threads",
         [this]() VT_LOCKED { return in_flight() == 0; });
 }
@@ -166,9 +176,9 @@ void PagePool::prefill(std::size_t pages) {
   store_.stock(lock, pages);
 }
 
-steady_clock::time_point PagePool::tend(PoolLock& lock) {
+steady_clock::time_point PagePool::maintain(PoolLock& lock) {
   const auto now = steady_clock::now();
-  const auto due = store_.tend(lock);
+  const auto due = store_.maintain(lock);
   if (due <= now || options_.max_age.count() == 0 || cached_.empty()) return due;
   const std::shared_ptr<Client> oldest = cached_.oldest();
   const auto aged = oldest->cached_at() + options_.max_age;
@@ -192,10 +202,16 @@ PoolCounts PagePool::counts() {
   counts.in_page_sets = store_.in_page_sets();
   counts.asleep = store_.without_memory();
   if (shared_) {
-    shared_->look_for_the_dead();
+    shared_->free_dead_places();
     counts.held_elsewhere = shared_->held_elsewhere();
   }
   return counts;
+}
+
+std::size_t PagePool::unused_bytes() {
+  const PoolLock lock(shared_from_this());
+  const std::size_t unused = store_.unused();
+  return (unused - std::min(unused, store_.spare().size())) * page_size();
 }
 
 PoolEvents PagePool::events() {
@@ -220,42 +236,18 @@ void PagePool::set_budget(std::size_t bytes) {
   store_.set_budget(pages);
 }
 
-MakeRoom::Lent PagePool::lend(PoolLock& lock) {
-  if (!shared_) return MakeRoom::Lent::nothing;
-  const std::uint32_t asking = shared_->asking();
-  MakeRoom::Lent lent = MakeRoom::Lent::nothing;
-  try {
-    lent = MakeRoom(*this).lend(lock);
-  } catch (const std::exception&) {
-    // Refused: this pool can do without no more, which is an answer too.
-  }
-  if (lent != MakeRoom::Lent::nothing || !shared_->owes_answer()) return lent;
-  std::size_t kept = 0;
-  const std::vector<std::shared_ptr<Keeper>> all = keepers();
-  if (!all.empty()) {
-    const Unlocked keepers_take_the_lock(lock);  // fork(2) waits for them
-    for (const std::shared_ptr<Keeper>& keeper : all) kept += keeper->kept();
-  }
-  PoolCounts counts;
-  for (Client* client : clients_) client->add_to(counts);
-  shared_->report((counts.cached + counts.prefetched + kept) * page_size(),
-                  store_.spare().size() * page_size());
-  shared_->answer(asking);
-  return lent;
-}
-
-std::vector<std::shared_ptr<Keeper>> PagePool::keepers() {
-  std::vector<std::shared_ptr<Keeper>> all;
-  for (const std::weak_ptr<Keeper>& one : keepers_) {
-    if (std::shared_ptr<Keeper> keeper = one.lock()) all.push_back(std::move(keeper));
+std::vector<std::shared_ptr<Shrinker>> PagePool::shrinkers() {
+  std::vector<std::shared_ptr<Shrinker>> all;
+  for (const std::weak_ptr<Shrinker>& one : shrinkers_) {
+    if (std::shared_ptr<Shrinker> shrinker = one.lock()) all.push_back(std::move(shrinker));
   }
   return all;
 }
 
-void PagePool::add(const std::shared_ptr<Keeper>& keeper) {
+void PagePool::add(const std::shared_ptr<Shrinker>& shrinker) {
   const PoolLock lock(shared_from_this());
-  std::erase_if(keepers_, [](const auto& one) { return one.expired(); });
-  keepers_.push_back(keeper);
+  std::erase_if(shrinkers_, [](const auto& one) { return one.expired(); });
+  shrinkers_.push_back(shrinker);
 }
 
 std::vector<std::shared_ptr<Client>> PagePool::asleep(std::span<const std::uint64_t> numbers) {
@@ -270,9 +262,9 @@ std::vector<std::shared_ptr<Client>> PagePool::asleep(std::span<const std::uint6
 std::size_t PagePool::spared_elsewhere() {
   if (!shared_) return 0;
   PoolLock lock(shared_from_this());
-  const std::uint32_t asking = shared_->ask();
+  const std::uint32_t request = shared_->request();
   const auto until = steady_clock::now() + kAnswer;
-  while (!shared_->answered(asking) && steady_clock::now() < until)
+  while (!shared_->answered(request) && steady_clock::now() < until)
     wait_changed(lock, steady_clock::now() + kLook);
   return store_.in_pages(shared_->spared_elsewhere());
 }
@@ -280,9 +272,9 @@ std::size_t PagePool::spared_elsewhere() {
 std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   reap();
-  evict_all();
-  const WantsQuiet wants(*this);
-  await_quiet(lock, "Pool.trim");
+  cached_.evict_all();
+  const Quiescing quiescing(*this);
+  quiesce(lock, "Pool.trim");
   settle_all(lock);
   if (traits().adjacent_handles) return store_.release_adjacent();
   const std::size_t pages = store_.spare().size();
@@ -296,8 +288,8 @@ std::size_t PagePool::trim() {
 
 bool PagePool::idle() const {
   // A generation that has ended may be the last to keep a client's range.
-  return in_flight() == 0 && !ended_.load(std::memory_order_acquire) &&
-         ((wanting_.empty() && !store_.wants_tending()) || !mapper_.running()) &&
+  return in_flight() == 0 && ended_.empty() &&
+         ((wanting_.empty() && !store_.maintenance_due()) || !mapper_.running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& client) VT_LOCKED { return client->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||
@@ -337,59 +329,16 @@ void PagePool::retire() noexcept {
   store_.keep_no_stock();
   retired_ = true;
   reap();
-  evict_all();
+  cached_.evict_all();
 }
 
 void PagePool::check_invariants() {
   PoolLock lock(shared_from_this());
   reap();
-  await_quiet(lock, "check_invariants");
+  quiesce(lock, "check_invariants");
   std::unordered_map<const Page*, PageUse> uses;
   for (Client* client : clients_) client->check(uses);
-  std::size_t extra = 0, asleep = 0, without_memory = 0;
-  for (const auto& [page, use] : uses) {
-    asleep += page->asleep;
-    without_memory += !page->resident;
-    const std::string name = "page " + std::to_string(page->handle);
-    if (page->references < use.entries) {
-      throw Error("I5: " + name + " has " + std::to_string(use.entries) +
-                  " page table entries and counts " + std::to_string(page->references));
-    }
-    extra += page->references - use.entries;
-    if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
-  }
-  const std::size_t given_away = store_.quarantined() + in_children_.size() + store_.in_page_sets();
-  // Page sets may be the last to have a page that sleeps.
-  const auto differs = [&](std::size_t counted, std::size_t found) VT_LOCKED {
-    return found > counted || counted - found > store_.in_page_sets();
-  };
-  if (differs(store_.asleep(), asleep) || differs(store_.without_memory(), without_memory)) {
-    throw Error("I5: " + std::to_string(store_.asleep()) + " pages are counted asleep, " +
-                std::to_string(store_.without_memory()) + " of them without memory; page tables " +
-                "hold " + std::to_string(asleep) + " and " + std::to_string(without_memory));
-  }
-  if (extra > given_away) throw Error("I5: a page counts more references than it has");
-  const std::size_t used = store_.used();
-  const std::size_t held = used + store_.without_memory();
-  if (uses.size() > held || held - uses.size() > given_away) {
-    throw Error("I5: " + std::to_string(used) + " pages are counted used, page tables hold " +
-                std::to_string(uses.size()));
-  }
-  for (const Page* page = store_.spare().oldest(); page; page = page->newer) {
-    if (page->references != 0 || !page->resident || uses.contains(page)) {
-      throw Error("I5: spare page " + std::to_string(page->handle) + " is in use");
-    }
-  }
-  const std::size_t kept = store_.spare().size();
-  if (used + kept > store_.budget()) {
-    throw Error("I5: " + std::to_string(used) + " used and " + std::to_string(kept) +
-                " spare pages pass the budget of " + std::to_string(store_.budget()));
-  }
-  if (shared_ && (used + store_.private_copies() + kept) * page_size() > shared_->held()) {
-    throw Error("I5: " + std::to_string(used) + " used and " + std::to_string(kept) +
-                " spare pages pass the " + std::to_string(shared_->held()) +
-                " bytes charged to the shared budget");
-  }
+  store_.check(uses, in_children_.size());
 }
 
 void PagePool::count_private_copies() {
@@ -398,24 +347,8 @@ void PagePool::count_private_copies() {
   store_.set_private_copies(private_copies);
 }
 
-void PagePool::push(Generation* generation) noexcept {
-  generation->next = ended_.load(std::memory_order_relaxed);
-  while (!ended_.compare_exchange_weak(generation->next, generation, std::memory_order_acq_rel,
-                                       std::memory_order_relaxed)) {
-  }
-}
-
-// Asked after the lock was let go, by changing `ended_` from none to none: then either we see what
-// was pushed, or the thread that pushes it sees the lock free. Two plain loads could both come too
-// early.
-bool PagePool::left_over() noexcept {
-  Generation* none = nullptr;
-  return !ended_.compare_exchange_strong(none, nullptr, std::memory_order_acq_rel,
-                                         std::memory_order_acquire);
-}
-
 bool PagePool::tidy() noexcept {
-  if (ended_.load(std::memory_order_acquire)) reap();
+  if (!ended_.empty()) reap();
   store_.give_back_uncovered();
   return std::exchange(wake_mapper_, false);
 }
@@ -423,8 +356,8 @@ bool PagePool::tidy() noexcept {
 void PagePool::end(Generation* generation) noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   const std::shared_ptr<PagePool> self = generation->client->pool();
-  push(generation);
-  // Whoever holds the lock looks again after letting it go, as we do.
+  ended_.push(generation);
+  // The holder of the lock looks again after letting it go, as this thread does.
   while (left_over() && mutex_.try_lock()) {
     assume_locked();
     const bool wake = tidy();
@@ -437,7 +370,7 @@ void PagePool::end_later(Generation* generation) noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   // From here on the mapper may end the pool: then not in this thread.
   const Mapper::Waker waker = mapper_.waker();
-  push(generation);
+  ended_.push(generation);
   waker.wake();
 }
 
@@ -446,7 +379,7 @@ void PagePool::before_fork() {
   assume_locked();
   bool quiet;
   {
-    const WantsQuiet wants(*this);
+    const Quiescing quiescing(*this);
     quiet =
         changed_.wait_for(lock, options_.patience, [this]() VT_LOCKED { return in_flight() == 0; });
   }
@@ -466,7 +399,7 @@ void PagePool::after_fork() {
 
 void PagePool::reap() noexcept {
   while (Page* page = in_children_.take_back()) store_.drop(page);
-  Generation* generation = ended_.exchange(nullptr, std::memory_order_acquire);
+  Generation* generation = ended_.take_all();
   while (generation) {
     Generation* next = generation->next;
     const std::shared_ptr<Client> client = generation->client;

@@ -1,7 +1,7 @@
 // A pool: the clients that hold pages of one device, what they want and give back, and the worker
-// that does it for them. Handles and budget are its store's. Its lock is the one lock of the core:
-// page tables and generations of its clients stand under it too. Driver calls that take long are
-// made without it, by the thread that has marked the client busy.
+// that does it for them. Its store has the page handles and the budget. Its lock is the one lock of
+// the core, and guards page tables and generations of its clients too. A thread that has marked a
+// client busy makes driver calls that take long without it.
 #pragma once
 
 #include <atomic>
@@ -16,14 +16,13 @@
 #include <vector>
 
 #include "driver/driver.h"
-#include "policy/bell.h"
+#include "policy/budget_listener.h"
 #include "policy/cached_clients.h"
 #include "policy/client_list.h"
 #include "policy/fork_guard.h"
 #include "policy/generation.h"
-#include "policy/keeper.h"
-#include "policy/make_room.h"
 #include "policy/mapper.h"
+#include "policy/shrinker.h"
 #include "policy/wanting_clients.h"
 #include "vmm/caller.h"
 #include "vmm/page_store.h"
@@ -66,7 +65,7 @@ struct PoolEvents {
 
 class PagePool final : public PoolMutex, public std::enable_shared_from_this<PagePool> {
  public:
-  // Throws InvalidArgument where the budget is below one page, and what joining a shared one does.
+  // Throws InvalidArgument if the budget is below one page, and what joining a shared one does.
   static std::shared_ptr<PagePool> create(std::unique_ptr<Driver> driver,
                                           const PoolOptions& options);
   ~PagePool();
@@ -81,21 +80,25 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   ZeroPolicy zero_policy() const { return options_.zero; }
   bool looks_ahead() const { return options_.prefetch != 0; }
 
+  // -- for its users; these take the lock
+
   PoolCounts counts();
   PoolEvents events();
-  // Throws OutOfPages where more is in use and cannot be given back, and InvalidArgument where the
+  // Bytes that the budget leaves and that have no memory yet.
+  std::size_t unused_bytes();
+  // Throws OutOfPages if more is in use and cannot be given back, and InvalidArgument if the
   // budget is shared; nothing is changed then.
   void set_budget(std::size_t bytes);
   // Pages that the other pools of a shared budget hold and could give up. Asks them, and waits a
-  // moment for their answers. Takes the lock.
+  // moment for their answers.
   std::size_t spared_elsewhere();
   // Makes the memory of `pages` free pages present, for rows to come. Throws OutOfPages.
   void prefill(std::size_t pages);
   // Gives cached and free memory back; returns how many pages. What waits to be unmapped goes
   // first.
   std::size_t trim();
-  // Returns once nothing is left to do in the background. Throws the driver's error where
-  // something cannot be unmapped, and TimedOut.
+  // Returns once nothing is left to do in the background. Throws the driver's error if something
+  // cannot be unmapped, and TimedOut.
   void wait_idle(std::chrono::nanoseconds timeout);
   // Throws an Error that names the violated invariant.
   void check_invariants();
@@ -104,43 +107,59 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void retire() noexcept;
   bool retired() const { return retired_.load(std::memory_order_relaxed); }
 
-  // Wakes the mapper; may outlive the pool.
-  Mapper::Waker waker() const { return mapper_.waker(); }
+  // -- clients
+
+  std::uint64_t add(Client* client) VT_LOCKED;
+  void remove(Client* client) VT_LOCKED { clients_.erase(client); }
+  std::uint64_t next_id() VT_LOCKED { return next_id_++; }
+  const std::unordered_set<Client*>& clients() const VT_LOCKED { return clients_; }
+  // Clients that are in one of these sleeps.
+  std::vector<std::shared_ptr<Client>> asleep(std::span<const std::uint64_t> numbers) VT_LOCKED;
+  // Takes the lock.
+  void add(const std::shared_ptr<Shrinker>& shrinker);
+  // Those that live.
+  std::vector<std::shared_ptr<Shrinker>> shrinkers() VT_LOCKED;
+
+  // Clients that have pages or their range to give back: a client is kept until it has.
+  ClientList& unsettled() VT_LOCKED { return unsettled_; }
+  void settle_later(const std::shared_ptr<Client>& client) VT_LOCKED;
+  // Settles what waits for it. Returns the first refusal.
+  std::exception_ptr settle_all(PoolLock& lock) noexcept VT_LOCKED;
+  // `client` wants pages ahead: the mapper sees it when it next wakes, or wait_idle() wakes it.
+  void want(const std::shared_ptr<Client>& client) VT_LOCKED;
+  WantingClients& wanting() VT_LOCKED { return wanting_; }
+  // Whether a freed client with `pages` pages may stay mapped, after older ones have made room.
+  bool may_cache(std::size_t pages) VT_LOCKED;
+  void cache(const std::shared_ptr<Client>& client, std::size_t pages) VT_LOCKED;
+  CachedClients& cached() VT_LOCKED { return cached_; }
+  // Has the store count what the kernel copied from its clients' pages.
+  void count_private_copies() VT_LOCKED;
+
+  // -- ends of generations
 
   // The last storage over a generation has died, in any thread. Never blocks, never throws (I11).
   void end(Generation* generation) noexcept;
   // The same, and makes no driver call: for the callbacks of a driver.
   void end_later(Generation* generation) noexcept;
   // The same; reaped before the lock is let go.
-  void end_locked(Generation* generation) noexcept VT_LOCKED { push(generation); }
-  // So that `end_later` finds the mapper running. Throws std::system_error.
-  void ensure_mapper();
-
-  // Around fork(2), on a driver that unshares pages at a write. The lock is held in between.
-  void before_fork();
-  void after_fork();
-
-  // Takes the lock.
-  void add(const std::shared_ptr<Keeper>& keeper);
-  std::uint64_t add(Client* client) VT_LOCKED;
-  void remove(Client* client) VT_LOCKED { clients_.erase(client); }
-  std::uint64_t next_id() VT_LOCKED { return next_id_++; }
-  // Clients that are in one of these sleeps.
-  std::vector<std::shared_ptr<Client>> asleep(std::span<const std::uint64_t> numbers) VT_LOCKED;
-  // `client` has pages or its range to give back: it is kept until it has.
-  void settle_later(const std::shared_ptr<Client>& client) VT_LOCKED;
-  // `client` wants pages ahead: the mapper sees it when it next wakes, or wait_idle() wakes it.
-  void want(const std::shared_ptr<Client>& client) VT_LOCKED;
-  WantingClients& wanting() VT_LOCKED { return wanting_; }
-  // Wakes the mapper once the lock is free; starts it if it does not run.
-  void wake_mapper() noexcept VT_LOCKED;
+  void end_locked(Generation* generation) noexcept VT_LOCKED { ended_.push(generation); }
   // Gives back what ended generations held, or has the mapper do it.
   void reap() noexcept VT_LOCKED;
 
-  // Whether a freed client with `pages` pages may stay mapped, after older ones have made room.
-  bool may_cache(std::size_t pages) VT_LOCKED;
-  void cache(const std::shared_ptr<Client>& client, std::size_t pages) VT_LOCKED;
-  CachedClients& cached() VT_LOCKED { return cached_; }
+  // -- the mapper
+
+  // Wakes the mapper; may outlive the pool.
+  Mapper::Waker waker() const { return mapper_.waker(); }
+  // So that `end_later` finds the mapper running. Throws std::system_error.
+  void ensure_mapper();
+  // Wakes the mapper once the lock is free; starts it if it does not run.
+  void wake_mapper() noexcept VT_LOCKED;
+  // Why its thread cannot work; null if it can.
+  void set_mapper_error(std::exception_ptr error) VT_LOCKED;
+  // Keeps free and cached memory between the pool's marks; returns when to look again.
+  std::chrono::steady_clock::time_point maintain(PoolLock& lock) VT_LOCKED;
+
+  // -- waiting
 
   // Waits until `done`, which it asks after each change, and for the pool's patience at most; then
   // throws TimedOut: "[operation] timed out after 60 s: what".
@@ -150,38 +169,26 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void wait_changed(PoolLock& lock, std::chrono::steady_clock::time_point until) VT_LOCKED;
   // Waits until no thread makes driver calls without the lock; the mapper begins none meanwhile.
   // Throws TimedOut.
-  void await_quiet(PoolLock& lock, const char* operation) VT_LOCKED;
-  // Settles what waits for it. Returns the first refusal.
-  std::exception_ptr settle_all(PoolLock& lock) noexcept VT_LOCKED;
-  // Keeps free and cached memory between the pool's marks; returns when to look again.
-  std::chrono::steady_clock::time_point tend(PoolLock& lock) VT_LOCKED;
+  void quiesce(PoolLock& lock, const char* operation) VT_LOCKED;
+  // A thread waits for that.
+  bool quiescing() const VT_LOCKED { return quiescing_ != 0; }
+
+  // Around fork(2), on a driver that unshares pages at a write. The lock is held in between.
+  void before_fork();
+  void after_fork();
+
   PoolEvents counted VT_GUARDED;  // what happened so far
 
  private:
-  friend class MakeRoom;
-  friend class Mapper;
+  class Quiescing;
+
   PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
            std::unique_ptr<SharedBudget> shared);
-  // Makes a pool that those made later count with. Throws as `create`.
-  static std::shared_ptr<PagePool> enlist(std::unique_ptr<Driver> driver,
-                                          const PoolOptions& options);
-  // Bytes that it may take and has not.
-  std::size_t promised_bytes();
-  class WantsQuiet;
   void start_mapper() VT_LOCKED;
-  void count_private_copies() VT_LOCKED;
-  // Gives up some of what the other pools of a shared budget ask for, and answers once nothing is
-  // left to do for them.
-  MakeRoom::Lent lend(PoolLock& lock) VT_LOCKED;
-  // Those that live.
-  std::vector<std::shared_ptr<Keeper>> keepers() VT_LOCKED;
-  bool evict_oldest() VT_LOCKED;
-  void evict_all() noexcept VT_LOCKED;
   bool idle() const VT_LOCKED;
-  void push(Generation* generation) noexcept;
   // A deleter that finds the lock taken leaves its generation to the holder.
   bool tidy() noexcept override VT_LOCKED;
-  bool left_over() noexcept override;
+  bool left_over() noexcept override { return !ended_.confirm_empty(); }
   void after_unlock() noexcept override { mapper_.wake(); }
 
   // Left when the driver has given everything back.
@@ -190,22 +197,21 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   PoolOptions options_;
 
   PageStore store_;
-  // Waits for the end of driver calls without the lock.
-  std::size_t quiet_wanted_ VT_GUARDED = 0;
+  std::size_t quiescing_ VT_GUARDED = 0;  // threads that wait for the end of driver calls
   std::uint64_t next_id_ VT_GUARDED = 1;
   std::unordered_set<Client*> clients_ VT_GUARDED;
-  std::vector<std::weak_ptr<Keeper>> keepers_ VT_GUARDED;
-  ClientList unsettled_ VT_GUARDED;  // have something to give back
+  std::vector<std::weak_ptr<Shrinker>> shrinkers_ VT_GUARDED;
+  ClientList unsettled_ VT_GUARDED;
   WantingClients wanting_ VT_GUARDED;
   CachedClients cached_ VT_GUARDED;
-  bool wake_mapper_ VT_GUARDED = false;         // once the lock is free
-  std::atomic<bool> retired_{false};            // its owner has left
-  std::exception_ptr mapper_error_ VT_GUARDED;  // why its thread cannot work
+  bool wake_mapper_ VT_GUARDED = false;  // once the lock is free
+  std::atomic<bool> retired_{false};     // its owner has left
+  std::exception_ptr mapper_error_ VT_GUARDED;
   PagesInChildren in_children_ VT_GUARDED;
 
-  std::atomic<Generation*> ended_{nullptr};
+  EndedGenerations ended_;
   Mapper mapper_;
-  Bell bell_;
+  BudgetListener listener_;
 };
 
 }  // namespace vtensor

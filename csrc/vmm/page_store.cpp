@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "vmm/pool_lock.h"
+#include "vmm/page_table.h"
 
 namespace vtensor {
 
@@ -25,15 +25,15 @@ std::size_t adjacent(std::span<Page* const> pages) {
 }  // namespace
 
 PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* shared,
-                     std::function<void()> tend)
+                     std::function<void()> when_due)
     : driver_(driver),
       options_(options),
       shared_(shared),
-      tend_(std::move(tend)),
+      when_due_(std::move(when_due)),
       budget_(in_pages(options.budget)),
       low_(in_pages(options.spare_low)),
       high_(in_pages(options.spare_high)),
-      wants_tending_(low_ != 0),
+      maintenance_due_(low_ != 0),
       placement_(make_placement(driver, spare_)) {}
 
 std::size_t PageStore::unused() const { return unused_beside(0); }
@@ -168,7 +168,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   pages_fresh += empty_pages + made;
   pages_recycled += n - empty_pages - made;
   used_ += n;
-  if (spare_.size() < low_) want_tending();
+  if (spare_.size() < low_) request_maintenance();
 }
 
 // Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory
@@ -317,7 +317,7 @@ void PageStore::keep(Page* page, bool aged) noexcept {
     page->freed_at = static_cast<std::uint64_t>(steady_clock::now().time_since_epoch().count());
   }
   aged ? spare_.push_oldest(page) : spare_.push(page);
-  if (by_age || spare_.size() > high_) want_tending();
+  if (by_age || spare_.size() > high_) request_maintenance();
 }
 
 void PageStore::stock(PoolLock& lock, std::size_t pages) {
@@ -379,13 +379,13 @@ void PageStore::stock(PoolLock& lock, std::size_t pages) {
   if (error) std::rethrow_exception(error);
 }
 
-steady_clock::time_point PageStore::tend(PoolLock& lock) {
+steady_clock::time_point PageStore::maintain(PoolLock& lock) {
   const auto now = steady_clock::now();
-  wants_tending_ = false;
+  maintenance_due_ = false;
   try {
     if (spare_.size() > high_) {
       release(lock, 1);  // one at a time: callers may wait for the lock meanwhile
-      wants_tending_ = true;
+      maintenance_due_ = true;
       return now;
     }
     const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : available()});
@@ -396,7 +396,7 @@ steady_clock::time_point PageStore::tend(PoolLock& lock) {
     due = steady_clock::time_point(freed_at) + options_.max_age;
     if (due > now) return due;
     release(lock, 1);
-    wants_tending_ = true;
+    maintenance_due_ = true;
     return now;
   } catch (const Error&) {
     return now + std::chrono::seconds(1);  // refused: later, perhaps
@@ -414,6 +414,47 @@ std::size_t PageStore::release_adjacent() {
     empty(pages[i], n);
   }
   return pages.size();
+}
+
+void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses,
+                      std::size_t in_children) const {
+  std::size_t extra = 0, asleep = 0, without_memory = 0;
+  for (const auto& [page, use] : uses) {
+    asleep += page->asleep;
+    without_memory += !page->resident;
+    const std::string name = "page " + std::to_string(page->handle);
+    if (page->references < use.entries) {
+      throw Error("I5: " + name + " has " + std::to_string(use.entries) +
+                  " page table entries and counts " + std::to_string(page->references));
+    }
+    extra += page->references - use.entries;
+    if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
+  }
+  // Page sets may be the last to have a page that sleeps.
+  const auto differs = [&](std::size_t counted, std::size_t found)
+                           VT_LOCKED { return found > counted || counted - found > in_page_sets_; };
+  if (differs(asleep_, asleep) || differs(without_memory_, without_memory)) {
+    throw Error("I5: " + std::to_string(asleep_) + " pages are counted asleep, " +
+                std::to_string(without_memory_) + " of them without memory; page tables hold " +
+                std::to_string(asleep) + " and " + std::to_string(without_memory));
+  }
+  const std::size_t without_entry = quarantined_ + in_children + in_page_sets_;
+  if (extra > without_entry) throw Error("I5: a page counts more references than it has");
+  const std::size_t known = used_ + without_memory_;
+  if (uses.size() > known || known - uses.size() > without_entry) {
+    throw Error("I5: " + std::to_string(used_) + " pages are counted used, page tables hold " +
+                std::to_string(uses.size()));
+  }
+  for (const Page* page = spare_.oldest(); page; page = page->newer) {
+    if (page->references != 0 || !page->resident || uses.contains(page))
+      throw Error("I5: spare page " + std::to_string(page->handle) + " is in use");
+  }
+  const std::string made = "I5: " + std::to_string(used_) + " used and " +
+                           std::to_string(spare_.size()) + " spare pages";
+  if (used_ + spare_.size() > budget())
+    throw Error(made + " pass the budget of " + std::to_string(budget()));
+  if (shared_ != nullptr && used_ + private_copies_ + spare_.size() > charged())
+    throw Error(made + " pass the " + std::to_string(charged()) + " charged to the shared budget");
 }
 
 }  // namespace vtensor

@@ -1,10 +1,10 @@
 // The page handles of one device and one page size: budget, reference counts, and the memory of
 // free pages, which is kept for the next user.
 //
-// In a shared budget pages are charged before the driver makes them, in `cover`, which alone asks
-// whether they may be. What is charged and neither made nor promised goes back by itself before the
-// lock is let go, in `give_back_uncovered`. So an operation that has covered pages takes them
-// without a refusal until then.
+// In a shared budget `cover` charges pages before the driver makes them, and nothing else asks
+// whether they may be made. What is charged and neither made nor promised goes back before the lock
+// is let go, in `give_back_uncovered`. So an operation that has covered pages takes them without a
+// refusal until then.
 #pragma once
 
 #include <atomic>
@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "driver/driver.h"
@@ -25,11 +26,14 @@
 
 namespace vtensor {
 
+struct PageUse;
+
 class PageStore {
  public:
-  // `tend` asks for a call of tend() soon; `shared` is null if the budget is the pool's own.
+  // `when_due` asks for a call of maintain() soon; `shared` is null if the budget is the pool's
+  // own.
   PageStore(Driver& driver, const PoolOptions& options, SharedBudget* shared,
-            std::function<void()> tend);
+            std::function<void()> when_due);
   PageStore(const PageStore&) = delete;
   PageStore& operator=(const PageStore&) = delete;
 
@@ -125,10 +129,15 @@ class PageStore {
   // Gives back the memory of all spare pages, neighbours in one call; returns how many.
   std::size_t release_adjacent() VT_LOCKED;
   // Keeps free memory between the marks and below the age: one step. Returns when to call again.
-  std::chrono::steady_clock::time_point tend(PoolLock& lock) VT_LOCKED;
+  std::chrono::steady_clock::time_point maintain(PoolLock& lock) VT_LOCKED;
   // Whether that call is due now.
-  bool wants_tending() const VT_LOCKED { return wants_tending_; }
+  bool maintenance_due() const VT_LOCKED { return maintenance_due_; }
   void keep_no_stock() VT_LOCKED { low_ = 0; }
+
+  // Throws an Error that names the violated invariant, from what page tables use and how many
+  // references forked children have.
+  void check(const std::unordered_map<const Page*, PageUse>& uses, std::size_t in_children) const
+      VT_LOCKED;
 
   // Since the store was made.
   std::uint64_t pages_recycled VT_GUARDED = 0;  // pages taken whose memory was there
@@ -142,9 +151,9 @@ class PageStore {
   bool charge_for(std::size_t taken, std::size_t spare) VT_LOCKED;
   void require_charge(std::size_t taken, std::size_t spare) VT_LOCKED;
   void keep(Page* page, bool aged = false) noexcept VT_LOCKED;
-  void want_tending() VT_LOCKED {
-    wants_tending_ = true;
-    tend_();
+  void request_maintenance() VT_LOCKED {
+    maintenance_due_ = true;
+    when_due_();
   }
   void make_room(std::size_t taken, std::size_t fresh) VT_LOCKED;
   void empty(Page* first, std::size_t n) VT_LOCKED;
@@ -152,10 +161,10 @@ class PageStore {
   Driver& driver_;
   const PoolOptions options_;
   SharedBudget* const shared_;
-  const std::function<void()> tend_;
+  const std::function<void()> when_due_;
   std::atomic<std::size_t> budget_;
   std::size_t low_ VT_GUARDED, high_ VT_GUARDED;  // marks of spare pages
-  bool wants_tending_ VT_GUARDED;
+  bool maintenance_due_ VT_GUARDED;
   SparePages spare_ VT_GUARDED;
   const std::unique_ptr<Placement> placement_;
   std::size_t used_ VT_GUARDED = 0;

@@ -43,6 +43,8 @@ class PoolMutex {
 
   // Wakes what waits for a change of what stands under the lock.
   void changed() { changed_.notify_all(); }
+  // Operations that make driver calls without the lock.
+  std::size_t in_flight() const VT_LOCKED { return in_flight_; }
 
  protected:
   ~PoolMutex() = default;
@@ -53,8 +55,6 @@ class PoolMutex {
   // After it was let go: whether others have left something since.
   virtual bool left_over() noexcept = 0;
   virtual void after_unlock() noexcept = 0;
-  // Operations that make driver calls without the lock.
-  std::size_t in_flight() const VT_LOCKED { return in_flight_; }
   // Tells the analysis that `mutex_` is locked, where that is not PoolLock's doing.
   void assume_locked() const VT_THREAD_SAFETY(assert_capability(::vtensor::pool_lock)) {}
 

@@ -81,7 +81,7 @@ std::string command_of_process() {
   return command;
 }
 
-// Askings are numbered, and the numbers go round.
+// Requests are numbered, and the numbers wrap around.
 bool is_before(std::uint32_t one, std::uint32_t other) {
   return static_cast<std::int32_t>(one - other) < 0;
 }
@@ -101,7 +101,7 @@ struct alignas(64) SharedBudget::Place {
 struct SharedBudget::File {
   std::uint64_t magic;
   std::uint32_t layout;
-  std::atomic<std::uint32_t> asking;
+  std::atomic<std::uint32_t> last_request;
   std::uint64_t limit;
   std::array<Place, kMostPools> places;
 };
@@ -213,17 +213,17 @@ class SharedBudget::Opened {
   }
   bool anyone_alive() const { return other_holds(range(F_WRLCK, kLife, 0)); }
 
-  // Asks the other pools, whose bells wait for it. Returns the number of this asking.
-  std::uint32_t ask() noexcept {
-    const std::uint32_t asking = ++file_->asking;
-    syscall(SYS_futex, &file_->asking, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-    return asking;
+  // Asks the other pools, whose listeners wait for it. Returns the number of this request.
+  std::uint32_t request() noexcept {
+    const std::uint32_t request = ++file_->last_request;
+    syscall(SYS_futex, &file_->last_request, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    return request;
   }
   // Whether all others have answered it, or died.
-  bool answered(std::uint32_t asking, std::size_t own = kMostPools) const {
+  bool answered(std::uint32_t request, std::size_t own = kMostPools) const {
     for (std::size_t i = 0; i < kMostPools; ++i) {
       const Place& place = file_->places[i];
-      if (i != own && place.taken != 0 && is_before(place.answered, asking) && alive(i))
+      if (i != own && place.taken != 0 && is_before(place.answered, request) && alive(i))
         return false;
     }
     return true;
@@ -369,7 +369,7 @@ std::size_t SharedBudget::take_place(Opened& opened, std::uint64_t limit, Device
   Place& own = file.places[place];
   own.taken = 0;
   own.held = own.cached = own.spare = own.wanted = 0;
-  own.answered = file.asking.load();
+  own.answered = file.last_request.load();
   own.process = getpid();
   own.device_type = device.type;
   own.device_index = device.index;
@@ -429,7 +429,7 @@ std::uint64_t SharedBudget::wanted_elsewhere() const {
   });
 }
 
-void SharedBudget::look_for_the_dead() {
+void SharedBudget::free_dead_places() {
   if (const auto now = steady_clock::now(); now >= look_for_dead_at_) {
     look_for_dead_at_ = now + kLookForDead;
     if (const Locked locked(*opened_, std::try_to_lock); locked) count_out_the_dead();
@@ -437,7 +437,7 @@ void SharedBudget::look_for_the_dead() {
 }
 
 std::uint64_t SharedBudget::room() {
-  look_for_the_dead();
+  free_dead_places();
   const std::uint64_t all = held() + held_elsewhere();
   return all < limit() ? limit() - all : 0;
 }
@@ -495,20 +495,20 @@ std::uint64_t SharedBudget::missing_elsewhere() const {
   return wanted > room ? wanted - room : 0;
 }
 
-std::uint32_t SharedBudget::ask() noexcept { return opened_->ask(); }
+std::uint32_t SharedBudget::request() noexcept { return opened_->request(); }
 
-bool SharedBudget::answered(std::uint32_t asking) const {
-  return opened_->answered(asking, place_);
+bool SharedBudget::answered(std::uint32_t request) const {
+  return opened_->answered(request, place_);
 }
 
-std::uint32_t SharedBudget::asking() const noexcept { return opened_->file().asking; }
+std::uint32_t SharedBudget::last_request() const noexcept { return opened_->file().last_request; }
 
-bool SharedBudget::owes_answer() const noexcept { return own().answered != asking(); }
+bool SharedBudget::owes_answer() const noexcept { return own().answered != last_request(); }
 
-void SharedBudget::answer(std::uint32_t asking) noexcept { own().answered = asking; }
+void SharedBudget::answer(std::uint32_t request) noexcept { own().answered = request; }
 
-void SharedBudget::await_asking(std::uint32_t asking) const noexcept {
-  syscall(SYS_futex, &opened_->file().asking, FUTEX_WAIT, asking, nullptr, nullptr, 0);
+void SharedBudget::await_request(std::uint32_t request) const noexcept {
+  syscall(SYS_futex, &opened_->file().last_request, FUTEX_WAIT, request, nullptr, nullptr, 0);
 }
 
 SharedBudget::Surveys SharedBudget::survey(std::chrono::nanoseconds patience) {
@@ -540,11 +540,11 @@ SharedBudget::Surveys SharedBudget::survey(std::chrono::nanoseconds patience) {
       surveys.skipped.emplace_back(error.what());
     }
   }
-  std::vector<std::uint32_t> askings;
-  for (const std::unique_ptr<Opened>& opened : all) askings.push_back(opened->ask());
+  std::vector<std::uint32_t> requests;
+  for (const std::unique_ptr<Opened>& opened : all) requests.push_back(opened->request());
   for (std::size_t n = 0; n < all.size(); ++n) {
     Opened& opened = *all[n];
-    while (!opened.answered(askings[n]) && steady_clock::now() < until)
+    while (!opened.answered(requests[n]) && steady_clock::now() < until)
       std::this_thread::sleep_for(kLook);
     try {
       const Locked locked(opened);

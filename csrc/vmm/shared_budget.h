@@ -80,8 +80,8 @@ class SharedBudget {
   std::uint64_t spared_elsewhere() const;
   // What the limit leaves; may be less by the next call.
   std::uint64_t room();
-  // Counts out who has died: ten times a second at most, however often it is called.
-  void look_for_the_dead();
+  // Frees places whose process has died: ten times a second at most, however often it is called.
+  void free_dead_places();
 
   // Not two at a time, as all that follows.
 
@@ -94,7 +94,7 @@ class SharedBudget {
   void give_back(std::uint64_t bytes) noexcept;
   void report(std::uint64_t cached, std::uint64_t spare) noexcept;
 
-  // One pool asks, the others answer; each asking has a number.
+  // -- requests of one pool that the others give memory up; each has a number
 
   // Says that `bytes` more, or fewer, are wanted here.
   void want(std::int64_t bytes) noexcept;
@@ -103,17 +103,17 @@ class SharedBudget {
   std::uint64_t missing_elsewhere() const;
   // What others want in all.
   std::uint64_t wanted_elsewhere() const;
-  // Wakes the other pools. Returns the asking's number.
-  std::uint32_t ask() noexcept;
+  // Wakes the other pools. Returns the request's number.
+  std::uint32_t request() noexcept;
   // Whether all others have answered it, or died.
-  bool answered(std::uint32_t asking) const;
-  // The last asking; whether this pool has yet to answer it; that it has done what it could.
-  std::uint32_t asking() const noexcept;
+  bool answered(std::uint32_t request) const;
+  // The last request; whether this pool has yet to answer it; that it has given up what it can.
+  std::uint32_t last_request() const noexcept;
   bool owes_answer() const noexcept;
-  void answer(std::uint32_t asking) noexcept;
+  void answer(std::uint32_t request) noexcept;
 
-  // From another thread: sleeps until the last asking is no longer `asking`.
-  void await_asking(std::uint32_t asking) const noexcept;
+  // From another thread: sleeps until the last request is no longer `request`.
+  void await_request(std::uint32_t request) const noexcept;
 
  private:
   struct File;

@@ -388,9 +388,9 @@ TEST_CASE("who is asked answers, or is dead") {
   const std::string name = fresh_name();
   const auto one = join(name), other = join(name);
   std::atomic<bool> woken{false};
-  const std::uint32_t heard = other->asking();
+  const std::uint32_t heard = other->last_request();
   std::thread sleeper([&] {
-    while (other->asking() == heard) other->await_asking(heard);
+    while (other->last_request() == heard) other->await_request(heard);
     woken = true;
   });
   CHECK(other->charge(900));
@@ -398,15 +398,15 @@ TEST_CASE("who is asked answers, or is dead") {
   CHECK(other->wanted_elsewhere() == 300);
   CHECK(other->missing_elsewhere() == 200);
   CHECK(one->missing_elsewhere() == 0);
-  const std::uint32_t asking = one->ask();
+  const std::uint32_t request = one->request();
   sleeper.join();
   CHECK(woken);
-  CHECK(!one->answered(asking));
+  CHECK(!one->answered(request));
   CHECK(other->owes_answer());
   other->report(100, 50);
-  other->answer(other->asking());
+  other->answer(other->last_request());
   CHECK(!other->owes_answer());
-  CHECK(one->answered(asking));
+  CHECK(one->answered(request));
   CHECK(one->spared_elsewhere() == 150);
   one->want(-300);
   CHECK(other->missing_elsewhere() == 0);
@@ -419,8 +419,8 @@ TEST_CASE("who is asked answers, or is dead") {
     for (;;) pause();
   });
   pipe.hear();
-  const std::uint32_t again = one->ask();
-  other->answer(other->asking());
+  const std::uint32_t again = one->request();
+  other->answer(other->last_request());
   CHECK(!one->answered(again));
   CHECK(one->missing_elsewhere() == 300);
   silent.kill();

@@ -1,4 +1,4 @@
-#include "policy/bell.h"
+#include "policy/budget_listener.h"
 
 #include <system_error>
 #include <utility>
@@ -9,18 +9,19 @@
 
 namespace vtensor {
 
-void Bell::start(SharedBudget& budget, Mapper::Waker mapper) {
+void BudgetListener::start(SharedBudget& budget, Mapper::Waker mapper) {
   budget_ = &budget;
   try {
-    thread_ = start_thread("vtensor-bell", ThreadRole::mapper, [this, mapper = std::move(mapper)] {
-      std::uint32_t heard = budget_->asking();
-      mapper.wake();  // for what was asked before
-      while (!stopping_.load(std::memory_order_acquire)) {
-        budget_->await_asking(heard);
-        heard = budget_->asking();
-        mapper.wake();
-      }
-    });
+    thread_ =
+        start_thread("vtensor-budget", ThreadRole::mapper, [this, mapper = std::move(mapper)] {
+          std::uint32_t seen = budget_->last_request();
+          mapper.wake();  // for earlier requests
+          while (!stopping_.load(std::memory_order_acquire)) {
+            budget_->await_request(seen);
+            seen = budget_->last_request();
+            mapper.wake();
+          }
+        });
   } catch (const std::system_error& error) {
     throw DriverError("pthread_create", error.code().value(), "EAGAIN",
                       "[Pool] the system has no thread for a pool of a shared budget (EAGAIN): "
@@ -28,14 +29,14 @@ void Bell::start(SharedBudget& budget, Mapper::Waker mapper) {
   }
 }
 
-void Bell::stop() noexcept {
+void BudgetListener::stop() noexcept {
   if (!thread_) return;
   if (in_forked_child.load(std::memory_order_relaxed)) {
     [[maybe_unused]] const std::thread* const parents = thread_.release();
     return;
   }
   stopping_.store(true, std::memory_order_release);
-  budget_->ask();  // all bells ring: the others find that nothing is wanted
+  budget_->request();  // wakes all listeners: the others find that nothing is wanted
   thread_->join();
   thread_.reset();
 }
