@@ -7,7 +7,7 @@ PYTHON=$VENV/bin/python
 JOBS=${JOBS:-$(nproc)}
 export CMAKE_BUILD_PARALLEL_LEVEL=$JOBS
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# cmake, ninja and the checkers come from the environment, whatever the system has.
+# cmake, ninja and the checkers come from the environment, not from the system.
 if [ -d $VENV/bin ]; then PATH=$PWD/$VENV/bin:$PATH; fi
 
 die() {

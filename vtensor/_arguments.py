@@ -79,7 +79,7 @@ def device_of(operation: str, value: Any) -> torch.device:
 
 
 def default_device() -> torch.device:
-    """Where torch makes tensors whose device is not named: ``torch.set_default_device``, ``with device:``."""
+    """The device of torch's tensors that name none: ``torch.set_default_device``, ``with device:``."""
     return torch.get_default_device()
 
 

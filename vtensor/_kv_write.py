@@ -103,7 +103,7 @@ def store(
     runs: Runs,
     places: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Copies checked states to where they belong; ``places`` says where, unless it is one run."""
+    """Copies checked states to their places; ``places`` has these, unless there is one run."""
     if places is not None:
         slots, positions = places
         whole[(slots, slice(None), positions) if heads_dim == 1 else (slots, positions)] = states

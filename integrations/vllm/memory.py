@@ -162,7 +162,7 @@ class ZerosInArena(TorchFunctionMode):
 def most_pages(part: Part, page: int) -> int:
     """Pages that a block may need in this part."""
     offset, stride, size = part
-    latest = page - math.gcd(offset, stride, page)  # where in a page a block may begin
+    latest = page - math.gcd(offset, stride, page)  # offset in a page at which a block may begin
     return -(-(latest + size) // page)
 
 
