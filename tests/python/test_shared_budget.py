@@ -349,7 +349,7 @@ def test_memory_that_a_refused_prefill_made_is_held(name):
         pool.wait_idle(5)  # of the eight the two that were freed first have gone
         assert held(pool) == (6, 0)
         with testing.fail_after(pool, 2, 2**40):  # the charge, one call, and the other
-            with pytest.raises(vtensor.DriverError, match="making 1 pages"):
+            with pytest.raises(vtensor.DriverError, match="making present 1 pages"):
                 pool.prefill(8 * PAGE)
             assert held(pool) == (7, 0) and pool.stats().pages_spare == 7
             testing.check_invariants(pool)
