@@ -26,9 +26,6 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
 std::vector<bool> as_bools(const std::vector<char>& flags) { return {flags.begin(), flags.end()}; }
@@ -43,8 +40,6 @@ class ArenaCore {
   ~ArenaCore() {
     if (arena_) arena_->abandon();
   }
-  ArenaCore(const ArenaCore&) = delete;
-  ArenaCore& operator=(const ArenaCore&) = delete;
 
   // Runs `body` as one operation, without the GIL.
   template <typename Body>
@@ -89,17 +84,14 @@ class ArenaCore {
         run("Arena.holds", {}, [&](Arena& arena, const Caller&) { return arena.holds(all); }));
   }
   void record_stream(std::optional<Stream> stream) {
-    run("Arena.record_stream", stream, [&](Arena& arena, const Caller& caller) {
-      // Not as a named stream, which may end: it is used again when pages go.
-      arena.use({caller.operation, caller.stream});
-    });
+    const SoleOperation operation(mutex_, arena_, "Arena.record_stream", stream);
+    without_gil([&] { arena_->use(operation.recorded()); });
   }
   // The whole range, as bytes. It keeps the addresses reserved, and no page.
   nb::object storage() {
     const SoleOperation operation(mutex_, arena_, "Arena");
     Generation* const generation = without_gil([&] { return arena_->publish(); });
-    return TorchBridge::get().storage_over(generation, arena_->base(), arena_->bytes(),
-                                           arena_->pool()->traits().device);
+    return TorchBridge::get().storage_over(generation, arena_->base(), arena_->bytes());
   }
   void fall_asleep(SleepCore& sleep) {
     const SoleOperation operation(mutex_, arena_, "Pool.sleep");

@@ -7,7 +7,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -17,20 +16,12 @@ namespace vtensor::bind {
 
 namespace nb = nanobind;
 
-// "[operation] " and the parts as text, for errors.
-template <typename... Parts>
-std::string message(const char* operation, const Parts&... parts) {
-  std::ostringstream text;
-  text << '[' << operation << "] ";
-  (text << ... << parts);
-  return text.str();
-}
-
 template <typename... Parts>
 [[noreturn]] void refuse(const char* operation, const Parts&... parts) {
-  throw InvalidArgument(message(operation, parts...));
+  throw InvalidArgument("[", operation, "] ", parts...);
 }
 
+using vtensor::text;
 // str(), for messages.
 inline std::string text(nb::handle object) { return nb::str(object).c_str(); }
 

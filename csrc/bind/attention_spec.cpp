@@ -22,8 +22,6 @@
 
 namespace vtensor::bind {
 
-using namespace nb::literals;
-
 namespace {
 
 constexpr std::int64_t kLargestHead = 256;
@@ -123,7 +121,7 @@ class AttentionSpec {
 
   template <typename... Parts>
   [[noreturn]] void refuse(const Parts&... parts) const {
-    bind::refuse(o_.operation.c_str(), parts...);
+    throw InvalidArgument("[", o_.operation, "] ", parts...);
   }
 
   std::size_t positions_dim(std::int32_t rank) const {

@@ -4,12 +4,11 @@
 
 #include <cstdint>
 
+#include "driver/driver.h"
+
 namespace vtensor::dlpack {
 
-struct Device {
-  std::int32_t type;
-  std::int32_t index;
-};
+using vtensor::Device;  // of the same layout
 
 struct DataType {
   std::uint8_t code;
@@ -19,8 +18,6 @@ struct DataType {
 inline constexpr DataType kUint8{1, 8, 1};
 // A value of DataType::code.
 inline constexpr std::uint8_t kInt = 0;
-// A value of Device::type.
-inline constexpr std::int32_t kCpu = 1;
 
 struct Tensor {
   void* data;

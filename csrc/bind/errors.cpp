@@ -10,8 +10,6 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-
 namespace {
 
 void raise(const char* name, const char* message) {

@@ -4,8 +4,6 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-
 void bind_faults(nb::module_& module) {
   module.def("explain_faults", &faults::explain, nb::arg("to"));
   module.def("explain_no_faults", &faults::explain_nothing);

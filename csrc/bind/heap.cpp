@@ -27,9 +27,6 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
 // The heap that torch's allocations of this thread come from.
@@ -73,8 +70,6 @@ class HeapCore {
   explicit HeapCore(const std::shared_ptr<PagePool>& pool) : heap_(std::make_shared<Heap>(pool)) {
     refuse_in_forked_child("memory");
   }
-  HeapCore(const HeapCore&) = delete;
-  HeapCore& operator=(const HeapCore&) = delete;
 
   Address allocate(std::size_t bytes, std::optional<Stream> stream) {
     const std::shared_ptr<Heap> heap = open("memory.allocate");
@@ -100,8 +95,7 @@ class HeapCore {
       heap->free({"memory.storage"}, address);
       throw;
     }
-    return TorchBridge::get().storage_over(generation, address, bytes,
-                                           heap->pool()->traits().device);
+    return TorchBridge::get().storage_over(generation, address, bytes);
   }
 
   std::size_t trim() {
@@ -143,7 +137,7 @@ class HeapCore {
   // Kept while an operation runs without the GIL, and another thread closes it.
   std::shared_ptr<Heap> open(const char* operation) const {
     refuse_in_forked_child(operation);
-    if (!heap_) throw Closed(message(operation, "the pool is closed: make a new one"));
+    if (!heap_) throw Closed("[", operation, "] the pool is closed: make a new one");
     return heap_;
   }
 
@@ -175,22 +169,17 @@ void bind_heap(nb::module_& module) {
   module.def("take_heap_refusal", [] { return std::exchange(last_refusal, {}); });
 }
 
-}  // namespace vtensor::bind
-
 // In the form that torch.cuda.memory.CUDAPluggableAllocator looks for. A refusal is a null pointer:
 // torch gives its cache back then, asks again, and raises torch.OutOfMemoryError.
 
-extern "C" __attribute__((visibility("default"))) void* vtensor_allocate(std::size_t bytes,
-                                                                         int device,
-                                                                         void* stream) noexcept {
-  using namespace vtensor;
-  using namespace vtensor::bind;
+extern "C" [[gnu::visibility("default")]] void* vtensor_allocate(std::size_t bytes, int device,
+                                                                 void* stream) noexcept {
   try {
     const std::shared_ptr<Heap> heap = current_heap;
     refuse_in_forked_child("memory");
     if (!heap)
-      throw Error(message("memory", "torch asks for ", bytes,
-                          " bytes in a thread that is not inside vtensor.memory(pool)"));
+      throw Error("[memory] torch asks for ", bytes,
+                  " bytes in a thread that is not inside vtensor.memory(pool)");
     if (const Device own = heap->pool()->traits().device; own.index != device && !own.on_host())
       refuse("memory", "torch asks for memory of device ", device,
              ", and the pool has that of device ", own.index);
@@ -218,10 +207,8 @@ extern "C" __attribute__((visibility("default"))) void* vtensor_allocate(std::si
   }
 }
 
-extern "C" __attribute__((visibility("default"))) void vtensor_free(void* at, std::size_t, int,
-                                                                    void* stream) noexcept {
-  using namespace vtensor;
-  using namespace vtensor::bind;
+extern "C" [[gnu::visibility("default")]] void vtensor_free(void* at, std::size_t, int,
+                                                            void* stream) noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   const auto address = reinterpret_cast<Address>(at);
   if (const std::shared_ptr<Heap> heap = Given::all().take(address)) {
@@ -231,3 +218,5 @@ extern "C" __attribute__((visibility("default"))) void vtensor_free(void* at, st
     }
   }
 }
+
+}  // namespace vtensor::bind

@@ -31,19 +31,16 @@ struct Launched {
   const PagePool* pool = nullptr;
   Stream stream = 0;
   bool captured = false;
-  FencePtr after;
+  FencePtr after = nullptr;
 };
 
-void look_at(PagePool& pool, const Caller& caller, Launched& launched) {
-  if (launched.pool == &pool && launched.stream == caller.stream) return;
-  launched = {};
-  if (pool.traits().asynchronous) {
-    if (!caller.named) pool.driver().require_own(caller.operation, caller.stream);
-    launched.captured = pool.driver().capturing(caller.stream);
-    if (caller.named && !launched.captured) launched.after = pool.driver().fence(caller.stream);
-  }
-  launched.pool = &pool;
-  launched.stream = caller.stream;
+Launched look_at(PagePool& pool, const Caller& caller) {
+  Launched launched{&pool, caller.stream};
+  if (!pool.traits().asynchronous) return launched;
+  if (!caller.named) pool.driver().require_own(caller.operation, caller.stream);
+  launched.captured = pool.driver().capturing(caller.stream);
+  if (caller.named && !launched.captured) launched.after = pool.driver().fence(caller.stream);
+  return launched;
 }
 
 void end_one(Generation* generation, const Caller& caller, Launched& launched) {
@@ -52,7 +49,7 @@ void end_one(Generation* generation, const Caller& caller, Launched& launched) {
   PagePool& pool = *buffer->pool();
   trace::event(trace::What::lease, buffer->range().address(0, generation->indices.begin),
                generation->indices.size() * buffer->shape().rows * pool.page_size());
-  look_at(pool, caller, launched);
+  if (launched.pool != &pool || launched.stream != caller.stream) launched = look_at(pool, caller);
   if (launched.captured) {
     pool.ensure_mapper();
     {
@@ -75,29 +72,77 @@ std::vector<nb::object> cores_of(const char* operation, nb::handle tensors) {
   return each(operation, "tensors", tensors, [operation](nb::handle tensor) {
     nb::object core = nb::getattr(tensor, "_core", nb::none());
     if (!nb::isinstance<TensorCore>(core))
-      refuse(operation, "got " + type_text(tensor) + ": give VTensors");
+      refuse(operation, "got ", type_text(tensor), ": give VTensors");
     return core;
   });
 }
 
 // begin() and end() are one call from Python each, so no exception from outside leaves a lease half
-// open (I17). It pins each tensor's extent as a view would.
+// open (I17). It pins each tensor's extent as a view would. A lease without an end pins its extents
+// for good: its work may still be running.
 class Lease {
  public:
   // For work that will be launched in `stream`; by default, torch's current stream at the end.
   // `tensors` is an iterable of VTensors.
-  Lease(nb::handle tensors, std::optional<Stream> stream);
-  // A lease without an end pins its extents for good: its work may still be running.
-  ~Lease() = default;
+  Lease(nb::handle tensors, std::optional<Stream> stream)
+      : cores_(cores_of("lease", tensors)), stream_(stream) {}
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
 
   // Throws Closed, and Error if it has begun.
-  void begin();
+  void begin() {
+    refuse_in_forked_child("lease");
+    if (begun_) throw Error("[lease] this lease has begun and not ended: make one for each with");
+    std::vector<std::pair<std::shared_ptr<Buffer>, Caller>> leased;
+    for (const nb::object& core : cores_) {
+      const TensorCore& tensor = nb::cast<TensorCore&>(core);
+      if (tensor.closed()) throw Closed("[lease] a tensor is closed: make a new one");
+      leased.emplace_back(tensor.buffer(), caller_of("lease", stream_, *tensor.buffer()->pool()));
+    }
+    begun_ = true;
+    std::vector<Generation*> held;
+    try {
+      const ReleasedGil released;
+      held.reserve(leased.size());
+      for (const auto& [buffer, caller] : leased) held.push_back(buffer->lease(caller));
+    } catch (...) {
+      begun_ = false;
+      const ReleasedGil released;
+      for (Generation* generation : held) generation->client->pool()->end(generation);
+      throw;
+    }
+    generations_ = std::move(held);
+  }
+
   // Called after all of the work is launched. If the work is captured into a graph, the graph pins
   // the extents for its life. If the driver refuses that, they stay pinned, and the error is
   // thrown. Does nothing if the lease has not begun.
-  void end();
+  void end() {
+    if (!begun_) return;
+    refuse_in_forked_child("lease");
+    std::vector<Caller> callers;
+    for (const Generation* generation : generations_) {
+      callers.push_back(caller_of("lease", stream_, *generation->client->pool()));
+    }
+    const std::vector<Generation*> held = std::exchange(generations_, {});
+    std::vector<Generation*> left;
+    std::exception_ptr error;
+    {
+      const ReleasedGil released;
+      Launched launched;
+      for (std::size_t i = 0; i < held.size(); ++i) {
+        try {
+          end_one(held[i], callers[i], launched);
+        } catch (...) {
+          error = std::current_exception();
+          left.push_back(held[i]);
+        }
+      }
+    }
+    generations_ = std::move(left);
+    begun_ = !generations_.empty();
+    if (error) std::rethrow_exception(error);
+  }
 
  private:
   std::vector<nb::object> cores_;
@@ -108,71 +153,16 @@ class Lease {
 
 }  // namespace
 
-Lease::Lease(nb::handle tensors, std::optional<Stream> stream)
-    : cores_(cores_of("lease", tensors)), stream_(stream) {}
-
-void Lease::begin() {
-  refuse_in_forked_child("lease");
-  if (begun_) throw Error("[lease] this lease has begun and not ended: make one for each with");
-  std::vector<std::pair<std::shared_ptr<Buffer>, Caller>> leased;
-  for (const nb::object& core : cores_) {
-    const TensorCore& tensor = nb::cast<TensorCore&>(core);
-    if (tensor.closed()) throw Closed("[lease] a tensor is closed: make a new one");
-    leased.emplace_back(tensor.buffer(), caller_of("lease", stream_, *tensor.buffer()->pool()));
-  }
-  begun_ = true;
-  std::vector<Generation*> held;
-  try {
-    const ReleasedGil released;
-    held.reserve(leased.size());
-    for (const auto& [buffer, caller] : leased) held.push_back(buffer->lease(caller));
-  } catch (...) {
-    begun_ = false;
-    const ReleasedGil released;
-    for (Generation* generation : held) generation->client->pool()->end(generation);
-    throw;
-  }
-  generations_ = std::move(held);
-}
-
-void Lease::end() {
-  if (!begun_) return;
-  refuse_in_forked_child("lease");
-  std::vector<Caller> callers;
-  for (const Generation* generation : generations_) {
-    callers.push_back(caller_of("lease", stream_, *generation->client->pool()));
-  }
-  const std::vector<Generation*> held = std::exchange(generations_, {});
-  std::vector<Generation*> left;
-  std::exception_ptr error;
-  {
-    const ReleasedGil released;
-    Launched launched;
-    for (std::size_t i = 0; i < held.size(); ++i) {
-      try {
-        end_one(held[i], callers[i], launched);
-      } catch (...) {
-        error = std::current_exception();
-        left.push_back(held[i]);
-      }
-    }
-  }
-  generations_ = std::move(left);
-  begun_ = !generations_.empty();
-  if (error) std::rethrow_exception(error);
-}
-
 void bind_lease(nb::module_& module) {
   nb::class_<Lease>(module, "Lease")
-      .def(nb::init<nb::handle, std::optional<Stream>>(), nb::arg("tensors"),
-           nb::arg("stream") = nb::none())
+      .def(nb::init<nb::handle, std::optional<Stream>>(), "tensors"_a, "stream"_a = nb::none())
       .def(
           "__enter__",
-          [](nb::handle self) {
-            nb::cast<Lease&>(self).begin();
-            return nb::borrow(self);
+          [](Lease& lease) {
+            lease.begin();
+            return &lease;
           },
-          nb::sig("def __enter__(self) -> Lease"))
+          nb::rv_policy::reference)
       .def(
           "__exit__", [](Lease& lease, nb::args) { lease.end(); },
           nb::sig("def __exit__(self, *exc: object) -> None"));
@@ -184,7 +174,7 @@ void bind_lease(nb::module_& module) {
         for (const nb::object& core : cores_of("prepare", tensors))
           nb::cast<TensorCore&>(core).prepare(positions);
       },
-      nb::arg("tensors").none(), nb::arg("n").none());
+      "tensors"_a.none(), "n"_a.none());
 }
 
 }  // namespace vtensor::bind

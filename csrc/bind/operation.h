@@ -34,14 +34,14 @@ class OperationMutex {
 
   void lock(const char* operation) {
     if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
-      throw Error("[" + std::string(operation) + "] the " + noun_ +
+      throw Error("[", operation, "] the ", noun_,
                   " is inside another operation of this thread (a finalizer ran in it): call it "
                   "later");
     }
     constexpr std::chrono::seconds bound(60);
     if (!mutex_.try_lock() && !without_gil([&] { return mutex_.try_lock_for(bound); })) {
       throw TimedOut(operation, bound,
-                     "another thread's operation on this " + std::string(noun_) + " has not ended");
+                     text("another thread's operation on this ", noun_, " has not ended"));
     }
     owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   }
@@ -116,6 +116,8 @@ class SoleOperation {
         caller_(caller_of(name, stream, pool_)) {}
 
   const Caller& caller() const { return caller_; }
+  // The same for a record of the stream, which may end: then it is not used as a named one.
+  Caller recorded() const { return {caller_.operation, caller_.stream}; }
 
   template <typename Body>
   auto with_memory(const Body& body, std::function<bool(unsigned tries)> give_up = {}) const {
@@ -126,7 +128,7 @@ class SoleOperation {
   template <typename Held>
   static PagePool& pool_of(const OperationMutex& mutex, const Held& held, const char* name) {
     if (held) return *held->pool();
-    throw Closed("[" + std::string(name) + "] the " + mutex.noun() + " is closed: make a new one");
+    throw Closed("[", name, "] the ", mutex.noun(), " is closed: make a new one");
   }
 
   const OperationLock lock_;

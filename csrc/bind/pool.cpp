@@ -20,9 +20,6 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
 // The calls that there were, with what `count(call)` says of each.

@@ -17,9 +17,6 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
 constexpr const char* kSleep = "Pool.sleep";
@@ -36,8 +33,6 @@ class WakeCore {
         [&pool](unsigned) { return without_gil([&] { return Reclaim(*pool).shrink(); }); });
   }
   ~WakeCore() { give_up(); }
-  WakeCore(const WakeCore&) = delete;
-  WakeCore& operator=(const WakeCore&) = delete;
 
   const std::vector<SleepPart>& parts() const { return waking_->parts(); }
   void finish() {

@@ -34,9 +34,6 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
 using Lengths = std::vector<std::int64_t>;
@@ -145,8 +142,7 @@ class CacheCore {
 
   void record_stream(std::optional<Stream> stream) {
     const Operation op(*this, "KVCache.record_stream", stream);
-    // Not as a named stream, which may end: it is used again when pages go.
-    cache_->use({op.caller().operation, op.caller().stream});
+    cache_->use(op.recorded());
   }
 
   void swap_out(const std::vector<std::size_t>& slots, const Bands& bands) {
@@ -215,8 +211,8 @@ class CacheCore {
     const Operation op(*this, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->range(group);
     Generation* const generation = without_gil([&] { return range->publish(); });
-    nb::object storage = TorchBridge::get().storage_over(
-        generation, range->range().base(), range->range().bytes(), range->pool()->traits().device);
+    nb::object storage =
+        TorchBridge::get().storage_over(generation, range->range().base(), range->range().bytes());
     SlotRange::mark(storage, SlotRange(view_, group, std::move(cache)));
     return storage;
   }

@@ -18,29 +18,23 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace {
 
-// The result of `ask` on the core's buffer, or `otherwise` if the tensor is closed. Runs without
-// the GIL, and keeps the buffer alive: another thread may close the tensor in the meantime.
-template <typename Result, typename Ask>
-Result of_buffer(const char* operation, TensorCore& core, Result otherwise, Ask ask) {
+// The result of `ask` on the core's buffer; none if the tensor is closed. Runs without the GIL, and
+// keeps the buffer alive: another thread may close the tensor in the meantime.
+template <typename Ask>
+auto of_buffer(const char* operation, TensorCore& core, Ask ask) {
   refuse_in_forked_child(operation);
   const std::shared_ptr<Buffer> buffer = core.buffer();
-  if (!buffer) return otherwise;
-  const ReleasedGil released;
-  return ask(*buffer);
+  return buffer ? without_gil([&] { return ask(*buffer); }) : decltype(ask(*buffer)){};
 }
 
 std::vector<PageRecord> pages_of(TensorCore& core) {
-  return of_buffer("VTensor.pages", core, std::vector<PageRecord>(),
-                   [](Buffer& buffer) { return buffer.pages(); });
+  return of_buffer("VTensor.pages", core, [](Buffer& buffer) { return buffer.pages(); });
 }
 
 std::size_t mapped_bytes(TensorCore& core) {
-  return of_buffer("VTensor.nbytes_mapped", core, std::size_t{0}, [](Buffer& buffer) {
+  return of_buffer("VTensor.nbytes_mapped", core, [](Buffer& buffer) {
     return buffer.mapped_pages() * buffer.pool()->page_size();
   });
 }
@@ -130,14 +124,10 @@ void bind_tensor(nb::module_& module) {
       "cores"_a, "tensors"_a, "indices"_a, "states"_a);
 
   module.def(
-      "use_tensor_classes",
-      [](nb::object open, nb::object copy_on_write, nb::object asleep, nb::object closed) {
-        TensorCore::use_classes(
-            {std::move(open), std::move(copy_on_write), std::move(asleep), std::move(closed)});
-      },
-      nb::kw_only(), "open"_a, "copy_on_write"_a, "asleep"_a, "closed"_a,
-      "Sets the classes of a VTensor: open, with shared pages at which a write faults, asleep, and "
-      "closed.");
+      "use_tensor_classes", &TensorCore::use_classes, nb::kw_only(), "open"_a, "copy_on_write"_a,
+      "asleep"_a, "closed"_a,
+      "Sets the classes of a VTensor: open, with shared pages at which a write faults, asleep, "
+      "and closed.");
 
   module.def(
       "use_exchange_api", [](bool use) { TorchBridge::get().use_exchange_api(use); }, "use"_a,

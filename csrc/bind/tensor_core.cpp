@@ -20,6 +20,9 @@ namespace vtensor::bind {
 
 namespace {
 
+struct TensorClasses {
+  nb::object open, copy_on_write, asleep, closed;
+};
 TensorClasses& classes = *new TensorClasses;  // never destroyed: the interpreter may end first
 
 // Above this, torch's parallel copy is faster than one memcpy a row.
@@ -62,18 +65,21 @@ class TensorCore::Operation : public SoleOperation {
     undressed_.emplace(core, self);
     if (core.torch_.is_set(self, *core.buffer_, core.positions_)) return;
     core.publish(self);
-    throw Error(message(
-        name,
-        "the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
+    throw Error(
+        "[", name,
+        "] the tensor's storage or shape was changed from outside (set_, resize_, .data =, "
         "share_memory_ on a view, ...): what vtensor holds has been put back; repeat the call, and "
-        "use t.alias() or t.clone() for what changes tensors in place"));
+        "use t.alias() or t.clone() for what changes tensors in place");
   }
 
  private:
   std::optional<Undressed> undressed_;  // its class is set before others may begin
 };
 
-void TensorCore::use_classes(TensorClasses named) { classes = std::move(named); }
+void TensorCore::use_classes(nb::object open, nb::object copy_on_write, nb::object asleep,
+                             nb::object closed) {
+  classes = {std::move(open), std::move(copy_on_write), std::move(asleep), std::move(closed)};
+}
 
 TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
     : spec_(std::move(spec)) {
@@ -83,8 +89,8 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
              " cannot be: give at least 1 everywhere, and at least 0 along grow_dim");
   }
   if (static_cast<std::size_t>(spec_.sizes[spec_.grow_dim]) > spec_.capacity)
-    throw CapacityExceeded(message("empty", "length of ", spec_.sizes[spec_.grow_dim],
-                                   " passes capacity of ", spec_.capacity, ": raise capacity="));
+    throw CapacityExceeded("[empty] length of ", spec_.sizes[spec_.grow_dim],
+                           " passes capacity of ", spec_.capacity, ": raise capacity=");
   refuse_in_forked_child("empty");
   const RowShape shape = row_shape(spec_.capacity);
   const Caller caller = caller_of("empty", {}, *pool);
@@ -110,8 +116,7 @@ RowShape TensorCore::row_shape(std::size_t capacity) const {
     std::size_t& product = dim < spec_.grow_dim ? rows : item_bytes;
     const auto next = checked_multiply(product, static_cast<std::size_t>(spec_.sizes[dim]));
     if (!next)
-      throw CapacityExceeded(
-          message("empty", "sizes ", shape_text(spec_.sizes), " overflow: lower them"));
+      throw CapacityExceeded("[empty] sizes ", shape_text(spec_.sizes), " overflow: lower them");
     product = *next;
   }
   if (buffer_)
@@ -183,19 +188,19 @@ void TensorCore::require_room(const char* operation, std::size_t n) const {
   if (n <= spec_.capacity - used_up - length()) return;
   const std::string remedy =
       used_up == 0 ? ": make it with a larger capacity="
-                   : ", " + std::to_string(used_up) +
-                         " used up by front shrinks: make it with when_full=\"move\", which gives "
-                         "them back";
-  throw CapacityExceeded(message(operation, "need ", n, " more positions, length is ", length(),
-                                 " of capacity ", spec_.capacity, remedy,
-                                 ", or move it with t.reallocate(capacity)"));
+                   : text(", ", used_up,
+                          " used up by front shrinks: make it with when_full=\"move\", which gives "
+                          "them back");
+  throw CapacityExceeded("[", operation, "] need ", n, " more positions, length is ", length(),
+                         " of capacity ", spec_.capacity, remedy,
+                         ", or move it with t.reallocate(capacity)");
 }
 
 std::size_t TensorCore::checked_capacity(const char* operation, std::int64_t capacity) const {
   const auto checked = static_cast<std::size_t>(capacity);
   if (capacity >= 0 && checked >= length()) return checked;
-  throw CapacityExceeded(message(operation, "capacity of ", capacity,
-                                 " does not hold the length of ", length(), ": raise it"));
+  throw CapacityExceeded("[", operation, "] capacity of ", capacity,
+                         " does not hold the length of ", length(), ": raise it");
 }
 
 // The part of the `added` positions to zero: in a forked tensor, what its parent had truncated; in
@@ -257,7 +262,7 @@ void TensorCore::extend(nb::handle self, nb::handle given) {
 bool TensorCore::fill_from(const TensorFacts& source, std::size_t start, std::size_t n) {
   const RowShape& shape = buffer_->shape();
   const std::size_t bytes = n * shape.item_bytes;
-  if (!source.data || source.device.type != 1 || buffer_->pool()->traits().device.type != 1 ||
+  if (!source.data || !source.device.on_host() || !buffer_->pool()->traits().device.on_host() ||
       shape.rows * bytes > kMemcpyLimit) {
     return false;
   }
@@ -299,8 +304,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
   if (!fits)
     refuse(name, "the source has shape ", shape_text(from.shape), ", the tensor ",
            shape_text(torch_.shape()), ": all but dimension ", spec_.grow_dim, " must agree");
-  const Device device = buffer_->pool()->traits().device;
-  if (from.device.type != device.type || from.device.index != device.index)
+  if (!(from.device == buffer_->pool()->traits().device))
     refuse(name, "the tensor is on ", text(spec_.device), ", the source on ",
            text(nb::getattr(source, "device")), ": move it with x.to(t.device)");
   nb::object kept = nb::borrow(source);
@@ -384,8 +388,7 @@ nb::object TensorCore::alias(nb::handle self) {
 
 void TensorCore::record_stream(Stream stream) {
   const Operation operation(*this, "VTensor.record_stream", {}, stream);
-  // Not as a named stream, which may end: it is used again when pages go.
-  without_gil([&] { buffer_->use({operation.caller().operation, stream}); });
+  without_gil([&] { buffer_->use(operation.recorded()); });
 }
 
 void TensorCore::close(nb::handle self, std::optional<Stream> stream) {

@@ -21,27 +21,21 @@ namespace vtensor::bind {
 
 class SleepCore;
 
-// The Python classes of a VTensor: open, with shared pages at which torch's writes would fault,
-// asleep, and closed.
-struct TensorClasses {
-  nb::object open, copy_on_write, asleep, closed;
-};
-
 // Methods take the VTensor first, and set its class. They are called with the GIL held. Each is one
 // call from Python, so no exception from outside interrupts it (I17). They convert Python's
 // arguments. Streams default to torch's current one.
 class TensorCore {
  public:
-  // Called once, at the import of vtensor.
-  static void use_classes(TensorClasses classes);
+  // Sets the Python classes of a VTensor, at the import of vtensor: open, with shared pages at
+  // which torch's writes would fault, asleep, and closed.
+  static void use_classes(nb::object open, nb::object copy_on_write, nb::object asleep,
+                          nb::object closed);
 
   TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec);
   // Over pages shared with another buffer. `unclean`: bytes past `length` in them are not this
   // tensor's (I7).
   TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length, bool unclean);
   ~TensorCore();
-  TensorCore(const TensorCore&) = delete;
-  TensorCore& operator=(const TensorCore&) = delete;
 
   // Puts the tensor over this core's memory and grows it to its initial length.
   void attach(nb::handle self, std::size_t length);

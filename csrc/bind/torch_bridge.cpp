@@ -98,9 +98,9 @@ std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::
                                   nb::arg("device") = "cpu", nb::arg("pin_memory") = pinned);
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_RuntimeError) && !error.matches(PyExc_MemoryError)) throw;
-    throw OutOfPages(message(operation, "need ", bytes, " bytes of ", pinned ? "page-locked " : "",
-                             "host memory, which cannot be had (", text(error.value()),
-                             "): free some, or free the slot and compute it again"));
+    throw OutOfPages("[", operation, "] need ", bytes, " bytes of ", pinned ? "page-locked " : "",
+                     "host memory, which cannot be had (", text(error.value()),
+                     "): free some, or free the slot and compute it again");
   }
   const auto data = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());
   return {reinterpret_cast<std::byte*>(data), [owner = tensor.release()](std::byte*) {
@@ -112,30 +112,23 @@ std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::
 
 namespace {
 
-// The DLPack tensor over a generation that torch takes over. Its deleter ends the generation.
+// A DLPack tensor over a generation, which torch takes over. Its deleter ends the generation.
 template <typename Managed>
-struct Export {
-  Managed managed;
-  std::int64_t bytes;
-  std::int64_t stride;
-  Generation* generation;
-};
-
-template <typename Managed>
-void end_export(Managed* managed) {
-  std::unique_ptr<Export<Managed>> exported(static_cast<Export<Managed>*>(managed->context));
-  exported->generation->client->pool()->end(exported->generation);
-}
-
-template <typename Managed>
-Managed* make_export(Generation* generation, Address address, std::size_t bytes, Device device) {
-  auto* exported =
-      new Export<Managed>{{}, static_cast<std::int64_t>(bytes), /*stride=*/1, generation};
+Managed* make_export(Generation* generation, Address address, std::size_t bytes) {
+  struct Export {
+    Managed managed;
+    std::int64_t bytes, stride;
+    Generation* generation;
+  };
+  auto* exported = new Export{{}, static_cast<std::int64_t>(bytes), /*stride=*/1, generation};
   Managed& managed = exported->managed;
   managed.context = exported;
-  managed.deleter = end_export<Managed>;
+  managed.deleter = [](Managed* ended) {
+    const std::unique_ptr<Export> exported(static_cast<Export*>(ended->context));
+    exported->generation->client->pool()->end(exported->generation);
+  };
   managed.tensor = {reinterpret_cast<void*>(address),
-                    {device.type, device.index},
+                    generation->client->pool()->traits().device,
                     1,
                     dlpack::kUint8,
                     &exported->bytes,
@@ -146,33 +139,32 @@ Managed* make_export(Generation* generation, Address address, std::size_t bytes,
 
 void end_unused_capsule(PyObject* capsule) {
   if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // torch renamed it when it took it over
-  end_export(static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
+  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  managed->deleter(managed);
 }
 
 }  // namespace
 
-nb::object TorchBridge::tensor_over(Generation* generation, Address address, std::size_t bytes,
-                                    Device device) {
+nb::object TorchBridge::tensor_over(Generation* generation, Address address, std::size_t bytes) {
   if (api_) {
-    auto* managed = make_export<dlpack::ManagedTensorVersioned>(generation, address, bytes, device);
+    auto* managed = make_export<dlpack::ManagedTensorVersioned>(generation, address, bytes);
     managed->version = {1, 0};
     void* tensor = nullptr;
     if (api_->object_from_managed(managed, &tensor) != 0) throw nb::python_error();
     return nb::steal(static_cast<PyObject*>(tensor));
   }
-  auto* managed = make_export<dlpack::ManagedTensor>(generation, address, bytes, device);
+  auto* managed = make_export<dlpack::ManagedTensor>(generation, address, bytes);
   PyObject* capsule = PyCapsule_New(managed, "dltensor", end_unused_capsule);
   if (!capsule) {
-    end_export(managed);
+    managed->deleter(managed);
     throw nb::python_error();
   }
   nb::object owner = nb::steal(capsule);
   return call(from_dlpack_, {capsule});
 }
 
-nb::object TorchBridge::storage_over(Generation* generation, Address address, std::size_t bytes,
-                                     Device device) {
-  nb::object storage = this->storage(tensor_over(generation, address, bytes, device));
+nb::object TorchBridge::storage_over(Generation* generation, Address address, std::size_t bytes) {
+  nb::object storage = this->storage(tensor_over(generation, address, bytes));
   // Torch keeps the Python object and its attributes as long as the storage lives. Copying the
   // whole dict takes half the time of setting each attribute.
   nb::object attributes = nb::steal(PyDict_Copy(private_.ptr()));

@@ -21,7 +21,7 @@ namespace nb = nanobind;
 // The present address, device, shape and strides of a torch tensor.
 struct TensorFacts {
   void* data = nullptr;
-  dlpack::Device device{};
+  Device device{};
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;
 };
@@ -42,8 +42,7 @@ class TorchBridge {
 
   // A storage over `generation`, whose end ends the generation. `address` and `bytes` are the
   // extent. The storage refuses to be shared with other processes.
-  nb::object storage_over(Generation* generation, Address address, std::size_t bytes,
-                          Device device);
+  nb::object storage_over(Generation* generation, Address address, std::size_t bytes);
   nb::object empty_storage(nb::handle device);
   // The storage of `tensor`. All tensors over it share this Python object.
   nb::object storage(nb::handle tensor) { return call(untyped_storage_, {tensor.ptr()}); }
@@ -82,7 +81,7 @@ class TorchBridge {
  private:
   TorchBridge();
   static bool is_true(nb::handle object) { return object.is(nb::bool_(true)); }
-  nb::object tensor_over(Generation* generation, Address address, std::size_t bytes, Device device);
+  nb::object tensor_over(Generation* generation, Address address, std::size_t bytes);
 
   const nb::object torch_ = nb::module_::import_("torch");
   const nb::object tensor_type_ = torch_.attr("Tensor");

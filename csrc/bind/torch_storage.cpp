@@ -63,10 +63,7 @@ void TorchStorage::publish(nb::handle self, Buffer& buffer, Interval positions) 
   const Address end = buffer.range().address(buffer.shape().rows - 1, indices.end);
   Generation* generation = buffer.try_publish();
   if (generation == nullptr) generation = without_gil([&] { return buffer.publish(); });
-  set(self,
-      TorchBridge::get().storage_over(generation, begin, end - begin,
-                                      buffer.pool()->traits().device),
-      buffer, positions);
+  set(self, TorchBridge::get().storage_over(generation, begin, end - begin), buffer, positions);
 }
 
 void TorchStorage::update(nb::handle self, Buffer& buffer, Interval positions) {

@@ -11,8 +11,6 @@
 
 namespace vtensor::bind {
 
-namespace nb = nanobind;
-
 namespace {
 
 template <std::size_t size>
