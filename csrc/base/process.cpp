@@ -5,12 +5,18 @@
 #include <mutex>
 
 #include "base/errors.h"
+#include "base/trace.h"
 
 namespace vtensor {
 
 void watch_forks() {
   static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; }); });
+  std::call_once(once, [] {
+    pthread_atfork(nullptr, nullptr, [] {
+      in_forked_child = true;
+      trace::on = false;
+    });
+  });
 }
 
 void refuse_in_forked_child(const char* operation) {

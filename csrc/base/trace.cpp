@@ -1,6 +1,5 @@
 #include "base/trace.h"
 
-#include <pthread.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -117,14 +116,6 @@ void refuse_in_child(const char* operation) {
   }
 }
 
-void watch_forks_of_recordings() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    watch_forks();
-    pthread_atfork(nullptr, nullptr, [] { on = false; });
-  });
-}
-
 // The event of `ticket`, unless the slot holds another, or one that is being written.
 std::optional<Event> read(Slot& slot, std::uint64_t ticket) {
   if (load(slot.state) != written(ticket)) return std::nullopt;
@@ -164,7 +155,7 @@ void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t add
 
 Recording::Recording(std::size_t capacity) {
   refuse_in_child("record");
-  watch_forks_of_recordings();
+  watch_forks();
   const std::lock_guard lock(control);
   if (running == 0) {
     ring_ = &open_ring(capacity != 0 ? capacity : kDefaultCapacity);

@@ -44,7 +44,7 @@ inline constexpr std::array<std::string_view, kWhatCount> kWhatNames = {
 
 constexpr std::string_view name_of(What what) { return kWhatNames[static_cast<std::size_t>(what)]; }
 
-// Whether a recording runs. Only Recording sets it.
+// Whether a recording runs. Set by Recording, and unset in a forked child.
 inline std::atomic<bool> on{false};
 
 inline bool recording() { return on.load(std::memory_order_relaxed); }

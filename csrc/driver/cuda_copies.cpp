@@ -73,9 +73,15 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadli
   std::size_t launched = 0;
   try {
     for (; launched < copies.size(); ++launched) {
-      const Address at = scratch_ + launched * page_size_;
-      cuda_.require_at(kOperation, cuda_.cuMemcpyDtoDAsync, at, page_size_, at,
-                       copies[launched].from, page_size_, handle_of(streams_.side()));
+      const Address at = scratch_ + launched * page_size_, from = copies[launched].from;
+      const CUstream side = handle_of(streams_.side());
+      if (from == kZeros) {
+        cuda_.require_at(kOperation, cuda_.cuMemsetD8Async, at, page_size_, at, 0, page_size_,
+                         side);
+      } else {
+        cuda_.require_at(kOperation, cuda_.cuMemcpyDtoDAsync, at, page_size_, at, from, page_size_,
+                         side);
+      }
     }
     over = streams_.side_ends(kOperation, deadline);
   } catch (const DriverError& refusal) {
@@ -91,8 +97,9 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadli
     quarantined_.push_back(scratch_);
     scratch_ = 0;
     mapped_.clear();
-    throw TimedOut("[driver.copy_pages] ", copies.size(),
-                   " pages were to be copied on cuda:", cuda_.device, ", ", found,
+    throw TimedOut("[driver.copy_pages] ", copies.size(), " pages were to be ",
+                   copies[0].from == kZeros ? "zeroed" : "copied", " on cuda:", cuda_.device, ", ",
+                   found,
                    ": look for a kernel that does not end in the streams that use these "
                    "pages; what the copies may still write is not used again");
   }

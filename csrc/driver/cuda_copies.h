@@ -1,6 +1,8 @@
-// Copies between pages, on the driver's own stream, after the fences of what wrote them.
+// Copies between pages, and their zeroing, on the driver's own stream, after the fences of what
+// wrote them.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <mutex>
 #include <vector>
@@ -19,8 +21,12 @@ class CudaCopies {
   bool close();
 
   void copy(std::span<const PageCopy> copies, std::span<const FencePtr> after);
+  // Zeroes a page that is mapped nowhere.
+  void zero(Handle page) { copy(std::array{PageCopy{page, kZeros}}, {}); }
 
  private:
+  static constexpr Address kZeros = 0;  // instead of an address to copy from
+
   void copy_some(std::span<const PageCopy> copies, CudaStreams::Deadline deadline);
   bool is_over(CudaStreams::Deadline deadline);
   void release_scratch();

@@ -29,18 +29,14 @@ class CudaDriver final : public Driver {
 
   const DriverTraits& traits() const override { return traits_; }
 
-  Address reserve(std::size_t pages) override {
-    refuse_in_forked_child("driver.reserve");
-    return mappings_.reserve(pages);
-  }
+  Address reserve(std::size_t pages) override { return mappings("driver.reserve").reserve(pages); }
   void free_range(Address range, std::size_t pages) override {
     if (!in_forked_child) mappings_.free_range(range, pages);
   }
   Handle create(std::size_t n) override;
   void destroy(Handle first, std::size_t n) override;
   void map(std::span<const PageRun> runs, Access access) override {
-    refuse_in_forked_child("driver.map");
-    mappings_.map("map", runs, access);
+    mappings("driver.map").map("map", runs, access);
   }
   void unmap(std::span<const PageRun> runs, Access access) override {
     if (!in_forked_child) mappings_.unmap("unmap", runs, access);
@@ -48,8 +44,7 @@ class CudaDriver final : public Driver {
   void back_holes(std::span<const Address> pages) override;
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access) override {
-    refuse_in_forked_child("driver.remap");
-    mappings_.remap(at, from, from_access, to, to_access);
+    mappings("driver.remap").remap(at, from, from_access, to, to_access);
   }
   void zero(Address at, std::size_t bytes, Stream stream) override;
   void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) override {
@@ -72,30 +67,17 @@ class CudaDriver final : public Driver {
     refuse_in_forked_child("driver.copy_in");
     copy_beside("copy_in", cuda_.cuMemcpyHtoDAsync, to, bytes, to, from);
   }
-  FencePtr fence(Stream stream) override {
-    refuse_in_forked_child("driver.fence");
-    return streams_.fence(stream);
-  }
-  bool passed(const Fence& fence) override {
-    refuse_in_forked_child("driver.passed");
-    return streams_.passed(fence);
-  }
+  FencePtr fence(Stream stream) override { return streams("driver.fence").fence(stream); }
+  bool passed(const Fence& fence) override { return streams("driver.passed").passed(fence); }
   void order(Stream stream, const Fence& fence) override {
-    refuse_in_forked_child("driver.order");
-    streams_.order(stream, fence);
+    streams("driver.order").order(stream, fence);
   }
   void require_own(const char* operation, Stream stream) override {
-    refuse_in_forked_child("driver.require_own");
-    streams_.require_own(operation, stream);
+    streams("driver.require_own").require_own(operation, stream);
   }
-  bool capturing(Stream stream) override {
-    refuse_in_forked_child("driver.capturing");
-    const PrimaryContext context(cuda_, "capturing");
-    return streams_.capturing("capturing", stream);
-  }
+  bool capturing(Stream stream) override { return streams("driver.capturing").capturing(stream); }
   void keep_for_graph(Stream stream, void (*release)(void*), void* argument) override {
-    refuse_in_forked_child("driver.keep_for_graph");
-    streams_.keep_for_graph(stream, release, argument);
+    streams("driver.keep_for_graph").keep_for_graph(stream, release, argument);
   }
   void enter_worker() override {
     refuse_in_forked_child("driver.enter_worker");
@@ -107,13 +89,21 @@ class CudaDriver final : public Driver {
   }
 
  private:
+  // Throw in a forked child.
+  CudaMappings& mappings(const char* operation) {
+    refuse_in_forked_child(operation);
+    return mappings_;
+  }
+  CudaStreams& streams(const char* operation) {
+    refuse_in_forked_child(operation);
+    return streams_;
+  }
   template <class Copy, class To, class From>
   void copy_beside(const char* operation, const Copy& copy, Address at, std::size_t bytes, To to,
                    From from);
   std::size_t granularity(CUmemAllocationGranularity_flags kind);
   int attribute(CUdevice_attribute which);
   void probe_rdma();
-  void make_zeros();
   bool close();
 
   CudaCalls cuda_;
@@ -128,9 +118,8 @@ class CudaDriver final : public Driver {
   std::mutex records_;  // guards the handles
   std::set<Handle> handles_;
   std::mutex backing_;  // guards the page of zeros
-  Handle zeros_ = 0;
-  Address zeros_home_ = 0;  // where it was zeroed, and stays mapped
-  bool zeros_mapped_ = false, are_zeros_ = false;
+  Handle zeros_ = 0;    // no pool ever gets it (I7)
+  bool are_zeros_ = false;
 };
 
 void CudaDriver::open(const CudaOptions& options) {
@@ -238,15 +227,6 @@ CudaDriver::~CudaDriver() {
 // False if work still runs, which needs the context and what is mapped.
 bool CudaDriver::close() {
   bool over = copies_.close();
-  if (are_zeros_) {
-    try {
-      const PageRun run{zeros_home_, {&zeros_, 1}};
-      mappings_.unmap("close", {&run, 1}, Access::writable);
-      mappings_.free_range(zeros_home_, 1);
-    } catch (const DriverError&) {
-      // The end of the mappings tries again.
-    }
-  }
   // The core waited for the fences of what it unmapped. The ranges that are left hold quarantined
   // pages, and what runs there is not known.
   try {
@@ -324,24 +304,11 @@ void CudaDriver::back_holes(std::span<const Address> pages) {
     return;  // this device gives kernels addresses that are only reserved
   }
   const std::lock_guard lock(backing_);
-  if (!are_zeros_) make_zeros();
-  mappings_.back_holes(zeros_, pages);
-}
-
-// Makes the page of zeros, which no pool ever gets (I7). A call after a refused one goes on where
-// that stopped; the driver keeps what there is.
-void CudaDriver::make_zeros() {
+  // A call after a refused one goes on with what there is.
   if (zeros_ == 0) zeros_ = create(1);
-  if (zeros_home_ == 0) zeros_home_ = mappings_.reserve(1);
-  const PageRun run{zeros_home_, {&zeros_, 1}};
-  if (!zeros_mapped_) mappings_.map("back_holes", {&run, 1}, Access::writable);
-  zeros_mapped_ = true;
-  zero(zeros_home_, traits_.page_size, streams_.side());
-  are_zeros_ = streams_.side_ends("back_holes", std::chrono::steady_clock::now() + timeout_);
-  if (are_zeros_) return;
-  throw TimedOut("[driver.back_holes] a page was to be zeroed on cuda:", cuda_.device,
-                 ", the device did not finish within ", timeout_.count(),
-                 " ms: look for a kernel that does not end");
+  if (!are_zeros_) copies_.zero(zeros_);
+  are_zeros_ = true;
+  mappings_.back_holes(zeros_, pages);
 }
 
 void CudaDriver::zero(Address at, std::size_t bytes, Stream stream) {

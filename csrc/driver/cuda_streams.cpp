@@ -187,7 +187,12 @@ void CudaStreams::require_own(const char* operation, Stream stream) {
                         "the primary context, which is PyTorch's, was current");
 }
 
-bool CudaStreams::capturing(const char* operation, Stream stream) {
+bool CudaStreams::capturing(Stream stream) {
+  const PrimaryContext context(cuda_, "capturing");
+  return is_captured("capturing", stream);
+}
+
+bool CudaStreams::is_captured(const char* operation, Stream stream) {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   const CUresult code = cuda_.call(cuda_.cuStreamIsCapturing, handle_of(stream), &status);
   // The legacy default stream while a stream that waits for it is captured: use of it would end
@@ -198,7 +203,7 @@ bool CudaStreams::capturing(const char* operation, Stream stream) {
 }
 
 void CudaStreams::refuse_capture(const char* operation, Stream stream) {
-  if (!capturing(operation, stream)) return;
+  if (!is_captured(operation, stream)) return;
   throw DriverError("cuStreamIsCapturing", CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
                     cuda_.name_of(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED), "[driver.", operation,
                     "] work in a stream was asked for that is being captured into a CUDA "

@@ -35,10 +35,10 @@ class CudaStreams {
   void order(Stream stream, const Fence& fence);
   // Throws InvalidArgument if the stream is of another context than the primary one.
   void require_own(const char* operation, Stream stream);
+  bool capturing(Stream stream);
   void keep_for_graph(Stream stream, void (*release)(void*), void* argument);
 
   // What follows needs the primary context, and `side_ends` relaxed capture too.
-  bool capturing(const char* operation, Stream stream);
   // Throws if the stream is being captured: what is launched there would not run now.
   void refuse_capture(const char* operation, Stream stream);
   void let_wait(const char* operation, Stream stream, const Fence& fence);
@@ -46,6 +46,7 @@ class CudaStreams {
   bool side_ends(const char* operation, Deadline deadline);
 
  private:
+  bool is_captured(const char* operation, Stream stream);
   FencePtr record(const char* operation, Stream stream);
   bool query(const char* operation, const Fence& fence);
 

@@ -57,11 +57,11 @@ std::size_t room_in_cgroups(const std::string& proc, const std::string& cgroups)
   std::size_t room = kUnlimited;
   std::ifstream file(proc + "/self/cgroup");
   for (std::string line; std::getline(file, line);) {  // hierarchy:controllers:path
-    const std::size_t first = line.find(':');
-    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    std::string path = line.substr(second + 1);
+    std::istringstream fields(line);
+    std::string hierarchy, controllers, path;
+    std::getline(fields, hierarchy, ':');
+    std::getline(fields, controllers, ':');
+    std::getline(fields, path);
     if (path.empty() || path.front() != '/') continue;
     if (path == "/") path.clear();
     if (controllers.empty()) {
