@@ -230,12 +230,10 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
   } while (MakeRoom(*pool_).ready(lock, caller.operation, count));
   std::vector<char> kept;
   for (std::size_t n = 0; n < pages.size(); ++n) kept.push_back(this->kept(pages[n], since, n));
-  const bool unordered = !all_passed(driver_, ready_after_);
+  const bool unordered = !is_quiet();
   if (count != 0 || unordered) require_no_capture(caller);
   work_.note(caller);
-  if (unordered) {
-    for (const FencePtr& fence : ready_after_) driver_.order(caller.stream, *fence);
-  }
+  if (unordered) order(caller.stream);
   ++(count == 0 ? pool_->counted.growths_ready : pool_->counted.growths_mapped);
   if (count == 0) return kept;
   const Busy busy(*this, lock, caller);
@@ -250,7 +248,7 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     raise_if_asleep();
     await_turn(lock, caller);
     const std::vector<Reservation::Run> runs = missing(caller.operation, pages);
-    if (runs.empty() && all_passed(driver_, ready_after_)) return;
+    if (runs.empty() && is_quiet()) return;
     if (!driver_.traits().asynchronous || !driver_.capturing(caller.stream)) return;
     if (asked == kAsked) {
       throw OutOfPages("[" + std::string(caller.operation) + "] " + std::to_string(runs.size()) +
@@ -272,9 +270,7 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     ++awaiting_;
     try {
       pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
-                   [this]() VT_LOCKED {
-                     return wanted_.empty() && !busy_ && all_passed(driver_, ready_after_);
-                   });
+                   [this]() VT_LOCKED { return wanted_.empty() && !busy_ && is_quiet(); });
     } catch (...) {
       --awaiting_;
       throw;
@@ -506,8 +502,6 @@ void Arena::give_up_page(std::size_t row, std::size_t index) noexcept {
   set_idle(index, Idle::no);
 }
 
-bool Arena::is_quiet() { return all_passed(driver_, ready_after_); }
-
 std::size_t Arena::pages_leaving() const {
   if (unmap_.refusal()) return 0;
   return count_of(Idle::leaving);
@@ -522,30 +516,13 @@ std::size_t Arena::missing_ahead() const {
 }
 
 bool Arena::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
-  std::vector<Reservation::Run> missing;
-  for (const Interval some : wanted_) {
-    missing.clear();
-    range_.collect(missing, 0, some, is_unmapped);
-    for (Reservation::Run& run : missing) {
-      if (range_.at(0, run.indices.begin).state != EntryState::empty) return false;
-      run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
-      pages -= run.indices.size();
-      if (run.indices.empty()) break;
-      arrival.runs.push_back(run);
-    }
-  }
-  return true;
+  return std::all_of(wanted_.begin(), wanted_.end(),
+                     [&](Interval some) VT_LOCKED { return add_missing(arrival, some, pages); });
 }
 
-void Arena::enter_ahead(Reservation::Arrival& arrival) {
-  busy_ = false;
-  range_.enter(arrival);
+void Arena::arrived_ahead(const Reservation::Arrival& arrival) {
   note_arrival(arrival);
-  if (arrival.zeroing) work_.note(driver_.side_stream());
-  if (arrival.error) {
-    wanted_.clear();
-    refused_ahead(arrival);
-  }
+  if (arrival.error) wanted_.clear();
   for (const Reservation::Run& run : arrival.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
       if (!is_mapped(range_.at(0, i)) || states_[i].uses != 0) continue;
@@ -553,11 +530,8 @@ void Arena::enter_ahead(Reservation::Arrival& arrival) {
       if (!owned_) let_go(i);
     }
   }
-  if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
   std::erase_if(wanted_, [this](Interval some)
                              VT_LOCKED { return range_.count_mapped(some) == some.size(); });
-  pool_->changed();
-  give_back_unused();
 }
 
 // -- ends

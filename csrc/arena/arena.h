@@ -112,7 +112,6 @@ class Arena final : public RangeClient {
   std::chrono::steady_clock::time_point cached_at() const override VT_LOCKED;
   void evict(bool aged = false) override VT_LOCKED;
   bool to_clean() const override VT_LOCKED { return false; }
-  void enter_ahead(Reservation::Arrival& arrival) override VT_LOCKED;
   std::size_t missing_ahead() const override VT_LOCKED;
   bool wants() const override VT_LOCKED { return !wanted_.empty(); }
   void enter_back(Departure& departure) override VT_LOCKED;
@@ -148,9 +147,9 @@ class Arena final : public RangeClient {
   const char* capture_advice() const override { return "map the blocks before the capture"; }
   const char* why_mapped(std::size_t index) const override VT_LOCKED;
   std::vector<Interval> uncovered() const override VT_LOCKED;
-  bool is_quiet() override VT_LOCKED;
   bool find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   void give_up_ahead() override VT_LOCKED { wanted_.clear(); }
+  void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;
   ArenaCounts counts_now() const VT_LOCKED;

@@ -1,7 +1,8 @@
-// A half-open interval of page indices, positions or tokens.
+// A half-open interval of page indices, positions or bytes.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 
 namespace vtensor {
@@ -21,6 +22,17 @@ struct Interval {
 inline Interval intersection(Interval a, Interval b) {
   const Interval both{std::max(a.begin, b.begin), std::min(a.end, b.end)};
   return both.empty() ? Interval{} : both;
+}
+
+// The smallest interval with both.
+inline Interval hull(Interval a, Interval b) {
+  if (a.empty() || b.empty()) return a.empty() ? b : a;
+  return {std::min(a.begin, b.begin), std::max(a.end, b.end)};
+}
+
+// What lies in `a` before `b`, and behind it; either may be empty.
+inline std::array<Interval, 2> difference(Interval a, Interval b) {
+  return {{{a.begin, std::min(a.end, b.begin)}, {std::max(a.begin, b.end), a.end}}};
 }
 
 }  // namespace vtensor

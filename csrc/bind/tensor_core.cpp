@@ -15,6 +15,7 @@
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/sleep.h"
+#include "tensor/sharing.h"
 
 namespace vtensor::bind {
 
@@ -100,7 +101,7 @@ TensorCore::TensorCore(const std::shared_ptr<PagePool>& pool, TensorSpec spec)
 TensorCore::TensorCore(std::shared_ptr<Buffer> buffer, TensorSpec spec, std::size_t length,
                        bool unclean)
     : spec_(std::move(spec)), positions_{0, length}, may_copy_on_write_(true) {
-  if (unclean || spec_.zeroed) stale_until_ = buffer->reach(positions_);
+  if (unclean || spec_.zeroed) stale_until_ = buffer->geometry().reach(positions_);
   use(std::move(buffer));
 }
 
@@ -422,7 +423,7 @@ std::shared_ptr<Buffer> TensorCore::share(const Caller& caller, std::size_t capa
   const RowShape shape = row_shape(capacity);
   std::vector<std::size_t> rows(shape.rows);
   std::iota(rows.begin(), rows.end(), std::size_t{0});
-  return buffer_->share(caller, shape, rows, exclusive);
+  return Sharing(*buffer_, caller).share(shape, rows, exclusive);
 }
 
 // Moves the tensor to the start of a new range, which gives back capacity that front shrinks used
@@ -466,7 +467,7 @@ void TensorCore::unshare(nb::handle self, nb::handle given_start, nb::handle giv
            ": need 0 <= start <= stop <= length");
   const Interval positions{positions_.begin + static_cast<std::size_t>(start),
                            positions_.begin + static_cast<std::size_t>(stop)};
-  operation.with_memory([&] { buffer_->unshare(operation.caller(), positions); });
+  operation.with_memory([&] { Sharing(*buffer_, operation.caller()).unshare(positions); });
 }
 
 // The rows that `index`, of dimension 0, selects.
@@ -505,7 +506,7 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
       tensor.core->torch_.detach(tensor.self);
       tensor.core->may_copy_on_write_ = true;
     }
-    std::vector<Buffer::Reindexing> in_place;
+    std::vector<Sharing::Reindexing> in_place;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       auto& [core, self, index, rows, moved] = tensors[i];
       Buffer& buffer = *core->buffer_;
@@ -517,13 +518,13 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
         if (may_stay && !buffer.published()) {
           in_place.push_back({&buffer, rows});
         } else {
-          moved = buffer.share(operations[i]->caller(), shape, rows, false);
+          moved = Sharing(buffer, operations[i]->caller()).share(shape, rows, false);
         }
       });
     }
     if (!in_place.empty()) {
       const Operation& first = *operations.front();
-      first.with_memory([&] { Buffer::reindex(first.caller(), in_place); });
+      first.with_memory([&] { Sharing::reindex(first.caller(), in_place); });
     }
   } catch (...) {
     for (const Reindexing& tensor : tensors) {
@@ -548,7 +549,7 @@ void TensorCore::take_rows(std::shared_ptr<Buffer> rows, std::size_t batch) {
   use(std::move(rows));
   const std::size_t reached = stale_until_ - std::min(stale_until_, positions_.begin);
   positions_ = {0, length()};
-  stale_until_ = spec_.zeroed ? buffer_->reach(positions_) : reached;
+  stale_until_ = spec_.zeroed ? buffer_->geometry().reach(positions_) : reached;
 }
 
 void TensorCore::reserve(nb::handle self, nb::handle given) {

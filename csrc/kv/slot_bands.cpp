@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "kv/slot_cache.h"
+#include "tensor/growing.h"
 
 namespace vtensor {
 
@@ -108,7 +109,7 @@ void SlotCache::step_bands(const Caller& caller, std::span<const std::int64_t> l
   };
   std::vector<Due> due;
   std::vector<std::size_t> slots;
-  std::vector<Buffer::Growth> growths;
+  std::vector<Growth> growths;
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     std::vector<std::size_t> grown;
     const auto length = static_cast<std::size_t>(lengths[slot]);
@@ -129,7 +130,7 @@ void SlotCache::step_bands(const Caller& caller, std::span<const std::int64_t> l
   settle_copies();
   use(caller);
   if (due.empty()) return;
-  Buffer::grow(caller, growths, false);
+  grow_all(caller, growths, false);
   for (const Due& it : due) {
     for (const std::size_t band : it.grown) forget_heads(caller, it.slot, groups_of_[band]);
   }

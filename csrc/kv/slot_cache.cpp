@@ -8,6 +8,8 @@
 #include "base/errors.h"
 #include "base/process.h"
 #include "kv/slot_faults.h"
+#include "tensor/growing.h"
+#include "tensor/sharing.h"
 #include "vmm/wait.h"
 
 namespace vtensor {
@@ -257,7 +259,7 @@ bool SlotCache::grow_ready(const Caller& caller, std::span<const std::int64_t> l
 
 // The same, by driver calls.
 void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths) {
-  std::vector<Buffer::Growth> growths;
+  std::vector<Growth> growths;
   growths.reserve(due_.size() * row_groups_.size());
   for (const std::size_t slot : due_) {
     const auto length = static_cast<std::size_t>(lengths[slot]);
@@ -267,7 +269,7 @@ void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths
                          Interval{before, length}});
     }
   }
-  Buffer::grow(caller, growths, false);
+  grow_all(caller, growths, false);
 }
 
 // Gives back the pages before what windows can see from the present length on.
@@ -416,7 +418,7 @@ std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot,
     for (std::size_t group = 0; group < row_groups_.size(); ++group) {
       Buffer& buffer = *slots_[slot].buffers[group];
       const Interval pages = buffer.indices_of(buffer.positions());
-      whole[0].push_back(buffer.offer(caller, {&pages, 1}).front());
+      whole[0].push_back(Sharing(buffer, caller).offer({&pages, 1}).front());
     }
     look_further({&slot, 1});
   }
@@ -496,7 +498,7 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
   }
   await_arrival(caller, slot);
   if (positions.begin < slots_[slot].offered) protect(caller, slot);
-  std::vector<Buffer::Growth> growths;
+  std::vector<Growth> growths;
   for (std::size_t group = 0; group < row_groups_.size(); ++group) {
     const Interval kept{
         std::max(positions.begin, slots_[slot].begins[group]),
@@ -504,7 +506,7 @@ void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positio
     Buffer& buffer = *slots_[slot].buffers[group];
     if (!kept.empty()) growths.push_back({&buffer, buffer.positions(), kept});
   }
-  Buffer::grow(caller, growths, false);
+  grow_all(caller, growths, false);
   look_further({&slot, 1});
 }
 

@@ -9,6 +9,7 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "kv/slot_cache.h"
+#include "tensor/sharing.h"
 
 namespace vtensor {
 
@@ -272,12 +273,12 @@ std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> part
     for (std::size_t group = 0; group < row_groups_.size(); ++group) {
       if (page_sets[group].empty()) continue;
       const Interval positions = parent ? parent->buffers[group]->positions() : Interval{0, length};
-      Buffer& buffer = *slots_[slot].buffers[group];
+      const Sharing sharing(*slots_[slot].buffers[group], caller);
       if (deferred) {
-        buffer.expect(caller, positions, page_sets[group]);
+        sharing.expect(positions, page_sets[group]);
         slots_[slot].expects = true;
       } else {
-        buffer.accept(caller, positions, page_sets[group]);
+        sharing.accept(positions, page_sets[group]);
       }
     }
   } catch (...) {

@@ -5,6 +5,7 @@
 
 #include "base/errors.h"
 #include "kv/slot_cache.h"
+#include "tensor/sharing.h"
 
 namespace vtensor {
 
@@ -98,9 +99,8 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
     for (std::size_t i = 0; i < parts.size(); ++i)
       pages[i] = {page_of(row_groups_[group], bounds[i]),
                   page_of(row_groups_[group], bounds[i + 1])};
-    Buffer& buffer = *slots_[slot].buffers[group];
-    const auto page_sets =
-        looks_ahead() ? buffer.offer_writable(caller, pages) : buffer.offer(caller, pages);
+    const Sharing sharing(*slots_[slot].buffers[group], caller);
+    const PageSets page_sets = looks_ahead() ? sharing.offer_writable(pages) : sharing.offer(pages);
     for (std::size_t i = 0; i < parts.size(); ++i) parts[i].push_back(page_sets[i]);
   }
   look_further({&slot, 1});
@@ -111,7 +111,7 @@ std::vector<Prefix> SlotCache::offer(const Caller& caller, std::size_t slot,
 void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
   if (!slots_[slot].expects) return;
   for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers)
-    buffer->accept_expected(caller);
+    Sharing(*buffer, caller).accept_expected();
   slots_[slot].expects = false;
   room_[slot] = lengths_[slot];
 }
@@ -121,7 +121,8 @@ void SlotCache::protect(const Caller& caller, std::size_t slot) {
   std::size_t& offered = slots_[slot].offered;
   if (offered == 0) return;
   for (std::size_t group = 0; group < row_groups_.size(); ++group)
-    slots_[slot].buffers[group]->protect(caller, {0, page_of(row_groups_[group], offered)});
+    Sharing(*slots_[slot].buffers[group], caller)
+        .protect({0, page_of(row_groups_[group], offered)});
   offered = 0;
 }
 

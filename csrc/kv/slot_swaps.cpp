@@ -10,6 +10,8 @@
 #include "base/align.h"
 #include "base/errors.h"
 #include "kv/slot_cache.h"
+#include "tensor/growing.h"
+#include "tensor/sharing.h"
 #include "vmm/wait.h"
 
 namespace vtensor {
@@ -294,15 +296,15 @@ void SlotCache::restore(const Caller& caller, std::size_t slot, std::span<const 
       // What begins in the last of these pages is there, and its end in a page that is new.
       const std::size_t end = ceil_div(page_set->indices().end * pool_->page_size(),
                                        row_groups_[row_group].shape.item_bytes);
-      buffers[row_group]->accept(caller, {0, std::min(length, end)}, {&page_set, 1});
+      Sharing(*buffers[row_group], caller).accept({0, std::min(length, end)}, {&page_set, 1});
     }
-    std::vector<Buffer::Growth> growths;
+    std::vector<Growth> growths;
     for (const std::size_t row_group : groups) {
       Buffer& buffer = *buffers[row_group];
       const std::size_t written = std::min(buffer.positions().end, length);
       growths.push_back({&buffer, needed(row_group, slot, length), {written, length}});
     }
-    Buffer::grow(caller, growths, false);
+    grow_all(caller, growths, false);
   } catch (...) {
     for (const std::size_t row_group : groups) buffers[row_group]->retract(caller, {});
     throw;
@@ -316,7 +318,7 @@ void SlotCache::share_again(const Caller& caller, std::size_t slot, SwapGroup& g
     Prefix pages;
     for (std::size_t row_group = 0; row_group < row_groups_.size(); ++row_group) {
       const Interval whole{0, page_of(row_groups_[row_group], group.length)};
-      pages.push_back(slots_[slot].buffers[row_group]->offer(caller, {&whole, 1}).front());
+      pages.push_back(Sharing(*slots_[slot].buffers[row_group], caller).offer({&whole, 1}).front());
     }
     group.pages = std::move(pages);
   } catch (const std::exception&) {

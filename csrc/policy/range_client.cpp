@@ -52,8 +52,8 @@ Generation* RangeClient::publish_locked(Interval indices, Interval bytes) {
   return generation.release();
 }
 
-void RangeClient::await_turn(PoolLock& lock, const Caller& caller) {
-  if (!busy_) return;
+bool RangeClient::await_turn(PoolLock& lock, const Caller& caller) {
+  if (!busy_) return false;
   ++waiting_;
   try {
     const std::string what = "the mapper's driver call for this " + std::string(noun());
@@ -63,6 +63,7 @@ void RangeClient::await_turn(PoolLock& lock, const Caller& caller) {
     throw;
   }
   --waiting_;
+  return true;
 }
 
 RangeClient::Busy::Busy(RangeClient& client, PoolLock& lock, const Caller& caller)
@@ -150,10 +151,30 @@ bool RangeClient::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) 
   return false;
 }
 
-void RangeClient::refused_ahead(const Reservation::Arrival& arrival) {
-  if (is_out_of_memory(arrival.error)) return;  // which a use that needs the pages raises
-  failed(arrival.error);
-  trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
+bool RangeClient::add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) {
+  for (Reservation::Run run : range_.collect(indices, is_unmapped)) {
+    if (range_.at(run.row, run.indices.begin).state != EntryState::empty) return false;
+    run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
+    pages -= run.indices.size();
+    if (run.indices.empty()) break;
+    arrival.runs.push_back(run);
+  }
+  return true;
+}
+
+void RangeClient::enter_ahead(Reservation::Arrival& arrival) {
+  busy_ = false;
+  range_.enter(arrival);
+  if (arrival.zeroing) work_.note(driver_.side_stream());
+  if (arrival.zeroed) ready_after_.push_back(std::move(arrival.zeroed));
+  // A use that needs the pages raises that there is no memory.
+  if (arrival.error && !is_out_of_memory(arrival.error)) {
+    failed(arrival.error);
+    trace::event(trace::What::error, range_.address(arrival.runs.front()), 0, range_.base());
+  }
+  arrived_ahead(arrival);
+  pool_->changed();
+  give_back_unused();
 }
 
 // -- back
@@ -166,7 +187,8 @@ void RangeClient::give_back_unused() noexcept {
   }
   unmap_.try_again();
   try {
-    if (begin_unmapping() || ends() || has_fences()) pool_->settle_later(shared_from_this());
+    if (begin_unmapping() || ends() || !ready_after_.empty())
+      pool_->settle_later(shared_from_this());
   } catch (...) {
     unmap_.refused(std::current_exception());
     pool_->settle_later(shared_from_this());

@@ -49,6 +49,7 @@ class RangeClient : public Client {
   void end_hold() noexcept final VT_LOCKED;
   std::vector<FencePtr> fences() const final VT_LOCKED;
   bool leased() const final VT_LOCKED;
+  void enter_ahead(Reservation::Arrival& arrival) final VT_LOCKED;
   void give_up_page(std::size_t row, std::size_t index) noexcept override VT_LOCKED {
     range_.quarantine(row, index);
   }
@@ -56,8 +57,7 @@ class RangeClient : public Client {
     if (known_) known_->set_asleep(asleep);
   }
 
- protected:
-  RangeClient(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
+  // -- for operations that change what is mapped
 
   // Marks the client busy, so that the mapper keeps off and the lock can be let go.
   class Busy {
@@ -70,6 +70,23 @@ class RangeClient : public Client {
    private:
     RangeClient& client_;
   };
+  // Waits until no thread makes driver calls for it; the mapper begins none meanwhile. False if
+  // there was nothing to wait for.
+  bool await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
+  // Throws if the caller's stream is being captured, because driver work would become part of the
+  // graph, or break it, and if it is not the driver's own.
+  void require_no_capture(const Caller& caller) const;
+  // As `use`.
+  void note(const Caller& caller) VT_LOCKED { work_.note(caller); }
+  // Whether all work has passed that must be done before ready or cached pages are used.
+  bool is_quiet() VT_LOCKED { return all_passed(driver_, ready_after_); }
+  // Has work that is launched in `stream` from now on wait for that.
+  void order(Stream stream) const VT_LOCKED {
+    for (const FencePtr& fence : ready_after_) driver_.order(stream, *fence);
+  }
+
+ protected:
+  RangeClient(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
   // What it is, for messages.
   virtual const char* noun() const = 0;
@@ -79,10 +96,6 @@ class RangeClient : public Client {
   virtual const char* why_mapped(std::size_t index) const VT_LOCKED = 0;
   // Of what was touched, mapped pages that nothing needs.
   virtual std::vector<Interval> uncovered() const VT_LOCKED = 0;
-  // Whether all has passed that its next use, or its next owner, would have to wait for.
-  virtual bool is_quiet() VT_LOCKED = 0;
-  // Whether there are fences of that, passed or not.
-  virtual bool has_fences() const VT_LOCKED { return !ready_after_.empty(); }
   // Whether it is out of reach, and its range is to go.
   virtual bool ends() const VT_LOCKED { return !owned_ && reserved_ && generations_.empty(); }
   virtual void free_range() VT_LOCKED;
@@ -91,18 +104,16 @@ class RangeClient : public Client {
   virtual bool find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
   // Nothing is left to do ahead, or to do it with.
   virtual void give_up_ahead() VT_LOCKED = 0;
+  // Pages that it wanted ahead have come, or were refused.
+  virtual void arrived_ahead(const Reservation::Arrival& arrival) VT_LOCKED = 0;
 
   void raise_if_asleep() const;
   // What a storage holds that needs these pages of every row, or the pages of these bytes.
   Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
-  // Throws where the caller's stream is being captured, because driver work would become part of
-  // the graph, or break it, and where it is not the driver's own.
-  void require_no_capture(const Caller& caller) const;
-  // Waits until no thread makes driver calls for it; the mapper begins none meanwhile.
-  void await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void failed(std::exception_ptr error) VT_LOCKED;
-  // What has arrived ahead was refused: raised later, unless a use of the pages raises it.
-  void refused_ahead(const Reservation::Arrival& arrival) VT_LOCKED;
+  // For `find_missing`: adds the empty pages of `indices` of every row, as far as `pages` reaches,
+  // which counts them down. False if a page there is not empty and not mapped.
+  bool add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
   Driver& driver_;
@@ -115,7 +126,7 @@ class RangeClient : public Client {
   // Callers that wait until it is not busy; the mapper lets them go first.
   std::size_t waiting_ VT_GUARDED = 0;
   PendingUnmap unmap_ VT_GUARDED;
-  // What must be done before pages that came ahead are used.
+  // What must be done before ready or cached pages are used.
   std::vector<FencePtr> ready_after_ VT_GUARDED;
   PendingWork work_ VT_GUARDED;
   Generations generations_ VT_GUARDED;

@@ -6,18 +6,32 @@
 
 namespace vtensor {
 
-PageSet::~PageSet() {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
-  const PoolLock lock(pool_);
-  pool_->store().count_in_page_sets(-static_cast<std::ptrdiff_t>(pages_.size()));
+PageReferences::PageReferences(PageStore& store, std::vector<Page*> pages)
+    : store_(store), pages_(std::move(pages)) {
+  store_.count_in_page_sets(static_cast<std::ptrdiff_t>(pages_.size()));
   for (Page* page : pages_) {
-    --page->in_sets;
-    pool_->store().drop(page);
+    ++page->in_sets;
+    store_.share(page);
   }
 }
 
+PageReferences::~PageReferences() {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  store_.count_in_page_sets(-static_cast<std::ptrdiff_t>(pages_.size()));
+  for (Page* page : pages_) {
+    --page->in_sets;
+    store_.drop(page);
+  }
+}
+
+PageSet::~PageSet() {
+  if (in_forked_child.load(std::memory_order_relaxed)) return;
+  const PoolLock lock(pool_);
+  references_.reset();
+}
+
 bool PageSet::in_use() const {
-  return std::any_of(pages_.begin(), pages_.end(),
+  return std::any_of(references_->pages().begin(), references_->pages().end(),
                      [](const Page* page) { return page->references > 1; });
 }
 

@@ -15,20 +15,31 @@ namespace vtensor {
 
 class Buffer;
 
-// Neighbouring pages of every row of a buffer, row after row, each with a reference of its own.
-// They are copy-on-write wherever they are mapped, but where they come from: there they may stay
-// writable until another buffer accepts them. Nobody writes to them there either, without having
-// them made copy-on-write first.
+// A reference to each of some pages, beside those that mappings have. Ends with the lock held; in a
+// forked child, without effect.
+class PageReferences {
+ public:
+  PageReferences(PageStore& store, std::vector<Page*> pages) VT_LOCKED;
+  ~PageReferences() VT_LOCKED;
+  PageReferences(const PageReferences&) = delete;
+  PageReferences& operator=(const PageReferences&) = delete;
+
+  const std::vector<Page*>& pages() const { return pages_; }
+
+ private:
+  PageStore& store_;
+  const std::vector<Page*> pages_;
+};
+
+// Neighbouring pages of every row of a buffer, row after row. They are copy-on-write wherever they
+// are mapped, except where they come from: there they may stay writable until another buffer
+// accepts them, and are made copy-on-write before anything is written to them.
 class PageSet {
  public:
-  // Takes the references over.
   PageSet(std::shared_ptr<PagePool> pool, Interval indices, std::vector<Page*> pages) VT_LOCKED
       : pool_(std::move(pool)),
         indices_(indices),
-        pages_(std::move(pages)) {
-    pool_->store().count_in_page_sets(static_cast<std::ptrdiff_t>(pages_.size()));
-    for (Page* page : pages_) ++page->in_sets;
-  }
+        references_(std::make_unique<const PageReferences>(pool_->store(), std::move(pages))) {}
   // Takes the pool's lock.
   ~PageSet();
   PageSet(const PageSet&) = delete;
@@ -37,14 +48,14 @@ class PageSet {
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   Interval indices() const { return indices_; }
   std::span<Page* const> row(std::size_t row) const {
-    return std::span(pages_).subspan(row * indices_.size(), indices_.size());
+    return std::span(references_->pages()).subspan(row * indices_.size(), indices_.size());
   }
-  std::size_t pages() const { return pages_.size(); }
+  std::size_t pages() const { return references_->pages().size(); }
   // Whether some page is mapped, or on another page set.
   bool in_use() const VT_LOCKED;
 
   // Where they come from and may still be writable, and points behind the work that may still write
-  // to them there. Null once that is seen to.
+  // to them there. Null once they are copy-on-write and that work is over.
   struct Origin {
     std::weak_ptr<Buffer> buffer;
     std::vector<FencePtr> after;
@@ -54,7 +65,24 @@ class PageSet {
  private:
   const std::shared_ptr<PagePool> pool_;
   const Interval indices_;
-  const std::vector<Page*> pages_;
+  std::unique_ptr<const PageReferences> references_;
+};
+
+// Pages of others that a buffer's owner is to have at `indices`, row after row, and that are not
+// mapped there yet. Ends with the lock held.
+struct ExpectedPages {
+  ExpectedPages(PageStore& store, Interval positions, Interval indices, std::vector<Page*> pages)
+      VT_LOCKED : positions(positions),
+                  indices(indices),
+                  references(store, std::move(pages)) {}
+
+  const Interval positions;
+  const Interval indices;
+  const PageReferences references;
+
+  const Page* at(std::size_t row, std::size_t index) const {
+    return references.pages()[row * indices.size() + index - indices.begin];
+  }
 };
 
 }  // namespace vtensor

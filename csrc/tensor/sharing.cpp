@@ -1,96 +1,63 @@
-// Sharing pages between buffers and rows, and unsharing them again.
+#include "tensor/sharing.h"
+
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <utility>
 
 #include "base/errors.h"
 #include "base/trace.h"
-#include "tensor/buffer.h"
-#include "tensor/page_set.h"
+#include "policy/make_room.h"
 #include "vmm/copy_on_write.h"
 #include "vmm/wait.h"
 
 namespace vtensor {
 
-void Buffer::unshare(const Caller& caller, Interval positions) {
-  PoolLock lock(pool_);
-  pool_->reap();
-  std::vector<Reservation::Run> copy_on_write;
-  std::size_t fresh = 0;
-  const auto look = [&]() VT_LOCKED {
-    require_whole(caller.operation);
-    copy_on_write = range_.collect(indices_of(positions), is_copy_on_write);
-    fresh = count_fresh_pages(range_, copy_on_write);
-  };
-  look();
-  if (copy_on_write.empty()) return;
-  require_no_capture(caller);
-  {
-    const Busy busy(*this, lock, caller);
-    await_streams(lock, caller);
-  }
-  require_ready(lock, caller, [&]() VT_LOCKED {
-    look();
-    return std::pair(fresh, count_private_copies(range_, copy_on_write));
-  });
-  const Busy busy(*this, lock, caller);
-  unshare(lock, caller, copy_on_write);
-  trace::event(trace::What::unshare, range_.address(copy_on_write.front()),
-               fresh * range_.page_size(), range_.base());
+template <typename Find>
+std::vector<Reservation::Run> Sharing::have_ready(PoolLock& lock, Find find) const {
+  std::vector<Reservation::Run> runs;
+  do {
+    buffer_.await_turn(lock, caller_);
+    buffer_.require_whole(caller_.operation);
+    runs = find();
+  } while (MakeRoom(pool_).ready(lock, caller_.operation, count_fresh_pages(range_, runs),
+                                 count_private_copies(range_, runs)));
+  return runs;
 }
 
-void Buffer::unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
-                     Interval stale) {
-  try {
-    unshare_pages(range_, lock, runs, bytes_of(stale), caller.stream);
-  } catch (const TimedOut&) {
-    // What the copies read stays mapped until the side stream has passed.
-    work_.note(driver_.side_stream());
-    throw;
-  }
+void Sharing::unshare(Interval positions) const {
+  const Interval indices = buffer_.indices_of(positions);
+  PoolLock lock(buffer_.pool());
+  pool_.reap();
+  buffer_.require_whole(caller_.operation);
+  if (range_.collect(indices, is_copy_on_write).empty()) return;
+  buffer_.await_streams(lock, caller_);
+  const std::vector<Reservation::Run> runs =
+      have_ready(lock, [&]() VT_LOCKED { return range_.collect(indices, is_copy_on_write); });
+  const std::size_t fresh = count_fresh_pages(range_, runs);
+  const Buffer::Busy busy(buffer_, lock, caller_);
+  buffer_.unshare(lock, caller_, runs);
+  trace::event(trace::What::unshare, range_.address(runs.front()), fresh * range_.page_size(),
+               range_.base());
 }
 
-// Before pages are shared, or change their rows: no work is left that may write to them, and what
-// the kernel copied has handles of its own, so that it can be shared again (I6). Busy from then on.
-std::unique_ptr<Buffer::Busy> Buffer::quieten(PoolLock& lock, const Caller& caller) {
-  {
-    const Busy busy(*this, lock, caller);
-    require_no_capture(caller);
-    await_streams(lock, caller);
-  }
-  std::vector<Reservation::Run> private_copies;
-  require_ready(lock, caller, [&]() VT_LOCKED {
-    require_whole(caller.operation);
-    private_copies = private_copies_in(range_, extent_);
-    std::size_t pages = 0;
-    for (const Reservation::Run& run : private_copies) pages += run.indices.size();
-    return std::pair(count_fresh_pages(range_, private_copies), pages);
-  });
-  auto busy = std::make_unique<Busy>(*this, lock, caller);
-  unshare(lock, caller, private_copies);
+std::unique_ptr<Buffer::Busy> Sharing::quieten(PoolLock& lock) const {
+  buffer_.await_streams(lock, caller_);
+  const std::vector<Reservation::Run> private_copies =
+      have_ready(lock, [&]() VT_LOCKED { return private_copies_in(range_, buffer_.extent()); });
+  auto busy = std::make_unique<Buffer::Busy>(buffer_, lock, caller_);
+  buffer_.unshare(lock, caller_, private_copies);
   return busy;
 }
 
-void Buffer::protect_for_child(std::vector<Page*>& seen) noexcept {
-  // What no tensor and no view shows, as what is ahead, the child cannot look at.
-  Interval shown = extent_;
-  for (const Generation* generation : generations_) {
-    shown = shown.empty() ? generation->indices
-                          : Interval{std::min(shown.begin, generation->indices.begin),
-                                     std::max(shown.end, generation->indices.end)};
-  }
-  if (!shown.empty()) protect_pages(range_, shown, seen);
-}
-
-std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shape,
-                                      std::span<const std::size_t> rows, bool exclusive) {
-  std::shared_ptr<Buffer> child = make(pool_, shape, caller);
-  PoolLock lock(pool_);
-  pool_->reap();
+std::shared_ptr<Buffer> Sharing::share(const RowShape& shape, std::span<const std::size_t> rows,
+                                       bool exclusive) const {
+  std::shared_ptr<Buffer> child = Buffer::make(buffer_.pool(), shape, caller_);
+  PoolLock lock(buffer_.pool());
+  pool_.reap();
   try {
-    const std::unique_ptr<Busy> busy = quieten(lock, caller);
-    child->range_.reserve(extent_.size());
+    const std::unique_ptr<Buffer::Busy> busy = quieten(lock);
+    const Interval extent = buffer_.extent();
+    child->range().reserve(extent.size());
     const auto map = [&](bool (*wanted)(const Entry&), EntryState state) VT_LOCKED {
       Reservation::Arrival arrival;
       arrival.given = true;
@@ -98,60 +65,51 @@ std::shared_ptr<Buffer> Buffer::share(const Caller& caller, const RowShape& shap
       std::vector<Reservation::Run> runs;
       for (std::size_t row = 0; row < rows.size(); ++row) {
         runs.clear();
-        range_.collect(runs, rows[row], extent_, wanted);
+        range_.collect(runs, rows[row], extent, wanted);
         for (const auto& [from, indices] : runs) {
-          arrival.runs.push_back(
-              {row, {indices.begin - extent_.begin, indices.end - extent_.begin}});
+          arrival.runs.push_back({row, {indices.begin - extent.begin, indices.end - extent.begin}});
           for (std::size_t index = indices.begin; index < indices.end; ++index)
             arrival.pages.push_back(range_.at(from, index).page);
         }
       }
-      child->range_.map(lock, arrival, caller.stream, false);
+      child->range().map(lock, arrival, caller_.stream, false);
     };
     if (exclusive) {
       map(is_writable, EntryState::writable);
       map(is_copy_on_write, EntryState::copy_on_write);
     } else {
       map(is_mapped, EntryState::copy_on_write);
+      make_copy_on_write(range_, &lock, range_.collect(extent, is_writable));
     }
-    if (!exclusive) make_copy_on_write(range_, &lock, range_.collect(extent_, is_writable));
-    child->set_positions({0, positions_.size()});
-    child->extent_ = child->indices_of(child->positions_);
-    child->set_ready({});
-    range_.event(trace::What::fork, extent_);
+    const Interval positions{0, buffer_.positions().size()};
+    child->assign(positions, child->indices_of(positions));
+    range_.event(trace::What::fork, extent);
   } catch (...) {
-    child->owned_ = false;
-    child->unmap_.touch({0, extent_.size()});
-    if (!child->settle(&lock)) pool_->settle_later(child);
+    child->leave();
+    if (!child->settle(&lock)) pool_.settle_later(child);
     throw;
   }
   return child;
 }
 
-// A page set lets its pages go with the lock, so `to` must outlive the caller's.
-void Buffer::add_page_sets(std::vector<std::shared_ptr<PageSet>>& to,
-                           std::span<const Interval> indices) {
-  std::vector<std::vector<Page*>> pages(indices.size());
-  for (std::size_t i = 0; i < indices.size(); ++i) {
-    pages[i].reserve(indices[i].size() * range_.rows());
-    for (std::size_t row = 0; row < range_.rows(); ++row) {
-      for (std::size_t index = indices[i].begin; index < indices[i].end; ++index)
-        pages[i].push_back(range_.at(row, index).page);
-    }
-  }
+void Sharing::add_page_sets(PageSets& to, std::span<const Interval> indices) const {
   to.reserve(indices.size());
-  for (std::size_t i = 0; i < indices.size(); ++i) {
-    for (Page* page : pages[i]) pool_->store().share(page);
-    to.push_back(std::make_shared<PageSet>(pool_, indices[i], std::move(pages[i])));
+  for (const Interval some : indices) {
+    std::vector<Page*> pages;
+    pages.reserve(some.size() * range_.rows());
+    for (std::size_t row = 0; row < range_.rows(); ++row) {
+      for (std::size_t index = some.begin; index < some.end; ++index)
+        pages.push_back(range_.at(row, index).page);
+    }
+    to.push_back(std::make_shared<PageSet>(buffer_.pool(), some, std::move(pages)));
   }
 }
 
-std::vector<std::shared_ptr<PageSet>> Buffer::offer(const Caller& caller,
-                                                    std::span<const Interval> indices) {
-  std::vector<std::shared_ptr<PageSet>> page_sets;
-  PoolLock lock(pool_);
-  pool_->reap();
-  const std::unique_ptr<Busy> busy = quieten(lock, caller);
+PageSets Sharing::offer(std::span<const Interval> indices) const {
+  PageSets page_sets;
+  PoolLock lock(buffer_.pool());
+  pool_.reap();
+  const std::unique_ptr<Buffer::Busy> busy = quieten(lock);
   if (!indices.empty()) {
     make_copy_on_write(range_, &lock,
                        range_.collect({indices.front().begin, indices.back().end}, is_writable));
@@ -160,47 +118,42 @@ std::vector<std::shared_ptr<PageSet>> Buffer::offer(const Caller& caller,
   return page_sets;
 }
 
-std::vector<std::shared_ptr<PageSet>> Buffer::offer_writable(const Caller& caller,
-                                                             std::span<const Interval> indices) {
-  std::vector<std::shared_ptr<PageSet>> page_sets;
+PageSets Sharing::offer_writable(std::span<const Interval> indices) const {
+  PageSets page_sets;
   if (indices.empty()) return page_sets;
   {
-    const PoolLock lock(pool_);
-    pool_->reap();
-    require_whole(caller.operation);
+    const PoolLock lock(buffer_.pool());
+    pool_.reap();
+    buffer_.require_whole(caller_.operation);
     const Interval all{indices.front().begin, indices.back().end};
     if (range_.first_not(all, is_writable) == all.end) {
-      require_no_capture(caller);
-      work_.note(caller);
+      buffer_.require_no_capture(caller_);
+      buffer_.note(caller_);
       const auto origin = std::make_shared<const PageSet::Origin>(
-          std::static_pointer_cast<Buffer>(shared_from_this()), fences());
+          std::static_pointer_cast<Buffer>(buffer_.shared_from_this()), buffer_.fences());
       add_page_sets(page_sets, indices);
       for (const auto& page_set : page_sets) page_set->origin = origin;
       return page_sets;
     }
   }
-  return offer(caller, indices);
+  return offer(indices);
 }
 
-// Writable pages that something else keeps too.
-std::vector<Reservation::Run> Buffer::offered_in(Interval indices) const {
+std::vector<Reservation::Run> Sharing::offered_in(Interval indices) const {
   return range_.collect(
       indices, [](const Entry& entry) { return is_writable(entry) && entry.page->references > 1; });
 }
 
-void Buffer::protect(const Caller& caller, Interval indices) {
-  PoolLock lock(pool_);
-  pool_->reap();
-  if (!owned_ || offered_in(indices).empty()) return;
-  require_no_capture(caller);
-  const Busy busy(*this, lock, caller);
-  await_streams(lock, caller);
+void Sharing::protect(Interval indices) const {
+  PoolLock lock(buffer_.pool());
+  pool_.reap();
+  if (!buffer_.owned() || offered_in(indices).empty()) return;
+  buffer_.await_streams(lock, caller_);
+  const Buffer::Busy busy(buffer_, lock, caller_);
   make_copy_on_write(range_, &lock, offered_in(indices));
 }
 
-// Before their pages are mapped here: nothing writes to them any more.
-void Buffer::protect_origins(const Caller& caller,
-                             std::span<const std::shared_ptr<PageSet>> page_sets) {
+void Sharing::protect_origins(std::span<const std::shared_ptr<PageSet>> page_sets) const {
   for (auto at = page_sets.begin(); at != page_sets.end();) {
     const auto first = at;
     const std::shared_ptr<const PageSet::Origin> origin = (*first)->origin;
@@ -209,10 +162,10 @@ void Buffer::protect_origins(const Caller& caller,
       indices.end = (*at)->indices().end;
     if (origin == nullptr) continue;
     if (const std::shared_ptr<Buffer> buffer = origin->buffer.lock())
-      buffer->protect(caller, indices);
+      Sharing(*buffer, caller_).protect(indices);
     for (const FencePtr& fence : origin->after) {
-      if (wait_for(driver_, fence, pool_->options().patience)) continue;
-      throw TimedOut(caller.operation, pool_->options().patience,
+      if (wait_for(pool_.driver(), fence, pool_.options().patience)) continue;
+      throw TimedOut(caller_.operation, pool_.options().patience,
                      "work launched on the device that writes to a shared prefix has not ended; "
                      "nothing was changed");
     }
@@ -220,147 +173,76 @@ void Buffer::protect_origins(const Caller& caller,
   }
 }
 
-void Buffer::expect(const Caller& caller, Interval positions,
-                    std::span<const std::shared_ptr<PageSet>> page_sets) {
+void Sharing::raise_lost() const {
+  throw Error("[" + std::string(caller_.operation) +
+              "] places of it were lost in a driver call that could not be undone: close it");
+}
+
+void Sharing::expect(Interval positions,
+                     std::span<const std::shared_ptr<PageSet>> page_sets) const {
   if (page_sets.empty()) return;
-  protect_origins(caller, page_sets);
-  auto expected = std::make_unique<Expected>();
-  expected->positions = positions;
-  expected->indices = {page_sets.front()->indices().begin, page_sets.back()->indices().end};
+  protect_origins(page_sets);
+  const Interval indices{page_sets.front()->indices().begin, page_sets.back()->indices().end};
+  std::vector<Page*> pages;
   for (std::size_t row = 0; row < range_.rows(); ++row) {
     for (const std::shared_ptr<PageSet>& page_set : page_sets) {
-      const std::span<Page* const> pages = page_set->row(row);
-      expected->pages.insert(expected->pages.end(), pages.begin(), pages.end());
+      const std::span<Page* const> some = page_set->row(row);
+      pages.insert(pages.end(), some.begin(), some.end());
     }
   }
-  PoolLock lock(pool_);
-  pool_->reap();
-  if (range_.quarantined() != 0) {
-    throw Error("[" + std::string(caller.operation) +
-                "] places of it were lost in a driver call that could not be undone: close it");
-  }
-  pool_->await(lock, caller.operation, "the work that used the pages that were here",
-               [&]() VT_LOCKED {
-                 if (busy_) return false;
-                 settle(&lock);
-                 if (unmap_.refusal()) std::rethrow_exception(unmap_.refusal());
-                 return range_.count_mapped(expected->indices) == 0;
-               });
-  range_.reserve(expected->indices.end);
-  for (Page* page : expected->pages) {
-    ++page->in_sets;
-    pool_->store().share(page);
-  }
-  pool_->store().count_in_page_sets(static_cast<std::ptrdiff_t>(expected->pages.size()));
-  expected_ = std::move(expected);
+  PoolLock lock(buffer_.pool());
+  pool_.reap();
+  if (range_.quarantined() != 0) raise_lost();
+  pool_.await(lock, caller_.operation, "the work that used the pages that were here",
+              [&]() VT_LOCKED {
+                if (buffer_.busy()) return false;
+                buffer_.settle(&lock);
+                if (buffer_.refusal()) std::rethrow_exception(buffer_.refusal());
+                return range_.count_mapped(indices) == 0;
+              });
+  range_.reserve(indices.end);
+  buffer_.expect(
+      std::make_unique<const ExpectedPages>(pool_.store(), positions, indices, std::move(pages)));
 }
 
-void Buffer::forget_expected() noexcept {
-  if (expected_ == nullptr) return;
-  pool_->store().count_in_page_sets(-static_cast<std::ptrdiff_t>(expected_->pages.size()));
-  for (Page* page : expected_->pages) {
-    --page->in_sets;
-    pool_->store().drop(page);
-  }
-  expected_.reset();
-}
-
-// All of them, or none: so the owner has a whole prefix, or nothing that must be told from its own.
-bool Buffer::find_expected(Reservation::Arrival& arrival) const {
-  arrival.given = true;
-  arrival.state = EntryState::copy_on_write;
-  arrival.pages = expected_->pages;
-  for (std::size_t row = 0; row < range_.rows(); ++row)
-    arrival.runs.push_back({row, expected_->indices});
-  return range_.count_quarantined(expected_->indices) == 0;
-}
-
-const Page* Buffer::shared_at(std::size_t row, std::size_t index) const {
-  if (expected_ != nullptr && expected_->indices.contains(index)) {
-    return expected_->pages[row * expected_->indices.size() + index - expected_->indices.begin];
-  }
-  const bool shared = index < range_.reserved() && is_copy_on_write(range_.at(row, index));
-  return shared ? range_.at(row, index).page : nullptr;
-}
-
-void Buffer::enter_expected() {
-  const Interval indices = expected_->indices;
-  set_positions(expected_->positions);
-  extent_ = indices;
-  forget_expected();
-  unmap_.remove(extent_);
-  set_ready({});
-  range_.event(trace::What::fork, indices);
-}
-
-void Buffer::accept_expected(const Caller& caller) {
-  PoolLock lock(pool_);
-  pool_->reap();
-  await_turn(lock, caller);
-  if (expected_ == nullptr) return;
-  const Busy busy(*this, lock, caller);
-  require_no_capture(caller);
-  work_.note(caller);
+void Sharing::accept_expected() const {
+  PoolLock lock(buffer_.pool());
+  pool_.reap();
+  buffer_.await_turn(lock, caller_);
+  if (buffer_.expected() == nullptr) return;
+  const Buffer::Busy busy(buffer_, lock, caller_);
+  buffer_.require_no_capture(caller_);
+  buffer_.note(caller_);
   Reservation::Arrival arrival;
-  if (!find_expected(arrival)) {
-    throw Error("[" + std::string(caller.operation) +
-                "] places of it were lost in a driver call that could not be undone: close it");
-  }
-  range_.map(lock, arrival, caller.stream, false);
-  enter_expected();
+  if (!buffer_.find_expected(arrival)) raise_lost();
+  range_.map(lock, arrival, caller_.stream, false);
+  buffer_.enter_expected();
 }
 
-void Buffer::accept(const Caller& caller, Interval positions,
-                    std::span<const std::shared_ptr<PageSet>> page_sets) {
-  expect(caller, positions, page_sets);
+void Sharing::accept(Interval positions,
+                     std::span<const std::shared_ptr<PageSet>> page_sets) const {
+  expect(positions, page_sets);
   try {
-    accept_expected(caller);
+    accept_expected();
   } catch (...) {
-    const PoolLock lock(pool_);
-    forget_expected();
+    const PoolLock lock(buffer_.pool());
+    buffer_.expect(nullptr);
     throw;
   }
 }
 
-std::size_t Buffer::shared_with(const Buffer& other) const {
-  if (extent_.begin != other.extent_.begin) return 0;
-  const std::size_t end = std::min(extent_.end, other.extent_.end);
-  std::size_t index = extent_.begin;
-  const auto same = [&](std::size_t at) VT_LOCKED {
-    for (std::size_t row = 0; row < range_.rows(); ++row) {
-      if (range_.at(row, at).page != other.range_.at(row, at).page) return false;
-    }
-    return true;
-  };
-  while (index < end && same(index)) ++index;
-  return index - std::min(index, extent_.begin);
-}
-
-std::size_t Buffer::writable_until(std::size_t position) const {
-  std::size_t index = indices_of({position, position + 1}).begin;
-  if (range_.quarantined() != 0) {
-    // A step that needs more raises what was lost.
-  } else if (range_.copy_on_write() == 0) {
-    index = std::max(index, extent_.end);
-  } else {
-    index = range_.first_not({index, extent_.end}, is_writable);
-  }
-  const std::size_t end = index * range_.page_size();
-  return end > shape_.phase ? (end - shape_.phase) / shape_.item_bytes : 0;
-}
-
-void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
+void Sharing::reindex(const Caller& caller, std::span<const Reindexing> all) {
   if (all.empty()) return;
-  const std::shared_ptr<PagePool>& pool = all.front().buffer->pool_;
+  const std::shared_ptr<PagePool>& pool = all.front().buffer->pool();
   PoolLock lock(pool);
   pool->reap();
-  std::vector<std::unique_ptr<Busy>> busy;
-  for (const auto& [buffer, rows] : all) busy.push_back(buffer->quieten(lock, caller));
+  std::vector<std::unique_ptr<Buffer::Busy>> busy;
+  for (const auto& [buffer, rows] : all) busy.push_back(Sharing(*buffer, caller).quieten(lock));
 
   std::vector<PageChange> changes;
   for (const auto& [buffer, rows] : all) {
-    Reservation& range = buffer->range_;
-    const Interval extent = buffer->extent_;
+    Reservation& range = buffer->range();
+    const Interval extent = buffer->extent();
     for (std::size_t row = 0; row < rows.size(); ++row) {
       const auto differs = [&range, row, from = rows[row]](std::size_t index) VT_LOCKED {
         return range.at(row, index).page != range.at(from, index).page;
@@ -382,9 +264,9 @@ void Buffer::reindex(const Caller& caller, std::span<const Reindexing> all) {
     std::vector<Reservation::Run> sources;
     for (std::size_t row = 0; row < rows.size(); ++row) {
       if (rows[row] == row && std::count(rows.begin(), rows.end(), row) > 1)
-        buffer->range_.collect(sources, row, buffer->extent_, is_writable);
+        buffer->range().collect(sources, row, buffer->extent(), is_writable);
     }
-    make_copy_on_write(buffer->range_, nullptr, sources);
+    make_copy_on_write(buffer->range(), nullptr, sources);
   }
   remap_pages(changes);
 }

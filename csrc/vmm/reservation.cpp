@@ -312,9 +312,10 @@ void Reservation::zero(Bytes bytes, Stream stream) const {
   driver_.zero(bytes.at, bytes.size, stream);
 }
 
-std::vector<PageTable::Run> Reservation::unclean_in(Interval indices) const {
-  return collect(indices, [this](const Entry& entry)
-                              VT_LOCKED { return is_writable(entry) && !clean(*entry.page); });
+std::vector<PageTable::Run> Reservation::unclean_in(Interval indices, std::size_t most) const {
+  return collect(indices, [this, &most](const Entry& entry) VT_LOCKED {
+    return most != 0 && is_writable(entry) && !clean(*entry.page) && most-- != 0;
+  });
 }
 
 void Reservation::make_clean(std::span<const Run> runs, Stream stream) {

@@ -134,8 +134,9 @@ class Reservation : public PageTable {
   // -- bytes
 
   void zero(Bytes bytes, Stream stream) const;
-  // Runs of pages in `indices` that show what another owner left, and their zeroing.
-  std::vector<Run> unclean_in(Interval indices) const VT_LOCKED;
+  // Runs of pages in `indices` that show what another owner left, of `most` pages in all; and their
+  // zeroing.
+  std::vector<Run> unclean_in(Interval indices, std::size_t most = SIZE_MAX) const VT_LOCKED;
   void make_clean(std::span<const Run> runs, Stream stream) VT_LOCKED;
 
   // Records an event of `indices` of every row.

@@ -18,6 +18,7 @@
 #include "owner.h"
 #include "policy/page_pool.h"
 #include "tensor/buffer.h"
+#include "tensor/sharing.h"
 
 namespace vtensor {
 namespace {
@@ -276,8 +277,8 @@ TEST_CASE("a new owner never finds what is on its way out of an reused buffer (I
     const std::shared_ptr<Buffer> first = Buffer::create(pool, shape, kCaller);
     first->grow(kCaller, {0, 8}, false);
     std::memset(reinterpret_cast<void*>(first->address_of(0, 0)), 7, 8 * kBytes);
-    const std::shared_ptr<Buffer> fork = first->share(kCaller, shape, rows, false);
-    first->unshare(kCaller, {0, 2});
+    const std::shared_ptr<Buffer> fork = Sharing(*first, kCaller).share(shape, rows, false);
+    Sharing(*first, kCaller).unshare({0, 2});
     first->abandon();
     const std::shared_ptr<Buffer> second = Buffer::create(pool, shape, kCaller);
     second->grow(kCaller, {0, 8}, false);

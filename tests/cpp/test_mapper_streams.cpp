@@ -20,6 +20,7 @@
 #include "policy/page_pool.h"
 #include "simcuda/client.h"
 #include "tensor/buffer.h"
+#include "tensor/sharing.h"
 
 namespace vtensor {
 namespace {
@@ -194,7 +195,9 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   auto owner = std::make_unique<Sharer>(pool, caller, shape);
   owner->grow(16, false);
   std::vector<std::shared_ptr<Buffer>> forks;
-  const auto fork = [&] { forks.push_back(owner->buffer_->share(caller, shape, rows, false)); };
+  const auto fork = [&] {
+    forks.push_back(Sharing(*owner->buffer_, caller).share(shape, rows, false));
+  };
   const auto keep = [&] {  // free pages whose memory is kept
     auto freed = std::make_unique<Sharer>(pool, caller, shape);
     freed->grow(16, false);
@@ -211,7 +214,7 @@ TEST_CASE("the lock is free while driver calls wait for the device") {
   };
   const Step steps[] = {
       {"fork", [] {}, fork},
-      {"unshare", [] {}, [&] { owner->buffer_->unshare(caller, {0, 16}); }},
+      {"unshare", [] {}, [&] { Sharing(*owner->buffer_, caller).unshare({0, 16}); }},
       {"give back", [] {}, shrink},
       {"trim", keep, [&] { pool->trim(); }},
       {"budget", keep, [&] { pool->set_budget(pool->counts().used * kBytes); }},

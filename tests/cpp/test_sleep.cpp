@@ -23,6 +23,7 @@
 #include "policy/page_pool.h"
 #include "policy/sleep.h"
 #include "tensor/buffer.h"
+#include "tensor/sharing.h"
 
 namespace vtensor {
 namespace {
@@ -102,13 +103,13 @@ class Rows final : public Subject {
   }
   void own(const Caller& caller, std::size_t item) override {
     const bool copies = buffer_->pool()->traits().kernel_copies_on_write;
-    if (!copies) buffer_->unshare(caller, {item, item + 1});
+    if (!copies) Sharing(*buffer_, caller).unshare({item, item + 1});
   }
   Generation* publish() override { return buffer_->publish(); }
   std::unique_ptr<Subject> fork(const Caller& caller) override {
     const std::vector<std::size_t> rows{0};
     return std::unique_ptr<Subject>(
-        new Rows(buffer_->share(caller, shape(), rows, false), length_, model));
+        new Rows(Sharing(*buffer_, caller).share(shape(), rows, false), length_, model));
   }
 
  private:
@@ -507,7 +508,8 @@ TEST_CASE_TEMPLATE("what sleeps is not mapped ahead, and not leased", T, OnHost,
 TEST_CASE("a page that sleeps has no private copy") {
   One<OnHost> one(4);
   const std::vector<std::size_t> rows{0};
-  const std::shared_ptr<Buffer> fork = one.buffer->share(kCaller, one.buffer->shape(), rows, false);
+  const std::shared_ptr<Buffer> fork =
+      Sharing(*one.buffer, kCaller).share(one.buffer->shape(), rows, false);
   fork->asleep = One<OnHost>::kNumber;
   one.buffer->asleep = One<OnHost>::kNumber;
   FallAsleep falling(one.pool, kCaller, {one.buffer, fork});
