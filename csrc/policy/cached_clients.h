@@ -25,19 +25,19 @@ class CachedClients {
   ClientList::Iterator end() const { return all_.end(); }
   // Counted pages of all of them.
   std::size_t pages() const { return pages_; }
-  // The oldest whose range is its own; null if there is none.
+  // The oldest with a range of its own; null if there is none.
   std::shared_ptr<Client> oldest_unplaced() const VT_LOCKED;
-  // The last freed of exactly this shape that can be had, one that is busy last; null if there is
-  // none.
+  // The last freed of exactly this shape that can be reused, preferably one that is not busy; null
+  // if there is none.
   std::shared_ptr<Client> find(const RowShape& shape) const VT_LOCKED;
 
   // `unclean`: its pages may have to be zeroed.
   void add(const std::shared_ptr<Client>& client, std::size_t pages, bool unclean) VT_LOCKED;
-  // One that gives up cached pages of its own, and becomes no other tensor.
+  // One that gives up cached pages of its own, and is not reused.
   void add_evictable(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
   void remove(Client& client, std::size_t pages) VT_LOCKED;
 
-  // One whose pages may have to be zeroed, whether it is cached or has an owner.
+  // One whose pages may have to be zeroed, cached or with an owner. Nothing if it is listed.
   void add_unclean(const std::shared_ptr<Client>& client) noexcept VT_LOCKED;
 
   // Those whose pages may have to be zeroed.

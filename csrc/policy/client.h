@@ -1,6 +1,6 @@
-// What a pool asks of whatever holds its pages: the rows of a tensor, the slots of a cache. The
-// pool keeps lists of its clients, and its worker does their work for them; neither knows what they
-// are.
+// What a pool asks of the holders of its pages: the rows of a tensor, the slots of a cache, arenas.
+// The pool keeps lists of its clients, and its worker does their work for them; neither knows what
+// they are.
 #pragma once
 
 #include <atomic>
@@ -36,7 +36,7 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual const std::shared_ptr<PagePool>& pool() const = 0;
   virtual const RowShape& shape() const = 0;
   virtual Reservation& range() = 0;
-  // Whether it lies in the range of another, which bounds what it may keep.
+  // Whether it lies in the range of another client, which bounds what it may keep.
   virtual bool placed() const = 0;
 
   // Link it into the pool's lists.
@@ -54,37 +54,36 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // -- what is given back
 
-  // Has what nothing needs any more given back: now, or as soon as it may be.
+  // Gives back what nothing needs any more: now, or as soon as it may go.
   virtual void give_back_unused() noexcept VT_LOCKED = 0;
   // Unmaps what nothing needs, if its fences have passed, and frees the range after the owner has
-  // left. False if something is left to do; `refusal` says then what the driver refused, if it did.
-  // Lets the lock go meanwhile, unless it is null: for a deleter, which cannot.
+  // left. False if something is left to do; `refusal` is what the driver refused then, if it did.
+  // Lets the lock go meanwhile, unless it is null: a deleter cannot.
   virtual bool settle(PoolLock* lock) noexcept VT_LOCKED = 0;
   virtual const std::exception_ptr& refusal() const VT_LOCKED = 0;
-  // Mapped pages that go in a while, or at most so many; none if their unmapping was refused.
+  // An upper bound of the mapped pages that are on their way out; 0 if their unmapping was refused.
   virtual std::size_t pages_leaving() const VT_LOCKED = 0;
   // Gives up what is ready ahead of need; returns the number of pages.
   virtual std::size_t drop_ahead() VT_LOCKED = 0;
 
   // -- reuse
 
-  // Whether it is cached, and nothing else of it is mapped: what is on its way out would come back
+  // Whether it is cached, and nothing else of it is mapped: pages on their way out would come back
   // as the next owner's (I7).
   virtual bool reusable() const VT_LOCKED = 0;
   virtual std::chrono::steady_clock::time_point cached_at() const VT_LOCKED = 0;
-  // Cached pages are to go; `aged`: because they were cached for as long as the pool keeps memory.
+  // Gives up cached pages; `aged`: because they were cached for as long as the pool keeps memory.
   virtual void evict(bool aged = false) VT_LOCKED = 0;
   // Whether some of them may still have to be zeroed.
   virtual bool to_clean() const VT_LOCKED = 0;
 
-  // -- the worker's tasks: claimed, carried out without the lock, and entered. It is busy in
-  // between.
+  // -- the worker's tasks: claimed, carried out without the lock, and entered. The client is busy
+  // in between.
 
-  // Not for the worker to touch: another thread is at it, or waits to be.
+  // Another thread works on it, or waits to: the worker leaves it alone.
   virtual bool busy() const VT_LOCKED = 0;
 
-  // Maps up to `pages` of the pages that it wants ahead. False if nothing is left to do, or to do
-  // it with.
+  // Maps up to `pages` of the pages that it wants ahead. False if it wants none, or can have none.
   virtual bool claim_ahead(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
   virtual void enter_ahead(Reservation::Arrival& arrival) VT_LOCKED = 0;
   // Pages that it wants and has not.
@@ -100,7 +99,7 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual Claim claim_back(Departure& departure, std::size_t pages) noexcept VT_LOCKED = 0;
   virtual void enter_back(Departure& departure) VT_LOCKED = 0;
 
-  // Zeroes up to `pages` pages that its last owner left, once that one's work is done.
+  // Zeroes up to `pages` pages that its last owner left, once that owner's work is done.
   virtual bool claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pages) VT_LOCKED = 0;
   virtual FencePtr clean(std::span<const Reservation::Run> runs) = 0;
   virtual void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
@@ -110,20 +109,21 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // The number of the sleep that it is in; 0 if it is awake. Operations are refused meanwhile.
   std::atomic<std::uint64_t> asleep{0};
-  // Keeps the worker and other operations off, from when none works for it. Throws TimedOut.
+  // Waits until no thread works on it, and keeps the worker and other operations off. Throws
+  // TimedOut.
   virtual void hold(PoolLock& lock, const Caller& caller) VT_LOCKED = 0;
   virtual void end_hold() noexcept VT_LOCKED = 0;
-  // Points behind all work launched so far that may use its pages; whether more is announced.
+  // Fences after all work launched so far that may use its pages; whether a lease announces more.
   virtual std::vector<FencePtr> fences() const VT_LOCKED = 0;
   virtual bool leased() const VT_LOCKED = 0;
   // What is mapped there is not known: it is quarantined.
   virtual void give_up_page(std::size_t row, std::size_t index) noexcept VT_LOCKED = 0;
-  // Has reports of faults say whether its range is asleep.
+  // For reports of faults: whether its range is asleep.
   virtual void explain_asleep(bool asleep) noexcept VT_LOCKED = 0;
 
   // -- reports
 
-  // What the worker met for it, once.
+  // What the driver refused the worker for it, once.
   virtual std::exception_ptr take_error() VT_LOCKED = 0;
   // Makes every page copy-on-write for a child about to be forked, and adds them to `seen`.
   virtual void protect_for_child(std::vector<Page*>& seen) noexcept VT_LOCKED = 0;

@@ -1,6 +1,6 @@
-// Which pages of a row some interval covers, of intervals that come and go in any number: a segment
-// tree, in which each change takes the logarithm of the pages, and looking for gaps besides as long
-// as these are.
+// Which pages of a row are covered by some interval, of intervals that come and go in any number. A
+// segment tree: a change takes time by the logarithm of the pages, and looking for gaps by their
+// length too.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // fork(2) as a fork of every tensor (I13). The child's mappings are private, but a private mapping
-// of a memfd shows the parent's later writes where the child has not written yet. So before the
-// fork the parent's pages are copy-on-write as well, and count a reference for the child until it
-// is gone: no write reaches them, and no other client gets them.
+// of a memfd shows the parent's later writes to pages that the child has not written yet. So before
+// the fork the parent's pages become copy-on-write too, and count a reference for the child until
+// it is gone: no write reaches them, and no other client gets them.
 //
 // A child is gone when the write end of a pipe that it inherits is closed: by its exit, or by exec.
 #pragma once
@@ -33,15 +33,15 @@ class PagesInChildren {
 
  private:
   struct Child {
-    int read_end;   // -1 where there is no pipe
+    int read_end;   // -1 if there is no pipe
     int write_end;  // -1 once sealed
     std::vector<Page*> pages;
   };
   std::vector<Child> children_;
 };
 
-// Has `pool` take part in every fork(2) until `leave_forks`. To be called after its driver was
-// made, because handlers run in reverse order before a fork.
+// `pool` takes part in every fork(2) until `leave_forks`. To be called after its driver was made,
+// because handlers run in reverse order before a fork.
 void join_forks(PagePool* pool);
 void leave_forks(PagePool* pool);
 

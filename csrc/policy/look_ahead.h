@@ -1,8 +1,8 @@
-// How far ahead of a tensor's length pages should be ready: as far as it will grow while the mapper
+// How far ahead of a tensor's length pages should be ready: as far as it grows while the mapper
 // makes them, and one more call like the last ones. A tensor that grows by one token every 20 ms
 // needs one page just in time; one that is filled as fast as memory allows, tens of megabytes.
-// Waking the mapper costs several times what growing does, so it is woken only where less than that
-// is ready, and then goes twice as far.
+// Waking the mapper costs several times what growing does, so it is woken only if less than that is
+// ready, and then makes twice as much ready.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +11,20 @@
 
 namespace vtensor {
 
-// How long before they are needed pages are asked for, ns: twice as long as the mapper took of late
-// for all that it was called for. One for a pool, because its clients are served in turn.
+// How long before they are needed pages are asked for: twice as long as the mapper took of late for
+// all that it was woken for. One for a pool, because its clients are served in turn.
 class Horizon {
  public:
-  // The mapper was called, and `ns` later nothing was wanted any more.
+  // The mapper was woken, and `ns` later nothing was wanted any more.
   void served(std::uint64_t ns) {
     ns_ = std::clamp(std::max(2.0 * static_cast<double>(ns), 0.9 * ns_), kNearest, kFarthest);
   }
   double ns() const { return ns_; }
 
  private:
-  // What the mapper may need until it runs on a busy machine, and for some fresh megabytes.
+  // Time for the mapper to run on a busy machine, and to make some megabytes.
   static constexpr double kNearest = 40e6;
-  // Where growth is as fast as the mapper, nothing is far enough.
+  // If growth is as fast as the mapper, nothing is far enough.
   static constexpr double kFarthest = 160e6;
 
   double ns_ = kNearest;
@@ -38,7 +38,7 @@ class LookAhead {
     last_ = n;
   }
 
-  // The length, now `position`, reached into new pages at `now` (ns): a look at the rate.
+  // Measures the rate: the length, now `position`, reached into new pages at `now` (ns).
   void mark(std::size_t position, std::uint64_t now) {
     if (position > marked_position_ && now > marked_at_ && marked_at_ != 0) {
       const double rate =
@@ -49,12 +49,11 @@ class LookAhead {
     marked_at_ = now;
   }
 
-  // Positions beyond the length: where fewer are ready, the mapper is woken. 0 until the second
-  // call.
+  // The mapper is woken if fewer positions beyond the length are ready. 0 until the second call.
   std::size_t least(Horizon horizon) const {
     return step_ == 0 ? 0 : std::max({step_, within(horizon), kLeast});
   }
-  // How many it then makes ready.
+  // How many the mapper then makes ready.
   std::size_t lead(Horizon horizon) const {
     return step_ == 0 ? 0 : std::max({step_, 2 * within(horizon), 2 * kLeast});
   }

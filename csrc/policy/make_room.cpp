@@ -30,13 +30,13 @@ std::string need(const char* operation, std::size_t pages, std::size_t page_size
          std::to_string(page_size) + " bytes, ";
 }
 
-// Whether memory may come of what it has to give back. What sleeps has none, and what falls asleep
-// or wakes is held by a thread that may be the one that asks.
+// Whether what it has to give back may bring memory. A client that is asleep has none, and the
+// thread that holds one while it falls asleep or wakes may be the one that asks.
 bool may_settle(const Client& client) { return client.asleep.load() == 0; }
 
 }  // namespace
 
-// A search for pages, and what it asks of the other pools of a shared budget until its end.
+// A search for pages, with its request to the other pools of a shared budget.
 class MakeRoom::Request {
  public:
   Request(PageStore& store, std::size_t pages) : store_(store), pages_(pages) {}
@@ -46,7 +46,7 @@ class MakeRoom::Request {
 
   std::chrono::nanoseconds waited() const { return steady_clock::now() - since_; }
 
-  // Asks for what is missing, once. Whether it may come.
+  // Asks for what is missing, once. True while it may come.
   bool ask() VT_LOCKED {
     if (store_.shared() == nullptr || over_ || store_.in_use() + pages_ > store_.budget())
       return false;
@@ -59,7 +59,7 @@ class MakeRoom::Request {
       return true;
     }
     over_ = store_.shared()->answered(request_) || steady_clock::now() - asked_at_ >= kAnswer;
-    return true;  // if it is over, what was given up is still to be looked for
+    return true;  // also when it is over: what was given up is still to be looked for
   }
 
  private:
@@ -82,9 +82,9 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
   PageStore& store = pool_.store();
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
-  if (store.shared() == nullptr) return store.unused_beside(private_copies);
+  if (store.shared() == nullptr) return store.unused(private_copies);
   if (store.in_use() + pages <= store.budget() && store.cover(pages)) return pages;
-  return std::min(pages - 1, store.unused());  // by now others may have left more
+  return std::min(pages - 1, store.unused());  // by now other pools may have left more
 }
 
 std::size_t MakeRoom::pages_leaving() const {
@@ -163,7 +163,7 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
     const std::size_t most = pages - store.in_use();
     const std::size_t kept = store.spare().size();
     if (kept <= most) return;
-    store.release(lock, kept - most);  // others may take pages meanwhile
+    store.release(lock, kept - most);  // other threads may take pages meanwhile
   }
 }
 
@@ -182,19 +182,19 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   if (pool_.store().used() < before) return true;
   const std::chrono::nanoseconds patience = pool_.options().patience;
   const auto waited = request.waited();
-  const bool hopes = waited < std::min(kGrace, patience);
+  const bool in_grace = waited < std::min(kGrace, patience);
   const bool suffices = pages_leaving() >= missing;
-  if (!(suffices && hopes) && give_up_spare(lock)) return true;
-  // What is left to hope for are pages of other pools, those that wait for the mapper, or for work
-  // on the device, and those of a client for which calls are made just now.
+  if (!(suffices && in_grace) && give_up_spare(lock)) return true;
+  // More may come from other pools, from clients that wait for the mapper or for the device, and
+  // from a client for which calls are made just now.
   const ClientList& unsettled = pool_.unsettled();
-  const bool others = !(suffices && hopes) && request.ask();
+  const bool others = !(suffices && in_grace) && request.ask();
   const bool waits = std::any_of(
       unsettled.begin(), unsettled.end(),
       [](const auto& client) VT_LOCKED { return may_settle(*client) && !client->refusal(); });
   if (waited >= patience) return false;
   if (!others && pool_.in_flight() == 0) {
-    if (!waits || (!hopes && !suffices)) return false;
+    if (!waits || (!in_grace && !suffices)) return false;
   }
   const trace::Span span(trace::What::wait, 0, 0);
   pool_.wait_changed(lock, steady_clock::now() + (others ? kLookForAnswer : kLook));

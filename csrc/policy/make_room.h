@@ -36,7 +36,7 @@ class MakeRoom {
   // taken pages, or given some back.
 
   // Returns with `pages` pages free, not counting `private_copies` pages that the kernel copied and
-  // that these are to replace. Throws OutOfPages, ReserveReached.
+  // that these replace. Throws OutOfPages, ReserveReached.
   bool free(PoolLock& lock, const char* operation, std::size_t pages, std::size_t private_copies)
       VT_LOCKED;
   // The same, with their memory made if the driver takes long for that. Throws DeviceOutOfMemory
@@ -49,12 +49,12 @@ class MakeRoom {
 
   // For `pages` pages that are to be mapped ahead of need: begins as much of rung 2 as it takes
   // beside what is free and what is on its way out. The mapper does the unmapping. Returns how many
-  // pages are missing even so. Requires: a pool that looks ahead.
+  // pages are still missing. Requires: a pool that looks ahead.
   std::size_t begin(std::size_t pages) VT_LOCKED;
-  // What `begin` would find for so many pages, asked without a change.
+  // The pages that `begin` would report missing, without a change.
   std::size_t missing(std::size_t pages) const VT_LOCKED;
 
-  // Waits for the next change. False, at once, if no page is on its way out: waiting brings none.
+  // Waits for the next change. False at once if no page is on its way out.
   bool await_leaving(PoolLock& lock) VT_LOCKED;
 
   // Mapped pages that nothing needs and that wait to be unmapped.
@@ -62,7 +62,7 @@ class MakeRoom {
   // Rungs 2 and 3: one client's; false if there is none.
   bool give_up_spare(PoolLock& lock) VT_LOCKED;
 
-  // Rung 6 takes the lock. `spare`: also what is ready ahead. False if there was nothing.
+  // Rung 6; takes the lock. `spare`: also what is ready ahead. False if there was nothing.
   bool give_all_back(bool spare) noexcept;
 
  private:
@@ -70,8 +70,8 @@ class MakeRoom {
 
   // Pages free for a request of `pages`; covered if they suffice.
   std::size_t free_pages(std::size_t pages, std::size_t private_copies) VT_LOCKED;
-  // Pages that are free, or will be once all that is on its way out has gone; not those of clients
-  // that share pages, which others may keep.
+  // Pages that are free, or will be once what is on its way out has gone; not those of clients that
+  // share pages, because other clients may keep them.
   std::size_t pages_to_come() const VT_LOCKED;
   // One step of rungs 1 to 5; false if nothing is left that would make up for `missing` pages.
   bool take_back(PoolLock& lock, Request& request, std::size_t missing) VT_LOCKED;
@@ -79,11 +79,11 @@ class MakeRoom {
   PagePool& pool_;
 };
 
-// What a caller of the core does beside it.
+// What a caller of the core contributes.
 struct Outside {
   // Runs what makes driver calls or waits: without the locks that the caller holds.
   std::function<void(const std::function<void()>& body)> run;
-  // Has its framework give its cache of device memory back; false if it cannot now.
+  // Has its framework release its cache of device memory; false if it cannot now.
   std::function<bool()> empty_cache;
   // Gives up a part of what it keeps for later, at the n-th try; false if there is nothing. May be
   // empty.

@@ -18,10 +18,10 @@ namespace vtensor {
 
 namespace {
 
-// What is mapped, zeroed or unmapped between two looks at the lists: a caller that overtakes the
-// mapper waits for no more than this. Memory that is populated takes time by the byte, what a
-// device does in its own time by the call. Unmapping ends with the first call that is over after so
-// long, because calls may wait for what runs on the device.
+// What one step maps, zeroes or unmaps: a caller that overtakes the mapper waits for no more than
+// this. Populating memory takes time by the byte; a device does its work in its own time, so there
+// calls take time. Unmapping ends with the first call that ends after so long, because calls may
+// wait for what runs on the device.
 constexpr std::size_t kStepBytes = std::size_t{1} << 20;
 constexpr std::size_t kStepPages = 32;
 constexpr std::chrono::nanoseconds kStepTime = std::chrono::milliseconds(1);
@@ -50,7 +50,7 @@ void Mapper::Signal::wake() noexcept {
   if (woken.exchange(true, std::memory_order_acq_rel)) return;
   {
     const std::lock_guard lock(mutex);
-  }  // it is asleep, or has not looked yet
+  }  // the thread sleeps, or has yet to look at `woken`
   changed.notify_one();
 }
 
@@ -113,7 +113,7 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
   }
 }
 
-// Makes the thread one that may call the driver. wait_idle() raises what refuses it.
+// Lets this thread call the driver. wait_idle() raises what the driver refuses.
 void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
   std::exception_ptr error;
   try {
@@ -126,9 +126,9 @@ void Mapper::enter(const std::shared_ptr<PagePool>& pool) {
   if (error) std::rethrow_exception(error);
 }
 
-// What is done between two looks at the lists: claimed with the lock, carried out without it, and
-// entered with it again. Of one kind at a time, for as many tensors as there is room for; but on a
-// device, where each call may wait, pages are mapped for one.
+// One step: claimed with the lock, carried out without it, and entered with it again. It does one
+// kind of work, for as many clients as it has room for; but on a device, where each call may wait,
+// it maps pages for one.
 class Mapper::Step {
  public:
   explicit Step(PagePool& pool)
@@ -136,9 +136,9 @@ class Mapper::Step {
         most_(
             std::max(pool.traits().asynchronous ? kStepPages : 1, kStepBytes / pool.page_size())) {}
 
-  // Something waits for the device, or for a caller's operation.
+  // A client waits for the device, or for a caller's operation.
   bool waits() const { return waits_; }
-  // The driver refused something that is tried again later.
+  // The driver refused what is tried again later.
   bool refused() const { return refused_; }
 
   bool claim_ahead(PoolLock& lock) VT_LOCKED {
@@ -149,11 +149,11 @@ class Mapper::Step {
       const std::size_t most = std::min(most_, available);
       beside = available - std::min(available, pool_.wanting().announced());
       make_ready(lock, most);
-      pages = pool_.store().cover_available(most);  // others may have taken some meanwhile
+      pages = pool_.store().cover_available(most);  // callers may have taken some meanwhile
     } catch (const DriverError&) {
       throw;  // the mapper tries again
     } catch (const Error&) {
-      // Of a shared budget. A use that needs the pages meets it again, and raises it.
+      // Of a shared budget. An operation that needs the pages raises it.
     }
     ahead_.reserve(pool_.wanting().size());
     for (auto at = pool_.wanting().begin(); at != pool_.wanting().end();) {
@@ -232,7 +232,7 @@ class Mapper::Step {
     const auto until = std::chrono::steady_clock::now() + kStepTime;
     for (Back& job : back_) {
       job.client->range().carry_out(job.departure, until);
-      if (std::chrono::steady_clock::now() >= until) break;  // the others are claimed again
+      if (std::chrono::steady_clock::now() >= until) break;  // the rest is claimed again
     }
     if (!cleaning_) return;
     try {
@@ -274,13 +274,13 @@ class Mapper::Step {
     std::exception_ptr error;
   };
 
-  // Whether pages are on their way out that a client with none to be had may wait for.
+  // Whether pages are on their way out, which a client that wants pages may wait for.
   bool is_leaving() const VT_LOCKED {
     return std::any_of(pool_.unsettled().begin(), pool_.unsettled().end(),
                        [](const auto& client) VT_LOCKED { return client->pages_leaving() != 0; });
   }
 
-  // Has handles made in one go, where the driver takes long for them.
+  // Has handles made at once, if the driver takes long for them.
   void make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED {
     std::size_t wanted = 0;
     for (const std::shared_ptr<Client>& client : pool_.wanting()) {
@@ -290,7 +290,7 @@ class Mapper::Step {
     try {
       pool_.store().make_ready(lock, std::min(wanted, pages));
     } catch (...) {
-      // Taking the pages meets it again, for the tensor that wants them.
+      // Taking the pages is refused again, for the client that wants them.
     }
   }
 

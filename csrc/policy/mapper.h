@@ -1,7 +1,7 @@
 // The background worker of one pool. It maps and zeroes pages ahead of need, unmaps pages that are
-// no longer needed once their fences have passed, zeroes cached pages for their next owner, and
-// keeps free memory between the pool's marks. A caller that needs a page before it is ready maps it
-// itself.
+// no longer needed once their fences have passed, zeroes cached pages for their next owner, keeps
+// free memory between the pool's marks, and gives memory up for other pools of a shared budget. A
+// caller that needs a page before it is ready maps it itself.
 //
 // It never calls Python and holds no lock while it makes driver calls or waits (I11).
 #pragma once
@@ -28,16 +28,15 @@ class Mapper {
   // The thread keeps nothing of `pool` alive while it sleeps. Throws std::system_error.
   void start(std::weak_ptr<PagePool> pool);
   bool running() const { return running_.load(std::memory_order_acquire); }
-  // From any thread; never blocks. Once it was called, more calls cost nothing until the mapper has
-  // looked.
+  // From any thread; never blocks. After a call, more calls cost nothing until the mapper runs.
   void wake() noexcept;
-  // Waits for the thread, unless this is the thread. What it had not begun is left.
+  // Waits for the thread to end, unless this is the thread. Tasks that it had not begun are left.
   void stop() noexcept;
 
  private:
   using Time = std::chrono::steady_clock::time_point;
 
-  // Shared with the thread, which may outlive us where it drops the last reference to the pool.
+  // Shared with the thread, which outlives the Mapper if it drops the last reference to the pool.
   struct Signal {
     std::mutex mutex;
     std::condition_variable changed;

@@ -1,4 +1,4 @@
-// Pages that nothing needs any more, until they are unmapped: behind the work that may still use
+// Pages that nothing needs any more, until they are unmapped: after the work that may still use
 // them, and again if the driver refuses.
 #pragma once
 
@@ -18,30 +18,30 @@ class PendingUnmap {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // Pages in which something may be mapped that nothing needs: looked at when it is next asked.
-  // `aged`: it has been free for as long as the pool keeps memory.
+  // Page indices with pages that nothing may need: looked at later. `aged`: these have been free
+  // for as long as the pool keeps memory.
   Interval touched() const { return touched_; }
   void touch(Interval indices, bool aged = false);
   void look_at_nothing() { touched_ = {}; }
 
-  // What is on its way out, once `after` has passed. Requires: nothing was.
+  // These leave once `after` has passed. Requires: none leave.
   void begin(std::vector<Interval> indices, std::vector<FencePtr> after);
   const std::vector<Interval>& indices() const { return indices_; }
-  // Whether all of that is aged.
+  // Whether all of them are aged.
   bool aged() const { return aged_; }
-  // Whether all work has passed that may use them. Throws what the driver does.
+  // Whether `after` has passed. Throws what the driver does.
   bool may_go(Driver& driver) { return all_passed(driver, after_); }
-  // The first of them, of `most` pages in all, or one.
+  // The first of them: `most` page indices in all, but at least one.
   std::vector<Interval> first(std::size_t most) const;
-  // These are unmapped by now, or come into use again.
+  // These are unmapped, or in use again.
   void remove(Interval indices);
   void clear() { indices_.clear(); }
 
-  // What the driver refused, of a fence or an unmap; null unless it did when it was last asked.
+  // What the driver refused the last time, of a fence or an unmapping; null if it did not.
   const std::exception_ptr& refusal() const { return refusal_; }
   void refused(std::exception_ptr error);
   void try_again() { refusal_ = nullptr; }
-  // When that is worth another call to whatever does not wait for it.
+  // When the mapper tries again; a caller that waits for the pages does at once.
   Time retry_at() const { return retry_at_; }
 
  private:

@@ -15,15 +15,12 @@ namespace vtensor {
 
 namespace {
 
-// Every mapped entry of a client, with its place.
+// Every mapped entry of a client, with its row and index.
 template <typename Visit>
 void each_entry(Client& client, Visit visit) VT_LOCKED {
-  const Reservation& range = client.range();
-  for (std::size_t row = 0; row < range.rows(); ++row) {
-    for (std::size_t index = 0; index < range.reserved(); ++index) {
-      if (const Entry& entry = range.at(row, index); is_mapped(entry)) visit(entry, row, index);
-    }
-  }
+  client.range().for_each([&](const Entry& entry, std::size_t row, std::size_t index) VT_LOCKED {
+    if (is_mapped(entry)) visit(entry, row, index);
+  });
 }
 
 // Adds a page to the runs: to the last, if it goes on there in the same way.
@@ -60,26 +57,17 @@ void unmap_if(Driver& driver, std::span<const PageRun> runs, Access access) {
   if (!runs.empty()) driver.unmap(runs, access);
 }
 
-// What is mapped there is not known.
-void quarantine(const SleepRun& run, std::size_t index) VT_LOCKED {
-  if (is_mapped(run.client->range().at(run.pages.row, index)))
-    run.client->give_up_page(run.pages.row, index);
-}
-void quarantine(std::span<const SleepRun> runs) VT_LOCKED {
-  for (const SleepRun& run : runs) {
-    for (std::size_t i = run.pages.indices.begin; i < run.pages.indices.end; ++i)
-      quarantine(run, i);
-  }
-}
-// The same of those that are mapped so: of all their pages, or of those that an UndoFailed names.
+// What is mapped there is not known: of the pages that are mapped so, all, or those that an
+// UndoFailed names.
 void quarantine(std::span<const SleepRun> runs, bool writable,
-                const std::vector<std::size_t>* stuck) VT_LOCKED {
-  std::size_t at = 0;
-  for (const SleepRun& run : runs) {
-    if (run.writable != writable) continue;
-    for (std::size_t i = run.pages.indices.begin; i < run.pages.indices.end; ++i, ++at) {
-      if (stuck == nullptr || std::binary_search(stuck->begin(), stuck->end(), at))
-        quarantine(run, i);
+                const std::vector<std::size_t>* stuck = nullptr) VT_LOCKED {
+  std::size_t page = 0;
+  for (const auto& [client, pages, access, run_writable, handles] : runs) {
+    if (run_writable != writable) continue;
+    for (std::size_t i = pages.indices.begin; i < pages.indices.end; ++i, ++page) {
+      const bool unknown = stuck == nullptr || is_stuck(*stuck, page);
+      if (unknown && is_mapped(client->range().at(pages.row, i)))
+        client->give_up_page(pages.row, i);
     }
   }
 }
@@ -174,7 +162,7 @@ void FallAsleep::unshare_private_copies(PoolLock& lock) {
 
 std::size_t FallAsleep::finish() {
   PoolLock lock(pool_);
-  // Seen anew: a fork, in another thread, may share pages meanwhile.
+  // Counted now: a fork, in another thread, may have shared pages since.
   std::unordered_map<Page*, std::size_t> uses;
   for (const std::shared_ptr<Client>& client : held_.all()) {
     each_entry(*client, [&](const Entry& entry, std::size_t, std::size_t) {
@@ -222,7 +210,7 @@ std::size_t FallAsleep::finish() {
       const Unlocked unlocked(lock);
       map_if(driver, writable, Access::writable);
     } catch (...) {
-      quarantine(runs, true, nullptr);
+      quarantine(runs, true);
     }
     throw;
   }
@@ -293,7 +281,7 @@ void WakeUp::map(PoolLock& lock) {
   }
 }
 
-// What new memory may hold, and nobody may see (I7).
+// New memory may hold bytes of another owner (I7).
 void WakeUp::zero() const {
   if (unclean_.empty()) return;
   Driver& driver = pool_->driver();
@@ -354,7 +342,7 @@ void WakeUp::undo(PoolLock& lock) noexcept {
 void WakeUp::give_up() noexcept {
   writable_mapped_ = shared_mapped_ = false;
   pool_->store().woken(pages_);
-  quarantine(runs_);
+  for (const bool writable : {true, false}) quarantine(runs_, writable);
 }
 
 WakeUp::~WakeUp() {

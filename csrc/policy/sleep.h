@@ -1,11 +1,11 @@
-// Clients without memory: their pages are unmapped and given back, while page tables, addresses,
-// lengths and views stay, and come back later at the same addresses. What pages held is for the
-// caller to keep: between the beginning and the end of falling asleep, and of waking, it is
-// readable and writable at the addresses that `parts` names.
+// Clients without memory. Their pages are unmapped and given back, and come back later at the same
+// addresses; page tables, addresses, lengths and views stay. The caller keeps what the pages held:
+// between the beginning and the end of falling asleep, and of waking, it is readable and writable
+// at the addresses that `parts` names.
 //
-// Both are whole or nothing: without `finish` everything is as it was. Operations on the clients
-// are refused from before the first to after the second; their callers see to that, by
-// `Client::asleep`. Meanwhile no thread makes driver calls for them.
+// Both are whole or nothing: without `finish` everything is as it was. Callers refuse operations on
+// the clients, by `Client::asleep`, from before the first to after the second. Meanwhile no thread
+// makes driver calls for them.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@
 
 namespace vtensor {
 
-// Bytes in memory, and their place among those of all pages that fall asleep together.
+// Bytes in memory, and their offset among those of all pages that fall asleep together.
 struct SleepPart {
   Address at;
   std::uint64_t sleep;  // the number
@@ -30,7 +30,7 @@ struct SleepPart {
   std::size_t bytes;
 };
 
-// Clients that no other thread works on.
+// Clients that are held: no other thread works on them.
 class HeldClients {
  public:
   using Clients = std::vector<std::shared_ptr<Client>>;
@@ -42,7 +42,7 @@ class HeldClients {
   HeldClients& operator=(const HeldClients&) = delete;
 
   const Clients& all() const { return clients_; }
-  // Waits until none does. Throws TimedOut.
+  // Throws TimedOut.
   void hold(PoolLock& lock, const Clients& clients) VT_LOCKED;
   void release() VT_LOCKED;
 
@@ -56,24 +56,25 @@ class HeldClients {
 struct SleepRun {
   Client* client;
   Reservation::Run pages;
-  Access access;  // that its entries say
-  bool writable;  // mapped so, while it wakes
+  Access access;  // of its entries
+  bool writable;  // mapped so, while the client wakes
   std::vector<Handle> handles;
 };
 
 class FallAsleep {
  public:
   // Waits until no launched work may use the clients' pages, gives up what they have ahead of need
-  // or cached, and gives what the kernel copied at writes a page of its own. Throws TimedOut,
-  // OutOfPages, DriverError. Requires: their `asleep` is the number of a sleep, which need not be
-  // the same: those of one number wake together.
+  // or cached, and gives what the kernel copied at writes pages of its own. Throws TimedOut,
+  // OutOfPages, DriverError. Requires: the `asleep` of each is the number of a sleep. Clients of
+  // one number wake together.
   FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& caller,
              const HeldClients::Clients& clients);
 
-  // What is to be kept: of a page with several mappings, one.
+  // What the caller is to keep: of a page with several mappings, one.
   const std::vector<SleepPart>& parts() const { return parts_; }
-  // Unmaps the pages, and gives their memory back; returns how many. Pages that others have too, as
-  // forks that are awake or in another sleep, stay. Throws DriverError; nothing has changed then.
+  // Unmaps the pages, and gives their memory back; returns how many. Pages stay that other clients
+  // have too, as forks that are awake or in another sleep. Throws DriverError; nothing has changed
+  // then.
   std::size_t finish();
 
  private:
@@ -96,7 +97,7 @@ class WakeUp {
   WakeUp(const WakeUp&) = delete;
   WakeUp& operator=(const WakeUp&) = delete;
 
-  // Where what was kept is to be written.
+  // The caller is to write here what it kept.
   const std::vector<SleepPart>& parts() const { return parts_; }
   // The clients are as they were. Throws DriverError, TimedOut; they are asleep then.
   void finish();
@@ -106,10 +107,9 @@ class WakeUp {
   void map(PoolLock& lock) VT_LOCKED;
   void zero() const;
   void await_copies(const char* what) const;
-  // Back to sleep; all is given up if the driver does not unmap it, or copies to it do not end
-  // (I8).
+  // Back to sleep (I8). Gives all up if the driver does not unmap it, or copies to it do not end.
   void undo(PoolLock& lock) noexcept VT_LOCKED;
-  // What is mapped is not known, or not to be unmapped: quarantined.
+  // What is mapped is not known, or cannot be unmapped: quarantined.
   void give_up() noexcept VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;

@@ -1,5 +1,4 @@
-// Buffers that want pages ahead of their lengths, the next to be served first, and how long that
-// takes.
+// Clients that want pages ahead of need, the next to be served first, and how long that takes.
 #pragma once
 
 #include <chrono>
@@ -19,17 +18,17 @@ class WantingClients {
   ClientList::Iterator begin() const { return all_.begin(); }
   ClientList::Iterator end() const { return all_.end(); }
 
+  // Nothing if it is listed.
   void add(const std::shared_ptr<Client>& client) VT_LOCKED;
   void remove(Client& client) noexcept VT_LOCKED;
-  // Keeps `pages` of those that are free for one that is on the list: clients that only look ahead
-  // get what is left beside them. `took`: some of them have gone to it. They are kept until it
-  // leaves the list.
+  // Keeps `pages` free pages for a listed client until it leaves the list: clients that only look
+  // ahead get what is left beside them. `took`: it has taken some of them.
   void announce(Client& client, std::size_t pages) noexcept VT_LOCKED;
   void took(Client& client, std::size_t pages) noexcept VT_LOCKED;
   // Pages kept for all of them.
   std::size_t announced() const { return announced_; }
 
-  // Behind all others.
+  // Moves it to the end of the list.
   void requeue(Client& client) noexcept VT_LOCKED;
   // All that it wanted is ready.
   void served(Client& client) noexcept VT_LOCKED;

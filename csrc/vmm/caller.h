@@ -1,4 +1,4 @@
-// Who asks the core for something.
+// The caller of an operation of the core.
 #pragma once
 
 #include "driver/driver.h"
@@ -8,7 +8,7 @@ namespace vtensor {
 struct Caller {
   const char* operation;  // for messages: "VTensor.extend"
   Stream stream = 0;      // in which the caller's kernels run
-  bool named = false;     // by the caller: not torch's own, so it may end before the tensor does
+  bool named = false;     // the stream, by the caller: it may end before the tensor does
 };
 
 }  // namespace vtensor

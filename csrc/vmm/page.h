@@ -10,21 +10,21 @@ namespace vtensor {
 
 struct HandleRun;
 
-inline constexpr std::uint64_t kNoOwner = 0;  // as the owner of a page: no buffer has this id
+inline constexpr std::uint64_t kNoOwner = 0;  // no client has this id
 
 struct Page {
   Handle handle = 0;
-  std::uint32_t references = 0;         // page table entries, and one for ever where quarantined
+  std::uint32_t references = 0;         // of page tables and page sets; one for ever if quarantined
   bool resident = false;                // its memory is taken: in use, or spare
   bool dirty = false;                   // may hold bytes that were written
   bool quarantined = false;             // given up for good
   bool asleep = false;                  // in page tables, and mapped nowhere
   std::uint32_t in_sets = 0;            // references that page sets have
-  std::uint64_t last_owner = kNoOwner;  // id of the buffer that had it last
-  std::uint64_t freed_at = 0;           // on the steady clock, ns; only where the pool trims by age
+  std::uint64_t last_owner = kNoOwner;  // id of the client that had it last
+  std::uint64_t freed_at = 0;           // on the steady clock, ns; 0 unless the pool trims by age
   std::uint64_t sleep = 0;              // the number of the last sleep that it was in
-  std::size_t place = 0;                // its place among the pages of that
-  HandleRun* run = nullptr;             // the run it belongs to, where handles are adjacent
+  std::size_t place = 0;                // its index among the pages of that
+  HandleRun* run = nullptr;             // that it belongs to, if handles are adjacent
   Page* older = nullptr;  // neighbours among the spare pages, by the time they were freed
   Page* newer = nullptr;
 };

@@ -36,9 +36,7 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* s
       maintenance_due_(low_ != 0),
       placement_(make_placement(driver, spare_)) {}
 
-std::size_t PageStore::unused() const { return unused_beside(0); }
-
-std::size_t PageStore::unused_beside(std::size_t private_copies) const {
+std::size_t PageStore::unused(std::size_t private_copies) const {
   const std::size_t in_use = this->in_use() - std::min(private_copies, private_copies_);
   const std::size_t own = budget() > in_use ? budget() - in_use : 0;
   if (shared_ == nullptr) return own;
@@ -92,8 +90,8 @@ void PageStore::give_back_uncovered() noexcept {
   if (charged() > needed) shared_->give_back((charged() - needed) * driver_.traits().page_size);
 }
 
-// The kernel does not ask before it copies: like the pool's own budget, the shared one may be
-// passed by that, and by nothing else.
+// The kernel does not ask before it copies. So private copies, and nothing else, may exceed the
+// shared budget, as they may exceed the pool's own.
 void PageStore::set_private_copies(std::size_t pages) {
   private_copies_ = pages;
   if (shared_ == nullptr) return;
@@ -142,7 +140,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   const std::size_t begin = out.size();
   std::size_t empty_pages = 0;
   try {
-    // Where handles are made one by one, picking makes what is not spare.
+    // If handles are made one by one, picking makes those that are not spare.
     if (!driver_.traits().adjacent_handles && n > spare_.size()) require_charge(n, 0);
     if (home.stitched) {
       const std::size_t held = used_ + private_copies_ + spare_.size();
@@ -171,19 +169,19 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   if (spare_.size() < low_) request_maintenance();
 }
 
-// Gives back kept memory until `taken` more pages fit the budget, of which `fresh` have no memory
+// Gives back kept memory until the budget has `taken` more pages, of which `fresh` have no memory
 // yet.
 void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   if (fresh == 0) return;
   while (used_ + private_copies_ + taken + spare_.size() > budget() && spare_.oldest())
     empty(spare_.oldest(), 1);
-  // What is covered includes kept memory, which must go if others have taken all besides.
+  // Kept memory is covered too, and must go if other pools have taken all else.
   while (shared_ != nullptr && spare_.oldest() && !charge_for(taken, spare_.size()))
     empty(spare_.oldest(), 1);
   require_charge(taken, spare_.size());
 }
 
-// Charges what is missing for so many pages. False if that is not to be had.
+// Charges what is missing for so many pages. False if the budget has less left.
 bool PageStore::charge_for(std::size_t taken, std::size_t spare) {
   const std::size_t needed = to_charge(taken, spare);
   return needed <= charged() || shared_->charge((needed - charged()) * driver_.traits().page_size);
@@ -202,7 +200,7 @@ void PageStore::release(PoolLock& lock, std::size_t n) {
     for (; n != 0; --n) empty(spare_.oldest(), 1);
     return;
   }
-  std::vector<Page*> leaving;  // in no list meanwhile
+  std::vector<Page*> leaving;  // in no list without the lock
   leaving.reserve(n);
   for (; n != 0; --n) {
     leaving.push_back(spare_.oldest());
@@ -309,7 +307,7 @@ void PageStore::drop(Page* page, bool aged) noexcept {
   placement_->put_back(page);
 }
 
-// Keeps the memory of a page that is free from now on, or has been for the longest of all.
+// Keeps the memory of a page that is free from now on, or has been free the longest.
 void PageStore::keep(Page* page, bool aged) noexcept {
   const bool by_age = options_.max_age.count() != 0;
   page->freed_at = 0;
@@ -384,7 +382,7 @@ steady_clock::time_point PageStore::maintain(PoolLock& lock) {
   maintenance_due_ = false;
   try {
     if (spare_.size() > high_) {
-      release(lock, 1);  // one at a time: callers may wait for the lock meanwhile
+      release(lock, 1);  // one at a time: callers may wait for the lock
       maintenance_due_ = true;
       return now;
     }
@@ -399,7 +397,7 @@ steady_clock::time_point PageStore::maintain(PoolLock& lock) {
     maintenance_due_ = true;
     return now;
   } catch (const Error&) {
-    return now + std::chrono::seconds(1);  // refused: later, perhaps
+    return now + std::chrono::seconds(1);  // refused: tried again
   }
   return steady_clock::time_point::max();
 }

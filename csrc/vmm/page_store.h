@@ -46,22 +46,21 @@ class PageStore {
   std::size_t used() const VT_LOCKED { return used_; }
   // In use, copied at writes as last counted, or promised.
   std::size_t in_use() const VT_LOCKED { return used_ + private_copies_ + promised_; }
-  // What the budget leaves, without taking anything back.
-  std::size_t unused() const VT_LOCKED;
+  // What the budget leaves without taking anything back, not counting `private_copies` pages that
+  // are to be replaced.
+  std::size_t unused(std::size_t private_copies = 0) const VT_LOCKED;
   // The same, as far as the device's memory leaves the reserve alone and other pools do not ask for
-  // it: what may be had ahead of need. Throws what the driver does.
+  // it: for pages ahead of need. Throws what the driver does.
   std::size_t available() const VT_LOCKED;
   // As many of `pages` as are available, covered.
   std::size_t cover_available(std::size_t pages) VT_LOCKED;
-  // The same as `unused`, not counting `private_copies` pages that are to be replaced.
-  std::size_t unused_beside(std::size_t private_copies) const VT_LOCKED;
   // Bytes of the device that are missing for `pages` pages beside the reserve, and what is free;
   // 0 if nothing is.
   struct Shortage {
     std::size_t missing = 0, free = 0;
   };
   Shortage shortage(std::size_t pages) const VT_LOCKED;
-  // Pages that the kernel copied from shared handles.
+  // Pages that the kernel copied from shared handles, as last counted.
   std::size_t private_copies() const VT_LOCKED { return private_copies_; }
   void set_private_copies(std::size_t pages) VT_LOCKED;
   // Keeps `pages` for an operation that is about to let the lock go; given back by promise(-pages).
@@ -70,10 +69,10 @@ class PageStore {
   // -- a budget that is shared; without one all pages are covered
 
   SharedBudget* shared() const { return shared_; }
-  // Charges what `pages` more pages in use need beside all that is kept and promised. False, and
-  // nothing is charged, if that is not to be had. Throws what SharedBudget::charge does.
+  // Charges what `pages` more pages in use need beside all that is kept and promised. If the budget
+  // has less left, charges nothing and returns false. Throws what SharedBudget::charge does.
   bool cover(std::size_t pages) VT_LOCKED;
-  // Bytes that would have to be charged for them.
+  // Bytes that `cover` would charge for them.
   std::size_t uncovered_bytes(std::size_t pages) const VT_LOCKED;
   void give_back_uncovered() noexcept VT_LOCKED;
 
@@ -81,24 +80,25 @@ class PageStore {
 
   RowHome open_home(std::size_t pages) VT_LOCKED { return placement_->open_home(pages); }
   void close_home(RowHome& home) VT_LOCKED { placement_->close_home(home); }
-  // Adds to `out` free pages for `n` pages after `previous`, each with one reference. Requires: the
-  // budget has them, and they are covered. Throws where the driver refuses; nothing is taken then.
+  // Adds to `out` `n` free pages, to be mapped after `previous`, each with one reference. Requires:
+  // the budget has them, and they are covered. Throws what the driver does; nothing is taken then.
   void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) VT_LOCKED;
   void share(Page* page) VT_LOCKED { ++page->references; }
   // `aged`: it has been free for as long as the pool keeps memory.
   void drop(Page* page, bool aged = false) noexcept VT_LOCKED;
-  // Pages are put on a page set, or taken off: their references have no page table entry.
+  // Pages come to a page set, or leave it: such a reference has no page table entry.
   void count_in_page_sets(std::ptrdiff_t pages) VT_LOCKED {
     in_page_sets_ += static_cast<std::size_t>(pages);
   }
   std::size_t in_page_sets() const VT_LOCKED { return in_page_sets_; }
-  // -- pages without memory, which keep their references and their places in page tables
 
-  // Gives their memory back; returns of how many. One that the driver refuses to take keeps it.
-  // Lets the lock go. Requires: mapped nowhere; the references stay meanwhile.
+  // -- pages without memory, which keep their references and their entries in page tables
+
+  // Gives their memory back; returns of how many. A page that the driver refuses to take keeps its
+  // memory. Lets the lock go. Requires: mapped nowhere; the references stay meanwhile.
   std::size_t sleep(PoolLock& lock, std::span<Page* const> pages) noexcept VT_LOCKED;
-  // Gives them memory, whose content is any. Throws as `take`; nothing is changed then. Requires:
-  // as `take`, for those that are not resident.
+  // Gives them memory with any content. Throws as `take`; nothing is changed then. Requires: as
+  // `take`, for those that are not resident.
   void wake(std::span<Page* const> pages) VT_LOCKED;
   // They are mapped again.
   void woken(std::span<Page* const> pages) VT_LOCKED;
@@ -117,16 +117,16 @@ class PageStore {
   // -- the memory of free pages
 
   const SparePages& spare() const VT_LOCKED { return spare_; }
-  // Has the memory of `pages` free pages made, where the driver takes long for that. True where it
-  // let the lock go.
+  // Has the memory of `pages` free pages made, if the driver takes long for that. True if it let
+  // the lock go.
   bool make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED;
-  // The same on every driver, for pages that no growth asks for yet: takes them, makes what is
-  // missing without the lock, and puts them back.
+  // The same on every driver, for pages that no growth asks for yet. Makes what is missing without
+  // the lock.
   void stock(PoolLock& lock, std::size_t pages) VT_LOCKED;
-  // Gives back the memory of the `n` oldest spare pages; where each has a handle of its own,
-  // without the lock.
+  // Gives back the memory of the `n` oldest spare pages, without the lock if each has a handle of
+  // its own.
   void release(PoolLock& lock, std::size_t n) VT_LOCKED;
-  // Gives back the memory of all spare pages, neighbours in one call; returns how many.
+  // Gives back the memory of all spare pages, neighbours in one call; returns how many pages.
   std::size_t release_adjacent() VT_LOCKED;
   // Keeps free memory between the marks and below the age: one step. Returns when to call again.
   std::chrono::steady_clock::time_point maintain(PoolLock& lock) VT_LOCKED;
@@ -146,7 +146,7 @@ class PageStore {
  private:
   std::size_t charged() const VT_LOCKED;
   std::size_t covered() const VT_LOCKED;
-  // What needs a charge, with `taken` more pages in use and `spare` free ones kept.
+  // Pages that need a charge, with `taken` more pages in use and `spare` free ones kept.
   std::size_t to_charge(std::size_t taken, std::size_t spare) const VT_LOCKED;
   bool charge_for(std::size_t taken, std::size_t spare) VT_LOCKED;
   void require_charge(std::size_t taken, std::size_t spare) VT_LOCKED;
@@ -168,9 +168,9 @@ class PageStore {
   SparePages spare_ VT_GUARDED;
   const std::unique_ptr<Placement> placement_;
   std::size_t used_ VT_GUARDED = 0;
-  // To operations that have let the lock go before they take them.
+  // To operations that let the lock go before they take them.
   std::size_t promised_ VT_GUARDED = 0;
-  // Being made or given back by the driver, without the lock: in no other count.
+  // That the driver makes or takes back just now, without the lock: in no other count.
   std::size_t under_way_ VT_GUARDED = 0;
   // Of the spare pages, those made for a growth under way.
   std::size_t just_made_ VT_GUARDED = 0;

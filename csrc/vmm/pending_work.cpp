@@ -8,7 +8,7 @@
 namespace vtensor {
 
 bool all_passed(Driver& driver, std::vector<FencePtr>& fences) {
-  // Not erase_if: if the driver refuses to answer, none may be lost on the way.
+  // Not erase_if: if the driver refuses to answer, no fence may be lost.
   for (std::size_t i = 0; i < fences.size();) {
     if (driver.passed(*fences[i])) {
       std::swap(fences[i], fences.back());
@@ -33,7 +33,7 @@ void PendingWork::note(const Caller& caller) {
       if (FencePtr fence = driver_.fence(caller.stream)) after_.push_back(std::move(fence));
       return;
     } catch (const Error&) {
-      // It is being captured, or the driver refuses: made when it is needed.
+      // The stream is being captured, or the driver refuses: made when it is needed.
     }
   }
   note(caller.stream);

@@ -1,4 +1,4 @@
-// The work that may still use some pages: the streams in which it was launched, and points behind
+// The work that may still use some pages: the streams in which it was launched, and fences after
 // it.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace vtensor {
 
-// Forgets fences that have passed; whether all have. Throws what the driver does; none is lost
+// Whether all have passed; forgets those that have. Throws what the driver does; no fence is lost
 // then.
 bool all_passed(Driver& driver, std::vector<FencePtr>& fences);
 
@@ -23,15 +23,15 @@ class PendingWork {
   }
   // Work in `stream` uses the pages. Requires: the stream lasts as long as they do.
   void note(Stream stream);
-  // Work in the caller's stream does. A stream that a caller named may be gone, or its number stand
-  // for another, by the time that a fence is needed: its fence is made now.
+  // The same of the caller's stream. The fence of a stream that the caller named is made now: when
+  // it is needed the stream may be gone, or its number may stand for another.
   void note(const Caller& caller);
-  // Work will be launched in the caller's stream, until the lease ends. `after` is a point behind
-  // it if the caller named the stream; null if the work was captured into a graph. Requires: the
+  // Work will be launched in the caller's stream, until the lease ends. `after` is a fence after it
+  // if the caller named the stream; null if the work was captured into a graph. Requires: the
   // device is asynchronous.
   void begin_lease(const Caller& caller);
   void end_lease(const Caller& caller, FencePtr after);
-  // Points behind all work launched so far.
+  // Fences after all work launched so far.
   std::vector<FencePtr> fences() const;
   void clear();
 
@@ -39,7 +39,7 @@ class PendingWork {
   Driver& driver_;
   std::vector<Stream> streams_;  // torch's and our own
   std::vector<Stream> leased_;   // named by leases that have not ended
-  std::vector<FencePtr> after_;  // behind work in other streams
+  std::vector<FencePtr> after_;  // of work in other streams
 };
 
 }  // namespace vtensor

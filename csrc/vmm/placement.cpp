@@ -40,8 +40,8 @@ class IdleRuns {
   }
   std::size_t size() const { return by_length_.size(); }
 
-  // One of `least` pages or more with the most kept memory, as far as a few looks find it; or else
-  // the shortest that has `pages`. Null where there is neither.
+  // One of `least` pages or more with the most kept memory, if a few looks find it; or else the
+  // shortest that has `pages`. Null if there is neither.
   HandleRun* best(std::size_t pages, std::size_t least) const {
     std::size_t looks = kMostLooks;
     for (HandleRun* run : by_spare_) {
@@ -52,7 +52,7 @@ class IdleRuns {
     return found == by_length_.end() ? nullptr : *found;
   }
 
-  // Gives all of them out, by their handles.
+  // Gives all of them out, in the order of their handles.
   std::vector<HandleRun*> take_all() {
     std::vector<HandleRun*> all(by_length_.begin(), by_length_.end());
     std::sort(all.begin(), all.end(),
@@ -149,8 +149,8 @@ class AdjacentPlacement final : public Placement {
   }
 
  private:
-  // Memory that is there before memory that must be made; then the neighbour of `previous`, so that
-  // the kernel merges the two.
+  // Prefers memory that is there to memory that must be made; then the neighbour of `previous`, so
+  // that the kernel merges the two.
   Page* pick_from(HandleRun& run, const Page* previous) {
     const std::size_t neighbour =
         previous && previous->run == &run ? previous->handle - run.first + 1 : run.length;
@@ -195,7 +195,7 @@ class AdjacentPlacement final : public Placement {
     return run.pages[from];
   }
 
-  // The best of the idle runs, see IdleRuns, cut to `pages`; null where none serves.
+  // The best of the idle runs, see IdleRuns, cut to `pages`; null if there is none.
   HandleRun* reuse_idle(std::size_t pages, std::size_t least) {
     HandleRun* const best = idle_.best(pages, least);
     if (best == nullptr) return nullptr;
@@ -219,7 +219,7 @@ class AdjacentPlacement final : public Placement {
     return run;
   }
 
-  // A run of `pages` pages: new handles only where those that exist are in use.
+  // A run of `pages` pages. Makes new handles only if those that exist are in use.
   HandleRun* open_run(std::size_t pages) {
     HandleRun* idle = reuse_idle(pages, pages);
     if (!idle && idle_.size() >= join_at_) {
@@ -234,8 +234,8 @@ class AdjacentPlacement final : public Placement {
     return run;
   }
 
-  // Takes the last `pages` pages from an idle run, as a run of their own: joined runs are long, and
-  // what takes a short one from them must not touch all of their records.
+  // Takes the last `pages` pages from an idle run, as a run of their own. Joined runs are long, so
+  // taking a short one must not touch all of their records.
   HandleRun* cut(HandleRun& run, std::size_t pages) {
     const std::size_t left = run.length - pages;
     std::vector<Page*> records;
@@ -258,8 +258,8 @@ class AdjacentPlacement final : public Placement {
     return &last;
   }
 
-  // Makes one of idle runs that lie side by side, as rows of other lengths have split them: their
-  // number stays within what is in use. Seldom: where the same lengths return, none is missing.
+  // Joins idle runs that lie side by side, because rows of other lengths have split them. So their
+  // number stays within what is in use. Seldom: if the same lengths return, no run is missing.
   void join_idle() {
     std::vector<HandleRun*> joined;
     for (HandleRun* run : idle_.take_all()) {
@@ -270,8 +270,8 @@ class AdjacentPlacement final : public Placement {
     join_at_ = std::max(kJoinAt, 2 * idle_.size());
   }
 
-  // Moves all of `next` to the end of `run`; false where it does not follow it, or where that takes
-  // many records of pages that were never used.
+  // Moves all of `next` to the end of `run`; false if it does not follow it, or if that takes many
+  // records of pages that were never used.
   bool append(HandleRun& run, HandleRun& next) {
     if (run.first + run.length != next.first) return false;
     const std::size_t gap = next.pages.empty() ? 0 : run.length - run.pages.size();
@@ -298,7 +298,7 @@ class AdjacentPlacement final : public Placement {
   SparePages& spare_;
   std::list<HandleRun> runs_;
   IdleRuns idle_;
-  std::size_t join_at_ = kJoinAt;  // so many idle runs that joining them is worth a look
+  std::size_t join_at_ = kJoinAt;  // idle runs from which joining them is tried
 };
 
 class UnorderedPlacement final : public Placement {

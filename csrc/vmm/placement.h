@@ -1,5 +1,5 @@
 // Which free page a row gets next. On the host, neighbouring handles at neighbouring pages merge
-// into one kernel mapping, so every row grows through a run of handles of its own; on CUDA handles
+// into one kernel mapping, so each row grows through a run of handles of its own. On CUDA handles
 // have no order.
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace vtensor {
 
-// Adjacent handles [first, first + length), whose records are made as they are first needed. A page
-// of it is free while it has no reference, and spare if it is resident besides.
+// Adjacent handles [first, first + length), whose records are made when they are first needed. A
+// page of it is free while it has no reference, and spare if it is resident too.
 struct HandleRun {
   Handle first = 0;
   std::size_t length = 0;
@@ -26,15 +26,15 @@ struct HandleRun {
   bool open = false;           // a row grows through it
 };
 
-// The runs that one row grows through; the second and later ones serve where other tensors still
-// hold pages of the first.
+// The runs that one row grows through: the second and later ones while other tensors still have
+// pages of the first.
 struct RowHome {
   std::size_t pages = 0;
   std::vector<HandleRun*> runs;
-  // Takes kept memory from wherever it lies before any has to be given back for it: a kernel
-  // mapping for each such page, where making memory anew takes longer.
+  // Takes kept memory of any run before kept memory has to be given back to make other. Such a page
+  // costs a kernel mapping, which takes less time than making memory.
   bool stitched = false;
-  // Of a stitched one, how many pages may get memory before that.
+  // Of a stitched one, how many pages may get new memory before that.
   std::size_t fresh = 0;
 };
 
@@ -44,14 +44,13 @@ class Placement {
 
   virtual RowHome open_home(std::size_t pages) = 0;
   virtual void close_home(RowHome& home) = 0;
-  // Adds to `out` free pages for `n` pages after the one of `previous` (null at a row's start),
-  // each with one reference now and off the pool's list of spare pages; those that are not resident
-  // have no memory yet. May call Driver::create; where it throws, what was added so far stands in
-  // `out`.
+  // Adds to `out` `n` free pages, to be mapped after `previous` (null at a row's start), each with
+  // one reference and off the pool's list of spare pages. Those that are not resident have no
+  // memory yet. May call Driver::create; if that throws, `out` has what was added so far.
   virtual void pick(RowHome& home, const Page* previous, std::size_t n,
                     std::vector<Page*>& out) = 0;
-  // Takes in a page that the driver made meanwhile, so that `pick` need not make one. Null where
-  // handles cost nothing until they are used.
+  // Takes in a page that the driver has made, so that `pick` need not make one. Null if handles
+  // cost nothing until they are used.
   virtual Page* reuse(Handle handle) = 0;
   // The page has no reference any more; it is resident or empty.
   virtual void put_back(Page* page) = 0;

@@ -1,10 +1,10 @@
-// The one lock of the core: a pool's. Page tables, generations and lists stand under it; driver
-// calls that take long are made without it.
+// The one lock of the core: a pool's. It guards page tables, generations and lists. Driver calls
+// that take long are made without it.
 //
-// Clang's thread safety analysis, in `make check`, holds the core to these marks:
+// Clang's thread safety analysis, in `make check`, checks these marks:
 //
-//   VT_LOCKED    of a function: its callers hold the lock. It lets it go meanwhile if it takes a
-//                PoolLock.
+//   VT_LOCKED    of a function: its callers hold the lock. A function that takes a PoolLock may let
+//                the lock go and take it again.
 //   VT_GUARDED   of data: it is read and written with the lock held.
 //
 // To the analysis all pools have one lock: what belongs to a pool reaches its lock on many paths,
@@ -41,7 +41,7 @@ class PoolMutex {
   PoolMutex(const PoolMutex&) = delete;
   PoolMutex& operator=(const PoolMutex&) = delete;
 
-  // Wakes what waits for a change of what stands under the lock.
+  // Wakes threads that wait for a change of what the lock guards.
   void changed() { changed_.notify_all(); }
   // Operations that make driver calls without the lock.
   std::size_t in_flight() const VT_LOCKED { return in_flight_; }
@@ -49,13 +49,13 @@ class PoolMutex {
  protected:
   ~PoolMutex() = default;
 
-  // Before the lock is let go: does what other threads left to its holder. True if `after_unlock`
-  // is to be called.
+  // Before the lock is let go: does what other threads have left to its holder. True if
+  // `after_unlock` is to be called.
   virtual bool tidy() noexcept VT_LOCKED = 0;
-  // After it was let go: whether others have left something since.
+  // After it was let go: whether other threads have left something since.
   virtual bool left_over() noexcept = 0;
   virtual void after_unlock() noexcept = 0;
-  // Tells the analysis that `mutex_` is locked, where that is not PoolLock's doing.
+  // For the analysis, if `mutex_` was not locked by a PoolLock.
   void assume_locked() const VT_THREAD_SAFETY(assert_capability(::vtensor::pool_lock)) {}
 
   std::mutex mutex_;
@@ -73,7 +73,7 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
  public:
   explicit PoolLock(std::shared_ptr<PoolMutex> pool) VT_TAKES_LOCK : pool_(std::move(pool)),
                                                                      lock_(pool_->mutex_) {}
-  // The analysis takes it for held: to be followed by `if (!lock) return`.
+  // To the analysis the lock is held: to be followed by `if (!lock) return`.
   PoolLock(std::shared_ptr<PoolMutex> pool, std::try_to_lock_t how) VT_TAKES_LOCK
       : pool_(std::move(pool)),
         lock_(pool_->mutex_, how) {}
@@ -82,7 +82,7 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
   PoolLock& operator=(const PoolLock&) = delete;
   explicit operator bool() const { return lock_.owns_lock(); }
 
-  // Lets it go until something changed, or `until`; does not tidy.
+  // Lets it go until the next change, or `until`; does not tidy.
   void wait_changed(std::chrono::steady_clock::time_point until) VT_LOCKED {
     pool_->changed_.wait_until(lock_, until);
   }
@@ -96,7 +96,7 @@ class VT_THREAD_SAFETY(scoped_lockable) PoolLock {
   std::unique_lock<std::mutex> lock_;
 };
 
-// For its length the lock is let go, to wait.
+// Lets the lock go for its lifetime, to wait.
 class VT_THREAD_SAFETY(scoped_lockable) Waiting {
  public:
   explicit Waiting(PoolLock& lock) VT_LETS_LOCK_GO : lock_(lock) { lock_.unlock(); }
@@ -108,8 +108,9 @@ class VT_THREAD_SAFETY(scoped_lockable) Waiting {
   PoolLock& lock_;
 };
 
-// The same for driver calls, which may take as long as the device is busy. Whatever needs quiet, as
-// fork(2) does, waits for its end. What the calls change is claimed before.
+// The same for driver calls, which may take as long as the device is busy. Operations that need all
+// driver calls to have ended, as fork(2) does, wait for its end. What the calls change is claimed
+// before.
 class VT_THREAD_SAFETY(scoped_lockable) Unlocked {
  public:
   explicit Unlocked(PoolLock& lock) VT_LETS_LOCK_GO : lock_(lock) {

@@ -11,7 +11,7 @@ namespace vtensor {
 
 enum class ZeroPolicy : std::uint8_t {
   never,
-  new_owner,  // a page shows zeros to a buffer that was not the last to have it
+  new_owner,  // a page shows zeros to a client that was not the last to have it
   always,     // whenever it is taken
 };
 
@@ -19,19 +19,19 @@ inline constexpr std::size_t kCacheByBudget = std::numeric_limits<std::size_t>::
 
 // Sizes in bytes.
 struct PoolOptions {
-  std::size_t budget = 0;  // 0: what the driver says is available and no other pool was promised
+  std::size_t budget = 0;  // 0: see default_budget.h
   std::string shared{};    // the budget is that of all pools of this name; empty: it is the pool's
   ZeroPolicy zero = ZeroPolicy::new_owner;
-  // What a tensor may have mapped ahead of need. 0: the background does nothing but explicit
-  // prepare() calls and what has to wait for a fence.
+  // What a tensor may have mapped ahead of need. 0: the mapper only does explicit prepare() calls,
+  // and unmaps what has to wait for a fence.
   std::size_t prefetch = 0;
   // What freed tensors may leave mapped for the next of the same shape. kCacheByBudget: a quarter
   // of the budget.
   std::size_t cache = 0;
-  std::size_t spare_low = 0;  // free pages whose memory the mapper keeps made
-  std::size_t spare_high = std::numeric_limits<std::size_t>::max();  // of them at most
+  std::size_t spare_low = 0;  // free pages that keep their memory: at least
+  std::size_t spare_high = std::numeric_limits<std::size_t>::max();  // and at most
   std::chrono::nanoseconds max_age{0};  // of spare and cached pages; 0: any
-  std::size_t device_reserve = 0;       // of the device's memory, left to others
+  std::size_t device_reserve = 0;       // of the device's memory, left to its other users
   std::chrono::nanoseconds patience = std::chrono::seconds(60);  // the bound of every wait (I12)
 };
 

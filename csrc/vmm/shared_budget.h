@@ -1,29 +1,22 @@
-// One limit for the pools of several processes: a file in shared memory with a place for each pool,
-// which says what it holds. It knows nothing of pages and pools; bytes are charged before they are
-// made, and given back once they are gone.
+// One limit for the pools of several processes: a place for one pool in the file that they share
+// (budget_file.h). It knows nothing of pages and pools. Bytes are charged before they are made, and
+// given back once they are gone.
 //
-// Whoever dies leaves nothing behind, whenever that is:
-//
-//   - A place's owner alone writes what it holds, in one store. The sum is stored nowhere.
-//   - The file's lock and the sign of life of each place are locks of open file descriptions
-//     (F_OFD_SETLK), which the kernel lets go with the process. They hang on no process id.
-//   - What a process has half done under the file's lock is done anew by the next: a place counts
-//     once its last store says so, and a file without a living place is begun afresh.
-//
-// The lock is needed to charge alone: a sum that must not grow meanwhile is looked at. What lowers
-// a sum is a store, and never waits.
+// Only a charge needs the file's lock: it adds up what all places hold, which must not grow
+// meanwhile. What lowers a sum is a store, and never waits.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/calls.h"
 #include "driver/driver.h"
+#include "vmm/budget_file.h"
 
 namespace vtensor {
 
@@ -36,7 +29,7 @@ struct HeldBytes {
 
 class SharedBudget {
  public:
-  static constexpr std::size_t kMostPools = 128;
+  static constexpr std::size_t kMostPools = BudgetFile::kMostPools;
 
   // A pool of this or another process.
   struct Holder {
@@ -56,10 +49,10 @@ class SharedBudget {
     std::vector<std::string> skipped;  // why a file of such a name could not be read
   };
 
-  // Takes a place in the budget of that name, of this user; makes it where nobody living has a
-  // place. `meter` counts the system's calls until the last charge, and refuses some in tests.
-  // Throws InvalidArgument for a name that cannot be one or another limit, Error where all places
-  // are taken or the file is not ours to read, DriverError, TimedOut.
+  // Takes a place in the budget of that name, of this user; makes the budget if no living pool has
+  // a place in it. `meter` counts the system's calls until the last charge, and refuses some in
+  // tests. Throws InvalidArgument for a name that cannot be one or another limit, Error if all
+  // places are taken or the file is not ours to read, DriverError, TimedOut.
   static std::unique_ptr<SharedBudget> join(CallMeter& meter, const std::string& name,
                                             std::uint64_t limit, Device device);
   // The budgets of this user that have a living pool, by name. Pools are asked for their figures
@@ -71,10 +64,10 @@ class SharedBudget {
   SharedBudget(const SharedBudget&) = delete;
   SharedBudget& operator=(const SharedBudget&) = delete;
 
-  const std::string& name() const { return name_; }
-  std::uint64_t limit() const;
+  const std::string& name() const { return file_->name(); }
+  std::uint64_t limit() const { return file_->content().limit; }
   // What this place holds, and what all others do.
-  std::uint64_t held() const;
+  std::uint64_t held() const { return own().held; }
   std::uint64_t held_elsewhere() const;
   // What others hold and could do without, as they last said.
   std::uint64_t spared_elsewhere() const;
@@ -89,49 +82,46 @@ class SharedBudget {
   // Error if the file was removed: nothing is changed then.
   bool charge(std::uint64_t bytes);
   // The same without asking, for memory that the kernel has made already.
-  void charge_anyway(std::uint64_t bytes) noexcept;
+  void charge_anyway(std::uint64_t bytes) noexcept { own().held += bytes; }
   // Holds `bytes` less.
-  void give_back(std::uint64_t bytes) noexcept;
-  void report(std::uint64_t cached, std::uint64_t spare) noexcept;
+  void give_back(std::uint64_t bytes) noexcept { own().held -= bytes; }
+  void report(std::uint64_t cached, std::uint64_t spare) noexcept {
+    own().cached = cached;
+    own().spare = spare;
+  }
 
   // -- requests of one pool that the others give memory up; each has a number
 
   // Says that `bytes` more, or fewer, are wanted here.
-  void want(std::int64_t bytes) noexcept;
-  bool wants() const noexcept;
-  // What others want beyond the room that is left.
-  std::uint64_t missing_elsewhere() const;
-  // What others want in all.
+  void want(std::int64_t bytes) noexcept { own().wanted += static_cast<std::uint64_t>(bytes); }
+  bool wants() const noexcept { return own().wanted != 0; }
+  // What others want in all, and beyond the room that is left.
   std::uint64_t wanted_elsewhere() const;
+  std::uint64_t missing_elsewhere() const;
   // Wakes the other pools. Returns the request's number.
-  std::uint32_t request() noexcept;
+  std::uint32_t request() noexcept { return file_->request(); }
   // Whether all others have answered it, or died.
-  bool answered(std::uint32_t request) const;
+  bool answered(std::uint32_t request) const { return file_->answered(request, place_); }
   // The last request; whether this pool has yet to answer it; that it has given up what it can.
-  std::uint32_t last_request() const noexcept;
-  bool owes_answer() const noexcept;
-  void answer(std::uint32_t request) noexcept;
-
+  std::uint32_t last_request() const noexcept { return file_->content().last_request; }
+  bool owes_answer() const noexcept { return own().answered != last_request(); }
+  void answer(std::uint32_t request) noexcept { own().answered = request; }
   // From another thread: sleeps until the last request is no longer `request`.
-  void await_request(std::uint32_t request) const noexcept;
+  void await_request(std::uint32_t request) const noexcept { file_->await_request(request); }
 
  private:
-  struct File;
-  struct Place;
-  class Opened;
-  class Locked;
-
-  SharedBudget(std::string name, std::unique_ptr<Opened> opened, std::size_t place);
-  static std::size_t take_place(Opened& opened, std::uint64_t limit, Device device);
+  SharedBudget(std::unique_ptr<BudgetFile> file, std::size_t place)
+      : file_(std::move(file)), place_(place) {}
+  static std::size_t take_place(BudgetFile& file, std::uint64_t limit, Device device);
+  BudgetFile::Place& own() const { return file_->content().places[place_]; }
   template <typename Sum>
   std::uint64_t sum_elsewhere(Sum sum) const;
-  Place& own() const;
-  bool count_out_the_dead();
+  std::uint64_t left() const;
+  bool free_dead();
 
-  const std::string name_;
-  const std::unique_ptr<Opened> opened_;
+  const std::unique_ptr<BudgetFile> file_;
   const std::size_t place_;
-  std::chrono::steady_clock::time_point look_for_dead_at_{};
+  std::chrono::steady_clock::time_point free_dead_at_{};
 };
 
 }  // namespace vtensor

@@ -10,7 +10,7 @@
 
 namespace vtensor {
 
-// Whether the fence passes within `patience`. Looks often at first, because most fences pass in
+// Whether the fence passes within `patience`. Asks often at first, because most fences pass in
 // microseconds.
 inline bool wait_for(Driver& driver, const FencePtr& fence, std::chrono::nanoseconds patience) {
   if (!fence || driver.passed(*fence)) return true;
