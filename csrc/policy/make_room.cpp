@@ -82,9 +82,12 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
   PageStore& store = pool_.store();
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
-  if (store.shared() == nullptr) return store.unused(private_copies);
-  if (store.in_use() + pages <= store.budget() && store.cover(pages)) return pages;
-  return std::min(pages - 1, store.unused());  // by now other pools may have left more
+  std::size_t unused = store.unused(private_copies);
+  unused -= std::min(unused, store.under_way());
+  if (store.shared() == nullptr) return unused;
+  if (store.in_use() + store.under_way() + pages <= store.budget() && store.cover(pages))
+    return pages;
+  return std::min(pages - 1, unused);  // by now other pools may have left more
 }
 
 std::size_t MakeRoom::pages_leaving() const {
@@ -161,9 +164,14 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
                        " bytes were asked for: free tensors or views first");
     }
     const std::size_t most = pages - store.in_use();
-    const std::size_t kept = store.spare().size();
+    const std::size_t kept = store.spare().size() + store.under_way();
     if (kept <= most) return;
-    store.release(lock, kept - most);  // other threads may take pages meanwhile
+    if (store.spare().size() != 0) {
+      store.release(lock, kept - most);  // other threads may take pages meanwhile
+    } else {
+      pool_.await(lock, operation, "a driver call that makes memory or gives it back",
+                  [&store]() VT_LOCKED { return store.under_way() == 0; });
+    }
   }
 }
 
@@ -183,7 +191,7 @@ bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) 
   const std::chrono::nanoseconds patience = pool_.options().patience;
   const auto waited = request.waited();
   const bool in_grace = waited < std::min(kGrace, patience);
-  const bool suffices = pages_leaving() >= missing;
+  const bool suffices = pages_leaving() + pool_.store().under_way() >= missing;
   if (!(suffices && in_grace) && give_up_spare(lock)) return true;
   // More may come from other pools, from clients that wait for the mapper or for the device, and
   // from a client for which calls are made just now.

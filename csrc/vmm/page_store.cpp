@@ -49,6 +49,7 @@ std::size_t PageStore::available() const {
     const std::size_t room = shared_->room(), wanted = shared_->wanted_elsewhere();
     unused = std::min(unused, covered() + in_pages(room - std::min(room, wanted)));
   }
+  unused -= std::min(unused, under_way_);
   if (options_.device_reserve == 0) return unused;
   const std::size_t there = driver_.free_memory();
   const std::size_t fresh =
@@ -114,6 +115,7 @@ void PageStore::quarantine(Page* page) {
 }
 
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
+  pages = std::min(pages, budget() - std::min(budget(), in_use() + under_way_));
   if (driver_.traits().adjacent_handles || spare_.size() >= pages) return false;
   if (!cover(pages)) return false;
   const std::size_t missing = pages - spare_.size();
@@ -130,8 +132,6 @@ bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
   under_way_ -= missing;
   for (const Handle handle : made) keep(placement_->reuse(handle));
   just_made_ += made.size();
-  const std::size_t full = used_ + private_copies_ + spare_.size();
-  if (full > budget()) release(lock, full - budget());
   if (error) std::rethrow_exception(error);
   return true;
 }

@@ -44,6 +44,9 @@ class PageStore {
   void set_budget(std::size_t pages) { budget_ = pages; }
   // Handles in use.
   std::size_t used() const VT_LOCKED { return used_; }
+  // Pages whose memory the driver makes or takes back just now, without the lock. They are in no
+  // other count, and take their part of the budget until that has ended.
+  std::size_t under_way() const VT_LOCKED { return under_way_; }
   // In use, copied at writes as last counted, or promised.
   std::size_t in_use() const VT_LOCKED { return used_ + private_copies_ + promised_; }
   // What the budget leaves without taking anything back, not counting `private_copies` pages that
@@ -170,7 +173,6 @@ class PageStore {
   std::size_t used_ VT_GUARDED = 0;
   // To operations that let the lock go before they take them.
   std::size_t promised_ VT_GUARDED = 0;
-  // That the driver makes or takes back just now, without the lock: in no other count.
   std::size_t under_way_ VT_GUARDED = 0;
   // Of the spare pages, those made for a growth under way.
   std::size_t just_made_ VT_GUARDED = 0;

@@ -178,7 +178,11 @@ bool SharedBudget::charge(std::uint64_t bytes) {
                 " was removed, so pools that are made now do not see what this one holds: it takes "
                 "no more; close the pools that were made before, and make them again");
   }
-  if (bytes > left() && !(free_dead() && bytes <= left())) return false;
+  const auto fits = [&] {
+    const std::uint64_t all = held() + held_elsewhere();
+    return all <= limit() && bytes <= limit() - all;
+  };
+  if (!fits() && !(free_dead() && fits())) return false;
   own().held += bytes;
   return true;
 }
