@@ -656,9 +656,10 @@ class KVCache:
             )
         return number
 
-    def _bands(self, operation: str, bands: Iterable[int] | None) -> list[int] | None:
+    def _bands(self, operation: str, bands: Iterable[int] | None) -> list[int]:
+        """Their numbers; none for all of them."""
         if bands is None:
-            return None
+            return []
         if isinstance(bands, (str, bytes)) or not isinstance(bands, Iterable):
             raise InvalidArgument(f"[{operation}] bands is {bands!r}: give their numbers, such as [0]")
         numbers = [self._count(operation, "a band", band) for band in bands]

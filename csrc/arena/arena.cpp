@@ -80,18 +80,18 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
   // bits.
   const std::size_t limit = std::min<std::size_t>(std::size_t{1} << 47, kNone * page);
   if (bytes == 0 || bytes > limit - page) {
-    throw CapacityExceeded("[" + std::string(caller.operation) + "] " + std::to_string(bytes) +
-                           " bytes cannot be reserved in pages of " + std::to_string(page) +
-                           ": ask for at least 1 and at most " + std::to_string(limit - page));
+    throw CapacityExceeded("[", caller.operation, "] ", bytes,
+                           " bytes cannot be reserved in pages of ", page,
+                           ": ask for at least 1 and at most ", limit - page);
   }
   const std::size_t pages = ceil_div(bytes, page);
   std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages));
-  auto told = std::make_unique<ByteFaults>(bytes, hole);
+  auto report = std::make_unique<ByteFaults>(bytes, hole);
   {
     PoolLock lock(pool);
     pool->reap();
     arena->range_.begin(pool->driver().reserve(pages), 0);
-    arena->known_ = faults::know(std::move(told), arena->base(), pages * page,
+    arena->known_ = faults::know(std::move(report), arena->base(), pages * page,
                                  !pool->traits().device.on_host());
     arena->reserved_ = true;
     const std::uint64_t own = pool->add(arena.get());
@@ -195,7 +195,7 @@ std::vector<Reservation::Run> Arena::missing(const char* operation,
     range_.collect(runs, 0, some, is_unmapped);
   for (const Reservation::Run& run : runs) {
     if (range_.at(0, run.indices.begin).state != EntryState::quarantined) continue;
-    throw Error("[" + std::string(operation) + "] page " + std::to_string(run.indices.begin) +
+    throw Error("[", operation, "] page ", run.indices.begin,
                 " is quarantined after a driver call that could not be undone: use other blocks");
   }
   return runs;
@@ -251,7 +251,7 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     if (runs.empty() && is_quiet()) return;
     if (!driver_.traits().asynchronous || !driver_.capturing(caller.stream)) return;
     if (asked == kAsked) {
-      throw OutOfPages("[" + std::string(caller.operation) + "] " + std::to_string(runs.size()) +
+      throw OutOfPages("[", caller.operation, "] ", runs.size(),
                        " runs of pages are missing, and the mapper, which maps during a capture, "
                        "could not map them: run the step once before it is captured");
     }
@@ -310,7 +310,7 @@ void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
       for (std::size_t m = 0; m < n; ++m) {
         for (std::size_t back = pages[m].begin; back < pages[m].end; ++back) count_back(back);
       }
-      throw InvalidArgument("[" + std::string(caller.operation) + "] page " + std::to_string(i) +
+      throw InvalidArgument("[", caller.operation, "] page ", i,
                             " is unmapped more often than it was mapped: nothing was changed");
     }
   }
@@ -617,15 +617,15 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
     const EntryState entry = range_.at(0, i).state;
     const std::string page = "page " + std::to_string(i) + " of an arena ";
     if (state.uses != 0 && state.idle != Idle::no)
-      throw Error("I3: " + page + "is needed by a block and may go");
+      throw Error("I3: ", page, "is needed by a block and may go");
     if (state.uses != 0 && entry == EntryState::empty && mapping_ == 0)
-      throw Error("I3: " + page + "is needed by a block and is not mapped");
+      throw Error("I3: ", page, "is needed by a block and is not mapped");
     if (state.idle != Idle::no && !is_mapped(range_.at(0, i)))
-      throw Error("I4: " + page + "is counted as mapped and is not");
+      throw Error("I4: ", page, "is counted as mapped and is not");
     if (state.uses == 0 && state.idle == Idle::no && is_mapped(range_.at(0, i)))
-      throw Error("I4: " + page + "is mapped, and nothing says why");
+      throw Error("I4: ", page, "is mapped, and nothing says why");
     if (entry == EntryState::arriving && !busy_)
-      throw Error("I8: " + page + "waits for a page that no thread maps");
+      throw Error("I8: ", page, "waits for a page that no thread maps");
     ++counted[static_cast<std::size_t>(state.idle)];
   }
   if (hooks.cached.linked() != (listed != 0))

@@ -46,9 +46,9 @@ class Arena final : public RangeClient {
   // nothing is mapped, on drivers where reading there would fault.
   static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                      bool zeros, const Caller& caller);
-  // One of several arenas of `owner`, who may see in each what was written in another (I7); one by
-  // itself where there is none. `hole`: what a report of a fault says of bytes where nothing is
-  // mapped.
+  // One of several arenas of `owner`, which may see in each what was written in another (I7); if
+  // there is no owner, one by itself. `hole`: what a report of a fault says of bytes where nothing
+  // is mapped.
   static std::shared_ptr<Arena> make_for(std::optional<std::uint64_t> owner,
                                          const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                          const Caller& caller, const char* hole);
@@ -183,7 +183,7 @@ class Arena final : public RangeClient {
   // A page that no block needs is to go; `aged` as in `evict`.
   void let_go(std::size_t page, bool aged = false) noexcept VT_LOCKED;
 
-  bool of_several_ = false;  // for one owner, whom nothing counts as a tensor
+  bool of_several_ = false;  // of one owner, which no count of tensors includes
   Listener* listener_ VT_GUARDED = nullptr;
   std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages
   std::size_t mapping_ VT_GUARDED = 0;    // calls of map() under way, which have counted pages

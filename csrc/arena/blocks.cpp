@@ -26,10 +26,9 @@ Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
         part.size <= bytes - *last - part.offset) {
       continue;
     }
-    throw InvalidArgument("[Blocks] a part of " + std::to_string(part.size) + " bytes at " +
-                          std::to_string(part.offset) + ", and every " +
-                          std::to_string(part.stride) + " bytes for " + std::to_string(count) +
-                          " blocks, is not in the arena, which has " + std::to_string(bytes));
+    throw InvalidArgument("[Blocks] a part of ", part.size, " bytes at ", part.offset,
+                          ", and every ", part.stride, " bytes for ", count,
+                          " blocks, is not in the arena, which has ", bytes);
   }
   states_.resize(count);
   seen_.resize(count);
@@ -39,9 +38,8 @@ Blocks::Blocks(std::size_t count, std::vector<Part> parts, std::size_t bytes)
 void Blocks::require(const char* operation, std::span<const std::size_t> numbers) const {
   for (const std::size_t number : numbers) {
     if (number < states_.size()) continue;
-    throw InvalidArgument("[" + std::string(operation) + "] there is no block " +
-                          std::to_string(number) + ": blocks are numbered from 0 to " +
-                          std::to_string(states_.size() - 1));
+    throw InvalidArgument("[", operation, "] there is no block ", number,
+                          ": blocks are numbered from 0 to ", states_.size() - 1);
   }
 }
 
@@ -124,7 +122,7 @@ void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::si
 
 void Blocks::end_step(Arena& arena, const Caller& caller) {
   if (begun_ == ended_) {
-    throw InvalidArgument("[" + std::string(caller.operation) +
+    throw InvalidArgument("[", caller.operation,
                           "] no step is under way: call begin_step() once for each");
   }
   std::vector<std::size_t> over;

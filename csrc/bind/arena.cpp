@@ -1,4 +1,4 @@
-// The half of an Arena that Python does not see.
+// The C++ half of an Arena and of the blocks in it.
 #include "arena/arena.h"
 
 #include <nanobind/stl/optional.h>
@@ -9,13 +9,11 @@
 #include <atomic>
 #include <memory>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "arena/blocks.h"
-#include "base/errors.h"
 #include "base/process.h"
 #include "bind/arguments.h"
 #include "bind/bindings.h"
@@ -47,7 +45,7 @@ class ArenaCore {
     const SoleOperation operation(mutex_, arena_, name, stream);
     return without_gil([&] { return body(*arena_, operation.caller()); });
   }
-  // The same, with memory. First raises what the mapper met for the arena.
+  // The same, with memory. First raises the mapper's error for the arena, if there is one.
   template <typename Body>
   auto run_with_memory(const char* name, const Body& body) {
     const SoleOperation operation(mutex_, arena_, name);
@@ -117,7 +115,7 @@ class ArenaCore {
   std::size_t bytes() const { return bytes_; }
 
  private:
-  // Pairs of bytes, from and up to.
+  // Converts pairs (first byte, byte after the last).
   std::vector<Interval> read(const char* operation, nb::handle intervals) const {
     const auto bytes = static_cast<std::int64_t>(bytes_);
     return each(operation, "intervals", intervals, [&](nb::handle interval) {

@@ -1,4 +1,4 @@
-// The half of vtensor.memory that Python does not see, and the functions that torch calls.
+// The C++ half of vtensor.memory, and the functions that torch's allocator calls.
 #include "heap/heap.h"
 
 #include <nanobind/stl/optional.h>
@@ -29,13 +29,13 @@ namespace vtensor::bind {
 
 namespace {
 
-// The heap that torch's allocations of this thread come from.
+// The heap that serves torch's allocations in this thread.
 thread_local std::shared_ptr<Heap> current_heap;
-// Why the last of them was refused: torch says only that memory is out.
+// The reason of the last refusal. torch says only that memory is out.
 thread_local std::string last_refusal;
 
-// Heaps by the addresses that torch was given. torch frees in any thread, and after its heap was
-// closed. Never destroyed: torch frees at the end of the process too.
+// The heap of each address that torch has. torch frees in any thread, and after the heap was
+// closed. Never destroyed, because torch frees at the end of the process too.
 class Given {
  public:
   static Given& all() {
@@ -56,11 +56,11 @@ class Given {
   }
 
  private:
-  std::mutex mutex_;  // for a look at the map, and no more
+  std::mutex mutex_;
   std::unordered_map<Address, std::shared_ptr<Heap>> heaps_;
 };
 
-// The heap that a thread's allocations came from before they came from another.
+// The heap that served a thread's allocations before another does.
 struct OuterHeap {
   std::shared_ptr<Heap> heap;
 };
@@ -84,7 +84,7 @@ class HeapCore {
     refuse(caller.operation, "nothing was allocated at address ", address);
   }
 
-  // A storage whose end frees its bytes.
+  // A storage that frees its bytes at its end.
   nb::object storage(std::size_t bytes) {
     const std::shared_ptr<Heap> heap = open("memory.storage");
     const Address address = allocate(bytes, {});
@@ -121,10 +121,10 @@ class HeapCore {
     without_gil([&] { heap->wake(number); });
   }
 
-  // torch's allocations in this thread come from here, until `leave_heap` of what this returns.
+  // Serves torch's allocations in this thread until `leave_heap` of the result.
   OuterHeap enter() { return {std::exchange(current_heap, open("memory"))}; }
 
-  // Storages and what torch was given live on until they are freed.
+  // Storages, and memory that torch has, live on until they are freed.
   void close() {
     std::shared_ptr<Heap> heap = std::move(heap_);
     if (!heap) return;
@@ -134,7 +134,7 @@ class HeapCore {
   }
 
  private:
-  // Kept while an operation runs without the GIL, and another thread closes it.
+  // The result keeps the heap alive if another thread closes it during an operation.
   std::shared_ptr<Heap> open(const char* operation) const {
     refuse_in_forked_child(operation);
     if (!heap_) throw Closed("[", operation, "] the pool is closed: make a new one");
@@ -165,12 +165,12 @@ void bind_heap(nb::module_& module) {
       .def("close", &HeapCore::close);
   nb::class_<OuterHeap>(module, "OuterHeap");
   module.def("leave_heap", [](OuterHeap& outer) { current_heap = std::move(outer.heap); });
-  // Once: it may be of long ago.
+  // Clears the reason, so that it does not explain a later refusal.
   module.def("take_heap_refusal", [] { return std::exchange(last_refusal, {}); });
 }
 
-// In the form that torch.cuda.memory.CUDAPluggableAllocator looks for. A refusal is a null pointer:
-// torch gives its cache back then, asks again, and raises torch.OutOfMemoryError.
+// Functions in the form that torch.cuda.memory.CUDAPluggableAllocator requires. A null pointer is a
+// refusal: torch then gives its cache back, asks again, and raises torch.OutOfMemoryError.
 
 extern "C" [[gnu::visibility("default")]] void* vtensor_allocate(std::size_t bytes, int device,
                                                                  void* stream) noexcept {

@@ -1,4 +1,4 @@
-// What an operation does first, how it gives up the GIL, and how it obtains memory.
+// One operation at a time on an object: its caller, and how it gets memory.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,7 +8,6 @@
 #include <functional>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -116,7 +115,8 @@ class SoleOperation {
         caller_(caller_of(name, stream, pool_)) {}
 
   const Caller& caller() const { return caller_; }
-  // The same for a record of the stream, which may end: then it is not used as a named one.
+  // The same for a record of the stream. Not as a named stream, which may end: it is used again
+  // when pages go.
   Caller recorded() const { return {caller_.operation, caller_.stream}; }
 
   template <typename Body>

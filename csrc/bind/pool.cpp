@@ -22,7 +22,7 @@ namespace vtensor::bind {
 
 namespace {
 
-// The calls that there were, with what `count(call)` says of each.
+// The counts of calls by their names, without zeros.
 template <typename Count>
 nb::dict by_name(Count count) {
   nb::dict counts;
@@ -54,7 +54,7 @@ auto in_pool(const char* operation, const Body& body) {
   return without_gil(body);
 }
 
-// The binding of a method that runs so.
+// Binds a method of the pool that runs so.
 template <typename Result, typename... Args>
 auto pool_method(const char* operation, Result (PagePool::*method)(Args...)) {
   return [=](PagePool& pool, Args... args) {
@@ -62,7 +62,7 @@ auto pool_method(const char* operation, Result (PagePool::*method)(Args...)) {
   };
 }
 
-// What is left of a pool after close(): it lives until the last view over its pages is gone.
+// A closed pool, which lives until the last view over its pages is gone.
 struct WeakPool {
   explicit WeakPool(const std::shared_ptr<PagePool>& pool) : pool(pool), mapper(pool->waker()) {}
 

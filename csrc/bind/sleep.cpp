@@ -1,6 +1,5 @@
 #include "bind/sleep.h"
 
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,7 +7,6 @@
 #include <vector>
 
 #include "base/process.h"
-#include "bind/arguments.h"
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
@@ -27,7 +25,7 @@ class WakeCore {
   WakeCore(const std::shared_ptr<PagePool>& pool, const std::vector<std::uint64_t>& numbers) {
     refuse_in_forked_child(kWake);
     const Caller caller = caller_of(kWake, {}, *pool);
-    // Before it is refused, prefixes of caches go that no slot uses.
+    // Before a refusal, caches give up prefixes that no slot uses.
     waking_ = with_memory(
         *pool, caller, [&] { return std::make_unique<WakeUp>(pool, caller, numbers); },
         [&pool](unsigned) { return without_gil([&] { return Reclaim(*pool).shrink(); }); });
@@ -104,9 +102,9 @@ std::size_t SleepCore::finish() {
   clients_.clear();
   undo_.clear();
   try {
-    pool_->trim();  // what was cached is spare now
+    pool_->trim();  // cached pages became spare ones
   } catch (const Error&) {
-    // It stays, as any free memory may.
+    // The memory stays with the pool.
   }
   return pages;
 }

@@ -1,4 +1,4 @@
-// Falling asleep and waking, as Python drives them: in between it keeps what the pages hold.
+// The steps of Pool.sleep and Pool.wake. In between, Python copies the contents of the pages.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,8 +13,8 @@
 
 namespace vtensor::bind {
 
-// What is to fall asleep. Each core of a tensor, a cache, an arena or a heap adds itself, during an
-// operation of its own: then none is under way, and the next is refused.
+// The clients that are to fall asleep. The core of each tensor, cache, arena or heap adds its own
+// clients during an operation of its own: then none is under way, and the next is refused.
 class SleepCore {
  public:
   explicit SleepCore(const std::shared_ptr<PagePool>& pool);
@@ -22,18 +22,19 @@ class SleepCore {
   SleepCore(const SleepCore&) = delete;
   SleepCore& operator=(const SleepCore&) = delete;
 
-  // Of what is added from now on, which wakes together.
+  // A number for the clients that are added from now on, which wake together.
   std::uint64_t next_number();
   std::uint64_t number() const { return number_; }
-  // False if it is asleep already. `awake` is called if the sleep is given up.
+  // False if the client is asleep already.
   bool add(const std::shared_ptr<Client>& client);
+  // Calls `awake` if the sleep is given up.
   void if_given_up(std::function<void()> awake) { undo_.push_back(std::move(awake)); }
 
   void begin();
   const std::vector<SleepPart>& parts() const { return asleep_->parts(); }
   std::size_t finish();
   bool finished() const { return finished_; }
-  // Everything is awake, as it was.
+  // Wakes the clients, which are as they were.
   void give_up() noexcept;
 
  private:

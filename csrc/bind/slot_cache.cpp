@@ -37,7 +37,7 @@ namespace vtensor::bind {
 namespace {
 
 using Lengths = std::vector<std::int64_t>;
-using Bands = std::optional<std::vector<std::size_t>>;  // all unless given
+using Numbers = std::vector<std::size_t>;  // of slots, or of bands; no bands: all of them
 // The fields of RowContent.
 using Content = std::tuple<std::vector<std::size_t>, bool, std::size_t>;
 
@@ -58,16 +58,15 @@ class CacheCore {
     pool->add(prefixes_);
   }
   ~CacheCore() {
-    // A forked child has no mapper, which may have held the mutex as it was forked.
+    // A forked child has no mapper. The parent's may have held the mutex at the fork.
     if (!in_forked_child.load(std::memory_order_relaxed)) prefixes_->leave();
     *view_ = {};
   }
 
-  bool step(const Lengths& lengths, const Bands& bands) {
+  bool step(const Lengths& lengths, const Numbers& bands) {
     const Operation op(*this, "KVCache.step");
-    if (bands) return op.run_if_it_fits([&] { cache_->step_bands(op.caller(), lengths, *bands); });
-    return cache_->step_within(op.caller(), lengths) ||
-           op.run_if_it_fits([&] { cache_->step(op.caller(), lengths); });
+    return (bands.empty() && cache_->step_within(op.caller(), lengths)) ||
+           op.run_if_it_fits([&] { cache_->step(op.caller(), lengths, bands); });
   }
 
   bool prepare(const Lengths& lengths) {
@@ -76,10 +75,9 @@ class CacheCore {
            without_gil([&] { return cache_->prepare({op.caller().operation}, lengths); });
   }
 
-  bool fits(const Lengths& lengths, const Bands& bands, bool waits) {
+  bool fits(const Lengths& lengths, const Numbers& bands, bool waits) {
     const Operation op(*this, "KVCache.fits");
-    const std::vector<std::size_t> named = bands.value_or(std::vector<std::size_t>());
-    return without_gil([&] { return cache_->fits(op.caller(), lengths, named, waits); });
+    return without_gil([&] { return cache_->fits(op.caller(), lengths, bands, waits); });
   }
 
   bool waits_for_others(const Lengths& lengths) {
@@ -130,7 +128,7 @@ class CacheCore {
     op.run_evicting([&] { cache_->unshare(op.caller(), slot, {start, stop}); });
   }
 
-  // `writes`: a slot, its first token and how many follow, of each.
+  // `writes`: of each, the slot, the first token and the number of tokens.
   void begin_write(std::size_t group, std::size_t layer,
                    const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& writes) {
     const Operation op(*this, "KVCache.write");
@@ -145,24 +143,18 @@ class CacheCore {
     cache_->use(op.recorded());
   }
 
-  void swap_out(const std::vector<std::size_t>& slots, const Bands& bands) {
+  void swap_out(const Numbers& slots, const Numbers& bands) {
     const Operation op(*this, "KVCache.swap_out");
     const bool pinned = !cache_->pool()->traits().device.on_host();
     const AllocateHost allocate = [&](std::size_t bytes) {
       return TorchBridge::get().host_memory(op.caller().operation, bytes, pinned);
     };
-    op.with_memory([&] {
-      bands ? cache_->swap_out_bands(op.caller(), slots, *bands, allocate)
-            : cache_->swap_out(op.caller(), slots, allocate);
-    });
+    op.with_memory([&] { cache_->swap_out(op.caller(), slots, allocate, bands); });
   }
 
-  bool swap_in(const std::vector<std::size_t>& slots, const Bands& bands) {
+  bool swap_in(const Numbers& slots, const Numbers& bands) {
     const Operation op(*this, "KVCache.swap_in");
-    return op.run_if_it_fits([&] {
-      bands ? cache_->swap_in_bands(op.caller(), slots, *bands)
-            : cache_->swap_in(op.caller(), slots);
-    });
+    return op.run_if_it_fits([&] { cache_->swap_in(op.caller(), slots, bands); });
   }
 
   // Waits outside the operation, so that other threads can use the cache. Ctrl-C ends the wait.
@@ -176,8 +168,8 @@ class CacheCore {
       const Operation op(*this, name);
       if (cache_->expects(slot)) op.with_memory([&] { cache_->finish_prefix(op.caller(), slot); });
       pool = cache_->pool();
-      copied = cache_->copies(slot, layer);
-      leaves = cache_->is_away(slot, layer);
+      copied = cache_->swaps().copies(slot, layer);
+      leaves = cache_->swaps().is_away(slot, layer);
       caller = op.caller();
     }
     if (pool->traits().asynchronous && !leaves) {
@@ -187,18 +179,17 @@ class CacheCore {
     await(*pool, copied);
     if (!leaves) return;
     const Operation op(*this, name);
-    without_gil([&] { cache_->await_departure(caller, slot, layer); });
+    without_gil([&] { cache_->swaps().await_departure(caller, slot, layer); });
   }
 
-  // Whether what is being copied to slots that come back is there within that time. Of a closed
-  // cache nothing is.
+  // Whether the copies to slots that come back end within that time. A closed cache has none.
   bool await_arrivals(std::chrono::nanoseconds patience) {
     std::shared_ptr<PagePool> pool;
     FencePtr copied;
     try {
       const SoleOperation operation(mutex_, cache_, "Pool.wait_idle");
       pool = cache_->pool();
-      copied = cache_->arrivals();
+      copied = cache_->swaps().arrivals();
     } catch (const Closed&) {
       return true;
     }
@@ -209,7 +200,7 @@ class CacheCore {
   // Its views find their cache through `cache`, a weak reference.
   nb::object storage(std::size_t group, nb::object cache) {
     const Operation op(*this, "KVCache");
-    const std::shared_ptr<Buffer>& range = cache_->range(group);
+    const std::shared_ptr<Buffer>& range = cache_->buffers().range(group);
     Generation* const generation = without_gil([&] { return range->publish(); });
     nb::object storage =
         TorchBridge::get().storage_over(generation, range->range().base(), range->range().bytes());
@@ -217,37 +208,40 @@ class CacheCore {
     return storage;
   }
 
-  std::size_t row_bytes(std::size_t group) { return read()->range(group)->range().row_bytes(); }
-  std::size_t unit() { return read()->unit(); }
-  std::vector<std::size_t> begins(std::size_t slot) { return read()->begins(slot); }
+  std::size_t row_bytes(std::size_t group) {
+    return read()->buffers().range(group)->range().row_bytes();
+  }
+  std::size_t unit() { return read()->buffers().unit(); }
+  std::vector<std::size_t> begins(std::size_t slot) { return read()->buffers().begins(slot); }
   std::size_t length(std::size_t slot, std::optional<std::size_t> band) {
     const CacheReading cache = read();
-    return band ? cache->band_length(slot, *band) : cache->length(slot);
+    return band ? cache->lengths().length(slot, *band) : cache->lengths().length(slot);
   }
   Lengths lengths() {
     const CacheReading cache = read();
-    return {cache->lengths().begin(), cache->lengths().end()};
+    return {cache->lengths().all().begin(), cache->lengths().all().end()};
   }
   std::vector<int> states() {
     const CacheReading cache = read();
     std::vector<int> states;
-    for (std::size_t slot = 0; slot < cache->shape().slots; ++slot)
-      states.push_back(static_cast<int>(cache->state(slot)));
+    for (std::size_t slot = 0; slot < cache->buffers().shape().slots; ++slot)
+      states.push_back(static_cast<int>(cache->lengths().state(slot)));
     return states;
   }
-  // Tokens of a row group that have pages, of each slot.
+  // Of each slot, the tokens of a row group that have pages.
   Lengths lengths_here(std::size_t group) {
     const CacheReading cache = read();
     Lengths lengths;
-    for (std::size_t slot = 0; slot < cache->shape().slots; ++slot)
+    for (std::size_t slot = 0; slot < cache->buffers().shape().slots; ++slot)
       lengths.push_back(cache->length_here(slot, group));
     return lengths;
   }
   std::vector<bool> away(std::size_t slot) {
     const CacheReading cache = read();
+    const bool used = cache->lengths().state(slot) == SlotState::used;
     std::vector<bool> away;
-    for (std::size_t band = 0; band < cache->shape().bands; ++band)
-      away.push_back(cache->is_band_away(slot, band));
+    for (const std::size_t band : cache->lengths().or_all({}))
+      away.push_back(used && cache->lengths().is_away(slot, band));
     return away;
   }
 
@@ -273,26 +267,26 @@ class CacheCore {
   }
   bool closed() const { return closed_; }
 
-  // With its slots. The index is given up: pages that it has alone are mapped nowhere, so nothing
-  // could keep what they hold.
+  // Adds all slots to the sleep. Gives the prefix index up: pages that only the index has are not
+  // mapped, so their contents cannot be copied.
   void fall_asleep(SleepCore& sleep, bool discard) {
     constexpr const char* name = "Pool.sleep";
     const SoleOperation operation(mutex_, cache_, name);
-    if (cache_->range(0)->asleep.load() != 0) return;
-    if (discard && cache_->count_used() != 0)
-      refuse(name, "a cache has ", cache_->count_used(),
+    if (cache_->buffers().range(0)->asleep.load() != 0) return;
+    if (discard && cache_->lengths().count_used() != 0)
+      refuse(name, "a cache has ", cache_->lengths().count_used(),
              " slots in use, whose K and V would be lost: free them, or keep what they hold, with "
              "contents=\"host\" or a path");
     const std::vector<std::shared_ptr<Client>> clients = without_gil([&] {
-      cache_->forget_prefixes();
+      cache_->prefixes().clear();
       return cache_->clients();
     });
     for (const std::shared_ptr<Client>& client : clients) sleep.add(client);
   }
 
  private:
-  // The cache's prefixes, for the other pools of a shared budget. The mapper may have it for longer
-  // than the cache lives, and takes it between two operations.
+  // Gives prefixes up for other pools of a shared budget, between two operations. The mapper may
+  // hold it for longer than the cache lives.
   class Prefixes final : public Shrinker {
    public:
     explicit Prefixes(CacheCore& core) : core_(&core) {}
@@ -303,11 +297,11 @@ class CacheCore {
     std::optional<std::size_t> shrink(std::size_t pages) noexcept override {
       std::size_t given = 0;
       const bool between =
-          between_operations([&](SlotCache& cache) { given = cache.evict_pages(pages); });
+          between_operations([&](SlotCache& cache) { given = cache.prefixes().evict(pages); });
       return between ? std::optional(given) : std::nullopt;
     }
     std::size_t shrinkable() noexcept override {
-      between_operations([this](SlotCache& cache) { kept_ = cache.evictable_pages(); });
+      between_operations([this](SlotCache& cache) { kept_ = cache.prefixes().evictable(); });
       return kept_;
     }
 
@@ -321,7 +315,7 @@ class CacheCore {
       try {
         if (core_->cache_) body(*core_->cache_);
       } catch (const std::exception&) {
-        // No memory for it: they stay.
+        // No memory for the eviction: the prefixes stay.
       }
       core_->mutex_.unlock();
       return true;
@@ -332,12 +326,12 @@ class CacheCore {
     std::size_t kept_ = 0;
   };
 
-  // One operation on the cache, which raises what the mapper met for it.
+  // One operation on the cache. Raises the mapper's error for it, if there is one.
   class Operation : public SoleOperation {
    public:
     Operation(CacheCore& core, const char* name, std::optional<Stream> stream = {})
         : SoleOperation(core.mutex_, core.cache_, name, stream), cache_(*core.cache_) {
-      cache_.range(0)->raise_error();  // which sleeps with all slots
+      cache_.buffers().range(0)->raise_error();  // this buffer is asleep if the slots are
     }
     // As with_memory(). If memory is short, evicts prefixes that no request uses.
     void run_evicting(const std::function<void()>& body) const {
@@ -395,7 +389,7 @@ void bind_slot_cache(nb::module_& module) {
   nb::class_<SlotRange>(module, "SlotRange");
 
   const auto no_stream = "stream"_a = nb::none();
-  const auto no_bands = "bands"_a = nb::none();
+  const auto no_bands = "bands"_a = Numbers();
   nb::class_<CacheCore>(module, "CacheCore")
       .def(
           "__init__",

@@ -25,12 +25,12 @@ CacheReading::CacheReading(const SlotCacheView& view)
 
 SlotRange::SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t group, nb::object cache)
     : view_(std::move(view)), cache_(std::move(cache)), group_(group) {
-  const SlotCacheShape& shape = view_->cache->shape();
-  const Buffer& range = *view_->cache->range(group);
+  const SlotBuffers& buffers = view_->cache->buffers();
+  const Buffer& range = *buffers.range(group);
   begin_ = range.range().base();
-  slots_ = shape.slots;
+  slots_ = buffers.shape().slots;
   row_bytes_ = range.range().row_bytes();
-  item_bytes_ = shape.row_groups[group].item_bytes;
+  item_bytes_ = buffers.group(group).item_bytes;
 }
 
 void SlotRange::mark(nb::handle storage, SlotRange range) {

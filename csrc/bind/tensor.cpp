@@ -6,7 +6,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <optional>
 #include <utility>
 
 #include "base/process.h"

@@ -54,8 +54,8 @@ class TensorCore::Undressed {
   nb::handle self_;
 };
 
-// One operation on one tensor, which raises what the mapper met for it. If it is given the tensor,
-// it restores the tensor's storage and shape, and throws, if another library has changed them.
+// One operation on one tensor. Raises the mapper's error for it, if there is one. If given the
+// tensor, restores its storage and shape, and throws, if another library has changed them.
 class TensorCore::Operation : public SoleOperation {
  public:
   Operation(TensorCore& core, const char* name, nb::handle self = {},
@@ -74,7 +74,7 @@ class TensorCore::Operation : public SoleOperation {
   }
 
  private:
-  std::optional<Undressed> undressed_;  // its class is set before others may begin
+  std::optional<Undressed> undressed_;  // sets the class before another operation may begin
 };
 
 void TensorCore::use_classes(nb::object open, nb::object copy_on_write, nb::object asleep,
@@ -178,7 +178,7 @@ void TensorCore::attach(nb::handle self, std::size_t length) {
   const Undressed undressed(*this, self);
   if (positions_.empty() && length != 0) {
     torch_.detach(self);
-    grow(self, operation, length, false, [](std::size_t) {});
+    grow(self, operation, length);
   } else {
     publish(self);
   }
@@ -211,18 +211,16 @@ Interval TensorCore::stale_in(Interval added) const {
   return intersection(added, {0, stale_until_});
 }
 
-// Adds `n` positions, or changes nothing. `fill(start)` writes them before torch sees them.
-template <typename Fill>
-void TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n, bool populate,
-                      Fill fill) {
+// Adds `n` positions, or changes nothing. False if `source` is still to be copied there.
+bool TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n, bool populate,
+                      const TensorFacts* source) {
   const Caller& caller = operation.caller();
   require_room(caller.operation, n);
-  if (n == 0) return;
+  if (n == 0) return true;
   const trace::Span span = traced(trace::What::extend, positions_.end, n);
   if (positions_.end + n > spec_.capacity) {
     move_to_front(self, operation, n, populate);
-    fill(positions_.end - n);
-    return;
+    return source != nullptr && fill_from(*source, positions_.end - n, n);
   }
   const Interval before = positions_;
   const Interval after{before.begin, before.end + n};
@@ -230,8 +228,9 @@ void TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
   if (!stale.empty() || !buffer_->grow_within(caller, after))
     operation.with_memory([&] { buffer_->grow(caller, after, populate, stale); });
   positions_ = after;
+  bool copied = false;
   try {
-    fill(before.end);
+    copied = source != nullptr && fill_from(*source, before.end, n);
     torch_.update(self, *buffer_, positions_);
   } catch (...) {
     positions_ = before;
@@ -239,6 +238,7 @@ void TensorCore::grow(nb::handle self, const Operation& operation, std::size_t n
     throw;
   }
   if (spec_.zeroed) stale_until_ = std::max(stale_until_, after.end);
+  return copied;
 }
 
 void TensorCore::prepare(std::int64_t n) {
@@ -255,7 +255,7 @@ void TensorCore::extend(nb::handle self, nb::handle given) {
   const Operation operation(*this, "VTensor.extend", self);
   if (n < 0)
     refuse("VTensor.extend", "n is ", n, ": it must be at least 0; t.shrink(n) makes it shorter");
-  grow(self, operation, static_cast<std::size_t>(n), false, [](std::size_t) {});
+  grow(self, operation, static_cast<std::size_t>(n));
 }
 
 // Copies `n` positions to `start` by memcpy. False if the source's layout or size requires torch's
@@ -325,10 +325,7 @@ void TensorCore::append(nb::handle self, nb::handle source) {
     if (!torch.read(kept, from)) refuse(name, "the source cannot be read");
   }
   const std::size_t before = length();
-  bool copied = n == 0;
-  grow(self, operation, n, true,
-       [&](std::size_t start) { copied = resolved && fill_from(from, start, n); });
-  if (copied) return;
+  if (grow(self, operation, n, true, resolved ? &from : nullptr)) return;
   try {
     torch.copy_into(self, spec_.grow_dim, before, n, kept);
   } catch (...) {

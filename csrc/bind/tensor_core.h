@@ -91,8 +91,8 @@ class TensorCore {
   trace::Span traced(trace::What what, std::size_t first, std::size_t n) const;
   void require_room(const char* operation, std::size_t n) const;
   std::size_t checked_capacity(const char* operation, std::int64_t capacity) const;
-  template <typename Fill>
-  void grow(nb::handle self, const Operation& operation, std::size_t n, bool populate, Fill fill);
+  bool grow(nb::handle self, const Operation& operation, std::size_t n, bool populate = false,
+            const TensorFacts* source = nullptr);
   bool fill_from(const TensorFacts& source, std::size_t start, std::size_t n);
   void move_to_front(nb::handle self, const Operation& operation, std::size_t n, bool populate);
   template <typename Body>

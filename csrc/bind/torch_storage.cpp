@@ -45,8 +45,7 @@ bool TorchStorage::is_set(nb::handle self, const Buffer& buffer, Interval positi
 }
 
 void TorchStorage::set(nb::handle self, nb::object storage, const Buffer& buffer,
-                       Interval positions) {
-  const Interval indices = buffer.indices_of(positions);
+                       Interval positions, Interval indices) {
   const Address begin = buffer.range().address(0, indices.begin);
   const std::size_t offset = (buffer.address_of(0, positions.begin) - begin) / spec_.item_size;
   nb::object sizes = tuple_of(spec_.sizes.size(),
@@ -63,13 +62,14 @@ void TorchStorage::publish(nb::handle self, Buffer& buffer, Interval positions) 
   const Address end = buffer.range().address(buffer.shape().rows - 1, indices.end);
   Generation* generation = buffer.try_publish();
   if (generation == nullptr) generation = without_gil([&] { return buffer.publish(); });
-  set(self, TorchBridge::get().storage_over(generation, begin, end - begin), buffer, positions);
+  set(self, TorchBridge::get().storage_over(generation, begin, end - begin), buffer, positions,
+      indices);
 }
 
 void TorchStorage::update(nb::handle self, Buffer& buffer, Interval positions) {
   const Interval indices = buffer.indices_of(positions);
   if (indices.empty() || !(indices == published_)) return publish(self, buffer, positions);
-  set(self, storage_, buffer, positions);
+  set(self, storage_, buffer, positions, indices);
 }
 
 void TorchStorage::detach(nb::handle self) {

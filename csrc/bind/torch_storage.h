@@ -48,7 +48,8 @@ class TorchStorage {
   void detach(nb::handle self);
 
  private:
-  void set(nb::handle self, nb::object storage, const Buffer& buffer, Interval positions);
+  void set(nb::handle self, nb::object storage, const Buffer& buffer, Interval positions,
+           Interval indices);
 
   const TensorSpec& spec_;
   nb::object strides_;

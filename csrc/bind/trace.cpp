@@ -1,6 +1,9 @@
 // Bindings for reading recordings. vtensor/trace.py wraps them in a context manager.
 #include "base/trace.h"
 
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string_view.h>
+
 #include <array>
 #include <string_view>
 #include <vector>
@@ -13,13 +16,6 @@ namespace vtensor::bind {
 
 namespace {
 
-template <std::size_t size>
-nb::list strings(const std::array<std::string_view, size>& names) {
-  nb::list list;
-  for (const std::string_view name : names) list.append(nb::str(name.data(), name.size()));
-  return list;
-}
-
 // Rows in the order of the fields of vtensor.trace.Event. Equal names are one object, because there
 // may be a million rows.
 nb::list rows(trace::Recording& recording) {
@@ -28,9 +24,10 @@ nb::list rows(trace::Recording& recording) {
     const ReleasedGil released;
     events = recording.events();
   }
-  const nb::list whats = strings(trace::kWhatNames);
-  const nb::list roles = strings(std::array<std::string_view, 2>{"caller", "mapper"});
-  nb::list calls = strings(kCallNames);
+  const auto whats = nb::cast<nb::list>(nb::cast(trace::kWhatNames));
+  const auto roles =
+      nb::cast<nb::list>(nb::cast(std::array<std::string_view, 2>{"caller", "mapper"}));
+  auto calls = nb::cast<nb::list>(nb::cast(kCallNames));
   calls.append("");  // Call::count_
   nb::list rows;
   for (const trace::Event& event : events) {
@@ -47,7 +44,7 @@ nb::list rows(trace::Recording& recording) {
 void bind_trace(nb::module_& module) {
   using trace::Recording;
   const auto released = nb::call_guard<ReleasedGil>();
-  module.attr("TRACE_KINDS") = nb::tuple(strings(trace::kWhatNames));
+  module.attr("TRACE_KINDS") = nb::tuple(nb::cast(trace::kWhatNames));
   nb::class_<Recording>(module, "TraceRecording")
       .def(nb::init<std::size_t>(), nb::arg("capacity"), released)
       .def("stop", &Recording::stop, released)

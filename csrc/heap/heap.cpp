@@ -73,9 +73,9 @@ Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
   const std::size_t page = pool_->page_size();
   const std::size_t budget = pool_->store().budget() * page;
   if (bytes > budget) {
-    throw OutOfPages("[" + std::string(caller.operation) + "] " + std::to_string(bytes) +
-                     " bytes are asked for at once, and the pool's budget is " +
-                     std::to_string(budget) + ": raise it, or ask for less");
+    throw OutOfPages("[", caller.operation, "] ", bytes,
+                     " bytes are asked for at once, and the pool's budget is ", budget,
+                     ": raise it, or ask for less");
   }
   std::size_t reserved = 0;
   std::uint64_t owner;
@@ -112,7 +112,7 @@ Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
 
 void Heap::require_awake(const Caller& caller) const {
   if (asleep_ == 0) return;
-  throw Asleep("[" + std::string(caller.operation) +
+  throw Asleep("[", caller.operation,
                "] the pool's memory of this tag is asleep: call wake() of the pool first");
 }
 
@@ -157,8 +157,7 @@ Address Heap::allocate(const Caller& caller, std::size_t bytes) {
   try {
     {
       const PoolLock lock(pool_);
-      if (closed_)
-        throw Closed("[" + std::string(caller.operation) + "] the pool is closed: make a new one");
+      if (closed_) throw Closed("[", caller.operation, "] the pool is closed: make a new one");
       require_awake(caller);
       pool_->reap();
       place = take(key, bytes);

@@ -1,107 +1,28 @@
 #include "kv/slot_cache.h"
 
 #include <algorithm>
-#include <string>
+#include <chrono>
+#include <unordered_set>
 #include <utility>
 
 #include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
-#include "kv/slot_faults.h"
-#include "tensor/growing.h"
+#include "policy/make_room.h"
 #include "tensor/sharing.h"
-#include "vmm/wait.h"
 
 namespace vtensor {
-
-namespace {
-
-std::string text(std::size_t number) { return std::to_string(number); }
-
-// Positions that fill a page in every row group.
-std::size_t unit_of(const SlotCacheShape& shape, std::size_t page_size) {
-  std::size_t unit = 1;
-  for (const RowGroup& group : shape.row_groups)
-    unit = std::max(unit, ceil_div(page_size, group.item_bytes));
-  return unit;
-}
-
-SlotCacheShape with_all_contents(SlotCacheShape shape) {
-  for (RowGroup& group : shape.row_groups) {
-    if (group.contents.empty()) group.contents.resize(group.rows);
-  }
-  return shape;
-}
-
-}  // namespace
 
 SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
                      const Caller& caller)
     : pool_(pool),
-      shape_(with_all_contents(std::move(shape))),
-      slots_(shape_.slots),
-      now_(std::make_shared<SlotsNow>(shape_.slots, shape_.bands)),
-      lengths_(now_->lengths),
-      states_(now_->states),
-      room_(shape_.slots),
-      listed_as_(shape_.slots),
-      stream_(caller.stream),
-      prefixes_(unit_of(shape_, pool->page_size())) {
-  due_.reserve(shape_.slots);
-  settling_.reserve(shape_.slots);
-  for (std::size_t slot = 0; slot < shape_.slots; ++slot) list_ready(slot, 0);
-  for (Slot& slot : slots_) {
-    slot.buffers.resize(shape_.row_groups.size());
-    slot.begins.resize(shape_.row_groups.size());
-  }
-  row_groups_.reserve(shape_.row_groups.size());
-  groups_of_.resize(shape_.bands);
-  for (std::size_t i = 0; i < shape_.row_groups.size(); ++i) {
-    const RowGroup& group = shape_.row_groups[i];
-    all_groups_.push_back(i);
-    groups_of_[group.band].push_back(i);
-    for (const RowContent& content : group.contents) {
-      for (const std::size_t layer : content.layers) {
-        band_of_.resize(std::max(band_of_.size(), layer + 1));
-        band_of_[layer] = group.band;
-      }
-    }
-  }
-  try {
-    for (const RowGroup& group : shape_.row_groups) {
-      const auto rows = checked_multiply(group.rows, shape_.slots);
-      if (!rows) throw CapacityExceeded("too many rows");
-      const RowShape row_shape{*rows, group.item_bytes, shape_.max_length};
-      std::shared_ptr<Buffer> range =
-          Buffer::make(pool_, row_shape, caller, std::make_unique<SlotFaults>(shape_, group, now_));
-      const std::size_t pages = range->range().row_bytes() / pool_->page_size();
-      row_groups_.push_back({group,
-                             std::move(range),
-                             {.rows = group.rows,
-                              .item_bytes = group.item_bytes,
-                              .capacity = shape_.max_length,
-                              .row_stride = pages * shape_.slots}});
-    }
-    // A layer begins in the first token of slot 0, and kernels are given its address whether that
-    // is mapped or not.
-    std::vector<Address> first_pages;
-    for (const GroupRange& group : row_groups_) {
-      const std::size_t pages = ceil_div(group.shape.item_bytes, pool_->page_size());
-      for (std::size_t row = 0; row < group.shape.rows; ++row) {
-        for (std::size_t page = 0; page < pages; ++page)
-          first_pages.push_back(group.range->range().address(row * shape_.slots, page));
-      }
-    }
-    pool_->driver().back_holes(first_pages);
-  } catch (const CapacityExceeded&) {
-    for (const GroupRange& group : row_groups_) group.range->abandon();
-    throw CapacityExceeded("[KVCache] " + text(shape_.slots) + " slots of " +
-                           text(shape_.max_length) +
-                           " tokens pass the address space: lower max_batch= or max_len=");
-  } catch (...) {
-    for (const GroupRange& group : row_groups_) group.range->abandon();
-    throw;
-  }
+      lengths_(std::make_shared<SlotLengths>(shape)),
+      buffers_(pool, std::move(shape), lengths_, caller),
+      free_(buffers_),
+      swaps_(buffers_, *lengths_),
+      prefixes_(buffers_),
+      stream_(caller.stream) {
+  due_.reserve(buffers_.shape().slots);
 }
 
 SlotCache::~SlotCache() { close({"KVCache.close"}); }
@@ -109,325 +30,358 @@ SlotCache::~SlotCache() { close({"KVCache.close"}); }
 void SlotCache::close(const Caller& caller) noexcept {
   // There the lock may be held by a thread of the parent.
   if (in_forked_child.load(std::memory_order_relaxed)) return;
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (states_[slot] == SlotState::free) continue;
+  for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot) {
+    if (lengths_->state(slot) == SlotState::free) continue;
     try {
-      for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+      buffers_.use(caller, slot);
     } catch (const std::exception&) {
       // No memory to note the stream: the others' fences still stand.
     }
     leave(slot);
   }
-  prefixes_.clear();
-  finish_copies();
-  {
-    const PoolLock lock(pool_);
-    pool_->reap();
-    for (Slot& slot : slots_) {
-      for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
-        if (buffer) buffer->keep_nothing();
-      }
+  prefixes_.index().clear();
+  swaps_.close();
+  lengths_->close();
+  buffers_.close();
+}
+
+std::vector<std::shared_ptr<Client>> SlotCache::clients() const {
+  std::vector<std::shared_ptr<Client>> all;
+  for (std::size_t group = 0; group < buffers_.groups(); ++group)
+    all.push_back(buffers_.range(group));
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) all.push_back(buffer);
+  return all;
+}
+
+SlotCacheCounts SlotCache::counts() {
+  SlotCacheCounts counts;
+  const PoolLock lock(pool_);
+  pool_->reap();
+  std::unordered_set<const Page*> seen;
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
+    buffer->add_to(counts.pages);
+    counts.shared += buffer->range().add_pages(seen);
+  }
+  for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot)
+    counts.lost += buffers_.is_lost(slot);
+  counts.distinct = seen.size();
+  counts.swapped_bytes = swaps_.bytes();
+  counts.prefix_units = prefixes_.index().size();
+  counts.prefix_evictions = prefixes_.index().evictions();
+  counts.prefix_queries = prefixes_.queries();
+  counts.prefix_hits = prefixes_.hits();
+  counts.pages.budget_pages = pool_->store().budget();
+  return counts;
+}
+
+std::vector<PageRecord> SlotCache::pages(std::size_t slot, std::size_t group) {
+  const std::shared_ptr<Buffer>& buffer = buffers_.of(slot).at(group);
+  return buffer ? buffer->pages() : std::vector<PageRecord>();
+}
+
+std::size_t SlotCache::alloc(const Caller& caller, std::size_t expected) {
+  const std::size_t slot = free_.take(caller, expected);
+  lengths_->begin(slot, 0);
+  look_further({&slot, 1});
+  return slot;
+}
+
+std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens,
+                             const std::string& salt, std::size_t expected, bool deferred) {
+  const auto [parts, length] = prefixes_.find(tokens, salt);
+  const std::span<const Token> found = tokens.first(length);
+  const std::size_t slot = length == 0 ? alloc(caller, std::max(expected, tokens.size()))
+                                       : accept(caller, parts, length, {found.begin(), found.end()},
+                                                std::nullopt, deferred && buffers_.looks_ahead());
+  prefixes_.count(tokens.size(), length);
+  return slot;
+}
+
+// A free slot with the pages of `parts`: positions from 0 on, or those that `source` has.
+std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
+                              std::size_t length, std::vector<Token> tokens,
+                              std::optional<std::size_t> source, bool deferred) {
+  std::vector<std::size_t> pages(buffers_.groups());
+  std::vector<std::vector<std::shared_ptr<PageSet>>> page_sets(buffers_.groups());
+  for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+    for (const Prefix& part : parts) {
+      if (part.at(group)->indices().empty()) continue;
+      page_sets[group].push_back(part[group]);
+      pages[group] = part[group]->indices().end;
     }
   }
-  now_->closed.store(true, std::memory_order_relaxed);
-  slots_.clear();
-  ready_.clear();
-  settling_.clear();
-  for (const GroupRange& group : row_groups_) group.range->abandon();
-  row_groups_.clear();
-}
-
-std::size_t SlotCache::length(std::size_t slot) const {
-  return states_[slot] == SlotState::swapped ? slots_[slot].swapped->length
-                                             : static_cast<std::size_t>(lengths_[slot]);
-}
-
-void SlotCache::require_used(const Caller& caller, std::size_t slot) const {
-  if (slot < slots_.size() && states_[slot] == SlotState::used) return;
-  const std::string what = "[" + std::string(caller.operation) + "] slot " + text(slot);
-  if (slot >= slots_.size()) {
-    throw InvalidArgument(what + " does not exist: the cache has slots 0 to " +
-                          text(slots_.size() - 1));
+  const std::size_t slot = free_.take_empty(caller, pages);
+  try {
+    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+      if (page_sets[group].empty()) continue;
+      const Interval positions =
+          source ? buffers_.at(*source, group).positions() : Interval{0, length};
+      const Sharing sharing(buffers_.at(slot, group), caller);
+      deferred ? sharing.expect(positions, page_sets[group])
+               : sharing.accept(positions, page_sets[group]);
+    }
+    if (source) buffers_.begin_as(slot, *source);
+    lengths_->begin(slot, length);
+    prefixes_.begin(slot, std::move(tokens), deferred);
+    look_further({&slot, 1});
+  } catch (...) {
+    leave(slot);
+    throw;
   }
-  if (states_[slot] == SlotState::swapped)
-    throw InvalidArgument(what + " is swapped out: call swap_in first");
-  throw InvalidArgument(what + " is free: alloc() names the slots in use");
+  return slot;
 }
 
-void SlotCache::require_lengths(const Caller& caller, std::span<const std::int64_t> lengths) const {
-  const std::string operation = "[" + std::string(caller.operation) + "] ";
-  if (lengths.size() != slots_.size()) {
-    throw InvalidArgument(operation + text(lengths.size()) + " lengths were given for " +
-                          text(slots_.size()) +
-                          " slots: give one for each slot, 0 where it is not in use");
-  }
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot)
-    require_length(caller, slot, lengths[slot], lengths_[slot]);
+void SlotCache::leave(std::size_t slot) noexcept {
+  buffers_.abandon(slot);
+  swaps_.forget(slot);
+  prefixes_.end(slot);
+  lengths_->end(slot);
+  free_.add(slot);
 }
 
-void SlotCache::require_length(const Caller& caller, std::size_t slot, std::int64_t length,
-                               std::int64_t now) const {
-  if (length == now) return;
-  const std::string what = "[" + std::string(caller.operation) + "] slot " + text(slot) + " ";
-  if (length > static_cast<std::int64_t>(shape_.max_length)) {
-    throw CapacityExceeded(what + "is to have " + std::to_string(length) + " tokens, max_len is " +
-                           text(shape_.max_length) + ": make the cache with a larger max_len=");
-  }
-  if (states_[slot] == SlotState::free)
-    throw InvalidArgument(what + "is free: its length must be 0");
-  if (states_[slot] == SlotState::swapped)
-    throw InvalidArgument(what + "is swapped out: its length must be 0 until swap_in");
-  if (length < now) {
-    throw InvalidArgument(what + "has " + std::to_string(now) + " tokens and is to have " +
-                          std::to_string(length) +
-                          ": lengths do not shrink by a step; call truncate(slot, length)");
-  }
+// Before something reads the slot's pages, or grows them.
+void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
+  if (!prefixes_.expects(slot)) return;
+  prefixes_.finish(caller, slot);
+  lengths_->forget_room(slot);
 }
 
-Interval SlotCache::needed(std::size_t group, std::size_t slot, std::size_t length) const {
-  if (length == 0) return {};
-  return {slots_[slot].begins[group], std::min(shape_.max_length, length + tail())};
+// What the caller's stream does to a slot comes behind what is being copied into it.
+void SlotCache::await_arrival(const Caller& caller, std::size_t slot) {
+  finish_prefix(caller, slot);
+  swaps_.order_arrival(caller, slot);
 }
 
-// Lists the slots whose lengths go beyond their room; false where a length cannot be.
-bool SlotCache::find_due(std::span<const std::int64_t> lengths) {
-  due_.clear();
-  if (lengths.size() != slots_.size()) return false;
-  const auto most = static_cast<std::int64_t>(shape_.max_length);
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    const std::int64_t length = lengths[slot];
-    if (length < lengths_[slot] || length > most) return false;
-    if (length <= room_[slot]) continue;
-    if (states_[slot] != SlotState::used) return false;  // whose room is 0
-    due_.push_back(slot);
-  }
-  return true;
+bool SlotCache::has_room(std::span<const std::int64_t> lengths) {
+  return lengths_->find_due(lengths, due_) && due_.empty();
 }
 
 bool SlotCache::step_within(const Caller& caller, std::span<const std::int64_t> lengths) {
   if (!has_room(lengths)) return false;
-  settle_copies();
+  swaps_.settle();
   use(caller);
-  std::copy(lengths.begin(), lengths.end(), lengths_.begin());
+  lengths_->step(lengths, due_, {});
   return true;
 }
 
-// The same, or throws.
-void SlotCache::require_due(const Caller& caller, std::span<const std::int64_t> lengths) {
-  if (!find_due(lengths)) require_lengths(caller, lengths);
-  for (const std::size_t slot : due_) {
-    for (std::size_t band = 0; band < slots_[slot].bands.size(); ++band) {
-      require_here(caller, slot, band);
-      require_length(caller, slot, lengths[slot], slots_[slot].bands[band].length);
-    }
-  }
-}
-
-void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths) {
-  require_due(caller, lengths);
-  settle_copies();
+void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands) {
+  lengths_->require_due(caller, lengths, bands, due_);
+  swaps_.settle();
   use(caller);
   for (const std::size_t slot : due_) finish_prefix(caller, slot);
-  if (!due_.empty() && !grow_ready(caller, lengths)) grow(caller, lengths);
-  for (const std::size_t slot : due_) forget_heads(caller, slot, all_groups_);
-  for (const std::size_t slot : due_) slots_[slot].bands.clear();
-  std::copy(lengths.begin(), lengths.end(), lengths_.begin());
+  std::vector<std::pair<std::size_t, std::size_t>> windowed;  // slots, and row groups with a window
+  growths_.clear();
+  for (const std::size_t slot : due_) {
+    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+      const RowGroup& rows = buffers_.group(group);
+      if (!names(bands, rows.band)) continue;
+      const Interval added{lengths_->length(slot, rows.band),
+                           static_cast<std::size_t>(lengths[slot])};
+      if (!bands.empty() && added.empty()) continue;
+      if (rows.window != 0) windowed.emplace_back(slot, group);
+      growths_.push_back(
+          {&buffers_.at(slot, group), buffers_.needed(slot, group, added.end), added});
+    }
+  }
+  if (!grow_ready(caller, growths_)) grow_all(caller, growths_, false);
+  for (const auto& [slot, group] : windowed) {
+    buffers_.give_back_passed(caller, slot, group,
+                              lengths_->length(slot, buffers_.group(group).band));
+  }
+  lengths_->step(lengths, due_, bands);
   look_further(due_);
 }
 
-// What the slots that are due take, where all of it is ready and their own.
-bool SlotCache::grow_ready(const Caller& caller, std::span<const std::int64_t> lengths) {
+// Grows buffers without a driver call, if all that they need is ready and their own.
+bool SlotCache::grow_ready(const Caller& caller, std::span<const Growth> growths) {
+  if (growths.empty()) return true;
   const PoolLock lock(pool_);
-  const auto each = [&](auto what) VT_LOCKED {
-    for (const std::size_t slot : due_) {
-      for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-        const Interval positions = needed(group, slot, static_cast<std::size_t>(lengths[slot]));
-        if (!what(*slots_[slot].buffers[group], positions)) return false;
-      }
-    }
-    return true;
-  };
-  if (!each([](const Buffer& buffer, Interval positions)
-                VT_LOCKED { return !buffer.shares() && buffer.is_ready(positions); })) {
-    return false;
+  for (const Growth& it : growths) {
+    if (it.buffer->shares() || !it.buffer->is_ready(it.positions)) return false;
   }
-  return each([&caller](Buffer& buffer, Interval positions) VT_LOCKED {
-    buffer.grow_ready(caller, positions);
-    return true;
-  });
-}
-
-// The same, by driver calls.
-void SlotCache::grow(const Caller& caller, std::span<const std::int64_t> lengths) {
-  std::vector<Growth> growths;
-  growths.reserve(due_.size() * row_groups_.size());
-  for (const std::size_t slot : due_) {
-    const auto length = static_cast<std::size_t>(lengths[slot]);
-    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-      const auto before = static_cast<std::size_t>(length_here(slot, group));
-      growths.push_back({slots_[slot].buffers[group].get(), needed(group, slot, length),
-                         Interval{before, length}});
-    }
-  }
-  grow_all(caller, growths, false);
-}
-
-// Gives back the pages before what windows can see from the present length on.
-void SlotCache::forget_heads(const Caller& caller, std::size_t slot,
-                             std::span<const std::size_t> groups) {
-  for (const std::size_t group : groups) {
-    const std::size_t begin =
-        row_groups_[group].shape.first_seen(static_cast<std::size_t>(length_here(slot, group)));
-    Buffer& buffer = *slots_[slot].buffers[group];
-    std::size_t& kept = slots_[slot].begins[group];
-    if (page_of(row_groups_[group], begin) <= page_of(row_groups_[group], kept)) continue;
-    kept = begin;
-    buffer.retract(caller, {begin, buffer.positions().end}, shape_.max_length);
-  }
+  for (const Growth& it : growths) it.buffer->grow_ready(caller, it.positions);
+  return true;
 }
 
 // Has the mapper look ahead of these slots, and finds how far their lengths may grow before
-// anything has to be done. Waking it costs more than the rest of a step, so it is woken only where
+// anything has to be done. Waking it costs more than the rest of a step, so it is woken only if
 // less than half of a slot's look-ahead is left, and then serves all that have asked meanwhile.
 void SlotCache::look_further(std::span<const std::size_t> slots) {
   const PoolLock lock(pool_);
+  const SlotCacheShape& shape = buffers_.shape();
   for (const std::size_t slot : slots) {
-    const auto length = static_cast<std::size_t>(lengths_[slot]);
-    if (slots_[slot].expects) {
-      room_[slot] = -1;  // the next step finishes that, whatever the length
+    lengths_->forget_room(slot);
+    if (lengths_->differ(slot)) continue;
+    if (prefixes_.expects(slot)) {
+      lengths_->set_room(slot, -1);  // the next step finishes that, whatever the length
       continue;
     }
-    if (!slots_[slot].bands.empty()) {
-      room_[slot] = lengths_[slot];
-      continue;
-    }
-    const std::size_t end = std::min(shape_.max_length, length + tail() + shape_.lookahead);
-    std::size_t room = shape_.max_length;
-    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-      Buffer& buffer = *slots_[slot].buffers[group];
-      if (length != 0 && shape_.lookahead != 0) {
+    const std::size_t length = lengths_->length(slot);
+    const std::size_t end = std::min(shape.max_length, length + shape.tail() + shape.lookahead);
+    std::size_t room = shape.max_length;
+    for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+      Buffer& buffer = buffers_.at(slot, group);
+      if (length != 0 && shape.lookahead != 0) {
         const std::size_t ahead = buffer.indices_of({0, end}).end;
-        const std::size_t late = tail() + ceil_div(shape_.lookahead, std::size_t{2});
+        const std::size_t late = shape.tail() + ceil_div(shape.lookahead, std::size_t{2});
         const std::size_t ready = buffer.ready_until();
         if (ahead > buffer.extent().end) buffer.want_until(end, ready < length + late);
-        const std::size_t asked = ahead * pool_->page_size() / row_groups_[group].shape.item_bytes;
-        if (asked < shape_.max_length) room = std::min(room, asked - tail() - shape_.lookahead);
+        const std::size_t asked = ahead * pool_->page_size() / buffers_.group(group).item_bytes;
+        if (asked < shape.max_length) room = std::min(room, asked - shape.tail() - shape.lookahead);
         if (ready < end && ready > length + late) room = std::min(room, ready - late);
       }
-      room = std::min(room, room_of(group, slot, length));
+      room = std::min(room, room_of(slot, group, length));
     }
-    room_[slot] = static_cast<std::int64_t>(std::max(room, length));
+    lengths_->set_room(slot, static_cast<std::int64_t>(std::max(room, length)));
   }
 }
 
 // How far a slot's rows in one row group allow its length to grow.
-std::size_t SlotCache::room_of(std::size_t group, std::size_t slot, std::size_t length) const {
-  const RowGroup& rows = row_groups_[group].shape;
-  const Buffer& buffer = *slots_[slot].buffers[group];
-  const std::size_t most = shape_.max_length, page = pool_->page_size();
+std::size_t SlotCache::room_of(std::size_t slot, std::size_t group, std::size_t length) const {
+  const RowGroup& rows = buffers_.group(group);
+  const Buffer& buffer = buffers_.at(slot, group);
+  const std::size_t most = buffers_.shape().max_length, page = pool_->page_size();
   std::size_t room = std::min(most, buffer.writable_until(length));
   // The tile behind the length is mapped too.
   const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
-  if (mapped < most) room = std::min(room, mapped - std::min(mapped, tail()));
+  if (mapped < most) room = std::min(room, mapped - std::min(mapped, buffers_.shape().tail()));
   if (rows.window == 0 || rows.window >= most) return room;
-  const std::size_t next = (page_of(row_groups_[group], slots_[slot].begins[group]) + 1) * page;
+  const std::size_t next = (buffers_.page_of(group, buffers_.begins(slot)[group]) + 1) * page;
   return std::min(room, ceil_div(next, rows.item_bytes) + rows.window - 1);
 }
 
+bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
+                     bool waits) {
+  const auto until = std::chrono::steady_clock::now() + pool_->options().patience;
+  while (!fits_now(caller, lengths, bands, false)) {
+    if (!waits || std::chrono::steady_clock::now() >= until) return false;
+    PoolLock lock(pool_);
+    waits = MakeRoom(*pool_).await_leaving(lock);
+  }
+  return true;
+}
+
+bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths) {
+  const SharedBudget* const shared = pool_->store().shared();
+  return shared != nullptr && shared->held_elsewhere() != 0 && fits_now(caller, lengths, {}, true);
+}
+
+// `alone`: as if the other pools of a shared budget held nothing.
+bool SlotCache::fits_now(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands,
+                         bool alone) {
+  lengths_->require_possible(caller, lengths, bands);
+  swaps_.settle();
+  return needs().fit(lengths, bands, alone);
+}
+
+bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> lengths) {
+  lengths_->require_due(caller, lengths, {}, due_);
+  if (due_.empty()) return true;
+  {
+    const PoolLock lock(pool_);
+    pool_->reap();
+    if (needs().are_ready(lengths, due_)) return true;
+  }
+  if (!pool_->looks_ahead() || !make_room_ahead(lengths)) return false;
+  const PoolLock lock(pool_);
+  std::vector<std::int64_t> further(lengths.begin(), lengths.end());
+  for (const std::size_t slot : due_) {
+    further[slot] = std::min(lengths[slot] + static_cast<std::int64_t>(buffers_.shape().lookahead),
+                             static_cast<std::int64_t>(buffers_.shape().max_length));
+  }
+  const bool has_more = needs().pages(further) <= pool_->store().unused();
+  for (const std::size_t slot : due_) {
+    if (lengths_->differ(slot)) continue;  // it is left out, as it is of look-ahead
+    const auto length = static_cast<std::size_t>(has_more ? further[slot] : lengths[slot]);
+    for (std::size_t group = 0; group < buffers_.groups(); ++group)
+      buffers_.at(slot, group).announce(buffers_.needed(slot, group, length).end);
+  }
+  return false;
+}
+
+// Has what a step would give up given up, as far as pages are missing. False, and nothing is given
+// up, if there is too little of it. Other pools of a shared budget are not asked.
+bool SlotCache::make_room_ahead(std::span<const std::int64_t> lengths) {
+  std::size_t pages = 0, missing = 0;
+  {
+    const PoolLock lock(pool_);
+    PageStore& store = pool_->store();
+    pages = needs().pages(lengths);
+    if (store.shortage(std::min(pages, store.unused())).missing != 0) return false;
+    if (pages <= store.unused()) return true;
+    pages += needs().leaving(lengths, due_);
+    missing = MakeRoom(*pool_).missing(pages);
+  }
+  if (missing != 0) {
+    if (prefixes_.index().evictable() < missing) return false;
+    prefixes_.index().evict(missing);
+  }
+  const PoolLock lock(pool_);
+  return MakeRoom(*pool_).begin(pages) == 0;
+}
+
+bool SlotCache::evict(unsigned tries) {
+  std::size_t rows = 0;
+  for (const RowGroup& group : buffers_.shape().row_groups) rows += group.rows;
+  return prefixes_.index().evict(rows << std::min(tries, 10U)) != 0;
+}
+
 void SlotCache::free(const Caller& caller, std::size_t slot) {
-  if (slot >= slots_.size() || states_[slot] == SlotState::free) require_used(caller, slot);
-  require_arrived(caller, slot);
-  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+  if (slot >= buffers_.shape().slots || lengths_->state(slot) == SlotState::free)
+    lengths_->require_used(caller, slot);
+  // The next request's bytes must not be overwritten by this one's.
+  swaps_.await_arrival(caller, slot);
+  buffers_.use(caller, slot);
   leave(slot);
 }
 
-// The next request's bytes must not be overwritten by this one's, so a slot on its way in is waited
-// for.
-void SlotCache::require_arrived(const Caller& caller, std::size_t slot) {
-  settle_copies();
-  if (slots_[slot].arriving.empty()) return;
-  const FencePtr fence = last_arrival(slot);
-  if (wait_for(pool_->driver(), fence, pool_->options().patience)) return;
-  throw TimedOut(
-      caller.operation, pool_->options().patience,
-      "slot " + text(slot) + " is still being copied from host memory; it stays as it is");
-}
-
-void SlotCache::leave(std::size_t slot) noexcept {
-  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
-  states_[slot] = SlotState::free;
-  slots_[slot].tokens.clear();
-  slots_[slot].offered = 0;
-  slots_[slot].expects = false;
-  slots_[slot].arriving.clear();
-  if (slots_[slot].swapped != nullptr) leave_swap(*std::exchange(slots_[slot].swapped, nullptr));
-  forget_bands(slot);
-  std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
-  lengths_[slot] = room_[slot] = 0;
-  settling_.push_back(slot);
-}
-
 void SlotCache::truncate(const Caller& caller, std::size_t slot, std::size_t length) {
-  require_used(caller, slot);
-  if (length > static_cast<std::size_t>(lengths_[slot])) {
-    throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) + " has " +
-                          std::to_string(lengths_[slot]) + " tokens, and is to be cut to " +
-                          text(length) + ": call step(lengths) to grow");
+  lengths_->require_used(caller, slot);
+  const std::size_t now = lengths_->length(slot);
+  if (length > now) {
+    throw InvalidArgument("[", caller.operation, "] slot ", slot, " has ", now,
+                          " tokens, and is to be cut to ", length, ": call step(lengths) to grow");
   }
-  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-    if (length != 0 && slots_[slot].begins[group] > row_groups_[group].shape.first_seen(length)) {
-      throw InvalidArgument("[" + std::string(caller.operation) + "] slot " + text(slot) +
-                            " cannot go back to " + text(length) +
-                            " tokens: layers with a window of " +
-                            text(row_groups_[group].shape.window) +
-                            " have given back what they would see from there; free the slot and "
-                            "compute it again");
-    }
+  for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+    const RowGroup& rows = buffers_.group(group);
+    if (length == 0 || buffers_.begins(slot)[group] <= rows.first_seen(length)) continue;
+    throw InvalidArgument(
+        "[", caller.operation, "] slot ", slot, " cannot go back to ", length,
+        " tokens: layers with a window of ", rows.window,
+        " have given back what they would see from there; free the slot and compute it again");
   }
-  std::vector<Band>& bands = slots_[slot].bands;
-  if (length == static_cast<std::size_t>(lengths_[slot]) && bands.empty()) return;
+  if (length == now && !lengths_->differ(slot)) return;
   await_arrival(caller, slot);
-  if (length < slots_[slot].offered) protect(caller, slot);
-  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-    if (is_band_away(slot, row_groups_[group].shape.band)) continue;
-    if (length == 0) slots_[slot].begins[group] = 0;
-    Buffer& buffer = *slots_[slot].buffers[group];
-    Interval kept = needed(group, slot, length);
-    kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
-    buffer.retract(caller, kept, length + tail() + shape_.lookahead);
+  prefixes_.protect(caller, slot, length);
+  for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+    if (!lengths_->is_away(slot, buffers_.group(group).band))
+      buffers_.truncate(caller, slot, group, length);
   }
-  lengths_[slot] = static_cast<std::int64_t>(length);
-  for (Band& band : bands) band.length = lengths_[slot];
-  settle_bands(slot);
-  std::vector<Token>& tokens = slots_[slot].tokens;
-  tokens.resize(std::min(tokens.size(), length));
+  lengths_->truncate(slot, length);
+  prefixes_.truncate(slot, length);
   look_further({&slot, 1});
 }
 
 std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot, std::size_t n) {
-  require_together(caller, slot);
-  require_free(caller, n);
+  lengths_->require_whole(caller, slot);
+  free_.require(caller, n);
   await_arrival(caller, slot);
-  const auto length = static_cast<std::size_t>(lengths_[slot]);
+  const std::size_t length = lengths_->length(slot);
   std::vector<std::size_t> forks;
   forks.reserve(n);
   if (n == 0) return forks;
   std::vector<Prefix> whole(length == 0 ? 0 : 1);
   if (length != 0) {
-    expect_unsharing(slot);
-    for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-      Buffer& buffer = *slots_[slot].buffers[group];
-      const Interval pages = buffer.indices_of(buffer.positions());
-      whole[0].push_back(Sharing(buffer, caller).offer({&pages, 1}).front());
+    lengths_->forget_room(slot);
+    for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) {
+      const Interval pages = buffer->indices_of(buffer->positions());
+      whole[0].push_back(Sharing(*buffer, caller).offer({&pages, 1}).front());
     }
     look_further({&slot, 1});
   }
   try {
-    while (forks.size() < n) {
-      const std::size_t made = accept(caller, whole, length, &slots_[slot]);
-      forks.push_back(made);
-      look_further({&made, 1});
-    }
+    while (forks.size() < n)
+      forks.push_back(accept(caller, whole, length, prefixes_.tokens(slot), slot, false));
   } catch (...) {
     for (const std::size_t made : forks) leave(made);
     throw;
@@ -438,43 +392,34 @@ std::vector<std::size_t> SlotCache::fork(const Caller& caller, std::size_t slot,
 std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
                                             std::span<const std::size_t> beams,
                                             std::span<const std::size_t> sources) {
-  const std::string operation = "[" + std::string(caller.operation) + "] ";
   if (beams.size() != sources.size()) {
-    throw InvalidArgument(operation + text(beams.size()) + " slots and " + text(sources.size()) +
+    throw InvalidArgument("[", caller.operation, "] ", beams.size(), " slots and ", sources.size(),
                           " sources were given: give one source for each slot");
   }
-  for (const std::size_t slot : beams) require_together(caller, slot);
+  for (const std::size_t slot : beams) lengths_->require_whole(caller, slot);
+  lengths_->require_once(caller, beams);
+  std::vector<std::size_t> dropped;
   for (std::size_t i = 0; i < beams.size(); ++i) {
-    if (std::count(beams.begin(), beams.end(), beams[i]) != 1)
-      throw InvalidArgument(operation + "slot " + text(beams[i]) + " is named twice");
     if (std::find(beams.begin(), beams.end(), sources[i]) == beams.end()) {
-      throw InvalidArgument(operation + "source " + text(sources[i]) +
+      throw InvalidArgument("[", caller.operation, "] source ", sources[i],
                             " is none of the slots: fork(slot) takes one from elsewhere");
     }
+    if (std::find(sources.begin(), sources.end(), beams[i]) == sources.end())
+      dropped.push_back(beams[i]);
   }
-  const auto named = [&](std::size_t slot) {
-    return std::find(sources.begin(), sources.end(), slot) != sources.end();
-  };
-  std::vector<std::size_t> dropped;
-  for (const std::size_t slot : beams) {
-    if (!named(slot)) dropped.push_back(slot);
-  }
-  for (const std::size_t slot : dropped) require_arrived(caller, slot);
-  // Where there is room for the forks beside what is dropped, a refusal loses nothing.
-  const bool beside = has_free(dropped.size());
+  for (const std::size_t slot : dropped) swaps_.await_arrival(caller, slot);
+  // If there is room for the forks beside what is dropped, a refusal loses nothing.
+  const bool beside = free_.has(dropped.size());
   const auto drop = [&] {
     for (const std::size_t slot : dropped) free(caller, slot);
   };
   if (!beside) drop();
-  std::vector<std::size_t> result(beams.size());
+  std::vector<std::size_t> result(sources.begin(), sources.end());
   std::vector<std::size_t> made;
   try {
-    for (std::size_t i = 0; i < beams.size(); ++i) {
-      const auto first = std::find(sources.begin(), sources.end(), sources[i]);
-      if (static_cast<std::size_t>(first - sources.begin()) == i) {
-        result[i] = sources[i];
-        continue;
-      }
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+      const auto before = sources.first(i);
+      if (std::find(before.begin(), before.end(), sources[i]) == before.end()) continue;
       result[i] = fork(caller, sources[i], 1).front();
       made.push_back(result[i]);
     }
@@ -486,55 +431,69 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
   return result;
 }
 
+std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
+                               std::span<const Token> tokens, const std::string& salt) {
+  lengths_->require_whole(caller, slot);
+  const bool adds = prefixes_.adds(caller, slot, lengths_->length(slot), tokens, salt);
+  if (adds) {
+    await_arrival(caller, slot);
+    lengths_->forget_room(slot);
+  }
+  const std::size_t published = prefixes_.publish(caller, slot, tokens, salt);
+  if (adds) look_further({&slot, 1});
+  return published;
+}
+
 void SlotCache::unshare(const Caller& caller, std::size_t slot, Interval positions) {
-  require_used(caller, slot);
-  auto length = static_cast<std::size_t>(lengths_[slot]);
-  for (const Band& band : slots_[slot].bands)
-    length = std::max(length, static_cast<std::size_t>(band.length));
+  lengths_->require_used(caller, slot);
+  std::size_t length = 0;
+  for (const std::size_t band : lengths_->or_all({}))
+    length = std::max(length, lengths_->length(slot, band));
   if (positions.begin > positions.end || positions.end > length) {
-    throw InvalidArgument("[" + std::string(caller.operation) + "] positions " +
-                          text(positions.begin) + " to " + text(positions.end) + " of slot " +
-                          text(slot) + ", which has " + text(length) + " tokens");
+    throw InvalidArgument("[", caller.operation, "] positions ", positions.begin, " to ",
+                          positions.end, " of slot ", slot, ", which has ", length, " tokens");
   }
   await_arrival(caller, slot);
-  if (positions.begin < slots_[slot].offered) protect(caller, slot);
+  prefixes_.protect(caller, slot, positions.begin);
   std::vector<Growth> growths;
-  for (std::size_t group = 0; group < row_groups_.size(); ++group) {
-    const Interval kept{
-        std::max(positions.begin, slots_[slot].begins[group]),
-        std::min(positions.end, static_cast<std::size_t>(length_here(slot, group)))};
-    Buffer& buffer = *slots_[slot].buffers[group];
-    if (!kept.empty()) growths.push_back({&buffer, buffer.positions(), kept});
+  for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+    Buffer& buffer = buffers_.at(slot, group);
+    const Interval here{buffers_.begins(slot)[group],
+                        lengths_->here(slot, buffers_.group(group).band)};
+    const Interval written = intersection(positions, here);
+    if (!written.empty()) growths.push_back({&buffer, buffer.positions(), written});
   }
   grow_all(caller, growths, false);
   look_further({&slot, 1});
 }
 
-// Nothing is written where no page stands: such a write would end the process.
+// Nothing is written at positions without a page: such a write would end the process.
 void SlotCache::require_kept(const Caller& caller, std::size_t group, std::size_t layer,
                              const Write& write) const {
-  require_used(caller, write.slot);
-  if (is_band_away(write.slot, row_groups_[group].shape.band))
-    require_here(caller, write.slot, row_groups_[group].shape.band);
-  const auto length = static_cast<std::size_t>(length_here(write.slot, group));
-  const std::string what = "[" + std::string(caller.operation) + "] layer " + text(layer) +
-                           ", slot " + text(write.slot) + ", tokens " +
-                           text(write.positions.begin) + " to " + text(write.positions.end) + ": ";
-  if (write.positions.end > length) {
-    throw InvalidArgument(what + "the slot has " + text(length) +
-                          " tokens: call step() first, with a length of " +
-                          text(write.positions.end) + " for it");
+  const auto& [slot, positions] = write;
+  const RowGroup& rows = buffers_.group(group);
+  lengths_->require_used(caller, slot);
+  lengths_->require_here(caller, slot, rows.band);
+  const std::size_t length = lengths_->length(slot, rows.band),
+                    begin = buffers_.begins(slot)[group];
+  if (positions.end > length) {
+    throw InvalidArgument("[", caller.operation, "] layer ", layer, ", slot ", slot, ", tokens ",
+                          positions.begin, " to ", positions.end, ": the slot has ", length,
+                          " tokens: call step() first, with a length of ", positions.end,
+                          " for it");
   }
-  if (write.positions.begin < slots_[write.slot].begins[group]) {
-    throw InvalidArgument(what + "the layer's window of " + text(row_groups_[group].shape.window) +
-                          " has given back those before " + text(slots_[write.slot].begins[group]) +
+  if (positions.begin < begin) {
+    throw InvalidArgument("[", caller.operation, "] layer ", layer, ", slot ", slot, ", tokens ",
+                          positions.begin, " to ", positions.end, ": the layer's window of ",
+                          rows.window, " has given back those before ", begin,
                           ": write what the window can still see");
   }
 }
 
 // Whether some page behind these positions is shared.
 bool SlotCache::shares(const Write& write) const {
-  const auto& buffers = slots_[write.slot].buffers;
+  const PoolLock lock(pool_);
+  const SlotBuffers::Buffers& buffers = buffers_.of(write.slot);
   return std::any_of(buffers.begin(), buffers.end(), [&](const auto& buffer) VT_LOCKED {
     return buffer->shares() && buffer->writable_until(write.positions.begin) < write.positions.end;
   });
@@ -543,45 +502,41 @@ bool SlotCache::shares(const Write& write) const {
 void SlotCache::begin_write(const Caller& caller, std::size_t group, std::size_t layer,
                             std::span<const Write> writes) {
   for (const Write& write : writes) require_kept(caller, group, layer, write);
-  settle_copies();
+  swaps_.settle();
   use(caller);
   for (const Write& write : writes) {
-    if (write.positions.empty()) continue;
-    finish_prefix(caller, write.slot);
-    if (const FencePtr copied = copies(write.slot, layer))
+    const auto& [slot, positions] = write;
+    if (positions.empty()) continue;
+    finish_prefix(caller, slot);
+    if (const FencePtr copied = swaps_.copies(slot, layer))
       pool_->driver().order(caller.stream, *copied);
-    if (write.positions.begin < slots_[write.slot].offered) protect(caller, write.slot);
-    bool shared = false;
-    {
-      const PoolLock lock(pool_);
-      shared = shares(write);
-    }
-    if (shared) unshare(caller, write.slot, write.positions);
+    prefixes_.protect(caller, slot, positions.begin);
+    if (shares(write)) unshare(caller, slot, positions);
   }
 }
 
-std::size_t SlotCache::count_used() const {
-  return static_cast<std::size_t>(std::count_if(
-      states_.begin(), states_.end(), [](SlotState state) { return state != SlotState::free; }));
+void SlotCache::swap_out(const Caller& caller, std::span<const std::size_t> slots,
+                         const AllocateHost& allocate, Bands bands) {
+  lengths_->require_to_swap(caller, slots, bands, true);
+  swaps_.settle();
+  for (const std::size_t slot : slots) finish_prefix(caller, slot);
+  swaps_.swap_out(caller, slots, bands, allocate);
+  for (const std::size_t slot : slots) lengths_->swap_out(slot, bands);
 }
 
-std::vector<std::shared_ptr<Client>> SlotCache::clients() const {
-  std::vector<std::shared_ptr<Client>> all;
-  for (const GroupRange& group : row_groups_) all.push_back(group.range);
-  for (const Slot& slot : slots_) {
-    for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
-      if (buffer) all.push_back(buffer);
-    }
-  }
-  return all;
+void SlotCache::swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands) {
+  lengths_->require_to_swap(caller, slots, bands, false);
+  swaps_.settle();
+  swaps_.swap_in(caller, slots, bands);
+  for (const std::size_t slot : slots) lengths_->swap_in(slot, bands);
+  look_further(slots);
 }
 
 void SlotCache::use(const Caller& caller) {
   if (caller.stream == stream_) return;
   stream_ = caller.stream;
-  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-    if (states_[slot] == SlotState::free) continue;
-    for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+  for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot) {
+    if (lengths_->state(slot) != SlotState::free) buffers_.use(caller, slot);
   }
 }
 

@@ -5,12 +5,11 @@
 namespace vtensor {
 
 SlotFaults::SlotFaults(const SlotCacheShape& shape, RowGroup group,
-                       std::shared_ptr<const SlotsNow> now)
+                       std::shared_ptr<const SlotLengths> lengths)
     : slots_(shape.slots),
-      bands_(shape.bands),
       max_length_(shape.max_length),
       group_(std::move(group)),
-      now_(std::move(now)) {}
+      lengths_(std::move(lengths)) {}
 
 SlotFaults::Place SlotFaults::place_of(std::uintptr_t at) const noexcept {
   const std::size_t row_bytes = bytes() / (group_.rows * slots_);
@@ -37,14 +36,11 @@ void SlotFaults::name(faults::Text& text, std::uintptr_t at) const noexcept {
 
 void SlotFaults::explain(faults::Text& text, std::uintptr_t at) const noexcept {
   const Place place = place_of(at);
-  if (now_->closed.load(std::memory_order_relaxed)) {
+  const auto [state, length, away, closed] = lengths_->glimpse(place.slot, group_.band);
+  if (closed) {
     text << "no page is mapped there, because the cache is closed: make a new one";
     return;
   }
-  const std::int64_t band = faults::glimpse(now_->bands[place.slot * bands_ + group_.band]);
-  const auto length =
-      static_cast<std::size_t>(band >= 0 ? band : faults::glimpse(now_->lengths[place.slot]));
-  const SlotState state = faults::glimpse(now_->states[place.slot]);
   if (place.token >= max_length_) {
     text << "no page is ever mapped there: check what computed the address";
   } else if (state == SlotState::free) {
@@ -53,7 +49,7 @@ void SlotFaults::explain(faults::Text& text, std::uintptr_t at) const noexcept {
            "step() gives them pages";
   } else if (state == SlotState::swapped) {
     text << "no page is mapped there, because the slot is swapped out: call swap_in() first";
-  } else if (band == SlotsNow::kAway) {
+  } else if (away) {
     text << "no page is mapped there, because band " << group_.band
          << " of the slot is swapped out: call swap_in() for it first";
   } else if (place.token >= length) {

@@ -6,14 +6,15 @@
 #include <memory>
 
 #include "base/fault_report.h"
-#include "kv/slot_cache.h"
-#include "kv/slots_now.h"
+#include "kv/slot_lengths.h"
+#include "kv/slot_shape.h"
 
 namespace vtensor {
 
 class SlotFaults final : public faults::Range {
  public:
-  SlotFaults(const SlotCacheShape& shape, RowGroup group, std::shared_ptr<const SlotsNow> now);
+  SlotFaults(const SlotCacheShape& shape, RowGroup group,
+             std::shared_ptr<const SlotLengths> lengths);
 
   void name(faults::Text& text, std::uintptr_t at) const noexcept override;
   void explain(faults::Text& text, std::uintptr_t at) const noexcept override;
@@ -24,9 +25,9 @@ class SlotFaults final : public faults::Range {
   };
   Place place_of(std::uintptr_t at) const noexcept;
 
-  const std::size_t slots_, bands_, max_length_;
+  const std::size_t slots_, max_length_;
   const RowGroup group_;
-  const std::shared_ptr<const SlotsNow> now_;
+  const std::shared_ptr<const SlotLengths> lengths_;
 };
 
 }  // namespace vtensor

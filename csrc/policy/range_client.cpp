@@ -109,7 +109,7 @@ std::exception_ptr RangeClient::take_error() {
 
 void RangeClient::raise_if_asleep() const {
   if (asleep.load(std::memory_order_acquire) == 0) return;  // behind it lies what woke it
-  throw Asleep("[vtensor] the " + std::string(noun()) +
+  throw Asleep("[vtensor] the ", noun(),
                " is asleep, without memory: call wake() of its pool first");
 }
 
@@ -117,9 +117,9 @@ void RangeClient::require_no_capture(const Caller& caller) const {
   if (!driver_.traits().asynchronous) return;
   driver_.require_own(caller.operation, caller.stream);
   if (!driver_.capturing(caller.stream)) return;
-  throw Error("[" + std::string(caller.operation) +
+  throw Error("[", caller.operation,
               "] this needs driver calls, and the current stream is being captured into a CUDA "
-              "graph: " +
+              "graph: ",
               capture_advice());
 }
 

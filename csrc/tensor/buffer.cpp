@@ -31,10 +31,9 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
   const std::size_t page = pool->page_size();
   const auto bytes = checked_multiply(shape.capacity, shape.item_bytes);
   const auto too_large = [&] {
-    return CapacityExceeded(
-        "[" + std::string(caller.operation) + "] capacity of " + std::to_string(shape.capacity) +
-        " positions of " + std::to_string(shape.item_bytes) + " bytes in " +
-        std::to_string(shape.rows) + " rows passes the address space: lower the capacity");
+    return CapacityExceeded("[", caller.operation, "] capacity of ", shape.capacity,
+                            " positions of ", shape.item_bytes, " bytes in ", shape.rows,
+                            " rows passes the address space: lower the capacity");
   };
   // 2^47 bytes are the addresses of a process on x86-64.
   constexpr std::size_t limit = std::size_t{1} << 47;
@@ -208,7 +207,7 @@ std::vector<Reservation::Bytes> Buffer::bytes_of(Interval positions) const {
 void Buffer::require_whole(const char* operation) const {
   if (const std::size_t lost = range_.count_quarantined(extent_)) {
     throw Error(
-        "[" + std::string(operation) + "] " + std::to_string(lost) +
+        "[", operation, "] ", lost,
         " pages of the tensor were lost in a driver call that could not be undone: close it");
   }
 }
@@ -329,8 +328,7 @@ void Buffer::unshare(PoolLock& lock, const Caller& caller, std::span<const Reser
   }
 }
 
-// All of them, or none: so the owner has a whole prefix, or nothing that has to be told apart from
-// pages of its own.
+// All of them, or none: so the owner has a whole prefix, or nothing beside pages of its own.
 bool Buffer::find_expected(Reservation::Arrival& arrival) const {
   arrival.given = true;
   arrival.state = EntryState::copy_on_write;
@@ -626,8 +624,8 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
   for (const Interval leaving : unmap_.indices()) {
     for (const Interval used : covered) {
       if (intersection(leaving, used).empty()) continue;
-      throw Error("I3: indices " + std::to_string(leaving.begin) + " to " +
-                  std::to_string(leaving.end) + " are in use and wait to be unmapped");
+      throw Error("I3: indices ", leaving.begin, " to ", leaving.end,
+                  " are in use and wait to be unmapped");
     }
   }
   for (std::size_t row = 0; row < range_.rows(); ++row) {
@@ -635,12 +633,11 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
       const EntryState state = range_.at(row, index).state;
       const auto covers = [index](Interval indices) { return indices.contains(index); };
       if (state == EntryState::empty && std::any_of(covered.begin(), covered.end(), covers)) {
-        throw Error("I3: index " + std::to_string(index) + " of row " + std::to_string(row) +
+        throw Error("I3: index ", index, " of row ", row,
                     " is covered by an extent or a generation and is not mapped");
       }
       if (state == EntryState::arriving && !busy_) {
-        throw Error("I8: index " + std::to_string(index) + " of row " + std::to_string(row) +
-                    " waits for a page that no thread maps");
+        throw Error("I8: index ", index, " of row ", row, " waits for a page that no thread maps");
       }
     }
   }

@@ -89,8 +89,7 @@ class Growing {
   }
   void require_not_quarantined(const Reservation::Run& run) const VT_LOCKED {
     if (range_.at(run.row, run.indices.begin).state != EntryState::quarantined) return;
-    throw Error("[" + std::string(caller_.operation) + "] page " +
-                std::to_string(run.indices.begin) + " of row " + std::to_string(run.row) +
+    throw Error("[", caller_.operation, "] page ", run.indices.begin, " of row ", run.row,
                 " is quarantined after a driver call that could not be undone: move the tensor to "
                 "a new range with reallocate(capacity)");
   }

@@ -174,7 +174,7 @@ void Sharing::protect_origins(std::span<const std::shared_ptr<PageSet>> page_set
 }
 
 void Sharing::raise_lost() const {
-  throw Error("[" + std::string(caller_.operation) +
+  throw Error("[", caller_.operation,
               "] places of it were lost in a driver call that could not be undone: close it");
 }
 

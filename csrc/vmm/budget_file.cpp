@@ -119,7 +119,7 @@ std::unique_ptr<BudgetFile> BudgetFile::open(CallMeter& meter, const std::string
   if (error == ENOENT && !make) return nullptr;
   if (error != 0) {
     throw refused("shared budget", Call::open, error, "opening " + path,
-                  "raise the limit on descriptors (ulimit -n), or see who may write there");
+                  "raise the limit on descriptors (ulimit -n), or see which users may write there");
   }
   struct stat found{};
   if (fstat(file->fd_, &found) != 0 || !S_ISREG(found.st_mode) || found.st_uid != geteuid()) {

@@ -111,7 +111,7 @@ class Bench {
   }
 
   std::vector<std::int64_t> lengths() const {
-    return {cache->lengths().begin(), cache->lengths().end()};
+    return {cache->lengths().all().begin(), cache->lengths().all().end()};
   }
   std::size_t alloc(std::size_t expected = 0) { return entered(cache->alloc(kCaller, expected)); }
   void free(std::size_t slot) {
@@ -161,7 +161,7 @@ class Bench {
   std::size_t publish(std::size_t slot) { return cache->publish(kCaller, slot, tokens(slot), ""); }
   std::size_t alloc(const std::vector<Token>& wanted) {
     const std::size_t slot = cache->alloc(kCaller, wanted, "", 0);
-    const auto found = static_cast<std::ptrdiff_t>(cache->length(slot));
+    const auto found = static_cast<std::ptrdiff_t>(cache->lengths().length(slot));
     model[slot] = {wanted.begin(), wanted.begin() + found};
     return slot;
   }
@@ -178,18 +178,18 @@ class Bench {
     away.erase(slot);
   }
   std::size_t entered(std::size_t slot) {
-    model[slot].resize(cache->length(slot));
+    model[slot].resize(cache->lengths().length(slot));
     return slot;
   }
 
   // What was written to a position of a slot, and where no window has passed it, is there.
   bool whole(std::size_t slot) const {
-    for (std::size_t group = 0; group < cache->shape().row_groups.size(); ++group) {
-      for (std::size_t row = 0; row < cache->shape().row_groups[group].rows; ++row) {
-        for (std::size_t i = cache->begins(slot)[group]; i < model.at(slot).size(); ++i) {
+    for (std::size_t group = 0; group < cache->buffers().shape().row_groups.size(); ++group) {
+      for (std::size_t row = 0; row < cache->buffers().shape().row_groups[group].rows; ++row) {
+        for (std::size_t i = cache->buffers().begins(slot)[group]; i < model.at(slot).size(); ++i) {
           const std::uint32_t mark = mark_of(group, row, model.at(slot)[i]);
           const char* at = item(slot, group, row, i);
-          const std::size_t bytes = cache->shape().row_groups[group].item_bytes;
+          const std::size_t bytes = cache->buffers().shape().row_groups[group].item_bytes;
           if (std::memcmp(at, &mark, sizeof mark) != 0 ||
               std::memcmp(at + bytes - sizeof mark, &mark, sizeof mark) != 0)
             return false;
@@ -201,15 +201,15 @@ class Bench {
   // I2, I4, I5, I6, and that the cache and the model agree.
   void check() const {
     for (const auto& [slot, cells] : model) {
-      REQUIRE(cache->state(slot) == SlotState::used);
-      CHECK(cache->length(slot) == cells.size());
-      CHECK(wait_for(pool->driver(), cache->copies(slot, {}), kPatience));
+      REQUIRE(cache->lengths().state(slot) == SlotState::used);
+      CHECK(cache->lengths().length(slot) == cells.size());
+      CHECK(wait_for(pool->driver(), cache->swaps().copies(slot, {}), kPatience));
       CHECK(whole(slot));
-      static_cast<void>(cache->copies(slot, {}));  // lets go of what they used
+      static_cast<void>(cache->swaps().copies(slot, {}));  // lets go of what they used
     }
     for (const auto& [slot, cells] : away) {
-      CHECK(cache->state(slot) == SlotState::swapped);
-      CHECK(cache->length(slot) == cells.size());
+      CHECK(cache->lengths().state(slot) == SlotState::swapped);
+      CHECK(cache->lengths().length(slot) == cells.size());
     }
     CHECK_NOTHROW(pool->check_invariants());
     const PoolCounts counts = pool->counts();
@@ -254,13 +254,13 @@ class Bench {
   // Pages that one slot of `length` takes, in all row groups.
   std::size_t pages_of(std::size_t length) const {
     std::size_t pages = 0;
-    for (const RowGroup& group : cache->shape().row_groups)
+    for (const RowGroup& group : cache->buffers().shape().row_groups)
       pages += group.rows * ceil_div(length * group.item_bytes, kPage);
     return pages;
   }
   std::size_t rows() const {
     std::size_t rows = 0;
-    for (const RowGroup& group : cache->shape().row_groups) rows += group.rows;
+    for (const RowGroup& group : cache->buffers().shape().row_groups) rows += group.rows;
     return rows;
   }
   std::uint64_t calls() const {
@@ -272,8 +272,9 @@ class Bench {
     return sum;
   }
   char* item(std::size_t slot, std::size_t group, std::size_t row, std::size_t position) const {
-    const Buffer& range = *cache->range(group);
-    return reinterpret_cast<char*>(range.address_of(row * cache->shape().slots + slot, position));
+    const Buffer& range = *cache->buffers().range(group);
+    return reinterpret_cast<char*>(
+        range.address_of(row * cache->buffers().shape().slots + slot, position));
   }
 
   std::shared_ptr<PagePool> pool;
@@ -287,10 +288,10 @@ class Bench {
     return number * 64 + static_cast<std::uint32_t>(group * 16 + row);
   }
   void write(std::size_t slot, std::size_t position) {
-    for (std::size_t group = 0; group < cache->shape().row_groups.size(); ++group) {
-      if (position < cache->begins(slot)[group]) continue;
-      const std::size_t bytes = cache->shape().row_groups[group].item_bytes;
-      for (std::size_t row = 0; row < cache->shape().row_groups[group].rows; ++row) {
+    for (std::size_t group = 0; group < cache->buffers().shape().row_groups.size(); ++group) {
+      if (position < cache->buffers().begins(slot)[group]) continue;
+      const std::size_t bytes = cache->buffers().shape().row_groups[group].item_bytes;
+      for (std::size_t row = 0; row < cache->buffers().shape().row_groups[group].rows; ++row) {
         const std::uint32_t mark = mark_of(group, row, model.at(slot)[position]);
         char* at = item(slot, group, row, position);
         std::memcpy(at, &mark, sizeof mark);
@@ -300,7 +301,7 @@ class Bench {
   }
   void write_new() {
     for (auto& [slot, cells] : model) {
-      for (std::size_t i = cells.size(); i < static_cast<std::size_t>(cache->lengths()[slot]);
+      for (std::size_t i = cells.size(); i < static_cast<std::size_t>(cache->lengths().all()[slot]);
            ++i) {
         cells.push_back(++last_);
         write(slot, i);

@@ -85,7 +85,7 @@ TEST_CASE_TEMPLATE("a cache that passes the address space says so", T, OnHost, O
       FAIL("made");
     } catch (const CapacityExceeded& error) {
       CHECK(std::string(error.what()).starts_with("[KVCache]"));
-      CHECK(std::string(error.what()).find("max_len=") != std::string::npos);
+      CHECK(std::string(error.what()).find("lower max_batch or max_len") != std::string::npos);
     }
   }
   CHECK(pool->counts().reserved_pages == 0);
@@ -96,7 +96,7 @@ TEST_CASE_TEMPLATE("a step happens whole or not at all, whatever is refused (I8)
   refuse_each_call<T>([](Scene<T>&) {}, [](Scene<T>& scene) { scene.step(scene.wanted()); },
                       [](Scene<T>& scene, bool done) {
                         if (!done) CHECK(scene.step(scene.wanted()));
-                        CHECK(scene.cache->length(scene.slots[0]) == 9);
+                        CHECK(scene.cache->lengths().length(scene.slots[0]) == 9);
                       });
 }
 
@@ -224,7 +224,7 @@ TEST_CASE_TEMPLATE("a beam step keeps, forks and drops", T, OnHost, OnSimulation
 TEST_CASE_TEMPLATE("published pages outlive their request and are mapped again", T, OnHost,
                    OnSimulation) {
   Bench<T> bench({3, 64, 1, 0, {{2, 1024, 0}, {1, 2048, 0}}}, 200);
-  CHECK(bench.cache->unit() == 4);
+  CHECK(bench.cache->buffers().unit() == 4);
   const std::size_t first = bench.alloc();
   CHECK(bench.grow(first, 22));
   const std::vector<Token> tokens = bench.tokens(first);
@@ -238,12 +238,12 @@ TEST_CASE_TEMPLATE("published pages outlive their request and are mapped again",
   const std::size_t before = bench.used();
   CHECK(before >= 2 * 5 + 10);
   const std::size_t second = bench.alloc(tokens);
-  CHECK(bench.cache->length(second) == 20);
+  CHECK(bench.cache->lengths().length(second) == 20);
   CHECK(bench.used() <= before);
   bench.check();
   // Never all of a request's tokens: the last one is computed.
   const std::size_t third = bench.alloc({tokens.begin(), tokens.begin() + 12});
-  CHECK(bench.cache->length(third) == 8);
+  CHECK(bench.cache->lengths().length(third) == 8);
   CHECK(bench.grow(second, 5));
   CHECK(bench.grow(third, 9));
   bench.rewrite(third, 2);
@@ -267,7 +267,7 @@ TEST_CASE_TEMPLATE("published pages outlive their request and are mapped again",
 TEST_CASE_TEMPLATE("positions of several pages are shared as far as whole pages hold them", T,
                    OnHost, OnSimulation) {
   Bench<T> bench({2, 64, 1, 0, {{1, 6144, 0}, {1, 3000, 0}}}, 200);
-  const std::size_t unit = bench.cache->unit();
+  const std::size_t unit = bench.cache->buffers().unit();
   CHECK(unit == 2);
   const std::size_t first = bench.alloc();
   CHECK(bench.grow(first, 12));
@@ -279,7 +279,7 @@ TEST_CASE_TEMPLATE("positions of several pages are shared as far as whole pages 
     const std::size_t units = (std::max<std::size_t>(asked, 1) - 1) / unit;
     const std::size_t covered = std::min(units * unit * 6144 / kPage * kPage / 6144,
                                          units * unit * 3000 / kPage * kPage / 3000);
-    CHECK(bench.cache->length(slot) == covered);
+    CHECK(bench.cache->lengths().length(slot) == covered);
     bench.check();
     CHECK(bench.grow(slot, 1));
     bench.check();
@@ -307,7 +307,8 @@ TEST_CASE_TEMPLATE("what cannot be published says so", T, OnHost, OnSimulation) 
   CHECK(bench.publish(slot) == 8);  // other tokens, after the first
   CHECK(bench.cache->counts().prefix_units == 4);
   // Under another salt nothing is known.
-  CHECK(bench.cache->length(bench.cache->alloc(kCaller, bench.tokens(slot), "other", 0)) == 0);
+  CHECK(bench.cache->lengths().length(
+            bench.cache->alloc(kCaller, bench.tokens(slot), "other", 0)) == 0);
   bench.check();
   bench.finish();
 }
@@ -321,7 +322,7 @@ TEST_CASE_TEMPLATE("a prefix cut before its first step stays mapped with its til
   const std::vector<Token> tokens = bench.tokens(first);
   CHECK(bench.cache->publish(kCaller, first, std::span(tokens).first(8), "") == 8);
   const std::size_t second = bench.alloc(tokens);
-  CHECK(bench.cache->length(second) == 8);
+  CHECK(bench.cache->lengths().length(second) == 8);
   CHECK_FALSE(bench.cache->evict(0));
   bench.truncate(second, 6);
   bench.check();  // I3
@@ -363,8 +364,8 @@ TEST_CASE_TEMPLATE("windowed layers give their first pages back", T, OnHost, OnS
     CHECK(bench.grow(slot, 1));
     room += bench.calls() == before;
     bench.check();
-    const std::size_t first = bench.cache->begins(slot)[1];
-    CHECK(first <= bench.cache->length(slot) - 10);  // what the last token saw is there
+    const std::size_t first = bench.cache->buffers().begins(slot)[1];
+    CHECK(first <= bench.cache->lengths().length(slot) - 10);  // what the last token saw is there
     CHECK(bench.used() <= 23 + 4 + 2 * 5);
   }
   CHECK(room >= 8);

@@ -145,8 +145,8 @@ class Machine {
   }
 
   void evict() {
-    const std::size_t used = bench_.used(), most = bench_.cache->evictable_pages();
-    const std::size_t freed = bench_.cache->evict_pages(pick(20));
+    const std::size_t used = bench_.used(), most = bench_.cache->prefixes().evictable();
+    const std::size_t freed = bench_.cache->prefixes().evict(pick(20));
     CHECK(freed <= most);
     // Copies that end meanwhile free some too. With a mapper others are mapped.
     if (!bench_.pool->looks_ahead()) CHECK(bench_.used() <= used - freed);
@@ -171,8 +171,8 @@ class Machine {
     const std::size_t same = tokens.size();
     tokens.resize(same + pick(8), -1);
     const std::size_t slot = bench_.alloc(tokens);
-    CHECK(bench_.cache->length(slot) <= same);
-    found_ += bench_.cache->length(slot) != 0;
+    CHECK(bench_.cache->lengths().length(slot) <= same);
+    found_ += bench_.cache->lengths().length(slot) != 0;
   }
 
   // One, or some that may share pages.
@@ -206,7 +206,7 @@ class Machine {
       result = bench_.cache->reorder(kCaller, beams, sources);
     } catch (const Error&) {
       for (const std::size_t beam : beams) {  // some may have been dropped by then
-        if (bench_.cache->state(beam) == SlotState::free) bench_.model.erase(beam);
+        if (bench_.cache->lengths().state(beam) == SlotState::free) bench_.model.erase(beam);
       }
       throw;
     }

@@ -62,7 +62,7 @@ TEST_CASE_TEMPLATE("a new request sees nothing of the last one (I7)", T, OnHost,
     lengths[slot] = 25;
     bench.cache->step(kCaller, lengths);
     for (std::size_t group = 0; group < 2; ++group) {
-      const std::size_t bytes = 25 * bench.cache->shape().row_groups[group].item_bytes;
+      const std::size_t bytes = 25 * bench.cache->buffers().shape().row_groups[group].item_bytes;
       const char* at = bench.item(slot, group, 0, 0);
       CHECK(std::all_of(at, at + bytes, [](char byte) { return byte == 0; }));
     }
@@ -133,7 +133,7 @@ TEST_CASE_TEMPLATE("a closed cache leaves addresses to storages, and no page", T
   Bench<T> bench(plain(2), 100);
   freed(bench, {20});
   CHECK(bench.grow(bench.alloc(), 5));
-  Generation* storage = bench.cache->range(0)->publish();
+  Generation* storage = bench.cache->buffers().range(0)->publish();
   bench.model.clear();
   bench.cache.reset();
   bench.pool->wait_idle(kPatience);  // what the mapper is zeroing cannot go at once
@@ -180,7 +180,7 @@ TEST_CASE_TEMPLATE("the look-ahead is what was declared, exactly", T, OnHost, On
   for (std::size_t length = 4; length < 56; ++length) {
     bench.pool->wait_idle(kPatience);
     const std::size_t before = length - 1;
-    const std::size_t begin = bench.cache->begins(slot)[1] / 4;
+    const std::size_t begin = bench.cache->buffers().begins(slot)[1] / 4;
     given_back = begin;
     CHECK(bench.used() == 3 * ceil_div(before + 6, 4) - begin);
     CHECK(bench.grow(slot, 1));
@@ -191,7 +191,7 @@ TEST_CASE_TEMPLATE("the look-ahead is what was declared, exactly", T, OnHost, On
   CHECK(unmaps() - unmapped <= given_back + 1);  // and none of what was ready
   bench.truncate(slot, 54);
   bench.pool->wait_idle(kPatience);
-  CHECK(bench.used() == 3 * 15 - bench.cache->begins(slot)[1] / 4);
+  CHECK(bench.used() == 3 * 15 - bench.cache->buffers().begins(slot)[1] / 4);
   CHECK(own_calls() == first);
   bench.finish();
 }
@@ -211,7 +211,7 @@ TEST_CASE_TEMPLATE("the mapper sleeps until half of a look-ahead is used up", T,
   CHECK(bench.used() == 2 * 3);
   for (const std::size_t length : {5, 6, 7, 8}) {
     CHECK(bench.grow(slot, 1));
-    CHECK(bench.cache->length(slot) == length);
+    CHECK(bench.cache->lengths().length(slot) == length);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     CHECK(bench.used() == 2 * 3);
   }
@@ -299,16 +299,16 @@ TEST_CASE("caches and tensors that compete for the last pages") {
     std::atomic<std::size_t> stepped{0}, short_of_memory{0}, wrong{0};
     const auto serve = [&](unsigned seed) {
       std::mt19937 random(seed);
-      SlotCache cache(one.pool, one.cache->shape(), kCaller);
+      SlotCache cache(one.pool, one.cache->buffers().shape(), kCaller);
       const auto mark = [&](std::size_t slot, std::size_t position) {
-        const Buffer& range = *cache.range(0);
+        const Buffer& range = *cache.buffers().range(0);
         return reinterpret_cast<std::uint32_t*>(range.address_of(slot, position));
       };
       std::vector<std::uint32_t> first(4);  // of each slot, what its positions count from
       for (int i = 0; i < 3000; ++i) {
         const std::size_t slot = random() % 4;
         try {
-          if (cache.state(slot) == SlotState::free) {
+          if (cache.lengths().state(slot) == SlotState::free) {
             const std::size_t made = cache.alloc(kCaller, random() % 20);
             first[made] = static_cast<std::uint32_t>(random());
           } else if (random() % 12 == 0) {
@@ -317,22 +317,23 @@ TEST_CASE("caches and tensors that compete for the last pages") {
             const std::size_t made = cache.fork(kCaller, slot, 1).front();
             first[made] = first[slot];
           } else {
-            std::vector<std::int64_t> lengths(cache.lengths().begin(), cache.lengths().end());
+            std::vector<std::int64_t> lengths(cache.lengths().all().begin(),
+                                              cache.lengths().all().end());
             const auto before = static_cast<std::size_t>(lengths[slot]);
             lengths[slot] = std::min<std::int64_t>(32, lengths[slot] + 1 + random() % 3);
             if (!cache.step_within(kCaller, lengths)) cache.step(kCaller, lengths);
             ++stepped;
-            for (std::size_t k = before; k < cache.length(slot); ++k)
+            for (std::size_t k = before; k < cache.lengths().length(slot); ++k)
               *mark(slot, k) = first[slot] + static_cast<std::uint32_t>(k);
           }
         } catch (const NoFreeSlot&) {
         } catch (const OutOfPages&) {
           ++short_of_memory;
-          if (cache.state(slot) != SlotState::free) cache.free(kCaller, slot);
+          if (cache.lengths().state(slot) != SlotState::free) cache.free(kCaller, slot);
         }
         for (std::size_t s = 0; s < 4; ++s) {
-          if (cache.state(s) == SlotState::free) continue;
-          for (std::size_t k = 0; k < cache.length(s); ++k)
+          if (cache.lengths().state(s) == SlotState::free) continue;
+          for (std::size_t k = 0; k < cache.lengths().length(s); ++k)
             wrong += *mark(s, k) != first[s] + static_cast<std::uint32_t>(k);
         }
       }

@@ -48,7 +48,7 @@ class HeldCopies : public Bench<OnSimulation> {
     return true;
   }
   bool passed(std::size_t slot, std::optional<std::size_t> layer = {}) {
-    const FencePtr fence = cache->copies(slot, layer);
+    const FencePtr fence = cache->swaps().copies(slot, layer);
     return fence == nullptr || pool->driver().passed(*fence);
   }
 
@@ -71,21 +71,22 @@ TEST_CASE_TEMPLATE("a swapped slot takes no page, and comes back to its addresse
     CHECK(bench.grow(slot, 21));
     for (int round = 0; round < 10; ++round) {
       bench.swap_out({slot});
-      CHECK(bench.cache->lengths()[slot] == 0);
+      CHECK(bench.cache->lengths().all()[slot] == 0);
       CHECK_THROWS_AS(bench.cache->fork(kCaller, slot, 1), InvalidArgument);
       CHECK_THROWS_AS(bench.cache->truncate(kCaller, slot, 1), InvalidArgument);
       CHECK_THROWS_AS(bench.cache->swap_out(kCaller, {&slot, 1}, bench.host), InvalidArgument);
-      CHECK(bench.cache->counts().swapped_bytes == bytes_of(bench.cache->shape(), 21 + round));
-      CHECK(bench.host.live() == bytes_of(bench.cache->shape(), 21 + round));
-      CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
-      bench.cache->await_departure(kCaller, slot);
+      CHECK(bench.cache->counts().swapped_bytes ==
+            bytes_of(bench.cache->buffers().shape(), 21 + round));
+      CHECK(bench.host.live() == bytes_of(bench.cache->buffers().shape(), 21 + round));
+      CHECK(wait_for(bench.pool->driver(), bench.cache->swaps().copies(slot, {}), kPatience));
+      bench.cache->swaps().await_departure(kCaller, slot);
       if (ahead == 0) CHECK(bench.pool->counts().mapped == 0);
       bench.check();
       bench.swap_in(slot);
       CHECK_THROWS_AS(bench.cache->swap_in(kCaller, std::array{slot}), InvalidArgument);
       CHECK(bench.cache->counts().swapped_bytes == 0);
       bench.check();
-      CHECK(bench.cache->copies(slot, {}) == nullptr);
+      CHECK(bench.cache->swaps().copies(slot, {}) == nullptr);
       CHECK(bench.host.live() == 0);
       CHECK(bench.grow(slot, 1));
     }
@@ -105,13 +106,13 @@ TEST_CASE_TEMPLATE("one that has nothing, and one that a window has passed, swap
   CHECK(bench.grow(slot, 30));
   CHECK(bench.grow(slot, 1));
   const std::size_t fork = bench.fork(slot, 1).front();  // which no group can have
-  CHECK(bench.cache->begins(slot)[1] == 24);
+  CHECK(bench.cache->buffers().begins(slot)[1] == 24);
   bench.swap_out({slot, empty, fork});
   CHECK(bench.host.live() == 2 * (31 * 1024 + 2 * 1500 * (31 - 24)));
   bench.swap_in(fork);
   bench.swap_in(empty);
   bench.swap_in(slot);
-  CHECK(bench.cache->begins(slot)[1] == 24);
+  CHECK(bench.cache->buffers().begins(slot)[1] == 24);
   bench.check();
   for (int i = 0; i < 20; ++i) {
     for (const std::size_t each : {slot, empty, fork}) CHECK(bench.grow(each, 1));
@@ -130,7 +131,7 @@ TEST_CASE_TEMPLATE("a group that is swapped is copied once, and shares its pages
     CHECK(bench.grow(second, 3));
     // Whole units of 5 positions, and the pages that these are wholly in.
     const std::size_t head = 3 * 4 + 30 + 2 * 10;
-    const std::size_t bytes = bytes_of(bench.cache->shape(), 21 + 24) - head * kPage;
+    const std::size_t bytes = bytes_of(bench.cache->buffers().shape(), 21 + 24) - head * kPage;
     const std::size_t most = bench.pages_of(21) + bench.pages_of(24) - head;
     for (int round = 0; round < 20; ++round) {
       std::vector<std::size_t> slots{first, second};
@@ -218,7 +219,7 @@ TEST_CASE_TEMPLATE("swapping out happens whole or not at all, whatever is refuse
           scene.swap_out({scene.slots[0], scene.forks[0], scene.forks[1]});
         }
         CHECK(scene.away.size() == 3);
-        scene.cache->await_departure(kCaller, scene.slots[0]);
+        scene.cache->swaps().await_departure(kCaller, scene.slots[0]);
         for (const std::size_t slot : {scene.slots[0], scene.forks[0]}) scene.swap_in(slot);
         scene.check();
         scene.swap_in(scene.forks[1]);
@@ -264,7 +265,7 @@ TEST_CASE_TEMPLATE("where memory is short, nothing of a swap has happened", T, O
   CHECK(bench.host.live() == 0);
   bench.check();
   bench.swap_out({slot});
-  CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
+  CHECK(wait_for(bench.pool->driver(), bench.cache->swaps().copies(slot, {}), kPatience));
   CHECK(bench.grow(other, 10));
   CHECK_THROWS_AS(bench.cache->swap_in(kCaller, std::array{slot}), OutOfPages);
   bench.check();
@@ -281,11 +282,11 @@ TEST_CASE("layers arrive in their order, each behind a fence of its own") {
   const std::size_t slot = bench.alloc();
   CHECK(bench.grow(slot, 13));
   bench.swap_out({slot});
-  bench.cache->await_departure(kCaller, slot);
+  bench.cache->swaps().await_departure(kCaller, slot);
   bench.hold();
   bench.swap_in(slot);
-  CHECK(bench.cache->length(slot) == 13);
-  const auto& shape = bench.cache->shape();
+  CHECK(bench.cache->lengths().length(slot) == 13);
+  const auto& shape = bench.cache->buffers().shape();
   const auto arrived = [&](std::size_t layer) {  // all rows that the layer reads
     for (std::size_t row_group = 0; row_group < shape.row_groups.size(); ++row_group) {
       const RowGroup& rows = shape.row_groups[row_group];
@@ -324,11 +325,11 @@ TEST_CASE("a layer before the first that has rows waits for nothing") {
   bench.swap_out({slot});
   bench.hold();
   bench.swap_in(slot);
-  CHECK(bench.cache->copies(slot, 0) == nullptr);
+  CHECK(bench.cache->swaps().copies(slot, 0) == nullptr);
   CHECK_FALSE(bench.passed(slot, 1));
-  CHECK(bench.cache->copies(slot, 2) == bench.cache->copies(slot, 1));
-  CHECK(bench.cache->copies(slot, 7) == bench.cache->copies(slot, {}));
-  CHECK(bench.cache->copies(slot, 3) != bench.cache->copies(slot, 2));
+  CHECK(bench.cache->swaps().copies(slot, 2) == bench.cache->swaps().copies(slot, 1));
+  CHECK(bench.cache->swaps().copies(slot, 7) == bench.cache->swaps().copies(slot, {}));
+  CHECK(bench.cache->swaps().copies(slot, 3) != bench.cache->swaps().copies(slot, 2));
   bench.release();
   bench.check();
   bench.finish();
@@ -346,7 +347,7 @@ TEST_CASE("pages stay mapped until they are copied, and nobody gets them (I3)") 
     bench.swap_out({slot});
     CHECK_FALSE(bench.passed(slot));
     CHECK(bench.pool->counts().pinned == 18);
-    CHECK_THROWS_AS(bench.cache->await_departure(kCaller, slot), TimedOut);  // I12
+    CHECK_THROWS_AS(bench.cache->swaps().await_departure(kCaller, slot), TimedOut);  // I12
     CHECK_FALSE(bench.grow(other, 32));
     bench.pool->trim();
     CHECK(bench.pool->counts().pinned == 18);
@@ -356,7 +357,7 @@ TEST_CASE("pages stay mapped until they are copied, and nobody gets them (I3)") 
     }
     CHECK(bench.passed(slot));
     bench.release();
-    bench.cache->await_departure(kCaller, slot);
+    bench.cache->swaps().await_departure(kCaller, slot);
     CHECK(bench.pool->counts().pinned == 0);
     CHECK(bench.grow(other, 32));
     bench.check();
@@ -381,10 +382,10 @@ TEST_CASE("what is copied out is what work launched before has written") {
   CHECK_FALSE(bench.passed(slot));
   CHECK(bench.pool->counts().pinned == 2);
   bench.control.release(stream);
-  CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
-  bench.cache->await_departure(kCaller, slot);
+  CHECK(wait_for(bench.pool->driver(), bench.cache->swaps().copies(slot, {}), kPatience));
+  bench.cache->swaps().await_departure(kCaller, slot);
   bench.cache->swap_in(kCaller, std::array{slot});
-  CHECK(wait_for(bench.pool->driver(), bench.cache->copies(slot, {}), kPatience));
+  CHECK(wait_for(bench.pool->driver(), bench.cache->swaps().copies(slot, {}), kPatience));
   const char* const bytes = bench.item(slot, 0, 0, 0);
   CHECK(std::all_of(bytes, bytes + 2 * kPage, [](char byte) { return byte == 7; }));
   CHECK(bench.control.illegal_accesses() == 0);
@@ -399,13 +400,13 @@ TEST_CASE("a slot is freed only once it has arrived") {
   CHECK(bench.grow(slot, 13));
   CHECK(bench.grow(other, 13));
   bench.swap_out({slot});
-  bench.cache->await_departure(kCaller, slot);
+  bench.cache->swaps().await_departure(kCaller, slot);
   bench.hold();
   bench.swap_in(slot);
   const auto unchanged = [&] {
-    CHECK(bench.cache->state(slot) == SlotState::used);
-    CHECK(bench.cache->state(other) == SlotState::used);
-    CHECK(bench.cache->length(slot) == 13);
+    CHECK(bench.cache->lengths().state(slot) == SlotState::used);
+    CHECK(bench.cache->lengths().state(other) == SlotState::used);
+    CHECK(bench.cache->lengths().length(slot) == 13);
     CHECK(bench.cache->counts().pages.active == 16);
     CHECK_FALSE(bench.passed(slot));
   };
@@ -434,7 +435,7 @@ TEST_CASE("a slot that leaves again before it has arrived comes back whole") {
   bench.swap_out({slot});
   bench.swap_in(slot);
   CHECK_FALSE(bench.passed(slot));
-  CHECK(bench.host.live() == 2 * bytes_of(bench.cache->shape(), 13));
+  CHECK(bench.host.live() == 2 * bytes_of(bench.cache->buffers().shape(), 13));
   bench.release();
   bench.check();
   CHECK(bench.control.illegal_accesses() == 0);
@@ -447,13 +448,13 @@ TEST_CASE("host memory lasts as long as copies may use it, and no longer") {
   const std::size_t slot = bench.alloc(), gone = bench.alloc();
   CHECK(bench.grow(slot, 13));
   CHECK(bench.grow(gone, 5));
-  const std::size_t bytes = bytes_of(bench.cache->shape(), 13);
+  const std::size_t bytes = bytes_of(bench.cache->buffers().shape(), 13);
   bench.hold();
   bench.swap_out({slot, gone});
   bench.free(gone);
-  const auto settle = [&] { static_cast<void>(bench.cache->copies(slot, {})); };
+  const auto settle = [&] { static_cast<void>(bench.cache->swaps().copies(slot, {})); };
   settle();
-  CHECK(bench.host.live() == bytes_of(bench.cache->shape(), 13 + 5));  // still written to
+  CHECK(bench.host.live() == bytes_of(bench.cache->buffers().shape(), 13 + 5));  // still written to
   bench.release();
   settle();
   CHECK(bench.host.live() == bytes);
@@ -528,12 +529,12 @@ TEST_CASE("a cache that closes over copies without end gives back all but host m
     CHECK(bench.grow(slots.back(), 13));
   }
   bench.swap_out({slots[0], slots[1]});
-  bench.cache->await_departure(kCaller, slots[0]);
+  bench.cache->swaps().await_departure(kCaller, slots[0]);
   bench.hold();
   bench.swap_in(slots[0]);     // on its way in
   bench.swap_out({slots[2]});  // and out
   const std::size_t bytes = bench.host.live();
-  CHECK(bytes == bytes_of(bench.cache->shape(), 3 * 13));
+  CHECK(bytes == bytes_of(bench.cache->buffers().shape(), 3 * 13));
   bench.model.clear();
   bench.away.clear();
   {

@@ -595,6 +595,16 @@ def test_an_operation_is_whole(pool_factory, kind, name):
     [
         ("cache.swap_out(slot, bands=[1])", 3, "band 1 of the slot is swapped out: call swap_in()"),
         ("cache.step([20, 0], bands=[1])", 4000, "the slot has 20 tokens: call step() first"),
+        (
+            "cache.step([20, 0], bands=[1]); cache.step([30, 0])",
+            4000,
+            "the slot has 30 tokens: call step() first",
+        ),
+        (
+            "cache.swap_out(slot, bands=[1]); cache.swap_in(slot, bands=[1])",
+            4000,
+            "the slot has 10 tokens: call step() first",
+        ),
     ],
 )
 def test_a_write_that_faults_says_what_its_band_has(change, token, says):

@@ -1,0 +1,185 @@
+#include "kv/free_slots.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/errors.h"
+
+namespace vtensor {
+
+FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers), listed_as_(buffers.shape().slots) {
+  settling_.reserve(listed_as_.size());
+  for (std::size_t slot = 0; slot < listed_as_.size(); ++slot) list(slot, 0);
+}
+
+std::size_t FreeSlots::count() const {
+  const auto lost = std::count_if(settling_.begin(), settling_.end(),
+                                  [this](std::size_t slot) { return buffers_.is_lost(slot); });
+  return ready_.size() + settling_.size() - static_cast<std::size_t>(lost);
+}
+
+void FreeSlots::require(const Caller& caller, std::size_t n) const {
+  if (has(n)) return;
+  throw NoFreeSlot("[", caller.operation, "] need ", n, " free slots, ", count(), " of ",
+                   listed_as_.size(),
+                   " are: free(slot) one, or make the cache with a larger max_batch");
+}
+
+FreeSlots::Fit FreeSlots::fit(std::size_t slot) const {
+  constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
+  Fit fit{true, kAll, kAll};
+  for (std::size_t group = 0; group < buffers_.groups(); ++group) {
+    const Buffer* buffer = buffers_.of(slot)[group].get();
+    if (buffer == nullptr || buffer->vacant()) {
+      fit.cached = 0;
+      continue;
+    }
+    if (!buffer->reusable()) return {};
+    const Interval cached = buffer->cached();
+    fit.before = std::min(fit.before, cached.begin);
+    const std::size_t end = cached.begin == 0 ? cached.end * buffers_.pool()->page_size() : 0;
+    fit.cached = std::min(fit.cached, end / buffers_.group(group).item_bytes);
+  }
+  return fit;
+}
+
+void FreeSlots::list(std::size_t slot, std::size_t cached) {
+  ready_.insert({cached, slot});
+  listed_as_[slot] = cached;
+}
+
+// Moves freed slots to those that can be had, as far as their pages have come to rest. A slot moves
+// once, and few that cannot are looked at, so that this costs an alloc nothing that grows with the
+// slots.
+void FreeSlots::admit_settled() {
+  std::size_t looks = 8;
+  while (!settling_.empty() && looks != 0) {
+    std::size_t& at = settling_[look_at_ % settling_.size()];
+    const Fit seen = fit(at);
+    if (!seen.ready) {
+      ++look_at_;
+      --looks;
+      continue;
+    }
+    list(at, seen.cached);
+    at = settling_.back();
+    settling_.pop_back();
+  }
+}
+
+// Whether a ready slot is still as it was when it was listed; lists it anew if it is not.
+bool FreeSlots::confirm(Ready::iterator listed, Fit& seen) {
+  const auto [cached, slot] = *listed;
+  seen = fit(slot);
+  if (seen.ready && seen.cached == cached) return true;
+  ready_.erase(listed);
+  if (seen.ready) {
+    list(slot, seen.cached);
+  } else {
+    add(slot);
+  }
+  return false;
+}
+
+// The smallest that has enough, or else the largest; of those that are alike the first.
+FreeSlots::Choice FreeSlots::choose(std::size_t expected) {
+  admit_settled();
+  while (!ready_.empty()) {
+    auto found = expected == 0 ? ready_.end() : ready_.lower_bound({expected, 0});
+    if (found == ready_.end()) found = ready_.lower_bound({ready_.rbegin()->first, 0});
+    Fit seen;
+    if (confirm(found, seen)) return found->second;
+  }
+  return std::nullopt;
+}
+
+// One with nothing mapped below `pages`. Those with the fewest cached pages come first; if a slot
+// has some from its beginning on, so have all behind it.
+FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
+  admit_settled();
+  for (auto listed = ready_.begin(); listed != ready_.end();) {
+    Fit seen;
+    if (!confirm(listed, seen)) {
+      listed = ready_.begin();
+      continue;
+    }
+    if (seen.before >= pages) return listed->second;
+    if (seen.cached != 0) break;
+    ++listed;
+  }
+  return std::nullopt;
+}
+
+// Whether pages of some free slot are on their way out, as far as the driver lets them go.
+bool FreeSlots::leaving() const {
+  return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t slot) VT_LOCKED {
+    return !buffers_.is_lost(slot) && !fit(slot).ready && refusal(slot) == nullptr;
+  });
+}
+
+// Why pages of the slot stay.
+std::exception_ptr FreeSlots::refusal(std::size_t slot) const {
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) {
+    if (buffer && buffer->refusal()) return buffer->refusal();
+  }
+  return nullptr;
+}
+
+// Has the slot with the fewest cached positions give them back. False if none has any.
+bool FreeSlots::evict_one() {
+  for (const auto& [cached, slot] : ready_) {
+    bool evicted = false;
+    for (const std::shared_ptr<Buffer>& buffer : buffers_.of(slot)) {
+      if (!buffer || buffer->cached().empty()) continue;
+      buffer->evict();
+      evicted = true;
+    }
+    if (evicted) return true;
+  }
+  return false;
+}
+
+// The slot that `choose` names, with the pool's lock held.
+std::size_t FreeSlots::take(const Caller& caller, const std::function<Choice()>& choose) {
+  require(caller, 1);
+  const std::shared_ptr<PagePool>& pool = buffers_.pool();
+  for (;;) {
+    Choice slot;
+    {
+      PoolLock lock(pool);
+      pool->reap();
+      slot = choose();
+      if (!slot) {
+        pool->await(lock, caller.operation, "the work that used the pages of a freed slot",
+                    [&]() VT_LOCKED {
+                      static_cast<void>(pool->settle_all(lock));
+                      slot = choose();
+                      if (slot || leaving()) return slot.has_value();
+                      for (const std::size_t stays : settling_) {
+                        if (refusal(stays)) std::rethrow_exception(refusal(stays));
+                      }
+                      return false;
+                    });
+      }
+    }
+    if (!slot || !buffers_.place(caller, *slot)) continue;
+    ready_.erase({listed_as_[*slot], *slot});
+    return *slot;
+  }
+}
+
+std::size_t FreeSlots::take(const Caller& caller, std::size_t expected) {
+  return take(caller, [&]() VT_LOCKED { return choose(expected); });
+}
+
+std::size_t FreeSlots::take_empty(const Caller& caller, std::span<const std::size_t> pages) {
+  const std::size_t most = pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
+  return take(caller, [&]() VT_LOCKED -> Choice {
+    for (;;) {
+      const Choice slot = choose_empty(most);
+      if (slot || leaving() || !evict_one()) return slot;
+    }
+  });
+}
+
+}  // namespace vtensor

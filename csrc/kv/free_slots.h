@@ -1,0 +1,71 @@
+// The free slots of a cache, and which of them a new request gets: one whose cached pages fit, or
+// one with nothing mapped where shared pages are to go.
+//
+// The pool takes cached pages back without asking the cache, so a slot that is listed is confirmed
+// when it is chosen.
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <optional>
+#include <set>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "kv/slot_buffers.h"
+#include "vmm/caller.h"
+#include "vmm/pool_lock.h"
+
+namespace vtensor {
+
+class FreeSlots {
+ public:
+  explicit FreeSlots(SlotBuffers& buffers);
+
+  // Whether `n` slots are free, those on their way out included.
+  bool has(std::size_t n) const { return n <= ready_.size() || n <= count(); }
+  // Throws NoFreeSlot.
+  void require(const Caller& caller, std::size_t n) const;
+
+  // A slot with its buffers placed: the one whose cached pages fit a request of `expected`
+  // positions best, or if that is 0 the one with most. Waits for one while all that are free are on
+  // their way out. Throws NoFreeSlot, TimedOut.
+  std::size_t take(const Caller& caller, std::size_t expected);
+  // The same, with nothing mapped below `pages` of each row group.
+  std::size_t take_empty(const Caller& caller, std::span<const std::size_t> pages);
+  // A slot whose buffers were abandoned.
+  void add(std::size_t slot) noexcept { settling_.push_back(slot); }
+
+ private:
+  // What a free slot can be used for now.
+  struct Fit {
+    bool ready = false;      // all of its places can be had
+    std::size_t cached = 0;  // positions behind cached pages
+    std::size_t before = 0;  // page indices that are empty before these, in every group
+  };
+  using Ready = std::set<std::pair<std::size_t, std::size_t>>;
+  using Choice = std::optional<std::size_t>;
+
+  std::size_t count() const;
+  Fit fit(std::size_t slot) const VT_LOCKED;
+  void list(std::size_t slot, std::size_t cached);
+  void admit_settled() VT_LOCKED;
+  bool confirm(Ready::iterator listed, Fit& seen) VT_LOCKED;
+  Choice choose(std::size_t expected) VT_LOCKED;
+  Choice choose_empty(std::size_t pages) VT_LOCKED;
+  bool leaving() const VT_LOCKED;
+  std::exception_ptr refusal(std::size_t slot) const VT_LOCKED;
+  bool evict_one() VT_LOCKED;
+  std::size_t take(const Caller& caller, const std::function<Choice()>& choose);
+
+  SlotBuffers& buffers_;
+  // Those whose places can be had, by their cached positions and number as last seen.
+  Ready ready_;
+  std::vector<std::size_t> listed_as_;  // cached positions, of each of these
+  std::vector<std::size_t> settling_;   // the others, until their pages have gone or are cached
+  std::size_t look_at_ = 0;             // of these, next
+};
+
+}  // namespace vtensor

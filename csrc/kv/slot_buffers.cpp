@@ -1,0 +1,188 @@
+#include "kv/slot_buffers.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "base/align.h"
+#include "base/errors.h"
+#include "kv/slot_faults.h"
+
+namespace vtensor {
+
+namespace {
+
+SlotCacheShape with_all_contents(SlotCacheShape shape) {
+  for (RowGroup& group : shape.row_groups) {
+    if (group.contents.empty()) group.contents.resize(group.rows);
+  }
+  return shape;
+}
+
+}  // namespace
+
+SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
+                         const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller)
+    : pool_(pool),
+      shape_(with_all_contents(std::move(shape))),
+      slots_(shape_.slots, Slot{Buffers(groups()), std::vector<std::size_t>(groups())}) {
+  for (const RowGroup& group : shape_.row_groups) {
+    for (const RowContent& content : group.contents) {
+      for (const std::size_t layer : content.layers) {
+        bands_of_.resize(std::max(bands_of_.size(), layer + 1));
+        bands_of_[layer] = group.band;
+      }
+    }
+  }
+  try {
+    reserve(lengths, caller);
+  } catch (const CapacityExceeded&) {
+    close();
+    throw CapacityExceeded("[KVCache] ", shape_.slots, " slots of ", shape_.max_length,
+                           " tokens pass the address space: lower max_batch or max_len");
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+void SlotBuffers::reserve(const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller) {
+  ranges_.reserve(groups());
+  for (const RowGroup& group : shape_.row_groups) {
+    const auto rows = checked_multiply(group.rows, shape_.slots);
+    if (!rows) throw CapacityExceeded("too many rows");
+    ranges_.push_back(Buffer::make(pool_, {*rows, group.item_bytes, shape_.max_length}, caller,
+                                   std::make_unique<SlotFaults>(shape_, group, lengths)));
+  }
+  // A layer begins in the first token of slot 0, and kernels are given its address whether that is
+  // mapped or not.
+  std::vector<Address> first_pages;
+  for (std::size_t group = 0; group < groups(); ++group) {
+    const std::size_t pages = ceil_div(shape_.row_groups[group].item_bytes, pool_->page_size());
+    for (std::size_t row = 0; row < shape_.row_groups[group].rows; ++row) {
+      for (std::size_t page = 0; page < pages; ++page)
+        first_pages.push_back(ranges_[group]->range().address(row * shape_.slots, page));
+    }
+  }
+  pool_->driver().back_holes(first_pages);
+}
+
+std::vector<std::shared_ptr<Buffer>> SlotBuffers::all() const {
+  std::vector<std::shared_ptr<Buffer>> all;
+  for (const Slot& slot : slots_) {
+    std::copy_if(slot.buffers.begin(), slot.buffers.end(), std::back_inserter(all),
+                 [](const auto& buffer) { return buffer != nullptr; });
+  }
+  return all;
+}
+
+std::vector<std::size_t> SlotBuffers::groups_of(Bands bands) const {
+  std::vector<std::size_t> groups;
+  for (std::size_t group = 0; group < shape_.row_groups.size(); ++group) {
+    if (names(bands, shape_.row_groups[group].band)) groups.push_back(group);
+  }
+  return groups;
+}
+
+std::size_t SlotBuffers::band_of_layer(std::size_t layer) const {
+  return bands_of_[std::min(layer, bands_of_.size() - 1)];  // behind the last nothing more is read
+}
+
+std::size_t SlotBuffers::unit() const {
+  std::size_t unit = 1;
+  for (const RowGroup& group : shape_.row_groups)
+    unit = std::max(unit, ceil_div(pool_->page_size(), group.item_bytes));
+  return unit;
+}
+
+Interval SlotBuffers::needed(std::size_t slot, std::size_t group, std::size_t length) const {
+  if (length == 0) return {};
+  return {slots_[slot].begins[group], std::min(shape_.max_length, length + shape_.tail())};
+}
+
+bool SlotBuffers::is_lost(std::size_t slot) const {
+  const Buffers& buffers = slots_[slot].buffers;
+  return std::any_of(buffers.begin(), buffers.end(), [](const auto& buffer) {
+    return buffer && buffer->range().quarantined() != 0;
+  });
+}
+
+bool SlotBuffers::place(const Caller& caller, std::size_t slot) {
+  Buffers& buffers = slots_[slot].buffers;
+  std::size_t placed = 0;
+  const auto undo = [&] {
+    for (std::size_t group = 0; group < placed; ++group) buffers[group]->abandon();
+  };
+  try {
+    for (; placed < groups(); ++placed) {
+      std::shared_ptr<Buffer>& buffer = buffers[placed];
+      if (buffer && buffer->reuse_cached(caller)) continue;
+      bool vacant = !buffer;
+      if (buffer) {
+        const PoolLock lock(pool_);
+        vacant = buffer->vacant();
+      }
+      if (!vacant) {
+        undo();
+        return false;
+      }
+      const std::shared_ptr<Buffer>& range = ranges_[placed];
+      const std::size_t pages = range->range().row_bytes() / pool_->page_size();
+      buffer = Buffer::place(range, range->range().address(slot, 0),
+                             {.rows = shape_.row_groups[placed].rows,
+                              .item_bytes = shape_.row_groups[placed].item_bytes,
+                              .capacity = shape_.max_length,
+                              .row_stride = pages * shape_.slots},
+                             caller);
+    }
+  } catch (...) {
+    undo();
+    throw;
+  }
+  return true;
+}
+
+void SlotBuffers::abandon(std::size_t slot) noexcept {
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->abandon();
+  std::fill(slots_[slot].begins.begin(), slots_[slot].begins.end(), 0);
+}
+
+void SlotBuffers::use(const Caller& caller, std::size_t slot) {
+  for (const std::shared_ptr<Buffer>& buffer : slots_[slot].buffers) buffer->use(caller);
+}
+
+void SlotBuffers::give_back_passed(const Caller& caller, std::size_t slot, std::size_t group,
+                                   std::size_t length) {
+  const std::size_t begin = shape_.row_groups[group].first_seen(length);
+  std::size_t& kept = slots_[slot].begins[group];
+  if (page_of(group, begin) <= page_of(group, kept)) return;
+  kept = begin;
+  Buffer& buffer = *slots_[slot].buffers[group];
+  buffer.retract(caller, {begin, buffer.positions().end}, shape_.max_length);
+}
+
+void SlotBuffers::truncate(const Caller& caller, std::size_t slot, std::size_t group,
+                           std::size_t length) {
+  if (length == 0) slots_[slot].begins[group] = 0;
+  Buffer& buffer = *slots_[slot].buffers[group];
+  Interval kept = needed(slot, group, length);
+  kept.end = std::min(kept.end, buffer.positions().end);  // a prefix comes without its tile
+  buffer.retract(caller, kept, length + shape_.tail() + shape_.lookahead);
+}
+
+void SlotBuffers::close() noexcept {
+  {
+    const PoolLock lock(pool_);
+    pool_->reap();
+    for (const Slot& slot : slots_) {
+      for (const std::shared_ptr<Buffer>& buffer : slot.buffers) {
+        if (buffer) buffer->keep_nothing();
+      }
+    }
+  }
+  slots_.clear();
+  for (const std::shared_ptr<Buffer>& range : ranges_) range->abandon();
+  ranges_.clear();
+}
+
+}  // namespace vtensor

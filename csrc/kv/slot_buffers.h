@@ -1,0 +1,90 @@
+// The rows of a cache's slots: a range of addresses for each row group, which all slots share, and
+// in these ranges the buffers of each slot. The addresses stay for the cache's life.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "base/interval.h"
+#include "kv/slot_lengths.h"
+#include "kv/slot_shape.h"
+#include "policy/page_pool.h"
+#include "tensor/buffer.h"
+#include "vmm/caller.h"
+
+namespace vtensor {
+
+class SlotBuffers {
+ public:
+  using Buffers = std::vector<std::shared_ptr<Buffer>>;  // one of each row group
+
+  // Reserves the addresses. `lengths` is for reports of faults. Throws CapacityExceeded,
+  // DriverError.
+  SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape,
+              const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller);
+
+  const std::shared_ptr<PagePool>& pool() const { return pool_; }
+  const SlotCacheShape& shape() const { return shape_; }
+  // Whether pages are to be ready before a step needs them.
+  bool looks_ahead() const { return shape_.lookahead != 0 && pool_->looks_ahead(); }
+  std::size_t groups() const { return shape_.row_groups.size(); }
+  const RowGroup& group(std::size_t group) const { return shape_.row_groups[group]; }
+  // The buffer whose range a row group's rows lie in: row r of slot s at its row r * slots + s.
+  const std::shared_ptr<Buffer>& range(std::size_t group) const { return ranges_[group]; }
+  // A slot's; null until the slot is first used.
+  const Buffers& of(std::size_t slot) const { return slots_[slot].buffers; }
+  Buffer& at(std::size_t slot, std::size_t group) const { return *slots_[slot].buffers[group]; }
+  // Those of all slots that were ever used.
+  std::vector<std::shared_ptr<Buffer>> all() const;
+  // The first position that is kept, of each row group.
+  const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
+
+  // The row groups of some bands, or all.
+  std::vector<std::size_t> groups_of(Bands bands) const;
+  std::size_t band_of_layer(std::size_t layer) const;
+  // Positions that fill a page in every row group.
+  std::size_t unit() const;
+  std::size_t page_of(std::size_t group, std::size_t position) const {
+    return position * shape_.row_groups[group].item_bytes / pool_->page_size();
+  }
+  // What a slot of `length` has mapped.
+  Interval needed(std::size_t slot, std::size_t group, std::size_t length) const;
+  // Whether places of the slot can never be used again.
+  bool is_lost(std::size_t slot) const;
+
+  // Gives a free slot its buffers: reuses what is cached, and takes its places if nothing is. False
+  // if that has changed meanwhile.
+  bool place(const Caller& caller, std::size_t slot);
+  void abandon(std::size_t slot) noexcept;
+  // Work in the caller's stream uses the slot's rows.
+  void use(const Caller& caller, std::size_t slot);
+  // Gives back the pages before what a window can see behind `length` positions.
+  void give_back_passed(const Caller& caller, std::size_t slot, std::size_t group,
+                        std::size_t length);
+  // The same of what lies behind `length`.
+  void truncate(const Caller& caller, std::size_t slot, std::size_t group, std::size_t length);
+  // A fork begins where its source does; what has no positions begins anew.
+  void begin_as(std::size_t slot, std::size_t source) {
+    slots_[slot].begins = slots_[source].begins;
+  }
+  void begin_anew(std::size_t slot, std::size_t group) { slots_[slot].begins[group] = 0; }
+  // Nothing stays cached; addresses go with the last view.
+  void close() noexcept;
+
+ private:
+  struct Slot {
+    Buffers buffers;
+    std::vector<std::size_t> begins;
+  };
+
+  void reserve(const std::shared_ptr<const SlotLengths>& lengths, const Caller& caller);
+
+  const std::shared_ptr<PagePool> pool_;
+  const SlotCacheShape shape_;
+  std::vector<std::size_t> bands_of_;  // each layer's
+  Buffers ranges_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace vtensor
