@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/align.h"
+#include "base/counted.h"
 #include "base/errors.h"
 #include "base/fault_report.h"
 #include "base/trace.h"
@@ -104,7 +105,7 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
 }
 
 Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages)
-    : RangeClient(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages), states_(pages) {
+    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages), states_(pages) {
   count_of(Idle::no) = pages;
   range_.reserve(pages);
 }
@@ -163,14 +164,12 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
   pool_->reap();
   keep(pages);
   begin_use(pages);  // so that making room takes none of them
-  ++mapping_;
+  const Counted mapping(mapping_);
   try {
     std::vector<char> kept = map_missing(lock, caller, pages, since, in_capture);
     note_lost(pages);
-    --mapping_;
     return kept;
   } catch (...) {
-    --mapping_;
     count_back(pages);
     throw;
   }
@@ -267,15 +266,11 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     }
     pool_->wake_mapper();
     ++asked;
-    ++awaiting_;
-    try {
+    {
+      const Counted awaits(awaiting_);
       pool_->await(lock, caller.operation, "the mapper, which maps during a capture",
                    [this]() VT_LOCKED { return wanted_.empty() && !busy_ && is_quiet(); });
-    } catch (...) {
-      --awaiting_;
-      throw;
     }
-    --awaiting_;
     if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
   }
 }
@@ -480,7 +475,7 @@ std::vector<Interval> Arena::uncovered() const {
 }
 
 void Arena::enter_back(Departure& departure) {
-  RangeClient::enter_back(departure);
+  Client::enter_back(departure);
   for (const Reservation::Run& run : departure.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
       if (is_mapped(range_.at(0, i))) {
@@ -497,7 +492,7 @@ void Arena::enter_back(Departure& departure) {
 }
 
 void Arena::give_up_page(std::size_t row, std::size_t index) noexcept {
-  RangeClient::give_up_page(row, index);
+  Client::give_up_page(row, index);
   if (states_[index].idle == Idle::cached) uncache(index);
   set_idle(index, Idle::no);
 }

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/interval.h"
-#include "policy/range_client.h"
+#include "policy/client.h"
 #include "vmm/caller.h"
 
 namespace vtensor {
@@ -30,7 +30,7 @@ struct ArenaCounts {
   std::size_t evicted = 0;  // cached pages that went to others, so far
 };
 
-class Arena final : public RangeClient {
+class Arena final : public Client {
  public:
   // What hears of the end of the uses that `publish` took over.
   class Listener {
@@ -108,20 +108,12 @@ class Arena final : public RangeClient {
   void leave() noexcept override VT_LOCKED;
   std::size_t pages_leaving() const override VT_LOCKED;
   std::size_t drop_ahead() override VT_LOCKED;
-  bool reusable() const override VT_LOCKED { return false; }
   std::chrono::steady_clock::time_point cached_at() const override VT_LOCKED;
   void evict(bool aged = false) override VT_LOCKED;
-  bool to_clean() const override VT_LOCKED { return false; }
   std::size_t missing_ahead() const override VT_LOCKED;
   bool wants() const override VT_LOCKED { return !wanted_.empty(); }
   void enter_back(Departure& departure) override VT_LOCKED;
   void give_up_page(std::size_t row, std::size_t index) noexcept override VT_LOCKED;
-  bool claim_cleaning(std::vector<Reservation::Run>&, std::size_t) override VT_LOCKED {
-    return false;
-  }
-  FencePtr clean(std::span<const Reservation::Run>) override { return nullptr; }
-  void enter_cleaning(std::span<const Reservation::Run>, FencePtr, std::exception_ptr) override
-      VT_LOCKED {}
   void protect_for_child(std::vector<Page*>& seen) noexcept override VT_LOCKED;
   void add_to(PoolCounts& counts) const override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;

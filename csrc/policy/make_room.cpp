@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/align.h"
 #include "base/trace.h"
 #include "policy/client.h"
 #include "policy/page_pool.h"
@@ -26,8 +27,7 @@ constexpr std::chrono::nanoseconds kAnswer = std::chrono::seconds(1);
 constexpr std::chrono::nanoseconds kLookForAnswer = std::chrono::microseconds(100);
 
 std::string need(const char* operation, std::size_t pages, std::size_t page_size) {
-  return "[" + std::string(operation) + "] need " + std::to_string(pages) + " pages of " +
-         std::to_string(page_size) + " bytes, ";
+  return text("[", operation, "] need ", pages, " pages of ", page_size, " bytes, ");
 }
 
 // Whether what it has to give back may bring memory. A client that is asleep has none, and the
@@ -82,8 +82,7 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
   PageStore& store = pool_.store();
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
-  std::size_t unused = store.unused(private_copies);
-  unused -= std::min(unused, store.under_way());
+  const std::size_t unused = sub_sat(store.unused(private_copies), store.under_way());
   if (store.shared() == nullptr) return unused;
   if (store.in_use() + store.under_way() + pages <= store.budget() && store.cover(pages))
     return pages;
@@ -111,16 +110,14 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
     if (pages > free) {
       trace::event(trace::What::out_of_memory, 0, pages * page_size);
       if (const SharedBudget* const shared = pool_.store().shared()) {
-        throw OutOfPages(need(operation, pages, page_size) + "the budget \"" + shared->name() +
-                         "\" of " + std::to_string(shared->limit()) + " bytes has " +
-                         std::to_string(free) + " left: this pool holds " +
-                         std::to_string(shared->held()) + " bytes, the others " +
-                         std::to_string(shared->held_elsewhere()) +
+        throw OutOfPages(need(operation, pages, page_size), "the budget \"", shared->name(),
+                         "\" of ", shared->limit(), " bytes has ", free, " left: this pool holds ",
+                         shared->held(), " bytes, the others ", shared->held_elsewhere(),
                          ", and gave up what they can do without: free tensors or views here or "
                          "there (python -m vtensor top shows where)");
       }
-      throw OutOfPages(need(operation, pages, page_size) + "the pool has " + std::to_string(free) +
-                       " of " + std::to_string(pool_.store().budget()) +
+      throw OutOfPages(need(operation, pages, page_size), "the pool has ", free, " of ",
+                       pool_.store().budget(),
                        " free: free tensors or views, or raise the pool's budget");
     }
   }
@@ -128,9 +125,8 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
     unlocked = true;
     if (give_up_spare(lock)) continue;
     trace::event(trace::What::out_of_memory, 0, shortage.missing);
-    throw ReserveReached(need(operation, pages, page_size) + "the device has " +
-                         std::to_string(shortage.free) + " bytes free, of which the pool leaves " +
-                         std::to_string(pool_.options().device_reserve) +
+    throw ReserveReached(need(operation, pages, page_size), "the device has ", shortage.free,
+                         " bytes free, of which the pool leaves ", pool_.options().device_reserve,
                          " to others: free memory, or lower the pool's reserve");
   }
   return unlocked;
@@ -158,9 +154,8 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
     }
     if (pages == 0 || store.in_use() > pages) {
       const std::size_t least = std::max<std::size_t>(store.in_use(), 1) * pool_.page_size();
-      throw OutOfPages("[" + std::string(operation) + "] need a budget of at least " +
-                       std::to_string(least) + " bytes for what is in use, " +
-                       std::to_string(bytes) +
+      throw OutOfPages("[", operation, "] need a budget of at least ", least,
+                       " bytes for what is in use, ", bytes,
                        " bytes were asked for: free tensors or views first");
     }
     const std::size_t most = pages - store.in_use();
@@ -227,7 +222,7 @@ std::size_t MakeRoom::pages_to_come() const {
 std::size_t MakeRoom::missing(std::size_t pages) const {
   PoolCounts counts;
   for (const std::shared_ptr<Client>& client : pool_.cached()) client->add_to(counts);
-  return pages - std::min(pages, pages_to_come() + counts.cached);
+  return sub_sat(pages, pages_to_come() + counts.cached);
 }
 
 std::size_t MakeRoom::begin(std::size_t pages) {
@@ -238,7 +233,7 @@ std::size_t MakeRoom::begin(std::size_t pages) {
     oldest->evict();
     found += oldest->pages_leaving() - before;
   }
-  return pages - std::min(pages, found);
+  return sub_sat(pages, found);
 }
 
 bool MakeRoom::give_all_back(bool spare) noexcept {
@@ -264,12 +259,12 @@ bool try_again(PagePool& pool, const Caller& caller, const Outside& outside, boo
     outside.run(body);
   } catch (const DeviceOutOfMemory& refusal) {
     if (!device) throw;
-    throw OutOfPages("[" + std::string(caller.operation) + "] need a page of " +
-                     std::to_string(pool.page_size()) + " bytes, the device has no memory left: " +
-                     std::to_string(pool.driver().free_memory()) + " bytes free " +
+    throw OutOfPages("[", caller.operation, "] need a page of ", pool.page_size(),
+                     " bytes, the device has no memory left: ", pool.driver().free_memory(),
+                     " bytes free ",
                      (emptied ? "after torch gave back its cache"
-                              : "while torch cannot give back its cache, as during a capture") +
-                     " (" + refusal.name +
+                              : "while torch cannot give back its cache, as during a capture"),
+                     " (", refusal.name,
                      "): free tensors, here or in other processes, or lower the pool's budget");
   }
   return true;

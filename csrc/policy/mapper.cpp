@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/thread.h"
@@ -147,7 +148,7 @@ class Mapper::Step {
     try {
       const std::size_t available = pool_.store().available();
       const std::size_t most = std::min(most_, available);
-      beside = available - std::min(available, pool_.wanting().announced());
+      beside = sub_sat(available, pool_.wanting().announced());
       make_ready(lock, most);
       pages = pool_.store().cover_available(most);  // callers may have taken some meanwhile
     } catch (const DriverError&) {
@@ -171,7 +172,7 @@ class Mapper::Step {
       }
       const std::size_t taken = job.arrival.given ? 0 : job.arrival.pages.size();
       pages -= taken;
-      beside -= std::min(beside, taken - std::min(taken, announced));
+      beside = sub_sat(beside, sub_sat(taken, announced));
       pool_.wanting().took(*client, taken);
       ahead_.push_back(std::move(job));
       if (pool_.traits().asynchronous) break;

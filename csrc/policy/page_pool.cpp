@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/align.h"
+#include "base/counted.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/trace.h"
@@ -39,9 +40,8 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
     PoolsOfProcess others;
     if (budgeted.budget == 0) budgeted.budget = others.default_budget(*driver);
     if (budgeted.budget < traits.page_size) {
-      throw InvalidArgument("[Pool] budget of " + std::to_string(budgeted.budget) +
-                            " bytes holds no page of " + std::to_string(traits.page_size) +
-                            " bytes: raise the budget or lower the page size");
+      throw InvalidArgument("[Pool] budget of ", budgeted.budget, " bytes holds no page of ",
+                            traits.page_size, " bytes: raise the budget or lower the page size");
     }
     std::unique_ptr<SharedBudget> shared;
     if (!options.shared.empty()) {
@@ -150,20 +150,8 @@ void PagePool::wait_changed(PoolLock& lock, steady_clock::time_point until) {
   lock.wait_changed(until);
 }
 
-// While one lives the mapper begins no step.
-class PagePool::Quiescing {
- public:
-  explicit Quiescing(PagePool& pool) VT_LOCKED : pool_(pool) { ++pool_.quiescing_; }
-  ~Quiescing() VT_LOCKED { --pool_.quiescing_; }
-  Quiescing(const Quiescing&) = delete;
-  Quiescing& operator=(const Quiescing&) = delete;
-
- private:
-  PagePool& pool_;
-};
-
 void PagePool::quiesce(PoolLock& lock, const char* operation) {
-  const Quiescing quiescing(*this);
+  const Counted quiescing(quiescing_);
   await(lock, operation, "driver calls of other threads",
         [this]() VT_LOCKED { return in_flight() == 0; });
 }
@@ -210,8 +198,7 @@ PoolCounts PagePool::counts() {
 
 std::size_t PagePool::unused_bytes() {
   const PoolLock lock(shared_from_this());
-  const std::size_t unused = store_.unused();
-  return (unused - std::min(unused, store_.spare().size())) * page_size();
+  return sub_sat(store_.unused(), store_.spare().size()) * page_size();
 }
 
 PoolEvents PagePool::events() {
@@ -224,8 +211,8 @@ PoolEvents PagePool::events() {
 
 void PagePool::set_budget(std::size_t bytes) {
   if (shared_) {
-    throw InvalidArgument("[Pool.budget] the budget is that of all pools that share \"" +
-                          shared_->name() + "\", " + std::to_string(shared_->limit()) +
+    throw InvalidArgument("[Pool.budget] the budget is that of all pools that share \"",
+                          shared_->name(), "\", ", shared_->limit(),
                           " bytes: close them all and make them with another");
   }
   const std::size_t pages = store_.in_pages(bytes);
@@ -273,7 +260,7 @@ std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
   reap();
   cached_.evict_all();
-  const Quiescing quiescing(*this);
+  const Counted quiescing(quiescing_);
   quiesce(lock, "Pool.trim");
   settle_all(lock);
   if (traits().adjacent_handles) return store_.release_adjacent();
@@ -379,7 +366,7 @@ void PagePool::before_fork() {
   assume_locked();
   bool quiet;
   {
-    const Quiescing quiescing(*this);
+    const Counted quiescing(quiescing_);
     quiet =
         changed_.wait_for(lock, options_.patience, [this]() VT_LOCKED { return in_flight() == 0; });
   }

@@ -180,8 +180,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   PoolEvents counted VT_GUARDED;  // what happened so far
 
  private:
-  class Quiescing;
-
   PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
            std::unique_ptr<SharedBudget> shared);
   void start_mapper() VT_LOCKED;
@@ -197,7 +195,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   PoolOptions options_;
 
   PageStore store_;
-  std::size_t quiescing_ VT_GUARDED = 0;  // threads that wait for the end of driver calls
+  // Threads that wait for the end of driver calls; the mapper begins no step meanwhile.
+  std::size_t quiescing_ VT_GUARDED = 0;
   std::uint64_t next_id_ VT_GUARDED = 1;
   std::unordered_set<Client*> clients_ VT_GUARDED;
   std::vector<std::weak_ptr<Shrinker>> shrinkers_ VT_GUARDED;

@@ -81,7 +81,7 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
 }
 
 Buffer::Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
-    : RangeClient(pool, shape, row_pages),
+    : Client(pool, shape, row_pages),
       geometry_(shape, pool->page_size()),
       ahead_(*pool, range_, shape_, geometry_),
       leftover_(range_) {}
@@ -461,14 +461,14 @@ void Buffer::give_back_unused() noexcept {
   if (busy_) return;  // the end of that comes here again
   const bool ends = !owned_ && generations_.empty() && asleep.load() == 0;
   if (ends && leftover_.may_keep()) try_to_cache();
-  RangeClient::give_back_unused();
+  Client::give_back_unused();
 }
 
-bool Buffer::ends() const { return RangeClient::ends() && cached().empty(); }
+bool Buffer::ends() const { return Client::ends() && cached().empty(); }
 
 void Buffer::free_range() {
   row_faults_ = nullptr;
-  if (!placed()) return RangeClient::free_range();
+  if (!placed()) return Client::free_range();
   range_.end(&host_->client->range());
   pool_->end_locked(std::exchange(host_, nullptr));
 }

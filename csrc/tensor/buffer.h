@@ -14,7 +14,7 @@
 
 #include "base/fault_report.h"
 #include "base/interval.h"
-#include "policy/range_client.h"
+#include "policy/client.h"
 #include "tensor/ahead.h"
 #include "tensor/leftover.h"
 #include "tensor/page_set.h"
@@ -26,7 +26,7 @@ namespace vtensor {
 
 class RowFaults;
 
-class Buffer final : public RangeClient {
+class Buffer final : public Client {
  public:
   // Takes a cached buffer of this shape, or makes one. Throws InvalidArgument, CapacityExceeded
   // if the sizes overflow, DriverError.

@@ -39,7 +39,7 @@ constexpr off_t kLife = 2;  // and on: one a place
 static_assert(BudgetFile::Counter::is_always_lock_free &&
               std::atomic<std::uint32_t>::is_always_lock_free);
 
-std::string prefix() { return "vtensor-" + std::to_string(geteuid()) + "-"; }
+std::string prefix() { return text("vtensor-", geteuid(), "-"); }
 
 off_t life_of(std::size_t place) { return kLife + static_cast<off_t>(place); }
 
@@ -123,7 +123,7 @@ std::unique_ptr<BudgetFile> BudgetFile::open(CallMeter& meter, const std::string
   }
   struct stat found{};
   if (fstat(file->fd_, &found) != 0 || !S_ISREG(found.st_mode) || found.st_uid != geteuid()) {
-    throw Error("[shared budget] " + path +
+    throw Error("[shared budget] ", path,
                 " is no file of this user: remove it, or use another name");
   }
   return file;
@@ -156,7 +156,7 @@ void BudgetFile::begin(std::uint64_t limit) {
   });
   if (error != 0) {
     throw refused("shared budget", Call::fallocate, error,
-                  "making " + std::to_string(sizeof(Content)) + " bytes of " + path(),
+                  text("making ", sizeof(Content), " bytes of ", path()),
                   "free memory in /dev/shm, or raise the limit on files (ulimit -f)");
   }
   map();

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <utility>
 
+#include "base/align.h"
 #include "base/errors.h"
 #include "vmm/page_table.h"
 
@@ -38,23 +40,20 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* s
 
 std::size_t PageStore::unused(std::size_t private_copies) const {
   const std::size_t in_use = this->in_use() - std::min(private_copies, private_copies_);
-  const std::size_t own = budget() > in_use ? budget() - in_use : 0;
+  const std::size_t own = sub_sat(budget(), in_use);
   if (shared_ == nullptr) return own;
   return std::min(own, covered() + in_pages(shared_->room()));
 }
 
 std::size_t PageStore::available() const {
-  std::size_t unused = this->unused();
+  std::size_t pages = std::min(unused(), sub_sat(budget(), in_use() + under_way_));
   if (shared_ != nullptr) {
-    const std::size_t room = shared_->room(), wanted = shared_->wanted_elsewhere();
-    unused = std::min(unused, covered() + in_pages(room - std::min(room, wanted)));
+    const std::size_t left = sub_sat(shared_->room(), shared_->wanted_elsewhere());
+    pages = std::min(pages, covered() + in_pages(left));
   }
-  unused -= std::min(unused, under_way_);
-  if (options_.device_reserve == 0) return unused;
-  const std::size_t there = driver_.free_memory();
-  const std::size_t fresh =
-      there > options_.device_reserve ? in_pages(there - options_.device_reserve) : 0;
-  return std::min(unused, spare_.size() + fresh);
+  if (options_.device_reserve == 0) return pages;
+  const std::size_t fresh = sub_sat(driver_.free_memory(), options_.device_reserve);
+  return std::min(pages, spare_.size() + in_pages(fresh));
 }
 
 std::size_t PageStore::cover_available(std::size_t pages) {
@@ -69,15 +68,11 @@ std::size_t PageStore::to_charge(std::size_t taken, std::size_t spare) const {
 }
 
 // Pages that may be taken without another charge.
-std::size_t PageStore::covered() const {
-  const std::size_t needed = in_use() + under_way_;
-  return charged() > needed ? charged() - needed : 0;
-}
+std::size_t PageStore::covered() const { return sub_sat(charged(), in_use() + under_way_); }
 
 std::size_t PageStore::uncovered_bytes(std::size_t pages) const {
   if (shared_ == nullptr) return 0;
-  const std::size_t needed = in_use() + under_way_ + pages;
-  return needed > charged() ? (needed - charged()) * driver_.traits().page_size : 0;
+  return sub_sat(in_use() + under_way_ + pages, charged()) * driver_.traits().page_size;
 }
 
 bool PageStore::cover(std::size_t pages) {
@@ -115,7 +110,7 @@ void PageStore::quarantine(Page* page) {
 }
 
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
-  pages = std::min(pages, budget() - std::min(budget(), in_use() + under_way_));
+  pages = std::min(pages, sub_sat(budget(), in_use() + under_way_));
   if (driver_.traits().adjacent_handles || spare_.size() >= pages) return false;
   if (!cover(pages)) return false;
   const std::size_t missing = pages - spare_.size();
@@ -143,8 +138,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
     // If handles are made one by one, picking makes those that are not spare.
     if (!driver_.traits().adjacent_handles && n > spare_.size()) require_charge(n, 0);
     if (home.stitched) {
-      const std::size_t held = used_ + private_copies_ + spare_.size();
-      home.fresh = budget() - std::min(budget(), held);
+      home.fresh = sub_sat(budget(), used_ + private_copies_ + spare_.size());
     }
     placement_->pick(home, previous, n, out);
     for (std::size_t i = begin; i < out.size(); ++i) empty_pages += !out[i]->resident;
@@ -189,8 +183,7 @@ bool PageStore::charge_for(std::size_t taken, std::size_t spare) {
 
 void PageStore::require_charge(std::size_t taken, std::size_t spare) {
   if (shared_ == nullptr || charge_for(taken, spare)) return;
-  throw OutOfPages("[" + shared_->name() + "] need " + std::to_string(taken) + " pages of " +
-                   std::to_string(driver_.traits().page_size) +
+  throw OutOfPages("[", shared_->name(), "] need ", taken, " pages of ", driver_.traits().page_size,
                    " bytes, other pools of this shared budget took them meanwhile: try again");
 }
 
@@ -326,52 +319,30 @@ void PageStore::stock(PoolLock& lock, std::size_t pages) {
     return;
   }
   RowHome home = open_home(pages);
-  std::vector<Page*> taken;
-  std::vector<bool> dirty;
-  std::vector<std::pair<Handle, std::size_t>> missing;  // runs of handles
-  std::size_t filled = 0;                               // of these
+  std::vector<Page*> taken, empty;
+  std::size_t counted = 0, filled = 0;
   std::exception_ptr error;
   try {
     placement_->pick(home, nullptr, pages, taken);
-    for (const Page* page : taken) {
-      dirty.push_back(page->dirty);
-      if (page->resident) continue;
-      if (!missing.empty() && missing.back().first + missing.back().second == page->handle) {
-        ++missing.back().second;
-      } else {
-        missing.emplace_back(page->handle, 1);
-      }
-    }
-    std::size_t fresh = 0;
-    for (const auto& [first, n] : missing) fresh += n;
-    make_room(taken.size(), fresh);
-    used_ += taken.size();
-    try {
-      const Unlocked unlocked(lock);
-      for (; filled < missing.size(); ++filled)
-        driver_.fill(missing[filled].first, missing[filled].second);
-    } catch (...) {
-      error = std::current_exception();
+    std::copy_if(taken.begin(), taken.end(), std::back_inserter(empty),
+                 [](const Page* page) { return !page->resident; });
+    make_room(taken.size(), empty.size());
+    counted = taken.size();
+    used_ += counted;
+    const Unlocked unlocked(lock);
+    for (std::size_t n = 0; filled < empty.size(); filled += n) {
+      n = adjacent(std::span(empty).subspan(filled));
+      driver_.fill(empty[filled]->handle, n);
     }
   } catch (...) {
     error = std::current_exception();
-    dirty.resize(taken.size());
-    used_ += taken.size();
   }
-  std::size_t run = 0, in_run = 0;  // of the missing pages, which come in this order
-  for (std::size_t i = 0; i < taken.size(); ++i) {
-    if (!taken[i]->resident && run < filled) {
-      taken[i]->resident = true;
-      if (++in_run == missing[run].second) ++run, in_run = 0;
-    }
-    if (taken[i]->resident) {
-      drop(taken[i]);
-    } else {
-      taken[i]->references = 0;
-      --used_;
-      placement_->put_back(taken[i]);
-    }
-    taken[i]->dirty = dirty[i];
+  used_ -= counted;
+  for (std::size_t i = 0; i < filled; ++i) empty[i]->resident = true;
+  for (Page* page : taken) {
+    page->references = 0;
+    if (page->resident) keep(page);
+    placement_->put_back(page);
   }
   close_home(home);
   if (error) std::rethrow_exception(error);
@@ -420,39 +391,35 @@ void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses,
   for (const auto& [page, use] : uses) {
     asleep += page->asleep;
     without_memory += !page->resident;
-    const std::string name = "page " + std::to_string(page->handle);
+    const std::string name = text("page ", page->handle);
     if (page->references < use.entries) {
-      throw Error("I5: " + name + " has " + std::to_string(use.entries) +
-                  " page table entries and counts " + std::to_string(page->references));
+      throw Error("I5: ", name, " has ", use.entries, " page table entries and counts ",
+                  page->references);
     }
     extra += page->references - use.entries;
-    if (use.writable && use.reachable > 1) throw Error("I6: " + name + " is shared and writable");
+    if (use.writable && use.reachable > 1) throw Error("I6: ", name, " is shared and writable");
   }
   // Page sets may be the last to have a page that sleeps.
   const auto differs = [&](std::size_t counted, std::size_t found)
                            VT_LOCKED { return found > counted || counted - found > in_page_sets_; };
   if (differs(asleep_, asleep) || differs(without_memory_, without_memory)) {
-    throw Error("I5: " + std::to_string(asleep_) + " pages are counted asleep, " +
-                std::to_string(without_memory_) + " of them without memory; page tables hold " +
-                std::to_string(asleep) + " and " + std::to_string(without_memory));
+    throw Error("I5: ", asleep_, " pages are counted asleep, ", without_memory_,
+                " of them without memory; page tables hold ", asleep, " and ", without_memory);
   }
   const std::size_t without_entry = quarantined_ + in_children + in_page_sets_;
   if (extra > without_entry) throw Error("I5: a page counts more references than it has");
   const std::size_t known = used_ + without_memory_;
   if (uses.size() > known || known - uses.size() > without_entry) {
-    throw Error("I5: " + std::to_string(used_) + " pages are counted used, page tables hold " +
-                std::to_string(uses.size()));
+    throw Error("I5: ", used_, " pages are counted used, page tables hold ", uses.size());
   }
   for (const Page* page = spare_.oldest(); page; page = page->newer) {
     if (page->references != 0 || !page->resident || uses.contains(page))
-      throw Error("I5: spare page " + std::to_string(page->handle) + " is in use");
+      throw Error("I5: spare page ", page->handle, " is in use");
   }
-  const std::string made = "I5: " + std::to_string(used_) + " used and " +
-                           std::to_string(spare_.size()) + " spare pages";
-  if (used_ + spare_.size() > budget())
-    throw Error(made + " pass the budget of " + std::to_string(budget()));
+  const std::string made = text("I5: ", used_, " used and ", spare_.size(), " spare pages");
+  if (used_ + spare_.size() > budget()) throw Error(made, " pass the budget of ", budget());
   if (shared_ != nullptr && used_ + private_copies_ + spare_.size() > charged())
-    throw Error(made + " pass the " + std::to_string(charged()) + " charged to the shared budget");
+    throw Error(made, " pass the ", charged(), " charged to the shared budget");
 }
 
 }  // namespace vtensor

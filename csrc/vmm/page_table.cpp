@@ -63,7 +63,7 @@ void PageTable::check(std::unordered_map<const Page*, PageUse>& uses, bool reach
   std::size_t mapped = 0, copy_on_write = 0;
   for_each([&](const Entry& entry, std::size_t row, std::size_t index) {
     if ((entry.page == nullptr) != (entry.state == EntryState::empty)) {
-      throw Error("I3: index " + std::to_string(index) + " of row " + std::to_string(row) +
+      throw Error("I3: index ", index, " of row ", row,
                   " has a page and no mapping, or a mapping and no page");
     }
     if (entry.page == nullptr) return;

@@ -314,7 +314,9 @@ void Reservation::zero(Bytes bytes, Stream stream) const {
 
 std::vector<PageTable::Run> Reservation::unclean_in(Interval indices, std::size_t most) const {
   return collect(indices, [this, &most](const Entry& entry) VT_LOCKED {
-    return most != 0 && is_writable(entry) && !clean(*entry.page) && most-- != 0;
+    if (most == 0 || !is_writable(entry) || clean(*entry.page)) return false;
+    --most;
+    return true;
   });
 }
 

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/align.h"
 #include "base/errors.h"
 #include "base/process.h"
 
@@ -37,8 +38,8 @@ std::unique_ptr<SharedBudget> SharedBudget::join(CallMeter& meter, const std::st
                                                  std::uint64_t limit, Device device) {
   refuse_in_forked_child("Pool");
   if (!BudgetFile::is_name(name)) {
-    throw InvalidArgument("[Pool] " + quoted(name) + " cannot name a shared budget: give 1 to " +
-                          std::to_string(BudgetFile::kLongestName) +
+    throw InvalidArgument("[Pool] ", quoted(name), " cannot name a shared budget: give 1 to ",
+                          BudgetFile::kLongestName,
                           " letters, digits, dots, dashes and underscores");
   }
   for (;;) {
@@ -60,23 +61,20 @@ std::size_t SharedBudget::take_place(BudgetFile& file, std::uint64_t limit, Devi
   if (!file.any_alive()) {
     file.begin(limit);
   } else if (!file.map() || file.layout() != BudgetFile::kLayout) {
-    throw Error("[Pool] the shared budget " + quoted(file.name()) +
-                " is kept by another version of vtensor, in layout " +
-                std::to_string(file.layout()) + " where this one has " +
-                std::to_string(BudgetFile::kLayout) + ": use one version, or another name");
+    throw Error("[Pool] the shared budget ", quoted(file.name()),
+                " is kept by another version of vtensor, in layout ", file.layout(),
+                " where this one has ", BudgetFile::kLayout, ": use one version, or another name");
   }
   BudgetFile::Content& content = file.content();
   if (content.limit != limit) {
-    throw InvalidArgument("[Pool] a budget of " + std::to_string(limit) +
-                          " bytes was asked for, the shared budget " + quoted(file.name()) +
-                          " has " + std::to_string(content.limit) +
+    throw InvalidArgument("[Pool] a budget of ", limit, " bytes was asked for, the shared budget ",
+                          quoted(file.name()), " has ", content.limit,
                           ": give all its pools one budget, or use another name");
   }
   std::size_t place = 0;
   while (place < kMostPools && file.alive(place)) ++place;
   if (place == kMostPools) {
-    throw Error("[Pool] the shared budget " + quoted(file.name()) + " has " +
-                std::to_string(kMostPools) +
+    throw Error("[Pool] the shared budget ", quoted(file.name()), " has ", kMostPools,
                 " pools, and room for no more: close some, or use another name");
   }
   file.enter(place);
@@ -135,10 +133,7 @@ std::uint64_t SharedBudget::wanted_elsewhere() const {
 }
 
 // What the limit leaves, with what dead processes held.
-std::uint64_t SharedBudget::left() const {
-  const std::uint64_t all = held() + held_elsewhere();
-  return all < limit() ? limit() - all : 0;
-}
+std::uint64_t SharedBudget::left() const { return sub_sat(limit(), held() + held_elsewhere()); }
 
 std::uint64_t SharedBudget::room() {
   free_dead_places();
@@ -147,7 +142,7 @@ std::uint64_t SharedBudget::room() {
 
 std::uint64_t SharedBudget::missing_elsewhere() const {
   const std::uint64_t wanted = wanted_elsewhere();
-  return wanted - std::min(wanted, wanted == 0 ? 0 : left());
+  return wanted == 0 ? 0 : sub_sat(wanted, left());
 }
 
 void SharedBudget::free_dead_places() {
@@ -173,8 +168,8 @@ bool SharedBudget::free_dead() {
 bool SharedBudget::charge(std::uint64_t bytes) {
   const BudgetFile::Lock locked(*file_);
   if (file_->removed()) {
-    throw Error("[shared budget] the file " + file_->path() + " of the shared budget " +
-                quoted(name()) +
+    throw Error("[shared budget] the file ", file_->path(), " of the shared budget ",
+                quoted(name()),
                 " was removed, so pools that are made now do not see what this one holds: it takes "
                 "no more; close the pools that were made before, and make them again");
   }

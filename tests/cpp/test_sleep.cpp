@@ -47,7 +47,7 @@ class Subject {
   Subject(const Subject&) = delete;
   Subject& operator=(const Subject&) = delete;
 
-  virtual std::shared_ptr<RangeClient> client() const = 0;
+  virtual std::shared_ptr<Client> client() const = 0;
   virtual Address at(std::size_t item) const = 0;
   virtual void grow(const Caller& caller, std::mt19937& random) = 0;
   virtual void shrink(const Caller& caller, std::mt19937& random) = 0;
@@ -59,7 +59,7 @@ class Subject {
   // Pages of it are given up for good.
   bool lost() const { return client()->range().mapped() != 0 && quarantined() != 0; }
   std::size_t quarantined() const {
-    return static_cast<const RangeClient&>(*client()).range().quarantined();
+    return static_cast<const Client&>(*client()).range().quarantined();
   }
   void check() {
     for (const auto& [item, number] : model) {
@@ -87,7 +87,7 @@ class Rows final : public Subject {
       : buffer_(Buffer::create(pool, shape(), kCaller)) {}
   ~Rows() override { buffer_->abandon(); }
 
-  std::shared_ptr<RangeClient> client() const override { return buffer_; }
+  std::shared_ptr<Client> client() const override { return buffer_; }
   Address at(std::size_t item) const override { return buffer_->address_of(0, item); }
   void grow(const Caller& caller, std::mt19937& random) override {
     const Interval after{0, std::min<std::size_t>(kCapacity, length_ + 1 + random() % 8)};
@@ -129,7 +129,7 @@ class Pieces final : public Subject {
       : arena_(Arena::make(pool, kCapacity * kItem, false, kCaller)) {}
   ~Pieces() override { arena_->abandon(); }
 
-  std::shared_ptr<RangeClient> client() const override { return arena_; }
+  std::shared_ptr<Client> client() const override { return arena_; }
   Address at(std::size_t item) const override { return arena_->base() + item * kItem; }
   void grow(const Caller& caller, std::mt19937& random) override {
     const std::size_t item = random() % kCapacity;
@@ -269,7 +269,7 @@ class Sleep {
   void add(Subject& subject) {
     const std::lock_guard lock(subject.operation);
     std::uint64_t awake = 0;
-    const std::shared_ptr<RangeClient> client = subject.client();
+    const std::shared_ptr<Client> client = subject.client();
     if (client->asleep.compare_exchange_strong(awake, numbers.back())) clients_.push_back(client);
   }
   // How many pages' memory went; nothing if it was refused, and all is awake then.

@@ -1,4 +1,4 @@
-#include "policy/range_client.h"
+#include "policy/client.h"
 
 #include <algorithm>
 #include <chrono>
@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "base/counted.h"
 #include "base/errors.h"
 #include "base/process.h"
 #include "base/trace.h"
@@ -14,36 +15,27 @@
 
 namespace vtensor {
 
-namespace {
-
-constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
-
-}  // namespace
-
-RangeClient::RangeClient(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
-                         std::size_t row_pages)
+Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
     : pool_(pool),
       driver_(pool->driver()),
       shape_(shape),
       range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
       work_(driver_) {}
 
-// -- callers
-
-void RangeClient::use(const Caller& caller) {
+void Client::use(const Caller& caller) {
   if (!PendingWork::runs_behind(driver_, caller.stream)) return;
   const PoolLock lock(pool_);
   work_.note(caller);
 }
 
-void RangeClient::abandon() noexcept {
+void Client::abandon() noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   owner_end_->client = shared_from_this();
   owner_end_->is_owner = true;
   pool_->end(owner_end_.release());
 }
 
-Generation* RangeClient::publish_locked(Interval indices, Interval bytes) {
+Generation* Client::publish_locked(Interval indices, Interval bytes) {
   auto generation = std::make_unique<Generation>();
   generation->client = shared_from_this();
   generation->indices = indices;
@@ -52,68 +44,53 @@ Generation* RangeClient::publish_locked(Interval indices, Interval bytes) {
   return generation.release();
 }
 
-bool RangeClient::await_turn(PoolLock& lock, const Caller& caller) {
+bool Client::await_turn(PoolLock& lock, const Caller& caller) {
   if (!busy_) return false;
-  ++waiting_;
-  try {
-    const std::string what = "the mapper's driver call for this " + std::string(noun());
-    pool_->await(lock, caller.operation, what.c_str(), [this]() VT_LOCKED { return !busy_; });
-  } catch (...) {
-    --waiting_;
-    throw;
-  }
-  --waiting_;
+  const Counted waits(waiting_);
+  const std::string what = text("the mapper's driver call for this ", noun());
+  pool_->await(lock, caller.operation, what.c_str(), [this]() VT_LOCKED { return !busy_; });
   return true;
 }
 
-RangeClient::Busy::Busy(RangeClient& client, PoolLock& lock, const Caller& caller)
-    : client_(client) {
-  client.hold(lock, caller);
-}
-
-RangeClient::Busy::~Busy() {
-  client_.end_hold();  // and what views left meanwhile
-}
-
-void RangeClient::hold(PoolLock& lock, const Caller& caller) {
+void Client::hold(PoolLock& lock, const Caller& caller) {
   await_turn(lock, caller);
   busy_ = true;
 }
 
-void RangeClient::end_hold() noexcept {
+void Client::end_hold() noexcept {
   busy_ = false;
   pool_->changed();
   give_back_unused();
 }
 
-std::vector<FencePtr> RangeClient::fences() const {
+std::vector<FencePtr> Client::fences() const {
   std::vector<FencePtr> fences = work_.fences();
   fences.insert(fences.end(), ready_after_.begin(), ready_after_.end());
   return fences;
 }
 
-bool RangeClient::leased() const {
+bool Client::leased() const {
   return std::any_of(generations_.begin(), generations_.end(),
                      [](const Generation* generation) { return generation->is_lease; });
 }
 
-void RangeClient::failed(std::exception_ptr error) {
+void Client::failed(std::exception_ptr error) {
   error_ = std::move(error);
   failed_.store(true, std::memory_order_relaxed);
 }
 
-std::exception_ptr RangeClient::take_error() {
+std::exception_ptr Client::take_error() {
   failed_.store(false, std::memory_order_relaxed);
   return std::exchange(error_, nullptr);
 }
 
-void RangeClient::raise_if_asleep() const {
-  if (asleep.load(std::memory_order_acquire) == 0) return;  // behind it lies what woke it
+void Client::raise_if_asleep() const {
+  if (asleep.load(std::memory_order_acquire) == 0) return;  // after what woke it
   throw Asleep("[vtensor] the ", noun(),
                " is asleep, without memory: call wake() of its pool first");
 }
 
-void RangeClient::require_no_capture(const Caller& caller) const {
+void Client::require_no_capture(const Caller& caller) const {
   if (!driver_.traits().asynchronous) return;
   driver_.require_own(caller.operation, caller.stream);
   if (!driver_.capturing(caller.stream)) return;
@@ -123,7 +100,7 @@ void RangeClient::require_no_capture(const Caller& caller) const {
               capture_advice());
 }
 
-void RangeClient::raise_error() {
+void Client::raise_error() {
   raise_if_asleep();
   if (!failed_.load(std::memory_order_relaxed)) return;
   const PoolLock lock(pool_, std::try_to_lock);
@@ -131,9 +108,7 @@ void RangeClient::raise_error() {
   if (const std::exception_ptr error = take_error()) std::rethrow_exception(error);
 }
 
-// -- ahead
-
-bool RangeClient::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
+bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
   try {
     if (asleep.load() == 0 && find_missing(arrival, pages) && !arrival.runs.empty()) {
       arrival.ahead = true;
@@ -151,7 +126,7 @@ bool RangeClient::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) 
   return false;
 }
 
-bool RangeClient::add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) {
+bool Client::add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) {
   for (Reservation::Run run : range_.collect(indices, is_unmapped)) {
     if (range_.at(run.row, run.indices.begin).state != EntryState::empty) return false;
     run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
@@ -162,7 +137,7 @@ bool RangeClient::add_missing(Reservation::Arrival& arrival, Interval indices, s
   return true;
 }
 
-void RangeClient::enter_ahead(Reservation::Arrival& arrival) {
+void Client::enter_ahead(Reservation::Arrival& arrival) {
   busy_ = false;
   range_.enter(arrival);
   if (arrival.zeroing) work_.note(driver_.side_stream());
@@ -177,9 +152,7 @@ void RangeClient::enter_ahead(Reservation::Arrival& arrival) {
   give_back_unused();
 }
 
-// -- back
-
-void RangeClient::give_back_unused() noexcept {
+void Client::give_back_unused() noexcept {
   if (busy_) return;  // the end of that comes here again
   if (!pool_->looks_ahead()) {
     if (!settle(nullptr)) pool_->settle_later(shared_from_this());
@@ -195,7 +168,7 @@ void RangeClient::give_back_unused() noexcept {
   }
 }
 
-bool RangeClient::begin_unmapping() {
+bool Client::begin_unmapping() {
   if (!unmap_.indices().empty()) return true;
   std::vector<Interval> indices = uncovered();
   std::vector<FencePtr> after;
@@ -205,7 +178,7 @@ bool RangeClient::begin_unmapping() {
   return !unmap_.indices().empty();
 }
 
-bool RangeClient::release_range() {
+bool Client::release_range() {
   if (!ends()) return true;
   if (range_.mapped() != 0) return false;
   known_.reset();
@@ -215,20 +188,20 @@ bool RangeClient::release_range() {
   return true;
 }
 
-void RangeClient::free_range() {
+void Client::free_range() {
   if (range_.quarantined() == 0)
     driver_.free_range(range_.base(), range_.row_pages() * range_.rows());
   range_.end(nullptr);
 }
 
-bool RangeClient::settle(PoolLock* lock) noexcept {
+bool Client::settle(PoolLock* lock) noexcept {
   if (busy_) return false;
   unmap_.try_again();
   try {
     const bool quiet = is_quiet();
     while (begin_unmapping()) {
       Departure departure;
-      if (!claim_departure(departure, kNoLimit)) return false;
+      if (!claim_departure(departure, std::numeric_limits<std::size_t>::max())) return false;
       {
         std::optional<Unlocked> unlocked;
         if (lock != nullptr) unlocked.emplace(*lock);
@@ -244,11 +217,10 @@ bool RangeClient::settle(PoolLock* lock) noexcept {
   }
 }
 
-// For the mapper: what it can take out, or that it must wait.
-Client::Claim RangeClient::claim_back(Departure& departure, std::size_t pages) noexcept {
+Client::Claim Client::claim_back(Departure& departure, std::size_t pages) noexcept {
   if (busy()) return Claim::waits;
-  // Of a closed pool a caller tries again: the process may be about to end, and a
-  // device in error refuses for good.
+  // Of a closed pool only a caller tries again: the process may be about to end, and a device in
+  // error refuses for good.
   if (unmap_.refusal() &&
       (pool_->retired() || std::chrono::steady_clock::now() < unmap_.retry_at()))
     return Claim::refused;
@@ -263,8 +235,7 @@ Client::Claim RangeClient::claim_back(Departure& departure, std::size_t pages) n
   }
 }
 
-// About `pages` pages of what waits. False if the work that may touch them is not done.
-bool RangeClient::claim_departure(Departure& departure, std::size_t pages) {
+bool Client::claim_departure(Departure& departure, std::size_t pages) {
   if (!unmap_.may_go(driver_)) return false;
   std::vector<Interval> indices = unmap_.first(pages / range_.rows());
   std::vector<Reservation::Run> within;
@@ -276,7 +247,7 @@ bool RangeClient::claim_departure(Departure& departure, std::size_t pages) {
   return true;
 }
 
-void RangeClient::enter_back(Departure& departure) {
+void Client::enter_back(Departure& departure) {
   busy_ = false;
   range_.enter(departure, unmap_.aged());
   if (departure.error) {
@@ -287,9 +258,7 @@ void RangeClient::enter_back(Departure& departure) {
   pool_->changed();
 }
 
-// -- reports
-
-std::vector<PageRecord> RangeClient::pages() {
+std::vector<PageRecord> Client::pages() {
   PoolLock lock(pool_);
   pool_->reap();
   std::vector<PageRecord> records;

@@ -1,0 +1,19 @@
+// One more of something, for a lifetime.
+#pragma once
+
+#include <cstddef>
+
+namespace vtensor {
+
+class Counted {
+ public:
+  explicit Counted(std::size_t& count) : count_(count) { ++count_; }
+  ~Counted() { --count_; }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+
+ private:
+  std::size_t& count_;
+};
+
+}  // namespace vtensor
