@@ -15,7 +15,10 @@ namespace {
 
 std::mutex registry_mutex;
 // Never destroyed: a process may fork while it exits.
-std::vector<ForkedState*>& registry = *new std::vector<ForkedState*>;
+std::vector<ForkedState*>& registry() {
+  static std::vector<ForkedState*>& all = *new std::vector<ForkedState*>;
+  return all;
+}
 
 // Runs in a forked child, perhaps of a threaded process: system calls only.
 void isolate(const KernelMapping& mapping, int memfd) {
@@ -37,17 +40,17 @@ void isolate(const KernelMapping& mapping, int memfd) {
 
 void prepare() {
   registry_mutex.lock();
-  for (ForkedState* state : registry) state->mutex.lock();
+  for (ForkedState* state : registry()) state->mutex.lock();
 }
 
 void resume() {
-  for (ForkedState* state : registry) state->mutex.unlock();
+  for (ForkedState* state : registry()) state->mutex.unlock();
   registry_mutex.unlock();
 }
 
 void resume_in_child() {
   in_forked_child = true;
-  for (ForkedState* state : registry) {
+  for (ForkedState* state : registry()) {
     if (state->memfd < 0) continue;  // a grandchild: the mappings are private already
     state->mirror.for_each([state](const KernelMapping& mapping) {
       // Copy-on-write mappings are private already, and a new one would lose their copied pages.
@@ -70,13 +73,13 @@ ForkedState::ForkedState() {
     }
   });
   const std::lock_guard lock(registry_mutex);
-  registry.push_back(this);
+  registry().push_back(this);
 }
 
 ForkedState::~ForkedState() {
   {
     const std::lock_guard lock(registry_mutex);
-    std::erase(registry, this);
+    std::erase(registry(), this);
   }
   if (memfd >= 0) close(memfd);
 }

@@ -82,7 +82,7 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
   PageStore& store = pool_.store();
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
-  const std::size_t unused = sub_sat(store.unused(private_copies), store.under_way());
+  const std::size_t unused = store.unused(private_copies);
   if (store.shared() == nullptr) return unused;
   if (store.in_use() + store.under_way() + pages <= store.budget() && store.cover(pages))
     return pages;
@@ -165,7 +165,8 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
       store.release(lock, kept - most);  // other threads may take pages meanwhile
     } else {
       pool_.await(lock, operation, "a driver call that makes memory or gives it back",
-                  [&store]() VT_LOCKED { return store.under_way() == 0; });
+                  [&store, most]()
+                      VT_LOCKED { return store.spare().size() != 0 || store.under_way() <= most; });
     }
   }
 }

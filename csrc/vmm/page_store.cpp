@@ -39,14 +39,14 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* s
       placement_(make_placement(driver, spare_)) {}
 
 std::size_t PageStore::unused(std::size_t private_copies) const {
-  const std::size_t in_use = this->in_use() - std::min(private_copies, private_copies_);
-  const std::size_t own = sub_sat(budget(), in_use);
+  const std::size_t taken = in_use() + under_way_ - std::min(private_copies, private_copies_);
+  const std::size_t own = sub_sat(budget(), taken);
   if (shared_ == nullptr) return own;
   return std::min(own, covered() + in_pages(shared_->room()));
 }
 
 std::size_t PageStore::available() const {
-  std::size_t pages = std::min(unused(), sub_sat(budget(), in_use() + under_way_));
+  std::size_t pages = unused();
   if (shared_ != nullptr) {
     const std::size_t left = sub_sat(shared_->room(), shared_->wanted_elsewhere());
     pages = std::min(pages, covered() + in_pages(left));
