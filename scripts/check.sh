@@ -20,11 +20,9 @@ check_stub() {
 check_architecture() {
   pytest -q tests/python/test_architecture.py
 }
-# A file's tests share what takes longest to make, so each file stays in one process.
+# One process: benchmarks and rehearsals have bounds on their time.
 slow_tests() {
-  export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so
-  pytest -n 2 --dist loadfile -m "slow and not alone" tests
-  pytest -m "slow and alone" tests
+  VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so pytest -m slow tests
 }
 # The general suites again with the default options: look-ahead and reuse.
 default_pools() {
