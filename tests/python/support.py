@@ -104,6 +104,33 @@ def mapper_calls(pool) -> dict[str, int]:
     return dict(pool.stats().driver_calls["mapper"])
 
 
+# Imports the module argv[1] beside each version of the package argv[2], whose import takes seconds, in forks.
+_IMPORT_BESIDE = """
+import importlib, os, sys
+name, package, *versions = sys.argv[1:]
+beside = importlib.import_module(package)
+for version in versions:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    beside.__version__ = version
+    try:
+        importlib.import_module(name)
+        print("imported", flush=True)
+    except ImportError as error:
+        print(error, flush=True)
+    os._exit(0)
+"""
+
+
+def import_beside(name: str, package: str, versions: list[str], cwd: Path) -> list[str]:
+    """What importing `name` says where each of these versions of `package` is installed."""
+    command = [sys.executable, "-c", _IMPORT_BESIDE, name, package, *versions]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 def within(seconds: float, done):
     """What `done()` returns once that is true, or at the end of the time."""
     until = time.monotonic() + seconds

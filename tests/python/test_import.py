@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from support import import_beside
+
 ROOT = Path(__file__).parents[2]
 IMPORT_LIMIT_MS = 60  # the acceptance bound on what `import vtensor` adds to `import torch`
 IMPORT_RUNS = 5
 IMPORT_ROUNDS = 4  # other work on the machine only adds: one quiet round is enough
 
 
-def run_python(code: str, cwd: Path, *arguments: str) -> str:
+def run_python(code: str, cwd: Path) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=100
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -101,29 +103,11 @@ def test_sources_without_the_extension_say_so(tmp_path: Path, command: list[str]
     assert "Run it elsewhere" in message and "scripts/build.sh" in message
 
 
-# Imports vtensor beside each torch that is named, in a fork of a process that has imported torch.
-IMPORT_BESIDE = """
-import os, sys
-import torch
-for version in sys.argv[1:]:
-    if child := os.fork():
-        os.waitpid(child, 0)
-        continue
-    torch.__version__ = version
-    try:
-        import vtensor
-        print("imported", flush=True)
-    except ImportError as error:
-        print(error, flush=True)
-    os._exit(0)
-"""
-
-
 def test_a_torch_is_refused_if_it_is_older(tmp_path: Path) -> None:
     (oldest,) = re.findall('"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
     older = ["2.9.1+cu128", "1.13.0a0+git1234"]
     newer = ["2.10.0", "2.11.0a0+git1234", "3.0.0+cpu"]
-    assert run_python(IMPORT_BESIDE, tmp_path, *older, *newer).splitlines() == [
+    assert import_beside("vtensor", "torch", older + newer, tmp_path) == [
         f"[import vtensor] torch {version} is installed, vtensor needs {oldest} or newer: "
         f'pip install "torch>={oldest}"'
         for version in older
