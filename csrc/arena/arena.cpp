@@ -77,9 +77,8 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
                                        const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                        const Caller& caller, const char* hole) {
   const std::size_t page = pool->page_size();
-  // 2^47 bytes are the addresses of a process on x86-64; a page's neighbours are numbered in 32
-  // bits.
-  const std::size_t limit = std::min<std::size_t>(std::size_t{1} << 47, kNone * page);
+  // A page's neighbours are numbered in 32 bits.
+  const std::size_t limit = std::min<std::size_t>(kMostBytes, kNone * page);
   if (bytes == 0 || bytes > limit - page) {
     throw CapacityExceeded("[", caller.operation, "] ", bytes,
                            " bytes cannot be reserved in pages of ", page,
@@ -91,15 +90,10 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
   {
     PoolLock lock(pool);
     pool->reap();
-    arena->range_.begin(pool->driver().reserve(pages), 0);
-    arena->known_ = faults::know(std::move(report), arena->base(), pages * page,
-                                 !pool->traits().device.on_host());
-    arena->reserved_ = true;
-    const std::uint64_t own = pool->add(arena.get());
+    const std::uint64_t own = arena->reserve(std::move(report), caller);
     arena->range_.set_owner(owner.value_or(own));
     arena->of_several_ = owner.has_value();
     if (arena->of_several_) arena->range_.stitch();
-    arena->work_.note(caller);
   }
   return arena;
 }

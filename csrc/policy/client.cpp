@@ -22,6 +22,16 @@ Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
       range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
       work_(driver_) {}
 
+std::uint64_t Client::reserve(std::unique_ptr<faults::Range> report, const Caller& caller) {
+  const Address base = driver_.reserve(range_.row_pages() * range_.rows());
+  reserved_ = true;
+  known_ = faults::know(std::move(report), base, range_.bytes(), !pool_->traits().device.on_host());
+  const std::uint64_t id = pool_->add(this);
+  range_.begin(base, id);
+  work_.note(caller);
+  return id;
+}
+
 void Client::use(const Caller& caller) {
   if (!PendingWork::runs_behind(driver_, caller.stream)) return;
   const PoolLock lock(pool_);

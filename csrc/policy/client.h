@@ -180,7 +180,14 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual void check(std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED = 0;
 
  protected:
+  // 2^47 bytes are the addresses of a process on x86-64.
+  static constexpr std::size_t kMostBytes = std::size_t{1} << 47;
+
   Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
+
+  // Reserves the addresses of its rows and joins the pool. Returns its id, which owns the pages.
+  // `report`: what reports of faults say of them. Throws DriverError.
+  std::uint64_t reserve(std::unique_ptr<faults::Range> report, const Caller& caller) VT_LOCKED;
 
   // What it is, for messages.
   virtual const char* noun() const = 0;

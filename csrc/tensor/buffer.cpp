@@ -35,12 +35,10 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
                             " positions of ", shape.item_bytes, " bytes in ", shape.rows,
                             " rows passes the address space: lower the capacity");
   };
-  // 2^47 bytes are the addresses of a process on x86-64.
-  constexpr std::size_t limit = std::size_t{1} << 47;
-  if (!bytes || *bytes > limit) throw too_large();
+  if (!bytes || *bytes > kMostBytes) throw too_large();
   const std::size_t row_pages = std::max<std::size_t>(1, ceil_div(shape.phase + *bytes, page));
   const auto pages = checked_multiply(row_pages, shape.rows);
-  if (!pages || *pages > limit / page) throw too_large();
+  if (!pages || *pages > kMostBytes / page) throw too_large();
 
   std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages));
   if (report == nullptr) {
@@ -50,12 +48,7 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
   }
   PoolLock lock(pool);
   pool->reap();
-  const Address base = pool->driver().reserve(*pages);
-  buffer->reserved_ = true;
-  buffer->known_ =
-      faults::know(std::move(report), base, *pages * page, !pool->traits().device.on_host());
-  buffer->range_.begin(base, pool->add(buffer.get()));
-  buffer->work_.note(caller);
+  buffer->reserve(std::move(report), caller);
   ++pool->counted.tensors_fresh;
   return buffer;
 }
@@ -554,8 +547,7 @@ bool Buffer::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pag
 
 FencePtr Buffer::clean(std::span<const Reservation::Run> runs) {
   const Stream stream = driver_.side_stream();
-  for (const Reservation::Run& run : runs)
-    range_.zero({range_.address(run), run.indices.size() * range_.page_size()}, stream);
+  range_.zero(runs, stream);
   return driver_.fence(stream);
 }
 

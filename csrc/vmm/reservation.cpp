@@ -320,8 +320,12 @@ std::vector<PageTable::Run> Reservation::unclean_in(Interval indices, std::size_
   });
 }
 
-void Reservation::make_clean(std::span<const Run> runs, Stream stream) {
+void Reservation::zero(std::span<const Run> runs, Stream stream) const {
   for (const Run& run : runs) zero({address(run), run.indices.size() * page_size_}, stream);
+}
+
+void Reservation::make_clean(std::span<const Run> runs, Stream stream) {
+  zero(runs, stream);
   for (const Run& run : runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
       at(run.row, index).page->last_owner = owner_;

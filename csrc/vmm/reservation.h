@@ -134,6 +134,7 @@ class Reservation : public PageTable {
   // -- bytes
 
   void zero(Bytes bytes, Stream stream) const;
+  void zero(std::span<const Run> runs, Stream stream) const;
   // Runs of pages in `indices` that show what another owner left, of `most` pages in all; and their
   // zeroing.
   std::vector<Run> unclean_in(Interval indices, std::size_t most = SIZE_MAX) const VT_LOCKED;
