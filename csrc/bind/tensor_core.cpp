@@ -431,8 +431,7 @@ void TensorCore::move_to_front(nb::handle self, const Operation& operation, std:
   const std::size_t kept = length();
   // In a tensor made by zeros(), all new positions; otherwise what the pages hold of a parent's
   // bytes, counted from the new start.
-  const std::size_t stale =
-      spec_.zeroed ? kept + n : stale_until_ - std::min(stale_until_, positions_.begin);
+  const std::size_t stale = spec_.zeroed ? kept + n : sub_sat(stale_until_, positions_.begin);
   std::shared_ptr<Buffer> moved;
   while_detached(self, [&] {
     moved = operation.with_memory([&] {
@@ -544,7 +543,7 @@ void TensorCore::take_rows(std::shared_ptr<Buffer> rows, std::size_t batch) {
   spec_.sizes[0] = static_cast<std::int64_t>(batch);
   buffer_->abandon();
   use(std::move(rows));
-  const std::size_t reached = stale_until_ - std::min(stale_until_, positions_.begin);
+  const std::size_t reached = sub_sat(stale_until_, positions_.begin);
   positions_ = {0, length()};
   stale_until_ = spec_.zeroed ? buffer_->geometry().reach(positions_) : reached;
 }

@@ -244,7 +244,7 @@ std::size_t SlotCache::room_of(std::size_t slot, std::size_t group, std::size_t 
   std::size_t room = std::min(most, buffer.writable_until(length));
   // The tile behind the length is mapped too.
   const std::size_t mapped = buffer.extent().end * page / rows.item_bytes;
-  if (mapped < most) room = std::min(room, mapped - std::min(mapped, buffers_.shape().tail()));
+  if (mapped < most) room = std::min(room, sub_sat(mapped, buffers_.shape().tail()));
   if (rows.window == 0 || rows.window >= most) return room;
   const std::size_t next = (buffers_.page_of(group, buffers_.begins(slot)[group]) + 1) * page;
   return std::min(room, ceil_div(next, rows.item_bytes) + rows.window - 1);
@@ -434,12 +434,13 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
 std::size_t SlotCache::publish(const Caller& caller, std::size_t slot,
                                std::span<const Token> tokens, const std::string& salt) {
   lengths_->require_whole(caller, slot);
-  const bool adds = prefixes_.adds(caller, slot, lengths_->length(slot), tokens, salt);
+  const std::size_t known = prefixes_.known(caller, slot, lengths_->length(slot), tokens, salt);
+  const bool adds = known != tokens.size() / prefixes_.index().unit();
   if (adds) {
     await_arrival(caller, slot);
     lengths_->forget_room(slot);
   }
-  const std::size_t published = prefixes_.publish(caller, slot, tokens, salt);
+  const std::size_t published = prefixes_.publish(caller, slot, tokens, salt, known);
   if (adds) look_further({&slot, 1});
   return published;
 }

@@ -5,6 +5,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/align.h"
+
 namespace vtensor {
 
 bool SlotNeeds::fit(std::span<const std::int64_t> lengths, Bands bands, bool alone) const {
@@ -22,7 +24,7 @@ bool SlotNeeds::fit(std::span<const std::int64_t> lengths, Bands bands, bool alo
       prefixes_.index().evictable() + (alone ? 0 : pool->spared_elsewhere());
   const PoolLock lock(pool);
   const auto [pages, ready] = need(lengths, bands);
-  const std::size_t own = store.budget() - std::min(store.budget(), store.in_use());
+  const std::size_t own = sub_sat(store.budget(), store.in_use());
   const std::size_t unused = alone ? own : store.unused(), others = reclaimable(counts);
   return pages + std::min(ready, others) <= unused + others + evictable &&
          store.shortage(std::min(pages, unused)).missing == 0;

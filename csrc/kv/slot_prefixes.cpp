@@ -24,8 +24,8 @@ void SlotPrefixes::finish(const Caller& caller, std::size_t slot) {
   expects_[slot] = false;
 }
 
-bool SlotPrefixes::adds(const Caller& caller, std::size_t slot, std::size_t length,
-                        std::span<const Token> tokens, const std::string& salt) const {
+std::size_t SlotPrefixes::known(const Caller& caller, std::size_t slot, std::size_t length,
+                                std::span<const Token> tokens, const std::string& salt) const {
   if (tokens.size() > length) {
     throw InvalidArgument("[", caller.operation, "] ", tokens.size(), " tokens were given, slot ",
                           slot, " has ", length, ": give those whose K and V are in it");
@@ -37,7 +37,8 @@ bool SlotPrefixes::adds(const Caller& caller, std::size_t slot, std::size_t leng
                           slot, " was given for its first ", own.size(),
                           ": name the tokens whose K and V it has");
   }
-  if (tokens.size() / index_.unit() == index_.known(tokens, salt)) return false;
+  const std::size_t known = index_.known(tokens, salt);
+  if (tokens.size() / index_.unit() == known) return known;
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {
     if (buffers_.begins(slot)[group] == 0) continue;
     const std::size_t window = buffers_.group(group).window;
@@ -45,12 +46,13 @@ bool SlotPrefixes::adds(const Caller& caller, std::size_t slot, std::size_t leng
                           window, " that gave their first pages back: publish before it is ",
                           window, " tokens long");
   }
-  return true;
+  return known;
 }
 
 std::size_t SlotPrefixes::publish(const Caller& caller, std::size_t slot,
-                                  std::span<const Token> tokens, const std::string& salt) {
-  const std::size_t known = index_.known(tokens, salt), units = tokens.size() / index_.unit();
+                                  std::span<const Token> tokens, const std::string& salt,
+                                  std::size_t known) {
+  const std::size_t units = tokens.size() / index_.unit();
   const std::size_t published = units * index_.unit();
   std::vector<Token> after(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(published));
   index_.add(tokens, salt, known, offer(caller, slot, known, units));

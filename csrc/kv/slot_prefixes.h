@@ -59,13 +59,15 @@ class SlotPrefixes {
   bool expects(std::size_t slot) const { return expects_[slot] != 0; }
   void finish(const Caller& caller, std::size_t slot);
 
-  // Whether publishing a slot of `length` would add to the index. Throws InvalidArgument if the
-  // tokens are not the slot's first, or if it has given pages of them back.
-  bool adds(const Caller& caller, std::size_t slot, std::size_t length,
-            std::span<const Token> tokens, const std::string& salt) const;
-  // Puts the whole units of the tokens into the index. Returns how many tokens it has of them.
+  // Units of the tokens that the index knows, before a slot of `length` publishes the others.
+  // Throws InvalidArgument if the tokens are not the slot's first, or if it has given back pages
+  // that would be published.
+  std::size_t known(const Caller& caller, std::size_t slot, std::size_t length,
+                    std::span<const Token> tokens, const std::string& salt) const;
+  // Puts the whole units of the tokens behind the first `known` into the index. Returns how many
+  // tokens it has of them.
   std::size_t publish(const Caller& caller, std::size_t slot, std::span<const Token> tokens,
-                      const std::string& salt);
+                      const std::string& salt, std::size_t known);
   // To be called before something may write to positions from `begin` on.
   void protect(const Caller& caller, std::size_t slot, std::size_t begin);
 
