@@ -18,17 +18,6 @@ void PageTable::reserve(std::size_t indices) {
   stride_ = stride;
 }
 
-void PageTable::set(std::size_t row, std::size_t index, Entry entry) noexcept {
-  Entry& here = entries_[row * stride_ + index];
-  const auto change = [&](bool (*counted)(const Entry&)) {
-    return std::size_t{counted(entry)} - std::size_t{counted(here)};
-  };
-  add(mapped_, change(is_mapped));
-  copy_on_write_ += change(is_copy_on_write);
-  add(quarantined_, change(is_quarantined));
-  here = entry;
-}
-
 template <typename Counted>
 std::size_t PageTable::count(Interval indices, Counted counted) const {
   std::size_t pages = 0;

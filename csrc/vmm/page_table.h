@@ -128,11 +128,22 @@ class PageTable {
 
  protected:
   ~PageTable() = default;
-  void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED;
+  // In line: a fork sets each of its pages twice.
+  void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED {
+    Entry& here = entries_[row * stride_ + index];
+    if (is_mapped(here) != is_mapped(entry)) add(mapped_, is_mapped(entry) ? 1 : kLess);
+    if (is_copy_on_write(here) != is_copy_on_write(entry))
+      copy_on_write_ += is_copy_on_write(entry) ? 1 : kLess;
+    if (is_quarantined(here) != is_quarantined(entry))
+      add(quarantined_, is_quarantined(entry) ? 1 : kLess);
+    here = entry;
+  }
   // Of another table, whose range ends in this one's.
   void add_quarantined(std::size_t pages) noexcept VT_LOCKED { add(quarantined_, pages); }
 
  private:
+  static constexpr std::size_t kLess = SIZE_MAX;  // -1, as counts add
+
   template <typename Counted>
   std::size_t count(Interval indices, Counted counted) const VT_LOCKED;
   // Without an atomic instruction: counts change under the lock alone.

@@ -162,13 +162,15 @@ void Reservation::ready(Arrival& arrival, Stream stream, bool populate) const {
 }
 
 void Reservation::enter(const Arrival& arrival) {
+  const bool refused = arrival.error != nullptr;
+  const EntryState state = arrival.state;
   std::size_t i = 0;
   for (const Run& run : arrival.runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++i) {
       Page* const page = arrival.pages[i];
-      if (!arrival.error) {
-        if (arrival.state == EntryState::writable) page->last_owner = owner_;
-        set(run.row, index, {page, arrival.state});
+      if (!refused) {
+        if (state == EntryState::writable) page->last_owner = owner_;
+        set(run.row, index, {page, state});
       } else if (is_stuck(arrival.stuck, i)) {
         quarantine(run.row, index);
       } else {
