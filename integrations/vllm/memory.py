@@ -52,7 +52,10 @@ class TableMemory:
                 self.pool.budget = self.share
             self._takers = 1 if shared is None else workers  # of the free pages
         except vtensor.InvalidArgument as error:
-            raise RuntimeError(f"[vtensor.vllm] VTENSOR_VLLM_*: {error}") from None
+            settings = (
+                f"{name}={value}" for name, value in os.environ.items() if name.startswith("VTENSOR_VLLM_")
+            )
+            raise RuntimeError(f"[vtensor.vllm] with {', '.join(sorted(settings))}: {error}") from None
         self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
         self.blocks = vtensor.Blocks(self.arena, config.num_blocks, self.parts)
         self.count = len(self.blocks)

@@ -99,7 +99,7 @@ def test_without_a_prefix_cache_an_idle_engine_keeps_nothing(results):
     [
         ({"VTENSOR_VLLM_BUDGET": "64KiB"}, "holds 0 blocks of"),
         ({"VTENSOR_VLLM_BUDGET": "1MiB"}, "raise VTENSOR_VLLM_BUDGET, or lower max_model_len"),
-        ({"VTENSOR_VLLM_PAGE_SIZE": "5000"}, "page_size"),
+        ({"VTENSOR_VLLM_PAGE_SIZE": "5000"}, "VTENSOR_VLLM_PAGE_SIZE=5000: [host driver] a page size of"),
         ({"VTENSOR_VLLM_BUDGET": "much"}, "budget is 'much'"),
     ],
 )
