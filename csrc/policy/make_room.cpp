@@ -159,14 +159,14 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
                        " bytes were asked for: free tensors or views first");
     }
     const std::size_t most = pages - store.in_use();
-    const std::size_t kept = store.spare().size() + store.under_way();
+    const std::size_t kept = store.releasable() + store.under_way();
     if (kept <= most) return;
-    if (store.spare().size() != 0) {
+    if (store.releasable() != 0) {
       store.release(lock, kept - most);  // other threads may take pages meanwhile
     } else {
       pool_.await(lock, operation, "a driver call that makes memory or gives it back",
                   [&store, most]()
-                      VT_LOCKED { return store.spare().size() != 0 || store.under_way() <= most; });
+                      VT_LOCKED { return store.releasable() != 0 || store.under_way() <= most; });
     }
   }
 }

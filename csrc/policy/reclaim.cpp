@@ -38,12 +38,12 @@ Reclaim::Result Reclaim::give_up(PoolLock& lock) {
   PageStore& store = pool_.store();
   const std::size_t missing = store.shared()->missing_elsewhere();
   if (missing == 0) return Result::done;
-  if (store.spare().size() == 0) {
+  if (store.releasable() == 0) {
     MakeRoom room(pool_);
     pool_.settle_all(lock);
     const std::size_t leaving = room.pages_leaving() * pool_.page_size();
-    if (store.spare().size() == 0 && leaving >= missing) return Result::waits;
-    if (store.spare().size() == 0 && !room.give_up_spare(lock)) {
+    if (store.releasable() == 0 && leaving >= missing) return Result::waits;
+    if (store.releasable() == 0 && !room.give_up_spare(lock)) {
       const Result result = shrink(lock, ceil_div(missing - leaving, pool_.page_size()));
       return result == Result::done && leaving != 0 ? Result::waits : result;
     }

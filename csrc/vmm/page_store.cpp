@@ -95,6 +95,11 @@ void PageStore::set_private_copies(std::size_t pages) {
   if (needed > charged()) shared_->charge_anyway((needed - charged()) * driver_.traits().page_size);
 }
 
+void PageStore::promise(std::ptrdiff_t pages) {
+  promised_ += static_cast<std::size_t>(pages);
+  if (pages < 0 && (options_.max_age.count() != 0 || spare_.size() > high_)) request_maintenance();
+}
+
 PageStore::Shortage PageStore::shortage(std::size_t pages) const {
   if (options_.device_reserve == 0 || pages <= spare_.size()) return {};
   const std::size_t fresh = (pages - spare_.size()) * driver_.traits().page_size;
@@ -188,7 +193,7 @@ void PageStore::require_charge(std::size_t taken, std::size_t spare) {
 }
 
 void PageStore::release(PoolLock& lock, std::size_t n) {
-  n = std::min(n, spare_.size());
+  n = std::min(n, releasable());
   if (driver_.traits().adjacent_handles) {
     for (; n != 0; --n) empty(spare_.oldest(), 1);
     return;
@@ -352,7 +357,7 @@ steady_clock::time_point PageStore::maintain(PoolLock& lock) {
   const auto now = steady_clock::now();
   maintenance_due_ = false;
   try {
-    if (spare_.size() > high_) {
+    if (releasable() > high_) {
       release(lock, 1);  // one at a time: callers may wait for the lock
       maintenance_due_ = true;
       return now;
@@ -360,7 +365,7 @@ steady_clock::time_point PageStore::maintain(PoolLock& lock) {
     const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : available()});
     if (spare_.size() < low && cover(low)) stock(lock, low);
     auto due = steady_clock::time_point::max();
-    if (options_.max_age.count() == 0 || spare_.size() <= low) return due;
+    if (options_.max_age.count() == 0 || releasable() <= low) return due;
     const std::chrono::nanoseconds freed_at(spare_.oldest()->freed_at);
     due = steady_clock::time_point(freed_at) + options_.max_age;
     if (due > now) return due;

@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/align.h"
 #include "driver/driver.h"
 #include "vmm/page.h"
 #include "vmm/placement.h"
@@ -67,7 +68,7 @@ class PageStore {
   std::size_t private_copies() const VT_LOCKED { return private_copies_; }
   void set_private_copies(std::size_t pages) VT_LOCKED;
   // Keeps `pages` for an operation that is about to let the lock go; given back by promise(-pages).
-  void promise(std::ptrdiff_t pages) VT_LOCKED { promised_ += static_cast<std::size_t>(pages); }
+  void promise(std::ptrdiff_t pages) VT_LOCKED;
 
   // -- a budget that is shared; without one all pages are covered
 
@@ -120,14 +121,16 @@ class PageStore {
   // -- the memory of free pages
 
   const SparePages& spare() const VT_LOCKED { return spare_; }
+  // Spare pages that nothing is promised: their memory may go back.
+  std::size_t releasable() const VT_LOCKED { return sub_sat(spare_.size(), promised_); }
   // Has the memory of `pages` free pages made, if the driver takes long for that. True if it let
   // the lock go.
   bool make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED;
   // The same on every driver, for pages that no growth asks for yet. Makes what is missing without
   // the lock.
   void stock(PoolLock& lock, std::size_t pages) VT_LOCKED;
-  // Gives back the memory of the `n` oldest spare pages, without the lock if each has a handle of
-  // its own.
+  // Gives back the memory of the `n` oldest spare pages, or of all that are releasable, without the
+  // lock if each has a handle of its own.
   void release(PoolLock& lock, std::size_t n) VT_LOCKED;
   // Gives back the memory of all spare pages, neighbours in one call; returns how many pages.
   std::size_t release_adjacent() VT_LOCKED;

@@ -23,6 +23,7 @@ _SIGNATURES = {
     "simcuda_launch": ([_u64, _u64, _u64, _int], _int),
     "simcuda_occupy": ([_u64, _double], _int),
     "simcuda_take_memory": ([_int, ctypes.c_int64], _int),
+    "simcuda_free_memory": ([_int], _u64),
     "simcuda_make_context": ([_int], _u64),
     "simcuda_make_stream": ([_int], _u64),
     "simcuda_destroy_stream": ([_u64], _int),
@@ -102,6 +103,9 @@ class SimulatedDevice:
 
     def unseen_events(self, queries: int = 0) -> None:
         self._call["simcuda_unseen_events"](queries)
+
+    def free_memory(self) -> int:
+        return self._call["simcuda_free_memory"](0)
 
     def slow(self, call: str, microseconds: float) -> None:
         self._done("simcuda_set_latency", call.encode(), microseconds, 0)

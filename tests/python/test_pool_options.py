@@ -210,6 +210,28 @@ def test_idle_is_between_the_marks(pool_factory, kind):
         assert pool.stats().pages_spare == 8
 
 
+def test_what_unsharing_takes_is_not_released_beside_it(pool_factory, sim):
+    """I5: at the high mark, while the driver maps, the mapper leaves alone what the growth takes next."""
+    pool = pool_factory("simcuda", pages=3, spare_high=0, prefetch=0, cache=0)
+    t = filled(pool, PER_PAGE // 2)
+    fork = t.fork()
+    before = sim.free_memory() + PAGE  # as without any page
+    sim.slow("cuMemMap", 30_000)
+    sim.slow("cuMemRelease", 60_000)
+    growth = threading.Thread(target=t.extend, args=(PER_PAGE,))
+    growth.start()
+    least = before
+    while growth.is_alive():
+        least = min(least, sim.free_memory())
+    growth.join()
+    sim.slow("cuMemMap", 0)
+    sim.slow("cuMemRelease", 0)
+    assert before - least == 3 * PAGE
+    pool.wait_idle(5)
+    assert pool.stats().pages_spare == 0
+    assert t[: PER_PAGE // 2].eq(fork[...]).all()
+
+
 def test_idle_waits_for_no_memory_that_the_system_refuses_to_take(pool_factory):
     pool = pool_factory("host", spare_high=0, prefetch=0)
     t = filled(pool, 4 * PER_PAGE)
