@@ -20,9 +20,10 @@ check_stub() {
 check_architecture() {
   pytest -q tests/python/test_architecture.py
 }
-# One process: benchmarks and rehearsals have bounds on their time.
 slow_tests() {
-  VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so pytest -m slow tests
+  export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so
+  pytest -n 2 --dist worksteal -m "slow and not alone" tests/python
+  pytest -m "slow and alone" tests/python
 }
 # The general suites again with the default options: look-ahead and reuse.
 default_pools() {

@@ -68,6 +68,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker("slow")
+            item.add_marker("alone")
     if not DEFAULT_POOLS:
         return
     exact = [item for item in items if item.get_closest_marker("exact")]

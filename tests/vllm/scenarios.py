@@ -63,7 +63,7 @@ MODELS = {
 
 
 def model(name: str) -> str:
-    folder = FOLDER / name
+    folder = FOLDER / f"{sys.argv[1]}-{name}"  # not the other mode's, which runs at the same time
     if not folder.exists():
         torch.manual_seed(0)
         MODELS[name]().float().save_pretrained(folder)
@@ -492,7 +492,7 @@ def main() -> None:
     """Each scenario in a child of its own, which need not import vLLM again."""
     failed = []
     for name in sys.argv[3:] or SCENARIOS:
-        print(name, flush=True)
+        begun = time.monotonic()
         child = os.fork()
         if child == 0:
             try:
@@ -506,6 +506,7 @@ def main() -> None:
             os._exit(1)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
             failed.append(name)
+        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

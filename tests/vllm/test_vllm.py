@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
 NAMES = [line.split()[1].split("(")[0] for line in SCRIPT.read_text().split("@scenario\n")[1:]]
+MODES = ("stock", "vtensor")
 MIB = 1 << 20
 
 
@@ -26,15 +28,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def results(folder):
-    """Of both modes, by scenario. None where the scenario failed."""
-    found = {}
-    for mode in ("stock", "vtensor"):
-        run = subprocess.run([sys.executable, "-W", "ignore", SCRIPT, mode, folder], timeout=1800, text=True)
-        print(mode, "ended with", run.returncode)
-        for name in NAMES:
-            file = folder / f"{mode}-{name}.json"
-            found[mode, name] = json.loads(file.read_text()) if file.exists() else None
-    return found
+    """Of both modes, run side by side, by scenario. None if the scenario failed."""
+
+    def run(mode):
+        command = [sys.executable, "-W", "ignore", SCRIPT, mode, folder]
+        print(mode, "ended with", subprocess.run(command, timeout=1800).returncode)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(run, MODES))
+    files = {(mode, name): folder / f"{mode}-{name}.json" for mode in MODES for name in NAMES}
+    return {key: json.loads(file.read_text()) if file.exists() else None for key, file in files.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,7 +67,7 @@ def test_two_engines_reach_the_whole_in_turn(results, name):
         assert min(held) >= 48 - 2
 
 
-@pytest.mark.parametrize("mode", ["stock", "vtensor"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_killed_worker_ends_the_engine(results, mode):
     """By vLLM's own error, and soon."""
     killed = results[mode, "a_worker_is_killed"]
