@@ -66,7 +66,7 @@ cpp_tests() {
   # ThreadSanitizer of GCC 12 cannot place its shadow where the kernel randomises addresses widely.
   local fixed_addresses=(setarch "$(uname -m)" -R)
   "${fixed_addresses[@]}" true 2>/dev/null || fixed_addresses=()
-  "${fixed_addresses[@]}" ctest --preset "$1"
+  "${fixed_addresses[@]}" ctest --preset "$1" -j "$JOBS"
 }
 
 step "ruff check" ruff check .
