@@ -40,7 +40,7 @@ def make(settings: Settings, slots: int, max_len: int, **options) -> tuple[vtens
     page = PAGE if settings.device == "cpu" else None
     pool = vtensor.Pool(settings.device, page_size=page, budget=6 << 30)
     head_dim = HEAD_DIM if settings.device == "cpu" else 32 * HEAD_DIM
-    options = {"layer_group": LAYERS} | options
+    options = {"layer_group": LAYERS, "dtype": torch.bfloat16} | options
     return pool, vtensor.KVCache(LAYERS, HEADS, head_dim, slots, max_len, tile=1, pool=pool, **options)
 
 

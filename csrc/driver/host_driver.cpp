@@ -418,7 +418,8 @@ class HostDriver final : public Driver {
   // Writes to mapped pages, and makes them present.
   void write_pages(std::byte* to, const std::byte* from, std::size_t bytes) {
     const auto at = reinterpret_cast<Address>(to);
-    const std::size_t written = write_memfd(at, from, bytes);
+    // Several threads may copy at once to memory that is there.
+    const std::size_t written = is_there(at, bytes) ? 0 : write_memfd(at, from, bytes);
     // If this is refused, the faults of the copy do it, or those of the next read.
     for (std::size_t done = 0; done < bytes; done += kPopulateBytes) {
       populate_some(at + done, std::min(kPopulateBytes, bytes - done));
@@ -440,10 +441,23 @@ class HostDriver final : public Driver {
         mapping = *found;
       }
       const std::size_t n = std::min(bytes - done, mapping.end() - (at + done));
-      const std::uint64_t offset = mapping.offset + (at + done - mapping.begin);
-      if (write_some(at + done, from + done, n, static_cast<off_t>(offset), done)) break;
+      const auto offset = static_cast<off_t>(mapping.offset + (at + done - mapping.begin));
+      if (write_some(at + done, from + done, n, offset, done)) break;
     }
     return done;
+  }
+
+  // Whether the memory of mapped pages is there, by its first byte and its last.
+  bool is_there(Address at, std::size_t bytes) {
+    const std::size_t small_page = granularity_of_kernel();
+    const auto has = [&](Address byte) {
+      unsigned char there = 0;
+      const Refusal refusal = call(Call::mincore, byte, 1, [&] {
+        return mincore(pointer(byte - byte % small_page), 1, &there) == 0;
+      });
+      return !refusal && (there & 1) != 0;
+    };
+    return has(at) && has(at + bytes - 1);
   }
 
   // One pwrite to the memfd, seen in the trace at `at`. Adds to `done` what it wrote.

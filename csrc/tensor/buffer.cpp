@@ -323,11 +323,7 @@ void Buffer::unshare(PoolLock& lock, const Caller& caller, std::span<const Reser
 
 // All of them, or none: so the owner has a whole prefix, or nothing beside pages of its own.
 bool Buffer::find_expected(Reservation::Arrival& arrival) const {
-  arrival.given = true;
-  arrival.state = EntryState::copy_on_write;
-  arrival.pages = expected_->references.pages();
-  for (std::size_t row = 0; row < range_.rows(); ++row)
-    arrival.runs.push_back({row, expected_->indices});
+  arrival = range_.shared(expected_->indices, expected_->references.pages());
   return range_.count_quarantined(expected_->indices) == 0;
 }
 

@@ -11,6 +11,25 @@
 #include "vmm/wait.h"
 
 namespace vtensor {
+namespace {
+
+Interval indices_of(std::span<const std::shared_ptr<PageSet>> page_sets) {
+  return {page_sets.front()->indices().begin, page_sets.back()->indices().end};
+}
+
+// Row after row.
+std::vector<Page*> pages_of(std::span<const std::shared_ptr<PageSet>> page_sets, std::size_t rows) {
+  std::vector<Page*> pages;
+  for (std::size_t row = 0; row < rows; ++row) {
+    for (const std::shared_ptr<PageSet>& page_set : page_sets) {
+      const std::span<Page* const> some = page_set->row(row);
+      pages.insert(pages.end(), some.begin(), some.end());
+    }
+  }
+  return pages;
+}
+
+}  // namespace
 
 template <typename Find>
 std::vector<Reservation::Run> Sharing::have_ready(PoolLock& lock, Find find) const {
@@ -178,20 +197,7 @@ void Sharing::raise_lost() const {
               "] places of it were lost in a driver call that could not be undone: close it");
 }
 
-void Sharing::expect(Interval positions,
-                     std::span<const std::shared_ptr<PageSet>> page_sets) const {
-  if (page_sets.empty()) return;
-  protect_origins(page_sets);
-  const Interval indices{page_sets.front()->indices().begin, page_sets.back()->indices().end};
-  std::vector<Page*> pages;
-  for (std::size_t row = 0; row < range_.rows(); ++row) {
-    for (const std::shared_ptr<PageSet>& page_set : page_sets) {
-      const std::span<Page* const> some = page_set->row(row);
-      pages.insert(pages.end(), some.begin(), some.end());
-    }
-  }
-  PoolLock lock(buffer_.pool());
-  pool_.reap();
+void Sharing::await_places(PoolLock& lock, Interval indices) const {
   if (range_.quarantined() != 0) raise_lost();
   pool_.await(lock, caller_.operation, "the work that used the pages that were here",
               [&]() VT_LOCKED {
@@ -201,6 +207,17 @@ void Sharing::expect(Interval positions,
                 return range_.count_mapped(indices) == 0;
               });
   range_.reserve(indices.end);
+}
+
+void Sharing::expect(Interval positions,
+                     std::span<const std::shared_ptr<PageSet>> page_sets) const {
+  if (page_sets.empty()) return;
+  protect_origins(page_sets);
+  const Interval indices = indices_of(page_sets);
+  std::vector<Page*> pages = pages_of(page_sets, range_.rows());
+  PoolLock lock(buffer_.pool());
+  pool_.reap();
+  await_places(lock, indices);
   buffer_.expect(
       std::make_unique<const ExpectedPages>(pool_.store(), positions, indices, std::move(pages)));
 }
@@ -221,14 +238,19 @@ void Sharing::accept_expected() const {
 
 void Sharing::accept(Interval positions,
                      std::span<const std::shared_ptr<PageSet>> page_sets) const {
-  expect(positions, page_sets);
-  try {
-    accept_expected();
-  } catch (...) {
-    const PoolLock lock(buffer_.pool());
-    buffer_.expect(nullptr);
-    throw;
-  }
+  if (page_sets.empty()) return;
+  protect_origins(page_sets);
+  const Interval indices = indices_of(page_sets);
+  Reservation::Arrival arrival = range_.shared(indices, pages_of(page_sets, range_.rows()));
+  PoolLock lock(buffer_.pool());
+  pool_.reap();
+  await_places(lock, indices);
+  const Buffer::Busy busy(buffer_, lock, caller_);
+  buffer_.require_no_capture(caller_);
+  buffer_.note(caller_);
+  range_.map(lock, arrival, caller_.stream, false);
+  buffer_.assign(positions, indices);
+  range_.event(trace::What::fork, indices);
 }
 
 void Sharing::reindex(const Caller& caller, std::span<const Reindexing> all) {

@@ -77,6 +77,8 @@ class Sharing {
   // Before their pages are mapped here: nothing writes to them any more.
   void protect_origins(std::span<const std::shared_ptr<PageSet>> page_sets) const;
   [[noreturn]] void raise_lost() const;
+  // Waits until nothing is mapped at `indices`, and makes entries for them.
+  void await_places(PoolLock& lock, Interval indices) const VT_LOCKED;
 
   Buffer& buffer_;
   Reservation& range_;

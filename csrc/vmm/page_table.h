@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -128,7 +129,19 @@ class PageTable {
 
  protected:
   ~PageTable() = default;
-  // In line: a fork sets each of its pages twice.
+  // Of empty entries: `pages` are on their way to them.
+  void arrive(std::size_t row, std::size_t begin, std::span<Page* const> pages) VT_LOCKED {
+    Entry* entry = &entries_[row * stride_ + begin];
+    for (Page* const page : pages) *entry++ = {page, EntryState::arriving};
+  }
+  // They are mapped.
+  void arrived(const Run& run, EntryState state) VT_LOCKED {
+    Entry* const entries = &entries_[run.row * stride_];
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
+      entries[index].state = state;
+    add(mapped_, run.indices.size());
+    if (state == EntryState::copy_on_write) copy_on_write_ += run.indices.size();
+  }
   void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED {
     Entry& here = entries_[row * stride_ + index];
     if (is_mapped(here) != is_mapped(entry)) add(mapped_, is_mapped(entry) ? 1 : kLess);

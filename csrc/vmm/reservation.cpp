@@ -36,6 +36,15 @@ void Reservation::take(std::size_t row, const Page* previous, std::size_t n,
   pages_.take(homes_[row], previous, n, out);
 }
 
+Reservation::Arrival Reservation::shared(Interval indices, std::vector<Page*> pages) const {
+  Arrival arrival;
+  arrival.given = true;
+  arrival.state = EntryState::copy_on_write;
+  arrival.pages = std::move(pages);
+  for (std::size_t row = 0; row < rows(); ++row) arrival.runs.push_back({row, indices});
+  return arrival;
+}
+
 void Reservation::map(PoolLock& lock, std::span<const Arriving> all, Stream stream, bool populate) {
   if (all.empty()) return;
   std::size_t claimed = 0;
@@ -68,10 +77,12 @@ void Reservation::claim(Arrival& arrival) {
       const auto [begin, end] = run.indices;
       const Page* const previous = begin == 0 ? nullptr : at(run.row, begin - 1).page;
       if (!arrival.given) take(run.row, previous, run.indices.size(), arrival.pages);
-      for (std::size_t index = begin; index < end; ++index, ++page) {
-        if (arrival.given) pages_.share(arrival.pages[page]);
-        set(run.row, index, {arrival.pages[page], EntryState::arriving});
+      const std::span<Page* const> pages = std::span(arrival.pages).subspan(page, end - begin);
+      if (arrival.given) {
+        for (Page* const one : pages) pages_.share(one);
       }
+      arrive(run.row, begin, pages);
+      page += pages.size();
       ++claimed;
     }
     arrival.stuck.reserve(arrival.pages.size());
@@ -162,16 +173,18 @@ void Reservation::ready(Arrival& arrival, Stream stream, bool populate) const {
 }
 
 void Reservation::enter(const Arrival& arrival) {
-  const bool refused = arrival.error != nullptr;
-  const EntryState state = arrival.state;
+  if (arrival.error == nullptr) {
+    for (const Run& run : arrival.runs) arrived(run, arrival.state);
+    if (arrival.state == EntryState::writable) {
+      for (Page* const page : arrival.pages) page->last_owner = owner_;
+    }
+    return;
+  }
   std::size_t i = 0;
   for (const Run& run : arrival.runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++i) {
       Page* const page = arrival.pages[i];
-      if (!refused) {
-        if (state == EntryState::writable) page->last_owner = owner_;
-        set(run.row, index, {page, state});
-      } else if (is_stuck(arrival.stuck, i)) {
+      if (is_stuck(arrival.stuck, i)) {
         quarantine(run.row, index);
       } else {
         const bool dirty = page->dirty;  // it was not written to here

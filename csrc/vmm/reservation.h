@@ -89,6 +89,8 @@ class Reservation : public PageTable {
 
   // -- mapping
 
+  // Pages of others, row after row, to be mapped copy-on-write at `indices` of every row.
+  Arrival shared(Interval indices, std::vector<Page*> pages) const;
   // The three steps, for several ranges in one batch, all or none. Throws what the driver does.
   static void map(PoolLock& lock, std::span<const Arriving> all, Stream stream, bool populate)
       VT_LOCKED;

@@ -206,6 +206,13 @@ TEST_CASE_FIXTURE(HostFixture, "a copy comes in through any mapping, whatever is
     for (const std::size_t i : {std::size_t{499}, kPages * kPage - 500, kPages * kPage})
       CHECK(byte_at(range + i) == 0);
     CHECK(byte_at(seen + 5000) == 0);  // stores do not reach a copy-on-write page
+
+    const std::uint64_t writes = driver->meter().count(ThreadRole::caller, Call::pwrite);
+    std::reverse(source.begin(), source.end());
+    driver->copy_in(range + 500, source.data(), source.size());  // to memory that is there
+    while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
+    CHECK(driver->meter().count(ThreadRole::caller, Call::pwrite) == writes);
+    CHECK(std::memcmp(bytes_at(range + 500), source.data(), source.size()) == 0);
   }
 }
 
