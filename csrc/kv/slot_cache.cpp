@@ -168,6 +168,9 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
   lengths_->require_due(caller, lengths, bands, due_);
   swaps_.settle();
   use(caller);
+  for (const std::size_t slot : due_) {
+    for (std::size_t group = 0; group < buffers_.groups(); ++group) buffers_.at(slot, group).warm();
+  }
   for (const std::size_t slot : due_) finish_prefix(caller, slot);
   std::vector<std::pair<std::size_t, std::size_t>> windowed;  // slots, and row groups with a window
   growths_.clear();
