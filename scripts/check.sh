@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # check.sh: all that test.sh leaves out: lint, format, types, layers, documentation, the golden stub, the slow
-# Python tests, and the C++ tests under the sanitizers.
+# Python tests, the random ones with more draws, and the C++ tests under the sanitizers.
 source "$(dirname "$0")/lib.sh"
 
 cpp_sources() {
@@ -21,8 +21,8 @@ check_architecture() {
   pytest -q tests/python/test_architecture.py
 }
 slow_tests() {
-  export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so
-  pytest -n 2 --dist worksteal -m "slow and not alone" tests/python
+  export VTENSOR_SIMCUDA=$PWD/build/tests/libsimcuda.so VTENSOR_TESTS=thorough
+  pytest -n 2 --dist worksteal -m "(slow or thorough) and not alone" tests/python
   pytest -m "slow and alone" tests/python
 }
 # The general suites again with the default options: look-ahead and reuse.

@@ -10,5 +10,6 @@ if [ $# -gt 0 ]; then
 fi
 # Two processes: more need more than two cores and 8 GB.
 step "Python tests" pytest -n 2 --dist worksteal -m "not slow and not alone" tests/python
-step "Python tests that run alone" pytest -m "alone and not slow" tests/python
+mapfile -t alone < <(grep -l 'mark\.alone' tests/python/test_*.py)
+step "Python tests that run alone" pytest -m "alone and not slow" "${alone[@]}"
 step "GPU tests" pytest tests/gpu

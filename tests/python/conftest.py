@@ -56,6 +56,7 @@ settings.load_profile(os.environ.get("VTENSOR_HYPOTHESIS", "ci"))
 def pytest_configure(config):
     config.addinivalue_line("markers", "seconds(n): the most time the test may take")
     config.addinivalue_line("markers", "slow: `make check` runs it, `make test` does not")
+    config.addinivalue_line("markers", "thorough: `make check` runs it again, with more cases")
     config.addinivalue_line("markers", "alone: it times something, so no other test runs beside it")
     config.addinivalue_line("markers", "keeps_pages: it may leave pages in the default pool")
     config.addinivalue_line("markers", "exact: it counts pages, as they are without look-ahead and reuse")

@@ -175,8 +175,21 @@ def mappings_within(start: int, end: int) -> list[tuple[int, int, str]]:
     return [m for m in kernel_mappings() if m[0] < end and start < m[1]]
 
 
+THOROUGH = os.environ.get("VTENSOR_TESTS") == "thorough"  # as `make check` has it
+
+
+def draws(n: int) -> int:
+    """Examples that a random test draws: ``n`` in `make check`, a fifth of that in `make test`."""
+    return n if THOROUGH else -(-n // 5)
+
+
+def every(n: int) -> int:
+    """Which of many cases a test tries: every ``n``-th in `make check`, a third of these in `make test`."""
+    return n if THOROUGH else 3 * n
+
+
 def memfd_mappings() -> int:
-    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return Path("/proc/self/maps").read_text().count("memfd:")
 
 
 def memfds() -> int:

@@ -17,6 +17,7 @@ from support import (
     Rival,
     calls,
     calls_since,
+    draws,
     eventually,
     filled,
     open_pool,
@@ -187,7 +188,8 @@ class ArenaMachine(RuleBasedStateMachine):
 
 def machine(kind: str, **options):
     test = type(f"{kind}{options}", (ArenaMachine,), {"kind": kind, "options": options}).TestCase
-    test.settings = settings(max_examples=25, stateful_step_count=30)
+    test.settings = settings(max_examples=draws(25), stateful_step_count=30)
+    test.pytestmark = [pytest.mark.thorough]
     return needs_simcuda(test) if kind == "simcuda" else test
 
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import vtensor
 from interrupts import at_every_bytecode, place
-from support import Rival, calls, calls_since, filled, open_pool, simcuda_library
+from support import Rival, calls, calls_since, draws, filled, open_pool, simcuda_library
 from vtensor import testing
 
 PAGE = 4096
@@ -155,11 +155,13 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestHost = BlocksMachine.TestCase
-TestHost.settings = settings(max_examples=40, stateful_step_count=40)
+TestHost.settings = settings(max_examples=draws(40), stateful_step_count=40)
+TestHost.pytestmark = [pytest.mark.thorough]
 TestSimcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")(
     type("Simcuda", (BlocksMachine,), {"kind": "simcuda"}).TestCase
 )
 TestSimcuda.settings = TestHost.settings
+TestSimcuda.pytestmark.append(pytest.mark.thorough)
 
 
 # --- held, released, held again ---------------------------------------------------------------------------

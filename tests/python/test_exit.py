@@ -197,23 +197,11 @@ def test_the_interpreter_exits_with_live(open_kind, ending):
 @pytest.mark.parametrize("ending", ["names_live", "in_a_cycle", "in_a_module", "numpy_lives", "pool_dropped"])
 def test_exit_gives_everything_back_to_the_driver(ending):
     """The simulated driver says at its unloading what it was not given back."""
+    report = "os.environ['SIMCUDA_REPORT_LEAKS'] = '1'\n"
     keep_no_views = "\nview = orphan = dl = array = cycle = None; gc.collect()\n"
-    code = (
-        "import sys; sys.path.insert(0, {here!r})\nimport gc, torch, vtensor\nfrom support import *\n"
-        + LIVE.format(kind="simcuda").replace("{", "{{").replace("}", "}}")
-        + ENDINGS[ending].replace("{", "{{").replace("}", "}}")
-        + keep_no_views
-    ).format(here=str(HERE))
-    finished = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=HERE,
-        env=os.environ | {"SIMCUDA_REPORT_LEAKS": "1", "VTENSOR_SIMCUDA": str(simcuda_library())},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stderr.strip() == "", finished.stderr
+    code = report + LIVE.format(kind="simcuda") + ENDINGS[ending] + keep_no_views
+    finished = run_snippet(code, finalize=True).check()
+    assert finished.err == "", finished.err
 
 
 def test_a_process_of_its_own_exits_clean():

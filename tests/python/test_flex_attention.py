@@ -90,12 +90,12 @@ soft_cap = generate_tanh_softcap(5, approx=False)
 
 MODS = [  # each of the four masks and two score mods, for one query and for several
     (causal, alibi, 4),
-    (document, None, 1),
-    (prefix_lm, soft_cap, 1),
     *(
         pytest.param(*mods, marks=pytest.mark.slow)  # seconds of compiling each
         for mods in (
             (causal, None, 1),
+            (document, None, 1),
+            (prefix_lm, soft_cap, 1),
             (sliding_window, alibi, 1),
             (sliding_window, None, 4),
             (prefix_lm, soft_cap, 4),
@@ -142,6 +142,7 @@ def test_a_full_extent_compiles_once_for_ragged_rows_over_300_steps(pages):
     close(k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(200)
 def test_masks_over_growing_views_compile_at_most_twice_in_200_steps(pages):
     k, v = cache(pages)
@@ -190,6 +191,7 @@ def test_masks_and_score_mods_give_what_they_give_over_plain_tensors(pages, mask
     close(k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(200)
 def test_a_prompt_by_torchs_own_mask(pages):
     """`create_block_mask` and torch's own compiled function over a view, without the integration."""

@@ -26,7 +26,7 @@ from kv_support import (
     options_of,
     used,
 )
-from support import calls, calls_since, open_pool, run_snippet, simcuda_library
+from support import calls, calls_since, draws, open_pool, run_snippet, simcuda_library
 from vtensor import testing
 from vtensor.testing import kv_model
 from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine, which
@@ -251,7 +251,8 @@ class BandMachine(CacheMachine):
 def case(kind: str, shape: str):
     fixed = {"kind": kind, "options": options_of(shape, bands=BANDED[shape])}
     test = type(f"Bands{kind}{shape}".replace(" ", ""), (BandMachine,), fixed).TestCase
-    test.settings = settings(max_examples=30, stateful_step_count=40)
+    test.settings = settings(max_examples=draws(30), stateful_step_count=40)
+    test.pytestmark = [pytest.mark.thorough]
     missing = kind == "simcuda" and simcuda_library() is None
     return pytest.mark.skipif(missing, reason="libsimcuda.so is not built")(test)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import vtensor
 from interrupts import at_every_bytecode, place
 from kv_support import MAX_BATCH, MAX_LEN, UNIT, make_cache
-from support import open_pool
+from support import draws, open_pool
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -99,7 +99,8 @@ def test_an_operation_is_whole(what):
     assert places > 5
 
 
-@settings(max_examples=30)
+@pytest.mark.thorough
+@settings(max_examples=draws(30))
 @given(
     history=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=5),
     what=st.sampled_from(sorted(OPERATIONS)),

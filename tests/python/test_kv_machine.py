@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import vtensor
 from kv_support import PAGE, SHAPES, options_of
-from support import open_pool, simcuda_library
+from support import draws, open_pool, simcuda_library
 from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine
 
 
@@ -36,7 +36,8 @@ def machine(kind: str, shape: str, prefetch: int = 0, **options) -> type[Machine
 
 def case(kind: str, *arguments, **options):
     test = machine(kind, *arguments, **options).TestCase
-    test.settings = settings(max_examples=12, stateful_step_count=40)
+    test.settings = settings(max_examples=draws(12), stateful_step_count=40)
+    test.pytestmark = [pytest.mark.thorough]
     return pytest.mark.skipif(
         kind == "simcuda" and simcuda_library() is None, reason="libsimcuda.so is not built"
     )(test)
@@ -49,6 +50,7 @@ for _kind in ("host", "simcuda"):
         globals()[f"Test{_kind}{_shape}mapper"] = case(_kind, _shape, prefetch=8 * PAGE, lookahead=20)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", ["sliced", "tiles"])
 def test_the_same_draws_make_the_same_requests(kind, shape):
     """Whatever the mapper has done by then: Hypothesis draws by what there is, and draws the same twice."""
@@ -63,7 +65,7 @@ def test_the_same_draws_make_the_same_requests(kind, shape):
                 super().check()
                 history.append([(len(r.values), r.swapped) for r in self.requests.values()])
 
-        same = settings(max_examples=20, stateful_step_count=40, derandomize=True, database=None)
+        same = settings(max_examples=draws(20), stateful_step_count=40, derandomize=True, database=None)
         run_state_machine_as_test(Recorded, settings=same)
         histories.append(history)
     assert histories[0] == histories[1]

@@ -16,7 +16,7 @@ from hypothesis.stateful import precondition, rule
 
 import vtensor
 from stream_support import busy_device
-from support import check_sums, open_pool, quarter, simcuda_library
+from support import check_sums, draws, open_pool, quarter, simcuda_library
 from test_state_machine import Machine
 from vtensor import testing
 from vtensor.testing.machine import BUDGET_PAGES, PAGE_SIZES, REFUSED, which
@@ -229,8 +229,8 @@ class AskedMachine(MapperMachine):
 
 def case(machine, examples):
     found = machine.TestCase
-    found.settings = settings(max_examples=examples)
-    found.pytestmark = [pytest.mark.seconds(300)]
+    found.settings = settings(max_examples=draws(examples))
+    found.pytestmark = [pytest.mark.seconds(300), pytest.mark.thorough]
     return found
 
 

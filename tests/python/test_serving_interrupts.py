@@ -12,6 +12,7 @@ import pytest
 import vtensor.serving
 from interrupts import at_every_bytecode, moment, place
 from serving_support import GROUPS, SINGLES, SLOTS, alone, choose, engine_over, opened
+from support import every
 from vtensor import InvalidArgument
 from vtensor.serving import Layering, Request, Status
 from vtensor.serving.engine import _completion
@@ -91,6 +92,7 @@ def interrupt(setup, operation, check, **options) -> int:
     return at_every_bytecode(setup, operation, check, **options)
 
 
+@pytest.mark.thorough
 def test_step():
     """Each iteration of two runs in turn: the ends come from this step, or from a later one."""
     seen = set()
@@ -101,7 +103,8 @@ def test_step():
 
     for mix in (GROUPS, SINGLES):
         for steps in range(steps_of(mix)):
-            interrupt(partial(Run, *mix, steps), lambda run: run.engine.step(), check, stride=6, seen=seen)
+            setup = partial(Run, *mix, steps)
+            interrupt(setup, lambda run: run.engine.step(), check, stride=every(6), seen=seen)
     assert len(seen) > 1500
 
 
@@ -152,11 +155,13 @@ def cut_completions(mix, *, abandoned: bool, stride: int, **options) -> set:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_an_iteration_can_be_completed_again_or_abandoned(abandoned):
-    cut_completions(GROUPS, abandoned=abandoned, stride=2)
+    cut_completions(GROUPS, abandoned=abandoned, stride=every(2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING, Status.SWAPPED])
 def test_cancel(status):
     def group_of(run):
@@ -180,9 +185,13 @@ def test_cancel(status):
             run.scheduler.cancel("group")
         run.finish(cancelled=("group",))
 
-    assert interrupt(prepared, lambda run: run.scheduler.cancel("group"), check) > 50
+    def cancel(run):
+        run.scheduler.cancel("group")
+
+    assert interrupt(prepared, cancel, check, stride=every(1)) > 50 // every(1)
 
 
+@pytest.mark.thorough
 def test_add():
     *others, last = GROUPS[1]
 
@@ -194,9 +203,11 @@ def test_add():
             run.engine.submit(last)
         run.finish()
 
-    assert interrupt(lambda: Run(GROUPS[0], others), lambda run: run.engine.submit(last), check) > 50
+    setup = partial(Run, GROUPS[0], others)
+    assert interrupt(setup, lambda run: run.engine.submit(last), check, stride=every(1)) > 50 // every(1)
 
 
+@pytest.mark.thorough
 def test_reorder():
     """The beams are those of before, or go on with their sources; FakeModel checks what they read."""
     sources = [1, 1, 0]
@@ -222,7 +233,7 @@ def test_reorder():
         assert run.cache.stats().slots_free == SLOTS
 
     for steps in (1, 3):
-        assert interrupt(partial(prepared, steps), reorder, check) > 50
+        assert interrupt(partial(prepared, steps), reorder, check, stride=every(1)) > 50 // every(1)
 
 
 class Name:

@@ -20,7 +20,7 @@ from serving_support import (
     engine_over,
     opened,
 )
-from support import PER_PAGE, quarter, simcuda_library
+from support import PER_PAGE, draws, every, quarter, simcuda_library
 from test_serving_interrupts import Run, cut_completions, interrupt, steps_of
 from test_serving_refusals import Refusing, made
 from test_serving_refusals import serve as serve_refused
@@ -116,10 +116,8 @@ prompts = st.integers(1, 40).flatmap(lambda n: st.lists(st.integers(0, 1), min_s
 shapes = st.tuples(st.integers(0, 10), prompts, st.integers(1, 12), st.integers(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("kind", "examples"),
-    [("host", 60), ("simcuda", 25), pytest.param("host", 300, marks=pytest.mark.slow)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "examples"), [("host", draws(300)), ("simcuda", draws(75))])
 def test_each_request_as_if_alone(kind, examples):
     """What can be served alone in the same memory is served, with the same tokens."""
     if kind == "simcuda" and simcuda_library() is None:
@@ -168,6 +166,7 @@ def test_each_request_as_if_alone(kind, examples):
 # --- fairness ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tpot", TPOTS)
 @pytest.mark.parametrize("resident", [None, 0, 1])
 @pytest.mark.parametrize("layered", [True, False])
@@ -189,7 +188,7 @@ def test_a_long_prompt_among_short_requests_without_end(layered, resident, tpot)
     @example(29, 6, (11, 2), 2, 2, 0, SLOTS, 6)  # bands that stay with later prompts take what it grows into
     @example(25, 7, (11, 4), 2, 5, 25, 16, 6)  # later prompts take the room for its next piece
     @example(28, 8, (8, 1), 3, 3, 22, 16, 3)  # later prompts are walked as long as it does not come back
-    @settings(max_examples=15)
+    @settings(max_examples=draws(15))
     def serve_it(long, new, short, each, before, more_pages, token_budget, bands):
         budget = pages(long + new) + more_pages
         with opened("host", budget, SLOTS, MAX_LEN, bands=bands) as cache:
@@ -407,6 +406,7 @@ def test_any_error_of_any_call_of_the_cache(error):
     assert sum(bool(run(call)[1]) for call in range(1, calls + 1, 3)) > calls // 12
 
 
+@pytest.mark.thorough
 def test_any_refused_driver_call(kind):
     budget, requests = LAYERED
 
@@ -421,7 +421,7 @@ def test_any_refused_driver_call(kind):
     calls, none = run(1 << 30)
     assert not none
     met = 0
-    for call in range(0, calls, 3 if kind == "host" else 41):  # CUDA's runs make ten times as many
+    for call in range(0, calls, every(3 if kind == "host" else 41)):  # CUDA's runs make ten times as many
         try:
             met += bool(run(call)[1])
         except BaseException as error:

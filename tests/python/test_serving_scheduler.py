@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving_support import KINDS, PAGE_TOKENS, RANGES, alone, engine_over, opened
-from support import PER_PAGE, open_pool, quarter, simcuda_library
+from support import PER_PAGE, draws, open_pool, quarter, simcuda_library
 from vtensor import InvalidArgument, OutOfPages
 from vtensor.serving import Request, Scheduler, Status
 
@@ -106,10 +106,8 @@ def serve_together_and_alone(kind, shapes, pages, token_budget, host_pages):
             assert done[wanted.id].tokens == by_itself.tokens == alone(wanted)
 
 
-@pytest.mark.parametrize(
-    ("kind", "examples"),
-    [("host", 60), ("simcuda", 40), pytest.param("host", 400, marks=pytest.mark.slow)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "examples"), [("host", draws(400)), ("simcuda", draws(120))])
 def test_each_request_as_if_alone(kind, examples):
     """No request is lost, starved or overtaken; what can be served alone is, with the same tokens."""
     if kind == "simcuda" and simcuda_library() is None:

@@ -20,6 +20,8 @@ from vtensor.integrations.transformers import VTensorCache
 from tensor_parallel_rank import GREEDY
 from tiny_models import SameKernelCache, make_llama, one_thread, prompt, run  # noqa: F401
 
+pytestmark = pytest.mark.slow  # two processes that import torch
+
 RANK = Path(__file__).with_name("tensor_parallel_rank.py")
 
 

@@ -186,7 +186,7 @@ def test_the_pages_that_a_block_may_need(part):
 )
 def test_settings_that_cannot_be(monkeypatch, name, value):
     monkeypatch.setenv(f"VTENSOR_VLLM_{name}", value)
-    with pytest.raises(RuntimeError, match=r"\[vtensor\.vllm\] VTENSOR_VLLM_"):
+    with pytest.raises(RuntimeError, match=rf"\[vtensor\.vllm\] .*VTENSOR_VLLM_{name}\b.*{value}"):
         memory.TableMemory(table(10, (1, 640, 64, 0), size=640), torch.device("cpu"))
 
 

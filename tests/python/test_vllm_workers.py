@@ -21,6 +21,7 @@ from vtensor.integrations.vllm.memory import NoRoom, TableMemory
 from vtensor.integrations.vllm.workers import Channel, Facts, Server, WorkersMemory, require_local
 
 import vtensor
+from support import draws
 
 KEY = b"k" * 32
 PAGE = 4096
@@ -508,5 +509,6 @@ class Workers(RuleBasedStateMachine):
         self.fleet.close()
 
 
-Workers.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestWorkers = Workers.TestCase
+TestWorkers.settings = settings(max_examples=draws(60), stateful_step_count=30, deadline=None)
+TestWorkers.pytestmark = [pytest.mark.thorough]
