@@ -182,6 +182,7 @@ def test_sdpa_over_what_slots_have(make, layout, queries):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(200)
 def test_flex_attention_over_whole_layers(make):
     """One compile for all steps, ragged; whole tiles are read, and mapped."""

@@ -206,6 +206,7 @@ def test_a_prompt_by_torchs_own_mask(pages):
     close(k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(200)
 def test_tiles_before_the_start_are_not_read(pages):
     k, v = cache(pages, 300)

@@ -137,6 +137,10 @@ def test_each_request_as_if_alone(kind, examples):
     )
     # The last is alone when its next piece is planned, and pages of those before it are still being copied.
     @example([(3, LAST, 10, 1)] * 3 + [(7, LAST, 7, 1)], 58, 4, 3, True, 1, "none", 1000, [(9, 1)])
+    # The second waits for memory that bands of the last keep, for which the host has no room.
+    @example(
+        [(1, [0] * 4, 4, 1), (1, [1] * 11, 2, 1), (2, [1] * 6, 4, 1)], 24, 64, 6, True, None, "none", 20, []
+    )
     @settings(max_examples=examples)
     def serve_them(shapes, budget, token_budget, bands, layered, resident, tpot, host_pages, cancels):
         arrivals = [(at, Request(i, *shape)) for i, (at, *shape) in enumerate(shapes)]
@@ -160,7 +164,7 @@ def test_each_request_as_if_alone(kind, examples):
                 assert completion.tokens == by_itself.tokens == alone(wanted)
 
     serve_them()
-    assert sum(map(bool, walked)) >= examples // 10, "too few of the runs had prompts go by bands"
+    assert sum(map(bool, walked)) >= examples // 20, "too few of the runs had prompts go by bands"
 
 
 # --- fairness ---------------------------------------------------------------------------------------------

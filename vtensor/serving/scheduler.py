@@ -264,7 +264,7 @@ class Scheduler:
                 self._refused = True
             elif self.waits_for_others:
                 break
-            elif not self._walks.part_from_prefixes(group):
+            elif not (self._walks.part_from_prefixes(group) or self._take_bands(plan, group)):
                 self._fail(plan, group)
         return bool(announced)
 
@@ -458,6 +458,15 @@ class Scheduler:
             return False
         group.parted_at = tokens
         return True
+
+    def _take_bands(self, plan: Plan, group: SampleGroup) -> bool:
+        """Takes the bands that stayed of the latest other request in host memory, which has no room for them:
+        that request is computed again. Returns whether there was one."""
+        held = [other for other in self.swapped if other is not group and other.layered]
+        held = [other for other in held if self._walks.holds(other)]
+        if held:
+            self._preempt(plan, max(held, key=by_arrival))
+        return bool(held)
 
     def _preempt(self, plan: Plan, group: SampleGroup) -> None:
         stats, shared = self.stats, len(group.holders) > 1
