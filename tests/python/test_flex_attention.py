@@ -1,6 +1,7 @@
 """FlexAttention over growing views and over full extents: few compiles, ragged rows, masks and score mods.
 
-Compiling takes seconds, so the compiled functions are those of the integration, shared by all tests here.
+Compiling takes seconds, so the compiled functions are those of the integration, shared by all tests here, and most
+tests are slow ones.
 """
 
 from __future__ import annotations
@@ -89,21 +90,17 @@ soft_cap = generate_tanh_softcap(5, approx=False)
 
 
 MODS = [  # each of the four masks and two score mods, for one query and for several
+    (causal, None, 1),
     (causal, alibi, 4),
-    *(
-        pytest.param(*mods, marks=pytest.mark.slow)  # seconds of compiling each
-        for mods in (
-            (causal, None, 1),
-            (document, None, 1),
-            (prefix_lm, soft_cap, 1),
-            (sliding_window, alibi, 1),
-            (sliding_window, None, 4),
-            (prefix_lm, soft_cap, 4),
-        )
-    ),
+    (document, None, 1),
+    (prefix_lm, soft_cap, 1),
+    (prefix_lm, soft_cap, 4),
+    (sliding_window, alibi, 1),
+    (sliding_window, None, 4),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.seconds(200)
 def test_growing_views_compile_at_most_twice_in_200_steps(pages):
     k, v = cache(pages, grow_dim=1)
@@ -160,6 +157,7 @@ def test_masks_over_growing_views_compile_at_most_twice_in_200_steps(pages):
     close(k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask_mod", "score_mod", "queries"), MODS, ids=lambda mod: getattr(mod, "__name__", str(mod))
 )
