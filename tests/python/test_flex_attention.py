@@ -1,7 +1,7 @@
 """FlexAttention over growing views and over full extents: few compiles, ragged rows, masks and score mods.
 
-Compiling takes seconds, so the compiled functions are those of the integration, shared by all tests here, and most
-tests are slow ones.
+Compiling takes seconds, so the compiled functions are those of the integration, shared by all tests here, and
+what more of them would show is left to the slow tests.
 """
 
 from __future__ import annotations
