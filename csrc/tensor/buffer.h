@@ -60,12 +60,13 @@ class Buffer final : public Client {
   bool grow_within(const Caller& caller, Interval positions);
   // The same in two steps, for many buffers under one lock: `grow_ready` once `is_ready`.
   bool is_ready(Interval positions) const VT_LOCKED;
-  // Before that, of many: the processor begins to load them, all at once.
+  void grow_ready(const Caller& caller, Interval positions) VT_LOCKED;
+  // Has the processor begin to load it. Of many buffers before the first is looked at, all loads
+  // are under way at once.
   void warm() const {
     const auto* const begin = reinterpret_cast<const std::byte*>(this);
     for (std::size_t at = 0; at < sizeof *this; at += kCacheLine) __builtin_prefetch(begin + at);
   }
-  void grow_ready(const Caller& caller, Interval positions) VT_LOCKED;
   // Makes `positions` the owner's, as one `Growth` which writes what it adds (see growing.h).
   void grow(const Caller& caller, Interval positions, bool populate, Interval stale = {});
   // Has the mapper make the positions below `end` ready, and returns at once.
@@ -223,10 +224,10 @@ class Buffer final : public Client {
     return placed() ? 0 : cached.size() * range_.rows();
   }
 
-  // What growing over ready pages looks at lies together: many buffers grow in one step, and their
-  // memory is cold.
   static constexpr std::size_t kCacheLine = 64;
 
+  // What growing over ready pages looks at lies together: many buffers grow in one step, and their
+  // memory is cold.
   const RowGeometry geometry_;
   Generation* host_ = nullptr;       // if it is placed: what keeps the range there reserved
   RowFaults* row_faults_ = nullptr;  // what known_ has, if that is a tensor's

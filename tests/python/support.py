@@ -23,6 +23,8 @@ from vtensor.testing.model import bytes_of
 HERE = Path(__file__).resolve().parent
 # Pools with the options that users get: look-ahead and reuse.
 DEFAULT_POOLS = os.environ.get("VTENSOR_POOLS") == "default"
+# More cases of each kind, as `make check` has it.
+THOROUGH = os.environ.get("VTENSOR_TESTS") == "thorough"
 ROOT = HERE.parent.parent
 
 # Positions to a page in the tensors that `quarter` makes.
@@ -173,9 +175,6 @@ def kernel_mappings() -> list[tuple[int, int, str]]:
 
 def mappings_within(start: int, end: int) -> list[tuple[int, int, str]]:
     return [m for m in kernel_mappings() if m[0] < end and start < m[1]]
-
-
-THOROUGH = os.environ.get("VTENSOR_TESTS") == "thorough"  # as `make check` has it
 
 
 def draws(n: int) -> int:
