@@ -129,6 +129,13 @@ def test_the_site_has_every_page() -> None:
 # --- pictures
 
 
+def test_code_on_the_site_fits_its_column() -> None:
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        for block in page.read_text().split("```")[1::2]:
+            wide = [line for line in block.splitlines() if len(line) > 80]
+            assert not wide, f"{page.name}: {wide}"
+
+
 def test_pictures_are_what_the_code_draws(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("pictures", DOCS / "support" / "pictures.py")
     pictures = importlib.util.module_from_spec(spec)
