@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from vtensor import InvalidArgument
-
 from ._kv import append
 
 
@@ -33,15 +31,8 @@ def with_kvcache(module: Any) -> Callable[..., Any]:
         num_splits: int = 1,
         return_softmax_lse: bool = False,
     ) -> Any:
-        added = 0
-        if k is not None and v is not None:
-            if cache_seqlens is None:
-                raise InvalidArgument(
-                    "[flash_attn_with_kvcache] k and v without cache_seqlens: give the number of "
-                    "positions before them"
-                )
-            append(k_cache, v_cache, k, v, cache_seqlens)
-            added = k.shape[1]
+        given = k is not None or v is not None
+        added = append(q, k_cache, v_cache, k, v, cache_seqlens) if given else 0
         batch = q.shape[0]
         if k_cache.shape[0] > batch:  # this package takes no further rows
             k_cache, v_cache = k_cache[:batch], v_cache[:batch]
@@ -59,7 +50,9 @@ def with_kvcache(module: Any) -> Callable[..., Any]:
             result = module.flash_attn_varlen_func(q, k_cache, v_cache, **options)
         else:
             stop = k_cache.shape[1] if cache_seqlens is None else cache_seqlens + added
-            result = module.flash_attn_func(q, k_cache[:, :stop], v_cache[:, :stop], **options)
+            result = module.flash_attn_func(
+                q, k_cache.narrow(1, 0, stop), v_cache.narrow(1, 0, stop), **options
+            )
         out, lse = result if isinstance(result, tuple) else (result, None)
         return (out, lse) if return_softmax_lse else out
 

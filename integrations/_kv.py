@@ -1,4 +1,4 @@
-"""What the attention shims have in common: specs in compiled code, full extents, leases, appends."""
+"""What the attention shims have in common: compiled code, full extents, leases, appends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 import vtensor
 from vtensor import InvalidArgument, KVCache, VTensor
-from vtensor.attention import AttentionSpec
 
 from .full_extent import FullExtent
 
@@ -18,46 +17,16 @@ Taken = tuple[torch.Tensor, torch.Tensor, KVCache | None]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class TracedSpec:
-    """An AttentionSpec for compiled code, because torch.compile cannot trace into the C++ class.
+def traced_views(operation: str, key: Any, value: Any, *others: Any) -> Taken:
+    """``vtensor.attention.views`` for compiled code, which torch.compile cannot trace into C++.
 
-    Its calls run while the graph is traced, with the shapes that the compiler knows then, and are no part of
-    the graph. If arguments do not suit, the compilation ends with an error of the compiler that contains the
-    spec's.
+    Compiled code takes plain tensors, and they pass unchanged. It does not ask which cache a view belongs to.
     """
-
-    def __init__(self, name: str, spec: AttentionSpec) -> None:
-        self._name = name
-        _traced[name] = spec
-
-    def take(self, *given: Any) -> Taken:
-        return self._take("take", given)
-
-    def take_packed(self, *given: Any) -> Taken:
-        return self._take("take_packed", given)
-
-    def take_listed(self, *given: Any) -> Taken:
-        return self._take("take_listed", given)
-
-    def _take(self, method: str, given: tuple[Any, ...]) -> Taken:
-        name, key, value = self._name, given[1], given[2]
-        if isinstance(key, VTensor) or isinstance(value, VTensor):
-            raise InvalidArgument(
-                f"[{name}] a VTensor in compiled code, which takes plain tensors: give a view, k[...]"
-            )
-        torch._dynamo.comptime.comptime(_take_while_tracing)
-        return key, value, None
-
-
-_traced: dict[str, AttentionSpec] = {}
-
-
-def _take_while_tracing(frame: Any) -> None:
-    """Calls the spec with the arguments in ``frame``, the traced frame of ``TracedSpec._take``."""
-    name, method = (frame.get_local(variable).as_python_constant() for variable in ("name", "method"))
-    given = frame.get_local("given").as_proxy()
-    known = [t.node.meta["example_value"] if isinstance(t, torch.fx.Proxy) else t for t in given]
-    getattr(_traced[name], method)(*known)
+    if isinstance(key, VTensor) or isinstance(value, VTensor):
+        raise InvalidArgument(
+            f"[{operation}] a VTensor in compiled code, which takes plain tensors: give a view, k[...]"
+        )
+    return key, value, None
 
 
 def owner_of(t: KV) -> VTensor | None:
@@ -69,16 +38,22 @@ def owner_of(t: KV) -> VTensor | None:
 
 
 def leased(
-    query: torch.Tensor, *owners: VTensor | None, cache: KVCache | None = None
+    operation: str, query: torch.Tensor, *owners: VTensor | None, cache: KVCache | None = None, tile: int = 0
 ) -> AbstractContextManager[Any]:
     """A ``vtensor.lease`` over the ``owners`` that are not None, for a launch with ``query``.
 
-    A cache records the stream instead: pages that its slots give up later wait for it. On a CPU there is no
-    lease, because the kernel has ended when it returns, and its arguments keep their pages until then.
+    A cache records the stream instead: pages that its slots give up later wait for it. It must map the
+    ``tile`` rows that the kernel reads at once. On a CPU there is no lease, because the kernel has ended when
+    it returns, and its arguments keep their pages until then. Kernels there read no tiles.
     """
     if query.is_cpu:
         return _NOTHING
     if cache is not None:
+        if cache.tile < min(tile, cache.max_len):
+            raise InvalidArgument(
+                f"[{operation}] {tile} rows are read at once, the cache maps with tile={cache.tile}: make it "
+                f"with tile={tile} or more"
+            )
         cache.record_stream()
     found = [owner for owner in owners if owner is not None]
     return vtensor.lease(*found) if found else _NOTHING
@@ -90,25 +65,38 @@ def full_tensor(t: FullExtent, positions_dim: int) -> torch.Tensor:
 
 
 def append(
+    q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: int | torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache_seqlens: int | torch.Tensor | None,
     cache_batch_idx: torch.Tensor | None = None,
-) -> None:
+) -> int:
     """Copies k and v ``[B, n, H, D]`` into the caches ``[rows, S, H, D]`` from position ``cache_seqlens`` on.
 
-    FlashAttention's kernels append in the same way. Waits for no device.
+    FlashAttention's kernels append in the same way. Returns n. Waits for no device.
     """
-    batch, added = k.shape[:2]
+    operation = "flash_attn_with_kvcache"
+    if k is None or v is None or cache_seqlens is None:
+        raise InvalidArgument(
+            f"[{operation}] one of k, v and cache_seqlens is None: give all three, or only cache_seqlens"
+        )
+    batch, added = q.shape[0], k.shape[1]
+    for new, held in ((k, k_cache), (v, v_cache)):
+        if new.shape != (batch, added, *held.shape[2:]):  # copies would broadcast
+            raise InvalidArgument(
+                f"[{operation}] new positions are {list(new.shape)}, the cache {list(held.shape)}, q has "
+                f"{batch} sequences: give as many of k and v for each, with the cache's heads and head size"
+            )
     if isinstance(cache_seqlens, int) and cache_batch_idx is None:
         # narrow raises if there is no room; a slice would be shorter.
         k_cache[:batch].narrow(1, cache_seqlens, added).copy_(k)
         v_cache[:batch].narrow(1, cache_seqlens, added).copy_(v)
-        return
+        return added
     lengths = torch.as_tensor(cache_seqlens, device=k.device).expand(batch)
     rows = torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx
     positions = lengths[:, None] + torch.arange(added, device=k.device)
     k_cache[rows[:, None], positions] = k
     v_cache[rows[:, None], positions] = v
+    return added

@@ -9,6 +9,7 @@ one by one, over exactly their positions, so nothing past a length is read.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,11 +60,10 @@ def flash_attn_varlen_func(
         )
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for row in range(len(starts_q) - 1):
-        queries = slice(starts_q[row], starts_q[row + 1])
-        keys = slice(starts_k[row], starts_k[row + 1])
-        attended = _attend(q[None, queries], k[None, keys], v[None, keys], softmax_scale, causal, window_size)
-        out[queries] = attended[0]
+    for (a, b), (c, d) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
+        # narrow raises past the end; a slice would be shorter.
+        queries, keys, values = q.narrow(0, a, b - a), k.narrow(0, c, d - c), v.narrow(0, c, d - c)
+        out[a:b] = _attend(queries[None], keys[None], values[None], softmax_scale, causal, window_size)[0]
     return out
 
 
@@ -92,19 +92,19 @@ def flash_attn_with_kvcache(
     others.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
     _refuse_others("flash_attn_with_kvcache", **others)
     batch = q.shape[0]
-    if k is not None and v is not None and cache_seqlens is not None:
-        append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
-    added = 0 if k is None else k.shape[1]
+    added = 0
+    if k is not None or v is not None:
+        added = append(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     if not any(isinstance(t, torch.Tensor) for t in (cache_seqlens, cache_batch_idx, cache_leftpad)):
         stop = k_cache.shape[1] if cache_seqlens is None else int(cache_seqlens) + added
-        keys, values = k_cache[:batch, :stop], v_cache[:batch, :stop]
+        keys, values = (t.narrow(0, 0, batch).narrow(1, 0, stop) for t in (k_cache, v_cache))
         return _attend(q, keys, values, softmax_scale, causal, window_size)
     stops = [n + added for n in _numbers(cache_seqlens, batch, k_cache.shape[1])]
     starts = _numbers(cache_leftpad, batch, 0)
     rows = range(batch) if cache_batch_idx is None else cache_batch_idx.tolist()
     out = q.new_empty(*q.shape[:3], v_cache.shape[-1])
     for b, (row, start, stop) in enumerate(zip(rows, starts, stops, strict=True)):
-        keys, values = k_cache[row, start:stop], v_cache[row, start:stop]
+        keys, values = (t[row].narrow(0, start, stop - start) for t in (k_cache, v_cache))
         out[b] = _attend(q[b : b + 1], keys[None], values[None], softmax_scale, causal, window_size)[0]
     return out
 

@@ -3,9 +3,8 @@
 Each takes the arguments of the function of the same name in the installed package, in the same order, and
 passes them on unchanged. ``k`` and ``v`` may be VTensors, or layers of a KVCache and views of them. Before
 the call, the function makes sure that the rows that the kernel appends and the tiles that it reads are
-mapped, and leases the pages. It refuses lengths past the end, and arguments for which the kernel would
-silently copy the whole cache. It does not read lengths in a tensor on a device, because it would have to wait
-for the device.
+mapped, and leases the pages. It refuses positions that a VTensor or a slot does not have. The package checks
+all else. A tensor of lengths on a device is not read, because the host would have to wait for the device.
 
 ``backend=`` selects the package. It defaults to the first in the list below that is installed, by the device
 of ``q``. Its values are ``"fa2"`` (module ``flash_attn``), ``"fa3"`` (``flash_attn_interface``), ``"fa4"``
@@ -44,9 +43,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from vtensor import InvalidArgument, VTensor, VTensorError
-from vtensor.attention import AttentionSpec
+from vtensor.attention import views
 
-from ._kv import KV, Taken, TracedSpec, full_tensor, leased, owner_of
+from ._kv import KV, Taken, full_tensor, leased, owner_of, traced_views
 from .full_extent import FullExtent
 
 __all__ = [
@@ -72,9 +71,7 @@ class _Package:
     title: str
     module: str
     install: str
-    reads_tiles: bool = False
-    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-    """Empty means any dtype and any strides."""
+    tile: int = 0  # rows that it reads at once, past the lengths
 
 
 _PACKAGES = {
@@ -84,11 +81,10 @@ _PACKAGES = {
         "flash_attn_interface",
         "git clone https://github.com/Dao-AILab/flash-attention && pip install ./flash-attention/hopper "
         "--no-build-isolation",
-        reads_tiles=True,
-        dtypes=(torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+        tile=_LARGEST_TILE,
     ),
-    "fa4": _Package("FlashAttention 4", "flash_attn.cute", "pip install flash-attn-4", reads_tiles=True),
-    "torch": _Package("torch", f"{__package__}._torch_flash", "pip install torch", dtypes=()),
+    "fa4": _Package("FlashAttention 4", "flash_attn.cute", "pip install flash-attn-4", tile=_LARGEST_TILE),
+    "torch": _Package("torch", f"{__package__}._torch_flash", "pip install torch"),
 }
 _ORDER = {8: ("fa2",), 9: ("fa3", "fa2", "fa4"), 10: ("fa4", "fa2"), 11: ("fa4", "fa2")}
 # Arguments that give the cache, or what is appended to it, another layout than rows.
@@ -103,9 +99,8 @@ class _Kernel:
     operation: str
     package: _Package
     call: Callable[..., Any]
-    names: Mapping[str, None]  # of the parameters after v, in order
-    takes_any_name: bool
-    spec: AttentionSpec | TracedSpec
+    names: Sequence[str]  # of the parameters after v, in order
+    views: Callable[..., Taken]
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The arguments after v, by name."""
@@ -141,15 +136,14 @@ def flash_attn_func(
 
     Raises:
         NotInstalled: if the package that ``backend`` names is not installed.
-        InvalidArgument: if the package does not have an argument, refuses a dtype or head size, or would copy
-            K and V because of their strides; if K and ``q`` have different numbers of sequences; if a slot of
-            a KVCache does not have the positions; or for a FullExtent, because this function takes no
-            lengths.
+        InvalidArgument: if a slot of a KVCache does not have the positions, or one of two VTensors is
+            shorter.
+        Other errors are the package's.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
-    if type(k) is FullExtent or type(v) is FullExtent:
-        _refuse_full_extent("flash_attn_func")
-    return _launch(kernel, q, kernel.spec.take(q, k, v), args, kwargs, k, v)
+    keys = k.owner if type(k) is FullExtent else k
+    values = v.owner if type(v) is FullExtent else v
+    return _launch(kernel, q, kernel.views("flash_attn_func", keys, values), args, kwargs, keys, values)
 
 
 def flash_attn_varlen_func(
@@ -166,26 +160,20 @@ def flash_attn_varlen_func(
 
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
-        InvalidArgument: as for :func:`flash_attn_func`; if K and V are not packed; if ``cu_seqlens_q`` or
-            ``cu_seqlens_k`` are not int32, have different numbers of sequences, or decrease; if they or
-            ``seqused_k`` exceed the end, as far as the host knows them; or if a KVCache has smaller tiles
-            than the package reads.
+        InvalidArgument: as for :func:`flash_attn_func`; if, as far as the host knows them, ``cu_seqlens_k``
+            or ``seqused_k`` exceed a VTensor or a slot; or if a KVCache has smaller tiles than the package
+            reads.
     """
     kernel = _kernel("flash_attn_varlen_func", backend, q.device)
     given = kernel.given(args, kwargs) if args else kwargs
-    if type(k) is FullExtent or type(v) is FullExtent:
-        _refuse_full_extent("flash_attn_varlen_func")
-    taken = kernel.spec.take_packed(
-        q, k, v, given.get("cu_seqlens_q"), given.get("cu_seqlens_k"), given.get("seqused_k")
-    )
-    return _launch(kernel, q, taken, args, kwargs, k, v)
-
-
-def _refuse_full_extent(operation: str) -> None:
-    raise InvalidArgument(
-        f"[{operation}] a FullExtent, and this function takes no lengths of its rows: pass the VTensor k, or "
-        "k[0] to pack sequences, or use flash_attn_with_kvcache(cache_seqlens=)"
-    )
+    ends = given.get("cu_seqlens_k")
+    if ends is None:
+        ends = given.get("seqused_k")
+    keys = k.owner if type(k) is FullExtent else k
+    values = v.owner if type(v) is FullExtent else v
+    taken = kernel.views("flash_attn_varlen_func", keys, values, False, ends)
+    tile = 0 if ends is None else kernel.package.tile
+    return _launch(kernel, q, taken, args, kwargs, keys, values, tile=tile)
 
 
 def flash_attn_with_kvcache(
@@ -211,42 +199,51 @@ def flash_attn_with_kvcache(
 
     Raises:
         NotInstalled: as for :func:`flash_attn_func`.
-        InvalidArgument: as for :func:`flash_attn_func`; if, as far as the host knows them, lengths exceed the
-            cache, plain tensors have no room for the append, or a row does not exist; if lengths or left pads
-            have another dtype or number, or a pad exceeds its length; or if a KVCache has smaller tiles than
-            the package reads.
+        InvalidArgument: as for :func:`flash_attn_func`; if, as far as the host knows them, lengths exceed a
+            VTensor or a slot, or a row does not exist; or if a KVCache has smaller tiles than the package
+            reads.
         CapacityExceeded, OutOfPages, DriverError: as for ``VTensor.extend``.
     """
     operation = "flash_attn_with_kvcache"
     kernel = _kernel(operation, backend, q.device)
     given = kernel.given(args, kwargs) if args else kwargs
-    lengths, new_k, new_v = given.get("cache_seqlens"), given.get("k"), given.get("v")
-    index, leftpad = given.get("cache_batch_idx"), given.get("cache_leftpad")
+    lengths, index = given.get("cache_seqlens"), given.get("cache_batch_idx")
+    new_k, new_v = given.get("k"), given.get("v")
+    added = 0 if new_k is None or new_v is None or lengths is None else new_k.size(1)
+    rows: Any = q
+    if not _PAGED.isdisjoint(given) and any(given.get(name) is not None for name in _PAGED):
+        lengths, index, added, rows = None, None, 0, 0
     keys: Any = k_cache.owner if type(k_cache) is FullExtent else k_cache
     values: Any = v_cache.owner if type(v_cache) is FullExtent else v_cache
-    if not _PAGED.isdisjoint(given) and (paged := [name for name in _PAGED if given.get(name) is not None]):
-        if isinstance(keys, VTensor) or isinstance(values, VTensor):
-            raise InvalidArgument(
-                f"[{operation}] {paged[0]} with a VTensor, whose rows are contiguous: leave it out"
-            )
-        return _launch(kernel, q, kernel.spec.take_listed(q, keys, values), args, kwargs)
-    if (new_k is None and new_v is None) or not (isinstance(keys, VTensor) and isinstance(values, VTensor)):
-        taken = kernel.spec.take(q, keys, values, lengths, index, leftpad, new_k, new_v)
+    grows = added and isinstance(keys, VTensor) and isinstance(values, VTensor)
+    if not grows or kernel.views is traced_views:
+        taken = kernel.views(operation, keys, values, False, lengths, added, index, rows)
         if keys is not k_cache or values is not v_cache:
             taken = _covered(kernel, k_cache, v_cache, lengths, taken)
-        return _launch(kernel, q, taken, args, kwargs, keys, values)
-    spec: Any = kernel.spec  # an AttentionSpec: no VTensor grows in compiled code
-    holds, shortest, longest, added = spec.room(q, keys, values, lengths, index, leftpad, new_k, new_v)
+        tile = kernel.package.tile
+        if tile and taken[2] is not None:
+            tile = _tile_past(tile, taken[0], lengths, added)
+        return _launch(kernel, q, taken, args, kwargs, keys, values, tile=tile)
+    holds = keys.length
+    shortest: Any = lengths
+    longest: Any = lengths
+    if isinstance(lengths, torch.Tensor):
+        shortest, longest = _range_of(lengths, holds)
+    if not (values.length == holds >= longest and shortest >= 0 and keys.grow_dim in (1, 2)):
+        raise InvalidArgument(
+            f"[{operation}] {added} positions are to be appended after {shortest} to {longest}, k_cache has "
+            f"{holds}, v_cache {values.length}: give lengths within both, and caches that grow along them"
+        )
     stop = longest + added
     try:
         if stop > holds:
             keys.extend(stop - holds)
             values.extend(stop - holds)
-        if added and not (type(keys) is VTensor is type(values)):  # no write can copy their pages (I6)
+        if not (type(keys) is VTensor is type(values)):  # no write can copy their pages (I6)
             keys.unshare(shortest, stop)
             values.unshare(shortest, stop)
         exact = None if isinstance(lengths, torch.Tensor) else stop
-        taken = spec.take(q, keys, values, exact, index)
+        taken = views(operation, keys, values, False, exact, 0, index, rows)
         if keys is not k_cache or values is not v_cache:
             taken = _covered(kernel, k_cache, v_cache, lengths, taken)
         return _launch(kernel, q, taken, args, kwargs, keys, values)
@@ -257,10 +254,27 @@ def flash_attn_with_kvcache(
         raise
 
 
+def _range_of(lengths: torch.Tensor, holds: int) -> tuple[int, int]:
+    """The shortest and the longest row. The host takes lengths on a device for 0 to ``holds``."""
+    if not lengths.is_cpu or not lengths.numel():
+        return 0, holds
+    shortest, longest = lengths.aminmax()
+    return int(shortest), int(longest)
+
+
+def _tile_past(tile: int, keys: torch.Tensor, lengths: Any, added: int) -> int:
+    """``tile``, or 0 if the lengths are all of ``keys``: kernels never read past the end of a tensor."""
+    if lengths is None or (
+        not isinstance(lengths, torch.Tensor) and lengths + added == keys.shape[_POSITIONS]
+    ):
+        return 0
+    return tile
+
+
 def _covered(kernel: _Kernel, k_cache: KV, v_cache: KV, lengths: Any, taken: Taken) -> Taken:
     """The whole full extents if the kernel reads tiles and only the device knows the lengths, else
     ``taken``."""
-    if not kernel.package.reads_tiles or not isinstance(lengths, torch.Tensor):
+    if not kernel.package.tile or not isinstance(lengths, torch.Tensor):
         return taken
     keys, values, cache = taken
     if isinstance(k_cache, FullExtent):
@@ -277,18 +291,13 @@ def _launch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *owners: KV,
+    tile: int = 0,
 ) -> Any:
     """Leases the VTensors among ``owners`` and calls the kernel with the tensors in ``taken``."""
-    if not kernel.takes_any_name and not kwargs.keys() <= kernel.names.keys():
-        unknown = ", ".join(sorted(kwargs.keys() - kernel.names.keys()))
-        raise InvalidArgument(
-            f"[{kernel.operation}] {unknown}: no argument of {kernel.package.title}, which takes "
-            f"{', '.join(kernel.names)}: leave it out, or choose another with backend="
-        )
     keys, values, cache = taken
     if q.is_cpu:  # no lease is needed, and each call in Python takes noticeable time
         return kernel.call(q, keys, values, *args, **kwargs)
-    with leased(q, *map(owner_of, owners), cache=cache):
+    with leased(kernel.operation, q, *map(owner_of, owners), cache=cache, tile=tile):
         return kernel.call(q, keys, values, *args, **kwargs)
 
 
@@ -305,8 +314,7 @@ def _kernel(operation: str, backend: str | None, device: torch.device) -> _Kerne
 
 def _name_of(operation: str, backend: str | None, device: torch.device) -> str:
     kernel = _find(operation, backend, device)
-    if isinstance(kernel.spec, AttentionSpec):
-        _in_use[kernel.name] = replace(kernel, spec=TracedSpec(kernel.name, kernel.spec))
+    _in_use[kernel.name] = replace(kernel, views=traced_views)
     return kernel.name
 
 
@@ -352,21 +360,4 @@ def _load(backend: str, operation: str) -> _Kernel | ImportError:
         return error
     parameters = inspect.signature(call).parameters.values()
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    return _Kernel(
-        f"{backend}.{operation}",
-        operation,
-        package,
-        call,
-        dict.fromkeys(names[3:]),
-        any(p.kind is p.VAR_KEYWORD for p in parameters),
-        AttentionSpec(
-            operation,
-            *(("q", "k_cache", "v_cache") if operation == "flash_attn_with_kvcache" else ("q", "k", "v")),
-            packed=operation == "flash_attn_varlen_func",
-            rows="seqused_k" in names,
-            same_rows=operation == "flash_attn_func",
-            package=package.title,
-            dtypes=package.dtypes,
-            tile=_LARGEST_TILE if package.reads_tiles else 0,
-        ),
-    )
+    return _Kernel(f"{backend}.{operation}", operation, package, call, names[3:], views)

@@ -22,9 +22,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from vtensor import InvalidArgument
-from vtensor.attention import AttentionSpec
+from vtensor.attention import views
 
-from ._kv import KV, TracedSpec, full_tensor, leased, owner_of
+from ._kv import KV, full_tensor, leased, owner_of, traced_views
 from .full_extent import FullExtent
 
 __all__ = ["CacheMask", "flex_attention"]
@@ -35,21 +35,6 @@ ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
 _OPERATION = "flex_attention"
 _TILE = 128
 _POSITIONS = 2  # of [B, H, S, D]
-_GROUPED, _ALIKE = (
-    AttentionSpec(
-        _OPERATION,
-        "query",
-        "key",
-        "value",
-        heads_first=True,
-        grouped=grouped,
-        lengths="a length of the mask",
-        tile=_TILE,
-        tiles_to_the_end=True,
-    )
-    for grouped in (True, False)
-)
-_TRACED_GROUPED, _TRACED_ALIKE = TracedSpec("flex, grouped", _GROUPED), TracedSpec("flex", _ALIKE)
 
 
 def flex_attention(
@@ -78,47 +63,36 @@ def flex_attention(
         ``[B, Hq, Sq, Dv]``, and more if ``options`` ask for it.
 
     Raises:
-        InvalidArgument: if shapes, dtypes or devices do not fit; if the mask is for another length or other
-            rows or heads; if the lengths exceed the cache; if a KVCache has smaller tiles than FlexAttention
-            reads; or if a FullExtent comes without a mask.
+        InvalidArgument: if a CacheMask is for another number of rows; if its lengths exceed the cache; if a
+            KVCache has smaller tiles than FlexAttention reads; if one of two VTensors is shorter; or if a
+            FullExtent comes alone or without a mask. Other errors are torch's.
         CapacityExceeded, OutOfPages, DriverError: as for ``FullExtent.cover``.
     """
     fixed = isinstance(key, FullExtent)
-    if fixed != isinstance(value, FullExtent):
-        raise InvalidArgument(f"[{_OPERATION}] one of key and value is a FullExtent: give both, or neither")
+    if fixed != isinstance(value, FullExtent) or (fixed and block_mask is None):
+        raise InvalidArgument(
+            f"[{_OPERATION}] a FullExtent alone: give both key and value, and a mask that says what is "
+            "there, such as a CacheMask"
+        )
+    take = traced_views if is_dynamo_compiling() else views
     owners = owner_of(key), owner_of(value)
-    given = query, key if owners[0] is None else owners[0], value if owners[1] is None else owners[1]
-    spec: AttentionSpec | TracedSpec = _GROUPED if enable_gqa else _ALIKE
-    if is_dynamo_compiling():
-        spec = _TRACED_GROUPED if enable_gqa else _TRACED_ALIKE
+    given = key if owners[0] is None else owners[0], value if owners[1] is None else owners[1]
     if isinstance(block_mask, CacheMask):
-        keys, values, cache = spec.take(*given, block_mask._checked_lengths)
+        if block_mask.lengths.shape[0] != query.shape[0]:
+            raise InvalidArgument(
+                f"[{_OPERATION}] the mask has {block_mask.lengths.shape[0]} rows, query {query.shape[0]}: "
+                "make one for these"
+            )
+        keys, values, cache = take(_OPERATION, *given, True, block_mask._checked_lengths)
         holds = keys.shape[_POSITIONS]
         whole = fixed or (cache is not None and block_mask.capacity == holds)
         block_mask = block_mask.block_mask if whole else block_mask.growing(holds)
-    else:
-        keys, values, cache = spec.take(*given) if block_mask is None else spec.take_listed(*given)
-    if block_mask is None and fixed:
-        raise InvalidArgument(
-            f"[{_OPERATION}] a FullExtent without block_mask, which says what is there: make a CacheMask"
-        )
+    else:  # torch's masks list the positions to read
+        keys, values, cache = take(_OPERATION, *given, True, None, 0, None, None if block_mask is None else 0)
     if isinstance(key, FullExtent) and isinstance(value, FullExtent):
         keys, values = (full_tensor(t.cover(t.owner.length), _POSITIONS) for t in (key, value))
-    sizes = query.shape[_POSITIONS], keys.shape[_POSITIONS]
-    if block_mask is not None and block_mask.seq_lengths != sizes:
-        raise InvalidArgument(
-            f"[{_OPERATION}] block_mask is for {block_mask.seq_lengths[0]} queries and "
-            f"{block_mask.seq_lengths[1]} keys, there are {sizes[0]} and {sizes[1]}: make it after appending"
-        )
-    if block_mask is not None and any(
-        n not in (1, of) for n, of in zip(block_mask.kv_num_blocks.shape[:2], query.shape[:2], strict=True)
-    ):
-        raise InvalidArgument(
-            f"[{_OPERATION}] block_mask is for {list(block_mask.kv_num_blocks.shape[:2])} rows and heads, "
-            f"query has {list(query.shape[:2])}: make it for these, or for 1"
-        )
     compiled = _compiled(dynamic=False if fixed else None)
-    with leased(query, *owners, cache=cache):
+    with leased(_OPERATION, query, *owners, cache=cache, tile=_TILE):
         return compiled(query, keys, values, score_mod, block_mask, scale, enable_gqa, **options)
 
 
@@ -235,7 +209,15 @@ class CacheMask:
         return t.expand_as(self.lengths)
 
     def growing(self, length: int) -> BlockMask:
-        """The mask of this step for views of exactly ``length`` positions, the length of the longest row."""
+        """The mask of this step for views of exactly ``length`` positions, the length of the longest row.
+
+        Raises:
+            InvalidArgument: if a row is longer, as far as the host knows. Its tiles would lie past the end.
+        """
+        if not is_dynamo_compiling() and self.longest is not None and self.longest > length:
+            raise InvalidArgument(
+                f"[CacheMask.growing] a row has {self.longest} positions, K {length}: append first"
+            )
         return self._block_mask(length)
 
     def score_mod(self, score_mod: ScoreMod) -> ScoreMod:

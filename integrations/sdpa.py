@@ -17,19 +17,14 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from vtensor import InvalidArgument
-from vtensor.attention import AttentionSpec
+from vtensor.attention import views
 
-from ._kv import KV, TracedSpec, leased, owner_of
+from ._kv import KV, leased, owner_of, traced_views
 from .full_extent import FullExtent
 
 __all__ = ["scaled_dot_product_attention"]
 
 _OPERATION = "scaled_dot_product_attention"
-_GROUPED, _ALIKE = (
-    AttentionSpec(_OPERATION, "query", "key", "value", heads_first=True, grouped=grouped)
-    for grouped in (True, False)
-)
-_TRACED_GROUPED, _TRACED_ALIKE = TracedSpec("sdpa, grouped", _GROUPED), TracedSpec("sdpa", _ALIKE)
 
 
 def scaled_dot_product_attention(
@@ -60,68 +55,45 @@ def scaled_dot_product_attention(
         ``[B, Hq, Sq, Dv]``.
 
     Raises:
-        InvalidArgument: if shapes, dtypes or devices do not fit; if the mask has another length, shape or
-            dtype; if both masks are given; or if a slot of a KVCache does not have the positions.
+        InvalidArgument: if a slot of a KVCache does not have the positions, one of two VTensors is shorter,
+            or both masks are given. Other errors are torch's.
     """
     if type(key) is FullExtent:
         key = key.owner
     if type(value) is FullExtent:
         value = value.owner
-    if is_dynamo_compiling():
-        keys, values, cache = (_TRACED_GROUPED if enable_gqa else _TRACED_ALIKE).take(query, key, value)
-    else:
-        keys, values, cache = (_GROUPED if enable_gqa else _ALIKE).take(query, key, value)
-    of_query, of_keys = query.shape, keys.shape
-    heads, queries, length = of_query[1], of_query[2], of_keys[2]
-    groups = heads // of_keys[1]
-    if attn_mask is not None:
-        _check_mask(attn_mask, query, length, is_causal)
+    take = traced_views if is_dynamo_compiling() else views
+    keys, values, cache = take(_OPERATION, key, value, True)
+    queries, length = query.shape[-2], keys.shape[-2]
     mask, upper_left = attn_mask, False
+    if is_causal and mask is not None:
+        raise InvalidArgument(f"[{_OPERATION}] attn_mask and is_causal=True: put both into attn_mask")
     if is_causal and queries > 1:
         if queries == length:  # both alignments are the same
             upper_left = True
         else:
             mask = _lower_right(queries, length, query.device)
-    with leased(query, owner_of(key), owner_of(value), cache=cache):
-        if groups == 1 or queries != 1 or query.device.type != "cpu":
+    with leased(_OPERATION, query, owner_of(key), owner_of(value), cache=cache):
+        heads = query.shape[1]
+        grouped = enable_gqa and heads != keys.shape[1]
+        if not grouped or not query.is_cpu or queries != 1 or not _fits_one_query(mask, heads):
             return functional.scaled_dot_product_attention(
-                query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=groups > 1
+                query, keys, values, mask, dropout_p, upper_left, scale=scale, enable_gqa=grouped
             )
         # With one query per head, the heads of a group become the queries of one head.
         batch, _, _, size = query.shape
-        stacked = query.reshape(batch, heads // groups, groups, size)
+        stacked = query.reshape(batch, keys.shape[1], -1, size)
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
-            mask = mask.reshape(*mask.shape[:-3], heads // groups, groups, mask.shape[-1])
+            mask = mask.reshape(*mask.shape[:-3], keys.shape[1], -1, mask.shape[-1])
         out = functional.scaled_dot_product_attention(stacked, keys, values, mask, dropout_p, scale=scale)
         return out.reshape(batch, heads, 1, values.shape[-1])
 
 
-def _check_mask(mask: torch.Tensor, query: torch.Tensor, length: int, is_causal: bool) -> None:
-    batch, heads, queries, _ = query.shape
-    if is_causal:
-        raise InvalidArgument(f"[{_OPERATION}] attn_mask and is_causal=True: put both into attn_mask")
-    if mask.ndim < 2 or mask.shape[-2] not in (1, queries) or mask.shape[-1] not in (1, length):
-        raise InvalidArgument(
-            f"[{_OPERATION}] attn_mask ends in {list(mask.shape[-2:])}, there are {queries} queries and "
-            f"{length} keys: make the mask after appending"
-        )
-    # Checked before heads are stacked: a mask per K head would fit the stacked heads, with another meaning.
-    if mask.ndim > 4 or any(
-        n not in (1, of) for n, of in zip(reversed(mask.shape[:-2]), (heads, batch), strict=False)
-    ):
-        raise InvalidArgument(
-            f"[{_OPERATION}] attn_mask is {list(mask.shape)}, the query has {batch} sequences of {heads} "
-            "heads: give a mask that broadcasts to [batch, heads, queries, keys]"
-        )
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise InvalidArgument(
-            f"[{_OPERATION}] attn_mask is {mask.dtype}, query {query.dtype}: give a mask of bool, or of the "
-            "query's dtype"
-        )
-    if mask.device != query.device:
-        raise InvalidArgument(
-            f"[{_OPERATION}] attn_mask is on {mask.device}, query on {query.device}: move it there"
-        )
+def _fits_one_query(mask: torch.Tensor | None, heads: int) -> bool:
+    """Whether torch would take the mask. One for K's heads would fit the stacked heads, and mean another."""
+    if mask is None:
+        return True
+    return mask.ndim > 1 and mask.shape[-2] == 1 and (mask.ndim == 2 or mask.shape[-3] in (1, heads))
 
 
 def _lower_right(queries: int, length: int, device: torch.device) -> torch.Tensor:

@@ -1,12 +1,11 @@
-"""What an attention kernel requires of query, key and value.
+"""K and V as an attention kernel gets them.
 
-An :class:`AttentionSpec` checks and converts the arguments of a launch over VTensors or layers of a KVCache
-in one call of C++. The same checks in Python take 20 to 35 microseconds, and twice as long after a kernel
-that has left the interpreter's memory cold.
+:func:`views` is one call of C++, because each function in Python takes microseconds after a kernel, which
+leaves the interpreter's memory cold.
 """
 
 from __future__ import annotations
 
-from vtensor._core import AttentionSpec
+from vtensor._core import attention_views as views
 
-__all__ = ["AttentionSpec"]
+__all__ = ["views"]

@@ -16,7 +16,7 @@ void bind_slot_cache(nb::module_& module);
 void bind_arena(nb::module_& module);
 void bind_heap(nb::module_& module);
 void bind_sleep(nb::module_& module);
-void bind_attention_spec(nb::module_& module);
+void bind_attention(nb::module_& module);
 void bind_trace(nb::module_& module);
 void bind_faults(nb::module_& module);
 

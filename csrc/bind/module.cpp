@@ -14,7 +14,7 @@ NB_MODULE(_core, module) {
   vtensor::bind::bind_arena(module);
   vtensor::bind::bind_heap(module);
   vtensor::bind::bind_sleep(module);
-  vtensor::bind::bind_attention_spec(module);
+  vtensor::bind::bind_attention(module);
   vtensor::bind::bind_trace(module);
   vtensor::bind::bind_faults(module);
 }

@@ -46,13 +46,12 @@ nb::object SlotRange::of(nb::handle tensor) {
   }
 }
 
-std::optional<SlotRows> SlotRange::rows(const dlpack::Tensor& tensor,
+std::optional<SlotRows> SlotRange::rows(const TensorFacts& tensor,
                                         std::size_t positions_dim) const {
-  const Address at = reinterpret_cast<Address>(tensor.data) + tensor.byte_offset;
+  const auto at = reinterpret_cast<Address>(tensor.data);
   if (at < begin_) return {};  // an empty tensor, which has no address
-  const std::size_t item_size = tensor.dtype.bits / 8;
   const auto bytes = [&](std::size_t dim) {
-    return static_cast<std::size_t>(tensor.strides[dim]) * item_size;
+    return static_cast<std::size_t>(tensor.strides[dim]) * tensor.item_bytes;
   };
   const std::size_t apart = positions_dim != 0 && tensor.shape[0] > 1 ? bytes(0) : 0;
   const std::size_t step = tensor.shape[positions_dim] > 1 ? bytes(positions_dim) : item_bytes_;
@@ -64,14 +63,11 @@ std::optional<SlotRows> SlotRange::rows(const dlpack::Tensor& tensor,
 }
 
 std::optional<SlotRange::Missing> SlotRange::missing(const SlotRows& rows,
-                                                     const Needed& needed) const {
-  const auto& [lengths, added, index, count] = needed;
+                                                     std::span<const RowNeed> needed) const {
   const CacheReading cache(*view_);
-  for (std::size_t i = 0; i < count; ++i) {
-    if (lengths.size() > 1 && i >= lengths.size()) break;
-    const std::size_t slot = rows.slot(index.empty() ? i : static_cast<std::size_t>(index[i]));
-    const std::int64_t tokens = rows.tokens(lengths[lengths.size() == 1 ? 0 : i] + added);
-    const std::int64_t has = cache->length_here(slot, group_);
+  for (const RowNeed& need : needed) {
+    const std::size_t slot = rows.slot(need.row);
+    const std::int64_t tokens = rows.tokens(need.positions), has = cache->length_here(slot, group_);
     if (tokens > has) return Missing{slot, tokens, has};
   }
   return {};

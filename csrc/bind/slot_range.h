@@ -9,8 +9,8 @@
 #include <optional>
 #include <span>
 
-#include "bind/dlpack_abi.h"
 #include "bind/operation.h"
+#include "bind/torch_bridge.h"
 #include "kv/slot_cache.h"
 
 namespace vtensor::bind {
@@ -53,6 +53,12 @@ struct SlotRows {
   }
 };
 
+// The first positions of a row, which a kernel reads or writes.
+struct RowNeed {
+  std::size_t row;
+  std::int64_t positions;
+};
+
 // The address range of one row group. Row r of slot s is its row r * slots + s.
 class SlotRange {
  public:
@@ -65,23 +71,14 @@ class SlotRange {
 
   // `tensor` as rows along dimension 0 with positions along `positions_dim`, or as one row if that
   // is 0. Nothing if it does not consist of whole tokens of rows.
-  std::optional<SlotRows> rows(const dlpack::Tensor& tensor, std::size_t positions_dim) const;
+  std::optional<SlotRows> rows(const TensorFacts& tensor, std::size_t positions_dim) const;
 
-  // What a kernel reads and writes: `lengths` positions and `added` more. `lengths` has one number
-  // for all rows, or one for each. The rows are those in `index`, or the first `count` if it is
-  // empty.
-  struct Needed {
-    std::span<const std::int64_t> lengths;
-    std::int64_t added;
-    std::span<const std::int64_t> index;
-    std::size_t count;
-  };
   struct Missing {
     std::size_t slot;
     std::int64_t tokens, has;
   };
-  // The first slot with fewer tokens than the kernel needs.
-  std::optional<Missing> missing(const SlotRows& rows, const Needed& needed) const;
+  // The first slot with fewer tokens than are needed.
+  std::optional<Missing> missing(const SlotRows& rows, std::span<const RowNeed> needed) const;
 
   // The KVCache. Throws Closed if it is closed or gone.
   nb::object open_cache() const;

@@ -3,9 +3,13 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <string_view>
+#include <vector>
 
+#include "base/calls.h"
 #include "base/errors.h"
 #include "bind/arguments.h"
 #include "tensor/buffer.h"
@@ -72,6 +76,7 @@ bool TorchBridge::borrow(nb::handle object, dlpack::Tensor& seen) {
 bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
   if (dlpack::Tensor seen; borrow(tensor, seen)) {
     facts.data = static_cast<char*>(seen.data) + seen.byte_offset;
+    facts.item_bytes = seen.dtype.bits / 8;
     facts.device = seen.device;
     facts.shape.assign(seen.shape, seen.shape + seen.ndim);
     facts.strides.assign(seen.strides, seen.strides + seen.ndim);
@@ -81,12 +86,48 @@ bool TorchBridge::read(nb::handle tensor, TensorFacts& facts) {
   nb::object device = tensor.attr("device"), index = device.attr("index");
   const auto type = nb::cast<std::string_view>(device.attr("type"));
   facts.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+  facts.item_bytes = nb::cast<std::size_t>(tensor.attr("itemsize"));
   facts.device.type = type == "cpu" ? 1 : type == "cuda" ? 2 : 0;
   facts.device.index = index.is_none() ? 0 : nb::cast<std::int32_t>(index);
   facts.shape = nb::cast<std::vector<std::int64_t>>(tensor.attr("shape"));
   facts.strides = nb::cast<std::vector<std::int64_t>>(tensor.attr("stride")());
   return true;
 }
+
+namespace {
+
+// References that Python's main thread drops soon, for the mapper, which never waits for the GIL
+// (I11).
+class DroppedSoon {
+ public:
+  void add(PyObject* owner) noexcept {
+    try {
+      const std::lock_guard lock(mutex_);
+      all_.push_back(owner);
+    } catch (const std::exception&) {
+      return;  // it is never dropped
+    }
+    // If Python's queue is full, a later call drops this one too.
+    static_cast<void>(Py_AddPendingCall(&DroppedSoon::drop, this));
+  }
+
+ private:
+  static int drop(void* self) {
+    std::vector<PyObject*> all;
+    {
+      auto& [mutex, waiting] = *static_cast<DroppedSoon*>(self);
+      const std::lock_guard lock(mutex);
+      all.swap(waiting);
+    }
+    for (PyObject* const owner : all) Py_DECREF(owner);
+    return 0;
+  }
+
+  std::mutex mutex_;
+  std::vector<PyObject*> all_;
+};
+
+}  // namespace
 
 std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::size_t bytes,
                                                     bool pinned) {
@@ -105,6 +146,10 @@ std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::
   const auto data = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());
   return {reinterpret_cast<std::byte*>(data), [owner = tensor.release()](std::byte*) {
             if (Py_IsInitialized() == 0) return;
+            if (thread_role == ThreadRole::mapper) {
+              static DroppedSoon* const soon = new DroppedSoon();  // never destroyed
+              return soon->add(owner.ptr());
+            }
             const nb::gil_scoped_acquire gil;
             owner.dec_ref();
           }};

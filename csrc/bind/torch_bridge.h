@@ -18,9 +18,10 @@ namespace vtensor::bind {
 
 namespace nb = nanobind;
 
-// The present address, device, shape and strides of a torch tensor.
+// The present address, device, item size, shape and strides of a torch tensor.
 struct TensorFacts {
   void* data = nullptr;
+  std::size_t item_bytes = 0;
   Device device{};
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;

@@ -1,48 +1,21 @@
-"""Edge cases of the FlashAttention shims: padding on the left, no queries, packed starts in no
-order. What FlashAttention defines is computed, and all else refused."""
+"""Edge cases of FlashAttention's functions over torch's kernels: padding on the left, no queries, tokens of
+no sequence, and what is refused because a slice would hide it."""
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 from vtensor.integrations import flash_attention as shims
 from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 from attention_support import close, int32
-from test_flash_attention import GROUPS, HEADS, PACKAGES, SIZE, caches, exact, noise, refused, seen  # noqa: F401
+from test_flash_attention import GROUPS, HEADS, SIZE, caches, exact, noise, seen  # noqa: F401
 
 HOLDS = 8
-WITH_LEFTPAD = ("fa2", "fa3", "torch")  # 4 has no such argument
 
 
 def plain_cache():
     return tuple(noise(2, HOLDS, HEADS, SIZE, seed=i) for i in range(2))
-
-
-@pytest.mark.parametrize("backend", WITH_LEFTPAD)
-@pytest.mark.parametrize("kind", ["plain", "grown"])
-@pytest.mark.parametrize(
-    ("leftpad", "lengths", "says"),
-    [
-        (3, 8, ["cache_leftpad is a int", "int32"]),
-        ([3, 2], 8, ["cache_leftpad is a list", "int32"]),
-        (numpy.array([3, 2], dtype=numpy.int32), 8, ["cache_leftpad is a ndarray"]),
-        (torch.tensor([3, 2]), 8, ["[2] of torch.int64"]),
-        (int32(3), 8, ["[1] of torch.int32"]),
-        (int32(-3, 0), 8, ["-3"]),
-        (int32(0, 9), 8, ["9 of a sequence of 8"]),
-        (int32(0, 9), None, ["9 of a sequence of 8"]),
-        (int32(6, 5), int32(6, 4), ["5 of a sequence of 4"]),
-    ],
-)
-def test_padding_that_cannot_be(host, seen, backend, kind, leftpad, lengths, says):  # noqa: F811
-    k, v = plain_cache() if kind == "plain" else caches(host, length=HOLDS)
-    q = noise(2, 1, HEADS * GROUPS, SIZE)
-    with refused(seen, *says):
-        shims.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, cache_leftpad=leftpad, backend=backend)
-    if kind == "grown":
-        close(k, v)
 
 
 @pytest.mark.parametrize("lengths", [7, int32(7, 5), None])
@@ -98,33 +71,49 @@ def test_empty_sequences_in_a_packed_batch(causal):
         torch.testing.assert_close(out[a:b], want[0])
 
 
-# --- packed starts ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", (*PACKAGES, "torch"))
-@pytest.mark.parametrize(
-    ("starts", "says"),
-    [
-        ({"cu_seqlens_q": int32(0, 4, 2, 6)}, ["cu_seqlens_q", "from 4 back to 2"]),
-        ({"cu_seqlens_k": int32(0, 7, 5, 9)}, ["cu_seqlens_k", "from 7 back to 5"]),
-        ({"cu_seqlens_q": torch.tensor([0, 2, 4, 6])}, ["cu_seqlens_q", "torch.int64"]),
-        ({"cu_seqlens_k": torch.tensor([0, 3, 5, 9])}, ["cu_seqlens_k", "torch.int64"]),
-        ({"cu_seqlens_k": [0, 3, 5, 9]}, ["cu_seqlens_k", "a list"]),
-        ({"cu_seqlens_k": int32(0, 3, 5, 7, 9)}, ["of 3 sequences", "K of 4"]),
-        ({"cu_seqlens_q": int32(0, 2, 4, 5, 6)}, ["of 4 sequences", "K of 3"]),
-        ({"cu_seqlens_q": int32(0, 2, 4, 6)[None]}, ["cu_seqlens_q", "[1, 4]"]),
-    ],
-    ids=str,
-)
-def test_packed_starts_that_cannot_be(seen, backend, starts, says):  # noqa: F811
-    q, k = noise(6, HEADS, SIZE), noise(9, HEADS, SIZE)
-    given = {"cu_seqlens_q": int32(0, 2, 4, 6), "cu_seqlens_k": int32(0, 3, 5, 9)} | starts
-    with refused(seen, *says):
-        shims.flash_attn_varlen_func(q, k, k, **given, max_seqlen_q=3, max_seqlen_k=4, backend=backend)
-
-
 def test_tokens_of_no_sequence_are_zeros():
     """Of a batch that is padded to a fixed size."""
     q, k = noise(8, HEADS, SIZE), noise(9, HEADS, SIZE)
     out = shims.flash_attn_varlen_func(q, k, k, int32(0, 2, 5), int32(0, 4, 9), 3, 5, backend="torch")
     assert out[:5].any() and not out[5:].any()
+
+
+# --- what a slice would hide --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [
+    {"cache_seqlens": 9},
+    {"cache_seqlens": -1},
+    {"cache_seqlens": int32(8, 9)},
+    {"cache_seqlens": int32(8)},
+    {"cache_seqlens": int32(8, 8, 8)},
+    {"cache_leftpad": int32(-3, 0)},
+    {"cache_leftpad": int32(0, 9)},
+    {"cache_seqlens": int32(6, 4), "cache_leftpad": int32(6, 5)},
+    {"cache_batch_idx": int32(0, 2)},
+], ids=str)  # fmt: skip
+def test_positions_that_a_plain_cache_does_not_have(given):
+    q = noise(2, 1, HEADS * GROUPS, SIZE)
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        shims.flash_attn_with_kvcache(q, *plain_cache(), **given, backend="torch")
+    with pytest.raises(RuntimeError):
+        shims.flash_attn_with_kvcache(noise(3, 1, HEADS, SIZE), *plain_cache(), backend="torch")
+
+
+@pytest.mark.parametrize("lengths", [HOLDS, int32(3, HOLDS)], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "fa4"])
+def test_an_append_past_the_end_of_a_plain_cache(seen, backend, lengths):  # noqa: F811
+    (k, v), q = plain_cache(), noise(2, 1, HEADS, SIZE)
+    with pytest.raises((RuntimeError, IndexError)):
+        shims.flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=lengths, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("starts_q", "starts_k"),
+    [((0, 4, 2, 6), (0, 3, 5, 9)), ((0, 2, 4, 7), (0, 3, 5, 9)), ((0, 2, 4, 6), (0, 7, 5, 9)),
+     ((0, 2, 4, 6), (0, 3, 5, 10)), ((0, 2, 4, 6), (0, 3, 5, 7, 9)), ((0, 2, 4, 6), (0, 9))],
+)  # fmt: skip
+def test_packed_starts_that_cannot_be(starts_q, starts_k):
+    q, k = noise(6, HEADS, SIZE), noise(9, HEADS, SIZE)
+    with pytest.raises((RuntimeError, ValueError)):
+        shims.flash_attn_varlen_func(q, k, k, int32(*starts_q), int32(*starts_k), 3, 4, backend="torch")

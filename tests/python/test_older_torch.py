@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vtensor.integrations import flash_attention
 
 import vtensor
 from vtensor import _core, testing
@@ -53,10 +52,3 @@ def test_a_source_that_is_not_strided_is_refused():
     with pytest.raises(vtensor.InvalidArgument, match="not strided"):
         t.append(torch.ones(2, 4).to_sparse())
     t.close()
-
-
-def test_what_a_kernel_requires_is_read_by_attributes():
-    q = torch.zeros(1, 2, 3, 16)
-    assert flash_attention.flash_attn_func(q, q, q, backend="torch").shape == q.shape
-    with pytest.raises(vtensor.InvalidArgument, match="3 heads, k 2"):
-        flash_attention.flash_attn_func(q, q[:, :, :2], q[:, :, :2], backend="torch")

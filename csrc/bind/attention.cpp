@@ -1,0 +1,210 @@
+// How attention kernels are given K and V. A kernel checks its own arguments. The checks here are
+// of what only vtensor knows: which positions a VTensor or a slot of a KVCache has. Shims call this
+// before every launch, so it is one call from Python.
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bind/arguments.h"
+#include "bind/bindings.h"
+#include "bind/slot_range.h"
+#include "bind/tensor_core.h"
+#include "bind/torch_bridge.h"
+
+namespace vtensor::bind {
+
+namespace {
+
+using Numbers = std::vector<std::int64_t>;
+
+constexpr std::size_t kRowsRank = 4;    // [rows, positions, heads, head size], or heads first
+constexpr std::size_t kPackedRank = 3;  // [positions, heads, head size]
+
+// An int, or the ints in a host tensor. Nothing if only the device or the kernel understands it.
+std::optional<Numbers> numbers_of(const char* operation, nb::handle given) {
+  if (PyLong_Check(given.ptr())) return Numbers{integer(operation, "lengths", given)};
+  if (!TorchBridge::get().is_tensor(given) || !given.attr("is_cpu").is(nb::bool_(true))) return {};
+  Numbers numbers;
+  nb::object list = given.attr("tolist")();
+  if (!nb::try_cast(list, numbers)) return {};
+  return numbers;
+}
+
+// What a kernel reads and writes.
+struct Launch {
+  const char* operation;
+  bool heads_first;
+  nb::handle lengths;
+  std::int64_t added;  // positions that the kernel writes after the lengths
+  nb::handle index;
+  nb::handle rows;
+
+  std::size_t positions_dim(std::size_t rank) const {
+    return rank != kRowsRank ? 0 : heads_first ? 2 : 1;
+  }
+  std::int64_t rows_read(std::int64_t of_rows) const;
+  std::optional<std::vector<RowNeed>> needs(std::int64_t of_rows, std::int64_t positions) const;
+};
+
+// How many rows the kernel reads, of `of_rows`, if neither the lengths nor the index tell; 0 if
+// unknown.
+std::int64_t Launch::rows_read(std::int64_t of_rows) const {
+  if (rows.is_none()) return of_rows;
+  if (PyLong_Check(rows.ptr())) return nb::cast<std::int64_t>(rows);
+  if (dlpack::Tensor query; TorchBridge::get().borrow(rows, query))
+    return query.ndim == static_cast<std::int32_t>(kRowsRank) ? query.shape[0] : 0;
+  const nb::object shape = rows.attr("shape");
+  return nb::len(shape) == kRowsRank ? nb::cast<std::int64_t>(shape[0]) : 0;
+}
+
+// What is needed of each row that the kernel uses; nothing if only the device knows it. The tensor
+// has `of_rows` rows of `positions` positions. Throws if these are not enough.
+std::optional<std::vector<RowNeed>> Launch::needs(std::int64_t of_rows,
+                                                  std::int64_t positions) const {
+  std::optional<Numbers> ends = Numbers{positions}, chosen;
+  if (!lengths.is_none()) ends = numbers_of(operation, lengths);
+  if (!index.is_none() && !(chosen = numbers_of(operation, index))) return {};
+  if (!ends || ends->empty()) return {};
+  const bool for_each = !lengths.is_none() && !PyLong_Check(lengths.ptr());
+  std::size_t count;
+  if (of_rows == 1 && for_each && chosen == std::nullopt) {  // also the ends of packed sequences
+    ends = Numbers{*std::max_element(ends->begin(), ends->end())};
+    count = 1;
+  } else if (for_each) {
+    count = chosen ? std::min(ends->size(), chosen->size()) : ends->size();
+  } else if (chosen) {
+    count = chosen->size();
+  } else {
+    count = static_cast<std::size_t>(rows_read(of_rows));
+  }
+  std::vector<RowNeed> needed;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int64_t row = chosen ? (*chosen)[i] : static_cast<std::int64_t>(i);
+    const std::int64_t end = (*ends)[ends->size() == 1 ? 0 : i];
+    if (row < 0 || row >= of_rows)
+      refuse(operation, "row ", row, " is to be read, the cache has ", of_rows,
+             " rows: name one of these");
+    if (end < 0 || end > positions - added)
+      refuse(operation, "the first ", end, " positions of row ", row, " are to be read, ", added,
+             " written after them, the cache holds ", positions, ": append or extend first");
+    needed.push_back({static_cast<std::size_t>(row), end + added});
+  }
+  return needed;
+}
+
+// The core of a VTensor, null of other objects. Throws Closed.
+TensorCore* core_of(nb::handle object) {
+  TorchBridge& torch = TorchBridge::get();
+  if (torch.is_plain(object)) return nullptr;
+  nb::object found = nb::getattr(object, "_core", nb::none());
+  TensorCore* core = nullptr;
+  if (found.is_none() || !nb::try_cast(found, core)) return nullptr;
+  if (core->closed()) torch.detach(object);  // raises Closed
+  return core;
+}
+
+// The plain view of a VTensor that the kernel gets.
+nb::object view_of(const Launch& launch, nb::handle tensor, const TensorCore& core) {
+  TorchBridge& torch = TorchBridge::get();
+  const TensorSpec& spec = core.spec();
+  const std::size_t rank = spec.sizes.size(), dim = launch.positions_dim(rank);
+  nb::object view = torch.detach(tensor);
+  if (rank != kRowsRank && rank != kPackedRank) return view;
+  const bool transposed = rank == kRowsRank && spec.grow_dim == 3 - dim;
+  if (transposed) view = view.attr("transpose")(1, 2);
+  const std::int64_t holds = spec.size(transposed ? spec.grow_dim : dim, core.length());
+  const auto needed = launch.needs(rank == kRowsRank ? spec.size(0, core.length()) : 1, holds);
+  if (!needed || needed->empty() || !PyLong_Check(launch.lengths.ptr())) return view;
+  if (needed->front().positions == holds) return view;
+  return torch.narrow(view, dim, 0, static_cast<std::size_t>(needed->front().positions));
+}
+
+// The KVCache that `tensor` is a view of a layer of, or None. Throws if a slot does not have the
+// tokens.
+nb::object cache_of(const Launch& launch, nb::handle tensor) {
+  TorchBridge& torch = TorchBridge::get();
+  if (!torch.is_tensor(tensor)) return nb::none();
+  const nb::object mark = SlotRange::of(tensor);
+  if (mark.is_none()) return nb::none();
+  const auto& range = *nb::cast<const SlotRange*>(mark);
+  nb::object cache = range.open_cache();
+  TensorFacts seen;
+  if (!torch.read(tensor, seen)) return cache;
+  const std::size_t rank = seen.shape.size(), dim = launch.positions_dim(rank);
+  if (rank != kRowsRank && rank != kPackedRank) return cache;
+  const auto rows = range.rows(seen, dim);
+  if (!rows) return cache;
+  const auto needed = launch.needs(rank == kRowsRank ? seen.shape[0] : 1, seen.shape[dim]);
+  if (!needed) return cache;
+  if (const auto missing = range.missing(*rows, *needed))
+    refuse(launch.operation, missing->tokens, " tokens of slot ", missing->slot,
+           " are to be read or written, step() has made ", missing->has,
+           " ready: call step(lengths) with those that are appended first, or pass fewer");
+  return cache;
+}
+
+nb::tuple views(const char* operation, nb::handle key, nb::handle value, bool heads_first,
+                nb::handle lengths, std::int64_t added, nb::handle index, nb::handle rows) {
+  const Launch launch{operation, heads_first, lengths, added, index, rows};
+  const std::array<nb::handle, 2> given{key, value};
+  const std::array<TensorCore*, 2> cores{core_of(key), core_of(value)};
+  if (cores[0] != nullptr && cores[1] != nullptr && cores[0]->length() != cores[1]->length())
+    refuse(operation, "K has ", cores[0]->length(), " positions, V ", cores[1]->length(),
+           ": append to both");
+  std::array<nb::object, 2> taken;
+  nb::object cache = nb::none();
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (cores[i] != nullptr) {
+      taken[i] = view_of(launch, given[i], *cores[i]);
+      continue;
+    }
+    taken[i] = nb::borrow(given[i]);
+    nb::object of = cache_of(launch, given[i]);
+    if (cache.is_none()) cache = std::move(of);
+  }
+  return nb::make_tuple(taken[0], taken[1], cache);
+}
+
+constexpr const char* kDoc = R"(K and V as an attention kernel gets them.
+
+Checks that VTensors and slots of a KVCache have the positions that the kernel reads and writes, as far as the host
+knows them. The kernel checks all else, and all of plain tensors.
+
+Args:
+    operation: the name of the function in messages.
+    key, value: ``[rows, positions, heads, head size]``, or ``[positions, heads, head size]`` for one row or packed
+        sequences: VTensors, layers of a KVCache and views of them, or plain tensors. VTensors with positions and
+        heads exchanged are transposed.
+    heads_first: the kernel takes ``[rows, heads, positions, head size]``.
+    lengths: the positions to read of each row: None for all, an int for all rows, or a tensor with one for each. If
+        there is one row, a tensor may also have the ends of packed sequences. What a tensor on a device holds is
+        not checked.
+    added: positions that the kernel writes after these.
+    index: a tensor with the rows to read. None means the first ones.
+    rows: how many rows are read if neither ``lengths`` nor ``index`` is a tensor. A query of four dimensions has one
+        sequence for each. None means all. With 0 or another query, nothing is checked: for kernels that take the
+        positions to read from a list, such as a table of pages.
+
+Returns:
+    K, V, and the KVCache or None. A VTensor is returned as a plain view, of ``lengths + added`` positions if
+    ``lengths`` is an int. Other objects are returned unchanged.
+
+Raises:
+    InvalidArgument: if a row or position does not exist, a slot does not have the tokens, or one of two VTensors is
+        shorter. The message names it.
+    Closed: if a VTensor or the KVCache is closed.)";
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+  module.def("attention_views", &views, "operation"_a, "key"_a.none(), "value"_a.none(),
+             "heads_first"_a = false, "lengths"_a.none() = nb::none(), "added"_a = 0,
+             "index"_a.none() = nb::none(), "rows"_a.none() = nb::none(), kDoc);
+}
+
+}  // namespace vtensor::bind

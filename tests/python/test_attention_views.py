@@ -1,0 +1,191 @@
+"""vtensor.attention.views: what kernels are given of VTensors, plain tensors and layers of a KVCache, and
+that nothing is read or written that these do not have."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import vtensor
+from attention_support import int32
+from support import on_a_device
+from test_bad_input import SHAPE_OF_A_MESSAGE
+from vtensor.attention import views
+
+ROWS, HOLDS, HEADS, SIZE = 3, 7, 2, 16
+TOKENS = [HOLDS, 0, 4]  # of a cache's slots
+
+
+def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=dtype)
+
+
+def refused(*given, says=(), error=vtensor.InvalidArgument, **options):
+    with pytest.raises(error, match=SHAPE_OF_A_MESSAGE) as caught:
+        views("attend", *given, **options)
+    assert all(word in str(caught.value) for word in says), caught.value
+
+
+@pytest.fixture
+def grown(host):
+    """K and V ``[3, 7, 2, 16]`` that grow."""
+    made = [vtensor.from_tensor(zeros(ROWS, HOLDS, HEADS, SIZE), 1, 12, pool=host) for _ in "kv"]
+    yield made
+    for t in made:
+        t.close()
+
+
+@pytest.fixture
+def cache(host):
+    with vtensor.KVCache(1, HEADS, SIZE, ROWS, 12, torch.bfloat16, pool=host) as made:
+        for _ in TOKENS:
+            made.alloc()
+        assert made.step(TOKENS)
+        yield made
+
+
+# --- what is given ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lengths", "shown"), [(None, 7), (7, 7), (3, 3), (0, 0), (int32(1, 2, 7), 7)])
+def test_views_of_vtensors_keep_nothing_alive(grown, lengths, shown):
+    *given, cache = views("attend", *grown, False, lengths)
+    assert cache is None
+    for view, ours in zip(given, grown, strict=True):
+        assert type(view) is torch.Tensor and view.shape == (ROWS, shown, HEADS, SIZE)
+        assert view.data_ptr() == (ours.address if shown else 0)
+    kept = [weakref.ref(view) for view in given]
+    del given, view
+    assert [ref() for ref in kept] == [None, None]
+
+
+def test_positions_lie_where_the_kernel_has_them(grown):
+    for heads_first, sizes in ((False, (ROWS, 5, HEADS, SIZE)), (True, (ROWS, HEADS, 5, SIZE))):
+        keys, values, _ = views("attend", *grown, heads_first, 5)
+        assert keys.data_ptr() == grown[0].address and keys.stride(-1) == 1
+        assert keys.shape == values.shape == sizes
+
+
+def test_other_objects_pass_as_they_are():
+    """The kernel checks them."""
+    k = zeros(2, 5, 8, 12).transpose(1, 3)
+    others = (
+        k,
+        zeros(9),
+        zeros(2, 2).to_sparse(),
+        zeros(2, 2).to("meta"),
+        None,
+        "k",
+        np.zeros(3),
+        torch.Tensor,
+    )
+    for other in others:
+        taken = views("attend", other, k, False, 99, 1, int32(77))
+        assert taken[0] is other and taken[1] is k and taken[2] is None
+    assert torch.vmap(lambda x: views("attend", x, x)[0])(zeros(2, 3)).shape == (2, 3)
+
+
+def test_either_may_be_of_a_cache(cache):
+    """The shim then records the stream in it."""
+    k, v = cache[0]
+    other = torch.zeros_like(k)
+    for pair in ((k, v), (other, v), (k, other)):
+        assert views("attend", *pair, False, 0)[2] is cache
+    assert views("attend", other, other, False, 5)[2] is None
+    refused(other, v, False, 5, says=["5 tokens of slot 1", "0 ready"])
+
+
+def test_slots_by_their_rows(cache):
+    k, v = cache[0]
+    assert views("attend", k, v, False, int32(4, 7), 0, torch.tensor([2, 0]))[2] is cache
+    refused(k, v, False, int32(4, 7), 0, int32(0, 2), says=["7 tokens of slot 2", "4 ready"])
+    refused(k, v, False, int32(4, 7), 1, int32(2, 0), says=["5 tokens of slot 2"])
+    assert views("attend", k, v, False, 7, rows=1)[2] is cache
+    refused(k, v, False, 7, rows=2, says=["7 tokens of slot 1"])
+    refused(k, v, False, 7, rows=zeros(2, 1, 4, SIZE), says=["7 tokens of slot 1"])
+    for unknown in (0, zeros(2, 4, SIZE)):
+        assert views("attend", k, v, rows=unknown)[2] is cache
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_group": 2}, {"layout": "HND"}], ids=str)
+@pytest.mark.parametrize("exchange", [True, False])
+def test_views_know_their_slots_and_tokens(host, options, exchange):
+    """By the first of them that is missing; also in releases of torch without DLPack's exchange API."""
+    with vtensor.KVCache(2, HEADS, SIZE, ROWS, 64, torch.float32, pool=host, **options) as made:
+        assert made.step([0] * ROWS)
+
+        def missing(t, lengths=2):
+            with pytest.raises(vtensor.InvalidArgument, match="of slot") as caught:
+                views("attend", t, t, False, lengths)
+            words = str(caught.value).split()
+            return int(words[5]), int(words[1])  # slot, tokens
+
+        vtensor._core.use_exchange_api(exchange)
+        try:
+            for t in made[1]:
+                t = t.transpose(1, 2) if "layout" in options else t
+                assert missing(t) == (0, 2)
+                assert missing(t[1:, 7:]) == (1, 9)
+                assert missing(t[2:, 7::3]) == (2, 11)
+                assert missing(t[2:3, :, 1:]) == (2, 2)
+                assert missing(t[1, 4:], int32(0, 1, 2)) == (1, 6)  # the ends of packed sequences
+                assert views("attend", t, t, False, 0)[2] is made
+                for other in (t[:1, :5].clone(), t[[0, 2], :5]):
+                    assert views("attend", other, other)[2] is None
+        finally:
+            vtensor._core.use_exchange_api(True)
+
+
+# --- what cannot be looked at -------------------------------------------------------------------------------
+
+
+def test_what_only_a_device_knows_is_left_to_it(grown, cache):
+    past = on_a_device(int32(99, 99, 99))
+    for pair in (grown, cache[0]):
+        assert views("attend", *pair, False, past)[0].shape == pair[0].shape
+        assert views("attend", *pair, False, 5, 0, past)[0].shape[0] == ROWS
+
+
+def test_what_a_kernel_refuses_is_left_to_it(grown, cache):
+    for wrong in (2.5, torch.tensor([2.5, 3, 9]), int32(99)[None], "five", torch.tensor(99)):
+        for pair in (grown, cache[0]):
+            assert views("attend", *pair, False, wrong)[0].shape == pair[0].shape
+            assert views("attend", *pair, False, 0, 0, wrong)[0].shape[0] == ROWS
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["grown", "cache"])
+def test_rows_and_positions_that_there_are_not(request, of):
+    k, v = request.getfixturevalue(of) if of == "grown" else request.getfixturevalue(of)[0]
+    holds = k.shape[1]
+    for lengths, added in ((holds + 1, 0), (holds, 1), (-1, 0), (1 << 70, 0), (-(1 << 70), 9)):
+        refused(k, v, False, lengths, added, rows=1, says=[f"holds {holds}", "row 0"])
+    refused(k, v, False, int32(0, holds + 1), says=[f"{holds + 1} positions of row 1"])
+    refused(k, v, False, int32(0, holds), 1, says=["row 1", "1 written after"])
+    for index in (int32(3), int32(-1), torch.tensor([1 << 40])):
+        refused(k, v, False, 0, 0, index, says=[f"row {index.item()} ", "3 rows"])
+    refused(k, v, False, 0, rows=4, says=["row 3 ", "3 rows"])
+
+
+def test_one_of_two_vtensors_that_is_shorter(grown):
+    refused(grown[0], grown[1].truncate(4), says=["K has 7", "V 4", "append to both"])
+
+
+def test_a_closed_tensor(grown):
+    grown[1].close()
+    refused(*grown, says=["closed"], error=vtensor.Closed)
+
+
+def test_a_cache_that_is_gone_but_for_its_core(host):
+    """A thread may be inside one of its operations."""
+    cache = vtensor.KVCache(1, HEADS, SIZE, ROWS, 4, torch.bfloat16, pool=host)
+    kept, (k, v) = cache._core, cache[0]
+    assert views("attend", k, v, False, 0)[2] is cache
+    del cache
+    refused(k, v, False, 0, says=["has been closed"], error=vtensor.Closed)
+    kept.close()
