@@ -56,7 +56,7 @@ class Blocks:
     def __len__(self) -> int:
         return self._count
 
-    def hold(self, numbers: Iterable[int]) -> list[int]:
+    def hold(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
         """Gives blocks their memory, in one batch of driver calls, or none if all have it. A held block stays
         held.
 
@@ -64,8 +64,8 @@ class Blocks:
             numbers: numbers of blocks.
 
         Returns:
-            The blocks that were not held and have lost their contents: their memory shows zeros, or what this
-            arena once wrote.
+            ``(kept, lost)``, with each of ``numbers`` once. Blocks in ``kept`` were held already, or have the
+            contents of their last release. Blocks in ``lost`` show zeros, or what this arena once wrote.
 
         Raises:
             OutOfPages: memory is short, even after others gave up what they keep for later.
@@ -119,7 +119,8 @@ class Blocks:
         BlocksCore.end_step(self._core, stream_handle("Blocks.end_step", stream))
 
     def whole(self, numbers: Iterable[int]) -> list[bool]:
-        """Whether each block has all its memory and its contents. Changes nothing.
+        """Whether each block has memory, with the contents of its last release: :meth:`hold` would keep it.
+        Changes nothing, and does not keep the block. False for blocks of an arena that sleeps.
 
         Args:
             numbers: numbers of blocks.
@@ -153,4 +154,4 @@ class Blocks:
     def __repr__(self) -> str:
         if self.arena.closed:
             return f"<vtensor.Blocks {len(self):,} closed>"
-        return f"<vtensor.Blocks {len(self):,}, {self.mapped:,} with memory, in {self.arena!r}>"
+        return f"<vtensor.Blocks {len(self):,}, {self.mapped:,} in use, in {self.arena!r}>"

@@ -197,7 +197,8 @@ std::vector<Reservation::Run> Arena::missing(const char* operation,
 bool Arena::kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const {
   const std::uint64_t then = since.empty() ? clock_ : since[n];
   for (std::size_t i = pages.begin; i < pages.end; ++i) {
-    if (!is_mapped(range_.at(0, i)) || states_[i].mapped_at > then) return false;
+    const Entry& entry = range_.at(0, i);
+    if (!is_mapped(entry) || !is_awake(entry) || states_[i].mapped_at > then) return false;
   }
   return true;
 }
@@ -281,6 +282,13 @@ void Arena::note_lost(std::span<const Interval> pages) noexcept {
     for (std::size_t i = some.begin; i < some.end; ++i) {
       if (states_[i].mapped_at == kLost) states_[i].mapped_at = ++clock_;
     }
+  }
+}
+
+void Arena::lose_contents() noexcept {
+  ++clock_;
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    if (is_mapped(range_.at(0, i))) states_[i].mapped_at = clock_;
   }
 }
 
@@ -573,7 +581,14 @@ ArenaCounts Arena::counts_now() const {
 ArenaCounts Arena::counts() {
   PoolLock lock(pool_);
   pool_->reap();
-  return counts_now();
+  PoolCounts awake;
+  count(awake);
+  ArenaCounts counts = counts_now();
+  counts.active = awake.active;
+  counts.prefetched = awake.prefetched;
+  counts.cached = awake.cached;
+  counts.pinned = awake.pinned;
+  return counts;
 }
 
 const char* Arena::why_mapped(std::size_t index) const {

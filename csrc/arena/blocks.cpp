@@ -1,8 +1,10 @@
 #include "arena/blocks.h"
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "base/align.h"
@@ -62,47 +64,53 @@ std::vector<std::uint64_t> Blocks::times_of(std::span<const std::size_t> numbers
   return times;
 }
 
+bool Blocks::is_whole(std::span<const char> parts, std::size_t n) const {
+  const std::span<const char> own = parts.subspan(n * parts_.size(), parts_.size());
+  return std::all_of(own.begin(), own.end(), [](char whole) { return whole != 0; });
+}
+
 std::vector<char> Blocks::whole(Arena& arena, std::span<const std::size_t> numbers) const {
-  const std::vector<char> held = arena.holds(bytes_of(numbers), times_of(numbers));
-  std::vector<char> whole(numbers.size(), 1);
-  for (std::size_t i = 0; i < held.size(); ++i) whole[i / parts_.size()] &= held[i];
+  const std::vector<char> parts = arena.holds(bytes_of(numbers), times_of(numbers));
+  std::vector<char> whole(numbers.size());
+  for (std::size_t n = 0; n < whole.size(); ++n) whole[n] = is_whole(parts, n);
   return whole;
 }
 
-std::vector<std::size_t> Blocks::hold(Arena& arena, const Caller& caller,
-                                      std::span<const std::size_t> numbers) {
+Blocks::Held Blocks::hold(Arena& arena, const Caller& caller,
+                          std::span<const std::size_t> numbers) {
   require(caller.operation, numbers);
-  std::vector<std::size_t> missing;
-  missing.reserve(numbers.size());
+  std::vector<std::size_t> named, free, leaving;  // a block may be named twice
+  std::unordered_set<std::size_t> seen;
   for (const std::size_t number : numbers) {
-    if (states_[number] != State::free) continue;
-    states_[number] = State::held;  // a block may be named twice
-    missing.push_back(number);
+    if (!seen.insert(number).second) continue;
+    named.push_back(number);
+    if (states_[number] == State::free) free.push_back(number);
+    if (states_[number] == State::leaving) leaving.push_back(number);
   }
-  std::vector<std::size_t> lost;
-  try {
-    lost.reserve(missing.size());
-    if (!missing.empty()) {
-      const std::vector<char> kept = arena.map(caller, bytes_of(missing), times_of(missing));
-      for (std::size_t i = 0; i < kept.size(); ++i) {
-        const std::size_t number = missing[i / parts_.size()];
-        if (!kept[i] && (lost.empty() || lost.back() != number)) lost.push_back(number);
-      }
-    }
-  } catch (...) {
-    for (const std::size_t number : missing) states_[number] = State::free;
-    throw;
+  Held held;
+  held.kept.reserve(named.size());
+  held.lost.reserve(named.size());
+  std::vector<char> stayed, came;
+  // A sleep may have ended without their contents.
+  if (!leaving.empty()) stayed = arena.holds(bytes_of(leaving), times_of(leaving));
+  if (!free.empty()) came = arena.map(caller, bytes_of(free), times_of(free));
+  // From here on nothing is refused.
+  for (std::size_t i = 0, of_stayed = 0, of_came = 0; i < named.size(); ++i) {
+    State& state = states_[named[i]];
+    const bool kept =
+        state == State::held ||
+        (state == State::leaving ? is_whole(stayed, of_stayed++) : is_whole(came, of_came++));
+    (kept ? held.kept : held.lost).push_back(named[i]);
+    state = State::held;
+    seen_[named[i]] = kHeld;
   }
-  for (const std::size_t number : numbers) {
-    states_[number] = State::held;  // also those leaving
-    seen_[number] = kHeld;
-  }
-  mapped_ += missing.size();
-  return lost;
+  mapped_ += free.size();
+  return held;
 }
 
 void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
   require(caller.operation, numbers);
+  const std::uint64_t now = arena.now();  // pages that arrive from here on do so later
   std::vector<std::size_t> released;
   released.reserve(numbers.size());
   for (const std::size_t number : numbers) {
@@ -111,13 +119,19 @@ void Blocks::release(Arena& arena, const Caller& caller, std::span<const std::si
     states_[number] = State::leaving;
   }
   try {
-    if (begun_ == ended_) return unmap(arena, caller, released);
-    for (const std::size_t number : released) leaving_.emplace_back(begun_, number);
+    if (begun_ == ended_) {
+      unmap(arena, caller, released);
+    } else {
+      for (const std::size_t number : released) leaving_.emplace_back(begun_, number);
+    }
   } catch (...) {
     for (const std::size_t number : released) states_[number] = State::held;
     throw;
   }
-  for (const std::size_t number : released) until_[number] = begun_;
+  for (const std::size_t number : released) {
+    until_[number] = begun_;
+    seen_[number] = now;
+  }
 }
 
 void Blocks::end_step(Arena& arena, const Caller& caller) {
@@ -145,12 +159,8 @@ void Blocks::end_step(Arena& arena, const Caller& caller) {
 }
 
 void Blocks::unmap(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers) {
-  const std::uint64_t now = arena.now();  // whatever is mapped anew is so later
   if (!numbers.empty()) arena.unmap(caller, bytes_of(numbers));
-  for (const std::size_t number : numbers) {
-    states_[number] = State::free;
-    seen_[number] = now;
-  }
+  for (const std::size_t number : numbers) states_[number] = State::free;
   mapped_ -= numbers.size();
 }
 

@@ -28,10 +28,13 @@ class Blocks {
   // Blocks that are held, or wait for steps.
   std::size_t mapped() const { return mapped_; }
 
-  // Maps those of `numbers` that are not held, for as long as they are. Returns which of them do
-  // not hold any more what they held. Whole or nothing; throws as Arena::map.
-  std::vector<std::size_t> hold(Arena& arena, const Caller& caller,
-                                std::span<const std::size_t> numbers);
+  // Blocks that have their contents, and those that lost them since their last release.
+  struct Held {
+    std::vector<std::size_t> kept, lost;
+  };
+  // Maps those of `numbers` that are not held, for as long as they are. Returns each of `numbers`
+  // once. Whole or nothing; throws as Arena::map.
+  Held hold(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
   // Ends that, after the steps under way. What is not held stays so.
   void release(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
 
@@ -43,7 +46,7 @@ class Blocks {
 
   // The bytes of blocks, part after part of each.
   std::vector<Interval> bytes_of(std::span<const std::size_t> numbers) const;
-  // Of each block, whether it holds what it held when it was last held.
+  // Of each block, whether it has memory, with the contents that it had at its last release.
   std::vector<char> whole(Arena& arena, std::span<const std::size_t> numbers) const;
   // Throws InvalidArgument if there is no such block.
   void require(const char* operation, std::span<const std::size_t> numbers) const;
@@ -51,13 +54,15 @@ class Blocks {
  private:
   enum class State : std::uint8_t { free, held, leaving };
 
-  // When each of these bytes were last held.
+  // When the block of each of these bytes was last released.
   std::vector<std::uint64_t> times_of(std::span<const std::size_t> numbers) const;
+  // Whether all parts of the n-th block are whole, by a flag of each part of each block.
+  bool is_whole(std::span<const char> parts, std::size_t n) const;
   void unmap(Arena& arena, const Caller& caller, std::span<const std::size_t> numbers);
 
   const std::vector<Part> parts_;
   std::vector<State> states_;
-  // The arena's time as the block was last released; of held and leaving ones, never.
+  // The arena's time at the block's last release, also of a leaving block; of a held one, never.
   std::vector<std::uint64_t> seen_;
   std::vector<std::uint64_t> until_;  // of leaving blocks: the step whose end they wait for
   // That step, and the block; those that were held again meanwhile too.

@@ -150,11 +150,14 @@ class BlocksCore {
     blocks_.emplace(count, std::move(all), core.bytes());
   }
 
-  std::vector<std::size_t> hold(nb::handle numbers) {
+  // The blocks that have their contents, and those that lost them.
+  using Held = std::tuple<std::vector<std::size_t>, std::vector<std::size_t>>;
+  Held hold(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.hold", numbers);
-    return core_.run_with_memory("Blocks.hold", [&](Arena& arena, const Caller& caller) {
-      return blocks_->hold(arena, caller, all);
-    });
+    Blocks::Held held = core_.run_with_memory(
+        "Blocks.hold",
+        [&](Arena& arena, const Caller& caller) { return blocks_->hold(arena, caller, all); });
+    return {std::move(held.kept), std::move(held.lost)};
   }
   void prepare(nb::handle numbers) {
     const std::vector<std::size_t> all = read("Blocks.prepare", numbers);

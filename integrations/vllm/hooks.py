@@ -168,7 +168,7 @@ class GrowingBlockPool(BlockPool):
         idle = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
         numbers = [block.block_id for block in idle]
         try:
-            lost = self.memory.hold(numbers)
+            _, lost = self.memory.hold(numbers)
         except NoRoom:
             self.forget_lost(idle)
             raise

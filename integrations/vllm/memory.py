@@ -77,9 +77,9 @@ class TableMemory:
             "block: raise VTENSOR_VLLM_BUDGET, or lower max_model_len"
         )
 
-    def hold(self, numbers: Iterable[int]) -> list[int]:
-        """Gives blocks their memory. Returns those that have lost their contents. If memory is short, raises
-        NoRoom and changes nothing."""
+    def hold(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Gives blocks their memory. Returns those that have their contents, and those that lost them. If
+        memory is short, raises NoRoom and changes nothing."""
         try:
             return self.blocks.hold(numbers)
         except vtensor.OutOfPages:

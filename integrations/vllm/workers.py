@@ -259,23 +259,25 @@ class WorkersMemory:
         self._leaving: dict[int, int] = {}  # released blocks, by the step whose end they wait for, in order
         self._lost: set[int] = set()  # lost in a worker, and not returned by hold() yet
 
-    def hold(self, numbers: Iterable[int]) -> list[int]:
+    def hold(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
         """As :meth:`TableMemory.hold`, in all workers or in none. Asks them if a block is not held."""
+        numbers = list(dict.fromkeys(numbers))
         fresh = [number for number in numbers if number not in self._held]
         if not fresh:
-            return []
+            return numbers, []
         try:
             self._hold_in_all(fresh)
         except BaseException:
             self._leave(fresh)  # in workers that gave them memory, they wait for the steps under way
             self._send("release", fresh)
             raise
-        lost = [number for number in fresh if number in self._lost]
+        kept = [number for number in numbers if number not in self._lost]
+        lost = [number for number in numbers if number in self._lost]
         self._held.update(fresh)
         for number in fresh:
             self._leaving.pop(number, None)
         self._lost.difference_update(fresh)
-        return lost
+        return kept, lost
 
     def prepare(self, numbers: Iterable[int]) -> None:
         self._send("prepare", list(numbers))
@@ -340,7 +342,7 @@ class WorkersMemory:
         lost = set(fresh)  # all of them, until the workers answer
         try:
             answers = self._collect(self._send("hold", fresh, answered=True))
-            lost = {number for _, value in answers for number in value or ()}
+            lost = {number for _, value in answers if value is not None for number in value[1]}
             if any(problem == "no room" for problem, _ in answers):
                 raise NoRoom
         finally:

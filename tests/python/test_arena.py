@@ -160,6 +160,18 @@ class ArenaMachine(RuleBasedStateMachine):
         mapped = {record.index for record in self.arena.pages()}
         assert mapped & pages_of(which) <= pages_of(self.used())
 
+    @rule(contents=st.sampled_from(["host", "discard"]), discard=st.booleans())
+    def sleep(self, contents: str, discard: bool) -> None:
+        """Its pages come back, and what no block needs does not."""
+        assert self.attempt(lambda: self.pool.wait_idle(5), None)
+        self.pool.sleep(tag="kv", contents=contents)
+        assert not any(self.arena.holds([block(i) for i in range(BLOCKS)]))
+        if not self.attempt(lambda: self.pool.wake(discard=discard), None):
+            self.rival.close()
+            assert self.attempt(lambda: self.pool.wake(discard=discard), None)
+        if discard or contents == "discard":
+            self.written = dict.fromkeys(self.written, 0)
+
     @rule(pages=st.integers(1, 8))
     def another_tensor(self, pages: int) -> None:
         """What the arena only keeps for later gives way to it."""
@@ -595,7 +607,7 @@ def test_a_refused_unmapping_after_a_fork_keeps_no_bytes(engine):
             release = lambda numbers: arena.unmap([first, last])
         else:
             blocks = vtensor.Blocks(arena, 8, [(0, {PAGE}, {PAGE})])
-            hold, release = blocks.hold, blocks.release
+            hold, release = lambda numbers: blocks.hold(numbers)[1], blocks.release
         assert hold([0, 4]) == [0, 4]
         arena.tensor[:{PAGE}].fill_(3)
         told, tell = os.pipe()

@@ -62,16 +62,20 @@ class BlocksMachine(RuleBasedStateMachine):
     def mapped(self) -> set[int]:
         return self.held | set(self.leaving)
 
+    def has_what_was_written(self, block: int) -> bool:
+        value = self.written.get(block)
+        return value is None or all(bool(p.eq(value).all()) for p in parts_of(self.blocks.arena, block))
+
     @rule(which=numbers, fail=st.none() | st.integers(0, 4))
     def hold(self, which: list[int], fail: int | None) -> None:
-        fresh = set(which) - self.mapped()
+        fresh = set(which) - self.held
         whole = dict(zip(which, self.blocks.whole(which), strict=True))
         try:
             if fail is None:
-                lost = self.blocks.hold(which)
+                kept, lost = self.blocks.hold(which)
             else:
                 with testing.fail_after(self.pool, fail):
-                    lost = self.blocks.hold(which)
+                    kept, lost = self.blocks.hold(which)
         except vtensor.DriverError:
             assert fail is not None
             return self.hold(which, None)  # equal draws make equal blocks
@@ -81,9 +85,11 @@ class BlocksMachine(RuleBasedStateMachine):
             others = self.pool.stats().pages_active - len(pages_of(self.mapped()))
             assert len(pages_of(self.mapped() | set(which))) + others > BUDGET
             return
-        assert len(set(lost)) == len(lost) and set(lost) <= fresh
+        assert sorted(kept + lost) == sorted(set(which)) and set(lost) <= fresh
         if fail is None:
             assert not any(whole[block] for block in lost)
+        for block in kept:
+            assert self.has_what_was_written(block)
         for block in lost:
             self.written.pop(block, None)
         self.held |= set(which)
@@ -131,6 +137,29 @@ class BlocksMachine(RuleBasedStateMachine):
             if not pages_of([block]) & pages_of(self.mapped()):
                 assert self.blocks.whole([block]) == [False]
 
+    @rule(
+        contents=st.sampled_from(["host", "discard"]),
+        discard=st.booleans(),
+        released=numbers,
+        ends=st.booleans(),
+    )
+    def sleep(self, contents: str, discard: bool, released: list[int], ends: bool) -> None:
+        """Blocks are released, and steps end, during the sleep too."""
+        self.pool.wait_idle(5)
+        self.pool.sleep(tag="kv", contents=contents)
+        assert not any(self.blocks.whole(range(COUNT)))
+        self.release(released)
+        if ends and self.begun != self.ended:
+            self.end_step()
+        try:
+            self.pool.wake(discard=discard)
+        except vtensor.OutOfPages:
+            self.rival.close()
+            self.pool.wake(discard=discard)
+        if discard or contents == "discard":
+            for block in self.held & set(self.written):
+                self.written[block] = 0
+
     @rule(pages=st.integers(1, 8))
     def another_tensor(self, pages: int) -> None:
         if not self.rival.take(pages, 255):
@@ -139,11 +168,10 @@ class BlocksMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_hold_what_was_written(self) -> None:
         assert self.blocks.mapped == len(self.mapped())
-        assert all(self.blocks.whole(sorted(self.mapped())))
         whole = dict(enumerate(self.blocks.whole(range(COUNT))))
-        for block, value in self.written.items():
-            if whole[block]:
-                assert all(bool(part.eq(value).all()) for part in parts_of(self.blocks.arena, block))
+        assert all(whole[block] for block in self.held)
+        for block in self.written:
+            assert not whole[block] or self.has_what_was_written(block)
         assert self.blocks.arena.stats().pages_active == len(pages_of(self.mapped()))
         testing.check_invariants(self.pool)
 
@@ -168,19 +196,19 @@ TestSimcuda.pytestmark.append(pytest.mark.thorough)
 
 
 def test_a_released_block_keeps_what_it_holds_until_memory_is_short(blocks):
-    assert blocks.hold([3, 9]) == [3, 9]
+    assert blocks.hold([3, 9]) == ([], [3, 9])
     for part in parts_of(blocks.arena, 3):
         part.fill_(7)
     blocks.release([3])
     assert blocks.mapped == 1
     before = calls(blocks.arena.pool)
-    assert blocks.whole([3]) == [True] and blocks.hold([3]) == []
+    assert blocks.whole([3]) == [True] and blocks.hold([3]) == ([3], [])
     assert calls_since(blocks.arena.pool, before) == {}  # I15
     assert all(bool(part.eq(7).all()) for part in parts_of(blocks.arena, 3))
     blocks.release([3])
     filled(blocks.arena.pool, (BUDGET - 3) * 4, 1).close()
     assert blocks.whole([3, 9]) == [False, True]
-    assert blocks.hold([3]) == [3]
+    assert blocks.hold([3]) == ([], [3])
 
 
 def test_a_page_that_came_back_for_a_neighbour_does_not_hold_what_it_held(blocks):
@@ -191,7 +219,30 @@ def test_a_page_that_came_back_for_a_neighbour_does_not_hold_what_it_held(blocks
     filled(blocks.arena.pool, BUDGET * 4, 1).close()
     blocks.hold([7])
     assert pages_of([6]) == pages_of([7]) and blocks.whole([6, 7]) == [False, True]
-    assert blocks.hold([6]) == [6]
+    assert blocks.hold([6]) == ([], [6])
+
+
+@pytest.mark.parametrize("contents", ["host", "discard"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_no_released_block_is_whole_after_waking_without_its_contents(blocks, contents, waits):
+    """A page stays mapped for a held neighbour, or for a step, and shows zeros after the sleep."""
+    for woken_without in (False, True) if contents == "host" else (True,):
+        blocks.hold([6] if waits else [6, 7])
+        for part in parts_of(blocks.arena, 6):
+            part.fill_(7)
+        blocks.begin_step()
+        if not waits:
+            blocks.end_step()
+        blocks.release([6])
+        blocks.arena.pool.sleep(contents=contents)
+        assert blocks.whole([6]) == [False]
+        blocks.arena.pool.wake(discard=woken_without and contents == "host")
+        assert blocks.whole([6]) == [not woken_without]
+        if waits:
+            blocks.end_step()
+            assert blocks.whole([6]) == [not woken_without]
+        assert blocks.hold([6]) == (([], [6]) if woken_without else ([6], []))
+        assert all(bool(part.eq(0 if woken_without else 7).all()) for part in parts_of(blocks.arena, 6))
 
 
 @pytest.mark.exact
@@ -204,8 +255,8 @@ def test_neighbours_are_mapped_by_one_call(pool_factory):
 
 
 def test_holding_and_releasing_twice_is_doing_it_once(blocks):
-    assert blocks.hold([1, 1, 1]) == [1]
-    assert blocks.hold([1]) == [] and blocks.mapped == 1
+    assert blocks.hold([1, 1, 1]) == ([], [1])
+    assert blocks.hold([1]) == ([1], []) and blocks.mapped == 1
     blocks.release([1, 1, 2])
     blocks.release([1])
     assert blocks.mapped == 0 and blocks.arena.stats().pages_active == 0
@@ -244,11 +295,20 @@ def test_what_a_step_may_use_stays_until_it_ends(blocks):
     assert blocks.mapped == 0
 
 
+def test_a_block_that_waits_for_a_step_is_held_again_without_its_lost_contents(blocks):
+    blocks.hold([0])
+    blocks.begin_step()
+    blocks.release([0])
+    blocks.arena.pool.sleep(contents="discard")
+    blocks.arena.pool.wake()
+    assert blocks.hold([0]) == ([], [0]) and blocks.whole([0]) == [True]
+
+
 def test_a_block_held_again_outlives_the_step_that_it_waited_for(blocks):
     blocks.hold([0])
     blocks.begin_step()
     blocks.release([0])
-    assert blocks.hold([0]) == []
+    assert blocks.hold([0]) == ([0], [])
     blocks.begin_step()
     blocks.release([0])
     blocks.hold([0])
@@ -269,7 +329,7 @@ def test_a_prepared_block_is_held_without_a_call(blocks):
     stats = blocks.arena.stats()
     assert stats.pages_prefetched == LAYERS and stats.pages_active == LAYERS and blocks.mapped == 1
     before = calls(blocks.arena.pool)
-    assert blocks.hold([2]) == [2]
+    assert blocks.hold([2]) == ([], [2])
     assert calls_since(blocks.arena.pool, before) == {}  # I15
     assert all(bool(part.eq(0).all()) for part in parts_of(blocks.arena, 2))
 

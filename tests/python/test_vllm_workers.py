@@ -98,15 +98,15 @@ def test_a_block_has_memory_in_all_workers():
     with fleet(8, 8, 8) as made:
         memory = made.memory
         assert (memory.count, memory.most, memory.most_cached) == (COUNT, 8, 8)
-        assert memory.hold([3, 4, 5]) == [3, 4, 5]
+        assert memory.hold([3, 4, 5]) == ([], [3, 4, 5])
         assert memory.mapped == 3 and [t.mapped for t in made.tables] == [3] * 3
         made.write(4, 7)
         memory.release([4, 5])
         assert memory.mapped == 1
         assert memory.whole([3, 4, 5, 6]) == [True, True, True, False]
         assert [t.mapped for t in made.tables] == [1] * 3
-        assert memory.hold([4]) == [] and made.read(4) == [{7}] * 3
-        assert memory.hold([3, 4]) == []
+        assert memory.hold([4]) == ([4], []) and made.read(4) == [{7}] * 3
+        assert memory.hold([3, 4]) == ([3, 4], [])
 
 
 def test_no_worker_is_asked_for_what_is_held_already():
@@ -128,7 +128,7 @@ def test_a_block_that_one_worker_refuses_none_has():
             memory.hold([1, 2, 3])
         made.settle()
         assert memory.mapped == 2 and [t.mapped for t in made.tables] == [2] * 3
-        assert memory.hold([2]) == [2]
+        assert memory.hold([2]) == ([], [2])
         assert memory.most == 3 and memory.shortage([3, 4]) == 2
 
 
@@ -142,7 +142,7 @@ def test_a_block_lost_in_one_worker_is_lost():
         with others_have(made.tables[1], 3):
             pass
         assert memory.whole([0, 1]) == [False, False]
-        assert memory.hold([1]) == [1]
+        assert memory.hold([1]) == ([], [1])
         assert made.read(1) == [{9}, {0}]
         memory.release([1])
         made.settle()
@@ -166,7 +166,7 @@ def test_a_block_that_was_lost_as_another_worker_refused_stays_lost():
         made.settle()
         assert made.tables[0].whole([0]) == [True]
         assert memory.whole([0]) == [False]
-        assert memory.hold([0]) == [0]
+        assert memory.hold([0]) == ([], [0])
         memory.release([0])
         assert memory.whole([0]) == [True]  # whoever held it knew
 
@@ -204,7 +204,7 @@ def test_a_worker_that_is_behind_is_waited_for():
         late = threading.Timer(0.2, lambda: second.ended(1))
         late.start()
         try:
-            assert memory.hold([3, 4]) == [3, 4]
+            assert memory.hold([3, 4]) == ([], [3, 4])
         finally:
             late.join()
 
@@ -215,7 +215,7 @@ def test_a_block_that_is_held_again_stays_when_the_step_ends():
         memory.hold([1])
         memory.begin_step()
         memory.release([1])
-        assert memory.hold([1]) == []
+        assert memory.hold([1]) == ([1], [])
         for server in made.servers:
             server.ended(1)
         memory.end_step()
@@ -257,7 +257,7 @@ def test_a_stranger_is_turned_away(says):
     assert stranger.recv(1) == b""
     stranger.close()
     memory = WorkersMemory([server.facts], KEY, 30)
-    assert memory.hold([1]) == [1]
+    assert memory.hold([1]) == ([], [1])
     with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.connect(f"\0{server.facts.address}")
     memory.close()
@@ -296,7 +296,7 @@ def test_workers_that_are_processes_and_one_that_dies():
     try:
         assert all(pipe.poll(60) for pipe in pipes)
         memory = WorkersMemory([pipe.recv() for pipe in pipes], KEY, 30)
-        assert memory.hold([1, 2]) == [1, 2]
+        assert memory.hold([1, 2]) == ([], [1, 2])
         os.kill(children[1].pid, signal.SIGKILL)
         children[1].join(30)
         start = time.monotonic()
@@ -346,7 +346,7 @@ def test_an_interrupted_call_has_held_nothing(monkeypatch, where):
         made.settle()
         assert memory.mapped == 0 and [t.mapped for t in made.tables] == [0, 0]
         assert memory.whole([0, 1]) == [False, False]  # nobody knows
-        assert memory.hold([1, 5]) == [1, 5]
+        assert memory.hold([1, 5]) == ([], [1, 5])
         assert [t.mapped for t in made.tables] == [2, 2]
 
 
@@ -364,7 +364,7 @@ def test_a_worker_that_heard_nothing_of_a_release_hears_of_the_next(monkeypatch)
             memory.release([1])
         made.settle()
         assert memory.mapped == 0 and [t.mapped for t in made.tables] == [0, 1]
-        assert memory.hold([1]) == [] and made.read(1) == [{3}, {3}]
+        assert memory.hold([1]) == ([1], []) and made.read(1) == [{3}, {3}]
         memory.release([1])
         made.settle()
         assert [t.mapped for t in made.tables] == [0, 0]
@@ -425,11 +425,11 @@ class Workers(RuleBasedStateMachine):
     @rule(numbers=NUMBERS)
     def hold(self, numbers):
         try:
-            lost = self.memory.hold(numbers)
+            kept, lost = self.memory.hold(numbers)
         except NoRoom:
             self.refused.update(dict.fromkeys(set(numbers) - self.held, self.begun))
             return
-        assert not self.held.intersection(lost)
+        assert sorted(kept + lost) == sorted(set(numbers)) and not self.held.intersection(lost)
         self.held.update(numbers)
         for number in numbers:
             if number in lost or number not in self.said:
