@@ -59,11 +59,13 @@ void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, st
   std::unique_ptr<Node> branch;
   std::list<Node*> recent;
   Node* leaf = nullptr;
+  std::size_t added = 0;
   for (std::size_t i = pages.size(); i-- != 0;) {
     auto node = std::make_unique<Node>();
     node->edge = edge(tokens, known + i);
     node->pages = std::move(pages[i]);
     node->recent = recent.insert(recent.end(), node.get());
+    added += pages_of(*node);
     if (leaf == nullptr) leaf = node.get();
     if (branch != nullptr) {
       branch->parent = node.get();
@@ -80,6 +82,7 @@ void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, st
   std::vector<Token> key = branch->edge;
   parent->children.emplace(std::move(key), std::move(branch));
   recent_.splice(recent_.end(), recent);
+  pages_ += added;
   touch(leaf);
 }
 
@@ -87,19 +90,18 @@ void PrefixIndex::add(std::span<const Token> tokens, const std::string& salt, st
 // children before their parents.
 std::vector<PrefixIndex::Node*> PrefixIndex::idle(std::size_t pages) const {
   std::vector<Node*> found;
-  if (recent_.empty()) return found;
   std::unordered_set<const Node*> gone;
   std::size_t freed = 0;
-  const PoolLock lock(recent_.front()->pages.front()->pool());
   for (Node* node : recent_) {
     if (freed >= pages) break;
     const bool in_use =
         std::any_of(node->pages.begin(), node->pages.end(),
                     [](const auto& page_set) VT_LOCKED { return page_set->in_use(); });
+    if (in_use) continue;
     const bool has_children =
         std::any_of(node->children.begin(), node->children.end(),
                     [&gone](const auto& child) { return !gone.contains(child.second.get()); });
-    if (in_use || has_children) continue;
+    if (has_children) continue;
     freed += pages_of(*node);
     found.push_back(node);
     gone.insert(node);
@@ -113,14 +115,19 @@ std::size_t PrefixIndex::pages_of(const Node& node) {
   return pages;
 }
 
-std::size_t PrefixIndex::evictable() const {
+std::size_t PrefixIndex::evictable(std::size_t enough) const {
   std::size_t pages = 0;
-  for (const Node* node : idle(std::numeric_limits<std::size_t>::max())) pages += pages_of(*node);
+  for (const Node* node : idle(enough)) pages += pages_of(*node);
   return pages;
 }
 
 std::size_t PrefixIndex::evict(std::size_t pages) {
-  const std::vector<Node*> going = idle(pages);
+  if (recent_.empty()) return 0;
+  std::vector<Node*> going;
+  {
+    const PoolLock lock(recent_.front()->pages.front()->pool());
+    going = idle(pages);
+  }
   std::size_t freed = 0;
   for (const Node* node : going) freed += pages_of(*node);
   for (Node* node : going) forget(node);
@@ -138,6 +145,7 @@ void PrefixIndex::clear() {
 
 void PrefixIndex::forget(Node* node) {
   recent_.erase(node->recent);
+  pages_ -= pages_of(*node);
   auto& siblings = node->parent->children;
   siblings.erase(siblings.find(node->edge));
 }

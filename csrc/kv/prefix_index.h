@@ -48,9 +48,11 @@ class PrefixIndex {
   // Gives up the least recently used units that nothing else uses, until `pages` pages are free or
   // there are no more. Returns the pages. Takes the pool's lock.
   std::size_t evict(std::size_t pages);
-  // The pages that it could give up in all. Takes the pool's lock.
-  std::size_t evictable() const;
-  // Gives everything up; what slots have mapped stays theirs. Takes the pool's lock.
+  // Pages that it could give up: at least `enough`, or all there are.
+  std::size_t evictable(std::size_t enough) const VT_LOCKED;
+  // Pages that it keeps.
+  std::size_t pages() const { return pages_; }
+  // Gives everything up; what slots have mapped stays theirs.
   void clear();
 
  private:
@@ -65,7 +67,7 @@ class PrefixIndex {
   std::vector<Token> edge(std::span<const Token> tokens, std::size_t unit) const;
   std::vector<Node*> walk(std::span<const Token> tokens, const std::string& salt,
                           std::size_t units) const;
-  std::vector<Node*> idle(std::size_t pages) const;
+  std::vector<Node*> idle(std::size_t pages) const VT_LOCKED;
   static std::size_t pages_of(const Node& node);
   void touch(Node* node) noexcept;
   void forget(Node* node);
@@ -73,6 +75,7 @@ class PrefixIndex {
   const std::size_t unit_;
   std::map<std::string, std::unique_ptr<Node>> roots_;
   std::list<Node*> recent_;  // least recently used first, leaves before their parents
+  std::size_t pages_ = 0;
   std::size_t evictions_ = 0;
 };
 

@@ -59,7 +59,7 @@ SlotCacheCounts SlotCache::counts() {
   pool_->reap();
   std::unordered_set<const Page*> seen;
   for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
-    buffer->add_to(counts.pages);
+    buffer->count(counts.pages);
     counts.shared += buffer->range().add_pages(seen);
   }
   for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot)
@@ -314,11 +314,9 @@ bool SlotCache::make_room_ahead(std::span<const std::int64_t> lengths) {
     if (pages <= store.unused()) return true;
     pages += needs().leaving(lengths, due_);
     missing = MakeRoom(*pool_).missing(pages);
+    if (prefixes_.index().evictable(missing) < missing) return false;
   }
-  if (missing != 0) {
-    if (prefixes_.index().evictable() < missing) return false;
-    prefixes_.index().evict(missing);
-  }
+  if (missing != 0) prefixes_.index().evict(missing);
   const PoolLock lock(pool_);
   return MakeRoom(*pool_).begin(pages) == 0;
 }

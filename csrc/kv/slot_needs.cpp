@@ -17,17 +17,25 @@ bool SlotNeeds::fit(std::span<const std::int64_t> lengths, Bands bands, bool alo
     pool->reap();
     const std::size_t pages = need(lengths, bands).pages;
     if (!alone && pages <= store.unused()) return store.shortage(pages).missing == 0;
-    static_cast<void>(pool->settle_all(lock));
   }
-  const PoolCounts counts = pool->counts();
-  const std::size_t evictable =
-      prefixes_.index().evictable() + (alone ? 0 : pool->spared_elsewhere());
-  const PoolLock lock(pool);
+  const std::size_t elsewhere = alone ? 0 : pool->spared_elsewhere();
+  PoolLock lock(pool);
+  static_cast<void>(pool->settle_all(lock));
+  if (store.private_copies() != 0) pool->count_private_copies();  // as a growth does
   const auto [pages, ready] = need(lengths, bands);
   const std::size_t own = sub_sat(store.budget(), store.in_use());
-  const std::size_t unused = alone ? own : store.unused(), others = reclaimable(counts);
-  return pages + std::min(ready, others) <= unused + others + evictable &&
-         store.shortage(std::min(pages, unused)).missing == 0;
+  const std::size_t unused = alone ? own : store.unused();
+  if (store.shortage(std::min(pages, unused)).missing != 0) return false;
+  // The cheapest question first: most are answered before the last.
+  const auto missing = [&, pages = pages, ready = ready](std::size_t others) {
+    return sub_sat(pages + std::min(ready, others), unused + elsewhere + others);
+  };
+  const PrefixIndex& index = prefixes_.index();
+  if (const std::size_t most = sub_sat(pages + ready, unused + elsewhere);
+      index.pages() >= most && index.evictable(most) >= most)
+    return true;
+  const std::size_t still = missing(reclaimable());
+  return still <= index.pages() && index.evictable(still) >= still;
 }
 
 bool SlotNeeds::are_ready(std::span<const std::int64_t> lengths,
@@ -53,8 +61,7 @@ std::size_t SlotNeeds::leaving(std::span<const std::int64_t> lengths,
     const auto length = static_cast<std::size_t>(lengths[slot]);
     for (std::size_t group = 0; group < buffers_.groups(); ++group) {
       const Buffer& buffer = buffers_.at(slot, group);
-      if (buffer.shares()) continue;
-      pages += buffer.pages_leaving(buffer.indices_of(buffers_.needed(slot, group, length)));
+      pages += buffer.pages_coming(buffer.indices_of(buffers_.needed(slot, group, length)));
     }
   }
   return pages;
@@ -83,7 +90,8 @@ SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands ban
       if (buffer.owned_until() != 0) pages.begin = buffer.owned_until();
       pages.begin = std::max(pages.begin, buffers_.page_of(group, shared));
       if (!pages.empty()) {
-        const std::size_t taken = range.count_taken(pages);
+        // Others may keep a page that they have too, when it has left here.
+        const std::size_t taken = range.count_sole(pages);
         need.ready += taken;
         need.pages += pages.size() * range.rows() - taken;
       }
@@ -103,11 +111,12 @@ SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands ban
 
 // Pages that a growth takes back from what nothing needs; of those that wait for work to end only
 // the slots' own, which nothing shares.
-std::size_t SlotNeeds::reclaimable(const PoolCounts& counts) const {
+std::size_t SlotNeeds::reclaimable() const {
+  PoolCounts counts;
+  for (const Client* client : buffers_.pool()->clients()) client->count(counts);
   std::size_t pages = counts.prefetched + counts.cached;
-  for (const std::shared_ptr<Buffer>& buffer : buffers_.all()) {
-    if (!buffer->shares()) pages += buffer->pages_leaving();
-  }
+  for (const std::shared_ptr<Buffer>& buffer : buffers_.all())
+    pages += buffer->pages_coming({0, buffer->range().reserved()});
   return pages;
 }
 

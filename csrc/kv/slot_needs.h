@@ -42,7 +42,7 @@ class SlotNeeds {
     std::size_t ready = 0;  // that are, and are needed from then on
   };
   Need need(std::span<const std::int64_t> lengths, Bands bands) const VT_LOCKED;
-  std::size_t reclaimable(const PoolCounts& counts) const VT_LOCKED;
+  std::size_t reclaimable() const VT_LOCKED;
 
   const SlotBuffers& buffers_;
   const SlotLengths& lengths_;

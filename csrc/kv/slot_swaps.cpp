@@ -307,16 +307,18 @@ void SlotSwaps::settle() noexcept {
 
 void SlotSwaps::close() noexcept {
   if (held_.empty()) return;
+  std::shared_ptr<std::list<Held>> rest;
   try {
-    if (wait_for(driver_, driver_.fence(driver_.copy_stream()),
-                 buffers_.pool()->options().patience)) {
-      held_.clear();
-      return;
-    }
-  } catch (const Error&) {
-    // What the device still does is not known.
+    const FencePtr copied = driver_.fence(driver_.copy_stream());
+    if (copied == nullptr || driver_.passed(*copied)) return held_.clear();
+    rest = std::make_shared<std::list<Held>>();
+    rest->swap(held_);
+    buffers_.pool()->keep_until(copied, rest);
+  } catch (const std::exception&) {
+    // What the device still does is not known: this memory is never given back.
+    if (auto* const lost = new (std::nothrow) std::list<Held>)
+      lost->swap(rest == nullptr ? held_ : *rest);
   }
-  if (auto* const lost = new (std::nothrow) std::list<Held>) lost->swap(held_);
 }
 
 bool SlotSwaps::is_away(std::size_t slot, std::optional<std::size_t> layer) const {

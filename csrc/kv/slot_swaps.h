@@ -21,8 +21,6 @@
 
 namespace vtensor {
 
-// Memory of the host, as long as it has a holder.
-using HostMemory = std::shared_ptr<std::byte>;
 // Gives so many bytes of it, which copies of the driver reach. Throws OutOfPages.
 using AllocateHost = std::function<HostMemory(std::size_t bytes)>;
 
@@ -43,8 +41,8 @@ class SlotSwaps {
   void forget(std::size_t slot) noexcept;
   // Forgets copies that are over.
   void settle() noexcept;
-  // Of a cache whose slots are free. Memory that copies may still use after the pool's patience is
-  // never given back.
+  // Of a cache whose slots are free. Waits for nothing: the pool keeps memory that copies may still
+  // use.
   void close() noexcept;
 
   // Whether something that `layer` reads, or any layer, is in host memory.

@@ -222,7 +222,7 @@ std::size_t MakeRoom::pages_to_come() const {
 
 std::size_t MakeRoom::missing(std::size_t pages) const {
   PoolCounts counts;
-  for (const std::shared_ptr<Client>& client : pool_.cached()) client->add_to(counts);
+  for (const std::shared_ptr<Client>& client : pool_.cached()) client->count(counts);
   return sub_sat(pages, pages_to_come() + counts.cached);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -164,9 +165,30 @@ void PagePool::prefill(std::size_t pages) {
   store_.stock(lock, pages);
 }
 
+void PagePool::keep_until(FencePtr after, std::shared_ptr<void> memory) {
+  const PoolLock lock(shared_from_this());
+  copied_.emplace_back(std::move(after), std::move(memory));
+  wake_mapper();
+}
+
+bool PagePool::drop_copied(PoolLock& lock) {
+  decltype(copied_) over;
+  for (auto it = copied_.begin(); it != copied_.end();) {
+    const auto next = std::next(it);
+    if (it->first == nullptr || driver_->passed(*it->first)) over.splice(over.end(), copied_, it);
+    it = next;
+  }
+  if (over.empty()) return !copied_.empty();
+  const Waiting waiting(lock);  // its end may take long
+  over.clear();
+  return true;
+}
+
 steady_clock::time_point PagePool::maintain(PoolLock& lock) {
+  const bool copying = drop_copied(lock);
   const auto now = steady_clock::now();
-  const auto due = store_.maintain(lock);
+  auto due = store_.maintain(lock);
+  if (copying) due = std::min(due, now + kLook);
   if (due <= now || options_.max_age.count() == 0 || cached_.empty()) return due;
   const std::shared_ptr<Client> oldest = cached_.oldest();
   const auto aged = oldest->cached_at() + options_.max_age;
@@ -180,7 +202,7 @@ PoolCounts PagePool::counts() {
   if (!looks_ahead()) settle_all(lock);
   count_private_copies();
   PoolCounts counts;
-  for (Client* client : clients_) client->add_to(counts);
+  for (Client* client : clients_) client->count(counts);
   counts.private_copies = store_.private_copies();
   counts.budget_pages = store_.budget();
   counts.used = store_.used() + store_.private_copies();
@@ -276,7 +298,8 @@ std::size_t PagePool::trim() {
 bool PagePool::idle() const {
   // A generation that has ended may be the last to keep a client's range.
   return in_flight() == 0 && ended_.empty() &&
-         ((wanting_.empty() && !store_.maintenance_due()) || !mapper_.running()) &&
+         ((wanting_.empty() && copied_.empty() && !store_.maintenance_due()) ||
+          !mapper_.running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& client) VT_LOCKED { return client->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||
@@ -340,11 +363,12 @@ bool PagePool::tidy() noexcept {
   return std::exchange(wake_mapper_, false);
 }
 
-void PagePool::end(Generation* generation) noexcept {
+void PagePool::end(Ended* ended) noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
-  const std::shared_ptr<PagePool> self = generation->client->pool();
-  ended_.push(generation);
-  // The holder of the lock looks again after letting it go, as this thread does.
+  const std::shared_ptr<PagePool> self = shared_from_this();
+  ended_.push(ended);
+  // The holder of the lock looks again after letting it go, as this thread does. If that is this
+  // thread, it finds the lock taken: a mutex of POSIX allows to try.
   while (left_over() && mutex_.try_lock()) {
     assume_locked();
     const bool wake = tidy();
@@ -353,11 +377,11 @@ void PagePool::end(Generation* generation) noexcept {
   }
 }
 
-void PagePool::end_later(Generation* generation) noexcept {
+void PagePool::end_later(Ended* ended) noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   // From here on the mapper may end the pool: then not in this thread.
   const Mapper::Waker waker = mapper_.waker();
-  ended_.push(generation);
+  ended_.push(ended);
   waker.wake();
 }
 
@@ -386,18 +410,10 @@ void PagePool::after_fork() {
 
 void PagePool::reap() noexcept {
   while (Page* page = in_children_.take_back()) store_.drop(page);
-  Generation* generation = ended_.take_all();
-  while (generation) {
-    Generation* next = generation->next;
-    const std::shared_ptr<Client> client = generation->client;
-    if (generation->is_owner) {
-      client->leave();
-    } else {
-      client->forget(generation);
-    }
-    delete generation;
-    client->give_back_unused();
-    generation = next;
+  for (std::unique_ptr<Ended> ended(ended_.take_all()); ended != nullptr;) {
+    const std::unique_ptr<Ended> reaped(std::exchange(ended, nullptr));
+    ended.reset(reaped->next);
+    reaped->reap();
   }
 }
 

@@ -10,9 +10,11 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <span>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "driver/driver.h"
@@ -137,14 +139,18 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   // -- ends of generations
 
-  // The last storage over a generation has died, in any thread. Never blocks, never throws (I11).
-  void end(Generation* generation) noexcept;
+  // The last storage over a generation has died, or a page set, in any thread, which may have the
+  // lock. Never blocks, never throws (I11).
+  void end(Ended* ended) noexcept;
   // The same, and makes no driver call: for the callbacks of a driver.
-  void end_later(Generation* generation) noexcept;
+  void end_later(Ended* ended) noexcept;
   // The same; reaped before the lock is let go.
-  void end_locked(Generation* generation) noexcept VT_LOCKED { ended_.push(generation); }
-  // Gives back what ended generations held, or has the mapper do it.
+  void end_locked(Ended* ended) noexcept VT_LOCKED { ended_.push(ended); }
+  // Gives back what has ended, or has the mapper do it.
   void reap() noexcept VT_LOCKED;
+
+  // Keeps `memory` of the host alive until the copies before `after` are over. Takes the lock.
+  void keep_until(FencePtr after, std::shared_ptr<void> memory);
 
   // -- the mapper
 
@@ -184,13 +190,18 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
            std::unique_ptr<SharedBudget> shared);
   void start_mapper() VT_LOCKED;
   bool idle() const VT_LOCKED;
-  // A deleter that finds the lock taken leaves its generation to the holder.
+  // A deleter that finds the lock taken leaves what it ends to the holder.
   bool tidy() noexcept override VT_LOCKED;
   bool left_over() noexcept override { return !ended_.confirm_empty(); }
   void after_unlock() noexcept override { mapper_.wake(); }
 
+  // Lets what copies no longer use go; returns whether some is left.
+  bool drop_copied(PoolLock& lock) VT_LOCKED;
+
   // Left when the driver has given everything back.
   const std::unique_ptr<SharedBudget> shared_;
+  // Host memory that copies may still use. The driver ends first, and copies with it.
+  std::list<std::pair<FencePtr, std::shared_ptr<void>>> copied_ VT_GUARDED;
   const std::unique_ptr<Driver> driver_;
   PoolOptions options_;
 
@@ -208,7 +219,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   std::exception_ptr mapper_error_ VT_GUARDED;
   PagesInChildren in_children_ VT_GUARDED;
 
-  EndedGenerations ended_;
+  EndedList ended_;
   Mapper mapper_;
   BudgetListener listener_;
 };

@@ -83,7 +83,7 @@ void Reclaim::answer(PoolLock& lock, std::uint32_t request) {
     for (const std::shared_ptr<Shrinker>& shrinker : all) shrinkable += shrinker->shrinkable();
   }
   PoolCounts counts;
-  for (Client* client : pool_.clients()) client->add_to(counts);
+  for (Client* client : pool_.clients()) client->count(counts);
   SharedBudget& shared = *pool_.store().shared();
   shared.report((counts.cached + counts.prefetched + shrinkable) * pool_.page_size(),
                 pool_.store().spare().size() * pool_.page_size());

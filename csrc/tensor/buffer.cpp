@@ -434,15 +434,23 @@ std::vector<Interval> Buffer::uncovered() const {
   return rest;
 }
 
-std::size_t Buffer::pages_leaving() const { return pages_leaving({0, range_.reserved()}); }
-
-std::size_t Buffer::pages_leaving(Interval within) const {
-  if (unmap_.refusal()) return 0;
+std::vector<Interval> Buffer::leaving() const {
+  if (unmap_.refusal()) return {};
   std::vector<Interval> leaving = unmap_.indices();
   for (const Interval indices : uncovered()) leaving.push_back(indices);
+  return leaving;
+}
+
+std::size_t Buffer::pages_leaving() const {
   std::size_t pages = 0;
-  for (const Interval indices : leaving)
-    pages += range_.count_mapped(intersection(indices, within));
+  for (const Interval indices : leaving()) pages += range_.count_mapped(indices);
+  return pages;
+}
+
+std::size_t Buffer::pages_coming(Interval within) const {
+  std::size_t pages = 0;
+  for (const Interval indices : leaving())
+    pages += range_.count_sole(intersection(indices, within));
   return pages;
 }
 
@@ -578,7 +586,9 @@ void Buffer::protect_for_child(std::vector<Page*>& seen) noexcept {
 std::size_t Buffer::mapped_pages() {
   PoolLock lock(pool_);
   pool_->reap();
-  return mapped_pages_seen();
+  PoolCounts counts;
+  count(counts);
+  return counts.mapped + range_.quarantined();
 }
 
 const char* Buffer::why_mapped(std::size_t index) const {

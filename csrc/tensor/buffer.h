@@ -162,8 +162,9 @@ class Buffer final : public Client {
   void leave() noexcept override VT_LOCKED;
   void give_back_unused() noexcept override VT_LOCKED;
   std::size_t pages_leaving() const override VT_LOCKED;
-  // Of those, the ones that stand at `indices`.
-  std::size_t pages_leaving(Interval indices) const VT_LOCKED;
+  // Of those, the ones that stand at `indices` and are free once they have left: nothing else has
+  // them.
+  std::size_t pages_coming(Interval indices) const VT_LOCKED;
   std::size_t drop_ahead() override VT_LOCKED;
   bool reusable() const override VT_LOCKED;
   std::chrono::steady_clock::time_point cached_at() const override VT_LOCKED {
@@ -187,6 +188,9 @@ class Buffer final : public Client {
 
  private:
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
+
+  // What waits to be unmapped, or is to.
+  std::vector<Interval> leaving() const VT_LOCKED;
 
   const char* noun() const override { return "tensor"; }
   const char* capture_advice() const override {

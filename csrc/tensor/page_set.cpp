@@ -24,12 +24,6 @@ PageReferences::~PageReferences() {
   }
 }
 
-PageSet::~PageSet() {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
-  const PoolLock lock(pool_);
-  references_.reset();
-}
-
 bool PageSet::in_use() const {
   return std::any_of(references_->pages().begin(), references_->pages().end(),
                      [](const Page* page) { return page->references > 1; });

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/interval.h"
+#include "policy/generation.h"
 #include "policy/page_pool.h"
 
 namespace vtensor {
@@ -17,12 +18,12 @@ class Buffer;
 
 // A reference to each of some pages, beside those that mappings have. Ends with the lock held; in a
 // forked child, without effect.
-class PageReferences {
+class PageReferences final : public Ended {
  public:
   PageReferences(PageStore& store, std::vector<Page*> pages) VT_LOCKED;
-  ~PageReferences() VT_LOCKED;
-  PageReferences(const PageReferences&) = delete;
-  PageReferences& operator=(const PageReferences&) = delete;
+  ~PageReferences() override VT_LOCKED;
+
+  void reap() noexcept override {}  // its destructor does
 
   const std::vector<Page*>& pages() const { return pages_; }
 
@@ -39,9 +40,9 @@ class PageSet {
   PageSet(std::shared_ptr<PagePool> pool, Interval indices, std::vector<Page*> pages) VT_LOCKED
       : pool_(std::move(pool)),
         indices_(indices),
-        references_(std::make_unique<const PageReferences>(pool_->store(), std::move(pages))) {}
-  // Takes the pool's lock.
-  ~PageSet();
+        references_(std::make_unique<PageReferences>(pool_->store(), std::move(pages))) {}
+  // In any thread, which may have the pool's lock.
+  ~PageSet() { pool_->end(references_.release()); }
   PageSet(const PageSet&) = delete;
   PageSet& operator=(const PageSet&) = delete;
 
@@ -65,7 +66,7 @@ class PageSet {
  private:
   const std::shared_ptr<PagePool> pool_;
   const Interval indices_;
-  std::unique_ptr<const PageReferences> references_;
+  std::unique_ptr<PageReferences> references_;
 };
 
 // Pages of others that a buffer's owner is to have at `indices`, row after row, and that are not

@@ -30,9 +30,9 @@ std::size_t PageTable::count(Interval indices, Counted counted) const {
 
 std::size_t PageTable::count_mapped(Interval indices) const { return count(indices, is_mapped); }
 
-std::size_t PageTable::count_taken(Interval indices) const {
+std::size_t PageTable::count_sole(Interval indices) const {
   return count(indices, [](const Entry& entry) {
-    return is_mapped(entry) || entry.state == EntryState::arriving;
+    return (is_mapped(entry) || entry.state == EntryState::arriving) && entry.page->references == 1;
   });
 }
 

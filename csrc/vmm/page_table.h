@@ -79,8 +79,8 @@ class PageTable {
   std::size_t quarantined() const { return quarantined_.load(std::memory_order_relaxed); }
   std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
   std::size_t count_mapped(Interval indices) const VT_LOCKED;
-  // The same, with those on their way there.
-  std::size_t count_taken(Interval indices) const VT_LOCKED;
+  // Pages that are mapped here, or on their way, and nowhere else.
+  std::size_t count_sole(Interval indices) const VT_LOCKED;
   std::size_t count_quarantined(Interval indices) const VT_LOCKED;
 
   // Adds maximal runs in `indices` of `row` whose entries are `wanted` and have one state.

@@ -208,6 +208,25 @@ TEST_CASE("the least recently used leaves go first, and a parent after its child
   CHECK(index.size() == 0);
 }
 
+TEST_CASE("page sets end in a scope that has the lock") {
+  const auto pool = open_pool();
+  Units units(pool, 3);
+  {
+    PoolLock lock(pool);
+    CHECK(pool->store().in_page_sets() == 3);
+    units.prefixes.clear();
+    pool->reap();
+    CHECK(pool->store().in_page_sets() == 0);
+  }
+  Units more(pool, 2);
+  {
+    const PoolLock lock(pool);
+    more.prefixes.clear();
+  }
+  CHECK(pool->counts().in_page_sets == 0);
+  for (const Units* some : {&units, &more}) some->buffer->abandon();
+}
+
 TEST_CASE("very long prompts are added, found, given up and forgotten") {
   constexpr std::size_t kUnits = 200'000;
   const auto pool = open_pool();

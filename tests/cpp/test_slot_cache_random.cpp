@@ -145,7 +145,11 @@ class Machine {
   }
 
   void evict() {
-    const std::size_t used = bench_.used(), most = bench_.cache->prefixes().evictable();
+    const std::size_t used = bench_.used();
+    const std::size_t most = [this] {
+      const PoolLock lock(bench_.pool);
+      return bench_.cache->prefixes().evictable(SIZE_MAX);
+    }();
     const std::size_t freed = bench_.cache->prefixes().evict(pick(20));
     CHECK(freed <= most);
     // Copies that end meanwhile free some too. With a mapper others are mapped.

@@ -104,6 +104,27 @@ def test_pages_that_work_still_uses_are_waited_for_if_asked(sim, stream_pool):
         assert time.monotonic() - begun < 10
 
 
+@pytest.mark.exact
+def test_pages_on_their_way_out_that_others_have_are_no_room_for_what_comes_back(sim, stream_pool):
+    """A swapped slot comes back to pages of its own. Those that it shared leave it, and nothing gets them."""
+    prompt = range(2 * UNIT + 1)
+    with make_cache(stream_pool(4 * RANGES, cache=0)) as cache:
+        slot = cache.alloc()
+        assert grown(cache, slot, 3 * UNIT) and cache.publish(slot, prompt) == 2 * UNIT
+        other = cache.alloc(prompt, salt="")
+        assert grown(cache, other, 3 * UNIT) and used(cache) == 4 * RANGES
+        stream = sim.stream(held=True)
+        cache.record_stream(stream)
+        cache.swap_out(slot)
+        assert not cache.fits([3 * UNIT] * 2 + [0] * (MAX_BATCH - 2))
+        sim.release(stream)
+        cache.wait(slot)
+        assert not cache.fits([3 * UNIT] * 2 + [0] * (MAX_BATCH - 2), wait=True)
+        assert not cache.swap_in(slot)
+        cache.free(other)
+        assert cache.fits([3 * UNIT] + [0] * (MAX_BATCH - 1), wait=True) and cache.swap_in(slot)
+
+
 def test_what_cannot_be_meant(host_cache):
     cache = host_cache
     slot, away = one_here_one_away(cache)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from functools import partial
 
 import pytest
@@ -21,7 +24,7 @@ from kv_support import (
     make_cache,
     used,
 )
-from support import calls, calls_since, run_snippet
+from support import calls, calls_since, eventually, run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -47,6 +50,35 @@ def test_a_swapped_request_comes_back_bit_for_bit(pool_factory, kind, shape):
         cache.wait(slot)
         check_contents(cache, slot, values, SHAPES[shape].get("windows"))
         assert cache.step([61 if at == slot else 0 for at in range(MAX_BATCH)])
+
+
+def test_a_cache_is_dropped_while_its_copies_are_on_their_way(sim, stream_pool, monkeypatch):
+    """Nothing waits for them, and the host memory that they use stays until they are over (I11)."""
+    given = []
+    real = torch.empty
+
+    def empty(*args, **options):
+        tensor = real(*args, **options)
+        given.append(weakref.ref(tensor))
+        return tensor
+
+    pool = stream_pool(4 * RANGES)
+    cache = make_cache(pool)
+    slot = cache.alloc()
+    assert grown(cache, slot, 2 * UNIT)
+    monkeypatch.setattr("torch.empty", empty)
+    sim.hold()
+    cache.swap_out(slot)
+    monkeypatch.undo()
+    begun = time.monotonic()
+    del cache
+    gc.collect()
+    assert time.monotonic() - begun < 5
+    assert given and all(tensor() is not None for tensor in given)
+    sim.release()
+    pool.wait_idle(5)
+    eventually(lambda: all(tensor() is None for tensor in given))
+    assert pool.stats().pages_used == 0
 
 
 @pytest.mark.exact
