@@ -83,5 +83,12 @@ def default_device() -> torch.device:
     return torch.get_default_device()
 
 
+def tag_of(operation: str, tag: object) -> str:
+    """`tag`, after a check that it is a name."""
+    if not isinstance(tag, str) or not tag:
+        raise InvalidArgument(f"[{operation}] tag is {tag!r}: give a name, such as 'weights'")
+    return tag
+
+
 def _refusal(operation: str, name: str, value: object, wanted: str) -> InvalidArgument:
     return InvalidArgument(f"[{operation}] {name} is a {type(value).__name__}: give {wanted}")

@@ -445,7 +445,7 @@ class ArenaCore:
 class BlocksCore:
     def __init__(self, arena: ArenaCore, count: int, parts: Sequence[tuple[int, int, int]]) -> None: ...
 
-    def hold(self, numbers: object) -> list[int]: ...
+    def hold(self, numbers: object) -> tuple[list[int], list[int]]: ...
 
     def prepare(self, numbers: object) -> None: ...
 
@@ -537,7 +537,7 @@ class WakeCore:
 
     def parts(self) -> list[SleepPart]: ...
 
-    def finish(self) -> None: ...
+    def finish(self, restored: Sequence[int]) -> None: ...
 
     def give_up(self) -> None: ...
 
@@ -545,83 +545,37 @@ def read_pages(pool: PagePool, address: int, to: int, nbytes: int) -> None: ...
 
 def write_pages(pool: PagePool, address: int, source: int, nbytes: int) -> None: ...
 
-class AttentionSpec:
+def attention_views(operation: str, key: object | None, value: object | None, heads_first: bool = False, lengths: object | None = None, added: int = 0, index: object | None = None, rows: object | None = None) -> tuple:
     """
-    What an attention kernel requires of its arguments.
+    K and V as an attention kernel gets them.
 
-    All kernels require one device, dtype and head size, equally many positions of K and V, and lengths within them. The
-    options add the rest. The methods check everything and raise InvalidArgument.
-
-    In compiled code, heads and head sizes are constants of the graph. Other sizes and strides that the compiler leaves
-    open are not checked, nor are the contents of tensors.
+    Checks that VTensors and slots of a KVCache have the positions that the kernel reads and writes, as far as the host
+    knows them. The kernel checks all else, and all of plain tensors.
 
     Args:
         operation: the name of the function in messages.
-        query, key, value: the names of the three tensors in messages.
-        heads_first: they are ``[batch, heads, positions, head size]``, not ``[batch, positions, heads, head size]``.
-        packed: they are ``[tokens, heads, head size]`` instead.
-        rows: for a kernel of packed sequences: K may also be rows of sequences.
-        same_rows: the query must have one sequence for each row of K. Otherwise K may have more rows.
-        grouped: the query may have a multiple of K's heads. Otherwise it must have as many.
-        lengths: the name of the lengths in messages.
-        package: the name of the kernel's package in messages.
-        dtypes: the dtypes that the kernel takes. If there are any, head sizes above 256, and addresses and strides that
-            are no multiples of 16 bytes, are refused too: FlashAttention refuses these, or copies K and V. Empty means
-            any dtype and any strides.
-        tile: rows that the kernel reads at once, past the given lengths; 0 if it reads nothing past them.
-        tiles_to_the_end: the kernel also reads past the end of the tensors.
+        key, value: ``[rows, positions, heads, head size]``, or ``[positions, heads, head size]`` for one row or packed
+            sequences: VTensors, layers of a KVCache and views of them, or plain tensors. VTensors with positions and
+            heads exchanged are transposed.
+        heads_first: the kernel takes ``[rows, heads, positions, head size]``.
+        lengths: the positions to read of each row: None for all, an int for all rows, or a tensor with one for each. If
+            there is one row, a tensor may also have the ends of packed sequences. What a tensor on a device holds is
+            not checked.
+        added: positions that the kernel writes after these.
+        index: a tensor with the rows to read. None means the first ones.
+        rows: how many rows are read if neither ``lengths`` nor ``index`` is a tensor. A query of four dimensions has one
+            sequence for each. None means all. With 0 or another query, nothing is checked: for kernels that take the
+            positions to read from a list, such as a table of pages.
+
+    Returns:
+        K, V, and the KVCache or None. A VTensor is returned as a plain view, of ``lengths + added`` positions if
+        ``lengths`` is an int. Other objects are returned unchanged.
+
+    Raises:
+        InvalidArgument: if a row or position does not exist, a slot does not have the tokens, or one of two VTensors is
+            shorter. The message names it.
+        Closed: if a VTensor or the KVCache is closed.
     """
-
-    def __init__(self, operation: str, query: str, key: str, value: str, *, heads_first: bool = False, packed: bool = False, rows: bool = False, same_rows: bool = True, grouped: bool = True, lengths: str = 'cache_seqlens', package: str = '', dtypes: tuple = (), tile: int = 0, tiles_to_the_end: bool = False) -> None: ...
-
-    def take(self, query: object | None, key: object | None, value: object | None, lengths: object | None = None, index: object | None = None, leftpad: object | None = None, new_key: object | None = None, new_value: object | None = None) -> tuple:
-        """
-        Checks the arguments, and returns K and V for the kernel.
-
-        Args:
-            query, key, value: plain tensors, VTensors that grow along the positions, or layers of a KVCache. VTensors with
-                their positions in another dimension than the kernel's are transposed. The slots of a layer must have all
-                positions that the kernel reads or writes.
-            lengths: the positions to read, after which the kernel writes: None for all, an int for all rows, or int32
-                ``[sequences]``. The host knows only those in a host tensor.
-            index: the row of K for each sequence. None means the first rows.
-            leftpad: int32 ``[sequences]``: the positions before a sequence's own.
-            new_key, new_value: ``[batch, positions, heads, head size]``: what the kernel writes.
-
-        Returns:
-            K, V, and the KVCache or None. A VTensor is returned as a plain view, of ``lengths`` positions if that is an int.
-            A plain tensor is returned unchanged.
-
-        Raises:
-            InvalidArgument: if an argument does not suit. The message names it.
-            Closed: if a VTensor or the KVCache is closed.
-        """
-
-    def take_packed(self, query: object | None, key: object | None, value: object | None, starts_q: object | None = None, starts_k: object | None = None, used: object | None = None) -> tuple:
-        """
-        As ``take``, for packed sequences.
-
-        Args:
-            starts_q, starts_k: int32 ``[sequences + 1]``: where each sequence begins, and the last ends.
-            used: the positions to read if K has rows, like ``lengths`` of ``take``.
-        """
-
-    def take_listed(self, query: object | None, key: object | None, value: object | None) -> tuple:
-        """
-        As ``take``, for a kernel that takes the positions to read of K from a list, such as a table of
-        pages. The list is not checked.
-        """
-
-    def room(self, query: object | None, key: object | None, value: object | None, lengths: object | None = None, index: object | None = None, leftpad: object | None = None, new_key: object | None = None, new_value: object | None = None) -> tuple[int, int, int, int]:
-        """
-        Checks an append to two VTensors, and returns the lengths that it needs.
-
-        Arguments are as for ``take``.
-
-        Returns:
-            The positions that the VTensors hold; those of the shortest and of the longest row, as far as the host knows; and
-            the number of positions that the kernel writes after each.
-        """
 
 TRACE_KINDS: tuple = ...
 

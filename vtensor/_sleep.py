@@ -1,38 +1,25 @@
 """Pool.sleep and Pool.wake: memory that leaves and comes back while everything else about it stays.
 
-The core unmaps pages, and maps others at their addresses later (csrc/policy/sleep.h). In between, the
-contents are kept here, in host memory or in a file. The tags, and the three ways to treat contents, are those
-of torch_memory_saver and of vLLM's sleep mode.
+The core unmaps pages, maps others at their addresses later, and copies what they held (csrc/policy/sleep.h,
+sleep_copy.h). The tags, and the ways to treat contents, are those of torch_memory_saver and of vLLM's sleep
+mode.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
-from pathlib import Path
-from queue import SimpleQueue
-from typing import Protocol
-
-import torch
+from collections.abc import Iterator
+from typing import IO, Protocol
 
 from vtensor import _core
 from vtensor._progress import Progress
-from vtensor._sleep_file import SleepFile
 from vtensor._units import byte_text
 from vtensor.errors import Closed, InvalidArgument
 
-__all__ = ["Contents", "Image", "Sleeper", "fall_asleep", "forget", "kept_as", "wake"]
-
-Part = _core.SleepPart  # `bytes` at an address, their `offset` among those of a sleep, and its number
-Piece = tuple[int, int, int]  # address, offset, bytes
-_AT_ONCE = 32 << 20  # bytes of a piece
-_STAGED = 4 << 20  # bytes of a piece that is staged, unless a page is larger
-_WORKERS = 3  # the kernel lets one write; the others read and check
+__all__ = ["Contents", "Image", "Sleeper", "contents_of", "fall_asleep", "forget", "wake"]
 
 
 class Sleeper(Protocol):
@@ -44,148 +31,111 @@ class Sleeper(Protocol):
         """Ends the sleep of this number."""
 
 
-class Contents(Protocol):
-    """A place that keeps the bytes of a sleep."""
-
-    def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None: ...
-
-    def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None: ...
-
-    def drop(self) -> None: ...
-
-
 class Image:
-    """Objects of one tag that sleep and wake together. All images of one sleep share its contents."""
+    """Objects of one tag that sleep and wake together. All images of one sleep share what keeps its bytes,
+    which is gone with the last of them."""
 
-    def __init__(self, number: int, tag: str, sleepers: list[Sleeper], contents: Contents | None) -> None:
-        self.number, self.tag, self.contents = number, tag, contents
+    def __init__(self, number: int, tag: str, sleepers: list[Sleeper]) -> None:
+        self.number, self.tag = number, tag
+        self.kept: _core.SleepImage | None = None
         self.sleepers = [weakref.ref(sleeper) for sleeper in sleepers]
 
 
-class HostContents:
-    """Contents in host memory, pinned if the pages are on a device."""
+class Contents:
+    """What becomes of the bytes: discarded, kept in host memory, or in a temporary file.
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self._bytes: torch.Tensor | None = None
+    The file has no name (``O_TMPFILE``, or unlinked at once): nothing else can open, replace or lose it, and
+    the system takes it back whatever becomes of the process.
+    """
 
-    def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        total = _total(parts)
-        self._bytes = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
-        for address, offset, nbytes in pieces(parts, _AT_ONCE):
-            _core.read_pages(core, address, self._bytes.data_ptr() + offset, nbytes)
-            show(f"Pool.sleep: {byte_text(offset)} of {byte_text(total)} kept in host memory")
+    def __init__(self, *, discard: bool = False, folder: str | None = None) -> None:
+        self.discard = discard
+        self._folder = folder
+        self._file: IO[bytes] | None = None
 
-    def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        if (kept := self._bytes) is None:
-            raise Closed("[Pool.wake] the pool was closed during the sleep, and its contents are gone")
-        total = kept.numel()
-        for address, offset, nbytes in pieces(parts, _AT_ONCE):
-            _core.write_pages(core, address, kept.data_ptr() + offset, nbytes)
-            show(f"Pool.wake: {byte_text(offset)} of {byte_text(total)} from host memory")
+    def __enter__(self) -> Contents:
+        if self._folder is not None:
+            with _in_words(f"a file cannot be made in {self._folder}"):
+                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
+        return self
 
-    def drop(self) -> None:
-        self._bytes = None
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()  # the image has a descriptor of its own
 
+    def image(self, core: _core.PagePool, nbytes: int) -> _core.SleepImage:
+        """A place for so many bytes, all of which are there."""
+        if self._file is None:
+            return _core.SleepImage.in_memory(core, nbytes)
+        with _in_words(f"{nbytes} bytes cannot be had in {self._folder}"):
+            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        return _core.SleepImage.in_file(self._file.fileno())
 
-class FileContents:
-    """Contents in a file, which is written whole or not at all, and checked when it is read."""
-
-    def __init__(self, path: Path, page_size: int, direct: bool) -> None:
-        self._file = SleepFile(path, page_size)
-        self._at_once = max(_STAGED, page_size)  # whole pages: each has a checksum
-        self._direct = direct  # the pages are host memory: the file is written from them
-
-    def keep(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        def keep_one(address: int, offset: int, nbytes: int, staging: int) -> None:
-            if not self._direct:
-                _core.read_pages(core, address, staging, nbytes)
-            self._file.write(address if self._direct else staging, offset, nbytes)
-
-        with self._file.writing(_total(parts)):
-            self._each("Pool.sleep", keep_one, parts, show)
-
-    def bring_back(self, core: _core.PagePool, parts: list[Part], show: Callable[[str], None]) -> None:
-        def bring_one_back(address: int, offset: int, nbytes: int, staging: int) -> None:
-            self._file.read(staging, offset, nbytes)
-            _core.write_pages(core, address, staging, nbytes)
-
-        with self._file.reading():
-            self._each("Pool.wake", bring_one_back, parts, show)
-
-    def drop(self) -> None:
-        self._file.remove()
-
-    def _each(
-        self,
-        operation: str,
-        work: Callable[[int, int, int, int], None],
-        parts: list[Part],
-        show: Callable[[str], None],
-    ) -> None:
-        """Calls ``work`` for all pieces, on several threads, because a checksum takes as long as a copy. Each
-        call has a buffer of a piece's size."""
-        total = byte_text(_total(parts))
-        free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for _ in range(_WORKERS):
-            free.put(torch.empty(self._at_once, dtype=torch.uint8))
-
-        def work_on(piece: Piece) -> int:
-            staging = free.get()
-            try:
-                work(*piece, staging.data_ptr())
-            finally:
-                free.put(staging)
-            return piece[2]
-
-        def shown(done: int) -> None:
-            show(f"{operation}: {byte_text(done)} of {total}")
-
-        with ThreadPoolExecutor(_WORKERS) as workers:
-            deque(map(shown, accumulate(workers.map(work_on, pieces(parts, self._at_once)))), maxlen=0)
+    def settle(self) -> None:
+        """Has the bytes on the disk: until then an error of the disk is seen by nobody."""
+        if self._file is not None:
+            with _in_words(f"the disk of {self._folder} does not take the bytes"):
+                os.fdatasync(self._file.fileno())
 
 
-def _total(parts: list[Part]) -> int:
-    return sum(part.bytes for part in parts)
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """Refusals of the operating system, with what was refused."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"[Pool.sleep] {what} ({error.strerror}): nothing fell asleep; free space, or name another folder",
+        ) from error
 
 
-def pieces(parts: list[Part], at_once: int) -> Iterator[Piece]:
-    """Cuts parts into pieces; the clock is read after each."""
-    for part in parts:
-        for begin in range(0, part.bytes, at_once):
-            yield part.at + begin, part.offset + begin, min(at_once, part.bytes - begin)
-
-
-def kept_as(
-    contents: str | os.PathLike[str], page_size: int, *, on_host: bool, pinned: bool
-) -> Contents | None:
-    """The place for contents, by the argument of Pool.sleep; None to discard them."""
+def contents_of(contents: object) -> Contents:
+    """What the argument of :meth:`Pool.sleep` says."""
+    choices = "give 'discard', 'host', or a folder that exists"
     if not isinstance(contents, (str, os.PathLike)):
-        raise InvalidArgument(f"[Pool.sleep] contents is {contents!r}: give 'discard', 'host' or a path")
+        raise InvalidArgument(f"[Pool.sleep] contents is {contents!r}: {choices}")
     if contents == "discard":
-        return None
+        return Contents(discard=True)
     if contents == "host":
-        return HostContents(pinned)
-    return FileContents(Path(contents), page_size, on_host)
+        return Contents()
+    folder = os.fsdecode(contents)
+    try:
+        there = os.path.isdir(folder)
+    except ValueError:  # a NUL, or what the file system's encoding lacks
+        there = False
+    if not there:
+        raise InvalidArgument(f"[Pool.sleep] contents is {folder!r}, which is no folder: {choices}")
+    return Contents(folder=os.path.abspath(folder))
+
+
+def _copy(copy: _core.SleepCopy, doing: str) -> None:
+    with Progress() as show:
+        while (done := copy.step()) < copy.nbytes:
+            show(f"{doing}: {byte_text(done)} of {byte_text(copy.nbytes)}")
 
 
 def fall_asleep(
-    core: _core.PagePool, by_tag: dict[str, list[Sleeper]], contents: Contents | None, images: list[Image]
+    core: _core.PagePool, by_tag: dict[str, list[Sleeper]], contents: Contents, images: list[Image]
 ) -> int:
     """Takes the memory of sleepers, and adds an image of each tag to ``images``. Returns pages given back."""
     sleep = _core.SleepCore(core)
     asleep: list[Image] = []
     try:
-        for tag, sleepers in by_tag.items():
-            asleep.append(Image(sleep.next_number(), tag, sleepers, contents))
-            for sleeper in sleepers:
-                sleeper._fall_asleep(sleep, contents is None)
-        sleep.begin()
-        if contents is not None:
-            with Progress() as show:
-                contents.keep(core, sleep.parts(), show)
-        images.extend(asleep)  # before the pages go, so that no contents are lost
-        return sleep.finish()
+        with contents:
+            for tag, sleepers in by_tag.items():
+                asleep.append(Image(sleep.next_number(), tag, sleepers))
+                for sleeper in sleepers:
+                    sleeper._fall_asleep(sleep, contents.discard)
+            sleep.begin()
+            if sleep.nbytes and not contents.discard:
+                kept = contents.image(core, sleep.nbytes)
+                _copy(sleep.copy(kept), "Pool.sleep")
+                contents.settle()
+                for image in asleep:
+                    image.kept = kept
+            images.extend(asleep)  # before the pages go, so that no contents are lost
+            return sleep.finish()
     except BaseException:
         if not sleep.finished:
             sleep.give_up()
@@ -198,17 +148,10 @@ def wake(core: _core.PagePool, images: list[Image], chosen: list[Image], discard
     """Gives ``chosen`` their memory back, with its contents unless ``discard``, and removes them from
     ``images``."""
     waking = _core.WakeCore(core, [image.number for image in chosen])
+    kept = {image.number: image.kept for image in chosen if image.kept is not None and not discard}
     try:
-        if not discard:
-            parts: dict[Contents, list[Part]] = {}
-            kept_in = {image.number: image.contents for image in chosen}
-            for part in waking.parts():
-                if (contents := kept_in[part.sleep]) is not None:
-                    parts.setdefault(contents, []).append(part)
-            with Progress() as show:
-                for contents, some in parts.items():
-                    contents.bring_back(core, some, show)
-        waking.finish()
+        _copy(waking.copy(kept), "Pool.wake")
+        waking.finish(list(kept))
     except BaseException:
         waking.give_up()  # without effect once waking is finished: the next call does the rest
         raise
@@ -225,9 +168,5 @@ def _wake_all(images: list[Image]) -> None:
 
 
 def forget(images: list[Image], gone: list[Image]) -> None:
-    """Removes images, and contents that no other image needs."""
-    left = [image for image in images if image not in gone]
-    for contents in {image.contents for image in gone} - {image.contents for image in left}:
-        if contents is not None:
-            contents.drop()
-    images[:] = left  # last: the next call drops what is still listed
+    """Removes images, and with the last one of a sleep what keeps its bytes."""
+    images[:] = [image for image in images if image not in gone]

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from vtensor import _core
-from vtensor._arguments import integer
+from vtensor._arguments import integer, tag_of
 from vtensor._layout import whole_storage
 from vtensor._notebook import bundle
 from vtensor._streams import Stream, stream_handle
@@ -78,10 +78,13 @@ class Arena:
 
     _registered: object  # the pool's weak reference to it
 
-    def __init__(self, nbytes: int, *, pool: Pool | None = None, zeros: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, *, pool: Pool | None = None, zeros: bool = False, tag: str = "kv"
+    ) -> None:
         nbytes = integer("Arena", "nbytes", nbytes)
         if nbytes < 1:
             raise InvalidArgument(f"[Arena] nbytes is {nbytes}: it must be at least 1")
+        self._sleeps_as = tag_of("Arena", tag)
         self._pool = default_pool() if pool is None else pool
         self._core = ArenaCore(self._pool._open_core("Arena"), min(nbytes, _MOST_BYTES), bool(zeros))
         self.nbytes = nbytes
@@ -155,7 +158,7 @@ class Arena:
 
     def holds(self, intervals: Iterable[Interval]) -> list[bool]:
         """For each block, what :meth:`map` would return: whether all its pages are mapped. Maps nothing, and
-        does not keep the pages mapped.
+        does not keep the pages mapped. False while the arena sleeps.
 
         Args:
             intervals: as for :meth:`map`.
@@ -215,8 +218,6 @@ class Arena:
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self._core.closed
-
-    _sleeps_as = "kv"
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         ArenaCore.fall_asleep(self._core, sleep)

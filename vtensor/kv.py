@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 
 from vtensor import _core
-from vtensor._arguments import default_device, device_of, integer, of_type
+from vtensor._arguments import default_device, device_of, integer, of_type, tag_of
 from vtensor._kv_stats import USED, KVCacheStats, count
 from vtensor._kv_write import Runs, checked_states, runs_of, store
 from vtensor._layout import CacheLayout, layout_of, whole_storage
@@ -85,7 +85,9 @@ class KVCache:
         lookahead: int = 0,
         tile: int | None = None,
         pool: Pool | None = None,
+        tag: str = "kv",
     ) -> None:
+        self._sleeps_as = tag_of("KVCache", tag)
         if pool is None:
             pool = default_pool(default_device() if device is None else device)
         elif of_type("KVCache", "pool", pool, Pool) and device is not None:
@@ -576,8 +578,6 @@ class KVCache:
     def stats(self) -> KVCacheStats:
         """Counts of this moment."""
         return count(self._core, self._layout, self._pool)
-
-    _sleeps_as = "kv"
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         CacheCore.fall_asleep(self._core, sleep, discard)

@@ -1,17 +1,18 @@
-"""Memory of a pool for all of torch: an allocator for CUDA, and modules moved into a pool."""
+"""Memory of a pool for all of torch: an allocator for CUDA, and tensors moved into a pool."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from vtensor import _core
-from vtensor._arguments import of_type
+from vtensor._adopted import optimizer_state, raise_if_asleep
+from vtensor._arguments import of_type, tag_of
 from vtensor._layout import whole_storage
 from vtensor._progress import Progress
 from vtensor.errors import InvalidArgument, VTensorError
@@ -52,7 +53,7 @@ def memory(pool: Pool | None = None, *, tag: str = "memory") -> Iterator[None]:
         torch.OutOfMemoryError: inside, if the pool refuses; a note says why.
     """
     pool = _default_cuda_pool() if pool is None else of_type("memory", "pool", pool, Pool)
-    tag = _checked_tag("memory", tag)
+    tag = tag_of("memory", tag)
     if pool.device.type != "cuda":
         raise InvalidArgument(
             f"[memory] the pool is of {pool.device}, and torch has no hook for its allocations on the CPU: "
@@ -81,19 +82,25 @@ def entered(heap: Heap) -> Iterator[None]:
         _core.leave_heap(outer)
 
 
-def adopt(module: torch.nn.Module, pool: Pool | None = None, *, tag: str = "weights") -> int:
-    """Moves a module's parameters and buffers into ``pool``, each storage by one copy.
+def adopt(
+    what: torch.nn.Module | torch.optim.Optimizer | Iterable[torch.Tensor],
+    pool: Pool | None = None,
+    *,
+    tag: str = "weights",
+) -> int:
+    """Moves tensors into ``pool``, each storage by one copy: a module's, an optimizer's, or those given.
 
     Parameters stay the same objects, so tied weights stay tied and optimizers keep them. Tensors that are
     views of one storage stay views of one, with their strides and offsets. ``requires_grad`` and ``grad``
     stay; if the pool is on another device, a gradient moves too. Other views of the old storages keep these
     and their memory.
 
-    Whole or nothing: an exception, even Ctrl-C, leaves the module as it was. That needs the old and the new
-    memory at the same time. If it takes over a second, stderr shows the progress.
+    Whole or nothing: an exception, even Ctrl-C, leaves all as it was. That needs the old and the new memory
+    at the same time. If it takes over a second, stderr shows the progress.
 
     Args:
-        module: any module.
+        what: a module: its parameters and buffers; an optimizer: its state, which most make at their first
+            step; or tensors, such as gradients.
         pool: the default pool of the CPU unless given.
         tag: a name for this memory, as for :func:`memory`.
 
@@ -103,14 +110,14 @@ def adopt(module: torch.nn.Module, pool: Pool | None = None, *, tag: str = "weig
     Raises:
         InvalidArgument: a tensor on the meta device, in shared memory, sparse, quantized, lazily conjugated
             or negated, or of a class other than ``Parameter`` and ``Tensor``.
+        Asleep: a tensor lies in memory that sleeps, or the memory of this tag does.
         OutOfPages: the pool has no memory for all of it.
         DriverError: the driver refuses a call.
-        Closed: the pool is closed. In all cases the module is as before.
+        Closed: the pool is closed. In all cases everything is as before.
     """
-    of_type("adopt", "module", module, torch.nn.Module)
+    tensors = _tensors_of(what)
     pool = default_pool() if pool is None else of_type("adopt", "pool", pool, Pool)
-    heap = pool._heap("adopt", _checked_tag("adopt", tag))
-    tensors = _tensors_of(module)
+    heap = pool._heap("adopt", tag_of("adopt", tag))
     device = pool._tensor_device
     storages: dict[int, torch.UntypedStorage] = {}
     for t in tensors:
@@ -127,11 +134,13 @@ def adopt(module: torch.nn.Module, pool: Pool | None = None, *, tag: str = "weig
                     show(f"adopt: {done:,} of {nbytes:,} bytes")
         old = [t.data for t in tensors]
         new_data = [_over(moved[_key(t)], t) for t in tensors]
-        for t in tensors:
-            if t.grad is not None and t.grad.device != device:
-                old.append(t.grad.data)
-                new_data.append(t.grad.data.to(device))
-        targets = tensors + [t.grad for t in tensors if t.grad is not None and t.grad.device != device]
+        leaves = (t for t in tensors if t.is_leaf)  # torch warns of the gradients of others
+        grads = [t.grad for t in leaves if t.grad is not None and t.grad.device != device]
+        old += [grad.data for grad in grads]
+        new_data += [grad.data.to(device) for grad in grads]
+        targets = tensors + grads
+        if isinstance(what, (torch.nn.Module, torch.optim.Optimizer)):
+            heap.adopted.add(what)
         try:
             _set_data(targets, new_data)
         except BaseException:
@@ -149,18 +158,30 @@ def _key(t: torch.Tensor) -> int:
     return cast(int, t.untyped_storage()._cdata)
 
 
-def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Each parameter and buffer once, after a check that it can be moved."""
+def _tensors_of(what: object) -> list[torch.Tensor]:
+    """Each tensor once, after a check that it can be moved."""
     found: dict[int, torch.Tensor] = {}
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for name, t in named:
+    for name, t in _named(what):
         if reason := _unfit(t):
             raise InvalidArgument(f"[adopt] {name} {reason}; nothing was moved")
+        raise_if_asleep("adopt", name, t)
         found[id(t)] = t
     return list(found.values())
+
+
+def _named(what: object) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(what, torch.nn.Module):
+        yield from what.named_parameters(remove_duplicate=False)
+        yield from what.named_buffers(remove_duplicate=False)
+    elif isinstance(what, torch.optim.Optimizer):
+        yield from optimizer_state(what)
+    elif isinstance(what, Iterable) and not isinstance(what, (torch.Tensor, str, bytes)):
+        for i, t in enumerate(what):
+            yield f"tensor {i}", of_type("adopt", f"tensor {i}", t, torch.Tensor)
+    else:
+        raise InvalidArgument(
+            f"[adopt] what is a {type(what).__name__}: give a Module, an Optimizer, or a list of tensors"
+        )
 
 
 def _unfit(t: torch.Tensor) -> str | None:
@@ -201,12 +222,6 @@ def _over(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     """A tensor as ``t``, over another storage."""
     plain = torch.empty(0, dtype=t.dtype, device=storage.device)
     return plain.set_(storage, t.storage_offset(), t.size(), t.stride())
-
-
-def _checked_tag(operation: str, tag: str) -> str:
-    if not isinstance(tag, str) or not tag:
-        raise InvalidArgument(f"[{operation}] tag is {tag!r}: give a name, such as 'weights'")
-    return tag
 
 
 def _default_cuda_pool() -> Pool:

@@ -14,10 +14,11 @@ from typing import Literal, Protocol
 import torch
 
 from vtensor import _core
-from vtensor._arguments import byte_count, choice, device_of, number
+from vtensor._adopted import Adopted
+from vtensor._arguments import byte_count, choice, device_of, number, tag_of
 from vtensor._closed_pool import ClosedPool
 from vtensor._notebook import bundle
-from vtensor._sleep import Image, Sleeper, fall_asleep, forget, kept_as, wake
+from vtensor._sleep import Image, Sleeper, contents_of, fall_asleep, forget, wake
 from vtensor._units import Bytes
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
@@ -59,10 +60,11 @@ class PoolStats:
         nbytes_held: bytes of used and spare pages: what this pool counts in a shared budget.
         nbytes_held_by_others: bytes that the other pools of a shared budget hold; 0 if the budget is not
             shared.
-        nbytes_asleep: bytes that :meth:`Pool.sleep` has given back, and :meth:`Pool.wake` will take.
+        nbytes_asleep: bytes that :meth:`Pool.sleep` has given back, and :meth:`Pool.wake` will take. They
+            count nowhere else.
         nbytes_reserved: bytes of addresses reserved; they cost no memory.
         nbytes_by_tag: bytes that allocations take, by the ``tag`` of :func:`vtensor.memory` or
-            :func:`vtensor.adopt`.
+            :func:`vtensor.adopt`; 0 while they sleep.
         tensors: open tensors.
         growths_ready: growths into new pages, since the pool was made, that found them ready and made no
             driver call.
@@ -201,6 +203,8 @@ class Pool:
 
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
+        if tags := sorted({image.tag for image in self._asleep}):
+            state = f", asleep: {', '.join(tags)}"
         return f"<vtensor.Pool {self._device}, {self.budget:,} bytes in pages of {self.page_size:,}{state}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -328,49 +332,47 @@ class Pool:
                     "copied from host memory; they stay as they are"
                 )
 
-    def sleep(self, *, tag: str | None = None, contents: str | os.PathLike[str] = "discard") -> int:
+    def sleep(self, *, contents: str | os.PathLike[str], tag: str | None = None) -> int:
         """Gives the memory behind tensors and caches back, and keeps all else about them: addresses, shapes,
         views, forks, captured graphs.
 
-        Until :meth:`wake`, operations on them raise :class:`vtensor.Asleep`, and so do torch's on a VTensor.
-        torch does not know that plain tensors over the pool (views, adopted parameters) sleep. On the CPU
-        they read as zeros, and a write to them ends the process. On CUDA kernels that touch them fault.
-        Cached and prefetched pages go too, and so do the prefixes that a cache keeps for later requests.
-        Pages that are shared with a forked child, or with something that is awake, stay. Whole or nothing.
+        torch does not know that plain tensors over the pool (views, adopted weights) sleep. On the CPU they
+        read as zeros, and a write to them ends the process; on CUDA kernels that touch them fault. So the
+        modules and optimizers that :func:`vtensor.adopt` moved refuse their forward pass, their step and
+        their state dicts meanwhile. Nothing refuses a read of ``module.weight`` itself, or a forward pass
+        that ``torch.compile`` has compiled.
+
+        Until :meth:`wake`, operations on tensors, caches and arenas raise :class:`vtensor.Asleep`, and so do
+        torch's on a VTensor. Cached and prefetched pages go too, and so do the prefixes that a cache keeps
+        for later requests. Pages that are shared with something that is awake stay. Whole or nothing.
 
         Args:
-            tag: what to put to sleep; all unless given. ``"weights"``, or another tag of
-                :func:`vtensor.memory` and :func:`vtensor.adopt`; ``"kv"``: caches and arenas;
-                ``"tensors"``: VTensors.
-            contents: ``"discard"``: reads as zeros after waking; ``"host"``: kept in host memory; a path:
-                kept in a file of that name, which is written whole or not at all, checked when it is read,
-                and removed after that.
+            contents: ``"host"``: kept in host memory; a folder: kept in a temporary file there, which has no
+                name; ``"discard"``: lost, reads as zeros after waking.
+            tag: what to put to sleep; all unless given. A tag of :func:`vtensor.adopt`
+                (``"weights"`` unless given), :func:`vtensor.memory`, :func:`vtensor.empty` (``"tensors"``),
+                :class:`KVCache` or :class:`Arena` (``"kv"``).
 
         Returns:
             The bytes given back; 0 if all sleep already.
 
         Raises:
-            InvalidArgument: nothing has this tag; or K and V of slots in use would be discarded.
+            InvalidArgument: nothing has this tag; or the folder does not exist; or K and V of slots in use
+                would be discarded.
             TimedOut: work that may use the memory, or a lease, has not ended.
-            OutOfPages: pages that the kernel copied for forks need handles of their own first.
+            OutOfPages: the host has no memory for the contents; or pages that the kernel copied for forks
+                need handles of their own first.
             DriverError: the driver refuses a call.
-            OSError: the file cannot be written. In all cases everything is awake, as it was.
+            OSError: the folder has no space, or cannot be written. In all cases everything is awake, as it
+                was.
         """
         core = self._open_core("Pool.sleep")
-        kept = kept_as(
-            contents,
-            self.page_size,
-            on_host=self.device.type == "cpu",
-            pinned=self._tensor_device.type == "cuda",
-        )
+        kept = contents_of(contents)
         with self._sleep_lock:
             by_tag = self._sleepers()
             if tag is not None:
-                if tag not in by_tag:
-                    there = ", ".join(map(repr, by_tag)) or "nothing"
-                    raise InvalidArgument(
-                        f"[Pool.sleep] nothing in the pool has tag {tag!r}: there is {there}"
-                    )
+                if tag_of("Pool.sleep", tag) not in by_tag:
+                    raise _no_such_tag("sleep", tag, by_tag)
                 by_tag = {tag: by_tag[tag]}
             return fall_asleep(core, by_tag, kept, self._asleep) * self.page_size
 
@@ -378,12 +380,13 @@ class Pool:
         """Gives what sleeps its memory and contents again, at the same addresses. Whole or nothing.
 
         Args:
-            tag: the tag of the :meth:`sleep` to end; all of them unless given.
+            tag: the tag of what is to wake; all unless given.
             discard: give up the kept contents: as if ``contents`` had been ``"discard"``.
 
         Raises:
+            InvalidArgument: nothing has this tag.
             OutOfPages: the pool has too few pages; the message says how many are missing. All stays asleep.
-            VTensorError: a file has changed or is gone; all stays asleep.
+            OSError: the temporary file cannot be read; all stays asleep.
             DriverError: the driver refuses a call; all stays asleep.
         """
         core = self._open_core("Pool.wake")
@@ -391,6 +394,8 @@ class Pool:
             chosen = [image for image in self._asleep if tag is None or image.tag == tag]
             if chosen:
                 wake(core, self._asleep, chosen, discard)
+            elif tag is not None and tag_of("Pool.wake", tag) not in (there := self._sleepers()):
+                raise _no_such_tag("wake", tag, there)
 
     def _sleepers(self) -> dict[str, list[Sleeper]]:
         """The objects whose memory can leave, by tag."""
@@ -473,7 +478,7 @@ class Pool:
         found = {}
         for tag, heap in heaps:
             with suppress(Closed):  # another thread closed it
-                found[tag] = heap.core.counts().allocated
+                found[tag] = 0 if heap.core.asleep else heap.core.counts().allocated
         return found
 
     def _close_heaps(self) -> None:
@@ -504,6 +509,11 @@ class Pool:
             self._open_core("empty")
 
 
+def _no_such_tag(operation: str, tag: object, by_tag: dict[str, list[Sleeper]]) -> InvalidArgument:
+    there = ", ".join(map(repr, by_tag)) or "nothing"
+    return InvalidArgument(f"[Pool.{operation}] nothing in the pool has tag {tag!r}: there is {there}")
+
+
 def _retire(core: _core.PagePool) -> None:
     if not _core.in_forked_child():
         core.retire()
@@ -529,12 +539,18 @@ class Heap:
     core: _core.HeapCore
     torch_pool: object = None
     """The ``torch.cuda.MemPool`` over it, once there is one."""
+    adopted: Adopted = field(default_factory=Adopted)
+    """The modules and optimizers that have tensors in it."""
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
-        self.core.fall_asleep(sleep)
+        if not self.core.asleep:
+            self.adopted.refuse()
+            self.core.fall_asleep(sleep)
 
     def _wake(self, number: int) -> None:
         self.core.wake(number)
+        if not self.core.asleep:
+            self.adopted.let_go()
 
 
 class _Registered:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor._arguments import choice, default_device, device_of, integer, of_type
+from vtensor._arguments import choice, default_device, device_of, integer, of_type, tag_of
 from vtensor._line import tensor_line
 from vtensor._notebook import bundle
 from vtensor._processes import keep_private
@@ -130,7 +130,7 @@ class VTensor(torch.Tensor):
             CapacityExceeded: if ``capacity`` is below the length, or exceeds the address space.
             OutOfPages, DriverError: as for :meth:`fork`.
         """
-        moved = _coreless(self._pool, self._core.dtype)
+        moved = _coreless(self._pool, self._core.dtype, self._sleeps_as)
         TensorCore.reallocate(self._core, self, moved, capacity)
         self._pool._register(moved)
         return moved
@@ -150,7 +150,7 @@ class VTensor(torch.Tensor):
             TimedOut: if that work has not ended after 60 s.
         """
         core = TensorCore.fork(self._core, self, stream_handle("VTensor.fork", stream))
-        return _over(core, self._pool, core.length)
+        return _over(core, self._pool, core.length, self._sleeps_as)
 
     def unshare(self, start: int, stop: int) -> VTensor:
         """Copies the shared pages of positions ``[start, stop)`` to pages of its own. Returns the tensor.
@@ -270,7 +270,7 @@ class VTensor(torch.Tensor):
             raise InvalidArgument("[VTensor.record_stream] stream is None: name one")
         TensorCore.record_stream(self._core, handle)
 
-    _sleeps_as = "tensors"
+    _sleeps_as: str
 
     def _fall_asleep(self, sleep: SleepCore, discard: bool) -> None:
         TensorCore.fall_asleep(self._core, self, sleep)
@@ -391,21 +391,22 @@ def _refuse(operation: str) -> NoReturn:
     )
 
 
-def _coreless(pool: Pool, dtype: torch.dtype) -> VTensor:
+def _coreless(pool: Pool, dtype: torch.dtype, tag: str) -> VTensor:
     """An empty VTensor that has no core yet."""
     if torch.is_inference_mode_enabled():  # because an inference tensor cannot be resized later
         with torch.inference_mode(False):
-            return _coreless(pool, dtype)
+            return _coreless(pool, dtype, tag)
     # A view of a plain tensor: views of the VTensor then have that tensor as their base, and none keeps the
     # VTensor alive.
     tensor = torch.empty(0, dtype=dtype, device=pool._tensor_device).as_subclass(VTensor)
     tensor._pool = pool
+    tensor._sleeps_as = tag
     return tensor
 
 
-def _over(core: TensorCore, pool: Pool, length: int) -> VTensor:
+def _over(core: TensorCore, pool: Pool, length: int, tag: str) -> VTensor:
     """Makes the VTensor of a core, with `length` positions, and registers it with the pool."""
-    tensor = _coreless(pool, core.dtype)
+    tensor = _coreless(pool, core.dtype, tag)
     tensor._core = core
     try:
         core.attach(tensor, length)
@@ -424,6 +425,7 @@ def empty(
     device: torch.device | str | int | None = None,
     pool: Pool | None = None,
     when_full: WhenFull = "raise",
+    tag: str = "tensors",
 ) -> VTensor:
     """Makes a tensor that can grow to ``capacity`` positions along ``grow_dim``.
 
@@ -436,6 +438,7 @@ def empty(
         pool: the pool of the pages. Defaults to :func:`~vtensor.default_pool` of the device.
         when_full: what ``extend`` does if it needs capacity that front shrinks used up: ``"raise"``
             CapacityExceeded, or ``"move"`` the pages to a new range (the address changes, no byte is copied).
+        tag: the name by which :meth:`Pool.sleep` puts it to sleep; its forks have it too.
 
     Raises:
         InvalidArgument: if ``sizes``, ``grow_dim``, ``dtype`` or ``device`` is not valid.
@@ -443,7 +446,7 @@ def empty(
         OutOfPages: if the pool has too few pages for the initial length.
         DriverError: if the addresses could not be reserved.
     """
-    return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, zeroed=False)
+    return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, tag, zeroed=False)
 
 
 def zeros(
@@ -454,13 +457,14 @@ def zeros(
     device: torch.device | str | int | None = None,
     pool: Pool | None = None,
     when_full: WhenFull = "raise",
+    tag: str = "tensors",
 ) -> VTensor:
     """As :func:`empty`. Every position holds zeros until it is written, including those that ``extend`` adds.
 
     Raises:
         InvalidArgument, CapacityExceeded, OutOfPages, DriverError: as for :func:`empty`.
     """
-    return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, zeroed=True)
+    return _make(sizes, grow_dim, capacity, dtype, device, pool, when_full, tag, zeroed=True)
 
 
 def empty_like(
@@ -469,8 +473,8 @@ def empty_like(
     """Makes a tensor of ``t``'s shape, dtype and device.
 
     Args:
-        t: a VTensor or a plain tensor. A VTensor gives the defaults of ``grow_dim``, ``capacity``, ``pool``
-            and ``when_full``. With a plain tensor, ``grow_dim=`` and ``capacity=`` are required.
+        t: a VTensor or a plain tensor. A VTensor gives the defaults of ``grow_dim``, ``capacity``, ``pool``,
+            ``when_full`` and ``tag``. With a plain tensor, ``grow_dim=`` and ``capacity=`` are required.
         capacity, pool, options: as for :func:`empty`.
 
     Raises:
@@ -480,6 +484,7 @@ def empty_like(
     if isinstance(t, VTensor):
         options.setdefault("grow_dim", t.grow_dim)
         options.setdefault("when_full", t.when_full)
+        options.setdefault("tag", t._sleeps_as)
         capacity = t.capacity if capacity is None else capacity
         pool = t.pool if pool is None and "device" not in options else pool
     if capacity is None or "grow_dim" not in options:
@@ -491,13 +496,18 @@ def empty_like(
 
 
 def from_tensor(
-    x: torch.Tensor, grow_dim: int, capacity: int, pool: Pool | None = None, when_full: WhenFull = "raise"
+    x: torch.Tensor,
+    grow_dim: int,
+    capacity: int,
+    pool: Pool | None = None,
+    when_full: WhenFull = "raise",
+    tag: str = "tensors",
 ) -> VTensor:
     """Makes a copy of ``x`` that can grow to ``capacity`` positions along ``grow_dim``.
 
     Args:
         x: a plain tensor of any strides, or a VTensor. Without ``pool``, the new tensor is on its device.
-        grow_dim, capacity, pool, when_full: as for :func:`empty`.
+        grow_dim, capacity, pool, when_full, tag: as for :func:`empty`.
 
     Raises:
         InvalidArgument: as for :func:`empty`, or if ``x`` requires grad outside ``no_grad``.
@@ -508,7 +518,14 @@ def from_tensor(
     sizes = [0 if i == dim else size for i, size in enumerate(x.shape)]
     device = None if pool is not None else x.device
     t = empty(
-        *sizes, grow_dim=dim, capacity=capacity, dtype=x.dtype, device=device, pool=pool, when_full=when_full
+        *sizes,
+        grow_dim=dim,
+        capacity=capacity,
+        dtype=x.dtype,
+        device=device,
+        pool=pool,
+        when_full=when_full,
+        tag=tag,
     )
     try:
         return t.append(x)
@@ -541,12 +558,14 @@ def _make(
     device: torch.device | str | int | None,
     pool: Pool | None,
     when_full: WhenFull,
+    tag: str,
     zeroed: bool,
 ) -> VTensor:
     given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
     shape = tuple(integer("empty", "a size", size) for size in given)
     dim = _checked_dim(shape, grow_dim)
     choice("empty", "when_full", when_full, ("raise", "move"))
+    tag = tag_of("empty", tag)
     capacity = integer("empty", "capacity", capacity)
     if capacity < 0:
         raise InvalidArgument(f"[empty] capacity is {capacity}: it must be at least 0")
@@ -572,4 +591,4 @@ def _make(
         zeroed=zeroed,
         move_when_full=when_full == "move",
     )
-    return _over(core, pool, shape[dim])
+    return _over(core, pool, shape[dim], tag)

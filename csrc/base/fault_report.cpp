@@ -202,6 +202,12 @@ void Forget::operator()(Range* range) const noexcept {
   if (!in_forked_child) ranges.remove(range);
 }
 
+bool asleep_at(std::uintptr_t at) noexcept {
+  bool asleep = false;
+  ranges.find(at, [&](const Range& range) { asleep = range.asleep(); });
+  return asleep;
+}
+
 void explain(int to) {
   const std::lock_guard lock(switching);
   for (std::size_t i = 0; i < std::size(kSignals); ++i) {

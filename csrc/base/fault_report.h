@@ -75,6 +75,9 @@ using Known = std::unique_ptr<Range, Forget>;
 Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
            bool on_device) noexcept;
 
+// Whether memory of ours at this address is away.
+bool asleep_at(std::uintptr_t at) noexcept;
+
 // Starts reporting faults at our addresses to the file descriptor `to`. A handler that was
 // installed after ours stays.
 void explain(int to);

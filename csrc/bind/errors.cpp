@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <new>
+#include <system_error>
 
 #include "bind/bindings.h"
 
@@ -46,6 +47,9 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise("Closed", error.what());
   } catch (const Error& error) {
     raise("VTensorError", error.what());
+  } catch (const std::system_error& error) {
+    nb::object arguments = nb::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
   } catch (const std::bad_alloc&) {
     raise("OutOfPages",
           "[vtensor] the process has no memory left for vtensor's own tables: free some, or raise "

@@ -116,6 +116,10 @@ class HeapCore {
     sleep.if_given_up([heap, number = sleep.number()] { heap->wake(number); });
     for (const std::shared_ptr<Arena>& arena : arenas) sleep.add(arena);
   }
+  bool asleep() {
+    const std::shared_ptr<Heap> heap = open("Pool.sleep");
+    return without_gil([&] { return heap->asleep(); });
+  }
   void wake(std::uint64_t number) {
     const std::shared_ptr<Heap> heap = open("Pool.wake");
     without_gil([&] { heap->wake(number); });
@@ -159,6 +163,7 @@ void bind_heap(nb::module_& module) {
       .def("storage", &HeapCore::storage, "nbytes"_a)
       .def("trim", &HeapCore::trim)
       .def("counts", &HeapCore::counts)
+      .def_prop_ro("asleep", &HeapCore::asleep)
       .def("fall_asleep", &HeapCore::fall_asleep, "sleep"_a)
       .def("wake", &HeapCore::wake, "number"_a)
       .def("enter", &HeapCore::enter)

@@ -1,17 +1,24 @@
 #include "bind/sleep.h"
 
+#include <fcntl.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
 #include <memory>
+#include <system_error>
+#include <utility>
 #include <vector>
 
+#include "base/fault_report.h"
 #include "base/process.h"
 #include "bind/bindings.h"
 #include "bind/operation.h"
 #include "bind/released_gil.h"
+#include "bind/torch_bridge.h"
 #include "policy/reclaim.h"
-#include "vmm/wait.h"
 
 namespace vtensor::bind {
 
@@ -22,7 +29,8 @@ constexpr const char* kWake = "Pool.wake";
 
 class WakeCore {
  public:
-  WakeCore(const std::shared_ptr<PagePool>& pool, const std::vector<std::uint64_t>& numbers) {
+  WakeCore(const std::shared_ptr<PagePool>& pool, const std::vector<std::uint64_t>& numbers)
+      : pool_(pool) {
     refuse_in_forked_child(kWake);
     const Caller caller = caller_of(kWake, {}, *pool);
     // Before a refusal, caches give up prefixes that no slot uses.
@@ -32,10 +40,15 @@ class WakeCore {
   }
   ~WakeCore() { give_up(); }
 
-  const std::vector<SleepPart>& parts() const { return waking_->parts(); }
-  void finish() {
+  // Brings contents back. `images` are those of the sleeps whose contents are not given up.
+  std::unique_ptr<SleepCopy> copy(SleepCopy::Images images) const {
+    return std::make_unique<SleepCopy>(pool_, kWake, SleepCopy::Direction::in, waking_->parts(),
+                                       std::move(images));
+  }
+  // `restored`: the sleeps whose contents are back.
+  void finish(const std::vector<std::uint64_t>& restored) {
     const ReleasedGil released;
-    waking_->finish();
+    waking_->finish(restored);
     waking_.reset();
   }
   void give_up() {
@@ -44,27 +57,21 @@ class WakeCore {
   }
 
  private:
+  const std::shared_ptr<PagePool> pool_;
   std::unique_ptr<WakeUp> waking_;
 };
 
-// Runs a copy between pages and memory of the host, which is complete on return.
-template <typename Copy>
-void copy(PagePool& pool, const char* operation, Copy launch) {
-  const ReleasedGil released;
-  Driver& driver = pool.driver();
-  launch(driver);
-  if (wait_for(driver, driver.fence(driver.copy_stream()), pool.options().patience)) return;
-  throw TimedOut(operation, pool.options().patience, "a copy has not ended");
+std::shared_ptr<SleepImage> image_in_memory(PagePool& pool, std::size_t bytes) {
+  const bool pinned = pool.traits().device.type == 2;
+  return std::make_shared<SleepImage>(TorchBridge::get().host_memory(kSleep, bytes, pinned));
 }
 
-void read_pages(PagePool& pool, Address from, std::uintptr_t to, std::size_t bytes) {
-  copy(pool, kSleep,
-       [&](Driver& driver) { driver.copy_out(reinterpret_cast<void*>(to), from, bytes); });
-}
-
-void write_pages(PagePool& pool, Address to, std::uintptr_t from, std::size_t bytes) {
-  copy(pool, kWake,
-       [&](Driver& driver) { driver.copy_in(to, reinterpret_cast<const void*>(from), bytes); });
+std::shared_ptr<SleepImage> image_in_file(int file) {
+  const int own = fcntl(file, F_DUPFD_CLOEXEC, 0);
+  if (own < 0)
+    throw std::system_error(errno, std::generic_category(),
+                            text("[", kSleep, "] no descriptor is left for a temporary file"));
+  return std::make_shared<SleepImage>(own);
 }
 
 }  // namespace
@@ -94,6 +101,19 @@ void SleepCore::begin() {
   with_memory(*pool_, caller, [&] { asleep_.emplace(pool_, caller, clients_); });
 }
 
+std::unique_ptr<SleepCopy> SleepCore::copy(const std::shared_ptr<SleepImage>& image) const {
+  SleepCopy::Images images;
+  for (const SleepPart& part : asleep_->parts()) images.emplace(part.sleep, image);
+  return std::make_unique<SleepCopy>(pool_, kSleep, SleepCopy::Direction::out, asleep_->parts(),
+                                     std::move(images));
+}
+
+std::size_t SleepCore::bytes() const {
+  std::size_t bytes = 0;
+  for (const SleepPart& part : asleep_->parts()) bytes += part.bytes;
+  return bytes;
+}
+
 std::size_t SleepCore::finish() {
   const ReleasedGil released;
   const std::size_t pages = asleep_->finish();
@@ -119,25 +139,29 @@ void SleepCore::give_up() noexcept {
 }
 
 void bind_sleep(nb::module_& module) {
-  using Part = SleepPart;
-  bind_fields(nb::class_<Part>(module, "SleepPart"), VT_FIELD(Part, at), VT_FIELD(Part, sleep),
-              VT_FIELD(Part, offset), VT_FIELD(Part, bytes));
+  module.def("is_asleep", &faults::asleep_at, "address"_a,
+             "Whether memory of a pool at this address is away.");
+  nb::class_<SleepImage>(module, "SleepImage")
+      .def_static("in_memory", &image_in_memory, "pool"_a, "nbytes"_a)
+      .def_static("in_file", &image_in_file, "descriptor"_a);
+  nb::class_<SleepCopy>(module, "SleepCopy")
+      .def_prop_ro("nbytes", &SleepCopy::bytes)
+      .def("step", [](SleepCopy& copy) { return without_gil([&] { return copy.step(); }); });
   nb::class_<SleepCore>(module, "SleepCore")
       .def(nb::init<const std::shared_ptr<PagePool>&>(), "pool"_a)
       .def("next_number", &SleepCore::next_number)
       .def("begin", &SleepCore::begin)
-      .def("parts", &SleepCore::parts)
+      .def_prop_ro("nbytes", &SleepCore::bytes)
+      .def("copy", &SleepCore::copy, "image"_a)
       .def("finish", &SleepCore::finish)
       .def_prop_ro("finished", &SleepCore::finished)
       .def("give_up", &SleepCore::give_up);
   nb::class_<WakeCore>(module, "WakeCore")
       .def(nb::init<const std::shared_ptr<PagePool>&, const std::vector<std::uint64_t>&>(),
            "pool"_a, "numbers"_a)
-      .def("parts", &WakeCore::parts)
-      .def("finish", &WakeCore::finish)
+      .def("copy", &WakeCore::copy, "images"_a)
+      .def("finish", &WakeCore::finish, "restored"_a)
       .def("give_up", &WakeCore::give_up);
-  module.def("read_pages", &read_pages, "pool"_a, "address"_a, "to"_a, "nbytes"_a);
-  module.def("write_pages", &write_pages, "pool"_a, "address"_a, "source"_a, "nbytes"_a);
 }
 
 }  // namespace vtensor::bind

@@ -1,4 +1,4 @@
-// The steps of Pool.sleep and Pool.wake. In between, Python copies the contents of the pages.
+// The steps of Pool.sleep and Pool.wake. In between, the contents of the pages are copied.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "policy/sleep.h"
+#include "policy/sleep_copy.h"
 
 namespace vtensor::bind {
 
@@ -31,7 +32,9 @@ class SleepCore {
   void if_given_up(std::function<void()> awake) { undo_.push_back(std::move(awake)); }
 
   void begin();
-  const std::vector<SleepPart>& parts() const { return asleep_->parts(); }
+  // The bytes that are to be kept, and their copies to an image.
+  std::size_t bytes() const;
+  std::unique_ptr<SleepCopy> copy(const std::shared_ptr<SleepImage>& image) const;
   std::size_t finish();
   bool finished() const { return finished_; }
   // Wakes the clients, which are as they were.

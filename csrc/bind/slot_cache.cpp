@@ -276,7 +276,7 @@ class CacheCore {
     if (discard && cache_->lengths().count_used() != 0)
       refuse(name, "a cache has ", cache_->lengths().count_used(),
              " slots in use, whose K and V would be lost: free them, or keep what they hold, with "
-             "contents=\"host\" or a path");
+             "contents=\"host\" or a folder");
     const std::vector<std::shared_ptr<Client>> clients = without_gil([&] {
       cache_->prefixes().clear();
       return cache_->clients();
@@ -301,7 +301,10 @@ class CacheCore {
       return between ? std::optional(given) : std::nullopt;
     }
     std::size_t shrinkable() noexcept override {
-      between_operations([this](SlotCache& cache) { kept_ = cache.prefixes().evictable(); });
+      between_operations([this](SlotCache& cache) {
+        const PoolLock lock(cache.pool());
+        kept_ = cache.prefixes().evictable(SIZE_MAX);
+      });
       return kept_;
     }
 

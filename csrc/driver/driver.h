@@ -24,6 +24,8 @@ using Address = std::uintptr_t;
 using Handle = std::uint64_t;  // the physical memory of one page
 // A CUstream; 0 is the legacy default stream. The host has none but that of its copies.
 using Stream = std::uintptr_t;
+// Memory of the host beside the pages, as long as it has a holder.
+using HostMemory = std::shared_ptr<std::byte>;
 
 // Neighbouring pages: handles[i] is mapped at `at + i * page_size`.
 struct PageRun {

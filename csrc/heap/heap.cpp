@@ -206,6 +206,11 @@ std::vector<std::shared_ptr<Arena>> Heap::fall_asleep(std::uint64_t number) {
   return arenas;
 }
 
+bool Heap::asleep() const {
+  const PoolLock lock(pool_);
+  return asleep_ != 0;
+}
+
 void Heap::wake(std::uint64_t number) {
   const PoolLock lock(pool_);
   if (asleep_ == number) asleep_ = 0;

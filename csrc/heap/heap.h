@@ -63,6 +63,7 @@ class Heap {
 
   // Its arenas, for a sleep of this number: none is added until `wake`. None if it is in another.
   std::vector<std::shared_ptr<Arena>> fall_asleep(std::uint64_t number);
+  bool asleep() const;
   // Ends the sleep of this number, if that is what it is in.
   void wake(std::uint64_t number);
 

@@ -5,6 +5,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/counted.h"
@@ -14,6 +15,15 @@
 #include "vmm/copy_on_write.h"
 
 namespace vtensor {
+
+void Generation::reap() noexcept {
+  if (is_owner) {
+    client->leave();
+  } else {
+    client->forget(this);
+  }
+  client->give_back_unused();
+}
 
 Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages)
     : pool_(pool),
@@ -304,6 +314,23 @@ std::vector<PageRecord> Client::pages() {
     }
   }
   return records;
+}
+
+void Client::count(PoolCounts& counts) const {
+  add_to(counts);
+  if (asleep.load() == 0) return;
+  range_.for_each([&](const Entry& entry, std::size_t, std::size_t index) VT_LOCKED {
+    if (!is_mapped(entry) || !entry.page->asleep) return;
+    --counts.mapped;
+    const char* const text = why_mapped(index);
+    const std::string_view why = text != nullptr ? text : owned_ ? "active" : "pinned";
+    if (why == "active") --counts.active;
+    if (why == "prefetched") --counts.prefetched;
+    if (why == "cached") --counts.cached;
+    if (why != "pinned") return;
+    --counts.pinned;
+    if (!owned_) --counts.orphaned;
+  });
 }
 
 }  // namespace vtensor

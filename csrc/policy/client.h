@@ -164,6 +164,8 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual void give_up_page(std::size_t row, std::size_t index) noexcept VT_LOCKED {
     range_.quarantine(row, index);
   }
+  // It woke without its contents: each page shows zeros, as if it had come just now.
+  virtual void lose_contents() noexcept VT_LOCKED {}
   // For reports of faults: whether its range is asleep.
   void explain_asleep(bool asleep) noexcept VT_LOCKED {
     if (known_) known_->set_asleep(asleep);
@@ -175,7 +177,8 @@ class Client : public std::enable_shared_from_this<Client> {
   std::exception_ptr take_error() VT_LOCKED;
   // Makes every page copy-on-write for a child about to be forked, and adds them to `seen`.
   virtual void protect_for_child(std::vector<Page*>& seen) noexcept VT_LOCKED = 0;
-  virtual void add_to(PoolCounts& counts) const VT_LOCKED = 0;
+  // Adds its pages. Those that sleep are no mapped ones.
+  void count(PoolCounts& counts) const VT_LOCKED;
   // Throws an Error that names the violated invariant.
   virtual void check(std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED = 0;
 
@@ -189,6 +192,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // `report`: what reports of faults say of them. Throws DriverError.
   std::uint64_t reserve(std::unique_ptr<faults::Range> report, const Caller& caller) VT_LOCKED;
 
+  // Adds its page table's entries, asleep or not.
+  virtual void add_to(PoolCounts& counts) const VT_LOCKED = 0;
   // What it is, for messages.
   virtual const char* noun() const = 0;
   // What its users are to do if a capture refuses driver calls.

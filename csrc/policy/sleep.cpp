@@ -297,7 +297,7 @@ void WakeUp::await_copies(const char* what) const {
   throw TimedOut(caller_.operation, patience, std::string(what) + " has not ended");
 }
 
-void WakeUp::finish() {
+void WakeUp::finish(std::span<const std::uint64_t> restored) {
   await_copies("copying to the device");
   PoolLock lock(pool_);
   try {
@@ -315,6 +315,8 @@ void WakeUp::finish() {
   }
   pool_->store().woken(pages_);
   for (const std::shared_ptr<Client>& client : held_.all()) {
+    if (std::find(restored.begin(), restored.end(), client->asleep.load()) == restored.end())
+      client->lose_contents();
     client->asleep = 0;
     client->explain_asleep(false);
   }

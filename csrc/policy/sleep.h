@@ -99,8 +99,9 @@ class WakeUp {
 
   // The caller is to write here what it kept.
   const std::vector<SleepPart>& parts() const { return parts_; }
-  // The clients are as they were. Throws DriverError, TimedOut; they are asleep then.
-  void finish();
+  // The clients are as they were, but that those in other sleeps than `restored` lost what their
+  // pages held. Throws DriverError, TimedOut; they are asleep then.
+  void finish(std::span<const std::uint64_t> restored);
 
  private:
   void collect() VT_LOCKED;

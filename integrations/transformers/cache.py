@@ -49,6 +49,7 @@ class VTensorCache(DynamicCache):
         compiled: for a forward under ``torch.compile``. A request for the masks of a step, as ``generate()``
             makes it, then maps the memory of that step. See ``prepare``.
         offloading, offload_only_non_sliding: as for ``DynamicCache``.
+        tag: the name by which ``Pool.sleep`` puts its K and V to sleep.
 
     The first argument may also be ``(keys, values)`` of each layer, as for ``DynamicCache``. Pass ``config``
     by name then.
@@ -75,6 +76,7 @@ class VTensorCache(DynamicCache):
         compiled: bool = False,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
+        tag: str = "kv",
     ) -> None:
         if config is None and isinstance(states, PreTrainedConfig):
             states, config = None, states
@@ -99,6 +101,8 @@ class VTensorCache(DynamicCache):
         self.max_len = max_len
         self.compiled = compiled
         self.layers = [_growing(layer, max_len, pool) for layer in self.layers]
+        for layer in self.layers:
+            layer.tag = tag
         for number, (keys, values, *_) in enumerate(states or ()):
             if keys is not None and values is not None:
                 self.update(keys, values, number)

@@ -134,6 +134,7 @@ class VTensorLayer(DynamicLayer):
             dtype=states.dtype,
             pool=pool,
             when_full="move",
+            tag=self.tag,
         )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

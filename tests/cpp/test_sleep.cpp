@@ -299,7 +299,7 @@ class Sleep {
           }
         }
       }
-      waking.finish();
+      waking.finish(discard ? std::span<const std::uint64_t>() : some);
       return true;
     } catch (const Error&) {
       return false;
@@ -431,7 +431,7 @@ struct One {
   }
   void wake() {
     WakeUp waking(pool, kCaller, std::span(&kNumber, 1));
-    waking.finish();
+    waking.finish(std::span(&kNumber, 1));
   }
 
   static constexpr std::uint64_t kNumber = 1'000'000;
