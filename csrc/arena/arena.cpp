@@ -99,9 +99,13 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
 }
 
 Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages)
-    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages), states_(pages) {
-  count_of(Idle::no) = pages;
-  range_.reserve(pages);
+    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages) {}
+
+void Arena::have_states(std::span<const Interval> pages) {
+  for (const Interval some : pages) {
+    range_.reserve(some);
+    states_.reserve(some.begin, some.end);
+  }
 }
 
 Interval Arena::pages_of(Interval bytes) const {
@@ -156,6 +160,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
   const std::vector<Interval> pages = pages_of(intervals);
   PoolLock lock(pool_);
   pool_->reap();
+  have_states(pages);
   keep(pages);
   begin_use(pages);  // so that making room takes none of them
   const Counted mapping(mapping_);
@@ -172,7 +177,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
 void Arena::begin_use(std::span<const Interval> pages) noexcept {
   for (const Interval some : pages) {
     for (std::size_t i = some.begin; i < some.end; ++i) {
-      State& state = states_[i];
+      State& state = states_.reserved(i);
       if (state.idle == Idle::cached) uncache(i);
       set_idle(i, Idle::no);
       ++state.uses;
@@ -273,34 +278,35 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
 void Arena::note_arrival(const Reservation::Arrival& arrival) {
   ++clock_;
   for (const Reservation::Run& run : arrival.runs) {
-    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) states_[i].mapped_at = clock_;
+    for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
+      states_.reserved(i).mapped_at = clock_;
   }
 }
 
 void Arena::note_lost(std::span<const Interval> pages) noexcept {
   for (const Interval some : pages) {
     for (std::size_t i = some.begin; i < some.end; ++i) {
-      if (states_[i].mapped_at == kLost) states_[i].mapped_at = ++clock_;
+      if (states_[i].mapped_at == kLost) states_.reserved(i).mapped_at = ++clock_;
     }
   }
 }
 
 void Arena::lose_contents() noexcept {
   ++clock_;
-  for (std::size_t i = 0; i < states_.size(); ++i) {
-    if (is_mapped(range_.at(0, i))) states_[i].mapped_at = clock_;
-  }
+  each_state([this](std::size_t i, State& state) VT_LOCKED {
+    if (is_mapped(range_.at(0, i))) state.mapped_at = clock_;
+  });
 }
 
 void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
   const std::vector<Interval> pages = pages_of(intervals);
   const PoolLock lock(pool_);
   work_.note(caller);
-  const auto count_back = [this](std::size_t i) VT_LOCKED { ++states_[i].uses; };
+  const auto count_back = [this](std::size_t i) VT_LOCKED { ++states_.reserved(i).uses; };
   for (std::size_t n = 0; n < pages.size(); ++n) {
     for (std::size_t i = pages[n].begin; i < pages[n].end; ++i) {
       if (states_[i].uses != 0) {
-        --states_[i].uses;
+        --states_.reserved(i).uses;
         continue;
       }
       for (std::size_t back = pages[n].begin; back < i; ++back) count_back(back);
@@ -322,7 +328,7 @@ void Arena::unmap_mapped(const Caller& caller, Interval bytes) {
 
 void Arena::count_back(std::span<const Interval> pages) noexcept {
   for (const Interval some : pages) {
-    for (std::size_t i = some.begin; i < some.end; ++i) --states_[i].uses;
+    for (std::size_t i = some.begin; i < some.end; ++i) --states_.reserved(i).uses;
   }
   end_use(pages);
 }
@@ -350,6 +356,7 @@ void Arena::end_use(std::span<const Interval> pages) noexcept {
 void Arena::prepare(std::span<const Interval> intervals) {
   const std::vector<Interval> pages = pages_of(intervals);
   PoolLock lock(pool_);
+  have_states(pages);
   for (const Interval some : pages) {
     if (range_.count_mapped(some) == some.size()) continue;
     trace::event(trace::What::prepare, range_.address(0, some.begin),
@@ -407,12 +414,12 @@ bool Arena::may_cache() const {
 
 // The pool looks for pages to evict where any are cached.
 void Arena::cache(std::size_t page, Time now) noexcept {
-  State& state = states_[page];
+  State& state = states_.reserved(page);
   set_idle(page, Idle::cached);
   state.cached_at = now;
   state.older = newest_;
   state.newer = kNone;
-  (newest_ == kNone ? oldest_ : states_[newest_].newer) = static_cast<std::uint32_t>(page);
+  (newest_ == kNone ? oldest_ : states_.reserved(newest_).newer) = static_cast<std::uint32_t>(page);
   newest_ = static_cast<std::uint32_t>(page);
   if (hooks.cached.linked()) return;
   pool_->cached().add_evictable(shared_from_this());
@@ -420,17 +427,18 @@ void Arena::cache(std::size_t page, Time now) noexcept {
 }
 
 void Arena::uncache(std::size_t page) noexcept {
-  State& state = states_[page];
-  (state.older == kNone ? oldest_ : states_[state.older].newer) = state.newer;
-  (state.newer == kNone ? newest_ : states_[state.newer].older) = state.older;
+  const State& state = states_[page];
+  (state.older == kNone ? oldest_ : states_.reserved(state.older).newer) = state.newer;
+  (state.newer == kNone ? newest_ : states_.reserved(state.newer).older) = state.older;
   set_idle(page, Idle::no);
   if (oldest_ == kNone) pool_->cached().remove(*this, 0);
 }
 
 void Arena::set_idle(std::size_t page, Idle idle) noexcept {
-  --count_of(states_[page].idle);
+  State& state = states_.reserved(page);
+  --count_of(state.idle);
   ++count_of(idle);
-  states_[page].idle = idle;
+  state.idle = idle;
 }
 
 void Arena::let_go(std::size_t page, bool aged) noexcept {
@@ -458,9 +466,9 @@ std::size_t Arena::drop_ahead() {
   if (awaiting_ == 0) wanted_.clear();
   const std::size_t pages = count_of(Idle::prefetched);
   if (pages == 0) return 0;
-  for (std::size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].idle == Idle::prefetched) let_go(i);
-  }
+  each_state([this](std::size_t i, const State& state) VT_LOCKED {
+    if (state.idle == Idle::prefetched) let_go(i);
+  });
   give_back_unused();
   return pages;
 }
@@ -482,7 +490,8 @@ void Arena::enter_back(Departure& departure) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
       if (is_mapped(range_.at(0, i))) {
         // It may have been put back from its handle, without what the kernel had copied of it.
-        if (departure.error && is_copy_on_write(range_.at(0, i))) states_[i].mapped_at = kLost;
+        if (departure.error && is_copy_on_write(range_.at(0, i)))
+          states_.reserved(i).mapped_at = kLost;
         continue;
       }
       if (states_[i].idle == Idle::cached) uncache(i);  // by a map that was refused meanwhile
@@ -550,15 +559,14 @@ void Arena::leave() noexcept {
   owned_ = false;
   wanted_.clear();
   pool_->wanting().remove(*this);
-  for (State& state : states_) state.uses = 0;
+  each_state([](std::size_t, State& state) { state.uses = 0; });
   for (const Generation* generation : generations_) {
     const Interval pages = pages_of(generation->bytes);
-    for (std::size_t i = pages.begin; i < pages.end; ++i) ++states_[i].uses;
+    for (std::size_t i = pages.begin; i < pages.end; ++i) ++states_.reserved(i).uses;
   }
-  for (std::size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].uses == 0 && is_mapped(range_.at(0, i)) && states_[i].idle != Idle::leaving)
-      let_go(i);
-  }
+  each_state([this](std::size_t i, const State& state) VT_LOCKED {
+    if (state.uses == 0 && is_mapped(range_.at(0, i)) && state.idle != Idle::leaving) let_go(i);
+  });
 }
 
 void Arena::protect_for_child(std::vector<Page*>& seen) noexcept {
@@ -616,7 +624,7 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
   std::size_t listed = 0;
   for (std::uint32_t i = oldest_; i != kNone; i = states_[i].newer) ++listed;
   decltype(counted_) counted{};
-  for (std::size_t i = 0; i < states_.size(); ++i) {
+  for (std::size_t i = states_.next(0); i < range_.row_pages(); i = states_.next(i + 1)) {
     const State& state = states_[i];
     const EntryState entry = range_.at(0, i).state;
     const std::string page = "page " + std::to_string(i) + " of an arena ";
@@ -634,6 +642,7 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
   }
   if (hooks.cached.linked() != (listed != 0))
     throw Error("I15: an arena has cached pages that the pool does not look for, or none");
+  counted[static_cast<std::size_t>(Idle::no)] = count_of(Idle::no);  // of every page: not counted
   if (counted != counted_ || listed != count_of(Idle::cached))
     throw Error("I4: an arena's counts, or its list of cached pages, are not what its pages say");
   range_.check(uses, owned_ || !generations_.empty());

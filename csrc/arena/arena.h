@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/interval.h"
+#include "base/sparse_array.h"
 #include "policy/client.h"
 #include "vmm/caller.h"
 
@@ -145,6 +146,14 @@ class Arena final : public Client {
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;
+  // Has the states of these pages be changed. Throws std::bad_alloc.
+  void have_states(std::span<const Interval> pages) VT_LOCKED;
+  // Calls visit(page, state) for the states that were ever changed.
+  template <typename Visit>
+  void each_state(Visit visit) VT_LOCKED {
+    for (std::size_t i = states_.next(0); i < range_.row_pages(); i = states_.next(i + 1))
+      visit(i, states_.reserved(i));
+  }
   ArenaCounts counts_now() const VT_LOCKED;
   std::vector<Reservation::Run> missing(const char* operation,
                                         std::span<const Interval> pages) const VT_LOCKED;
@@ -180,7 +189,7 @@ class Arena final : public Client {
   Listener* listener_ VT_GUARDED = nullptr;
   std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages
   std::size_t mapping_ VT_GUARDED = 0;    // calls of map() under way, which have counted pages
-  std::vector<State> states_ VT_GUARDED;  // of every page
+  SparseArray<State> states_ VT_GUARDED;  // of every page
   std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // of the cached
   std::array<std::size_t, 4> counted_ VT_GUARDED{};                      // pages by Idle
   std::size_t evicted_ VT_GUARDED = 0;       // cached pages that others wanted, so far

@@ -363,7 +363,7 @@ void Buffer::announce(std::size_t end) {
 void Buffer::want(std::size_t index_end, bool soon) {
   if (index_end <= ahead_.ready_end()) return;
   try {
-    range_.reserve(index_end);
+    range_.reserve({0, index_end});
     pool_->want(shared_from_this());
     ahead_.want(index_end);
     if (soon) pool_->wake_mapper();

@@ -25,7 +25,7 @@ class Growing {
         wanted_(wider(buffer_.indices_of(growth.positions), buffer_.extent())),
         written_(buffer_.indices_of(growth.written)),
         added_(buffer_.extent().empty() ? wanted_ : Interval{buffer_.extent().end, wanted_.end}) {
-    range_.reserve(wanted_.end);
+    range_.reserve(wanted_);
   }
 
   // Finds what is missing now; throws if that cannot be had.

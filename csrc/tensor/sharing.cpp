@@ -76,7 +76,7 @@ std::shared_ptr<Buffer> Sharing::share(const RowShape& shape, std::span<const st
   try {
     const std::unique_ptr<Buffer::Busy> busy = quieten(lock);
     const Interval extent = buffer_.extent();
-    child->range().reserve(extent.size());
+    child->range().reserve({0, extent.size()});
     const auto map = [&](bool (*wanted)(const Entry&), EntryState state) VT_LOCKED {
       Reservation::Arrival arrival;
       arrival.given = true;
@@ -206,7 +206,7 @@ void Sharing::await_places(PoolLock& lock, Interval indices) const {
                 if (buffer_.refusal()) std::rethrow_exception(buffer_.refusal());
                 return range_.count_mapped(indices) == 0;
               });
-  range_.reserve(indices.end);
+  range_.reserve(indices);
 }
 
 void Sharing::expect(Interval positions,

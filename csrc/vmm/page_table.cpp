@@ -6,16 +6,10 @@
 
 namespace vtensor {
 
-void PageTable::reserve(std::size_t indices) {
-  if (indices <= stride_) return;
-  const std::size_t stride = std::max(indices, 2 * stride_);
-  std::vector<Entry> entries(rows_ * stride);
-  for (std::size_t row = 0; row < rows_; ++row) {
-    std::copy_n(entries_.begin() + static_cast<std::ptrdiff_t>(row * stride_), stride_,
-                entries.begin() + static_cast<std::ptrdiff_t>(row * stride));
-  }
-  entries_.swap(entries);
-  stride_ = stride;
+void PageTable::reserve(Interval indices) {
+  if (indices.empty()) return;
+  entries_.reserve(place(0, indices.begin), place(0, indices.end));
+  reserved_ = std::max(reserved_, indices.end);
 }
 
 template <typename Counted>

@@ -10,7 +10,9 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/align.h"
 #include "base/interval.h"
+#include "base/sparse_array.h"
 #include "vmm/page.h"
 #include "vmm/pool_lock.h"
 
@@ -66,13 +68,12 @@ class PageTable {
   PageTable& operator=(const PageTable&) = delete;
 
   std::size_t rows() const { return rows_; }
-  // Page indices below have entries.
-  std::size_t reserved() const VT_LOCKED { return stride_; }
-  // Makes entries below `indices`, and some more. Throws std::bad_alloc; nothing is changed then.
-  void reserve(std::size_t indices) VT_LOCKED;
-  // Requires: reserved.
+  // Page indices from here on are empty.
+  std::size_t reserved() const VT_LOCKED { return reserved_; }
+  // Has entries for these indices be changed. Throws std::bad_alloc; nothing is changed then.
+  void reserve(Interval indices) VT_LOCKED;
   const Entry& at(std::size_t row, std::size_t index) const VT_LOCKED {
-    return entries_[row * stride_ + index];
+    return entries_[place(row, index)];
   }
 
   std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
@@ -88,7 +89,9 @@ class PageTable {
   void collect(std::vector<Run>& runs, std::size_t row, Interval indices, Wanted wanted) const
       VT_LOCKED {
     const std::size_t end = std::min(indices.end, reserved());
+    const bool empty_too = wanted(Entry{});
     for (std::size_t index = indices.begin; index < end;) {
+      if (!empty_too && (index = next(row, index)) >= end) return;
       const std::size_t first = index;
       const EntryState state = at(row, first).state;
       while (index < end && at(row, index).state == state && wanted(at(row, index))) ++index;
@@ -113,11 +116,13 @@ class PageTable {
     }
     return std::max(indices.begin, end);
   }
-  // Calls visit(entry, row, index) for every entry.
+  // Calls visit(entry, row, index) for every entry with a page, and for some empty ones.
   template <typename Visit>
   void for_each(Visit visit) const VT_LOCKED {
-    for (std::size_t row = 0; row < rows_; ++row)
-      for (std::size_t index = 0; index < stride_; ++index) visit(at(row, index), row, index);
+    for (std::size_t row = 0; row < rows_; ++row) {
+      for (std::size_t index = next(row, 0); index < reserved(); index = next(row, index + 1))
+        visit(at(row, index), row, index);
+    }
   }
 
   // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
@@ -131,19 +136,18 @@ class PageTable {
   ~PageTable() = default;
   // Of empty entries: `pages` are on their way to them.
   void arrive(std::size_t row, std::size_t begin, std::span<Page* const> pages) VT_LOCKED {
-    Entry* entry = &entries_[row * stride_ + begin];
-    for (Page* const page : pages) *entry++ = {page, EntryState::arriving};
+    for (Page* const page : pages)
+      entries_.reserved(place(row, begin++)) = {page, EntryState::arriving};
   }
   // They are mapped.
   void arrived(const Run& run, EntryState state) VT_LOCKED {
-    Entry* const entries = &entries_[run.row * stride_];
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
-      entries[index].state = state;
+      entries_.reserved(place(run.row, index)).state = state;
     add(mapped_, run.indices.size());
     if (state == EntryState::copy_on_write) copy_on_write_ += run.indices.size();
   }
   void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED {
-    Entry& here = entries_[row * stride_ + index];
+    Entry& here = entries_.reserved(place(row, index));
     if (is_mapped(here) != is_mapped(entry)) add(mapped_, is_mapped(entry) ? 1 : kLess);
     if (is_copy_on_write(here) != is_copy_on_write(entry))
       copy_on_write_ += is_copy_on_write(entry) ? 1 : kLess;
@@ -157,6 +161,13 @@ class PageTable {
  private:
   static constexpr std::size_t kLess = SIZE_MAX;  // -1, as counts add
 
+  // The rows of an index lie together, since most changes are of all rows.
+  std::size_t place(std::size_t row, std::size_t index) const { return index * rows_ + row; }
+  // The first index from `index` on that may have a page in this row.
+  std::size_t next(std::size_t row, std::size_t index) const VT_LOCKED {
+    const std::size_t found = entries_.next(place(row, index));
+    return found == SIZE_MAX ? SIZE_MAX : ceil_div(sub_sat(found, row), rows_);
+  }
   template <typename Counted>
   std::size_t count(Interval indices, Counted counted) const VT_LOCKED;
   // Without an atomic instruction: counts change under the lock alone.
@@ -165,8 +176,8 @@ class PageTable {
   }
 
   const std::size_t rows_;
-  std::size_t stride_ VT_GUARDED = 0;         // entries of a row
-  std::vector<Entry> entries_ VT_GUARDED;     // row after row
+  std::size_t reserved_ VT_GUARDED = 0;
+  SparseArray<Entry> entries_ VT_GUARDED;
   std::size_t copy_on_write_ VT_GUARDED = 0;  // entries in this state
   std::atomic<std::size_t> mapped_ = 0;       // the same; read without the lock too
   std::atomic<std::size_t> quarantined_ = 0;

@@ -231,3 +231,33 @@ def test_private_memory_refused():
         f.close(); t.close(); pool.close()
         """
     ).check()
+
+
+def test_addresses_cost_nothing():
+    """At most a byte for each reserved page until something is mapped, and then only what lies near."""
+    run_snippet(
+        """
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+        page = 65536
+        pool = vtensor.Pool("cpu", page_size=page, budget=64 * page)
+        vtensor.Arena(page, pool=pool).close()
+        before = resident()
+        arena = vtensor.Arena(1 << 40, pool=pool)
+        assert resident() - before < (1 << 40) // page
+        ends = [(at, at + page) for at in (0, 1 << 39, (1 << 40) - page)]
+        arena.map(ends)
+        arena.prepare([(1 << 38, (1 << 38) + page)])
+        pool.wait_idle(5)
+        for begin, end in ends:
+            arena.tensor[begin:end].fill_(7)
+        assert arena.holds(ends) == [True] * 3 and arena.holds([(page, 2 * page)]) == [False]
+        assert [record.index for record in arena.pages()] == [0, 1 << 22, 1 << 23, (1 << 24) - 1]
+        assert resident() - before < (1 << 40) // page
+        arena.unmap(ends)
+        assert arena.stats().pages_cached == 3 and arena.trim() == 4 * page
+        testing.check_invariants(pool)
+        arena.close(); pool.close()
+        """
+    ).check()
