@@ -27,14 +27,12 @@ bool SlotNeeds::fit(std::span<const std::int64_t> lengths, Bands bands, bool alo
   const std::size_t unused = alone ? own : store.unused();
   if (store.shortage(std::min(pages, unused)).missing != 0) return false;
   // The cheapest question first: most are answered before the last.
-  const auto missing = [&, pages = pages, ready = ready](std::size_t others) {
-    return sub_sat(pages + std::min(ready, others), unused + elsewhere + others);
-  };
   const PrefixIndex& index = prefixes_.index();
   if (const std::size_t most = sub_sat(pages + ready, unused + elsewhere);
       index.pages() >= most && index.evictable(most) >= most)
     return true;
-  const std::size_t still = missing(reclaimable());
+  const std::size_t others = reclaimable();
+  const std::size_t still = sub_sat(pages + std::min(ready, others), unused + elsewhere + others);
   return still <= index.pages() && index.evictable(still) >= still;
 }
 

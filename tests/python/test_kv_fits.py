@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -10,7 +11,7 @@ import torch
 
 import vtensor
 from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, one_here_one_away, used
-from support import every, run_snippet
+from support import draws, every, run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -123,6 +124,41 @@ def test_pages_on_their_way_out_that_others_have_are_no_room_for_what_comes_back
         assert not cache.swap_in(slot)
         cache.free(other)
         assert cache.fits([3 * UNIT] + [0] * (MAX_BATCH - 1), wait=True) and cache.swap_in(slot)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("seed", range(draws(12)))
+def test_what_fits_once_all_has_left_comes_back(sim, stream_pool, seed):
+    """Slots that share prefixes with each other and with the index, one of them on its way out."""
+    chosen = random.Random(seed)
+    for _ in range(60):
+        pool = stream_pool(chosen.choice([8, 10, 12]) * RANGES, cache=chosen.choice([0, 1 << 20]))
+        with make_cache(pool) as cache:
+            slots = []
+            for _ in range(chosen.randint(2, 4)):
+                prompt = range(first := chosen.choice([0, 1000]), first + 4 * UNIT)
+                slot = cache.alloc(prompt, salt="")
+                length = max(chosen.randint(1, 4) * UNIT, cache.lengths[slot])
+                if not grown(cache, slot, length):
+                    cache.free(slot)
+                    continue
+                slots.append(slot)
+                if chosen.random() < 0.7:
+                    cache.publish(slot, prompt[:length])
+            away = chosen.choice(slots)
+            length = cache.lengths[away]
+            stream = sim.stream(held=True)
+            cache.record_stream(stream)
+            cache.swap_out(away)
+            other = chosen.choice([slot for slot in slots if slot != away] or [None])
+            if other is not None:
+                grown(cache, other, cache.lengths[other] + UNIT)
+            back = lengths_with(cache, **{f"s{away}": length})
+            at_once = cache.fits(back)
+            sim.release(stream)
+            at_last = cache.fits(back, wait=True)
+            assert at_last or not at_once
+            assert cache.swap_in(away) or not at_last
 
 
 def test_what_cannot_be_meant(host_cache):
