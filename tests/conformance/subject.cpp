@@ -61,16 +61,16 @@ class RealDevice {
 
 }  // namespace
 
-void HostMemory::fill(Address at, std::size_t bytes, std::uint8_t value) {
+void HostPages::fill(Address at, std::size_t bytes, std::uint8_t value) {
   std::memset(pointer(at), value, bytes);
 }
 
-bool HostMemory::holds(Address at, std::size_t bytes, std::uint8_t value) {
+bool HostPages::holds(Address at, std::size_t bytes, std::uint8_t value) {
   return std::all_of(pointer(at), pointer(at) + bytes, [&](std::uint8_t b) { return b == value; });
 }
 
 // The kernel, asked to store the byte that is there, answers EFAULT where a store would fault.
-bool HostMemory::stores(Address at) {
+bool HostPages::stores(Address at) {
   int ends[2];
   if (pipe(ends) != 0) throw std::runtime_error("pipe");
   std::uint8_t byte = *pointer(at);
@@ -110,12 +110,12 @@ void SimulatedCuda::prepare() {
 
 void SimulatedCuda::fill(Address at, std::size_t bytes, std::uint8_t value) {
   control().run();
-  HostMemory::fill(at, bytes, value);
+  HostPages::fill(at, bytes, value);
 }
 
 bool SimulatedCuda::holds(Address at, std::size_t bytes, std::uint8_t value) {
   control().run();
-  return HostMemory::holds(at, bytes, value);
+  return HostPages::holds(at, bytes, value);
 }
 
 std::unique_ptr<Driver> SimulatedCuda::open() {

@@ -21,13 +21,13 @@
 namespace vtensor::conformance {
 
 // Memory that this process reads and writes by pointer.
-struct HostMemory {
+struct HostPages {
   static void fill(Address at, std::size_t bytes, std::uint8_t value);
   static bool holds(Address at, std::size_t bytes, std::uint8_t value);
   static bool stores(Address at);
 };
 
-struct Host : HostMemory {
+struct Host : HostPages {
   static constexpr const char* name = "host";
   static constexpr bool is_cuda = false;
   static std::string unavailable() { return {}; }
@@ -36,7 +36,7 @@ struct Host : HostMemory {
   static std::string leaks();
 };
 
-struct SimulatedCuda : HostMemory {
+struct SimulatedCuda : HostPages {
   static constexpr const char* name = "CUDA driver over the simulated libcuda";
   static constexpr bool is_cuda = true;
   // 64 KiB instead of 2 MiB: what is tested does not depend on it, and it is quicker.

@@ -196,7 +196,7 @@ TEST_CASE("the page size is a multiple of the granularity, 2 MiB or more by defa
     const Address range = driver->reserve(2);
     map_run(*driver, range, {&handle, 1}, Access::writable);
     zero_now(*driver, range, 3 * kPageSize);
-    CHECK(HostMemory::holds(range, 3 * kPageSize, 0));
+    CHECK(HostPages::holds(range, 3 * kPageSize, 0));
     unmap_run(*driver, range, {&handle, 1}, Access::writable);
   }
   asked.page_size = kPageSize / 2;

@@ -157,8 +157,8 @@ TEST_CASE("order holds a stream's later work back until the fence has passed") {
   s.driver->order(s.two.stream(), *fence);
   s.launch(s.two, 0, 8);
   s.control.run();
-  CHECK(HostMemory::holds(s.range + kPageSize, kPageSize, 4));
-  CHECK(HostMemory::holds(s.range, kPageSize, 1));
+  CHECK(HostPages::holds(s.range + kPageSize, kPageSize, 4));
+  CHECK(HostPages::holds(s.range, kPageSize, 1));
   s.control.release(s.one.number());
   CHECK(s.holds(s.range, 0, 8));
 }
@@ -209,7 +209,7 @@ TEST_CASE("zero waits for its turn in the stream, and for nothing itself") {
   s.launch(s.one, 0, 7);
   s.driver->zero(s.range, kPageSize, s.one.stream());
   s.control.run();
-  CHECK(HostMemory::holds(s.range, kPageSize, 1));
+  CHECK(HostPages::holds(s.range, kPageSize, 1));
   CHECK(s.calls(Call::cuCtxSynchronize) == 0);
   s.control.release(s.one.number());
   CHECK(s.holds(s.range, 0, 0));
