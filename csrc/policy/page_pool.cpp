@@ -179,7 +179,7 @@ bool PagePool::drop_copied(PoolLock& lock) {
     it = next;
   }
   if (over.empty()) return !copied_.empty();
-  const Waiting waiting(lock);  // its end may take long
+  const Unlocked unlocked(lock);  // its end may take long; idle() counts it as under way
   over.clear();
   return true;
 }
