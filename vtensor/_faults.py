@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from typing import Protocol
 
 from vtensor import _core
@@ -26,17 +28,20 @@ def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
     Two lines say what was touched (layer, slot and token of a :class:`~vtensor.KVCache`, position of a
     :class:`~vtensor.VTensor`, byte of an :class:`~vtensor.Arena`), what there is, and what to do. Then the
     signal goes on to the handler that was there before, such as faulthandler's, or ends the process. The exit
-    status and the core dump are the same as without it. It says nothing of faults at other addresses.
+    status and the core dump are the same as without it. It says nothing of faults at other addresses. If a
+    handler returns, as those of Python's ``signal`` do, the same fault happens again, and is not explained
+    again.
 
     It is off by default. Importing ``vtensor.testing`` turns it on. It may be called again.
 
     Args:
         on: False turns it off. If another handler was installed since, that handler stays, and so does this
             one behind it, which then only hands signals on.
-        file: a file, or its descriptor, that stays open; standard error unless given.
+        file: a file, or its descriptor, that stays open; standard error unless given. If it is a pipe, socket
+            or terminal whose reader takes nothing for a second, the rest of a report is lost.
 
     Raises:
-        InvalidArgument: ``file`` has no descriptor. Nothing was changed.
+        InvalidArgument: ``file`` has no descriptor, or one that is not open for writing. Nothing was changed.
     """
     global _file
     if not on:
@@ -60,5 +65,15 @@ def _descriptor(file: _File | int) -> int:
     if not 0 <= number < 2**31:
         raise InvalidArgument(
             f"[explain_faults] file is {number}: give the descriptor of a file that is open"
+        )
+    try:
+        writable = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError as error:
+        raise InvalidArgument(
+            f"[explain_faults] file is descriptor {number}, which is closed: give one of a file that is open"
+        ) from error
+    if not writable:
+        raise InvalidArgument(
+            f"[explain_faults] file is descriptor {number}, open for reading only: open it for writing"
         )
     return number

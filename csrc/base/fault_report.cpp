@@ -1,6 +1,10 @@
 #include "base/fault_report.h"
 
+#include <poll.h>
 #include <signal.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -56,7 +60,7 @@ class Ranges {
   template <typename Read>
   void find(std::uintptr_t at, Read read) noexcept {
     ++readers_;
-    const Range* range = newest_.load();
+    Range* range = newest_.load();
     while (range != nullptr && at - range->base_ >= range->bytes_) range = range->next_.load();
     if (range != nullptr) read(*range);
     --readers_;
@@ -67,6 +71,15 @@ class Ranges {
   std::atomic<Range*> newest_{nullptr};
   std::atomic<unsigned> readers_{0};
 };
+
+bool Range::is_first_report(std::uintptr_t at) noexcept {
+  for (std::atomic<std::uintptr_t>& place : reported_) {
+    std::uintptr_t there = 0;
+    if (place.compare_exchange_strong(there, at, std::memory_order_relaxed)) return true;
+    if (there == at) return false;
+  }
+  return false;
+}
 
 namespace {
 
@@ -136,17 +149,74 @@ void describe(Text& text, const Range& range, std::uintptr_t at, int signal, con
   text << "\n";
 }
 
+// Keeps a write to a closed pipe from ending the process with SIGPIPE.
+class PipeSignalBlocked {
+ public:
+  PipeSignalBlocked() noexcept {
+    sigemptyset(&pipe_);
+    sigaddset(&pipe_, SIGPIPE);
+    sigset_t pending;
+    sigpending(&pending);
+    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
+    pthread_sigmask(SIG_SETMASK, nullptr, &before_);
+    sigset_t now = before_;
+    sigaddset(&now, SIGPIPE);
+    pthread_sigmask(SIG_SETMASK, &now, nullptr);
+  }
+  ~PipeSignalBlocked() {
+    const timespec now{};
+    if (!was_pending_) sigtimedwait(&pipe_, nullptr, &now);
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  PipeSignalBlocked(const PipeSignalBlocked&) = delete;
+  PipeSignalBlocked& operator=(const PipeSignalBlocked&) = delete;
+
+ private:
+  sigset_t pipe_, before_;
+  bool was_pending_;
+};
+
+long milliseconds() noexcept {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
+}
+
+// Writes what a reader takes within a second. poll() alone does not keep a write from waiting:
+// another writer may fill a pipe in between. So the call itself must not wait. A descriptor that
+// does not know RWF_NOWAIT takes single bytes, for which poll() has found room, unless no reader
+// empties it.
+void write_in_time(int to, std::string_view text) noexcept {
+  const PipeSignalBlocked no_signal;
+  struct stat file{};
+  const bool on_disk = fstat(to, &file) == 0 && S_ISREG(file.st_mode);
+  int flags = on_disk ? 0 : RWF_NOWAIT;
+  const long until = milliseconds() + 1000;
+  while (!text.empty()) {
+    const long left = until - milliseconds();
+    pollfd descriptor{to, POLLOUT, 0};
+    const int ready = left > 0 ? poll(&descriptor, 1, static_cast<int>(left)) : 0;
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready <= 0 || descriptor.revents != POLLOUT) return;
+    iovec part{const_cast<char*>(text.data()), on_disk || flags != 0 ? text.size() : 1};
+    const ssize_t written = pwritev2(to, &part, 1, -1, flags);
+    if (written > 0) {
+      text.remove_prefix(static_cast<std::size_t>(written));
+    } else if (written == 0 || (errno != EAGAIN && errno != EINTR)) {
+      if (flags == 0) return;
+      flags = 0;
+    }
+  }
+}
+
 void report(int to, int signal, const siginfo_t& info, const void* context) noexcept {
   const auto at = address_of(info, context);
   if (!at) return;
   Text text;
-  ranges.find(*at, [&](const Range& range) { describe(text, range, *at, signal, info, context); });
-  for (std::string_view rest = text.view(); !rest.empty();) {
-    const ssize_t written = write(to, rest.data(), rest.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;
-    rest.remove_prefix(static_cast<std::size_t>(written));
-  }
+  ranges.find(*at, [&](Range& range) {
+    if (range.is_first_report(*at)) describe(text, range, *at, signal, info, context);
+  });
+  if (!text.view().empty()) write_in_time(to, text.view());
 }
 
 // Does what the kernel would have done without our handler. A fault without another handler happens

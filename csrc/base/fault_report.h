@@ -1,6 +1,6 @@
 // Reports what a SIGSEGV or SIGBUS of the host hit among our addresses, and hands the signal on to
 // the handler that was installed before. Reports are made inside the handler: no locks, no
-// allocation, no exceptions.
+// allocation, no exceptions, and a bounded wait for their reader.
 #pragma once
 
 #include <array>
@@ -53,9 +53,14 @@ class Range {
   // Its memory is away, which explains any fault.
   void set_asleep(bool asleep) noexcept { asleep_.store(asleep, std::memory_order_relaxed); }
   bool asleep() const noexcept { return asleep_.load(std::memory_order_relaxed); }
+  // Whether `at` is to be reported: once, and a few addresses at most. A handler that returns, as
+  // Python's do, makes the same fault happen again for ever.
+  bool is_first_report(std::uintptr_t at) noexcept;
 
  private:
   friend class Ranges;
+
+  std::array<std::atomic<std::uintptr_t>, 8> reported_{};
 
   std::atomic<bool> asleep_{false};
   std::uintptr_t base_ = 0;

@@ -1,9 +1,12 @@
 // Reports of faults: what they say, and to whom signals are handed on.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
@@ -360,6 +363,141 @@ TEST_CASE("memory of a device, a forked process and a lack of memory are named")
   CHECK(without_memory.status == -SIGBUS);
   CHECK(without_memory.said.starts_with("vtensor: SIGBUS"));
   CHECK(contains(without_memory.said, "could not give its memory: lower the pool's budget"));
+}
+
+void fill_up(int to) {
+  static const std::vector<char> bytes(1 << 20);
+  fcntl(to, F_SETFL, O_NONBLOCK);
+  while (write(to, bytes.data(), bytes.size()) > 0) {
+  }
+  fcntl(to, F_SETFL, 0);
+}
+
+TEST_CASE("a reader that takes nothing keeps no process from its end") {
+  const Ended pipe_full = child([](int) {
+    std::array<int, 2> ends;
+    if (pipe(ends.data()) != 0) _exit(50);
+    fill_up(ends[1]);
+    explain(ends[1]);
+    poke();
+  });
+  CHECK(pipe_full.status == -SIGSEGV);
+  const Ended socket_full = child([](int) {
+    std::array<int, 2> ends;
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) != 0) _exit(50);
+    fill_up(ends[1]);
+    explain(ends[1]);
+    poke();
+  });
+  CHECK(socket_full.status == -SIGSEGV);
+  // A terminal that has room for a part of the report.
+  const Ended terminal = child([](int) {
+    const int reader = posix_openpt(O_RDWR | O_NOCTTY);
+    if (reader < 0 || grantpt(reader) != 0 || unlockpt(reader) != 0) _exit(50);
+    const int writer = open(ptsname(reader), O_RDWR | O_NOCTTY);
+    fill_up(writer);
+    std::array<char, 16> part;
+    if (read(reader, part.data(), part.size()) <= 0) _exit(51);
+    explain(writer);
+    poke();
+  });
+  CHECK(terminal.status == -SIGSEGV);
+  // Another thread writes to the same pipe, and takes the room that poll() found.
+  const Ended contended = child([](int) {
+    std::array<int, 2> ends;
+    if (pipe(ends.data()) != 0) _exit(50);
+    fill_up(ends[1]);
+    explain(ends[1]);
+    std::thread([&] {
+      std::array<char, 4096> part;
+      for (;;) {
+        if (read(ends[0], part.data(), part.size()) <= 0) _exit(51);
+        fill_up(ends[1]);
+      }
+    }).detach();
+    poke();
+  });
+  CHECK(contended.status == -SIGSEGV);
+}
+
+TEST_CASE("a reader that is slow is waited for") {
+  const Ended ended = child([](int to) {
+    std::array<int, 2> ends;
+    if (pipe(ends.data()) != 0) _exit(50);
+    fill_up(ends[1]);
+    const Action wait = action_of([](int, siginfo_t*, void*) { pause(); });
+    sigaction(SIGSEGV, &wait, nullptr);
+    explain(ends[1]);
+    std::thread([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      std::string all;
+      std::array<char, 4096> part;
+      while (!contains(all, kReport)) {
+        const ssize_t n = read(ends[0], part.data(), part.size());
+        if (n <= 0) _exit(51);
+        all.append(part.data(), static_cast<std::size_t>(n));
+      }
+      static_cast<void>(!write(to, "all of it", 9));
+      _exit(0);
+    }).detach();
+    poke();
+  });
+  CHECK(ended.status == 0);
+  CHECK(ended.said == "all of it");
+}
+
+TEST_CASE("a reader that has gone changes nothing") {
+  for (const bool blocked : {false, true}) {
+    const Ended ended = child([&](int) {
+      std::array<int, 2> ends;
+      if (pipe(ends.data()) != 0) _exit(50);
+      close(ends[0]);
+      sigset_t pipe_signal;
+      sigemptyset(&pipe_signal);
+      sigaddset(&pipe_signal, SIGPIPE);
+      if (blocked) {  // and one pending already, which stays
+        pthread_sigmask(SIG_BLOCK, &pipe_signal, nullptr);
+        raise(SIGPIPE);
+      }
+      const Action look = action_of([](int, siginfo_t*, void*) {
+        sigset_t pending;
+        sigpending(&pending);
+        _exit(sigismember(&pending, SIGPIPE) == 1 ? 41 : 40);
+      });
+      sigaction(SIGSEGV, &look, nullptr);
+      explain(ends[1]);
+      poke();
+    });
+    CHECK(ended.status == (blocked ? 41 : 40));
+  }
+}
+
+// As Python's do: they note the signal, and return to what faulted.
+TEST_CASE("a handler that returns, so that the fault happens again, hears of it once") {
+  const Ended ended = child([](int to) {
+    const Action theirs = action_of([](int, siginfo_t*, void*) {
+      static int times = 0;
+      if (++times == 100) _exit(42);
+    });
+    sigaction(SIGSEGV, &theirs, nullptr);
+    explain(to);
+    poke();
+  });
+  CHECK(ended.status == 42);
+  CHECK(count(ended.said, "vtensor: SIGSEGV") == 1);
+  const Ended moves_on = child([](int to) {
+    static sigjmp_buf on;
+    const Action theirs = action_of([](int, siginfo_t*, void*) { siglongjmp(on, 1); });
+    sigaction(SIGSEGV, &theirs, nullptr);
+    explain(to);
+    for (int times = 0; times < 200; ++times) {
+      poke_at = poke_at + (times % 2 == 0 ? 8 : 0);
+      if (sigsetjmp(on, 1) == 0) poke();
+    }
+    _exit(0);
+  });
+  CHECK(moves_on.status == 0);
+  CHECK(count(moves_on.said, "vtensor: SIGSEGV") == 8);
 }
 
 // A handler that goes on where it likes, as a virtual machine's does: reports come one after the

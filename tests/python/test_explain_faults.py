@@ -442,9 +442,26 @@ def test_files_without_a_descriptor_are_refused() -> None:
 
     closed = open("/dev/null")
     closed.close()
-    for file in (io.StringIO(), closed, "stderr", -1, 1.5):
-        with pytest.raises(vtensor.InvalidArgument, match=r"^\[explain_faults\] file is "):
-            vtensor.explain_faults(file=file)
+    with open("/dev/null") as read_only:
+        for file in (io.StringIO(), closed, "stderr", -1, 1.5, read_only, read_only.fileno(), 2**31 - 1):
+            with pytest.raises(vtensor.InvalidArgument, match=r"^\[explain_faults\] file is "):
+                vtensor.explain_faults(file=file)
+
+
+def test_a_python_handler_that_returns_makes_one_report() -> None:
+    finished = run(
+        CACHE,
+        """
+        import signal, threading, time
+        vtensor.explain_faults(False)
+        signal.signal(signal.SIGSEGV, lambda *_: None)
+        vtensor.explain_faults()
+        threading.Thread(target=lambda: (time.sleep(1), os._exit(5)), daemon=True).start()
+        ctypes.memset(cache[0][0].data_ptr(), 1, 1)
+        """,
+    )
+    assert finished.code == 5
+    assert finished.err.count("vtensor: SIGSEGV") == 1
 
 
 def test_threads_that_make_and_drop_tensors_beside_a_fault() -> None:
