@@ -18,8 +18,8 @@ void BudgetListener::start(SharedBudget& budget, Mapper::Waker mapper) {
           mapper.wake();  // for earlier requests
           while (!stopping_.load(std::memory_order_acquire)) {
             budget_->await_request(seen);
-            seen = budget_->last_request();
-            mapper.wake();
+            const std::uint32_t last = budget_->last_request();
+            if (std::exchange(seen, last) != last) mapper.wake();
           }
         });
   } catch (const std::system_error& error) {

@@ -160,15 +160,20 @@ void BudgetFile::begin(std::uint64_t limit) {
                   "free memory in /dev/shm, or raise the limit on files (ulimit -f)");
   }
   map();
+  if (content_ == nullptr) return;  // cut again at once: it is not whole
   std::memset(static_cast<void*>(content_), 0, sizeof(Content));
   content_->limit = limit;
   content_->layout = kLayout;
-  content_->magic = kMagic;
+  content_->magic = content_->last_word = kMagic;
 }
 
-bool BudgetFile::map() {
+bool BudgetFile::is_long_enough() const noexcept {
   struct stat found{};
-  if (fstat(fd_, &found) != 0 || found.st_size < static_cast<off_t>(sizeof(Content))) return false;
+  return fstat(fd_, &found) == 0 && found.st_size >= static_cast<off_t>(sizeof(Content));
+}
+
+void BudgetFile::map() {
+  if (!is_long_enough()) return;
   const std::lock_guard no_fork(all_mutex());
   int error = attempt(Call::mmap, ENOMEM, [this] {
     void* const at = mmap(nullptr, sizeof(Content), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
@@ -183,22 +188,48 @@ bool BudgetFile::map() {
     throw refused("shared budget", Call::mmap, error, "mapping " + path(),
                   "raise the limits on mappings (vm.max_map_count) and address space");
   }
-  return true;
 }
 
 std::uint32_t BudgetFile::layout() const {
-  return content_ != nullptr && content_->magic == kMagic ? content_->layout : 0;
+  struct {
+    std::uint64_t magic;
+    std::uint32_t layout;
+  } head{};
+  static_assert(offsetof(Content, layout) == offsetof(decltype(head), layout));
+  const ssize_t bytes = pread(fd_, &head, sizeof(head), 0);
+  return bytes == sizeof(head) && head.magic == kMagic ? head.layout : 0;
+}
+
+BudgetFile::Content& BudgetFile::content() const noexcept {
+  if (!cut_.load(std::memory_order_acquire) && !is_long_enough()) {
+    // In one step for other threads, which may be about to use it.
+    void* const at = mmap(content_, sizeof(Content), PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    cut_.store(at != MAP_FAILED, std::memory_order_release);
+  }
+  return *content_;
+}
+
+BudgetFile::Content& BudgetFile::require_whole() const {
+  struct stat found{};
+  const bool removed = fstat(fd_, &found) == 0 && found.st_nlink == 0;
+  const bool whole = content_ != nullptr && !cut_.load(std::memory_order_acquire) &&
+                     found.st_size >= static_cast<off_t>(sizeof(Content)) &&
+                     content_->last_word == kMagic;
+  if (whole && !removed) return *content_;
+  const std::string was =
+      removed ? "removed, so pools that are made now do not see what this one holds: it takes no "
+                "more; close the pools that were made before, and make them again"
+              : "made shorter by another program, so nothing says what its pools hold: they take "
+                "no more; close them all, and make them again";
+  throw Error("[shared budget] the file ", path(), " of the shared budget \"", name_, "\" was ",
+              was);
 }
 
 bool BudgetFile::linked() const {
   struct stat here{}, there{};
   return fstat(fd_, &here) == 0 && stat(path().c_str(), &there) == 0 &&
          here.st_dev == there.st_dev && here.st_ino == there.st_ino;
-}
-
-bool BudgetFile::removed() const {
-  struct stat here{};
-  return fstat(fd_, &here) == 0 && here.st_nlink == 0;
 }
 
 void BudgetFile::unlink() const noexcept { ::unlink(path().c_str()); }
@@ -235,15 +266,16 @@ void BudgetFile::enter(std::size_t place) {
 void BudgetFile::leave(std::size_t place) noexcept { unlock(life_of(place)); }
 
 std::uint32_t BudgetFile::request() noexcept {
-  std::atomic<std::uint32_t>& last = content_->last_request;
+  std::atomic<std::uint32_t>& last = content().last_request;
   const std::uint32_t request = ++last;
   syscall(SYS_futex, &last, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   return request;
 }
 
 bool BudgetFile::answered(std::uint32_t request, std::size_t own) const {
+  const Content& content = this->content();
   for (std::size_t i = 0; i < kMostPools; ++i) {
-    const Place& place = content_->places[i];
+    const Place& place = content.places[i];
     if (i != own && place.taken != 0 && is_before(place.answered, request) && alive(i))
       return false;
   }
@@ -251,7 +283,8 @@ bool BudgetFile::answered(std::uint32_t request, std::size_t own) const {
 }
 
 void BudgetFile::await_request(std::uint32_t request) const noexcept {
-  syscall(SYS_futex, &content_->last_request, FUTEX_WAIT, request, nullptr, nullptr, 0);
+  const timespec second{.tv_sec = 1, .tv_nsec = 0};
+  syscall(SYS_futex, &content().last_request, FUTEX_WAIT, request, &second, nullptr, 0);
 }
 
 BudgetFile::Lock::Lock(BudgetFile& file, Counted counted) : file_(&file) {

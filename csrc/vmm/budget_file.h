@@ -6,6 +6,10 @@
 //     (F_OFD_SETLK), which the kernel lets go with the process. They need no process id.
 //   - What a process left half done under the file's lock the next does anew: a place counts once
 //     its last store says so, and a file without a living place is begun afresh.
+//
+// A file with a name cannot be sealed (F_SEAL_SHRINK is a memfd's), so anything that may write to
+// it may make it shorter, and a page that it then lacks is SIGBUS. So its length is looked at
+// before each use. A pool whose file was cut goes on over zeros of its own, and charges no more.
 #pragma once
 
 #include <sys/types.h>
@@ -31,7 +35,7 @@ class BudgetFile {
  public:
   static constexpr std::size_t kMostPools = 128;
   static constexpr std::size_t kLongestName = 64;
-  static constexpr std::uint32_t kLayout = 1;
+  static constexpr std::uint32_t kLayout = 2;
 
   using Counter = std::atomic<std::uint64_t>;
   struct alignas(64) Place {
@@ -42,13 +46,13 @@ class BudgetFile {
     std::int32_t device_type, device_index;
     std::array<char, 128> command;  // ends with a zero
   };
-  // It never becomes shorter, so reading it is safe whatever other processes do.
   struct Content {
     std::uint64_t magic;
     std::uint32_t layout;
     std::atomic<std::uint32_t> last_request;
     std::uint64_t limit;
     std::array<Place, kMostPools> places;
+    std::uint64_t last_word;  // kMagic, unless the file was cut, and maybe made longer since
   };
 
   static bool is_name(std::string_view name);
@@ -66,16 +70,19 @@ class BudgetFile {
 
   // Makes the file long enough, with its memory, maps it, and begins it afresh. Requires: locked.
   void begin(std::uint64_t limit);
-  // False if the file is too short to be whole.
-  bool map();
-  // 0 if the file is not ours. Requires for this, and all that needs the content: it is mapped.
+  // Maps it, unless it is too short to be whole.
+  void map();
+  // 0 if the file is not ours, or was cut.
   std::uint32_t layout() const;
-  Content& content() const { return *content_; }
+  // Zeros, for good, once the file was cut. Good for a few accesses, for which the file is long
+  // enough now. Requires: it is mapped.
+  Content& content() const noexcept;
+  // The same. Throws Error if the file has lost its name, so that the next pool of that name makes
+  // another, or was cut, so that nothing says what its pools hold.
+  Content& require_whole() const;
 
   // Whether it still has its name.
   bool linked() const;
-  // Whether it has none any more: the next pool of its name makes another file.
-  bool removed() const;
   void unlink() const noexcept;
 
   // Whether another process has a sign of life in the place, or in any. True if that cannot be
@@ -90,7 +97,8 @@ class BudgetFile {
   std::uint32_t request() noexcept;
   // Whether all others have answered it, or died.
   bool answered(std::uint32_t request, std::size_t own = kMostPools) const;
-  // Sleeps until the last request is no longer `request`.
+  // Sleeps until the last request is no longer `request`, or for a second: a thread that sleeps at
+  // a page which the file no longer has cannot be woken.
   void await_request(std::uint32_t request) const noexcept;
 
   // The file's lock. Waits up to 1 s, and then throws TimedOut. Throws DriverError.
@@ -112,6 +120,7 @@ class BudgetFile {
  private:
   BudgetFile(CallMeter& meter, std::string name);
   static void close_in_child();
+  bool is_long_enough() const noexcept;
   // 0, or the error of `call`; of a call that a test refuses, `injected`.
   template <typename Body>
   int attempt(Call call, int injected, Body body);
@@ -125,6 +134,7 @@ class BudgetFile {
   const std::string name_;
   int fd_ = -1;
   Content* content_ = nullptr;
+  mutable std::atomic<bool> cut_{false};  // content_ is not the file's any more
 };
 
 }  // namespace vtensor

@@ -48,7 +48,7 @@ std::unique_ptr<SharedBudget> SharedBudget::join(CallMeter& meter, const std::st
     if (!file->linked()) continue;  // its last pool has left meanwhile
     try {
       const std::size_t place = take_place(*file, limit, device);
-      return std::unique_ptr<SharedBudget>(new SharedBudget(std::move(file), place));
+      return std::unique_ptr<SharedBudget>(new SharedBudget(std::move(file), place, limit));
     } catch (...) {
       if (!file->any_alive()) file->unlink();
       throw;
@@ -60,12 +60,15 @@ std::unique_ptr<SharedBudget> SharedBudget::join(CallMeter& meter, const std::st
 std::size_t SharedBudget::take_place(BudgetFile& file, std::uint64_t limit, Device device) {
   if (!file.any_alive()) {
     file.begin(limit);
-  } else if (!file.map() || file.layout() != BudgetFile::kLayout) {
+  } else if (const std::uint32_t layout = file.layout();
+             layout != 0 && layout != BudgetFile::kLayout) {
     throw Error("[Pool] the shared budget ", quoted(file.name()),
-                " is kept by another version of vtensor, in layout ", file.layout(),
+                " is kept by another version of vtensor, in layout ", layout,
                 " where this one has ", BudgetFile::kLayout, ": use one version, or another name");
+  } else {
+    file.map();
   }
-  BudgetFile::Content& content = file.content();
+  BudgetFile::Content& content = file.require_whole();
   if (content.limit != limit) {
     throw InvalidArgument("[Pool] a budget of ", limit, " bytes was asked for, the shared budget ",
                           quoted(file.name()), " has ", content.limit,
@@ -93,8 +96,9 @@ std::size_t SharedBudget::take_place(BudgetFile& file, std::uint64_t limit, Devi
 
 SharedBudget::~SharedBudget() {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
-  own().held = own().wanted = 0;
-  own().taken = 0;
+  Place& place = own();
+  place.held = place.wanted = 0;
+  place.taken = 0;
   try {
     // The meter may have ended.
     const BudgetFile::Lock locked(*file_, BudgetFile::Lock::Counted::no);
@@ -106,27 +110,29 @@ SharedBudget::~SharedBudget() {
 }
 
 template <typename Sum>
-std::uint64_t SharedBudget::sum_elsewhere(Sum sum) const {
+std::uint64_t SharedBudget::sum_elsewhere(const BudgetFile::Content& content, Sum sum) const {
   std::uint64_t bytes = 0;
-  const auto& places = file_->content().places;
+  const auto& places = content.places;
   for (std::size_t i = 0; i < places.size(); ++i) {
     if (i != place_ && places[i].taken != 0) bytes += sum(places[i], i);
   }
   return bytes;
 }
 
-std::uint64_t SharedBudget::held_elsewhere() const {
-  return sum_elsewhere([](const Place& place, std::size_t) { return place.held.load(); });
+std::uint64_t SharedBudget::held_elsewhere(const BudgetFile::Content& content) const {
+  return sum_elsewhere(content, [](const Place& place, std::size_t) { return place.held.load(); });
 }
 
+std::uint64_t SharedBudget::held_elsewhere() const { return held_elsewhere(file_->content()); }
+
 std::uint64_t SharedBudget::spared_elsewhere() const {
-  return sum_elsewhere([](const Place& place, std::size_t) {
+  return sum_elsewhere(file_->content(), [](const Place& place, std::size_t) {
     return std::min(place.held.load(), place.cached.load() + place.spare.load());
   });
 }
 
 std::uint64_t SharedBudget::wanted_elsewhere() const {
-  return sum_elsewhere([this](const Place& place, std::size_t i) {
+  return sum_elsewhere(file_->content(), [this](const Place& place, std::size_t i) {
     const std::uint64_t wanted = place.wanted;
     return wanted != 0 && file_->alive(i) ? wanted : 0;
   });
@@ -167,18 +173,13 @@ bool SharedBudget::free_dead() {
 
 bool SharedBudget::charge(std::uint64_t bytes) {
   const BudgetFile::Lock locked(*file_);
-  if (file_->removed()) {
-    throw Error("[shared budget] the file ", file_->path(), " of the shared budget ",
-                quoted(name()),
-                " was removed, so pools that are made now do not see what this one holds: it takes "
-                "no more; close the pools that were made before, and make them again");
-  }
+  BudgetFile::Content& content = file_->require_whole();
   const auto fits = [&] {
-    const std::uint64_t all = held() + held_elsewhere();
+    const std::uint64_t all = held() + held_elsewhere(content);
     return all <= limit() && bytes <= limit() - all;
   };
   if (!fits() && !(free_dead() && fits())) return false;
-  own().held += bytes;
+  content.places[place_].held = held_ += bytes;
   return true;
 }
 
@@ -194,7 +195,13 @@ SharedBudget::Surveys SharedBudget::survey(std::chrono::nanoseconds patience) {
       if (!file || !file->any_alive()) continue;
       {
         const BudgetFile::Lock locked(*file);  // no process begins it meanwhile
-        if (!file->any_alive() || !file->map() || file->layout() != BudgetFile::kLayout) continue;
+        if (!file->any_alive()) continue;
+        if (const std::uint32_t layout = file->layout();
+            layout != 0 && layout != BudgetFile::kLayout) {
+          continue;
+        }
+        file->map();
+        file->require_whole();
       }
       all.push_back(std::move(file));
     } catch (const Error& error) {

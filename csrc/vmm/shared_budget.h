@@ -65,9 +65,9 @@ class SharedBudget {
   SharedBudget& operator=(const SharedBudget&) = delete;
 
   const std::string& name() const { return file_->name(); }
-  std::uint64_t limit() const { return file_->content().limit; }
+  std::uint64_t limit() const { return limit_; }
   // What this place holds, and what all others do.
-  std::uint64_t held() const { return own().held; }
+  std::uint64_t held() const { return held_; }
   std::uint64_t held_elsewhere() const;
   // What others hold and could do without, as they last said.
   std::uint64_t spared_elsewhere() const;
@@ -79,22 +79,25 @@ class SharedBudget {
   // Not two at a time, as all that follows.
 
   // Holds `bytes` more, or false if the limit has less left. Throws DriverError, TimedOut, and
-  // Error if the file was removed: nothing is changed then.
+  // Error if the file was removed or cut: nothing is changed then.
   bool charge(std::uint64_t bytes);
   // The same without asking, for memory that the kernel has made already.
-  void charge_anyway(std::uint64_t bytes) noexcept { own().held += bytes; }
+  void charge_anyway(std::uint64_t bytes) noexcept { own().held = held_ += bytes; }
   // Holds `bytes` less.
-  void give_back(std::uint64_t bytes) noexcept { own().held -= bytes; }
+  void give_back(std::uint64_t bytes) noexcept { own().held = held_ -= bytes; }
   void report(std::uint64_t cached, std::uint64_t spare) noexcept {
-    own().cached = cached;
-    own().spare = spare;
+    BudgetFile::Place& place = own();
+    place.cached = cached;
+    place.spare = spare;
   }
 
   // -- requests of one pool that the others give memory up; each has a number
 
   // Says that `bytes` more, or fewer, are wanted here.
-  void want(std::int64_t bytes) noexcept { own().wanted += static_cast<std::uint64_t>(bytes); }
-  bool wants() const noexcept { return own().wanted != 0; }
+  void want(std::int64_t bytes) noexcept {
+    own().wanted = wanted_ += static_cast<std::uint64_t>(bytes);
+  }
+  bool wants() const noexcept { return wanted_ != 0; }
   // What others want in all, and beyond the room that is left.
   std::uint64_t wanted_elsewhere() const;
   std::uint64_t missing_elsewhere() const;
@@ -104,23 +107,30 @@ class SharedBudget {
   bool answered(std::uint32_t request) const { return file_->answered(request, place_); }
   // The last request; whether this pool has yet to answer it; that it has given up what it can.
   std::uint32_t last_request() const noexcept { return file_->content().last_request; }
-  bool owes_answer() const noexcept { return own().answered != last_request(); }
+  bool owes_answer() const noexcept {
+    const BudgetFile::Content& content = file_->content();
+    return content.places[place_].answered != content.last_request;
+  }
   void answer(std::uint32_t request) noexcept { own().answered = request; }
   // From another thread: sleeps until the last request is no longer `request`.
   void await_request(std::uint32_t request) const noexcept { file_->await_request(request); }
 
  private:
-  SharedBudget(std::unique_ptr<BudgetFile> file, std::size_t place)
-      : file_(std::move(file)), place_(place) {}
+  SharedBudget(std::unique_ptr<BudgetFile> file, std::size_t place, std::uint64_t limit)
+      : file_(std::move(file)), place_(place), limit_(limit) {}
   static std::size_t take_place(BudgetFile& file, std::uint64_t limit, Device device);
   BudgetFile::Place& own() const { return file_->content().places[place_]; }
   template <typename Sum>
-  std::uint64_t sum_elsewhere(Sum sum) const;
+  std::uint64_t sum_elsewhere(const BudgetFile::Content& content, Sum sum) const;
+  std::uint64_t held_elsewhere(const BudgetFile::Content& content) const;
   std::uint64_t left() const;
   bool free_dead();
 
   const std::unique_ptr<BudgetFile> file_;
   const std::size_t place_;
+  const std::uint64_t limit_;
+  // As in the place, which only this object writes.
+  std::uint64_t held_ = 0, wanted_ = 0;
   std::chrono::steady_clock::time_point free_dead_at_{};
 };
 

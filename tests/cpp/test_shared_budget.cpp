@@ -170,7 +170,7 @@ TEST_CASE("what cannot be joined is refused in words") {
     const std::uint32_t layout = 77;
     REQUIRE(pwrite(file, &layout, sizeof layout, 8) == sizeof layout);
     close(file);
-    CHECK_THROWS_WITH_AS(join(name), doctest::Contains("layout 77 where this one has 1"), Error);
+    CHECK_THROWS_WITH_AS(join(name), doctest::Contains("layout 77 where this one has 2"), Error);
     CHECK(count_holders(name) == 0);
   }
   CHECK(!file_exists(name));
@@ -265,6 +265,73 @@ TEST_CASE("a file that was removed is charged no more") {
   one.reset();
   CHECK(file_exists(name));  // which is another's
   CHECK(later->charge(kLimit));
+}
+
+// Seen in each of these by the next use, whichever it is.
+TEST_CASE("a file that was made shorter ends no process, and is charged no more") {
+  const auto all_of_it = [](SharedBudget& one) {
+    one.want(7);
+    one.report(1, 2);
+    CHECK(one.wants());
+    one.want(-7);
+    one.charge_anyway(100);
+    one.give_back(50);
+    const std::uint32_t request = one.request();
+    one.await_request(request - 1);
+    CHECK(one.answered(request));
+    one.answer(one.last_request());
+    CHECK(!one.owes_answer());
+    CHECK(one.held_elsewhere() + one.spared_elsewhere() + one.missing_elsewhere() == 0);
+    CHECK(one.room() == kLimit - 650);
+    CHECK_THROWS_WITH_AS(one.charge(1), doctest::Contains("was made shorter by another program"),
+                         Error);
+    CHECK(one.held() == 650);
+  };
+  for (const off_t bytes : {0, 12, 4096, 20'000}) {
+    for (const bool made_longer_again : {false, true}) {
+      CAPTURE(bytes);
+      CAPTURE(made_longer_again);
+      const std::string name = fresh_name();
+      auto one = join(name), other = join(name);
+      CHECK(one->charge(600));
+      CHECK(other->charge(300));
+      REQUIRE(truncate(path_of(name).c_str(), bytes) == 0);
+      if (made_longer_again) {
+        REQUIRE(truncate(path_of(name).c_str(), 100'000) == 0);
+        CHECK_THROWS_WITH_AS(one->charge(1), doctest::Contains("made shorter"), Error);
+      } else {
+        all_of_it(*one);
+      }
+      CHECK_THROWS_WITH_AS(other->charge(1), doctest::Contains("made shorter"), Error);
+      CHECK_THROWS_WITH_AS(join(name), doctest::Contains("close them all"), Error);
+      const SharedBudget::Surveys surveys = SharedBudget::survey(0s);
+      CHECK(std::any_of(surveys.skipped.begin(), surveys.skipped.end(), [&](const auto& why) {
+        return why.find(name) != std::string::npos && why.find("shorter") != std::string::npos;
+      }));
+      one.reset();
+      other.reset();
+      CHECK(!file_exists(name));
+      CHECK(join(name)->charge(kLimit));
+    }
+  }
+}
+
+// A page that has gone has no waker.
+TEST_CASE("who waits for requests while the file is cut waits for a second at most") {
+  const std::string name = fresh_name();
+  const auto one = join(name);
+  std::atomic<bool> returned{false};
+  std::thread waits([&] {
+    one->await_request(one->last_request());
+    returned = true;
+  });
+  std::this_thread::sleep_for(100ms);
+  REQUIRE(truncate(path_of(name).c_str(), 0) == 0);
+  one->request();
+  for (int i = 0; i < 500 && !returned; ++i) std::this_thread::sleep_for(10ms);
+  CHECK(returned);
+  if (!returned) std::abort();
+  waits.join();
 }
 
 TEST_CASE("a survey passes over what is no budget, and says so") {

@@ -590,6 +590,30 @@ def test_a_pool_whose_file_was_removed_takes_no_more(kind, name):
             assert len(pages(later, WHOLE)) == WHOLE
 
 
+@pytest.mark.parametrize("nbytes", [0, 4096])
+def test_a_pool_whose_file_was_cut_takes_no_more(nbytes, name):
+    """Nothing says what the others hold. What it has it keeps, and no process ends."""
+    with open_pool("host", WHOLE, shared=name, prefetch=8 * PAGE) as pool:
+        t = pages(pool, 4)
+        t.fill_(3)
+        pool.wait_idle(5)
+        pool.trim()
+        os.truncate(path_of(name), nbytes)
+        with pytest.raises(vtensor.VTensorError, match=r"shared budget .* was made shorter.* close them all"):
+            t.extend(16)
+        assert len(t) == 4 and t.eq(3).all()
+        with pytest.raises(vtensor.VTensorError, match="was made shorter"):
+            open_pool("host", WHOLE, shared=name)
+        assert survey(name) == []
+        t.prepare(8)  # the mapper can have no more either, and goes on
+        t.shrink(3)
+        pool.wait_idle(5)
+        assert pool.stats().pages_mapped == 1
+    assert not Path(path_of(name)).exists()
+    with open_pool("host", WHOLE, shared=name) as later:
+        assert len(pages(later, WHOLE)) == WHOLE
+
+
 def test_a_pool_that_can_give_nothing_back_answers(name):
     with open_pool("host", WHOLE, shared=name) as pool, open_pool("host", WHOLE, shared=name) as other:
         pool.prefill(WHOLE * PAGE)
@@ -617,7 +641,7 @@ def test_another_version_is_refused(name):
         with open(path_of(name), "r+b") as file:
             file.seek(8)
             file.write((9).to_bytes(4, "little"))
-        with pytest.raises(vtensor.VTensorError, match="layout 9 where this one has 1"):
+        with pytest.raises(vtensor.VTensorError, match="layout 9 where this one has 2"):
             open_pool("host", WHOLE, shared=name)
         assert survey(name) == []
 
