@@ -121,7 +121,9 @@ class Driver {
   virtual void populate(Address at, std::size_t n) = 0;
   // Makes the memory of `n` handles present now, mapped or not.
   virtual void fill(Handle first, std::size_t n) = 0;
-  // Sets to 1 the entry of each of the copy-on-write pages at `at` that a write has copied.
+  static constexpr std::uint8_t kMaybeCopied = 2;
+  // Sets to 1 the entry of each of the copy-on-write pages at `at` that a write has copied, or to
+  // kMaybeCopied if the system does not say.
   virtual void find_private_copies(Address at, std::span<std::uint8_t> private_copies) = 0;
 
   // Bytes of the device's memory that are free.

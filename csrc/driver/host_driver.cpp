@@ -263,10 +263,8 @@ class HostDriver final : public Driver {
   void find_private_copies(Address at, std::span<std::uint8_t> private_copies) override {
     refuse_in_forked_child("host find_private_copies");
     std::fill(private_copies.begin(), private_copies.end(), std::uint8_t{0});
-    // Taking all for copied costs copies, not correctness.
-    if (meter_.enter(Call::pagemap) || !pagemap_.find_private(at, page_size_, private_copies)) {
-      std::fill(private_copies.begin(), private_copies.end(), std::uint8_t{1});
-    }
+    if (meter_.enter(Call::pagemap) || !pagemap_.find_private(at, page_size_, private_copies))
+      std::fill(private_copies.begin(), private_copies.end(), kMaybeCopied);
   }
 
   std::size_t free_memory() override { return free_host_memory(); }

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "base/align.h"
@@ -353,7 +354,9 @@ void PagePool::check_invariants() {
 
 void PagePool::count_private_copies() {
   std::size_t private_copies = 0;
-  for (Client* client : clients_) private_copies += vtensor::count_private_copies(client->range());
+  std::unordered_set<const Page*> seen;
+  for (Client* client : clients_)
+    private_copies += vtensor::count_private_copies(client->range(), seen);
   store_.set_private_copies(private_copies);
 }
 

@@ -236,7 +236,7 @@ std::vector<std::uint8_t> find_private_copies(const Reservation& range, const Ru
   if (range.store().asleep() == 0) return private_copies;
   // Behind a page that is mapped nowhere, reading finds the kernel's page of zeros.
   for (std::size_t i = 0; i < private_copies.size(); ++i)
-    private_copies[i] &= is_awake(range.at(run.row, run.indices.begin + i));
+    if (!is_awake(range.at(run.row, run.indices.begin + i))) private_copies[i] = 0;
   return private_copies;
 }
 
@@ -255,19 +255,34 @@ std::vector<Run> private_copies_in(const Reservation& range, Interval indices) {
   return copied;
 }
 
-std::size_t count_private_copies(const Reservation& range, std::span<const Run> runs) {
+namespace {
+
+// Those that the kernel copied, and those that it may have copied and `counts` has.
+template <typename Counts>
+std::size_t count_copied(const Reservation& range, std::span<const Run> runs, Counts counts)
+    VT_LOCKED {
   std::size_t count = 0;
   for (const Run& run : runs) {
     const std::vector<std::uint8_t> private_copies = find_private_copies(range, run);
-    count += static_cast<std::size_t>(
-        std::count(private_copies.begin(), private_copies.end(), std::uint8_t{1}));
+    for (std::size_t i = 0; i < private_copies.size(); ++i) {
+      count += private_copies[i] == Driver::kMaybeCopied
+                   ? counts(range.at(run.row, run.indices.begin + i).page)
+                   : private_copies[i];
+    }
   }
   return count;
 }
 
-std::size_t count_private_copies(const Reservation& range) {
+}  // namespace
+
+std::size_t count_private_copies(const Reservation& range, std::span<const Run> runs) {
+  return count_copied(range, runs, [](const Page* page) { return page->references > 1; });
+}
+
+std::size_t count_private_copies(const Reservation& range, std::unordered_set<const Page*>& seen) {
   if (!has_private_copies(range)) return 0;
-  return count_private_copies(range, range.collect({0, range.reserved()}, is_copy_on_write));
+  return count_copied(range, range.collect({0, range.reserved()}, is_copy_on_write),
+                      [&](const Page* page) { return !seen.insert(page).second; });
 }
 
 }  // namespace vtensor

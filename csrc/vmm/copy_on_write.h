@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <unordered_set>
 #include <vector>
 
 #include "base/interval.h"
@@ -39,12 +40,18 @@ struct PageChange {
 };
 void remap_pages(std::span<const PageChange> changes) VT_LOCKED;
 
-// Of a copy-on-write run, the pages that the kernel copied at a write; 1 for each.
+// Of a copy-on-write run, the pages that the kernel copied at a write, as the driver marks them.
+// Taking one for copied costs a copy, not correctness.
 std::vector<std::uint8_t> find_private_copies(const Reservation& range, const PageTable::Run& run)
     VT_LOCKED;
 std::vector<PageTable::Run> private_copies_in(const Reservation& range, Interval indices) VT_LOCKED;
+// Pages that unsharing these gives back.
 std::size_t count_private_copies(const Reservation& range, std::span<const PageTable::Run> runs)
     VT_LOCKED;
-std::size_t count_private_copies(const Reservation& range) VT_LOCKED;
+// All of a range. If the system does not say what was copied, copy-on-write pages count as if each
+// had memory of its own: all but one of those with one handle are copies. `seen` has those handles'
+// pages, of this range and of those before.
+std::size_t count_private_copies(const Reservation& range, std::unordered_set<const Page*>& seen)
+    VT_LOCKED;
 
 }  // namespace vtensor

@@ -171,6 +171,14 @@ def test_limits_without_a_kernels_files(tmp_path: Path) -> None:
     assert limits(tmp_path)[0].value is None
 
 
+def test_info_says_that_private_copies_cannot_be_seen(tmp_path: Path, capsys) -> None:
+    [pagemap] = [limit for limit in limits(tmp_path) if limit.name == "/proc/self/pagemap"]
+    assert pagemap.low and "a fork counts" in pagemap.meaning and "/proc" in pagemap.remedy
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/pagemap").write_bytes(bytes(8))
+    assert "/proc/self/pagemap" not in {limit.name for limit in limits(tmp_path)}
+
+
 def test_granularity_asks_libcuda() -> None:
     assert granularity(0, library="libnothing.so") is None
     if simcuda_library() is None:

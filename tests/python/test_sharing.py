@@ -114,6 +114,104 @@ def test_a_write_to_a_cuda_tensor_stays_on_its_side():
     ).check()
 
 
+def move_beside_a_view(t):
+    view = t[:1]
+    return t.reallocate(2 * t.capacity), view
+
+
+# Each leaves shared pages in the tensor that it returns first.
+SHARES = {
+    "fork": lambda t: (t, t.fork()),
+    "fork of it": lambda t: (t.fork(), t),
+    "reallocate": move_beside_a_view,
+    "reindex": lambda t: (t.reindex([0, 0]), None),
+}
+
+
+@pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
+@pytest.mark.parametrize("share", SHARES)
+def test_a_class_that_is_refused_leaves_no_shared_page_without_its_hook(share):  # I6, I8
+    """In a process of its own: audit hooks stay, and a write that reached a read-only page would end it."""
+    run_snippet(
+        f"""
+        from test_sharing import SHARES, base
+        refused_at = None
+        def refuse(event, arguments):
+            global refused_at
+            if event != "object.__setattr__" or arguments[1] != "__class__" or refused_at is None:
+                return
+            refused_at -= 1
+            if refused_at == -1:
+                raise ZeroDivisionError
+        sys.addaudithook(refuse)
+        unraisable = []
+        sys.unraisablehook = unraisable.append
+        pool = open_pool("simcuda", 64)
+        outcomes = []
+        for n in range(100):
+            t = base(pool, rows=(2,))
+            pages, expected = [page.page_id for page in t.pages()], t.clone()
+            unraisable.clear()
+            refused_at, kept = n, None
+            try:
+                t, kept = SHARES[{share!r}](t)
+                refused = False
+            except ZeroDivisionError:
+                refused = True
+            left, refused_at = refused_at, None
+            if refused:  # nothing has changed
+                assert [page.page_id for page in t.pages()] == pages and t.eq(expected).all()
+            elif unraisable and t.numel() == 0:  # its memory comes back with the next operation
+                try:
+                    t.extend(0)
+                except vtensor.VTensorError:
+                    pass
+            if {share!r} != "reindex":
+                assert t.eq(expected).all()
+            t.zero_()  # would fault
+            assert t.eq(0).all()
+            t.close()
+            del t, kept
+            if left >= 0:
+                break
+            outcomes.append(refused)
+        print(outcomes)
+        assert True in outcomes
+        pool.close()
+        """
+    ).check()
+
+
+@pytest.mark.exact
+def test_without_pagemap_a_fork_counts_as_a_copy():
+    """Where nothing says what writes have copied, each tensor counts its pages, and none twice."""
+    run_snippet(
+        """
+        pool = open_pool("host", 64)
+        [file] = [f for f in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{f}")
+                  and os.readlink(f"/proc/self/fd/{f}").endswith("/pagemap")]
+        os.dup2(os.open("/dev/null", os.O_RDWR), int(file))
+        t = filled(pool, 20 * PER_PAGE, capacity=30 * PER_PAGE)
+        forks = []
+        for n in (2, 3):
+            forks.append(t.fork())
+            assert pool.stats().pages_used == n * 20
+            t.extend(4 * PER_PAGE)
+            assert pool.stats().pages_used == n * 20 + 4
+            t.truncate(20 * PER_PAGE)
+        assert all(same_bytes(t, fork) for fork in forks)
+        t.fill_(2)
+        forks[0].fill_(3)
+        assert forks[1].eq(1).all()
+        assert pool.stats().pages_used == 60 and pool.stats().pages_free == 4
+        del forks
+        assert pool.stats().pages_used == 20
+        testing.check_invariants(pool)
+        pool.close()
+        """
+    ).check()
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("write", [*WRITES, *ALIASED])
 @pytest.mark.parametrize("view_of", ["parent_before_the_fork", "parent", "child"])

@@ -47,7 +47,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
     file_size = _resource(resource.RLIMIT_FSIZE)
     locked = _resource(resource.RLIMIT_MEMLOCK)
     descriptors = _resource(resource.RLIMIT_NOFILE)
-    return [
+    listed = [
         Limit(
             "vm.max_map_count",
             mappings,
@@ -112,6 +112,28 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             "ulimit -l unlimited, or memlock in /etc/security/limits.conf",
         ),
     ]
+    if not _can_read_pagemap(proc / "self/pagemap"):
+        listed.append(
+            Limit(
+                "/proc/self/pagemap",
+                0,
+                None,
+                "entries",
+                True,
+                "it cannot be read: nothing says which pages writes have copied since a fork, so a fork "
+                "counts in a host pool's budget as a copy would",
+                "mount /proc, and let a sandbox allow reading it",
+            )
+        )
+    return listed
+
+
+def _can_read_pagemap(path: Path) -> bool:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return len(file.read(8)) == 8
+    except OSError:
+        return False
 
 
 def _resource(which: int) -> int | None:
