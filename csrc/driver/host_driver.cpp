@@ -274,7 +274,7 @@ class HostDriver final : public Driver {
 
   void copy_out(void* to, Address from, std::size_t bytes) override {
     refuse_in_forked_child("host copy_out");
-    if (bytes >= kHugePage) advise_huge_pages(reinterpret_cast<Address>(to), bytes);
+    advise_huge_pages(reinterpret_cast<Address>(to), bytes);
     copy(HostCopies::Direction::out, to, pointer(from), bytes);
   }
   void copy_in(Address to, const void* from, std::size_t bytes) override {
@@ -304,12 +304,14 @@ class HostDriver final : public Driver {
   static constexpr std::chrono::seconds kPatience{60};
 
   // A copy into memory that was never touched takes three times its own time in small pages. A
-  // hint: if it is refused, the copy is slower.
+  // hint: if it is refused, the copy is slower. Huge pages that lie within alone: what is beside is
+  // not ours.
   void advise_huge_pages(Address at, std::size_t bytes) {
-    const Address begin = at / kHugePage * kHugePage;
-    const std::size_t length = ceil_div(at + bytes, kHugePage) * kHugePage - begin;
-    call(Call::madvise, begin, length,
-         [&] { return madvise(pointer(begin), length, MADV_HUGEPAGE) == 0; });
+    const Address begin = ceil_div(at, kHugePage) * kHugePage;
+    const Address end = (at + bytes) / kHugePage * kHugePage;
+    if (begin >= end) return;
+    call(Call::madvise, begin, end - begin,
+         [&] { return madvise(pointer(begin), end - begin, MADV_HUGEPAGE) == 0; });
   }
 
   void copy(HostCopies::Direction direction, void* to, const void* from, std::size_t bytes) {
@@ -405,11 +407,14 @@ class HostDriver final : public Driver {
   }
 
   // Reading makes shared memory present as writing does, and takes 16 small pages at a fault if
-  // they exist. A later write to memory that is mapped for writing then does not fault. A kernel
-  // without the call (EINVAL) makes memory present at the first touch.
+  // they exist. A later write to memory that is mapped for writing then does not fault. It takes
+  // whole small pages, so that EINVAL is that of a kernel without the call, which makes memory
+  // present at the first touch.
   Refusal populate_some(Address at, std::size_t bytes) {
+    const std::size_t before = at % traits_.granularity;
     return call(Call::madvise, at, bytes, [&] {
-      return madvise(pointer(at), bytes, MADV_POPULATE_READ) == 0 || errno == EINVAL;
+      return madvise(pointer(at - before), before + bytes, MADV_POPULATE_READ) == 0 ||
+             errno == EINVAL;
     });
   }
 

@@ -1,6 +1,8 @@
 // The host driver's operations against the kernel: what is really mapped, shared, copied and given
 // back.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/utsname.h>
 
 #include <cstdio>
@@ -214,6 +216,74 @@ TEST_CASE_FIXTURE(HostFixture, "a copy comes in through any mapping, whatever is
     CHECK(driver->meter().count(ThreadRole::caller, Call::pwrite) == writes);
     CHECK(std::memcmp(bytes_at(range + 500), source.data(), source.size()) == 0);
   }
+}
+
+// How many small pages from `at` on are in this process's page tables.
+std::size_t present(Address at, std::size_t n) {
+  std::vector<std::uint64_t> entries(n);
+  const int file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  const ssize_t bytes = pread(file, entries.data(), n * 8, static_cast<off_t>(at / 4096 * 8));
+  close(file);
+  REQUIRE(bytes == static_cast<ssize_t>(n * 8));
+  return static_cast<std::size_t>(
+      std::count_if(entries.begin(), entries.end(), [](auto entry) { return entry >> 63 != 0; }));
+}
+
+TEST_CASE_FIXTURE(HostFixture, "what a copy brings in is present, wherever it begins and ends") {
+  if (sysconf(_SC_PAGESIZE) != 4096) return;
+  constexpr std::size_t kPages = 20, kSmall = kPages * kPage / 4096;
+  const std::vector<char> source(kPages * kPage, 5);
+  for (const std::size_t first : {0, 1, 4096, 5000, 65535}) {
+    for (const std::size_t last : {0, 1, 4095, 4096, 70000}) {
+      const Address range = driver->reserve(kPages);
+      map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::writable);
+      driver->copy_in(range + first, source.data(), kPages * kPage - first - last);
+      while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
+      CHECK(present(range, kSmall) >= kSmall - first / 4096 - last / 4096);
+    }
+  }
+}
+
+TEST_CASE_FIXTURE(HostFixture, "huge pages are asked for inside of the memory that a copy fills") {
+  if (access("/sys/kernel/mm/transparent_hugepage", F_OK) != 0) {
+    MESSAGE("skipped: the kernel has no huge pages");
+    return;
+  }
+  constexpr std::size_t kHuge = std::size_t{2} << 20, kBytes = 6 * kHuge;
+  const Address range = driver->reserve(kBytes / kPage);
+  map_run(*driver, range, adjacent(driver->create(kBytes / kPage), kBytes / kPage),
+          Access::writable);
+  void* const made = mmap(nullptr, kBytes + kHuge, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  REQUIRE(made != MAP_FAILED);
+  const Address to = (reinterpret_cast<Address>(made) + kHuge - 1) / kHuge * kHuge;
+  // The addresses with the advice ("hg" in smaps) among those of the mapping.
+  const auto advised = [&] {
+    std::vector<Address> found;
+    std::ifstream file("/proc/self/smaps");
+    Address begin = 0, end = 0;
+    for (std::string line; std::getline(file, line);) {
+      char* after = nullptr;
+      const Address at = std::strtoull(line.c_str(), &after, 16);
+      if (*after == '-') {
+        begin = at;
+        end = std::strtoull(after + 1, nullptr, 16);
+      } else if (line.starts_with("VmFlags:") && contains(line + " ", " hg ") &&
+                 begin < to + kBytes && end > to) {
+        found.insert(found.end(), {begin - to, end - to});
+      }
+    }
+    return found;
+  };
+  const auto copy = [&](std::size_t at, std::size_t bytes) {
+    driver->copy_out(bytes_at(to + at), range, bytes);
+    while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
+  };
+  copy(kHuge / 2, kHuge);  // has no whole one
+  CHECK(advised().empty());
+  copy(kHuge / 2, 3 * kHuge);
+  CHECK(advised() == std::vector<Address>{kHuge, 3 * kHuge});
+  munmap(made, kBytes + kHuge);
 }
 
 TEST_CASE_FIXTURE(HostFixture, "private copies are found in spans longer than one read") {
