@@ -8,11 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -38,6 +38,8 @@ thread_local std::string last_refusal;
 // closed. Never destroyed, because torch frees at the end of the process too.
 class Given {
  public:
+  using Heaps = std::map<Address, std::shared_ptr<Heap>>;
+
   static Given& all() {
     static Given* const all = new Given;
     return *all;
@@ -46,18 +48,19 @@ class Given {
     const std::lock_guard lock(mutex_);
     heaps_.emplace(address, heap);
   }
-  std::shared_ptr<Heap> take(Address address) {
+  // Taken before it is free: from then on another allocation may have the address.
+  Heaps::node_type take(Address address) {
     const std::lock_guard lock(mutex_);
-    const auto found = heaps_.find(address);
-    if (found == heaps_.end()) return nullptr;
-    std::shared_ptr<Heap> heap = std::move(found->second);
-    heaps_.erase(found);
-    return heap;
+    return heaps_.extract(address);
+  }
+  void put_back(Heaps::node_type given) noexcept {
+    const std::lock_guard lock(mutex_);
+    heaps_.insert(std::move(given));
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<Address, std::shared_ptr<Heap>> heaps_;
+  Heaps heaps_;
 };
 
 // The heap that served a thread's allocations before another does.
@@ -215,12 +218,12 @@ extern "C" [[gnu::visibility("default")]] void* vtensor_allocate(std::size_t byt
 extern "C" [[gnu::visibility("default")]] void vtensor_free(void* at, std::size_t, int,
                                                             void* stream) noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
-  const auto address = reinterpret_cast<Address>(at);
-  if (const std::shared_ptr<Heap> heap = Given::all().take(address)) {
-    try {
-      heap->free({"memory", reinterpret_cast<Stream>(stream)}, address);
-    } catch (...) {  // it stays allocated
-    }
+  Given::Heaps::node_type given = Given::all().take(reinterpret_cast<Address>(at));
+  if (given.empty()) return;
+  try {
+    given.mapped()->free({"memory", reinterpret_cast<Stream>(stream)}, given.key());
+  } catch (...) {  // it stays allocated, and can be freed later
+    Given::all().put_back(std::move(given));
   }
 }
 

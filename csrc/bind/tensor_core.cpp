@@ -45,7 +45,7 @@ class TensorCore::Undressed {
   Undressed(TensorCore& core, nb::handle self) : core_(core), self_(self) {
     if (self.type().is(classes.copy_on_write)) nb::setattr(self, "__class__", classes.open);
   }
-  ~Undressed() { core_.dress(self_); }
+  ~Undressed() { core_.dress_at_end(self_); }
   Undressed(const Undressed&) = delete;
   Undressed& operator=(const Undressed&) = delete;
 
@@ -140,8 +140,8 @@ void TensorCore::use(std::shared_ptr<Buffer> buffer) {
 // Runs `body` with the tensor off its storage, and publishes its positions again if that throws.
 template <typename Body>
 void TensorCore::while_detached(nb::handle self, const Body& body) {
+  begin_sharing(self);
   torch_.detach(self);
-  may_copy_on_write_ = true;
   try {
     body();
   } catch (...) {
@@ -150,7 +150,19 @@ void TensorCore::while_detached(nb::handle self, const Body& body) {
   }
 }
 
-void TensorCore::dress(nb::handle self) noexcept {
+// Pages may be shared from now on. If the class that the tensor then needs cannot be set, that is
+// found here, before anything has changed. Requires: undressed.
+void TensorCore::begin_sharing(nb::handle self) {
+  if (!buffer_->pool()->traits().kernel_copies_on_write) {
+    nb::setattr(self, "__class__", classes.copy_on_write);
+    nb::setattr(self, "__class__", classes.open);
+  }
+  may_copy_on_write_ = true;
+}
+
+// Sets the class that the tensor's state requires. Throws what Python refuses it with: an audit
+// hook's exception, MemoryError.
+void TensorCore::dress(nb::handle self) {
   if (!buffer_ || buffer_->pool()->traits().kernel_copies_on_write) may_copy_on_write_ = false;
   if (may_copy_on_write_)
     may_copy_on_write_ = without_gil([this] { return buffer_->copy_on_write(); });
@@ -158,8 +170,22 @@ void TensorCore::dress(nb::handle self) noexcept {
                             : buffer_->asleep.load() != 0 ? classes.asleep
                             : may_copy_on_write_          ? classes.copy_on_write
                                                           : classes.open;
-  if (self.type().is(wanted)) return;
-  if (PyObject_SetAttrString(self.ptr(), "__class__", wanted.ptr()) != 0) PyErr_Clear();
+  if (!self.type().is(wanted)) nb::setattr(self, "__class__", wanted);
+}
+
+// The same where nothing can be thrown. A tensor that lacks the hooks of its class has no memory
+// until the next operation, so that no write reaches shared pages (I6).
+void TensorCore::dress_at_end(nb::handle self) noexcept {
+  try {
+    dress(self);
+  } catch (nb::python_error& refused) {
+    refused.discard_as_unraisable(self);
+    try {
+      torch_.detach(self);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable(self);
+    }
+  }
 }
 
 void TensorCore::fall_asleep(nb::handle self, SleepCore& sleep) {
@@ -176,6 +202,7 @@ void TensorCore::wake(nb::handle self) {
 void TensorCore::attach(nb::handle self, std::size_t length) {
   const Operation operation(*this, "empty");
   const Undressed undressed(*this, self);
+  if (may_copy_on_write_) begin_sharing(self);
   if (positions_.empty() && length != 0) {
     torch_.detach(self);
     grow(self, operation, length);
@@ -405,7 +432,7 @@ void TensorCore::close(nb::handle self, std::optional<Stream> stream) {
 void TensorCore::leave(nb::handle self) {
   const std::shared_ptr<Buffer> left = std::move(buffer_);
   positions_ = {};
-  dress(self);
+  dress_at_end(self);
   const ReleasedGil released;
   left->abandon();
   // Waits until this or another thread has settled the buffer.
@@ -499,8 +526,8 @@ void TensorCore::reindex(std::span<Reindexing> tensors,
   }
   try {
     for (const Reindexing& tensor : tensors) {
+      tensor.core->begin_sharing(tensor.self);
       tensor.core->torch_.detach(tensor.self);
-      tensor.core->may_copy_on_write_ = true;
     }
     std::vector<Sharing::Reindexing> in_place;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -563,7 +590,7 @@ void TensorCore::reserve(nb::handle self, nb::handle given) {
 
 std::unique_ptr<TensorCore> TensorCore::fork(nb::handle self, std::optional<Stream> stream) {
   const Operation operation(*this, "VTensor.fork", self, stream);
-  may_copy_on_write_ = true;
+  begin_sharing(self);
   std::shared_ptr<Buffer> child =
       operation.with_memory([&] { return share(operation.caller(), spec_.capacity, false); });
   return std::make_unique<TensorCore>(std::move(child), spec_, length(), true);

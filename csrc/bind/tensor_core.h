@@ -98,7 +98,9 @@ class TensorCore {
   template <typename Body>
   void while_detached(nb::handle self, const Body& body);
   void publish(nb::handle self) { torch_.publish(self, *buffer_, positions_); }
-  void dress(nb::handle self) noexcept;
+  void begin_sharing(nb::handle self);
+  void dress(nb::handle self);
+  void dress_at_end(nb::handle self) noexcept;
   void leave(nb::handle self);
   void use(std::shared_ptr<Buffer> buffer);
   std::vector<std::size_t> chosen_rows(std::span<const std::int64_t> index) const;

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vtensor
-from support import calls, calls_since, filled, quarter, simcuda_library
+from support import calls, calls_since, filled, quarter, run_snippet, simcuda_library
 from vtensor import _core, testing
 from vtensor.memory import entered
 
@@ -544,3 +544,30 @@ def test_memory_is_given_through_a_mem_pool(simcuda, monkeypatch):
     assert not fake.current
     assert simcuda.stats().nbytes_by_tag == {"weights": 0, "memory": 0}
     simcuda.close()
+
+
+def test_memory_whose_freeing_was_refused_can_be_freed_later():
+    """In a process of its own, which has no memory left when torch frees."""
+    run_snippet(
+        """
+        import resource
+        from test_heap import allocate, free, inside
+        pool = open_pool("host", 64)
+        with inside(pool) as core:
+            address = allocate(1000)
+        libc = ctypes.CDLL(None)
+        libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used, limits[1]))
+        for nbytes in (1 << 20, 1 << 14, 256, 8):
+            while libc.malloc(nbytes):
+                pass
+        free(address, 1000, stream=1)  # of a stream that is noted for the first time
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert core.counts().allocations == 1
+        free(address, 1000, stream=1)
+        assert core.counts().allocations == 0
+        os._exit(0)  # the memory is still gone
+        """
+    ).check()
