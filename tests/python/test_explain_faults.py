@@ -205,12 +205,12 @@ def poke(t, position, row=0):
             "the tensor has 9 positions: call extend() first",
         ),
         (
-            "t = rows(9); at(t); a = t.data_ptr(); pool.sleep(); ctypes.memset(a, 1, 1)",
+            't = rows(9); at(t); a = t.data_ptr(); pool.sleep(contents="discard"); ctypes.memset(a, 1, 1)',
             "position 0",
             "it is asleep: call wake() of its pool first",
         ),
         (
-            "t = rows(9); at(t); pool.sleep(); pool.wake(); poke(t, 12)",
+            't = rows(9); at(t); pool.sleep(contents="discard"); pool.wake(); poke(t, 12)',
             "position 12",
             "the tensor has 9 positions: call extend() first",
         ),
