@@ -1,11 +1,13 @@
 """The classes of a VTensor in states that need a hook around torch's functions.
 
 There are three: tensors with shared pages, where a write would fault, tensors that are asleep, and closed
-ones. The core sets a tensor's class (csrc/bind/tensor_core.cpp).
+ones. The core sets a tensor's class (csrc/bind/tensor_core.cpp). In a forked child all tensors are in one
+state, so there each of the classes refuses torch's functions.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -88,6 +90,22 @@ class ClosedVTensor(VTensor):
         raise Closed("[copy.deepcopy] the VTensor is closed")
 
 
+def _refuse_in_forked_child(
+    cls: type[VTensor],
+    func: Callable[..., Any],
+    types: Any,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> None:
+    _core.refuse_in_forked_child(getattr(func, "__name__", str(func)))
+
+
+def _leave_to_parent() -> None:
+    """Has every torch operation on a VTensor raise, in a process that was just forked (I13)."""
+    for tensor_class in (VTensor, CopyOnWriteVTensor, AsleepVTensor, ClosedVTensor):
+        setattr(tensor_class, "__torch_function__", classmethod(_refuse_in_forked_child))  # noqa: B010
+
+
 class _UnshareBeforeWrite(TorchDispatchMode):
     """Unshares a tensor's pages before an operator that writes to its storage, according to its schema."""
 
@@ -139,6 +157,7 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
 
 keep_private(CopyOnWriteVTensor)
 keep_private(AsleepVTensor)
+os.register_at_fork(after_in_child=_leave_to_parent)
 _core.use_tensor_classes(
     open=VTensor, copy_on_write=CopyOnWriteVTensor, asleep=AsleepVTensor, closed=ClosedVTensor
 )

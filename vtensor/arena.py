@@ -100,6 +100,7 @@ class Arena:
         Raises:
             Closed: the arena is closed.
         """
+        _core.refuse_in_forked_child("Arena.tensor")
         if self._tensor is None:
             raise Closed("[Arena.tensor] the arena is closed: make a new one")
         return self._tensor
@@ -238,6 +239,8 @@ class Arena:
     def __repr__(self) -> str:
         if self.closed:
             return f"<vtensor.Arena {self.nbytes:,} bytes closed>"
+        if _core.in_forked_child():
+            return f"<vtensor.Arena {self.nbytes:,} bytes of another process>"
         mapped = self.stats().nbytes_mapped
         return f"<vtensor.Arena {self.nbytes:,} bytes, {mapped:,} mapped, in {self._pool!r}>"
 

@@ -154,4 +154,6 @@ class Blocks:
     def __repr__(self) -> str:
         if self.arena.closed:
             return f"<vtensor.Blocks {len(self):,} closed>"
+        if _core.in_forked_child():
+            return f"<vtensor.Blocks {len(self):,}, in {self.arena!r}>"
         return f"<vtensor.Blocks {len(self):,}, {self.mapped:,} in use, in {self.arena!r}>"

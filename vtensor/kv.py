@@ -540,6 +540,7 @@ class KVCache:
         They are plain tensors, always the same, over partly mapped memory. Tokens past a slot's length read
         as zeros on the CPU and fault on CUDA. A write there faults: :func:`~vtensor.explain_faults` says why.
         """
+        _core.refuse_in_forked_child("KVCache")
         if self._core.closed:
             raise Closed("[KVCache] the cache is closed: make a new one")
         try:
@@ -601,9 +602,12 @@ class KVCache:
         self.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed" if self.closed else f"{self._core.states.count(USED)} of {self.max_batch} slots in use"
-        )
+        if self.closed:
+            state = "closed"
+        elif _core.in_forked_child():
+            state = "of another process"
+        else:
+            state = f"{self._core.states.count(USED)} of {self.max_batch} slots in use"
         return (
             f"<vtensor.KVCache {self._layout.num_layers} layers, max_len {self.max_len}, {self.dtype}, "
             f"{self._pool.device}, {state}>"

@@ -48,7 +48,6 @@ class PoolStats:
         pages_spare: free pages with memory: growth takes them first, ``trim()`` gives the memory back.
         pages_private: used pages that the kernel copied at a write to a shared page; they have no handle yet.
         pages_quarantined: used pages that were given up after a driver call that could not be undone (I8).
-        pages_in_children: references that forked child processes keep on used pages until they exit (I13).
         pages_indexed: references that prefix indices keep on used pages, mapped or not.
         pages_mapped: page table entries: a page counts once for each place where it is mapped.
         pages_active: mapped pages that the tensors' lengths need.
@@ -83,7 +82,6 @@ class PoolStats:
     pages_spare: int = field(repr=False)
     pages_private: int = field(repr=False)
     pages_quarantined: int = field(repr=False)
-    pages_in_children: int = field(repr=False)
     pages_indexed: int = field(repr=False)
     pages_mapped: int
     pages_active: int
@@ -261,7 +259,6 @@ class Pool:
             pages_spare=counts.spare,
             pages_private=counts.private_copies,
             pages_quarantined=counts.quarantined,
-            pages_in_children=counts.in_children,
             pages_indexed=counts.in_page_sets,
             pages_mapped=counts.mapped,
             pages_active=counts.active,
@@ -416,10 +413,7 @@ class Pool:
         Pages that views still hold are counted as ``pages_orphaned`` and go with the last view. A second call
         tries again what the driver refused in the first.
         """
-        if _core.in_forked_child():
-            raise VTensorError(
-                "[Pool.close] this process was forked from the one that made the pool: close it there"
-            )
+        _core.refuse_in_forked_child("Pool.close")
         self._close(_CLOSE_SECONDS)
 
     def _close(self, seconds: float) -> None:
@@ -495,6 +489,7 @@ class Pool:
         self.close()
 
     def _open_core(self, operation: str) -> _core.PagePool:
+        _core.refuse_in_forked_child(operation)
         core = self._core
         if self._closed or isinstance(core, ClosedPool):
             raise Closed(f"[{operation}] the pool is closed: make a new one")
@@ -681,11 +676,7 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
         device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     if device.type == "cpu":
         device = torch.device("cpu")
-    if _core.in_forked_child():  # a lock that another thread of the parent had stays locked there
-        raise VTensorError(
-            "[default_pool] this process was forked from one that uses vtensor: its pools stay there; start "
-            "processes with the spawn method to use it in them"
-        )
+    _core.refuse_in_forked_child("default_pool")  # now: a thread of the parent may have had the lock
     with _default_pools_lock:
         pool = _default_pools.get(device)
         if pool is None or pool.closed:

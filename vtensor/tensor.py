@@ -204,7 +204,7 @@ class VTensor(torch.Tensor):
         """Returns a record for each page behind this tensor.
 
         A record has ``row``, ``index`` (of the page in its row), ``address``, ``page_id``, ``shared`` (the
-        number of page tables and forked processes that refer to the page) and ``state``: ``"mapped"``,
+        number of page tables that refer to the page) and ``state``: ``"mapped"``,
         ``"shared"``, ``"prefetched"``, ``"private"`` (written after it was shared; ``page_id`` is -1 until
         the next fork), ``"pinned"`` (by older views, or by work that may use it), ``"asleep"`` (see
         :meth:`vtensor.Pool.sleep`; ``page_id`` is -1) or ``"quarantined"``.
@@ -302,7 +302,7 @@ class VTensor(torch.Tensor):
         return forked
 
     def __copy__(self) -> torch.Tensor:
-        return self._alias()
+        return self.alias()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles a dense plain tensor: the storage is larger than the tensor, and torch.load refuses a
@@ -314,21 +314,17 @@ class VTensor(torch.Tensor):
 
         ``force`` is as for ``torch.Tensor.numpy``.
         """
-        return self._alias().numpy(force=force)
-
-    def _alias(self) -> torch.Tensor:
-        # A forked child may read, but a thread of the parent may hold the lock that alias() takes.
-        return torch.Tensor.detach(self) if _core.in_forked_child() else self.alias()
+        return self.alias().numpy(force=force)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._alias().__dlpack__(*args, **kwargs)
+        return self.alias().__dlpack__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return tensor_line(self, self._core)
 
     def __str__(self) -> str:
         # torch.compile cannot trace alias(), nor any other call of the core.
-        return repr(self) if torch.compiler.is_compiling() or self.closed else str(self._alias())
+        return repr(self) if torch.compiler.is_compiling() or self.closed else str(self.alias())
 
     __format__ = object.__format__  # torch's refuses closed tensors
 
@@ -341,7 +337,7 @@ class VTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The same as :meth:`alias`. Setting it raises VTensorError."""
-        return self._alias()
+        return self.alias()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

@@ -8,6 +8,7 @@
 #include "base/counted.h"
 #include "base/errors.h"
 #include "base/fault_report.h"
+#include "base/process.h"
 #include "base/trace.h"
 #include "policy/make_room.h"
 #include "vmm/copy_on_write.h"
@@ -85,7 +86,7 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
                            ": ask for at least 1 and at most ", limit - page);
   }
   const std::size_t pages = ceil_div(bytes, page);
-  std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages));
+  std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages), DeleteUnlessForked{});
   auto report = std::make_unique<ByteFaults>(bytes, hole);
   {
     PoolLock lock(pool);
@@ -567,10 +568,6 @@ void Arena::leave() noexcept {
   each_state([this](std::size_t i, const State& state) VT_LOCKED {
     if (state.uses == 0 && is_mapped(range_.at(0, i)) && state.idle != Idle::leaving) let_go(i);
   });
-}
-
-void Arena::protect_for_child(std::vector<Page*>& seen) noexcept {
-  protect_pages(range_, {0, range_.reserved()}, seen);
 }
 
 // -- reports

@@ -116,7 +116,6 @@ class Arena final : public Client {
   void enter_back(Departure& departure) override VT_LOCKED;
   void give_up_page(std::size_t row, std::size_t index) noexcept override VT_LOCKED;
   void lose_contents() noexcept override VT_LOCKED;
-  void protect_for_child(std::vector<Page*>& seen) noexcept override VT_LOCKED;
   void add_to(PoolCounts& counts) const override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 

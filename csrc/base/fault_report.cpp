@@ -139,8 +139,8 @@ void describe(Text& text, const Range& range, std::uintptr_t at, int signal, con
     text << "a page is mapped there, but the system could not give its memory";
     if (info.si_code == BUS_ADRERR) text << ": lower the pool's budget, or give the machine more";
   } else if (in_forked_child) {
-    text << "this process was forked from the one that mapped the memory: nothing can be mapped "
-            "here, so copy what there is with clone()";
+    text << "this process was forked from the one that has the memory, and cannot reach it: take a "
+            "clone() before the fork, or start this process with spawn";
   } else if (range.asleep()) {
     text << "no page is mapped there, because it is asleep: call wake() of its pool first";
   } else {
@@ -259,6 +259,24 @@ bool is_ours(const Action& action) {
   return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == handle;
 }
 
+void install() noexcept {
+  for (std::size_t i = 0; i < std::size(kSignals); ++i) {
+    Action now = {};
+    sigaction(kSignals[i], nullptr, &now);
+    // A handler that was installed after ours may hand on to ours. If ours then handed on to that
+    // one, the two would call each other for ever.
+    const bool none = now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN;
+    if (is_ours(now) || (installed[i] && !none)) continue;
+    before[i] = now;
+    Action ours = {};
+    ours.sa_sigaction = handle;
+    ours.sa_mask = now.sa_mask;
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(kSignals[i], &ours, nullptr);
+    installed[i] = true;
+  }
+}
+
 }  // namespace
 
 Known know(std::unique_ptr<Range> range, std::uintptr_t base, std::size_t bytes,
@@ -280,22 +298,14 @@ bool asleep_at(std::uintptr_t at) noexcept {
 
 void explain(int to) {
   const std::lock_guard lock(switching);
-  for (std::size_t i = 0; i < std::size(kSignals); ++i) {
-    Action now = {};
-    sigaction(kSignals[i], nullptr, &now);
-    // A handler that was installed after ours may hand on to ours. If ours then handed on to that
-    // one, the two would call each other for ever.
-    const bool none = now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN;
-    if (is_ours(now) || (installed[i] && !none)) continue;
-    before[i] = now;
-    Action ours = {};
-    ours.sa_sigaction = handle;
-    ours.sa_mask = now.sa_mask;
-    ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigaction(kSignals[i], &ours, nullptr);
-    installed[i] = true;
-  }
+  install();
   report_to.store(to, std::memory_order_relaxed);
+}
+
+void explain_in_child() noexcept {
+  install();
+  if (report_to.load(std::memory_order_relaxed) == kOff)
+    report_to.store(STDERR_FILENO, std::memory_order_relaxed);
 }
 
 void explain_nothing() {

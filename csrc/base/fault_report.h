@@ -86,6 +86,9 @@ bool asleep_at(std::uintptr_t at) noexcept;
 // Starts reporting faults at our addresses to the file descriptor `to`. A handler that was
 // installed after ours stays.
 void explain(int to);
+// Starts it in a forked child, where our addresses fault: to where the parent's reports go, or else
+// to standard error. Makes system calls only, because a thread of the parent may hold any lock.
+void explain_in_child() noexcept;
 // Stops reporting, and removes our handler unless another was installed since: that one may hand on
 // to ours, which then only hands on.
 void explain_nothing();

@@ -23,9 +23,8 @@ void refuse_in_forked_child(const char* operation) {
   if (in_forked_child) {
     throw Error(
         "[", operation,
-        "] this process was forked from the one that made the tensor: what it holds here is a "
-        "private snapshot that can be read but not changed in size; copy it with clone(), or "
-        "make new tensors in a process started by spawn");
+        "] this process was forked from the one that has the memory, and cannot reach it: take a "
+        "clone() before the fork, or start this process with spawn");
   }
 }
 

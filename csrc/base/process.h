@@ -1,11 +1,12 @@
-// Whether this process is a fork(2) child of the one that made the pools (I13).
+// Whether this process is a fork(2) child of the one that made the pools. Such a child has no
+// access to them (I13).
 #pragma once
 
 #include <atomic>
 
 namespace vtensor {
 
-// Set in a child by the handler of `watch_forks` or of a host driver; never cleared.
+// Set in a child by the handler of `watch_forks`; never cleared.
 inline std::atomic<bool> in_forked_child{false};
 
 // Installs the handler that sets `in_forked_child` and ends the trace there. May be called again.
@@ -13,5 +14,14 @@ void watch_forks();
 
 // Throws Error in a forked child, whose operations must not reach the parent's memory.
 void refuse_in_forked_child(const char* operation);
+
+// Deletes an object, but not in a forked child: there it shows what a thread of the parent was
+// changing at the fork, and what it has to give back is the parent's.
+struct DeleteUnlessForked {
+  template <typename T>
+  void operator()(T* object) const {
+    if (!in_forked_child.load(std::memory_order_relaxed)) delete object;
+  }
+};
 
 }  // namespace vtensor

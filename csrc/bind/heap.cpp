@@ -70,8 +70,9 @@ struct OuterHeap {
 
 class HeapCore {
  public:
-  explicit HeapCore(const std::shared_ptr<PagePool>& pool) : heap_(std::make_shared<Heap>(pool)) {
+  explicit HeapCore(const std::shared_ptr<PagePool>& pool) {
     refuse_in_forked_child("memory");
+    heap_.reset(new Heap(pool), DeleteUnlessForked{});
   }
 
   Address allocate(std::size_t bytes, std::optional<Stream> stream) {

@@ -101,11 +101,11 @@ void bind_pool(nb::module_& module) {
   bind_fields(
       nb::class_<Counts>(module, "PoolCounts").def(nb::init<std::size_t>(), "budget_pages"_a),
       VT_FIELD(Counts, budget_pages), VT_FIELD(Counts, used), VT_FIELD(Counts, private_copies),
-      VT_FIELD(Counts, spare), VT_FIELD(Counts, quarantined), VT_FIELD(Counts, in_children),
-      VT_FIELD(Counts, in_page_sets), VT_FIELD(Counts, mapped), VT_FIELD(Counts, active),
-      VT_FIELD(Counts, prefetched), VT_FIELD(Counts, cached), VT_FIELD(Counts, pinned),
-      VT_FIELD(Counts, orphaned), VT_FIELD(Counts, reserved_pages), VT_FIELD(Counts, asleep),
-      VT_FIELD(Counts, buffers), VT_FIELD(Counts, held_elsewhere));
+      VT_FIELD(Counts, spare), VT_FIELD(Counts, quarantined), VT_FIELD(Counts, in_page_sets),
+      VT_FIELD(Counts, mapped), VT_FIELD(Counts, active), VT_FIELD(Counts, prefetched),
+      VT_FIELD(Counts, cached), VT_FIELD(Counts, pinned), VT_FIELD(Counts, orphaned),
+      VT_FIELD(Counts, reserved_pages), VT_FIELD(Counts, asleep), VT_FIELD(Counts, buffers),
+      VT_FIELD(Counts, held_elsewhere));
 
   using Events = PoolEvents;
   bind_fields(nb::class_<Events>(module, "PoolEvents"), VT_FIELD(Events, growths_ready),
@@ -182,6 +182,7 @@ void bind_pool(nb::module_& module) {
       "After so many seconds for the pools' figures. Also why some files could not be read.");
 
   module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
+  module.def("refuse_in_forked_child", &refuse_in_forked_child, "operation"_a);
 
   module.attr("NO_LIMIT") = std::numeric_limits<std::size_t>::max();
   module.attr("CACHE_BY_BUDGET") = kCacheByBudget;

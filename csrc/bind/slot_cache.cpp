@@ -53,7 +53,7 @@ class CacheCore {
     refuse_in_forked_child("KVCache");
     const Caller caller = caller_of("KVCache", {}, *pool);
     cache_ = with_memory(*pool, caller,
-                         [&] { return std::make_unique<SlotCache>(pool, shape, caller); });
+                         [&] { return OwnedSlotCache(new SlotCache(pool, shape, caller)); });
     *view_ = {cache_.get(), &mutex_};
     pool->add(prefixes_);
   }
@@ -372,7 +372,7 @@ class CacheCore {
     }
   }
 
-  std::unique_ptr<SlotCache> cache_;  // null once closed
+  OwnedSlotCache cache_;  // null once closed
   std::atomic<bool> closed_{false};
   OperationMutex mutex_{"cache"};
   const std::shared_ptr<SlotCacheView> view_ = std::make_shared<SlotCacheView>();

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/process.h"
 #include "bind/torch_bridge.h"
 
 namespace vtensor::bind {
@@ -14,13 +13,10 @@ constexpr const char* kMark = "_vtensor_slot_range";  // an attribute of a stora
 
 }  // namespace
 
-CacheReading::CacheReading(const SlotCacheView& view)
-    : mutex_(in_forked_child.load(std::memory_order_relaxed) ? nullptr : view.mutex) {
-  if (mutex_ != nullptr) mutex_->lock("KVCache");
+CacheReading::CacheReading(const SlotCacheView& view) {
+  if (view.mutex != nullptr) lock_.emplace(*view.mutex, "KVCache");
   cache_ = view.cache;  // now, because the cache may have been closed meanwhile
-  if (cache_ != nullptr) return;
-  if (mutex_ != nullptr) mutex_->unlock();
-  throw Closed("[KVCache] the cache is closed: make a new one");
+  if (cache_ == nullptr) throw Closed("[KVCache] the cache is closed: make a new one");
 }
 
 SlotRange::SlotRange(std::shared_ptr<const SlotCacheView> view, std::size_t group, nb::object cache)

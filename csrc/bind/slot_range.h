@@ -23,20 +23,14 @@ struct SlotCacheView {
   OperationMutex* mutex = nullptr;
 };
 
-// Reads a cache between two operations. In a forked child it takes no lock, because a thread of the
-// parent may hold it. Throws Closed.
+// Reads a cache between two operations. Throws Closed, and Error in a forked child.
 class CacheReading {
  public:
   explicit CacheReading(const SlotCacheView& view);
-  ~CacheReading() {
-    if (mutex_ != nullptr) mutex_->unlock();
-  }
-  CacheReading(const CacheReading&) = delete;
-  CacheReading& operator=(const CacheReading&) = delete;
   const SlotCache* operator->() const { return cache_; }
 
  private:
-  OperationMutex* const mutex_;  // null if it takes no lock
+  std::optional<OperationLock> lock_;
   const SlotCache* cache_;
 };
 

@@ -98,7 +98,7 @@ class HostDriver final : public Driver {
     copies_.stop();
     // The ranges that are left hold quarantined pages, and nothing reaches them.
     if (!in_forked_child) {
-      for (const auto& [range, left] : reservations_) munmap(pointer(left.base), left.bytes);
+      for (const auto& [range, left] : state_.reservations) munmap(pointer(left.base), left.bytes);
     }
     limit_.add(-static_cast<std::ptrdiff_t>(state_.mirror.size()));
   }
@@ -118,7 +118,7 @@ class HostDriver final : public Driver {
     const std::lock_guard lock(state_.mutex);
     limit_.admit(1);
     state_.mirror.provide(2);
-    std::map<Address, Reservation> made{{0, {}}};  // allocated before the call
+    std::map<Address, HostReservation> made{{0, {}}};  // allocated before the call
     void* start = nullptr;
     const Refusal refusal = call(Call::mmap, 0, bytes, [&] {
       start = mmap(nullptr, bytes, hole_protection_, kHoleFlags, -1, 0);
@@ -137,7 +137,7 @@ class HostDriver final : public Driver {
     auto node = made.extract(made.begin());
     node.key() = range;
     node.mapped() = {base, bytes};
-    reservations_.insert(std::move(node));
+    state_.reservations.insert(std::move(node));
     record([&] { state_.mirror.assign({base, bytes, 0, MappingKind::hole}); });
     return range;
   }
@@ -145,8 +145,8 @@ class HostDriver final : public Driver {
   void free_range(Address range, std::size_t pages) override {
     if (in_forked_child) return;
     const std::lock_guard lock(state_.mutex);
-    const auto it = reservations_.find(range);
-    const Reservation freed = it->second;
+    const auto it = state_.reservations.find(range);
+    const HostReservation freed = it->second;
     state_.mirror.provide(2);
     const Refusal refusal = insist([&] {
       return call(Call::munmap, freed.base, freed.bytes,
@@ -156,7 +156,7 @@ class HostDriver final : public Driver {
       throw refused("host free_range", Call::munmap, refusal.error,
                     "freeing the addresses of " + count_of(pages), limit_.advice());
     }
-    reservations_.erase(it);
+    state_.reservations.erase(it);
     record([&] { state_.mirror.erase(freed.base, freed.base + freed.bytes); });
   }
 
@@ -339,11 +339,6 @@ class HostDriver final : public Driver {
   struct Progress {
     std::size_t touched;  // pages from the first on that are no longer as before
     Refusal refusal;
-  };
-
-  struct Reservation {
-    Address base;
-    std::size_t bytes;
   };
 
   void open_memfd() {
@@ -590,7 +585,6 @@ class HostDriver final : public Driver {
   DriverTraits traits_;
   std::uint64_t handles_ = 0;  // in the memfd
   std::atomic<Handle> next_handle_{0};
-  std::map<Address, Reservation> reservations_;  // by the address of the range
   ForkedState state_;
   Pagemap pagemap_;
   std::mutex writing_;  // the kernel lets one thread write to a file at a time; others would spin

@@ -8,6 +8,7 @@
 #include <system_error>
 #include <vector>
 
+#include "base/fault_report.h"
 #include "base/process.h"
 
 namespace vtensor {
@@ -20,20 +21,15 @@ std::vector<ForkedState*>& registry() {
   return all;
 }
 
-// Runs in a forked child, perhaps of a threaded process: system calls only.
-void isolate(const KernelMapping& mapping, int memfd) {
-  void* const address = reinterpret_cast<void*>(mapping.begin);
-  if (mmap(address, mapping.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
-           memfd, static_cast<off_t>(mapping.offset)) != MAP_FAILED) {
-    return;
-  }
-  // No memory is better than the parent's.
-  if (mmap(address, mapping.bytes, PROT_NONE,
+// Runs in a forked child, perhaps of a threaded process: system calls only. One mapping instead of
+// all that were there, which lets go of what the kernel copied for the parent too.
+void take_away(const HostReservation& range) {
+  if (mmap(reinterpret_cast<void*>(range.base), range.bytes, PROT_NONE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED) {
     return;
   }
   constexpr std::string_view message =
-      "vtensor: cannot separate this forked process from its parent's tensors; it ends here\n";
+      "vtensor: cannot take the parent's tensors from this forked process; it ends here\n";
   [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, message.data(), message.size());
   _exit(70);
 }
@@ -49,15 +45,12 @@ void resume() {
 }
 
 void resume_in_child() {
-  in_forked_child = true;
   for (ForkedState* state : registry()) {
-    if (state->memfd < 0) continue;  // a grandchild: the mappings are private already
-    state->mirror.for_each([state](const KernelMapping& mapping) {
-      // Copy-on-write mappings are private already, and a new one would lose their copied pages.
-      if (mapping.kind == MappingKind::writable) isolate(mapping, state->memfd);
-    });
+    if (state->memfd < 0) continue;  // a grandchild: it is done
+    for (const auto& [at, range] : state->reservations) take_away(range);
     close(state->memfd);
     state->memfd = -1;
+    faults::explain_in_child();
   }
   resume();
 }

@@ -1,19 +1,24 @@
-// Isolates a forked child (I13). A shared mapping stays shared with the child, whose writes would
-// reach the parent. So handlers of fork(2) lock every host driver, and in the child replace each
-// shared mapping by a private one of the same memory and close the memfd.
-//
-// What the child writes stays its own, and reads back. A 4 KiB page that it has not written shows
-// the memfd as it is now: later writes of the parent, and zeros for pages that the parent gives
-// back. Only what the parent had copied from its handle before the fork is a true copy.
+// Takes a driver's memory from a forked child (I13). A shared mapping stays shared with the child,
+// whose writes would reach the parent. So the child's handler of fork(2) puts inaccessible memory
+// over every reserved range, and closes the memfd. The addresses stay taken: what the child
+// allocates never lies where a view of the parent's memory points.
 #pragma once
 
+#include <cstddef>
+#include <map>
 #include <mutex>
 
+#include "driver/driver.h"
 #include "driver/mapping_mirror.h"
 
 namespace vtensor {
 
-// The part of a host driver that the handlers use. Registered as long as it lives.
+struct HostReservation {
+  Address base;
+  std::size_t bytes;
+};
+
+// What a host driver's mutex guards, for the handlers to find. Registered as long as it lives.
 class ForkedState {
  public:
   ForkedState();
@@ -21,9 +26,10 @@ class ForkedState {
   ForkedState(const ForkedState&) = delete;
   ForkedState& operator=(const ForkedState&) = delete;
 
-  std::mutex mutex;  // held while a mapping and its record change
+  std::mutex mutex;  // held while a mapping and its record change, and during a fork
   MappingMirror mirror;
-  int memfd = -1;  // owned; -1 in a forked child
+  std::map<Address, HostReservation> reservations;  // by the address of the range
+  int memfd = -1;                                   // owned; -1 in a forked child
 };
 
 }  // namespace vtensor

@@ -1,6 +1,6 @@
 // A mirror of the kernel mappings that one host driver has made: disjoint intervals of addresses
 // and what each maps, merged and split as the kernel merges and splits. It counts kernel mappings
-// without a system call, and says what a forked child must isolate.
+// without a system call.
 #pragma once
 
 #include <cstddef>

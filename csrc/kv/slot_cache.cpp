@@ -7,7 +7,6 @@
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "base/process.h"
 #include "policy/make_room.h"
 #include "tensor/sharing.h"
 
@@ -28,8 +27,6 @@ SlotCache::SlotCache(const std::shared_ptr<PagePool>& pool, SlotCacheShape shape
 SlotCache::~SlotCache() { close({"KVCache.close"}); }
 
 void SlotCache::close(const Caller& caller) noexcept {
-  // There the lock may be held by a thread of the parent.
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
   for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot) {
     if (lengths_->state(slot) == SlotState::free) continue;
     try {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/interval.h"
+#include "base/process.h"
 #include "kv/free_slots.h"
 #include "kv/slot_buffers.h"
 #include "kv/slot_lengths.h"
@@ -157,5 +158,7 @@ class SlotCache {
   std::vector<Growth> growths_;
   Stream stream_;  // the last one whose work was said to use all slots
 };
+
+using OwnedSlotCache = std::unique_ptr<SlotCache, DeleteUnlessForked>;
 
 }  // namespace vtensor

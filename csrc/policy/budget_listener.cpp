@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "base/process.h"
 #include "base/thread.h"
 
 namespace vtensor {
@@ -31,10 +30,6 @@ void BudgetListener::start(SharedBudget& budget, Mapper::Waker mapper) {
 
 void BudgetListener::stop() noexcept {
   if (!thread_) return;
-  if (in_forked_child.load(std::memory_order_relaxed)) {
-    [[maybe_unused]] const std::thread* const parents = thread_.release();
-    return;
-  }
   stopping_.store(true, std::memory_order_release);
   budget_->request();  // wakes all listeners: the others find that nothing is wanted
   thread_->join();

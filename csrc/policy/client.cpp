@@ -10,7 +10,6 @@
 
 #include "base/counted.h"
 #include "base/errors.h"
-#include "base/process.h"
 #include "base/trace.h"
 #include "vmm/copy_on_write.h"
 
@@ -49,7 +48,6 @@ void Client::use(const Caller& caller) {
 }
 
 void Client::abandon() noexcept {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
   owner_end_->client = shared_from_this();
   owner_end_->is_owner = true;
   pool_->end(owner_end_.release());

@@ -175,8 +175,6 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // What the driver refused the worker for it, once.
   std::exception_ptr take_error() VT_LOCKED;
-  // Makes every page copy-on-write for a child about to be forked, and adds them to `seen`.
-  virtual void protect_for_child(std::vector<Page*>& seen) noexcept VT_LOCKED = 0;
   // Adds its pages. Those that sleep are no mapped ones.
   void count(PoolCounts& counts) const VT_LOCKED;
   // Throws an Error that names the violated invariant.

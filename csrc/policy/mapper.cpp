@@ -8,7 +8,6 @@
 
 #include "base/align.h"
 #include "base/errors.h"
-#include "base/process.h"
 #include "base/thread.h"
 #include "base/trace.h"
 #include "policy/client.h"
@@ -61,10 +60,6 @@ void Mapper::wake() noexcept {
 
 void Mapper::stop() noexcept {
   if (!thread_) return;
-  if (in_forked_child.load(std::memory_order_relaxed)) {
-    [[maybe_unused]] const std::thread* const parents = thread_.release();
-    return;
-  }
   {
     const std::lock_guard lock(signal_->mutex);
     signal_->stopping.store(true, std::memory_order_release);

@@ -49,10 +49,9 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
     if (!options.shared.empty()) {
       shared = SharedBudget::join(driver->meter(), options.shared, budgeted.budget, traits.device);
     }
-    pool.reset(new PagePool(std::move(driver), budgeted, std::move(shared)));
+    pool.reset(new PagePool(std::move(driver), budgeted, std::move(shared)), DeleteUnlessForked{});
     others.add(pool);
   }
-  if (pool->traits().kernel_copies_on_write) join_forks(pool.get());
   // Now, and not when memory or mappings are short: a thread without memory for its thread-local
   // data ends the process.
   if (pool->looks_ahead() || options.spare_low != 0 || pool->shared_) pool->ensure_mapper();
@@ -69,10 +68,8 @@ PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
 
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
   listener_.stop();
   mapper_.stop();
-  if (traits().kernel_copies_on_write) leave_forks(this);
   try {
     store_.release_adjacent();
   } catch (...) {
@@ -209,7 +206,6 @@ PoolCounts PagePool::counts() {
   counts.used = store_.used() + store_.private_copies();
   counts.spare = store_.spare().size();
   counts.quarantined = store_.quarantined();
-  counts.in_children = in_children_.size();
   counts.in_page_sets = store_.in_page_sets();
   counts.asleep = store_.without_memory();
   if (shared_) {
@@ -349,7 +345,7 @@ void PagePool::check_invariants() {
   quiesce(lock, "check_invariants");
   std::unordered_map<const Page*, PageUse> uses;
   for (Client* client : clients_) client->check(uses);
-  store_.check(uses, in_children_.size());
+  store_.check(uses);
 }
 
 void PagePool::count_private_copies() {
@@ -388,31 +384,7 @@ void PagePool::end_later(Ended* ended) noexcept {
   waker.wake();
 }
 
-void PagePool::before_fork() {
-  std::unique_lock lock(mutex_);
-  assume_locked();
-  bool quiet;
-  {
-    const Counted quiescing(quiescing_);
-    quiet =
-        changed_.wait_for(lock, options_.patience, [this]() VT_LOCKED { return in_flight() == 0; });
-  }
-  lock.release();
-  if (!quiet) return;  // better a child that sees later writes than none
-  std::vector<Page*> seen;
-  for (Client* client : clients_) client->protect_for_child(seen);
-  for (Page* page : seen) store_.share(page);
-  if (!seen.empty()) in_children_.add(std::move(seen));
-}
-
-void PagePool::after_fork() {
-  assume_locked();
-  in_children_.seal();
-  mutex_.unlock();
-}
-
 void PagePool::reap() noexcept {
-  while (Page* page = in_children_.take_back()) store_.drop(page);
   for (std::unique_ptr<Ended> ended(ended_.take_all()); ended != nullptr;) {
     const std::unique_ptr<Ended> reaped(std::exchange(ended, nullptr));
     ended.reset(reaped->next);

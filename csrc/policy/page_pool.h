@@ -21,7 +21,6 @@
 #include "policy/budget_listener.h"
 #include "policy/cached_clients.h"
 #include "policy/client_list.h"
-#include "policy/fork_guard.h"
 #include "policy/generation.h"
 #include "policy/mapper.h"
 #include "policy/shrinker.h"
@@ -42,7 +41,6 @@ struct PoolCounts {
   std::size_t private_copies = 0;  // pages that the kernel copied at a write; without a handle
   std::size_t spare = 0;           // free handles whose memory is made
   std::size_t quarantined = 0;     // of the used, those given up
-  std::size_t in_children = 0;     // references that forked children keep
   std::size_t in_page_sets = 0;    // references to pages that are kept without a mapping
   std::size_t mapped = 0;          // page table entries
   std::size_t active = 0;          // of these, what lengths need
@@ -179,10 +177,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // A thread waits for that.
   bool quiescing() const VT_LOCKED { return quiescing_ != 0; }
 
-  // Around fork(2), on a driver that unshares pages at a write. The lock is held in between.
-  void before_fork();
-  void after_fork();
-
   PoolEvents counted VT_GUARDED;  // what happened so far
 
  private:
@@ -217,7 +211,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   bool wake_mapper_ VT_GUARDED = false;  // once the lock is free
   std::atomic<bool> retired_{false};     // its owner has left
   std::exception_ptr mapper_error_ VT_GUARDED;
-  PagesInChildren in_children_ VT_GUARDED;
 
   EndedList ended_;
   Mapper mapper_;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "base/process.h"
 #include "vmm/wait.h"
 
 namespace vtensor {
@@ -30,7 +31,11 @@ bool checked(const char* operation, const char* what, const char* remedy, ssize_
 }  // namespace
 
 SleepImage::~SleepImage() {
-  if (file_ >= 0) close(file_);
+  if (file_ < 0) return;
+  // A child that was forked meanwhile has the descriptor too: the bytes go all the same.
+  if (!in_forked_child) [[maybe_unused]]
+    const int left = ftruncate(file_, 0);
+  close(file_);
 }
 
 void SleepImage::write(const char* operation, const std::byte* from, std::size_t bytes,

@@ -5,6 +5,7 @@
 
 #include "base/align.h"
 #include "base/errors.h"
+#include "base/process.h"
 #include "base/trace.h"
 #include "tensor/growing.h"
 #include "tensor/row_faults.h"
@@ -40,7 +41,7 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
   const auto pages = checked_multiply(row_pages, shape.rows);
   if (!pages || *pages > kMostBytes / page) throw too_large();
 
-  std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages));
+  std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages), DeleteUnlessForked{});
   if (report == nullptr) {
     auto row_faults = std::make_unique<RowFaults>(shape);
     buffer->row_faults_ = row_faults.get();
@@ -58,7 +59,7 @@ std::shared_ptr<Buffer> Buffer::place(const std::shared_ptr<Buffer>& host, Addre
   const std::shared_ptr<PagePool>& pool = host->pool_;
   const std::size_t row_pages =
       RowGeometry(shape, pool->page_size()).indices_of({0, shape.capacity}).end;
-  std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages));
+  std::shared_ptr<Buffer> buffer(new Buffer(pool, shape, row_pages), DeleteUnlessForked{});
   std::unique_ptr<Generation> pin(host->publish());
   PoolLock lock(pool);
   buffer->work_.note(caller);
@@ -575,13 +576,6 @@ void Buffer::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zer
 }
 
 // -- reports
-
-void Buffer::protect_for_child(std::vector<Page*>& seen) noexcept {
-  // What no tensor and no view shows, as what is ahead, the child cannot look at.
-  Interval shown = extent_;
-  for (const Generation* generation : generations_) shown = hull(shown, generation->indices);
-  if (!shown.empty()) protect_pages(range_, shown, seen);
-}
 
 std::size_t Buffer::mapped_pages() {
   PoolLock lock(pool_);

@@ -178,7 +178,6 @@ class Buffer final : public Client {
   FencePtr clean(std::span<const Reservation::Run> runs) override;
   void enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zeroed,
                       std::exception_ptr error) override VT_LOCKED;
-  void protect_for_child(std::vector<Page*>& seen) noexcept override VT_LOCKED;
   void add_to(PoolCounts& counts) const override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "base/process.h"
-
 namespace vtensor {
 
 PageReferences::PageReferences(PageStore& store, std::vector<Page*> pages)
@@ -16,7 +14,6 @@ PageReferences::PageReferences(PageStore& store, std::vector<Page*> pages)
 }
 
 PageReferences::~PageReferences() {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
   store_.count_in_page_sets(-static_cast<std::ptrdiff_t>(pages_.size()));
   for (Page* page : pages_) {
     --page->in_sets;

@@ -16,8 +16,7 @@ namespace vtensor {
 
 class Buffer;
 
-// A reference to each of some pages, beside those that mappings have. Ends with the lock held; in a
-// forked child, without effect.
+// A reference to each of some pages, beside those that mappings have. Ends with the lock held.
 class PageReferences final : public Ended {
  public:
   PageReferences(PageStore& store, std::vector<Page*> pages) VT_LOCKED;

@@ -130,7 +130,6 @@ std::unique_ptr<BudgetFile> BudgetFile::open(CallMeter& meter, const std::string
 }
 
 BudgetFile::~BudgetFile() {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;  // both are gone there
   const std::lock_guard lock(all_mutex());
   std::erase(all(), this);
   if (content_ != nullptr) munmap(content_, sizeof(Content));

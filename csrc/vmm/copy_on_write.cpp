@@ -138,20 +138,6 @@ void make_copy_on_write(Reservation& range, PoolLock* lock, std::span<const Run>
   changes.carry_out();
 }
 
-void protect_pages(Reservation& range, Interval shown, std::vector<Page*>& seen) noexcept {
-  try {
-    seen.reserve(seen.size() + range.mapped());
-    make_copy_on_write(range, nullptr, range.collect(shown, [](const Entry& entry) {
-      return is_writable(entry) && is_awake(entry);
-    }));
-  } catch (...) {
-    return;  // the child still gets mappings of its own, and may see our later writes
-  }
-  range.for_each([&seen](const Entry& entry, std::size_t, std::size_t) {
-    if (is_copy_on_write(entry) && is_awake(entry)) seen.push_back(entry.page);
-  });
-}
-
 void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs,
                    std::span<const Reservation::Bytes> stale, Stream stream) {
   if (runs.empty() && stale.empty()) return;

@@ -17,9 +17,6 @@ namespace vtensor {
 // unless it is null. Requires: no work that may write to the runs is left in any stream.
 void make_copy_on_write(Reservation& range, PoolLock* lock, std::span<const PageTable::Run> runs)
     VT_LOCKED;
-// The same of what `shown` has, for a child about to be forked; adds every copy-on-write page of
-// the range to `seen`. What the driver refuses stays writable.
-void protect_pages(Reservation& range, Interval shown, std::vector<Page*>& seen) noexcept VT_LOCKED;
 
 // Gives each copy-on-write page of `runs` a page of its own with what is seen there, mapped
 // writable, and zeroes `stale` at the end, in `stream`. If that is refused, pages that the kernel

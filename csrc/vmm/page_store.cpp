@@ -390,8 +390,7 @@ std::size_t PageStore::release_adjacent() {
   return pages.size();
 }
 
-void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses,
-                      std::size_t in_children) const {
+void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses) const {
   std::size_t extra = 0, asleep = 0, without_memory = 0;
   for (const auto& [page, use] : uses) {
     asleep += page->asleep;
@@ -411,7 +410,7 @@ void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses,
     throw Error("I5: ", asleep_, " pages are counted asleep, ", without_memory_,
                 " of them without memory; page tables hold ", asleep, " and ", without_memory);
   }
-  const std::size_t without_entry = quarantined_ + in_children + in_page_sets_;
+  const std::size_t without_entry = quarantined_ + in_page_sets_;
   if (extra > without_entry) throw Error("I5: a page counts more references than it has");
   const std::size_t known = used_ + without_memory_;
   if (uses.size() > known || known - uses.size() > without_entry) {

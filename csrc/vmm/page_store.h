@@ -140,10 +140,8 @@ class PageStore {
   bool maintenance_due() const VT_LOCKED { return maintenance_due_; }
   void keep_no_stock() VT_LOCKED { low_ = 0; }
 
-  // Throws an Error that names the violated invariant, from what page tables use and how many
-  // references forked children have.
-  void check(const std::unordered_map<const Page*, PageUse>& uses, std::size_t in_children) const
-      VT_LOCKED;
+  // Throws an Error that names the violated invariant, from what page tables use.
+  void check(const std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED;
 
   // Since the store was made.
   std::uint64_t pages_recycled VT_GUARDED = 0;  // pages taken whose memory was there

@@ -95,7 +95,6 @@ std::size_t SharedBudget::take_place(BudgetFile& file, std::uint64_t limit, Devi
 }
 
 SharedBudget::~SharedBudget() {
-  if (in_forked_child.load(std::memory_order_relaxed)) return;
   Place& place = own();
   place.held = place.wanted = 0;
   place.taken = 0;
