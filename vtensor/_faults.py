@@ -32,7 +32,8 @@ def explain_faults(on: bool = True, *, file: _File | int | None = None) -> None:
     handler returns, as those of Python's ``signal`` do, the same fault happens again, and is not explained
     again.
 
-    It is off by default. Importing ``vtensor.testing`` turns it on. It may be called again.
+    It is off by default. Importing ``vtensor.testing`` turns it on, and a fork does so in the child, where
+    all of vtensor's addresses fault (I13). It may be called again.
 
     Args:
         on: False turns it off. If another handler was installed since, that handler stays, and so does this

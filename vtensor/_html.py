@@ -89,7 +89,7 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
         f"in pages of {byte_text(size)}, open tensors: {stats.tensors:,}, "
         f"{byte_text(stats.nbytes_reserved)} of addresses"
     )
-    kept = min(stats.pages_spare, max(0, stats.pages_free))
+    kept = min(stats.pages_spare, stats.pages_free)
     budget = [("used", stats.pages_used, COLOURS["mapped"]), ("free and kept", kept, COLOURS["cached"])]
     mapped = [
         ("active", stats.pages_active, COLOURS["mapped"]),

@@ -42,11 +42,13 @@ class PoolStats:
     Attributes:
         page_size: bytes of one page.
         budget: bytes the pool may have in use.
-        pages_used: page handles in use, and pages that the kernel copied at writes to shared ones.
-        pages_free: pages that the budget leaves. Negative if writes to shared pages copied more than were
-            left.
+        pages_used: pages in use within the budget.
+        pages_free: pages that the budget leaves.
+        pages_over: pages beside the budget. The kernel copies a page at a write to a shared one (I6) without
+            asking: within the budget as long as pages are free, and then beside it, where they count until
+            they are gone. Nothing grows meanwhile.
         pages_spare: free pages with memory: growth takes them first, ``trim()`` gives the memory back.
-        pages_private: used pages that the kernel copied at a write to a shared page; they have no handle yet.
+        pages_private: pages in use, or beside the budget, that the kernel copied at a write to a shared one.
         pages_quarantined: used pages that were given up after a driver call that could not be undone (I8).
         pages_indexed: references that prefix indices keep on used pages, mapped or not.
         pages_mapped: page table entries: a page counts once for each place where it is mapped.
@@ -56,7 +58,8 @@ class PoolStats:
         pages_pinned: mapped pages that only views of older extents, or running work, still use.
         pages_orphaned: pinned pages that belong to no open tensor any more and go with their last view.
         nbytes_mapped: ``pages_mapped`` in bytes.
-        nbytes_held: bytes of used and spare pages: what this pool counts in a shared budget.
+        nbytes_held: bytes of used and spare pages, and of those beside the budget: what this pool counts in
+            a shared budget.
         nbytes_held_by_others: bytes that the other pools of a shared budget hold; 0 if the budget is not
             shared.
         nbytes_asleep: bytes that :meth:`Pool.sleep` has given back, and :meth:`Pool.wake` will take. They
@@ -79,6 +82,7 @@ class PoolStats:
     budget: int
     pages_used: int
     pages_free: int
+    pages_over: int = field(repr=False)
     pages_spare: int = field(repr=False)
     pages_private: int = field(repr=False)
     pages_quarantined: int = field(repr=False)
@@ -251,11 +255,13 @@ class Pool:
         counts = self._core.counts()
         events = self._core.events()
         size = self._core.page_size
+        used = min(counts.used, counts.budget_pages)
         return PoolStats(
             page_size=size,
             budget=counts.budget_pages * size,
-            pages_used=counts.used,
-            pages_free=counts.budget_pages - counts.used,
+            pages_used=used,
+            pages_free=counts.budget_pages - used,
+            pages_over=counts.used - used,
             pages_spare=counts.spare,
             pages_private=counts.private_copies,
             pages_quarantined=counts.quarantined,

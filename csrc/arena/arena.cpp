@@ -11,7 +11,6 @@
 #include "base/process.h"
 #include "base/trace.h"
 #include "policy/make_room.h"
-#include "vmm/copy_on_write.h"
 
 namespace vtensor {
 
@@ -489,12 +488,7 @@ void Arena::enter_back(Departure& departure) {
   Client::enter_back(departure);
   for (const Reservation::Run& run : departure.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
-      if (is_mapped(range_.at(0, i))) {
-        // It may have been put back from its handle, without what the kernel had copied of it.
-        if (departure.error && is_copy_on_write(range_.at(0, i)))
-          states_.reserved(i).mapped_at = kLost;
-        continue;
-      }
+      if (is_mapped(range_.at(0, i))) continue;
       if (states_[i].idle == Idle::cached) uncache(i);  // by a map that was refused meanwhile
       if (states_[i].idle == Idle::leaving) set_idle(i, Idle::no);
     }

@@ -162,7 +162,7 @@ void FallAsleep::unshare_private_copies(PoolLock& lock) {
 
 std::size_t FallAsleep::finish() {
   PoolLock lock(pool_);
-  // Counted now: a fork, in another thread, may have shared pages since.
+  // Counted now: references may have gone since, and a write may have had the kernel copy a page.
   std::unordered_map<Page*, std::size_t> uses;
   for (const std::shared_ptr<Client>& client : held_.all()) {
     each_entry(*client, [&](const Entry& entry, std::size_t, std::size_t) {

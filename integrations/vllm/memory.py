@@ -137,7 +137,7 @@ class TableMemory:
     @property
     def room(self) -> int:
         """Number of blocks for which the free pages and the prepared ones suffice."""
-        free = max(0, self.pool.stats().pages_free) // self._takers + self.arena.stats().pages_prefetched
+        free = self.pool.stats().pages_free // self._takers + self.arena.stats().pages_prefetched
         return free * self.pool.page_size // self.block_bytes
 
 

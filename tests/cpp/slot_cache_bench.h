@@ -95,7 +95,7 @@ template <class T>
 class Bench {
  public:
   Bench(SlotCacheShape shape, std::size_t pages, PoolOptions options = {})
-      : pool(open(pages, options)), cache(std::make_unique<SlotCache>(pool, shape, kCaller)) {}
+      : pool(open(pages, options)), cache(new SlotCache(pool, shape, kCaller)) {}
   ~Bench() {
     cache.reset();
     pool.reset();
@@ -278,7 +278,7 @@ class Bench {
   }
 
   std::shared_ptr<PagePool> pool;
-  std::unique_ptr<SlotCache> cache;
+  OwnedSlotCache cache;
   std::map<std::size_t, std::vector<std::uint32_t>> model;  // of slots in use
   std::map<std::size_t, std::vector<std::uint32_t>> away;   // of those swapped out
   HostBytes host;

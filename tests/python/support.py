@@ -156,6 +156,7 @@ def check_sums(pool):
         == stats.pages_active + stats.pages_prefetched + stats.pages_cached + stats.pages_pinned
     ), stats
     assert stats.pages_used + stats.pages_free == stats.budget // stats.page_size, stats
+    assert stats.pages_free >= 0 and 0 <= stats.pages_over <= stats.pages_private, stats
     return stats
 
 

@@ -22,7 +22,6 @@ from support import (
     filled,
     open_pool,
     quarter,
-    run_snippet,
     simcuda_library,
 )
 from vtensor import testing
@@ -559,78 +558,6 @@ def test_an_arena_that_is_dropped_leaves_nothing(pool_factory, kind):
     arena.map([block(0), block(3)])
     del arena
     eventually(lambda: pool.stats().pages_used == 0)
-
-
-@pytest.mark.exact
-def test_a_forked_child_sees_what_there_was(tmp_path):
-    """I13."""
-    run_snippet(
-        f"""
-        pool = open_pool("host", 64)
-        arena = vtensor.Arena({BLOCKS * BLOCK}, pool=pool)
-        arena.map([(0, {BLOCK})])
-        arena.tensor[:{BLOCK}].fill_(3)
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.read(told, 1)
-            same = bool(arena.tensor[:{BLOCK}].eq(3).all())
-            try:
-                arena.map([(0, 1)])
-            except vtensor.VTensorError:
-                os._exit(0 if same else 1)
-            os._exit(2)
-        arena.tensor[:{BLOCK}].fill_(4)
-        arena.unmap([(0, {BLOCK})])
-        arena.map([(0, {BLOCK})])
-        os.write(tell, b"x")
-        assert os.waitpid(child, 0)[1] == 0
-        testing.check_invariants(pool)
-        """,
-        finalize=True,
-    ).check()
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("engine", ["arena", "blocks"])
-def test_a_refused_unmapping_after_a_fork_keeps_no_bytes(engine):
-    """What the kernel copied at a write lies nowhere else, so a page that was put back has lost it."""
-    run_snippet(
-        f"""
-        pool = open_pool("host", 64)
-        arena = vtensor.Arena(8 * {PAGE}, pool=pool)
-        first, last = (0, {PAGE}), (4 * {PAGE}, 5 * {PAGE})
-        if {engine == "arena"}:
-            def hold(numbers):
-                kept = arena.map([(first, last)[number // 4] for number in numbers])
-                return [number for number, k in zip(numbers, kept) if not k]
-            release = lambda numbers: arena.unmap([first, last])
-        else:
-            blocks = vtensor.Blocks(arena, 8, [(0, {PAGE}, {PAGE})])
-            hold, release = lambda numbers: blocks.hold(numbers)[1], blocks.release
-        assert hold([0, 4]) == [0, 4]
-        arena.tensor[:{PAGE}].fill_(3)
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.read(told, 1)
-            os._exit(0)
-        arena.tensor[:{PAGE}].fill_(4)
-        with testing.fail_after(pool, 1):  # page 0 is unmapped and comes back: page 4 is refused
-            release([0, 4])
-        assert arena.stats().pages_pinned == 2 and arena.tensor[0] == 3
-        assert hold([0]) == [0] and hold([4]) == [4]
-        arena.tensor[:{PAGE}].fill_(5)
-        assert hold([0, 4]) == [] and arena.tensor[0] == 5
-        release([0, 4])
-        release([0, 4])
-        assert arena.stats().nbytes_mapped == 0
-        os.write(tell, b"x")
-        assert os.waitpid(child, 0)[1] == 0
-        testing.check_invariants(pool)
-        """,
-        finalize=True,
-    ).check()
 
 
 # --- arguments --------------------------------------------------------------------------------------------

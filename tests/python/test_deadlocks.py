@@ -196,10 +196,9 @@ def test_exit(ending, device):
 
 CHILD = """
 def in_child():
-    # The snapshot is there, nothing of ours works, and everything dies without a word (I13).
-    assert t.eq(3).all() and view.eq(3).all()
-    t.fill_(4)
-    for call in (lambda: t.extend(1), lambda: t.prepare(9), pool.stats, lambda: pool.wait_idle(1), pool.trim):
+    # Nothing of ours works, and everything dies without a word (I13).
+    for call in (lambda: t.extend(1), lambda: t.prepare(9), lambda: t.fill_(4), pool.stats,
+                 lambda: pool.wait_idle(1), pool.trim):
         try:
             call()
         except vtensor.VTensorError as error:

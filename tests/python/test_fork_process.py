@@ -4,8 +4,6 @@ parent, which pays nothing."""
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from support import run_snippet, simcuda_library

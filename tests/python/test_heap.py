@@ -388,8 +388,7 @@ def test_a_forked_child_neither_allocates_nor_frees(host):
         fill(address, LARGE, 7)
         child = os.fork()
         if child == 0:
-            wrong = content(address, LARGE) != bytes([7]) * LARGE or allocate(1) is not None
-            wrong = wrong or "forked" not in _core.take_heap_refusal()
+            wrong = allocate(1) is not None or "forked" not in _core.take_heap_refusal()
             free(address)
             os._exit(int(wrong))
         assert os.waitpid(child, 0)[1] == 0

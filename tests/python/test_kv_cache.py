@@ -11,7 +11,7 @@ import torch
 
 import vtensor
 from kv_support import MAX_BATCH, MAX_LEN, PAGE, RANGES, SHAPES, UNIT, grown, make_cache, used
-from support import calls, calls_since, open_pool, run_snippet
+from support import calls, calls_since, open_pool
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -385,28 +385,6 @@ def test_a_dropped_cache_leaves_nothing(pool_factory, kind):
     pool.wait_idle(10)
     stats = pool.stats()
     assert stats.pages_used == stats.nbytes_reserved == stats.tensors == 0
-
-
-def test_a_forked_child_is_told():  # I13
-    run_snippet(
-        """
-        import os, torch, vtensor
-        pool = vtensor.Pool("cpu", page_size=4096)
-        cache = vtensor.KVCache(1, 1, 16, 2, 64, torch.float32, pool=pool)
-        slot = cache.alloc()
-        cache.step([5, 0])
-        cache[0][0][slot, :5] = 3
-        child = os.fork()
-        if child == 0:
-            try:
-                cache.step([6, 0])
-            except vtensor.VTensorError as error:
-                os._exit(0 if "fork" in str(error) and cache[0][0][slot, 4, 0, 0] == 3 else 1)
-            os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
-        assert cache.step([64, 0])
-        """
-    )
 
 
 def test_threads_take_turns(pool_factory, kind):

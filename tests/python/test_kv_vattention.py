@@ -7,7 +7,6 @@ looks at a cache beside its steps and its close."""
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 import vtensor
 from kv_support import grown
-from support import calls, calls_since, eventually
+from support import calls, calls_since
 from vtensor import testing
 from vtensor.errors import Closed, VTensorError
 
@@ -191,26 +190,3 @@ def test_looks_beside_steps_and_a_close(pool_factory, kind):
             assert not thread.is_alive()
         assert not errors
         pool.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork(2)")
-def test_a_forked_child_may_look_and_leave(pool):
-    with make(pool) as cache:
-        slot = cache.alloc()
-        assert grown(cache, slot, 5)
-        child = os.fork()
-        if child == 0:
-            try:
-                fine = cache.lengths[slot] == 5 and "1 of 6" in repr(cache)
-                try:
-                    cache.step(cache.lengths)
-                    fine = False
-                except VTensorError:
-                    pass
-                os._exit(0 if fine else 1)
-            finally:
-                os._exit(2)
-        status = []
-        eventually(lambda: status.append(os.waitpid(child, os.WNOHANG)) or status[-1][0] == child, 20)
-        assert os.waitstatus_to_exitcode(status[-1][1]) == 0
-        assert grown(cache, slot, 6)

@@ -183,7 +183,7 @@ def test_a_tensor_that_dlpack_made_is_shared_as_a_copy(pool, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forked_process(strategy):
-    """It reads what was there, whatever was refused before, and is refused itself."""
+    """It is refused as its parent was."""
     run_snippet(
         f"""
 import multiprocessing
@@ -204,13 +204,12 @@ def put(x):
         return "clone()" in str(error)
 
 def work():
-    right = view.eq(7).all().item()
-    queue.put((right, put(view)))
+    queue.put(put(view))
 
 assert put(view)
 process = context.Process(target=work)
 process.start()
-assert queue.get() == (True, True)
+assert queue.get()
 process.join(30)
 assert process.exitcode == 0
 cache.close()

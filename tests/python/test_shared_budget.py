@@ -25,7 +25,7 @@ import torch
 
 import vtensor
 from kv_support import make_cache
-from support import eventually, open_pool
+from support import check_sums, eventually, open_pool
 from vtensor import _core, testing
 from vtensor.cli import top
 
@@ -356,7 +356,7 @@ def test_memory_that_a_refused_prefill_made_is_held(name):
         eventually(lambda: held(pool) == (6, 0))
 
 
-def test_private_copies_count_and_may_pass_the_budget(name):
+def test_private_copies_count_and_may_pass_the_budget(name, capsys):
     """As in a budget that is not shared: the kernel does not ask before it copies."""
     with open_pool("host", 8, shared=name) as pool, open_pool("host", 8, shared=name) as other:
         t = pages(pool, 6)
@@ -364,6 +364,10 @@ def test_private_copies_count_and_may_pass_the_budget(name):
         child.fill_(1)
         assert pool.stats().pages_private == 6
         assert held(other) == (0, 12)
+        stats = check_sums(pool)  # I5
+        assert (stats.pages_used, stats.pages_free, stats.pages_over) == (8, 0, 4)
+        assert top.main(once=True) == 0
+        assert "32 KiB of 32 KiB (100%), and 16 KiB copied beside it" in capsys.readouterr().out
         with pytest.raises(vtensor.OutOfPages):
             pages(other, 1)
         child.close()

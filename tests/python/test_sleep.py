@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -349,25 +348,6 @@ def test_sleep_waits_for_work_on_the_device(sim, stream_pool):
     pool.sleep(contents="host")
     pool.wake()
     assert t[:PAGE].eq(8).all()
-
-
-def test_a_forked_child_keeps_what_it_sees(pool_factory):
-    """Pages that a child shares stay; a child of a sleeping process sees no memory, and wakes nothing."""
-    pool = pool_factory("host", 64)
-    t = filled(pool, 8 * PAGE, 4)
-    pool.sleep(contents="host")
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with suppress(BaseException):
-            try:
-                pool.wake()
-            except vtensor.VTensorError:
-                code = 0
-        os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    pool.wake()
-    assert t.eq(4).all()
 
 
 def test_a_sleep_that_is_refused_wakes_nothing_else(scene):

@@ -90,7 +90,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
             _entries(proc / "self/fd"),
             "descriptors",
             descriptors is not None and descriptors < 256,
-            "a host pool keeps one open, and a forked child process two more in its parent while it lives",
+            "a host pool keeps one open",
             "ulimit -n 65536",
         ),
         Limit(

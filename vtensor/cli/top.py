@@ -75,11 +75,13 @@ def _lines(budgets: list[dict[str, Any]], skipped: list[str]) -> Iterator[str]:
     if not budgets:
         yield 'No pool on this machine shares a budget: Pool(budget=, shared="name") makes one.'
     for budget in budgets:
-        share = budget["held"] / budget["limit"]
-        bar = "#" * round(_BAR * min(share, 1.0))
+        held = min(budget["held"], budget["limit"])
+        share = held / budget["limit"]
+        # The kernel does not ask before it copies a shared page for a write.
+        over = f", and {byte_text(budget['held'] - held)} copied beside it" if budget["held"] > held else ""
         yield (
-            f"{budget['name']}  [{bar:.<{_BAR}}] {byte_text(budget['held'])} of "
-            f"{byte_text(budget['limit'])} ({share:.0%})"
+            f"{budget['name']}  [{'#' * round(_BAR * share):.<{_BAR}}] {byte_text(held)} of "
+            f"{byte_text(budget['limit'])} ({share:.0%}){over}"
         )
         rows = [_COLUMNS, *(_cells(pool) for pool in _by_size(budget))]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]

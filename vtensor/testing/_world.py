@@ -82,6 +82,7 @@ class World:
         counts = (
             stats.pages_used,
             stats.pages_free,
+            stats.pages_over,
             stats.pages_mapped,
             stats.pages_active,
             stats.pages_pinned,
@@ -173,7 +174,7 @@ class World:
         moves = t.move and t.front + t.length + n > t.capacity
         missing = 0 if moves else len(wanted - self.mapped_slots(t)) * t.rows
         stats = t.pool.stats()
-        free = stats.pages_free
+        free = stats.pages_free - stats.pages_over
         if n > t.room:
             facts = self.facts(t.pool)
             self.must_exceed(operation)
@@ -279,8 +280,9 @@ class World:
         assert (stats.pages_prefetched, stats.pages_cached, stats.pages_quarantined) == (0, 0, 0)
         assert stats.pages_mapped == needed + held
         assert stats.nbytes_mapped == stats.pages_mapped * pool.page_size
-        assert stats.pages_used - stats.pages_private <= stats.pages_mapped
+        assert stats.pages_used + stats.pages_over - stats.pages_private <= stats.pages_mapped
         assert stats.pages_used + stats.pages_free == stats.budget // stats.page_size  # I5
+        assert stats.pages_free >= 0 and 0 <= stats.pages_over <= stats.pages_private
         assert stats.tensors == sum(t.pool is pool for t in self.tensors)
         check_invariants(pool)  # I5
 
