@@ -21,7 +21,7 @@ from vtensor.errors import VTensorError
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise VTensorError(
-        "[torch.multiprocessing] this tensor's memory is a VTensor's or a KVCache's, which is mapped in this "
+        "[torch.multiprocessing] this tensor's memory belongs to a vtensor.Pool, which maps it in this "
         "process alone: share or send a copy, x.clone()"
     )
 

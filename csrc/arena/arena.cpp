@@ -22,9 +22,10 @@ constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
 // How often the mapper is asked for pages during a capture: others may take what was found for it.
 constexpr int kAsked = 4;
 
-constexpr const char* kHole =
+constexpr Arena::Words kWords{
+    "arena",
     "no page is mapped there, because nothing that map() was given, and unmap() was not, has that "
-    "byte: map it first";
+    "byte: map it first"};
 
 // The same pages, in order: a driver maps neighbours by one call.
 std::vector<Interval> joined(std::vector<Interval> all) {
@@ -43,24 +44,24 @@ std::vector<Interval> joined(std::vector<Interval> all) {
 // What a report of a fault says of an arena.
 class ByteFaults final : public faults::Range {
  public:
-  ByteFaults(std::size_t bytes, const char* hole) : bytes_(bytes), hole_(hole) {}
+  ByteFaults(std::size_t bytes, const Arena::Words& words) : bytes_(bytes), words_(words) {}
 
   void name(faults::Text& text, std::uintptr_t at) const noexcept override {
-    text << "byte " << at - base() << " of the Arena of " << bytes_ << " bytes at ";
+    text << "byte " << at - base() << " of the " << words_.noun << " of " << bytes_ << " bytes at ";
     text.address(base());
   }
-  void explain(faults::Text& text, std::uintptr_t) const noexcept override { text << hole_; }
+  void explain(faults::Text& text, std::uintptr_t) const noexcept override { text << words_.hole; }
 
  private:
   const std::size_t bytes_;
-  const char* const hole_;
+  const Arena::Words words_;
 };
 
 }  // namespace
 
 std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                    bool zeros, const Caller& caller) {
-  std::shared_ptr<Arena> arena = make_for({}, pool, bytes, caller, kHole);
+  std::shared_ptr<Arena> arena = make_for({}, pool, bytes, caller, kWords);
   if (!zeros) return arena;
   try {
     std::vector<Address> holes(arena->range_.row_pages());
@@ -75,7 +76,7 @@ std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::s
 
 std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
                                        const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                       const Caller& caller, const char* hole) {
+                                       const Caller& caller, const Words& words) {
   const std::size_t page = pool->page_size();
   // A page's neighbours are numbered in 32 bits.
   const std::size_t limit = std::min<std::size_t>(kMostBytes, kNone * page);
@@ -85,8 +86,8 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
                            ": ask for at least 1 and at most ", limit - page);
   }
   const std::size_t pages = ceil_div(bytes, page);
-  std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages), DeleteUnlessForked{});
-  auto report = std::make_unique<ByteFaults>(bytes, hole);
+  std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages, words.noun), DeleteUnlessForked{});
+  auto report = std::make_unique<ByteFaults>(bytes, words);
   {
     PoolLock lock(pool);
     pool->reap();
@@ -98,8 +99,9 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
   return arena;
 }
 
-Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages)
-    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages) {}
+Arena::Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
+             const char* noun)
+    : Client(pool, {.rows = 1, .item_bytes = 1, .capacity = bytes}, pages), noun_(noun) {}
 
 void Arena::have_states(std::span<const Interval> pages) {
   for (const Interval some : pages) {

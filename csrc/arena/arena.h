@@ -47,12 +47,15 @@ class Arena final : public Client {
   // nothing is mapped, on drivers where reading there would fault.
   static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                      bool zeros, const Caller& caller);
+  // What messages call an arena; what a report of a fault says of bytes where nothing is mapped.
+  struct Words {
+    const char *noun, *hole;
+  };
   // One of several arenas of `owner`, which may see in each what was written in another (I7); if
-  // there is no owner, one by itself. `hole`: what a report of a fault says of bytes where nothing
-  // is mapped.
+  // there is no owner, one by itself.
   static std::shared_ptr<Arena> make_for(std::optional<std::uint64_t> owner,
                                          const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                         const Caller& caller, const char* hole);
+                                         const Caller& caller, const Words& words);
 
   Address base() const { return range_.base(); }
   std::size_t bytes() const { return shape_.capacity; }
@@ -134,9 +137,10 @@ class Arena final : public Client {
     Time cached_at;
   };
 
-  Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages);
+  Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
+        const char* noun);
 
-  const char* noun() const override { return "arena"; }
+  const char* noun() const override { return noun_; }
   const char* capture_advice() const override { return "map the blocks before the capture"; }
   const char* why_mapped(std::size_t index) const override VT_LOCKED;
   std::vector<Interval> uncovered() const override VT_LOCKED;
@@ -184,6 +188,7 @@ class Arena final : public Client {
   // A page that no block needs is to go; `aged` as in `evict`.
   void let_go(std::size_t page, bool aged = false) noexcept VT_LOCKED;
 
+  const char* const noun_;
   bool of_several_ = false;  // of one owner, which no count of tensors includes
   Listener* listener_ VT_GUARDED = nullptr;
   std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages

@@ -15,6 +15,10 @@ namespace {
 // Addresses cost little: a record of each page.
 constexpr std::size_t kSmallRegion = 32, kLargeRegion = 512;
 
+constexpr Arena::Words kWords{
+    "memory for vtensor.adopt and vtensor.memory",
+    "no page is mapped there, because what was allocated there has been freed"};
+
 // An allocation fills its pages if it leaves at most this part of them empty.
 constexpr std::size_t kMostLoss = 1024;
 
@@ -88,9 +92,7 @@ Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
   }
   const std::size_t least = page * (key.second == Kind::small ? kSmallRegion : kLargeRegion);
   const std::size_t size = std::max({bytes, least, std::min(reserved, budget)});
-  std::shared_ptr<Arena> arena =
-      Arena::make_for(owner, pool_, size, caller,
-                      "no page is mapped there, because what was allocated there has been freed");
+  std::shared_ptr<Arena> arena = Arena::make_for(owner, pool_, size, caller, kWords);
   try {
     auto region = std::make_shared<Region>(arena, key);
     const PoolLock lock(pool_);

@@ -282,7 +282,7 @@ def test_a_write_to_an_unmapped_byte_of_an_arena_is_named() -> None:
         """
     )
     assert report_of(finished) == [
-        f"byte 5000 of the Arena of 1048576 bytes at {finished.out.strip()}",
+        f"byte 5000 of the arena of 1048576 bytes at {finished.out.strip()}",
         "no page is mapped there, because nothing that map() was given, and unmap() was not, has that byte: "
         "map it first",
     ]
