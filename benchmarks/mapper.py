@@ -295,7 +295,8 @@ def many_tensors(settings: Settings) -> list[Figure]:
 
     def mapper() -> float:
         with vtensor.trace.record() as recording:
-            vtensor.prepare(made, 1)
+            for t in made:
+                t.prepare(1)
             pool.wait_idle()
         events = [e for e in recording.events() if e.role == "mapper" and e.what == "driver_call"]
         for t in made:

@@ -1,7 +1,5 @@
 """A torch tensor that grows in place: reserved addresses, borrowed pages, no copies."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec as _find_spec
 
 if _find_spec("vtensor._core") is None:
@@ -14,8 +12,10 @@ if _find_spec("vtensor._core") is None:
 from vtensor import _starting as _starting  # before torch is imported
 from vtensor import _torch_version as _torch_version  # before code that an older torch cannot run
 from vtensor import _variants as _variants  # registers the classes of tensors with the core
-from vtensor import trace
+from vtensor import errors, together, trace
 from vtensor._faults import explain_faults
+from vtensor._lease import lease
+from vtensor._memory import adopt, memory
 from vtensor._notebook import draw_with as _draw_with
 from vtensor.arena import Arena, ArenaStats
 from vtensor.blocks import Blocks
@@ -31,8 +31,6 @@ from vtensor.errors import (
     VTensorError,
 )
 from vtensor.kv import KVCache, KVCacheStats
-from vtensor.lease import lease, prepare
-from vtensor.memory import adopt, memory
 from vtensor.pool import Pool, PoolStats, default_pool
 from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, zeros
 
@@ -46,6 +44,14 @@ def _draw(shown: object) -> dict[str, str]:
 
 
 _draw_with(_draw)
+
+# Public modules that are imported by name.
+_BY_NAME = {"attention", "integrations", "plot", "serving", "testing"}
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", *(_BY_NAME & globals().keys())])
+
 
 __all__ = [
     "Arena",
@@ -70,11 +76,12 @@ __all__ = [
     "default_pool",
     "empty",
     "empty_like",
+    "errors",
     "explain_faults",
     "from_tensor",
     "lease",
     "memory",
-    "prepare",
+    "together",
     "trace",
     "zeros",
 ]

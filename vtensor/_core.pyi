@@ -84,7 +84,7 @@ class PoolEvents:
     def tensors_fresh(self) -> int: ...
 
 class PoolOptions:
-    def __init__(self, *, budget: int, shared: str, zero: ZeroPolicy, prefetch: int, cache: int, spare_low: int, spare_high: int, max_age: float, device_reserve: int, patience: float) -> None:
+    def __init__(self, *, budget: int, shared_budget: str, zero: ZeroPolicy, prefetch: int, cache: int, spare_low: int, spare_high: int, max_age: float, device_reserve: int, patience: float) -> None:
         """Sizes in bytes, times in seconds."""
 
 class PagePool:
@@ -169,6 +169,8 @@ def survey_budgets(patience: float) -> tuple[list[BudgetSurvey], list[str]]:
     """
     After so many seconds for the pools' figures. Also why some files could not be read.
     """
+
+def free_host_memory() -> int: ...
 
 def in_forked_child() -> bool: ...
 
@@ -291,8 +293,6 @@ class Lease:
     def __enter__(self) -> Lease: ...
 
     def __exit__(self, *exc: object) -> None: ...
-
-def prepare(tensors: object | None, n: object | None) -> None: ...
 
 class SlotCacheCounts:
     @property

@@ -9,9 +9,13 @@ from typing import NamedTuple
 import torch
 
 from vtensor._arguments import integer
-from vtensor.errors import InvalidArgument
+from vtensor._modes import without_modes
+from vtensor.errors import CapacityExceeded, InvalidArgument
 
-__all__ = ["CacheLayout", "Place", "RowGroup", "layout_of"]
+__all__ = ["CacheLayout", "Place", "RowGroup", "layout_of", "size_of", "whole_storage"]
+
+
+_MOST = 2**62  # more than any address space has bytes
 
 
 class Place(NamedTuple):
@@ -85,13 +89,13 @@ class CacheLayout:
             sizes = (slots, max_len, place.heads, place.dim)
             return values.as_strided(sizes, (slot, token, place.dim, 1), first)
 
-        with torch.inference_mode(False):
+        with without_modes():
             return [(view(k), None if v is None else view(v)) for k, v in self.layers]
 
 
 def whole_storage(storage: torch.UntypedStorage) -> torch.Tensor:
     """The bytes of ``storage``, as a tensor."""
-    with torch.inference_mode(False):
+    with without_modes():
         plain = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return plain.set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -113,18 +117,14 @@ def layout_of(
 
     Raises:
         InvalidArgument: if a size, ``layout``, a window or ``dtype`` is not valid.
+        CapacityExceeded: if a size passes any address space.
     """
-    value_dim = head_dim if value_head_dim is None else value_head_dim
-    for name, size, least in (
-        ("num_layers", num_layers, 1),
-        ("num_kv_heads", num_kv_heads, 1),
-        ("head_dim", head_dim, 1),
-        ("value_head_dim", value_dim, 0),
-        ("layer_group", layer_group, 1),
-        ("bands", bands, 1),
-    ):
-        if integer("KVCache", name, size) < least:
-            raise InvalidArgument(f"[KVCache] {name} is {size}: it must be at least {least}")
+    num_layers = size_of("num_layers", num_layers)
+    num_kv_heads = size_of("num_kv_heads", num_kv_heads)
+    head_dim = size_of("head_dim", head_dim)
+    value_dim = head_dim if value_head_dim is None else size_of("value_head_dim", value_head_dim, least=0)
+    layer_group = size_of("layer_group", layer_group)
+    bands = size_of("bands", bands)
     if layer_group > num_layers:
         raise InvalidArgument(
             f"[KVCache] layer_group is {layer_group}, there are {num_layers} layers: group at most all of "
@@ -137,7 +137,7 @@ def layout_of(
             f"[KVCache] windows is a {type(windows).__name__}: give None or a number for each layer"
         )
     given: Sequence[int | None] = [None] * num_layers if windows is None else windows
-    window_of = [0 if w is None else integer("KVCache", "a window", w) for w in given]
+    window_of = [0 if w is None else min(integer("KVCache", "a window", w), _MOST) for w in given]
     if len(window_of) != num_layers:
         raise InvalidArgument(
             f"[KVCache] windows has {len(window_of)} entries for {num_layers} layers: give one for each"
@@ -151,6 +151,10 @@ def layout_of(
         raise InvalidArgument(f"[KVCache] dtype is {dtype}: give a floating-point one, or an 8-bit integer")
 
     item = dtype.itemsize
+    if (token := num_layers * num_kv_heads * (head_dim + value_dim) * item) > _MOST:
+        raise CapacityExceeded(
+            f"[KVCache] each token takes {token} bytes, past the address space: ask for less"
+        )
     row_groups: dict[tuple[int, int, int], int] = {}
     result = CacheLayout(num_layers, [], [], _bands(num_layers, layer_group, bands, len(set(window_of)) > 1))
     places: dict[int, tuple[Place, Place | None]] = {}
@@ -179,6 +183,16 @@ def layout_of(
             places.update(zip(group, zip(keys, values, strict=True), strict=True))
     result.layers = [places[layer] for layer in range(num_layers)]
     return result
+
+
+def size_of(name: str, size: int, least: int = 1) -> int:
+    """One of a cache's sizes, within its limits."""
+    number = integer("KVCache", name, size)
+    if number < least:
+        raise InvalidArgument(f"[KVCache] {name} is {number}: it must be at least {least}")
+    if number > _MOST:
+        raise CapacityExceeded(f"[KVCache] {name} is {number}: it must be at most 2**62")
+    return number
 
 
 def _bands(num_layers: int, layer_group: int, bands: int, windows_differ: bool) -> list[range]:

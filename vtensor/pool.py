@@ -136,9 +136,9 @@ class Pool:
             mapped; never unless given.
         device_reserve: bytes of the device's memory that are left to others: growth that would use them
             raises ``OutOfPages``.
-        shared: a name. All pools of this name, in all processes of this user on this machine, have one budget
-            together, and each of them may reach it. One may take what another frees, and a killed process
-            gives back what its pools had. They must name the same ``budget``.
+        shared_budget: a name. All pools of this name, in all processes of this user on this machine, have one
+            budget together, and each of them may reach it. One may take what another frees, and a killed
+            process gives back what its pools had. They must name the same ``budget``.
 
     Raises:
         InvalidArgument: a page size, budget, name or policy that makes no sense, or a budget other than the
@@ -160,12 +160,20 @@ class Pool:
         spare_high: Bytes | None = None,
         max_age: float | None = None,
         device_reserve: Bytes = 0,
-        shared: str | None = None,
+        shared_budget: str | None = None,
     ) -> None:
         device = device_of("Pool", device)
         size = checked_page_size(page_size)
         options = pool_options(
-            budget, zero, prefetch, cache, spare_low, spare_high, max_age, device_reserve, shared=shared
+            budget,
+            zero,
+            prefetch,
+            cache,
+            spare_low,
+            spare_high,
+            max_age,
+            device_reserve,
+            shared_budget=shared_budget,
         )
         if device.type == "cpu":
             core = _core.host_pool(page_size=size, strict_holes=False, options=options)
@@ -599,7 +607,7 @@ def pool_options(
     max_age: float | None = None,
     device_reserve: Bytes = 0,
     patience: float = 60.0,
-    shared: str | None = None,
+    shared_budget: str | None = None,
 ) -> _core.PoolOptions:
     """The core's options, from those of :class:`Pool`; ``patience`` is the bound of its waits, in seconds."""
     limit = 0
@@ -609,12 +617,17 @@ def pool_options(
             raise InvalidArgument(
                 f"[Pool] budget is {limit} bytes: it must hold a page and fit in an address space"
             )
-    if shared is not None:
-        if not isinstance(shared, str) or not shared:
-            raise InvalidArgument(f"[Pool] shared is {shared!r}: give the name of a shared budget, or None")
+    if shared_budget is not None:
+        named = isinstance(shared_budget, str) and shared_budget.isascii() and shared_budget.isprintable()
+        if not named or not shared_budget:
+            raise InvalidArgument(
+                f"[Pool] shared_budget is {shared_budget!r}: give the name of a shared budget, in ASCII, or "
+                "None"
+            )
         if budget is None:
             raise InvalidArgument(
-                f"[Pool] shared is {shared!r} and budget is not given: name the budget of all pools together"
+                f"[Pool] shared_budget is {shared_budget!r} and budget is not given: name the budget of all "
+                "pools together"
             )
     policies = {
         "never": _core.ZeroPolicy.never,
@@ -635,7 +648,7 @@ def pool_options(
         )
     return _core.PoolOptions(
         budget=limit,
-        shared=shared or "",
+        shared_budget=shared_budget or "",
         zero=policy,
         prefetch=prefetch,
         cache=cache,

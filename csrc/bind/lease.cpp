@@ -166,15 +166,6 @@ void bind_lease(nb::module_& module) {
       .def(
           "__exit__", [](Lease& lease, nb::args) { lease.end(); },
           nb::sig("def __exit__(self, *exc: object) -> None"));
-
-  module.def(
-      "prepare",
-      [](nb::handle tensors, nb::handle n) {
-        const std::int64_t positions = integer("prepare", "n", n);
-        for (const nb::object& core : cores_of("prepare", tensors))
-          nb::cast<TensorCore&>(core).prepare(positions);
-      },
-      "tensors"_a.none(), "n"_a.none());
 }
 
 }  // namespace vtensor::bind

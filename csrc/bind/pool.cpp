@@ -118,8 +118,8 @@ void bind_pool(nb::module_& module) {
   nb::class_<PoolOptions>(module, "PoolOptions")
       .def(
           nb::init<Bytes, std::string, ZeroPolicy, Bytes, Bytes, Bytes, Bytes, Time, Bytes, Time>(),
-          nb::kw_only(), "budget"_a, "shared"_a, "zero"_a, "prefetch"_a, "cache"_a, "spare_low"_a,
-          "spare_high"_a, "max_age"_a, "device_reserve"_a, "patience"_a,
+          nb::kw_only(), "budget"_a, "shared_budget"_a, "zero"_a, "prefetch"_a, "cache"_a,
+          "spare_low"_a, "spare_high"_a, "max_age"_a, "device_reserve"_a, "patience"_a,
           "Sizes in bytes, times in seconds.");
 
   nb::class_<PagePool>(module, "PagePool")
@@ -181,6 +181,7 @@ void bind_pool(nb::module_& module) {
       "patience"_a,
       "After so many seconds for the pools' figures. Also why some files could not be read.");
 
+  module.def("free_host_memory", [] { return free_host_memory(); });
   module.def("in_forked_child", [] { return in_forked_child.load(std::memory_order_relaxed); });
   module.def("refuse_in_forked_child", &refuse_in_forked_child, "operation"_a);
 

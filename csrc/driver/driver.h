@@ -171,6 +171,8 @@ struct HostOptions {
   bool strict_holes = false;  // unmapped addresses fault on reads too; for tests of over-reads
 };
 std::unique_ptr<Driver> make_host_driver(const HostOptions& options);
+// Bytes of the host's memory that this process may still take.
+std::size_t free_host_memory();
 
 struct CudaOptions {
   int device = 0;

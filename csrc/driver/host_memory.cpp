@@ -83,4 +83,6 @@ std::size_t free_host_memory(const std::string& proc, const std::string& cgroups
   return std::min(free, room_in_cgroups(proc, cgroups));
 }
 
+std::size_t free_host_memory() { return free_host_memory("/proc", "/sys/fs/cgroup"); }
+
 }  // namespace vtensor

@@ -46,8 +46,9 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
                             traits.page_size, " bytes: raise the budget or lower the page size");
     }
     std::unique_ptr<SharedBudget> shared;
-    if (!options.shared.empty()) {
-      shared = SharedBudget::join(driver->meter(), options.shared, budgeted.budget, traits.device);
+    if (!options.shared_budget.empty()) {
+      shared = SharedBudget::join(driver->meter(), options.shared_budget, budgeted.budget,
+                                  traits.device);
     }
     pool.reset(new PagePool(std::move(driver), budgeted, std::move(shared)), DeleteUnlessForked{});
     others.add(pool);

@@ -43,7 +43,7 @@ class TableMemory:
                 device,
                 page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or page_size_for(self.parts),
                 budget=os.environ.get("VTENSOR_VLLM_BUDGET") or None,
-                shared=shared,
+                shared_budget=shared,
                 spare_high=0,  # pages that no block has go back to the system
             )
             self.share = self.pool.budget // workers

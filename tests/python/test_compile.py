@@ -46,7 +46,6 @@ OTHERS = {
     "empty_like": lambda t, n: vtensor.empty_like(t).length,
     "from_tensor": lambda t, n: vtensor.from_tensor(t[:n], 0, 50, pool=t.pool),
     "zeros": lambda t, n: vtensor.zeros(n, 3, grow_dim=0, capacity=50, pool=t.pool),
-    "prepare of many": lambda t, n: vtensor.prepare([t], n),
     "lease": lambda t, n: leased(t),
 }
 # reindex needs rows, and address differs from tensor to tensor: below. These are always refused.

@@ -171,3 +171,23 @@ def test_wheel_builds_offline(tmp_path: Path) -> None:
     )
     needed = set(re.findall(r"\(NEEDED\).*\[(.+?)\.so", dynamic.stdout))
     assert needed <= {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "libdl", "ld-linux-x86-64"}
+
+
+def test_dir_shows_the_public_names_only():
+    """No module hides behind a function of its own name, and none that users do not import."""
+    code = """
+import types
+import vtensor
+shown = set(dir(vtensor))
+assert shown == {*vtensor.__all__, "__version__"}, shown ^ {*vtensor.__all__, "__version__"}
+modules = {name for name in shown if isinstance(getattr(vtensor, name), types.ModuleType)}
+assert modules == {"errors", "together", "trace"}, modules
+assert not hasattr(vtensor, "annotations")
+import vtensor.plot, vtensor.testing
+assert set(dir(vtensor)) - shown == {"plot", "testing"}
+import importlib.util
+for name in vtensor.__all__:
+    if not isinstance(getattr(vtensor, name), types.ModuleType):
+        assert importlib.util.find_spec("vtensor." + name) is None, name
+"""
+    run_python(code, ROOT / "tests" / "python")

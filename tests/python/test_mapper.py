@@ -85,7 +85,8 @@ def test_prepare_returns_before_the_pages_are_there(pool_factory):
 
 def test_prepare_of_many_tensors(host):
     tensors = [filled(host, 1, i + 1) for i in range(6)]
-    vtensor.prepare(tensors, 11)
+    for t in tensors:
+        t.prepare(11)
     host.wait_idle(5)
     before = calls(host)
     for i, t in enumerate(tensors):
@@ -262,7 +263,8 @@ def test_tensors_that_want_pages_are_served_in_turn():
     with vtensor.Pool("cpu", page_size=large) as pool:
         both = [vtensor.empty(0, grow_dim=0, capacity=64 * large, dtype=torch.uint8, pool=pool) for _ in "kv"]
         with vtensor.trace.record() as recording:
-            vtensor.prepare(both, 32 * large)
+            for t in both:
+                t.prepare(32 * large)
             pool.wait_idle(30)
         served = [e.tensor for e in recording.events() if (e.role, e.what) == ("mapper", "map")]
         first = served.index(both[1].address)

@@ -33,7 +33,8 @@ def test_a_request_of_many_tensors_takes_one_call_each(pool_factory):
     pool = pool_factory("simcuda", page_size=PAGE)
     tensors = [quarter(pool, capacity=4 * PER_PAGE) for _ in range(16)]
     before = mapper_calls(pool)
-    vtensor.prepare(tensors, 2 * PER_PAGE)
+    for t in tensors:
+        t.prepare(2 * PER_PAGE)
     pool.wait_idle(5)
     assert made_since(pool, before, "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async") == [32, 16, 16]
     for t in tensors:

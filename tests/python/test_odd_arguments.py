@@ -45,7 +45,6 @@ def test_sizes_of_a_tensor(pool, value):
     for call in calls:
         refused(call, value)
         assert t.length == 6 and not t.closed
-    refused(vtensor.prepare, [t], value)
     assert t.eq(1).all() and t.extend(1).length == 7
 
 
@@ -68,9 +67,6 @@ def test_what_is_no_tensor(pool):
             refused(vtensor.from_tensor, x, 0, 9, pool=pool)
             refused(vtensor.empty_like, x, grow_dim=0, capacity=3)
             refused(vtensor.lease, t, x)
-            refused(vtensor.prepare, [t, x], 1)
-    for no_list in (5, None):
-        refused(vtensor.prepare, no_list, 1)
     refused(vtensor.lease, t, stream="x")
     assert t.length == 6 and pool.stats().tensors == 1
 
@@ -377,10 +373,8 @@ def test_defaults_of_torch(host):
         made.close()
 
 
-def test_tensors_are_given_alike(host):
-    """A list of them or one by one to a lease, as a list to prepare()."""
+def test_a_lease_takes_a_list_or_one_by_one(host):
     k, v = filled(host, 6), filled(host, 6)
-    vtensor.prepare([k, v], 4)
     for given in ((k, v), ([k, v],), ((k, v),), ([k],), (k,)):
         with vtensor.lease(*given):
             pass

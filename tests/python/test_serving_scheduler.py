@@ -289,8 +289,8 @@ def beside(request):
     with ExitStack() as stack:
 
         def make(budget, **options):
-            cache = stack.enter_context(opened(request.param, budget, shared=name))
-            pool = stack.enter_context(open_pool(request.param, budget, shared=name))
+            cache = stack.enter_context(opened(request.param, budget, shared_budget=name))
+            pool = stack.enter_context(open_pool(request.param, budget, shared_budget=name))
             return engine_over(cache, **options), quarter(pool, 0, capacity=1024)
 
         yield make

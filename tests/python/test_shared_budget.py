@@ -116,7 +116,7 @@ class Other:
 
 
 def _serve(connection, kind, name, whole, options):
-    pool = open_pool(kind, whole, shared=name, **options)
+    pool = open_pool(kind, whole, shared_budget=name, **options)
     tensors = []
     connection.send("open")
     while True:
@@ -184,7 +184,7 @@ _COMMANDS = {
 
 
 def test_each_reaches_the_whole_and_neither_more(kind, name):
-    with open_pool(kind, WHOLE, shared=name) as pool, Other(kind, name) as other:
+    with open_pool(kind, WHOLE, shared_budget=name) as pool, Other(kind, name) as other:
         other("grow", 40)
         t = pages(pool, 24)
         assert held(pool) == (24, 40) and other("held") == (40, 24)
@@ -211,8 +211,8 @@ def test_each_reaches_the_whole_and_neither_more(kind, name):
 def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
     options = {"prefetch": WHOLE * PAGE, "cache": WHOLE * PAGE}
     with (
-        open_pool(kind, WHOLE, shared=name, **options) as keeper,
-        open_pool(kind, WHOLE, shared=name) as pool,
+        open_pool(kind, WHOLE, shared_budget=name, **options) as keeper,
+        open_pool(kind, WHOLE, shared_budget=name) as pool,
     ):
         kept = None
         if keeps == "spare":
@@ -243,11 +243,11 @@ def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
 
 
 def test_look_ahead_takes_nothing_that_others_ask_for(name):
-    with open_pool("host", WHOLE, shared=name, prefetch=WHOLE * PAGE) as eager:
+    with open_pool("host", WHOLE, shared_budget=name, prefetch=WHOLE * PAGE) as eager:
         growing = pages(eager, 2)
         for _ in range(6):  # at some rate, so that pages are mapped ahead
             growing.extend(2)
-        with open_pool("host", WHOLE, shared=name) as pool:
+        with open_pool("host", WHOLE, shared_budget=name) as pool:
             t = pages(pool)
             t.extend(WHOLE - len(growing))
             assert held(pool) == (WHOLE - len(growing), len(growing))
@@ -260,8 +260,8 @@ def test_look_ahead_takes_nothing_that_others_ask_for(name):
 def test_pages_are_mapped_ahead_only_beside_what_others_ask_for(kind, name):
     options = {"prefetch": WHOLE * PAGE}
     with (
-        open_pool(kind, WHOLE, shared=name, **options) as eager,
-        open_pool(kind, WHOLE, shared=name) as pool,
+        open_pool(kind, WHOLE, shared_budget=name, **options) as eager,
+        open_pool(kind, WHOLE, shared_budget=name) as pool,
         Other(kind, name) as silent,
     ):
         silent("grow", 40)
@@ -285,7 +285,7 @@ def test_pages_are_mapped_ahead_only_beside_what_others_ask_for(kind, name):
 
 
 def test_a_refusal_is_quick_and_changes_nothing(kind, name):
-    with open_pool(kind, WHOLE, shared=name) as pool, Other(kind, name) as other:
+    with open_pool(kind, WHOLE, shared_budget=name) as pool, Other(kind, name) as other:
         other("grow", 60)
         t = pages(pool, 2)
         began = time.monotonic()
@@ -297,7 +297,7 @@ def test_a_refusal_is_quick_and_changes_nothing(kind, name):
 
 
 def test_who_is_stopped_is_waited_for_with_a_bound(name):
-    with open_pool("host", WHOLE, shared=name) as pool, Other("host", name) as other:
+    with open_pool("host", WHOLE, shared_budget=name) as pool, Other("host", name) as other:
         other("grow", 60)
         other("close")
         other.stop()
@@ -312,7 +312,7 @@ def test_who_is_stopped_is_waited_for_with_a_bound(name):
 
 def test_every_refused_call_is_undone(kind, name):
     """I8, with the calls of the shared budget among them."""
-    with open_pool(kind, WHOLE, shared=name) as pool:
+    with open_pool(kind, WHOLE, shared_budget=name) as pool:
         refused = set()
         for n in range(100):
             t = pages(pool, 3)
@@ -341,7 +341,7 @@ def test_every_refused_call_is_undone(kind, name):
 
 def test_memory_that_a_refused_prefill_made_is_held(name):
     """I5: the free pages that want memory lie apart, so there is a call for each."""
-    with open_pool("host", WHOLE, shared=name, spare_high=6 * PAGE) as pool:
+    with open_pool("host", WHOLE, shared_budget=name, spare_high=6 * PAGE) as pool:
         t = pages(pool, 8, capacity=8)
         t.shrink(1, front=True)
         t.shrink(1)
@@ -358,7 +358,7 @@ def test_memory_that_a_refused_prefill_made_is_held(name):
 
 def test_private_copies_count_and_may_pass_the_budget(name, capsys):
     """As in a budget that is not shared: the kernel does not ask before it copies."""
-    with open_pool("host", 8, shared=name) as pool, open_pool("host", 8, shared=name) as other:
+    with open_pool("host", 8, shared_budget=name) as pool, open_pool("host", 8, shared_budget=name) as other:
         t = pages(pool, 6)
         child = t.fork()
         child.fill_(1)
@@ -376,7 +376,10 @@ def test_private_copies_count_and_may_pass_the_budget(name, capsys):
 
 
 def test_a_cache_counts_what_others_can_do_without(name):
-    with open_pool("host", WHOLE, shared=name) as keeper, open_pool("host", WHOLE, shared=name) as pool:
+    with (
+        open_pool("host", WHOLE, shared_budget=name) as keeper,
+        open_pool("host", WHOLE, shared_budget=name) as pool,
+    ):
         keeper.prefill(WHOLE * PAGE)
         cache = make_cache(pool)
         slot = cache.alloc()
@@ -404,7 +407,7 @@ def prefixes(pool, tokens, **kw):
 
 
 def test_prefixes_that_no_request_uses_go_to_who_needs_memory(kind, name):
-    with open_pool(kind, 256, shared=name) as keeper, open_pool(kind, 256, shared=name) as pool:
+    with open_pool(kind, 256, shared_budget=name) as keeper, open_pool(kind, 256, shared_budget=name) as pool:
         cache = prefixes(keeper, 400, max_len=512)
         kept = keeper.stats().pages_indexed
         assert kept > 64
@@ -418,7 +421,10 @@ def test_prefixes_that_no_request_uses_go_to_who_needs_memory(kind, name):
 
 
 def test_prefixes_count_as_what_others_can_do_without(name):
-    with open_pool("host", 256, shared=name) as keeper, open_pool("host", 256, shared=name) as pool:
+    with (
+        open_pool("host", 256, shared_budget=name) as keeper,
+        open_pool("host", 256, shared_budget=name) as pool,
+    ):
         cache = prefixes(keeper, 64)
         t = pages(pool, 256 - held(keeper)[0])
         other = make_cache(pool)
@@ -434,10 +440,13 @@ def test_prefixes_count_as_what_others_can_do_without(name):
 
 def test_an_operation_that_asks_owes_nothing(name):
     """Two caches whose operations want memory at once: neither waits for the other's."""
-    with open_pool("host", 256, shared=name) as one, open_pool("host", 256, shared=name) as other:
+    with (
+        open_pool("host", 256, shared_budget=name) as one,
+        open_pool("host", 256, shared_budget=name) as other,
+    ):
         caches = [prefixes(pool, 40) for pool in (one, other)]
         left = (256 - sum(held(one))) * PAGE
-        filler = vtensor.Pool("cpu", page_size=PAGE, budget=256 * PAGE, shared=name, prefetch=0)
+        filler = vtensor.Pool("cpu", page_size=PAGE, budget=256 * PAGE, shared_budget=name, prefetch=0)
         taken = pages(filler, left // PAGE)
         began = time.monotonic()
         results = []
@@ -461,7 +470,10 @@ def test_an_operation_that_asks_owes_nothing(name):
 
 
 def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
-    with open_pool("host", 256, shared=name) as keeper, open_pool("host", 256, shared=name) as pool:
+    with (
+        open_pool("host", 256, shared_budget=name) as keeper,
+        open_pool("host", 256, shared_budget=name) as pool,
+    ):
         over = threading.Event()
 
         def ask():
@@ -487,7 +499,7 @@ def test_a_cache_ends_while_others_ask_for_its_prefixes(name):
 
 
 def test_who_is_killed_gives_back_at_once(kind, name):
-    with open_pool(kind, WHOLE, shared=name) as pool, Other(kind, name) as other:
+    with open_pool(kind, WHOLE, shared_budget=name) as pool, Other(kind, name) as other:
         other("grow", WHOLE)
         t = pages(pool)
         other.kill()
@@ -496,7 +508,7 @@ def test_who_is_killed_gives_back_at_once(kind, name):
 
 
 def test_who_is_killed_is_gone_within_a_second(name):
-    with open_pool("host", WHOLE, shared=name) as pool, Other("host", name) as other:
+    with open_pool("host", WHOLE, shared_budget=name) as pool, Other("host", name) as other:
         other("grow", 10)
         assert held(pool) == (0, 10)
         assert {holder.process for holder in survey(name)} == {os.getpid(), other.pid}
@@ -508,7 +520,7 @@ def test_who_is_killed_is_gone_within_a_second(name):
 
 
 def test_a_child_keeps_nothing_for_a_dead_parent(name):
-    with open_pool("host", WHOLE, shared=name) as pool, Other("host", name) as other:
+    with open_pool("host", WHOLE, shared_budget=name) as pool, Other("host", name) as other:
         other("grow", WHOLE)
         child = other("fork")
         try:
@@ -520,14 +532,14 @@ def test_a_child_keeps_nothing_for_a_dead_parent(name):
 
 
 def test_a_forked_child_is_no_pool_of_the_budget(name):
-    with open_pool("host", WHOLE, shared=name) as pool:
+    with open_pool("host", WHOLE, shared_budget=name) as pool:
         t = pages(pool, 5)
         child = os.fork()
         if child == 0:
             status = 1
             with contextlib.suppress(BaseException):
                 try:
-                    open_pool("host", WHOLE, shared=name)
+                    open_pool("host", WHOLE, shared_budget=name)
                 except vtensor.VTensorError:
                     status = 0
                 del t, pool
@@ -541,7 +553,7 @@ def test_a_forked_child_is_no_pool_of_the_budget(name):
 
 def test_a_closed_pool_leaves_its_place_and_the_last_the_file(kind, name):
     descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    one, other = (open_pool(kind, WHOLE, shared=name) for _ in range(2))
+    one, other = (open_pool(kind, WHOLE, shared_budget=name) for _ in range(2))
     pages(one, 20)
     assert len(survey(name)) == 2
     one.close()
@@ -553,8 +565,8 @@ def test_a_closed_pool_leaves_its_place_and_the_last_the_file(kind, name):
 
 
 def test_a_view_keeps_the_place_of_a_closed_pool(name):
-    with open_pool("host", WHOLE, shared=name) as other:
-        pool = open_pool("host", WHOLE, shared=name)
+    with open_pool("host", WHOLE, shared_budget=name) as other:
+        pool = open_pool("host", WHOLE, shared_budget=name)
         view = pages(pool, 20)[:3]
         pool.close()
         assert held(other)[1] >= 3
@@ -567,7 +579,7 @@ def test_the_file_of_the_killed_is_begun_afresh(name):
     with Other("host", name, whole=32) as other:
         other("grow", 32)
     assert os.path.exists(path_of(name)) and survey(name) == []
-    with open_pool("host", WHOLE, shared=name) as pool:  # with another budget
+    with open_pool("host", WHOLE, shared_budget=name) as pool:  # with another budget
         assert len(pages(pool, WHOLE)) == WHOLE
 
 
@@ -577,13 +589,13 @@ def test_the_file_of_the_killed_is_begun_afresh(name):
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
 def test_a_pool_whose_file_was_removed_takes_no_more(kind, name):
     """Pools that are made later cannot see what it holds. What it has it keeps, and gives back."""
-    with open_pool(kind, WHOLE, shared=name, prefetch=8 * PAGE) as pool:
+    with open_pool(kind, WHOLE, shared_budget=name, prefetch=8 * PAGE) as pool:
         t = pages(pool, 4)
         t.fill_(3)
         pool.wait_idle(5)
         pool.trim()
         os.unlink(path_of(name))
-        with open_pool(kind, WHOLE, shared=name) as later:
+        with open_pool(kind, WHOLE, shared_budget=name) as later:
             with pytest.raises(vtensor.VTensorError, match=r"shared budget .* was removed.* close the pools"):
                 t.extend(16)
             assert len(t) == 4 and t.eq(3).all()
@@ -597,7 +609,7 @@ def test_a_pool_whose_file_was_removed_takes_no_more(kind, name):
 @pytest.mark.parametrize("nbytes", [0, 4096])
 def test_a_pool_whose_file_was_cut_takes_no_more(nbytes, name):
     """Nothing says what the others hold. What it has it keeps, and no process ends."""
-    with open_pool("host", WHOLE, shared=name, prefetch=8 * PAGE) as pool:
+    with open_pool("host", WHOLE, shared_budget=name, prefetch=8 * PAGE) as pool:
         t = pages(pool, 4)
         t.fill_(3)
         pool.wait_idle(5)
@@ -607,19 +619,22 @@ def test_a_pool_whose_file_was_cut_takes_no_more(nbytes, name):
             t.extend(16)
         assert len(t) == 4 and t.eq(3).all()
         with pytest.raises(vtensor.VTensorError, match="was made shorter"):
-            open_pool("host", WHOLE, shared=name)
+            open_pool("host", WHOLE, shared_budget=name)
         assert survey(name) == []
         t.prepare(8)  # the mapper can have no more either, and goes on
         t.shrink(3)
         pool.wait_idle(5)
         assert pool.stats().pages_mapped == 1
     assert not Path(path_of(name)).exists()
-    with open_pool("host", WHOLE, shared=name) as later:
+    with open_pool("host", WHOLE, shared_budget=name) as later:
         assert len(pages(later, WHOLE)) == WHOLE
 
 
 def test_a_pool_that_can_give_nothing_back_answers(name):
-    with open_pool("host", WHOLE, shared=name) as pool, open_pool("host", WHOLE, shared=name) as other:
+    with (
+        open_pool("host", WHOLE, shared_budget=name) as pool,
+        open_pool("host", WHOLE, shared_budget=name) as other,
+    ):
         pool.prefill(WHOLE * PAGE)
         began = time.monotonic()
         with testing.fail_after(pool, 0, 2**40) as refused:
@@ -631,9 +646,9 @@ def test_a_pool_that_can_give_nothing_back_answers(name):
 
 
 def test_another_budget_is_refused(name):
-    with open_pool("host", WHOLE, shared=name) as pool:
+    with open_pool("host", WHOLE, shared_budget=name) as pool:
         with pytest.raises(vtensor.InvalidArgument) as refusal:
-            open_pool("host", 32, shared=name)
+            open_pool("host", 32, shared_budget=name)
         assert str(32 * PAGE) in str(refusal.value) and str(WHOLE * PAGE) in str(refusal.value)
         with pytest.raises(vtensor.InvalidArgument, match=r"\[Pool.budget\].*all pools that share"):
             pool.budget = 32 * PAGE
@@ -641,24 +656,24 @@ def test_another_budget_is_refused(name):
 
 
 def test_another_version_is_refused(name):
-    with open_pool("host", WHOLE, shared=name):
+    with open_pool("host", WHOLE, shared_budget=name):
         with open(path_of(name), "r+b") as file:
             file.seek(8)
             file.write((9).to_bytes(4, "little"))
         with pytest.raises(vtensor.VTensorError, match="layout 9 where this one has 2"):
-            open_pool("host", WHOLE, shared=name)
+            open_pool("host", WHOLE, shared_budget=name)
         assert survey(name) == []
 
 
 @pytest.mark.parametrize("wrong", ["", "a/b", "..//", "x" * 65, "a b", "ä", "a\0b", 5, b"a", True])
 def test_names_that_cannot_be_are_refused(wrong):
     with pytest.raises(vtensor.InvalidArgument, match=r"^\[Pool\] "):
-        open_pool("host", WHOLE, shared=wrong)
+        open_pool("host", WHOLE, shared_budget=wrong)
 
 
 def test_a_shared_budget_is_named_in_bytes():
     with pytest.raises(vtensor.InvalidArgument, match="budget is not given"):
-        vtensor.Pool("cpu", shared="test")
+        vtensor.Pool("cpu", shared_budget="test")
 
 
 # -- top
@@ -674,7 +689,7 @@ def shown(name, *arguments):
 
 def test_top_shows_who_has_what(kind, name, capsys):
     options = {"prefetch": WHOLE * PAGE, "cache": WHOLE * PAGE}
-    with open_pool(kind, WHOLE, shared=name, **options) as pool, Other("host", name) as other:
+    with open_pool(kind, WHOLE, shared_budget=name, **options) as pool, Other("host", name) as other:
         other("grow", 3)
         kept = pages(pool, 5, capacity=5)
         pages(pool, 7, capacity=7).close()
@@ -706,7 +721,7 @@ def test_top_passes_over_what_is_no_budget(name, capsys):
     strange = Path(path_of(name + "-strange"))
     strange.mkdir()
     try:
-        with open_pool("host", WHOLE, shared=name):
+        with open_pool("host", WHOLE, shared_budget=name):
             assert top.main(once=True, as_json=True) == 0
             found = json.loads(capsys.readouterr().out)
             assert name in [budget["name"] for budget in found["budgets"]]
@@ -718,7 +733,7 @@ def test_top_passes_over_what_is_no_budget(name, capsys):
 
 
 def test_top_does_not_wait_for_who_is_stopped(name):
-    with open_pool("host", WHOLE, shared=name), Other("host", name) as other:
+    with open_pool("host", WHOLE, shared_budget=name), Other("host", name) as other:
         other("grow", 6)
         other.stop()
         began = time.monotonic()
@@ -727,7 +742,7 @@ def test_top_does_not_wait_for_who_is_stopped(name):
 
 
 def test_top_goes_on_until_it_is_interrupted(name):
-    with open_pool("host", WHOLE, shared=name):
+    with open_pool("host", WHOLE, shared_budget=name):
         process = subprocess.Popen(
             [sys.executable, "-m", "vtensor", "top", "--json"],
             stdout=subprocess.PIPE,
@@ -772,7 +787,7 @@ def work_together(name, steps, rounds, **options):
     """Two processes do `steps` operations each; in each of `rounds` a third one works beside them, and is
     killed in the middle."""
     refused = 0
-    with open_pool("host", WHOLE, shared=name) as pool, Sampler(name) as sampler:
+    with open_pool("host", WHOLE, shared_budget=name) as pool, Sampler(name) as sampler:
         with Other("host", name) as one, Other("host", name, **options) as two:
             for seed in range(rounds):
                 with Other("host", name) as killed:

@@ -446,7 +446,7 @@ def test_prefixes_make_room_for_what_wakes(pool_factory, kind):
 def test_a_shared_budget(pool_factory, kind):
     """What sleeps is given back to the other pools; what wakes asks them."""
     name = f"sleep-{os.getpid()}"
-    with open_pool(kind, 64, shared=name) as pool, open_pool("host", 64, shared=name) as other:
+    with open_pool(kind, 64, shared_budget=name) as pool, open_pool("host", 64, shared_budget=name) as other:
         t = filled(pool, 40 * PAGE, 3)
         pool.sleep(contents="host")
         testing.check_invariants(pool)

@@ -67,7 +67,6 @@ OPERATIONS = {
     "write": (lambda m: m.t.zero_(), lambda m, x: torch.zeros_like(x)),
     "close": (lambda m: m.t.close(), None),
     "with": (lambda m: m.t.__exit__(None, None, None), None),
-    "prepare of many": (lambda m: vtensor.prepare([m.t, m.f], 3), lambda m, x: x),
     "empty_like": (lambda m: vtensor.empty_like(m.t), lambda m, x: x),
     "zeros": (lambda m: vtensor.zeros(3, 5, grow_dim=0, capacity=9, pool=m.t.pool), lambda m, x: x),
     "from_tensor": (lambda m: vtensor.from_tensor(m.t, 1, 40, pool=m.t.pool), lambda m, x: x),

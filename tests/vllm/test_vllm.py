@@ -112,7 +112,7 @@ def test_settings_that_cannot_be(results, folder, settings, says):
 
 HOLDER = """
 import os, sys, torch, vtensor
-pool = vtensor.Pool("cpu", budget="16MiB", shared=os.environ["VTENSOR_VLLM_SHARED"])
+pool = vtensor.Pool("cpu", budget="16MiB", shared_budget=os.environ["VTENSOR_VLLM_SHARED"])
 taken = vtensor.empty(0, grow_dim=0, capacity=16 << 20, dtype=torch.uint8, pool=pool).extend(16 << 20)
 print("taken", flush=True)
 sys.stdin.read()

@@ -73,7 +73,7 @@ def _pool(holder: _core.BudgetHolder) -> dict[str, Any]:
 def _lines(budgets: list[dict[str, Any]], skipped: list[str]) -> Iterator[str]:
     yield from (f"skipped: {why}" for why in skipped)
     if not budgets:
-        yield 'No pool on this machine shares a budget: Pool(budget=, shared="name") makes one.'
+        yield 'No pool on this machine shares a budget: Pool(budget=, shared_budget="name") makes one.'
     for budget in budgets:
         held = min(budget["held"], budget["limit"])
         share = held / budget["limit"]

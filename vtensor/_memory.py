@@ -14,6 +14,7 @@ from vtensor import _core
 from vtensor._adopted import optimizer_state, raise_if_asleep
 from vtensor._arguments import of_type, tag_of
 from vtensor._layout import whole_storage
+from vtensor._modes import without_modes
 from vtensor._progress import Progress
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Heap, Pool, default_pool
@@ -123,7 +124,7 @@ def adopt(
     for t in tensors:
         storages[_key(t)] = t.untyped_storage()
     nbytes = sum(storage.nbytes() for storage in storages.values())
-    with torch.inference_mode(False):
+    with without_modes():
         moved = {}
         done = 0
         with Progress() as show:

@@ -1,8 +1,8 @@
-"""Leases, which keep pages mapped for running kernels, and requests to map pages ahead."""
+"""Leases, which keep pages mapped for running kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from vtensor import _core
 from vtensor._streams import Stream, stream_handle
@@ -26,7 +26,7 @@ class lease(_core.Lease):
     begins.
 
     Args:
-        tensors: VTensors, or one list of them, as :func:`prepare` takes.
+        tensors: VTensors, or one list of them.
         stream: the stream in which the work is launched: a ``torch.cuda.Stream``, a ``cuda.core`` stream or
             an integer. Defaults to torch's current stream at the end of the ``with``. Ignored on the CPU.
 
@@ -41,18 +41,3 @@ class lease(_core.Lease):
         if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
             tensors = tuple(tensors[0])
         super().__init__(tensors, stream_handle("lease", stream))
-
-
-def prepare(tensors: Iterable[VTensor], n: int) -> None:
-    """Calls :meth:`VTensor.prepare` on many tensors and wakes the mapper once.
-
-    Args:
-        tensors: VTensors.
-        n: positions more, of each.
-
-    Raises:
-        CapacityExceeded: if one of them has less room. Those before it are prepared.
-        InvalidArgument: if ``n`` is negative, or one of ``tensors`` is no VTensor.
-        Closed: if one of them is closed.
-    """
-    _core.prepare(tensors, n)

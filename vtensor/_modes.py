@@ -1,0 +1,27 @@
+"""Torch's modes, such as FakeTensorMode, and tensors of our own that they must not touch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["empty_bytes", "without_modes"]
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which torch makes plain tensors that hold memory, outside inference mode.
+
+    Tensors of our own are made in it: a fake tensor has no memory, and an inference tensor cannot be resized
+    later. csrc/bind/torch_bridge.h has the same for the core.
+    """
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def empty_bytes(nbytes: int, pinned: bool) -> torch.Tensor:
+    """Host memory for the core."""
+    with without_modes():
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
