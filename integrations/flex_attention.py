@@ -201,7 +201,10 @@ class CacheMask:
 
     def _per_row(self, name: str, given: int | Sequence[int] | torch.Tensor) -> torch.Tensor:
         """``given`` as int32 ``[batch]``, on its own device."""
-        t = torch.as_tensor(given, dtype=torch.int32)
+        if isinstance(given, torch.Tensor):
+            t = given.to(torch.int32)
+        else:
+            t = torch.tensor(given, dtype=torch.int32, device="cpu")
         if t.ndim and t.shape != self.lengths.shape:
             raise InvalidArgument(
                 f"[CacheMask.update] {list(t.shape)} {name} for {len(self.lengths)} rows: give one for each"

@@ -104,7 +104,7 @@ class _Ranks:
 
     def agree(self, error: BaseException | None) -> None:
         """Returns if no rank has an error. Otherwise raises the error of the first such rank on all ranks."""
-        flag = torch.tensor(int(error is None))
+        flag = torch.tensor(int(error is None), device="cpu")
         try:
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.group)
             if flag:

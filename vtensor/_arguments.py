@@ -6,13 +6,14 @@ The core checks the arguments that it receives itself (csrc/bind/arguments.h).
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Set
 from typing import Any, TypeVar
 
 import torch
 
-from vtensor._units import parse_bytes
-from vtensor.errors import InvalidArgument
+from vtensor import _core
+from vtensor._units import byte_text, parse_bytes
+from vtensor.errors import CapacityExceeded, InvalidArgument
 
 T = TypeVar("T")
 
@@ -30,6 +31,42 @@ def integer(operation: str, name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise _refusal(operation, name, value, "an integer") from None
+
+
+def items(operation: str, name: str, value: Any, wanted: str) -> list[Any]:
+    """The items of `value`: an iterable, or a tensor of at least one dimension."""
+    if isinstance(value, torch.Tensor):
+        if not has_memory(value):
+            raise InvalidArgument(
+                f"[{operation}] {name} is a {type(value).__name__} without memory: give {wanted}"
+            )
+        with torch._C._DisableTorchDispatch():  # of FakeTensorMode, which reads no tensor
+            value = value.tolist()
+    unordered = isinstance(value, (str, bytes, Mapping, Set))
+    try:
+        if not unordered:
+            return list(value)
+    except TypeError:  # no iterable, or an array of no dimension
+        pass
+    raise InvalidArgument(f"[{operation}] {name} is {value!r}: give {wanted}")
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Whether its elements lie somewhere: those of a fake tensor, or on the meta device, do not."""
+    try:
+        return t.numel() == 0 or t.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def require_tables(operation: str, what: str, nbytes: int) -> None:
+    """Refuses tables of so many bytes if the machine has less memory free, before any is made."""
+    free = _core.free_host_memory()
+    if nbytes > free:
+        raise CapacityExceeded(
+            f"[{operation}] {what} needs {byte_text(nbytes)} of host memory for its tables, the machine has "
+            f"{byte_text(free)} free: ask for less"
+        )
 
 
 def byte_count(operation: str, name: str, value: Any) -> int:

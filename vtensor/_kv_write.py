@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vtensor._arguments import has_memory, items
+from vtensor._modes import without_modes
 from vtensor.errors import InvalidArgument
 
 __all__ = ["Runs", "checked_states", "runs_of", "store"]
@@ -29,10 +31,11 @@ class Runs(NamedTuple):
         for slot, start, count in zip(*self, strict=True):
             slots += [slot] * count
             positions += range(start, start + count)
-        return (
-            torch.tensor(slots, dtype=torch.long, device=device),
-            torch.tensor(positions, dtype=torch.long, device=device),
-        )
+        with without_modes():
+            return (
+                torch.tensor(slots, dtype=torch.long, device=device),
+                torch.tensor(positions, dtype=torch.long, device=device),
+            )
 
 
 def runs_of(slots: Any, starts: Any, counts: Any, tokens: int) -> Runs:
@@ -59,7 +62,8 @@ def runs_of(slots: Any, starts: Any, counts: Any, tokens: int) -> Runs:
 
 
 def _numbers(name: str, given: Any) -> list[int]:
-    many = given if isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0 else [given]
+    several = isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0
+    many = items("KVCache.write", name, given, "an integer, or one for each slot") if several else [given]
     try:
         numbers = [index(one) for one in many]
     except TypeError:
@@ -88,6 +92,10 @@ def checked_states(name: str, states: Any, whole: torch.Tensor, heads_dim: int, 
             f"{layer} takes [tokens, {heads}, {dim}] or [slots, tokens, {heads}, {dim}], {whole.dtype} on "
             f"{whole.device}"
         )
+    if not has_memory(states):
+        raise InvalidArgument(
+            f"[KVCache.write] {name} is a {type(states).__name__} without memory: give one with contents"
+        )
     if states.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
             f"[KVCache.write] {name} requires grad, and a cache keeps no graph: detach() it, or work under "
@@ -104,11 +112,12 @@ def store(
     places: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """Copies checked states to their places; ``places`` has these, unless there is one run."""
-    if places is not None:
-        slots, positions = places
-        whole[(slots, slice(None), positions) if heads_dim == 1 else (slots, positions)] = states
-        return
-    slot = whole[runs.slots[0]]
-    slot.narrow(2 - heads_dim, runs.starts[0], runs.counts[0]).copy_(
-        states.transpose(0, 1) if heads_dim == 1 else states
-    )
+    with torch._C._DisableTorchDispatch():  # of FakeTensorMode, which copies nothing
+        if places is not None:
+            slots, positions = places
+            whole[(slots, slice(None), positions) if heads_dim == 1 else (slots, positions)] = states
+            return
+        slot = whole[runs.slots[0]]
+        slot.narrow(2 - heads_dim, runs.starts[0], runs.counts[0]).copy_(
+            states.transpose(0, 1) if heads_dim == 1 else states
+        )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from vtensor._arguments import items
 from vtensor.errors import InvalidArgument
 
 __all__ = ["checked_salt", "token_ids"]
@@ -24,11 +25,10 @@ def token_ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> bytes:
                 f"[{operation}] tokens is a {tokens.dtype} tensor of shape {tuple(tokens.shape)}: give the "
                 "ids of one request, [n]"
             )
-        tokens = tokens.tolist()
     if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, Iterable):
         raise InvalidArgument(f"[{operation}] tokens is a {type(tokens).__name__}: give the ids, [n]")
     try:
-        return array("q", list(tokens)).tobytes()
+        return array("q", items(operation, "tokens", tokens, "the ids, [n]")).tobytes()
     except (TypeError, OverflowError) as error:
         raise InvalidArgument(
             f"[{operation}] a token is no integer of 64 bits ({error}): give the ids, [n]"

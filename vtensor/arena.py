@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from vtensor import _core
-from vtensor._arguments import integer, tag_of
+from vtensor._arguments import integer, of_type, require_tables, tag_of
 from vtensor._layout import whole_storage
 from vtensor._notebook import bundle
 from vtensor._streams import Stream, stream_handle
@@ -22,6 +22,7 @@ __all__ = ["Arena", "ArenaStats"]
 ArenaCore = _core.ArenaCore
 
 _MOST_BYTES = 2**62
+_PER_ZERO_PAGE = 24  # bytes of tables for each page of addresses, while it is filled
 
 Interval = tuple[int, int]
 
@@ -72,7 +73,7 @@ class Arena:
 
     Raises:
         InvalidArgument: ``nbytes`` is not positive.
-        CapacityExceeded: more addresses than a process has.
+        CapacityExceeded: more addresses than a process has, or tables larger than the machine's free memory.
         Closed: the pool is closed.
     """
 
@@ -85,7 +86,10 @@ class Arena:
         if nbytes < 1:
             raise InvalidArgument(f"[Arena] nbytes is {nbytes}: it must be at least 1")
         self._sleeps_as = tag_of("Arena", tag)
-        self._pool = default_pool() if pool is None else pool
+        self._pool = default_pool() if pool is None else of_type("Arena", "pool", pool, Pool)
+        if zeros:
+            pages = nbytes // self._pool.page_size
+            require_tables("Arena", f"nbytes {nbytes} with zeros=True", pages * _PER_ZERO_PAGE)
         self._core = ArenaCore(self._pool._open_core("Arena"), min(nbytes, _MOST_BYTES), bool(zeros))
         self.nbytes = nbytes
         """Bytes of the range."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from vtensor import _core
-from vtensor._arguments import integer, of_type
+from vtensor._arguments import integer, items, of_type, require_tables
 from vtensor._streams import Stream, stream_handle
 from vtensor.arena import Arena
 from vtensor.errors import InvalidArgument
@@ -14,6 +14,8 @@ from vtensor.errors import InvalidArgument
 __all__ = ["Blocks"]
 
 BlocksCore = _core.BlocksCore
+
+_PER_BLOCK = 17  # bytes of tables
 
 
 class Blocks:
@@ -36,18 +38,25 @@ class Blocks:
 
     Raises:
         InvalidArgument: blocks without bytes, or with bytes that are not in the arena.
+        CapacityExceeded: their tables are larger than the machine's free memory.
     """
 
     def __init__(self, arena: Arena, count: int, parts: Sequence[tuple[int, int, int]]) -> None:
         of_type("Blocks", "arena", arena, Arena)
         count = integer("Blocks", "count", count)
-        given = [tuple(integer("Blocks", "parts", end) for end in part) for part in parts]
+        wanted = "a sequence of (offset, stride, size), each in bytes"
+        given = [
+            tuple(integer("Blocks", "parts", end) for end in items("Blocks", "a part", part, wanted))
+            for part in items("Blocks", "parts", parts, wanted)
+        ]
         wrong = any(len(part) != 3 or min(part) < 0 or max(part) >= 2**62 for part in given)
         if not 1 <= count < 2**62 or wrong:
             raise InvalidArgument(
                 f"[Blocks] {count} blocks of parts {given[:4]}: give at least one block, and each part as "
                 "(offset, stride, size) in bytes"
             )
+        if all(offset + (count - 1) * stride + size <= arena.nbytes for offset, stride, size in given):
+            require_tables("Blocks", f"count {count}", count * _PER_BLOCK)  # else the core refuses them
         self.arena = arena
         """The arena of the blocks."""
         self._core = BlocksCore(arena._core, count, cast(list[tuple[int, int, int]], given))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, Literal, cast
 
 import torch
 
 from vtensor import _core
-from vtensor._arguments import default_device, device_of, integer, of_type, tag_of
+from vtensor._arguments import default_device, device_of, integer, items, of_type, require_tables, tag_of
 from vtensor._kv_stats import USED, KVCacheStats, count
 from vtensor._kv_write import Runs, checked_states, runs_of, store
-from vtensor._layout import CacheLayout, layout_of, whole_storage
+from vtensor._layout import CacheLayout, layout_of, size_of, whole_storage
 from vtensor._notebook import bundle
 from vtensor._streams import Stream, stream_handle
 from vtensor._tokens import checked_salt, token_ids
@@ -26,6 +26,8 @@ __all__ = ["KVCache", "KVCacheStats"]
 CacheCore = _core.CacheCore
 
 _MOST = 2**62  # more than any address space has bytes
+# Bytes of tables, as measured and some more: for each layer, slot, row group of a slot.
+_PER_LAYER, _PER_SLOT, _PER_ROW_GROUP = 3000, 350, 70
 
 
 class KVCache:
@@ -63,7 +65,7 @@ class KVCache:
 
     Raises:
         InvalidArgument: sizes, dtype, device or layout that make no sense.
-        CapacityExceeded: more addresses than a process has.
+        CapacityExceeded: more addresses than a process has, or tables larger than the machine's free memory.
         Closed: the pool is closed.
     """
 
@@ -98,17 +100,23 @@ class KVCache:
                 )
         if tile is None:
             tile = 256 if pool.device.type == "cuda" else 1
-        max_batch = self._size("max_batch", max_batch)
-        max_len = self._size("max_len", max_len)
-        tile = self._size("tile", tile)
+        max_batch = size_of("max_batch", max_batch)
+        max_len = size_of("max_len", max_len)
+        tile = size_of("tile", tile)
         lookahead = integer("KVCache", "lookahead", lookahead)
         if not 0 <= lookahead <= max_len:
             raise InvalidArgument(f"[KVCache] lookahead is {lookahead}: give 0 to max_len tokens")
         dtype = of_type(
             "KVCache", "dtype", torch.get_default_dtype() if dtype is None else dtype, torch.dtype
         )
+        layers = size_of("num_layers", num_layers)
+        require_tables("KVCache", f"num_layers {layers}", layers * _PER_LAYER)
         self._layout: CacheLayout = layout_of(
             num_layers, num_kv_heads, head_dim, value_head_dim, layer_group, layout, windows, bands, dtype
+        )
+        row_groups = len(self._layout.row_groups)
+        require_tables(
+            "KVCache", f"max_batch {max_batch}", max_batch * (_PER_SLOT + row_groups * _PER_ROW_GROUP)
         )
         self._pool = pool
         core = pool._open_core("KVCache")
@@ -125,12 +133,11 @@ class KVCache:
                 for row_group in self._layout.row_groups
             ],
         )
-        row_groups = range(len(self._layout.row_groups))
-        self._rows = [CacheCore.row_bytes(self._core, row_group) for row_group in row_groups]
+        self._rows = [CacheCore.row_bytes(self._core, row_group) for row_group in range(row_groups)]
         known = weakref.ref(self)  # by all views of the layers: see bind/slot_range.h
         self._bytes = [
             whole_storage(cast(torch.UntypedStorage, CacheCore.storage(self._core, row_group, known)))
-            for row_group in row_groups
+            for row_group in range(row_groups)
         ]
         self._layers = self._layout.views(self._bytes, self._rows, max_batch, max_len, dtype)
         pool._register(self)
@@ -424,8 +431,8 @@ class KVCache:
             InvalidArgument: a source that is none of the slots.
             DriverError: see above.
         """
-        old = [self._slot("KVCache.reorder", slot) for slot in slots]
-        new = [self._slot("KVCache.reorder", slot) for slot in sources]
+        old = self._slots("KVCache.reorder", slots)
+        new = self._slots("KVCache.reorder", sources)
         return CacheCore.reorder(self._core, old, new, stream_handle("KVCache.reorder", stream))
 
     def publish(self, slot: int, tokens: Sequence[int] | torch.Tensor, *, salt: str = "") -> int:
@@ -492,8 +499,7 @@ class KVCache:
                 bands differ.
             OutOfPages: the host has no memory for them; nothing was changed.
         """
-        slots = slot if isinstance(slot, Iterable) else [slot]
-        numbers = [self._slot("KVCache.swap_out", one) for one in slots]
+        numbers = self._slots("KVCache.swap_out", slot)
         CacheCore.swap_out(self._core, numbers, self._bands("KVCache.swap_out", bands))
 
     def swap_in(self, slot: int | Sequence[int], *, bands: Iterable[int] | None = None) -> bool:
@@ -511,8 +517,7 @@ class KVCache:
         Raises:
             InvalidArgument: one of them is not swapped out, or is named twice.
         """
-        slots = slot if isinstance(slot, Iterable) else [slot]
-        numbers = [self._slot("KVCache.swap_in", one) for one in slots]
+        numbers = self._slots("KVCache.swap_in", slot)
         return CacheCore.swap_in(self._core, numbers, self._bands("KVCache.swap_in", bands))
 
     def wait(self, slot: int, layer: int | None = None) -> None:
@@ -622,24 +627,14 @@ class KVCache:
         return CacheCore.await_arrivals(self._core, seconds)
 
     def _as_list(self, operation: str, lengths: Any) -> list[int]:
-        if isinstance(lengths, torch.Tensor):
-            lengths = lengths.tolist()
-        if isinstance(lengths, (Mapping, Set, str, bytes)) or not isinstance(lengths, Iterable):
-            raise self._no_lengths(operation, lengths)
-        return list(lengths)
+        return items(operation, "lengths", lengths, self._lengths_wanted)
 
     def _no_lengths(self, operation: str, lengths: object) -> InvalidArgument:
-        return InvalidArgument(
-            f"[{operation}] lengths is {lengths!r}: give {self.max_batch} integers, one for each slot, as "
-            "cache.lengths has them"
-        )
+        return InvalidArgument(f"[{operation}] lengths is {lengths!r}: give {self._lengths_wanted}")
 
-    @staticmethod
-    def _size(name: str, size: int) -> int:
-        number = integer("KVCache", name, size)
-        if number < 1:
-            raise InvalidArgument(f"[KVCache] {name} is {number}: it must be at least 1")
-        return number
+    @property
+    def _lengths_wanted(self) -> str:
+        return f"{self.max_batch} integers, one for each slot, as cache.lengths has them"
 
     def _layer(self, operation: str, layer: int) -> int:
         if self._core.closed:
@@ -660,13 +655,20 @@ class KVCache:
             )
         return number
 
+    def _slots(self, operation: str, slots: int | Sequence[int] | torch.Tensor) -> list[int]:
+        """The numbers of one slot or several."""
+        several = isinstance(slots, Iterable) and getattr(slots, "ndim", 1) != 0
+        given: list[Any] = (
+            items(operation, "slots", slots, "slots that alloc() returned") if several else [slots]
+        )
+        return [self._slot(operation, one) for one in given]
+
     def _bands(self, operation: str, bands: Iterable[int] | None) -> list[int]:
         """Their numbers; none for all of them."""
         if bands is None:
             return []
-        if isinstance(bands, (str, bytes)) or not isinstance(bands, Iterable):
-            raise InvalidArgument(f"[{operation}] bands is {bands!r}: give their numbers, such as [0]")
-        numbers = [self._count(operation, "a band", band) for band in bands]
+        given = items(operation, "bands", bands, "their numbers, such as [0]")
+        numbers = [self._count(operation, "a band", band) for band in given]
         if not numbers or max(numbers) >= len(self._layout.bands):
             raise InvalidArgument(
                 f"[{operation}] bands is {numbers}: name some of 0 to {len(self._layout.bands) - 1}"

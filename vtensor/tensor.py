@@ -8,8 +8,9 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor._arguments import choice, default_device, device_of, integer, of_type, tag_of
+from vtensor._arguments import choice, default_device, device_of, integer, items, of_type, tag_of
 from vtensor._line import tensor_line
+from vtensor._modes import without_modes
 from vtensor._notebook import bundle
 from vtensor._processes import keep_private
 from vtensor._streams import Stream, stream_handle
@@ -185,7 +186,7 @@ class VTensor(torch.Tensor):
                 raise InvalidArgument(
                     f"[VTensor.reindex] index is of {index.dtype}: give integers, as mask.nonzero() does"
                 )
-            index = index.tolist()
+            index = items("VTensor.reindex", "index", index, "integers, as mask.nonzero() does")
         _core.reindex([self._core], [self], [index], [])
         return self
 
@@ -314,17 +315,25 @@ class VTensor(torch.Tensor):
 
         ``force`` is as for ``torch.Tensor.numpy``.
         """
-        return self.alias().numpy(force=force)
+        alias = self.alias()
+        with without_modes():
+            return alias.numpy(force=force)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.alias().__dlpack__(*args, **kwargs)
+        alias = self.alias()
+        with without_modes():
+            return alias.__dlpack__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return tensor_line(self, self._core)
 
     def __str__(self) -> str:
         # torch.compile cannot trace alias(), nor any other call of the core.
-        return repr(self) if torch.compiler.is_compiling() or self.closed else str(self.alias())
+        if torch.compiler.is_compiling() or self.closed:
+            return repr(self)
+        alias = self.alias()
+        with without_modes():
+            return str(alias)
 
     __format__ = object.__format__  # torch's refuses closed tensors
 
@@ -389,12 +398,10 @@ def _refuse(operation: str) -> NoReturn:
 
 def _coreless(pool: Pool, dtype: torch.dtype, tag: str) -> VTensor:
     """An empty VTensor that has no core yet."""
-    if torch.is_inference_mode_enabled():  # because an inference tensor cannot be resized later
-        with torch.inference_mode(False):
-            return _coreless(pool, dtype, tag)
     # A view of a plain tensor: views of the VTensor then have that tensor as their base, and none keeps the
     # VTensor alive.
-    tensor = torch.empty(0, dtype=dtype, device=pool._tensor_device).as_subclass(VTensor)
+    with without_modes():
+        tensor = torch.empty(0, dtype=dtype, device=pool._tensor_device).as_subclass(VTensor)
     tensor._pool = pool
     tensor._sleeps_as = tag
     return tensor

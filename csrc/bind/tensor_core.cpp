@@ -335,6 +335,8 @@ void TensorCore::append(nb::handle self, nb::handle source) {
   if (!(from.device == buffer_->pool()->traits().device))
     refuse(name, "the tensor is on ", text(spec_.device), ", the source on ",
            text(nb::getattr(source, "device")), ": move it with x.to(t.device)");
+  if (!from.has_memory())
+    refuse(name, "the source has no memory (", type_text(source), "): give one with contents");
   nb::object kept = nb::borrow(source);
   if (nb::getattr(source, "requires_grad").is(nb::bool_(true))) {
     if (torch.gradients_enabled())

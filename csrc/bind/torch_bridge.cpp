@@ -134,9 +134,7 @@ std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::
   const nb::gil_scoped_acquire gil;
   nb::object tensor;
   try {
-    // Names the device and the dtype, because the program may have set other defaults.
-    tensor = torch_.attr("empty")(bytes, nb::arg("dtype") = torch_.attr("uint8"),
-                                  nb::arg("device") = "cpu", nb::arg("pin_memory") = pinned);
+    tensor = empty_bytes_(bytes, pinned);
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_RuntimeError) && !error.matches(PyExc_MemoryError)) throw;
     throw OutOfPages("[", operation, "] need ", bytes, " bytes of ", pinned ? "page-locked " : "",
@@ -190,7 +188,21 @@ void end_unused_capsule(PyObject* capsule) {
 
 }  // namespace
 
+WithoutModes::WithoutModes() {
+  const TorchBridge& torch = TorchBridge::get();
+  if (nb::cast<std::size_t>(call(torch.count_modes_, {})) == 0) return;
+  disabled_ = call(torch.disable_modes_, {});
+  disabled_.attr("__enter__")();
+}
+
+WithoutModes::~WithoutModes() {
+  if (!disabled_.is_valid()) return;
+  const nb::error_scope pending;  // of the call that ended early
+  disabled_.attr("__exit__")(nb::none(), nb::none(), nb::none());
+}
+
 nb::object TorchBridge::tensor_over(Generation* generation, Address address, std::size_t bytes) {
+  const WithoutModes plain;
   if (api_) {
     auto* managed = make_export<dlpack::ManagedTensorVersioned>(generation, address, bytes);
     managed->version = {1, 0};
@@ -219,26 +231,33 @@ nb::object TorchBridge::storage_over(Generation* generation, Address address, st
   return storage;
 }
 
+nb::object TorchBridge::detach(nb::handle tensor) {
+  const WithoutModes plain;
+  return call(detach_, {tensor.ptr()});
+}
+
 nb::object TorchBridge::empty_storage(nb::handle device) {
   return storage_type_(0, nb::arg("device") = device);
 }
 
 void TorchBridge::set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
                       nb::handle strides) {
+  const WithoutModes plain;
   nb::int_ at(offset);
   call(set_, {tensor.ptr(), storage.ptr(), at.ptr(), sizes.ptr(), strides.ptr()});
 }
 
 nb::object TorchBridge::narrow(nb::handle tensor, std::size_t dim, std::size_t start,
                                std::size_t length) {
+  const WithoutModes plain;
   nb::int_ at_dim(dim), at(start), n(length);
   return call(narrow_, {tensor.ptr(), at_dim.ptr(), at.ptr(), n.ptr()});
 }
 
 void TorchBridge::copy_into(nb::handle tensor, std::size_t dim, std::size_t start,
                             std::size_t length, nb::handle source) {
-  nb::object plain = detach(tensor);
-  nb::object target = narrow(plain, dim, start, length);
+  const WithoutModes plain;
+  nb::object target = narrow(detach(tensor), dim, start, length);
   call(copy_, {target.ptr(), source.ptr()});
 }
 

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -25,10 +26,28 @@ struct TensorFacts {
   Device device{};
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;
+
+  // A fake tensor has elements and none.
+  bool has_memory() const {
+    return data != nullptr || std::find(shape.begin(), shape.end(), 0) != shape.end();
+  }
 };
 
 // Calls by vectorcall. Throws python_error.
 nb::object call(nb::handle callable, std::initializer_list<PyObject*> arguments);
+
+// A scope in which torch's calls are plain ones: FakeTensorMode and others like it would turn our
+// tensors into their own.
+class WithoutModes {
+ public:
+  WithoutModes();
+  ~WithoutModes();
+  WithoutModes(const WithoutModes&) = delete;
+  WithoutModes& operator=(const WithoutModes&) = delete;
+
+ private:
+  nb::object disabled_;
+};
 
 // torch's functions, looked up once.
 class TorchBridge {
@@ -50,7 +69,7 @@ class TorchBridge {
 
   void set(nb::handle tensor, nb::handle storage, std::size_t offset, nb::handle sizes,
            nb::handle strides);
-  nb::object detach(nb::handle tensor) { return call(detach_, {tensor.ptr()}); }
+  nb::object detach(nb::handle tensor);
   nb::object narrow(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length);
   void copy_into(nb::handle tensor, std::size_t dim, std::size_t start, std::size_t length,
                  nb::handle source);
@@ -80,6 +99,8 @@ class TorchBridge {
   void use_exchange_api(bool use);
 
  private:
+  friend class WithoutModes;
+
   TorchBridge();
   static bool is_true(nb::handle object) { return object.is(nb::bool_(true)); }
   nb::object tensor_over(Generation* generation, Address address, std::size_t bytes);
@@ -97,11 +118,14 @@ class TorchBridge {
   const nb::object is_conj_ = tensor_type_.attr("is_conj");
   const nb::object grad_enabled_ = torch_.attr("is_grad_enabled");
   const nb::object from_dlpack_ = torch_.attr("_C").attr("_from_dlpack");
+  const nb::object count_modes_ = torch_.attr("_C").attr("_len_torch_dispatch_stack");
+  const nb::object disable_modes_ = torch_.attr("_C").attr("_DisableTorchDispatch");
   // None in builds without CUDA.
   const nb::object current_stream_ =
       nb::getattr(torch_.attr("_C"), "_cuda_getCurrentRawStream", nb::none());
   // Attributes for storages of ours.
   const nb::object private_ = nb::module_::import_("vtensor._processes").attr("STORAGE_METHODS");
+  const nb::object empty_bytes_ = nb::module_::import_("vtensor._modes").attr("empty_bytes");
   const dlpack::ExchangeApi* available_ = nullptr;
   const dlpack::ExchangeApi* api_ = nullptr;
 };

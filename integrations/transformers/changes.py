@@ -33,13 +33,13 @@ def reordered(beam_idx: torch.Tensor) -> Choice:
 
 def repeated(repeats: int) -> Choice:
     """Repeats each sequence ``repeats`` times."""
-    return lambda batch: torch.arange(batch).repeat_interleave(repeats).tolist()
+    return lambda batch: torch.arange(batch, device="cpu").repeat_interleave(repeats).tolist()
 
 
 def selected(indices: torch.Tensor | Sequence[int] | slice) -> Choice:
     """Keeps the sequences at some positions, those with True in a mask, or those of a slice."""
     index = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-    return lambda batch: torch.arange(batch)[index].tolist()
+    return lambda batch: torch.arange(batch, device="cpu")[index].tolist()
 
 
 class BatchChange:

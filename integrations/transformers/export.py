@@ -70,5 +70,5 @@ def _unflatten(leaves: Iterable[Any], context: Context) -> VTensorCache:
     layers: list[tuple[Any, ...]] = []
     for window, held in context:
         keys, values = (next(states), next(states)) if held else (None, None)
-        layers.append((keys, values, None if window is None else torch.tensor(window)))
+        layers.append((keys, values, None if window is None else torch.tensor(window, device="cpu")))
     return VTensorCache.over(DynamicCache(layers))

@@ -72,7 +72,7 @@ class _TwoParts:
         batch = next((state.shape[0] for state in states if state is not None), None)
         if batch is not None:
             if kept := choice(batch):
-                linear.reorder_cache(torch.tensor(kept))
+                linear.reorder_cache(torch.tensor(kept, device="cpu"))
             else:
                 linear = LinearAttentionLayer(self.number_of_states)
                 linear.record_past = self.record_past

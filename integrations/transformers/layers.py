@@ -38,6 +38,7 @@ class VTensorLayer(DynamicLayer):
     def __init__(self, max_len: int | None = None, pool: Pool | None = None) -> None:
         self.max_len = max_len
         self.pool = pool
+        self.tag = "kv"  # the name by which Pool.sleep puts K and V to sleep
         self.owners: tuple[VTensor, VTensor] | None = None
         self.prepared = 0
         self.record_past = False

@@ -33,7 +33,7 @@ class VTensorSlidingWindowLayer(VTensorLayer, DynamicSlidingWindowLayer):
 
     def _set_window(self, sliding_window: int) -> None:
         self.sliding_window = sliding_window
-        self._sliding_window_tensor = torch.tensor(sliding_window)
+        self._sliding_window_tensor = torch.tensor(sliding_window, device="cpu")
         self.dropped = 0  # tokens before the first that K and V hold
 
     @property

@@ -315,3 +315,23 @@ def test_an_interrupted_offload_loses_nothing(pool_factory):
         usable(cache, pool, BATCH)
 
     at_every_bytecode(lambda: filled(pool, (FULL, HYBRID)), operation, check, within=package, each=place)
+
+
+@pytest.mark.parametrize("change", KEPT)
+def test_a_default_device_without_memory_changes_nothing(pool_factory, change):
+    host = pool_factory("host", pages=4096)
+    kinds = tuple(kind for kind in ALL if kind != "linear")
+    plain, moded = filled(host, kinds), filled(host, kinds)
+    CHANGES[change](plain)
+    with torch.device("meta"):
+        if change == "select":
+            moded.batch_select_indices([2, 0])
+        else:
+            CHANGES[change](moded)
+    assert same(content(moded), content(plain))
+
+
+def test_a_window_made_under_such_a_default_device(host):
+    with torch.device("meta"):
+        layer = VTensorSlidingWindowLayer(WINDOW, None, host)
+    assert int(layer._sliding_window_tensor) == WINDOW
