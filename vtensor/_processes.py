@@ -31,6 +31,17 @@ STORAGE_METHODS = dict.fromkeys(("_share_fd_cpu_", "_share_filename_cpu_", "_sha
 each storage of vtensor's, and an attribute of the object wins over the method of its class."""
 
 
+class StaysHere:
+    """An object that is neither pickled nor copied: its memory is mapped in this process, at one place."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(
+            f"[{name}] a {name} can be neither pickled nor copied, its memory is mapped in this process: "
+            "make another one, and send or save tensors with x.clone()"
+        )
+
+
 def keep_private(tensor_class: type[torch.Tensor]) -> None:
     """Makes multiprocessing's queues, pipes and process arguments refuse tensors of ``tensor_class``."""
     ForkingPickler.register(tensor_class, _refuse)

@@ -12,6 +12,7 @@ from vtensor import _core
 from vtensor._arguments import integer, of_type, require_tables, tag_of
 from vtensor._layout import whole_storage
 from vtensor._notebook import bundle
+from vtensor._processes import StaysHere
 from vtensor._streams import Stream, stream_handle
 from vtensor.errors import Closed, InvalidArgument
 from vtensor.pool import Pool, default_pool
@@ -54,7 +55,7 @@ class ArenaStats:
     pages_evicted: int = field(repr=False)
 
 
-class Arena:
+class Arena(StaysHere):
     """One flat reserved range as one plain tensor; blocks of bytes in it are mapped in any order.
 
     :attr:`tensor` never moves, and may cover more bytes than there is memory. :meth:`map` gives blocks their

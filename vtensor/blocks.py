@@ -7,6 +7,7 @@ from typing import cast
 
 from vtensor import _core
 from vtensor._arguments import integer, items, of_type, require_tables
+from vtensor._processes import StaysHere
 from vtensor._streams import Stream, stream_handle
 from vtensor.arena import Arena
 from vtensor.errors import InvalidArgument
@@ -18,7 +19,7 @@ BlocksCore = _core.BlocksCore
 _PER_BLOCK = 17  # bytes of tables
 
 
-class Blocks:
+class Blocks(StaysHere):
     """The blocks of an engine's block table over an :class:`Arena`: a held block has memory.
 
     An engine holds the blocks that its requests use, and releases those that they leave. A released block

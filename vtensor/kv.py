@@ -15,6 +15,7 @@ from vtensor._kv_stats import USED, KVCacheStats, count
 from vtensor._kv_write import Runs, checked_states, runs_of, store
 from vtensor._layout import CacheLayout, layout_of, size_of, whole_storage
 from vtensor._notebook import bundle
+from vtensor._processes import StaysHere
 from vtensor._streams import Stream, stream_handle
 from vtensor._tokens import checked_salt, token_ids
 from vtensor.errors import Closed, InvalidArgument
@@ -30,7 +31,7 @@ _MOST = 2**62  # more than any address space has bytes
 _PER_LAYER, _PER_SLOT, _PER_ROW_GROUP = 3000, 350, 70
 
 
-class KVCache:
+class KVCache(StaysHere):
     """K and V of many requests that come and go, share prefixes, fork, and are swapped.
 
     Each layer's K and V are one strided tensor over all slots. Its address never changes, and only the pages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from vtensor._adopted import Adopted
 from vtensor._arguments import byte_count, choice, device_of, number, tag_of
 from vtensor._closed_pool import ClosedPool
 from vtensor._notebook import bundle
+from vtensor._processes import StaysHere
 from vtensor._sleep import Image, Sleeper, contents_of, fall_asleep, forget, wake
 from vtensor._units import Bytes
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
@@ -109,7 +111,7 @@ class PoolStats:
     driver_calls: dict[str, dict[str, int]] = field(repr=False)
 
 
-class Pool:
+class Pool(StaysHere):
     """The physical pages of one device, behind the tensors made with ``pool=``.
 
     Bytes are whole numbers, or text such as ``"40GiB"``, ``"512MiB"``, ``"64KiB"``.
@@ -550,6 +552,7 @@ class Heap:
     """The ``torch.cuda.MemPool`` over it, once there is one."""
     adopted: Adopted = field(default_factory=Adopted)
     """The modules and optimizers that have tensors in it."""
+    made_at: str = field(default_factory=lambda: made_at())
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         if not self.core.asleep:
@@ -562,12 +565,28 @@ class Heap:
             self.adopted.let_go()
 
 
+notes_makers = False
+"""Whether the place in the program where an object is made is noted: once something looks for leaks."""
+
+
+def made_at() -> str:
+    """The line outside vtensor that called it; empty unless :data:`notes_makers`."""
+    if not notes_makers:
+        return ""
+    frame = sys._getframe(1)
+    inner = ("vtensor", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 class _Registered:
     """A pool's weak reference to a tensor. The tensor owns it, because a WeakSet of tensors would compare
     them by ``==``."""
 
     def __init__(self, tensor: _Tensor) -> None:
         self._tensor: weakref.ref[_Tensor] = weakref.ref(tensor)
+        self.made_at = made_at()
 
     def tensor(self) -> _Tensor | None:
         return self._tensor()

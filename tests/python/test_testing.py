@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -47,8 +50,51 @@ def test_a_tensor_that_stays_open_leaks(pool, looks_at_all: bool) -> None:
             t = filled(pool, 2 * PER_PAGE)
     message = str(told.value)
     assert "1 tensors" in message and "2 pages_active" in message, message
-    assert f"(8, 1024) at {t.address:#x}" in message and "close()" in message
+    assert f"VTensor (8, 1024) at {t.address:#x}" in message and "close()" in message
     t.close()
+
+
+def test_a_leak_is_named_with_the_line_that_made_it(pool) -> None:
+    kept, still, module = filled(pool, 1), filled(pool, 1), torch.nn.Linear(4, 4)
+    with pytest.raises(AssertionError) as told:
+        with testing.assert_no_leaks(pool):
+            line = inspect.currentframe().f_lineno
+            t = vtensor.zeros(3, 7, grow_dim=0, capacity=9, pool=pool)
+            arena = vtensor.Arena(4096, pool=pool)
+            cache = vtensor.KVCache(1, 1, 8, 2, 16, torch.float32, pool=pool)
+            vtensor.adopt(module, pool, tag="mine")
+            kept.extend(2 * PER_PAGE)
+    message = str(told.value)
+    for number, name in enumerate(
+        ("VTensor (3, 7)", repr(arena), repr(cache), "2 allocations with tag 'mine'")
+    ):
+        (found,) = [text for text in message.splitlines() if name in text]
+        assert found.endswith(f"made at {__file__}:{line + 1 + number}"), message
+    grown = f"VTensor {tuple(kept.shape)} at {kept.address:#x}"
+    assert grown in message and f"{still.address:#x}" not in message
+    del module
+    pool.close()
+
+
+def test_a_view_that_leaks_is_named(pool) -> None:
+    with pytest.raises(AssertionError) as told:
+        with testing.assert_no_leaks(pool):
+            t = filled(pool, 2 * PER_PAGE)
+            view = t[1:3]
+            t.close()
+    assert f"a view {tuple(view.shape)} of {view.dtype} at {view.data_ptr():#x}" in str(told.value)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_what_has_memory_is_neither_pickled_nor_copied(host, copied) -> None:
+    arena = vtensor.Arena(8192, pool=host)
+    cache = vtensor.KVCache(1, 1, 8, 2, 16, torch.float32, pool=host)
+    for thing in (host, arena, cache, vtensor.Blocks(arena, 2, [(0, 4096, 4096)])):
+        name = type(thing).__name__
+        with pytest.raises(TypeError, match=rf"^\[{name}\] a {name} can be neither pickled .*: make"):
+            copied(thing)
+    arena.close()
+    cache.close()
 
 
 def test_a_view_that_stays_leaks(pool) -> None:

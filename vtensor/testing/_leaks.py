@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from vtensor import pool as _pool
 from vtensor._arguments import of_type
-from vtensor.kv import KVCache
+from vtensor._processes import STORAGE_METHODS
 from vtensor.pool import Pool
 from vtensor.tensor import VTensor
 
 _WHAT = ("tensors", "pages_active", "pages_pinned", "pages_quarantined", "nbytes_reserved")
 _SECONDS = 10.0
+_MOST_VIEWS = 8
 
 
 class Look:
@@ -26,8 +30,12 @@ class Look:
     """
 
     def __init__(self, *pools: Pool) -> None:
+        _pool.notes_makers = True
         self._asked = [of_type("assert_no_leaks", "a pool", pool, Pool) for pool in pools]
         self._before = {pool: _counts(pool) for pool in self._pools()}
+        self._mapped_before = weakref.WeakKeyDictionary(
+            {entry: nbytes for pool in self._pools() for entry, _, nbytes in _open_objects(pool)}
+        )
         self._files_before = _files()
 
     def _pools(self) -> list[Pool]:
@@ -47,11 +55,22 @@ class Look:
             more = {what: now[what] - before.get(what, 0) for what in _WHAT}
             if any(count > 0 for count in more.values()):
                 counts = ", ".join(f"{count:,} {what}" for what, count in more.items() if count > 0)
-                found.append(f"{pool!r} has {counts} more than before{_named(pool)}")
+                held = "".join(f"\n  {line}" for line in self._holders(pool, more["pages_pinned"] > 0))
+                found.append(f"{pool!r} has {counts} more than before{held}")
         gone = _files() - self._files_before - sum(pool not in self._before for pool in self._pools())
         if not self._asked and not found and gone > 0:
-            found.append(f"views hold pages of {gone} pools that are gone")
+            held = "".join(f"\n  {line}" for line in _views())
+            found.append(f"views hold pages of {gone} pools that are gone{held}")
         return found
+
+    def _holders(self, pool: Pool, views: bool) -> list[str]:
+        """A line for each object that has more than before, and for views."""
+        lines = []
+        for entry, name, nbytes in _open_objects(pool):
+            if nbytes > self._mapped_before.get(entry, -1):
+                made = f", made at {entry.made_at}" if entry.made_at else ""
+                lines.append(f"{name}, {nbytes:,} bytes mapped{made}")
+        return lines + (_views() if views else [])
 
 
 @contextmanager
@@ -68,7 +87,8 @@ def assert_no_leaks(*pools: Pool) -> Iterator[None]:
             at the same time. An open pool with nothing in it is no leak.
 
     Raises:
-        AssertionError: if something is left. The message says what, and in which tensors.
+        AssertionError: if something is left. The message names each object that has more than before, and
+            the line that made it.
         InvalidArgument: if one of ``pools`` is no pool.
         DriverError: if pages could not be unmapped.
         TimedOut: if work on the device still uses them after 10 s.
@@ -77,7 +97,10 @@ def assert_no_leaks(*pools: Pool) -> Iterator[None]:
     yield
     left = look.leaks()
     if left:
-        raise AssertionError(f"[assert_no_leaks] {'; '.join(left)}: close() them, or drop tensors and views")
+        raise AssertionError(
+            "[assert_no_leaks] memory is left: close() what has it, or drop tensors and views\n"
+            + "\n".join(left)
+        )
 
 
 def _counts(pool: Pool) -> dict[str, int]:
@@ -87,14 +110,37 @@ def _counts(pool: Pool) -> dict[str, int]:
     return {what: getattr(stats, what) for what in _WHAT}
 
 
-def _named(pool: Pool) -> str:
-    open_tensors: list[Any] = [entry._tensor() for entry in list(pool._tensors)]
-    named = [
-        f"{tuple(t.shape)} at {t.address:#x}" if isinstance(t, VTensor) else repr(t)
-        for t in open_tensors
-        if isinstance(t, (KVCache, VTensor)) and not t.closed
-    ]
-    return f" (its open tensors: {', '.join(named)})" if named else ""
+def _open_objects(pool: Pool) -> list[tuple[Any, str, int]]:
+    """Each open object with memory of the pool: what knows where it was made, its name, bytes mapped."""
+    with _pool._sets_lock:
+        entries, heaps = list(pool._tensors), list(pool._heaps.items())
+    found: list[tuple[Any, str, int]] = []
+    for entry in entries:
+        t: Any = entry.tensor()
+        if t is None or t.closed:
+            continue
+        if isinstance(t, VTensor):
+            found.append((entry, f"VTensor {tuple(t.shape)} at {t.address:#x}", t.nbytes_mapped))
+        else:
+            found.append((entry, f"{t!r}", t.stats().nbytes_mapped))
+    for tag, heap in heaps:
+        counts = heap.core.counts()
+        if counts.allocations:
+            found.append((heap, f"{counts.allocations} allocations with tag {tag!r}", counts.allocated))
+    return found
+
+
+def _views() -> list[str]:
+    """The plain tensors over memory of vtensor's, with their sizes."""
+    views = []
+    for thing in gc.get_objects():
+        if type(thing) is not torch.Tensor or thing.layout != torch.strided or thing.numel() == 0:
+            continue
+        if STORAGE_METHODS.keys() <= vars(thing.untyped_storage()).keys():
+            views.append(f"a view {tuple(thing.shape)} of {thing.dtype} at {thing.data_ptr():#x}")
+    return views[:_MOST_VIEWS] + (
+        [f"and {len(views) - _MOST_VIEWS} others"] if len(views) > _MOST_VIEWS else []
+    )
 
 
 def _files() -> int:
