@@ -22,16 +22,20 @@ class Point(NamedTuple):
     """Bytes that ``torch.cat`` would hold at the last growth: the old tensor and the new one."""
 
 
-def memory_points(events: Iterable[Event]) -> list[Point]:
+def memory_points(events: Iterable[Event], reserved_now: int = 0) -> list[Point]:
     """One point for each event that changed memory, in order of time.
 
-    A fork counts from 0: what it shares with its parent is needed only once.
+    A fork counts from 0: what it shares with its parent is needed only once. Reserved addresses count from
+    what there was when the recording began: ``reserved_now`` are the bytes of the tensors in it that are open
+    still; those that went in it, it shows.
     """
+    events = sorted(events, key=lambda event: event.time_ns + event.duration_ns)
+    tensors = {event.tensor for event in events}
     lengths: defaultdict[int, int] = defaultdict(int)  # bytes, by tensor
     ranges: Counter[int] = Counter()  # reservations that are open, by size
     reserved = mapped = needed = copied = 0
     points = []
-    for event in sorted(events, key=lambda event: event.time_ns + event.duration_ns):
+    for event in events:
         if event.what in _GROWTH:
             before = lengths[event.tensor]
             lengths[event.tensor] = max(0, before + _GROWTH[event.what] * event.nbytes)
@@ -42,17 +46,18 @@ def memory_points(events: Iterable[Event]) -> list[Point]:
         elif _reserves(event):
             ranges[event.nbytes] += 1
             reserved += event.nbytes
-        elif event.call in ("munmap", "cuMemAddressFree") and ranges[event.nbytes]:
+        elif event.call in ("munmap", "cuMemAddressFree") and (
+            ranges[event.nbytes] or event.address in tensors
+        ):
             ranges[event.nbytes] -= 1
             reserved -= event.nbytes
         else:
             continue
         points.append(Point(event.time_ns + event.duration_ns, reserved, mapped, needed, copied))
-    lowest = min((point.mapped for point in points), default=0)
-    if lowest >= 0:
-        return points
-    # The recording unmapped pages that were mapped before it began.
-    return [point._replace(mapped=point.mapped - lowest) for point in points]
+    # The recording unmapped pages that were mapped before it began, and ended older tensors.
+    before = -min([0, *(point.mapped for point in points)])
+    older = max([reserved_now - reserved, 0, *(-point.reserved for point in points)])
+    return [point._replace(mapped=point.mapped + before, reserved=point.reserved + older) for point in points]
 
 
 def _reserves(event: Event) -> bool:

@@ -19,11 +19,14 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 from vtensor import _pages, trace
+from vtensor import pool as _pool
 from vtensor._events import lanes, memory_points, thinned
 from vtensor._pages import COLOURS, PageRun
 from vtensor._shares import Owner, SharedPage, as_tree, boxes
@@ -31,12 +34,13 @@ from vtensor._units import byte_text
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
+from vtensor.pool import Pool, PoolStats
 from vtensor.tensor import VTensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["fragmentation", "memory", "page_map", "sharing", "timeline"]
+__all__ = ["Sampling", "fragmentation", "memory", "page_map", "sharing", "timeline"]
 
 Trace: TypeAlias = "trace.Recording | Sequence[trace.Event] | str | os.PathLike[str]"
 """A recording, its events, or a file that ``Recording.export`` wrote."""
@@ -46,6 +50,7 @@ _MOST_BANDS = 256  # of rows
 _MOST_LANES = 64  # of named owners
 _MOST_LINES = 100  # between pages and between rows; more look like one
 _MOST_POINTS = 3000  # on a curve
+_SAMPLED_EVERY = 0.02  # seconds
 _LINES_OF_ARENA = 16
 _MOST_SPANS = 20_000  # of each kind in a lane
 
@@ -125,8 +130,23 @@ def page_map(tensor: VTensor | KVCache | Arena, *, ax: Axes | None = None) -> Ax
     return _finish(axes, f"{what}, pages of {byte_text(pages.page_size)}")
 
 
-def memory(trace: Trace, *, ax: Axes | None = None) -> Axes:
-    """Draws bytes over time, relative to the beginning of the recording.
+@overload
+def memory(what: Trace, *, ax: Axes | None = None) -> Axes: ...
+@overload
+def memory(what: Pool, *, ax: Axes | None = None) -> Sampling: ...
+def memory(what: Trace | Pool, *, ax: Axes | None = None) -> Axes | Sampling:
+    """Draws bytes over time: of a recording, or of a pool while a ``with`` runs.
+
+    ::
+
+        with vtensor.plot.memory(pool) as sampling:
+            model.generate(...)
+        sampling.axes.figure.savefig("memory.png")
+
+    A pool is asked for its counts 50 times a second. The picture stacks what its pages are for, each page
+    once, so their sum is what the pool holds. The budget and what is asleep are lines.
+
+    A recording is drawn relative to its beginning, except *reserved*.
 
     *Mapped* counts a page that two tensors share twice. *Needed* is the size of the tensors by their lengths,
     and counts what a fork shares with its parent once. Two curves are for comparison: what ``torch.cat``
@@ -135,13 +155,21 @@ def memory(trace: Trace, *, ax: Axes | None = None) -> Axes:
     the scale, the legend gives the figure.
 
     Args:
-        trace: see :data:`Trace`.
+        what: see :data:`Trace`; or a pool.
+
+    Returns:
+        The Axes; of a pool a context manager, which draws at its end, on its ``axes``.
 
     Raises:
         InvalidArgument: if nothing in the trace changed any memory.
+        Closed: if the pool is closed.
         VTensorError: if a trace file is cut short, or matplotlib is missing.
     """
-    points = memory_points(_events("memory", trace))
+    if isinstance(what, Pool):
+        _refuse_closed("memory", what)
+        return Sampling(what, _axes("memory", ax, (8, 3.6)))
+    events = _events("memory", what)
+    points = memory_points(events, _reserved_now(events))
     if not points:
         raise InvalidArgument("[plot.memory] the trace maps and grows nothing: record around work that does")
     axes = _axes("memory", ax, (8, 3.6))
@@ -177,6 +205,105 @@ def memory(trace: Trace, *, ax: Axes | None = None) -> Axes:
     axes.grid(axis="y", color="#eceff1")
     axes.set_axisbelow(True)
     return _finish(axes, "Memory over time")
+
+
+class Sampling:
+    """The counts of a pool over the time of a ``with``, drawn at its end, also of a ``with`` that raises."""
+
+    def __init__(self, pool: Pool, axes: Axes) -> None:
+        self._pool = pool
+        self.axes = axes
+        self._samples: list[tuple[float, PoolStats]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="vtensor-plot", daemon=True)
+
+    def __enter__(self) -> Sampling:
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._sample()
+        self._draw()
+
+    def _watch(self) -> None:
+        seconds = _SAMPLED_EVERY
+        while not self._over.wait(seconds):
+            self._sample()
+            if len(self._samples) > 2 * _MOST_POINTS:
+                del self._samples[1::2]
+                seconds *= 2
+
+    def _sample(self) -> None:
+        self._samples.append((time.monotonic(), self._pool.stats()))
+
+    def _draw(self) -> None:
+        axes = self.axes
+        begin = self._samples[0][0]
+        times = [moment - begin for moment, _ in self._samples]
+        parts: dict[str, tuple[str, list[int]]] = {
+            "needed": (COLOURS["mapped"], []),
+            **{kind: (COLOURS[kind], []) for kind in ("prefetched", "cached", "pinned")},
+            "spare: free, with memory": (_KINDS["operation"], []),
+        }
+        asleep, budgets, highest = [], [], 1
+        for _, stats in self._samples:
+            idle = (stats.pages_prefetched, stats.pages_cached, stats.pages_pinned)
+            pages = (max(0, stats.pages_used - sum(idle)), *idle, stats.pages_spare)
+            for (_, values), count in zip(parts.values(), pages, strict=True):
+                values.append(count * stats.page_size)
+            asleep.append(stats.nbytes_asleep)
+            budgets.append(stats.budget)
+            highest = max(highest, sum(pages) * stats.page_size, stats.nbytes_asleep)
+        scale, unit = _unit(1.15 * highest)
+        shown = {name: part for name, part in parts.items() if any(part[1])}
+        if shown:
+            axes.stackplot(
+                times,
+                *([value / scale for value in values] for _, values in shown.values()),
+                labels=list(shown),
+                colors=[colour for colour, _ in shown.values()],
+                step="post",
+            )
+        off = f"\n({byte_text(max(budgets))}: off the scale)" if max(budgets) > 1.15 * highest else ""
+        for name, line, colour, style in (
+            (f"budget{off}", budgets, _RESERVED, "--"),
+            ("asleep", asleep, _NEEDED, ":"),
+        ):
+            if any(line):
+                axes.plot(
+                    times,
+                    [value / scale for value in line],
+                    drawstyle="steps-post",
+                    label=name,
+                    color=colour,
+                    linestyle=style,
+                    linewidth=1.5,
+                )
+        axes.set(xlabel="seconds", ylabel=unit, ylim=(0, 1.15 * highest / scale))
+        axes.margins(x=0)
+        _finish(axes, f"Memory of a pool on {self._pool.device}")
+
+
+def _reserved_now(events: Sequence[trace.Event]) -> int:
+    """Bytes reserved for the open tensors, caches and arenas that the events name."""
+    named = {event.tensor for event in events if event.tensor}
+    with _pool._sets_lock:
+        owners: list[Any] = [entry.tensor() for pool in _pool._pools for entry in pool._tensors]
+    nbytes = 0
+    for owner in owners:
+        if isinstance(owner, VTensor) and not owner.closed:
+            size = owner.nbytes_reserved
+            if any(at <= owner.address < at + size for at in named):
+                nbytes += size
+        elif isinstance(owner, (KVCache, Arena)) and not owner.closed:
+            ranges = owner._bytes if isinstance(owner, KVCache) else [owner.tensor]
+            for whole in ranges:
+                if any(0 <= at - whole.data_ptr() < whole.numel() for at in named):
+                    nbytes += whole.numel()
+    return nbytes
 
 
 def timeline(trace: Trace, *, ax: Axes | None = None) -> Axes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from matplotlib.testing.compare import compare_images
 
 import vtensor
 import vtensor.plot
-from support import calls, filled, quarter, run_snippet
+from support import calls, eventually, filled, quarter, run_snippet
 from vtensor._events import lanes, memory_points, thinned
 from vtensor._shares import Owner, SharedPage, as_tree, boxes
 from vtensor.trace import Event
@@ -214,6 +215,73 @@ def test_memory_of_a_real_recording(pool):
     last = memory_points(recording.events())[-1]
     assert (last.needed, last.mapped, last.reserved) == (0, 0, 0)
     assert max(point.mapped for point in memory_points(recording.events())) == 12 * KIB
+
+
+def line_of(axes, name):
+    (line,) = [line for line in axes.get_lines() if line.get_label().startswith(name)]
+    return [float(y) for y in line.get_ydata()]
+
+
+@pytest.mark.parametrize("end", ["open", "closed"])
+def test_reserved_addresses_of_tensors_older_than_the_recording(pool, end):
+    t = quarter(pool, 4)
+    other = quarter(pool, 4)  # not in it
+    nbytes = t.nbytes_reserved
+    with vtensor.trace.record() as recording:
+        t.extend(6)
+        made = quarter(pool, 1)
+        made.close()
+        if end == "closed":
+            t.close()
+            pool.wait_idle()
+    reserved = line_of(vtensor.plot.memory(recording), "reserved")
+    assert min(reserved[:3]) * KIB >= nbytes
+    assert reserved[-1] * KIB == (0 if end == "closed" else nbytes), reserved
+    t.close()
+    other.close()
+
+
+def test_memory_of_a_cache_older_than_the_recording(host):
+    cache = vtensor.KVCache(2, 1, 32, 4, 256, torch.float32, pool=host)
+    slot = cache.alloc()
+    with vtensor.trace.record() as recording:
+        cache.step([100, 0, 0, 0])
+    assert slot == 0
+    reserved = line_of(vtensor.plot.memory(recording), "reserved")
+    assert {value * KIB for value in reserved} == {sum(whole.numel() for whole in cache._bytes)}
+    cache.close()
+
+
+def test_a_pool_over_time(pool_factory, tmp_path):
+    pool = pool_factory("host", pages=64, cache=64 * 4096, prefetch=8 * 4096)
+    with vtensor.plot.memory(pool) as sampling:
+        t = filled(pool, 40)
+        eventually(lambda: len(sampling._samples) > 3)
+        u = filled(pool, 8)
+        u.close()
+        eventually(lambda: len(sampling._samples) > 6)
+        pool.sleep(contents="host")
+        eventually(lambda: len(sampling._samples) > 9)
+        pool.wake()
+    axes = sampling.axes
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts[0] == "needed" and "asleep" in texts and any(text.startswith("budget") for text in texts)
+    assert max(line_of(axes, "asleep")) * KIB == t.nbytes and line_of(axes, "asleep")[-1] == 0
+    stacked = axes.collections[0].get_paths()[0].get_extents().y1
+    assert stacked * KIB >= t.nbytes and axes.get_ylabel() == "KiB"
+    axes.figure.savefig(tmp_path / "pool.png")
+    t.close()
+
+
+def test_a_pool_is_drawn_whatever_ends_it(host):
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), vtensor.plot.memory(host) as sampling:
+        raise ZeroDivisionError
+    assert sampling.axes.get_title(loc="left").startswith("Memory of a pool")
+    assert threading.active_count() == before
+    host.close()
+    with pytest.raises(vtensor.Closed, match=r"\[plot.memory\]"):
+        vtensor.plot.memory(host)
 
 
 def test_thinning_loses_no_peak_and_no_end():

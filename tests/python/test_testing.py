@@ -74,6 +74,7 @@ def test_a_leak_is_named_with_the_line_that_made_it(pool) -> None:
     assert grown in message and f"{still.address:#x}" not in message
     del module
     pool.close()
+    assert t.closed
 
 
 def test_a_view_that_leaks_is_named(pool) -> None:
