@@ -20,18 +20,23 @@ it in ``VLLM_PLUGINS``. Until it is switched on, it changes nothing. Its setting
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 __all__ = ["register"]
+
+SETTINGS = ("VTENSOR_VLLM_BUDGET", "VTENSOR_VLLM_CACHE", "VTENSOR_VLLM_PAGE_SIZE", "VTENSOR_VLLM_SHARED")
 
 
 def register() -> None:
     """Installs the plug-in. vLLM calls it in each of its processes.
 
     Raises:
-        RuntimeError: the plug-in is switched on, and was not tested with this release of vLLM.
+        RuntimeError: the plug-in is switched on, and was not tested with this release of vLLM, or the
+            environment has a ``VTENSOR_VLLM_`` variable that is no setting.
     """
     if not switched_on():
         return
+    require_known(os.environ)
     from .release import require_tested
 
     require_tested()
@@ -44,3 +49,13 @@ def switched_on() -> bool:
     """Whether the environment asks for the plug-in."""
     named = "vtensor" in os.environ.get("VLLM_PLUGINS", "").split(",")
     return named or os.environ.get("VTENSOR_VLLM", "0") not in ("", "0")
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Raises RuntimeError if one of these variables begins as a setting, and is none."""
+    unknown = sorted(name for name in names if name.startswith("VTENSOR_VLLM_") and name not in SETTINGS)
+    if unknown:
+        raise RuntimeError(
+            f"[vtensor.vllm] {', '.join(unknown)} in the environment is no setting: there are "
+            f"{', '.join(SETTINGS)}"
+        )

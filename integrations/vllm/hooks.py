@@ -30,6 +30,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 
 from .memory import NoRoom, TableMemory, ZerosInArena, table_bytes
+from .report import Shortages, say_on
 from .transfers import require_connector
 from .workers import STEP, Facts, Server, WorkersMemory, require_local
 
@@ -125,6 +126,7 @@ class GrowingBlockPool(BlockPool):
         self._evicted = 0
         self._counts_table = False
         self.refused = False  # a request was refused because memory is short
+        self.shortages = Shortages()
         try:
             self.memory.hold([self.null_block.block_id])
         except NoRoom:
@@ -132,6 +134,7 @@ class GrowingBlockPool(BlockPool):
                 "[vtensor.vllm] there is no memory for the first block: other engines of VTENSOR_VLLM_SHARED "
                 "have the whole budget (python -m vtensor top); raise VTENSOR_VLLM_BUDGET for all, or wait"
             ) from None
+        say_on(memory)
 
     # The blocks that the budget leaves; for the methods of BlockPool itself, those of the table.
     def get_num_free_blocks(self) -> int:
@@ -155,11 +158,12 @@ class GrowingBlockPool(BlockPool):
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         if num_blocks > self.get_num_free_blocks():
             raise NoRoom
-        self._reuse_cached(num_blocks)
+        short = self._reuse_cached(num_blocks)
         numbers = [block.block_id for block in self._first_free(num_blocks)]
         self.memory.hold(numbers)
-        for number in numbers:
-            self._cached.pop(number, None)
+        reused = [number for number in numbers if self._cached.pop(number, None)]
+        if short:
+            self.shortages.evicted += len(reused)
         self._empty.difference_update(numbers)
         with self._counting_table():
             return list(super().get_new_blocks(num_blocks))
@@ -175,6 +179,7 @@ class GrowingBlockPool(BlockPool):
         if lost:
             self.memory.release(numbers)
             self._forget(self.blocks[number] for number in lost)
+            self.shortages.evicted += len(lost)
             raise NoRoom
         for number in numbers:
             self._cached.pop(number, None)
@@ -227,7 +232,9 @@ class GrowingBlockPool(BlockPool):
             blocks = self._cached.values()
         blocks = list(blocks)
         whole = self.memory.whole([block.block_id for block in blocks])
-        self._forget(block for block, kept in zip(blocks, whole, strict=True) if not kept)
+        lost = [block for block, kept in zip(blocks, whole, strict=True) if not kept]
+        self._forget(lost)
+        self.shortages.evicted += len(lost)
 
     def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
         for block in blocks:
@@ -255,13 +262,14 @@ class GrowingBlockPool(BlockPool):
             self.free_block_queue.remove(block)
         self.free_block_queue.prepend_n(blocks)
 
-    def _reuse_cached(self, count: int) -> None:
-        """If memory is short, takes the longest unused cached blocks before others without memory."""
+    def _reuse_cached(self, count: int) -> int:
+        """If memory is short, takes the longest unused cached blocks before others without memory. Returns
+        the number of blocks that are short."""
         short = self.memory.shortage([block.block_id for block in self._first_free(count)])
-        if short == 0:
-            return
-        self.forget_lost()
-        self._take_next(self._oldest_cached(short))
+        if short:
+            self.forget_lost()
+            self._take_next(self._oldest_cached(short))
+        return short
 
 
 def _or_none(allocate: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,19 +315,26 @@ def _begins_step(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def begins(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
         pool = _pool_of(self)
-        if pool is not None:
-            pool.forget_lost()
-            pool.refused = False
+        if pool is None:
+            return schedule(self, *args, **kwargs)
+        pool.forget_lost()
+        pool.refused = False
+        reset = len(
+            self.reset_preempted_req_ids
+        )  # preempted by a reset of the prefix cache, not by this step
         output = schedule(self, *args, **kwargs)
-        if pool is not None:
-            if output.total_num_scheduled_tokens:
-                pool.prepare(_blocks_of_next_step(self))
-            elif pool.refused and not self.running:
-                time.sleep(RETRY_SECONDS)
-            setattr(output, STEP, pool.memory.begin_step())
-            if output.new_block_ids_to_zero:  # not those of requests that were preempted since
-                used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
-                output.new_block_ids_to_zero = used or None
+        if output.total_num_scheduled_tokens:
+            pool.prepare(_blocks_of_next_step(self))
+        elif pool.refused and not self.running:
+            pool.shortages.waits += 1
+            time.sleep(RETRY_SECONDS)
+        if pool.refused or pool.memory.most < pool.num_gpu_blocks:  # else vLLM's table is short, not memory
+            pool.shortages.preempted += len(output.preempted_req_ids) - reset
+        pool.shortages.say(time.monotonic())
+        setattr(output, STEP, pool.memory.begin_step())
+        if output.new_block_ids_to_zero:  # not those of requests that were preempted since
+            used = [n for n in output.new_block_ids_to_zero if pool.blocks[n].ref_cnt > 0]
+            output.new_block_ids_to_zero = used or None
         return output
 
     return begins

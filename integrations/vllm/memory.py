@@ -56,6 +56,7 @@ class TableMemory:
                 f"{name}={value}" for name, value in os.environ.items() if name.startswith("VTENSOR_VLLM_")
             )
             raise RuntimeError(f"[vtensor.vllm] with {', '.join(sorted(settings))}: {error}") from None
+        self.page_size = self.pool.page_size
         self.arena = vtensor.Arena(table_bytes(config), pool=self.pool)
         self.blocks = vtensor.Blocks(self.arena, config.num_blocks, self.parts)
         self.count = len(self.blocks)
@@ -67,8 +68,7 @@ class TableMemory:
     def require_room(self, blocks: int, tokens: int) -> None:
         """Raises RuntimeError if the budget has no room for ``blocks``, as many as the longest request takes,
         at any places in the table."""
-        page = self.pool.page_size
-        block = sum(most_pages(part, page) for part in self.parts) * page
+        block = sum(most_pages(part, self.page_size) for part in self.parts) * self.page_size
         if blocks + 1 <= self.share // block:
             return
         raise RuntimeError(
@@ -138,7 +138,7 @@ class TableMemory:
     def room(self) -> int:
         """Number of blocks for which the free pages and the prepared ones suffice."""
         free = self.pool.stats().pages_free // self._takers + self.arena.stats().pages_prefetched
-        return free * self.pool.page_size // self.block_bytes
+        return free * self.page_size // self.block_bytes
 
 
 class ZerosInArena(TorchFunctionMode):

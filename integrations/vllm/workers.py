@@ -38,6 +38,8 @@ class Facts(NamedTuple):
     blocks: int
     most: int
     most_cached: int
+    share: int
+    page_size: int
 
 
 class Figures(NamedTuple):
@@ -108,7 +110,9 @@ class Server:
         name = f"vtensor-vllm-{secrets.token_hex(16)}"
         self._listener.bind(f"\0{name}")
         self._listener.listen()
-        self.facts = Facts(rank, name, memory.count, memory.most, memory.most_cached)
+        self.facts = Facts(
+            rank, name, memory.count, memory.most, memory.most_cached, memory.share, memory.page_size
+        )
         threading.Thread(target=self._serve, name="vtensor-vllm", daemon=True).start()
 
     def ended(self, step: int) -> None:
@@ -252,6 +256,8 @@ class WorkersMemory:
         self.count = counts.pop()
         self.most = min(facts.most for facts in workers)
         self.most_cached = min(facts.most_cached for facts in workers)
+        self.share = min(facts.share for facts in workers)
+        self.page_size = max(facts.page_size for facts in workers)
         self._workers = [_Worker(facts, key, seconds) for facts in workers]
         self._sent = 0  # messages
         self._begun = self._ended = 0  # steps

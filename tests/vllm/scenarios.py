@@ -7,6 +7,7 @@ FOLDER/MODE-NAME.json.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -35,6 +36,7 @@ ON_VTENSOR = sys.argv[1] == "vtensor"
 FOLDER = Path(sys.argv[2])
 BLOCK = 32  # tokens
 TABLE = 64 << 20  # bytes of addresses
+SAID: list[str] = []  # lines of the plug-in in vLLM's log
 SMALL = 48  # blocks; of 128 KiB in the models with four layers
 
 SIZES = {
@@ -218,6 +220,11 @@ class Engine:
             "worst": self.worst,
             "ahead": self.ahead,
         }
+
+
+class Said(logging.Handler):
+    def emit(self, record):
+        SAID.append(record.getMessage())
 
 
 SCENARIOS = {}
@@ -490,6 +497,9 @@ def killed_engine():
 
 def main() -> None:
     """Each scenario in a child of its own, which need not import vLLM again."""
+    log = logging.getLogger("vllm.vtensor")
+    log.setLevel(logging.INFO)
+    log.addHandler(Said())
     failed = []
     for name in sys.argv[3:] or SCENARIOS:
         begun = time.monotonic()
@@ -497,7 +507,8 @@ def main() -> None:
         if child == 0:
             try:
                 engine, tokens, *more = SCENARIOS[name]()
-                result = {"tokens": tokens, "memory": engine.memory(), "steps": engine.steps, **dict(*more)}
+                result = {"tokens": tokens, "memory": engine.memory(), "steps": engine.steps, "said": SAID}
+                result |= dict(*more)
                 (FOLDER / f"{sys.argv[1]}-{name}.json").write_text(json.dumps(result))
                 engine.close()
                 os._exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,28 @@ def test_memory_is_that_of_the_blocks_in_use(results, name):
     assert memory["worst"] <= 0.03  # under load, at every step
     assert memory["mapped"] <= memory["cached"] + MIB  # idle
     assert memory["mapped"] <= memory["budget"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("small_budget", "on: a budget of 6,291,456 bytes a worker, in pages of 65,536 bytes, for 48 of 512"),
+        ("two_workers", "on: a budget of 3,145,728 bytes a worker, "),
+    ],
+)
+def test_the_log_says_that_it_is_on_and_that_memory_is_short(results, name, says):
+    assert results["stock", name]["said"] == []
+    on, *shortages = results["vtensor", name]["said"]
+    assert says in on and shortages
+    for line in shortages:
+        counts = re.fullmatch(
+            r".* short: so far (\d+) requests preempted, (\d+) cached blocks evicted, .*", line
+        )
+        assert any(map(int, counts.groups()))
+
+
+def test_the_log_says_no_more_where_memory_suffices(results):
+    assert len(results["vtensor", "no_prefix_caching"]["said"]) == 1
 
 
 def test_the_prefix_cache_keeps_what_was_allowed(results):
@@ -104,6 +127,7 @@ def test_without_a_prefix_cache_an_idle_engine_keeps_nothing(results):
         ({"VTENSOR_VLLM_BUDGET": "1MiB"}, "raise VTENSOR_VLLM_BUDGET, or lower max_model_len"),
         ({"VTENSOR_VLLM_PAGE_SIZE": "5000"}, "VTENSOR_VLLM_PAGE_SIZE=5000: [host driver] a page size of"),
         ({"VTENSOR_VLLM_BUDGET": "much"}, "budget is 'much'"),
+        ({"VTENSOR_VLLM_BUDGT": "8MiB"}, "VTENSOR_VLLM_BUDGT in the environment is no setting"),
     ],
 )
 def test_settings_that_cannot_be(results, folder, settings, says):
