@@ -84,18 +84,25 @@ def append(
         )
     batch, added = q.shape[0], k.shape[1]
     for new, held in ((k, k_cache), (v, v_cache)):
-        if new.shape != (batch, added, *held.shape[2:]):  # copies would broadcast
+        if q.ndim != 4 or new.shape != (batch, added, *held.shape[2:]):  # copies would broadcast
             raise InvalidArgument(
-                f"[{operation}] new positions are {list(new.shape)}, the cache {list(held.shape)}, q has "
-                f"{batch} sequences: give as many of k and v for each, with the cache's heads and head size"
+                f"[{operation}] new positions are {list(new.shape)}, the cache {list(held.shape)}, q "
+                f"{list(q.shape)}: give as many of k and v for each sequence, of the cache's heads and size"
             )
     if isinstance(cache_seqlens, int) and cache_batch_idx is None:
         # narrow raises if there is no room; a slice would be shorter.
         k_cache[:batch].narrow(1, cache_seqlens, added).copy_(k)
         v_cache[:batch].narrow(1, cache_seqlens, added).copy_(v)
         return added
-    lengths = torch.as_tensor(cache_seqlens, device=k.device).expand(batch)
+    lengths: Any = cache_seqlens
+    if not isinstance(lengths, torch.Tensor):
+        lengths = torch.full((batch,), lengths, device=k.device)
     rows = torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx
+    if not lengths.shape == rows.shape == (batch,):
+        raise InvalidArgument(
+            f"[{operation}] lengths are {list(lengths.shape)}, rows {list(rows.shape)}, q has {batch} "
+            "sequences: give one for each"
+        )
     positions = lengths[:, None] + torch.arange(added, device=k.device)
     k_cache[rows[:, None], positions] = k
     v_cache[rows[:, None], positions] = v

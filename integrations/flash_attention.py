@@ -88,7 +88,7 @@ _PACKAGES = {
 }
 _ORDER = {8: ("fa2",), 9: ("fa3", "fa2", "fa4"), 10: ("fa4", "fa2"), 11: ("fa4", "fa2")}
 # Arguments that give the cache, or what is appended to it, another layout than rows.
-_PAGED = frozenset(("block_table", "page_table", "cu_seqlens_k_new"))
+_NO_ROWS = ("block_table", "page_table", "cu_seqlens_k_new")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +166,14 @@ def flash_attn_varlen_func(
     """
     kernel = _kernel("flash_attn_varlen_func", backend, q.device)
     given = kernel.given(args, kwargs) if args else kwargs
-    ends = given.get("cu_seqlens_k")
+    ends, rows = given.get("cu_seqlens_k"), None
     if ends is None:
         ends = given.get("seqused_k")
+    if _lists_positions(given):
+        ends, rows = None, 0
     keys = k.owner if type(k) is FullExtent else k
     values = v.owner if type(v) is FullExtent else v
-    taken = kernel.views("flash_attn_varlen_func", keys, values, False, ends)
+    taken = kernel.views("flash_attn_varlen_func", keys, values, False, ends, 0, None, rows)
     tile = 0 if ends is None else kernel.package.tile
     return _launch(kernel, q, taken, args, kwargs, keys, values, tile=tile)
 
@@ -211,7 +213,7 @@ def flash_attn_with_kvcache(
     new_k, new_v = given.get("k"), given.get("v")
     added = 0 if new_k is None or new_v is None or lengths is None else new_k.size(1)
     rows: Any = q
-    if not _PAGED.isdisjoint(given) and any(given.get(name) is not None for name in _PAGED):
+    if _lists_positions(given):
         lengths, index, added, rows = None, None, 0, 0
     keys: Any = k_cache.owner if type(k_cache) is FullExtent else k_cache
     values: Any = v_cache.owner if type(v_cache) is FullExtent else v_cache
@@ -252,6 +254,11 @@ def flash_attn_with_kvcache(
             if owner.length > holds:
                 owner.truncate(holds)
         raise
+
+
+def _lists_positions(given: Mapping[str, Any]) -> bool:
+    """Whether the kernel takes the positions to read or write from a list, such as a table of pages."""
+    return any(given.get(name) is not None for name in _NO_ROWS)
 
 
 def _range_of(lengths: torch.Tensor, holds: int) -> tuple[int, int]:

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <numeric>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -25,9 +27,15 @@ using Numbers = std::vector<std::int64_t>;
 constexpr std::size_t kRowsRank = 4;    // [rows, positions, heads, head size], or heads first
 constexpr std::size_t kPackedRank = 3;  // [positions, heads, head size]
 
-// An int, or the ints in a host tensor. Nothing if only the device or the kernel understands it.
+// Whether `given` is one number for all rows: an int, or what is one to Python.
+bool is_number(nb::handle given) {
+  return PyLong_Check(given.ptr()) ||
+         (PyIndex_Check(given.ptr()) && !TorchBridge::get().is_tensor(given));
+}
+
+// A number, or the ints in a host tensor. Nothing if only the device or the kernel understands it.
 std::optional<Numbers> numbers_of(const char* operation, nb::handle given) {
-  if (PyLong_Check(given.ptr())) return Numbers{integer(operation, "lengths", given)};
+  if (is_number(given)) return Numbers{integer(operation, "lengths", given)};
   if (!TorchBridge::get().is_tensor(given) || !given.attr("is_cpu").is(nb::bool_(true))) return {};
   Numbers numbers;
   nb::object list = given.attr("tolist")();
@@ -47,6 +55,9 @@ struct Launch {
   std::size_t positions_dim(std::size_t rank) const {
     return rank != kRowsRank ? 0 : heads_first ? 2 : 1;
   }
+  bool takes(std::size_t rank) const {
+    return rank == kRowsRank || (rank == kPackedRank && !heads_first);
+  }
   std::int64_t rows_read(std::int64_t of_rows) const;
   std::optional<std::vector<RowNeed>> needs(std::int64_t of_rows, std::int64_t positions) const;
 };
@@ -63,37 +74,43 @@ std::int64_t Launch::rows_read(std::int64_t of_rows) const {
 }
 
 // What is needed of each row that the kernel uses; nothing if only the device knows it. The tensor
-// has `of_rows` rows of `positions` positions. Throws if these are not enough.
+// has `of_rows` rows of `positions` positions. Throws if these are not enough, as far as the host
+// knows: it may know the rows and not the lengths, or the lengths and not the rows.
 std::optional<std::vector<RowNeed>> Launch::needs(std::int64_t of_rows,
                                                   std::int64_t positions) const {
   std::optional<Numbers> ends = Numbers{positions}, chosen;
   if (!lengths.is_none()) ends = numbers_of(operation, lengths);
-  if (!index.is_none() && !(chosen = numbers_of(operation, index))) return {};
-  if (!ends || ends->empty()) return {};
-  const bool for_each = !lengths.is_none() && !PyLong_Check(lengths.ptr());
-  std::size_t count;
-  if (of_rows == 1 && for_each && chosen == std::nullopt) {  // also the ends of packed sequences
-    ends = Numbers{*std::max_element(ends->begin(), ends->end())};
-    count = 1;
-  } else if (for_each) {
-    count = chosen ? std::min(ends->size(), chosen->size()) : ends->size();
-  } else if (chosen) {
-    count = chosen->size();
+  bool packed = false;
+  if (index.is_none()) {
+    const bool for_each = ends && !lengths.is_none() && !is_number(lengths);
+    std::int64_t count = rows_read(of_rows);
+    packed = for_each && of_rows == 1 && count <= 1;  // also the ends of packed sequences
+    if (for_each) count = packed ? 1 : std::max(count, static_cast<std::int64_t>(ends->size()));
+    chosen.emplace(static_cast<std::size_t>(count));
+    std::iota(chosen->begin(), chosen->end(), 0);
   } else {
-    count = static_cast<std::size_t>(rows_read(of_rows));
+    chosen = numbers_of(operation, index);
   }
+  if (chosen)
+    for (const std::int64_t row : *chosen)
+      if (row < 0 || row >= of_rows)
+        refuse(operation, "row ", row, " is to be read, the cache has ", of_rows,
+               " rows: name one of these");
+  if (!ends || ends->empty()) return {};
+  for (std::size_t i = 0; i < ends->size(); ++i) {
+    const std::int64_t end = (*ends)[i];
+    if (end >= 0 && end <= positions - added) continue;
+    const std::string of =
+        chosen && i < chosen->size() ? " of row " + std::to_string((*chosen)[i]) : "";
+    refuse(operation, "the first ", end, " positions", of, " are to be read, ", added,
+           " written after them, the cache holds ", positions, ": append or extend first");
+  }
+  if (!chosen) return {};
+  if (packed) ends = Numbers{*std::max_element(ends->begin(), ends->end())};
+  const bool one = ends->size() == 1;
   std::vector<RowNeed> needed;
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::int64_t row = chosen ? (*chosen)[i] : static_cast<std::int64_t>(i);
-    const std::int64_t end = (*ends)[ends->size() == 1 ? 0 : i];
-    if (row < 0 || row >= of_rows)
-      refuse(operation, "row ", row, " is to be read, the cache has ", of_rows,
-             " rows: name one of these");
-    if (end < 0 || end > positions - added)
-      refuse(operation, "the first ", end, " positions of row ", row, " are to be read, ", added,
-             " written after them, the cache holds ", positions, ": append or extend first");
-    needed.push_back({static_cast<std::size_t>(row), end + added});
-  }
+  for (std::size_t i = 0; i < chosen->size() && (one || i < ends->size()); ++i)
+    needed.push_back({static_cast<std::size_t>((*chosen)[i]), (*ends)[one ? 0 : i] + added});
   return needed;
 }
 
@@ -119,7 +136,7 @@ nb::object view_of(const Launch& launch, nb::handle tensor, const TensorCore& co
   if (transposed) view = view.attr("transpose")(1, 2);
   const std::int64_t holds = spec.size(transposed ? spec.grow_dim : dim, core.length());
   const auto needed = launch.needs(rank == kRowsRank ? spec.size(0, core.length()) : 1, holds);
-  if (!needed || needed->empty() || !PyLong_Check(launch.lengths.ptr())) return view;
+  if (!needed || needed->empty() || !is_number(launch.lengths)) return view;
   if (needed->front().positions == holds) return view;
   return torch.narrow(view, dim, 0, static_cast<std::size_t>(needed->front().positions));
 }
@@ -136,9 +153,15 @@ nb::object cache_of(const Launch& launch, nb::handle tensor) {
   TensorFacts seen;
   if (!torch.read(tensor, seen)) return cache;
   const std::size_t rank = seen.shape.size(), dim = launch.positions_dim(rank);
-  if (rank != kRowsRank && rank != kPackedRank) return cache;
-  const auto rows = range.rows(seen, dim);
-  if (!rows) return cache;
+  const auto rows = launch.takes(rank) ? range.rows(seen, dim) : std::nullopt;
+  if (!rows) {
+    const bool empty = std::find(seen.shape.begin(), seen.shape.end(), 0) != seen.shape.end();
+    if (empty || launch.rows_read(1) == 0) return cache;
+    refuse(launch.operation, "a view of ", rank,
+           " dimensions of a layer that is no rows of tokens: ",
+           launch.heads_first ? "give [slots, heads, tokens, head size]"
+                              : "give [slots, tokens, heads, head size], or one slot of it");
+  }
   const auto needed = launch.needs(rank == kRowsRank ? seen.shape[0] : 1, seen.shape[dim]);
   if (!needed) return cache;
   if (const auto missing = range.missing(*rows, *needed))
@@ -181,22 +204,22 @@ Args:
         sequences: VTensors, layers of a KVCache and views of them, or plain tensors. VTensors with positions and
         heads exchanged are transposed.
     heads_first: the kernel takes ``[rows, heads, positions, head size]``.
-    lengths: the positions to read of each row: None for all, an int for all rows, or a tensor with one for each. If
-        there is one row, a tensor may also have the ends of packed sequences. What a tensor on a device holds is
+    lengths: the positions to read of each row: None for all, a number for all rows, or a tensor with one for each.
+        If there is one row, a tensor may also have the ends of packed sequences. What a tensor on a device holds is
         not checked.
     added: positions that the kernel writes after these.
     index: a tensor with the rows to read. None means the first ones.
-    rows: how many rows are read if neither ``lengths`` nor ``index`` is a tensor. A query of four dimensions has one
-        sequence for each. None means all. With 0 or another query, nothing is checked: for kernels that take the
-        positions to read from a list, such as a table of pages.
+    rows: how many rows are read without an ``index``. A query of four dimensions has one sequence for each. None
+        means all. 0 or another query means unknown: then only a tensor of lengths tells. 0 is for kernels that take
+        the positions to read from a list, such as a table of pages.
 
 Returns:
     K, V, and the KVCache or None. A VTensor is returned as a plain view, of ``lengths + added`` positions if
-    ``lengths`` is an int. Other objects are returned unchanged.
+    ``lengths`` is a number. Other objects are returned unchanged.
 
 Raises:
-    InvalidArgument: if a row or position does not exist, a slot does not have the tokens, or one of two VTensors is
-        shorter. The message names it.
+    InvalidArgument: if a row or position does not exist, a slot does not have the tokens, a view of a layer is not
+        made of rows of tokens, or one of two VTensors is shorter. The message names it.
     Closed: if a VTensor or the KVCache is closed.)";
 
 }  // namespace

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from vtensor.integrations import flash_attention as flash
@@ -69,6 +70,42 @@ def refused(call, *says, error=vtensor.InvalidArgument):
     with pytest.raises(error, match=SHAPE_OF_A_MESSAGE) as caught:
         call()
     assert all(word in str(caught.value) for word in says), caught.value
+
+
+# --- what would be written where there is no memory --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("queries", "given"),
+    [
+        ((SLOTS, 1, HEADS, SIZE), {"cache_seqlens": torch.tensor(300)}),
+        ((SLOTS, 1, HEADS, SIZE), {"cache_seqlens": int32(33)}),
+        ((SLOTS, 1, HEADS, SIZE), {"cache_seqlens": [300] * SLOTS}),
+        ((SLOTS, 1, HEADS, SIZE), {"cache_seqlens": np.int64(300)}),
+        (
+            (SLOTS, 1, HEADS, SIZE),
+            {"cache_seqlens": int32(0, 300, 301), "cache_batch_idx": torch.tensor([0])},
+        ),
+        ((SLOTS, HEADS, SIZE), {"cache_seqlens": 300}),
+        ((SLOTS, HEADS, SIZE), {"cache_seqlens": int32(300, 300, 300)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["torch", "fa4"])
+def test_an_append_that_would_broadcast_is_refused(make, seen, backend, queries, given):  # noqa: F811
+    """To slots that have no such tokens: the write would end the process."""
+    cache = make()
+    layer, new = cache[0], noise(SLOTS, 1, HEADS, SIZE)
+    with pytest.raises((vtensor.InvalidArgument, TypeError)):
+        flash.flash_attn_with_kvcache(noise(*queries), *layer, new, new, **given, backend=backend)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_sdpa_over_a_slot_without_its_rows(make, layout):
+    """Torch takes three dimensions. Of these the shim would not know the slot."""
+    cache = make(layout=layout)
+    k, v = (t[1, :300].transpose(0, 1) for t in by_position(cache))
+    refused(lambda: scaled_dot_product_attention(noise(HEADS, 1, SIZE), k, v), "no rows of tokens")
 
 
 # --- FlashAttention -----------------------------------------------------------------------------------------

@@ -74,6 +74,11 @@ def test_pages_are_not_rows(host, seen):  # noqa: F811
             shims.flash_attn_with_kvcache(
                 noise(1, 1, HEADS, SIZE), *given, cache_seqlens=int32(60), block_table=table, backend="fa2"
             )
+        with pytest.raises(RuntimeError, match="launched"):
+            starts = int32(0, 1), int32(0, 60), 1, 60
+            shims.flash_attn_varlen_func(
+                noise(1, HEADS, SIZE), *given, *starts, block_table=table, backend="fa2"
+            )
     close(*grown)
 
 
