@@ -84,13 +84,13 @@ class Recording:
     """
 
     def __init__(self, capacity: int | None = None) -> None:
-        self._asked = capacity or 0
+        self._asked = () if capacity is None else (capacity,)
         self._core: _core.TraceRecording | None = None
 
     def __enter__(self) -> Recording:
         if self._core is not None:
             raise VTensorError("[trace.record] this recording was used before: make another with record()")
-        self._core = _core.TraceRecording(self._asked)
+        self._core = _core.TraceRecording(*self._asked)
         return self
 
     def __exit__(
@@ -167,18 +167,15 @@ class Recording:
 def record(capacity: int | None = None) -> Recording:
     """Makes a context manager that records what vtensor does on all threads inside the ``with``.
 
-    Recordings may overlap, also on several threads. Each holds the events of its own time. They share the
-    memory of the first, 64 bytes an event. That memory is allocated as events come and freed with the last
-    recording.
+    One recording runs at a time, in the whole process. It takes 64 bytes an event, allocated as events come.
 
     Args:
-        capacity: events to keep, rounded up to a power of two. The newest stay. Defaults to that of a running
-            recording, or 1,048,576.
+        capacity: events to keep, rounded up to a power of two. The newest stay. Defaults to 1,048,576.
 
     Raises:
-        InvalidArgument: if ``capacity`` is below 1 or above 2**28, or, when entered, above a running
-            recording's.
-        VTensorError: when entered, if this is a forked child process: vtensor does nothing there.
+        InvalidArgument: if ``capacity`` is below 1 or above 2**28.
+        VTensorError: when entered, if another recording runs, or if this is a forked child process: vtensor
+            does nothing there.
     """
     if capacity is not None:
         capacity = integer("trace.record", "capacity", capacity)

@@ -50,7 +50,7 @@ void count_points(int times) {
   };
   count("bare", bare);
   count("off", traced);
-  const Recording recording(0);
+  const Recording recording(Recording::kDefaultCapacity);
   count("on", traced);
 }
 

@@ -25,11 +25,10 @@ struct Event {
 
 struct Ring;
 
-// The events that begin and end between its making and stop(). Recordings may overlap, in one
-// thread and in several: they share the ring of the first.
+// The events that begin and end between its making and stop(). One runs at a time.
 //
-// The ring keeps the newest events. It has memory only while a recording runs, and only as much as
-// events have reached. All methods may be called from any thread. In a forked child nothing is
+// The ring keeps the newest events. It has memory only while the recording runs, and only as much
+// as events have reached. All methods may be called from any thread. In a forked child nothing is
 // recorded, and all but stop() throw (I13).
 class Recording {
  public:
@@ -37,8 +36,7 @@ class Recording {
   // layers, two events each.
   static constexpr std::size_t kDefaultCapacity = std::size_t{1} << 20;
 
-  // Room for at least `capacity` events, at most 2^28; 0 takes that of a running recording, or the
-  // default. Throws InvalidArgument if a running one has less.
+  // Room for at least `capacity` events, at most 2^28. Throws Error while another runs.
   explicit Recording(std::size_t capacity);
   ~Recording();
   Recording(const Recording&) = delete;
@@ -52,7 +50,7 @@ class Recording {
   // How many events newer ones have replaced.
   std::uint64_t dropped();
 
-  std::size_t capacity() const { return capacity_; }
+  std::size_t capacity() const;
   std::uint64_t started() const { return to_unix(start_); }
 
  private:
@@ -64,7 +62,6 @@ class Recording {
   }
 
   Ring* ring_ = nullptr;
-  std::size_t capacity_ = 0;
   std::uint64_t first_ = 0;  // ticket
   std::uint64_t start_ = 0;  // as now() gives it
   std::int64_t unix_offset_ = 0;

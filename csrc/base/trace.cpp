@@ -64,9 +64,8 @@ namespace {
 std::array<Ring, kMostBits + 1> rings;
 std::atomic<Ring*> current{nullptr};
 
-std::mutex control;  // guards what follows, the opening of rings, and each Recording
-std::size_t running = 0;
-std::int64_t unix_offset = 0;
+std::mutex control;  // guards `running`, the opening of rings, and each Recording
+bool running = false;
 
 std::int64_t read_clock(clockid_t clock) {
   timespec time{};
@@ -157,23 +156,17 @@ Recording::Recording(std::size_t capacity) {
   refuse_in_child("record");
   watch_forks();
   const std::lock_guard lock(control);
-  if (running == 0) {
-    ring_ = &open_ring(capacity != 0 ? capacity : kDefaultCapacity);
-    unix_offset = measure_unix_offset();
-    current.store(ring_, std::memory_order_release);
-  } else {
-    ring_ = current.load(std::memory_order_relaxed);
-    if (capacity > ring_->capacity) {
-      throw InvalidArgument("[trace.record] capacity is ", capacity,
-                            " events, the recording that runs has room for ", ring_->capacity,
-                            " and recordings share it: ask for no more, or give that one more");
-    }
+  if (running) {
+    throw Error(
+        "[trace.record] another recording runs, and one runs at a time: leave its `with` first, or "
+        "read its events() so far");
   }
-  capacity_ = ring_->capacity;
-  unix_offset_ = unix_offset;
+  ring_ = &open_ring(capacity);
+  unix_offset_ = measure_unix_offset();
+  current.store(ring_, std::memory_order_release);
   first_ = ring_->next.load(std::memory_order_relaxed);
   start_ = now();
-  ++running;
+  running = true;
   on.store(true, std::memory_order_release);
 }
 
@@ -186,10 +179,11 @@ void Recording::finish(bool keep) {
   const std::lock_guard lock(control);
   if (stopped_) return;
   stopped_ = true;
-  if (--running == 0) on.store(false, std::memory_order_relaxed);
+  running = false;
+  on.store(false, std::memory_order_relaxed);
   const std::uint64_t end = ring_->next.load(std::memory_order_relaxed);
   const std::unique_ptr<Ring, void (*)(Ring*)> give_back(ring_, [](Ring* ring) {
-    if (running == 0) madvise(ring->slots, ring->capacity * sizeof(Slot), MADV_DONTNEED);
+    madvise(ring->slots, ring->capacity * sizeof(Slot), MADV_DONTNEED);
   });
   if (keep) kept_ = collect(end, dropped_);
 }
@@ -213,6 +207,8 @@ std::vector<Event> Recording::collect(std::uint64_t end, std::uint64_t& lost) co
   });
   return events;
 }
+
+std::size_t Recording::capacity() const { return ring_->capacity; }
 
 std::vector<Event> Recording::events() {
   refuse_in_child("events");

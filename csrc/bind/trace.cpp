@@ -46,7 +46,7 @@ void bind_trace(nb::module_& module) {
   const auto released = nb::call_guard<ReleasedGil>();
   module.attr("TRACE_KINDS") = nb::tuple(nb::cast(trace::kWhatNames));
   nb::class_<Recording>(module, "TraceRecording")
-      .def(nb::init<std::size_t>(), nb::arg("capacity"), released)
+      .def(nb::init<std::size_t>(), nb::arg("capacity") = Recording::kDefaultCapacity, released)
       .def("stop", &Recording::stop, released)
       .def("events", &rows)
       .def_prop_ro("dropped", &Recording::dropped, released)

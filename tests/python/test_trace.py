@@ -228,19 +228,20 @@ def test_an_interrupted_recording_stops_and_keeps_what_it_has(host, error):
     t.close()
 
 
-def test_recordings_overlap_and_hold_their_own_part(host):
-    t = quarter(host)
-    with trace.record(1024) as outer:
+def test_one_recording_runs_at_a_time_and_holds_its_own_part(host):
+    t, waiting = quarter(host), trace.record(128)
+    refused = r"^\[trace.record\] another recording runs.*: leave its `with`"
+    with trace.record(1024) as first:
         t.extend(1)
-        with trace.record() as inner:
-            assert inner.capacity == 1024
-            t.extend(2)
-            with pytest.raises(vtensor.InvalidArgument, match=r"^\[trace.record\] .*1024.*: ask for"):
-                trace.record(1025).__enter__()
+        with pytest.raises(vtensor.VTensorError, match=refused), waiting:
+            pass
+        t.extend(2)
+    with waiting as second:  # of another size
         t.extend(3)
     item = host.page_size // 4
-    assert [e.nbytes // item for e in of(outer.events(), "extend")] == [1, 2, 3]
-    assert [e.nbytes // item for e in of(inner.events(), "extend")] == [2]
+    assert [e.nbytes // item for e in of(first.events(), "extend")] == [1, 2]
+    assert [e.nbytes // item for e in of(second.events(), "extend")] == [3]
+    assert (first.capacity, second.capacity) == (1024, 128)
     t.close()
 
 
@@ -308,10 +309,10 @@ def test_the_interpreter_exits_with_a_recording_that_runs():  # I14
     finished = run_snippet(
         """
         from vtensor import _core, _events, plot, trace
-        recording = trace.record().__enter__()
-        t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
         forgotten = trace.record(64).__enter__()
         del forgotten
+        recording = trace.record().__enter__()
+        t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
         t.extend(1)
         """,
         finalize=True,
