@@ -398,9 +398,7 @@ def play(kind: str, number: int, seed: int, counts: collections.Counter) -> None
     }
     options["cache"] = draw.choice([0, 1 << 18]) if options["prefetch"] else 0
     if draw.random() < 0.3:
-        options.update(spare_low=8 * 4096, spare_high=64 * 4096)
-    if draw.random() < 0.3:
-        options["max_age"] = 0.02
+        options["spare"] = 64 * 4096
     if kind == "simcuda":
         options["patience"] = 0.3
     pool = open_pool(kind, **options)

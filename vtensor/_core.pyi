@@ -84,7 +84,7 @@ class PoolEvents:
     def tensors_fresh(self) -> int: ...
 
 class PoolOptions:
-    def __init__(self, *, budget: int, shared_budget: str, zero: ZeroPolicy, prefetch: int, cache: int, spare_low: int, spare_high: int, max_age: float, device_reserve: int, patience: float) -> None:
+    def __init__(self, *, budget: int, shared_budget: str, zero: ZeroPolicy, prefetch: int, cache: int, spare: int, device_reserve: int, patience: float) -> None:
         """Sizes in bytes, times in seconds."""
 
 class PagePool:
@@ -110,8 +110,6 @@ class PagePool:
     def driver_calls(self) -> dict: ...
 
     def set_budget(self, arg: int, /) -> None: ...
-
-    def prefill(self, arg: int, /) -> None: ...
 
     def trim(self) -> int: ...
 

@@ -132,10 +132,8 @@ class Pool(StaysHere):
         cache: the most bytes that freed tensors leave mapped for the next tensor of the same shape, which
             then begins without a driver call; a quarter of the budget unless given, and 0 if ``prefetch`` is
             0.
-        spare_low: bytes of spare pages (free, with memory) that the mapper keeps, so that growth finds them.
-        spare_high: the most bytes of spare pages to keep; no limit unless given.
-        max_age: seconds after which free memory goes back to the system, and also what freed tensors left
-            mapped; never unless given.
+        spare: the most bytes of spare pages (free, with memory) to keep; no limit unless given. The mapper
+            gives others back to the system.
         device_reserve: bytes of the device's memory that are left to others: growth that would use them
             raises ``OutOfPages``.
         shared_budget: a name. All pools of this name, in all processes of this user on this machine, have one
@@ -158,24 +156,14 @@ class Pool(StaysHere):
         zero: ZeroPolicy = "new_owner",
         prefetch: Bytes | None = None,
         cache: Bytes | None = None,
-        spare_low: Bytes = 0,
-        spare_high: Bytes | None = None,
-        max_age: float | None = None,
+        spare: Bytes | None = None,
         device_reserve: Bytes = 0,
         shared_budget: str | None = None,
     ) -> None:
         device = device_of("Pool", device)
         size = checked_page_size(page_size)
         options = pool_options(
-            budget,
-            zero,
-            prefetch,
-            cache,
-            spare_low,
-            spare_high,
-            max_age,
-            device_reserve,
-            shared_budget=shared_budget,
+            budget, zero, prefetch, cache, spare, device_reserve, shared_budget=shared_budget
         )
         if device.type == "cpu":
             core = _core.host_pool(page_size=size, strict_holes=False, options=options)
@@ -298,19 +286,6 @@ class Pool(StaysHere):
             driver_calls=self._core.driver_calls(),
         )
 
-    def prefill(self, nbytes: Bytes) -> None:
-        """Makes ``nbytes`` (rounded up to pages) of free pages present, so that growth finds them made.
-
-        Raises:
-            OutOfPages: the budget has fewer free.
-            Closed: the pool is closed.
-        """
-        core = self._open_core("Pool.prefill")
-        asked = byte_count("Pool.prefill", "nbytes", nbytes)
-        if asked < 0:
-            raise InvalidArgument(f"[Pool.prefill] nbytes is {asked}: it must be at least 0")
-        core.prefill(min(-(-asked // self.page_size), _MOST_BYTES))
-
     def trim(self) -> int:
         """Gives the memory of all free pages back to the system. Returns the bytes given back.
 
@@ -321,7 +296,7 @@ class Pool(StaysHere):
 
     def wait_idle(self, timeout: float = 60.0) -> None:
         """Waits until nothing is left to do in the background: prepared pages are ready, no page waits to be
-        unmapped, spare pages are between ``spare_low`` and ``spare_high``, and swapped slots are copied.
+        unmapped, no more pages are spare than ``spare``, and swapped slots are copied.
 
         Args:
             timeout: seconds.
@@ -621,9 +596,7 @@ def pool_options(
     zero: str = "new_owner",
     prefetch: Bytes | None = 0,
     cache: Bytes | None = None,
-    spare_low: Bytes = 0,
-    spare_high: Bytes | None = None,
-    max_age: float | None = None,
+    spare: Bytes | None = None,
     device_reserve: Bytes = 0,
     patience: float = 60.0,
     shared_budget: str | None = None,
@@ -659,21 +632,13 @@ def pool_options(
         cache = 0 if prefetch == 0 else _core.CACHE_BY_BUDGET
     else:
         cache = _nbytes("cache", cache)
-    spare_low = _nbytes("spare_low", spare_low)
-    spare_high = _core.NO_LIMIT if spare_high is None else _nbytes("spare_high", spare_high)
-    if spare_low > spare_high:
-        raise InvalidArgument(
-            f"[Pool] spare_low is {spare_low} bytes and spare_high {spare_high}: it must not pass spare_high"
-        )
     return _core.PoolOptions(
         budget=limit,
         shared_budget=shared_budget or "",
         zero=policy,
         prefetch=prefetch,
         cache=cache,
-        spare_low=spare_low,
-        spare_high=spare_high,
-        max_age=0.0 if max_age is None else _seconds("max_age", max_age),
+        spare=_core.NO_LIMIT if spare is None else _nbytes("spare", spare),
         device_reserve=_nbytes("device_reserve", device_reserve),
         patience=_seconds("patience", patience),
     )

@@ -337,7 +337,6 @@ void Arena::count_back(std::span<const Interval> pages) noexcept {
 
 // Of `pages`, which have been counted back, those that no block needs are cached, or go.
 void Arena::end_use(std::span<const Interval> pages) noexcept {
-  const Time now = std::chrono::steady_clock::now();
   const bool keep = may_cache();
   bool goes = false;
   for (const Interval some : pages) {
@@ -345,7 +344,7 @@ void Arena::end_use(std::span<const Interval> pages) noexcept {
       if (states_[i].uses != 0 || states_[i].idle != Idle::no || !is_mapped(range_.at(0, i)))
         continue;
       if (keep) {
-        cache(i, now);
+        cache(i);
       } else {
         let_go(i);
         goes = true;
@@ -415,17 +414,14 @@ bool Arena::may_cache() const {
 }
 
 // The pool looks for pages to evict where any are cached.
-void Arena::cache(std::size_t page, Time now) noexcept {
+void Arena::cache(std::size_t page) noexcept {
   State& state = states_.reserved(page);
   set_idle(page, Idle::cached);
-  state.cached_at = now;
   state.older = newest_;
   state.newer = kNone;
   (newest_ == kNone ? oldest_ : states_.reserved(newest_).newer) = static_cast<std::uint32_t>(page);
   newest_ = static_cast<std::uint32_t>(page);
-  if (hooks.cached.linked()) return;
-  pool_->cached().add_evictable(shared_from_this());
-  if (pool_->options().max_age.count() != 0) pool_->wake_mapper();
+  if (!hooks.cached.linked()) pool_->cached().add_evictable(shared_from_this());
 }
 
 void Arena::uncache(std::size_t page) noexcept {
@@ -443,23 +439,17 @@ void Arena::set_idle(std::size_t page, Idle idle) noexcept {
   state.idle = idle;
 }
 
-void Arena::let_go(std::size_t page, bool aged) noexcept {
+void Arena::let_go(std::size_t page) noexcept {
   if (states_[page].idle == Idle::cached) uncache(page);
   set_idle(page, Idle::leaving);
-  unmap_.touch({page, page + 1}, aged);
+  unmap_.touch({page, page + 1});
 }
 
-std::chrono::steady_clock::time_point Arena::cached_at() const {
-  return oldest_ == kNone ? Time::max() : states_[oldest_].cached_at;
-}
-
-void Arena::evict(bool aged) {
-  const Time until = aged ? Time::clock::now() - pool_->options().max_age : Time::max();
+void Arena::evict() {
   std::size_t left =
       std::min(count_of(Idle::cached) / kEvictedShare, kMostEvicted / range_.page_size());
   left = std::max<std::size_t>(1, left);
-  for (; left != 0 && cached_at() <= until && oldest_ != kNone; --left, ++evicted_)
-    let_go(oldest_, aged);
+  for (; left != 0 && oldest_ != kNone; --left, ++evicted_) let_go(oldest_);
   give_back_unused();
 }
 

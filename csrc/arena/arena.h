@@ -4,7 +4,6 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -112,8 +111,7 @@ class Arena final : public Client {
   void leave() noexcept override VT_LOCKED;
   std::size_t pages_leaving() const override VT_LOCKED;
   std::size_t drop_ahead() override VT_LOCKED;
-  std::chrono::steady_clock::time_point cached_at() const override VT_LOCKED;
-  void evict(bool aged = false) override VT_LOCKED;
+  void evict() override VT_LOCKED;
   std::size_t missing_ahead() const override VT_LOCKED;
   bool wants() const override VT_LOCKED { return !wanted_.empty(); }
   void enter_back(Departure& departure) override VT_LOCKED;
@@ -123,7 +121,6 @@ class Arena final : public Client {
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
 
  private:
-  using Time = std::chrono::steady_clock::time_point;
   static constexpr std::uint32_t kNone = UINT32_MAX;
   static constexpr std::uint64_t kLost = UINT64_MAX;  // mapped, and it may hold other bytes
 
@@ -134,7 +131,6 @@ class Arena final : public Client {
     Idle idle = Idle::no;
     std::uint32_t older = kNone, newer = kNone;  // among the cached
     std::uint64_t mapped_at = 0;
-    Time cached_at;
   };
 
   Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
@@ -178,15 +174,15 @@ class Arena final : public Client {
   // One use of each ends.
   void count_back(std::span<const Interval> pages) noexcept VT_LOCKED;
   bool may_cache() const VT_LOCKED;
-  void cache(std::size_t page, Time now) noexcept VT_LOCKED;
+  void cache(std::size_t page) noexcept VT_LOCKED;
   void uncache(std::size_t page) noexcept VT_LOCKED;
   void set_idle(std::size_t page, Idle idle) noexcept VT_LOCKED;
   std::size_t& count_of(Idle idle) VT_LOCKED { return counted_[static_cast<std::size_t>(idle)]; }
   std::size_t count_of(Idle idle) const VT_LOCKED {
     return counted_[static_cast<std::size_t>(idle)];
   }
-  // A page that no block needs is to go; `aged` as in `evict`.
-  void let_go(std::size_t page, bool aged = false) noexcept VT_LOCKED;
+  // A page that no block needs is to go.
+  void let_go(std::size_t page) noexcept VT_LOCKED;
 
   const char* const noun_;
   bool of_several_ = false;  // of one owner, which no count of tensors includes

@@ -116,11 +116,9 @@ void bind_pool(nb::module_& module) {
   using Bytes = std::size_t;
   using Time = std::chrono::nanoseconds;
   nb::class_<PoolOptions>(module, "PoolOptions")
-      .def(
-          nb::init<Bytes, std::string, ZeroPolicy, Bytes, Bytes, Bytes, Bytes, Time, Bytes, Time>(),
-          nb::kw_only(), "budget"_a, "shared_budget"_a, "zero"_a, "prefetch"_a, "cache"_a,
-          "spare_low"_a, "spare_high"_a, "max_age"_a, "device_reserve"_a, "patience"_a,
-          "Sizes in bytes, times in seconds.");
+      .def(nb::init<Bytes, std::string, ZeroPolicy, Bytes, Bytes, Bytes, Bytes, Time>(),
+           nb::kw_only(), "budget"_a, "shared_budget"_a, "zero"_a, "prefetch"_a, "cache"_a,
+           "spare"_a, "device_reserve"_a, "patience"_a, "Sizes in bytes, times in seconds.");
 
   nb::class_<PagePool>(module, "PagePool")
       .def_prop_ro("page_size", &PagePool::page_size)
@@ -133,11 +131,6 @@ void bind_pool(nb::module_& module) {
       .def("events", pool_method("Pool.stats", &PagePool::events))
       .def("driver_calls", &driver_calls)
       .def("set_budget", pool_method("Pool.budget", &PagePool::set_budget))
-      .def("prefill",
-           [](PagePool& pool, std::size_t pages) {
-             refuse_in_forked_child("Pool.prefill");
-             with_memory(pool, {"Pool.prefill"}, [&] { pool.prefill(pages); });
-           })
       .def("trim", pool_method("Pool.trim", &PagePool::trim))
       .def("wait_idle", pool_method("Pool.wait_idle", &PagePool::wait_idle))
       .def("retire", pool_method("Pool.close", &PagePool::retire))

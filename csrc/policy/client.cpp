@@ -267,7 +267,7 @@ bool Client::claim_departure(Departure& departure, std::size_t pages) {
 
 void Client::enter_back(Departure& departure) {
   busy_ = false;
-  range_.enter(departure, unmap_.aged());
+  range_.enter(departure);
   if (departure.error) {
     unmap_.refused(departure.error);
   } else if (departure.done == departure.runs.size()) {

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -117,9 +116,8 @@ class Client : public std::enable_shared_from_this<Client> {
   // Whether it is cached, and nothing else of it is mapped: pages on their way out would come back
   // as the next owner's (I7).
   virtual bool reusable() const VT_LOCKED { return false; }
-  virtual std::chrono::steady_clock::time_point cached_at() const VT_LOCKED = 0;
-  // Gives up cached pages; `aged`: because they were cached for as long as the pool keeps memory.
-  virtual void evict(bool aged = false) VT_LOCKED = 0;
+  // Gives up cached pages.
+  virtual void evict() VT_LOCKED = 0;
 
   // -- the worker's tasks: claimed, carried out without the lock, and entered. The client is busy
   // in between.

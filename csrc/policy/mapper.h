@@ -1,7 +1,7 @@
 // The background worker of one pool. It maps and zeroes pages ahead of need, unmaps pages that are
-// no longer needed once their fences have passed, zeroes cached pages for their next owner, keeps
-// free memory between the pool's marks, and gives memory up for other pools of a shared budget. A
-// caller that needs a page before it is ready maps it itself.
+// no longer needed once their fences have passed, zeroes cached pages for their next owner, gives
+// back free memory beyond what the pool keeps, and gives memory up for other pools of a shared
+// budget. A caller that needs a page before it is ready maps it itself.
 //
 // It never calls Python and holds no lock while it makes driver calls or waits (I11).
 #pragma once

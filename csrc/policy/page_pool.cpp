@@ -55,7 +55,7 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
   }
   // Now, and not when memory or mappings are short: a thread without memory for its thread-local
   // data ends the process.
-  if (pool->looks_ahead() || options.spare_low != 0 || pool->shared_) pool->ensure_mapper();
+  if (pool->looks_ahead() || pool->shared_) pool->ensure_mapper();
   if (pool->shared_) pool->listener_.start(*pool->shared_, pool->waker());
   return pool;
 }
@@ -129,7 +129,7 @@ bool PagePool::may_cache(std::size_t pages) {
 
 void PagePool::cache(const std::shared_ptr<Client>& client, std::size_t pages) {
   cached_.add(client, pages, options_.zero != ZeroPolicy::never);
-  if (options_.zero != ZeroPolicy::never || options_.max_age.count() != 0) wake_mapper();
+  if (options_.zero != ZeroPolicy::never) wake_mapper();
 }
 
 void PagePool::await(PoolLock& lock, const char* operation, const char* what,
@@ -156,14 +156,6 @@ void PagePool::quiesce(PoolLock& lock, const char* operation) {
         [this]() VT_LOCKED { return in_flight() == 0; });
 }
 
-void PagePool::prefill(std::size_t pages) {
-  if (pages == 0) return;
-  PoolLock lock(shared_from_this());
-  reap();
-  MakeRoom(*this).free(lock, "Pool.prefill", pages, 0);
-  store_.stock(lock, pages);
-}
-
 void PagePool::keep_until(FencePtr after, std::shared_ptr<void> memory) {
   const PoolLock lock(shared_from_this());
   copied_.emplace_back(std::move(after), std::move(memory));
@@ -185,14 +177,8 @@ bool PagePool::drop_copied(PoolLock& lock) {
 
 steady_clock::time_point PagePool::maintain(PoolLock& lock) {
   const bool copying = drop_copied(lock);
-  const auto now = steady_clock::now();
-  auto due = store_.maintain(lock);
-  if (copying) due = std::min(due, now + kLook);
-  if (due <= now || options_.max_age.count() == 0 || cached_.empty()) return due;
-  const std::shared_ptr<Client> oldest = cached_.oldest();
-  const auto aged = oldest->cached_at() + options_.max_age;
-  if (aged <= now) oldest->evict(/*aged=*/true);
-  return std::min(due, aged);
+  const auto due = store_.release_excess(lock);
+  return copying ? std::min(due, steady_clock::now() + kLook) : due;
 }
 
 PoolCounts PagePool::counts() {
@@ -296,8 +282,7 @@ std::size_t PagePool::trim() {
 bool PagePool::idle() const {
   // A generation that has ended may be the last to keep a client's range.
   return in_flight() == 0 && ended_.empty() &&
-         ((wanting_.empty() && copied_.empty() && !store_.maintenance_due()) ||
-          !mapper_.running()) &&
+         ((wanting_.empty() && copied_.empty() && !store_.excess_due()) || !mapper_.running()) &&
          std::all_of(unsettled_.begin(), unsettled_.end(),
                      [](const auto& client) VT_LOCKED { return client->refusal() != nullptr; }) &&
          (options_.zero == ZeroPolicy::never || !mapper_.running() ||
@@ -334,7 +319,6 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
 void PagePool::retire() noexcept {
   PoolLock lock(shared_from_this());
   options_.cache = 0;
-  store_.keep_no_stock();
   retired_ = true;
   reap();
   cached_.evict_all();

@@ -92,8 +92,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Pages that the other pools of a shared budget hold and could give up. Asks them, and waits a
   // moment for their answers.
   std::size_t spared_elsewhere();
-  // Makes the memory of `pages` free pages present, for rows to come. Throws OutOfPages.
-  void prefill(std::size_t pages);
   // Gives cached and free memory back; returns how many pages. What waits to be unmapped goes
   // first.
   std::size_t trim();
@@ -160,7 +158,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void wake_mapper() noexcept VT_LOCKED;
   // Why its thread cannot work; null if it can.
   void set_mapper_error(std::exception_ptr error) VT_LOCKED;
-  // Keeps free and cached memory between the pool's marks; returns when to look again.
+  // Ends copies that are over, and gives back free memory beyond what the pool keeps; returns when
+  // to look again.
   std::chrono::steady_clock::time_point maintain(PoolLock& lock) VT_LOCKED;
 
   // -- waiting

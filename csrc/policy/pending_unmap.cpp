@@ -10,9 +10,8 @@ constexpr std::chrono::nanoseconds kRetryRefused = std::chrono::milliseconds(250
 
 }  // namespace
 
-void PendingUnmap::touch(Interval indices, bool aged) {
+void PendingUnmap::touch(Interval indices) {
   if (indices.empty()) return;
-  touched_aged_ = aged && (touched_.empty() || touched_aged_);
   touched_ = touched_.empty() ? indices
                               : Interval{std::min(touched_.begin, indices.begin),
                                          std::max(touched_.end, indices.end)};
@@ -22,7 +21,6 @@ void PendingUnmap::begin(std::vector<Interval> indices, std::vector<FencePtr> af
   indices_ = std::move(indices);
   after_ = std::move(after);
   touched_ = {};
-  aged_ = touched_aged_;
 }
 
 std::vector<Interval> PendingUnmap::first(std::size_t most) const {

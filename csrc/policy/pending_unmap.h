@@ -18,17 +18,14 @@ class PendingUnmap {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // Page indices with pages that nothing may need: looked at later. `aged`: these have been free
-  // for as long as the pool keeps memory.
+  // Page indices with pages that nothing may need: looked at later.
   Interval touched() const { return touched_; }
-  void touch(Interval indices, bool aged = false);
+  void touch(Interval indices);
   void look_at_nothing() { touched_ = {}; }
 
   // These leave once `after` has passed. Requires: none leave.
   void begin(std::vector<Interval> indices, std::vector<FencePtr> after);
   const std::vector<Interval>& indices() const { return indices_; }
-  // Whether all of them are aged.
-  bool aged() const { return aged_; }
   // Whether `after` has passed. Throws what the driver does.
   bool may_go(Driver& driver) { return all_passed(driver, after_); }
   // The first of them: `most` page indices in all, but at least one.
@@ -46,7 +43,6 @@ class PendingUnmap {
 
  private:
   Interval touched_;
-  bool touched_aged_ = false, aged_ = false;
   std::vector<Interval> indices_;
   std::vector<FencePtr> after_;
   std::exception_ptr refusal_;

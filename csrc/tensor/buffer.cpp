@@ -490,9 +490,9 @@ void Buffer::try_to_cache() {
   range_.event(trace::What::cache, usable);
 }
 
-void Buffer::evict(bool aged) {
+void Buffer::evict() {
   const Interval cached = leftover_.drop();
-  unmap_.touch(cached, aged);
+  unmap_.touch(cached);
   pool_->cached().remove(*this, pages_to_count(cached));
   if (busy_ || !pool_->looks_ahead()) return give_back_unused();
   unmap_.try_again();

@@ -167,10 +167,7 @@ class Buffer final : public Client {
   std::size_t pages_coming(Interval indices) const VT_LOCKED;
   std::size_t drop_ahead() override VT_LOCKED;
   bool reusable() const override VT_LOCKED;
-  std::chrono::steady_clock::time_point cached_at() const override VT_LOCKED {
-    return leftover_.cached_at();
-  }
-  void evict(bool aged = false) override VT_LOCKED;
+  void evict() override VT_LOCKED;
   std::size_t missing_ahead() const override VT_LOCKED;
   bool wants() const override VT_LOCKED { return ahead_.want_end() != 0; }
   bool to_clean() const override VT_LOCKED;

@@ -17,7 +17,6 @@ Interval Leftover::usable(bool anywhere) const {
 
 void Leftover::keep(Interval pages, bool dirty, std::uint64_t next) {
   cached_ = unclean_ = pages;
-  cached_at_ = std::chrono::steady_clock::now();
   range_.set_owner(next);
   for (std::size_t row = 0; row < range_.rows(); ++row) {
     for (std::size_t index = pages.begin; index < pages.end; ++index)

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -17,13 +16,10 @@ namespace vtensor {
 
 class Leftover {
  public:
-  using Time = std::chrono::steady_clock::time_point;
-
   explicit Leftover(Reservation& range) : range_(range) {}
 
   // Pages that wait for the next owner: mapped in every row, and not shared.
   Interval cached() const VT_LOCKED { return cached_; }
-  Time cached_at() const VT_LOCKED { return cached_at_; }
   // Pages of which some may show the last owner's bytes.
   Interval unclean() const VT_LOCKED { return unclean_; }
   // Those that the present owner found and counts as cached until it needs them.
@@ -63,7 +59,6 @@ class Leftover {
   Interval cached_ VT_GUARDED;
   Interval reused_ VT_GUARDED;
   Reservation& range_;
-  Time cached_at_ VT_GUARDED;
   bool may_keep_ VT_GUARDED = true;
 };
 

@@ -21,7 +21,6 @@ struct Page {
   bool asleep = false;                  // in page tables, and mapped nowhere
   std::uint32_t in_sets = 0;            // references that page sets have
   std::uint64_t last_owner = kNoOwner;  // id of the client that had it last
-  std::uint64_t freed_at = 0;           // on the steady clock, ns; 0 unless the pool trims by age
   std::uint64_t sleep = 0;              // the number of the last sleep that it was in
   std::size_t place = 0;                // its index among the pages of that
   HandleRun* run = nullptr;             // that it belongs to, if handles are adjacent

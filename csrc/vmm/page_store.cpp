@@ -33,9 +33,7 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* s
       shared_(shared),
       when_due_(std::move(when_due)),
       budget_(in_pages(options.budget)),
-      low_(in_pages(options.spare_low)),
-      high_(in_pages(options.spare_high)),
-      maintenance_due_(low_ != 0),
+      most_spare_(in_pages(options.spare)),
       placement_(make_placement(driver, spare_)) {}
 
 std::size_t PageStore::unused(std::size_t private_copies) const {
@@ -97,7 +95,7 @@ void PageStore::set_private_copies(std::size_t pages) {
 
 void PageStore::promise(std::ptrdiff_t pages) {
   promised_ += static_cast<std::size_t>(pages);
-  if (pages < 0 && (options_.max_age.count() != 0 || spare_.size() > high_)) request_maintenance();
+  look_for_excess();
 }
 
 PageStore::Shortage PageStore::shortage(std::size_t pages) const {
@@ -165,7 +163,6 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   pages_fresh += empty_pages + made;
   pages_recycled += n - empty_pages - made;
   used_ += n;
-  if (spare_.size() < low_) request_maintenance();
 }
 
 // Gives back kept memory until the budget has `taken` more pages, of which `fresh` have no memory
@@ -287,7 +284,7 @@ void PageStore::woken(std::span<Page* const> pages) {
   asleep_ -= pages.size();
 }
 
-void PageStore::drop(Page* page, bool aged) noexcept {
+void PageStore::drop(Page* page) noexcept {
   if (--page->references != 0) return;
   if (page->asleep) {
     page->asleep = false;
@@ -301,81 +298,25 @@ void PageStore::drop(Page* page, bool aged) noexcept {
   }
   --used_;
   page->dirty = true;
-  keep(page, aged);
+  keep(page);
   placement_->put_back(page);
 }
 
-// Keeps the memory of a page that is free from now on, or has been free the longest.
-void PageStore::keep(Page* page, bool aged) noexcept {
-  const bool by_age = options_.max_age.count() != 0;
-  page->freed_at = 0;
-  if (by_age && !aged) {
-    page->freed_at = static_cast<std::uint64_t>(steady_clock::now().time_since_epoch().count());
-  }
-  aged ? spare_.push_oldest(page) : spare_.push(page);
-  if (by_age || spare_.size() > high_) request_maintenance();
+// Keeps the memory of a page that is free from now on.
+void PageStore::keep(Page* page) noexcept {
+  spare_.push(page);
+  look_for_excess();
 }
 
-void PageStore::stock(PoolLock& lock, std::size_t pages) {
-  if (!driver_.traits().adjacent_handles) {
-    const std::size_t counted_before = just_made_;
-    make_ready(lock, pages);
-    just_made_ = std::min(just_made_, counted_before);  // not yet for a growth
-    return;
-  }
-  RowHome home = open_home(pages);
-  std::vector<Page*> taken, empty;
-  std::size_t counted = 0, filled = 0;
-  std::exception_ptr error;
+steady_clock::time_point PageStore::release_excess(PoolLock& lock) {
+  excess_due_ = false;
   try {
-    placement_->pick(home, nullptr, pages, taken);
-    std::copy_if(taken.begin(), taken.end(), std::back_inserter(empty),
-                 [](const Page* page) { return !page->resident; });
-    make_room(taken.size(), empty.size());
-    counted = taken.size();
-    used_ += counted;
-    const Unlocked unlocked(lock);
-    for (std::size_t n = 0; filled < empty.size(); filled += n) {
-      n = adjacent(std::span(empty).subspan(filled));
-      driver_.fill(empty[filled]->handle, n);
-    }
-  } catch (...) {
-    error = std::current_exception();
-  }
-  used_ -= counted;
-  for (std::size_t i = 0; i < filled; ++i) empty[i]->resident = true;
-  for (Page* page : taken) {
-    page->references = 0;
-    if (page->resident) keep(page);
-    placement_->put_back(page);
-  }
-  close_home(home);
-  if (error) std::rethrow_exception(error);
-}
-
-steady_clock::time_point PageStore::maintain(PoolLock& lock) {
-  const auto now = steady_clock::now();
-  maintenance_due_ = false;
-  try {
-    if (releasable() > high_) {
-      release(lock, 1);  // one at a time: callers may wait for the lock
-      maintenance_due_ = true;
-      return now;
-    }
-    const std::size_t low = std::min({low_, high_, low_ == 0 ? 0 : available()});
-    if (spare_.size() < low && cover(low)) stock(lock, low);
-    auto due = steady_clock::time_point::max();
-    if (options_.max_age.count() == 0 || releasable() <= low) return due;
-    const std::chrono::nanoseconds freed_at(spare_.oldest()->freed_at);
-    due = steady_clock::time_point(freed_at) + options_.max_age;
-    if (due > now) return due;
-    release(lock, 1);
-    maintenance_due_ = true;
-    return now;
+    if (has_excess()) release(lock, 1);  // one at a time: callers may wait for the lock
   } catch (const Error&) {
-    return now + std::chrono::seconds(1);  // refused: tried again
+    return steady_clock::now() + std::chrono::seconds(1);  // refused: tried again
   }
-  return steady_clock::time_point::max();
+  excess_due_ = has_excess();
+  return excess_due_ ? steady_clock::now() : steady_clock::time_point::max();
 }
 
 std::size_t PageStore::release_adjacent() {

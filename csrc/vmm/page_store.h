@@ -31,8 +31,8 @@ struct PageUse;
 
 class PageStore {
  public:
-  // `when_due` asks for a call of maintain() soon; `shared` is null if the budget is the pool's
-  // own.
+  // `when_due` asks for a call of release_excess() soon; `shared` is null if the budget is the
+  // pool's own.
   PageStore(Driver& driver, const PoolOptions& options, SharedBudget* shared,
             std::function<void()> when_due);
   PageStore(const PageStore&) = delete;
@@ -88,8 +88,7 @@ class PageStore {
   // the budget has them, and they are covered. Throws what the driver does; nothing is taken then.
   void take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) VT_LOCKED;
   void share(Page* page) VT_LOCKED { ++page->references; }
-  // `aged`: it has been free for as long as the pool keeps memory.
-  void drop(Page* page, bool aged = false) noexcept VT_LOCKED;
+  void drop(Page* page) noexcept VT_LOCKED;
   // Pages come to a page set, or leave it: such a reference has no page table entry.
   void count_in_page_sets(std::ptrdiff_t pages) VT_LOCKED {
     in_page_sets_ += static_cast<std::size_t>(pages);
@@ -126,19 +125,15 @@ class PageStore {
   // Has the memory of `pages` free pages made, if the driver takes long for that. True if it let
   // the lock go.
   bool make_ready(PoolLock& lock, std::size_t pages) VT_LOCKED;
-  // The same on every driver, for pages that no growth asks for yet. Makes what is missing without
-  // the lock.
-  void stock(PoolLock& lock, std::size_t pages) VT_LOCKED;
   // Gives back the memory of the `n` oldest spare pages, or of all that are releasable, without the
   // lock if each has a handle of its own.
   void release(PoolLock& lock, std::size_t n) VT_LOCKED;
   // Gives back the memory of all spare pages, neighbours in one call; returns how many pages.
   std::size_t release_adjacent() VT_LOCKED;
-  // Keeps free memory between the marks and below the age: one step. Returns when to call again.
-  std::chrono::steady_clock::time_point maintain(PoolLock& lock) VT_LOCKED;
-  // Whether that call is due now.
-  bool maintenance_due() const VT_LOCKED { return maintenance_due_; }
-  void keep_no_stock() VT_LOCKED { low_ = 0; }
+  // Gives back one spare page beyond those that the pool keeps. Returns when to call again.
+  std::chrono::steady_clock::time_point release_excess(PoolLock& lock) VT_LOCKED;
+  // Whether that call is due now. Not if the driver has just refused to take such a page.
+  bool excess_due() const VT_LOCKED { return excess_due_; }
 
   // Throws an Error that names the violated invariant, from what page tables use.
   void check(const std::unordered_map<const Page*, PageUse>& uses) const VT_LOCKED;
@@ -154,9 +149,11 @@ class PageStore {
   std::size_t to_charge(std::size_t taken, std::size_t spare) const VT_LOCKED;
   bool charge_for(std::size_t taken, std::size_t spare) VT_LOCKED;
   void require_charge(std::size_t taken, std::size_t spare) VT_LOCKED;
-  void keep(Page* page, bool aged = false) noexcept VT_LOCKED;
-  void request_maintenance() VT_LOCKED {
-    maintenance_due_ = true;
+  void keep(Page* page) noexcept VT_LOCKED;
+  bool has_excess() const VT_LOCKED { return releasable() > most_spare_; }
+  void look_for_excess() VT_LOCKED {
+    if (!has_excess()) return;
+    excess_due_ = true;
     when_due_();
   }
   void make_room(std::size_t taken, std::size_t fresh) VT_LOCKED;
@@ -167,8 +164,8 @@ class PageStore {
   SharedBudget* const shared_;
   const std::function<void()> when_due_;
   std::atomic<std::size_t> budget_;
-  std::size_t low_ VT_GUARDED, high_ VT_GUARDED;  // marks of spare pages
-  bool maintenance_due_ VT_GUARDED;
+  const std::size_t most_spare_;
+  bool excess_due_ VT_GUARDED = false;
   SparePages spare_ VT_GUARDED;
   const std::unique_ptr<Placement> placement_;
   std::size_t used_ VT_GUARDED = 0;

@@ -29,10 +29,8 @@ struct PoolOptions {
   // What freed tensors may leave mapped for the next of the same shape. kCacheByBudget: a quarter
   // of the budget.
   std::size_t cache = 0;
-  std::size_t spare_low = 0;  // free pages that keep their memory: at least
-  std::size_t spare_high = std::numeric_limits<std::size_t>::max();  // and at most
-  std::chrono::nanoseconds max_age{0};  // of spare and cached pages; 0: any
-  std::size_t device_reserve = 0;       // of the device's memory, left to its other users
+  std::size_t spare = std::numeric_limits<std::size_t>::max();  // free pages that keep their memory
+  std::size_t device_reserve = 0;  // of the device's memory, left to its other users
   std::chrono::nanoseconds patience = std::chrono::seconds(60);  // the bound of every wait (I12)
 };
 

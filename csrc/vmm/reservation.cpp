@@ -215,7 +215,7 @@ void Reservation::undo(PoolLock& lock, Stream stream, const Arrival& arrival) no
     }
     if (over) {
       carry_out(departure);
-      enter(departure, false);
+      enter(departure);
     }
   } catch (...) {
     // No memory: they are given up.
@@ -279,13 +279,13 @@ void Reservation::carry_out(
   }
 }
 
-void Reservation::enter(const Departure& departure, bool aged) {
+void Reservation::enter(const Departure& departure) {
   std::size_t refused = 0;
   for (std::size_t i = 0; i < departure.runs.size(); ++i) {
     const auto& [row, indices] = departure.runs[i];
     for (std::size_t index = indices.begin; index < indices.end; ++index) {
       if (i < departure.done) {
-        pages_.drop(at(row, index).page, aged);
+        pages_.drop(at(row, index).page);
         set(row, index, {});
       } else if (is_stuck(departure.stuck, refused++)) {
         quarantine(row, index);

@@ -114,8 +114,7 @@ class Reservation : public PageTable {
   // Begins no more calls after `until`, which it looks at after each.
   void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
                                            std::nullopt) const noexcept;
-  // `aged`: its pages have been free for as long as the pool keeps memory.
-  void enter(const Departure& departure, bool aged) VT_LOCKED;
+  void enter(const Departure& departure) VT_LOCKED;
   // What is mapped there is not known: it is counted, never used and never unmapped.
   void quarantine(std::size_t row, std::size_t index) noexcept VT_LOCKED;
   // Nothing is mapped any more. What is quarantined keeps its page in its pool, and its addresses,

@@ -44,7 +44,7 @@ class TableMemory:
                 page_size=os.environ.get("VTENSOR_VLLM_PAGE_SIZE") or page_size_for(self.parts),
                 budget=os.environ.get("VTENSOR_VLLM_BUDGET") or None,
                 shared_budget=shared,
-                spare_high=0,  # pages that no block has go back to the system
+                spare=0,  # pages that no block has go back to the system
             )
             self.share = self.pool.budget // workers
             """Bytes of the budget that this worker may count on."""

@@ -167,8 +167,8 @@ void hammer(PoolOptions options, bool refuse) {
 TEST_CASE_TEMPLATE("arenas beside one another, with and without a mapper", T, OnHost,
                    OnSimulation) {
   hammer<T>({}, false);
-  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage}, false);
-  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage, .spare_low = 4 * kPage}, false);
+  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage, .spare = 4 * kPage}, false);
+  hammer<T>({.prefetch = 16 * kPage, .cache = 48 * kPage, .spare = 4 * kPage}, false);
 }
 
 TEST_CASE_TEMPLATE("arenas while the driver refuses calls (I8)", T, OnHost, OnSimulation) {

@@ -162,11 +162,7 @@ TEST_CASE("streams and leases beside a mapper that works only when asked") {
   CHECK(hammer({}, 512) == 0);
 }
 
-const PoolOptions kShort{.zero = ZeroPolicy::always,
-                         .prefetch = 64 * kBytes,
-                         .cache = 16 * kBytes,
-                         .spare_low = 4 * kBytes,
-                         .max_age = std::chrono::milliseconds(1)};
+const PoolOptions kShort{.zero = ZeroPolicy::always, .prefetch = 64 * kBytes, .cache = 16 * kBytes, .spare = 4 * kBytes};
 
 TEST_CASE("streams and leases where memory is short, and ages") { hammer(kShort, 64); }
 

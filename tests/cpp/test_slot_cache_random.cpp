@@ -251,7 +251,7 @@ TEST_CASE("random operations on the simulation") {
 }
 
 TEST_CASE("random operations beside a mapper that looks ahead") {
-  Machine<OnHost> host(3, {.prefetch = 16 * kPage, .spare_low = 4 * kPage}, false);
+  Machine<OnHost> host(3, {.prefetch = 16 * kPage, .spare = 4 * kPage}, false);
   host.run(operations() / 20);
   CHECK(host.finish() == operations() / 20);
   Machine<OnSimulation> simulation(4, {.prefetch = 16 * kPage}, false);

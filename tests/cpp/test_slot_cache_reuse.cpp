@@ -293,8 +293,7 @@ TEST_CASE("a forked child may drop a cache whose lock the parent held") {
 // all, beside the mapper.
 TEST_CASE("caches and tensors that compete for the last pages") {
   for (const std::size_t ahead : {std::size_t{0}, 16 * kPage}) {
-    Bench<OnHost> one({4, 32, 1, 4, {{2, 1000, 0}, {1, 2048, 9}}}, 72,
-                      {.prefetch = ahead, .spare_low = 4 * kPage});
+    Bench<OnHost> one({4, 32, 1, 4, {{2, 1000, 0}, {1, 2048, 9}}}, 72, {.prefetch = ahead});
     std::atomic<bool> done{false};
     std::atomic<std::size_t> stepped{0}, short_of_memory{0}, wrong{0};
     const auto serve = [&](unsigned seed) {

@@ -57,6 +57,14 @@ def filled(pool, length, value=1, **kw):
     return t
 
 
+def leave_spare(pool: vtensor.Pool, pages: int) -> None:
+    """Leaves so many free pages with memory: those of a tensor that is gone, none of them cached."""
+    nbytes = pages * pool.page_size
+    with vtensor.empty(0, grow_dim=0, capacity=nbytes, dtype=torch.uint8, pool=pool) as t:
+        t.extend(nbytes).shrink(nbytes, front=True)
+        pool.wait_idle(5)
+
+
 class Rival:
     """A tensor that wants memory of a pool, for random programs: one at a time."""
 

@@ -357,38 +357,6 @@ def test_a_zero_policy_that_asks_for_zeros_gets_them(pool_factory, kind):
     assert not content(arena, 0).any()
 
 
-def test_pages_age(pool_factory):
-    arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool_factory("host", 64, prefetch=8 * PAGE, max_age=0.02))
-    arena.map([block(0)])
-    arena.unmap([block(0)])
-    eventually(lambda: arena.stats().nbytes_mapped == 0)
-
-
-def test_only_pages_that_are_old_enough_go_by_age(pool_factory):
-    pool = pool_factory("host", 64, prefetch=8 * PAGE, max_age=1.0)
-    arena = vtensor.Arena(64 * PAGE, pool=pool)
-    arena.map([(0, 64 * PAGE)])
-    arena.unmap([(0, PAGE)])
-    time.sleep(0.6)
-    arena.unmap([(PAGE, 64 * PAGE)])
-    eventually(lambda: arena.stats().pages_cached < 64)
-    assert arena.stats().pages_cached == 63  # an eviction gives up a sixteenth, if that is old
-
-
-def test_memory_ages_anew_after_its_next_use(pool_factory):
-    pool = pool_factory("host", 64, prefetch=8 * PAGE, max_age=0.5)
-    arena = vtensor.Arena(8 * PAGE, pool=pool)
-    arena.map([(0, 8 * PAGE)])
-    arena.unmap([(0, 8 * PAGE)])
-    eventually(lambda: arena.stats().nbytes_mapped == 0)
-    arena.map([(0, 8 * PAGE)])
-    arena.unmap([(0, 8 * PAGE)])
-    arena.trim()
-    pool.wait_idle(5)
-    assert arena.stats().nbytes_mapped == 0 and pool.stats().pages_spare == 8
-    eventually(lambda: pool.stats().pages_spare == 0)
-
-
 # --- ahead ------------------------------------------------------------------------------------------------
 
 

@@ -323,14 +323,6 @@ def test_a_device_that_has_no_pages(device):
         vtensor.empty(2, 3, grow_dim=0, capacity=8, device=device)
 
 
-def test_prefill_of_a_wrong_amount(pool):
-    with refused(vtensor.OutOfPages, pool, says=[64]):
-        pool.prefill(65 * pool.page_size)
-    for wrong in (-1, 2**80):
-        with refused((vtensor.InvalidArgument, vtensor.OutOfPages), pool):
-            pool.prefill(wrong)
-
-
 def test_a_failing_driver_call_names_the_call_and_the_code(pool, kind):
     t = filled(pool, 6)
     names = set()

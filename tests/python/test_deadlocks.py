@@ -146,7 +146,6 @@ def test_pool_operations_beside_one_another(device):
         """
         def tell():
             pool.budget = pool.budget
-            pool.prefill(64 * PAGE)
             pool.trim()
             pool.stats()
             pool.wait_idle(10)

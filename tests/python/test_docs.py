@@ -261,7 +261,7 @@ def test_docstrings_name_every_parameter() -> None:
 
 MAY_FAIL = """
     append assert_no_leaks check_invariants default_pool empty empty_like export extend fail_after fork
-    from_tensor host_pool lease Pool prefill prepare reallocate record reindex shrink simulated_cuda_pool
+    from_tensor host_pool lease Pool prepare reallocate record reindex shrink simulated_cuda_pool
     trim truncate unshare wait_idle zeros
 """
 

@@ -51,7 +51,6 @@ OPERATIONS = {
     "reindex_shared": lambda pool, a, p, c, m: c.reindex([1, 0, 1]),
     "close": lambda pool, a, p, c, m: c.close(),
     "fill_shared": lambda pool, a, p, c, m: p.fill_(3),
-    "prefill": lambda pool, *t: pool.prefill(20 * pool.page_size),
     "trim": lambda pool, *t: pool.trim(),
 }
 

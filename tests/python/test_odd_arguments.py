@@ -18,7 +18,7 @@ from vtensor import testing
 WORDS = re.compile(r"^\[[\w. ]+\] \S.*: \S.*", re.DOTALL)
 NO_INTEGERS = (1.5, "3", None, [1], {}, object(), torch.ones(2), np.float32(1), 2 + 1j, b"1", float("nan"))
 OUT_OF_RANGE = (-1, 2**31, 2**63, 2**64, 2**100, -(2**64), -(2**100))
-BYTES = ("page_size", "budget", "prefetch", "cache", "spare_low", "spare_high", "device_reserve")
+BYTES = ("page_size", "budget", "prefetch", "cache", "spare", "device_reserve")
 NO_TENSORS = (5, None, "x", [1.0], object())
 
 
@@ -102,7 +102,6 @@ def test_options_of_pools(host, value):
     for option in BYTES:
         refused(vtensor.Pool, "cpu", **{option: nbytes})
     refused(setattr, host, "budget", nbytes)
-    refused(host.prefill, nbytes)
     refused(testing.host_pool, page_size=nbytes)
     refused(vtensor.trace.record, value)
     refused(vtensor.Pool, "cpu", zero=value)
@@ -116,12 +115,10 @@ def test_numbers_of_pools(host):
         for option in BYTES:
             refused(vtensor.Pool, "cpu", **{option: value})
         refused(setattr, host, "budget", value)
-        refused(host.prefill, value)
         refused(vtensor.trace.record, value)
         refused(testing.fail_after(host, value).__enter__)
         refused(testing.simulated_cuda_pool, "libcuda-that-is-not-there.so.1", device=value)
     for value in ("x", [], 2 + 1j, 0, -1, float("nan"), float("inf"), 10**400):
-        refused(vtensor.Pool, "cpu", max_age=value)
         refused(host.wait_idle, value)
         refused(testing.host_pool, patience=value)
     refused(host.wait_idle, None)
@@ -306,8 +303,6 @@ def test_bytes_in_words_and_in_numbers():
         with vtensor.Pool("cpu", page_size=4096, budget=nbytes) as pool:
             assert pool.budget == 65536
             pool.budget = nbytes
-            pool.prefill(nbytes)
-            assert pool.stats().pages_spare == 16
     with vtensor.Pool("cpu", page_size="64KiB", budget=1e9, prefetch="0", cache="1.5MiB") as pool:
         assert pool.page_size == 65536 and pool.budget == 10**9 // 65536 * 65536
     for value in ("1GB", "-1", "1e9", "", "GiB", "1 000", 1.5, float("inf"), b"1GiB", torch.ones(2)):

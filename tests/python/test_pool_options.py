@@ -1,11 +1,10 @@
-"""The options of a pool: budget, prefill, watermarks, age, reserve; and its counts."""
+"""The options of a pool: budget, spare memory, reserve; and its counts."""
 
 from __future__ import annotations
 
 import math
 import os
 import threading
-import time
 
 import pytest
 
@@ -17,6 +16,7 @@ from support import (
     check_sums,
     eventually,
     filled,
+    leave_spare,
     mapper_calls,
     quarter,
     run_snippet,
@@ -59,7 +59,7 @@ def test_a_budget_counts_what_a_growth_under_way_was_promised(sim, stream_pool):
     pool = stream_pool(16)
     t = filled(pool, 6)
     f = t.fork()
-    pool.prefill(4 * PAGE)
+    leave_spare(pool, 4)
     asked = sim.calls("cuMemMap")
     sim.slow("cuMemMap", 200_000)
     grower = threading.Thread(target=lambda: t.extend(PER_PAGE))
@@ -101,51 +101,27 @@ def test_a_refusal_while_the_budget_is_lowered(host):
     host.budget = 16 * PAGE
 
 
-# --- prefill and the counters -----------------------------------------------------------------------------
+# --- the counters -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
-def test_prefill_makes_memory_and_growth_finds_it(pool_factory, kind):
+def test_growth_finds_spare_memory(pool_factory, kind):
     pool = pool_factory(kind)
-    pool.prefill(10 * PAGE - 1)
+    leave_spare(pool, 10)
     stats = check_sums(pool)
     assert (stats.pages_spare, stats.pages_used, stats.pages_free) == (10, 0, 64)
-    assert (stats.pages_fresh, stats.pages_recycled) == (0, 0)  # no tensor took a page
+    assert (stats.pages_fresh, stats.pages_recycled) == (10, 0)
     before = calls(pool)
     t = quarter(pool, 12 * PER_PAGE)
     made = calls_since(pool, before)
     assert made.get("cuMemCreate", 0) == (2 if kind == "simcuda" else 0) and "fallocate" not in made
     stats = check_sums(pool)
-    assert (stats.pages_fresh, stats.pages_recycled) == (2, 10)
+    assert (stats.pages_fresh, stats.pages_recycled) == (12, 10)
     t.close()
     for turn in range(1, 30):  # and goes on finding it
         filled(pool, 12 * PER_PAGE).close()
-        assert (pool.stats().pages_fresh, pool.stats().pages_recycled) == (2, 10 + 12 * turn)
+        assert (pool.stats().pages_fresh, pool.stats().pages_recycled) == (12, 10 + 12 * turn)
     assert calls_since(pool, before).get("cuMemCreate", 0) == made.get("cuMemCreate", 0)
-
-
-def test_prefill_is_limited_by_the_budget(host):
-    t = filled(host, 60 * PER_PAGE, capacity=400)
-    with pytest.raises(vtensor.OutOfPages, match=r"\[Pool.prefill\]"):
-        host.prefill(5 * PAGE)
-    host.prefill(4 * PAGE)
-    assert check_sums(host).pages_spare == 4
-    host.prefill(0)
-    with pytest.raises(vtensor.InvalidArgument):
-        host.prefill(-1)
-    assert t.eq(1).all()
-
-
-def test_a_refused_prefill_leaves_nothing_taken(pool_factory):
-    for kind in ("host", "simcuda"):
-        pool = pool_factory(kind)
-        with testing.fail_after(pool, 0), pytest.raises(vtensor.VTensorError) as refused:
-            pool.prefill(8 * PAGE)
-        stats = check_sums(pool)
-        assert (stats.pages_used, stats.pages_spare) == (0, 0), refused.value
-        testing.check_invariants(pool)
-        pool.prefill(8 * PAGE)
-        assert pool.stats().pages_spare == 8
 
 
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
@@ -179,40 +155,25 @@ def test_growths_and_tensors_are_counted(pool_factory):
     assert (stats.tensors_fresh, stats.tensors_reused) == (1, 1)
 
 
-# --- watermarks and age -----------------------------------------------------------------------------------
-
-
-def test_the_mapper_keeps_free_memory_between_the_marks(pool_factory):
-    pool = pool_factory("host", spare_low=8 * PAGE, spare_high=16 * PAGE)
-    eventually(lambda: pool.stats().pages_spare == 8)
-    before = calls(pool)
-    t = filled(pool, 6 * PER_PAGE, capacity=400)
-    eventually(lambda: pool.stats().pages_spare >= 8)
-    t.extend(40 * PER_PAGE)
-    t.close()
-    eventually(lambda: pool.stats().pages_spare <= 16)
-    check_sums(pool)
-    assert "fallocate" not in calls_since(pool, before)
-    assert mapper_calls(pool)["fallocate"] > 2
+# --- spare memory -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["host", "simcuda"])
-def test_idle_is_between_the_marks(pool_factory, kind):
-    pool = pool_factory(kind, spare_low=4 * PAGE, spare_high=8 * PAGE, prefetch=PAGE, cache=0)
-    pool.wait_idle(5)
-    assert pool.stats().pages_spare == 4
-    for _ in range(20):
-        t = filled(pool, 40 * PER_PAGE, capacity=400)
+def test_the_mapper_gives_back_what_is_not_to_be_kept(pool_factory, kind):
+    pool = pool_factory(kind, spare=8 * PAGE, prefetch=PAGE, cache=0)
+    release = "fallocate" if kind == "host" else "cuMemRelease"
+    for turn in range(1, 20):
+        before = calls(pool)
+        filled(pool, 40 * PER_PAGE, capacity=400).close()
+        assert release not in calls_since(pool, before)  # by the caller
         pool.wait_idle(5)
-        assert pool.stats().pages_spare >= 4
-        t.close()
-        pool.wait_idle(5)
-        assert pool.stats().pages_spare == 8
+        assert check_sums(pool).pages_spare == 8
+        assert mapper_calls(pool)[release] >= 32 * turn
 
 
 def test_what_unsharing_takes_is_not_released_beside_it(pool_factory, sim):
-    """I5: at the high mark, while the driver maps, the mapper leaves alone what the growth takes next."""
-    pool = pool_factory("simcuda", pages=3, spare_high=0, prefetch=0, cache=0)
+    """I5: while the driver maps, the mapper does not give back what the growth takes next."""
+    pool = pool_factory("simcuda", pages=3, spare=0, prefetch=0, cache=0)
     t = filled(pool, PER_PAGE // 2)
     fork = t.fork()
     before = sim.free_memory() + PAGE  # as without any page
@@ -233,80 +194,13 @@ def test_what_unsharing_takes_is_not_released_beside_it(pool_factory, sim):
 
 
 def test_idle_waits_for_no_memory_that_the_system_refuses_to_take(pool_factory):
-    pool = pool_factory("host", spare_high=0, prefetch=0)
+    pool = pool_factory("host", spare=0, prefetch=0)
     t = filled(pool, 4 * PER_PAGE)
     with testing.fail_after(pool, 1, 2**40) as refused:  # they are unmapped in one call
         t.shrink(4 * PER_PAGE)
         pool.wait_idle(5)
         assert pool.stats().pages_spare == 4 and refused
     eventually(lambda: pool.stats().pages_spare == 0)
-
-
-def test_the_low_mark_is_kept_within_the_budget(pool_factory):
-    pool = pool_factory("host", pages=16, spare_low=12 * PAGE)
-    eventually(lambda: pool.stats().pages_spare == 12)
-    t = filled(pool, 10 * PER_PAGE)
-    eventually(lambda: pool.stats().pages_spare == 6)
-    testing.check_invariants(pool)
-    t.extend(6 * PER_PAGE)
-    assert check_sums(pool).pages_free == 0 and t[: 10 * PER_PAGE].eq(1).all()
-
-
-def test_a_refused_refill_is_tried_again(pool_factory):
-    pool = pool_factory("host", spare_low=4 * PAGE)
-    eventually(lambda: pool.stats().pages_spare == 4)
-    with testing.fail_after(pool, 0, 1000):
-        pool_calls = mapper_calls(pool).get("fallocate", 0)
-        try:
-            quarter(pool, 2 * PER_PAGE)
-        except vtensor.DriverError:
-            pass
-        time.sleep(0.02)
-    t = filled(pool, 3 * PER_PAGE)
-    eventually(lambda: pool.stats().pages_spare >= 4)
-    assert mapper_calls(pool)["fallocate"] >= pool_calls and t.eq(1).all()
-
-
-def test_memory_goes_with_age(pool_factory):
-    pool = pool_factory("host", max_age=0.05)
-    filled(pool, 10 * PER_PAGE).close()
-    freed = time.monotonic()
-    eventually(lambda: pool.stats().pages_spare == 0)
-    assert time.monotonic() - freed > 0.03
-    assert mapper_calls(pool)["fallocate"] == 10
-
-
-def test_cached_memory_goes_with_age(pool_factory):
-    """At once from where it was mapped to the system: it was free all that time."""
-    pool = pool_factory("host", max_age=0.1, prefetch=16 * PAGE, cache=16 * PAGE)
-    filled(pool, 10 * PER_PAGE).close()
-    freed = time.monotonic()
-    eventually(lambda: pool.stats().pages_cached == 10)
-    eventually(lambda: pool.stats().pages_cached == 0)
-    assert time.monotonic() - freed > 0.08
-    eventually(lambda: pool.stats().pages_spare == 0)
-    assert time.monotonic() - freed < 0.18
-    reused = filled(pool, 10 * PER_PAGE)
-    reused.close()
-    assert pool.stats().pages_cached == 10
-
-
-def test_made_memory_ages_from_when_it_was_made(pool_factory):
-    pool = pool_factory("simcuda", max_age=1000.0)
-    pool.prefill(8 * PAGE)
-    filled(pool, 1).close()
-    pool.wait_idle(5)
-    time.sleep(0.05)
-    assert pool.stats().pages_spare == 8
-
-
-def test_age_leaves_the_low_mark_alone(pool_factory):
-    pool = pool_factory("host", spare_low=4 * PAGE, max_age=0.02)
-    filled(pool, 10 * PER_PAGE).close()
-    eventually(lambda: pool.stats().pages_spare == 4)
-    before = mapper_calls(pool)
-    time.sleep(0.1)
-    assert pool.stats().pages_spare == 4 and mapper_calls(pool) == before
 
 
 # --- reserve ----------------------------------------------------------------------------------------------
@@ -318,8 +212,6 @@ def test_a_reserve_is_left_to_others(pool_factory):
     with pytest.raises(vtensor.OutOfPages, match="reserve"):
         t.extend(1)
     assert t.length == 0 and pool.stats().pages_used == 0
-    with pytest.raises(vtensor.OutOfPages, match="reserve"):
-        pool.prefill(PAGE)
     modest = pool_factory("host", device_reserve=PAGE)
     assert filled(modest, 9).eq(1).all()
 
@@ -342,13 +234,8 @@ BAD = [
     ("prefetch", 2**63),
     ("cache", -1),
     ("cache", 2**63),
-    ("spare_low", -1),
-    ("spare_low", 2**63),
-    ("spare_high", -1),
-    ("max_age", 0),
-    ("max_age", -1.0),
-    ("max_age", math.nan),
-    ("max_age", math.inf),
+    ("spare", -1),
+    ("spare", 2**63),
     ("device_reserve", -1),
     ("device_reserve", 2**63),
     ("zero", "sometimes"),
@@ -363,9 +250,7 @@ def test_a_bad_option_is_refused_by_name(name, value):
         vtensor.Pool("cpu", **{name: value})
 
 
-def test_marks_that_contradict_one_another():
-    with pytest.raises(vtensor.InvalidArgument, match="spare_low"):
-        vtensor.Pool("cpu", spare_low=2 * PAGE, spare_high=PAGE)
+def test_a_budget_of_less_than_a_page():
     with pytest.raises(vtensor.InvalidArgument, match="budget"):
         vtensor.Pool("cpu", page_size=PAGE, budget=PAGE - 1)
 
@@ -388,8 +273,6 @@ def test_a_closed_pool_takes_no_orders(pool_factory):
     pool.close()
     with pytest.raises(vtensor.Closed):
         pool.budget = PAGE
-    with pytest.raises(vtensor.Closed):
-        pool.prefill(PAGE)
     assert pool.trim() == 0
     pool.wait_idle(1)
 

@@ -129,17 +129,6 @@ def test_a_failed_own_leaves_its_bytes_to_nobody(pool_factory, pages):
     assert {"cuMemcpyDtoDAsync", "cuEventRecord", "cuMemMap"} <= refused
 
 
-@pytest.mark.exact
-def test_prefilled_memory_serves_larger_tensors(small):
-    small.prefill(10 * 4096)
-    assert small.stats().pages_spare == 10
-    small.prefill(20 * 4096)
-    assert small.stats().pages_spare == 20
-    t = empty(small, 5 * PAGE)
-    assert small.stats().pages_spare == 15 and t.eq(0).all()
-    t.close()
-
-
 def test_a_pool_closes_all_it_can_and_closes_again(small):
     t, u = empty(small, 3), empty(small, 3)
     with testing.fail_after(small, 0, refuse=1000):

@@ -25,7 +25,7 @@ import torch
 
 import vtensor
 from kv_support import make_cache
-from support import check_sums, eventually, open_pool
+from support import check_sums, eventually, leave_spare, open_pool
 from vtensor import _core, testing
 from vtensor.cli import top
 
@@ -216,7 +216,7 @@ def test_what_one_keeps_without_need_goes_to_who_needs_it(kind, keeps, name):
     ):
         kept = None
         if keeps == "spare":
-            keeper.prefill(60 * PAGE)
+            leave_spare(keeper, 60)
             assert keeper.stats().pages_spare == 60
         elif keeps == "cached":
             pages(keeper, 60, capacity=60).close()
@@ -339,23 +339,6 @@ def test_every_refused_call_is_undone(kind, name):
         assert "fcntl" in refused and held(pool) == (0, 0)
 
 
-def test_memory_that_a_refused_prefill_made_is_held(name):
-    """I5: the free pages that want memory lie apart, so there is a call for each."""
-    with open_pool("host", WHOLE, shared_budget=name, spare_high=6 * PAGE) as pool:
-        t = pages(pool, 8, capacity=8)
-        t.shrink(1, front=True)
-        t.shrink(1)
-        t.close()
-        pool.wait_idle(5)  # of the eight the two that were freed first have gone
-        assert held(pool) == (6, 0)
-        with testing.fail_after(pool, 2, 2**40):  # the charge, one call, and the other
-            with pytest.raises(vtensor.DriverError, match="making present 1 pages"):
-                pool.prefill(8 * PAGE)
-            assert held(pool) == (7, 0) and pool.stats().pages_spare == 7
-            testing.check_invariants(pool)
-        eventually(lambda: held(pool) == (6, 0))
-
-
 def test_private_copies_count_and_may_pass_the_budget(name, capsys):
     """As in a budget that is not shared: the kernel does not ask before it copies."""
     with open_pool("host", 8, shared_budget=name) as pool, open_pool("host", 8, shared_budget=name) as other:
@@ -380,7 +363,7 @@ def test_a_cache_counts_what_others_can_do_without(name):
         open_pool("host", WHOLE, shared_budget=name) as keeper,
         open_pool("host", WHOLE, shared_budget=name) as pool,
     ):
-        keeper.prefill(WHOLE * PAGE)
+        leave_spare(keeper, WHOLE)
         cache = make_cache(pool)
         slot = cache.alloc()
         lengths = cache.lengths
@@ -635,7 +618,7 @@ def test_a_pool_that_can_give_nothing_back_answers(name):
         open_pool("host", WHOLE, shared_budget=name) as pool,
         open_pool("host", WHOLE, shared_budget=name) as other,
     ):
-        pool.prefill(WHOLE * PAGE)
+        leave_spare(pool, WHOLE)
         began = time.monotonic()
         with testing.fail_after(pool, 0, 2**40) as refused:
             with pytest.raises(vtensor.OutOfPages):
@@ -694,7 +677,7 @@ def test_top_shows_who_has_what(kind, name, capsys):
         kept = pages(pool, 5, capacity=5)
         pages(pool, 7, capacity=7).close()
         pool.wait_idle()
-        pool.prefill(10 * PAGE)
+        leave_spare(pool, 10)
         assert top.main(once=True, as_json=True) == 0
         (budget,) = (
             found for found in json.loads(capsys.readouterr().out)["budgets"] if found["name"] == name

@@ -18,7 +18,7 @@ import torch
 import vtensor
 from interrupts import at_every_bytecode
 from kv_support import UNIT, make_cache
-from support import eventually, open_pool
+from support import eventually, leave_spare, open_pool
 from vtensor import _sleep_file, testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -406,7 +406,7 @@ def test_reports_while_asleep(scene):
     stats = pool.stats()
     assert stats.pages_used == stats.pages_private == 0
     assert pool.trim() == 0
-    pool.prefill(4 * PAGE)
+    leave_spare(pool, 4)
     testing.check_invariants(pool)
     pool.wake()
     scene.check()
