@@ -1,12 +1,10 @@
 #!/usr/bin/env bash
-# gpu.sh [ARGUMENTS]: builds vtensor with this machine's own Python (PYTHON3=, default python3), which has
-# PyTorch, nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. During the build it asks those
+# gpu.sh [--only N,N]: builds vtensor with this machine's own Python (PYTHON3=, default python3), which has PyTorch,
+# cuda-bindings, nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. During the build it asks those
 # questions of benchmarks/gpu that need no vtensor and measure nothing. Then it runs the GPU tests, asks the other
 # questions, and, in the time that is left, runs the tests of attention and the benchmarks on the GPU. All of it ends
 # within MINUTES= (default 8). A failure stops nothing after it: without a build it asks the questions that need none.
-# Results go to $OUT, or to benchmarks/results if OUT is not set, as they come: 8 files at most. ARGUMENTS are those
-# of `python -m benchmarks.gpu`; with --only it asks those questions and runs no tests; with --rehearsal it needs no
-# GPU, and writes to build/gpu-rehearsal.
+# Results go to $OUT, or to benchmarks/results, as they come. With --only it asks those questions and runs no tests.
 source "$(dirname "$0")/lib.sh"
 
 python=$(command -v "${PYTHON3:-python3}") || die "no ${PYTHON3:-python3}: name a Python with PYTHON3="
@@ -14,14 +12,6 @@ site=$PWD/build/gpu-site
 limit=$((${MINUTES:-8} * 60))
 grace=10 # seconds from an interruption to a kill
 results=${OUT:-benchmarks/results}
-rehearsal=false
-everything=true
-for argument in "$@"; do
-  case $argument in
-    --rehearsal) rehearsal=true results=${OUT:-build/gpu-rehearsal} ;;
-    --only*) everything=false ;;
-  esac
-done
 PATH=$(dirname "$python"):$PATH
 # The installed package comes before the source folder vtensor/, which has no extension in it.
 export PYTHONPATH=$site:$PWD PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
@@ -53,10 +43,10 @@ logged() {
 }
 
 check_machine() {
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is older than Python 3.11"
   "$python" - <<'CODE' || die "install what is missing: this command downloads nothing"
 import importlib.util, sys
 missing = [m for m in ("torch", "nanobind", "scikit_build_core", "pytest") if not importlib.util.find_spec(m)]
+missing += ["Python 3.11"] if sys.version_info < (3, 11) else []
 sys.exit(f"{sys.executable} lacks: {', '.join(missing)}" if missing else 0)
 CODE
 }
@@ -77,12 +67,11 @@ gpu_tests() {
   done
   return $status
 }
-# questions SECONDS [ARGUMENTS]: leaves SECONDS to what comes after them.
+# questions WHICH SECONDS: leaves SECONDS to what comes after them.
 questions() {
-  local left_to_others=$1
-  shift
-  within "$limit" "$python" -m benchmarks.gpu --minutes "${MINUTES:-8}" \
-    --spent $((SECONDS + grace + 5 + left_to_others)) --out "$results" "$@"
+  local left=$((limit - SECONDS - grace - 5 - $2))
+  within "$limit" "$python" -m benchmarks.gpu --only "$1" --out "$results" \
+    --minutes "$(printf '%d.%02d' $((left / 60)) $((left % 60 * 100 / 60)))"
 }
 benchmarks() {
   within 300 "$python" -m benchmarks --device cuda --json "$results/benchmarks-cuda.json" \
@@ -93,26 +82,22 @@ mkdir -p "$results"
 rm -f "$results"/{build,gpu-tests}.txt
 step "Python" check_machine
 gpu=false
-if has_gpu; then gpu=true; fi
-if ! $gpu && ! $rehearsal; then
-  echo "No GPU here: '$0 --rehearsal' asks the questions of stand-ins, to show that their code runs."
-fi
-can_ask=$($gpu || $rehearsal && echo true || echo false)
+if has_gpu; then gpu=true; else echo "No GPU here: no question is asked, and tests that need one are skipped."; fi
 
-if $everything && $can_ask; then
-  (step "Questions while it builds" questions 0 --first "$@") &
-  asking=$!
-fi
-attempt "Offline build" build
-is_built=$([ ${#failed[@]} -eq 0 ] && echo true || echo false)
-if [ -n "${asking:-}" ]; then wait "$asking" || failed+=("Questions while it builds"); fi
-
-if ! $everything; then
-  if $can_ask; then attempt "Questions" questions 0 "$@"; fi
+if [ "${1:-}" = --only ]; then
+  attempt "Offline build" build
+  if $gpu; then attempt "Questions" questions "$2" 0; fi
 else
+  if $gpu; then
+    (step "Questions while it builds" questions first 0) &
+    asking=$!
+  fi
+  attempt "Offline build" build
+  is_built=$([ ${#failed[@]} -eq 0 ] && echo true || echo false)
+  if $gpu; then wait "$asking" || failed+=("Questions while it builds"); fi
   if $is_built; then attempt "GPU tests" gpu_tests cuda_mapping cuda_tensor beside_cuda_core torch_memory; fi
-  if $can_ask; then attempt "Questions" questions 70 --rest "$@"; fi
+  if $gpu; then attempt "Questions" questions rest 70; fi
   if $is_built; then attempt "GPU tests of attention" gpu_tests attention; fi
+  if $gpu && $is_built && [ $((limit - SECONDS)) -ge 60 ]; then attempt "Benchmarks" benchmarks; fi
 fi
-if $gpu && $is_built && [ $# -eq 0 ] && [ $((limit - SECONDS)) -ge 60 ]; then attempt "Benchmarks" benchmarks; fi
 [ ${#failed[@]} -eq 0 ] || die "failed: ${failed[*]}"

@@ -1,202 +1,191 @@
-"""libcuda's virtual memory management through NVIDIA's cuda-bindings: the real driver, or the simulated one
-of ``tests/simcuda`` where that lies as ``libcuda.so.1`` on ``LD_LIBRARY_PATH``.
+"""libcuda's virtual memory management through NVIDIA's cuda-bindings, and torch tensors over its addresses.
 
-It needs no torch. Each call returns the driver's answer as it came, because the answers are what is asked
-about; ``must`` raises on a refusal. The calls drop the GIL, as vtensor's own do.
+Each call returns the driver's answer as it came, because the answers are what is asked about; ``must`` raises
+on a refusal. The calls drop the GIL, as vtensor's own do.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
 from typing import Any
 
+import torch
 from cuda.bindings import driver as cuda
 
-READ_ONLY, READ_WRITE, NO_ACCESS = 1, 3, 0  # CUmemAccess_flags
-NOT_SHAREABLE, POSIX_DESCRIPTOR, FABRIC = 0, 1, 8  # CUmemAllocationHandleType
+PAGE = 2 << 20
+NO_ACCESS, READ_ONLY, READ_WRITE = 0, 1, 3  # CUmemAccess_flags
+HANDLE_TYPES = {"none": 0, "a POSIX descriptor": 1, "fabric": 8}  # CUmemAllocationHandleType
 _ON_DEVICE = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _MINIMUM = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _RDMA_SUPPORTED = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-_GREATER_OR_EQUAL = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-_DEVICE_POINTER = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 
 
 class Refused(Exception):
     """A driver call that had to succeed answered with an error."""
 
 
+Answer = tuple[Any, ...]  # of cuda-bindings: a code, 0 for CUDA_SUCCESS, and what the call made
+
+
+def name_of(answer: Answer) -> str:
+    """ "CUDA_ERROR_INVALID_VALUE"."""
+    return str(cuda.CUresult(answer[0]).name)
+
+
+def must(answer: Answer) -> int:
+    """The first of what the call made, or 0. Raises Refused unless it succeeded."""
+    code, *made = answer
+    if code != 0:
+        raise Refused(f"the driver answered {name_of(answer)} ({int(code)})")
+    return int(made[0]) if made else 0
+
+
+def reserve(size: int, alignment: int = 0) -> Answer:
+    return cuda.cuMemAddressReserve(size, alignment, 0, 0)
+
+
+def map_at(address: int, size: int, handle: int, offset: int = 0) -> Answer:
+    return cuda.cuMemMap(address, size, offset, handle, 0)
+
+
+def retain_context() -> None:
+    """Makes the device's primary context current in this thread."""
+    must(cuda.cuInit(0))
+    must(cuda.cuCtxSetCurrent(must(cuda.cuDevicePrimaryCtxRetain(0))))
+
+
+def release_context() -> None:
+    must(cuda.cuCtxSetCurrent(cuda.CUcontext(0)))
+    must(cuda.cuDevicePrimaryCtxRelease(0))
+
+
 class Driver:
-    """The VMM calls on one device. Handles, addresses and sizes are integers; sizes are in bytes.
+    """Calls on the first device whose arguments are structures. Sizes are in bytes."""
 
-    What makes something returns (answer, what it made), all else the answer alone: 0 is CUDA_SUCCESS.
-    """
-
-    def __init__(self, device: int = 0) -> None:
-        self.device = device
-        self.must(cuda.cuInit(0)[0])
-        self._plain = {kind: self._properties_for(kind) for kind in (NOT_SHAREABLE, POSIX_DESCRIPTOR, FABRIC)}
-        self._properties = self._plain[NOT_SHAREABLE]
+    def __init__(self) -> None:
+        must(cuda.cuInit(0))
+        self._plain = {kind: self._properties(kind) for kind in HANDLE_TYPES.values()}
+        self._used = self._plain[0]
         self._wanted = {flags: [self._access(flags)] for flags in (NO_ACCESS, READ_ONLY, READ_WRITE)}
-        code, self.granularity = cuda.cuMemGetAllocationGranularity(self._properties, _MINIMUM)
-        self.must(code)
-        code, supported = cuda.cuDeviceGetAttribute(_RDMA_SUPPORTED, device)
-        self.must(code)
-        self.rdma = self._probe_rdma() if supported else "not supported"
+        self.granularity = must(cuda.cuMemGetAllocationGranularity(self._used, _MINIMUM))
+        self.rdma = "not supported"
+        if must(cuda.cuDeviceGetAttribute(_RDMA_SUPPORTED, 0)):  # asked for as vtensor's own driver does
+            self._used = self._properties(0, rdma=True)
+            tried = self.create(self.granularity)
+            self.rdma = f"supported by its attribute; cuMemCreate with it: {name_of(tried)}"
+            if tried[0] == 0:
+                must(cuda.cuMemRelease(tried[1]))
+            else:
+                self._used = self._plain[0]
 
-    def _properties_for(self, handle_type: int, rdma: bool = False) -> cuda.CUmemAllocationProp:
+    @staticmethod
+    def _properties(handle_type: int, rdma: bool = False) -> cuda.CUmemAllocationProp:
         properties = cuda.CUmemAllocationProp()
         properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.requestedHandleTypes = cuda.CUmemAllocationHandleType(handle_type)
-        properties.location.type, properties.location.id = _ON_DEVICE, self.device
+        properties.location.type, properties.location.id = _ON_DEVICE, 0
         properties.allocFlags.gpuDirectRDMACapable = int(rdma)
         return properties
 
-    def _probe_rdma(self) -> str:
-        """Asks for GPUDirect RDMA from here on, as vtensor's own driver does, unless that is refused."""
-        self._properties = self._properties_for(NOT_SHAREABLE, rdma=True)
-        code, handle = self.create(self.granularity)
-        if code != 0:
-            self._properties = self._plain[NOT_SHAREABLE]
-            return f"supported by its attribute, refused with {self.name_of(code)}"
-        self.must(self.release(handle))
-        return "asked for"
-
-    def _access(self, flags: int) -> cuda.CUmemAccessDesc:
+    @staticmethod
+    def _access(flags: int) -> cuda.CUmemAccessDesc:
         wanted = cuda.CUmemAccessDesc()
-        wanted.location.type, wanted.location.id = _ON_DEVICE, self.device
+        wanted.location.type, wanted.location.id = _ON_DEVICE, 0
         wanted.flags = cuda.CUmemAccess_flags(flags)
         return wanted
 
-    def name_of(self, code: int) -> str:
-        """ "CUDA_ERROR_INVALID_VALUE"."""
-        return str(cuda.CUresult(code).name)
+    def create(self, size: int) -> Answer:
+        return cuda.cuMemCreate(size, self._used, 0)
 
-    def must(self, code: int) -> None:
-        """Raises Refused unless `code` is CUDA_SUCCESS."""
-        if code != 0:
-            raise Refused(f"the driver answered {self.name_of(code)} ({int(code)})")
-
-    def reserve(self, size: int, alignment: int = 0) -> tuple[int, int]:
-        return _made(cuda.cuMemAddressReserve(size, alignment, 0, 0))
-
-    def free(self, address: int, size: int) -> int:
-        return _code(cuda.cuMemAddressFree(address, size))
-
-    def create(self, size: int) -> tuple[int, int]:
-        return _made(cuda.cuMemCreate(size, self._properties, 0))
-
-    def create_plain(self, size: int, handle_type: int = NOT_SHAREABLE) -> tuple[int, int]:
+    def create_plain(self, size: int, handle_type: int = 0) -> Answer:
         """Without GPUDirect RDMA; perhaps with a type of handle that other processes may be given."""
-        return _made(cuda.cuMemCreate(size, self._plain[handle_type], 0))
+        return cuda.cuMemCreate(size, self._plain[handle_type], 0)
 
-    def release(self, handle: int) -> int:
-        return _code(cuda.cuMemRelease(handle))
-
-    def map(self, address: int, size: int, handle: int, offset: int = 0) -> int:
-        return _code(cuda.cuMemMap(address, size, offset, handle, 0))
-
-    def unmap(self, address: int, size: int) -> int:
-        return _code(cuda.cuMemUnmap(address, size))
-
-    def set_access(self, address: int, size: int, flags: int = READ_WRITE) -> int:
-        return _code(cuda.cuMemSetAccess(address, size, self._wanted[flags], 1))
-
-    def fill(self, address: int, value: int, size: int) -> int:
-        return _code(cuda.cuMemsetD8(address, value, size))
-
-    def copy(self, to: int, origin: int, size: int) -> int:
-        return _code(cuda.cuMemcpyDtoD(to, origin, size))
-
-    def device_pointer(self, address: int) -> int:
-        """Whether kernels may be given that address: what Triton asks of each of its arguments."""
-        return _code(cuda.cuPointerGetAttribute(_DEVICE_POINTER, address))
-
-    def wait_for_flag(self, stream: int, address: int) -> int:
-        """Has the stream wait until the 32-bit number there is 1 or more."""
-        return _code(cuda.cuStreamWaitValue32(stream, address, 1, _GREATER_OR_EQUAL))
-
-    def synchronize(self) -> int:
-        return _code(cuda.cuCtxSynchronize())
-
-    def memory(self) -> tuple[int, int, int]:
-        """(answer, free bytes, total bytes); needs a current context."""
-        code, free, total = cuda.cuMemGetInfo()
-        return code, free, total
-
-    def retain_context(self) -> int:
-        """Makes the device's primary context current in this thread."""
-        code, context = cuda.cuDevicePrimaryCtxRetain(self.device)
-        return code or _code(cuda.cuCtxSetCurrent(context))
-
-    def release_context(self) -> None:
-        self.must(_code(cuda.cuCtxSetCurrent(cuda.CUcontext(0))))
-        self.must(_code(cuda.cuDevicePrimaryCtxRelease(self.device)))
-
-
-def _code(answer: tuple[Any, ...]) -> int:
-    code: int = answer[0]
-    return code
-
-
-def _made(answer: tuple[Any, Any]) -> tuple[int, int]:
-    """(answer, what was made, or 0 where that was refused)."""
-    code, made = answer
-    return code, int(made) if code == 0 else 0
+    def set_access(self, address: int, size: int, flags: int = READ_WRITE) -> Answer:
+        return cuda.cuMemSetAccess(address, size, self._wanted[flags], 1)
 
 
 class Pages:
-    """Mapped pages of a driver that go away with the `with`: a range of `slots` pages, `count` handles.
+    """A range of `slots` pages and `count` handles, of which nothing is mapped at first.
 
-    Nothing is mapped at first. At the end whatever is still mapped is unmapped; wait for kernels before.
+    At the end of the `with` whatever is still mapped is unmapped; wait for kernels before.
     """
 
-    def __init__(self, driver: Driver, page_size: int, slots: int, count: int) -> None:
-        self.driver, self.page_size, self.slots = driver, page_size, slots
-        self.handles: list[int] = []
+    def __init__(self, driver: Driver, slots: int, count: int, size: int = PAGE) -> None:
+        self.driver, self.size, self.slots = driver, size, slots
         self.mapped: set[int] = set()
-        code, self.address = driver.reserve(slots * page_size, page_size & -page_size)
-        driver.must(code)
-        try:
-            for _ in range(count):
-                code, handle = driver.create(page_size)
-                driver.must(code)
-                self.handles.append(handle)
-        except Refused:
-            self.close()
-            raise
+        self.address = must(reserve(slots * size, size & -size))
+        self.handles = [must(driver.create(size)) for _ in range(count)]
 
     def at(self, slot: int) -> int:
-        return self.address + slot * self.page_size
+        return self.address + slot * self.size
 
-    def map(self, slot: int, handle: int) -> int:
-        code = self.driver.map(self.at(slot), self.page_size, handle)
-        if code == 0:
+    def map(self, slot: int, handle: int) -> Answer:
+        """Maps handle number `handle` there, not accessible yet."""
+        answer = map_at(self.at(slot), self.size, self.handles[handle])
+        if answer[0] == 0:
             self.mapped.add(slot)
-        return code
+        return answer
 
-    def set_access(self, slot: int, count: int = 1, flags: int = READ_WRITE) -> int:
-        return self.driver.set_access(self.at(slot), count * self.page_size, flags)
+    def set_access(self, slot: int, count: int = 1, flags: int = READ_WRITE) -> Answer:
+        return self.driver.set_access(self.at(slot), count * self.size, flags)
 
-    def unmap(self, slot: int, count: int = 1) -> int:
-        code = self.driver.unmap(self.at(slot), count * self.page_size)
-        if code == 0:
-            self.mapped.difference_update(range(slot, slot + count))
-        return code
+    def put(self, slot: int, handle: int, flags: int = READ_WRITE) -> Answer:
+        must(self.map(slot, handle))
+        must(answer := self.set_access(slot, 1, flags))
+        return answer
 
-    def map_all(self, flags: int = READ_WRITE) -> None:
+    def put_all(self) -> Pages:
         """Handle i at slot i, all accessible by one call."""
-        for slot, handle in enumerate(self.handles):
-            self.driver.must(self.map(slot, handle))
-        self.driver.must(self.set_access(0, len(self.handles), flags))
+        for slot in range(len(self.handles)):
+            must(self.map(slot, slot))
+        must(self.set_access(0, len(self.handles)))
+        return self
 
-    def close(self) -> None:
-        for slot in sorted(self.mapped):
-            self.unmap(slot)
-        for handle in self.handles:
-            self.driver.release(handle)
-        self.driver.free(self.address, self.slots * self.page_size)
+    def unmap(self, slot: int, count: int = 1) -> Answer:
+        answer = cuda.cuMemUnmap(self.at(slot), count * self.size)
+        if answer[0] == 0:
+            self.mapped.difference_update(range(slot, slot + count))
+        return answer
 
     def __enter__(self) -> Pages:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        for slot in sorted(self.mapped):
+            self.unmap(slot)
+        for handle in self.handles:
+            cuda.cuMemRelease(handle)
+        cuda.cuMemAddressFree(self.address, self.slots * self.size)
+
+
+class _Tensor(ctypes.Structure):
+    """DLManagedTensor of DLPack 0.x, which torch takes in every release."""
+
+    _fields_ = [
+        *(("data", c_void_p), ("device_type", c_int32), ("device_id", c_int32), ("ndim", c_int32)),
+        *(("code", c_uint8), ("bits", c_uint8), ("lanes", c_uint16)),
+        *(("shape", POINTER(c_int64)), ("strides", POINTER(c_int64)), ("byte_offset", c_uint64)),
+        *(("manager", c_void_p), ("deleter", c_void_p)),
+    ]
+
+
+_kept: list[object] = []  # torch reads them for as long as a storage lives; a run makes a few hundred
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.argtypes = (c_void_p, ctypes.c_char_p, c_void_p)
+_new_capsule.restype = ctypes.py_object
+
+
+def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor over addresses, mapped or not, which the caller keeps."""
+    length, step = c_int64(math.prod(shape) * dtype.itemsize), c_int64(1)
+    kind = 2 if device.type == "cuda" else 1  # kDLCUDA, kDLCPU
+    tensor = _Tensor(
+        address, kind, device.index or 0, 1, 1, 8, 1, ctypes.pointer(length), ctypes.pointer(step)
+    )
+    _kept.append((tensor, length, step))
+    flat = torch.from_dlpack(_new_capsule(ctypes.addressof(tensor), b"dltensor", None))
+    return flat.view(dtype).view(*shape)

@@ -1,49 +1,42 @@
-"""What a question has in hand: the device, the driver, how much time is left, and where its findings go."""
+"""What a question has in hand: the device, the driver, the time that is left, and where its findings go."""
 
 from __future__ import annotations
 
-import json
+import faulthandler
+import importlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.harness import quantile
+from benchmarks.report import number
 
-from . import tensor_at as _tensor_at
+from . import driver as drivers
 from .device import Device
-from .driver import Driver
 
 T = TypeVar("T")
+Finding = dict[str, Any]
 OUT_OF_TIME = "the time was over"  # why something was skipped
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def summary(values: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    quantiles = {
-        name: quantile(ordered, q) for name, q in (("median", 0.5), ("p10", 0.1), ("p90", 0.9), ("p99", 0.99))
-    }
-    return {**quantiles, "n": len(ordered)}
+make_device: type[Device] = Device  # tests put a stand-in here
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
-class CaseEnd:
-    """How a case in a process of its own ended, and what it had found until then."""
+class End:
+    """How work in a process of its own ended, and what it had found until then."""
 
     code: int | None  # negative for a signal, None where it ran past its time
-    findings: list[dict[str, Any]]
-    error_tail: str
+    findings: list[Finding]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -51,55 +44,64 @@ class CaseEnd:
 
     @property
     def text(self) -> str:
+        error = "".join(f" ({found['text']})" for found in self.findings if found["kind"] == "error")
         if self.code is None:
-            return "hung, and was killed"
+            return "hung, and was killed" + error
         if self.code < 0:
-            return f"was ended by {signal.Signals(-self.code).name}"
-        return f"exited with {self.code}"
+            return f"was ended by {signal.Signals(-self.code).name}" + error
+        return f"exited with {self.code}" + error
 
 
 class Session:
-    """Findings are dicts with a `kind`: figure, fact, answer, skipped, call. Written one a line, at once."""
+    """Findings are dicts with a `kind`: figure, fact, skipped, call, error. They are sent at once."""
 
-    def __init__(self, module: str, device: Device, emit: Path, deadline: float) -> None:
-        self.module, self.device, self.deadline = module, device, deadline
-        self.rehearsal = device.rehearsal
-        self._emit = emit
+    def __init__(self, send: Callable[[Finding], object], deadline: float, quick: bool) -> None:
+        self._send, self.deadline, self.quick = send, deadline, quick
+        self._sending = threading.Lock()
 
     @cached_property
-    def driver(self) -> Driver:
-        return self.device.open_driver()
+    def device(self) -> Device:
+        return make_device()
 
-    def pick(self, full: T, rehearsal: T) -> T:
-        return rehearsal if self.rehearsal else full
+    @cached_property
+    def driver(self) -> drivers.Driver:
+        return drivers.Driver()
+
+    def pick(self, full: T, quick: T) -> T:
+        return quick if self.quick else full
 
     def time_left(self) -> float:
-        """Seconds until this question's time is over."""
         return self.deadline - time.time()
 
-    def rounds(self, full: int, rehearsal: int, seconds: float) -> Iterable[int]:
+    def rounds(self, full: int, quick: int, seconds: float) -> Iterator[int]:
         """Counts rounds, at least two, until they are done or have taken `seconds` (or all that is left)."""
         end = time.time() + min(seconds, self.time_left() - 2)
-        for done in range(self.pick(full, rehearsal)):
+        for done in range(self.pick(full, quick)):
             if done >= 2 and time.time() > end:
                 return
             yield done
 
     def tensor_at(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return _tensor_at.tensor_at(address, shape, dtype, self.device.torch_device)
+        return drivers.tensor_at(address, shape, dtype, self.device.name)
 
     # -- findings
 
-    def _write(self, finding: dict[str, Any]) -> None:
-        with self._emit.open("a") as file:
-            file.write(json.dumps(finding) + "\n")
-        if finding["kind"] != "call":
-            print("    " + line_of(finding), flush=True)
+    def note(self, kind: str, **finding: Any) -> None:
+        with self._sending:
+            self._send({"kind": kind, **finding})
 
-    def figure(self, name: str, values: Sequence[float], unit: str, method: str) -> float:
-        """Writes the spread of `values`; returns their median."""
+    def forward(self, findings: Iterable[Finding], *kinds: str) -> None:
+        """Takes over what was found elsewhere; of these kinds only, if any are named."""
+        for finding in findings:
+            if not kinds or finding["kind"] in kinds:
+                self._send(finding)
+
+    def figure(
+        self, name: str, values: Iterable[float], unit: str = "us", method: str = "host clock"
+    ) -> float:
+        """Sends the spread of `values`; returns their median."""
         found = summary(values)
-        self._write({"kind": "figure", "name": name, "unit": unit, "method": method, **found})
+        self.note("figure", name=name, unit=unit, method=method, **found)
         return found["median"]
 
     def ratio(
@@ -110,118 +112,77 @@ class Session:
         control: Sequence[float],
         method: str,
     ) -> float:
-        """Writes ours / baseline by round, beside the same of a second copy of the baseline; the median."""
-        pairs = zip(ours, baseline, control, strict=True)
-        found, of_control = [], []
-        for a, b, c in pairs:
-            found.append(a / b)
-            of_control.append(c / b)
-        spread = summary(found)
-        self._write(
-            {
-                "kind": "figure",
-                "name": name,
-                "unit": "x",
-                "method": method,
-                **spread,
-                "control": summary(of_control),
-            }
-        )
-        return spread["median"]
+        """Sends ours / baseline by round, beside the same of a second copy of the baseline; the median."""
+        of = [summary(a / b for a, b in zip(side, baseline, strict=True)) for side in (ours, control)]
+        self.note("figure", name=name, unit="x", method=method, **of[0], control=of[1])
+        return of[0]["median"]
 
-    def fact(self, name: str, value: Any, method: str = "") -> None:
+    def fact(self, name: str, value: Any) -> None:
         """A count, a yes or no, an error message."""
-        self._write({"kind": "fact", "name": name, "value": value, "method": method})
-
-    def answer(self, sentence: str) -> None:
-        self._write({"kind": "answer", "text": sentence})
-
-    def call(self, line: dict[str, Any]) -> None:
-        """A line of the recording (see recording.py)."""
-        self._write({"kind": "call", **line})
+        self.note("fact", name=name, value=value)
 
     def skipped(self, name: str, reason: str) -> None:
-        self._write({"kind": "skipped", "name": name, "reason": reason})
+        self.note("skipped", name=name, reason=reason)
 
-    def attempt(self, name: str, work: Callable[[], T]) -> T | None:
-        """`work()`, or None and the reason among the findings where it cannot be done here."""
-        try:
-            return work()
-        except Exception as error:
-            self.skipped(name, first_line(error))
-            return None
-
-    def forward(self, findings: Iterable[dict[str, Any]]) -> None:
-        """Takes over what a case found."""
-        for finding in findings:
-            self._write(finding)
-
-    # -- processes of their own
-
-    def run_case(self, case: str, seconds: float) -> CaseEnd:
-        """Runs ``CASES[case]`` of this question's module in a process that may die or hang."""
+    def apart(self, work: Callable[..., object], *arguments: Any, seconds: float) -> End:
+        """``work(session, *arguments)``, a function of a module, in a process that may die or hang."""
+        found: list[Finding] = []
         seconds = max(1.0, min(seconds, self.time_left() - 1))
-        with tempfile.TemporaryDirectory() as folder:
-            emit, errors = Path(folder, "findings"), Path(folder, "stderr")
-            with errors.open("w") as stderr:
-                code = run_worker(self.module, emit, seconds, self.rehearsal, case, stderr)
-            return CaseEnd(code, read(emit), errors.read_text(errors="replace")[-400:])
+        function = f"{work.__module__}.{work.__name__}"
+        return End(run_apart(function, arguments, seconds, self.quick, found.append), found)
 
 
-def run_worker(
-    module: str, emit: Path, seconds: float, rehearsal: bool, case: str | None = None, stderr: Any = None
+def run_apart(
+    function: str,
+    arguments: Sequence[Any],
+    seconds: float,
+    quick: bool,
+    send: Callable[[Finding], object],
+    group: bool = False,
 ) -> int | None:
-    """Runs a question, or a case of it, for at most `seconds`; its exit code, or None where it was killed.
-
-    It has a process group of its own, which goes as a whole: cases are grandchildren.
-    """
-    command = [sys.executable, "-m", "benchmarks.gpu.worker", module, "--emit", str(emit)]
-    command += ["--seconds", f"{seconds:.1f}"]
-    command += ["--rehearsal"] if rehearsal else []
-    command += ["--case", case] if case else []
-    worker = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=with_libcuda(os.environ["VTENSOR_SIMCUDA"], emit.parent) if rehearsal else None,
-        stderr=stderr,
-        stdout=subprocess.DEVNULL if case else None,
-        start_new_session=not case,
-    )
+    """Runs ``module.function(session, *arguments)`` for at most `seconds`; its exit code, or None where it was
+    killed. With `group` it has a process group of its own, which goes as a whole: cases are grandchildren."""
+    receiver, sender = SPAWN.Pipe(duplex=False)
+    deadline = time.time() + seconds
+    process = SPAWN.Process(target=_in_process, args=(function, arguments, deadline, quick, sender, group))
+    process.start()
+    sender.close()
     try:
-        return worker.wait(seconds + 3)  # it ends by itself where it can
-    except subprocess.TimeoutExpired:
-        return None
+        with suppress(EOFError, OSError):  # the end of the process; a little later than its deadline
+            while receiver.poll(max(0.0, deadline + 3 - time.time())):
+                send(receiver.recv())
+        process.join(max(0.0, deadline + 3 - time.time()))
+        return process.exitcode
     finally:
-        if worker.poll() is None:
-            if case:
-                worker.kill()
-            else:
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(worker.pid, signal.SIGKILL)
-            try:
-                worker.wait(10)  # one that hangs in the kernel is left behind
-            except subprocess.TimeoutExpired:
-                print(f"    a process of {module} does not end", flush=True)
+        if process.exitcode is None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL) if group else process.kill()
+            process.join(10)  # one that hangs in the kernel is left behind
 
 
-def with_libcuda(library: str, folder: Path) -> dict[str, str]:
-    """An environment in which a new process finds `library` as libcuda, through a link in that folder."""
-    (folder / "libcuda.so.1").symlink_to(Path(library).resolve())
-    others = os.environ.get("LD_LIBRARY_PATH")
-    return {**os.environ, "LD_LIBRARY_PATH": f"{folder}:{others}" if others else str(folder)}
+def _in_process(
+    function: str, arguments: Sequence[Any], deadline: float, quick: bool, sender: Any, group: bool
+) -> None:
+    if group:
+        os.setpgid(0, 0)
+    faulthandler.enable()
+    code = 0
+    try:
+        module, _, name = function.rpartition(".")
+        work = getattr(importlib.import_module(module), name)
+        work(Session(sender.send, deadline, quick), *arguments)
+    except Exception as error:
+        sender.send({"kind": "error", "text": first_line(error)})
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a device in error, or a stream that waits, would hold an orderly exit up
 
 
-def read(emit: Path) -> list[dict[str, Any]]:
-    """The findings so far; a line cut short by a death is left out."""
-    if not emit.exists():
-        return []
-    found = []
-    for line in emit.read_text().splitlines():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
+def summary(values: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    quantiles = {"median": 0.5, "p10": 0.1, "p90": 0.9, "p99": 0.99}
+    return {name: quantile(ordered, q) for name, q in quantiles.items()} | {"n": len(ordered)}
 
 
 def first_line(error: BaseException) -> str:
@@ -229,20 +190,26 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
-def number(value: float) -> str:
-    """Three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def error_of(work: Callable[[], object]) -> str:
+    """The first line of what it raises, or "none"."""
+    try:
+        work()
+    except Exception as error:
+        return first_line(error)
+    return "none"
 
 
-def line_of(finding: dict[str, Any]) -> str:
-    """A finding as a line of text."""
-    kind = finding["kind"]
-    if kind == "answer":
-        return f"=> {finding['text']}"
-    if kind == "skipped":
-        return f"{finding['name']}: skipped ({finding['reason']})"
-    if kind == "fact":
-        return f"{finding['name']}: {finding['value']}"
+def line_of(finding: Finding) -> str:
+    """A finding as a line of text; empty for a call of the recording."""
+    match finding["kind"]:
+        case "call":
+            return ""
+        case "error":
+            return f"FAILED: {finding['text']}"
+        case "skipped":
+            return f"{finding['name']}: skipped ({finding['reason']})"
+        case "fact":
+            return f"{finding['name']}: {finding['value']}"
     text = f"{finding['name']}: {number(finding['median'])} {finding['unit']}"
     text += f" (p10 {number(finding['p10'])}, p99 {number(finding['p99'])}, n {finding['n']})"
     if control := finding.get("control"):

@@ -28,7 +28,7 @@ from vtensor import testing
 
 KINDS = ("host", "simcuda")
 TEST_SECONDS = 120
-SLOW_FIXTURES = {"quick_run", "rehearsal"}  # all benchmarks, and all questions to a GPU, once through
+SLOW_FIXTURES = {"quick_run", "gpu_answers"}  # all benchmarks, and all questions to a GPU, once through
 
 # "ci" gives the same examples each time, and a failure as it was found; VTENSOR_HYPOTHESIS=soak looks for new
 # ones, and for the shortest that fails, for as long as it takes.

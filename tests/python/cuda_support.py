@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +37,15 @@ def load_simulated_libcuda() -> None:
         driver.cuInit(0)
     if b"simulated" not in driver.cuDeviceGetName(64, 0)[1]:
         pytest.skip("cuda-bindings has loaded the real libcuda in this process: run this file by itself")
+
+
+def with_libcuda(folder: Path) -> dict[str, str]:
+    """An environment in which new processes find the simulated libcuda, through a link in `folder`."""
+    library = str(simcuda_library())
+    (folder / "libcuda.so.1").symlink_to(Path(library).resolve())
+    others = os.environ.get("LD_LIBRARY_PATH")
+    path = f"{folder}:{others}" if others else str(folder)
+    return {**os.environ, "LD_LIBRARY_PATH": path, "VTENSOR_SIMCUDA": library}
 
 
 READ, READ_WRITE = 1, 3  # CUmemAccess_flags

@@ -12,13 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_support import needs_simcuda
-from support import simcuda_library
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))
-
-from benchmarks.gpu.session import with_libcuda  # noqa: E402
+from cuda_support import needs_simcuda, with_libcuda
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 pytestmark = needs_simcuda
@@ -38,9 +32,10 @@ assert device.name == "simulated libcuda (test double)"
 
 
 def over_simulation(tmp_path: Path, code: str) -> None:
-    environment = with_libcuda(str(simcuda_library()), tmp_path) | {"VTENSOR_SIMCUDA": str(simcuda_library())}
     command = [sys.executable, "-c", BEGIN + textwrap.dedent(code), str(Path(__file__).parent)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    finished = subprocess.run(
+        command, env=with_libcuda(tmp_path), capture_output=True, text=True, timeout=100
+    )
     assert (finished.returncode, finished.stdout) == (0, "over\n"), finished.stderr
 
 

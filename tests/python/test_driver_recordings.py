@@ -1,6 +1,6 @@
 """What the real driver answered, played again through the simulated libcuda: it must answer the same.
 
-Recordings are made by ``make gpu`` and kept in benchmarks/results. Where one differs, the simulation errs.
+``make gpu`` records them; its files are kept in benchmarks/results. Where one differs, the simulation errs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ sys.path.append(str(ROOT))
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 from benchmarks.gpu import recording  # noqa: E402
-from benchmarks.gpu.driver import Driver  # noqa: E402
+from benchmarks.gpu.driver import Driver, release_context, retain_context  # noqa: E402
 
 pytestmark = needs_simcuda
-RECORDINGS = sorted((ROOT / "benchmarks" / "results").glob("*-driver.jsonl"))
+RECORDINGS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 GRANULARITY = 2 << 20
 
 
@@ -31,41 +31,29 @@ GRANULARITY = 2 << 20
 def driver() -> Iterator[Driver]:
     load_simulated_libcuda()
     with device(granularity=GRANULARITY):
-        driver = Driver()
-        driver.must(driver.retain_context())
-        yield driver
-        driver.release_context()
+        retain_context()
+        yield Driver()
+        release_context()
 
 
-def rehearsed(driver: Driver) -> list[recording.Line]:
+def recorded(driver: Driver) -> list[recording.Line]:
     """A recording made from the simulated libcuda itself."""
-    lines = []
-    for case in recording.CASES_IN_ORDER:
-        player = recording.Player(driver)
-        lines += [
-            {**line, "answer": player.play(line)} for line in recording.lines_of(case, driver.granularity)
-        ]
-        player.close()
-    return lines
-
-
-def read(path: Path) -> tuple[dict, list[recording.Line]]:
-    head, *lines = (json.loads(line) for line in path.read_text().splitlines())
-    return head, lines
+    return list(recording.play(driver, list(recording.CASES)))
 
 
 @pytest.mark.skipif(not RECORDINGS, reason="no recording of a real driver is in benchmarks/results yet")
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_the_simulation_answers_as_the_real_driver_did(path, driver):
-    head, lines = read(path)
-    assert head["recording"] == 1 and head["granularity"] == GRANULARITY
-    assert head["rehearsal"] is False, "a rehearsal says nothing of the real driver"
-    assert not recording.differences(driver, lines)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    facts = {one["name"]: one["value"] for one in found if one["kind"] == "fact"}
+    assert facts["granularity"] == GRANULARITY
+    assert not any("simulated" in one["gpu"] for one in found if one["kind"] == "run")
+    assert not recording.differences(driver, [one for one in found if one["kind"] == "call"])
 
 
-def test_a_rehearsal_plays_again_the_same(driver):
-    lines = rehearsed(driver)
-    assert {line["case"] for line in lines} == set(recording.CASES_IN_ORDER)
+def test_a_recording_plays_again_the_same(driver):
+    lines = recorded(driver)
+    assert {line["case"] for line in lines} == set(recording.CASES)
     assert {line["call"] for line in lines} == set(recording.ARGUMENTS)
     assert json.loads(json.dumps(lines)) == lines
     assert not recording.differences(driver, lines)
@@ -83,7 +71,7 @@ def test_a_rehearsal_plays_again_the_same(driver):
     ],
 )
 def test_another_answer_is_noticed(driver, case, call, code):
-    lines = rehearsed(driver)
+    lines = recorded(driver)
     changed = next(
         line for line in lines if (line["case"], line["call"], line["answer"]) == (case, call, code)
     )
@@ -93,7 +81,7 @@ def test_another_answer_is_noticed(driver, case, call, code):
 
 
 def test_a_driver_with_other_rules_is_noticed(driver):
-    lines = rehearsed(driver)
+    lines = recorded(driver)
     with device(read_only=0):
         differing = recording.differences(driver, lines)
     assert any("from read-write to read-only" in difference for difference in differing)
@@ -104,5 +92,5 @@ def test_nothing_is_left_behind(driver):
     from support import simcuda_leaks
 
     before = repr(simcuda_leaks())
-    recording.differences(driver, rehearsed(driver))
+    recording.differences(driver, recorded(driver))
     assert repr(simcuda_leaks()) == before

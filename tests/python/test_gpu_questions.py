@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 import vtensor
-from cuda_support import device, load_simulated_libcuda, needs_simcuda
+from cuda_support import device, load_simulated_libcuda, needs_simcuda, with_libcuda
 from support import simcuda_control, simcuda_library
 
 ROOT = Path(__file__).parents[2]
@@ -28,181 +27,105 @@ sys.path.append(str(ROOT))
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
-from benchmarks.gpu import (  # noqa: E402
-    QUESTIONS,
-    Question,
-    __main__,
-    attention,
-    beside_kernels,
-    decode,
-    graphs,
-    report,
-    stream_wait,
-    waiting,
-)
-from benchmarks.gpu import pointers as pointers_question  # noqa: E402
+from benchmarks.gpu import QUESTIONS, __main__, mapping, tensors  # noqa: E402
 from benchmarks.gpu import session as sessions  # noqa: E402
-from benchmarks.gpu.device import StandIn  # noqa: E402
-from benchmarks.gpu.driver import Pages  # noqa: E402
-from benchmarks.gpu.session import OUT_OF_TIME, Session  # noqa: E402
-from benchmarks.gpu.tensor_at import tensor_at  # noqa: E402
+from benchmarks.gpu.device import Device  # noqa: E402
+from benchmarks.gpu.driver import PAGE, Pages, must, release_context, reserve, tensor_at  # noqa: E402
+from benchmarks.gpu.session import OUT_OF_TIME, End, Session  # noqa: E402
 
 pytestmark = [needs_simcuda, pytest.mark.seconds(500)]
-RESULTS = ROOT / "benchmarks" / "results"
-NUMBERS = [question.number for question in QUESTIONS]
+STAND_IN = Path(__file__).with_name("gpu_stand_in.py")
 
 
-@pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = with_libcuda(folder)
     # The vtensor that the tests use, also where another lies in the current folder.
-    paths = [str(Path(vtensor.__file__).parents[1]), str(ROOT)]
-    return {
-        **os.environ,
+    environment |= {
         "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-        "VTENSOR_SIMCUDA": str(simcuda_library()),
+        "PYTHONPATH": f"{Path(vtensor.__file__).parents[1]}:{STAND_IN.parent}",
     }
+    command = [sys.executable, str(STAND_IN), "--out", str(folder / "out"), *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def ask(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=490,
-    )
+def found_in(folder: Path, number: int) -> list[dict]:
+    (path,) = (folder / "out").glob("*.jsonl")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert found[0]["kind"] == "run" and "simulated" in found[0]["gpu"]
+    return [one for one in found[1:] if one["question"] == number]
+
+
+def facts(found: list[dict]) -> dict[str, object]:
+    return {one["name"]: one["value"] for one in found if one["kind"] == "fact"}
 
 
 @pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory, environment) -> SimpleNamespace:
-    folder = tmp_path_factory.mktemp("rehearsal")
-    before = sorted(RESULTS.iterdir())
-    finished = ask(environment, "--rehearsal", "--out", str(folder))
-    assert sorted(RESULTS.iterdir()) == before, "a rehearsal writes no results"
-    recording, as_json, as_text = sorted(folder.iterdir())
-    document = json.loads(as_json.read_text())
-    asked = {question["number"]: question for question in document["questions"]}
-    return SimpleNamespace(
-        finished=finished, document=document, asked=asked, text=as_text.read_text(), recording=recording
-    )
+def gpu_answers(tmp_path_factory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("gpu")
+    output, _ = start(folder).communicate(timeout=490)
+    found = {number: found_in(folder, number) for number in QUESTIONS}
+    return SimpleNamespace(output=output, found=found, facts={n: facts(f) for n, f in found.items()})
 
 
-def facts(rehearsal: SimpleNamespace, number: int) -> dict[str, object]:
-    return {fact["name"]: fact["value"] for fact in rehearsal.asked[number]["facts"]}
-
-
-def answers(rehearsal: SimpleNamespace, number: int) -> str:
-    return "\n".join(rehearsal.asked[number]["answers"])
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_every_question_runs_to_its_end(rehearsal, number):
-    question = rehearsal.asked[number]
-    assert (question["status"], question["error"]) == ("answered", ""), rehearsal.finished.stdout
-    assert question["answers"] and "WRONG" not in answers(rehearsal, number)
-    for figure in question["figures"]:
+@pytest.mark.parametrize("number", QUESTIONS)
+def test_every_question_runs_to_its_end(gpu_answers, number):
+    found = gpu_answers.found[number]
+    assert found and not [one for one in found if one["kind"] == "error"], gpu_answers.output
+    assert "WRONG" not in str(gpu_answers.facts[number])
+    for figure in [one for one in found if one["kind"] == "figure"]:
         assert figure["name"] and figure["unit"] and figure["method"] and figure["n"] >= 1
         assert figure["p10"] <= figure["median"] <= figure["p90"] <= figure["p99"]
+    assert f"\n{number}. {QUESTIONS[number].text} (at most" in gpu_answers.output
 
 
-def test_a_rehearsal_says_that_it_is_one_wherever_it_writes(rehearsal):
-    assert rehearsal.finished.returncode == 0, rehearsal.finished.stderr
-    assert rehearsal.document["rehearsal"] is True
-    assert "simulated" in rehearsal.document["machine"]["gpu"]
-    assert report.REHEARSAL in rehearsal.text
-    assert json.loads(rehearsal.recording.read_text().splitlines()[0])["rehearsal"] is True
-    assert rehearsal.finished.stdout.count("rehearsal, no figure is a GPU's") == len(QUESTIONS)
-    assert str(ROOT) not in json.dumps(rehearsal.document)
-
-
-def test_the_text_answers_in_the_order_of_the_numbers(rehearsal):
-    answered = rehearsal.text.partition("## Answers")[2].partition("\n## ")[0]
-    at = [answered.index(f"{number}. ") for number in range(len(QUESTIONS))]
-    assert at == sorted(at)
-    for number in NUMBERS:
-        for answer in rehearsal.asked[number]["answers"]:
-            assert answer in answered
-
-
-def test_every_call_is_timed_at_every_page_size(rehearsal):
-    names = [figure["name"] for figure in rehearsal.asked[1]["figures"]]
-    for size in (2, 4):
-        for call in ("reserve", "create", "map", "set-access", "unmap, handle kept", "address-free"):
-            assert f"{call}, {size} MiB" in names
-    assert facts(rehearsal, 1)["VMM calls in a thread without a context"] == "all succeed"
+def test_the_questions_find_what_the_simulation_is(gpu_answers):
+    by_call, mapped, faulted = gpu_answers.facts[1], gpu_answers.facts[2], gpu_answers.facts[8]
+    figures = {
+        one["name"] for found in gpu_answers.found.values() for one in found if one["kind"] == "figure"
+    }
+    for call in ("reserve", "create", "map", "set-access", "unmap, handle kept", "address-free"):
+        assert {f"{call}, 2 MiB", f"{call}, 4 MiB"} <= figures
+    assert by_call["VMM calls in a thread without a context"].count("CUDA_SUCCESS") == 7
     # The simulated driver hands out stale memory: a check that cannot see it would say zeros.
-    assert facts(rehearsal, 1)["fresh handles after written ones were released"] == "2 of 2 not all zero"
-
-
-def test_pages_are_mapped_while_kernels_run(rehearsal):
-    found = facts(rehearsal, 2)
-    assert found["runs of kernels with a wrong result"] == 0
-    assert found["freshly mapped pages with wrong contents"] == 0
-    assert int(answers(rehearsal, 2).partition("right: ")[2].split()[0]) > 0
-
-
-def test_faults_end_their_own_process_and_not_the_parent(rehearsal):
-    found = facts(rehearsal, 8)
-    for case in ("a write through a read-only alias", "a read past the mapped end"):
-        assert found[f"{case}: begun"] is True
-        assert found[f"{case}: the process was ended by SIGSEGV; the parent"] == "lives"
-    assert found["a write through a read-only alias: the alias reads"] == 7
-
-
-def test_whole_storage_copies_die_and_a_clone_of_the_view_does_not(rehearsal):
-    found = facts(rehearsal, 9)
-    assert found["clone, which reads the view only: error"] == "none"
+    assert by_call["fresh handles after written ones were released"] == "2 of 2 not all zero"
+    assert {v for name, v in mapped.items() if "wrong result" in name} == {0}
+    assert all(str(v).startswith("0 of ") for name, v in mapped.items() if "wrong contents" in name)
+    for case in ("write through read only", "read past end"):
+        assert faulted[f"{case}: begun"] is True and faulted[f"{case}: the parent"] == "lives"
+        assert faulted[f"{case}: the process"] == "was ended by SIGSEGV"
+    assert faulted["write through read only: the alias reads"] == 7
+    copied = gpu_answers.facts[9]
+    assert copied["clone, which reads the view only: error"] == "none"
     for case in ("deepcopy", "torch.save"):
-        assert found[f"{case}: begun"] is True and "SIGSEGV" in found[f"{case}: the process"]
-
-
-def test_a_graph_sees_the_growth(rehearsal):
-    found = facts(rehearsal, 7)
-    assert found["replays"] > 5 and found["pages mapped between replays, times"] > 2
-    assert found["replays with a wrong result"] == 0
-
-
-def test_what_cannot_run_here_is_skipped_with_a_reason(rehearsal):
-    skipped = {one["name"]: one["reason"] for one in rehearsal.asked[4]["skipped"]}
-    assert "flash_attn" in skipped["FlashAttention 2"]
-    assert any("torch SDPA" in figure["name"] for figure in rehearsal.asked[4]["figures"])
-
-
-def test_which_addresses_kernels_may_be_given(rehearsal):
-    believed = "CUDA_SUCCESS", "CUDA_ERROR_INVALID_VALUE"
-    found = {name.rpartition("that is ")[2]: answer for name, answer in facts(rehearsal, 11).items()}
-    assert found["mapped"] == found["mapped read-only"] == believed[0]
-    assert found["mapped, and never given access"] == believed[0]
-    assert found["reserved"] == found["reserved, and was mapped before"] == believed[1]
-
-
-def test_what_shareable_handles_cost(rehearsal):
-    found = facts(rehearsal, 12)
-    assert found["cuMemCreate with a POSIX descriptor"] == "CUDA_SUCCESS"
-    assert found["cuMemCreate with fabric"] == "CUDA_ERROR_NOT_SUPPORTED"
-    names = [figure["name"] for figure in rehearsal.asked[12]["figures"]]
-    assert "create, a POSIX descriptor / none" in names and "Refused here: fabric." in answers(rehearsal, 12)
+        assert copied[f"{case}: begun"] is True and "SIGSEGV" in copied[f"{case}: the process"]
+    graph = gpu_answers.facts[7]
+    assert graph["replays"] > 5 and graph["pages mapped between replays, times"] > 2
+    assert [v for name, v in graph.items() if "wrong result" in name] == [0]
+    skipped = {one["name"]: one["reason"] for one in gpu_answers.found[4] if one["kind"] == "skipped"}
+    assert "flash_attn" in skipped["FlashAttention 2"] and "create, a POSIX descriptor / none" in figures
+    assert gpu_answers.facts[12]["cuMemCreate with fabric"] == "CUDA_ERROR_NOT_SUPPORTED"
+    assert set(gpu_answers.facts[10].values()) == {"no deadlock, 0 wrong elements"}
 
 
 # -- what a question must notice
 
 
 @pytest.fixture
-def session(tmp_path, monkeypatch):
+def session(monkeypatch):
     monkeypatch.setenv("VTENSOR_SIMCUDA", str(simcuda_library()))
     load_simulated_libcuda()
     threads = torch.get_num_threads()
-    session = Session(".calls", StandIn(), tmp_path / "findings", time.time() + 100)
+    import gpu_stand_in
+
+    monkeypatch.setattr(sessions, "make_device", gpu_stand_in.StandIn)
+    found: list[dict] = []
+    session = Session(found.append, time.time() + 100, quick=True)
+    session.found = found
+    session.device.synchronize()  # its context is current from here on
     yield session
     torch.set_num_threads(threads)
     session.device.synchronize()
-    session.driver.release_context()
-
-
-def found_by(session: Session) -> dict[str, object]:
-    return {f["name"]: f["value"] for f in sessions.read(session._emit) if f["kind"] == "fact"}
+    release_context()
 
 
 def test_a_call_that_waits_for_the_kernel_is_noticed(session):
@@ -213,71 +136,52 @@ def test_a_call_that_waits_for_the_kernel_is_noticed(session):
         session.device.spin(stream, 0.02)
         ends.append(session.device.mark(stream))
 
-    def waits() -> int:
+    def waits() -> tuple[int]:
         for end in ends:
             end.synchronize()
-        return 0
+        return (0,)
 
-    calls = [waiting.Call("waits", waits, lambda: None), waiting.Call("returns", lambda: 0, lambda: None)]
-    for call in calls:
+    for call in (mapping.Call("waits", waits), mapping.Call("returns", lambda: (0,))):
         for _ in range(3):
-            waiting.one_call(session, stream, load, call)
-    assert waiting.report(session, "a kernel", calls) == ["waits (beside a kernel)"]
-    assert found_by(session)["returns returned after the end of a kernel"] == "0 of 3"
-
-
-def test_a_call_made_after_the_kernel_says_nothing(session):
-    stream = session.device.stream()
-    call = waiting.Call("late", lambda: 0, lambda: None)
-    waiting.one_call(session, stream, lambda: None, call)
-    assert (call.waited, call.too_late) == (0, 1)
+            mapping.one_call(session, stream, load, call)
+        mapping.report(session, "a kernel", call)
+    found = facts(session.found)
+    assert found["waits returned after the end of a kernel"] == "3 of 3: it WAITS"
+    assert found["returns returned after the end of a kernel"] == "0 of 3: it does not wait"
+    late = mapping.Call("late", lambda: (0,))
+    mapping.one_call(session, stream, lambda: None, late)
+    assert (late.waited, late.too_late) == (0, 1), "made after the end of the kernel"
 
 
 def test_a_deadlock_is_noticed_and_ended(session, monkeypatch):
-    monkeypatch.setattr(stream_wait, "WATCHDOG_SECONDS", 0.2)
+    monkeypatch.setattr(mapping, "WATCHDOG_SECONDS", 0.2)
 
     def maps_and_waits_for_all_streams(session, pages, other):
-        stream_wait.map_page(session, pages)
+        answer = pages.put(0, 0)
         session.device.synchronize()
+        return answer
 
-    monkeypatch.setitem(stream_wait.ACTIONS, "waits", maps_and_waits_for_all_streams)
+    monkeypatch.setitem(mapping.ACTIONS, "waits", maps_and_waits_for_all_streams)
     monkeypatch.setattr(Session, "rounds", lambda *_, **__: range(1))
-    stream_wait.while_waiting(session, "waits")
-    assert found_by(session)[stream_wait.RESCUED] is True
+    mapping.while_waiting(session, "waits")
+    assert mapping.verdict(End(0, session.found)) == mapping.RESCUED
+    assert mapping.verdict(End(None, [])) == "not tried to its end: hung, and was killed"
 
 
 @pytest.mark.parametrize(("setting", "pointers"), [(0, 3), (1, 5), (2, 5), (3, 7)])
 def test_a_driver_that_gives_other_pointers_is_noticed(session, setting, pointers):
-    assert session.driver.retain_context() == 0
     with device(pointers=setting):
-        given = pointers_question.answers_by_address(session.driver)
-    assert sum(code == 0 for code in given.values()) == pointers
-    assert given["mapped"] == 0 and given["no longer reserved"] != 0
-    session.driver.release_context()
-
-
-def test_a_case_that_was_killed_for_want_of_time_is_no_deadlock(session, monkeypatch):
-    def end(session, case, seconds):
-        rescued = [{"kind": "fact", "name": stream_wait.RESCUED, "value": True}] * (case == "rescued")
-        return sessions.CaseEnd(None, rescued, "")
-
-    monkeypatch.setattr(stream_wait, "CASES", {"killed": None, "rescued": None})
-    monkeypatch.setattr(Session, "run_case", end)
-    stream_wait.run(session)
-    said = [f["text"] for f in sessions.read(session._emit) if f["kind"] == "answer"]
-    assert said == [
-        "These do not return while a stream waits for a flag: rescued.",
-        "Could not be tried to its end: killed: the process hung, and was killed.",
-    ]
+        given = mapping.answers_by_address(session.driver)
+    assert sum(answer[0] == 0 for answer in given.values()) == pointers
+    assert given["mapped"][0] == 0 and given["no longer reserved"][0] != 0
 
 
 def test_a_page_that_shows_another_is_noticed(session):
     def wrong(slots: dict[int, int]) -> int:
-        with Pages(session.driver, beside_kernels.PAGE, 8, 8) as pages:
+        with Pages(session.driver, 8, 8) as pages:
             for slot, handle in slots.items():
-                assert pages.map(slot, pages.handles[handle]) == 0
-            assert pages.set_access(0, 8) == 0
-            return beside_kernels._wrong_pages(session, pages, 8, 7)
+                pages.put(slot, handle)
+            return mapping.wrong_pages(session, pages, 8, 7)
 
     right = {slot: slot for slot in range(8)}
     assert wrong(right) == 0
@@ -291,8 +195,7 @@ def test_what_a_capture_refused_is_not_given_back(session):
         if refused:
             once = ctypes.c_uint64(0), ctypes.c_uint64(1)
             assert simcuda_control().simcuda_fail(refused.encode(), *once, 900) == 0
-        answers: list[str] = []
-        graphs.a_page_s_life(session.driver, answers)
+        answers = mapping.a_page_s_life(session.driver)
         return [answer for answer in answers if not answer.endswith(" CUDA_SUCCESS")] + [str(len(answers))]
 
     unsupported = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
@@ -303,48 +206,26 @@ def test_what_a_capture_refused_is_not_given_back(session):
 
 
 def test_a_tensor_over_addresses_neither_reads_nor_owns_them(session):
-    code, address = session.driver.reserve(2 << 20)
-    assert code == 0
+    address = must(reserve(PAGE))
     t = tensor_at(address, (4, 8), torch.float32, torch.device("cpu"))
     assert (t.data_ptr(), t.shape, t.dtype) == (address, (4, 8), torch.float32)
     del t
-    assert session.driver.free(address, 2 << 20) == 0
+    mapping.cuda.cuMemAddressFree(address, PAGE)
 
 
 @pytest.mark.parametrize("with_statistics", [False, True])
 def test_an_installed_attention_package_is_called_by_its_layout(monkeypatch, with_statistics):
     def flash_attn_func(q, k, v, causal):
-        out = attention.sdpa(q, k, v, causal).transpose(1, 2)
+        out = tensors.sdpa(q, k, v, causal).transpose(1, 2)
         return (out, None) if with_statistics else out
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
     q, k, v = torch.randn(1, 3, 8, 16), torch.randn(1, 3, 2, 16), torch.randn(1, 3, 2, 16)
-    with attention.package("flash_attn") as attend:
-        assert torch.equal(attend(q, k, v, True), attention.sdpa(q, k, v, True).transpose(1, 2))
+    with tensors.package("flash_attn") as attend:
+        assert torch.equal(attend(q, k, v, True), tensors.sdpa(q, k, v, True).transpose(1, 2))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_is_called_as_torch_has_it(monkeypatch):
-    found = SimpleNamespace(find_spec=lambda name: object())
-    monkeypatch.setattr(attention, "importlib", SimpleNamespace(util=found))
-    compiler, asked = torch.compile, []
-
-    def without_compiler(
-        function, **options
-    ):  # torch itself compiles parts of it, with a backend that needs none
-        if "backend" in options:
-            return compiler(function, **options)
-        asked.append(options)
-        return function
-
-    monkeypatch.setattr(torch, "compile", without_compiler)
-    q, k, v = torch.randn(1, 1, 8, 16), torch.randn(1, 128, 2, 16), torch.randn(1, 128, 2, 16)
-    with attention.flex() as attend:
-        torch.testing.assert_close(attend(q, k, v, False), attention.sdpa(q, k, v, False))
-    assert asked == [{"dynamic": False}]
-
-
-def test_the_mapper_is_measured_and_launches_are_leased(session, monkeypatch):
+def test_the_worker_is_measured_and_launches_are_leased(session, monkeypatch):
     leased = []
 
     @contextlib.contextmanager
@@ -353,153 +234,92 @@ def test_the_mapper_is_measured_and_launches_are_leased(session, monkeypatch):
         yield
 
     monkeypatch.setattr(vtensor, "lease", lease)
-    decode.run(session)
-    findings = sessions.read(session._emit)
-    assert "VTensor with the mapper, batch 1, 1,024 positions" in {f.get("name") for f in findings}
-    assert not [f for f in findings if f["kind"] == "skipped"]
+    tensors.decode(session)
+    names = {one.get("name") for one in session.found}
+    assert "VTensor with the worker, batch 1, 1,024 positions" in names
+    assert not [one for one in session.found if one["kind"] == "skipped"]
     assert set(leased) == {2}, "K and V of one layer, and nothing for what is not ours"
 
 
 # -- the runner
 
-MODULES = {
-    "dies": "def run(session):\n    session.fact('before', 1)\n    import ctypes; ctypes.string_at(0)\n",
-    "hangs": "def run(session):\n    session.fact('before', 1)\n    import time; time.sleep(600)\n",
-    "raises": "def run(session):\n    session.fact('before', 1)\n    raise ValueError('on purpose')\n",
-    "answers": "def run(session):\n    session.answer('42')\n",
-}
+
+def find_then(session: Session, code: str) -> None:
+    session.fact("before", 1)
+    exec(code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "seconds", "status", "error"),
+    ("code", "seconds", "status", "said"),
     [
-        ("dies", 60, "partial", "ended with -11"),
-        ("hangs", 10, "partial", "ran past 10 s"),
-        ("raises", 60, "partial", "ended with 1: ValueError: on purpose"),
-        ("answers", 60, "answered", ""),
-        ("there_is_none", 60, "failed", "ended with 1: ModuleNotFoundError"),
+        ("import ctypes; ctypes.string_at(0)", 60, -11, []),
+        ("import time; time.sleep(600)", 8, None, []),
+        ("raise ValueError('on purpose')", 60, 1, ["ValueError: on purpose"]),
+        ("pass", 60, 0, []),
     ],
 )
-def test_what_was_found_outlives_the_process_that_found_it(
-    tmp_path, monkeypatch, environment, module, seconds, status, error
-):
-    if module in MODULES:
-        (tmp_path / f"{module}.py").write_text(MODULES[module])
-    for name in ("PYTHONSAFEPATH", "VTENSOR_SIMCUDA"):
-        monkeypatch.setenv(name, environment[name])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([environment["PYTHONPATH"], str(tmp_path)]))
-    result = report.Result(tmp_path / "out", {}, rehearsal=True)
+def test_what_was_found_outlives_the_process_that_found_it(monkeypatch, code, seconds, status, said):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found: list[dict] = []
     begun = time.monotonic()
-    __main__.ask(Question(1, module, seconds, "?"), seconds, result)
+    work = f"{__name__}.find_then"
+    assert sessions.run_apart(work, [code], seconds, True, found.append, group=True) == status
     assert time.monotonic() - begun < seconds + 30
-    (question,) = json.loads(result.paths[0].read_text())["questions"]
-    assert question["status"] == status and question["error"].startswith(error)
-    assert [fact["name"] for fact in question["facts"]] == (["before"] if status == "partial" else [])
+    assert facts(found) == {"before": 1}
+    assert [one["text"] for one in found if one["kind"] == "error"] == said
 
 
 @pytest.mark.slow
-def test_what_was_found_is_kept_where_the_run_is_ended_from_outside(tmp_path, environment):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearsal", "--only", "3", "--out", str(tmp_path)]
-    runner = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+def test_what_was_found_is_kept_where_the_run_is_ended_from_outside(tmp_path):
+    runner = start(tmp_path, "--only", "3")
     try:
         assert any("cuMemUnmap, nothing running" in line for line in runner.stdout)
         runner.terminate()
         runner.communicate(timeout=60)
     finally:
         runner.kill()
-    (as_json,) = tmp_path.glob("*.json")
-    (question,) = json.loads(as_json.read_text())["questions"]
-    assert question["error"].startswith("ended from outside") and question["status"] == "partial"
-    assert question["figures"]
+    assert [one for one in found_in(tmp_path, 3) if one["kind"] == "figure"]
 
 
-def test_the_bounds_fit_two_calls():
-    beside_build = [q.seconds for q in QUESTIONS if q.while_building]
-    longest = ("attention", "decode", "layer_groups")
-    later = [q.seconds for q in QUESTIONS if q.module[1:] in longest]
-    soon = sum(q.seconds for q in QUESTIONS) - sum(later) - sum(beside_build)
-    assert sum(beside_build) <= 180, "as long as the build"
-    assert sum(beside_build) + soon <= 480 - 140, "with the tests of mappings and tensors"
-    assert sum(later) <= 480 - 120, "with a build before them"
+def test_the_bounds_fit_the_time():
+    early = [question for question in QUESTIONS.values() if question.while_building]
+    assert sum(question.seconds for question in early) <= 180, "as long as the build"
+    assert all(question.function.split(".")[0] != "tensors" for question in early), "they need no vtensor"
+    quick = [q for q in QUESTIONS.values() if not q.while_building and q.seconds < 60]
+    assert sum(question.seconds for question in quick) <= 480 - 140, "with the tests of mappings and tensors"
 
 
-def test_what_can_be_asked_early_needs_no_vtensor():
-    early = [question for question in QUESTIONS if question.while_building]
-    assert early and not any(question.needs_vtensor for question in early)
-    needs = [question.needs_vtensor for question in QUESTIONS]
-    assert needs == sorted(needs), "what needs none comes first"
+def test_a_question_that_the_time_does_not_reach_is_named_with_the_call_that_asks_it(
+    tmp_path, monkeypatch, capsys
+):
+    import gpu_stand_in
 
+    monkeypatch.setattr(sessions, "make_device", gpu_stand_in.StandIn)
 
-@pytest.mark.slow
-def test_without_vtensor_the_others_are_asked(tmp_path, environment):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['vtensor'] = None\n")
-    paths = [str(tmp_path), environment["PYTHONPATH"]]
-    finished = ask(
-        {**environment, "PYTHONPATH": os.pathsep.join(paths)},
-        *("--rehearsal", "--only", "0,7", "--out", str(tmp_path / "out")),
-    )
-    (as_json,) = (tmp_path / "out").glob("*.json")
-    recording, graphs = json.loads(as_json.read_text())["questions"]
-    assert (finished.returncode, recording["status"], graphs["status"]) == (1, "answered", "not reached")
-    assert "vtensor cannot be imported: ModuleNotFoundError" in graphs["error"]
+    def run(function, arguments, seconds, quick, send, group):
+        if function.endswith(QUESTIONS[5].function):
+            send({"kind": "skipped", "name": "a", "reason": OUT_OF_TIME})
+        return int(function.endswith(QUESTIONS[3].function))
 
-
-def test_the_rest_is_added_to_what_was_asked_first(tmp_path, monkeypatch):
-    folder = ["--rehearsal", "--out", str(tmp_path)]
-    monkeypatch.setenv("VTENSOR_SIMCUDA", str(simcuda_library()))
-    kept = {"case": "a", "call": "cuMemCreate", "answer": "CUDA_SUCCESS"}
-
-    def answers(question, seconds, result):
-        findings = [{"kind": "answer", "text": "42"}]
-        findings += [{"kind": "call", **kept}] if question.while_building else []
-        result.add(question.number, question.text, "answered", 1, findings)
-
-    monkeypatch.setattr(__main__, "ask", answers)
-    assert __main__.main(["--first", *folder]) == 0 and __main__.main(["--rest", *folder]) == 0
-    (as_json,) = tmp_path.glob("*.json")
-    asked = [question["number"] for question in json.loads(as_json.read_text())["questions"]]
-    assert asked == [question.number for question in QUESTIONS]
-    (recording,) = tmp_path.glob("*-driver.jsonl")
-    lines = [json.loads(line) for line in recording.read_text().splitlines()[1:]]
-    assert lines == [kept] * sum(question.while_building for question in QUESTIONS)
-
-
-@pytest.mark.slow
-def test_questions_that_the_time_does_not_reach_are_named(tmp_path, environment):
-    finished = ask(environment, "--rehearsal", "--out", str(tmp_path), "--minutes", "1", "--spent", "58")
-    (as_json,) = tmp_path.glob("*.json")
-    document = json.loads(as_json.read_text())
-    assert finished.returncode == 1
-    assert [question["status"] for question in document["questions"]] == ["not reached"] * len(QUESTIONS)
-    rest = ",".join(str(question.number) for question in QUESTIONS)
-    assert f"in a second call: scripts/gpu.sh --only {rest}\n" in finished.stdout
-
-
-def test_a_second_call_completes_the_first(tmp_path):
-    done = report.Result(tmp_path, {"gpu": "X"}, rehearsal=False)
-    for number, status, reason in ((1, "answered", "no package"), (4, "answered", OUT_OF_TIME)):
-        done.add(number, "?", status, 1, [{"kind": "skipped", "name": "a", "reason": reason}])
-    done.add(6, "?", "partial", 1, [])
-    assert __main__.unfinished(done.document["questions"]) == [4, 6]
-    done.save()
-    report.Result(tmp_path, {"gpu": "X"}, rehearsal=False, only={6, 4}).save()
-    names = sorted(path.name for path in tmp_path.glob("*.json"))
-    assert names == [f"x-{done.document['date']}-only-4-6.json", f"x-{done.document['date']}.json"]
+    monkeypatch.setattr(sessions, "run_apart", run)
+    assert __main__.main(["--out", str(tmp_path)]) == 1
+    assert "in a second call: scripts/gpu.sh --only 3,5\n" in capsys.readouterr().out
+    assert __main__.main(["--out", str(tmp_path), "--only", "4,6"]) == 0
+    assert __main__.main(["--out", str(tmp_path), "--only", "4,6", "--minutes", "0"]) == 1
+    (path,) = tmp_path.glob("*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines].count("run") == 3, "a call adds to what an earlier one found"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["--rehearsal", "--out", str(RESULTS)], "measures nothing"),
-        (["--only", "1,77"], "no question has the number 77"),
-        ([], "torch finds no GPU here"),
-    ],
+    [(["--only", "1,77"], "no question has the number 77"), ([], "torch finds no GPU here")],
 )
 def test_what_cannot_be_asked_is_refused(monkeypatch, capsys, arguments, message):
     if torch.cuda.is_available() and not arguments:
         pytest.skip("there is a GPU here")
-    monkeypatch.setenv("VTENSOR_SIMCUDA", str(simcuda_library()))
+    monkeypatch.setattr(sessions, "make_device", Device)
     with pytest.raises(SystemExit):
         __main__.main(arguments)
     assert message in capsys.readouterr().err
