@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import time
 import traceback
@@ -35,7 +34,7 @@ def run_one(name: str, settings: Settings) -> report.Outcome:
 
 
 def as_json(result: dict[str, Any]) -> str:
-    return json.dumps(result, indent=1) + "\n"
+    return report.to_json(result) + "\n"
 
 
 def files_of(options: argparse.Namespace) -> dict[Path, Callable[[dict[str, Any]], str]]:

@@ -78,7 +78,7 @@ def main() -> None:
             "rounds": options.rounds,
             "figures": [dict(zip(keys, row, strict=True)) for row in rows],
         }
-        options.json.write_text(json.dumps(text, indent=1) + "\n")
+        options.json.write_text(report.to_json(text, levels=2) + "\n")
 
 
 if __name__ == "__main__":

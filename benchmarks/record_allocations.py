@@ -118,13 +118,13 @@ def record(way: str) -> AllocationTrace:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to write a .csv.gz file for each way of training")
+    parser.add_argument("folder", type=Path, help="where to write a .csv.xz file for each way of training")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(2)
     for way in WAYS:
         trace = record(way)
-        path = folder / f"train-{way}.csv.gz"
+        path = folder / f"train-{way}.csv.xz"
         write_plain(trace, path)
         peak = max(trace.live_bytes()) / 2**20
         print(f"{path}: {len(trace.events):,} events, peak {peak:,.0f} MiB, {path.stat().st_size:,} bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,19 @@ def to_dict(settings: Settings, machine: Mapping[str, Any], outcomes: Sequence[O
         "machine": dict(machine),
         "benchmarks": benchmarks,
     }
+
+
+def to_json(value: Any, levels: int = 4, indent: int = 0) -> str:
+    """`value` as JSON, in lines down to these levels of it: with a line for each figure of a result."""
+    if levels == 0 or not value or not isinstance(value, (dict, list, tuple)):
+        return json.dumps(value)
+    parts = [("", one) for one in value]
+    if isinstance(value, dict):
+        parts = [(f"{json.dumps(key)}: ", one) for key, one in value.items()]
+    space = " " * indent
+    lines = ",\n".join(f"{space} {name}{to_json(one, levels - 1, indent + 1)}" for name, one in parts)
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{lines}\n{space}{last}"
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -140,8 +140,9 @@ def run_apart(
     send: Callable[[Finding], object],
     group: bool = False,
 ) -> int | None:
-    """Runs ``module.function(session, *arguments)`` for at most `seconds`; its exit code, or None where it was
-    killed. With `group` it has a process group of its own, which goes as a whole: cases are grandchildren."""
+    """Runs ``module.function(session, *arguments)`` for at most `seconds`; its exit code, or None where it
+    was killed. With `group` it has a process group of its own, which goes as a whole: cases are
+    grandchildren."""
     receiver, sender = SPAWN.Pipe(duplex=False)
     deadline = time.time() + seconds
     process = SPAWN.Process(target=_in_process, args=(function, arguments, deadline, quick, sender, group))

@@ -125,6 +125,14 @@ def test_the_table_says_what_was_missed_skipped_and_broken():
     assert any("FAILED: ValueError: broken" in line for line in lines)
 
 
+def test_json_has_a_line_for_each_figure():
+    result = report.to_dict(Settings(), {"cpu": "a processor"}, outcomes())
+    text = report.to_json(result)
+    assert json.loads(text) == json.loads(json.dumps(result))
+    lines = [line.strip().rstrip(",") for line in text.splitlines()]
+    assert all(json.dumps(figure) in lines for figure in result["benchmarks"][0]["figures"])
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0.00"), (1, "1.00"), (12.345, "12.3"), (0.01234, "0.0123"), (345.6, "346"), (12345.6, "12,346")],

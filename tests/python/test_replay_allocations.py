@@ -31,7 +31,7 @@ from vtensor.allocations import (
 MIB = 1 << 20
 PAGE = 2 * MIB
 AMPLE = 1 << 40
-TRACES = sorted((ROOT / "benchmarks" / "traces").glob("*.csv.gz"))
+TRACES = sorted((ROOT / "benchmarks" / "traces").glob("*.csv.xz"))
 MAKERS = {
     "native": NativeAllocator,
     "expandable": ExpandableAllocator,
@@ -313,7 +313,7 @@ def test_stitched_needs_hardly_more_than_the_peak(path: Path) -> None:
 
 def test_there_are_traces_of_each_way_of_training() -> None:
     assert [path.name for path in TRACES] == [
-        f"train-{way}.csv.gz" for way in ("checkpointing", "lengths", "offload")
+        f"train-{way}.csv.xz" for way in ("checkpointing", "lengths", "offload")
     ]
 
 

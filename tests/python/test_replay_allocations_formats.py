@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import os
 import pickle
 from pathlib import Path
@@ -22,11 +23,11 @@ from vtensor.allocations import AllocationTrace, Event, read_allocations, write_
 # ---- the plain format ----
 
 
-@given(trace=traces(), zipped=st.booleans())
+@given(trace=traces(), archive=st.sampled_from(["", ".gz", ".xz"]))
 def test_a_trace_is_read_as_it_was_written(
-    trace: AllocationTrace, zipped: bool, tmp_path_factory: pytest.TempPathFactory
+    trace: AllocationTrace, archive: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path = tmp_path_factory.mktemp("plain") / ("trace.csv.gz" if zipped else "trace.csv")
+    path = tmp_path_factory.mktemp("plain") / f"trace.csv{archive}"
     trace = AllocationTrace(trace.events, ["a note", "another"])
     write_plain(trace, path)
     written = path.read_bytes()
@@ -78,7 +79,8 @@ def test_malformed_lines(lines: list[str], reason: str, tmp_path: Path) -> None:
 
 
 @given(
-    data=st.binary(max_size=300), name=st.sampled_from(["a.csv", "a.csv.gz", "a.json", "a.json.gz", "a.pkl"])
+    data=st.binary(max_size=300),
+    name=st.sampled_from(["a.csv", "a.csv.gz", "a.csv.xz", "a.json", "a.json.gz", "a.pkl"]),
 )
 def test_any_bytes_are_refused_with_a_sentence(
     data: bytes, name: str, tmp_path_factory: pytest.TempPathFactory
@@ -89,9 +91,10 @@ def test_any_bytes_are_refused_with_a_sentence(
         read_allocations(path)
 
 
-@pytest.mark.parametrize("name", ["a.csv.gz", "a.json.gz"])
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.csv.xz", "a.json.gz"])
 def test_a_damaged_archive(name: str, tmp_path: Path) -> None:
-    whole = gzip.compress(b"event,id,bytes,stream\n" + b"alloc,1,5,0\nfree,1,,\n" * 500)
+    compress = lzma.compress if name.endswith(".xz") else gzip.compress
+    whole = compress(b"event,id,bytes,stream\n" + b"alloc,1,5,0\nfree,1,,\n" * 500)
     for data in (whole[:-9], whole[:20], whole[:30] + b"\xff\xff" + whole[32:]):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(InvalidArgument, match="cannot be read"):

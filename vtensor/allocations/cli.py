@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         nargs="+",
         help="a pickle of torch.cuda.memory._snapshot() (.pickle), a torch.profiler trace with memory "
-        "events (.json, .json.gz), or the plain format: lines of event,id,bytes,stream (.csv, .csv.gz)",
+        "events (.json, .json.gz), or the plain format: lines of event,id,bytes,stream (.csv, .csv.gz, "
+        ".csv.xz)",
     )
     parser.add_argument(
         "--allocator",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import zlib
 from pathlib import Path
@@ -21,7 +22,7 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
     Args:
         path: a pickle of ``torch.cuda.memory._snapshot()`` (``.pickle``, ``.pkl``), a trace of
             ``torch.profiler`` with memory events (``.json``, ``.json.gz``), or the plain format (``.csv``,
-            ``.csv.gz``).
+            ``.csv.gz``, ``.csv.xz``).
         device: the device of the allocations, such as ``"cuda:0"``; may be left out if there is only one.
 
     Raises:
@@ -29,13 +30,13 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
             event is malformed.
     """
     file = Path(path)
-    name = file.name.lower().removesuffix(".gz")
+    name = file.name.lower()
     try:
-        if name.endswith((".pickle", ".pkl")) and not file.name.lower().endswith(".gz"):
+        if name.endswith((".pickle", ".pkl")):
             trace = read_snapshot(file, device)
-        elif name.endswith(".json"):
+        elif name.endswith((".json", ".json.gz")):
             trace = read_profile(file, device)
-        elif name.endswith(".csv"):
+        elif name.endswith((".csv", ".csv.gz", ".csv.xz")):
             if device is not None:
                 raise InvalidArgument(
                     f"[replay-allocations] --device {device}: the plain format has one device; leave it out"
@@ -44,9 +45,15 @@ def read_allocations(path: str | os.PathLike[str], device: str | None = None) ->
         else:
             raise InvalidArgument(
                 f"[replay-allocations] {file}: pass a snapshot (.pickle), a torch.profiler trace (.json, "
-                ".json.gz) or the plain format (.csv, .csv.gz)"
+                ".json.gz) or the plain format (.csv, .csv.gz, .csv.xz)"
             )
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:  # the last three: damaged archives
+    except (
+        OSError,
+        EOFError,
+        UnicodeDecodeError,
+        zlib.error,
+        lzma.LZMAError,
+    ) as error:  # damaged archives too
         raise InvalidArgument(f"[replay-allocations] {file} cannot be read: {error}") from error
     if not trace.events:
         raise InvalidArgument(f"[replay-allocations] {file} has no allocation: nothing to replay")

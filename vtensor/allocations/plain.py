@@ -1,4 +1,4 @@
-"""The plain format of allocations: CSV, also as ``.csv.gz``.
+"""The plain format of allocations: CSV, also as ``.csv.gz`` and ``.csv.xz``.
 
 ::
 
@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import gzip
-import io
+import lzma
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from reprlib import repr as brief
@@ -34,7 +34,7 @@ def read_plain(path: Path) -> AllocationTrace:
     """Reads the plain format.
 
     Args:
-        path: a ``.csv`` or a ``.csv.gz`` file.
+        path: a ``.csv``, ``.csv.gz`` or ``.csv.xz`` file.
 
     Raises:
         InvalidArgument: for a malformed line, by its number.
@@ -51,19 +51,25 @@ def write_plain(trace: AllocationTrace, path: Path) -> None:
 
     Args:
         trace: what to write.
-        path: a ``.csv`` or a ``.csv.gz`` file.
+        path: a ``.csv``, ``.csv.gz`` or ``.csv.xz`` file.
 
     Raises:
         OSError: if the file cannot be written.
     """
     lines = [*(f"# {note}" for note in trace.notes), _COLUMNS, *map(_line, trace.events)]
     data = "".join(f"{line}\n" for line in lines).encode()
-    path.write_bytes(gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)
+    if path.suffix == ".gz":
+        data = gzip.compress(data, 9, mtime=0)
+    elif path.suffix == ".xz":
+        data = lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)
+    path.write_bytes(data)
 
 
 def _opened(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path), encoding="utf-8")
+        return gzip.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")
     return path.open(encoding="utf-8")
 
 
