@@ -41,9 +41,8 @@ def run(settings: Settings) -> list[Figure]:
     x = torch.randn(1, 1, HEADS, HEAD_DIM, device=device)
 
     def growable(room: int) -> vtensor.VTensor:
-        t = vtensor.empty(
-            1, 0, HEADS, HEAD_DIM, grow_dim=1, capacity=start + room, dtype=torch.float32, device=device
-        )
+        options = {"grow_dim": 1, "capacity": start + room, "dtype": torch.float32, "device": device}
+        t = vtensor.empty(1, 0, HEADS, HEAD_DIM, **options)
         return t.append(torch.ones(1, start, HEADS, HEAD_DIM, device=device))
 
     # The limit: memory for all tokens, there and touched before the first of them.
@@ -78,32 +77,14 @@ def run(settings: Settings) -> list[Figure]:
     means = {name: case.means[warmup:] for name, case in cases.items()}
     slowest = {name: case.slowest[warmup:] for name, case in cases.items()}
 
-    figures = [
-        speedup(
-            "append, fresh pages, mean",
-            "torch.cat",
-            means["fresh"],
-            taken["cat"],
-            bar=Bar(2000, at_least=True),
-        )
-    ]
+    bar = Bar(2000, at_least=True)
+    figures = [speedup("append, fresh pages, mean", "torch.cat", means["fresh"], taken["cat"], bar=bar)]
+    statistics = (("median", taken, Bar(1.0)), ("mean", means, None), ("99th percentile", slowest, None))
     for name in ("fresh", "kept"):
-        figures += [
-            slowdown(
-                f"append, {name} pages, {statistic}",
-                "copy_ to slice",
-                of[name],
-                of["slice"],
-                of["control"],
-                bar,
+        what = f"append, {name} pages, "
+        for statistic, of, bar in statistics:
+            figures.append(
+                slowdown.among(of, what + statistic, "copy_ to slice", name, "slice", "control", bar)
             )
-            for statistic, of, bar in (
-                ("median", taken, Bar(1.0)),
-                ("mean", means, None),
-                ("99th percentile", slowest, None),
-            )
-        ]
-        figures.append(
-            slowdown(f"append, {name} pages, median", "copy_ to narrow()", taken[name], taken["narrow"])
-        )
+        figures.append(slowdown.among(taken, what + "median", "copy_ to narrow()", name, "narrow"))
     return figures

@@ -31,25 +31,16 @@ def run(settings: Settings) -> list[Figure]:
         def sample(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor = q) -> float:
             return clock(lambda: scaled_dot_product_attention(q, k, v), settings.wait)
 
-        taken = interleave(
-            {name: lambda pair=pair: sample(*pair) for name, pair in pairs.items()},
-            settings.pick(41, 3),
-            warmup=2,
-        )
+        samples = {name: lambda pair=pair: sample(*pair) for name, pair in pairs.items()}
+        taken = interleave(samples, settings.pick(41, 3), warmup=2)
         for name, seconds in taken.items():
             medians[name].append(quantile(sorted(seconds), 0.5))
         for t in pairs["vtensor"]:
             t.close()
     ratios = [a / b for a, b in zip(medians["control"], medians["plain"], strict=True)]
+    what, bar = f"SDPA over {length:,} tokens", within_control(ratios)
     return [
-        slowdown(
-            f"SDPA over {length:,} tokens",
-            "plain tensor",
-            medians["vtensor"],
-            medians["plain"],
-            medians["control"],
-            within_control(ratios),
-        ),
+        slowdown.among(medians, what, "plain tensor", "vtensor", "plain", "control", bar),
         count("SDPA", "plain tensor", differing, "elements differ", Bar(0)),
     ]
 

@@ -65,14 +65,8 @@ def run(settings: Settings) -> list[Figure]:
     taken = interleave({name: prefill.run for name, prefill in prefills.items()}, settings.pick(7, 2))
     for prefill in prefills.values():
         prefill.close()
+    prompt, against = f"a prompt of {tokens:,} tokens in", "all of its layers in memory"
     return [
-        slowdown(
-            f"a prompt of {tokens:,} tokens in {share} of the memory",
-            "all of its layers in memory",
-            taken[name],
-            taken["whole"],
-            taken["control"],
-            bar,
-        )
+        slowdown.among(taken, f"{prompt} {share} of the memory", against, name, "whole", "control", bar)
         for name, share, bar in (("half", "half", Bar(1.1)), ("quarter", "a quarter", None))
     ]

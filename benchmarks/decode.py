@@ -75,9 +75,7 @@ def run(settings: Settings) -> list[Figure]:
 
     what = f"decode step at {start:,} tokens"
     return [
-        slowdown(
-            what, "preallocated, exact views", taken["vtensor"], taken["limit"], taken["control"], Bar(1.03)
-        ),
+        slowdown.among(taken, what, "preallocated, exact views", "vtensor", "limit", "control", Bar(1.03)),
         speedup(what, "DynamicCache", taken["vtensor"], taken["dynamic"], bar=Bar(1.0, at_least=True)),
         speedup(what, "StaticCache", taken["vtensor"], taken["static"]),
         count("KV mapped, worst step", "what the tokens need", max(above), "% above", Bar(2.0)),

@@ -18,6 +18,11 @@ def run(settings: Settings) -> list[Figure]:
     return [*inside_a_page(settings), *across_pages(settings)]
 
 
+def tensor(length: int, capacity: int, pool: vtensor.Pool) -> vtensor.VTensor:
+    sizes = (1, length, HEADS, HEAD_DIM)
+    return vtensor.empty(*sizes, grow_dim=1, capacity=capacity, dtype=torch.float32, pool=pool)
+
+
 def as_strided_loop(t: torch.Tensor, times: int, wait: Callable[[], None]) -> float:
     """Seconds of one call with arguments made beforehand, which is less than growing in truth takes."""
     size, stride = (1, 100, HEADS, HEAD_DIM), (TOKEN_BYTES // 4 * 100, TOKEN_BYTES // 4, HEAD_DIM, 1)
@@ -44,17 +49,7 @@ def extend_loop(t: vtensor.VTensor, start: int, by: int, times: int, wait: Calla
 def inside_a_page(settings: Settings) -> list[Figure]:
     times = settings.pick(400, 50)
     pool = vtensor.Pool(settings.device, page_size=2 << 20)  # 512 tokens
-    t = vtensor.empty(
-        1,
-        1,
-        HEADS,
-        HEAD_DIM,
-        grow_dim=1,
-        capacity=512,
-        dtype=torch.float32,
-        device=settings.device,
-        pool=pool,
-    )
+    t = tensor(1, 512, pool)
     plain, second = (torch.zeros(1, 512, HEADS, HEAD_DIM, device=settings.device) for _ in range(2))
     before = pool.stats().driver_calls["caller"]
     taken = interleave(
@@ -68,16 +63,10 @@ def inside_a_page(settings: Settings) -> list[Figure]:
     made = sum(pool.stats().driver_calls["caller"].values()) - sum(before.values())
     t.close()
     pool.close()
+    what = "extend(1) inside a mapped page"
     return [
-        slowdown(
-            "extend(1) inside a mapped page",
-            "as_strided_",
-            taken["extend"],
-            taken["as_strided_"],
-            taken["control"],
-            Bar(2.0),
-        ),
-        count("extend(1) inside a mapped page", "driver calls", made, "calls", Bar(0)),
+        slowdown.among(taken, what, "as_strided_", "extend", "as_strided_", "control", Bar(2.0)),
+        count(what, "driver calls", made, "calls", Bar(0)),
     ]
 
 
@@ -87,28 +76,14 @@ def across_pages(settings: Settings) -> list[Figure]:
     plain, second = (torch.zeros(1, 512, HEADS, HEAD_DIM, device=settings.device) for _ in range(2))
     pool = vtensor.Pool(settings.device, page_size=2 << 20 if settings.device == "cuda" else 64 << 10)
     page = pool.page_size // TOKEN_BYTES
-
-    def make() -> vtensor.VTensor:
-        return vtensor.empty(
-            1,
-            0,
-            HEADS,
-            HEAD_DIM,
-            grow_dim=1,
-            capacity=times * page,
-            dtype=torch.float32,
-            device=settings.device,
-            pool=pool,
-        )
-
-    kept = make()
+    kept = tensor(0, times * page, pool)
     kept.extend(times * page).truncate(0)
     before = pool.stats().driver_calls["caller"]
     extend_loop(kept, 0, page, times, settings.wait)
     made = {name: n - before.get(name, 0) for name, n in pool.stats().driver_calls["caller"].items()}
 
     def fresh() -> float:
-        t = make()
+        t = tensor(0, times * page, pool)
         seconds = extend_loop(t, 0, page, times, settings.wait)
         t.close()
         pool.trim()
@@ -126,10 +101,8 @@ def across_pages(settings: Settings) -> list[Figure]:
     kept.close()
     pool.close()
     figures = [
-        slowdown(
-            f"extend by one {state} page", "as_strided_", taken[key], taken["as_strided_"], taken["control"]
-        )
-        for key, state in (("fresh", "fresh"), ("kept", "kept"))
+        slowdown.among(taken, f"extend by one {state} page", "as_strided_", state, "as_strided_", "control")
+        for state in ("fresh", "kept")
     ]
     if settings.device == "cpu":
         figures.append(count("extend by one page", "mmap calls", made["mmap"] / times, "calls", Bar(1)))

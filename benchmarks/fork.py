@@ -16,21 +16,9 @@ HEADS, HEAD_DIM = 8, 128
 def run(settings: Settings) -> list[Figure]:
     length = settings.pick(131072, 2048) + 1  # the last page is a partial one
     pool = vtensor.Pool(settings.device)
-    t = vtensor.empty(
-        1,
-        0,
-        HEADS,
-        HEAD_DIM,
-        grow_dim=1,
-        capacity=length + 64,
-        dtype=torch.bfloat16,
-        device=settings.device,
-        pool=pool,
-    )
-    t.append(torch.ones(1, length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=settings.device))
-    plain, second = (
-        torch.ones(1, length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=settings.device) for _ in range(2)
-    )
+    options = {"dtype": torch.bfloat16, "device": settings.device}
+    plain, second = (torch.ones(1, length, HEADS, HEAD_DIM, **options) for _ in range(2))
+    t = vtensor.from_tensor(plain, grow_dim=1, capacity=length + 64, pool=pool)
     x = plain[:, :1].clone()
 
     def fork_ways(ways: int, then: Callable[[vtensor.VTensor], object] = lambda fork: None) -> float:
@@ -62,7 +50,7 @@ def run(settings: Settings) -> list[Figure]:
             settings.pick(10, 2),
         )
         figures += [
-            speedup(f"{what}, {ways} ways", "clone()", taken[key], taken["copy"], taken["control"])
+            speedup.among(taken, f"{what}, {ways} ways", "clone()", key, "copy", "control")
             for what, key in (("fork", "fork"), ("fork and first append", "append"))
         ]
     used = pool.stats().pages_used

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,13 +62,8 @@ def generate(settings: Settings, length: int) -> list[Figure]:
         mask[0, 0] = 0
 
         def go_on() -> None:
-            ids[name] = model.generate(
-                ids[name],
-                attention_mask=mask,
-                past_key_values=caches[name],
-                max_new_tokens=new,
-                do_sample=False,
-            )
+            options = {"past_key_values": caches[name], "max_new_tokens": new, "do_sample": False}
+            ids[name] = model.generate(ids[name], attention_mask=mask, **options)
 
         return clock(go_on)
 
@@ -85,9 +79,9 @@ def generate(settings: Settings, length: int) -> list[Figure]:
     what = f"generate(), {new} tokens at {length:,}"
     ahead = Bar(1.0, at_least=True) if length >= 8192 else None
     return [
-        speedup(what, "DynamicCache", taken["vtensor"], taken["dynamic"], bar=ahead),
-        speedup(what, "StaticCache", taken["vtensor"], taken["static"], bar=ahead),
-        speedup(what, "preallocated, exact views", taken["vtensor"], taken["limit"]),
+        speedup.among(taken, what, "DynamicCache", "vtensor", "dynamic", bar=ahead),
+        speedup.among(taken, what, "StaticCache", "vtensor", "static", bar=ahead),
+        speedup.among(taken, what, "preallocated, exact views", "vtensor", "limit"),
         count(f"KV mapped at {length:,}", "what the tokens need", (mapped / needed - 1) * 100, "% above"),
         count(f"KV at {length:,}, most at once", "DynamicCache", held["dynamic"] / mapped, "x less", ahead),
         count(f"KV at {length:,}", "StaticCache of just this length", held["static"] / mapped, "x less"),
@@ -110,38 +104,25 @@ def paged(settings: Settings) -> list[Figure]:
     def ours() -> float:
         stamps: list[float] = []
         cache = VTensorCache(model.config, pool=pool)
-        out = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            generation_config=config,
-            past_key_values=cache,
-            streamer=Stamps(stamps),
-        )
+        options = {"generation_config": config, "past_key_values": cache, "streamer": Stamps(stamps)}
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         cache.reset()
         tokens["vtensor"] = out[0, length:].tolist()
         return seconds_a_token(stamps)
 
     def theirs() -> float:
-        (output,) = model.generate_batch(
-            prompt.tolist(), generation_config=config, record_timestamps=True
-        ).values()
+        outputs = model.generate_batch(prompt.tolist(), generation_config=config, record_timestamps=True)
+        (output,) = outputs.values()
         tokens["paged"] = output.generated_tokens
         return seconds_a_token(output.timestamps)
 
     taken = interleave({"vtensor": ours, "paged": theirs}, settings.pick(3, 1), warmup=0)
     pool.close()
-    what = f"a token at {length:,} tokens"
+    what, against = f"a token at {length:,} tokens", "paged continuous batching"
+    differ = int(tokens["vtensor"] != tokens["paged"])
     return [
-        speedup(
-            what, "paged continuous batching", taken["vtensor"], taken["paged"], bar=Bar(1.0, at_least=True)
-        ),
-        count(
-            what,
-            "paged continuous batching",
-            int(tokens["vtensor"] != tokens["paged"]),
-            "texts differ",
-            Bar(0),
-        ),
+        speedup.among(taken, what, against, "vtensor", "paged", bar=Bar(1.0, at_least=True)),
+        count(what, against, differ, "texts differ", Bar(0)),
     ]
 
 
@@ -193,9 +174,8 @@ def beams(settings: Settings) -> list[Figure]:
         return seconds
 
     with torch.inference_mode():
-        taken = interleave(
-            {"vtensor": lambda: step("vtensor", ours), "dynamic": lambda: step("dynamic", dynamic)}, rounds
-        )
+        samples = {"vtensor": lambda: step("vtensor", ours), "dynamic": lambda: step("dynamic", dynamic)}
+        taken = interleave(samples, rounds)
     # DynamicCache copies all of K and V twice: index_select for the order, cat for the token.
     theirs = 2 * BEAMS * dynamic.get_seq_length() * token_bytes(model)
     ours.reset()
@@ -203,7 +183,7 @@ def beams(settings: Settings) -> list[Figure]:
     what = f"step of {BEAMS} beams at {length:,} tokens"
     bar = None if settings.quick else Bar(50, at_least=True)
     return [
-        speedup(what, "DynamicCache", taken["vtensor"], taken["dynamic"], bar=Bar(1.0, at_least=True)),
+        speedup.among(taken, what, "DynamicCache", "vtensor", "dynamic", bar=Bar(1.0, at_least=True)),
         count(f"{what}: bytes copied, worst step", "DynamicCache", theirs / max(1, *copied), "x fewer", bar),
     ]
 
@@ -217,11 +197,8 @@ def prefix(settings: Settings) -> list[Figure]:
     model = make_model(settings.pick(16, 2))
     pool = vtensor.Pool("cpu")
     ours = VTensorCache(model.config, length + 64, pool)
-    caches: dict[str, Any] = {
-        "vtensor": ours,
-        "dynamic": DynamicCache(config=model.config),
-        "control": DynamicCache(config=model.config),
-    }
+    caches: dict[str, Any] = {"vtensor": ours}
+    caches |= {name: DynamicCache(config=model.config) for name in ("dynamic", "control")}
     for cache in caches.values():
         fill(model, cache, 1, length)
     used = pool.stats().pages_used
@@ -230,9 +207,7 @@ def prefix(settings: Settings) -> list[Figure]:
         kept: list[Any] = []
         return clock(lambda: kept.append(copy.deepcopy(cache)))
 
-    samples: dict[str, Callable[[], float]] = {
-        name: lambda cache=cache: sample(cache) for name, cache in caches.items()
-    }
+    samples = {name: lambda cache=cache: sample(cache) for name, cache in caches.items()}
     taken = interleave(samples, settings.pick(30, 2))
     branch = copy.deepcopy(ours)
     more = pool.stats().pages_used - used
@@ -242,7 +217,7 @@ def prefix(settings: Settings) -> list[Figure]:
     what = f"copy.deepcopy of {length:,} tokens"
     bar = Bar(50, at_least=True)
     return [
-        speedup(what, "DynamicCache", taken["vtensor"], taken["dynamic"], taken["control"], bar),
+        speedup.among(taken, what, "DynamicCache", "vtensor", "dynamic", "control", bar),
         count(what, "the cache itself", more, "pages more", Bar(0)),
     ]
 

@@ -24,35 +24,19 @@ def run(settings: Settings) -> list[Figure]:
     prefix = torch.randn(2, 1, HEADS, start, HEAD_DIM, device=device)
     q, k, v = (torch.randn(1, HEADS, 1, HEAD_DIM, device=device) for _ in range(3))
 
-    ways = {
-        name: make(prefix, start + steps + 1)
-        for name, make in (
-            ("vtensor", growing),
-            ("preallocated", preallocated),
-            ("control", preallocated),
-            ("cat", concatenated),
-            ("paged", paged),
-        )
-    }
+    made = {"vtensor": growing, "preallocated": preallocated, "control": preallocated}
+    made |= {"cat": concatenated, "paged": paged}
+    ways = {name: make(prefix, start + steps + 1) for name, make in made.items()}
 
     def sample(grow: Grow) -> float:
         return clock(lambda: scaled_dot_product_attention(q, *grow(k, v)), settings.wait)
 
     taken = interleave({name: lambda grow=grow: sample(grow) for name, grow in ways.items()}, steps)
-    against = [
-        ("preallocated, the limit", "preallocated"),
-        ("torch.cat", "cat"),
-        ("paged, gathered each step", "paged"),
-    ]
+    what = f"append and SDPA at {start:,} tokens"
     return [
-        slowdown(
-            f"append and SDPA at {start:,} tokens",
-            name,
-            taken["vtensor"],
-            taken[key],
-            taken["control"] if key == "preallocated" else None,
-        )
-        for name, key in against
+        slowdown.among(taken, what, "preallocated, the limit", "vtensor", "preallocated", "control"),
+        slowdown.among(taken, what, "torch.cat", "vtensor", "cat"),
+        slowdown.among(taken, what, "paged, gathered each step", "vtensor", "paged"),
     ]
 
 

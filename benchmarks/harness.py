@@ -185,6 +185,20 @@ class Comparison:
             name, against, self.unit, spread(ours), of_control, bar, Spread.of(ours), Spread.of(baseline)
         )
 
+    def among(
+        self,
+        taken: Mapping[str, Sequence[float]],
+        name: str,
+        against: str,
+        ours: str,
+        baseline: str,
+        control: str | None = None,
+        bar: Bar | None = None,
+    ) -> Figure:
+        """Of samples by their names."""
+        of_control = None if control is None else taken[control]
+        return self(name, against, taken[ours], taken[baseline], of_control, bar)
+
 
 slowdown = Comparison("x", lambda ours, baseline: ours / baseline)
 speedup = Comparison("x faster", lambda ours, baseline: baseline / ours)

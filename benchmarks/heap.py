@@ -16,7 +16,6 @@ from .native import load_heap
 
 MIB = 1 << 20
 PAGE = 2 * MIB  # as on CUDA
-MICROSECONDS = 1e6
 
 
 def run(settings: Settings) -> list[Figure]:
@@ -48,20 +47,14 @@ def freed_again(settings: Settings) -> list[Figure]:
     sizes = {"1 KiB": 1024, "2 MiB": PAGE, "20 MiB": 20 * MIB, "512 MiB": 512 * MIB}
     rounds = settings.pick(500, 20)
     with _heap(1024 * MIB):
-        taken = interleave(
-            {
-                name: lambda nbytes=nbytes: native.allocate_and_free(allocate, free, nbytes, rounds)
-                for name, nbytes in sizes.items()
-            },
-            settings.pick(30, 3),
-        )
+        samples = {
+            name: lambda nbytes=nbytes: native.allocate_and_free(allocate, free, nbytes, rounds)
+            for name, nbytes in sizes.items()
+        }
+        taken = interleave(samples, settings.pick(30, 3))
     return [
         Figure(
-            f"allocate and free {name}, freed before",
-            "none",
-            "us",
-            Spread.of(times).scaled(MICROSECONDS),
-            bar=Bar(2),
+            f"allocate and free {name}, freed before", "none", "us", Spread.of(times).scaled(1e6), bar=Bar(2)
         )
         for name, times in taken.items()
     ]
@@ -92,13 +85,9 @@ def stitching(settings: Settings) -> Figure:
                 end(address, 0, 0, None)
             return seconds
 
-    taken = interleave(
-        {
-            "ours": ours,
-            "bare": lambda: native.bare_stitch(pages, PAGE),
-            "control": lambda: native.bare_stitch(pages, PAGE),
-        },
-        settings.pick(7, 2),
-    )
+    def bare() -> float:
+        return native.bare_stitch(pages, PAGE)
+
+    taken = interleave({"ours": ours, "bare": bare, "control": bare}, settings.pick(7, 2))
     name = f"{pages * PAGE // MIB} MiB from scattered pages"
-    return slowdown(name, "C loop", taken["ours"], taken["bare"], taken["control"], Bar(1.15))
+    return slowdown.among(taken, name, "C loop", "ours", "bare", "control", Bar(1.15))

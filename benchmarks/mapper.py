@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -45,6 +46,11 @@ def run(settings: Settings) -> list[Figure]:
         torch.set_num_threads(threads)
 
 
+def growing_tensor(capacity: int, pool: vtensor.Pool) -> vtensor.VTensor:
+    sizes = (1, 0, HEADS, HEAD_DIM)
+    return vtensor.empty(*sizes, grow_dim=1, capacity=capacity, dtype=torch.bfloat16, pool=pool)
+
+
 def caller_calls(pool: vtensor.Pool) -> int:
     return sum(pool.stats().driver_calls["caller"].values())
 
@@ -59,13 +65,11 @@ STEP_TOKEN = 32 << 10  # bytes of K, and of V: 64 heads of 128 in float32; 32 to
 WINDOW = 16  # tokens that a step's attention reads, so that the step is short
 
 
+@dataclass
 class Layer:
     """K and V, one token a step; `add` is what differs."""
 
-    def __init__(
-        self, add: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        self.add = add
+    add: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         keys, values = self.add(k, v)
@@ -105,23 +109,18 @@ def crossing_steps(settings: Settings) -> list[Figure]:
         return Spread(ratio, ratio, ratio)
 
     def compared(name: str, taken: dict[str, list[float]], bar: Bar) -> Figure:
-        return slowdown(
-            name, "preallocated", taken["growing"], taken["preallocated"], taken["control"], bar=bar
-        )
+        return slowdown.among(taken, name, "preallocated", "growing", "preallocated", "control", bar)
 
     limit = Bar(1.1)
-    what = "decode step that crosses a page"
+    what, steps = "decode step that crosses a page", settings.pick(*STEPS) * settings.pick(*ROUNDS)
     return [
         compared(f"{what}, mapper", mapper, limit),
         Figure(f"{what}, mapper, p99", "preallocated, p99", "x", tail("growing"), tail("control"), limit),
         compared(f"{what}, prefetch=0", synchronous, Bar(5, at_least=True)),
         # Not a count to gate: a mapper that gets no processor for long enough is overtaken.
-        Figure(
-            f"{settings.pick(*STEPS) * settings.pick(*ROUNDS):,} decode steps",
-            "driver calls of the caller",
-            "calls",
-            Spread(calls, calls, calls),
-            bar=Bar(0),
+        replace(
+            count(f"{steps:,} decode steps", "driver calls of the caller", calls, "calls", Bar(0)),
+            counted=False,
         ),
     ]
 
@@ -140,21 +139,17 @@ def crossings(settings: Settings, ahead: int | None) -> tuple[dict[str, list[flo
     calls = 0
     for _ in range(settings.pick(*ROUNDS)):
         pool = vtensor.Pool("cpu", page_size=STEP_PAGE, prefetch=ahead)
-        caches = {
-            "growing": [growing(pool, steps) for _ in range(LAYERS)],
-            "preallocated": [preallocated(steps) for _ in range(LAYERS)],
-            "control": [preallocated(steps) for _ in range(LAYERS)],
+        caches = {"growing": [growing(pool, steps) for _ in range(LAYERS)]}
+        caches |= {name: [preallocated(steps) for _ in range(LAYERS)] for name in ("preallocated", "control")}
+
+        def step(layers: list[Layer]) -> None:
+            for layer in layers:
+                torch.mv(*work)
+                layer.step(q, k, v)
+
+        samples: dict[str, Sample] = {
+            name: lambda layers=layers: clock(lambda: step(layers)) for name, layers in caches.items()
         }
-
-        def sample(layers: list[Layer]) -> Sample:
-            def step() -> None:
-                for layer in layers:
-                    torch.mv(*work)
-                    layer.step(q, k, v)
-
-            return lambda: clock(step)
-
-        samples = {name: sample(layers) for name, layers in caches.items()}
         interleave(samples, 2 * per_page, warmup=0)
         before = caller_calls(pool)
         # The first steps of a run are slower than others, and the very first crosses.
@@ -210,16 +205,7 @@ def extends(
     Each beside the same call of a tensor that stays inside a page.
     """
     pools = [vtensor.Pool("cpu", page_size=size) for size in (64 << 10, 64 << 20)]
-    tensors = [
-        vtensor.empty(
-            *(1, 0, HEADS, HEAD_DIM),
-            grow_dim=1,
-            capacity=(pages + 2) * PAGE_TOKENS,
-            dtype=torch.bfloat16,
-            pool=pool,
-        )
-        for pool in pools
-    ]
+    tensors = [growing_tensor((pages + 2) * PAGE_TOKENS, pool) for pool in pools]
 
     def timed(t: vtensor.VTensor) -> float:
         if pause:
@@ -260,7 +246,7 @@ def next_request(settings: Settings) -> list[Figure]:
     pool = vtensor.Pool("cpu", page_size=64 << 10)
 
     def request(tokens: int) -> None:
-        t = vtensor.empty(1, 0, HEADS, HEAD_DIM, grow_dim=1, capacity=4096, dtype=torch.bfloat16, pool=pool)
+        t = growing_tensor(4096, pool)
         t.extend(tokens // 2)
         for _ in range(tokens // 2):
             t.extend(1)
@@ -304,24 +290,12 @@ def many_tensors(settings: Settings) -> list[Figure]:
         pool.wait_idle()
         return (max(e.time_ns + e.duration_ns for e in events) - min(e.time_ns for e in events)) / 1e9
 
-    each = interleave(
-        {
-            "mapper": mapper,
-            "bare": lambda: bare(tensors, page, 64 * page),
-            "control": lambda: bare(tensors, page, 64 * page),
-        },
-        settings.pick(100, 5),
-    )
+    def calls() -> float:
+        return bare(tensors, page, 64 * page)
+
+    each = interleave({"mapper": mapper, "bare": calls, "control": calls}, settings.pick(100, 5))
     for t in made:
         t.close()
     pool.close()
-    return [
-        slowdown(
-            "a batch for 64 tensors, in the mapper",
-            "C loop",
-            each["mapper"],
-            each["bare"],
-            each["control"],
-            Bar(1.1),
-        )
-    ]
+    what = "a batch for 64 tensors, in the mapper"
+    return [slowdown.among(each, what, "C loop", "mapper", "bare", "control", Bar(1.1))]

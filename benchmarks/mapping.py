@@ -8,7 +8,7 @@ import torch
 
 import vtensor
 
-from .harness import Bar, Figure, Settings, Skipped, clock, count, excess, interleave, slowdown
+from .harness import Bar, Comparison, Figure, Settings, Skipped, clock, count, excess, interleave, slowdown
 from .native import load_bare_mmap
 
 PAGE_SIZE = 64 << 10
@@ -19,7 +19,15 @@ ROW_PAGES = 4  # of address range, in the scattered case
 def run(settings: Settings) -> list[Figure]:
     if settings.device != "cpu":
         raise Skipped("maps host pages")
-    return [*adjacent(settings), *scattered(settings), *growing_in_order(settings)]
+    size, microseconds = PAGES * PAGE_SIZE, Bar(20)
+    adjacent = (1, PAGES, PAGES), (1, size, size)
+    # 1,000 rows that grow by one page each: as many mappings, none of which can merge.
+    scattered = (PAGES, 1, ROW_PAGES), (PAGES, PAGE_SIZE, ROW_PAGES * PAGE_SIZE)
+    return [
+        *growths(settings, "1,000 adjacent pages", *adjacent, excess, microseconds),
+        *growths(settings, "1,000 scattered pages", *scattered, slowdown, Bar(1.15)),
+        *growing_in_order(settings),
+    ]
 
 
 def pages_of(rows: int, capacity: int, pool: vtensor.Pool) -> vtensor.VTensor:
@@ -46,73 +54,35 @@ def later_growth(t: vtensor.VTensor, pages: int) -> float:
     return seconds
 
 
-def adjacent(settings: Settings) -> list[Figure]:
-    bare = load_bare_mmap()
+def growths(
+    settings: Settings,
+    what: str,
+    shape: tuple[int, int, int],
+    bare: tuple[int, int, int],
+    figure: Comparison,
+    bar: Bar,
+) -> list[Figure]:
+    """Of rows that grow by so many pages each, with so many pages of addresses, beside the bare calls."""
+    loop, against = load_bare_mmap(), "one mmap" if bare[0] == 1 else "C loop"
+    rows, pages, capacity = shape
     pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, prefetch=0)
-    t = pages_of(1, PAGES, pool)
-    later_growth(t, PAGES)
-    size = PAGES * PAGE_SIZE
+    t = pages_of(rows, capacity, pool)
+    later_growth(t, pages)
     taken = interleave(
         {
-            "first": lambda: first_growth(1, PAGES, PAGES)[0],
-            "later": lambda: later_growth(t, PAGES),
-            "bare": lambda: bare(1, size, size),
-            "control": lambda: bare(1, size, size),
+            "first": lambda: first_growth(*shape)[0],
+            "later": lambda: later_growth(t, pages),
+            "bare": lambda: loop(*bare),
+            "control": lambda: loop(*bare),
         },
-        settings.pick(200, 5),
+        settings.pick(100 if rows > 1 else 200, 5),
     )
     t.close()
     pool.close()
-    bar = Bar(20)  # microseconds
     return [
-        excess(
-            "1,000 adjacent pages, first growth",
-            "one mmap",
-            taken["first"],
-            taken["bare"],
-            taken["control"],
-            bar,
-        ),
-        excess(
-            "1,000 adjacent pages, again", "one mmap", taken["later"], taken["bare"], taken["control"], bar
-        ),
-        count("1,000 adjacent pages", "mmap calls", first_growth(1, PAGES, PAGES)[1], "calls", Bar(1)),
-    ]
-
-
-def scattered(settings: Settings) -> list[Figure]:
-    """1,000 rows that grow by one page each: as many mappings, none of which can merge."""
-    bare = load_bare_mmap()
-    pool = vtensor.Pool("cpu", page_size=PAGE_SIZE, prefetch=0)
-    t = pages_of(PAGES, ROW_PAGES, pool)
-    later_growth(t, 1)
-    stride = ROW_PAGES * PAGE_SIZE
-    taken = interleave(
-        {
-            "first": lambda: first_growth(PAGES, 1, ROW_PAGES)[0],
-            "later": lambda: later_growth(t, 1),
-            "bare": lambda: bare(PAGES, PAGE_SIZE, stride),
-            "control": lambda: bare(PAGES, PAGE_SIZE, stride),
-        },
-        settings.pick(100, 5),
-    )
-    t.close()
-    pool.close()
-    bar = Bar(1.15)
-    made = first_growth(PAGES, 1, ROW_PAGES)[1]
-    return [
-        slowdown(
-            "1,000 scattered pages, first growth",
-            "C loop",
-            taken["first"],
-            taken["bare"],
-            taken["control"],
-            bar,
-        ),
-        slowdown(
-            "1,000 scattered pages, again", "C loop", taken["later"], taken["bare"], taken["control"], bar
-        ),
-        count("1,000 scattered pages", "mmap calls", made, "calls", Bar(PAGES)),
+        figure.among(taken, f"{what}, first growth", against, "first", "bare", "control", bar),
+        figure.among(taken, f"{what}, again", against, "later", "bare", "control", bar),
+        count(what, "mmap calls", first_growth(*shape)[1], "calls", Bar(bare[0])),
     ]
 
 

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # vllm.sh [tests|bench|engines|transfer]: the plug-in in the real vLLM, for CPUs, in an environment of its own
-# under build/vllm (3.5 GB, kept for the next time): its tests, its figures beside stock vLLM
-# (benchmarks/vllm_plugin.py), those of two engines in one memory (benchmarks/vllm_two_engines.py), or those of
-# prefill and decode apart (benchmarks/vllm_transfer.py).
+# under build/vllm (3.5 GB, kept for the next time): its tests, or the figures of benchmarks/vllm_engines.py: beside
+# stock vLLM, of two engines in one memory, of prefill and decode apart.
 source "$(dirname "$0")/lib.sh"
 
 what=${1:-tests}
@@ -30,15 +29,15 @@ run_tests() {
   "$inside" -m pytest -q -p no:cacheprovider tests/vllm
 }
 run_bench() {
-  "$inside" -W ignore "benchmarks/$1.py"
+  "$inside" -W ignore benchmarks/vllm_engines.py "$what"
 }
 
 step "vLLM $release for CPUs: 0.5 GB to download" install_vllm
 step "vtensor in its environment" install_vtensor
 case $what in
   tests) step "Tests in vLLM" run_tests ;;
-  bench) step "Beside stock vLLM" run_bench vllm_plugin ;;
-  engines) step "Two engines, beside stock vLLM" run_bench vllm_two_engines ;;
-  transfer) step "Prefill and decode apart, beside stock vLLM" run_bench vllm_transfer ;;
+  bench) step "Beside stock vLLM" run_bench ;;
+  engines) step "Two engines, beside stock vLLM" run_bench ;;
+  transfer) step "Prefill and decode apart, beside stock vLLM" run_bench ;;
   *) die "'$what' is not known: tests, bench, engines or transfer" ;;
 esac
