@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 import vtensor
 from support import Finished, run_snippet, simcuda_library
@@ -286,6 +287,35 @@ def test_a_write_to_an_unmapped_byte_of_an_arena_is_named() -> None:
         "no page is mapped there, because nothing that map() was given, and unmap() was not, has that byte: "
         "map it first",
     ]
+
+
+def test_a_write_past_adopted_memory_is_named() -> None:
+    """It is no Arena's."""
+    finished = run_snippet(
+        """
+        pool = vtensor.Pool("cpu", page_size=4096)
+        module = torch.nn.Linear(32, 32)
+        vtensor.adopt(module, pool)
+        print(module.weight.data_ptr() % 4096, flush=True)
+        ctypes.memset(module.weight.data_ptr() + 8 * 4096, 1, 1)
+        """
+    )
+    named, reason = report_of(finished)
+    assert re.match(
+        r"byte \d+ of the memory for vtensor.adopt and vtensor.memory of \d+ bytes at 0x", named
+    ), named
+    assert reason == "no page is mapped there, because what was allocated there has been freed"
+
+
+def test_adopted_memory_refused_to_other_processes_is_named(host) -> None:
+    module = torch.nn.Linear(32, 32)
+    vtensor.adopt(module, host)
+    with pytest.raises(
+        vtensor.VTensorError, match=r"this tensor's memory belongs to a vtensor.Pool.*x.clone"
+    ):
+        module.weight.data.share_memory_()
+    del module
+    host.close()
 
 
 def test_a_read_of_a_strict_hole_is_named_as_one() -> None:
