@@ -1,8 +1,15 @@
 // Forked children: they have no access, and cannot reach the parent (I13).
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 
 #include <array>
+#include <cerrno>
+#include <cstddef>
+#include <iterator>
 #include <thread>
 
 #include "base/process.h"
@@ -48,7 +55,10 @@ TEST_CASE_FIXTURE(HostFixture,
         }) == 0);
   for (const std::size_t page : {0, 19, 25, 30, 35}) {
     CHECK(in_child([&] { return byte_at(range + page * kPage); }) == -SIGSEGV);
-    CHECK(in_child([&] { return byte_at(range + page * kPage) = 2; }) == -SIGSEGV);
+    CHECK(in_child([&] {
+            byte_at(range + page * kPage) = 2;
+            return 0;
+          }) == -SIGSEGV);
   }
   for (std::size_t i = 0; i < 31 * kPage; ++i) REQUIRE(byte_at(range + i) == 1);
 }
@@ -127,6 +137,24 @@ TEST_CASE_FIXTURE(HostFixture, "a driver made after the fork is the child's own"
           byte_at(range) = 1;
           return byte_at(range) - 1;
         }) == 0);
+}
+
+TEST_CASE_FIXTURE(HostFixture, "a child from which the memory cannot be taken ends") {
+  CHECK(in_child([&] {
+          in_forked_child = false;
+          const auto own = make_host_driver({.page_size = kPage});
+          own->reserve(1);
+          sock_filter no_mmap[] = {
+              BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+              BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_mmap, 0, 1),
+              BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOMEM),
+              BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+          };
+          const sock_fprog filter{std::size(no_mmap), no_mmap};
+          if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) return 1;
+          if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) != 0) return 2;
+          return in_child([] { return 0; });
+        }) == 70);
 }
 
 TEST_CASE("a fork beside threads that map and unmap takes all of every driver") {
