@@ -219,7 +219,8 @@ TEST_CASE("threads beside a mapper that looks ahead and caches") {
 TEST_CASE("threads beside a mapper that works only when asked") { hammer({.options = {}}); }
 
 TEST_CASE("threads and mapper that compete for the last pages") {
-  hammer({.options = {.prefetch = 64 * kBytes, .cache = 16 * kBytes, .spare = 8 * kBytes}, .pages = 64});
+  hammer({.options = {.prefetch = 64 * kBytes, .cache = 16 * kBytes, .spare = 8 * kBytes},
+          .pages = 64});
 }
 
 TEST_CASE("threads beside a mapper whose calls are refused now and then") {

@@ -162,7 +162,8 @@ TEST_CASE("streams and leases beside a mapper that works only when asked") {
   CHECK(hammer({}, 512) == 0);
 }
 
-const PoolOptions kShort{.zero = ZeroPolicy::always, .prefetch = 64 * kBytes, .cache = 16 * kBytes, .spare = 4 * kBytes};
+const PoolOptions kShort{
+    .zero = ZeroPolicy::always, .prefetch = 64 * kBytes, .cache = 16 * kBytes, .spare = 4 * kBytes};
 
 TEST_CASE("streams and leases where memory is short, and ages") { hammer(kShort, 64); }
 
