@@ -205,9 +205,11 @@ speedup = Comparison("x faster", lambda ours, baseline: baseline / ours)
 excess = Comparison("us more", lambda ours, baseline: (ours - baseline) * 1e6)
 
 
-def count(name: str, against: str, value: float, unit: str, bar: Bar | None = None) -> Figure:
-    """Something that is the same in every run."""
-    return Figure(name, against, unit, Spread(value, value, value), bar=bar, counted=True)
+def count(
+    name: str, against: str, value: float, unit: str, bar: Bar | None = None, counted: bool = True
+) -> Figure:
+    """One number: the same in every run, unless it is not `counted`."""
+    return Figure(name, against, unit, Spread(value, value, value), bar=bar, counted=counted)
 
 
 def within_control(ratios_of_copies: Sequence[float]) -> Bar:

@@ -44,6 +44,17 @@ def make(settings: Settings, slots: int, max_len: int, **options) -> tuple[vtens
     return pool, vtensor.KVCache(LAYERS, HEADS, head_dim, slots, max_len, tile=1, pool=pool, **options)
 
 
+def filled_slot(cache: vtensor.KVCache, length: int, layers: int) -> int:
+    slot = cache.alloc()
+    lengths = cache.lengths
+    lengths[slot] = length
+    cache.step(lengths)
+    for k, v in (cache[layer] for layer in range(layers)):
+        k[slot, :length] = 1
+        v[slot, :length] = 2
+    return slot
+
+
 class PagedManager:
     """The bookkeeping of PagedAttention's manager (Kwon et al., SOSP 2023) for one step, asked for each
     sequence, as engines ask theirs: is there room for its next token, and then, take it."""
@@ -104,23 +115,12 @@ def steps(settings: Settings) -> list[Figure]:
     cache.close()
     pool.close()
     name = f"step, {SLOTS} slots x {LAYERS} layers"
+    each_sequence = "a paged manager in Python, asked for each sequence"
     return [
         Figure(name, "nothing", "us", Spread.of(taken["ours"]).scaled(1e6), bar=Bar(50)),
-        speedup(
-            name,
-            "a paged manager in Python, asked for each sequence",
-            taken["ours"],
-            taken["each"],
-            bar=Bar(5, at_least=True),
-        ),
-        speedup(name, "one asked for all at once", taken["ours"], taken["together"]),
-        Figure(
-            f"{name}, {rounds} times",
-            "the caller's thread",
-            "driver calls",
-            Spread(calls, calls, calls),
-            bar=Bar(0),
-        ),
+        speedup.among(taken, name, each_sequence, "ours", "each", bar=Bar(5, at_least=True)),
+        speedup.among(taken, name, "one asked for all at once", "ours", "together"),
+        count(f"{name}, {rounds} times", "the caller's thread", calls, "driver calls", Bar(0), counted=False),
     ]
 
 
@@ -169,15 +169,9 @@ def forks(settings: Settings) -> list[Figure]:
     seconds = {}
     for length in (long // 4, long):
         pool, cache = make(settings, ways + 1, length + 64)
-        slot = cache.alloc()
-        lengths = cache.lengths
-        lengths[slot] = length
-        cache.step(lengths)
-        k, v = cache[0]
-        k[slot, :length] = 1
-        v[slot, :length] = 2
+        slot = filled_slot(cache, length, layers=1)
         nbytes = cache.stats().nbytes_live
-        source = torch.ones(nbytes, dtype=torch.uint8, device=k.device)
+        source = torch.ones(nbytes, dtype=torch.uint8, device=cache[0][0].device)
         target = torch.ones_like(source)
         used = pool.stats().pages_used
 
@@ -196,26 +190,14 @@ def forks(settings: Settings) -> list[Figure]:
         more: list[int] = []
         taken = interleave({"ours": fork, "copy": copy}, settings.pick(3, 1), warmup=1)
         seconds[length] = sorted(taken["ours"])[len(taken["ours"]) // 2]
-        figures.append(
-            speedup(
-                f"fork {length:,} tokens {ways} ways",
-                "copying them",
-                taken["ours"],
-                taken["copy"],
-                bar=Bar(100, at_least=True) if length == long else None,
-            )
-        )
-        figures.append(
-            count(f"fork {length:,} tokens {ways} ways", "before", max(more), "pages more", Bar(0))
-        )
+        what, bar = f"fork {length:,} tokens {ways} ways", Bar(100, at_least=True) if length == long else None
+        figures.append(speedup.among(taken, what, "copying them", "ours", "copy", bar=bar))
+        figures.append(count(what, "before", max(more), "pages more", Bar(0)))
         cache.close()
         pool.close()
     ratio = seconds[long] / seconds[long // 4]
-    figures.append(
-        Figure(
-            "fork of 4 times the pages", "time of the pages", "x", Spread(ratio, ratio, ratio), bar=Bar(4.4)
-        )
-    )
+    of_four = "fork of 4 times the pages"
+    figures.append(count(of_four, "time of the pages", ratio, "x", Bar(4.4), counted=False))
     return figures
 
 
@@ -223,13 +205,7 @@ def swaps(settings: Settings) -> list[Figure]:
     """A request of 256 MiB to host memory and back, against torch's copies of as many bytes."""
     length = settings.pick(65536, 2048)
     pool, cache = make(settings, 2, length)
-    slot = cache.alloc()
-    lengths = cache.lengths
-    lengths[slot] = length
-    cache.step(lengths)
-    for k, v in (cache[layer] for layer in range(LAYERS)):
-        k[slot, :length] = 1
-        v[slot, :length] = 2
+    slot = filled_slot(cache, length, LAYERS)
     nbytes = cache.stats().nbytes_live
     on_device = torch.ones(nbytes, dtype=torch.uint8, device=cache[0][0].device)
     on_host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_device.is_cuda)
@@ -267,7 +243,7 @@ def swaps(settings: Settings) -> list[Figure]:
     pool.close()
     bar = Bar(0.9, at_least=True)
     return [
-        bandwidth("swap out", "a plain copy", taken["swap out"], taken["copy out"], bar=bar),
-        bandwidth("swap in", "a plain copy", taken["swap in"], taken["copy in"], bar=bar),
-        bandwidth("swap in", "a copy into pages mapped before", taken["swap in"], taken["copy into pages"]),
+        bandwidth.among(taken, "swap out", "a plain copy", "swap out", "copy out", bar=bar),
+        bandwidth.among(taken, "swap in", "a plain copy", "swap in", "copy in", bar=bar),
+        bandwidth.among(taken, "swap in", "a copy into pages mapped before", "swap in", "copy into pages"),
     ]

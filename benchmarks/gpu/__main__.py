@@ -45,8 +45,8 @@ class Result:
         self._file.write(json.dumps(finding) + "\n")
 
 
-def ask(number: int, seconds: float, quick: bool, result: Result) -> bool:
-    """Whether the question was answered in full."""
+def ask(number: int, seconds: float, quick: bool, result: Result) -> tuple[bool, bool]:
+    """Whether the question came to its end, and whether it had time for all of it."""
     complete = True
 
     def found(finding: dict[str, Any]) -> None:
@@ -63,11 +63,11 @@ def ask(number: int, seconds: float, quick: bool, result: Result) -> bool:
         found(
             {"kind": "error", "text": f"ran past {seconds:.0f} s" if code is None else f"ended with {code}"}
         )
-    return complete and code == 0
+    return code == 0, complete
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """1 where a question was not answered in full; no figure is judged."""
+    """1 where a question failed or was not reached; no figure is judged."""
     begun = time.time()
     numbers = ", ".join(f"{number} {question.function}" for number, question in sorted(QUESTIONS.items()))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, epilog=numbers)
@@ -91,16 +91,19 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # through the `finally`s
     deadline = begun + options.minutes * 60
     result = Result(options.out, {**head, "quick": options.quick})
-    unanswered = []
+    failed, unanswered = False, []
     for number in options.only:
         seconds = min(QUESTIONS[number].seconds, deadline - time.time() - 5)
         print(f"\n{number}. {QUESTIONS[number].text} (at most {seconds:.0f} s)", flush=True)
-        if seconds < LEAST_SECONDS or not ask(number, seconds, options.quick, result):
+        reached = seconds >= LEAST_SECONDS
+        ended, complete = ask(number, seconds, options.quick, result) if reached else (False, False)
+        failed |= not ended
+        if not (ended and complete):
             unanswered.append(str(number))
     print(f"\n{time.time() - begun:.0f} s; written: {result.path}")
     if unanswered:
         print(f"Not answered in full; in a second call: scripts/gpu.sh --only {','.join(unanswered)}")
-    return int(bool(unanswered))
+    return int(failed)
 
 
 if __name__ == "__main__":

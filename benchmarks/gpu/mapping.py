@@ -29,7 +29,6 @@ from .driver import (
     must,
     name_of,
     reserve,
-    retain_context,
 )
 from .session import End, Session, error_of, first_line
 
@@ -203,17 +202,10 @@ def make_kernels(session: Session) -> list[Kernel]:
         session.device.synchronize()
         return right
 
+    copy, multiply = partial(copied.copy_, values), partial(torch.mm, a, b, out=product)
     return [
-        Kernel(
-            f"copy of {values.nbytes >> 20} MiB",
-            lambda: copied.copy_(values),
-            partial(is_right, copied, values),
-        ),
-        Kernel(
-            f"bf16 product {side}^3",
-            lambda: torch.mm(a, b, out=product),
-            partial(is_right, product, expected),
-        ),
+        Kernel(f"copy of {values.nbytes >> 20} MiB", copy, partial(is_right, copied, values)),
+        Kernel(f"bf16 product {side}^3", multiply, partial(is_right, product, expected)),
     ]
 
 
@@ -616,7 +608,6 @@ def while_waiting(session: Session, name: str) -> None:
 
 
 def pointers(session: Session) -> None:
-    retain_context()
     for address, answer in answers_by_address(session.driver).items():
         session.fact(f"DEVICE_POINTER of an address that is {address}", name_of(answer))
     if importlib.util.find_spec("triton") is None or session.device.name.type != "cuda":

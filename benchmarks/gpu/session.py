@@ -65,6 +65,8 @@ class Session:
 
     @cached_property
     def driver(self) -> drivers.Driver:
+        """The device's primary context is current from here on."""
+        drivers.retain_context()
         return drivers.Driver()
 
     def pick(self, full: T, quick: T) -> T:

@@ -20,7 +20,6 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__, session
-from benchmarks.gpu.driver import retain_context
 from vtensor import testing
 
 Work = Callable[[], object]
@@ -53,7 +52,6 @@ class StandIn:
         torch.set_num_threads(1)  # what is tested is not how fast it runs, and others may need the cores
         self._streams: list[queue.SimpleQueue[Work]] = []
         self._current = self.stream()
-        retain_context()
 
     @staticmethod
     def describe() -> dict[str, Any]:

@@ -79,6 +79,8 @@ def test_every_question_runs_to_its_end(gpu_answers, number):
 
 
 def test_the_questions_find_what_the_simulation_is(gpu_answers):
+    life = [one for one in gpu_answers.found[0] if one.get("case") == "a page's life"]
+    assert len(life) == 9 and {one["answer"] for one in life} == {"CUDA_SUCCESS"}
     by_call, mapped, faulted = gpu_answers.facts[1], gpu_answers.facts[2], gpu_answers.facts[8]
     figures = {
         one["name"] for found in gpu_answers.found.values() for one in found if one["kind"] == "figure"
@@ -121,7 +123,7 @@ def session(monkeypatch):
     found: list[dict] = []
     session = Session(found.append, time.time() + 100, quick=True)
     session.found = found
-    session.device.synchronize()  # its context is current from here on
+    assert session.driver.granularity
     yield session
     torch.set_num_threads(threads)
     session.device.synchronize()
@@ -303,9 +305,11 @@ def test_a_question_that_the_time_does_not_reach_is_named_with_the_call_that_ask
         return int(function.endswith(QUESTIONS[3].function))
 
     monkeypatch.setattr(sessions, "run_apart", run)
+    monkeypatch.setattr(__main__.signal, "signal", lambda *_: None)
     assert __main__.main(["--out", str(tmp_path)]) == 1
     assert "in a second call: scripts/gpu.sh --only 3,5\n" in capsys.readouterr().out
-    assert __main__.main(["--out", str(tmp_path), "--only", "4,6"]) == 0
+    assert __main__.main(["--out", str(tmp_path), "--only", "4,5,6"]) == 0
+    assert "scripts/gpu.sh --only 5\n" in capsys.readouterr().out
     assert __main__.main(["--out", str(tmp_path), "--only", "4,6", "--minutes", "0"]) == 1
     (path,) = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
