@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = Result(options.out, {**head, "quick": options.quick})
     failed, unanswered = False, []
     for number in options.only:
-        seconds = min(QUESTIONS[number].seconds, deadline - time.time() - 5)
+        seconds = min(session.patience * QUESTIONS[number].seconds, deadline - time.time() - 5)
         print(f"\n{number}. {QUESTIONS[number].text} (at most {seconds:.0f} s)", flush=True)
         reached = seconds >= LEAST_SECONDS
         ended, complete = ask(number, seconds, options.quick, result) if reached else (False, False)

@@ -20,7 +20,6 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__, session
-from vtensor import testing
 
 Work = Callable[[], object]
 NAME = "none: the simulated libcuda (test double)"
@@ -58,6 +57,8 @@ class StandIn:
         return {"gpu": NAME}
 
     def pool(self, **options: Any) -> Any:
+        from vtensor import testing  # not where a question needs no vtensor: it takes a second
+
         return testing.simulated_cuda_pool(os.environ["VTENSOR_SIMCUDA"], **options)
 
     def stream(self) -> queue.SimpleQueue[Work]:
