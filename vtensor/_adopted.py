@@ -5,9 +5,10 @@ torch does not know that their tensors sleep: without this, a forward pass gives
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,33 +22,33 @@ Owner = torch.nn.Module | torch.optim.Optimizer
 
 
 class Adopted:
-    """The owners of tensors in one heap, and their hooks while it sleeps."""
+    """The modules that have tensors in one heap, the optimizers of all its pool, which also write to the
+    parameters of others, and their hooks while the heap sleeps."""
 
-    def __init__(self) -> None:
-        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+    def __init__(self, optimizers: weakref.WeakSet[torch.optim.Optimizer]) -> None:
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._optimizers = optimizers
         self._hooks: list[RemovableHandle] = []
 
     def add(self, owner: Owner) -> None:
-        self._owners.add(owner)
+        if isinstance(owner, torch.nn.Module):
+            self._modules.add(owner)
+        else:
+            self._optimizers.add(owner)
 
     def refuse(self) -> None:
-        """Has every owner raise Asleep if one of its tensors sleeps, until :meth:`let_go`."""
-        for owner in list(self._owners):
-            if isinstance(owner, torch.optim.Optimizer):
-                for register in (
-                    owner.register_step_pre_hook,
-                    owner.register_state_dict_pre_hook,
-                    owner.register_load_state_dict_pre_hook,
-                ):
-                    self._hooks.append(register(_refuse))  # type: ignore[operator]
-                continue
-            for module in owner.modules():
-                for register in (
-                    module.register_forward_pre_hook,
-                    module.register_state_dict_pre_hook,
-                    module.register_load_state_dict_pre_hook,
-                ):
-                    self._hooks.append(register(_refuse))  # type: ignore[operator]
+        """Has them raise Asleep if one of their tensors sleeps, until :meth:`let_go`."""
+        self.let_go()
+        modules = list(chain.from_iterable(module.modules() for module in list(self._modules)))
+        optimizers = list(self._optimizers)
+        registers: list[Callable[..., RemovableHandle]] = []
+        registers += [module.register_forward_pre_hook for module in modules]
+        registers += [optimizer.register_step_pre_hook for optimizer in optimizers]
+        owners: list[Owner] = [*modules, *optimizers]
+        for owner in owners:
+            registers += owner.register_state_dict_pre_hook, owner.register_load_state_dict_pre_hook
+        # No bytecode of ours comes between a hook and the record of it (I17).
+        self._hooks.extend(map(operator.call, registers, repeat(_refuse)))
 
     def let_go(self) -> None:
         while self._hooks:
@@ -63,11 +64,12 @@ def _refuse(owner: Owner, *arguments: object) -> None:
         parameters = (p for group in owner.param_groups for p in group["params"])
         tensors = chain(parameters, (t for _, t in optimizer_state(owner)))
     for t in tensors:
-        raise_if_asleep(type(owner).__name__, "its memory", t)
+        if type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta:
+            raise_if_asleep(type(owner).__name__, "its memory", t)
 
 
 def raise_if_asleep(operation: str, what: str, t: torch.Tensor) -> None:
-    if t.layout == torch.strided and not t.is_meta and _core.is_asleep(t.data_ptr()):
+    if _core.is_asleep(t.untyped_storage().data_ptr()):
         raise Asleep(f"[{operation}] {what} is asleep: call wake() of its pool first")
 
 

@@ -83,6 +83,8 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
         return _refused("vtensor.Pool", error)
     size = stats.page_size
     state = ", closed" if pool.closed else ""
+    if stats.nbytes_asleep:
+        state += f", {byte_text(stats.nbytes_asleep)} asleep"
     name = f"vtensor.Pool on {pool.device}{state}"
     facts = (
         f"{byte_text(stats.pages_used * size)} of {byte_text(stats.budget)} used "

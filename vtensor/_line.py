@@ -9,7 +9,7 @@ from vtensor._units import byte_text
 
 
 def tensor_line(tensor: torch.Tensor, core: _core.TensorCore) -> str:
-    """A VTensor's shape, dtype, device, length, capacity and bytes mapped.
+    """A VTensor's shape, dtype, device, length, capacity, and bytes mapped or that it sleeps.
 
     Reads no element, waits for no device and no lock, makes no driver call. The bytes may be a moment old.
     """
@@ -20,8 +20,9 @@ def tensor_line(tensor: torch.Tensor, core: _core.TensorCore) -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")
         # grad_fn, unlike requires_grad, is set after a write of a tensor that requires grad.
         graph = f", grad_fn=<{type(tensor.grad_fn).__name__}>" if tensor.grad_fn is not None else ""
+        memory = "asleep" if core.asleep else f"{byte_text(core.mapped_bytes_seen)} mapped"
         return (
             f"<VTensor {list(tensor.shape)} {dtype} on {tensor.device}, "
             f"{core.length:,} of {core.capacity:,} positions along dim {core.grow_dim}, "
-            f"{byte_text(core.mapped_bytes_seen)} mapped{graph}>"
+            f"{memory}{graph}>"
         )

@@ -133,6 +133,8 @@ def adopt(
                 for copied in _copy(new, storage):
                     done += copied
                     show(f"adopt: {done:,} of {nbytes:,} bytes")
+        for t in tensors:
+            raise_if_asleep("adopt", "a tensor that is being copied", t)  # another thread may have begun
         old = [t.data for t in tensors]
         new_data = [_over(moved[_key(t)], t) for t in tensors]
         leaves = (t for t in tensors if t.is_leaf)  # torch warns of the gradients of others

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import weakref
-from collections.abc import Iterator
-from typing import IO, Protocol
+from typing import Protocol
 
 from vtensor import _core
 from vtensor._progress import Progress
 from vtensor._units import byte_text
 from vtensor.errors import Closed, InvalidArgument
 
-__all__ = ["Contents", "Image", "Sleeper", "contents_of", "fall_asleep", "forget", "wake"]
+__all__ = ["Image", "Sleeper", "contents_of", "fall_asleep", "forget", "wake"]
 
 
 class Sleeper(Protocol):
@@ -27,8 +25,8 @@ class Sleeper(Protocol):
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
 
-    def _wake(self, number: int) -> None:
-        """Ends the sleep of this number."""
+    def _wake(self) -> None:
+        """After a sleep has ended, if only because another of its objects could not sleep."""
 
 
 class Image:
@@ -41,72 +39,23 @@ class Image:
         self.sleepers = [weakref.ref(sleeper) for sleeper in sleepers]
 
 
-class Contents:
-    """What becomes of the bytes: discarded, kept in host memory, or in a temporary file.
-
-    The file has no name (``O_TMPFILE``, or unlinked at once): nothing else can open, replace or lose it, and
-    the system takes it back whatever becomes of the process.
-    """
-
-    def __init__(self, *, discard: bool = False, folder: str | None = None) -> None:
-        self.discard = discard
-        self._folder = folder
-        self._file: IO[bytes] | None = None
-
-    def __enter__(self) -> Contents:
-        if self._folder is not None:
-            with _in_words(f"a file cannot be made in {self._folder}"):
-                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            self._file.close()  # the image has a descriptor of its own
-
-    def image(self, core: _core.PagePool, nbytes: int) -> _core.SleepImage:
-        """A place for so many bytes, all of which are there."""
-        if self._file is None:
-            return _core.SleepImage.in_memory(core, nbytes)
-        with _in_words(f"{nbytes} bytes cannot be had in {self._folder}"):
-            os.posix_fallocate(self._file.fileno(), 0, nbytes)
-        return _core.SleepImage.in_file(self._file.fileno())
-
-    def settle(self) -> None:
-        """Has the bytes on the disk: until then an error of the disk is seen by nobody."""
-        if self._file is not None:
-            with _in_words(f"the disk of {self._folder} does not take the bytes"):
-                os.fdatasync(self._file.fileno())
-
-
-@contextlib.contextmanager
-def _in_words(what: str) -> Iterator[None]:
-    """Refusals of the operating system, with what was refused."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"[Pool.sleep] {what} ({error.strerror}): nothing fell asleep; free space, or name another folder",
-        ) from error
-
-
-def contents_of(contents: object) -> Contents:
-    """What the argument of :meth:`Pool.sleep` says."""
+def contents_of(contents: object) -> str | bytes:
+    """The argument of :meth:`Pool.sleep`: ``"discard"``, ``"host"``, or the bytes of a folder's path."""
     choices = "give 'discard', 'host', or a folder that exists"
     if not isinstance(contents, (str, os.PathLike)):
         raise InvalidArgument(f"[Pool.sleep] contents is {contents!r}: {choices}")
-    if contents == "discard":
-        return Contents(discard=True)
-    if contents == "host":
-        return Contents()
-    folder = os.fsdecode(contents)
+    if contents in ("discard", "host"):
+        return str(contents)
     try:
-        there = os.path.isdir(folder)
-    except ValueError:  # a NUL, or what the file system's encoding lacks
+        folder = os.fsencode(contents)
+        there = os.path.isdir(folder) and b"\0" not in folder
+    except ValueError:  # what the file system's encoding lacks
         there = False
     if not there:
-        raise InvalidArgument(f"[Pool.sleep] contents is {folder!r}, which is no folder: {choices}")
-    return Contents(folder=os.path.abspath(folder))
+        raise InvalidArgument(
+            f"[Pool.sleep] contents is {os.fspath(contents)!r}, which is no folder: {choices}"
+        )
+    return folder
 
 
 def _copy(copy: _core.SleepCopy, doing: str) -> None:
@@ -116,29 +65,33 @@ def _copy(copy: _core.SleepCopy, doing: str) -> None:
 
 
 def fall_asleep(
-    core: _core.PagePool, by_tag: dict[str, list[Sleeper]], contents: Contents, images: list[Image]
+    core: _core.PagePool, by_tag: dict[str, list[Sleeper]], contents: str | bytes, images: list[Image]
 ) -> int:
     """Takes the memory of sleepers, and adds an image of each tag to ``images``. Returns pages given back."""
     sleep = _core.SleepCore(core)
     asleep: list[Image] = []
     try:
-        with contents:
+        with sleep:
             for tag, sleepers in by_tag.items():
                 asleep.append(Image(sleep.next_number(), tag, sleepers))
                 for sleeper in sleepers:
-                    sleeper._fall_asleep(sleep, contents.discard)
+                    sleeper._fall_asleep(sleep, contents == "discard")
+            numbers = sleep.numbers  # without those of tags that slept already
             sleep.begin()
-            if sleep.nbytes and not contents.discard:
-                kept = contents.image(core, sleep.nbytes)
+            kept = None
+            if sleep.nbytes and contents != "discard":
+                if isinstance(contents, bytes):
+                    kept = _core.SleepImage.in_folder(contents, sleep.nbytes)
+                else:
+                    kept = _core.SleepImage.in_memory(core, sleep.nbytes)
                 _copy(sleep.copy(kept), "Pool.sleep")
-                contents.settle()
-                for image in asleep:
-                    image.kept = kept
-            images.extend(asleep)  # before the pages go, so that no contents are lost
+            new = [image for image in asleep if image.number in numbers]
+            for image in new:
+                image.kept = kept
+            images.extend(new)  # before the pages go, so that no contents are lost
             return sleep.finish()
     except BaseException:
         if not sleep.finished:
-            sleep.give_up()
             forget(images, asleep)
             _wake_all(asleep)
         raise
@@ -146,15 +99,11 @@ def fall_asleep(
 
 def wake(core: _core.PagePool, images: list[Image], chosen: list[Image], discard: bool) -> None:
     """Gives ``chosen`` their memory back, with its contents unless ``discard``, and removes them from
-    ``images``."""
-    waking = _core.WakeCore(core, [image.number for image in chosen])
+    ``images``. Cut off behind ``finish``, it leaves the rest to the next call."""
     kept = {image.number: image.kept for image in chosen if image.kept is not None and not discard}
-    try:
+    with _core.WakeCore(core, [image.number for image in chosen]) as waking:
         _copy(waking.copy(kept), "Pool.wake")
         waking.finish(list(kept))
-    except BaseException:
-        waking.give_up()  # without effect once waking is finished: the next call does the rest
-        raise
     _wake_all(chosen)
     forget(images, chosen)
 
@@ -164,7 +113,7 @@ def _wake_all(images: list[Image]) -> None:
         for sleeper in image.sleepers:
             if (awake := sleeper()) is not None:
                 with contextlib.suppress(Closed):
-                    awake._wake(image.number)
+                    awake._wake()
 
 
 def forget(images: list[Image], gone: list[Image]) -> None:

@@ -228,7 +228,7 @@ class Arena(StaysHere):
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         ArenaCore.fall_asleep(self._core, sleep)
 
-    def _wake(self, number: int) -> None:
+    def _wake(self) -> None:
         """Does nothing: the core knows whether the arena sleeps."""
 
     def close(self, stream: Stream | None = None) -> None:

@@ -589,7 +589,7 @@ class KVCache(StaysHere):
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         CacheCore.fall_asleep(self._core, sleep, discard)
 
-    def _wake(self, number: int) -> None:
+    def _wake(self) -> None:
         """Does nothing: the core knows whether the cache sleeps."""
 
     def close(self, stream: Stream | None = None) -> None:

@@ -592,7 +592,7 @@ def _row_name(name: str, row: int, shape: tuple[int, ...] | None) -> str:
 def _bytes_of(name: str, owner: Any) -> dict[str, int]:
     if hasattr(owner, "grow_dim"):
         pages = _pages.pages_of(owner)
-        data = owner.numel() * owner.element_size()
+        data = min(owner.numel() * owner.element_size(), owner.nbytes_mapped)  # nothing of it while it sleeps
         spare = {"prefetched": 0, "pinned": 0}
         for row in pages.rows:
             for run in row:
@@ -608,5 +608,6 @@ def _bytes_of(name: str, owner: Any) -> dict[str, int]:
             f"[plot.fragmentation] {name or 'it'} is a {type(owner).__name__}: give VTensors, or caches with "
             "stats()"
         ) from None
-    cached = min(cached * owner.pool.page_size, max(0, mapped - data))
-    return {"data": data, "rest of last pages": max(0, mapped - data - cached), "cached": cached}
+    data = min(data, mapped)
+    cached = min(cached * owner.pool.page_size, mapped - data)
+    return {"data": data, "rest of last pages": mapped - data - cached, "cached": cached}

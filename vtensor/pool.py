@@ -192,6 +192,7 @@ class Pool(StaysHere):
         self._tensor_device = torch.device("cpu") if core.device[0] == 1 else device
         self._tensors: weakref.WeakSet[_Registered] = weakref.WeakSet()
         self._heaps: dict[str, Heap] = {}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._asleep: list[Image] = []
         self._sleep_lock = threading.Lock()
         self._closed = False
@@ -202,9 +203,8 @@ class Pool(StaysHere):
             _pools.add(self)
 
     def __repr__(self) -> str:
-        state = " closed" if self._closed else ""
-        if tags := sorted({image.tag for image in self._asleep}):
-            state = f", asleep: {', '.join(tags)}"
+        tags = ", ".join(sorted({image.tag for image in self._asleep}))
+        state = " closed" if self._closed else f", asleep: {tags}" if tags else ""
         return f"<vtensor.Pool {self._device}, {self.budget:,} bytes in pages of {self.page_size:,}{state}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -287,7 +287,8 @@ class Pool(StaysHere):
         )
 
     def trim(self) -> int:
-        """Gives the memory of all free pages back to the system. Returns the bytes given back.
+        """Gives spare pages back to the system: free ones that have memory, and those that freed tensors,
+        slots and arenas left mapped for the next. Returns the bytes given back.
 
         Raises:
             DriverError: the driver refused; what was given back by then stays so.
@@ -336,7 +337,7 @@ class Pool(StaysHere):
 
         Args:
             contents: ``"host"``: kept in host memory; a folder: kept in a temporary file there, which has no
-                name; ``"discard"``: lost, reads as zeros after waking.
+                name; ``"discard"``: lost, reads as zeros after waking. There is no default.
             tag: what to put to sleep; all unless given. A tag of :func:`vtensor.adopt`
                 (``"weights"`` unless given), :func:`vtensor.memory`, :func:`vtensor.empty` (``"tensors"``),
                 :class:`KVCache` or :class:`Arena` (``"kv"``).
@@ -454,7 +455,7 @@ class Pool(StaysHere):
             core = self._open_core(operation)
             heap = self._heaps.get(tag)
             if heap is None:
-                heap = self._heaps[tag] = Heap(_core.HeapCore(core))
+                heap = self._heaps[tag] = Heap(_core.HeapCore(core), Adopted(self._optimizers))
             return heap
 
     def _nbytes_by_tag(self) -> dict[str, int]:
@@ -515,7 +516,7 @@ class _Tensor(Protocol):
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None: ...
 
-    def _wake(self, number: int) -> None: ...
+    def _wake(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -523,19 +524,18 @@ class Heap:
     """Memory of one tag in a pool, for allocations of any size."""
 
     core: _core.HeapCore
+    adopted: Adopted
     torch_pool: object = None
     """The ``torch.cuda.MemPool`` over it, once there is one."""
-    adopted: Adopted = field(default_factory=Adopted)
-    """The modules and optimizers that have tensors in it."""
     made_at: str = field(default_factory=lambda: made_at())
 
     def _fall_asleep(self, sleep: _core.SleepCore, discard: bool) -> None:
         if not self.core.asleep:
-            self.adopted.refuse()
             self.core.fall_asleep(sleep)
+            if self.core.asleep:
+                self.adopted.refuse()
 
-    def _wake(self, number: int) -> None:
-        self.core.wake(number)
+    def _wake(self) -> None:
         if not self.core.asleep:
             self.adopted.let_go()
 

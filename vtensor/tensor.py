@@ -276,7 +276,7 @@ class VTensor(torch.Tensor):
     def _fall_asleep(self, sleep: SleepCore, discard: bool) -> None:
         TensorCore.fall_asleep(self._core, self, sleep)
 
-    def _wake(self, number: int) -> None:
+    def _wake(self) -> None:
         TensorCore.wake(self._core, self)
 
     # -- the end

@@ -115,18 +115,12 @@ class HeapCore {
 
   void fall_asleep(SleepCore& sleep) {
     const std::shared_ptr<Heap> heap = open("Pool.sleep");
-    const std::vector<std::shared_ptr<Arena>> arenas =
-        without_gil([&] { return heap->fall_asleep(sleep.number()); });
-    sleep.if_given_up([heap, number = sleep.number()] { heap->wake(number); });
-    for (const std::shared_ptr<Arena>& arena : arenas) sleep.add(arena);
+    for (const std::shared_ptr<Arena>& arena : without_gil([&] { return heap->arenas(); }))
+      sleep.add(arena);
   }
   bool asleep() {
     const std::shared_ptr<Heap> heap = open("Pool.sleep");
     return without_gil([&] { return heap->asleep(); });
-  }
-  void wake(std::uint64_t number) {
-    const std::shared_ptr<Heap> heap = open("Pool.wake");
-    without_gil([&] { heap->wake(number); });
   }
 
   // Serves torch's allocations in this thread until `leave_heap` of the result.
@@ -169,7 +163,6 @@ void bind_heap(nb::module_& module) {
       .def("counts", &HeapCore::counts)
       .def_prop_ro("asleep", &HeapCore::asleep)
       .def("fall_asleep", &HeapCore::fall_asleep, "sleep"_a)
-      .def("wake", &HeapCore::wake, "number"_a)
       .def("enter", &HeapCore::enter)
       .def("close", &HeapCore::close);
   nb::class_<OuterHeap>(module, "OuterHeap");

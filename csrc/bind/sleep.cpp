@@ -1,14 +1,14 @@
 #include "bind/sleep.h"
 
-#include <fcntl.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/set.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cerrno>
 #include <memory>
-#include <system_error>
+#include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -63,15 +63,13 @@ class WakeCore {
 
 std::shared_ptr<SleepImage> image_in_memory(PagePool& pool, std::size_t bytes) {
   const bool pinned = pool.traits().device.type == 2;
-  return std::make_shared<SleepImage>(TorchBridge::get().host_memory(kSleep, bytes, pinned));
+  return std::make_shared<SleepImage>(TorchBridge::get().host_memory(
+      kSleep, bytes, pinned, "free some, or keep the contents in a folder"));
 }
 
-std::shared_ptr<SleepImage> image_in_file(int file) {
-  const int own = fcntl(file, F_DUPFD_CLOEXEC, 0);
-  if (own < 0)
-    throw std::system_error(errno, std::generic_category(),
-                            text("[", kSleep, "] no descriptor is left for a temporary file"));
-  return std::make_shared<SleepImage>(own);
+std::shared_ptr<SleepImage> image_in_folder(const nb::bytes& path, std::size_t bytes) {
+  const std::string folder(path.c_str(), path.size());
+  return without_gil([&] { return std::make_shared<SleepImage>(kSleep, folder, bytes); });
 }
 
 }  // namespace
@@ -88,12 +86,16 @@ std::uint64_t SleepCore::next_number() {
 
 SleepCore::~SleepCore() { give_up(); }
 
-bool SleepCore::add(const std::shared_ptr<Client>& client) {
+void SleepCore::add(const std::shared_ptr<Client>& client) {
   clients_.reserve(clients_.size() + 1);
   std::uint64_t awake = 0;
-  if (!client->asleep.compare_exchange_strong(awake, number_)) return false;
-  clients_.push_back(client);
-  return true;
+  if (client->asleep.compare_exchange_strong(awake, number_)) clients_.push_back(client);
+}
+
+std::set<std::uint64_t> SleepCore::numbers() const {
+  std::set<std::uint64_t> numbers;
+  for (const std::shared_ptr<Client>& client : clients_) numbers.insert(client->asleep);
+  return numbers;
 }
 
 void SleepCore::begin() {
@@ -120,7 +122,6 @@ std::size_t SleepCore::finish() {
   finished_ = true;
   asleep_.reset();
   clients_.clear();
-  undo_.clear();
   try {
     pool_->trim();  // cached pages became spare ones
   } catch (const Error&) {
@@ -134,8 +135,6 @@ void SleepCore::give_up() noexcept {
   asleep_.reset();
   for (const std::shared_ptr<Client>& client : clients_) client->asleep = 0;
   clients_.clear();
-  for (const std::function<void()>& awake : undo_) awake();
-  undo_.clear();
 }
 
 void bind_sleep(nb::module_& module) {
@@ -143,25 +142,36 @@ void bind_sleep(nb::module_& module) {
              "Whether memory of a pool at this address is away.");
   nb::class_<SleepImage>(module, "SleepImage")
       .def_static("in_memory", &image_in_memory, "pool"_a, "nbytes"_a)
-      .def_static("in_file", &image_in_file, "descriptor"_a);
+      .def_static("in_folder", &image_in_folder, "path"_a, "nbytes"_a);
   nb::class_<SleepCopy>(module, "SleepCopy")
       .def_prop_ro("nbytes", &SleepCopy::bytes)
       .def("step", [](SleepCopy& copy) { return without_gil([&] { return copy.step(); }); });
   nb::class_<SleepCore>(module, "SleepCore")
       .def(nb::init<const std::shared_ptr<PagePool>&>(), "pool"_a)
       .def("next_number", &SleepCore::next_number)
+      .def_prop_ro("numbers", &SleepCore::numbers)
       .def("begin", &SleepCore::begin)
       .def_prop_ro("nbytes", &SleepCore::bytes)
       .def("copy", &SleepCore::copy, "image"_a)
       .def("finish", &SleepCore::finish)
       .def_prop_ro("finished", &SleepCore::finished)
-      .def("give_up", &SleepCore::give_up);
+      .def(
+          "__enter__", [](nb::object sleep) { return sleep; },
+          nb::sig("def __enter__(self) -> SleepCore"))
+      .def(
+          "__exit__", [](SleepCore& sleep, const nb::args&) { sleep.give_up(); },
+          nb::sig("def __exit__(self, *raised: object) -> None"));
   nb::class_<WakeCore>(module, "WakeCore")
       .def(nb::init<const std::shared_ptr<PagePool>&, const std::vector<std::uint64_t>&>(),
            "pool"_a, "numbers"_a)
       .def("copy", &WakeCore::copy, "images"_a)
       .def("finish", &WakeCore::finish, "restored"_a)
-      .def("give_up", &WakeCore::give_up);
+      .def(
+          "__enter__", [](nb::object waking) { return waking; },
+          nb::sig("def __enter__(self) -> WakeCore"))
+      .def(
+          "__exit__", [](WakeCore& waking, const nb::args&) { waking.give_up(); },
+          nb::sig("def __exit__(self, *raised: object) -> None"));
 }
 
 }  // namespace vtensor::bind

@@ -4,10 +4,9 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <vector>
+#include <set>
 
 #include "policy/sleep.h"
 #include "policy/sleep_copy.h"
@@ -25,11 +24,10 @@ class SleepCore {
 
   // A number for the clients that are added from now on, which wake together.
   std::uint64_t next_number();
-  std::uint64_t number() const { return number_; }
-  // False if the client is asleep already.
-  bool add(const std::shared_ptr<Client>& client);
-  // Calls `awake` if the sleep is given up.
-  void if_given_up(std::function<void()> awake) { undo_.push_back(std::move(awake)); }
+  // Without effect on a client that is asleep already.
+  void add(const std::shared_ptr<Client>& client);
+  // Those that clients were added with.
+  std::set<std::uint64_t> numbers() const;
 
   void begin();
   // The bytes that are to be kept, and their copies to an image.
@@ -37,14 +35,13 @@ class SleepCore {
   std::unique_ptr<SleepCopy> copy(const std::shared_ptr<SleepImage>& image) const;
   std::size_t finish();
   bool finished() const { return finished_; }
-  // Wakes the clients, which are as they were.
+  // Unless it is finished, wakes the clients, which are as they were.
   void give_up() noexcept;
 
  private:
   const std::shared_ptr<PagePool> pool_;
   std::uint64_t number_ = 0;
   HeldClients::Clients clients_;
-  std::vector<std::function<void()>> undo_;
   std::optional<FallAsleep> asleep_;
   bool finished_ = false;
 };

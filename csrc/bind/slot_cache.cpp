@@ -147,7 +147,8 @@ class CacheCore {
     const Operation op(*this, "KVCache.swap_out");
     const bool pinned = !cache_->pool()->traits().device.on_host();
     const AllocateHost allocate = [&](std::size_t bytes) {
-      return TorchBridge::get().host_memory(op.caller().operation, bytes, pinned);
+      return TorchBridge::get().host_memory(op.caller().operation, bytes, pinned,
+                                            "free some, or free the slot and compute it again");
     };
     op.with_memory([&] { cache_->swap_out(op.caller(), slots, allocate, bands); });
   }

@@ -130,7 +130,7 @@ class DroppedSoon {
 }  // namespace
 
 std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::size_t bytes,
-                                                    bool pinned) {
+                                                    bool pinned, const char* remedy) {
   const nb::gil_scoped_acquire gil;
   nb::object tensor;
   try {
@@ -138,8 +138,7 @@ std::shared_ptr<std::byte> TorchBridge::host_memory(const char* operation, std::
   } catch (const nb::python_error& error) {
     if (!error.matches(PyExc_RuntimeError) && !error.matches(PyExc_MemoryError)) throw;
     throw OutOfPages("[", operation, "] need ", bytes, " bytes of ", pinned ? "page-locked " : "",
-                     "host memory, which cannot be had (", text(error.value()),
-                     "): free some, or free the slot and compute it again");
+                     "host memory, which cannot be had (", text(error.value()), "): ", remedy);
   }
   const auto data = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());
   return {reinterpret_cast<std::byte*>(data), [owner = tensor.release()](std::byte*) {

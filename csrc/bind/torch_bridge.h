@@ -93,7 +93,8 @@ class TorchBridge {
   // Host memory, which torch's allocator keeps for the next request. `pinned`: page-locked, so that
   // copies overlap with kernels. Throws OutOfPages. May be called and released with or without the
   // GIL.
-  std::shared_ptr<std::byte> host_memory(const char* operation, std::size_t bytes, bool pinned);
+  std::shared_ptr<std::byte> host_memory(const char* operation, std::size_t bytes, bool pinned,
+                                         const char* remedy);
 
   // For tests of releases without DLPack's C exchange API: false reads by Python attributes.
   void use_exchange_api(bool use);

@@ -112,8 +112,13 @@ Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
   }
 }
 
+bool Heap::any_asleep() const {
+  return std::any_of(regions_.begin(), regions_.end(),
+                     [](const auto& at) { return at.second->arena->asleep.load() != 0; });
+}
+
 void Heap::require_awake(const Caller& caller) const {
-  if (asleep_ == 0) return;
+  if (!any_asleep()) return;
   throw Asleep("[", caller.operation,
                "] the pool's memory of this tag is asleep: call wake() of the pool first");
 }
@@ -198,24 +203,15 @@ Generation* Heap::publish(Address address) {
   return region->arena->publish(taken);
 }
 
-std::vector<std::shared_ptr<Arena>> Heap::fall_asleep(std::uint64_t number) {
-  std::vector<std::shared_ptr<Arena>> arenas;
-  const PoolLock lock(pool_);
-  if (asleep_ != 0) return arenas;
-  arenas.reserve(regions_.size());
-  for (const auto& [base, region] : regions_) arenas.push_back(region->arena);
-  asleep_ = number;
-  return arenas;
+std::vector<std::shared_ptr<Arena>> Heap::arenas() const {
+  std::vector<std::shared_ptr<Arena>> all;
+  for (const std::shared_ptr<Region>& region : regions()) all.push_back(region->arena);
+  return all;
 }
 
 bool Heap::asleep() const {
   const PoolLock lock(pool_);
-  return asleep_ != 0;
-}
-
-void Heap::wake(std::uint64_t number) {
-  const PoolLock lock(pool_);
-  if (asleep_ == number) asleep_ = 0;
+  return any_asleep();
 }
 
 std::size_t Heap::trim(const Caller& caller) {

@@ -61,11 +61,9 @@ class Heap {
 
   HeapCounts counts();
 
-  // Its arenas, for a sleep of this number: none is added until `wake`. None if it is in another.
-  std::vector<std::shared_ptr<Arena>> fall_asleep(std::uint64_t number);
+  std::vector<std::shared_ptr<Arena>> arenas() const;
+  // Whether one of its arenas is: nothing is allocated then.
   bool asleep() const;
-  // Ends the sleep of this number, if that is what it is in.
-  void wake(std::uint64_t number);
 
  private:
   // Small ones and others are cut from shared pages, apart; the last fill pages of their own.
@@ -94,6 +92,7 @@ class Heap {
   Place take_new(const Caller& caller, Key key, std::size_t bytes);
   std::shared_ptr<Region> region_at(Address address) const VT_LOCKED;
   std::vector<std::shared_ptr<Region>> regions() const;
+  bool any_asleep() const VT_LOCKED;
   void require_awake(const Caller& caller) const VT_LOCKED;
   // Ends regions in which nothing is allocated or mapped.
   void sweep();
@@ -101,7 +100,6 @@ class Heap {
   const std::shared_ptr<PagePool> pool_;
   std::uint64_t owner_ VT_GUARDED;  // of all its arenas
   bool closed_ VT_GUARDED = false;
-  std::uint64_t asleep_ VT_GUARDED = 0;
   std::map<Address, std::shared_ptr<Region>> regions_ VT_GUARDED;  // by their first byte
 };
 

@@ -1,11 +1,13 @@
 #include "policy/sleep_copy.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <system_error>
 #include <utility>
 
@@ -28,7 +30,40 @@ bool checked(const char* operation, const char* what, const char* remedy, ssize_
                           text("[", operation, "] the temporary file cannot be ", what, remedy));
 }
 
+constexpr const char* kNothingFell = ": nothing fell asleep; free space, or name another folder";
+
+// O_TMPFILE, or unlinked at once where the file system lacks that. -1 with errno.
+int open_unnamed(const std::string& folder) {
+  const int file = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR);
+  if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return file;
+  std::string name = folder + "/vtensor-XXXXXX";
+  const int named = mkostemp(name.data(), O_CLOEXEC);
+  if (named >= 0) unlink(name.c_str());
+  return named;
+}
+
+int make_file(const char* operation, const std::string& folder, std::size_t bytes) {
+  const int file = open_unnamed(folder);
+  if (file < 0) {
+    throw std::system_error(
+        errno, std::generic_category(),
+        text("[", operation, "] no temporary file can be made in the folder", kNothingFell));
+  }
+  int error = 0;
+  do {
+    error = posix_fallocate(file, 0, static_cast<off_t>(bytes));
+  } while (error == EINTR);
+  if (error == 0) return file;
+  close(file);
+  throw std::system_error(
+      error, std::generic_category(),
+      text("[", operation, "] the folder has no space for ", bytes, " bytes", kNothingFell));
+}
+
 }  // namespace
+
+SleepImage::SleepImage(const char* operation, const std::string& folder, std::size_t bytes)
+    : file_(make_file(operation, folder, bytes)) {}
 
 SleepImage::~SleepImage() {
   if (file_ < 0) return;
@@ -42,9 +77,7 @@ void SleepImage::write(const char* operation, const std::byte* from, std::size_t
                        std::size_t offset) {
   for (std::size_t done = 0; done < bytes;) {
     const ssize_t n = pwrite(file_, from + done, bytes - done, static_cast<off_t>(offset + done));
-    if (checked(operation, "written", ": nothing fell asleep; free space, or name another folder",
-                n))
-      done += static_cast<std::size_t>(n);
+    if (checked(operation, "written", kNothingFell, n)) done += static_cast<std::size_t>(n);
   }
   // Only a hint: the disk begins now.
   sync_file_range(file_, static_cast<off_t>(offset), static_cast<off_t>(bytes),
@@ -58,6 +91,11 @@ void SleepImage::read(const char* operation, std::byte* to, std::size_t bytes, s
                 ": all stays asleep; give the contents up with wake(discard=True)", n))
       done += static_cast<std::size_t>(n);
   }
+}
+
+void SleepImage::settle(const char* operation) {
+  while (file_ >= 0 &&
+         !checked(operation, "written", kNothingFell, fdatasync(file_) == 0 ? 1 : -1));
 }
 
 SleepCopy::SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, Direction direction,
@@ -158,6 +196,9 @@ std::size_t SleepCopy::step() {
   try {
     direction_ == Direction::out ? copy_out() : copy_in();
     await(launched());
+    if (direction_ == Direction::out && part_ == parts_.size()) {
+      for (const auto& [number, image] : images_) image->settle(operation_);
+    }
   } catch (...) {
     // Copies that were launched before the refusal still use this memory.
     try {

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "driver/driver.h"
@@ -19,16 +20,20 @@ namespace vtensor {
 class SleepImage {
  public:
   explicit SleepImage(HostMemory memory) : memory_(std::move(memory)) {}
-  // Takes the descriptor over, which is open for reading and writing.
-  explicit SleepImage(int file) : file_(file) {}
+  // A file without a name in a folder, with space for so many bytes. Nothing else can open or
+  // replace it, and the system takes it back whatever becomes of the process. `operation` is for
+  // messages, here and below. Throws std::system_error.
+  SleepImage(const char* operation, const std::string& folder, std::size_t bytes);
   ~SleepImage();
   SleepImage(const SleepImage&) = delete;
   SleepImage& operator=(const SleepImage&) = delete;
 
   const HostMemory& memory() const { return memory_; }  // null if it is a file
-  // Throw std::system_error; `operation` is for its message.
+  // Throw std::system_error.
   void write(const char* operation, const std::byte* from, std::size_t bytes, std::size_t offset);
   void read(const char* operation, std::byte* to, std::size_t bytes, std::size_t offset);
+  // Has what was written on the disk: until then, an error of the disk is not reported.
+  void settle(const char* operation);
 
  private:
   const HostMemory memory_;
@@ -47,7 +52,8 @@ class SleepCopy {
             std::span<const SleepPart> parts, Images images);
 
   std::size_t bytes() const { return bytes_; }
-  // Copies about 64 MiB more; returns how many bytes are copied so far. Throws DriverError,
+  // Copies about 64 MiB more; returns how many bytes are copied so far. All of them are safe: in
+  // memory, or on the disk. Throws DriverError,
   // TimedOut, std::system_error.
   std::size_t step();
 

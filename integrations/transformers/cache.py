@@ -262,7 +262,9 @@ class VTensorCache(DynamicCache):
         finish(lambda: [step() for step in steps])
 
     def reset(self) -> None:
-        """Gives all memory back."""
+        """Frees K and V of all layers. The pool keeps their pages mapped for the next cache of this shape, up
+        to ``Pool(cache=)`` bytes, until others need them or ``Pool.trim()`` gives them back to the system.
+        """
         finish(super().reset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VTensorCache:

@@ -27,7 +27,7 @@ from typing import Any
 
 import vtensor
 
-__all__ = ["Interrupt", "Outcome", "at_every_bytecode", "moment", "path", "place"]
+__all__ = ["Interrupt", "Outcome", "at_bytecode", "at_every_bytecode", "moment", "path", "place"]
 
 
 class Interrupt(BaseException):
@@ -114,6 +114,11 @@ def at_every_bytecode(
         if not outcome.interrupted:
             return tried
     raise AssertionError(f"more than {most} places: give a stride, or a smaller operation")
+
+
+def at_bytecode(n: int, operation: Callable[[], Any], *, within: ModuleType = vtensor) -> Outcome:
+    """Interrupts ``operation`` before its n-th bytecode, counted from 1, if it has so many."""
+    return _Run(_files(within), moment, 1, set(range(n)))(lambda _: operation(), None)
 
 
 class _Run:

@@ -192,6 +192,9 @@ def test_bad_arguments(host):
     module = torch.nn.Linear(2, 2)
     for arguments, named in (
         ((torch.ones(3), host), {}),
+        (("weights", host), {}),
+        ((7, host), {}),
+        (([torch.ones(3), 7], host), {}),
         ((module, "cpu"), {}),
         ((module, host), {"tag": ""}),
         ((module, host), {"tag": 3}),
@@ -201,6 +204,150 @@ def test_bad_arguments(host):
     host.close()
     with pytest.raises(vtensor.Closed):
         vtensor.adopt(module, host)
+
+
+def training(pool: vtensor.Pool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model of two layers and its optimizer after a step, all of it and the gradients in the pool."""
+    model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    vtensor.adopt(model, pool)
+    step(model, optimizer)
+    vtensor.adopt(optimizer, pool, tag="optimizer")
+    vtensor.adopt([p.grad for p in model.parameters()], pool, tag="gradients")
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.linspace(-1, 1, 60).view(3, 20)).square().sum().backward()
+    optimizer.step()
+
+
+def test_optimizer_state_and_gradients(pool):
+    torch.manual_seed(0)
+    model, optimizer = training(pool)
+    torch.manual_seed(0)
+    other = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
+    others = torch.optim.AdamW(other.parameters(), 0.1)
+    step(other, others)
+    nbytes = pool.stats().nbytes_by_tag
+    assert nbytes["weights"] == nbytes["gradients"] and nbytes["optimizer"] >= 2 * nbytes["weights"]
+    in_pool = [p.grad.data_ptr() for p in model.parameters()]
+    in_pool += [state["exp_avg"].data_ptr() for state in optimizer.state.values()]
+    for contents in ("host", "discard", "host"):
+        kept = contents == "host"
+        pool.sleep(tag="optimizer", contents="host")
+        pool.sleep(tag="gradients", contents=contents)
+        assert pool.stats().nbytes_by_tag == {**nbytes, "optimizer": 0, "gradients": 0}
+        assert torch.isfinite(model(torch.ones(20))).all()
+        if kept:
+            pool.sleep(tag="weights", contents="host")
+        pool.wake()
+        for module, its in ((model, optimizer), (other, others)):
+            step(module, its)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+    now = [p.grad.data_ptr() for p in model.parameters()]
+    now += [state["exp_avg"].data_ptr() for state in optimizer.state.values()]
+    assert now == in_pool
+    del model, optimizer
+    pool.close()
+
+
+def test_what_sleeps_refuses_its_work(pool, tmp_path):
+    """A forward pass of any part, an optimizer's step, and what saves or loads their state."""
+    model, optimizer = training(pool)
+    whole = torch.nn.Sequential(model, torch.nn.ReLU())  # it was not adopted, and parts of it were
+    x, saved, state = torch.ones(20), dict(model.state_dict()), optimizer.state_dict()
+    saved = {name: value.clone() for name, value in saved.items()}
+
+    def refusals() -> list[str]:
+        refused = []
+        for name, work in {
+            "forward": lambda: model(x),
+            "part": lambda: model[1](x),
+            "whole": lambda: whole(x),
+            "save": lambda: torch.save(whole.state_dict(), tmp_path / "model.pt"),
+            "load": lambda: whole.load_state_dict({f"0.{name}": value for name, value in saved.items()}),
+            "step": optimizer.step,
+            "optimizer save": optimizer.state_dict,
+            "optimizer load": lambda: optimizer.load_state_dict(state),
+        }.items():
+            try:
+                work()
+            except vtensor.Asleep as error:
+                assert "wake()" in str(error)
+                refused.append(name)
+        return refused
+
+    of_optimizer = ["step", "optimizer save", "optimizer load"]
+    assert refusals() == []
+    vtensor.adopt(optimizer, pool, tag="optimizer")  # load_state_dict made other tensors
+    pool.sleep(tag="optimizer", contents="host")
+    assert refusals() == of_optimizer
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    pool.wake()
+    pool.sleep(tag="weights", contents="host")
+    assert refusals() == ["forward", "part", "whole", "save", "load", *of_optimizer]
+    pool.sleep(contents="host")
+    pool.wake(tag="optimizer")
+    assert refusals() == ["forward", "part", "whole", "save", "load", *of_optimizer]
+    pool.wake()
+    assert refusals() == []
+    for module in whole.modules():
+        hooks = (
+            module._forward_pre_hooks,
+            module._state_dict_pre_hooks,
+            module._load_state_dict_pre_hooks,
+        )
+        assert not any(hooks)
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_state_dict_pre_hooks
+    pool.close()
+
+
+def test_a_refused_sleep_leaves_no_hooks(pool_factory, kind):
+    pool = pool_factory(kind, 64)
+    model = torch.nn.Linear(20, 20)
+    vtensor.adopt(model, pool)
+    with testing.fail_after(pool, 0), pytest.raises(vtensor.DriverError):
+        pool.sleep(contents="discard")
+    assert not model._forward_pre_hooks and torch.isfinite(model(torch.ones(20))).all()
+    with pytest.raises(OSError, match="nothing fell asleep"):
+        pool.sleep(contents="/proc")
+    assert not model._forward_pre_hooks
+    del model
+    pool.close()
+
+
+def test_memory_that_sleeps_is_not_adopted(pool, pool_factory, kind):
+    """By its address: whichever pool has it, and whatever looks at it."""
+    other = pool_factory(kind, 64)
+    model = torch.nn.Linear(20, 20)
+    vtensor.adopt(model, pool)
+    arena = vtensor.Arena(4096, pool=pool)
+    arena.map([(0, 4096)])
+    kept = model.weight.detach().clone()
+    views = {
+        "the module": model,
+        "a view": [model.weight.data[3:5]],
+        "an empty view": [model.weight.data[:0]],
+        "another parameter": torch.nn.ParameterList([torch.nn.Parameter(model.weight.data.view(-1))]),
+        "an arena": [arena.tensor[5:9]],
+    }
+    pool.sleep(contents="host")
+    for what in views.values():
+        for to in (pool, other):
+            with pytest.raises(vtensor.Asleep, match=r"\[adopt\].*asleep.*wake\(\)"):
+                vtensor.adopt(what, to, tag="second")
+    assert other.stats().pages_used == 0
+    pool.wake()
+    assert torch.equal(model.weight, kept)
+    vtensor.adopt(model, other)
+    assert torch.equal(model.weight, kept)
+    views.clear()
+    del model, what
+    arena.close()
+    other.close(), pool.close()
 
 
 def test_progress_is_shown_for_what_takes_long(host, capsys, monkeypatch):

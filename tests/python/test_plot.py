@@ -137,6 +137,23 @@ def test_fragmentation(pool_factory, tmp_path):
     del view
 
 
+def test_memory_is_drawn_once_while_it_sleeps(pool_factory):
+    """What sleeps has no bar beside those that its memory went to, and a pool says how much it is."""
+    pool = pool_factory("host", 64)
+    asleep = vtensor.zeros(3000, grow_dim=0, capacity=9000, pool=pool, tag="asleep")
+    cache = vtensor.KVCache(1, 1, 16, max_batch=2, max_len=64, dtype=torch.float32, pool=pool)
+    assert cache.alloc() == 0 and cache.step([30, 0])
+    pool.sleep(contents="host")
+    bars = vtensor.plot.fragmentation({"tensor": asleep, "cache": cache}).patches
+    assert all(bar.get_width() == 0 for bar in bars)
+    assert "asleep" in pool._repr_html_()
+    pool.wake()
+    axes = vtensor.plot.fragmentation({"tensor": asleep, "cache": cache})
+    assert sum(bar.get_width() for bar in axes.patches) > 0
+    cache.close()
+    asleep.close()
+
+
 # -- what is drawn
 
 

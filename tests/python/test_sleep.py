@@ -8,18 +8,24 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import vtensor
-from interrupts import at_every_bytecode
+from interrupts import at_bytecode, at_every_bytecode
 from kv_support import UNIT, make_cache
-from support import eventually, leave_spare, open_pool
-from vtensor import _sleep_file, testing
+from support import draws, eventually, leave_spare, open_pool, simcuda_library
+from vtensor import _core, testing
 from vtensor.testing.kv_model import check_contents, write
 
 PAGE = 4096
@@ -76,6 +82,8 @@ class Scene:
         for p, kept in zip(self.layer.parameters(), self.weights, strict=True):
             assert torch.equal(p, kept)
         assert self.layer.tied is self.layer.weight
+        self.layer(torch.zeros(40))
+        assert not self.layer._forward_pre_hooks and not self.layer._state_dict_pre_hooks
 
     def check_asleep(self) -> None:
         testing.check_invariants(self.pool)
@@ -88,6 +96,10 @@ class Scene:
             lambda: self.cache.step(self.cache.lengths),
             lambda: self.arena.map([(0, 1)]),
             lambda: vtensor.adopt(torch.nn.Linear(2, 2), self.pool),
+            lambda: vtensor.adopt(self.layer),
+            lambda: vtensor.adopt([self.view]),
+            lambda: self.layer(torch.zeros(40)),
+            lambda: self.layer.state_dict(),
         ):
             with pytest.raises(vtensor.Asleep, match=r"asleep.*wake\(\)"):
                 refused()
@@ -120,9 +132,9 @@ def scene(pool_factory, kind):
     scene.end()
 
 
-@pytest.fixture(params=["host", "file"])
+@pytest.fixture(params=["host", "folder"])
 def contents(request, tmp_path) -> str | Path:
-    return "host" if request.param == "host" else tmp_path / "sleep"
+    return "host" if request.param == "host" else tmp_path
 
 
 def test_contents_come_back(scene, contents):
@@ -135,15 +147,15 @@ def test_contents_come_back(scene, contents):
         scene.check()
         scene.go_on()
         if contents != "host":
-            assert list(contents.parent.iterdir()) == []
+            assert list(contents.iterdir()) == []
 
 
 def test_discarded_contents_are_zeros(scene):
     with pytest.raises(vtensor.InvalidArgument, match="2 slots in use"):
-        scene.pool.sleep()
+        scene.pool.sleep(contents="discard")
     scene.check()
     scene.cache.free(0), scene.cache.free(1)
-    scene.pool.sleep()
+    scene.pool.sleep(contents="discard")
     scene.check_asleep()
     scene.pool.wake()
     testing.check_invariants(scene.pool)
@@ -157,7 +169,7 @@ def test_new_memory_shows_nothing_of_others(pool_factory, kind):
     """I7: pages that others wrote to come back as zeros."""
     pool = pool_factory(kind, 16, zero="new_owner")
     t = filled(pool, 8 * PAGE, 5)
-    pool.sleep()
+    pool.sleep(contents="discard")
     other = filled(pool, 12 * PAGE, 6)
     other.close()
     pool.wake()
@@ -189,7 +201,7 @@ def test_what_sleeps_leaves_its_memory_to_others(pool_factory, kind):
 def test_tags(scene):
     pool = scene.pool
     with pytest.raises(vtensor.InvalidArgument, match="'kv', 'weights'|'weights'"):
-        pool.sleep(tag="activations")
+        pool.sleep(tag="activations", contents="host")
     assert pool.sleep(tag="kv", contents="host") > 0
     assert pool.sleep(tag="kv", contents="host") == 0  # already
     assert scene.t.eq(7).all()
@@ -246,10 +258,10 @@ def test_every_driver_call_refused_in_turn(pool_factory, kind, contents, prefetc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("going", [True, False], ids=["going", "waking"])
-@pytest.mark.parametrize("place", ["host", "file"])
+@pytest.mark.parametrize("place", ["host", "folder"])
 def test_cut_off_at_any_bytecode(tmp_path, place, going):
     """I17: an exception from outside leaves all awake, or all asleep with nothing lost."""
-    contents = "host" if place == "host" else tmp_path / "sleep"
+    contents = "host" if place == "host" else tmp_path
 
     def setup():
         scene = Scene(open_pool("host", 256))
@@ -292,7 +304,7 @@ def test_what_dies_asleep_gives_its_pages_up(scene):
 def test_a_pool_closed_asleep(pool_factory, kind, tmp_path):
     pool = pool_factory(kind, 256)
     scene = Scene(pool)
-    pool.sleep(contents=tmp_path / "sleep")
+    pool.sleep(contents=tmp_path)
     pool.close()
     scene.end()
     gc.collect()
@@ -355,7 +367,7 @@ def test_a_sleep_that_is_refused_wakes_nothing_else(scene):
     pool = scene.pool
     pool.sleep(tag="weights", contents="host")
     with pytest.raises(vtensor.InvalidArgument, match="2 slots in use"):
-        pool.sleep()
+        pool.sleep(contents="discard")
     with pytest.raises(vtensor.Asleep):
         vtensor.adopt(torch.nn.Linear(2, 2), pool)
     testing.check_invariants(pool)
@@ -537,133 +549,468 @@ def test_two_threads_put_to_sleep_and_wake(scene):
     scene.check()
 
 
-# --- files -------------------------------------------------------------------------------------------------
+# --- folders -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["changed", "cut", "another", "gone"])
-def test_a_file_that_is_not_what_was_written(scene, tmp_path, how):
-    path = tmp_path / "sleep"
-    scene.pool.sleep(contents=path)
-    kept = path.read_bytes()
-    if how == "changed":
-        path.write_bytes(kept[: PAGE * 3] + bytes([kept[PAGE * 3] ^ 1]) + kept[PAGE * 3 + 1 :])
-    elif how == "cut":
-        path.write_bytes(kept[:-100])
-    elif how == "another":
-        path.write_bytes(b"x" * len(kept))
-    else:
-        path.unlink()
-    with pytest.raises(vtensor.VTensorError, match=r"all stays asleep.*discard=True"):
-        scene.pool.wake()
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_two_sleeps_into_one_folder(scene, tmp_path):
+    """Each has a file of its own, and a sleep of what sleeps already has none."""
+    before = descriptors()
+    scene.pool.sleep(tag="weights", contents=tmp_path)
+    assert scene.pool.sleep(tag="kv", contents=tmp_path) > 0
+    assert scene.pool.sleep(tag="kv", contents=tmp_path) == 0
+    assert scene.pool.sleep(contents=tmp_path) > 0
+    assert scene.pool.sleep(contents=tmp_path) == 0
+    assert list(tmp_path.iterdir()) == [] and descriptors() == before + 3
     scene.check_asleep()
-    path.write_bytes(kept)
+    scene.pool.wake()
+    scene.check()
+    assert descriptors() == before
+
+
+def test_two_pools_in_one_folder(pool_factory, kind, tmp_path):
+    pools = [pool_factory(kind, 16) for _ in range(2)]
+    tensors = [filled(pool, 3 * PAGE, 5 + i) for i, pool in enumerate(pools)]
+    for pool in pools:
+        pool.sleep(contents=tmp_path)
+    for pool, t, value in zip(pools, tensors, (5, 6), strict=True):
+        pool.wake()
+        assert t.eq(value).all()
+
+
+def test_what_wakes_leaves_no_bytes_with_what_sleeps_on(pool_factory, kind, tmp_path):
+    """What slept before a sleep keeps nothing of that one."""
+    pool = pool_factory(kind, 64)
+    first = vtensor.zeros(PAGE, grow_dim=0, capacity=PAGE, dtype=torch.uint8, pool=pool, tag="first")
+    filled(pool, PAGE, 1)
+    second = filled(pool, 2 * PAGE, 2)
+    before = descriptors()
+    pool.sleep(tag="first", contents="host")
+    for _ in range(3):
+        pool.sleep(contents=tmp_path)
+        pool.wake(tag="tensors")
+    assert descriptors() == before and len(pool._asleep) == 1
+    pool.wake()
+    assert second.eq(2).all() and first.eq(0).all()
+
+
+def test_the_working_directory_may_change(scene, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    scene.pool.sleep(contents=".")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").rmdir()  # nothing is in it
     scene.pool.wake()
     scene.check()
 
 
-def test_lost_contents_can_be_given_up(scene, tmp_path):
-    path = tmp_path / "sleep"
-    scene.pool.sleep(contents=path)
-    path.unlink()
-    scene.pool.wake(discard=True)
-    testing.check_invariants(scene.pool)
-    assert scene.t.eq(0).all()
+@pytest.mark.parametrize("form", [str, os.fsencode], ids=["text", "bytes"])
+def test_odd_names_of_folders(scene, tmp_path, form):
+    class Given(os.PathLike):
+        def __fspath__(self):
+            return form(folder)
+
+    for name in ("host", "with space", "\udc80", "\N{SNOWMAN}"):
+        folder = tmp_path / name
+        folder.mkdir()
+        scene.pool.sleep(contents=Given())
+        scene.pool.wake()
+        scene.check()
 
 
-def test_a_full_disk(scene, tmp_path, monkeypatch):
-    path = tmp_path / "sleep"
-    path.write_bytes(b"what was there")
-    write_all, left = _sleep_file._write, 6 * PAGE
-
-    def full(descriptor, view, offset):
-        nonlocal left
-        write_all(descriptor, view[:left], offset)
-        left -= min(left, len(view))
-        if not left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(_sleep_file, "_write", full)
-    with pytest.raises(OSError, match=r"No space left.*nothing fell asleep") as raised:
-        scene.pool.sleep(contents=path)
-    assert raised.value.errno == errno.ENOSPC
+def test_what_is_no_folder(scene, tmp_path):
+    """Nothing is made, replaced, or waited for."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_bytes(b"kept")
+    wrong = [7, None, b"host", "hosts", "Discard", "", "a\0b", "\ud800", "/dev/full", "/dev/null"]
+    wrong += [tmp_path / "fifo", tmp_path / "file", tmp_path / "gone", Path("discard"), Path("host")]
+    for contents in wrong:
+        with pytest.raises(vtensor.InvalidArgument, match="'discard', 'host', or a folder that exists"):
+            scene.pool.sleep(contents=contents)
+    with pytest.raises(TypeError, match="contents"):
+        scene.pool.sleep()
     scene.check()
-    assert path.read_bytes() == b"what was there" and len(list(tmp_path.iterdir())) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "file"]
+    assert (tmp_path / "file").read_bytes() == b"kept" and Path("/dev/full").is_char_device()
 
 
-def test_a_disk_that_has_too_little_space(scene, tmp_path, monkeypatch):
-    """It is found before anything is written."""
-
-    def refused(descriptor, offset, nbytes):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", refused)
-    monkeypatch.setattr(_sleep_file, "_write", None)
-    with pytest.raises(OSError, match=r"No space left.*nothing fell asleep"):
-        scene.pool.sleep(contents=tmp_path / "sleep")
+def test_misspelt_tags(scene):
+    for tag in ("weight", "KV"):
+        with pytest.raises(vtensor.InvalidArgument, match=f"tag '{tag}'") as refused:
+            scene.pool.sleep(tag=tag, contents="host")
+        assert all(there in str(refused.value) for there in ("'tensors'", "'kv'", "'weights'"))
+        with pytest.raises(vtensor.InvalidArgument, match=f"tag '{tag}'"):
+            scene.pool.wake(tag=tag)
+    scene.pool.wake(tag="kv")  # it is awake
     scene.check()
-    assert not list(tmp_path.iterdir())
 
 
-def test_pages_larger_than_a_piece(tmp_path):
+@pytest.mark.parametrize("folder", ["/proc", "/sys"])
+def test_a_folder_that_takes_no_file(scene, folder):
+    before = descriptors()
+    with pytest.raises(OSError, match=r"\[Pool.sleep\].*nothing fell asleep.*another folder") as refused:
+        scene.pool.sleep(contents=folder)
+    assert refused.value.errno in (errno.EACCES, errno.EPERM, errno.ENOENT, errno.EROFS)
+    scene.check()
+    assert descriptors() == before
+
+
+def run(program: str, **named: object) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, with ``t``, 16 MiB of ones, in ``pool``."""
+    begin = """
+import os, resource, sys, threading, time, torch, vtensor
+pool = vtensor.Pool("cpu", budget="64MiB", prefetch=0)
+t = vtensor.zeros((4 << 20,), grow_dim=0, capacity=4 << 20, pool=pool)
+t.fill_(1)
+"""
+    begin += "".join(f"{name} = {value!r}\n" for name, value in named.items())
+    command = [sys.executable, "-c", begin + program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_full_disk(tmp_path):
+    """It is found before anything is written; all stays awake, and the next sleep finds its folder usable."""
+    done = run(
+        """
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+before = len(os.listdir("/proc/self/fd"))
+try:
+    pool.sleep(contents=folder)
+except OSError as error:
+    print(error)
+assert t.eq(1).all() and len(os.listdir("/proc/self/fd")) == before
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+pool.sleep(contents=folder)
+pool.wake()
+assert t.eq(1).all()
+""",
+        folder=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[Pool.sleep] the folder has no space for 16777216 bytes: nothing fell asleep" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_host_memory_that_cannot_be_had():
+    done = run(
+        """
+size = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20),) * 2)
+try:
+    pool.sleep(contents="host")
+except vtensor.OutOfPages as error:
+    print(error)
+assert t.eq(1).all()
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[Pool.sleep] need 16777216 bytes of host memory" in done.stdout
+    assert "keep the contents in a folder" in done.stdout
+
+
+@pytest.mark.parametrize("when", ["asleep", "while it copies"])
+def test_a_killed_process_leaves_nothing(tmp_path, when):
+    program = "pool.sleep(contents=folder)\nos.kill(os.getpid(), 9)"
+    if when != "asleep":
+        program = "threading.Timer(0.002, os.kill, (os.getpid(), 9)).start()\n"
+        program += "while True:\n    pool.sleep(contents=folder)\n    pool.wake()"
+    assert run(program, folder=str(tmp_path)).returncode == -9
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_collected_pool_leaves_nothing(pool_factory, kind, tmp_path):
+    before = descriptors()
+    pool = open_pool("host", 64)
+    t = filled(pool, 8 * PAGE, 1)
+    pool.sleep(contents=tmp_path)
+    del t, pool
+    gc.collect()
+    eventually(lambda: descriptors() <= before)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["host", "folder"])
+def test_signals_while_it_copies(tmp_path, place):
+    """A signal at any moment: all awake or all asleep, nothing lost, and no copy goes on behind it."""
+    done = run(
+        """
+import signal, random
+class Signal(Exception): pass
+def handler(*_): raise Signal
+signal.signal(signal.SIGALRM, handler)
+before, cut = len(os.listdir("/proc/self/fd")), 0
+for i in range(150):
+    for change in (lambda: pool.sleep(contents=contents), pool.wake):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.Random(i).uniform(1e-4, 0.04))
+            change()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Signal:
+            cut += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    pool.wake()
+    assert t.eq(1).all(), i
+    vtensor.testing.check_invariants(pool)
+assert len(os.listdir("/proc/self/fd")) == before and cut > 20, cut
+""".replace("vtensor.testing", "testing").replace(
+            "import signal", "from vtensor import testing\nimport signal"
+        ),
+        contents="host" if place == "host" else str(tmp_path),
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_larger_than_a_stage(tmp_path):
     pool = vtensor.Pool("cpu", budget="96MiB", page_size="32MiB", prefetch=0)
     t = vtensor.zeros((48 << 20,), grow_dim=0, capacity=64 << 20, dtype=torch.uint8, pool=pool)
     marks = {(i * 5) << 20: i + 1 for i in range(9)}
     for at, mark in marks.items():
         t[at] = mark
-    pool.sleep(contents=tmp_path / "sleep")
+    pool.sleep(contents=tmp_path)
     pool.wake()
     assert {at: t[at].item() for at in marks} == marks and t.count_nonzero() == len(marks)
     t.close()
     pool.close()
 
 
-def test_the_file_is_gone_where_no_thread_can_be_started(scene, tmp_path, monkeypatch):
-    """A thread gives its space back; without one, waking takes longer."""
-    scene.pool.sleep(contents=tmp_path / "sleep")
-    start = threading.Thread.start
-
-    def refused(thread):
-        if thread.name == "vtensor-remove":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    scene.pool.wake()
-    scene.check()
-    assert not list(tmp_path.iterdir()) and len(os.listdir("/proc/self/fd")) == before
+def test_a_file_that_cannot_be_read(scene, tmp_path):
+    """All stays asleep; what is lost can be given up."""
+    scene.pool.sleep(contents=tmp_path)
+    links = {d: Path("/proc/self/fd", d) for d in os.listdir("/proc/self/fd")}
+    (own,) = (int(d) for d, at in links.items() if at.is_symlink() and str(tmp_path) in os.readlink(at))
+    os.ftruncate(own, PAGE)
+    with pytest.raises(OSError, match=r"\[Pool.wake\].*all stays asleep.*discard=True"):
+        scene.pool.wake()
+    scene.check_asleep()
+    scene.pool.wake(discard=True)
+    testing.check_invariants(scene.pool)
+    assert scene.t.eq(0).all()
 
 
-def test_killed_while_it_writes(tmp_path):
-    """What stood at the path stands there still."""
-    path = tmp_path / "sleep"
-    path.write_bytes(b"what was there")
-    program = f"""
-import vtensor
-from vtensor import _sleep_file
-pool = vtensor.Pool("cpu", budget="64MiB", prefetch=0)
-t = vtensor.zeros((1 << 20,), grow_dim=0, capacity=1 << 20, pool=pool)
-write = _sleep_file._write
-def slow(descriptor, view, offset):
-    write(descriptor, view, offset)
-    print("written", flush=True)
-    input()
-_sleep_file._write = slow
-pool.sleep(contents={str(path)!r})
-"""
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+# --- what else goes on meanwhile ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["host", "folder"])
+def test_closed_by_another_thread(kind, tmp_path, place):
+    """The pool, or a tensor of it, while it falls asleep and wakes."""
+    contents = "host" if place == "host" else tmp_path
+    before = descriptors()
+    for turn in range(12):
+        pool = open_pool(kind, 1024)
+        tensors = [filled(pool, 100 * PAGE, i) for i in range(8)]
+        begun, failed = threading.Event(), []
+
+        def cycle(pool=pool, begun=begun, failed=failed) -> None:
+            try:
+                while True:
+                    pool.sleep(contents=contents)
+                    begun.set()
+                    pool.wake()
+            except vtensor.Closed:
+                pass
+            except BaseException as error:
+                failed.append(error)
+            begun.set()
+
+        thread = threading.Thread(target=cycle)
+        thread.start()
+        begun.wait(60)
+        for t in tensors[turn % 8 :]:
+            t.close()
+        time.sleep(turn * 0.0005)
+        pool.close()
+        thread.join(60)
+        assert not thread.is_alive() and failed == []
+        tensors.clear()
+        gc.collect()
+        eventually(lambda pool=pool: pool.stats().pages_used == pool.stats().nbytes_asleep == 0)
+    assert descriptors() <= before + 2 and list(tmp_path.iterdir()) == []
+
+
+def test_counts_say_asleep_once(scene):
+    """What sleeps counts as asleep, and nowhere else (I4)."""
+    pool = scene.pool
+    awake, names = pool.stats(), repr(scene.t)
+    given = pool.sleep(contents="host")
+    stats = pool.stats()
+    assert stats.nbytes_asleep == given == awake.pages_used * PAGE
+    mapped = (stats.pages_active, stats.pages_prefetched, stats.pages_cached, stats.pages_pinned)
+    assert (stats.pages_used, stats.pages_mapped, stats.nbytes_mapped, *mapped) == (0,) * 7
+    assert stats.pages_orphaned == 0 and set(stats.nbytes_by_tag.values()) == {0}
+    assert scene.t.nbytes_mapped == scene.fork.nbytes_mapped == 0
+    assert scene.cache.stats().nbytes_mapped == scene.arena.stats().nbytes_mapped == 0
+    assert repr(scene.t) != names and "asleep" in repr(scene.t)
+    assert "asleep: kv, tensors, weights" in repr(pool)
+    pool.wake(tag="weights")
+    by_tag = pool.stats().nbytes_by_tag
+    assert by_tag == awake.nbytes_by_tag and pool.stats().pages_mapped > 0
+    assert "asleep: kv, tensors>" in repr(pool)
+    pool.wake()
+    after = pool.stats()
+    assert (after.pages_used, after.pages_mapped, after.pages_active, after.pages_pinned) == (
+        awake.pages_used,
+        awake.pages_mapped,
+        awake.pages_active,
+        awake.pages_pinned,
     )
-    assert child.stdout.readline() == "written\n"
-    child.kill()
-    child.communicate()
-    assert path.read_bytes() == b"what was there"
+    assert "asleep" not in repr(pool) and repr(scene.t) == names
 
 
-@pytest.mark.parametrize("contents", [7, None, b"host"])
-def test_contents_that_cannot_be(scene, contents):
-    with pytest.raises(vtensor.InvalidArgument, match="'discard', 'host' or a path"):
-        scene.pool.sleep(contents=contents)
+def test_tags_of_each_object(pool_factory, kind):
+    pool = pool_factory(kind, 256)
+    t = vtensor.zeros(PAGE, grow_dim=0, capacity=PAGE, dtype=torch.uint8, pool=pool, tag="a")
+    copies = [t.fork(), vtensor.empty_like(t), vtensor.from_tensor(torch.ones(3), 0, 9, pool, tag="b")]
+    cache, arena = make_cache(pool, tag="c"), vtensor.Arena(PAGE, pool=pool, tag="d")
+    arena.map([(0, 1)])
+    pool.sleep(tag="a", contents="host")
+    for asleep in (t, *copies[:2]):
+        with pytest.raises(vtensor.Asleep):
+            asleep + 1
+    copies[2] + 1
+    pool.sleep(tag="c", contents="host")
+    with pytest.raises(vtensor.Asleep):
+        cache.alloc()
+    arena.map([(0, 1)])
+    pool.sleep(tag="d", contents="host")
+    with pytest.raises(vtensor.Asleep):
+        arena.map([(0, 1)])
+    pool.wake()
+    for make in (
+        lambda: vtensor.empty(0, grow_dim=0, capacity=1, pool=pool, tag=""),
+        lambda: vtensor.Arena(PAGE, pool=pool, tag=None),
+        lambda: make_cache(pool, tag=3),
+    ):
+        with pytest.raises(vtensor.InvalidArgument, match="tag"):
+            make()
+    cache.close(), arena.close()
+
+
+# --- random programs ---------------------------------------------------------------------------------------
+
+TAGS = ("first", "second", "tensors")
+
+
+class SleepMachine(RuleBasedStateMachine):
+    """Modules of two tags, and a tensor, that sleep, wake, lose their contents, are adopted again, and are
+    cut off in all of that: before any bytecode of ours, or by a refused driver call."""
+
+    kind = "host"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = open_pool(self.kind, 256)
+        self.folder = tempfile.TemporaryDirectory()
+        self.modules = {tag: torch.nn.Linear(30, 40) for tag in TAGS[:2]}
+        for tag, module in self.modules.items():
+            vtensor.adopt(module, self.pool, tag=tag)
+        self.t = filled(self.pool, 3 * PAGE, 7)
+        self.expected = {tag: t.clone() for tag, t in self.plain().items()}
+        self.asleep: dict[str, str | Path] = {}
+
+    def plain(self) -> dict[str, torch.Tensor]:
+        return {**{tag: module.weight.detach() for tag, module in self.modules.items()}, "tensors": self.t}
+
+    def change(self, body: Callable[[], object], cut: int | None, fail: int | None) -> bool:
+        """Whether it came to its end."""
+        try:
+            with testing.fail_after(self.pool, fail) if fail is not None else nullcontext():
+                if cut is not None:
+                    return not at_bytecode(cut, body).interrupted
+                body()
+                return True
+        except vtensor.DriverError:
+            return False
+
+    @rule(
+        tag=st.sampled_from([*TAGS, None]),
+        contents=st.sampled_from(["host", "folder", "discard"]),
+        cut=st.none() | st.integers(1, 300),
+        fail=st.none() | st.integers(0, 6),
+    )
+    def sleep(self, tag: str | None, contents: str, cut: int | None, fail: int | None) -> None:
+        where = self.folder.name if contents == "folder" else contents
+        ended = self.change(lambda: self.pool.sleep(tag=tag, contents=where), cut, fail)
+        new = [one for one in TAGS if tag in (one, None) and one not in self.asleep]
+        falls = [one for one in new if _core.is_asleep(self.address(one))]
+        assert falls in ([], new) and (falls == new or not ended)  # whole or nothing
+        self.asleep.update(dict.fromkeys(falls, contents))
+
+    @rule(
+        tag=st.sampled_from([*TAGS, None]),
+        discard=st.booleans(),
+        cut=st.none() | st.integers(1, 200),
+        fail=st.none() | st.integers(0, 6),
+    )
+    def wake(self, tag: str | None, discard: bool, cut: int | None, fail: int | None) -> None:
+        chosen = [one for one in self.asleep if tag in (one, None)]
+        ended = self.change(lambda: self.pool.wake(tag=tag, discard=discard), cut, fail)
+        awake = [one for one in chosen if not _core.is_asleep(self.address(one))]
+        assert awake in ([], chosen) and (awake == chosen or not ended)
+        for one in awake:
+            if discard or self.asleep[one] == "discard":
+                self.expected[one] = torch.zeros_like(self.expected[one])
+            del self.asleep[one]
+        if not ended and awake:
+            self.pool.wake(tag=tag)  # does the rest
+
+    @rule(tag=st.sampled_from(TAGS[:2]), to=st.sampled_from(TAGS[:2]))
+    def adopt(self, tag: str, to: str) -> None:
+        """Again, into its heap or another: refused if either sleeps."""
+        if {tag, to} & self.asleep.keys():
+            with pytest.raises(vtensor.Asleep):
+                vtensor.adopt(self.modules[tag], self.pool, tag=to)
+        elif tag == to:
+            vtensor.adopt(self.modules[tag], self.pool, tag=to)
+
+    def address(self, tag: str) -> int:
+        return self.t.address if tag == "tensors" else self.modules[tag].weight.data_ptr()
+
+    @invariant()
+    def everything_holds(self) -> None:
+        testing.check_invariants(self.pool)
+        for tag, module in self.modules.items():
+            if tag in self.asleep:
+                with pytest.raises(vtensor.Asleep):
+                    module(torch.ones(30))
+            else:
+                assert torch.equal(module.weight, self.expected[tag])
+                module(torch.ones(30))
+        if "tensors" in self.asleep:
+            with pytest.raises(vtensor.Asleep):
+                self.t + 1
+        else:
+            assert torch.equal(self.t, self.expected["tensors"])
+        if not self.asleep:
+            assert self.pool.stats().nbytes_asleep == 0 and "asleep" not in repr(self.pool)
+            assert not any(module._forward_pre_hooks for module in self.modules.values())
+
+    def teardown(self) -> None:
+        self.pool.close()
+        self.modules.clear()
+        assert os.listdir(self.folder.name) == []
+        self.folder.cleanup()
+
+
+class CudaSleepMachine(SleepMachine):
+    kind = "simcuda"
+
+
+def case(machine: type[SleepMachine]):
+    found = machine.TestCase
+    found.settings = settings(max_examples=draws(settings.default.max_examples))
+    found.pytestmark = [pytest.mark.seconds(300), pytest.mark.thorough]
+    return found
+
+
+TestSleep = case(SleepMachine)
+TestSimulatedSleep = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")(
+    case(CudaSleepMachine)
+)
 
 
 def resident() -> int:
@@ -676,18 +1023,18 @@ def test_resident_memory_falls(tmp_path):
     pool = vtensor.Pool("cpu", budget="256MiB")
     t = vtensor.zeros((0,), grow_dim=0, capacity=1 << 26, pool=pool, dtype=torch.uint8)
     t.extend(1 << 20)
-    for contents in ("discard", tmp_path / "sleep"):
+    for contents in ("discard", tmp_path):
         pool.sleep(contents=contents)
         pool.wake()
     gc.collect()
     time.sleep(0.1)
-    pool.sleep()
+    pool.sleep(contents="discard")
     before = resident()
     pool.wake()
     t.extend((1 << 26) - (1 << 20))
     t.fill_(1)
     assert resident() - before > 60 << 20
-    pool.sleep(contents=tmp_path / "sleep")
+    pool.sleep(contents=tmp_path)
     assert resident() - before < 1 << 20
     pool.wake()
     assert t.eq(1).all()

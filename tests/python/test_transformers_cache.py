@@ -94,6 +94,37 @@ def test_reset_gives_all_memory_back_and_takes_other_shapes(llama, pages):
     assert torch.equal(keys, key.double())
 
 
+def test_what_reset_leaves_cached_goes_with_trim(llama):
+    """The pool keeps the pages for the next cache of this shape, which begins without a driver call."""
+    with vtensor.Pool("cpu", budget="64MiB", prefetch=0, cache="32MiB") as pool:
+        ours, _ = filled(llama.config, pool)
+        held = pool.stats().nbytes_held
+        ours.reset()
+        stats = pool.stats()
+        assert stats.pages_active == stats.pages_pinned == 0 and stats.pages_cached > 0
+        assert 0 < stats.nbytes_held <= held
+        assert pool.trim() == stats.nbytes_held and pool.stats().nbytes_held == 0
+
+
+def test_a_cache_sleeps_by_its_own_tag(llama, pages):
+    """Apart from other tensors of the pool."""
+    ours = VTensorCache(llama.config, max_len=256, pool=pages, tag="mine")
+    kv = states(1, 9)
+    keys, _ = ours.update(*kv, 0)
+    kept = keys.clone()
+    other = vtensor.zeros(5, grow_dim=0, capacity=9, pool=pages)
+    pages.sleep(tag="mine", contents="host")
+    assert other.eq(0).all()
+    with pytest.raises(vtensor.Asleep):
+        ours.update(*kv, 0)
+    pages.wake(tag="mine")
+    assert torch.equal(keys, kept)
+    ours.reset()
+    other.close()
+    with pytest.raises(vtensor.InvalidArgument, match="tag"):
+        VTensorCache(llama.config, max_len=256, pool=pages, tag="").update(*kv, 0)
+
+
 @pytest.mark.parametrize("order", [[1, 0, 2], [2, 2, 2], [0, 0, 1], [0, 1, 2]])
 def test_reorder_shares_pages_and_parts_them_when_beams_go_on(llama, pages, order):
     ours, theirs = filled(llama.config, pages, batch=3)
