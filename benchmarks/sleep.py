@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 import vtensor
 
+T = TypeVar("T")
 MIB = 1 << 20
 COLORS = {
     "weights": "#2b4c7e",
@@ -31,72 +33,93 @@ def seconds(body: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def plain_copy(source: Path, target: Path) -> None:
-    """As ``cp`` does it, and on the disk at the end."""
-    with open(source, "rb") as read, open(target, "wb") as write:
-        left = os.fstat(read.fileno()).st_size
-        while left:
-            left -= os.sendfile(write.fileno(), read.fileno(), None, min(left, 64 * MIB))
-        os.fsync(write.fileno())
-
-
-def plain_write(memory: torch.Tensor, target: Path) -> None:
-    """Bytes in memory to a file, on the disk at the end, and the memory given back."""
-    with open(target, "wb", buffering=0) as write:
-        view = memoryview(memory.numpy())
-        while view:
-            view = view[os.write(write.fileno(), view[: 64 * MIB]) :]
-        os.fsync(write.fileno())
-    memory.set_(torch.UntypedStorage(0), 0, (0,))
-
-
-def plain_read(source: Path) -> torch.Tensor:
-    """Back into memory of its own, and the file removed."""
-    memory = torch.empty(source.stat().st_size, dtype=torch.uint8)
+def plain_write(memory: torch.Tensor, folder: str) -> int:
+    """Bytes in memory to a temporary file, on the disk at the end, and the memory given back."""
+    file = os.open(folder, os.O_TMPFILE | os.O_RDWR)
     view = memoryview(memory.numpy())
-    with open(source, "rb", buffering=0) as read:
-        while view:
-            view = view[os.readv(read.fileno(), [view[: 64 * MIB]]) :]
-    source.unlink()
+    while view:
+        view = view[os.write(file, view[: 64 * MIB]) :]
+    os.fdatasync(file)
+    memory.set_(torch.UntypedStorage(0, device="cpu"), 0, (0,))
+    return file
+
+
+def plain_read(file: int) -> torch.Tensor:
+    """Back into memory of its own, and the file closed."""
+    memory = torch.empty(os.fstat(file).st_size, dtype=torch.uint8)
+    view = memoryview(memory.numpy())
+    at = 0
+    while at < len(view):
+        at += os.preadv(file, [view[at : at + 64 * MIB]], at)
+    os.close(file)
     return memory
 
 
+def plain_copy(memory: torch.Tensor) -> torch.Tensor:
+    """To new memory, and the old given back."""
+    copy = memory.clone()
+    memory.set_(torch.UntypedStorage(0, device="cpu"), 0, (0,))
+    return copy
+
+
+def scattered(pages: int) -> dict[str, float]:
+    """Microseconds a page that a sleep to the host and a wake take: of an arena whose pages are one run, and
+    of one that has every other page."""
+    size = 64 * 1024
+    figures = {}
+    for kind in ("one run", "as many runs as pages"):
+        pool = vtensor.Pool("cpu", budget=4 * pages * size, page_size=size, prefetch=0)
+        arena = vtensor.Arena(2 * pages * size, pool=pool)
+        step = 1 if kind == "one run" else 2
+        arena.map([(i * step * size, (i * step + 1) * size) for i in range(pages)])
+        arena.tensor[: pages * size].fill_(1) if step == 1 else arena.tensor.view(-1, step * size)[
+            :, :size
+        ].fill_(1)
+        going, coming = [], []
+        for _ in range(7):
+            going.append(seconds(lambda pool=pool: pool.sleep(contents="host")))
+            coming.append(seconds(pool.wake))
+        figures[f"sleep, {kind}"] = median(going) / pages * 1e6
+        figures[f"wake, {kind}"] = median(coming) / pages * 1e6
+        arena.close()
+        pool.close()
+    return figures
+
+
 def measure(nbytes: int, repeats: int) -> dict[str, float]:
-    """Medians. The plain copy is made before the sleep in one round, behind the wake in the next."""
+    """Medians. What is plain is measured before the sleep in one round, behind the wake in the next."""
     pool = vtensor.Pool("cpu", budget=2 * nbytes, page_size="2MiB")
     weights = torch.nn.ParameterList([torch.empty(32 * MIB // 4) for _ in range(nbytes // (32 * MIB))])
     vtensor.adopt(weights, pool)
     times: dict[str, list[float]] = {}
 
-    def note(name: str, body: Callable[[], object]) -> None:
+    def note(name: str, body: Callable[[], T]) -> T:
         torch.ones(nbytes, dtype=torch.uint8)  # a virtual machine gets memory slowly: some is there for each
-        times.setdefault(name, []).append(seconds(body))
+        begun = time.perf_counter()
+        result = body()
+        times.setdefault(name, []).append(time.perf_counter() - begun)
+        return result
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        path, kept, copy, plain = (Path(folder) / name for name in ("sleep", "kept", "copy", "plain"))
-        pool.sleep(contents=path)
-        kept.hardlink_to(path)
-        pool.wake()
 
-        def copy_plainly() -> None:
-            note("plain copy of the file", lambda: plain_copy(kept, copy))
-            copy.unlink()
+        def plainly() -> None:
+            memory = torch.ones(nbytes, dtype=torch.uint8)
+            file = note("plain write, memory freed", lambda: plain_write(memory, folder))
+            memory = note("plain read, new memory", lambda: plain_read(file))
+            memory = note("plain copy, memory freed", lambda: plain_copy(memory))
 
         for i in range(repeats):
             for p in weights:
                 p.data.uniform_()
             if i % 2:
-                copy_plainly()
-            note("sleep, a file", lambda: pool.sleep(contents=path))
-            note("wake, a file", pool.wake)
-            if not i % 2:
-                copy_plainly()
-            memory = torch.ones(nbytes, dtype=torch.uint8)
-            note("plain write, memory freed", lambda memory=memory: plain_write(memory, plain))
-            note("plain read, new memory", lambda: plain_read(plain))
+                plainly()
+            note("sleep, a folder", lambda: pool.sleep(contents=folder))
+            note("wake, a folder", pool.wake)
             note("sleep, host", lambda: pool.sleep(contents="host"))
             note("wake, host", pool.wake)
-            note("sleep, discard", pool.sleep)
+            if not i % 2:
+                plainly()
+            note("sleep, discard", lambda: pool.sleep(contents="discard"))
             note("wake, discard", pool.wake)
     pool.close()
     return {name: median(all) for name, all in times.items()}
@@ -113,12 +136,12 @@ def in_turn(rounds: int) -> list[dict[str, float]]:
     cache = vtensor.KVCache(8, 8, 64, max_batch=4, max_len=4096, dtype=torch.float32, pool=pool)
     phases: list[dict[str, float]] = []
 
-    def note(activations: int, training_awake: bool) -> None:
+    def note(activations: int) -> None:
         by_tag = pool.stats().nbytes_by_tag
         phases.append(
             {
                 "weights": by_tag["weights"] / MIB,
-                "gradients and optimizer": by_tag["optimizer"] / MIB if training_awake else 0.0,
+                "gradients and optimizer": by_tag["optimizer"] / MIB,
                 "activations": activations / MIB,
                 "K and V": cache.stats().nbytes_live / MIB,
             }
@@ -129,7 +152,7 @@ def in_turn(rounds: int) -> list[dict[str, float]]:
             activations = vtensor.empty(0, grow_dim=0, capacity=64 * MIB, dtype=torch.uint8, pool=pool)
             for _layer in range(8):
                 activations.extend((3 + step) * MIB // 2)
-                note(activations.length, True)
+                note(activations.length)
             activations.close()
         pool.trim()
         pool.sleep(tag="optimizer", contents="host")
@@ -139,7 +162,7 @@ def in_turn(rounds: int) -> list[dict[str, float]]:
                 lengths[slot] = length
             if not cache.step(lengths):
                 break  # the budget is full
-            note(0, False)
+            note(0)
         for slot in slots:
             cache.free(slot)
         pool.trim()
@@ -185,21 +208,23 @@ def main() -> None:
     times = measure(options.mib * MIB, options.repeats)
     for name, time_taken in times.items():
         print(f"{name:26} {time_taken * 1e3:9.1f} ms {options.mib / 1024 / time_taken:7.2f} GiB/s")
-    copy, going, coming = (times[of] for of in ("plain copy of the file", "sleep, a file", "wake, a file"))
-    plain = times["plain write, memory freed"] + times["plain read, new memory"]
+    plain = times["plain write, memory freed"], times["plain read, new memory"]
     ratios = {
-        "to a file, in the speed of a plain copy of it": copy / going,
-        "back, in that speed": copy / coming,
-        "to a file and back, in the speed of one plain copy": copy / (going + coming),
-        "both ways, in that of plain writing and reading, memory freed and taken": plain / (going + coming),
+        "to a folder, beside plain writing": times["sleep, a folder"] / plain[0],
+        "back, beside plain reading": times["wake, a folder"] / plain[1],
+        "to the host, beside a plain copy": times["sleep, host"] / times["plain copy, memory freed"],
+        "back, beside a plain copy": times["wake, host"] / times["plain copy, memory freed"],
     }
     for what, ratio in ratios.items():
         print(f"{what}: {ratio:.2f}")
+    pages = scattered(1024)
+    for what, microseconds in pages.items():
+        print(f"{what:30} {microseconds:8.1f} us a page of 64 KiB")
     phases = in_turn(2)
     if options.plot:
         picture(phases, options.plot)
     if options.json:
-        figures = {"mib": options.mib, "seconds": times, "ratios": ratios}
+        figures = {"mib": options.mib, "seconds": times, "ratios": ratios, "us_a_page": pages}
         options.json.write_text(json.dumps(figures, indent=1))
 
 
