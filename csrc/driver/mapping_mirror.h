@@ -93,14 +93,6 @@ class MappingMirror {
   // The mapping at an address; null if there is none.
   const KernelMapping* find(Address at) const;
 
-  // In the order of addresses.
-  template <typename Visit>
-  void for_each(Visit visit) const {
-    for (auto at = mappings_.begin(); at != mappings_.end(); at = mappings_.next(at)) {
-      visit(mappings_[at]);
-    }
-  }
-
  private:
   using Position = MappingSequence::Position;
 

@@ -220,7 +220,7 @@ def child():
         ("orphan.sum()", "a read to position"),
         ("shared_view.sum()", "a read to position"),
         ("key[slot, :20].sum()", "layer 0"),
-        ("flat[5].item()", "byte 5 of the Arena"),
+        ("flat[5].item()", "byte 5 of the arena"),
         ("linear(torch.ones(1, 4))", "a read to byte"),
     ],
 )
