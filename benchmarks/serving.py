@@ -12,7 +12,7 @@ import torch
 
 import vtensor
 from vtensor.replay.paged import PagedCache
-from vtensor.serving import Layering, LengthHistogram, Plan, Promises, Request, Scheduler
+from vtensor.serving import Plan, Promises, Request, Scheduler
 
 from .harness import (
     Bar,
@@ -36,9 +36,11 @@ def run(settings: Settings) -> list[Figure]:
     return [*steps(settings), *plans(settings), *forks(settings), *swaps(settings)]
 
 
-def make(settings: Settings, slots: int, max_len: int, **options) -> tuple[vtensor.Pool, vtensor.KVCache]:
+def make(
+    settings: Settings, slots: int, max_len: int, budget: int = 6 << 30, **options
+) -> tuple[vtensor.Pool, vtensor.KVCache]:
     page = PAGE if settings.device == "cpu" else None
-    pool = vtensor.Pool(settings.device, page_size=page, budget=6 << 30)
+    pool = vtensor.Pool(settings.device, page_size=page, budget=budget)
     head_dim = HEAD_DIM if settings.device == "cpu" else 32 * HEAD_DIM
     options = {"layer_group": LAYERS, "dtype": torch.bfloat16} | options
     return pool, vtensor.KVCache(LAYERS, HEADS, head_dim, slots, max_len, tile=1, pool=pool, **options)
@@ -125,21 +127,18 @@ def steps(settings: Settings) -> list[Figure]:
 
 
 def plans(settings: Settings) -> list[Figure]:
-    """An iteration of as many running requests as in a step's figure, where nobody ends. For those that wait
-    there are slots and memory, but the promises leave no time, by a clock of the benchmark's own."""
+    """An iteration of as many running requests as in a step's figure, where nobody ends. Those that wait find
+    no room, and would have it if others left."""
     rounds = settings.pick(400, 6)
-    bands = {"bands": 4, "layer_group": LAYERS // 4}
-    pool, cache = make(settings, SLOTS + 8, 2048, lookahead=64, **bands)
+    long = 300_000  # tokens: nearly all of the memory
+    pool, cache = make(settings, SLOTS + 8, long + 8, budget=1200 << 20, lookahead=64)
     now = 0.0
-    promises = Promises(2 * DECODE_STEP, LengthHistogram(128))
-    options = {"layered": Layering(0), "promises": promises, "clock": lambda: now}
-    scheduler = Scheduler(cache, token_budget=64 * SLOTS, **options)
+    promises = Promises(10 * DECODE_STEP)
+    scheduler = Scheduler(cache, token_budget=64 * SLOTS, promises=promises, clock=lambda: now)
 
     def complete(plan: Plan) -> None:
         nonlocal now
-        for layer in range(LAYERS):
-            plan.enter(layer)
-        now += DECODE_STEP * (1 + (plan.tokens - SLOTS) / 2)
+        now += DECODE_STEP
         scheduler.complete(plan)
 
     for i in range(SLOTS):
@@ -147,7 +146,7 @@ def plans(settings: Settings) -> list[Figure]:
     while scheduler.waiting or any(group.first_token_at is None for group in scheduler.running):
         complete(scheduler.plan())
     for i in range(8):
-        scheduler.add(Request(SLOTS + i, 2000, 8))
+        scheduler.add(Request(SLOTS + i, long, 8))
     taken = []
     for _ in range(rounds):
         time.sleep(DECODE_STEP)
@@ -158,7 +157,7 @@ def plans(settings: Settings) -> list[Figure]:
         complete(planned[0])
     cache.close()
     pool.close()
-    name = f"plan, {SLOTS} requests, by bands and promises"
+    name = f"plan, {SLOTS} requests, by promises"
     return [Figure(name, "nothing", "us", Spread.of(taken).scaled(1e6), bar=Bar(200))]
 
 

@@ -45,8 +45,6 @@ class ServedModel:
     Until ``close()`` the model has an attention of this class, which calls the model's own (SDPA or eager).
     Until then the model cannot be used otherwise.
 
-    With ``Scheduler(layered=True)`` it computes prompts band by band, if the cache has ``bands=``.
-
     Args:
         model: a model in eval mode, on the CPU.
         cache: a cache of the model's shape, made without ``windows``: prompts are computed in pieces, and a
@@ -126,7 +124,6 @@ class ServedModel:
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """Writes K and V of the plan's tokens, [1, heads, tokens, head_dim], to their slots."""
-        self._plan.enter(layer)
         for slot in self._plan.swapped_in:
             self.cache.wait(slot, layer)
         for states, whole in zip((key, value), self.cache[layer], strict=True):

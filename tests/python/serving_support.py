@@ -12,7 +12,7 @@ import torch
 import vtensor
 from support import open_pool
 from vtensor import testing
-from vtensor.serving import Engine, Request, Scheduler
+from vtensor.serving import Engine, LengthHistogram, Promises, Request, Scheduler
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64  # float32, both layers in a page: 1 KiB a token and range
 PAGE = 4096
@@ -20,7 +20,6 @@ PAGE_TOKENS = 4
 RANGES = 2
 KINDS = ("host", "simcuda")
 SLOTS = 4
-BAND_LAYERS, BAND_PAGE_TOKENS = 6, 8  # of caches with bands: each layer in pages of its own
 LONG = [1, 0] * 5
 
 # Budgets of pages, and requests for them. Some are found in the index, forked, swapped and stopped; some are
@@ -44,16 +43,24 @@ SINGLES = (
         Request("third", [1] * 3, 3),
     ],
 )
-# For caches with bands: the second goes by them while the first decodes, and so does the fourth.
-LAYERED = (
-    72,
+# With promises that are easy to keep "first" leaves for "second", which finds no room beside it and "other".
+LEAVING = (
+    20,
     [
-        Request("first", [1] * 8, 12),
-        Request("long", [1, 0] * 20, 3),
+        Request("early", [2] * 4, 3),
+        Request("first", [1] * 12, 20),
+        Request("other", [0] * 16, 10),
+        Request("second", [0, 1] * 5, 3),
         Request("never", [2] * 60, 4),
-        Request("second", [0, 1] * 12, 3),
     ],
 )
+
+
+def eager(tpot: float = 1e6, ttft: float = 1e6, slower: float = 1e6) -> Promises:
+    """Promises that are easy to keep, unless given, after short answers."""
+    promises = Promises(tpot, ttft, slower)
+    promises.lengths = LengthHistogram(16)
+    return promises
 
 
 def mark(salt: str, tokens: list[int]) -> int:
@@ -123,28 +130,6 @@ def choose(work, sequence) -> int:
     return next_token(sequence.group.request.salt, sequence.tokens, sequence.index)
 
 
-class LayerModel(FakeModel):
-    """A forward layer by layer, as models compute: it enters each before it reads and writes there."""
-
-    def __call__(self, plan):
-        cache = self.store.cache
-        marks = [
-            [mark(sequence.group.request.salt, sequence.tokens[: i + 1]) for i in range(stop)]
-            for sequence, _, stop in plan.work
-        ]
-        for layer in range(len(cache)):
-            plan.enter(layer)
-            for (sequence, start, stop), known in zip(plan.work, marks, strict=True):
-                cache.wait(sequence.slot, layer)
-                for side in cache[layer]:
-                    before = side[sequence.slot, :start]
-                    assert (before == before[:, :1, :1]).all(), "K or V of several tokens"
-                    assert before[:, 0, 0].long().tolist() == known[:start], "another sequence's K and V"
-                    new = torch.tensor(known[start:], dtype=torch.float32)
-                    side[sequence.slot, start:stop] = new[:, None, None]
-        return plan.work
-
-
 class LittleHostMemory:
     """A cache that refuses to swap out what would pass `nbytes` of host memory."""
 
@@ -157,23 +142,12 @@ class LittleHostMemory:
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._cache[layer]
 
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    def swap_out(self, slots: int | Sequence[int], *, bands: Sequence[int] | None = None) -> None:
+    def swap_out(self, slots: int | Sequence[int]) -> None:
         named = [slots] if isinstance(slots, int) else slots
-        pages = sum(self._pages(slot, bands) for slot in named)
+        pages = sum(-(-self._cache.length(slot) // PAGE_TOKENS) * RANGES for slot in named)
         if self._cache.stats().nbytes_swapped + pages * PAGE > self._nbytes:
             raise vtensor.OutOfPages(f"[KVCache.swap_out] {pages} pages do not fit host memory")
-        self._cache.swap_out(slots, bands=bands)
-
-    def _pages(self, slot: int, bands: Sequence[int] | None) -> int:
-        cache = self._cache
-        if len(cache.bands) == 1:
-            return -(-cache.length(slot) // PAGE_TOKENS) * RANGES
-        named = range(len(cache.bands)) if bands is None else bands
-        lengths = {band: cache.length(slot, band) for band in named}
-        return sum(2 * len(cache.bands[b]) * -(-n // BAND_PAGE_TOKENS) for b, n in lengths.items())
+        self._cache.swap_out(slots)
 
 
 @contextmanager
@@ -183,20 +157,17 @@ def opened(
     max_batch: int = 4,
     max_len: int = 64,
     host_pages: int | None = None,
-    bands: int = 1,
     **options: Any,
 ) -> Iterator:
     """A cache of `budget` pages on the host or the simulated driver, which swaps out at most `host_pages`."""
-    layers, group = (LAYERS, LAYERS) if bands == 1 else (BAND_LAYERS, 1)
-    sizes = (layers, HEADS, HEAD_DIM, max_batch, max_len, torch.float32)
+    sizes = (LAYERS, HEADS, HEAD_DIM, max_batch, max_len, torch.float32)
     pool = open_pool(kind, budget, **options)
     try:
-        with vtensor.KVCache(*sizes, pool.device, layer_group=group, tile=1, bands=bands, pool=pool) as cache:
+        with vtensor.KVCache(*sizes, pool.device, layer_group=LAYERS, tile=1, pool=pool) as cache:
             yield cache if host_pages is None else LittleHostMemory(cache, host_pages * PAGE)
     finally:
         pool.close()
 
 
 def engine_over(cache, **options) -> Engine:
-    model = FakeModel if len(cache.bands) == 1 else LayerModel
-    return Engine(Scheduler(cache, **options), model(Store(cache)), choose)
+    return Engine(Scheduler(cache, **options), FakeModel(Store(cache)), choose)

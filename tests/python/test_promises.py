@@ -1,4 +1,4 @@
-"""Latencies that are promised: what time is left, to the digit, and what it lets in."""
+"""Latencies that are promised: what time is left, to the digit, and who leaves for whom."""
 
 from __future__ import annotations
 
@@ -12,42 +12,27 @@ from hypothesis import strategies as st
 from vtensor import InvalidArgument
 from vtensor.serving import LengthHistogram, Pace, Promises, Request, SampleGroup
 
-ANY = Request("any", [1], 4)
 EXACT = 2.0**-10  # sums and products of a few of these are exact
+PACE = {"seconds": 0.25, "token_seconds": 0.0, "prompt_share": 0.0, "copy_seconds": 0.0}
 
 
-class Left:
-    """Predicts what it is told."""
-
-    def __init__(self, left: float) -> None:
-        self.tokens = left
-        self.ended = []
-
-    def left(self, request, generated) -> float:
-        return self.tokens
-
-    def observe(self, request, generated) -> None:
-        self.ended.append((request, generated))
-
-
-def decoding(generated: int, first_token_at: float | None = 0.0) -> SampleGroup:
-    group = SampleGroup(ANY, 0)
-    group.live[0].known += generated
-    group.first_token_at = first_token_at
-    return group
-
-
-def promises(tpot=0.5, left=10.0, step=0.25, token=0.125) -> Promises:
-    made = Promises(tpot, Left(left))
-    made.pace = SimpleNamespace(step_seconds=step, token_seconds=token, note=lambda *numbers: None)
+def group(prompt=8, generated=0, first_token_at=0.0, **state) -> SampleGroup:
+    """A request that decodes, or that waits if it has generated nothing."""
+    made = SampleGroup(Request("any", prompt, 1000), 0)
+    sequence = made.live[0]
+    sequence.known += generated
+    sequence.computed = sequence.known - 1 if generated else 0
+    made.first_token_at = first_token_at if generated else None
+    for name, value in state.items():
+        setattr(made, name, value)
     return made
 
 
-def knowing(groups, now=1.0, **options) -> Promises:
-    """Promises to requests that have their first token."""
-    made = promises(**options)
-    for group in groups:
-        made.note_first_token(group, now)
+def promises(tpot=0.5, ttft=100.0, slower=1.0, left=10.0, earned=1000.0, **pace) -> Promises:
+    made = Promises(tpot, ttft, slower)
+    made.lengths = SimpleNamespace(left=lambda generated: left, observe=lambda length: None)
+    made.pace = SimpleNamespace(**PACE | pace)
+    made._earned = earned
     return made
 
 
@@ -63,10 +48,12 @@ def knowing(groups, now=1.0, **options) -> Promises:
         (0.5, 0, 0.25, 5, 1.0, 3.5, -0.5),
         (0.5, 8, 0.75, 1, 0.0, 0.0, 4.0 - 6.0),  # slower than promised
         (0.5, 8, 0.0, 1, 0.0, 0.0, 4.0),  # nothing is known of the pace
+        (0.5, 8, 0.25, 0, 0.0, 9.0, math.inf),  # no token yet
     ],
 )
 def test_slack(tpot, left, step, generated, first, now, slack):
-    assert promises(tpot, left, step).slack(decoding(generated, first), now) == slack
+    made = promises(tpot, left=left, seconds=step)
+    assert made._slack(group(generated=generated, first_token_at=first), now) == slack
 
 
 # --- the predictor ----------------------------------------------------------------------------------------
@@ -83,10 +70,10 @@ def test_a_histogram_predicts_the_mean_of_the_longer_ones(lengths, first, genera
     """Exactly that of those in longer bins, and so up to a bin's width that of those that were longer."""
     histogram = LengthHistogram(first)
     for length in lengths:
-        histogram.observe(ANY, length)
+        histogram.observe(length)
     longer = [length for length in [first, *lengths] if bin_of(length) > bin_of(generated)]
     expected = sum(longer) / len(longer) - generated if longer else 0.0
-    assert histogram.left(ANY, generated) == expected
+    assert histogram.left(generated) == expected
     assert all(length > generated for length in longer)
     passed_over = [n for n in [first, *lengths] if n > generated and n not in longer]
     assert all(length < generated * 1.25 + 1 for length in passed_over)
@@ -94,10 +81,10 @@ def test_a_histogram_predicts_the_mean_of_the_longer_ones(lengths, first, genera
 
 def test_a_histogram_before_anything_has_ended():
     histogram = LengthHistogram(128)
-    assert histogram.left(ANY, 0) == 128 and histogram.left(ANY, 28) == 100
-    assert histogram.left(ANY, 128) == histogram.left(ANY, 10**9) == 0.0
-    histogram.observe(ANY, 2**60)  # no length is too long to count
-    assert histogram.left(ANY, 0) == (128 + 2**60) / 2
+    assert histogram.left(0) == 128 and histogram.left(28) == 100
+    assert histogram.left(128) == histogram.left(10**9) == 0.0
+    histogram.observe(2**60)  # no length is too long to count
+    assert histogram.left(0) == (128 + 2**60) / 2
 
 
 # --- the pace ---------------------------------------------------------------------------------------------
@@ -148,89 +135,145 @@ def test_a_pace_is_never_below_nothing():
     assert pace.token_seconds == 0.0 and pace.step_seconds > 0.0
 
 
-# --- what is let in ---------------------------------------------------------------------------------------
+def test_what_copies_add_is_kept_apart():
+    pace = Pace()
+    for _ in range(3):
+        pace.note(0, 1.0)
+        pace.note(4, 2.0)
+    line = pace.step_seconds, pace.token_seconds
+    assert pace.copy_seconds == 0.0
+    pace.note(4, 5.0, copied_tokens=6)  # 3 s more than its line
+    assert pace.copy_seconds == pytest.approx(0.5)
+    pace.note(0, 0.5, copied_tokens=6)  # hidden behind the computation
+    assert 0.2 < pace.copy_seconds < 0.26
+    assert (pace.step_seconds, pace.token_seconds) == line
 
 
-def test_prompts_take_no_more_than_who_can_lose_least_may_lose():
-    tight, loose = decoding(5, 0.0), decoding(50, 0.0)
-    groups = [loose, tight]
-    least = promises().slack(tight, 1.0)
-    assert least == 0.5 * 14 - 1.0 - 2.5 == 3.5 < promises().slack(loose, 1.0)
-    assert knowing(groups).allow(28, groups, 1.0)
-    assert not knowing(groups).allow(29, groups, 1.0)
-    assert promises().allow(10**9, [decoding(5, None)], 1.0), "none has its first token"
+def test_the_share_of_prompts():
+    pace = Pace()
+    assert pace.prompt_share == pace.seconds == 0.0
+    for _ in range(200):
+        pace.note(0, 1.0)
+        pace.note(4, 3.0)
+    assert pace.seconds == pytest.approx(2.0, rel=0.01)
+    assert pace.prompt_share == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_broken_promise_holds_no_other_up():
-    broken, kept = decoding(5, -100.0), decoding(5, 0.0)
-    groups = [broken, kept]
-    assert promises().slack(broken, 1.0) < 0
-    assert knowing(groups).allow(28, groups, 1.0)
-    assert not knowing(groups).allow(29, groups, 1.0)
-    assert knowing([broken]).allow(10**9, [broken], 1.0)
+# --- who leaves -------------------------------------------------------------------------------------------
 
 
-def test_a_promise_that_breaks_is_no_more_looked_at():
-    breaks, kept = decoding(5, 0.0), decoding(25, 0.0)
-    groups = [breaks, kept]
-    made = knowing(groups, 0.0)  # may lose 4.5 s, and 14.5 s
-    assert made.slack(breaks, 5.0) == -0.5 and made.slack(kept, 5.0) == 9.5
-    assert made.allow(76, groups, 5.0) and not made.allow(77, groups, 5.0)
+def test_those_leave_that_have_generated_most():
+    short, longer, longest = (group(8, generated) for generated in (2, 10, 20))
+    running = [longer, short, longest]
+    made = promises()
+    assert made.leavers(27, running) == [longest] and made.leavers(28, running) == [longest, longer]
+    assert made.leavers(27 + 17 + 9, running) == [longest, longer, short]
+    assert made.leavers(27 + 17 + 10, running) is None, "there is no room for it at all"
 
 
-groups = st.lists(
-    st.builds(decoding, st.integers(1, 40), st.integers(-20, 0).map(float)), min_size=1, max_size=6
+def test_some_never_leave():
+    two = SampleGroup(Request("two", 8, 100, samples=2), 0)
+    for sequence in two.live:
+        sequence.known, sequence.computed = 28, 27
+    two.first_token_at = 0.0
+    computing = group(8, 0)
+    begins = group(8, 1)
+    was_away = group(8, 20, away=1.0)
+    assert promises().leavers(1, [two, computing, begins, was_away]) is None
+
+
+# --- when -------------------------------------------------------------------------------------------------
+
+# Two that decode free (108 + 58) / 10 tokens a step and grow by 2: the prompt waits 29 / 14.6 = 2 steps,
+# and the one that leaves 108 / 14.6 more, of its 109 tokens.
+LONG, OTHER = {"prompt": 8, "generated": 101}, {"prompt": 8, "generated": 51}
+
+
+def is_worth(made, now=1.0, prompt=29, leaves=True, swapped=(), **waits):
+    long, other = group(**LONG), group(**OTHER)
+    waiting = group(prompt, 0, **waits)
+    return made.worth(waiting, [long] if leaves else [], [long, other], list(swapped), now)
+
+
+def test_worth_it():
+    assert is_worth(promises())
+
+
+@pytest.mark.parametrize(
+    ("made", "case"),
+    [
+        pytest.param(promises(prompt_share=0.6), {}, id="most of the time goes to prompts"),
+        pytest.param(promises(ttft=0.5), {}, id="its own promise is broken"),
+        pytest.param(promises(token_seconds=4.0), {}, id="it will be broken before its prompt is computed"),
+        pytest.param(promises(tpot=0.05), {}, id="that of the one that leaves would break"),
+        pytest.param(promises(earned=0.0), {}, id="the account is empty"),
+        pytest.param(promises(slower=0.0), {}, id="nothing may be slower"),
+        pytest.param(promises(copy_seconds=1.0), {}, id="copies cost the others more than it gains"),
+        pytest.param(promises(left=1000.0), {}, id="nobody ends before all have grown"),
+        pytest.param(promises(), {"prompt": 1}, id="it gains too little"),
+        pytest.param(
+            promises(),
+            {"swapped": [group(8, 200, left_at=0.0) for _ in range(40)]},
+            id="many are away already",
+        ),
+        pytest.param(
+            promises(),
+            {"leaves": False, "swapped": [group(8, 3, first_token_at=-100.0, left_at=0.5)]},
+            id="a promise that is broken: it comes back first",
+        ),
+    ],
 )
+def test_not_worth_it(made, case):
+    assert not is_worth(made, **case)
 
 
-@given(groups, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 120)), min_size=1, max_size=30))
-def test_what_is_remembered_allows_nothing_that_the_rule_refuses(groups, questions):
-    """While slacks change by time alone. A promise that is about to break is kept as long as all of them are
-    not looked at again, so that what is remembered may refuse more."""
-    made, now = knowing(groups, 0.0), 0.0
-    for quarters, tokens in questions:
-        now += quarters / 4
-        slacks = [made.slack(group, now) for group in groups]
-        least = min((slack for slack in slacks if slack >= 0), default=math.inf)
-        if made.allow(tokens, groups, now):
-            assert tokens * 0.125 <= least
-        made.note_iteration(tokens, 0.25)
+def test_a_broken_promise_of_one_that_stays_holds_nobody_up():
+    broken = group(8, 51, first_token_at=-1000.0)
+    made, long = promises(token_seconds=0.01), group(**LONG)
+    assert made._slack(broken, 1.0) < 0
+    assert made.worth(group(29), [long], [long, broken], [], 1.0)
 
 
-def test_a_new_request_is_remembered():
-    made = promises(left=0.0)
-    assert made.allow(10**6, [], 0.0)
-    first = decoding(5, 0.0)
-    made.note_first_token(first, 0.0)  # may lose 2 s
-    assert made.allow(16, [first], 0.0) and not made.allow(17, [first], 0.0)
-    assert made.allow(8, [first], 1.0) and not made.allow(9, [first], 1.0)
-    made.note_first_token(decoding(2, 0.0), 2.0)  # broken already
-    assert made.allow(0, [first], 2.0)
+def test_a_promise_of_one_that_stays_is_kept():
+    """It waits for the prompt of 29 tokens: 2.9 s."""
+    made, long = promises(token_seconds=0.1), group(**LONG)
+    tight, loose = (group(8, 51, first_token_at=1.0 - lost) for lost in (25.0, 24.0))
+    assert 2.4 < made._slack(tight, 1.0) < 2.9 < made._slack(loose, 1.0)
+    assert not made.worth(group(29), [long], [long, tight], [], 1.0)
+    assert made.worth(group(29), [long], [long, loose], [], 1.0)
 
 
-def test_refused_questions_look_at_every_request_now_and_then():
-    looked = []
+def test_short_waits_are_not_worth_the_account():
+    made = promises()
+    made.note_first_token(group(8, 1, first_token_at=10.0))  # 10 s after its arrival
+    assert not is_worth(made, now=2.9) and is_worth(made, now=3.1)
+    for _ in range(600):
+        made.note_first_token(group(8, 1, first_token_at=0.0))
+    assert is_worth(made, now=2.9), "long waits are forgotten"
 
-    class Looking(Left):
-        def left(self, request, generated):
-            looked.append(generated)
-            return super().left(request, generated)
 
-    made = knowing([decoding(5)])
-    made.predictor = Looking(10.0)
-    for _ in range(32):
-        assert not made.allow(10**6, [decoding(5)], 1.0)
-        made.note_iteration(0, 0.25)
-    assert len(looked) == 4
+def test_the_account():
+    made = promises(slower=0.25, earned=0.0)
+    made.note_end(group(8, 11, first_token_at=0.0), 10.0)  # a second a token
+    assert (made._earned, made._spent) == (1.0, 0.0)
+    made.note_end(group(8, 11, first_token_at=0.0, away=4.0), 10.0)
+    assert (made._earned, made._spent) == pytest.approx((1.6, 0.4))
+    made.note_end(group(8, 1, first_token_at=0.0), 10.0)  # has no time per token
+    assert made._earned == pytest.approx(1.6)
+    assert not is_worth(made), "more was spent than a quarter"
+    for _ in range(4):
+        made.note_end(group(8, 11, first_token_at=0.0), 10.0)
+    assert is_worth(made)
 
 
 # --- bad input --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tpot", [0, 0.0, -1, math.inf, math.nan])
-def test_a_promise_of_no_time(tpot):
-    with pytest.raises(InvalidArgument, match=rf"\[Promises\] tpot is {tpot}: give seconds over 0"):
-        Promises(tpot)
+@pytest.mark.parametrize("name", ["tpot", "ttft"])
+@pytest.mark.parametrize("seconds", [0, 0.0, -1, math.inf, math.nan])
+def test_a_promise_of_no_time(name, seconds):
+    with pytest.raises(InvalidArgument, match=rf"\[Promises\] {name} is {seconds}: give seconds over 0"):
+        Promises(**{"tpot": 1.0} | {name: seconds})
 
 
 @pytest.mark.parametrize("tpot", ["soon", None, [1]])
@@ -239,17 +282,15 @@ def test_a_promise_of_no_number(tpot):
         Promises(tpot)
 
 
+@pytest.mark.parametrize("slower", [-0.1, math.inf, math.nan, "much"])
+def test_an_account_of_no_part(slower):
+    with pytest.raises(InvalidArgument, match=r"\[Promises\] slower"):
+        Promises(1.0, slower=slower)
+
+
 @pytest.mark.parametrize("first", [0, -1, math.nan])
 def test_a_first_length_of_no_token(first):
     with pytest.raises(
         InvalidArgument, match=rf"\[LengthHistogram\] first is {first}: give at least 1 token"
     ):
         LengthHistogram(first)
-
-
-def test_a_predictor_of_ones_own_is_told_of_ends():
-    predictor = Left(3.0)
-    made = Promises(0.5, predictor)
-    assert made.predictor is predictor and isinstance(Promises(1).predictor, LengthHistogram)
-    made.predictor.observe(ANY, 7)
-    assert predictor.ended == [(ANY, 7)]

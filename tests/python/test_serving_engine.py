@@ -14,7 +14,7 @@ from model_zoo import MODELS, WINDOW
 from support import open_pool
 from tiny_models import SIZES, VOCAB, make_llama, one_thread  # noqa: F401
 from vtensor import InvalidArgument
-from vtensor.serving import Engine, Layering, Request, SampleGroup, Scheduler, greedy
+from vtensor.serving import Engine, Request, SampleGroup, Scheduler, greedy
 
 MAX_LEN = 128
 TOKENS_A_PAGE = 16  # both layers in a page, float32
@@ -46,7 +46,7 @@ def alone(model, request, choose=greedy):
 
 
 @contextmanager
-def engine_for(model, pages, choose=greedy, token_budget=32, max_batch=6, layered=False, **options):
+def engine_for(model, pages, choose=greedy, token_budget=32, max_batch=6, **options):
     """An engine whose cache has `pages` pages of 16 tokens of both layers' K, or V."""
     pool = open_pool("host", pages)
     options = {"layer_group": 2, "pool": pool} | options
@@ -55,7 +55,7 @@ def engine_for(model, pages, choose=greedy, token_budget=32, max_batch=6, layere
             serving_cache(model, max_batch, MAX_LEN, **options) as cache,
             ServedModel(model, cache) as served,
         ):
-            yield Engine(Scheduler(cache, token_budget=token_budget, layered=layered), served, choose)
+            yield Engine(Scheduler(cache, token_budget=token_budget), served, choose)
     finally:
         pool.close()
 
@@ -129,33 +129,6 @@ def test_models(name):
     with engine_for(model, pages=24) as engine:
         done = engine.run(requests)
     assert {id: completion.tokens for id, completion in done.items()} == expected
-
-
-@pytest.mark.parametrize("resident", [None, 0, 1])
-@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "Mistral"])
-def test_prompts_band_by_band(name, resident):
-    """Full attention and sliding windows: the tokens are those of whole prompts, and those of each alone,
-    where the running make room for one another too."""
-    torch.manual_seed(3)
-    if name == "Llama":
-        model = make_llama("sdpa", num_hidden_layers=6)
-    else:
-        kind, config, changes = MODELS[name]
-        sizes = SIZES | changes | {"num_hidden_layers": 6}
-        if "layer_types" in changes:
-            sizes["layer_types"] = changes["layer_types"] * 3
-        model = kind(config(**sizes, attn_implementation="sdpa")).eval()
-    requests = mixed_requests()
-    expected = {request.id: alone(model, request) for request in requests}
-    banded = {"pages": 60, "layer_group": 1, "tile": 1, "bands": 6}
-    for layering in (False, Layering(resident)):
-        with engine_for(model, layered=layering, **banded) as engine:
-            done = engine.run(requests)
-            stats = engine.scheduler.stats
-            assert engine.scheduler.cache.stats().nbytes_swapped == 0
-        assert {id: completion.tokens for id, completion in done.items()} == expected
-        assert stats.swapped + stats.recomputed >= 1
-        assert (stats.layered > 0) == (layering is not False)
 
 
 def test_stop_tokens():

@@ -6,27 +6,29 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 
 import pytest
 
 import vtensor.serving
 from interrupts import at_every_bytecode, moment, place
-from serving_support import GROUPS, SINGLES, SLOTS, alone, choose, engine_over, opened
+from serving_support import GROUPS, LEAVING, SINGLES, SLOTS, alone, choose, eager, engine_over, opened
 from support import every
 from vtensor import InvalidArgument
-from vtensor.serving import Layering, Request, Status
+from vtensor.serving import Request, Status
 from vtensor.serving.engine import _completion
 
 
 class Run:
     """An engine on its way, and the ends that it has returned."""
 
-    def __init__(self, budget: int, requests: list[Request], steps: int = 0, bands: int = 1) -> None:
+    def __init__(self, budget: int, requests: list[Request], steps: int = 0, promised: bool = False) -> None:
         self.requests = requests
         self.resources = ExitStack()
-        self.cache = self.resources.enter_context(opened("host", budget, SLOTS, bands=bands))
-        layered = Layering(1) if bands > 1 else False
-        self.engine = engine_over(self.cache, token_budget=16, layered=layered)
+        self.cache = self.resources.enter_context(opened("host", budget, SLOTS))
+        ticks = count()
+        options = {"promises": eager() if promised else None, "clock": lambda: next(ticks) * 0.001}
+        self.engine = engine_over(self.cache, token_budget=16, **options)
         self.scheduler = self.engine.scheduler
         self.ends = []
         for request in requests:
@@ -101,9 +103,9 @@ def test_step():
         run.ends += outcome.result or []
         run.finish()
 
-    for mix in (GROUPS, SINGLES):
-        for steps in range(steps_of(mix)):
-            setup = partial(Run, *mix, steps)
+    for mix, promised in ((GROUPS, False), (SINGLES, False), (LEAVING, True)):
+        for steps in range(steps_of(mix, promised=promised)):
+            setup = partial(Run, *mix, steps, promised)
             interrupt(setup, lambda run: run.engine.step(), check, stride=every(6), seen=seen)
     assert len(seen) > 1500
 
@@ -159,6 +161,7 @@ def cut_completions(mix, *, abandoned: bool, stride: int, **options) -> set:
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_an_iteration_can_be_completed_again_or_abandoned(abandoned):
     cut_completions(GROUPS, abandoned=abandoned, stride=every(2))
+    cut_completions(LEAVING, abandoned=abandoned, stride=every(2), promised=True)
 
 
 @pytest.mark.thorough

@@ -5,7 +5,6 @@ from __future__ import annotations
 from vtensor.replay.baselines import StaticCache
 from vtensor.replay.paged import PagedCache
 from vtensor.replay.policies import POLICIES, Policy, Server, default_layer_group, open_cache, scale
-from vtensor.replay.predictors import PREDICTORS
 from vtensor.replay.radix import RadixCache
 from vtensor.replay.report import picture, table, to_json
 from vtensor.replay.shapes import MODELS, ModelShape, model_shape, parse_bytes
@@ -15,7 +14,6 @@ from vtensor.replay.traces import Row, read_trace
 __all__ = [
     "MODELS",
     "POLICIES",
-    "PREDICTORS",
     "ModelShape",
     "PagedCache",
     "Policy",

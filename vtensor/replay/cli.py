@@ -13,7 +13,6 @@ from vtensor._exit_status import exit_status
 from vtensor._progress import Progress
 from vtensor.errors import InvalidArgument
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
-from vtensor.replay.predictors import PREDICTORS
 from vtensor.replay.report import picture, table, to_json
 from vtensor.replay.shapes import MODELS, model_shape, parse_bytes
 from vtensor.replay.simulate import SLO_TPOT, SLO_TTFT, ServiceModel, replay
@@ -108,12 +107,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES_PER_SECOND",
         help="bytes a second of copies to host memory, and of copies from it (default: %(default)s)",
     )
-    parser.add_argument("--bands", type=int, default=8, help="layerkv only (default: %(default)s)")
     parser.add_argument(
-        "--predictor",
-        choices=list(PREDICTORS),
-        default="histogram",
-        help="predicts the tokens to come, for the promises; layerkv only (default: %(default)s)",
+        "--slower",
+        type=float,
+        default=0.05,
+        help="the part by which waits in host memory may lengthen the mean time per token; layerkv only "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--slo-ttft",
@@ -171,7 +170,7 @@ def _run(arguments: argparse.Namespace) -> None:
                     token_budget=arguments.token_budget,
                     slo_ttft=_over_zero("--slo-ttft", arguments.slo_ttft),
                     slo_tpot=_over_zero("--slo-tpot", arguments.slo_tpot),
-                    predictor=PREDICTORS[arguments.predictor](),
+                    slower=arguments.slower,
                     progress=progress,
                 )
             )
@@ -202,7 +201,6 @@ def _server(arguments: argparse.Namespace, rows: list[Row]) -> Server:
         or default_layer_group(shape, page_size),
         lookahead=min(_LOOKAHEAD, max_len) if lookahead is None else lookahead,
         driver=arguments.driver,
-        bands=_within("--bands", arguments.bands, 3),
     )
 
 

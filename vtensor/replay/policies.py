@@ -17,7 +17,7 @@ from vtensor.replay.baselines import ReplayCache, StaticCache
 from vtensor.replay.paged import PagedCache
 from vtensor.replay.radix import RadixCache
 from vtensor.replay.shapes import ModelShape
-from vtensor.serving import Layering, Promises, Scheduler, resident_bands
+from vtensor.serving import Promises, Scheduler
 
 __all__ = [
     "POLICIES",
@@ -39,7 +39,7 @@ _LEAST_TOKENS = 16
 
 @dataclass(frozen=True)
 class Server:
-    """A model and the memory to serve it with. The last five apply to vtensor only.
+    """A model and the memory to serve it with. The last four apply to vtensor only.
 
     Args:
         shape: the shape of the model's K and V.
@@ -50,7 +50,6 @@ class Server:
         layer_group: layers in a page.
         lookahead: tokens that the mapper keeps ready.
         driver: ``"host"`` maps pages with mmap, ``"simulated"`` with the simulated libcuda.
-        bands: bands of layers, for policies that compute prompts band by band.
     """
 
     shape: ModelShape
@@ -61,7 +60,6 @@ class Server:
     layer_group: int
     lookahead: int = 0
     driver: Driver = "host"
-    bands: int = 8
 
     @property
     def tokens(self) -> int:
@@ -92,7 +90,7 @@ def scale(shape: ModelShape, page_size: int) -> int:
 
 
 @contextmanager
-def _vtensor(server: Server, bands: int = 1) -> Iterator[ReplayCache]:
+def _vtensor(server: Server) -> Iterator[ReplayCache]:
     shape, factor = server.shape, scale(server.shape, server.page_size)
     page_size, budget = server.page_size // factor, server.memory // factor
     if server.driver == "host":
@@ -108,8 +106,7 @@ def _vtensor(server: Server, bands: int = 1) -> Iterator[ReplayCache]:
             server.max_len,
             torch.bfloat16,
             pool.device,
-            layer_group=min(server.layer_group, shape.layers // bands),
-            bands=bands,
+            layer_group=server.layer_group,
             lookahead=server.lookahead,
             tile=1,
             pool=pool,
@@ -134,14 +131,6 @@ def _ideal(server: Server) -> Iterator[ReplayCache]:
     yield RadixCache(server.tokens, server.max_batch, server.max_len)
 
 
-def _banded(server: Server) -> AbstractContextManager[ReplayCache]:
-    if server.shape.layers % server.bands != 0:
-        raise InvalidArgument(
-            f"[replay] {server.bands} bands of {server.shape.layers} layers: give a number that divides them"
-        )
-    return _vtensor(server, server.bands)
-
-
 @dataclass(frozen=True)
 class Terms:
     """The inputs of a policy's scheduler.
@@ -150,15 +139,11 @@ class Terms:
         token_budget: tokens of an iteration.
         clock: simulated seconds.
         promises: the promises to the requests.
-        token_seconds: seconds that the device takes to compute a prompt token.
-        copy_seconds: seconds that it takes to copy a token's K and V to host memory.
     """
 
     token_budget: int
     clock: Callable[[], float]
     promises: Promises
-    token_seconds: float
-    copy_seconds: float
 
 
 Schedule = Callable[[ReplayCache, Terms], Scheduler]
@@ -177,16 +162,8 @@ def _whole_prompts(cache: ReplayCache, terms: Terms) -> Scheduler:
 
 
 def _layerkv(cache: ReplayCache, terms: Terms) -> Scheduler:
-    """Computes prompts that find no room band by band. The promises to others decide when prompts begin."""
-    assert isinstance(cache, KVCache)
-    resident = resident_bands(len(cache.bands), terms.token_seconds, terms.copy_seconds)
-    return Scheduler(
-        cache,
-        token_budget=terms.token_budget,
-        clock=terms.clock,
-        layered=Layering(min(resident, len(cache.bands) - 1)),
-        promises=terms.promises,
-    )
+    """As :func:`first_come`, but requests with long answers may leave for prompts that find no room."""
+    return Scheduler(cache, token_budget=terms.token_budget, clock=terms.clock, promises=terms.promises)
 
 
 @dataclass(frozen=True)
@@ -210,12 +187,13 @@ POLICIES = {
     "static": Policy(_static),
     "ideal": Policy(_ideal),
     "whole": Policy(_vtensor, _whole_prompts, opt_in=True),
-    "layerkv": Policy(_banded, _layerkv, opt_in=True),
+    "layerkv": Policy(_vtensor, _layerkv, opt_in=True),
 }
 """``vtensor``: :class:`vtensor.KVCache`. ``paged``: tables of 16-token frames with prefix reuse. ``static``:
 a slot of the largest length for each request. ``ideal``: no waste, and a radix cache of 16-token units.
 ``whole``: as ``vtensor``, with each prompt computed in one iteration; only a prompt that begins in one
-iteration with others may be cut. ``layerkv``: prompts band by band, through host memory, by promises."""
+iteration with others may be cut. ``layerkv``: as ``vtensor``, but long answers may
+wait in host memory while prompts have their room, by promises."""
 
 
 def open_cache(policy: str, server: Server) -> AbstractContextManager[ReplayCache]:

@@ -15,8 +15,7 @@ from vtensor.kv import KVCache
 from vtensor.replay.baselines import ReplayCache
 from vtensor.replay.policies import POLICIES, Terms, first_come
 from vtensor.replay.traces import Row
-from vtensor.serving import LengthPredictor, Plan, Promises, Request, SampleGroup
-from vtensor.serving.plans import slot_of
+from vtensor.serving import Plan, Promises, Request, SampleGroup
 
 __all__ = ["SLO_TPOT", "SLO_TTFT", "Result", "Sample", "ServiceModel", "replay"]
 
@@ -100,6 +99,8 @@ class Result:
     recomputed: int
     """Preemptions that dropped computed tokens."""
     swapped: int
+    copied_bytes: int
+    """K and V that moved to host memory, and back."""
     calls_caller: int
     """Driver calls on the critical path: on the thread that plans iterations."""
     calls_mapper: int
@@ -150,7 +151,7 @@ def replay(
     token_budget: int = 2048,
     slo_ttft: float = SLO_TTFT,
     slo_tpot: float = SLO_TPOT,
-    predictor: LengthPredictor | None = None,
+    slower: float = 0.05,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Serves a trace in simulated time.
@@ -168,7 +169,7 @@ def replay(
         speed: the factor by which requests come faster than recorded.
         token_budget: as for ``Scheduler``.
         slo_ttft, slo_tpot: the promises to each request, in seconds.
-        predictor: as for ``Promises``, if the policy keeps them.
+        slower: as for ``Promises``, if the policy keeps them.
         progress: called with a line of text after each iteration.
 
     Raises:
@@ -179,7 +180,7 @@ def replay(
         if not number > 0:
             raise InvalidArgument(f"[replay] {name}={number}: it must be over 0")
     service = service or ServiceModel()
-    promised = (slo_ttft, slo_tpot, predictor)
+    promised = (slo_ttft, slo_tpot, slower)
     return _Replay(policy, cache, rows, token_bytes, service, speed, token_budget, *promised).run(progress)
 
 
@@ -195,7 +196,7 @@ class _Replay:
         token_budget: int,
         slo_ttft: float,
         slo_tpot: float,
-        predictor: LengthPredictor | None,
+        slower: float,
     ) -> None:
         self.policy, self.cache, self.rows, self.token_bytes = policy, cache, rows, token_bytes
         self.service, self.speed = service, speed
@@ -206,9 +207,7 @@ class _Replay:
         terms = Terms(
             token_budget=token_budget,
             clock=lambda: self.now,
-            promises=Promises(slo_tpot, predictor),
-            token_seconds=1 / service.tokens_per_second,
-            copy_seconds=token_bytes / service.copy_bytes_per_second,
+            promises=Promises(slo_tpot, slo_ttft, slower),
         )
         self.scheduler = schedule(cache, terms)
         self.next_row = 0
@@ -222,7 +221,7 @@ class _Replay:
         self.stride, self.iterations = 1, 0
         self.busy = self.batch_seconds = 0.0
         self.waste_seconds = self.waste_busy = self.unsampled = 0.0
-        self.batch_peak = self.output_tokens = 0
+        self.batch_peak = self.output_tokens = self.copied_bytes = 0
         self.calls_before = self._calls()
         self.calls_seen = self.calls_before["caller"]
 
@@ -277,18 +276,11 @@ class _Replay:
             self._finished(group)
 
     def _moved(self, plan: Plan) -> tuple[int, int]:
-        """Bytes to host memory and bytes from it: of whole requests that are swapped out or come back, and of
-        bands of prompts, which this function moves."""
+        """Bytes to host memory and bytes from it, of requests that are swapped out or come back."""
         slots = [sequence.slot for group in plan.preempted for sequence in group.holders]
         out = sum(self.cache.length(slot) for slot in slots if slot is not None)  # None: computed again
         back = sum(self.cache.length(slot) for slot in plan.swapped_in)
-        if plan.walk is not None:
-            assert isinstance(self.cache, KVCache)
-            for sequence, start, stop in plan.walk.work:
-                out += stop
-                back += start if self.cache.bands_away(slot_of(sequence)) else 0
-            for layers in self.cache.bands:
-                plan.enter(layers[0])
+        self.copied_bytes += (out + back) * self.token_bytes
         return out * self.token_bytes, back * self.token_bytes
 
     def _let_the_mapper_work(self, seconds: float) -> None:
@@ -361,6 +353,7 @@ class _Replay:
             computed_tokens=stats.computed_tokens,
             recomputed=stats.recomputed,
             swapped=stats.swapped,
+            copied_bytes=self.copied_bytes,
             calls_caller=made["caller"],
             calls_mapper=made["mapper"],
             delay_p50=_quantile(delays, 0.50),

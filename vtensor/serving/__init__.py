@@ -7,9 +7,8 @@ with a model's forward; that of a Hugging Face model is in ``vtensor.integration
 from __future__ import annotations
 
 from vtensor.serving.engine import Completion, Engine, greedy
-from vtensor.serving.layers import Layering, LayerWalk, bands_that_stay, resident_bands
 from vtensor.serving.plans import Plan, SchedulerStats, Work
-from vtensor.serving.promises import LengthHistogram, LengthPredictor, Pace, Promises
+from vtensor.serving.promises import LengthHistogram, Pace, Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence
 from vtensor.serving.scheduler import Scheduler
 from vtensor.serving.slots import KVCacheManager, SlotStats
@@ -18,10 +17,7 @@ __all__ = [
     "Completion",
     "Engine",
     "KVCacheManager",
-    "LayerWalk",
-    "Layering",
     "LengthHistogram",
-    "LengthPredictor",
     "Pace",
     "Plan",
     "Promises",
@@ -33,7 +29,5 @@ __all__ = [
     "Status",
     "TokenSequence",
     "Work",
-    "bands_that_stay",
     "greedy",
-    "resident_bands",
 ]

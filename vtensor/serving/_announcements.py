@@ -5,7 +5,7 @@ from __future__ import annotations
 from vtensor.kv import KVCache
 from vtensor.serving._commit import Change
 from vtensor.serving.plans import slot_of, target
-from vtensor.serving.requests import SampleGroup, TokenSequence
+from vtensor.serving.requests import SampleGroup
 from vtensor.serving.slots import KVCacheManager
 
 __all__ = ["Announcements"]
@@ -53,19 +53,16 @@ class Announcements:
             lengths[slot_of(group.live[0])] = target(group.live[0])
         return lengths
 
-    def look_ahead(self, lengths: list[int], parted: list[TokenSequence]) -> None:
+    def look_ahead(self, lengths: list[int]) -> None:
         """Has the mapper map what is known of the next iteration while this one is computed: one more token
         of each slot, and the prompts of announced requests if there is room for them too.
 
         Args:
             lengths: the lengths after this iteration.
-            parted: sequences with bands that may be in host memory; they stay as they are.
         """
         if self._cache is None:
             return
         ahead = [length and length + 1 for length in lengths]
-        for sequence in parted:
-            ahead[slot_of(sequence)] = lengths[slot_of(sequence)]
         self._cache.prepare(ahead)
         if self._iterations:
             self._cache.prepare(self.with_prompts(ahead))

@@ -70,7 +70,7 @@ class Books:
                 with suppress(InvalidArgument):  # most are free already
                     self.cache.free(slot)
         lengths = [0] * self.cache.max_batch
-        for group in self.running + [group for group in self.swapped if group.layered]:
+        for group in self.running:
             for sequence in group.holders:
                 lengths[slot_of(sequence)] = self.cache.length(slot_of(sequence))
         self.note([(setattr, self, "lengths", lengths), (setattr, self, "settled", True)])
@@ -90,7 +90,7 @@ class Books:
             (self._queue_of(group).remove, group),
             (self.waiting.insert, bisect(self.waiting, group.order, key=by_arrival), group),
             (setattr, group, "status", Status.WAITING),
-            (setattr, group, "layered", False),
+            (setattr, group, "left_at", None),
             (setattr, group, "forked", len(group.live) == 1),
         ]
         for sequence in group.live:
@@ -220,6 +220,6 @@ class Books:
         request = sequence.group.request
         known = sequence.group.prompt_tokens + len(sequence.output)
         tokens = 0 if isinstance(request.prompt, int) else min(known, computed)
-        if tokens - sequence.published >= self.unit and not sequence.group.layered:
+        if tokens - sequence.published >= self.unit:
             ids = sequence.ids(0, tokens)
             sequence.published = self.cache.publish(slot_of(sequence), ids, salt=request.salt)

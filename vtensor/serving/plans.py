@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vtensor.serving.requests import SampleGroup, TokenSequence
 
-__all__ = ["Plan", "SchedulerStats", "Walk", "Work", "add_piece", "next_piece", "slot_of", "target"]
+__all__ = ["Plan", "SchedulerStats", "Work", "add_piece", "next_piece", "slot_of", "target"]
 
 
 class Work(NamedTuple):
@@ -16,19 +16,6 @@ class Work(NamedTuple):
     sequence: TokenSequence
     start: int
     stop: int
-
-
-class Walk(Protocol):
-    """Pieces of prompts that are computed band by band: :class:`vtensor.serving.LayerWalk`."""
-
-    work: list[Work]
-
-    @property
-    def begun(self) -> bool: ...
-
-    def enter(self, layer: int) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 @dataclass
@@ -54,22 +41,8 @@ class Plan:
     ended: list[SampleGroup] | None = None
     """Requests that ended with this plan; None until it is complete."""
 
-    walk: Walk | None = None
-    """The pieces of prompts, the last of ``work``, that are computed band by band."""
-
     def __bool__(self) -> bool:
         return bool(self.work)
-
-    def enter(self, layer: int) -> None:
-        """Makes a layer ready for the plan's work. Call it before K and V of each layer are written and read,
-        in the order of layers.
-
-        Raises:
-            InvalidArgument: layers are left out.
-            OutOfPages: memory that the plan counted on has gone. Abandon the plan.
-        """
-        if self.walk is not None:
-            self.walk.enter(layer)
 
 
 @dataclass
@@ -88,8 +61,8 @@ class SchedulerStats:
     reused_tokens: int = 0
     """The prompt tokens that published prefixes covered."""
     computed_tokens: int = 0
-    layered: int = 0
-    """Requests whose prompts were computed band by band."""
+    left: int = 0
+    """Those that let the prompt of another begin, and were not needed for the requests that ran."""
 
 
 def slot_of(sequence: TokenSequence) -> int:

@@ -153,15 +153,16 @@ class SampleGroup:
 
     request: Request
     order: int  # of arrival
+    arrived_at: float = 0.0  # by the scheduler's clock, as the times below
     prompt_tokens: int = field(init=False)
     sequences: list[TokenSequence] = field(init=False)
     live: list[TokenSequence] = field(init=False)  # sequences that have not ended
     status: Status = Status.WAITING
     forked: bool = False  # each live sequence has a slot; before that only the first has
     admitted: bool = False  # at least once
-    layered: bool = False  # computed band by band, and since then not whole in memory again
-    parted_at: int = 0  # tokens known when it last went to host memory to share nothing
-    first_token_at: float | None = None  # by the scheduler's clock, if it has promises to keep
+    first_token_at: float | None = None  # if there are promises to keep
+    left_at: float | None = None  # for host memory; None if it is not there
+    away: float = 0.0  # seconds in host memory, before it came back
     reason: str = ""  # why it failed, or "cancelled"
 
     def __post_init__(self) -> None:
@@ -169,6 +170,14 @@ class SampleGroup:
         self.sequences = [TokenSequence(self, i, self.prompt_tokens) for i in range(self.request.samples)]
         self.live = list(self.sequences)
         self.forked = self.request.samples == 1
+
+    def is_back(self, now: float) -> list[tuple[object, ...]]:
+        """The changes that note a return from host memory."""
+        return [(setattr, self, "away", self.time_away(now)), (setattr, self, "left_at", None)]
+
+    def time_away(self, now: float) -> float:
+        """Seconds in host memory."""
+        return self.away + (0.0 if self.left_at is None else now - self.left_at)
 
     @property
     def holders(self) -> list[TokenSequence]:

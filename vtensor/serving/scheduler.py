@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import abc
-from itertools import islice, repeat
+from itertools import repeat
 
 from vtensor._arguments import number
 from vtensor.errors import InvalidArgument
 from vtensor.serving._announcements import Announcements
 from vtensor.serving._books import Books, by_arrival
 from vtensor.serving._commit import Change, commit, each
-from vtensor.serving._walks import Walks
-from vtensor.serving.layers import Layering
 from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, next_piece, slot_of, target
 from vtensor.serving.promises import Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
@@ -48,14 +46,12 @@ class Scheduler:
         patience: seconds that a request waits, with nothing else running, for memory that other processes of
             a shared budget hold. Then it fails. A request that would not fit even if they held none fails at
             once.
-        layered: whether prompts that find no room for all of their K and V are computed band by band
-            (:class:`vtensor.serving.Layering`), and wait in host memory for their turn to decode. The cache
-            needs ``bands=`` for that, and the model must call ``plan.enter(layer)``.
-        promises: decides which prompts may be computed now; all that fit unless given.
+        promises: lets requests with long answers wait in host memory while a prompt has their room
+            (:class:`vtensor.serving.Promises`). Those that have to make room go there too; without promises a
+            single sequence is computed again. The cache must be able to swap.
         clock: seconds, as ``time.monotonic`` gives them.
 
-    Raises InvalidArgument for a smaller budget, a patience below 0, or a cache without bands. Call it from
-    one thread.
+    Raises InvalidArgument for a smaller budget, or a patience below 0. Call it from one thread.
     """
 
     def __init__(
@@ -64,7 +60,6 @@ class Scheduler:
         *,
         token_budget: int = 2048,
         patience: float = 60.0,
-        layered: Layering | bool = False,
         promises: Promises | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,15 +73,11 @@ class Scheduler:
             raise InvalidArgument(f"[Scheduler] patience is {patience}: it must be at least 0 seconds")
         self.cache = cache
         self.token_budget = token_budget
-        self.layering: Layering | None = Layering() if layered is True else layered or None
-        if self.layering is not None:
-            self.layering.open(cache)
         self.promises = promises
         self._clock = clock
         self._began = 0.0  # when the iteration under way was planned
         self.stats = SchedulerStats()
         self._books = Books(cache)
-        self._walks = Walks(self._books, self.layering, token_budget)
         self._announcements = Announcements(cache)
         self.waiting, self.running = self._books.waiting, self._books.running
         self.swapped = self._books.swapped
@@ -100,8 +91,9 @@ class Scheduler:
         self._refused = False  # memory was short, and no request has ended since
         self._prompts: list[SampleGroup] = []  # computed by the last iteration, to be shared before the next
         self._next = Plan()  # begins with the news of an iteration that was taken back, or interrupted
-        self._begun_tokens = 0  # still to come, of prompts that are being computed
         self._sequences = 0  # of running requests
+        self._invited: SampleGroup | None = None  # others have left for it, so it takes their room
+        self._moved_tokens = 0  # to host memory and back, by the iteration that is planned
 
     @property
     def unfinished(self) -> int:
@@ -120,7 +112,7 @@ class Scheduler:
                 f"[Scheduler.add] request {request.id!r} is there already: choose another id"
             )
         check_fits("Scheduler.add", request, self.cache)
-        group = SampleGroup(request, self._arrivals)
+        group = SampleGroup(request, self._arrivals, self._clock())
         commit(
             [
                 (self._books.groups.__setitem__, request.id, group),
@@ -165,17 +157,18 @@ class Scheduler:
         self._books.settled = False
         plan = self._next
         plan.work, plan.sampled, plan.tokens, plan.cancelled = [], [], 0, self.cancelled
-        plan.walk = None
+        self._invited, self._moved_tokens = None, 0
         self.waits_for_others = False
         for group in self._prompts:
             self._books.share(group)
         self._prompts = []
+        self._let_leave(plan)
+        left = len(plan.preempted)
         self._advance(plan)
-        admits = not plan.preempted and not self._admit(plan)
-        if self.layering is not None:
-            self._plan_walk(plan, admits)
+        if len(plan.preempted) == left:
+            self._admit(plan)
         if plan.work:
-            self._announcements.look_ahead(self._books.lengths, self._walks.parted)
+            self._announcements.look_ahead(self._books.lengths)
         commit(
             [
                 (setattr, self, "_began", self._clock()),
@@ -198,22 +191,15 @@ class Scheduler:
                 self._short_since = None
                 return
             plan.work, plan.sampled, plan.tokens = [], [], 0
-            if self._walks.send_away():
-                continue
-            self._make_way(plan, [group for group in self.running if self._walks.holds(group)], lengths)
+            self._make_way(plan, lengths)
 
     def _plan_running(self, plan: Plan) -> list[int]:
-        """Plans the running requests, except those that are computed band by band. Returns the lengths that
-        the slots need."""
+        """Plans the running requests. Returns the lengths that the slots need."""
         decoding: list[TokenSequence] = []
         tails: list[TokenSequence] = []  # prompts of several samples that lack a token
         prompts: list[TokenSequence] = []
-        begun = more = 0
+        more = 0
         for group in self.running:
-            if group.layered:
-                more += 1
-                begun += target(group.live[0]) - group.live[0].computed
-                continue
             live, one_left = group.live, decoding
             if not group.forked:
                 more += len(live) - 1
@@ -223,7 +209,6 @@ class Scheduler:
                     one_left.append(sequence)
                 else:
                     prompts.append(sequence)
-                    begun += sequence.known - sequence.computed
         lengths = self._books.lengths.copy()
         for sequence in decoding:
             lengths[slot_of(sequence)] = sequence.known
@@ -235,49 +220,70 @@ class Scheduler:
                 add_piece(plan, piece)
                 slot = slot_of(sequence)
                 lengths[slot] = max(lengths[slot], piece.stop)
-        self._begun_tokens = begun
         self._sequences = len(decoding) + len(tails) + len(prompts) + more
         return lengths
 
-    def _admit(self, plan: Plan) -> bool:
-        """Admits requests in order of arrival, until one does not fit: no other overtakes it. Returns whether
-        some of them begin with the next iteration."""
+    def _admit(self, plan: Plan) -> None:
+        """Admits requests in order of arrival, until one does not fit. Only requests that have left are
+        overtaken."""
         announced: set[SampleGroup] = set()  # by this plan
         while not (self._refused and self.running):
-            waiting = (group for group in self.waiting if group not in announced)
-            group = min([*islice(waiting, 1), *self.swapped[:1]], key=by_arrival, default=None)
-            if group is None:
-                break
-            if self._walks.holds_up(group):
+            waiting = next((group for group in self.waiting if group not in announced), None)
+            group = self._first_in_line(waiting, announced)
+            if group is None or plan.tokens + len(group.holders) > self.token_budget:
                 break
             came_back = group.status is Status.SWAPPED
-            if plan.tokens + len(group.holders) > self.token_budget:
-                break
-            if not came_back and not self._may_begin(group):
+            if not came_back and not self._has_slots(group):
                 break
             fits = self._bring_back(plan, group) if came_back else self._place(plan, group)
             if fits and group in self._announcements:
                 announced.add(group)
-            if fits or self._walks.send_away(behind=group.order):
+            if fits:
                 continue
             if self.running:
                 self._refused = True
             elif self.waits_for_others:
                 break
-            elif not (self._walks.part_from_prefixes(group) or self._take_bands(plan, group)):
+            else:
                 self._fail(plan, group)
-        return bool(announced)
 
-    def _may_begin(self, group: SampleGroup) -> bool:
-        """Whether there are slots for a waiting request, and the promises to others leave time for it."""
+    def _first_in_line(self, waiting: SampleGroup | None, announced: set[SampleGroup]) -> SampleGroup | None:
+        """The request that gets memory next: the earliest, unless it has left and can stay away. While
+        announced prompts are mapped, none comes back."""
+        if self._invited is not None and waiting is self._invited:
+            return waiting
+        back = self.swapped[0] if self.swapped and not announced else None
+        if waiting is None or back is None:
+            return waiting or back
+        if back.left_at is not None and self._is_worth(waiting, []):
+            return waiting
+        return min(waiting, back, key=by_arrival)
+
+    def _has_slots(self, group: SampleGroup) -> bool:
+        """Whether there are slots for a waiting request."""
         taken = self._sequences + sum(len(other.live) for other in self.swapped)
         taken += self._announcements.sequences_beside(group)
-        if taken + len(group.live) > self.cache.max_batch:
-            return False
-        if self.promises is None or not self.running:
-            return True
-        tokens = self._begun_tokens + group.prompt_tokens
-        return self.promises.allow(tokens, self.running, self._clock())
+        return taken + len(group.live) <= self.cache.max_batch
+
+    def _let_leave(self, plan: Plan) -> None:
+        """Moves requests with long answers to host memory if the first waiting one found no room, and what it
+        gains is worth what they lose."""
+        if self.promises is None or not (self._refused and self.waiting):
+            return
+        first = self.waiting[0]
+        needed = first.prompt_tokens + 2 * self._books.unit
+        if sum(self._books.lengths) < needed:
+            return  # not even all of them have it
+        leavers = self.promises.leavers(needed, self.running)
+        if not leavers or not self._has_slots(first) or not self._is_worth(first, leavers):
+            return
+        if all(self._swap_out(plan, group) for group in leavers):
+            self._invited, self._refused = first, False
+            self.stats.left += len(leavers)
+
+    def _is_worth(self, group: SampleGroup, leavers: list[SampleGroup]) -> bool:
+        promises, now = self.promises, self._clock()
+        return promises is not None and promises.worth(group, leavers, self.running, self.swapped, now)
 
     def _place(self, plan: Plan, group: SampleGroup) -> bool:
         """Gives a waiting request a slot, and memory for its whole prompt: a piece of it would be lost again
@@ -294,14 +300,14 @@ class Scheduler:
         # `fits` comes first: a refused step has given up prefixes that later requests would have found. A
         # request that waited for others comes back with room for more than it had, so that it makes progress
         # each time.
-        wanted = self._walks.room_beside(planned, slot)
+        wanted = planned
         if self._short_since is not None:
             wanted = planned.copy()
             wanted[slot] = min(prompt + self._books.unit, group.prompt_tokens + group.request.max_new_tokens)
-        asks = self.running or self._short_since is not None
+        asks = (self.running and group is not self._invited) or self._short_since is not None
         if asks and not self.cache.fits(wanted):
             placed = False
-        elif self.running and self._announcements.must_wait(group, lengths):
+        elif asks and self.running and self._announcements.must_wait(group, lengths):
             self._announce(group, slot, covered)
             return True
         else:
@@ -354,7 +360,6 @@ class Scheduler:
                 (setattr, stats, "reused_tokens", stats.reused_tokens + covered),
             ]
         self._books.note([*changes, *self._books.run(group), self._announcements.drop(group)])
-        self._begun_tokens += target(sequence) - covered
         self._sequences += len(group.live)
 
     def _bring_back(self, plan: Plan, group: SampleGroup) -> bool:
@@ -363,18 +368,12 @@ class Scheduler:
         back = [slot_of(sequence) for sequence in group.holders]
         for sequence, slot in zip(group.holders, back, strict=True):
             lengths[slot] = max(self.cache.length(slot), sequence.computed + 1)
-        layering = self.layering if group.layered else None
-        if self.running:
-            wanted = self._walks.room_beside(lengths, back[0])
-            fits = layering.fits(back[0], wanted[back[0]]) if layering else self.cache.fits(wanted)
-            if not fits:
-                return False
+        if self.running and not self.cache.fits(lengths):
+            return False
         self._books.changing.append(group)
-        came_back = layering.bring_back(back[0]) if layering else self.cache.swap_in(back)
+        came_back = self.cache.swap_in(back)
         if not came_back or not self.cache.step(lengths):
-            if came_back and layering is not None:
-                layering.send_away(back[0])
-            elif came_back:
+            if came_back:
                 self.cache.swap_out(back)
             if not self.running:
                 self._may_wait(lengths)
@@ -384,49 +383,14 @@ class Scheduler:
             [
                 (plan.swapped_in.extend, back),
                 (setattr, self._books, "lengths", lengths),
-                (setattr, group, "layered", False),
+                *group.is_back(self._clock()),
                 *self._books.run(group),
             ]
         )
+        self._moved_tokens += sum(sequence.computed for sequence in group.holders)
         self._sequences += len(group.live)
         for sequence in group.holders:
             add_piece(plan, Work(sequence, sequence.computed, sequence.computed + 1))
-        return True
-
-    def _plan_walk(self, plan: Plan, admits: bool) -> None:
-        """Plans what is computed band by band: the pieces of running requests, then, with ``admits``, waiting
-        prompts that find no room for all of their K and V."""
-        while not self._walks.go_on(plan):
-            due = self._walks.due
-            lengths = self._books.lengths.copy()
-            lengths[slot_of(due[0])] = target(due[0])
-            self._make_way(plan, [sequence.group for sequence in due], lengths)
-        admits = admits and self._walks.admits
-        while admits and self.waiting and self.running and not plan.preempted:
-            group = self.waiting[0]
-            if group.request.samples > 1 or plan.tokens == self.token_budget or not self._may_begin(group):
-                break
-            admits = self._place_by_bands(plan, group)
-        plan.walk = self._walks.walk()
-
-    def _place_by_bands(self, plan: Plan, group: SampleGroup) -> bool:
-        """Gives a waiting request a slot, and a place in an iteration's walk, if there is room for a few of
-        its bands at a time."""
-        slot = self._books.slot_for(group)
-        if slot is None:
-            return False
-        covered = self.cache.length(slot)
-        piece = next_piece(plan, group.live[0], covered, self.token_budget)
-        if piece is None or not self._walks.fits(piece, slot):
-            self._withdraw(group, slot)
-            return False
-        changes: list[Change] = [
-            (self._books.lengths.__setitem__, slot, covered),
-            (setattr, group, "layered", True),
-            (setattr, self.stats, "layered", self.stats.layered + 1),
-        ]
-        self._enter(plan, group, slot, covered, changes)
-        self._walks.add(plan, piece)
         return True
 
     # ------------------------------------------------------------------ making room
@@ -441,45 +405,44 @@ class Scheduler:
             self.waits_for_others = now - self._short_since < self.patience
         return self.waits_for_others
 
-    def _make_way(self, plan: Plan, victims: list[SampleGroup], lengths: list[int]) -> None:
+    def _make_way(self, plan: Plan, lengths: list[int]) -> None:
         """Makes room: by the latest of several running requests. A single one, which needs these lengths,
         fails or waits for other processes. While it waits, it keeps nothing that they may wait for."""
-        latest = max(victims, key=by_arrival)
-        if len(victims) > 1 or self._may_wait(lengths) or self._may_part(latest):
-            self._preempt(plan, latest)
+        if len(self.running) > 1 or self._may_wait(lengths):
+            self._preempt(plan, self.running[-1])
         else:
-            self._fail(plan, latest)
-
-    def _may_part(self, group: SampleGroup) -> bool:
-        """Whether a single request gets more room by going to host memory: prefixes that some of its bands
-        share can be given up once none shares them. Tried once at each length."""
-        tokens = group.live[0].known
-        if self.layering is None or group.layered or len(group.live) > 1 or group.parted_at == tokens:
-            return False
-        group.parted_at = tokens
-        return True
-
-    def _take_bands(self, plan: Plan, group: SampleGroup) -> bool:
-        """Takes the bands that stayed of the latest other request in host memory, which has no room for them:
-        that request is computed again. Returns whether there was one."""
-        held = [other for other in self.swapped if other is not group and other.layered]
-        held = [other for other in held if self._walks.holds(other)]
-        if held:
-            self._preempt(plan, max(held, key=by_arrival))
-        return bool(held)
+            self._fail(plan, self.running[0])
 
     def _preempt(self, plan: Plan, group: SampleGroup) -> None:
         stats, shared = self.stats, len(group.holders) > 1
-        swaps = shared or (self.layering is not None and not group.layered)
-        if swaps and (changes := self._books.swap_out(group)):
-            changes.append((setattr, stats, "swapped", stats.swapped + 1))
-        else:
-            if not shared:  # published tokens are not computed again, unless memory is short until then
-                self._books.publish(group.live[0], group.live[0].computed)
-            changes = [*self._books.free(group, group.holders), *self._books.wait(group)]
-            changes.append((setattr, stats, "recomputed", stats.recomputed + 1))
-        # Until a request ends: this one would be the first to go again.
-        self._books.note([*changes, (plan.preempted.append, group), (setattr, self, "_refused", True)])
+        if (shared or self.promises is not None) and self._swap_out(plan, group):
+            return
+        if not shared:  # published tokens are not computed again, unless memory is short until then
+            self._books.publish(group.live[0], group.live[0].computed)
+        self._books.note(
+            [
+                *self._books.free(group, group.holders),
+                *self._books.wait(group),
+                (plan.preempted.append, group),
+                (setattr, stats, "recomputed", stats.recomputed + 1),
+                (setattr, self, "_refused", True),
+            ]
+        )
+
+    def _swap_out(self, plan: Plan, group: SampleGroup) -> bool:
+        """Moves a request to host memory. False if that has no room."""
+        changes = self._books.swap_out(group)
+        if changes:
+            self._moved_tokens += sum(sequence.computed for sequence in group.holders)
+            changes += [
+                (plan.preempted.append, group),
+                (setattr, group, "left_at", self._clock()),
+                (setattr, self.stats, "swapped", self.stats.swapped + 1),
+                # Until a request ends: this one would be the first to go again.
+                (setattr, self, "_refused", True),
+            ]
+            self._books.note(changes)
+        return bool(changes)
 
     def _fail(self, plan: Plan, group: SampleGroup) -> None:
         tokens = max(sequence.known for sequence in group.live)
@@ -504,7 +467,6 @@ class Scheduler:
         return [
             *self._books.leave(group, status, reason),
             self._announcements.drop(group),
-            self._walks.one_has_ended(),
             (setattr, self, "_refused", False),
             (setattr, self, "_short_since", None),
         ]
@@ -539,8 +501,6 @@ class Scheduler:
             )
         chosen = None if tokens is None else token_ids("Scheduler.complete", tokens)
         now = self._clock()
-        if plan.walk is not None:
-            plan.walk.finish()
         self._settle()
         self._books.settled = False
         computed: list[TokenSequence] = []
@@ -584,8 +544,6 @@ class Scheduler:
             if len(sequences) == len(group.live):
                 changes += self._leave(group, Status.FINISHED)
                 ended_groups.append(group)
-        if plan.walk is not None:
-            changes += self._walks.computed(plan.walk, ended_groups)
         self._books.note(
             [
                 *changes,
@@ -602,16 +560,13 @@ class Scheduler:
         self._books.settled = True
         if self.promises is not None and plan.work:
             prompt_tokens = plan.tokens - len(plan.sampled) + len(prompts)
-            self.promises.note_iteration(prompt_tokens, now - self._began)
+            self.promises.pace.note(prompt_tokens, now - self._began, self._moved_tokens)
             for group in prompts:
                 if group.first_token_at is None and group.live:
                     group.first_token_at = now
-                    self.promises.note_first_token(group, now)
+                    self.promises.note_first_token(group)
             for group in ended_groups:
-                longest = max(sequence.generated for sequence in group.sequences)
-                self.promises.predictor.observe(group.request, longest)
-        if plan.walk is not None:
-            self._walks.measure(plan.walk, now - self._began, self._clock)
+                self.promises.note_end(group, now)
         return ended_groups
 
     def abandon(self, plan: Plan) -> None:
@@ -623,8 +578,6 @@ class Scheduler:
             raise InvalidArgument("[Scheduler.abandon] this is not the iteration that is under way")
         news = Plan(admitted=plan.admitted, failed=plan.failed, swapped_in=plan.swapped_in)
         changes: list[Change] = [(setattr, self, "cancelled", plan.cancelled + self.cancelled)]
-        if plan.walk is not None:
-            changes += self._walks.taken_back(plan.walk)
         commit([*changes, (setattr, self, "_next", news), (setattr, self, "planned", None)])
 
     def reorder(self, request_id: abc.Hashable, sources: abc.Sequence[int]) -> None:
