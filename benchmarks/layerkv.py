@@ -230,9 +230,11 @@ def run_sweep(options: argparse.Namespace) -> None:
         print(f"{len(done)} of {len(points[:: options.every])}", end="\r", file=sys.stderr, flush=True)
     print(summary(done))
     if options.json:
-        bars = {"worse": WORSE, "better": BETTER}
-        found = {"model": MODEL, "requests": options.requests, "bars": bars, "points": done}
-        options.json.write_text(json.dumps(rounded(found), indent=1) + "\n")
+        settings = json.dumps(
+            {"model": MODEL, "requests": options.requests, "worse": WORSE, "better": BETTER}
+        )
+        lines = ",\n".join(json.dumps(rounded(point)) for point in done)  # a line for each point
+        options.json.write_text(f'{{"settings": {settings}, "points": [\n{lines}\n]}}\n')
     if options.plot:
         sweep_picture(done, options.plot)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Latencies that are promised to requests, and the requests that may wait in host memory so that others begin.
+"""Latencies that are promised to requests, and which requests wait in host memory so that others begin.
 
 After LayerKV (arXiv 2410.00428), section 3, as its abstract and this project's notes give it. The time that a
 request may still lose is ``tpot * (N_past + N_future) - (T_past + T_future)``. The server's own pace is
