@@ -146,7 +146,9 @@ TEST_CASE_FIXTURE(HostFixture, "a child from which the memory cannot be taken en
           own->reserve(1);
           sock_filter no_mmap[] = {
               BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-              BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_mmap, 0, 1),
+              BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_mmap, 0, 3),
+              BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),
+              BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, PROT_NONE, 0, 1),
               BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOMEM),
               BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
           };
