@@ -565,22 +565,22 @@ def attention_views(operation: str, key: object | None, value: object | None, he
             sequences: VTensors, layers of a KVCache and views of them, or plain tensors. VTensors with positions and
             heads exchanged are transposed.
         heads_first: the kernel takes ``[rows, heads, positions, head size]``.
-        lengths: the positions to read of each row: None for all, an int for all rows, or a tensor with one for each. If
-            there is one row, a tensor may also have the ends of packed sequences. What a tensor on a device holds is
+        lengths: the positions to read of each row: None for all, a number for all rows, or a tensor with one for each.
+            If there is one row, a tensor may also have the ends of packed sequences. What a tensor on a device holds is
             not checked.
         added: positions that the kernel writes after these.
         index: a tensor with the rows to read. None means the first ones.
-        rows: how many rows are read if neither ``lengths`` nor ``index`` is a tensor. A query of four dimensions has one
-            sequence for each. None means all. With 0 or another query, nothing is checked: for kernels that take the
-            positions to read from a list, such as a table of pages.
+        rows: how many rows are read without an ``index``. A query of four dimensions has one sequence for each. None
+            means all. 0 or another query means unknown: then only a tensor of lengths tells. 0 is for kernels that take
+            the positions to read from a list, such as a table of pages.
 
     Returns:
         K, V, and the KVCache or None. A VTensor is returned as a plain view, of ``lengths + added`` positions if
-        ``lengths`` is an int. Other objects are returned unchanged.
+        ``lengths`` is a number. Other objects are returned unchanged.
 
     Raises:
-        InvalidArgument: if a row or position does not exist, a slot does not have the tokens, or one of two VTensors is
-            shorter. The message names it.
+        InvalidArgument: if a row or position does not exist, a slot does not have the tokens, a view of a layer is not
+            made of rows of tokens, or one of two VTensors is shorter. The message names it.
         Closed: if a VTensor or the KVCache is closed.
     """
 

@@ -71,6 +71,7 @@ class Arena(StaysHere):
         pool: the pool of the pages; the default pool of the CPU unless given.
         zeros: CUDA: maps one read-only page of zeros wherever no other page is mapped, which costs calls when
             pages come and go.
+        tag: the name by which :meth:`Pool.sleep` puts it to sleep.
 
     Raises:
         InvalidArgument: ``nbytes`` is not positive.

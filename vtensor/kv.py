@@ -63,6 +63,7 @@ class KVCache(StaysHere):
             finite. 256 on CUDA (FlashAttention 3 and 4 read up to 224), 1 on the CPU, where unmapped tokens
             read as zeros.
         pool: the pool of the pages; the device's default pool unless given.
+        tag: the name by which :meth:`Pool.sleep` puts it to sleep.
 
     Raises:
         InvalidArgument: sizes, dtype, device or layout that make no sense.

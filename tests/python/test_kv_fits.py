@@ -248,7 +248,7 @@ def test_what_is_named_wrongly(host_cache):
         ([slot, here], "slot 1 is not swapped out: call swap_out first"),
         ([slot, slot], "slot 0 is named twice"),
         ([slot, 99], "slot 99: the cache has slots 0 to 5"),
-        ("ab", "slot is 'a'"),
+        ("ab", "slots is 'ab': give slots that alloc"),
     ):
         with pytest.raises(vtensor.InvalidArgument, match=rf"^\[KVCache.swap_in\] .*{words}"):
             host_cache.swap_in(wrong)

@@ -206,7 +206,6 @@ class Walk:
             for part in (self.tensors, self.cache, self.arena, self.sleep):
                 part()
         assert recording.events()
-        pool.prefill(PAGE)
         pool.budget = pool.budget
         assert pool.trim() and pool.stats().budget == pool.budget and repr(pool) and pool.page_size == PAGE
         assert pool.device and vtensor.default_pool("cpu").device.type == "cpu"
