@@ -1,6 +1,7 @@
 #include "base/trace.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -132,7 +133,7 @@ void record(What what, std::uint64_t begin, std::uint64_t end, std::uint64_t add
             std::uint64_t bytes, std::uint64_t subject, Call call) noexcept {
   if (!on.load(std::memory_order_acquire)) return;
   thread_local std::uint32_t thread = 0;
-  if (thread == 0) thread = static_cast<std::uint32_t>(gettid());
+  if (thread == 0) thread = static_cast<std::uint32_t>(syscall(SYS_gettid));
 
   Ring& ring = *current.load(std::memory_order_acquire);
   const std::uint64_t ticket = ring.next.fetch_add(1, std::memory_order_relaxed);
