@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""check_wheel.py FILE...: what vtensor's extension takes from the system and lets out; FILE is a wheel or an extension.
+"""check_wheel.py FILE...: what vtensor's extension takes from the system and lets out; wheels or extensions.
 
-auditwheel compares the versions of symbols. It does not see a symbol without a version, which is missing in the C library
-that the extension was linked against and fails at import.
+auditwheel compares the versions of symbols. A symbol without a version is one that the C library of the
+link did not have: auditwheel does not see it, and the import fails.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from vtensor.kv import KVCache, KVCacheStats
 from vtensor.pool import Pool, PoolStats, default_pool
 from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, zeros
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def _draw(shown: object) -> dict[str, str]:
