@@ -13,9 +13,14 @@ sdist=$out/vtensor-$version.tar.gz
 source=$PWD/build/release/source/vtensor-$version # the sdist, unpacked
 tools=$PWD/build/release/tools/bin
 
+tagged() {
+  git rev-parse -q --verify "v$version^{commit}" >/dev/null
+}
 check_tree() {
   [ -z "$(git status --porcelain)" ] || die "the tree has changes: commit them first"
-  [ -z "$(git tag --list "v$version")" ] || die "there is a tag v$version already: give the next version"
+  if tagged && [ "$(git rev-parse "v$version^{commit}")" != "$(git rev-parse HEAD)" ]; then
+    die "v$version is another commit: give the next version"
+  fi
 }
 check_version() {
   local here
@@ -26,8 +31,9 @@ check_changelog() {
   local heading
   heading=$(grep -m 1 '^## ' CHANGELOG.md)
   [[ $heading == "## $version ("* ]] || die "CHANGELOG.md begins with '$heading': begin it with '## $version (date)'"
-  [[ $mode == --dry-run || $heading =~ \([0-9]{4}-[0-9]{2}-[0-9]{2}\)$ ]] ||
-    die "CHANGELOG.md says '$heading': give the date of the release"
+  if tagged || [ "$mode" = --tag ]; then
+    [[ $heading =~ \([0-9]{4}-[0-9]{2}-[0-9]{2}\)$ ]] || die "CHANGELOG.md says '$heading': give the date of the release"
+  fi
 }
 install_tools() {
   python3 -m venv "${tools%/bin}"
@@ -38,7 +44,7 @@ install_tools() {
 build_sdist() {
   local clone=$PWD/build/release/clone
   git clone -q --no-hardlinks . "$clone"
-  "$tools/python" -m build -q --sdist --no-isolation --outdir "$out" "$clone"
+  "$tools/python" -m build -q --sdist --no-isolation --skip-dependency-check --outdir "$out" "$clone"
   mkdir -p "${source%/*}"
   tar -xzf "$sdist" -C "${source%/*}"
 }
@@ -54,7 +60,7 @@ check_files() {
   "$tools/abi3audit" --assume-minimum-abi3 3.12 --strict "$out"/*-abi3-*_"$(uname -m)".whl
 }
 write_sbom() {
-  "$tools/python" scripts/sbom.py "$version" "$out"/vtensor-* >"$out/vtensor-$version.cdx.json"
+  "$tools/python" scripts/sbom.py "$version" "$out"/vtensor-* >"$out/vtensor-$version-$(uname -m).cdx.json"
 }
 write_hashes() {
   (cd "$out" && sha256sum vtensor-* >SHA256SUMS && sha256sum --check --quiet SHA256SUMS)

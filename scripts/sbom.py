@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""sbom.py VERSION FILE...: prints a CycloneDX bill of materials of a release, of what its wheels contain and need.
+"""sbom.py VERSION FILE...: prints a CycloneDX bill of materials of what the wheels contain and need.
 
 Run it where the release was built: the versions of nanobind and GCC are those of this machine's build.
 """
