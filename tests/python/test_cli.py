@@ -98,6 +98,37 @@ def test_info_as_json(capfd) -> None:
     assert report["attention"][0]["version"].startswith("2.")
 
 
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]])
+def test_info_has_what_a_report_needs_and_no_path_of_the_users(arguments: list[str], tmp_path: Path) -> None:
+    home = tmp_path / "home" / "a-name"
+    home.mkdir(parents=True)
+    environment = ENVIRONMENT | {
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "VTENSOR_SIMCUDA": str(home / "libsimcuda.so"),
+        "VTENSOR_VLLM_BUDGET": "4GiB",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "vtensor", *arguments]
+    shown = subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, timeout=100, check=True
+    ).stdout
+    for word in ("CUDA of torch", "NVIDIA driver", "kernel", "libc", "cgroup", "VTENSOR_VLLM_BUDGET", "4GiB"):
+        assert word in shown, shown
+    assert "VTENSOR_SIMCUDA" in shown and "PATH" in shown and "vm.max_map_count" in shown
+    for path in (str(tmp_path), sys.prefix, str(Path.home()), str(Path(vtensor.__file__).parent), "a-name"):
+        assert path not in shown, path
+
+
+def test_info_leaves_paths_that_are_the_same_for_everyone(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("VTENSOR_A", "/proc/self/maps /etc/security/limits.conf docs/errors.md 4/5")
+    monkeypatch.setenv("VTENSOR_B", "file:/home/name/a.so:/srv/b ~/c")
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert "VTENSOR_A /proc/self/maps /etc/security/limits.conf docs/errors.md 4/5," in shown
+    assert "VTENSOR_B file:PATH:PATH PATH" in shown
+
+
 def test_every_driver_is_either_there_or_says_why(capfd) -> None:
     main(["info", "--json"])
     drivers = json.loads(capfd.readouterr().out)["drivers"]

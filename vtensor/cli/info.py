@@ -1,11 +1,15 @@
-"""``python -m vtensor info``."""
+"""``python -m vtensor info``: what a bug report needs, in one block, without a path of the user's."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +20,11 @@ from vtensor.cli.limits import Limit, limits
 from vtensor.cli.selftest import Step, self_test
 
 _TEST_PAGES = 64
+_OPTIONS = re.compile(
+    "VTENSOR_.*|CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING)|PYTORCH_(CUDA_)?ALLOC_CONF|(OMP|MKL)_NUM_THREADS"
+)
+# Folders of the kernel and of the system's settings are the same for everyone.
+_PATH_OF_THE_USER = re.compile(r"(?<![\w./])~?/(?!(?:proc|sys|dev|etc)/)[\w.@~+-]+(?:/[\w.@~+-]*)*")
 
 
 def main(as_json: bool) -> int:
@@ -30,40 +39,59 @@ def main(as_json: bool) -> int:
             with vtensor.Pool(driver.device, budget=budget, prefetch=0) as pool:
                 tests[driver.device] = self_test(pool)
     ok = bool(tests) and all(step.ok for steps in tests.values() for step in steps)
-    versions = {
+    report = {
+        "versions": _versions(),
+        "options": {name: value for name, value in sorted(os.environ.items()) if _OPTIONS.fullmatch(name)},
+        "drivers": [asdict(driver) for driver in found],
+        "limits": [asdict(limit) for limit in limits()],
+        "attention": [asdict(library) for library in libraries()],
+        "self_test": {device: [asdict(step) for step in steps] for device, steps in tests.items()},
+        "ok": ok,
+    }
+    text = json.dumps(report, indent=1) if as_json else "\n".join(_lines(report, found, tests))
+    print(_PATH_OF_THE_USER.sub("PATH", text))
+    return 0 if ok else 1
+
+
+def _versions() -> dict[str, str]:
+    return {
         "vtensor": vtensor.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none",
+        "NVIDIA driver": _nvidia_driver(),
         "kernel": f"{platform.system()} {platform.release()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "libc": " ".join(platform.libc_ver()),
+        "cgroup": "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1 or none",
     }
-    if as_json:
-        report: dict[str, Any] = {
-            "versions": versions,
-            "drivers": [asdict(driver) for driver in found],
-            "limits": [asdict(limit) for limit in limits()],
-            "attention": [asdict(library) for library in libraries()],
-            "self_test": {device: [asdict(step) for step in steps] for device, steps in tests.items()},
-            "ok": ok,
-        }
-        print(json.dumps(report, indent=1))
-        return 0 if ok else 1
-    print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    print("\nDrivers")
+
+
+def _nvidia_driver() -> str:
+    try:
+        version = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return "none"
+    return version.group() if version else "unknown"
+
+
+def _lines(report: dict[str, Any], found: list[Driver], tests: dict[str, list[Step]]) -> Iterator[str]:
+    for title in ("versions", "options"):
+        named = ", ".join(f"{name} {value}" for name, value in report[title].items())
+        yield f"{title.capitalize()}: {named or 'none in the environment'}"
+    yield "\nDrivers"
     for driver in found:
-        print(f"  {driver.device:<8}{_driver_line(driver)}")
-    print("\nLimits (! is likely to be reached)")
-    for limit in limits():
-        print(_limit_lines(limit))
-    print("\nAttention")
+        yield f"  {driver.device:<8}{_driver_line(driver)}"
+    yield "\nLimits (! is likely to be reached)"
+    yield from (_limit_lines(limit) for limit in limits())
+    yield "\nAttention"
     for library in libraries():
-        print(f"  {library.name:<30}{library.version or f'not here: {library.install}'}")
+        yield f"  {library.name:<30}{library.version or f'not here: {library.install}'}"
     for device, steps in tests.items():
-        print(f"\nSelf-test on {device}")
+        yield f"\nSelf-test on {device}"
         for step in steps:
-            print(
-                f"  {'ok' if step.ok else 'WRONG':<7}{step.name:<9}{step.detail} ({step.milliseconds:.1f} ms)"
-            )
-    return 0 if ok else 1
+            word = "ok" if step.ok else "WRONG"
+            yield f"  {word:<7}{step.name:<9}{step.detail} ({step.milliseconds:.1f} ms)"
 
 
 def _driver_line(driver: Driver) -> str:
