@@ -37,7 +37,8 @@ def simulated_cuda_pool(
     library = library or os.environ.get("VTENSOR_SIMCUDA")
     if not library:
         raise VTensorError(
-            "[simulated_cuda_pool] no library= and no $VTENSOR_SIMCUDA: build tests/simcuda and name it"
+            "[simulated_cuda_pool] no library= and no $VTENSOR_SIMCUDA: the package has no simulated "
+            "libcuda; run scripts/build.sh in a checkout of vtensor and name its build/tests/libsimcuda.so"
         )
     if not isinstance(library, (str, os.PathLike)):
         raise InvalidArgument(f"[simulated_cuda_pool] library is a {type(library).__name__}: give a path")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,39 @@ def test_an_example_is_short_and_named(example: Path) -> None:
     assert len(text.splitlines()) < 100
     assert f"python examples/{example.name}" in (ast.get_docstring(ast.parse(text)) or "")
     assert f"`examples/{example.name}`" in (ROOT / "docs" / "serving.md").read_text()
+
+
+def test_the_project_that_uses_vtensor_passes_its_own_tests(tmp_path: Path) -> None:
+    """In a folder elsewhere, without what is only in this checkout: its simulated libcuda."""
+    pytest.importorskip("hypothesis")
+    project = tmp_path / "your-project"
+    shutil.copytree(ROOT / "examples/your-project", project, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {name: value for name, value in os.environ.items() if name != "VTENSOR_SIMCUDA"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"],
+        cwd=project,
+        env=environment | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "3 passed, 1 skipped" in ran.stdout and "names no simulated libcuda" in ran.stdout
+
+    # The plug-in is on: what a test leaves behind is an error.
+    (project / "tests/test_leak.py").write_text(
+        "import vtensor\nkept = []\n"
+        "def test_leaks():\n    kept.append(vtensor.zeros(9, grow_dim=0, capacity=99))\n"
+    )
+    leaked = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_leak.py"],
+        cwd=project,
+        env=environment | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert leaked.returncode == 1 and "1 passed, 1 error" in leaked.stdout, leaked.stdout
 
 
 def test_there_are_three() -> None:
