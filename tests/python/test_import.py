@@ -8,10 +8,12 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from vtensor.integrations.vllm.release import TESTED
 
 from support import import_beside
 from vtensor import _core
@@ -118,6 +120,31 @@ def test_the_check_of_a_wheel_sees_what_is_wrong(tmp_path: Path) -> None:
         "linked with has cuMemMap, missing",
     ):
         assert word in checked.stdout
+
+
+def test_import_works_where_nothing_but_torch_is_installed(tmp_path: Path) -> None:
+    """Nor does a pool, a tensor or a cache need more; torch itself imports numpy where there is one."""
+    run_python(
+        """
+import sys
+import torch
+for name in ("numpy", "matplotlib", "IPython", "transformers", "vllm", "hypothesis", "pytest"):
+    for loaded in [module for module in sys.modules if module.split(".")[0] == name]:
+        del sys.modules[loaded]
+    sys.modules[name] = None  # an import of it raises
+import vtensor
+t = vtensor.zeros(3, 4, grow_dim=0, capacity=99)
+t.append(torch.ones(1, 4))
+assert t.sum() == 4 and repr(t)
+""",
+        tmp_path,
+    )
+
+
+def test_each_extra_names_what_it_is_for() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"plot", "transformers", "vllm", "notebooks"} <= set(extras)
+    assert extras["vllm"] == [f"vllm=={release}" for release in TESTED]
 
 
 @pytest.mark.parametrize("command", [["-c", "import vtensor"], ["-m", "vtensor", "info"]])
