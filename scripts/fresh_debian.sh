@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# fresh_debian.sh [TARGETS]: vtensor as a new user finds it. Makes a Debian 13 with only the packages that the README
-# names, clones the commit into it, and runs `make demo` there, or `make` with each of TARGETS. Needs root, and some
-# 10 GB under build/ while it runs. Takes over this machine's Debian mirror, proxy, and pip's settings except local folders.
+# fresh_debian.sh [TARGETS|WHEEL]: vtensor as a new user finds it. Makes a Debian 13 with only the packages that the README
+# names, clones the commit into it, and runs `make demo` there, or `make` with each of TARGETS. With a WHEEL it has no
+# compiler: it installs the wheel with pip, and runs `python -m vtensor info` and the README's first program. Needs root,
+# and some 10 GB under build/ while it runs. Takes over this machine's Debian mirror, proxy, and pip's settings except local folders.
 # Not a part of CI: PyTorch's CUDA build alone is 3 GB to download.
 source "$(dirname "$0")/lib.sh"
 
 packages=(python3-venv python3-dev g++ make git)
+wheel=""
+if [[ ${1:-} == *.whl ]]; then wheel=$1 packages=(python3-venv); fi
 root=$PWD/build/fresh-debian
 
 [ "$(id -u)" = 0 ] || die "mounting and chroot need root: run this as root"
@@ -83,6 +86,19 @@ step "Debian 13" bootstrap
 name_the_host
 collect_settings
 step "Packages: ${packages[*]}" install_packages
+# The README's first program: its first two examples.
+try_wheel() {
+  cp "$wheel" "$root/root"
+  awk '/^```/ {inside = /python/; n += inside; next} inside && n <= 2' README.md >"$root/root/first.py"
+  inside python3 -m venv /root/venv
+  inside /root/venv/bin/pip install -q "/root/$(basename "$wheel")" numpy
+  inside /root/venv/bin/python -m vtensor info
+  inside /root/venv/bin/python /root/first.py
+}
+if [ -n "$wheel" ]; then
+  step "$(basename "$wheel") without a compiler" try_wheel
+  exit
+fi
 step "Clone" git clone -q --no-hardlinks . "$root/root/vtensor"
 for target in "${@:-demo}"; do
   step "make $target" inside make -C /root/vtensor "$target"
