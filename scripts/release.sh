@@ -55,7 +55,7 @@ build_wheels() {
 }
 check_files() {
   "$tools/twine" check --strict "$out"/*
-  "$tools/pydistcheck" --max-allowed-size-compressed 3MB --max-allowed-files 500 --max-allowed-size-uncompressed 20MB \
+  "$tools/pydistcheck" --max-allowed-size-compressed 3MB --max-allowed-files 1000 --max-allowed-size-uncompressed 20MB \
     --inspect "$out"/*
   "$tools/abi3audit" --assume-minimum-abi3 3.12 --strict "$out"/*-abi3-*_"$(uname -m)".whl
 }
