@@ -32,13 +32,15 @@ build_wheel() {
     -w "$environment" .
   auditwheel repair --plat "manylinux_2_28_$2" -w "$wheels" "$environment"/vtensor-*.whl
 }
-# Over the installed package: the source folder vtensor/ is not on the path.
+# Over the installed package: the source folder vtensor/ is not on the path. No program of the system's is either.
 try_wheel() {
+  local wheel=$2 shown
   new_environment "$1" "$2" numpy pytest hypothesis
   export PATH=$environment/bin PYTHONSAFEPATH=1
   python -m vtensor info
-  pytest -q tests/python/test_{tensor,sharing,kv_cache,exit}.py | tee "$environment/pytest.log"
-  printf '%s\t%s\n' "$(basename "$2")" "$(python -V): $(tail -n 1 "$environment/pytest.log")" >>"$wheels/tried.txt"
+  shown=$(pytest -q tests/python/test_{tensor,sharing,kv_cache,exit}.py) || die "$shown"
+  echo "$shown"
+  printf '%s\t%s\n' "${wheel##*/}" "$(python -V): ${shown##*$'\n'}" >>"$wheels/tried.txt"
 }
 
 rm -rf "$wheels"
