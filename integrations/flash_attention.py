@@ -137,8 +137,7 @@ def flash_attn_func(
     Raises:
         NotInstalled: if the package that ``backend`` names is not installed.
         InvalidArgument: if a slot of a KVCache does not have the positions, or one of two VTensors is
-            shorter.
-        Other errors are the package's.
+            shorter. Other errors are the package's.
     """
     kernel = _kernel("flash_attn_func", backend, q.device)
     keys = k.owner if type(k) is FullExtent else k
