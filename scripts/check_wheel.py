@@ -18,6 +18,7 @@ from pathlib import Path
 EXPORTS = {"PyInit__core", "vtensor_allocate", "vtensor_free"}
 LIBRARIES = r"libstdc\+\+|libm|libgcc_s|libc|libpthread|libdl|librt|ld-linux-\w+(-\w+)*"
 LARGEST = 3 << 20
+NEWEST_GLIBC = 28  # of 2.x
 
 
 def problems(extension: Path) -> Iterator[str]:
@@ -57,6 +58,9 @@ def main(files: list[Path]) -> int:
             if file.suffix == ".whl":
                 if file.stat().st_size > LARGEST:
                     found.append(f"{file.name}: {file.stat().st_size} bytes, at most {LARGEST} are allowed")
+                glibc = [int(minor) for minor in re.findall(r"manylinux_2_(\d+)_", file.name)]
+                if not glibc or min(glibc) > NEWEST_GLIBC:
+                    found.append(f"{file.name}: not for glibc 2.{NEWEST_GLIBC}")
                 zipfile.ZipFile(file).extractall(folder)
                 extensions = list(Path(folder).rglob("*.so"))
                 if [extension.name.split(".")[0] for extension in extensions] != ["_core"]:

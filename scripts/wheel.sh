@@ -30,7 +30,7 @@ build_wheel() {
   if [ "$2" != "$here" ]; then cross_compile "$2"; fi
   python -m pip wheel -q --no-build-isolation --no-deps --config-settings=build-dir="$environment/build" \
     -w "$environment" .
-  auditwheel repair --plat "manylinux_2_28_$2" -w "$wheels" "$environment"/vtensor-*.whl
+  auditwheel repair -w "$wheels" "$environment"/vtensor-*.whl
 }
 # Over the installed package: the source folder vtensor/ is not on the path. No program of the system's is either.
 try_wheel() {

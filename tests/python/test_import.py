@@ -147,6 +147,16 @@ def test_each_extra_names_what_it_is_for() -> None:
     assert extras["vllm"] == [f"vllm=={release}" for release in TESTED]
 
 
+def test_a_wheel_for_a_later_c_library_is_seen(tmp_path: Path) -> None:
+    names = [f"vtensor-1-cp312-abi3-manylinux_2_{minor}_x86_64.whl" for minor in (28, 34)]
+    for name in names:
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.write(_core.__file__, "vtensor/_core.abi3.so")
+    command = [sys.executable, ROOT / "scripts/check_wheel.py", *(tmp_path / name for name in names)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.stdout == f"{names[1]}: not for glibc 2.28\n"
+
+
 @pytest.mark.parametrize("command", [["-c", "import vtensor"], ["-m", "vtensor", "info"]])
 def test_sources_without_the_extension_say_so(tmp_path: Path, command: list[str]) -> None:
     sources = tmp_path / "vtensor"
