@@ -12,7 +12,6 @@ namespace vtensor {
 namespace {
 
 // Pages of a region at least; each is as large as those before it together, so that they are few.
-// Addresses cost little: a record of each page.
 constexpr std::size_t kSmallRegion = 32, kLargeRegion = 512;
 
 constexpr Arena::Words kWords{
