@@ -329,7 +329,7 @@ class VTensor(torch.Tensor):
 
     def __str__(self) -> str:
         # torch.compile cannot trace alias(), nor any other call of the core.
-        if torch.compiler.is_compiling() or self.closed:
+        if torch.compiler.is_compiling() or self.closed or self._core.asleep:
             return repr(self)
         alias = self.alias()
         with without_modes():

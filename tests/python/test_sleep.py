@@ -844,7 +844,7 @@ def test_counts_say_asleep_once(scene):
     assert stats.pages_orphaned == 0 and set(stats.nbytes_by_tag.values()) == {0}
     assert scene.t.nbytes_mapped == scene.fork.nbytes_mapped == 0
     assert scene.cache.stats().nbytes_mapped == scene.arena.stats().nbytes_mapped == 0
-    assert repr(scene.t) != names and "asleep" in repr(scene.t)
+    assert names != repr(scene.t) == str(scene.t) and "asleep" in repr(scene.t)
     assert "asleep: kv, tensors, weights" in repr(pool)
     pool.wake(tag="weights")
     by_tag = pool.stats().nbytes_by_tag
