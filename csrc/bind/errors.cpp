@@ -24,7 +24,7 @@ void raise(const DriverError& error) {
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
 
-void translate(const std::exception_ptr& thrown, void*) {
+void set_error(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
   } catch (const DeviceOutOfMemory& error) {
@@ -54,6 +54,14 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise("OutOfPages",
           "[vtensor] the process has no memory left for vtensor's own tables: free some, or raise "
           "its limit (ulimit -v)");
+  }
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    set_error(thrown);
+  } catch (nb::python_error& raised) {
+    raised.restore();  // it came while the error was made, as Ctrl-C does (I17)
   }
 }
 

@@ -20,7 +20,7 @@ from vtensor.serving._commit import Change, commit, each
 from vtensor.serving.plans import Plan, SchedulerStats, Work, add_piece, next_piece, slot_of, target
 from vtensor.serving.promises import Promises
 from vtensor.serving.requests import Request, SampleGroup, Status, TokenSequence, token_ids
-from vtensor.serving.slots import KVCacheManager, check_fits, waits_for_others
+from vtensor.serving.slots import KVCacheManager, check_fits, fits_at_last, waits_for_others
 
 __all__ = ["Scheduler"]
 
@@ -186,7 +186,7 @@ class Scheduler:
             lengths = self._plan_running(plan)
             if not self.running:
                 return
-            if self.cache.step(lengths):
+            if self._step(lengths, alone=len(self.running) == 1):
                 self._books.lengths = lengths
                 self._short_since = None
                 return
@@ -311,7 +311,7 @@ class Scheduler:
             self._announce(group, slot, covered)
             return True
         else:
-            placed = self.cache.step(lengths)
+            placed = self._step(lengths, alone=not self.running)
         if not placed:
             if not self.running:
                 self._may_wait(wanted)
@@ -371,8 +371,11 @@ class Scheduler:
         if self.running and not self.cache.fits(lengths):
             return False
         self._books.changing.append(group)
+        alone = not self.running
         came_back = self.cache.swap_in(back)
-        if not came_back or not self.cache.step(lengths):
+        if not came_back and alone and fits_at_last(self.cache, lengths):
+            came_back = self.cache.swap_in(back)
+        if not came_back or not self._step(lengths, alone):
             if came_back:
                 self.cache.swap_out(back)
             if not self.running:
@@ -394,6 +397,12 @@ class Scheduler:
         return True
 
     # ------------------------------------------------------------------ making room
+
+    def _step(self, lengths: list[int], alone: bool) -> bool:
+        """Steps the cache. A request that is ``alone`` waits for memory on its way out."""
+        if self.cache.step(lengths):
+            return True
+        return alone and fits_at_last(self.cache, lengths) and self.cache.step(lengths)
 
     def _may_wait(self, lengths: list[int]) -> bool:
         """Whether to try a refused step again later: other processes are in its way, and no request here."""

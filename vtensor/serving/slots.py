@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from vtensor.errors import InvalidArgument
+from vtensor.kv import KVCache
 from vtensor.serving.requests import Request
 
 
@@ -58,6 +59,12 @@ def waits_for_others(cache: KVCacheManager, lengths: Sequence[int]) -> bool:
     budget answers. Other managers share with no process."""
     ask = getattr(cache, "waits_for_others", None)
     return ask is not None and bool(ask(lengths))
+
+
+def fits_at_last(cache: KVCacheManager, lengths: Sequence[int]) -> bool:
+    """Whether a refused step is granted once nothing is on its way out any more, as a ``vtensor.KVCache``
+    answers. Other managers give memory back at once."""
+    return isinstance(cache, KVCache) and cache.fits(lengths, wait=True)
 
 
 def check_fits(operation: str, request: Request, cache: KVCacheManager) -> None:
