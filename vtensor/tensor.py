@@ -14,7 +14,7 @@ from vtensor._modes import without_modes
 from vtensor._notebook import bundle
 from vtensor._processes import keep_private
 from vtensor._streams import Stream, stream_handle
-from vtensor.errors import CapacityExceeded, InvalidArgument, VTensorError
+from vtensor.errors import Asleep, CapacityExceeded, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
 
 # VTensor calls these methods through the class. If torch.compile breaks a graph at a method of an extension
@@ -329,9 +329,12 @@ class VTensor(torch.Tensor):
 
     def __str__(self) -> str:
         # torch.compile cannot trace alias(), nor any other call of the core.
-        if torch.compiler.is_compiling() or self.closed or self._core.asleep:
+        if torch.compiler.is_compiling() or self.closed:
             return repr(self)
-        alias = self.alias()
+        try:
+            alias = self.alias()
+        except Asleep:
+            return repr(self)
         with without_modes():
             return str(alias)
 
