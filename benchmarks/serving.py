@@ -127,7 +127,7 @@ def steps(settings: Settings) -> list[Figure]:
 
 
 def plans(settings: Settings) -> list[Figure]:
-    """An iteration of as many running requests as in a step's figure, where nobody ends. Those that wait find
+    """An iteration of as many running requests as in a step's figure, and none ends. Those that wait find
     no room, and would have it if others left."""
     rounds = settings.pick(400, 6)
     long = 300_000  # tokens: nearly all of the memory

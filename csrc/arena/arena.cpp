@@ -167,9 +167,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
   begin_use(pages);  // so that making room takes none of them
   const Counted mapping(mapping_);
   try {
-    std::vector<char> kept = map_missing(lock, caller, pages, since, in_capture);
-    note_lost(pages);
-    return kept;
+    return map_missing(lock, caller, pages, since, in_capture);
   } catch (...) {
     count_back(pages);
     throw;
@@ -282,14 +280,6 @@ void Arena::note_arrival(const Reservation::Arrival& arrival) {
   for (const Reservation::Run& run : arrival.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
       states_.reserved(i).mapped_at = clock_;
-  }
-}
-
-void Arena::note_lost(std::span<const Interval> pages) noexcept {
-  for (const Interval some : pages) {
-    for (std::size_t i = some.begin; i < some.end; ++i) {
-      if (states_[i].mapped_at == kLost) states_.reserved(i).mapped_at = ++clock_;
-    }
   }
 }
 

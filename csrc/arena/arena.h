@@ -122,7 +122,6 @@ class Arena final : public Client {
 
  private:
   static constexpr std::uint32_t kNone = UINT32_MAX;
-  static constexpr std::uint64_t kLost = UINT64_MAX;  // mapped, and it may hold other bytes
 
   // Of a page that no block needs, why it is mapped.
   enum class Idle : std::uint8_t { no, cached, prefetched, leaving };
@@ -167,8 +166,6 @@ class Arena final : public Client {
   // Whether what `pages` held at the n-th time of `since` is still there.
   bool kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const VT_LOCKED;
   void note_arrival(const Reservation::Arrival& arrival) VT_LOCKED;
-  // Of `pages`, which are about to be used anew, those that lost their bytes came just now.
-  void note_lost(std::span<const Interval> pages) noexcept VT_LOCKED;
   void begin_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   void end_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   // One use of each ends.

@@ -112,7 +112,7 @@ def test_each_request_as_if_alone(kind, examples):
                 assert completion.tokens == by_itself.tokens == whole
 
     serve_them()
-    assert sum(map(bool, left)) >= examples // 20, "in too few of the runs somebody left"
+    assert sum(map(bool, left)) >= examples // 20, "in too few of the runs a request left"
 
 
 @pytest.mark.thorough
