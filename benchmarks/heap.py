@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import vtensor
 from vtensor import _core
-from vtensor._memory import entered
+from vtensor._torch.memory import entered
 
 from .harness import Bar, Figure, Settings, Skipped, Spread, interleave, slowdown
 from .native import load_heap

@@ -9,14 +9,14 @@ if _find_spec("vtensor._core") is None:
         "or build the extension with scripts/build.sh and run .venv/bin/python"
     )
 
-from vtensor import _starting as _starting  # before torch is imported
-from vtensor import _torch_version as _torch_version  # before code that an older torch cannot run
-from vtensor import _variants as _variants  # registers the classes of tensors with the core
+from vtensor._base import starting as _starting  # noqa: F401 - before torch is imported
+
+# isort: split
 from vtensor import errors, together, trace
-from vtensor._faults import explain_faults
-from vtensor._lease import lease
-from vtensor._memory import adopt, memory
-from vtensor._notebook import draw_with as _draw_with
+from vtensor._base.faults import explain_faults
+from vtensor._base.notebook import draw_with as _draw_with
+from vtensor._torch import variants as _variants  # noqa: F401 - registers the tensors' classes
+from vtensor._torch.memory import adopt, memory
 from vtensor.arena import Arena, ArenaStats
 from vtensor.blocks import Blocks
 from vtensor.errors import (
@@ -32,13 +32,13 @@ from vtensor.errors import (
 )
 from vtensor.kv import KVCache, KVCacheStats
 from vtensor.pool import Pool, PoolStats, default_pool
-from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, zeros
+from vtensor.tensor import PageRecord, VTensor, empty, empty_like, from_tensor, lease, zeros
 
 __version__ = "0.2.0"
 
 
 def _draw(shown: object) -> dict[str, str]:
-    from vtensor._html import bundle  # only notebooks need it
+    from vtensor._pictures.html import bundle  # only notebooks need it
 
     return bundle(shown)
 

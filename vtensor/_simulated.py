@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vtensor import _core
-from vtensor._arguments import integer
+from vtensor._base.arguments import integer
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
 

@@ -9,11 +9,11 @@ from typing import cast
 import torch
 
 from vtensor import _core
-from vtensor._arguments import integer, of_type, require_tables, tag_of
-from vtensor._layout import whole_storage
-from vtensor._notebook import bundle
-from vtensor._processes import StaysHere
-from vtensor._streams import Stream, stream_handle
+from vtensor._base.arguments import integer, of_type, require_tables, tag_of
+from vtensor._base.notebook import bundle
+from vtensor._base.processes import StaysHere
+from vtensor._base.streams import Stream, stream_handle
+from vtensor._base.torch_modes import whole_storage
 from vtensor.errors import Closed, InvalidArgument
 from vtensor.pool import Pool, default_pool
 

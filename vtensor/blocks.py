@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from vtensor import _core
-from vtensor._arguments import integer, items, of_type, require_tables
-from vtensor._processes import StaysHere
-from vtensor._streams import Stream, stream_handle
+from vtensor._base.arguments import integer, items, of_type, require_tables
+from vtensor._base.processes import StaysHere
+from vtensor._base.streams import Stream, stream_handle
 from vtensor.arena import Arena
 from vtensor.errors import InvalidArgument
 

@@ -10,14 +10,14 @@ from typing import Any, Literal, cast
 import torch
 
 from vtensor import _core
-from vtensor._arguments import default_device, device_of, integer, items, of_type, require_tables, tag_of
-from vtensor._kv_stats import USED, KVCacheStats, count
-from vtensor._kv_write import Runs, checked_states, runs_of, store
-from vtensor._layout import CacheLayout, layout_of, size_of, whole_storage
-from vtensor._notebook import bundle
-from vtensor._processes import StaysHere
-from vtensor._streams import Stream, stream_handle
-from vtensor._tokens import checked_salt, token_ids
+from vtensor._base.arguments import default_device, device_of, integer, items, of_type, require_tables, tag_of
+from vtensor._base.notebook import bundle
+from vtensor._base.processes import StaysHere
+from vtensor._base.streams import Stream, stream_handle
+from vtensor._base.torch_modes import whole_storage
+from vtensor._kv.layout import CacheLayout, layout_of, size_of
+from vtensor._kv.stats import USED, KVCacheStats, count
+from vtensor._kv.write import Runs, checked_salt, checked_states, runs_of, store, token_ids
 from vtensor.errors import Closed, InvalidArgument
 from vtensor.pool import Pool, default_pool
 

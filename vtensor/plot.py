@@ -25,12 +25,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
-from vtensor import _pages, trace
 from vtensor import pool as _pool
-from vtensor._events import lanes, memory_points, thinned
-from vtensor._pages import COLOURS, PageRun
-from vtensor._shares import Owner, SharedPage, as_tree, boxes
-from vtensor._units import byte_text
+from vtensor import trace
+from vtensor._base.units import byte_text
+from vtensor._pictures.events import lanes, memory_points, thinned
+from vtensor._pictures.pages import (
+    COLOURS,
+    PageRun,
+    TensorPages,
+    cells,
+    pages_of,
+    pages_of_arena,
+    pages_of_cache,
+)
+from vtensor._pictures.shares import Owner, SharedPage, as_tree, boxes
 from vtensor.arena import Arena
 from vtensor.errors import Closed, InvalidArgument, VTensorError
 from vtensor.kv import KVCache
@@ -94,11 +102,11 @@ def page_map(tensor: VTensor | KVCache | Arena, *, ax: Axes | None = None) -> Ax
         )
     _refuse_closed("page_map", tensor)
     if isinstance(tensor, KVCache):
-        pages = _pages.pages_of_cache(tensor)
+        pages = pages_of_cache(tensor)
     elif isinstance(tensor, Arena):
-        pages = _pages.pages_of_arena(tensor, _LINES_OF_ARENA)
+        pages = pages_of_arena(tensor, _LINES_OF_ARENA)
     else:
-        pages = _pages.pages_of(tensor)
+        pages = pages_of(tensor)
     axes = _axes("page_map", ax, (8, 1.2 + 0.2 * min(len(pages.rows), 16)))
     shown = pages.shown()
     top = 0
@@ -494,12 +502,12 @@ class _Band(NamedTuple):
     rows: int
 
 
-def _bands(pages: _pages.TensorPages, shown: int) -> Iterator[_Band]:
+def _bands(pages: TensorPages, shown: int) -> Iterator[_Band]:
     rows = -(-len(pages.rows) // _MOST_BANDS) or 1
     for first in range(0, len(pages.rows), rows):
         together = pages.rows[first : first + rows]
         runs = [run for row in together for run in row]
-        yield _Band(_pages.cells(runs, shown, _MOST_CELLS), len(together))
+        yield _Band(cells(runs, shown, _MOST_CELLS), len(together))
 
 
 def _widths(runs: Iterable[PageRun]) -> Iterator[tuple[str, int, int]]:
@@ -591,7 +599,7 @@ def _row_name(name: str, row: int, shape: tuple[int, ...] | None) -> str:
 
 def _bytes_of(name: str, owner: Any) -> dict[str, int]:
     if hasattr(owner, "grow_dim"):
-        pages = _pages.pages_of(owner)
+        pages = pages_of(owner)
         data = min(owner.numel() * owner.element_size(), owner.nbytes_mapped)  # nothing of it while it sleeps
         spare = {"prefetched": 0, "pinned": 0}
         for row in pages.rows:

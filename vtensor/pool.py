@@ -15,13 +15,13 @@ from typing import Literal, Protocol
 import torch
 
 from vtensor import _core
-from vtensor._adopted import Adopted
-from vtensor._arguments import byte_count, choice, device_of, number, tag_of
-from vtensor._closed_pool import ClosedPool
-from vtensor._notebook import bundle
-from vtensor._processes import StaysHere
-from vtensor._sleep import Image, Sleeper, contents_of, fall_asleep, forget, wake
-from vtensor._units import Bytes
+from vtensor._base.arguments import byte_count, choice, device_of, number, tag_of
+from vtensor._base.notebook import bundle
+from vtensor._base.processes import StaysHere
+from vtensor._base.units import Bytes
+from vtensor._pool.adopted import Adopted
+from vtensor._pool.closed import ClosedPool
+from vtensor._pool.sleep import Image, Sleeper, contents_of, fall_asleep, forget, wake
 from vtensor.errors import Closed, DriverError, InvalidArgument, TimedOut, VTensorError
 
 _MOST_BYTES = 2**62

@@ -8,12 +8,12 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from vtensor import _core
-from vtensor._arguments import choice, default_device, device_of, integer, items, of_type, tag_of
-from vtensor._line import tensor_line
-from vtensor._modes import without_modes
-from vtensor._notebook import bundle
-from vtensor._processes import keep_private
-from vtensor._streams import Stream, stream_handle
+from vtensor._base.arguments import choice, default_device, device_of, integer, items, of_type, tag_of
+from vtensor._base.notebook import bundle
+from vtensor._base.processes import keep_private
+from vtensor._base.streams import Stream, stream_handle
+from vtensor._base.torch_modes import without_modes
+from vtensor._base.units import byte_text
 from vtensor.errors import Asleep, CapacityExceeded, InvalidArgument, VTensorError
 from vtensor.pool import Pool, default_pool
 
@@ -325,7 +325,22 @@ class VTensor(torch.Tensor):
             return alias.__dlpack__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return tensor_line(self, self._core)
+        # Debuggers, logs and failed assertions call it often: it reads no element, waits for no device and no
+        # lock, and makes no driver call. The bytes may be a moment old.
+        core = self._core
+        # Closed and copy-on-write tensors answer torch's attributes in Python, or refuse to.
+        with torch._C.DisableTorchFunctionSubclass():
+            if core.closed:
+                return "<VTensor, closed>"
+            dtype = str(self.dtype).removeprefix("torch.")
+            # grad_fn, unlike requires_grad, is set after a write of a tensor that requires grad.
+            graph = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
+            memory = "asleep" if core.asleep else f"{byte_text(core.mapped_bytes_seen)} mapped"
+            return (
+                f"<VTensor {list(self.shape)} {dtype} on {self.device}, "
+                f"{core.length:,} of {core.capacity:,} positions along dim {core.grow_dim}, "
+                f"{memory}{graph}>"
+            )
 
     def __str__(self) -> str:
         # torch.compile cannot trace alias(), nor any other call of the core.
@@ -538,6 +553,40 @@ def from_tensor(
     except BaseException:
         t.close()
         raise
+
+
+class lease(_core.Lease):
+    """A context manager around kernel launches: keeps the tensors' pages mapped for the work launched in it.
+
+    Pages that the tensors give back in the meantime, from any thread, stay mapped until the work launched in
+    the stream up to the end of the ``with`` has passed. Without a lease, ``shrink``, ``close`` and ``fork``
+    consider only the stream that is current at the call. So a lease is for work in other streams.
+
+    Inside the capture of a CUDA graph the lease lasts as long as the graph can be replayed, so a replay needs
+    no lease for its pages to stay mapped. CUDA does not report the streams in which a graph is replayed. So
+    ``fork``, ``unshare``, ``reallocate`` and the first growth after a ``fork``, which remap pages in place,
+    wait for a replay in another stream than the current one only if it is launched in a lease too.
+
+    A lease that names its stream covers the work launched there before the end of the ``with``, so the stream
+    may be destroyed after that. ``fork`` and ``unshare`` wait for work in that stream as soon as the lease
+    begins.
+
+    Args:
+        tensors: VTensors, or one list of them.
+        stream: the stream in which the work is launched: a ``torch.cuda.Stream``, a ``cuda.core`` stream or
+            an integer. Defaults to torch's current stream at the end of the ``with``. Ignored on the CPU.
+
+    Raises:
+        Closed: if one of the tensors is closed.
+        InvalidArgument: if one of ``tensors`` is no VTensor, or ``stream`` no stream.
+        VTensorError: if the lease has begun already.
+        DriverError: at the end of the ``with``, if no fence can be made. The pages then stay pinned for good.
+    """
+
+    def __init__(self, *tensors: VTensor | Sequence[VTensor], stream: Stream | None = None) -> None:
+        if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+            tensors = tuple(tensors[0])
+        super().__init__(tensors, stream_handle("lease", stream))
 
 
 def _checked_dim(sizes: Sequence[int], grow_dim: int) -> int:

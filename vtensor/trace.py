@@ -34,7 +34,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from vtensor import _core
-from vtensor._arguments import integer
+from vtensor._base.arguments import integer
 from vtensor.errors import InvalidArgument, VTensorError
 
 __all__ = ["Event", "Recording", "load", "record"]

@@ -1,4 +1,4 @@
-// Turns reports of faults on and off. vtensor/_faults.py says what they are.
+// Turns reports of faults on and off. vtensor/_base/faults.py says what they are.
 #include "base/fault_report.h"
 #include "bind/bindings.h"
 

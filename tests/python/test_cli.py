@@ -19,7 +19,8 @@ import pytest
 
 import vtensor
 from support import simcuda_library
-from vtensor import _starting, testing
+from vtensor import testing
+from vtensor._base import starting
 from vtensor.cli import bench, main
 from vtensor.cli.drivers import granularity, libraries
 from vtensor.cli.limits import limits
@@ -300,7 +301,7 @@ def test_interrupted_while_torch_is_imported(tmp_path: Path) -> None:
 def test_ctrl_c_is_changed_for_the_command_alone(monkeypatch, argv, orig_argv, is_command) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", orig_argv)
-    assert _starting._is_command() == is_command
+    assert starting._is_command() == is_command
 
 
 def test_interrupted_bench_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import vtensor
 from support import calls, calls_since, filled, quarter, run_snippet, simcuda_library
 from vtensor import _core, testing
-from vtensor._memory import entered
+from vtensor._torch.memory import entered
 
 PAGE = 4096
 SMALL, LARGE = 1000, 5 * PAGE + 700

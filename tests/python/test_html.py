@@ -14,7 +14,9 @@ import torch
 
 import vtensor
 from support import calls, filled, mapper_calls, run_snippet
-from vtensor import _html, _pages, _units
+from vtensor._base import units
+from vtensor._pictures import html as drawing
+from vtensor._pictures import pages
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -165,9 +167,9 @@ def test_a_cache_shows_its_slots():
         prefix_tokens=64,
     )
     cache = SimpleNamespace(stats=lambda: stats, lengths=[1000, 0, 90, 1000], closed=False)
-    html = _html.cache_bundle(cache)["text/html"]
-    pages, *slots = strips(html)
-    assert pages.get("aria-label") == "pages in use: 70 of one slot, 16 shared, 10 cached, of 96 pages"
+    html = drawing.cache_bundle(cache)["text/html"]
+    pages_strip, *slots = strips(html)
+    assert pages_strip.get("aria-label") == "pages in use: 70 of one slot, 16 shared, 10 cached, of 96 pages"
     assert [slot.get("aria-label") for slot in slots] == [
         "slot 0: 1,000 tokens, 32 pages deep",
         "slot 2: 90 tokens, 3 pages deep",
@@ -175,7 +177,7 @@ def test_a_cache_shows_its_slots():
     ]
     assert "2,090 tokens in 3 of 4 slots" in words(html) and "(50.0% more)" in words(html)
     cache.closed = True
-    assert "closed" in words(_html.cache_bundle(cache)["text/html"])
+    assert "closed" in words(drawing.cache_bundle(cache)["text/html"])
 
 
 def test_a_large_tensor_stays_a_small_picture(pool_factory):
@@ -190,7 +192,7 @@ def test_a_large_tensor_stays_a_small_picture(pool_factory):
 
 
 def test_too_many_pages_are_not_looked_at_one_by_one(pool, monkeypatch):
-    monkeypatch.setattr(_pages, "MOST_RECORDS", 4)
+    monkeypatch.setattr(pages, "MOST_RECORDS", 4)
     t = filled(pool, 30, rows=(2,), capacity=64)
     monkeypatch.setattr(vtensor.VTensor, "pages", lambda self: pytest.fail("asked for every page"))
     (strip,) = strips(t._repr_html_())
@@ -232,7 +234,9 @@ def test_a_forked_child_shows_what_it_may():
 
 
 def test_import_leaves_pictures_alone():
-    run_snippet("assert not {'vtensor._html', 'vtensor.plot', 'matplotlib'} & set(sys.modules)").check()
+    run_snippet(
+        "assert not {'vtensor._pictures.html', 'vtensor.plot', 'matplotlib'} & set(sys.modules)"
+    ).check()
 
 
 # -- in a browser
@@ -276,7 +280,7 @@ THEMES = {
 def test_a_browser_draws_it_on_light_and_dark_grounds(host, tmp_path, dark, theme):
     t = filled(host, 32, capacity=64)
     found = screenshot(t._repr_html_(), tmp_path, dark, theme)
-    mapped = tuple(bytes.fromhex(_pages.COLOURS["mapped"][1:]))
+    mapped = tuple(bytes.fromhex(pages.COLOURS["mapped"][1:]))
     # 8 of 16 pages to scale, in a strip of 720 by 17
     assert 0.6 < found.get(mapped, 0) / (8 / 16 * 720 * 17) < 1.2
     assert found.get(DARK_TEXT if dark else LIGHT_TEXT, 0) > 50
@@ -284,21 +288,21 @@ def test_a_browser_draws_it_on_light_and_dark_grounds(host, tmp_path, dark, them
 
 
 def test_runs_end_at_gaps():
-    runs: list[_pages.PageRun] = []
+    runs: list[pages.PageRun] = []
     for slot in (0, 1, 4):
-        _pages.append(runs, "pinned", slot)
+        pages.append(runs, "pinned", slot)
     assert runs == [("pinned", 0, 2), ("pinned", 4, 5)]
-    assert _pages.cells(runs, 6, 6) == [*runs[:1], ("reserved", 2, 4), runs[1], ("reserved", 5, 6)]
-    assert _pages.cells(runs, 6, 3) == [("pinned", 0, 2), ("reserved", 2, 4), ("pinned", 4, 6)]
-    assert _pages.cells([], 0, 3) == []
+    assert pages.cells(runs, 6, 6) == [*runs[:1], ("reserved", 2, 4), runs[1], ("reserved", 5, 6)]
+    assert pages.cells(runs, 6, 3) == [("pinned", 0, 2), ("reserved", 2, 4), ("pinned", 4, 6)]
+    assert pages.cells([], 0, 3) == []
 
 
 def test_sizes_read_well():
     sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.5 KiB", 1 << 20: "1 MiB", 5 << 50: "5,120 TiB"}
-    assert {n: _units.byte_text(n) for n in sizes} == sizes
+    assert {n: units.byte_text(n) for n in sizes} == sizes
 
 
 def test_no_colour_is_used_twice():
-    assert len(set(_pages.COLOURS.values())) == len(_pages.COLOURS) == len(_pages.MEANINGS)
-    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in _pages.COLOURS.values())
-    assert set(_pages._TELLING) == set(_pages.COLOURS)
+    assert len(set(pages.COLOURS.values())) == len(pages.COLOURS) == len(pages.MEANINGS)
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in pages.COLOURS.values())
+    assert set(pages._TELLING) == set(pages.COLOURS)

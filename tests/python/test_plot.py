@@ -24,8 +24,8 @@ from matplotlib.testing.compare import compare_images
 import vtensor
 import vtensor.plot
 from support import calls, eventually, filled, quarter, run_snippet
-from vtensor._events import lanes, memory_points, thinned
-from vtensor._shares import Owner, SharedPage, as_tree, boxes
+from vtensor._pictures.events import lanes, memory_points, thinned
+from vtensor._pictures.shares import Owner, SharedPage, as_tree, boxes
 from vtensor.trace import Event
 
 BASELINES = Path(__file__).with_name("baseline")
@@ -194,7 +194,7 @@ def test_many_rows_share_bands(pool_factory):
     axes = vtensor.plot.page_map(t)
     (band,) = [c for c in axes.collections if len(c.get_paths()) and len(c.get_facecolor())][:1]
     assert len(axes.collections) < 20 and axes.get_ylim() == (1000, 0)  # a band of 4 rows shows the private
-    assert matplotlib.colors.to_hex(band.get_facecolor()[0]) == vtensor._pages.COLOURS["private"]
+    assert matplotlib.colors.to_hex(band.get_facecolor()[0]) == vtensor._pictures.pages.COLOURS["private"]
     fork.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 from support import ROOT, simcuda_library
 from test_replay_traces import TRACES, azure, mooncake
 from vtensor import InvalidArgument, Pool, TimedOut
-from vtensor._progress import Progress
+from vtensor._base.terminal import Progress
 from vtensor.replay import (
     MODELS,
     POLICIES,

@@ -10,7 +10,7 @@ import torch
 import vtensor
 from cuda_support import device
 from support import eventually, filled, in_words, run_snippet, simcuda_library, within
-from vtensor._streams import stream_handle
+from vtensor._base.streams import stream_handle
 
 needs_simcuda = pytest.mark.skipif(simcuda_library() is None, reason="libsimcuda.so is not built")
 

@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import vtensor
 from support import filled, quarter, run_snippet
-from vtensor import _core, _events, plot, trace
+from vtensor import _core, plot, trace
+from vtensor._pictures import events as curves
 from vtensor.trace import Event
 
 # What torch's converted clock and ours may be apart, in microseconds. Seen: below 1.
@@ -148,7 +149,7 @@ def test_what_is_said_of_kinds_is_of_all_that_there_are_and_of_no_others():
     _, described = inspect.getsource(Event).split("    what: str\n")
     described = re.findall('``"([a-z_]+)"``', described.split("    call: str\n")[0])
     assert sorted(described) == sorted(_core.TRACE_KINDS)
-    drawn = {*_events._GROWTH, *trace.MAPPED, *plot._KIND_OF, *plot._MARKS}
+    drawn = {*curves._GROWTH, *trace.MAPPED, *plot._KIND_OF, *plot._MARKS}
     assert drawn < set(_core.TRACE_KINDS)
 
 
@@ -280,7 +281,8 @@ def test_capacities_that_cannot_be_meant(capacity):
 def test_a_forked_child_records_nothing_and_says_so():  # I13
     run_snippet(
         """
-        from vtensor import _core, _events, plot, trace
+        from vtensor import _core, plot, trace
+        from vtensor._pictures import events as curves
         t = vtensor.empty(1, 4, grow_dim=0, capacity=64, dtype=torch.float32, device="cpu")
 
         def refused(call):
@@ -308,7 +310,8 @@ def test_a_forked_child_records_nothing_and_says_so():  # I13
 def test_the_interpreter_exits_with_a_recording_that_runs():  # I14
     finished = run_snippet(
         """
-        from vtensor import _core, _events, plot, trace
+        from vtensor import _core, plot, trace
+        from vtensor._pictures import events as curves
         forgotten = trace.record(64).__enter__()
         del forgotten
         recording = trace.record().__enter__()

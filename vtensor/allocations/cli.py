@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vtensor._exit_status import exit_status
-from vtensor._progress import Progress
+from vtensor._base.terminal import Progress, exit_status
 from vtensor.allocations.formats import read_allocations
 from vtensor.allocations.models import MODELS
 from vtensor.allocations.real import real

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtensor._units import byte_text
+from vtensor._base.units import byte_text
 from vtensor.allocations.events import AllocationTrace
 from vtensor.allocations.replay import ROOM, Need, Run
 from vtensor.errors import VTensorError

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from vtensor import _starting
+from vtensor._base import starting
 from vtensor.errors import VTensorError
 
 __all__ = ["main"]
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command in ``arguments`` (``sys.argv[1:]`` by default). Returns the exit status."""
     try:
         try:
-            _starting.over()
+            starting.over()
             status = _run(sys.argv[1:] if arguments is None else list(arguments))
         except SystemExit as leaving:  # from argparse, for --help or a wrong argument
             status = leaving.code if isinstance(leaving.code, int) else 1
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         _print_error("stopped")
-        return _starting.INTERRUPTED
+        return starting.INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes again when it ends, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vtensor import _core
-from vtensor._units import byte_text
+from vtensor._base.units import byte_text
 
 _ANSWER_SECONDS = 0.3  # for pools to answer; a pool that does not shows its last figures
 _PERIOD_SECONDS = 1.0

@@ -9,8 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from vtensor._exit_status import exit_status
-from vtensor._progress import Progress
+from vtensor._base.terminal import Progress, exit_status
 from vtensor.errors import InvalidArgument
 from vtensor.replay.policies import POLICIES, Server, default_layer_group, open_cache, scale
 from vtensor.replay.report import picture, table, to_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from vtensor import _units
+from vtensor._base import units
 from vtensor.errors import InvalidArgument
 
 __all__ = ["MODELS", "ModelShape", "model_shape", "parse_bytes"]
@@ -65,7 +65,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         InvalidArgument: if it is no such text, or 0.
     """
-    size = _units.parse_bytes(text) or 0
+    size = units.parse_bytes(text) or 0
     if not 0 < size < 2**63:
         raise InvalidArgument(f"[replay] size {text!r}: write it as 40GiB, 512MiB, 64KiB or in bytes")
     return size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vtensor._progress import Progress
+from vtensor._base.terminal import Progress
 from vtensor.errors import InvalidArgument
 from vtensor.serving._commit import commit
 from vtensor.serving.plans import Plan

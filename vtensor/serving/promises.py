@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import abc
 
-from vtensor._arguments import number
+from vtensor._base.arguments import number
 from vtensor.errors import InvalidArgument
 from vtensor.serving.requests import SampleGroup
 

@@ -12,7 +12,7 @@ import time
 from collections import abc
 from itertools import repeat
 
-from vtensor._arguments import number
+from vtensor._base.arguments import number
 from vtensor.errors import InvalidArgument
 from vtensor.serving._announcements import Announcements
 from vtensor.serving._books import Books, by_arrival

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from vtensor._faults import explain_faults
+from vtensor._base.faults import explain_faults
 from vtensor._simulated import simulated_cuda_pool
 from vtensor.testing._checks import Refusals, check_invariants, fail_after
 from vtensor.testing._leaks import assert_no_leaks

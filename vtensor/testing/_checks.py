@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vtensor import _core
-from vtensor._arguments import integer, of_type
+from vtensor._base.arguments import integer, of_type
 from vtensor.errors import DriverError, InvalidArgument, VTensorError
 from vtensor.pool import Pool
 

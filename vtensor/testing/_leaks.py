@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from vtensor import pool as _pool
-from vtensor._arguments import of_type
-from vtensor._processes import STORAGE_METHODS
+from vtensor._base.arguments import of_type
+from vtensor._base.processes import STORAGE_METHODS
 from vtensor.pool import Pool
 from vtensor.tensor import VTensor
 

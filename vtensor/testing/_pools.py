@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vtensor import _core
-from vtensor._units import Bytes
+from vtensor._base.units import Bytes
 from vtensor.pool import Pool, ZeroPolicy, checked_page_size, pool_options
 
 

@@ -23,7 +23,7 @@ from collections.abc import Generator
 
 import pytest
 
-from vtensor._faults import explain_faults
+from vtensor._base.faults import explain_faults
 from vtensor.testing._leaks import Look
 
 _failed = pytest.StashKey[bool]()

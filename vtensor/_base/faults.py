@@ -7,7 +7,7 @@ import os
 from typing import Protocol
 
 from vtensor import _core
-from vtensor._arguments import integer
+from vtensor._base.arguments import integer
 from vtensor.errors import InvalidArgument
 
 __all__ = ["explain_faults"]

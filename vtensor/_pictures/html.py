@@ -11,9 +11,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from vtensor import _pages
-from vtensor._pages import COLOURS, MEANINGS, PageRun
-from vtensor._units import byte_text
+from vtensor._base.units import byte_text
+from vtensor._pictures.pages import COLOURS, MEANINGS, PageRun, TensorPages, cells, pages_of, pages_of_arena
 from vtensor.arena import Arena
 from vtensor.errors import Closed, VTensorError
 from vtensor.kv import KVCache
@@ -58,7 +57,7 @@ def tensor_bundle(tensor: VTensor) -> dict[str, str]:
     try:
         if tensor.closed:
             return _closed("VTensor")
-        pages = _pages.pages_of(tensor)
+        pages = pages_of(tensor)
         shape = "[" + ", ".join(map(str, tensor.shape)) + "]"
         name = f"VTensor {shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
         facts = (
@@ -109,7 +108,7 @@ def pool_bundle(pool: Pool) -> dict[str, str]:
 def arena_bundle(arena: Arena) -> dict[str, str]:
     """An Arena: its range in lines, each page by state."""
     try:
-        stats, pages = arena.stats(), _pages.pages_of_arena(arena, _MOST_STRIPS)
+        stats, pages = arena.stats(), pages_of_arena(arena, _MOST_STRIPS)
     except Closed:
         return _closed("vtensor.Arena")
     except VTensorError as error:
@@ -172,11 +171,11 @@ def _refused(name: str, error: VTensorError) -> dict[str, str]:
     return _bundle(name, str(error))
 
 
-def _tensor_strips(pages: _pages.TensorPages, row: str = "row") -> str:
+def _tensor_strips(pages: TensorPages, row: str = "row") -> str:
     shown = pages.shown()
     alike = [
         (runs, len(list(group)))
-        for runs, group in groupby(_pages.cells(row, shown, _MOST_CELLS) for row in pages.rows)
+        for runs, group in groupby(cells(row, shown, _MOST_CELLS) for row in pages.rows)
     ]
     drawn, first = [], 0
     for runs, count in alike[:_MOST_STRIPS]:
@@ -226,7 +225,7 @@ def _strip(name: str, runs: Sequence[PageRun], shown: int, slots: int) -> str:
     )
 
 
-def _tensor_key(pages: _pages.TensorPages) -> str:
+def _tensor_key(pages: TensorPages) -> str:
     if not pages.exact:
         return (
             '<div class="vt-faint">too many pages to look at each: drawn from lengths and counts, '

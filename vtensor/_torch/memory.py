@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vtensor import _core
-from vtensor._adopted import optimizer_state, raise_if_asleep
-from vtensor._arguments import of_type, tag_of
-from vtensor._layout import whole_storage
-from vtensor._modes import without_modes
-from vtensor._progress import Progress
+from vtensor._base.arguments import of_type, tag_of
+from vtensor._base.terminal import Progress
+from vtensor._base.torch_modes import whole_storage, without_modes
+from vtensor._pool.adopted import optimizer_state, raise_if_asleep
 from vtensor.errors import InvalidArgument, VTensorError
 from vtensor.pool import Heap, Pool, default_pool
 from vtensor.tensor import VTensor

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["empty_bytes", "without_modes"]
+__all__ = ["empty_bytes", "whole_storage", "without_modes"]
 
 
 @contextlib.contextmanager
@@ -25,3 +25,10 @@ def empty_bytes(nbytes: int, pinned: bool) -> torch.Tensor:
     """Host memory for the core."""
     with without_modes():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+def whole_storage(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The bytes of ``storage``, as a tensor."""
+    with without_modes():
+        plain = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return plain.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -13,8 +13,8 @@ import weakref
 from typing import Protocol
 
 from vtensor import _core
-from vtensor._progress import Progress
-from vtensor._units import byte_text
+from vtensor._base.terminal import Progress
+from vtensor._base.units import byte_text
 from vtensor.errors import Closed, InvalidArgument
 
 __all__ = ["Image", "Sleeper", "contents_of", "fall_asleep", "forget", "wake"]

@@ -1,7 +1,7 @@
-"""Ends ``python -m vtensor`` without a traceback on Ctrl-C during the import of torch, which takes seconds.
+"""The package's first import: ends ``python -m vtensor`` without a traceback on Ctrl-C during the import of
+torch, which takes seconds, and refuses a torch that is too old.
 
-Python imports the package before it runs ``__main__``, so this module is the package's first import. It does
-nothing if another program imports the package.
+Python imports the package before it runs ``__main__``. If another program imports it, Ctrl-C stays as it was.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
+_OLDEST_TORCH = "2.10"
 INTERRUPTED = 130  # as shells report SIGINT: 128 + the number of the signal
 
 
@@ -37,3 +38,22 @@ def _is_command() -> bool:
 # A shell that starts the command in the background may have it ignore SIGINT: that stays so.
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _stop)
+
+
+def _numbers(version: str) -> list[int]:
+    """Its major and minor numbers."""
+    return [int(part) for part in version.split(".")[:2]]
+
+
+def _require_torch() -> None:
+    """Refuses a torch older than pyproject.toml allows: the tests do not pass with it."""
+    import torch
+
+    if _numbers(torch.__version__) < _numbers(_OLDEST_TORCH):
+        raise ImportError(
+            f"[import vtensor] torch {torch.__version__} is installed, vtensor needs {_OLDEST_TORCH} or "
+            f'newer: pip install "torch>={_OLDEST_TORCH}"'
+        )
+
+
+_require_torch()

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from vtensor._arguments import integer
-from vtensor._modes import without_modes
+from vtensor._base.arguments import integer
+from vtensor._base.torch_modes import without_modes
 from vtensor.errors import CapacityExceeded, InvalidArgument
 
-__all__ = ["CacheLayout", "Place", "RowGroup", "layout_of", "size_of", "whole_storage"]
+__all__ = ["CacheLayout", "Place", "RowGroup", "layout_of", "size_of"]
 
 
 _MOST = 2**62  # more than any address space has bytes
@@ -91,13 +91,6 @@ class CacheLayout:
 
         with without_modes():
             return [(view(k), None if v is None else view(v)) for k, v in self.layers]
-
-
-def whole_storage(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The bytes of ``storage``, as a tensor."""
-    with without_modes():
-        plain = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return plain.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def layout_of(

@@ -1,18 +1,19 @@
-"""Writes of K and V to the slots of a cache: checks what callers give, and finds its places."""
+"""What callers write to a cache, K and V and token ids: checks it, and finds its places."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, NamedTuple
 
 import torch
 
-from vtensor._arguments import has_memory, items
-from vtensor._modes import without_modes
+from vtensor._base.arguments import has_memory, items
+from vtensor._base.torch_modes import without_modes
 from vtensor.errors import InvalidArgument
 
-__all__ = ["Runs", "checked_states", "runs_of", "store"]
+__all__ = ["Runs", "checked_salt", "checked_states", "runs_of", "store", "token_ids"]
 
 _MOST = 2**62  # more than any address space has bytes
 
@@ -121,3 +122,31 @@ def store(
         slot.narrow(2 - heads_dim, runs.starts[0], runs.counts[0]).copy_(
             states.transpose(0, 1) if heads_dim == 1 else states
         )
+
+
+def token_ids(operation: str, tokens: Sequence[int] | torch.Tensor) -> bytes:
+    """Token ids as the bytes of 64-bit integers.
+
+    Raises:
+        InvalidArgument: if an id is not an integer of 64 bits, or a tensor is not of shape ``[n]``.
+    """
+    if isinstance(tokens, torch.Tensor):
+        if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+            raise InvalidArgument(
+                f"[{operation}] tokens is a {tokens.dtype} tensor of shape {tuple(tokens.shape)}: give the "
+                "ids of one request, [n]"
+            )
+    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, Iterable):
+        raise InvalidArgument(f"[{operation}] tokens is a {type(tokens).__name__}: give the ids, [n]")
+    try:
+        return array("q", items(operation, "tokens", tokens, "the ids, [n]")).tobytes()
+    except (TypeError, OverflowError) as error:
+        raise InvalidArgument(
+            f"[{operation}] a token is no integer of 64 bits ({error}): give the ids, [n]"
+        ) from None
+
+
+def checked_salt(operation: str, salt: str) -> str:
+    if isinstance(salt, str):
+        return salt
+    raise InvalidArgument(f"[{operation}] salt is a {type(salt).__name__}: give a string")

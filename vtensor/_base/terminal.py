@@ -1,12 +1,15 @@
-"""The progress of long work, on stderr."""
+"""What commands write to a terminal: the progress of long work, and their errors."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["Progress"]
+from vtensor.errors import InvalidArgument, VTensorError
+
+__all__ = ["Progress", "exit_status"]
 
 
 class Progress:
@@ -36,3 +39,14 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self._shown and self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr)
+
+
+def exit_status(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
+    """Runs a command and returns its exit status: 0, or 2 for invalid arguments, or 1 for other errors of
+    vtensor. Prints the error to stderr."""
+    try:
+        run(arguments)
+    except VTensorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidArgument) else 1
+    return 0

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from vtensor import _core
-from vtensor._units import byte_text, parse_bytes
+from vtensor._base.units import byte_text, parse_bytes
 from vtensor.errors import CapacityExceeded, InvalidArgument
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vtensor import _core
-from vtensor._layout import CacheLayout
+from vtensor._kv.layout import CacheLayout
 from vtensor.pool import Pool
 
 __all__ = ["FREE", "SWAPPED", "USED", "KVCacheStats", "count"]

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vtensor import _core
-from vtensor._processes import keep_private
+from vtensor._base.processes import keep_private
 from vtensor.errors import Asleep, Closed
 from vtensor.tensor import VTensor
 

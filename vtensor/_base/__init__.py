@@ -1,0 +1,1 @@
+"""What all of vtensor stands on: arguments and their units, streams, processes, the terminal."""

@@ -1,0 +1,1 @@
+"""Pages and events as pictures: what :mod:`vtensor.plot` and notebooks draw."""

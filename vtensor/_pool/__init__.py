@@ -1,0 +1,1 @@
+"""The parts of a pool: what was moved into it, what sleeps, what stays after its end."""

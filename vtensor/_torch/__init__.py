@@ -1,0 +1,1 @@
+"""What torch itself does with the memory of a pool: its allocations, and functions on a VTensor."""
