@@ -192,7 +192,7 @@ std::vector<Reservation::Run> Arena::missing(const char* operation,
   for (const Interval some : joined({pages.begin(), pages.end()}))
     range_.collect(runs, 0, some, is_unmapped);
   for (const Reservation::Run& run : runs) {
-    if (range_.at(0, run.indices.begin).state != EntryState::quarantined) continue;
+    if (range_.at(0, run.indices.begin).state() != EntryState::quarantined) continue;
     throw Error("[", operation, "] page ", run.indices.begin,
                 " is quarantined after a driver call that could not be undone: use other blocks");
   }
@@ -202,7 +202,7 @@ std::vector<Reservation::Run> Arena::missing(const char* operation,
 bool Arena::kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const {
   const std::uint64_t then = since.empty() ? clock_ : since[n];
   for (std::size_t i = pages.begin; i < pages.end; ++i) {
-    const Entry& entry = range_.at(0, i);
+    Entry entry = range_.at(0, i);
     if (!is_mapped(entry) || !is_awake(entry) || states_[i].mapped_at > then) return false;
   }
   return true;
@@ -599,7 +599,7 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
   decltype(counted_) counted{};
   for (std::size_t i = states_.next(0); i < range_.row_pages(); i = states_.next(i + 1)) {
     const State& state = states_[i];
-    const EntryState entry = range_.at(0, i).state;
+    const EntryState entry = range_.at(0, i).state();
     const std::string page = "page " + std::to_string(i) + " of an arena ";
     if (state.uses != 0 && state.idle != Idle::no)
       throw Error("I3: ", page, "is needed by a block and may go");

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace vtensor {
@@ -14,20 +15,36 @@ class SparseArray {
  public:
   // What is not reserved is as T{}.
   const T& operator[](std::size_t i) const {
-    const Chunk* const chunk = i / kChunk < chunks_.size() ? chunks_[i / kChunk].get() : nullptr;
+    const Chunk* const chunk = i / kChunk < chunks_.size() ? chunks_[i / kChunk] : nullptr;
     return chunk != nullptr ? (*chunk)[i % kChunk] : kAbsent;
   }
   // Requires: it is reserved.
   T& reserved(std::size_t i) { return (*chunks_[i / kChunk])[i % kChunk]; }
 
-  // Makes the elements [begin, end) present, and their neighbours. Throws std::bad_alloc; every
-  // element is as before then.
+  // Makes the elements [begin, end) present, and their neighbours; those of one call lie side by
+  // side. Throws std::bad_alloc; every element is as before then.
   void reserve(std::size_t begin, std::size_t end) {
     if (begin >= end) return;
     const std::size_t last = (end - 1) / kChunk;
     if (last >= chunks_.size()) chunks_.resize(last + 1);
-    for (std::size_t i = begin / kChunk; i <= last; ++i)
-      if (chunks_[i] == nullptr) chunks_[i] = std::make_unique<Chunk>();
+    for (std::size_t i = begin / kChunk; i <= last; ++i) {
+      const std::size_t first = i;
+      while (i <= last && chunks_[i] == nullptr) ++i;
+      if (i == first) continue;
+      blocks_.push_back(nullptr);
+      blocks_.back() = std::make_unique<Chunk[]>(i - first);
+      for (std::size_t n = first; n < i; ++n) chunks_[n] = &blocks_.back()[n - first];
+    }
+  }
+
+  // The present elements from i on that lie side by side; none if i is absent.
+  std::span<const T> together(std::size_t i) const {
+    const Chunk* const chunk = i / kChunk < chunks_.size() ? chunks_[i / kChunk] : nullptr;
+    return chunk != nullptr ? std::span(*chunk).subspan(i % kChunk) : std::span<const T>();
+  }
+  // Requires: i is reserved.
+  std::span<T> together(std::size_t i) {
+    return std::span(*chunks_[i / kChunk]).subspan(i % kChunk);
   }
 
   // The first present element from i on; SIZE_MAX if there is none.
@@ -44,7 +61,8 @@ class SparseArray {
   static constexpr T kAbsent{};
   using Chunk = std::array<T, kChunk>;
 
-  std::vector<std::unique_ptr<Chunk>> chunks_;
+  std::vector<Chunk*> chunks_;  // null: absent
+  std::vector<std::unique_ptr<Chunk[]>> blocks_;
 };
 
 }  // namespace vtensor

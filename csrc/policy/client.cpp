@@ -146,7 +146,7 @@ bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
 
 bool Client::add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) {
   for (Reservation::Run run : range_.collect(indices, is_unmapped)) {
-    if (range_.at(run.row, run.indices.begin).state != EntryState::empty) return false;
+    if (range_.at(run.row, run.indices.begin).state() != EntryState::empty) return false;
     run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
     pages -= run.indices.size();
     if (run.indices.empty()) break;
@@ -280,16 +280,16 @@ std::vector<PageRecord> Client::pages() {
   PoolLock lock(pool_);
   pool_->reap();
   std::vector<PageRecord> records;
-  const auto has_page = [](const Entry& entry) {
-    return entry.page != nullptr && entry.state != EntryState::arriving;
+  const auto has_page = [](Entry entry) {
+    return entry.page() != nullptr && entry.state() != EntryState::arriving;
   };
   for (const Reservation::Run& run : range_.collect({0, range_.row_pages()}, has_page)) {
-    const EntryState state = range_.at(run.row, run.indices.begin).state;
+    const EntryState state = range_.at(run.row, run.indices.begin).state();
     const std::vector<std::uint8_t> private_copies =
         state == EntryState::copy_on_write ? find_private_copies(range_, run)
                                            : std::vector<std::uint8_t>(run.indices.size());
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-      const Page& page = *range_.at(run.row, index).page;
+      const Page& page = *range_.at(run.row, index).page();
       PageRecord record{run.row,
                         index,
                         range_.address(run.row, index),
@@ -317,8 +317,8 @@ std::vector<PageRecord> Client::pages() {
 void Client::count(PoolCounts& counts) const {
   add_to(counts);
   if (asleep.load() == 0) return;
-  range_.for_each([&](const Entry& entry, std::size_t, std::size_t index) VT_LOCKED {
-    if (!is_mapped(entry) || !entry.page->asleep) return;
+  range_.for_each([&](Entry entry, std::size_t, std::size_t index) VT_LOCKED {
+    if (!is_mapped(entry) || !entry.page()->asleep) return;
     --counts.mapped;
     const char* const text = why_mapped(index);
     const std::string_view why = text != nullptr ? text : owned_ ? "active" : "pinned";

@@ -18,25 +18,28 @@ namespace {
 // Every mapped entry of a client, with its row and index.
 template <typename Visit>
 void each_entry(Client& client, Visit visit) VT_LOCKED {
-  client.range().for_each([&](const Entry& entry, std::size_t row, std::size_t index) VT_LOCKED {
+  client.range().for_each([&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
     if (is_mapped(entry)) visit(entry, row, index);
   });
 }
 
 // Adds a page to the runs: to the last, if it goes on there in the same way.
 void add_page(std::vector<SleepRun>& runs, Client& client, std::size_t row, std::size_t index,
-              const Entry& entry, bool writable) {
+              Entry entry, bool writable) {
   if (!runs.empty()) {
     SleepRun& last = runs.back();
     if (last.client == &client && last.pages.row == row && last.pages.indices.end == index &&
-        last.access == entry.access() && last.writable == writable) {
+        last.access == access_of(entry.state()) && last.writable == writable) {
       ++last.pages.indices.end;
-      last.handles.push_back(entry.page->handle);
+      last.handles.push_back(entry.page()->handle);
       return;
     }
   }
-  runs.push_back(
-      {&client, {row, {index, index + 1}}, entry.access(), writable, {entry.page->handle}});
+  runs.push_back({&client,
+                  {row, {index, index + 1}},
+                  access_of(entry.state()),
+                  writable,
+                  {entry.page()->handle}});
 }
 
 // Those that are mapped so, as the driver takes them.
@@ -120,12 +123,12 @@ FallAsleep::FallAsleep(const std::shared_ptr<PagePool>& pool, const Caller& call
   const std::size_t size = pool_->page_size();
   for (const std::shared_ptr<Client>& client : held_.all()) {
     const Reservation& range = client->range();
-    each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) VT_LOCKED {
-      if (entry.page->asleep || !seen.insert(entry.page).second) return;
-      entry.page->sleep = client->asleep;
-      entry.page->place = pages++;
+    each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) VT_LOCKED {
+      if (entry.page()->asleep || !seen.insert(entry.page()).second) return;
+      entry.page()->sleep = client->asleep;
+      entry.page()->place = pages++;
       add_part(parts_,
-               {range.address(row, index), entry.page->sleep, entry.page->place * size, size});
+               {range.address(row, index), entry.page()->sleep, entry.page()->place * size, size});
     });
   }
 }
@@ -165,15 +168,15 @@ std::size_t FallAsleep::finish() {
   // Counted now: references may have gone since, and a write may have had the kernel copy a page.
   std::unordered_map<Page*, std::size_t> uses;
   for (const std::shared_ptr<Client>& client : held_.all()) {
-    each_entry(*client, [&](const Entry& entry, std::size_t, std::size_t) {
-      if (!entry.page->asleep && entry.page->sleep == client->asleep) ++uses[entry.page];
+    each_entry(*client, [&](Entry entry, std::size_t, std::size_t) {
+      if (!entry.page()->asleep && entry.page()->sleep == client->asleep) ++uses[entry.page()];
     });
   }
   for (const std::shared_ptr<Client>& client : held_.all()) {
     const Reservation& range = client->range();
     for (const Reservation::Run& run : private_copies_in(range, {0, range.reserved()})) {
       for (std::size_t i = run.indices.begin; i < run.indices.end; ++i)
-        uses.erase(range.at(run.row, i).page);
+        uses.erase(range.at(run.row, i).page());
     }
   }
   const auto goes = [&](Page* page) {
@@ -183,10 +186,10 @@ std::size_t FallAsleep::finish() {
   std::vector<SleepRun> runs;
   std::vector<Page*> pages;
   for (const std::shared_ptr<Client>& client : held_.all()) {
-    each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) {
-      if (!goes(entry.page)) return;
+    each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) {
+      if (!goes(entry.page())) return;
       add_page(runs, *client, row, index, entry, is_writable(entry));
-      pages.push_back(entry.page);
+      pages.push_back(entry.page());
     });
   }
   std::sort(pages.begin(), pages.end());
@@ -248,16 +251,16 @@ void WakeUp::collect() {
   std::unordered_set<const Page*> seen;
   for (const std::shared_ptr<Client>& client : held_.all()) {
     const Reservation& range = client->range();
-    each_entry(*client, [&](const Entry& entry, std::size_t row, std::size_t index) {
-      if (!entry.page->asleep) return;
-      const bool first = seen.insert(entry.page).second;
+    each_entry(*client, [&](Entry entry, std::size_t row, std::size_t index) {
+      if (!entry.page()->asleep) return;
+      const bool first = seen.insert(entry.page()).second;
       add_page(runs_, *client, row, index, entry, first);
       if (!first) return;
-      pages_.push_back(entry.page);
-      const SleepPart part{range.address(row, index), entry.page->sleep, entry.page->place * size,
-                           size};
+      pages_.push_back(entry.page());
+      const SleepPart part{range.address(row, index), entry.page()->sleep,
+                           entry.page()->place * size, size};
       add_part(parts_, part);
-      if (entry.page->dirty) add_part(unclean_, part);
+      if (entry.page()->dirty) add_part(unclean_, part);
     });
   }
 }

@@ -99,8 +99,8 @@ void Buffer::set_ready(std::size_t end) {
 }
 
 void Buffer::find_ready(std::size_t end) {
-  set_ready(range_.first_not({extent_.end, end}, [this](const Entry& entry) VT_LOCKED {
-    return is_writable(entry) && range_.clean(*entry.page);
+  set_ready(range_.first_not({extent_.end, end}, [this](Entry entry) VT_LOCKED {
+    return is_writable(entry) && range_.clean(*entry.page());
   }));
 }
 
@@ -266,7 +266,7 @@ bool Buffer::copy_on_write() {
 const Page* Buffer::shared_at(std::size_t row, std::size_t index) const {
   if (expected_ != nullptr && expected_->indices.contains(index)) return expected_->at(row, index);
   const bool shared = index < range_.reserved() && is_copy_on_write(range_.at(row, index));
-  return shared ? range_.at(row, index).page : nullptr;
+  return shared ? range_.at(row, index).page() : nullptr;
 }
 
 std::size_t Buffer::shared_with(const Buffer& other) const {
@@ -274,7 +274,7 @@ std::size_t Buffer::shared_with(const Buffer& other) const {
   Interval same{extent_.begin, std::min(extent_.end, other.extent_.end)};
   for (std::size_t row = 0; row < range_.rows(); ++row) {
     std::size_t index = same.begin;
-    while (index < same.end && range_.at(row, index).page == other.range_.at(row, index).page)
+    while (index < same.end && range_.at(row, index).page() == other.range_.at(row, index).page())
       ++index;
     same.end = index;
   }
@@ -622,7 +622,7 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
   }
   for (std::size_t row = 0; row < range_.rows(); ++row) {
     for (std::size_t index = 0; index < range_.reserved(); ++index) {
-      const EntryState state = range_.at(row, index).state;
+      const EntryState state = range_.at(row, index).state();
       const auto covers = [index](Interval indices) { return indices.contains(index); };
       if (state == EntryState::empty && std::any_of(covered.begin(), covered.end(), covers)) {
         throw Error("I3: index ", index, " of row ", row,

@@ -55,7 +55,7 @@ class Growing {
   std::size_t missing() const { return missing_; }
   std::span<const Reservation::Run> copy_on_write() const { return copy_on_write_; }
   const Page* page_at(std::size_t row, std::size_t index) const VT_LOCKED {
-    return range_.at(row, index).page;
+    return range_.at(row, index).page();
   }
   // Pages that unsharing takes now.
   std::size_t fresh() const VT_LOCKED { return count_fresh_pages(range_, copy_on_write_); }
@@ -88,7 +88,7 @@ class Growing {
     return wanted.empty() ? wanted : Interval{wanted.begin, std::max(wanted.end, extent.end)};
   }
   void require_not_quarantined(const Reservation::Run& run) const VT_LOCKED {
-    if (range_.at(run.row, run.indices.begin).state != EntryState::quarantined) return;
+    if (range_.at(run.row, run.indices.begin).state() != EntryState::quarantined) return;
     throw Error("[", caller_.operation, "] page ", run.indices.begin, " of row ", run.row,
                 " is quarantined after a driver call that could not be undone: move the tensor to "
                 "a new range with reallocate(capacity)");

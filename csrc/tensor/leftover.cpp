@@ -3,8 +3,8 @@
 namespace vtensor {
 
 Interval Leftover::usable(bool anywhere) const {
-  const auto usable = [](const Entry& entry) {
-    return is_writable(entry) && entry.page->references == 1;
+  const auto usable = [](Entry entry) {
+    return is_writable(entry) && entry.page()->references == 1;
   };
   const std::size_t end = range_.reserved();
   Interval pages{0, range_.first_not({0, end}, usable)};
@@ -20,13 +20,13 @@ void Leftover::keep(Interval pages, bool dirty, std::uint64_t next) {
   range_.set_owner(next);
   for (std::size_t row = 0; row < range_.rows(); ++row) {
     for (std::size_t index = pages.begin; index < pages.end; ++index)
-      range_.at(row, index).page->dirty = dirty;
+      range_.at(row, index).page()->dirty = dirty;
   }
 }
 
 std::size_t Leftover::take(bool counts) {
   std::size_t clean = range_.first_not(
-      cached_, [this](const Entry& entry) VT_LOCKED { return range_.clean(*entry.page); });
+      cached_, [this](Entry entry) VT_LOCKED { return range_.clean(*entry.page()); });
   // What is missing before them, if anything, is mapped before they are reached.
   if (cached_.begin != 0) clean = 0;
   unclean_ = {std::max(clean, cached_.begin), cached_.end};
@@ -44,7 +44,7 @@ void Leftover::follow(std::size_t end) {
 void Leftover::cleaned(std::span<const Reservation::Run> runs) {
   for (const Reservation::Run& run : runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
-      range_.at(run.row, index).page->dirty = false;
+      range_.at(run.row, index).page()->dirty = false;
   }
 }
 

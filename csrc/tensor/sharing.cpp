@@ -77,7 +77,7 @@ std::shared_ptr<Buffer> Sharing::share(const RowShape& shape, std::span<const st
     const std::unique_ptr<Buffer::Busy> busy = quieten(lock);
     const Interval extent = buffer_.extent();
     child->range().reserve({0, extent.size()});
-    const auto map = [&](bool (*wanted)(const Entry&), EntryState state) VT_LOCKED {
+    const auto map = [&](auto wanted, EntryState state) VT_LOCKED {
       Reservation::Arrival arrival;
       arrival.given = true;
       arrival.state = state;
@@ -88,7 +88,7 @@ std::shared_ptr<Buffer> Sharing::share(const RowShape& shape, std::span<const st
         for (const auto& [from, indices] : runs) {
           arrival.runs.push_back({row, {indices.begin - extent.begin, indices.end - extent.begin}});
           for (std::size_t index = indices.begin; index < indices.end; ++index)
-            arrival.pages.push_back(range_.at(from, index).page);
+            arrival.pages.push_back(range_.at(from, index).page());
         }
       }
       child->range().map(lock, arrival, caller_.stream, false);
@@ -118,7 +118,7 @@ void Sharing::add_page_sets(PageSets& to, std::span<const Interval> indices) con
     pages.reserve(some.size() * range_.rows());
     for (std::size_t row = 0; row < range_.rows(); ++row) {
       for (std::size_t index = some.begin; index < some.end; ++index)
-        pages.push_back(range_.at(row, index).page);
+        pages.push_back(range_.at(row, index).page());
     }
     to.push_back(std::make_shared<PageSet>(buffer_.pool(), some, std::move(pages)));
   }
@@ -160,7 +160,7 @@ PageSets Sharing::offer_writable(std::span<const Interval> indices) const {
 
 std::vector<Reservation::Run> Sharing::offered_in(Interval indices) const {
   return range_.collect(
-      indices, [](const Entry& entry) { return is_writable(entry) && entry.page->references > 1; });
+      indices, [](Entry entry) { return is_writable(entry) && entry.page()->references > 1; });
 }
 
 void Sharing::protect(Interval indices) const {
@@ -267,14 +267,14 @@ void Sharing::reindex(const Caller& caller, std::span<const Reindexing> all) {
     const Interval extent = buffer->extent();
     for (std::size_t row = 0; row < rows.size(); ++row) {
       const auto differs = [&range, row, from = rows[row]](std::size_t index) VT_LOCKED {
-        return range.at(row, index).page != range.at(from, index).page;
+        return range.at(row, index).page() != range.at(from, index).page();
       };
       for (std::size_t index = extent.begin; index < extent.end; ++index) {
         if (!differs(index)) continue;
         PageChange change{&range, row, index, {}};
-        const EntryState state = range.at(row, index).state;
-        while (index < extent.end && differs(index) && range.at(row, index).state == state)
-          change.to.push_back(range.at(rows[row], index++).page);
+        const EntryState state = range.at(row, index).state();
+        while (index < extent.end && differs(index) && range.at(row, index).state() == state)
+          change.to.push_back(range.at(rows[row], index++).page());
         --index;
         changes.push_back(std::move(change));
       }

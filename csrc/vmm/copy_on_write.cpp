@@ -35,13 +35,14 @@ class Remapping {
 
   // Begins a run of pages that are mapped in one state; `add` continues it.
   void begin(Reservation& range, std::size_t row, std::size_t index, Undo undo) VT_LOCKED {
-    changes_.push_back({range, {row, {index, index}}, range.at(row, index).access(), undo});
+    changes_.push_back(
+        {range, {row, {index, index}}, access_of(range.at(row, index).state()), undo});
   }
   // Takes over a reference to `page`, unless it is the one that is mapped there.
   void add(Page* page) VT_LOCKED {
     Change& change = changes_.back();
     change.to.push_back(page);
-    change.was.push_back(change.range.at(change.run.row, change.run.indices.end++).page->handle);
+    change.was.push_back(change.range.at(change.run.row, change.run.indices.end++).page()->handle);
     change.is.push_back(page->handle);
     change.stuck.reserve(change.to.size());
   }
@@ -85,7 +86,7 @@ class Remapping {
 
   void exchange(Change& change) {
     const Address at = change.range.address(change.run);
-    const Access access = Entry{nullptr, state_}.access();
+    const Access access = access_of(state_);
     Driver& driver = change.range.driver();
     try {
       change.changed ? driver.remap(at, change.is, access, change.was, change.access)
@@ -106,7 +107,7 @@ class Remapping {
       const bool stuck = is_stuck(change.stuck, i);
       if (change.changed && !stuck) {
         range.replace(row, index, page, state_);
-      } else if (page != range.at(row, index).page) {
+      } else if (page != range.at(row, index).page()) {
         if (stuck || given_up_) range.store().quarantine(page);
         range.store().drop(page);
       }
@@ -131,7 +132,7 @@ void make_copy_on_write(Reservation& range, PoolLock* lock, std::span<const Run>
   for (const auto& [row, indices] : runs) {
     changes.begin(range, row, indices.begin, Remapping::Undo::wanted);
     for (std::size_t index = indices.begin; index < indices.end; ++index)
-      changes.add(range.at(row, index).page);
+      changes.add(range.at(row, index).page());
   }
   std::optional<Unlocked> unlocked;
   if (lock != nullptr) unlocked.emplace(*lock);
@@ -151,7 +152,7 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
     const std::vector<std::uint8_t> private_copies = find_private_copies(range, run);
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
       const bool private_copy = private_copies[index - run.indices.begin];
-      Page* const from = range.at(run.row, index).page;
+      Page* const from = range.at(run.row, index).page();
       std::vector<Page*> taken{from};
       if (from->references > 1) {
         taken.clear();
@@ -198,7 +199,7 @@ std::size_t count_fresh_pages(const Reservation& range, std::span<const Run> run
   std::size_t fresh = 0;
   for (const auto& [row, indices] : runs) {
     for (std::size_t index = indices.begin; index < indices.end; ++index)
-      fresh += range.at(row, index).page->references > 1;
+      fresh += range.at(row, index).page()->references > 1;
   }
   return fresh;
 }
@@ -252,7 +253,7 @@ std::size_t count_copied(const Reservation& range, std::span<const Run> runs, Co
     const std::vector<std::uint8_t> private_copies = find_private_copies(range, run);
     for (std::size_t i = 0; i < private_copies.size(); ++i) {
       count += private_copies[i] == Driver::kMaybeCopied
-                   ? counts(range.at(run.row, run.indices.begin + i).page)
+                   ? counts(range.at(run.row, run.indices.begin + i).page())
                    : private_copies[i];
     }
   }

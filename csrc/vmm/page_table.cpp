@@ -15,18 +15,23 @@ void PageTable::reserve(Interval indices) {
 template <typename Counted>
 std::size_t PageTable::count(Interval indices, Counted counted) const {
   std::size_t pages = 0;
-  const std::size_t end = std::min(indices.end, reserved());
   for (std::size_t row = 0; row < rows_; ++row) {
-    for (std::size_t index = indices.begin; index < end; ++index) pages += counted(at(row, index));
+    walk(row, indices, false, [&](std::size_t, Entry entry) {
+      pages += counted(entry);
+      return true;
+    });
   }
   return pages;
 }
 
-std::size_t PageTable::count_mapped(Interval indices) const { return count(indices, is_mapped); }
+std::size_t PageTable::count_mapped(Interval indices) const {
+  return mapped() == 0 ? 0 : count(indices, is_mapped);
+}
 
 std::size_t PageTable::count_sole(Interval indices) const {
-  return count(indices, [](const Entry& entry) {
-    return (is_mapped(entry) || entry.state == EntryState::arriving) && entry.page->references == 1;
+  return count(indices, [](Entry entry) {
+    return (is_mapped(entry) || entry.state() == EntryState::arriving) &&
+           entry.page()->references == 1;
   });
 }
 
@@ -36,21 +41,22 @@ std::size_t PageTable::count_quarantined(Interval indices) const {
 
 std::size_t PageTable::add_pages(std::unordered_set<const Page*>& seen) const {
   std::size_t shared = 0;
-  for_each([&](const Entry& entry, std::size_t, std::size_t) {
-    if (is_mapped(entry) && seen.insert(entry.page).second) shared += entry.page->references > 1;
+  for_each([&](Entry entry, std::size_t, std::size_t) {
+    if (is_mapped(entry) && seen.insert(entry.page()).second)
+      shared += entry.page()->references > 1;
   });
   return shared;
 }
 
 void PageTable::check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const {
   std::size_t mapped = 0, copy_on_write = 0;
-  for_each([&](const Entry& entry, std::size_t row, std::size_t index) {
-    if ((entry.page == nullptr) != (entry.state == EntryState::empty)) {
+  for_each([&](Entry entry, std::size_t row, std::size_t index) {
+    if ((entry.page() == nullptr) != (entry.state() == EntryState::empty)) {
       throw Error("I3: index ", index, " of row ", row,
                   " has a page and no mapping, or a mapping and no page");
     }
-    if (entry.page == nullptr) return;
-    PageUse& use = uses[entry.page];
+    if (entry.page() == nullptr) return;
+    PageUse& use = uses[entry.page()];
     ++use.entries;
     if (reachable) {
       ++use.reachable;

@@ -8,6 +8,7 @@
 #include <span>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "base/align.h"
@@ -26,27 +27,44 @@ enum class EntryState : std::uint8_t {
   quarantined,    // what is mapped here is not known: never used, never unmapped
 };
 
-struct Entry {
-  Page* page = nullptr;
-  EntryState state = EntryState::empty;
+// A page and its state in one word: a table of many pages is read at the speed of memory.
+class Entry {
+ public:
+  Entry() = default;
+  Entry(Page* page, EntryState state)
+      : word_(reinterpret_cast<std::uintptr_t>(page) | static_cast<std::uintptr_t>(state)) {}
 
+  Page* page() const { return reinterpret_cast<Page*>(word_ & ~kState); }
+  EntryState state() const { return static_cast<EntryState>(word_ & kState); }
   bool mapped() const {
-    return state == EntryState::writable || state == EntryState::copy_on_write;
+    return state() == EntryState::writable || state() == EntryState::copy_on_write;
   }
-  Access access() const {
-    return state == EntryState::copy_on_write ? Access::copy_on_write : Access::writable;
-  }
+
+ private:
+  static constexpr std::uintptr_t kState = alignof(Page) - 1;
+  static_assert(kState >= static_cast<std::uintptr_t>(EntryState::quarantined));
+
+  std::uintptr_t word_ = 0;
 };
 
-inline bool is_mapped(const Entry& entry) { return entry.mapped(); }
-inline bool is_unmapped(const Entry& entry) { return !entry.mapped(); }
-inline bool is_writable(const Entry& entry) { return entry.state == EntryState::writable; }
-inline bool is_copy_on_write(const Entry& entry) {
-  return entry.state == EntryState::copy_on_write;
+inline Access access_of(EntryState state) {
+  return state == EntryState::copy_on_write ? Access::copy_on_write : Access::writable;
 }
+
+// Objects, not functions: what calls them inlines them.
+inline constexpr auto is_mapped = [](Entry entry) { return entry.mapped(); };
+inline constexpr auto is_unmapped = [](Entry entry) { return !entry.mapped(); };
+inline constexpr auto is_writable = [](Entry entry) {
+  return entry.state() == EntryState::writable;
+};
+inline constexpr auto is_copy_on_write = [](Entry entry) {
+  return entry.state() == EntryState::copy_on_write;
+};
 // Requires: it has a page.
-inline bool is_awake(const Entry& entry) { return !entry.page->asleep; }
-inline bool is_quarantined(const Entry& entry) { return entry.state == EntryState::quarantined; }
+inline constexpr auto is_awake = [](Entry entry) { return !entry.page()->asleep; };
+inline constexpr auto is_quarantined = [](Entry entry) {
+  return entry.state() == EntryState::quarantined;
+};
 
 // What page tables say of a page, for PagePool::check_invariants.
 struct PageUse {
@@ -72,7 +90,7 @@ class PageTable {
   std::size_t reserved() const VT_LOCKED { return reserved_; }
   // Has entries for these indices be changed. Throws std::bad_alloc; nothing is changed then.
   void reserve(Interval indices) VT_LOCKED;
-  const Entry& at(std::size_t row, std::size_t index) const VT_LOCKED {
+  Entry at(std::size_t row, std::size_t index) const VT_LOCKED {
     return entries_[place(row, index)];
   }
 
@@ -84,19 +102,38 @@ class PageTable {
   std::size_t count_sole(Interval indices) const VT_LOCKED;
   std::size_t count_quarantined(Interval indices) const VT_LOCKED;
 
+  // Calls visit(run, kind) for the maximal runs in `indices` of `row` of one kind(entry) other
+  // than 0.
+  template <typename Kind, typename Visit>
+  void each_run(std::size_t row, Interval indices, Kind kind, Visit visit) const VT_LOCKED {
+    indices.end = std::min(indices.end, reserved());
+    Run run{row, {}};
+    auto of_run = kind(Entry{});
+    const auto end_run = [&] {
+      if (!run.indices.empty() && of_run != 0) visit(std::as_const(run), of_run);
+    };
+    const bool empty_too = of_run != 0;
+    walk(row, indices, empty_too, [&](std::size_t index, Entry entry) {
+      const auto of_entry = kind(entry);
+      if (index == run.indices.end && of_entry == of_run) {
+        ++run.indices.end;
+        return true;
+      }
+      end_run();
+      run.indices = {index, index + 1};
+      of_run = of_entry;
+      return true;
+    });
+    end_run();
+  }
   // Adds maximal runs in `indices` of `row` whose entries are `wanted` and have one state.
   template <typename Wanted>
   void collect(std::vector<Run>& runs, std::size_t row, Interval indices, Wanted wanted) const
       VT_LOCKED {
-    const std::size_t end = std::min(indices.end, reserved());
-    const bool empty_too = wanted(Entry{});
-    for (std::size_t index = indices.begin; index < end;) {
-      if (!empty_too && (index = next(row, index)) >= end) return;
-      const std::size_t first = index;
-      const EntryState state = at(row, first).state;
-      while (index < end && at(row, index).state == state && wanted(at(row, index))) ++index;
-      index > first ? runs.push_back({row, {first, index}}) : void(++index);
-    }
+    each_run(
+        row, indices,
+        [&wanted](Entry entry) { return wanted(entry) ? 1 + static_cast<int>(entry.state()) : 0; },
+        [&runs](const Run& run, int) { runs.push_back(run); });
   }
   // The same, of every row.
   template <typename Wanted>
@@ -108,21 +145,33 @@ class PageTable {
   // The first of `indices` that is not `wanted` in every row.
   template <typename Wanted>
   std::size_t first_not(Interval indices, Wanted wanted) const VT_LOCKED {
-    std::size_t end = std::min(indices.end, reserved());
-    for (std::size_t row = 0; row < rows_ && indices.begin < end; ++row) {
-      std::size_t index = indices.begin;
-      while (index < end && wanted(at(row, index))) ++index;
-      end = index;
+    std::size_t end = std::max(indices.begin, std::min(indices.end, reserved()));
+    for (std::size_t row = 0; row < rows_; ++row) {
+      walk(row, {indices.begin, end}, true, [&](std::size_t index, Entry entry) {
+        if (wanted(entry)) return true;
+        end = index;
+        return false;
+      });
     }
-    return std::max(indices.begin, end);
+    return end;
   }
   // Calls visit(entry, row, index) for every entry with a page, and for some empty ones.
   template <typename Visit>
   void for_each(Visit visit) const VT_LOCKED {
     for (std::size_t row = 0; row < rows_; ++row) {
-      for (std::size_t index = next(row, 0); index < reserved(); index = next(row, index + 1))
-        visit(at(row, index), row, index);
+      walk(row, {0, reserved()}, false, [&](std::size_t index, Entry entry) {
+        visit(entry, row, index);
+        return true;
+      });
     }
+  }
+  // Calls visit(page) for the pages of the run, in order. Requires: it has pages.
+  template <typename Visit>
+  void each_page(const Run& run, Visit visit) const VT_LOCKED {
+    walk(run.row, run.indices, false, [&visit](std::size_t, Entry entry) {
+      visit(entry.page());
+      return true;
+    });
   }
 
   // Adds the pages that are mapped here; returns how many of those that are new to `seen` have
@@ -136,15 +185,22 @@ class PageTable {
   ~PageTable() = default;
   // Of empty entries: `pages` are on their way to them.
   void arrive(std::size_t row, std::size_t begin, std::span<Page* const> pages) VT_LOCKED {
-    for (Page* const page : pages)
-      entries_.reserved(place(row, begin++)) = {page, EntryState::arriving};
+    auto page = pages.begin();
+    change({row, {begin, begin + pages.size()}},
+           [&page](Entry& entry) { entry = {*page++, EntryState::arriving}; });
   }
   // They are mapped.
   void arrived(const Run& run, EntryState state) VT_LOCKED {
-    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
-      entries_.reserved(place(run.row, index)).state = state;
+    change(run, [state](Entry& entry) { entry = {entry.page(), state}; });
     add(mapped_, run.indices.size());
     if (state == EntryState::copy_on_write) copy_on_write_ += run.indices.size();
+  }
+  // Mapped entries of one state become empty; calls visit(page) for each.
+  template <typename Visit>
+  void departed(const Run& run, Visit visit) noexcept VT_LOCKED {
+    add(mapped_, -run.indices.size());
+    if (is_copy_on_write(at(run.row, run.indices.begin))) copy_on_write_ -= run.indices.size();
+    change(run, [&visit](Entry& entry) { visit(std::exchange(entry, {}).page()); });
   }
   void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED {
     Entry& here = entries_.reserved(place(row, index));
@@ -163,10 +219,34 @@ class PageTable {
 
   // The rows of an index lie together, since most changes are of all rows.
   std::size_t place(std::size_t row, std::size_t index) const { return index * rows_ + row; }
-  // The first index from `index` on that may have a page in this row.
+  // Calls visit(index, entry) in order until it returns false. Leaves out indices without entries
+  // unless `empty_too`.
+  template <typename Visit>
+  void walk(std::size_t row, Interval indices, bool empty_too, Visit visit) const VT_LOCKED {
+    for (std::size_t index = indices.begin; index < indices.end;) {
+      const std::span<const Entry> some = entries_.together(place(row, index));
+      if (some.empty()) {
+        if (empty_too && !visit(index, Entry{})) return;
+        index = empty_too ? index + 1 : next(row, index);
+      }
+      for (std::size_t i = 0; i < some.size() && index < indices.end; i += rows_, ++index) {
+        if (!visit(index, some[i])) return;
+      }
+    }
+  }
+  // The first index from `index` on that has an entry in this row.
   std::size_t next(std::size_t row, std::size_t index) const VT_LOCKED {
     const std::size_t found = entries_.next(place(row, index));
     return found == SIZE_MAX ? SIZE_MAX : ceil_div(sub_sat(found, row), rows_);
+  }
+  // Calls visit(entry) for the entries of the run, in order. Requires: they are reserved.
+  template <typename Visit>
+  void change(const Run& run, Visit visit) VT_LOCKED {
+    for (std::size_t index = run.indices.begin; index < run.indices.end;) {
+      const std::span<Entry> some = entries_.together(place(run.row, index));
+      for (std::size_t i = 0; i < some.size() && index < run.indices.end; i += rows_, ++index)
+        visit(some[i]);
+    }
   }
   template <typename Counted>
   std::size_t count(Interval indices, Counted counted) const VT_LOCKED;

@@ -75,7 +75,7 @@ void Reservation::claim(Arrival& arrival) {
   try {
     for (const Run& run : arrival.runs) {
       const auto [begin, end] = run.indices;
-      const Page* const previous = begin == 0 ? nullptr : at(run.row, begin - 1).page;
+      const Page* const previous = begin == 0 ? nullptr : at(run.row, begin - 1).page();
       if (!arrival.given) take(run.row, previous, run.indices.size(), arrival.pages);
       const std::span<Page* const> pages = std::span(arrival.pages).subspan(page, end - begin);
       if (arrival.given) {
@@ -124,7 +124,7 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
     {
       const trace::Span span(trace::What::map, runs.front().at, pages * first.page_size_,
                              first.base_);
-      first.driver_.map(runs, Entry{nullptr, any.state}.access());
+      first.driver_.map(runs, access_of(any.state));
     }
     mapped = true;
     if (any.given) return;
@@ -229,20 +229,22 @@ void Reservation::undo(PoolLock& lock, Stream stream, const Arrival& arrival) no
 
 Reservation::Departure Reservation::departing(std::span<const Run> within) const {
   Departure departure;
-  const auto add = [&](bool (*wanted)(const Entry&)) VT_LOCKED {
-    for (const Run& run : within) collect(departure.runs, run.row, run.indices, wanted);
-    return departure.runs.size();
+  std::vector<Run> copy_on_write, asleep;
+  std::vector<Run>* const of_kind[] = {&departure.runs, &copy_on_write, &asleep};
+  const auto kind = [](Entry entry) {
+    if (!is_mapped(entry)) return 0;
+    return !is_awake(entry) ? 3 : is_copy_on_write(entry) ? 2 : 1;
   };
-  departure.writable =
-      add([](const Entry& entry) { return is_writable(entry) && is_awake(entry); });
-  departure.awake =
-      add([](const Entry& entry) { return is_copy_on_write(entry) && is_awake(entry); });
-  if (pages_.asleep() != 0)
-    add([](const Entry& entry) { return is_mapped(entry) && !is_awake(entry); });
-  for (const Run& run : departure.runs) {
-    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
-      departure.handles.push_back(at(run.row, index).page->handle);
+  for (const Run& run : within) {
+    each_run(run.row, run.indices, kind,
+             [&of_kind](const Run& some, int kind) { of_kind[kind - 1]->push_back(some); });
   }
+  departure.writable = departure.runs.size();
+  departure.awake = departure.writable + copy_on_write.size();
+  departure.runs.insert(departure.runs.end(), copy_on_write.begin(), copy_on_write.end());
+  departure.runs.insert(departure.runs.end(), asleep.begin(), asleep.end());
+  for (const Run& run : departure.runs)
+    each_page(run, [&](const Page* page) { departure.handles.push_back(page->handle); });
   departure.stuck.reserve(departure.handles.size());
   return departure;
 }
@@ -282,27 +284,26 @@ void Reservation::carry_out(
 void Reservation::enter(const Departure& departure) {
   std::size_t refused = 0;
   for (std::size_t i = 0; i < departure.runs.size(); ++i) {
-    const auto& [row, indices] = departure.runs[i];
-    for (std::size_t index = indices.begin; index < indices.end; ++index) {
-      if (i < departure.done) {
-        pages_.drop(at(row, index).page);
-        set(row, index, {});
-      } else if (is_stuck(departure.stuck, refused++)) {
-        quarantine(row, index);
-      }
+    const Run& run = departure.runs[i];
+    if (i < departure.done) {
+      departed(run, [this](Page* page) VT_LOCKED { pages_.drop(page); });
+      continue;
+    }
+    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
+      if (is_stuck(departure.stuck, refused++)) quarantine(run.row, index);
     }
   }
 }
 
 void Reservation::replace(std::size_t row, std::size_t index, Page* page,
                           EntryState state) noexcept {
-  if (Page* const was = at(row, index).page; was != page) pages_.drop(was);
+  if (Page* const was = at(row, index).page(); was != page) pages_.drop(was);
   set(row, index, {page, state});
   if (state == EntryState::writable) page->last_owner = owner_;
 }
 
 void Reservation::quarantine(std::size_t row, std::size_t index) noexcept {
-  Page* const page = at(row, index).page;
+  Page* const page = at(row, index).page();
   set(row, index, {page, EntryState::quarantined});
   pages_.quarantine(page);
 }
@@ -310,8 +311,8 @@ void Reservation::quarantine(std::size_t row, std::size_t index) noexcept {
 void Reservation::end(Reservation* host) noexcept {
   if (quarantined() != 0) {
     if (host != nullptr) host->add_quarantined(quarantined());
-    for_each([this](const Entry& entry, std::size_t, std::size_t) VT_LOCKED {
-      if (entry.page != nullptr) pages_.drop(entry.page);
+    for_each([this](Entry entry, std::size_t, std::size_t) VT_LOCKED {
+      if (entry.page() != nullptr) pages_.drop(entry.page());
     });
   }
   for (RowHome& home : homes_) pages_.close_home(home);
@@ -328,8 +329,8 @@ void Reservation::zero(Bytes bytes, Stream stream) const {
 }
 
 std::vector<PageTable::Run> Reservation::unclean_in(Interval indices, std::size_t most) const {
-  return collect(indices, [this, &most](const Entry& entry) VT_LOCKED {
-    if (most == 0 || !is_writable(entry) || clean(*entry.page)) return false;
+  return collect(indices, [this, &most](Entry entry) VT_LOCKED {
+    if (most == 0 || !is_writable(entry) || clean(*entry.page())) return false;
     --most;
     return true;
   });
@@ -341,10 +342,8 @@ void Reservation::zero(std::span<const Run> runs, Stream stream) const {
 
 void Reservation::make_clean(std::span<const Run> runs, Stream stream) {
   zero(runs, stream);
-  for (const Run& run : runs) {
-    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index)
-      at(run.row, index).page->last_owner = owner_;
-  }
+  for (const Run& run : runs)
+    each_page(run, [this](Page* page) VT_LOCKED { page->last_owner = owner_; });
 }
 
 }  // namespace vtensor
