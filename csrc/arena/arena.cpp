@@ -16,10 +16,11 @@ namespace vtensor {
 
 namespace {
 
-// What one eviction gives up, oldest first: a share of the cached pages, and so many bytes at most.
+// One eviction unmaps the oldest cached pages: one part in kEvictedShare, kMostEvicted bytes at
+// most.
 constexpr std::size_t kEvictedShare = 16;
 constexpr std::size_t kMostEvicted = std::size_t{16} << 20;
-// How often the mapper is asked for pages during a capture: others may take what was found for it.
+// How often the mapper is asked for pages during a capture: other threads may take the pages found.
 constexpr int kAsked = 4;
 
 constexpr Arena::Words kWords{
@@ -27,7 +28,7 @@ constexpr Arena::Words kWords{
     "no page is mapped there, because nothing that map() was given, and unmap() was not, has that "
     "byte: map it first"};
 
-// The same pages, in order: a driver maps neighbours by one call.
+// The intervals in order, overlaps merged: a driver maps neighbours by one call.
 std::vector<Interval> joined(std::vector<Interval> all) {
   std::sort(all.begin(), all.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
   std::vector<Interval> joined;
@@ -41,7 +42,7 @@ std::vector<Interval> joined(std::vector<Interval> all) {
   return joined;
 }
 
-// What a report of a fault says of an arena.
+// Reports of faults in an arena.
 class ByteFaults final : public faults::Range {
  public:
   ByteFaults(std::size_t bytes, const Arena::Words& words) : bytes_(bytes), words_(words) {}
@@ -78,7 +79,7 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
                                        const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                        const Caller& caller, const Words& words) {
   const std::size_t page = pool->page_size();
-  // A page's neighbours are numbered in 32 bits.
+  // State links cached pages by 32-bit indices.
   const std::size_t limit = std::min<std::size_t>(kMostBytes, kNone * page);
   if (bytes == 0 || bytes > limit - page) {
     throw CapacityExceeded("[", caller.operation, "] ", bytes,
@@ -164,7 +165,7 @@ std::vector<char> Arena::map(const Caller& caller, std::span<const Interval> int
   pool_->reap();
   have_states(pages);
   keep(pages);
-  begin_use(pages);  // so that making room takes none of them
+  begin_use(pages);  // first, so that making room evicts none of them
   const Counted mapping(mapping_);
   try {
     return map_missing(lock, caller, pages, since, in_capture);
@@ -185,7 +186,7 @@ void Arena::begin_use(std::span<const Interval> pages) noexcept {
   }
 }
 
-// Empty pages among `pages`, each once.
+// Unmapped page runs of `pages`, overlaps merged.
 std::vector<Reservation::Run> Arena::missing(const char* operation,
                                              std::span<const Interval> pages) const {
   std::vector<Reservation::Run> runs;
@@ -325,7 +326,7 @@ void Arena::count_back(std::span<const Interval> pages) noexcept {
   end_use(pages);
 }
 
-// Of `pages`, which have been counted back, those that no block needs are cached, or go.
+// Caches the pages of `pages` that have no uses left, or lets them leave.
 void Arena::end_use(std::span<const Interval> pages) noexcept {
   const bool keep = may_cache();
   bool goes = false;
@@ -397,13 +398,13 @@ std::vector<char> Arena::holds(std::span<const Interval> intervals,
 
 // -- what no block needs
 
-// Pages that come back to this arena need no zeroing, unless all do.
+// Cached pages come back without zeroing, which ZeroPolicy::always forbids.
 bool Arena::may_cache() const {
   return owned_ && asleep.load() == 0 && pool_->options().cache != 0 &&
          pool_->zero_policy() != ZeroPolicy::always && !pool_->retired();
 }
 
-// The pool looks for pages to evict where any are cached.
+// Puts the page at the end of the list of cached pages, and the arena on the pool's list.
 void Arena::cache(std::size_t page) noexcept {
   State& state = states_.reserved(page);
   set_idle(page, Idle::cached);
@@ -471,11 +472,12 @@ void Arena::enter_back(Departure& departure) {
   for (const Reservation::Run& run : departure.runs) {
     for (std::size_t i = run.indices.begin; i < run.indices.end; ++i) {
       if (is_mapped(range_.at(0, i))) continue;
-      if (states_[i].idle == Idle::cached) uncache(i);  // by a map that was refused meanwhile
+      if (states_[i].idle == Idle::cached) uncache(i);  // a map took it back and was refused
       if (states_[i].idle == Idle::leaving) set_idle(i, Idle::no);
     }
   }
-  // Also of a departure that was cut short: these may be mapped again before the rest goes.
+  // Also after a departure that was cut short: unmapped pages may be mapped again before the others
+  // leave.
   for (std::size_t run = 0; run < departure.done; ++run) unmap_.remove(departure.runs[run].indices);
 }
 
@@ -586,7 +588,7 @@ void Arena::add_to(PoolCounts& counts) const {
   if (owned_) {
     counts.active += now.active;
     counts.buffers += !of_several_;
-  } else {  // what is left are pages that storages need
+  } else {  // storages need the pages that have uses
     counts.pinned += now.active;
     counts.orphaned += now.active + now.pinned;
   }
@@ -615,7 +617,7 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
   }
   if (hooks.cached.linked() != (listed != 0))
     throw Error("I15: an arena has cached pages that the pool does not look for, or none");
-  counted[static_cast<std::size_t>(Idle::no)] = count_of(Idle::no);  // of every page: not counted
+  counted[static_cast<std::size_t>(Idle::no)] = count_of(Idle::no);  // absent states have it too
   if (counted != counted_ || listed != count_of(Idle::cached))
     throw Error("I4: an arena's counts, or its list of cached pages, are not what its pages say");
   range_.check(uses, owned_ || !generations_.empty());

@@ -22,20 +22,20 @@ namespace vtensor {
 
 // Pages of an arena, at one moment.
 struct ArenaCounts {
-  std::size_t active = 0;      // that some block needs
-  std::size_t cached = 0;      // that none needs, left mapped
-  std::size_t prefetched = 0;  // mapped before any needed them
-  std::size_t pinned = 0;      // that wait to be unmapped
+  std::size_t active = 0;      // a block needs them
+  std::size_t cached = 0;      // no block needs them; left mapped
+  std::size_t prefetched = 0;  // mapped before a block needs them
+  std::size_t pinned = 0;      // waiting to be unmapped
   std::size_t quarantined = 0;
-  std::size_t evicted = 0;  // cached pages that went to others, so far
+  std::size_t evicted = 0;  // cached pages evicted so far
 };
 
 class Arena final : public Client {
  public:
-  // What hears of the end of the uses that `publish` took over.
+  // Is called when a storage that `publish` made has ended.
   class Listener {
    public:
-    // The use of bytes from `begin` on has ended.
+    // The storage over bytes from `begin` on has ended.
     virtual void use_ended(std::size_t begin) noexcept VT_LOCKED = 0;
 
    protected:
@@ -46,12 +46,12 @@ class Arena final : public Client {
   // nothing is mapped, on drivers where reading there would fault.
   static std::shared_ptr<Arena> make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                      bool zeros, const Caller& caller);
-  // What messages call an arena; what a report of a fault says of bytes where nothing is mapped.
+  // For messages: what an arena is called, and why a byte of it may have no page.
   struct Words {
     const char *noun, *hole;
   };
-  // One of several arenas of `owner`, which may see in each what was written in another (I7); if
-  // there is no owner, one by itself.
+  // An arena of `owner`, whose pages may move between its arenas without zeroing (I7); without an
+  // owner, an owner of its own.
   static std::shared_ptr<Arena> make_for(std::optional<std::uint64_t> owner,
                                          const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                          const Caller& caller, const Words& words);
@@ -61,51 +61,50 @@ class Arena final : public Client {
   // The pages that hold these bytes.
   Interval pages_of(Interval bytes) const;
 
-  // Maps the pages of `intervals`, which are intervals of bytes, each for as long as one block
-  // needs it: in one batch of driver calls, or none. Whole or nothing (I8). Says of each whether
-  // all its pages have been mapped since the time in `since`, one for each or none, and hold what
-  // they held then; another page shows zeros, or what this arena once wrote (I7). Throws
-  // OutOfPages, DriverError, TimedOut.
+  // Maps the pages of `intervals` (bytes), each the use of one block, until `unmap`: in one batch
+  // of driver calls, or none. Whole or nothing (I8). `since` is empty or has a time for each
+  // interval; returns for each interval whether all of its pages have been mapped since then, so
+  // that they hold what they held. A page that came later shows zeros or what this arena once wrote
+  // (I7). Throws OutOfPages, DriverError, TimedOut.
   std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
                         std::span<const std::uint64_t> since = {});
-  // The same of one interval. While the caller's stream is captured the mapper maps what is
-  // missing, and this returns once nothing is left to be launched for it.
+  // Maps one interval. While the caller's stream is captured the mapper makes the driver calls, and
+  // this waits for it.
   void map_in_capture(const Caller& caller, Interval bytes);
-  // The same, where that makes no driver call and waits for nothing; false, and nothing is changed,
-  // where it would.
+  // Maps one interval if its pages are mapped already and free of waits. False, and nothing is
+  // changed, if they are not.
   bool map_ready(const Caller& caller, Interval bytes) VT_LOCKED;
-  // Ends what as many `map` of these blocks began. A page that no block needs stays mapped until
-  // others want its memory, and until work launched so far in the streams that used it has passed.
-  // Throws InvalidArgument if a page is not mapped as often; nothing is changed then.
+  // Ends one use of each interval's pages. A page without uses stays mapped until it is evicted,
+  // and at least until work launched so far in the streams that used it has passed. Throws
+  // InvalidArgument if a page has fewer uses; nothing is changed then.
   void unmap(const Caller& caller, std::span<const Interval> intervals);
-  // The same of one interval. Requires: it is mapped as often.
+  // `unmap` of one interval. Requires: its pages have a use.
   void unmap_mapped(const Caller& caller, Interval bytes) VT_LOCKED;
   // Has the mapper map the pages of `intervals`, and returns at once.
   void prepare(std::span<const Interval> intervals);
-  // Gives back what no block needs of `intervals`. Returns how many pages are on their way.
+  // Unmaps the cached and prefetched pages of `intervals`. Returns how many pages are leaving.
   // Throws TimedOut.
   std::size_t trim(const Caller& caller, std::span<const Interval> intervals);
-  // Whether all pages of each of `intervals` have been mapped since then, and are to stay so until
-  // others want memory.
+  // For each interval, whether all of its pages have been mapped since its time in `since` and are
+  // not leaving.
   std::vector<char> holds(std::span<const Interval> intervals,
                           std::span<const std::uint64_t> since = {});
-  // A time for these: pages that are mapped from now on are mapped later.
+  // The present time for `since`: pages that are mapped from now on have a later one.
   std::uint64_t now();
-  // What a storage over the range holds: the addresses, and no page.
+  // A generation for a storage over the whole range: keeps the addresses, and no page.
   Generation* publish() { return publish({}); }
-  // What a storage over bytes that `map` was given holds: their pages, too. Its end is their
-  // `unmap`.
+  // A generation for a storage over bytes that `map` was given. Its end is their `unmap`.
   Generation* publish(Interval bytes);
   // Null ends it.
   void listen(Listener* listener) VT_LOCKED { listener_ = listener; }
-  // Whether some of these bytes can never be used again, after a call that could not be undone.
+  // Whether a page of these bytes is quarantined.
   bool lost(Interval bytes) const VT_LOCKED {
     return range_.quarantined() != 0 && range_.count_quarantined(pages_of(bytes)) != 0;
   }
 
   ArenaCounts counts();
 
-  // What its pool asks of it: see Client.
+  // -- for its pool: see Client
   bool placed() const override { return true; }
   void forget(const Generation* generation) noexcept override VT_LOCKED;
   void leave() noexcept override VT_LOCKED;
@@ -123,13 +122,13 @@ class Arena final : public Client {
  private:
   static constexpr std::uint32_t kNone = UINT32_MAX;
 
-  // Of a page that no block needs, why it is mapped.
+  // Why a page without uses is mapped; `no` if it has uses or is not mapped.
   enum class Idle : std::uint8_t { no, cached, prefetched, leaving };
   struct State {
-    std::uint32_t uses = 0;  // blocks that need it
+    std::uint32_t uses = 0;  // blocks that need the page
     Idle idle = Idle::no;
-    std::uint32_t older = kNone, newer = kNone;  // among the cached
-    std::uint64_t mapped_at = 0;
+    std::uint32_t older = kNone, newer = kNone;  // neighbours in the list of cached pages
+    std::uint64_t mapped_at = 0;                 // clock_ at its arrival
   };
 
   Arena(const std::shared_ptr<PagePool>& pool, std::size_t bytes, std::size_t pages,
@@ -144,9 +143,9 @@ class Arena final : public Client {
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
 
   std::vector<Interval> pages_of(std::span<const Interval> intervals) const;
-  // Has the states of these pages be changed. Throws std::bad_alloc.
+  // Makes states and page table entries for `pages` present. Throws std::bad_alloc.
   void have_states(std::span<const Interval> pages) VT_LOCKED;
-  // Calls visit(page, state) for the states that were ever changed.
+  // Calls visit(page, state) for the states that are present.
   template <typename Visit>
   void each_state(Visit visit) VT_LOCKED {
     for (std::size_t i = states_.next(0); i < range_.row_pages(); i = states_.next(i + 1))
@@ -157,18 +156,18 @@ class Arena final : public Client {
                                         std::span<const Interval> pages) const VT_LOCKED;
   std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
                         std::span<const std::uint64_t> since, bool in_capture);
-  // What waits to be unmapped of `pages` stays; a departure under way goes on.
+  // Pages of `pages` that wait to be unmapped stay mapped, unless their unmapping is under way.
   void keep(std::span<const Interval> pages) VT_LOCKED;
   std::vector<char> map_missing(PoolLock& lock, const Caller& caller,
                                 std::span<const Interval> pages,
                                 std::span<const std::uint64_t> since, bool in_capture) VT_LOCKED;
   void have_mapped(PoolLock& lock, const Caller& caller, std::span<const Interval> pages) VT_LOCKED;
-  // Whether what `pages` held at the n-th time of `since` is still there.
+  // Whether `pages` have been mapped, and awake, since the n-th time of `since`.
   bool kept(Interval pages, std::span<const std::uint64_t> since, std::size_t n) const VT_LOCKED;
   void note_arrival(const Reservation::Arrival& arrival) VT_LOCKED;
   void begin_use(std::span<const Interval> pages) noexcept VT_LOCKED;
   void end_use(std::span<const Interval> pages) noexcept VT_LOCKED;
-  // One use of each ends.
+  // Ends one use of each page.
   void count_back(std::span<const Interval> pages) noexcept VT_LOCKED;
   bool may_cache() const VT_LOCKED;
   void cache(std::size_t page) noexcept VT_LOCKED;
@@ -178,20 +177,20 @@ class Arena final : public Client {
   std::size_t count_of(Idle idle) const VT_LOCKED {
     return counted_[static_cast<std::size_t>(idle)];
   }
-  // A page that no block needs is to go.
+  // A page without uses begins to leave.
   void let_go(std::size_t page) noexcept VT_LOCKED;
 
   const char* const noun_;
-  bool of_several_ = false;  // of one owner, which no count of tensors includes
+  bool of_several_ = false;  // one of a heap's arenas: not counted as a tensor
   Listener* listener_ VT_GUARDED = nullptr;
   std::uint64_t clock_ VT_GUARDED = 0;    // one more with every arrival of pages
   std::size_t mapping_ VT_GUARDED = 0;    // calls of map() under way, which have counted pages
-  SparseArray<State> states_ VT_GUARDED;  // of every page
-  std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // of the cached
+  SparseArray<State> states_ VT_GUARDED;  // [page index]
+  std::uint32_t oldest_ VT_GUARDED = kNone, newest_ VT_GUARDED = kNone;  // cached pages
   std::array<std::size_t, 4> counted_ VT_GUARDED{};                      // pages by Idle
-  std::size_t evicted_ VT_GUARDED = 0;       // cached pages that others wanted, so far
+  std::size_t evicted_ VT_GUARDED = 0;       // cached pages evicted so far
   std::vector<Interval> wanted_ VT_GUARDED;  // pages that the mapper is to map
-  std::size_t awaiting_ VT_GUARDED = 0;      // callers that wait for it
+  std::size_t awaiting_ VT_GUARDED = 0;      // callers that wait for the mapper
 };
 
 }  // namespace vtensor

@@ -11,17 +11,17 @@ namespace vtensor {
 
 namespace {
 
-// Pages of a region at least; each is as large as those before it together, so that they are few.
+// Least pages of a region. Each is as large as all before it together, so regions stay few.
 constexpr std::size_t kSmallRegion = 32, kLargeRegion = 512;
 
 constexpr Arena::Words kWords{
     "memory for vtensor.adopt and vtensor.memory",
     "no page is mapped there, because what was allocated there has been freed"};
 
-// An allocation fills its pages if it leaves at most this part of them empty.
+// An allocation gets whole pages if it leaves at most one part in kMostLoss of them empty.
 constexpr std::size_t kMostLoss = 1024;
 
-// SIZE_MAX where it would pass that, which is refused later.
+// `bytes` rounded up to a multiple of `unit`; SIZE_MAX on overflow, which is refused later.
 std::size_t rounded(std::size_t bytes, std::size_t unit) {
   return checked_multiply(ceil_div(std::max<std::size_t>(bytes, 1), unit), unit).value_or(SIZE_MAX);
 }
@@ -67,7 +67,7 @@ Heap::Place Heap::take(Key key, std::size_t bytes) {
     if (!best) return {};
     const Interval taken = best->spans.take(bytes);
     if (!best->arena->lost(taken)) return {std::move(best), taken};
-    // It stays taken, so that nothing asks for it again.
+    // A span with a quarantined page stays taken, so that it is not chosen again.
   }
 }
 

@@ -1,12 +1,11 @@
 // Allocations of any size, as a framework's allocator asks for them, in arenas of one pool.
 //
-// Each stream has address space of its own, so that what is freed serves the next allocation in its
-// stream without a wait. Allocations that fill whole pages have these to themselves, so that each
-// page they leave is free as a whole; others are cut from shared pages, small ones from pages of
-// small ones, so that nothing is lost at their ends. Freed bytes stay mapped
-// until others want their memory, so a size that comes again makes no driver call; free pages, from
-// anywhere in the pool, stand behind new addresses (GMLake, arXiv 2401.08156; torch's expandable
-// segments). State stands under the pool's lock, and is changed whole.
+// Each stream has address space of its own, so freed bytes serve the next allocation in their
+// stream without a wait. An allocation that fills whole pages shares none, so its end frees all of
+// them; others share pages with allocations of their kind, so no bytes are lost at their ends.
+// Freed bytes stay mapped until memory is short: a size that comes again makes no driver call. Any
+// free page of the pool can back new addresses (GMLake, arXiv 2401.08156; torch's expandable
+// segments). The pool's lock guards all state.
 #pragma once
 
 #include <cstddef>
@@ -25,52 +24,52 @@
 namespace vtensor {
 
 struct HeapCounts {
-  std::size_t allocations = 0;  // that live, or hold what a driver call has lost
-  std::size_t allocated = 0;    // bytes of those, as rounded
+  std::size_t allocations = 0;  // live ones, and spans with a quarantined page
+  std::size_t allocated = 0;    // bytes of those allocations, rounded up
   std::size_t reserved = 0;     // bytes of addresses
-  ArenaCounts pages;            // of all its arenas
+  ArenaCounts pages;            // sum over its arenas
 };
 
 class Heap {
  public:
-  // Sizes are rounded up to it, and addresses are multiples of it.
+  // Sizes are rounded up to multiples of it, and addresses are multiples of it.
   static constexpr std::size_t kAlignment = 512;
 
   explicit Heap(const std::shared_ptr<PagePool>& pool);
-  // Addresses and pages of what lives stay until its storages end.
+  // Storages that live keep their addresses and pages.
   ~Heap();
   Heap(const Heap&) = delete;
   Heap& operator=(const Heap&) = delete;
 
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
 
-  // Bytes for work in the caller's stream; of none as for one. Whole or nothing (I8). During a
-  // capture the mapper maps what is missing, and none of its work is captured. Throws Closed,
+  // Allocates `bytes` (at least one) for work in the caller's stream. Whole or nothing (I8). During
+  // a capture the mapper maps missing pages, so that no driver call is captured. Throws Closed,
   // CapacityExceeded, OutOfPages, DriverError, TimedOut.
   Address allocate(const Caller& caller, std::size_t bytes);
-  // Its bytes serve the next allocation in its stream, and later, behind all work in that stream,
-  // others. False if nothing was allocated there.
+  // Frees an allocation. Its bytes may serve the next allocation in its stream at once, and others
+  // after all work in that stream. False if nothing was allocated at `address`.
   bool free(const Caller& caller, Address address);
-  // What a storage over an allocation holds; its end frees it.
+  // A generation for a storage over an allocation; its end frees the allocation.
   Generation* publish(Address address);
-  // Gives back pages that no allocation needs, and addresses without pages. Returns how many pages
-  // are on their way.
+  // Unmaps pages that no allocation needs, and frees addresses without pages. Returns how many
+  // pages are leaving.
   std::size_t trim(const Caller& caller);
-  // Nothing more is allocated; what lives is freed as before.
+  // Refuses further allocations. Those that live are freed as before.
   void close();
 
   HeapCounts counts();
 
   std::vector<std::shared_ptr<Arena>> arenas() const;
-  // Whether one of its arenas is: nothing is allocated then.
+  // Whether one of its arenas is asleep. Allocations are refused then.
   bool asleep() const;
 
  private:
-  // Small ones and others are cut from shared pages, apart; the last fill pages of their own.
+  // small, large: at most half a page or more, sharing pages with their kind; whole: whole pages.
   enum class Kind : std::uint8_t { small, large, whole };
   using Key = std::pair<Stream, Kind>;
 
-  // Address space of one stream and kind.
+  // An arena for the allocations of one stream and kind.
   class Region final : public Arena::Listener {
    public:
     Region(std::shared_ptr<Arena> arena, Key key)
@@ -86,19 +85,19 @@ class Heap {
     Interval bytes;
   };
 
-  // Addresses for so many bytes in a stream's regions; null if none has room.
+  // Takes a span of `bytes` from the regions of `key`; null if none has room.
   Place take(Key key, std::size_t bytes) VT_LOCKED;
-  // The same in a region of its own.
+  // Takes a span of `bytes` from a new region.
   Place take_new(const Caller& caller, Key key, std::size_t bytes);
   std::shared_ptr<Region> region_at(Address address) const VT_LOCKED;
   std::vector<std::shared_ptr<Region>> regions() const;
   bool any_asleep() const VT_LOCKED;
   void require_awake(const Caller& caller) const VT_LOCKED;
-  // Ends regions in which nothing is allocated or mapped.
+  // Frees regions in which nothing is allocated or mapped.
   void sweep();
 
   const std::shared_ptr<PagePool> pool_;
-  std::uint64_t owner_ VT_GUARDED;  // of all its arenas
+  std::uint64_t owner_ VT_GUARDED;  // of the pages of all its arenas
   bool closed_ VT_GUARDED = false;
   std::map<Address, std::shared_ptr<Region>> regions_ VT_GUARDED;  // by their first byte
 };

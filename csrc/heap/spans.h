@@ -1,6 +1,6 @@
-// How one stretch of addresses is divided: taken spans and free ones, side by side, from its first
-// byte up to the first that was never used. The smallest free span that fits is taken, the lowest
-// of several; what it has over stays free. Free neighbours are one span.
+// Divides a range of addresses into taken and free spans, up to the first byte that was never
+// taken. Best fit: the smallest free span that fits is taken, the lowest of equals, and the rest of
+// it stays free. Adjacent free spans are merged.
 #pragma once
 
 #include <cstddef>
@@ -27,8 +27,8 @@ class Spans {
   // Requires: is_taken.
   Interval at(std::size_t begin) const { return taken_.find(begin)->second->bytes; }
 
-  // Bytes of the free span that `take` would divide, SIZE_MAX where it would go on at the end, and
-  // 0 where there is no room.
+  // Bytes of the free span that `take` would divide; SIZE_MAX if it would extend past the last
+  // span; 0 if there is no room.
   std::size_t fit(std::size_t bytes) const {
     const auto found = free_.lower_bound({bytes, 0});
     if (found != free_.end()) return found->first.first;
@@ -87,7 +87,7 @@ class Spans {
   using BySize = std::map<std::pair<std::size_t, std::size_t>, List::iterator>;  // size, begin
   struct Span {
     Interval bytes;
-    BySize::node_type node;  // kept while it is taken, so that giving it back allocates nothing
+    BySize::node_type node;  // of free_, kept while the span is taken: give_back allocates nothing
   };
 
   static BySize::node_type make_node() {
@@ -97,7 +97,7 @@ class Spans {
   }
   static bool is_free(const Span& span) { return span.node.empty(); }
   std::size_t top() const { return spans_.empty() ? 0 : spans_.back().bytes.end; }
-  // Where the bytes at the end that nothing has taken begin.
+  // Where the free bytes at the end begin.
   std::size_t end_begin() const {
     return !spans_.empty() && is_free(spans_.back()) ? spans_.back().bytes.begin : top();
   }
@@ -107,7 +107,7 @@ class Spans {
     free_.insert(std::move(span->node));
   }
   void remove_free(List::iterator span) noexcept {
-    // Its key is of the bytes that it had when it was entered, which are those it has.
+    // A free span keeps the bytes that it was entered with.
     free_.erase({span->bytes.size(), span->bytes.begin});
     spans_.erase(span);
   }

@@ -48,16 +48,15 @@ void FreeSlots::list(std::size_t slot, std::size_t cached) {
   listed_as_[slot] = cached;
 }
 
-// Moves freed slots to those that can be had, as far as their pages have come to rest. A slot moves
-// once, and few that cannot are looked at, so that this costs an alloc nothing that grows with the
-// slots.
+// Moves slots from settling_ to ready_ whose pages have left or are cached. Stops at 8 slots that
+// cannot move, so an alloc takes the same time however many slots there are.
 void FreeSlots::admit_settled() {
   std::size_t looks = 8;
   while (!settling_.empty() && looks != 0) {
-    std::size_t& at = settling_[look_at_ % settling_.size()];
+    std::size_t& at = settling_[next_probe_ % settling_.size()];
     const Fit seen = fit(at);
     if (!seen.ready) {
-      ++look_at_;
+      ++next_probe_;
       --looks;
       continue;
     }
@@ -67,7 +66,7 @@ void FreeSlots::admit_settled() {
   }
 }
 
-// Whether a ready slot is still as it was when it was listed; lists it anew if it is not.
+// Whether a ready slot still has the cached pages that it is listed under; lists it anew if not.
 bool FreeSlots::confirm(Ready::iterator listed, Fit& seen) {
   const auto [cached, slot] = *listed;
   seen = fit(slot);
@@ -81,7 +80,7 @@ bool FreeSlots::confirm(Ready::iterator listed, Fit& seen) {
   return false;
 }
 
-// The smallest that has enough, or else the largest; of those that are alike the first.
+// The slot with the fewest cached positions that suffice, or else with the most.
 FreeSlots::Choice FreeSlots::choose(std::size_t expected) {
   admit_settled();
   while (!ready_.empty()) {
@@ -93,8 +92,8 @@ FreeSlots::Choice FreeSlots::choose(std::size_t expected) {
   return std::nullopt;
 }
 
-// One with nothing mapped below `pages`. Those with the fewest cached pages come first; if a slot
-// has some from its beginning on, so have all behind it.
+// A slot with nothing mapped below `pages`. In the order of ready_, every slot after the first with
+// cached positions has page 0 mapped too.
 FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
   admit_settled();
   for (auto listed = ready_.begin(); listed != ready_.end();) {

@@ -24,7 +24,7 @@ class FreeSlots {
  public:
   explicit FreeSlots(SlotBuffers& buffers);
 
-  // Whether `n` slots are free, those on their way out included.
+  // Whether `n` slots are free, counting slots whose pages are still leaving.
   bool has(std::size_t n) const { return n <= ready_.size() || n <= count(); }
   // Throws NoFreeSlot.
   void require(const Caller& caller, std::size_t n) const;
@@ -33,17 +33,18 @@ class FreeSlots {
   // positions best, or if that is 0 the one with most. Waits for one while all that are free are on
   // their way out. Throws NoFreeSlot, TimedOut.
   std::size_t take(const Caller& caller, std::size_t expected);
-  // The same, with nothing mapped below `pages` of each row group.
+  // A slot with its buffers placed and nothing mapped below `pages` of each row group. Throws as
+  // `take`.
   std::size_t take_empty(const Caller& caller, std::span<const std::size_t> pages);
   // A slot whose buffers were abandoned.
   void add(std::size_t slot) noexcept { settling_.push_back(slot); }
 
  private:
-  // What a free slot can be used for now.
+  // What a free slot has mapped.
   struct Fit {
-    bool ready = false;      // all of its places can be had
-    std::size_t cached = 0;  // positions behind cached pages
-    std::size_t before = 0;  // page indices that are empty before these, in every group
+    bool ready = false;      // every row group is vacant or reusable
+    std::size_t cached = 0;  // positions whose pages are cached, from position 0 on
+    std::size_t before = 0;  // page indices before the first cached page, in every row group
   };
   using Ready = std::set<std::pair<std::size_t, std::size_t>>;
   using Choice = std::optional<std::size_t>;
@@ -61,11 +62,11 @@ class FreeSlots {
   std::size_t take(const Caller& caller, const std::function<Choice()>& choose);
 
   SlotBuffers& buffers_;
-  // Those whose places can be had, by their cached positions and number as last seen.
+  // Slots that can be taken, as (cached positions, slot). The positions may be out of date.
   Ready ready_;
-  std::vector<std::size_t> listed_as_;  // cached positions, of each of these
-  std::vector<std::size_t> settling_;   // the others, until their pages have gone or are cached
-  std::size_t look_at_ = 0;             // of these, next
+  std::vector<std::size_t> listed_as_;  // for each slot in ready_: the positions it is listed under
+  std::vector<std::size_t> settling_;   // free slots whose pages are still leaving
+  std::size_t next_probe_ = 0;          // round-robin position in settling_
 };
 
 }  // namespace vtensor

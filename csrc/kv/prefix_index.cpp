@@ -132,7 +132,7 @@ std::size_t PrefixIndex::evict(std::size_t pages) {
   for (const Node* node : going) freed += pages_of(*node);
   for (Node* node : going) forget(node);
   evictions_ += going.size();
-  // Salts are the requests' own, so those that nothing is known of must not add up.
+  // Salts come from requests, so an unknown salt must not leave a root behind.
   std::erase_if(roots_, [](const auto& root) { return root.second->children.empty(); });
   return freed;
 }

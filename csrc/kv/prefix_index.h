@@ -32,27 +32,28 @@ class PrefixIndex {
   PrefixIndex& operator=(const PrefixIndex&) = delete;
 
   std::size_t unit() const { return unit_; }
-  // Units in it.
+  // Units in the index.
   std::size_t size() const { return recent_.size(); }
-  // Units that it gave up for want of memory.
+  // Units evicted for want of memory, so far.
   std::size_t evictions() const { return evictions_; }
 
   // Units of the longest known beginning of `tokens`.
   std::size_t known(std::span<const Token> tokens, const std::string& salt) const;
-  // The pages of the first `units` of them, which are used now.
+  // The pages of the first `units` units of `tokens`; marks them as recently used.
   std::vector<Prefix> take(std::span<const Token> tokens, const std::string& salt,
                            std::size_t units);
-  // Adds pages of the units behind the first `known`, which are used now too. All or nothing.
+  // Adds `pages` for the units after the first `known`; marks all units as recently used. All or
+  // nothing.
   void add(std::span<const Token> tokens, const std::string& salt, std::size_t known,
            std::vector<Prefix> pages);
-  // Gives up the least recently used units that nothing else uses, until `pages` pages are free or
-  // there are no more. Returns the pages. Takes the pool's lock.
+  // Evicts the least recently used units that nothing else uses, until `pages` pages are free or no
+  // such unit is left. Returns the pages freed. Takes the pool's lock.
   std::size_t evict(std::size_t pages);
-  // Pages that it could give up: at least `enough`, or all there are.
+  // Pages that `evict` could free; stops counting at `enough`.
   std::size_t evictable(std::size_t enough) const VT_LOCKED;
-  // Pages that it keeps.
+  // Pages that the index has references to.
   std::size_t pages() const { return pages_; }
-  // Gives everything up; what slots have mapped stays theirs.
+  // Drops every unit. Slots keep the pages that they have mapped.
   void clear();
 
  private:

@@ -29,8 +29,8 @@ SlotBuffers::SlotBuffers(const std::shared_ptr<PagePool>& pool, SlotCacheShape s
   for (const RowGroup& group : shape_.row_groups) {
     for (const RowContent& content : group.contents) {
       for (const std::size_t layer : content.layers) {
-        bands_of_.resize(std::max(bands_of_.size(), layer + 1));
-        bands_of_[layer] = group.band;
+        band_of_layer_.resize(std::max(band_of_layer_.size(), layer + 1));
+        band_of_layer_[layer] = group.band;
       }
     }
   }
@@ -54,8 +54,8 @@ void SlotBuffers::reserve(const std::shared_ptr<const SlotLengths>& lengths, con
     ranges_.push_back(Buffer::make(pool_, {*rows, group.item_bytes, shape_.max_length}, caller,
                                    std::make_unique<SlotFaults>(shape_, group, lengths)));
   }
-  // A layer begins in the first token of slot 0, and kernels are given its address whether that is
-  // mapped or not.
+  // cache[layer] begins at the first token of slot 0. Kernels are given that address whether or not
+  // a page is mapped there.
   std::vector<Address> first_pages;
   for (std::size_t group = 0; group < groups(); ++group) {
     const std::size_t pages = ceil_div(shape_.row_groups[group].item_bytes, pool_->page_size());
@@ -85,7 +85,8 @@ std::vector<std::size_t> SlotBuffers::groups_of(Bands bands) const {
 }
 
 std::size_t SlotBuffers::band_of_layer(std::size_t layer) const {
-  return bands_of_[std::min(layer, bands_of_.size() - 1)];  // behind the last nothing more is read
+  return band_of_layer_[std::min(layer,
+                                 band_of_layer_.size() - 1)];  // past the last: no copy is later
 }
 
 std::size_t SlotBuffers::unit() const {

@@ -1,5 +1,5 @@
-// The rows of a cache's slots: a range of addresses for each row group, which all slots share, and
-// in these ranges the buffers of each slot. The addresses stay for the cache's life.
+// The rows of a cache's slots: one address range for each row group, which all slots share, and
+// each slot's buffers in those ranges. The addresses stay for the cache's life.
 #pragma once
 
 #include <cstddef>
@@ -30,17 +30,17 @@ class SlotBuffers {
   bool looks_ahead() const { return shape_.lookahead != 0 && pool_->looks_ahead(); }
   std::size_t groups() const { return shape_.row_groups.size(); }
   const RowGroup& group(std::size_t group) const { return shape_.row_groups[group]; }
-  // The buffer whose range a row group's rows lie in: row r of slot s at its row r * slots + s.
+  // The buffer whose range a row group's rows lie in: row r of slot s is its row r * slots + s.
   const std::shared_ptr<Buffer>& range(std::size_t group) const { return ranges_[group]; }
-  // A slot's; null until the slot is first used.
+  // A slot's buffers; null until the slot is first used.
   const Buffers& of(std::size_t slot) const { return slots_[slot].buffers; }
   Buffer& at(std::size_t slot, std::size_t group) const { return *slots_[slot].buffers[group]; }
-  // Those of all slots that were ever used.
+  // The buffers of all slots that were ever used.
   std::vector<std::shared_ptr<Buffer>> all() const;
-  // The first position that is kept, of each row group.
+  // For each row group: the first position that the slot still has.
   const std::vector<std::size_t>& begins(std::size_t slot) const { return slots_[slot].begins; }
 
-  // The row groups of some bands, or all.
+  // The row groups of `bands`; all of them if none is named.
   std::vector<std::size_t> groups_of(Bands bands) const;
   std::size_t band_of_layer(std::size_t layer) const;
   // Positions that fill a page in every row group.
@@ -48,28 +48,29 @@ class SlotBuffers {
   std::size_t page_of(std::size_t group, std::size_t position) const {
     return position * shape_.row_groups[group].item_bytes / pool_->page_size();
   }
-  // What a slot of `length` has mapped.
+  // The positions that a slot of `length` has mapped in a row group.
   Interval needed(std::size_t slot, std::size_t group, std::size_t length) const;
   // Whether places of the slot can never be used again.
   bool is_lost(std::size_t slot) const;
 
-  // Gives a free slot its buffers: reuses what is cached, and takes its places if nothing is. False
-  // if that has changed meanwhile.
+  // Gives a free slot its buffers: reuses cached ones, places others where nothing is mapped. False
+  // if a buffer is neither cached nor vacant any more.
   bool place(const Caller& caller, std::size_t slot);
   void abandon(std::size_t slot) noexcept;
   // Work in the caller's stream uses the slot's rows.
   void use(const Caller& caller, std::size_t slot);
-  // Gives back the pages before what a window can see behind `length` positions.
+  // Gives back the pages that a window no longer sees at `length` positions.
   void give_back_passed(const Caller& caller, std::size_t slot, std::size_t group,
                         std::size_t length);
-  // The same of what lies behind `length`.
+  // Gives back the pages past `length`, its tile and its look-ahead.
   void truncate(const Caller& caller, std::size_t slot, std::size_t group, std::size_t length);
-  // A fork begins where its source does; what has no positions begins anew.
+  // A fork has the positions that its source still has.
   void begin_as(std::size_t slot, std::size_t source) {
     slots_[slot].begins = slots_[source].begins;
   }
+  // A row group without positions starts at position 0 again.
   void begin_anew(std::size_t slot, std::size_t group) { slots_[slot].begins[group] = 0; }
-  // Nothing stays cached; addresses go with the last view.
+  // Drops cached pages; the addresses are freed with the last view.
   void close() noexcept;
 
  private:
@@ -82,7 +83,7 @@ class SlotBuffers {
 
   const std::shared_ptr<PagePool> pool_;
   const SlotCacheShape shape_;
-  std::vector<std::size_t> bands_of_;  // each layer's
+  std::vector<std::size_t> band_of_layer_;  // band index of each layer
   Buffers ranges_;
   std::vector<Slot> slots_;
 };

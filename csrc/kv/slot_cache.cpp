@@ -32,7 +32,7 @@ void SlotCache::close(const Caller& caller) noexcept {
     try {
       buffers_.use(caller, slot);
     } catch (const std::exception&) {
-      // No memory to note the stream: the others' fences still stand.
+      // No memory to note the stream: fences of the streams noted before still hold.
     }
     leave(slot);
   }
@@ -94,7 +94,8 @@ std::size_t SlotCache::alloc(const Caller& caller, std::span<const Token> tokens
   return slot;
 }
 
-// A free slot with the pages of `parts`: positions from 0 on, or those that `source` has.
+// A free slot that maps the pages of `parts`, for the first `length` positions or those of
+// `source`.
 std::size_t SlotCache::accept(const Caller& caller, std::span<const Prefix> parts,
                               std::size_t length, std::vector<Token> tokens,
                               std::optional<std::size_t> source, bool deferred) {
@@ -136,14 +137,14 @@ void SlotCache::leave(std::size_t slot) noexcept {
   free_.add(slot);
 }
 
-// Before something reads the slot's pages, or grows them.
+// Maps the slot's promised prefix; called before anything reads or grows the slot's pages.
 void SlotCache::finish_prefix(const Caller& caller, std::size_t slot) {
   if (!prefixes_.expects(slot)) return;
   prefixes_.finish(caller, slot);
   lengths_->forget_room(slot);
 }
 
-// What the caller's stream does to a slot comes behind what is being copied into it.
+// Orders the caller's stream after the copies into a slot.
 void SlotCache::await_arrival(const Caller& caller, std::size_t slot) {
   finish_prefix(caller, slot);
   swaps_.order_arrival(caller, slot);
@@ -166,7 +167,8 @@ void SlotCache::step(const Caller& caller, std::span<const std::int64_t> lengths
   swaps_.settle();
   use(caller);
   for (const std::size_t slot : due_) {
-    for (std::size_t group = 0; group < buffers_.groups(); ++group) buffers_.at(slot, group).warm();
+    for (std::size_t group = 0; group < buffers_.groups(); ++group)
+      buffers_.at(slot, group).prefetch_lines();
   }
   for (const std::size_t slot : due_) finish_prefix(caller, slot);
   std::vector<std::pair<std::size_t, std::size_t>> windowed;  // slots, and row groups with a window
@@ -203,9 +205,9 @@ bool SlotCache::grow_ready(const Caller& caller, std::span<const Growth> growths
   return true;
 }
 
-// Has the mapper look ahead of these slots, and finds how far their lengths may grow before
-// anything has to be done. Waking it costs more than the rest of a step, so it is woken only if
-// less than half of a slot's look-ahead is left, and then serves all that have asked meanwhile.
+// Asks the mapper for the look-ahead of `slots`, and sets their room. Waking the mapper costs more
+// than the rest of a step, so it is woken only if less than half of a slot's look-ahead is left,
+// and then serves every slot that has asked.
 void SlotCache::look_further(std::span<const std::size_t> slots) {
   const PoolLock lock(pool_);
   const SlotCacheShape& shape = buffers_.shape();
@@ -213,7 +215,7 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
     lengths_->forget_room(slot);
     if (lengths_->differ(slot)) continue;
     if (prefixes_.expects(slot)) {
-      lengths_->set_room(slot, -1);  // the next step finishes that, whatever the length
+      lengths_->set_room(slot, -1);  // so that the next step maps the prefix, whatever the length
       continue;
     }
     const std::size_t length = lengths_->length(slot);
@@ -236,7 +238,7 @@ void SlotCache::look_further(std::span<const std::size_t> slots) {
   }
 }
 
-// How far a slot's rows in one row group allow its length to grow.
+// The length that a slot can reach without another page in one row group.
 std::size_t SlotCache::room_of(std::size_t slot, std::size_t group, std::size_t length) const {
   const RowGroup& rows = buffers_.group(group);
   const Buffer& buffer = buffers_.at(slot, group);
@@ -291,7 +293,7 @@ bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> leng
   }
   const bool has_more = needs().pages(further) <= pool_->store().unused();
   for (const std::size_t slot : due_) {
-    if (lengths_->differ(slot)) continue;  // it is left out, as it is of look-ahead
+    if (lengths_->differ(slot)) continue;  // has no look-ahead
     const auto length = static_cast<std::size_t>(has_more ? further[slot] : lengths[slot]);
     for (std::size_t group = 0; group < buffers_.groups(); ++group)
       buffers_.at(slot, group).announce(buffers_.needed(slot, group, length).end);
@@ -299,8 +301,8 @@ bool SlotCache::prepare(const Caller& caller, std::span<const std::int64_t> leng
   return false;
 }
 
-// Has what a step would give up given up, as far as pages are missing. False, and nothing is given
-// up, if there is too little of it. Other pools of a shared budget are not asked.
+// Evicts what a step would evict, as far as pages are missing. False, and nothing is evicted, if
+// that is not enough. Does not ask other pools of a shared budget.
 bool SlotCache::make_room_ahead(std::span<const std::int64_t> lengths) {
   std::size_t pages = 0, missing = 0;
   {
@@ -406,7 +408,7 @@ std::vector<std::size_t> SlotCache::reorder(const Caller& caller,
       dropped.push_back(beams[i]);
   }
   for (const std::size_t slot : dropped) swaps_.await_arrival(caller, slot);
-  // If there is room for the forks beside what is dropped, a refusal loses nothing.
+  // With enough free slots the forks come first, and a refusal loses no beam.
   const bool beside = free_.has(dropped.size());
   const auto drop = [&] {
     for (const std::size_t slot : dropped) free(caller, slot);

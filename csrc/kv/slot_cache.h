@@ -28,10 +28,10 @@ namespace vtensor {
 struct SlotCacheCounts {
   PoolCounts pages;               // of this cache's slots
   std::size_t distinct = 0;       // pages mapped, counted once
-  std::size_t shared = 0;         // of these, mapped in several slots or kept by an index
+  std::size_t shared = 0;         // of the distinct pages: mapped in several slots or in the index
   std::size_t lost = 0;           // slots given up after a driver call that could not be undone
-  std::size_t swapped_bytes = 0;  // of host memory, that swapped slots take
-  // Of the prefix index: units that it keeps, and has given up; tokens it was asked for, and had.
+  std::size_t swapped_bytes = 0;  // host memory of swapped slots
+  // Prefix index: units in it, units evicted; tokens looked up, tokens found.
   std::size_t prefix_units = 0, prefix_evictions = 0;
   std::size_t prefix_queries = 0, prefix_hits = 0;
 };
@@ -48,25 +48,25 @@ class SlotCache {
   const std::shared_ptr<PagePool>& pool() const { return pool_; }
   const SlotBuffers& buffers() const { return buffers_; }
   const SlotLengths& lengths() const { return *lengths_; }
-  // Positions of a row group that have pages.
+  // Positions of a slot that have pages in a row group.
   std::int64_t length_here(std::size_t slot, std::size_t group) const {
     return static_cast<std::int64_t>(lengths_->here(slot, buffers_.group(group).band));
   }
   SlotSwaps& swaps() { return swaps_; }
   PrefixIndex& prefixes() { return prefixes_.index(); }
-  // What holds its pages.
+  // The clients that hold the cache's pages.
   std::vector<std::shared_ptr<Client>> clients() const;
   SlotCacheCounts counts();
   std::vector<PageRecord> pages(std::size_t slot, std::size_t group);
 
   // A free slot of length 0 for a request of `expected` positions: see FreeSlots::take.
   std::size_t alloc(const Caller& caller, std::size_t expected);
-  // One that begins with what the index has of a request's tokens, but never all of them. If that
-  // is `deferred` and the cache looks ahead, no driver call maps it: the mapper does once a step is
-  // prepared, or else the next operation on the slot.
+  // A slot that begins with the pages that the index has for the first tokens of a request, but
+  // never for all of them. If `deferred` and the cache looks ahead, this makes no driver call: the
+  // mapper maps them once a step is prepared, or else the next operation on the slot does.
   std::size_t alloc(const Caller& caller, std::span<const Token> tokens, const std::string& salt,
                     std::size_t expected, bool deferred = false);
-  // Whether what a slot begins with may not be mapped yet. It is once `finish_prefix` returns.
+  // Whether the slot's first pages may not be mapped yet. `finish_prefix` maps them.
   bool expects(std::size_t slot) const { return prefixes_.expects(slot); }
   void finish_prefix(const Caller& caller, std::size_t slot);
 
@@ -77,58 +77,56 @@ class SlotCache {
   void step(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands = {});
   // Whether slots may have these lengths without another page.
   bool has_room(std::span<const std::int64_t> lengths);
-  // As `step`, if no slot needs another page. False, and nothing is done, if one does.
+  // `step` without a driver call. False, and nothing is changed, if a slot needs another page.
   bool step_within(const Caller& caller, std::span<const std::int64_t> lengths);
-  // Announces a step: has the mapper map what slots need for it, and what the cache looks ahead
-  // beyond that if memory is free. Of what nothing uses it gives up no more than is missing, and
-  // announces nothing if even that does not suffice. True if a step would find all of it ready.
-  // Makes no driver call, and waits for nothing. Throws as `step` for lengths that cannot be.
+  // Announces a step: has the mapper map the pages that it needs, and the look-ahead past them if
+  // memory is free. Cached pages and prefixes are evicted as far as pages are missing; if that is
+  // not enough, nothing is announced. True if all pages are ready. Makes no driver call and waits
+  // for nothing. Throws as `step` for lengths that are not possible.
   bool prepare(const Caller& caller, std::span<const std::int64_t> lengths);
-  // Whether slots could have these lengths now, by a step, after a swap_in of what is swapped out.
-  // Counts what the budget leaves and what would be given up; gives nothing up. A slot of length 0
-  // is left out. `waits`: if they could not, asks again until no page is on its way out, for the
-  // pool's patience at most.
+  // Whether a step to these lengths, after a swap_in of swapped slots, would get its pages: from
+  // the budget and from pages that would be taken back. Takes nothing back. A slot of length 0 is
+  // left out. `waits`: asks again while pages are leaving, for the pool's patience at most.
   bool fits(const Caller& caller, std::span<const std::int64_t> lengths, Bands bands = {},
             bool waits = false);
-  // Whether nothing but what other pools of a shared budget hold is in the way.
+  // Whether such a step would get its pages if the other pools of a shared budget held nothing.
   bool waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths);
 
-  // Its pages are cached for a later request, and go as soon as others need them.
+  // Frees a slot. Its pages are cached for a later request until memory is short.
   void free(const Caller& caller, std::size_t slot);
   void truncate(const Caller& caller, std::size_t slot, std::size_t length);
-  // `n` free slots that share all pages of `slot`, copy-on-write in all of them; with them what a
-  // kernel may touch behind the length.
+  // `n` free slots that share all pages of `slot` copy-on-write, also the tile past its length.
   std::vector<std::size_t> fork(const Caller& caller, std::size_t slot, std::size_t n);
-  // For each beam the slot that goes on with sources[i]: the source itself for the first that names
-  // it, a fork for others. Slots in `beams` that no beam goes on with are freed; before the forks
-  // are made, and for good, if there are no free slots for these besides.
+  // For each beam i the slot that continues sources[i]: the source itself for the first beam that
+  // names it, a fork for the others. Frees the slots in `beams` that no beam continues: after the
+  // forks, or before them if there are too few free slots; then a refusal does not bring them back.
   std::vector<std::size_t> reorder(const Caller& caller, std::span<const std::size_t> beams,
                                    std::span<const std::size_t> sources);
-  // Puts the whole units of the slot's first tokens into the index. Returns how many tokens it has
-  // of them.
+  // Adds the whole units of the slot's first tokens to the index. Returns how many of the tokens it
+  // then has.
   std::size_t publish(const Caller& caller, std::size_t slot, std::span<const Token> tokens,
                       const std::string& salt);
-  // Gives prefixes up that no request uses, for an operation that found memory short for the n-th
-  // time. False if there are none.
+  // Evicts prefixes that no request uses, more with each try of an operation. False if there are
+  // none.
   bool evict(unsigned tries);
-  // Gives the slot pages of its own behind `positions`.
+  // Gives the slot pages of its own for `positions`.
   void unshare(const Caller& caller, std::size_t slot, Interval positions);
-  // Has `positions` of each slot ready to be written in `layer`, whose rows are of a row group:
-  // waits for what is being copied into that layer, and unshares what is shared there. Throws
-  // InvalidArgument for positions that a slot has not, before anything is done; OutOfPages.
+  // Makes `positions` of each slot writable in `layer` of a row group: orders the caller's stream
+  // after copies into that layer, and unshares shared pages. Throws InvalidArgument for positions
+  // that a slot does not have, before anything is done; OutOfPages.
   struct Write {
     std::size_t slot;
     Interval positions;
   };
   void begin_write(const Caller& caller, std::size_t group, std::size_t layer,
                    std::span<const Write> writes);
-  // See SlotSwaps. Slots of which only bands go stay in use.
+  // See SlotSwaps. A slot of which only some bands are swapped out stays in use.
   void swap_out(const Caller& caller, std::span<const std::size_t> slots,
                 const AllocateHost& allocate, Bands bands = {});
   void swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands = {});
-  // Work in the caller's stream uses all slots in use. Requires: the stream lasts.
+  // Work in the caller's stream uses all slots. Requires: the stream outlives the cache.
   void use(const Caller& caller);
-  // Everything is freed; addresses go with the last view.
+  // Frees every slot; the addresses are freed with the last view.
   void close(const Caller& caller) noexcept;
 
  private:
@@ -153,10 +151,10 @@ class SlotCache {
   FreeSlots free_;
   SlotSwaps swaps_;
   SlotPrefixes prefixes_;
-  // Of one step; kept for their memory.
+  // Scratch of one step, kept to avoid allocating.
   std::vector<std::size_t> due_;
   std::vector<Growth> growths_;
-  Stream stream_;  // the last one whose work was said to use all slots
+  Stream stream_;  // the last one that `use` noted
 };
 
 using OwnedSlotCache = std::unique_ptr<SlotCache, DeleteUnlessForked>;

@@ -1,4 +1,4 @@
-// What a report of a fault says of the rows that the slots of a cache share.
+// Reports of faults in the rows of a KV cache: which layer, slot and token, and why.
 #pragma once
 
 #include <cstddef>

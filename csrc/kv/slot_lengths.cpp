@@ -38,7 +38,7 @@ bool SlotLengths::find_due(std::span<const std::int64_t> lengths,
     const std::int64_t length = lengths[slot];
     if (length < lengths_[slot] || length > most) return false;
     if (length <= room_[slot]) continue;
-    if (states_[slot] != SlotState::used) return false;  // whose room is 0
+    if (states_[slot] != SlotState::used) return false;  // free and swapped slots have room 0
     due.push_back(slot);
   }
   return true;
@@ -240,7 +240,7 @@ void SlotLengths::set_away(std::size_t slot, Bands bands, bool away) noexcept {
   settle(slot);
 }
 
-// The slot's bands, each with a length of its own from now on.
+// The slot's bands, for a change of some of them; begins to store a length for each.
 std::span<SlotLengths::Band> SlotLengths::differing(std::size_t slot) noexcept {
   const std::size_t bands = all_bands_.size();
   const std::span<Band> own = std::span(bands_).subspan(slot * bands, bands);
@@ -249,7 +249,7 @@ std::span<SlotLengths::Band> SlotLengths::differing(std::size_t slot) noexcept {
   return own;
 }
 
-// The slot's length is the least of its bands'. If they are alike again, they are one.
+// Sets the slot's length to its shortest band's, and differ_ to whether its bands differ.
 void SlotLengths::settle(std::size_t slot) noexcept {
   const std::span<const Band> own = of(slot);
   const auto shorter = [](const Band& a, const Band& b) { return a.length < b.length; };

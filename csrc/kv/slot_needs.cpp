@@ -71,7 +71,7 @@ SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands ban
   std::unordered_map<const Page*, std::uint32_t> unsharing;
   std::unordered_set<const void*> groups;  // of swapped slots
   for (std::size_t slot = 0; slot < lengths.size(); ++slot) {
-    // Of named bands, those that are away are to come back.
+    // Named bands that are in host memory come back too.
     if (lengths[slot] == 0) continue;
     if (lengths[slot] <= lengths_.room(slot) && (!lengths_.differ(slot) || bands.empty())) continue;
     const std::size_t shared = swaps_.shared_positions(slot, groups);
@@ -88,13 +88,13 @@ SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands ban
       if (buffer.owned_until() != 0) pages.begin = buffer.owned_until();
       pages.begin = std::max(pages.begin, buffers_.page_of(group, shared));
       if (!pages.empty()) {
-        // Others may keep a page that they have too, when it has left here.
+        // A page with other references may not become free when it leaves this slot.
         const std::size_t taken = range.count_sole(pages);
         need.ready += taken;
         need.pages += pages.size() * range.rows() - taken;
       }
       if (range.copy_on_write() == 0 && !prefixes_.expects(slot)) continue;
-      // As a growth counts them: of those that unshare a page, the last keeps it.
+      // Counted as a growth does: the last of the slots that unshare a page keeps it.
       const Interval own = intersection(buffer.indices_of(written), {0, buffer.owned_until()});
       for (std::size_t row = 0; row < range.rows(); ++row) {
         for (std::size_t index = own.begin; index < own.end; ++index) {
@@ -107,8 +107,8 @@ SlotNeeds::Need SlotNeeds::need(std::span<const std::int64_t> lengths, Bands ban
   return need;
 }
 
-// Pages that a growth takes back from what nothing needs; of those that wait for work to end only
-// the slots' own, which nothing shares.
+// Pages that a growth could take back: prefetched and cached ones of all clients, and unshared
+// pages of this cache's slots that wait to be unmapped.
 std::size_t SlotNeeds::reclaimable() const {
   PoolCounts counts;
   for (const Client* client : buffers_.pool()->clients()) client->count(counts);

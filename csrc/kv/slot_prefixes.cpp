@@ -65,7 +65,7 @@ std::size_t SlotPrefixes::publish(const Caller& caller, std::size_t slot,
 std::vector<Prefix> SlotPrefixes::offer(const Caller& caller, std::size_t slot, std::size_t first,
                                         std::size_t end) {
   if (first == end) return {};
-  const bool writable = buffers_.looks_ahead();  // they stay so until others share them
+  const bool writable = buffers_.looks_ahead();  // until another slot accepts the pages
   if (writable) slots_[slot].offered = std::max(slots_[slot].offered, end * index_.unit());
   std::vector<Prefix> parts(end - first);
   std::vector<Interval> pages(parts.size());
@@ -81,7 +81,7 @@ std::vector<Prefix> SlotPrefixes::offer(const Caller& caller, std::size_t slot, 
   return parts;
 }
 
-// The positions below are wholly in the pages that are offered of [0, position).
+// Positions that lie wholly in whole pages of [0, position).
 std::size_t SlotPrefixes::covered(std::size_t position) const {
   std::size_t covered = position;
   for (std::size_t group = 0; group < buffers_.groups(); ++group) {

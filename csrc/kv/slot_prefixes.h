@@ -1,4 +1,4 @@
-// What slots share with the requests before them: pages that the prefix index keeps.
+// The pages that slots share with earlier requests, through the prefix index.
 #pragma once
 
 #include <algorithm>
@@ -26,13 +26,14 @@ class SlotPrefixes {
   PrefixIndex& index() { return index_; }
   const PrefixIndex& index() const { return index_; }
 
-  // What the index has of a request's tokens, but never all of them.
+  // The pages that the index has for the first tokens of a request: never for all of them, since
+  // the last token must be computed.
   struct Found {
     std::vector<Prefix> parts;
-    std::size_t length;  // positions that lie wholly in these
+    std::size_t length;  // positions that lie wholly in these pages
   };
   Found find(std::span<const Token> tokens, const std::string& salt);
-  // Counts a request that asked for `asked` tokens and found `found`.
+  // Counts a request of `asked` tokens of which the index had `found`.
   void count(std::size_t asked, std::size_t found) {
     queries_ += asked;
     hits_ += found;
@@ -40,7 +41,7 @@ class SlotPrefixes {
   std::size_t queries() const { return queries_; }
   std::size_t hits() const { return hits_; }
 
-  // A slot begins with these tokens. `expected`: their pages may not be mapped yet.
+  // A slot begins with these tokens. `expected`: the mapper, or `finish`, is to map their pages.
   void begin(std::size_t slot, std::vector<Token> tokens, bool expected) {
     slots_[slot] = {std::move(tokens), 0};
     expects_[slot] = expected;
@@ -52,29 +53,30 @@ class SlotPrefixes {
   void truncate(std::size_t slot, std::size_t length) {
     slots_[slot].tokens.resize(std::min(slots_[slot].tokens.size(), length));
   }
-  // Those that the index knows the slot by, from position 0 on.
+  // The slot's tokens as the index knows them, from position 0 on.
   const std::vector<Token>& tokens(std::size_t slot) const { return slots_[slot].tokens; }
 
-  // Whether pages that the slot begins with may not be mapped yet. `finish` maps them.
+  // Whether the slot's first pages may not be mapped yet. `finish` maps them.
   bool expects(std::size_t slot) const { return expects_[slot] != 0; }
   void finish(const Caller& caller, std::size_t slot);
 
-  // Units of the tokens that the index knows, before a slot of `length` publishes the others.
+  // How many units of `tokens` the index has, asked before a slot of `length` publishes the rest.
   // Throws InvalidArgument if the tokens are not the slot's first, or if it has given back pages
   // that would be published.
   std::size_t known(const Caller& caller, std::size_t slot, std::size_t length,
                     std::span<const Token> tokens, const std::string& salt) const;
-  // Puts the whole units of the tokens behind the first `known` into the index. Returns how many
-  // tokens it has of them.
+  // Adds the whole units of `tokens` after the first `known` to the index. Returns how many of the
+  // tokens it then has.
   std::size_t publish(const Caller& caller, std::size_t slot, std::span<const Token> tokens,
                       const std::string& salt, std::size_t known);
-  // To be called before something may write to positions from `begin` on.
+  // Makes pages copy-on-write that the index was offered and that hold positions from `begin` on.
+  // Requires: called before anything writes there.
   void protect(const Caller& caller, std::size_t slot, std::size_t begin);
 
  private:
   struct Slot {
     std::vector<Token> tokens;
-    // Positions from here on lie in no page that the index has and that may still be writable.
+    // Pages offered to the index and still writable here hold positions below this.
     std::size_t offered = 0;
   };
 
@@ -85,7 +87,8 @@ class SlotPrefixes {
   SlotBuffers& buffers_;
   PrefixIndex index_;
   std::vector<Slot> slots_;
-  std::vector<std::uint8_t> expects_;   // whether each slot does; a step asks all that it grows
+  std::vector<std::uint8_t>
+      expects_;  // for each slot: see expects(); beside slots_ for cache lines
   std::size_t queries_ = 0, hits_ = 0;  // tokens
 };
 

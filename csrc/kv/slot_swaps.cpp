@@ -33,9 +33,8 @@ std::vector<SlotSwaps::Part> SlotSwaps::parts_of(std::span<const std::size_t> sl
   return parts;
 }
 
-// Adds the copies, from or to `memory`, of the first `length` positions of a part: if `head` of
-// those in whole pages that its group shares, or else of those behind them. Returns the bytes that
-// `memory` has, or is to have.
+// Adds the copies between `memory` and the first `length` positions of a part: with `head` those in
+// the pages that its group shares, else those past them. Returns the bytes of `memory`.
 std::size_t SlotSwaps::add_copies(std::vector<Copy>& copies, const Part& part, bool head,
                                   std::size_t length, const Held& memory) const {
   const Swapped& swapped = *part.swapped;
@@ -63,8 +62,8 @@ std::size_t SlotSwaps::add_copies(std::vector<Copy>& copies, const Part& part, b
   return offset;
 }
 
-// Makes a group of what slots that go together share with the first of them: whole units, so that
-// their pages can be kept. Null if that is nothing.
+// Makes a group of the slots that begin with the same pages as the first: whole units, so that page
+// sets can keep them. Null if no slot does.
 std::shared_ptr<SlotSwaps::Group> SlotSwaps::join(std::span<const Part> parts) const {
   auto group = std::make_shared<Group>();
   group->length = buffers_.shape().max_length;
@@ -76,7 +75,7 @@ std::shared_ptr<SlotSwaps::Group> SlotSwaps::join(std::span<const Part> parts) c
       const Buffer& buffer = buffers_.at(part.slot, i);
       const std::size_t pages = buffer.shared_with(buffers_.at(first.slot, i));
       const bool whole = buffers_.begins(part.slot)[i] == 0;
-      // Up to here no more pages are whole; so a group stays one, however often it is swapped.
+      // The longest length with `pages` whole pages: a group swapped again has the same length.
       const std::size_t most =
           ((pages + 1) * buffers_.pool()->page_size() - 1) / buffers_.group(i).item_bytes;
       length = std::min(length, whole ? most : 0);
@@ -93,8 +92,8 @@ std::shared_ptr<SlotSwaps::Group> SlotSwaps::join(std::span<const Part> parts) c
   return group;
 }
 
-// Has the copying stream wait for the work launched so far over these rows, and what unmaps their
-// pages wait for that stream.
+// Has the copying stream wait for the work launched so far on a part's rows, and the unmapping of
+// their pages wait for the copying stream.
 void SlotSwaps::order_copies(const Caller& caller, const Part& part) {
   for (const std::size_t group : part.groups) {
     Buffer& buffer = buffers_.at(part.slot, group);
@@ -130,7 +129,7 @@ void SlotSwaps::swap_out(const Caller& caller, std::span<const std::size_t> slot
     const FencePtr copied = driver_.fence(driver_.copy_stream());
     for (const Part& part : parts) part.swapped->copied = copied;
   } catch (...) {
-    // What was launched by then still writes there.
+    // Copies that were launched still write to this memory.
     for (const Part& part : parts) held_.splice(held_.end(), part.swapped->memory);
     if (group != nullptr) held_.splice(held_.end(), group->head);
     throw;
@@ -181,8 +180,8 @@ void SlotSwaps::swap_in(const Caller& caller, std::span<const std::size_t> slots
   }
 }
 
-// Pages for what is in host memory and was not truncated meanwhile, and their copies launched. That
-// memory stays until it is dropped.
+// Maps pages for the positions of a part that were not truncated meanwhile and launches the copies.
+// The host memory stays until `drop`.
 std::list<SlotSwaps::Arriving> SlotSwaps::bring_in(const Caller& caller, const Part& part) {
   const Swapped& swapped = *part.swapped;
   const Group* const group = swapped.group.get();
@@ -215,7 +214,7 @@ std::list<SlotSwaps::Arriving> SlotSwaps::bring_in(const Caller& caller, const P
   return arriving;
 }
 
-// Pages of its own for the first `length` positions, but those of `prefix` for the first of these.
+// Maps pages for the first `length` positions of a part: those of `prefix` first, then fresh ones.
 void SlotSwaps::restore(const Caller& caller, const Part& part, std::size_t length,
                         const Prefix& prefix) {
   const SlotBuffers::Buffers& buffers = buffers_.of(part.slot);
@@ -241,14 +240,14 @@ void SlotSwaps::restore(const Caller& caller, const Part& part, std::size_t leng
   }
 }
 
-// Pages go once what is being copied from or to them is done.
+// Unmaps a part's pages, after the copies from and to them.
 void SlotSwaps::send_back(const Caller& caller, const Part& part) noexcept {
   const Caller copying{caller.operation, driver_.copy_stream()};
   for (const std::size_t group : part.groups) buffers_.at(part.slot, group).retract(copying, {});
 }
 
-// The first slot of a group has its pages: the others map them. If that is refused they copy them
-// too.
+// The first slot of a group is back: the others will map its pages. If a refusal prevents that,
+// they copy the bytes instead.
 void SlotSwaps::share_again(const Caller& caller, const Part& part) noexcept {
   Group& group = *part.swapped->group;
   try {
@@ -262,7 +261,7 @@ void SlotSwaps::share_again(const Caller& caller, const Part& part) noexcept {
   }
 }
 
-// Host memory goes once copies no longer use it, and that of a group with its last slot.
+// Releases the host memory of `bands`, and a group's with its last slot.
 void SlotSwaps::drop(std::size_t slot, Bands bands) noexcept {
   std::vector<std::shared_ptr<Swapped>>& away = slots_[slot].away;
   for (const std::size_t band : bands) {
@@ -297,7 +296,7 @@ void SlotSwaps::settle() noexcept {
     for (auto held = held_.begin(); held != held_.end();) {
       if (!held->until) held->until = driver_.fence(driver_.copy_stream());
       const FencePtr& until = *held->until;
-      if (until != nullptr && !driver_.passed(*until)) return;  // nor those behind it
+      if (until != nullptr && !driver_.passed(*until)) return;  // later ones have not passed either
       held = held_.erase(held);
     }
   } catch (const Error&) {
@@ -315,7 +314,7 @@ void SlotSwaps::close() noexcept {
     rest->swap(held_);
     buffers_.pool()->keep_until(copied, rest);
   } catch (const std::exception&) {
-    // What the device still does is not known: this memory is never given back.
+    // Nothing says when the device's copies end: this memory is leaked.
     if (auto* const lost = new (std::nothrow) std::list<Held>)
       lost->swap(rest == nullptr ? held_ : *rest);
   }
@@ -344,7 +343,7 @@ FencePtr SlotSwaps::copies(std::size_t slot, std::optional<std::size_t> layer) {
   const Slot& it = slots_[slot];
   if (lengths_.state(slot) == SlotState::swapped) return it.away.front()->copied;
   if (!layer) {
-    // Those that go and those that come are in no order but that of their stream.
+    // One fence after copies in both directions: they run in one stream.
     return is_away(slot, layer) ? driver_.fence(driver_.copy_stream()) : last_arrival(slot);
   }
   const std::size_t band = buffers_.band_of_layer(*layer);

@@ -1,7 +1,7 @@
-// What of a cache's slots is in host memory, or on its way, by copies beside their callers.
+// Slots, and bands of slots, that are in host memory or being copied there or back.
 //
-// The copies run in the driver's copying stream, which the slots' buffers know as one that uses
-// their pages: so whatever else happens, pages that are being copied stay mapped until it is done.
+// Copies run in the driver's copying stream, asynchronously. The slots' buffers note that stream as
+// one that uses their pages, so pages stay mapped until their copies have ended.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +21,9 @@
 
 namespace vtensor {
 
-// Gives so many bytes of it, which copies of the driver reach. Throws OutOfPages.
+// Allocates `bytes` of host memory that the driver can copy to. Throws OutOfPages.
 using AllocateHost = std::function<HostMemory(std::size_t bytes)>;
 
-// What leaves by itself, a slot or one band of it, comes back by itself.
 class SlotSwaps {
  public:
   SlotSwaps(SlotBuffers& buffers, const SlotLengths& lengths);
@@ -34,35 +33,35 @@ class SlotSwaps {
   // again afterwards. All or nothing.
   void swap_out(const Caller& caller, std::span<const std::size_t> slots, Bands bands,
                 const AllocateHost& allocate);
-  // Gives them pages again, at their addresses, and launches the copies, layer by layer. All or
-  // nothing.
+  // Maps pages at the slots' addresses again and launches the copies, layer by layer. What was
+  // swapped out as a slot or as a band comes back as such. All or nothing.
   void swap_in(const Caller& caller, std::span<const std::size_t> slots, Bands bands);
-  // Nothing of the slot is needed any more.
+  // The slot is freed: drops its host memory.
   void forget(std::size_t slot) noexcept;
-  // Forgets copies that are over.
+  // Drops host memory, and records of arrivals, whose copies have ended.
   void settle() noexcept;
-  // Of a cache whose slots are free. Waits for nothing: the pool keeps memory that copies may still
-  // use.
+  // Requires: all slots are free. Waits for nothing: the pool keeps host memory that copies may
+  // still use.
   void close() noexcept;
 
-  // Whether something that `layer` reads, or any layer, is in host memory.
+  // Whether the band of `layer`, or any band, is in host memory.
   bool is_away(std::size_t slot, std::optional<std::size_t> layer) const;
-  // A point behind the copies of a slot: those that `layer` waits for, or all. Null if there are
-  // none.
+  // A fence after the copies of a slot that `layer` waits for, or after all of them. Null if there
+  // are none.
   FencePtr copies(std::size_t slot, std::optional<std::size_t> layer);
-  // A point behind the copies of all slots that come back. Null if there are none.
+  // A fence after the copies of all slots that are coming back. Null if there are none.
   FencePtr arrivals();
-  // Returns once the slot is no longer being copied from host memory. Throws TimedOut.
+  // Waits until the slot's copies from host memory have ended. Throws TimedOut.
   void await_arrival(const Caller& caller, std::size_t slot);
-  // What the caller's stream does to the slot from now on comes behind that.
+  // Has the caller's stream wait for the slot's copies from host memory.
   void order_arrival(const Caller& caller, std::size_t slot);
-  // Returns once what a slot has in host memory has given its pages back. Requires: its copies are
-  // over.
+  // Waits until the pages of a slot's swapped bands are unmapped. Requires: their copies have
+  // ended.
   void await_departure(const Caller& caller, std::size_t slot,
                        std::optional<std::size_t> layer = std::nullopt) const;
 
-  // Positions of a whole slot whose pages others of its group bring back, or have. Adds the group
-  // to `groups`, which the slots before it have counted.
+  // Positions of a swapped slot whose pages another slot of its group has, or brings back first.
+  // `groups`: those already counted by the caller; adds the slot's group.
   std::size_t shared_positions(std::size_t slot, std::unordered_set<const void*>& groups) const;
   // Bytes of host memory that swapped slots take.
   std::size_t bytes() const { return bytes_; }
@@ -77,34 +76,34 @@ class SlotSwaps {
   };
   // Slots that were swapped out together and begin with the same pages.
   struct Group {
-    std::size_t length = 0;   // positions whose pages are the same
-    std::list<Held> head;     // their bytes
+    std::size_t length = 0;   // positions whose pages all slots shared
+    std::list<Held> head;     // the bytes of those positions
     std::size_t waiting = 0;  // slots that have not come back
-    Prefix pages;             // once the first slot has them again
+    Prefix pages;             // of those positions, once the first slot is back
   };
   struct Swapped {
     std::size_t length = 0;
-    std::list<Held> memory;  // the bytes that it shares with no other
+    std::list<Held> memory;  // bytes of the positions past the group's
     std::shared_ptr<Group> group;
     FencePtr copied;
   };
-  // A copy on its way in, of what `layer` is the first to read.
+  // Copies from host memory under way, of rows that `layer` is the first to read.
   struct Arriving {
     std::size_t layer, band;
     FencePtr over;
   };
   struct Slot {
-    std::vector<std::shared_ptr<Swapped>> away;  // of each band, or of all; null while it is here
+    std::vector<std::shared_ptr<Swapped>> away;  // for each band: null if it has pages
     std::list<Arriving> arriving;                // in the order of their copies
   };
-  // What leaves or comes back by itself.
+  // A slot, or one band of a slot: what is swapped as a unit.
   struct Part {
     std::size_t slot;
     Bands bands;
     std::vector<std::size_t> groups;
     std::shared_ptr<Swapped> swapped;
   };
-  // Of bytes in one row of a slot.
+  // A copy between one row of a slot and host memory.
   struct Copy {
     std::size_t layer;  // the first that reads them
     Address at;
@@ -129,8 +128,8 @@ class SlotSwaps {
   const SlotLengths& lengths_;
   Driver& driver_;
   std::vector<Slot> slots_;
-  std::vector<std::size_t> arriving_;  // slots
-  std::list<Held> held_;               // needed by no slot any more
+  std::vector<std::size_t> arriving_;  // slots with copies from host memory under way
+  std::list<Held> held_;               // memory that no slot needs and copies may still use
   std::size_t bytes_ = 0;
 };
 

@@ -5,8 +5,8 @@
 namespace vtensor {
 namespace {
 
-// What may be ahead of a tensor: so many bytes and pages of a row in any case, and beyond that one
-// part in so many of what it stores.
+// Bounds of look-ahead: these bytes and pages of a row in any case, else one part in kShareAhead of
+// the tensor's extent.
 constexpr std::size_t kLeastAhead = 1 << 20;
 constexpr std::size_t kLeastPagesAhead = 4;
 constexpr std::size_t kShareAhead = 16;
@@ -18,8 +18,8 @@ void Ahead::mark_pace(std::size_t position) {
                            std::chrono::steady_clock::now().time_since_epoch().count()));
 }
 
-// Within the capacity, and what the pool allows a tensor. That is bounded by what the tensor
-// stores, so that a pool's look-ahead is a share of what it stores.
+// Bounded by the capacity and by a share of the extent, so that a pool's look-ahead is a share of
+// what its tensors store.
 std::size_t Ahead::lead(std::size_t position, Interval extent) const {
   const std::size_t index_bytes = range_.rows() * range_.page_size();
   const std::size_t least = std::max(kLeastAhead / index_bytes, kLeastPagesAhead);
@@ -34,7 +34,7 @@ std::size_t Ahead::due(std::size_t position, Interval extent) const {
   if (!pool_.looks_ahead() || position + pace_.least(pool_.wanting().horizon()) <= ready_until_)
     return 0;
   const std::size_t end = lead(position, extent);
-  // If less is allowed than the growth asks for: once half of that is used up.
+  // Where the bounds allow less than the pace asks for: ask again once half of it is used up.
   const bool enough = position + (end - position) / 2 <= ready_until_;
   return enough || pool_.store().unused() == 0 ? 0 : end;
 }

@@ -1,5 +1,4 @@
-// The pages behind its owner's extent that a buffer has ready, or wants ready, and when it is to
-// want more.
+// The pages past a buffer's extent that are ready or wanted ready, and when it is to want more.
 #pragma once
 
 #include <algorithm>
@@ -20,15 +19,15 @@ class Ahead {
         const RowGeometry& geometry)
       : pool_(pool), range_(range), shape_(shape), geometry_(geometry) {}
 
-  // Pages below are the owner's, or mapped, clean and writable in every row.
+  // Page indices below it are in the extent, or mapped, clean and writable in every row.
   std::size_t ready_end() const VT_LOCKED { return ready_end_; }
-  // Positions below lie in them.
+  // Positions below it lie in pages below ready_end.
   std::size_t ready_until() const VT_LOCKED { return ready_until_; }
   void set_ready(std::size_t end) VT_LOCKED {
     ready_end_ = end;
     ready_until_ = geometry_.whole_below(end);
   }
-  // Pages from the ready ones to here are to be made ready; 0 if none are.
+  // Page indices from ready_end to here are to be made ready; 0 if none are.
   std::size_t want_end() const VT_LOCKED { return want_end_; }
   void want(std::size_t end) VT_LOCKED { want_end_ = std::max(want_end_, end); }
   void want_nothing() VT_LOCKED { want_end_ = 0; }
@@ -38,9 +37,9 @@ class Ahead {
     pace_.step(n);
     if (crossed && pool_.looks_ahead()) mark_pace(position);
   }
-  // From the length `position`, with pages at `extent`: the position to look ahead to.
+  // The position to look ahead to, for a length of `position` in pages at `extent`.
   std::size_t lead(std::size_t position, Interval extent) const VT_LOCKED;
-  // The same if more is to be asked for now, which is before what is ready is used up; else 0.
+  // That position if it is time to ask for more, before the ready pages are used up; else 0.
   std::size_t due(std::size_t position, Interval extent) const VT_LOCKED;
   void forget_pace() VT_LOCKED { pace_ = {}; }
 
@@ -48,7 +47,7 @@ class Ahead {
   void mark_pace(std::size_t position) VT_LOCKED;
 
   std::size_t ready_end_ VT_GUARDED = 0;    // not less than the extent's end
-  std::size_t ready_until_ VT_GUARDED = 0;  // follows from it
+  std::size_t ready_until_ VT_GUARDED = 0;  // derived from ready_end_
   std::size_t want_end_ VT_GUARDED = 0;
   LookAhead pace_ VT_GUARDED;
   PagePool& pool_;

@@ -157,13 +157,13 @@ void Buffer::look_ahead(std::size_t added, bool crossed) {
 void Buffer::retract(const Caller& caller, Interval positions, std::size_t keep) {
   PoolLock lock(pool_);
   work_.note(caller);
-  // Not what is only wanted: the mapper may be unmapping it.
+  // Not want_end: the mapper may be unmapping pages that were only wanted.
   const std::size_t mapped_end = ahead_.ready_end();
   unmap_.touch(hull(extent_, ahead()));
   ahead_.want_nothing();
   const Interval extent = indices_of(positions);
   assign(positions, extent);
-  // What is truncated and soon written again stays, as far as the look-ahead goes.
+  // Truncated pages that the look-ahead would want again stay ready.
   std::size_t kept_end = extent.end;
   if (placed()) {
     if (!extent.empty())
@@ -256,7 +256,7 @@ void Buffer::end_lease(const Caller& caller, FencePtr after) {
   work_.end_lease(caller, std::move(after));
 }
 
-// -- what others share with it
+// -- shared pages
 
 bool Buffer::copy_on_write() {
   PoolLock lock(pool_);
@@ -284,7 +284,7 @@ std::size_t Buffer::shared_with(const Buffer& other) const {
 std::size_t Buffer::writable_until(std::size_t position) const {
   std::size_t index = indices_of({position, position + 1}).begin;
   if (range_.quarantined() != 0) {
-    // A step that needs more raises what was lost.
+    // A step that needs a quarantined page raises.
   } else if (!shares()) {
     index = std::max(index, extent_.end);
   } else {
@@ -316,13 +316,13 @@ void Buffer::unshare(PoolLock& lock, const Caller& caller, std::span<const Reser
   try {
     unshare_pages(range_, lock, runs, bytes_of(stale), caller.stream);
   } catch (const TimedOut&) {
-    // What the copies read stays mapped until the side stream has passed.
+    // Pages that the copies read stay mapped until the side stream has passed.
     work_.note(driver_.side_stream());
     throw;
   }
 }
 
-// All of them, or none: so the owner has a whole prefix, or nothing beside pages of its own.
+// All expected pages at once: the owner has a whole prefix, or none of it.
 bool Buffer::find_expected(Reservation::Arrival& arrival) const {
   arrival = range_.shared(expected_->indices, expected_->references.pages());
   return range_.count_quarantined(expected_->indices) == 0;
@@ -334,7 +334,7 @@ void Buffer::enter_expected() {
   range_.event(trace::What::fork, extent_);
 }
 
-// -- what is ready ahead of need
+// -- look-ahead
 
 Interval Buffer::ahead() const {
   if (!owned_) return {};
@@ -388,7 +388,7 @@ bool Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
 void Buffer::arrived_ahead(const Reservation::Arrival& arrival) {
   for (const Reservation::Run& run : arrival.runs)
     unmap_.touch(run.indices);  // they may no longer be wanted
-  unmap_.touch(ahead());        // nor what came before them
+  unmap_.touch(ahead());        // nor those that came before
   if (arrival.error) ahead_.want_nothing();
   if (!owned_) return;
   if (expected_ == nullptr) {
@@ -400,10 +400,10 @@ void Buffer::arrived_ahead(const Reservation::Arrival& arrival) {
 }
 
 void Buffer::give_up_ahead() {
-  unmap_.touch(ahead());  // rows that came part of the way
+  unmap_.touch(ahead());  // indices that are mapped in some rows only
   const std::size_t end = std::max(ahead_.ready_end(), ahead_.want_end());
   ahead_.want_nothing();
-  // What came behind pages that are not clean yet waits for these.
+  // Pages past unclean ones become ready with them.
   leftover_.follow(end);
   if (owned_) find_ready(end);
   give_back_unused();
@@ -420,7 +420,7 @@ std::size_t Buffer::drop_ahead() {
   return pages;
 }
 
-// -- what is given back
+// -- giving back
 
 Interval Buffer::kept() const { return owned_ ? Interval{extent_.begin, ahead().end} : cached(); }
 
@@ -456,7 +456,7 @@ std::size_t Buffer::pages_coming(Interval within) const {
 }
 
 void Buffer::give_back_unused() noexcept {
-  if (busy_) return;  // the end of that comes here again
+  if (busy_) return;  // end_hold calls it again
   const bool ends = !owned_ && generations_.empty() && asleep.load() == 0;
   if (ends && leftover_.may_keep()) try_to_cache();
   Client::give_back_unused();
@@ -473,8 +473,8 @@ void Buffer::free_range() {
 
 // -- reuse
 
-// Keeps the pages that a new owner could use: from the first page on, because the next owner is
-// another tensor, which begins there; of a placed buffer any neighbours.
+// Caches the pages that the next owner can use: those from page 0 on, where another tensor begins;
+// in a placed buffer any run.
 void Buffer::try_to_cache() {
   if (range_.quarantined() != 0 || shape_.phase != 0 || !reserved_) return;
   const Interval usable = leftover_.usable(placed());
@@ -483,7 +483,7 @@ void Buffer::try_to_cache() {
     ready_after_ = fences();
     pool_->cache(shared_from_this(), pages_to_count(usable));
   } catch (...) {
-    return;  // then they go
+    return;  // the pages are unmapped then
   }
   leftover_.keep(usable, pool_->options().zero != ZeroPolicy::never, pool_->next_id());
   unmap_.remove(usable);
@@ -527,7 +527,7 @@ void Buffer::reuse(const Caller& caller) {
   owned_ = true;
   ahead_.forget_pace();
   take_error();
-  // The last owner's streams are done with, except for what `ready_after_` says.
+  // ready_after_ has the last owner's fences.
   work_.clear();
   work_.note(caller);
   range_.event(trace::What::reuse, cached());
@@ -543,7 +543,7 @@ bool Buffer::claim_cleaning(std::vector<Reservation::Run>& runs, std::size_t pag
   try {
     if (!is_quiet()) return false;  // the last owner's work may not be done
   } catch (const Error&) {
-    return false;  // nor can be asked about now
+    return false;  // a capture forbids asking
   }
   runs = range_.unclean_in(leftover_.unclean(), pages);
   busy_ = !runs.empty();
@@ -567,9 +567,9 @@ void Buffer::enter_cleaning(std::span<const Reservation::Run> runs, FencePtr zer
     leftover_.clean_below(ahead_.ready_end());
   } else if (owned_) {
     pool_->cached().unclean.remove(hooks.unclean);
-    failed(std::move(error));  // growth zeroes them itself
+    failed(std::move(error));  // growth zeroes the pages itself
   } else if (!cached().empty()) {
-    evict();  // its zeroing is refused: not for the next owner
+    evict();  // pages that cannot be zeroed are not for the next owner
   }
   pool_->changed();
   give_back_unused();
@@ -594,7 +594,7 @@ const char* Buffer::why_mapped(std::size_t index) const {
 
 void Buffer::add_to(PoolCounts& counts) const {
   const std::size_t needed = extent_.size() * range_.rows() - range_.count_quarantined(extent_);
-  // What a place keeps from its last owner is cached until it is needed.
+  // Pages taken over from a slot's last owner count as cached until the extent reaches them.
   const std::size_t reused = range_.count_mapped(intersection(ahead(), leftover_.reused()));
   const std::size_t prefetched = range_.count_mapped(ahead()) - reused;
   const std::size_t cached = range_.count_mapped(this->cached()) + reused;

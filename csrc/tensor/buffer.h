@@ -1,6 +1,6 @@
-// One reservation of addresses, divided into rows that grow together, and the pages behind it. What
-// stays mapped is the owner's extent, what published generations cover, and what is ready ahead of
-// the extent; everything else is given back, once the work that may touch it is done.
+// Rows that grow together: one reservation of addresses and the pages behind it. The owner's extent
+// stays mapped, and so do the pages that generations cover and those that are ready past the
+// extent. Every other page is unmapped once the work that may use it has passed.
 #pragma once
 
 #include <chrono>
@@ -32,13 +32,13 @@ class Buffer final : public Client {
   // if the sizes overflow, DriverError.
   static std::shared_ptr<Buffer> create(const std::shared_ptr<PagePool>& pool,
                                         const RowShape& shape, const Caller& caller);
-  // Makes one. `report`: what reports of faults say of its addresses; null if they are a tensor's.
-  // Throws as `create`.
+  // Makes one. `report` explains faults at its addresses; null: as those of a tensor. Throws as
+  // `create`.
   static std::shared_ptr<Buffer> make(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                       const Caller& caller,
                                       std::unique_ptr<faults::Range> report = nullptr);
-  // One whose first row begins at `base` in the range of `host`, which stays reserved as long.
-  // Requires: the rows lie in that range, and nothing else of them is mapped or placed.
+  // Makes a buffer whose first row begins at `base` in the range of `host`, and keeps that range
+  // reserved. Requires: the rows lie in that range, and nothing is mapped or placed there.
   static std::shared_ptr<Buffer> place(const std::shared_ptr<Buffer>& host, Address base,
                                        const RowShape& shape, const Caller& caller);
 
@@ -50,92 +50,88 @@ class Buffer final : public Client {
 
   // -- lengths
 
-  // The owner's positions, which other threads read with the lock.
+  // The owner's positions. Other threads read them with the lock.
   Interval positions() const { return positions_; }
-  // The pages that they need.
+  // The page indices that the positions need.
   Interval extent() const VT_LOCKED { return extent_; }
-  // Makes `positions` the owner's if that needs no driver call, because what they add is mapped,
-  // ready and not shared. False if it does, and if another thread holds the lock; nothing is
-  // changed then.
+  // Makes `positions` the owner's without a driver call: if the pages that they add are ready and
+  // not shared. False, and nothing is changed, if they are not or if another thread holds the lock.
   bool grow_within(const Caller& caller, Interval positions);
-  // The same in two steps, for many buffers under one lock: `grow_ready` once `is_ready`.
+  // `grow_within` in two steps, for many buffers under one lock: `grow_ready` requires `is_ready`.
   bool is_ready(Interval positions) const VT_LOCKED;
   void grow_ready(const Caller& caller, Interval positions) VT_LOCKED;
-  // Has the processor begin to load it. Of many buffers before the first is looked at, all loads
-  // are under way at once.
-  void warm() const {
+  // Prefetches its cache lines: many buffers are loaded at once before the first one is read.
+  void prefetch_lines() const {
     const auto* const begin = reinterpret_cast<const std::byte*>(this);
     for (std::size_t at = 0; at < sizeof *this; at += kCacheLine) __builtin_prefetch(begin + at);
   }
-  // Makes `positions` the owner's, as one `Growth` which writes what it adds (see growing.h).
+  // Makes `positions` the owner's by one `Growth` that writes the positions it adds (see
+  // growing.h).
   void grow(const Caller& caller, Interval positions, bool populate, Interval stale = {});
   // Has the mapper make the positions below `end` ready, and returns at once.
   void prepare(std::size_t end);
-  // The same with the lock held: now if `soon`, else once the mapper is awake.
+  // `prepare` with the lock held; wakes the mapper if `soon`.
   void want_until(std::size_t end, bool soon) VT_LOCKED;
-  // The same now, before what looks ahead and whatever the share of look-ahead is.
+  // `prepare` that keeps free pages for these positions: look-ahead gets what is left.
   void announce(std::size_t end) VT_LOCKED;
-  // Positions below lie in the extent or in what is ready.
+  // Positions below it lie in the extent or in ready pages.
   std::size_t ready_until() const VT_LOCKED { return ahead_.ready_until(); }
-  // Makes a smaller extent the owner's. What no generation covers is unmapped, once the caller's
-  // stream and all others that used it have passed this point. Of a placed buffer, what is ready
-  // behind the extent stays so below position `keep`.
+  // Makes fewer `positions` the owner's. Pages that no generation covers are unmapped once all
+  // streams that used them have passed this point. In a placed buffer, ready pages below position
+  // `keep` stay.
   void retract(const Caller& caller, Interval positions, std::size_t keep = 0);
-  // Zeroes `positions` of every row; they are mapped and owned.
+  // Zeroes `positions` of every row. Requires: they are the owner's.
   void zero(const Caller& caller, Interval positions);
 
   // -- publication
 
   // A generation over the present extent.
   Generation* publish();
-  // The same; null if that would have to wait for the lock.
+  // `publish`; null if another thread holds the lock.
   Generation* try_publish();
   bool published();
-  // Points behind all work launched so far that may use the pages.
+  // Fences after all work launched so far that may use the pages.
   std::vector<FencePtr> work();
   // As `publish`, for work that will be launched in the caller's stream.
   Generation* lease(const Caller& caller);
-  // All of that work is launched. `after` is a point behind it if the caller named the stream;
-  // null if the work was captured into a graph.
+  // All work of a lease is launched. `after`: a fence after it if the caller named the stream; null
+  // if the work was captured into a graph.
   void end_lease(const Caller& caller, FencePtr after);
 
-  // -- what others share with it (see sharing.h)
+  // -- shared pages (see sharing.h)
 
-  // Whether a write to some page of the buffer does not reach its handle.
+  // Whether some page of the buffer is copy-on-write.
   bool copy_on_write();
   bool shares() const VT_LOCKED { return range_.copy_on_write() != 0; }
-  // The page that is shared with others at an index, or is to be; null if none is.
+  // The copy-on-write page, or expected page, at an index; null if there is none.
   const Page* shared_at(std::size_t row, std::size_t index) const VT_LOCKED;
-  // How many pages at the beginning of both extents are the same in every row.
+  // How many page indices from the beginning of both extents have the same pages in every row.
   std::size_t shared_with(const Buffer& other) const VT_LOCKED;
-  // Positions from `position` on and below this are owned, and behind writable pages.
+  // Positions from `position` up to this one are the owner's and lie in writable pages.
   std::size_t writable_until(std::size_t position) const VT_LOCKED;
-  // Pages below are the owner's, or will be without another page.
+  // Page indices below it are in the extent, or are expected.
   std::size_t owned_until() const VT_LOCKED {
     return expected_ == nullptr ? extent_.end : expected_->indices.end;
   }
 
   // -- reuse
 
-  // A cached buffer whose owner left gets a new one; false if it is not cached, or something else
-  // of it is still mapped. Waits for the mapper's step.
+  // A cached buffer gets a new owner. False if it is not cached, or if pages of it are still
+  // leaving. Waits for the mapper's step.
   bool reuse_cached(const Caller& caller);
   Interval cached() const VT_LOCKED { return leftover_.cached(); }
-  // Cached pages are to go, and none are to be cached when the worker is done with a buffer whose
-  // owner left.
+  // Evicts cached pages, and caches none later.
   void keep_nothing() VT_LOCKED;
-  // Of a placed one: nothing of its rows is mapped, or can still come to be, so that the place may
-  // be used again.
+  // Placed buffers only: fully unmapped, another buffer can be placed there.
   bool vacant() const VT_LOCKED { return !reserved_ && range_.quarantined() == 0; }
 
   // -- for growing and sharing
 
   bool owned() const VT_LOCKED { return owned_; }
-  // The owner has `positions` from now on, behind the pages of `extent`; pages below `ready_end`
-  // are ready. Requires: all of them are mapped.
+  // Sets the owner's positions and extent; pages below `ready_end` are ready. Requires: all of them
+  // are mapped.
   void assign(Interval positions, Interval extent, std::size_t ready_end = 0) VT_LOCKED;
-  // The same for a growth, which is counted, and may have more looked ahead for. `ready`: what it
-  // adds was.
+  // `assign` for a growth: counts it and looks ahead. `ready`: the pages that it adds were ready.
   void grow_to(Interval positions, Interval extent, bool ready) VT_LOCKED;
   // Throws if pages of the extent are quarantined.
   void require_whole(const char* operation) const VT_LOCKED;
@@ -145,25 +141,24 @@ class Buffer final : public Client {
   // Gives `runs` pages of their own, and zeroes `stale` positions. Requires: busy.
   void unshare(PoolLock& lock, const Caller& caller, std::span<const Reservation::Run> runs,
                Interval stale = {}) VT_LOCKED;
-  // What the owner is to have; null if nothing. The mapper maps it first if it is to look ahead.
+  // The expected pages; null if there are none. The mapper maps them before look-ahead.
   const ExpectedPages* expected() const VT_LOCKED { return expected_.get(); }
   void expect(std::unique_ptr<const ExpectedPages> expected) VT_LOCKED {
     expected_ = std::move(expected);
   }
-  // What is missing for that. False if some of it can never be mapped.
+  // The arrival that maps the expected pages. False if one of their indices is quarantined.
   bool find_expected(Reservation::Arrival& arrival) const VT_LOCKED;
-  // It is mapped, and the owner's.
+  // The expected pages are mapped: they become the owner's.
   void enter_expected() VT_LOCKED;
 
-  // -- what its pool asks of it: see Client
+  // -- for its pool: see Client
 
   bool placed() const override { return host_ != nullptr; }
   void forget(const Generation* generation) noexcept override VT_LOCKED;
   void leave() noexcept override VT_LOCKED;
   void give_back_unused() noexcept override VT_LOCKED;
   std::size_t pages_leaving() const override VT_LOCKED;
-  // Of those, the ones that stand at `indices` and are free once they have left: nothing else has
-  // them.
+  // Pages leaving at `indices` that have no other reference, so they are free once unmapped.
   std::size_t pages_coming(Interval indices) const VT_LOCKED;
   std::size_t drop_ahead() override VT_LOCKED;
   bool reusable() const override VT_LOCKED;
@@ -185,7 +180,7 @@ class Buffer final : public Client {
  private:
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
-  // What waits to be unmapped, or is to.
+  // Page indices that wait to be unmapped or begin to.
   std::vector<Interval> leaving() const VT_LOCKED;
 
   const char* noun() const override { return "tensor"; }
@@ -201,40 +196,39 @@ class Buffer final : public Client {
   void give_up_ahead() override VT_LOCKED;
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
 
-  // The pages behind the extent that are kept or made ready.
+  // The page indices past the extent that are ready, wanted, or being zeroed.
   Interval ahead() const VT_LOCKED;
-  // The pages that are mapped for the owner, or for the next one.
+  // The page indices that stay mapped for the owner, or cached for the next one.
   Interval kept() const VT_LOCKED;
   std::vector<Reservation::Bytes> bytes_of(Interval positions) const;
   void set_positions(Interval positions) VT_LOCKED;
   void set_ready(std::size_t end) VT_LOCKED;
-  // Finds what is ready of the pages up to `end`.
+  // Sets ready_end to the first page index up to `end` that is not ready.
   void find_ready(std::size_t end) VT_LOCKED;
-  // Asks for more if the growth to come would soon pass what is ready. A call `added` so many
-  // positions, and `crossed` into new pages.
+  // After a growth that `added` positions, and `crossed` into new pages: asks the mapper for more
+  // if growth at this pace would soon pass the ready pages.
   void look_ahead(std::size_t added, bool crossed) VT_LOCKED;
   void want(std::size_t index_end, bool soon) VT_LOCKED;
   void try_to_cache() VT_LOCKED;
   // A cached buffer gets a new owner, whose growth waits for the work of the last one. Requires:
   // reusable. Throws if the driver refuses; it stays cached then.
   void reuse(const Caller& caller) VT_LOCKED;
-  // Of cached pages, those that count against what freed tensors may leave: what a host's places
-  // keep is bounded by the host.
+  // Cached pages that count against the pool's `cache` limit: none of a placed buffer.
   std::size_t pages_to_count(Interval cached) const {
     return placed() ? 0 : cached.size() * range_.rows();
   }
 
   static constexpr std::size_t kCacheLine = 64;
 
-  // What growing over ready pages looks at lies together: many buffers grow in one step, and their
+  // The members that growth over ready pages reads lie together: one step grows many buffers, whose
   // memory is cold.
   const RowGeometry geometry_;
-  Generation* host_ = nullptr;       // if it is placed: what keeps the range there reserved
-  RowFaults* row_faults_ = nullptr;  // what known_ has, if that is a tensor's
+  Generation* host_ = nullptr;       // placed buffers only: keeps the host's range reserved
+  RowFaults* row_faults_ = nullptr;  // known_'s range, if the buffer is a tensor's
   Interval positions_;               // changed with the lock; the owner reads it without it too
-  Interval extent_ VT_GUARDED;       // pages that positions_ need, and those of a longer prefix
-  Ahead ahead_ VT_GUARDED;           // behind them
-  Leftover leftover_ VT_GUARDED;     // of the last owner
+  Interval extent_ VT_GUARDED;       // page indices of positions_, and of an accepted longer prefix
+  Ahead ahead_ VT_GUARDED;           // pages past the extent
+  Leftover leftover_ VT_GUARDED;     // pages that the last owner left
   std::unique_ptr<const ExpectedPages> expected_ VT_GUARDED;  // null once they are mapped
 };
 

@@ -14,7 +14,7 @@
 namespace vtensor {
 namespace {
 
-// What one buffer of a growth needs, and where it stands.
+// The growth of one buffer: its missing and shared pages, and how far it has come.
 class Growing {
  public:
   Growing(const Growth& growth, const Caller& caller) VT_LOCKED
@@ -28,7 +28,8 @@ class Growing {
     range_.reserve(wanted_);
   }
 
-  // Finds what is missing now; throws if that cannot be had.
+  // Finds the pages to map and to unshare now. Throws if a capture or a quarantined page forbids
+  // it.
   void look() VT_LOCKED {
     buffer_.require_whole(caller_.operation);
     arrival_.runs = range_.collect(added_, is_unmapped);
@@ -45,7 +46,7 @@ class Growing {
       buffer_.require_no_capture(caller_);
   }
 
-  // Remapping is not ordered with streams, so what unsharing remaps must not be in use.
+  // Remapping is not ordered with streams, so pages that unsharing remaps must not be in use.
   void await_streams(PoolLock& lock) VT_LOCKED {
     if (!copy_on_write_.empty()) buffer_.await_streams(lock, caller_);
   }
@@ -70,7 +71,7 @@ class Growing {
     if (missing_ != 0) arriving.push_back({&range_, &arrival_});
   }
 
-  // What needs driver calls beside the new pages.
+  // Zeroes and unshares: the driver calls beside mapping new pages.
   void finish(PoolLock& lock) VT_LOCKED {
     if (unordered_) buffer_.order(caller_.stream);
     range_.make_clean(range_.unclean_in(added_), caller_.stream);
@@ -98,9 +99,9 @@ class Growing {
   Reservation& range_;
   const Growth growth_;
   const Caller& caller_;
-  const Interval wanted_;   // pages that the positions need
-  const Interval written_;  // of these, which are to be writable
-  const Interval added_;    // which may be missing
+  const Interval wanted_;   // page indices that the positions need
+  const Interval written_;  // page indices to be writable
+  const Interval added_;    // page indices past the extent: some may be missing
   Reservation::Arrival arrival_;
   std::vector<Reservation::Run> copy_on_write_;
   std::size_t missing_ = 0;

@@ -10,8 +10,8 @@
 
 namespace vtensor {
 
-// `positions` become the buffer's extent: what is missing is mapped, the pages that `written`
-// positions share with another buffer are unshared, and `stale` positions are zeroed.
+// `positions` become the owner's: missing pages are mapped, shared pages of `written` positions are
+// unshared, and `stale` positions are zeroed.
 struct Growth {
   Buffer* buffer;
   Interval positions;

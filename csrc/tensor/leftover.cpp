@@ -27,7 +27,7 @@ void Leftover::keep(Interval pages, bool dirty, std::uint64_t next) {
 std::size_t Leftover::take(bool counts) {
   std::size_t clean = range_.first_not(
       cached_, [this](Entry entry) VT_LOCKED { return range_.clean(*entry.page()); });
-  // What is missing before them, if anything, is mapped before they are reached.
+  // Pages missing before the cached ones are mapped before the extent reaches these.
   if (cached_.begin != 0) clean = 0;
   unclean_ = {std::max(clean, cached_.begin), cached_.end};
   reused_ = counts ? cached_ : Interval{};

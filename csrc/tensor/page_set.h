@@ -16,7 +16,7 @@ namespace vtensor {
 
 class Buffer;
 
-// A reference to each of some pages, beside those that mappings have. Ends with the lock held.
+// One reference to each of some pages, without mappings. Ends with the lock held.
 class PageReferences final : public Ended {
  public:
   PageReferences(PageStore& store, std::vector<Page*> pages) VT_LOCKED;
@@ -31,9 +31,9 @@ class PageReferences final : public Ended {
   const std::vector<Page*> pages_;
 };
 
-// Neighbouring pages of every row of a buffer, row after row. They are copy-on-write wherever they
-// are mapped, except where they come from: there they may stay writable until another buffer
-// accepts them, and are made copy-on-write before anything is written to them.
+// Pages of neighbouring indices of every row of a buffer, [row][index]. They are copy-on-write
+// wherever they are mapped. The buffer that they come from may keep them writable until another
+// buffer accepts them; it makes them copy-on-write before it writes there.
 class PageSet {
  public:
   PageSet(std::shared_ptr<PagePool> pool, Interval indices, std::vector<Page*> pages) VT_LOCKED
@@ -51,11 +51,11 @@ class PageSet {
     return std::span(references_->pages()).subspan(row * indices_.size(), indices_.size());
   }
   std::size_t pages() const { return references_->pages().size(); }
-  // Whether some page is mapped, or on another page set.
+  // Whether some page is mapped, or in another page set.
   bool in_use() const VT_LOCKED;
 
-  // Where they come from and may still be writable, and points behind the work that may still write
-  // to them there. Null once they are copy-on-write and that work is over.
+  // The buffer in which the pages may still be writable, and fences after the work that may write
+  // to them there. Null once they are copy-on-write and that work has passed.
   struct Origin {
     std::weak_ptr<Buffer> buffer;
     std::vector<FencePtr> after;
@@ -68,8 +68,8 @@ class PageSet {
   std::unique_ptr<PageReferences> references_;
 };
 
-// Pages of others that a buffer's owner is to have at `indices`, row after row, and that are not
-// mapped there yet. Ends with the lock held.
+// Pages of others, [row][index], that a buffer's owner gets at `indices` once they are mapped
+// there. Ends with the lock held.
 struct ExpectedPages {
   ExpectedPages(PageStore& store, Interval positions, Interval indices, std::vector<Page*> pages)
       VT_LOCKED : positions(positions),

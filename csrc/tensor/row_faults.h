@@ -1,4 +1,4 @@
-// What a report of a fault says of rows that grow.
+// Reports of faults in rows that grow.
 #pragma once
 
 #include <atomic>

@@ -22,40 +22,39 @@ class Sharing {
   Sharing(Buffer& buffer, const Caller& caller)
       : buffer_(buffer), range_(buffer.range()), pool_(*buffer.pool()), caller_(caller) {}
 
-  // A buffer of `shape` whose row i has the pages of row rows[i]. No byte is copied; the pages are
-  // copy-on-write in both unless `exclusive`, which is for an owner that leaves this buffer and
-  // that no generation covers. Waits for the work of all streams that use this buffer.
+  // A buffer of `shape` whose row i has the pages of row rows[i]. Copies no byte. The pages are
+  // copy-on-write in both buffers unless `exclusive`: then this buffer's owner is leaving, and no
+  // generation covers it. Waits for the work of all streams that use this buffer.
   std::shared_ptr<Buffer> share(const RowShape& shape, std::span<const std::size_t> rows,
                                 bool exclusive) const;
-  // Makes the pages behind `positions` writable: those that are copy-on-write are unshared.
+  // Unshares the copy-on-write pages of `positions`.
   void unshare(Interval positions) const;
 
-  // The pages behind `indices` of every row, to be mapped copy-on-write elsewhere; they are
-  // copy-on-write here from now on. One page set for each of `indices`, which lie in the extent.
-  // Waits for the work of all streams that use this buffer.
+  // Makes the pages of `indices`, which lie in the extent, copy-on-write in every row. Returns a
+  // page set for each interval, to be mapped in other buffers. Waits for the work of all streams
+  // that use this buffer.
   PageSets offer(std::span<const Interval> indices) const;
-  // The same without a wait, and without a driver call that maps: pages stay writable here until
-  // another buffer accepts them. Requires: nothing is written there before `protect`. As `offer`
-  // if some of them are copy-on-write already, because the kernel may have copied these.
+  // `offer` without a wait and without a mapping call: the pages stay writable here until another
+  // buffer accepts them. Requires: nothing is written there before `protect`. If some pages are
+  // copy-on-write already this is `offer`, because the kernel may have copied them.
   PageSets offer_writable(std::span<const Interval> indices) const;
-  // Makes what others were offered of `indices`, and is still writable here, copy-on-write. Waits
-  // for the work of all streams that use this buffer if there is any.
+  // Makes pages of `indices` copy-on-write that were offered and are still writable here. If there
+  // are any, waits for the work of all streams that use this buffer.
   void protect(Interval indices) const;
-  // Maps the pages of `page_sets`, which lie behind one another and hold `positions`, copy-on-write
-  // at their pages: they are the owner's then. Waits for what is on its way out there. Pages may
-  // have become copy-on-write where they come from even if that fails. Requires: nothing is owned,
-  // and nothing ready or cached there.
+  // Maps the pages of adjacent `page_sets`, which hold `positions`, copy-on-write at their indices:
+  // they are the owner's then. Waits for pages that are leaving there. If it fails, pages may have
+  // become copy-on-write in the buffer that they come from. Requires: the owner has no positions,
+  // and nothing is ready or cached at those indices.
   void accept(Interval positions, std::span<const std::shared_ptr<PageSet>> page_sets) const;
-  // The same in two steps. `expect`: the pages are the owner's to have, and are kept for it; the
-  // mapper may map them first. `accept_expected` maps what it has not, and does nothing if nothing
-  // is expected.
+  // `accept` in two steps. `expect` takes references to the pages; the mapper may then map them.
+  // `accept_expected` maps them if the mapper has not.
   void expect(Interval positions, std::span<const std::shared_ptr<PageSet>> page_sets) const;
   void accept_expected() const;
 
-  // Row i gets the pages of row rows[i], at the same addresses; in all of these buffers or, if the
-  // driver refuses, in none. Requires: buffers of one pool, each named once, no generation of which
-  // is alive, and a driver that remaps in one step, because a page that cannot be put back would
-  // leave the owner without it.
+  // In each buffer row i gets the pages of row rows[i], at the same addresses; if the driver
+  // refuses, in no buffer. Requires: the buffers are of one pool, each named once, without living
+  // generations, and the driver remaps in one step, because the owner would lose a page that cannot
+  // be put back.
   struct Reindexing {
     Buffer* buffer;
     std::span<const std::size_t> rows;
@@ -63,18 +62,18 @@ class Sharing {
   static void reindex(const Caller& caller, std::span<const Reindexing> all);
 
  private:
-  // Finds runs of pages to unshare, and has memory for them, with the lock held since it was asked.
+  // Finds runs of pages to unshare, and memory for their copies, under one hold of the lock.
   template <typename Find>
   std::vector<Reservation::Run> have_ready(PoolLock& lock, Find find) const VT_LOCKED;
-  // Before pages are shared, or change their rows: no work is left that may write to them, and what
-  // the kernel copied has handles of its own, so that it can be shared again (I6). Busy from then
-  // on.
+  // Prepares the buffer for sharing or reindexing its pages: waits for the work that may write to
+  // them, gives private copies handles so that they can be shared (I6), and marks the buffer busy.
   std::unique_ptr<Buffer::Busy> quieten(PoolLock& lock) const VT_LOCKED;
-  // A page set lets its pages go with the lock, so `to` must outlive the caller's.
+  // The end of a page set takes the lock, so `to` must outlive the caller's hold of it.
   void add_page_sets(PageSets& to, std::span<const Interval> indices) const VT_LOCKED;
-  // Writable pages that something else keeps too.
+  // Writable pages with more than one reference: those that were offered.
   std::vector<Reservation::Run> offered_in(Interval indices) const VT_LOCKED;
-  // Before their pages are mapped here: nothing writes to them any more.
+  // Makes the pages copy-on-write in the buffers that they come from, and waits for work that
+  // writes to them.
   void protect_origins(std::span<const std::shared_ptr<PageSet>> page_sets) const;
   [[noreturn]] void raise_lost() const;
   // Waits until nothing is mapped at `indices`, and makes entries for them.
