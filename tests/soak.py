@@ -55,10 +55,6 @@ class Modelled:
     views: list[torch.Tensor] = field(default_factory=list)
     history: collections.deque = field(default_factory=lambda: collections.deque(maxlen=12))
 
-    def lost_pages(self) -> bool:
-        """Whether undoing was refused too, for pages of the extent (I8): they must not be read."""
-        return any(page.state == "quarantined" for page in self.actual.pages())
-
     def check(self) -> None:
         t = self.actual
         assert t.length == self.cells.shape[1], f"length {t.length}, the model's {self.cells.shape[1]}"
@@ -95,7 +91,7 @@ class Worker:
 
     def run(self, until: float) -> None:
         try:
-            while time.monotonic() < until:
+            while time.monotonic() < until and self.pool.broken is None:
                 self.step()
         except BaseException:
             self.failure = traceback.format_exc()
@@ -115,15 +111,8 @@ class Worker:
                 modelled.history.append(str(error)[:160])
             self.counts["errors", type(error).__name__] += 1
             self.synchronise()
-            for each in list(self.tensors):
-                if each.lost_pages():
-                    self.counts["pages", "lost"] += 1
-                    for graph in [graph for graph in self.graphs if graph[1] is each]:
-                        self.device.destroy_executable(graph[0])  # a replay would find them gone
-                        self.graphs.remove(graph)
-                    each.actual.close()
-                    self.tensors.remove(each)
-                else:
+            if self.pool.broken is None:
+                for each in self.tensors:
                     each.check()
 
     def synchronise(self) -> None:
@@ -329,7 +318,8 @@ class Worker:
         for executable, _ in self.graphs:
             self.device.destroy_executable(executable)
         for modelled in self.tensors:
-            modelled.check()
+            if self.pool.broken is None:  # else what could not be put back is not to be read
+                modelled.check()
             modelled.views.clear()
             modelled.actual.close()
         self.tensors.clear()
@@ -435,17 +425,17 @@ def play(kind: str, number: int, seed: int, counts: collections.Counter) -> None
     del worker
     workers.clear()
     gc.collect()
-    with contextlib.suppress(vtensor.DriverError):
+    if pool.broken is None:
+        with contextlib.suppress(vtensor.DriverError):
+            pool.wait_idle(5)
         pool.wait_idle(5)
-    pool.wait_idle(5)
-    eventually(lambda pool=pool: is_empty(pool))  # graphs end in a thread of the driver's
+        eventually(lambda pool=pool: is_empty(pool))  # graphs end in a thread of the driver's
     testing.check_invariants(pool)
     stats = pool.stats()
-    quarantined = stats.pages_quarantined
-    assert stats.pages_used == quarantined and stats.tensors == 0, stats
-    assert stats.pages_mapped == 0 and (quarantined or stats.nbytes_reserved == 0), stats
+    assert stats.tensors == 0, stats
+    assert pool.broken or stats.pages_used == stats.pages_mapped == stats.nbytes_reserved == 0, stats
     counts["faults", "injected"] += faults.injected
-    counts["pages", "quarantined"] += quarantined
+    counts["pools", "broken"] += pool.broken is not None
     for thread, calls in stats.driver_calls.items():
         counts["driver calls", thread] += sum(calls.values())
     given_up = objects.count(stats.driver_calls) if objects is not None else 0

@@ -40,7 +40,6 @@ class ArenaStats:
         pages_prefetched: pages mapped by :meth:`Arena.prepare` that no block has needed yet.
         pages_cached: pages that no block needs any more, left mapped until others need their memory.
         pages_pinned: pages that go once the work launched before has passed.
-        pages_quarantined: pages given up after a driver call that could not be undone (I8).
         pages_evicted: cached pages that the arena has given up because others needed their memory.
     """
 
@@ -51,7 +50,6 @@ class ArenaStats:
     pages_prefetched: int
     pages_cached: int
     pages_pinned: int
-    pages_quarantined: int = field(repr=False)
     pages_evicted: int = field(repr=False)
 
 
@@ -208,7 +206,6 @@ class Arena(StaysHere):
             pages_prefetched=counts.prefetched,
             pages_cached=counts.cached,
             pages_pinned=counts.pinned,
-            pages_quarantined=counts.quarantined,
             pages_evicted=counts.evicted,
         )
 

@@ -51,7 +51,6 @@ class PoolStats:
             they are gone. Nothing grows meanwhile.
         pages_spare: free pages with memory: growth takes them first, ``trim()`` gives the memory back.
         pages_private: pages in use, or beside the budget, that the kernel copied at a write to a shared one.
-        pages_quarantined: used pages that were given up after a driver call that could not be undone (I8).
         pages_indexed: references that prefix indices keep on used pages, mapped or not.
         pages_mapped: page table entries: a page counts once for each place where it is mapped.
         pages_active: mapped pages that the tensors' lengths need.
@@ -87,7 +86,6 @@ class PoolStats:
     pages_over: int = field(repr=False)
     pages_spare: int = field(repr=False)
     pages_private: int = field(repr=False)
-    pages_quarantined: int = field(repr=False)
     pages_indexed: int = field(repr=False)
     pages_mapped: int
     pages_active: int
@@ -204,7 +202,9 @@ class Pool(StaysHere):
 
     def __repr__(self) -> str:
         tags = ", ".join(sorted({image.tag for image in self._asleep}))
-        state = " closed" if self._closed else f", asleep: {tags}" if tags else ""
+        state = f", asleep: {tags}" if tags else ""
+        if self._closed or self.broken is not None:
+            state = " closed" if self._closed else ", broken"
         return f"<vtensor.Pool {self._device}, {self.budget:,} bytes in pages of {self.page_size:,}{state}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -248,6 +248,19 @@ class Pool(StaysHere):
         """Whether ``close()`` was called."""
         return self._closed or isinstance(self._core, ClosedPool)
 
+    @property
+    def broken(self) -> str | None:
+        """Why the pool is broken; ``None`` if it is not.
+
+        The driver refused to replace pages that a fork shares, that ``reindex`` moves or that fall asleep or
+        wake, and then refused to put the old ones back (I8). Such a pool maps and unmaps nothing more, and
+        each operation on what is in it raises a :class:`DriverError` of these words. Tensors and views stay
+        readable, but for those pages. ``stats()`` and ``close()`` work. What it holds stays charged until it
+        is closed and the last view is gone. Other pools go on, also of a shared budget, and
+        :func:`default_pool` makes another one.
+        """
+        return self._core.broken
+
     def stats(self) -> PoolStats:
         """Counts of this moment. Looks for pages that writes have copied, and changes nothing."""
         counts = self._core.counts()
@@ -262,7 +275,6 @@ class Pool(StaysHere):
             pages_over=counts.used - used,
             pages_spare=counts.spare,
             pages_private=counts.private_copies,
-            pages_quarantined=counts.quarantined,
             pages_indexed=counts.in_page_sets,
             pages_mapped=counts.mapped,
             pages_active=counts.active,
@@ -403,7 +415,7 @@ class Pool(StaysHere):
         """Closes the pool's tensors and gives free memory back.
 
         Pages that views still hold are counted as ``pages_orphaned`` and go with the last view. A second call
-        tries again what the driver refused in the first.
+        tries again what the driver refused in the first. All memory of a broken pool goes with the last view.
         """
         _core.refuse_in_forked_child("Pool.close")
         self._close(_CLOSE_SECONDS)
@@ -426,10 +438,11 @@ class Pool(StaysHere):
             raise
         core.retire()
         try:
-            # Pages that the device still uses, or that the driver refuses to unmap, stay.
-            with suppress(TimedOut, DriverError):
-                core.wait_idle(seconds)
-            core.trim()
+            if core.broken is None:
+                # Pages that the device still uses, or that the driver refuses to unmap, stay.
+                with suppress(TimedOut, DriverError):
+                    core.wait_idle(seconds)
+                core.trim()
         finally:
             self._retired.detach()
             closed = self._core = ClosedPool(core)
@@ -485,6 +498,7 @@ class Pool(StaysHere):
         core = self._core
         if self._closed or isinstance(core, ClosedPool):
             raise Closed(f"[{operation}] the pool is closed: make a new one")
+        core.raise_if_broken()
         return core
 
     def _register(self, tensor: _Tensor) -> None:
@@ -669,7 +683,8 @@ _default_pools_lock = threading.Lock()
 
 
 def default_pool(device: torch.device | str | int = "cpu") -> Pool:
-    """The pool that tensors made without ``pool=`` use; one for each device, made when first asked for.
+    """The pool that tensors made without ``pool=`` use; one for each device, made when first asked for, and
+    anew when that is closed or broken.
 
     Raises:
         DriverError: the device's driver is missing or refuses.
@@ -682,7 +697,7 @@ def default_pool(device: torch.device | str | int = "cpu") -> Pool:
     _core.refuse_in_forked_child("default_pool")  # now: a thread of the parent may have had the lock
     with _default_pools_lock:
         pool = _default_pools.get(device)
-        if pool is None or pool.closed:
+        if pool is None or pool.closed or pool.broken is not None:
             pool = _default_pools[device] = Pool(device)
         return pool
 

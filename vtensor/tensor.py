@@ -207,8 +207,8 @@ class VTensor(torch.Tensor):
         A record has ``row``, ``index`` (of the page in its row), ``address``, ``page_id``, ``shared`` (the
         number of page tables that refer to the page) and ``state``: ``"mapped"``,
         ``"shared"``, ``"prefetched"``, ``"private"`` (written after it was shared; ``page_id`` is -1 until
-        the next fork), ``"pinned"`` (by older views, or by work that may use it), ``"asleep"`` (see
-        :meth:`vtensor.Pool.sleep`; ``page_id`` is -1) or ``"quarantined"``.
+        the next fork), ``"pinned"`` (by older views, or by work that may use it) or ``"asleep"`` (see
+        :meth:`vtensor.Pool.sleep`; ``page_id`` is -1).
         """
         return TensorCore.pages(self._core)
 

@@ -187,16 +187,10 @@ void Arena::begin_use(std::span<const Interval> pages) noexcept {
 }
 
 // Unmapped page runs of `pages`, overlaps merged.
-std::vector<Reservation::Run> Arena::missing(const char* operation,
-                                             std::span<const Interval> pages) const {
+std::vector<Reservation::Run> Arena::missing(std::span<const Interval> pages) const {
   std::vector<Reservation::Run> runs;
   for (const Interval some : joined({pages.begin(), pages.end()}))
     range_.collect(runs, 0, some, is_unmapped);
-  for (const Reservation::Run& run : runs) {
-    if (range_.at(0, run.indices.begin).state() != EntryState::quarantined) continue;
-    throw Error("[", operation, "] page ", run.indices.begin,
-                " is quarantined after a driver call that could not be undone: use other blocks");
-  }
   return runs;
 }
 
@@ -224,7 +218,7 @@ std::vector<char> Arena::map_missing(PoolLock& lock, const Caller& caller,
     raise_if_asleep();
     await_turn(lock, caller);
     raise_if_asleep();
-    arrival.runs = missing(caller.operation, pages);
+    arrival.runs = missing(pages);
     count = 0;
     for (const Reservation::Run& run : arrival.runs) count += run.indices.size();
   } while (MakeRoom(*pool_).ready(lock, caller.operation, count));
@@ -247,7 +241,7 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
   for (int asked = 0;;) {
     raise_if_asleep();
     await_turn(lock, caller);
-    const std::vector<Reservation::Run> runs = missing(caller.operation, pages);
+    const std::vector<Reservation::Run> runs = missing(pages);
     if (runs.empty() && is_quiet()) return;
     if (!driver_.traits().asynchronous || !driver_.capturing(caller.stream)) return;
     if (asked == kAsked) {
@@ -292,6 +286,7 @@ void Arena::lose_contents() noexcept {
 }
 
 void Arena::unmap(const Caller& caller, std::span<const Interval> intervals) {
+  pool_->store().raise_if_broken();
   const std::vector<Interval> pages = pages_of(intervals);
   const PoolLock lock(pool_);
   work_.note(caller);
@@ -363,6 +358,7 @@ void Arena::prepare(std::span<const Interval> intervals) {
 }
 
 std::size_t Arena::trim(const Caller& caller, std::span<const Interval> intervals) {
+  pool_->store().raise_if_broken();
   PoolLock lock(pool_);
   pool_->reap();
   if (awaiting_ == 0) wanted_.clear();
@@ -461,7 +457,8 @@ std::vector<Interval> Arena::uncovered() const {
   std::vector<Interval> leaving;
   for (std::size_t i = touched.begin; i < touched.end; ++i) {
     const std::size_t first = i;
-    while (i < touched.end && states_[i].idle == Idle::leaving) ++i;
+    while (i < touched.end && (states_[i].idle == Idle::leaving || is_leaving(range_.at(0, i))))
+      ++i;
     if (i != first) leaving.push_back({first, i});
   }
   return leaving;
@@ -481,15 +478,9 @@ void Arena::enter_back(Departure& departure) {
   for (std::size_t run = 0; run < departure.done; ++run) unmap_.remove(departure.runs[run].indices);
 }
 
-void Arena::give_up_page(std::size_t row, std::size_t index) noexcept {
-  Client::give_up_page(row, index);
-  if (states_[index].idle == Idle::cached) uncache(index);
-  set_idle(index, Idle::no);
-}
-
 std::size_t Arena::pages_leaving() const {
   if (unmap_.refusal()) return 0;
-  return count_of(Idle::leaving);
+  return count_of(Idle::leaving) + range_.leaving();
 }
 
 // -- ahead
@@ -500,9 +491,8 @@ std::size_t Arena::missing_ahead() const {
   return pages;
 }
 
-bool Arena::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
-  return std::all_of(wanted_.begin(), wanted_.end(),
-                     [&](Interval some) VT_LOCKED { return add_missing(arrival, some, pages); });
+void Arena::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
+  for (const Interval some : wanted_) add_missing(arrival, some, pages);
 }
 
 void Arena::arrived_ahead(const Reservation::Arrival& arrival) {
@@ -554,9 +544,8 @@ ArenaCounts Arena::counts_now() const {
   ArenaCounts counts;
   counts.cached = count_of(Idle::cached);
   counts.prefetched = count_of(Idle::prefetched);
-  counts.pinned = count_of(Idle::leaving);
+  counts.pinned = count_of(Idle::leaving) + range_.leaving();
   counts.active = range_.mapped() - counts.cached - counts.prefetched - counts.pinned;
-  counts.quarantined = range_.quarantined();
   counts.evicted = evicted_;
   return counts;
 }
@@ -605,7 +594,8 @@ void Arena::check(std::unordered_map<const Page*, PageUse>& uses) const {
     const std::string page = "page " + std::to_string(i) + " of an arena ";
     if (state.uses != 0 && state.idle != Idle::no)
       throw Error("I3: ", page, "is needed by a block and may go");
-    if (state.uses != 0 && entry == EntryState::empty && mapping_ == 0)
+    const bool mapped = entry != EntryState::empty && entry != EntryState::leaving;
+    if (state.uses != 0 && !mapped && mapping_ == 0)
       throw Error("I3: ", page, "is needed by a block and is not mapped");
     if (state.idle != Idle::no && !is_mapped(range_.at(0, i)))
       throw Error("I4: ", page, "is counted as mapped and is not");

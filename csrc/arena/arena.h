@@ -26,8 +26,7 @@ struct ArenaCounts {
   std::size_t cached = 0;      // no block needs them; left mapped
   std::size_t prefetched = 0;  // mapped before a block needs them
   std::size_t pinned = 0;      // waiting to be unmapped
-  std::size_t quarantined = 0;
-  std::size_t evicted = 0;  // cached pages evicted so far
+  std::size_t evicted = 0;     // cached pages evicted so far
 };
 
 class Arena final : public Client {
@@ -97,10 +96,6 @@ class Arena final : public Client {
   Generation* publish(Interval bytes);
   // Null ends it.
   void listen(Listener* listener) VT_LOCKED { listener_ = listener; }
-  // Whether a page of these bytes is quarantined.
-  bool lost(Interval bytes) const VT_LOCKED {
-    return range_.quarantined() != 0 && range_.count_quarantined(pages_of(bytes)) != 0;
-  }
 
   ArenaCounts counts();
 
@@ -114,7 +109,6 @@ class Arena final : public Client {
   std::size_t missing_ahead() const override VT_LOCKED;
   bool wants() const override VT_LOCKED { return !wanted_.empty(); }
   void enter_back(Departure& departure) override VT_LOCKED;
-  void give_up_page(std::size_t row, std::size_t index) noexcept override VT_LOCKED;
   void lose_contents() noexcept override VT_LOCKED;
   void add_to(PoolCounts& counts) const override VT_LOCKED;
   void check(std::unordered_map<const Page*, PageUse>& uses) const override VT_LOCKED;
@@ -138,7 +132,7 @@ class Arena final : public Client {
   const char* capture_advice() const override { return "map the blocks before the capture"; }
   const char* why_mapped(std::size_t index) const override VT_LOCKED;
   std::vector<Interval> uncovered() const override VT_LOCKED;
-  bool find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
+  void find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   void give_up_ahead() override VT_LOCKED { wanted_.clear(); }
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
 
@@ -152,8 +146,7 @@ class Arena final : public Client {
       visit(i, states_.reserved(i));
   }
   ArenaCounts counts_now() const VT_LOCKED;
-  std::vector<Reservation::Run> missing(const char* operation,
-                                        std::span<const Interval> pages) const VT_LOCKED;
+  std::vector<Reservation::Run> missing(std::span<const Interval> pages) const VT_LOCKED;
   std::vector<char> map(const Caller& caller, std::span<const Interval> intervals,
                         std::span<const std::uint64_t> since, bool in_capture);
   // Pages of `pages` that wait to be unmapped stay mapped, unless their unmapping is under way.

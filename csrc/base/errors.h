@@ -9,7 +9,6 @@
 #include <string_view>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 namespace vtensor {
 
@@ -118,25 +117,10 @@ inline bool is_out_of_memory(const std::exception_ptr& error) {
   }
 }
 
-// A call was refused and so was its undoing. `stuck` holds the indices, within the batch, of the
-// pages whose mapping is no longer known: the caller quarantines them (I8).
+// A remap was refused and so was its undoing: what is mapped there is not known.
 class UndoFailed : public DriverError {
  public:
-  UndoFailed(const DriverError& cause, std::vector<std::size_t> stuck)
-      : DriverError(cause), stuck(std::move(stuck)) {}
-
-  std::vector<std::size_t> stuck;
+  explicit UndoFailed(const DriverError& cause) : DriverError(cause) {}
 };
-
-// Adds `n` pages from `first` on to a list of their indices.
-inline void add_pages(std::vector<std::size_t>& pages, std::size_t first, std::size_t n) {
-  for (std::size_t i = first; i < first + n; ++i) pages.push_back(i);
-}
-
-// Throws `cause`, or UndoFailed if pages are stuck.
-[[noreturn]] inline void throw_undone(const DriverError& cause, std::vector<std::size_t> stuck) {
-  if (!stuck.empty()) throw UndoFailed(cause, std::move(stuck));
-  throw cause;
-}
 
 }  // namespace vtensor

@@ -216,7 +216,7 @@ void bind_arena(nb::module_& module) {
   using Counts = ArenaCounts;
   bind_fields(nb::class_<Counts>(module, "ArenaCounts"), VT_FIELD(Counts, active),
               VT_FIELD(Counts, cached), VT_FIELD(Counts, prefetched), VT_FIELD(Counts, pinned),
-              VT_FIELD(Counts, quarantined), VT_FIELD(Counts, evicted));
+              VT_FIELD(Counts, evicted));
 
   const auto no_stream = "stream"_a = nb::none();
   nb::class_<ArenaCore>(module, "ArenaCore")

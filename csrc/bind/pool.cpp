@@ -1,3 +1,4 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -7,9 +8,11 @@
 #include <chrono>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "base/errors.h"
 #include "base/process.h"
 #include "bind/arguments.h"
 #include "bind/bindings.h"
@@ -41,6 +44,16 @@ nb::dict driver_calls(PagePool& pool) {
   calls["caller"] = of(ThreadRole::caller);
   calls["mapper"] = of(ThreadRole::mapper);
   return calls;
+}
+
+// The sentence that says why it is; none if it is not.
+std::optional<std::string> broken(PagePool& pool) {
+  try {
+    pool.store().raise_if_broken();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return std::nullopt;
 }
 
 std::pair<std::int32_t, std::int32_t> as_pair(const Device& device) {
@@ -101,11 +114,10 @@ void bind_pool(nb::module_& module) {
   bind_fields(
       nb::class_<Counts>(module, "PoolCounts").def(nb::init<std::size_t>(), "budget_pages"_a),
       VT_FIELD(Counts, budget_pages), VT_FIELD(Counts, used), VT_FIELD(Counts, private_copies),
-      VT_FIELD(Counts, spare), VT_FIELD(Counts, quarantined), VT_FIELD(Counts, in_page_sets),
-      VT_FIELD(Counts, mapped), VT_FIELD(Counts, active), VT_FIELD(Counts, prefetched),
-      VT_FIELD(Counts, cached), VT_FIELD(Counts, pinned), VT_FIELD(Counts, orphaned),
-      VT_FIELD(Counts, reserved_pages), VT_FIELD(Counts, asleep), VT_FIELD(Counts, buffers),
-      VT_FIELD(Counts, held_elsewhere));
+      VT_FIELD(Counts, spare), VT_FIELD(Counts, in_page_sets), VT_FIELD(Counts, mapped),
+      VT_FIELD(Counts, active), VT_FIELD(Counts, prefetched), VT_FIELD(Counts, cached),
+      VT_FIELD(Counts, pinned), VT_FIELD(Counts, orphaned), VT_FIELD(Counts, reserved_pages),
+      VT_FIELD(Counts, asleep), VT_FIELD(Counts, buffers), VT_FIELD(Counts, held_elsewhere));
 
   using Events = PoolEvents;
   bind_fields(nb::class_<Events>(module, "PoolEvents"), VT_FIELD(Events, growths_ready),
@@ -129,6 +141,8 @@ void bind_pool(nb::module_& module) {
       .def_prop_ro("device", [](PagePool& pool) { return as_pair(pool.traits().device); })
       .def("counts", pool_method("Pool.stats", &PagePool::counts))
       .def("events", pool_method("Pool.stats", &PagePool::events))
+      .def_prop_ro("broken", &broken)
+      .def("raise_if_broken", [](PagePool& pool) { pool.store().raise_if_broken(); })
       .def("driver_calls", &driver_calls)
       .def("set_budget", pool_method("Pool.budget", &PagePool::set_budget))
       .def("trim", pool_method("Pool.trim", &PagePool::trim))

@@ -198,10 +198,11 @@ class CacheCore {
   }
 
   // The whole address range of a row group as bytes. It keeps the addresses reserved, and no page.
-  // Its views find their cache through `cache`, a weak reference.
+  // Its views find their cache through `cache`, a weak reference. A broken pool's is readable too.
   nb::object storage(std::size_t group, nb::object cache) {
-    const Operation op(*this, "KVCache");
+    const SoleOperation operation(mutex_, cache_, "KVCache");
     const std::shared_ptr<Buffer>& range = cache_->buffers().range(group);
+    range->raise_if_asleep();
     Generation* const generation = without_gil([&] { return range->publish(); });
     nb::object storage =
         TorchBridge::get().storage_over(generation, range->range().base(), range->range().bytes());
@@ -385,10 +386,9 @@ class CacheCore {
 void bind_slot_cache(nb::module_& module) {
   using Counts = SlotCacheCounts;
   bind_fields(nb::class_<Counts>(module, "SlotCacheCounts"), VT_FIELD(Counts, pages),
-              VT_FIELD(Counts, distinct), VT_FIELD(Counts, shared), VT_FIELD(Counts, lost),
-              VT_FIELD(Counts, swapped_bytes), VT_FIELD(Counts, prefix_units),
-              VT_FIELD(Counts, prefix_evictions), VT_FIELD(Counts, prefix_queries),
-              VT_FIELD(Counts, prefix_hits));
+              VT_FIELD(Counts, distinct), VT_FIELD(Counts, shared), VT_FIELD(Counts, swapped_bytes),
+              VT_FIELD(Counts, prefix_units), VT_FIELD(Counts, prefix_evictions),
+              VT_FIELD(Counts, prefix_queries), VT_FIELD(Counts, prefix_hits));
 
   nb::class_<SlotRange>(module, "SlotRange");
 

@@ -20,7 +20,7 @@ void CudaCopies::open(std::size_t page_size, std::chrono::milliseconds timeout) 
 bool CudaCopies::close() {
   if (scratch_ != 0) {
     try_release_scratch();
-    if (mapped_.empty()) {
+    if (mapped_ == 0) {
       try {
         mappings_.free_range(scratch_, kScratchPages);
       } catch (const DriverError&) {
@@ -28,9 +28,9 @@ bool CudaCopies::close() {
       }
     }
   }
-  if (quarantined_.empty()) return true;
+  if (unfinished_.empty()) return true;
   const bool over = streams_.side_is_idle();
-  for (const Address range : quarantined_) {
+  for (const Address range : unfinished_) {
     over ? mappings_.give_back(range) : mappings_.abandon(range);
   }
   return over;
@@ -59,14 +59,11 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadli
   for (const PageCopy& copy : copies) to.push_back(copy.to);
   const PageRun run{scratch_, to};
   try {
-    mappings_.map(kOperation, {&run, 1}, Access::writable);
-  } catch (const UndoFailed& failure) {
-    // Stuck in our own range: nothing of the caller's is.
-    to.resize(failure.stuck.size());
-    mapped_ = std::move(to);
-    throw DriverError(failure);
+    mappings_.map(kOperation, {&run, 1}, Access::writable, mapped_);
+  } catch (...) {
+    try_release_scratch();
+    throw;
   }
-  mapped_ = std::move(to);
 
   bool over = false;
   std::string found = text("the device did not finish within ", timeout_.count(), " ms");
@@ -94,9 +91,9 @@ void CudaCopies::copy_some(std::span<const PageCopy> copies, CudaStreams::Deadli
                  ", and what was launched before it could not be waited for");
   }
   if (!over) {
-    quarantined_.push_back(scratch_);
+    unfinished_.push_back(scratch_);
     scratch_ = 0;
-    mapped_.clear();
+    mapped_ = 0;
     throw TimedOut("[driver.copy_pages] ", copies.size(), " pages were to be ",
                    copies[0].from == kZeros ? "zeroed" : "copied", " on cuda:", cuda_.device, ", ",
                    found,
@@ -116,10 +113,9 @@ bool CudaCopies::is_over(CudaStreams::Deadline deadline) {
 }
 
 void CudaCopies::release_scratch() {
-  if (mapped_.empty()) return;
-  const PageRun run{scratch_, mapped_};
-  mappings_.unmap(kOperation, {&run, 1}, Access::writable);
-  mapped_.clear();
+  if (mapped_ == 0) return;
+  mappings_.unmap(kOperation, scratch_, mapped_);
+  mapped_ = 0;
 }
 
 void CudaCopies::try_release_scratch() {

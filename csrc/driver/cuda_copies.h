@@ -38,10 +38,10 @@ class CudaCopies {
   std::size_t page_size_ = 0;
   std::chrono::milliseconds timeout_{};
 
-  std::mutex mutex_;                  // guards what follows
-  Address scratch_ = 0;               // addresses at which copies are made
-  std::vector<Handle> mapped_;        // what is mapped there
-  std::vector<Address> quarantined_;  // scratch ranges of copies that did not finish
+  std::mutex mutex_;                 // guards what follows
+  Address scratch_ = 0;              // addresses at which copies are made
+  std::size_t mapped_ = 0;           // pages of it, from the first on
+  std::vector<Address> unfinished_;  // scratch ranges of copies that did not finish
 };
 
 }  // namespace vtensor

@@ -35,11 +35,11 @@ class CudaDriver final : public Driver {
   }
   Handle create(std::size_t n) override;
   void destroy(Handle first, std::size_t n) override;
-  void map(std::span<const PageRun> runs, Access access) override {
-    mappings("driver.map").map("map", runs, access);
+  void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
+    mappings("driver.map").map("map", runs, access, mapped);
   }
-  void unmap(std::span<const PageRun> runs, Access access) override {
-    if (!in_forked_child) mappings_.unmap("unmap", runs, access);
+  void unmap(Address at, std::size_t n) override {
+    if (!in_forked_child) mappings_.unmap("unmap", at, n);
   }
   void back_holes(std::span<const Address> pages) override;
   void remap(Address at, std::span<const Handle> from, Access from_access,
@@ -227,8 +227,8 @@ CudaDriver::~CudaDriver() {
 // False if work still runs, which needs the context and what is mapped.
 bool CudaDriver::close() {
   bool over = copies_.close();
-  // The core waited for the fences of what it unmapped. The ranges that are left hold quarantined
-  // pages, and what runs there is not known.
+  // The core waited for the fences of what it unmapped. The ranges that are left are those of a
+  // broken pool, and what runs there is not known.
   try {
     if (mappings_.any()) quiesce();
   } catch (const DriverError&) {

@@ -127,7 +127,6 @@ bool CudaMappings::any() const {
 std::vector<CudaMappings::Stretch> CudaMappings::stretches_of(std::span<const PageRun> runs) const {
   std::vector<Stretch> stretches;
   stretches.reserve(runs.size());
-  std::size_t first = 0;
   const std::lock_guard lock(records_);
   for (const auto& [at, handles] : runs) {
     if (handles.empty()) continue;
@@ -135,10 +134,9 @@ std::vector<CudaMappings::Stretch> CudaMappings::stretches_of(std::span<const Pa
     const bool joins = !stretches.empty() &&
                        stretches.back().at + stretches.back().pages() * page_size_ == at &&
                        !ranges_.contains(at);
-    if (!joins) stretches.push_back({at, first, {}});
+    if (!joins) stretches.push_back({at, {}});
     auto& joined = stretches.back().handles;
     joined.insert(joined.end(), handles.begin(), handles.end());
-    first += handles.size();
   }
   return stretches;
 }
@@ -185,19 +183,8 @@ CUresult CudaMappings::unmap(Address at, std::size_t pages) {
   return cuda_.call_at(cuda_.cuMemUnmap, at, bytes, at, bytes);
 }
 
-// Unmaps the first `pages` pages of the stretches. Returns those for which that was refused.
-std::vector<std::size_t> CudaMappings::unmap_first(std::span<const Stretch> stretches,
-                                                   std::size_t pages) {
-  std::vector<std::size_t> stuck;
-  for (const Stretch& stretch : stretches) {
-    if (stretch.first >= pages) break;
-    const std::size_t n = std::min(stretch.pages(), pages - stretch.first);
-    if (unmap(stretch.at, n) != CUDA_SUCCESS) add_pages(stuck, stretch.first, n);
-  }
-  return stuck;
-}
-
-void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Access access) {
+void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Access access,
+                       std::size_t& mapped) {
   const std::vector<Stretch> stretches = stretches_of(runs);
   if (stretches.empty()) return;
   const RelaxedCapture relaxed(cuda_, operation);
@@ -209,11 +196,12 @@ void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Acc
   cuda_.check(operation, Call::cuMemUnmap, uncover(covered));
   CUresult code = CUDA_SUCCESS;
   Call refused = Call::cuMemMap;
-  std::size_t mapped = 0;
+  std::size_t done = 0;
   for (const Stretch& stretch : stretches) {
-    code = map_stretch(stretch, mapped);
+    code = map_stretch(stretch, done);
     if (code != CUDA_SUCCESS) break;
   }
+  mapped += done;
   if (code == CUDA_SUCCESS) {
     refused = Call::cuMemSetAccess;
     for (const Stretch& stretch : stretches) {
@@ -222,36 +210,21 @@ void CudaMappings::map(const char* operation, std::span<const PageRun> runs, Acc
     }
   }
   if (code == CUDA_SUCCESS) return;
+  for (const Stretch& stretch : stretches) {
+    const std::size_t n = std::min(done, stretch.pages());
+    done -= n;
+    cover(holes_in(stretch.at + n * page_size_, stretch.pages() - n, false));
+  }
   const DriverError cause = cuda_.refusal(operation, refused, code);
-  std::vector<std::size_t> stuck = unmap_first(stretches, mapped);
-  cover(covered);
   // Page tables take memory too.
-  if (stuck.empty() && code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
-  throw_undone(cause, std::move(stuck));
+  if (code == CUDA_ERROR_OUT_OF_MEMORY) throw DeviceOutOfMemory(cause);
+  throw cause;
 }
 
-void CudaMappings::unmap(const char* operation, std::span<const PageRun> runs, Access access) {
-  const std::vector<Stretch> stretches = stretches_of(runs);
-  if (stretches.empty()) return;
+void CudaMappings::unmap(const char* operation, Address at, std::size_t pages) {
   const RelaxedCapture relaxed(cuda_, operation);
-  CUresult code = CUDA_SUCCESS;
-  const auto refused = std::ranges::find_if(stretches, [&](const Stretch& stretch) {
-    code = unmap(stretch.at, stretch.pages());
-    return code != CUDA_SUCCESS;
-  });
-  if (code == CUDA_SUCCESS) {
-    for (const Stretch& stretch : stretches) cover(holes_in(stretch.at, stretch.pages(), false));
-    return;
-  }
-  std::vector<std::size_t> stuck;
-  for (const Stretch& gone : std::span(stretches.begin(), refused)) {
-    std::size_t mapped = 0;
-    if (map_stretch(gone, mapped) != CUDA_SUCCESS ||
-        set_access(gone.at, gone.pages(), access) != CUDA_SUCCESS) {
-      add_pages(stuck, gone.first, gone.pages());
-    }
-  }
-  throw_undone(cuda_.refusal(operation, Call::cuMemUnmap, code), std::move(stuck));
+  cuda_.check(operation, Call::cuMemUnmap, unmap(at, pages));
+  cover(holes_in(at, pages, false));
 }
 
 void CudaMappings::remap(Address at, std::span<const Handle> from, Access from_access,
@@ -264,17 +237,15 @@ void CudaMappings::remap(Address at, std::span<const Handle> from, Access from_a
   }
   cuda_.check("remap", Call::cuMemUnmap, unmap(at, from.size()));
   const PageRun before{at, from}, after{at, to};
-  std::vector<std::size_t> all;
-  add_pages(all, 0, from.size());
+  std::size_t mapped = 0;
   try {
-    map("remap", {&after, 1}, to_access);
-  } catch (const UndoFailed& cause) {
-    throw UndoFailed(cause, all);  // what is not stuck is not mapped either
+    map("remap", {&after, 1}, to_access, mapped);
   } catch (const DriverError& cause) {
+    if (mapped != 0 && unmap(at, mapped) != CUDA_SUCCESS) throw UndoFailed(cause);
     try {
-      map("remap", {&before, 1}, from_access);
+      map("remap", {&before, 1}, from_access, mapped);
     } catch (const DriverError&) {
-      throw UndoFailed(cause, all);
+      throw UndoFailed(cause);
     }
     throw;
   }

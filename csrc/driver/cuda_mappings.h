@@ -22,8 +22,9 @@ class CudaMappings {
   // As in the contract of Driver. Messages have the name of the operation.
   Address reserve(std::size_t pages);
   void free_range(Address range, std::size_t pages);
-  void map(const char* operation, std::span<const PageRun> runs, Access access);
-  void unmap(const char* operation, std::span<const PageRun> runs, Access access);
+  void map(const char* operation, std::span<const PageRun> runs, Access access,
+           std::size_t& mapped);
+  void unmap(const char* operation, Address at, std::size_t pages);
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access);
 
@@ -41,7 +42,6 @@ class CudaMappings {
   // Pages that one call may cover: runs that touch, in one range.
   struct Stretch {
     Address at;
-    std::size_t first;  // its first page, counted through the runs
     std::vector<Handle> handles;
 
     std::size_t pages() const { return handles.size(); }
@@ -51,7 +51,6 @@ class CudaMappings {
   CUresult map_stretch(const Stretch& stretch, std::size_t& mapped);
   CUresult set_access(Address at, std::size_t pages, Access access);
   CUresult unmap(Address at, std::size_t pages);
-  std::vector<std::size_t> unmap_first(std::span<const Stretch> stretches, std::size_t pages);
   std::vector<Address> holes_in(Address at, std::size_t pages, bool backed) const;
   CUresult uncover(std::span<const Address> holes);
   CUresult cover(std::span<const Address> holes);

@@ -1,12 +1,10 @@
 // The contract between the core and the memory of one device: the one seam to the operating system
 // and to libcuda. One Driver serves one page pool and one page size.
 //
-// Every operation is whole or nothing. If a call is refused, the driver undoes what the operation
-// did so far and throws DriverError. If the undoing is refused too, it throws UndoFailed, which
-// names the pages whose mapping is no longer known. Unless stated otherwise, operations may be
-// called from any thread, but not two at a time on overlapping addresses, and wait for nothing on
-// the device. No operation calls Python. In a forked child (I13) unmap, free_range and destroy,
-// which destructors use, do nothing, and all others throw.
+// A refused call is a DriverError. Every operation but `map` is whole or nothing. Unless stated
+// otherwise, operations may be called from any thread, but not two at a time on overlapping
+// addresses, and wait for nothing on the device. No operation calls Python. In a forked child (I13)
+// unmap, free_range and destroy, which destructors use, do nothing, and all others throw.
 #pragma once
 
 #include <chrono>
@@ -93,20 +91,22 @@ class Driver {
   // handles stay good and read as zeros again; otherwise they are gone.
   virtual void destroy(Handle first, std::size_t n) = 0;
 
-  // Maps runs of pages, in any number of reserved ranges. Requires: nothing is mapped there.
-  // UndoFailed counts the pages through all runs in their order. Throws DeviceOutOfMemory if there
-  // is no memory for the mapping itself.
-  virtual void map(std::span<const PageRun> runs, Access access) = 0;
-  // Unmaps pages; their ranges stay reserved. The handles and `access` are what is mapped there,
-  // for undoing. Requires: no work, launched or about to be, touches them.
-  virtual void unmap(std::span<const PageRun> runs, Access access) = 0;
+  // Maps runs of pages, in any number of reserved ranges, one after the other up to the first
+  // refusal. Adds to `mapped` the pages that are mapped then, perhaps without access: unmapping
+  // them is the caller's. Requires: nothing is mapped there. Throws DeviceOutOfMemory if there is
+  // no memory for the mapping itself.
+  virtual void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) = 0;
+  // Unmaps `n` pages of one range, which stays reserved. Requires: no work, launched or about to
+  // be, touches them.
+  virtual void unmap(Address at, std::size_t n) = 0;
   // Keeps a page of zeros, read-only and the driver's own, at each of these pages while nothing
   // else is mapped there, until their range is freed. For devices on which a kernel cannot be given
   // the address of a hole, even if it touches nothing there; on others it does nothing. Costs calls
   // whenever the pages are mapped or unmapped. Throws as `create` and `map`.
   virtual void back_holes(std::span<const Address> pages) = 0;
   // Replaces the handles of mapped pages, all of one access. A private copy of a copy-on-write page
-  // is lost. Requires: as unmap.
+  // is lost. Throws UndoFailed if a refusal leaves neither the old pages nor the new ones.
+  // Requires: as unmap.
   virtual void remap(Address at, std::span<const Handle> from, Access from_access,
                      std::span<const Handle> to, Access to_access) = 0;
 

@@ -96,7 +96,7 @@ class HostDriver final : public Driver {
 
   ~HostDriver() override {
     copies_.stop();
-    // The ranges that are left hold quarantined pages, and nothing reaches them.
+    // The ranges that are left are those of a broken pool, and nothing reaches them.
     if (!in_forked_child) {
       for (const auto& [range, left] : state_.reservations) munmap(pointer(left.base), left.bytes);
     }
@@ -178,7 +178,7 @@ class HostDriver final : public Driver {
     allocate("host destroy", "giving back", FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first, n);
   }
 
-  void map(std::span<const PageRun> runs, Access access) override {
+  void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
     refuse_in_forked_child("host map");
     const std::lock_guard lock(state_.mutex);
     std::size_t pieces = 0;
@@ -190,29 +190,23 @@ class HostDriver final : public Driver {
     }
     limit_.admit(growth);
     state_.mirror.provide(pieces + 2 * runs.size());
-    for (std::size_t done = 0; done < runs.size(); ++done) {
-      const Progress progress = map_run(runs[done], access);
+    for (const PageRun& run : runs) {
+      const Progress progress = map_run(run, access);
+      mapped += progress.touched;
       if (!progress.refusal) continue;
-      const DriverError cause = refused("host map", Call::mmap, progress.refusal.error,
-                                        "mapping " + count_of(pages_in(runs)),
-                                        limit_.advice(runs[done].handles.size() * page_size_));
-      throw_undone(cause, take_down(runs.first(done), runs[done], progress.touched));
+      throw refused("host map", Call::mmap, progress.refusal.error,
+                    "mapping " + count_of(pages_in(runs)),
+                    limit_.advice(run.handles.size() * page_size_));
     }
   }
 
-  void unmap(std::span<const PageRun> runs, Access access) override {
+  void unmap(Address at, std::size_t n) override {
     if (in_forked_child) return;
     const std::lock_guard lock(state_.mutex);
-    std::size_t pieces = 0;
-    for (const PageRun& run : runs) pieces += count_pieces(run.handles) + 1;
-    state_.mirror.provide(2 * runs.size() + pieces);
-    for (std::size_t done = 0; done < runs.size(); ++done) {
-      if (runs[done].handles.empty()) continue;
-      const Refusal refusal = place_hole(runs[done].at, runs[done].handles.size());
-      if (!refusal) continue;
-      const DriverError cause = refused("host unmap", Call::munmap, refusal.error,
-                                        "unmapping " + count_of(pages_in(runs)), limit_.advice());
-      throw_undone(cause, put_back(runs.first(done + refusal.gone), access));
+    state_.mirror.provide(2);
+    if (const Refusal refusal = place_hole(at, n)) {
+      throw refused("host unmap", Call::munmap, refusal.error, "unmapping " + count_of(n),
+                    limit_.advice());
     }
   }
 
@@ -229,8 +223,8 @@ class HostDriver final : public Driver {
     const DriverError cause =
         refused("host remap", Call::mmap, progress.refusal.error,
                 "remapping " + count_of(to.size()), limit_.advice(to.size() * page_size_));
-    const PageRun touched{at, from.first(progress.touched)};
-    throw_undone(cause, put_back({&touched, 1}, from_access));
+    if (!put_back({at, from.first(progress.touched)}, from_access)) throw UndoFailed(cause);
+    throw cause;
   }
 
   void zero(Address at, std::size_t bytes, Stream) override {
@@ -536,36 +530,15 @@ class HostDriver final : public Driver {
     return progress;
   }
 
-  // Undoes a map: unmaps the runs `whole` and the first `touched` pages of `begun`. Returns the
-  // pages for which that was refused.
-  std::vector<std::size_t> take_down(std::span<const PageRun> whole, const PageRun& begun,
-                                     std::size_t touched) {
-    std::vector<std::size_t> stuck;
-    std::size_t index = 0;
-    const auto take = [&](Address at, std::size_t pages) {
-      if (pages != 0 && place_hole(at, pages)) add_pages(stuck, index, pages);
-      index += pages;
-    };
-    for (const PageRun& run : whole) take(run.at, run.handles.size());
-    take(begun.at, touched);
-    return stuck;
-  }
-
-  // Undoes an unmap or a remap: maps `runs` again. Returns the pages for which that was refused.
-  std::vector<std::size_t> put_back(std::span<const PageRun> runs, Access access) {
-    std::vector<std::size_t> stuck;
-    std::size_t index = 0;
-    for (const PageRun& run : runs) {
-      each_piece(run.handles, [&](std::size_t first, std::size_t n) {
-        const Address at = run.at + first * page_size_;
-        if (insist([&] { return place_piece(at, n, run.handles[first], access); })) {
-          add_pages(stuck, index + first, n);
-        }
-        return true;
-      });
-      index += run.handles.size();
-    }
-    return stuck;
+  // Undoes a remap. False if that is refused for some pages.
+  bool put_back(const PageRun& run, Access access) {
+    bool whole = true;
+    each_piece(run.handles, [&](std::size_t first, std::size_t n) {
+      const Address at = run.at + first * page_size_;
+      whole &= !insist([&] { return place_piece(at, n, run.handles[first], access); });
+      return true;
+    });
+    return whole;
   }
 
   void copy_page(const PageCopy& copy) {

@@ -54,21 +54,18 @@ std::vector<std::shared_ptr<Heap::Region>> Heap::regions() const {
 // -- addresses
 
 Heap::Place Heap::take(Key key, std::size_t bytes) {
-  for (;;) {
-    std::shared_ptr<Region> best;
-    std::size_t least = 0;
-    for (const auto& [base, region] : regions_) {
-      if (region->key != key) continue;
-      const std::size_t fit = region->spans.fit(bytes);
-      if (fit == 0 || (best && fit >= least)) continue;
-      best = region;
-      least = fit;
-    }
-    if (!best) return {};
-    const Interval taken = best->spans.take(bytes);
-    if (!best->arena->lost(taken)) return {std::move(best), taken};
-    // A span with a quarantined page stays taken, so that it is not chosen again.
+  std::shared_ptr<Region> best;
+  std::size_t least = 0;
+  for (const auto& [base, region] : regions_) {
+    if (region->key != key) continue;
+    const std::size_t fit = region->spans.fit(bytes);
+    if (fit == 0 || (best && fit >= least)) continue;
+    best = region;
+    least = fit;
   }
+  if (!best) return {};
+  const Interval taken = best->spans.take(bytes);
+  return {std::move(best), taken};
 }
 
 Heap::Place Heap::take_new(const Caller& caller, Key key, std::size_t bytes) {
@@ -175,7 +172,7 @@ Address Heap::allocate(const Caller& caller, std::size_t bytes) {
   } catch (...) {
     if (!place.region) throw;
     const PoolLock lock(pool_);
-    if (!place.region->arena->lost(place.bytes)) place.region->spans.give_back(place.bytes.begin);
+    place.region->spans.give_back(place.bytes.begin);
     throw;
   }
   return place.region->arena->base() + place.bytes.begin;
@@ -236,7 +233,6 @@ HeapCounts Heap::counts() {
     counts.pages.cached += pages.cached;
     counts.pages.prefetched += pages.prefetched;
     counts.pages.pinned += pages.pinned;
-    counts.pages.quarantined += pages.quarantined;
     counts.pages.evicted += pages.evicted;
     counts.reserved += region->arena->bytes();
     const PoolLock lock(pool_);

@@ -24,7 +24,7 @@
 namespace vtensor {
 
 struct HeapCounts {
-  std::size_t allocations = 0;  // live ones, and spans with a quarantined page
+  std::size_t allocations = 0;  // live ones
   std::size_t allocated = 0;    // bytes of those allocations, rounded up
   std::size_t reserved = 0;     // bytes of addresses
   ArenaCounts pages;            // sum over its arenas

@@ -12,11 +12,7 @@ FreeSlots::FreeSlots(SlotBuffers& buffers) : buffers_(buffers), listed_as_(buffe
   for (std::size_t slot = 0; slot < listed_as_.size(); ++slot) list(slot, 0);
 }
 
-std::size_t FreeSlots::count() const {
-  const auto lost = std::count_if(settling_.begin(), settling_.end(),
-                                  [this](std::size_t slot) { return buffers_.is_lost(slot); });
-  return ready_.size() + settling_.size() - static_cast<std::size_t>(lost);
-}
+std::size_t FreeSlots::count() const { return ready_.size() + settling_.size(); }
 
 void FreeSlots::require(const Caller& caller, std::size_t n) const {
   if (has(n)) return;
@@ -112,7 +108,7 @@ FreeSlots::Choice FreeSlots::choose_empty(std::size_t pages) {
 // Whether pages of some free slot are on their way out, as far as the driver lets them go.
 bool FreeSlots::leaving() const {
   return std::any_of(settling_.begin(), settling_.end(), [this](std::size_t slot) VT_LOCKED {
-    return !buffers_.is_lost(slot) && !fit(slot).ready && refusal(slot) == nullptr;
+    return !fit(slot).ready && refusal(slot) == nullptr;
   });
 }
 

@@ -101,13 +101,6 @@ Interval SlotBuffers::needed(std::size_t slot, std::size_t group, std::size_t le
   return {slots_[slot].begins[group], std::min(shape_.max_length, length + shape_.tail())};
 }
 
-bool SlotBuffers::is_lost(std::size_t slot) const {
-  const Buffers& buffers = slots_[slot].buffers;
-  return std::any_of(buffers.begin(), buffers.end(), [](const auto& buffer) {
-    return buffer && buffer->range().quarantined() != 0;
-  });
-}
-
 bool SlotBuffers::place(const Caller& caller, std::size_t slot) {
   Buffers& buffers = slots_[slot].buffers;
   std::size_t placed = 0;

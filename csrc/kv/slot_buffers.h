@@ -50,8 +50,6 @@ class SlotBuffers {
   }
   // The positions that a slot of `length` has mapped in a row group.
   Interval needed(std::size_t slot, std::size_t group, std::size_t length) const;
-  // Whether places of the slot can never be used again.
-  bool is_lost(std::size_t slot) const;
 
   // Gives a free slot its buffers: reuses cached ones, places others where nothing is mapped. False
   // if a buffer is neither cached nor vacant any more.

@@ -59,8 +59,6 @@ SlotCacheCounts SlotCache::counts() {
     buffer->count(counts.pages);
     counts.shared += buffer->range().add_pages(seen);
   }
-  for (std::size_t slot = 0; slot < buffers_.shape().slots; ++slot)
-    counts.lost += buffers_.is_lost(slot);
   counts.distinct = seen.size();
   counts.swapped_bytes = swaps_.bytes();
   counts.prefix_units = prefixes_.index().size();

@@ -29,7 +29,6 @@ struct SlotCacheCounts {
   PoolCounts pages;               // of this cache's slots
   std::size_t distinct = 0;       // pages mapped, counted once
   std::size_t shared = 0;         // of the distinct pages: mapped in several slots or in the index
-  std::size_t lost = 0;           // slots given up after a driver call that could not be undone
   std::size_t swapped_bytes = 0;  // host memory of swapped slots
   // Prefix index: units in it, units evicted; tokens looked up, tokens found.
   std::size_t prefix_units = 0, prefix_evictions = 0;

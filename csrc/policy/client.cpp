@@ -63,10 +63,16 @@ Generation* Client::publish_locked(Interval indices, Interval bytes) {
 }
 
 bool Client::await_turn(PoolLock& lock, const Caller& caller) {
-  if (!busy_) return false;
+  if (!busy_ && range_.leaving() == 0) return false;
   const Counted waits(waiting_);
   const std::string what = text("the mapper's driver call for this ", noun());
-  pool_->await(lock, caller.operation, what.c_str(), [this]() VT_LOCKED { return !busy_; });
+  pool_->await(lock, caller.operation, what.c_str(), [this, &lock]() VT_LOCKED {
+    if (busy_ || range_.leaving() == 0) return !busy_;
+    give_up_ahead();
+    settle(&lock);
+    if (refusal()) std::rethrow_exception(refusal());
+    return false;
+  });
   return true;
 }
 
@@ -119,6 +125,7 @@ void Client::require_no_capture(const Caller& caller) const {
 }
 
 void Client::raise_error() {
+  pool_->store().raise_if_broken();
   raise_if_asleep();
   if (!failed_.load(std::memory_order_relaxed)) return;
   const PoolLock lock(pool_, std::try_to_lock);
@@ -128,7 +135,8 @@ void Client::raise_error() {
 
 bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
   try {
-    if (asleep.load() == 0 && find_missing(arrival, pages) && !arrival.runs.empty()) {
+    if (asleep.load() == 0 && range_.leaving() == 0) find_missing(arrival, pages);
+    if (!arrival.runs.empty()) {
       arrival.ahead = true;
       busy_ = true;
       range_.claim(arrival);
@@ -144,15 +152,13 @@ bool Client::claim_ahead(Reservation::Arrival& arrival, std::size_t pages) {
   return false;
 }
 
-bool Client::add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) {
+void Client::add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) {
   for (Reservation::Run run : range_.collect(indices, is_unmapped)) {
-    if (range_.at(run.row, run.indices.begin).state() != EntryState::empty) return false;
     run.indices.end = std::min(run.indices.end, run.indices.begin + pages);
     pages -= run.indices.size();
     if (run.indices.empty()) break;
     arrival.runs.push_back(run);
   }
-  return true;
 }
 
 void Client::enter_ahead(Reservation::Arrival& arrival) {
@@ -172,7 +178,7 @@ void Client::enter_ahead(Reservation::Arrival& arrival) {
 
 void Client::give_back_unused() noexcept {
   if (busy_) return;  // the end of that comes here again
-  if (!pool_->looks_ahead()) {
+  if (!pool_->looks_ahead() || pool_->store().broken()) {
     if (!settle(nullptr)) pool_->settle_later(shared_from_this());
     return;
   }
@@ -187,7 +193,9 @@ void Client::give_back_unused() noexcept {
 }
 
 bool Client::begin_unmapping() {
+  pool_->store().raise_if_broken();
   if (!unmap_.indices().empty()) return true;
+  if (range_.leaving() != 0) unmap_.touch({0, range_.reserved()});
   std::vector<Interval> indices = uncovered();
   std::vector<FencePtr> after;
   if (!indices.empty()) after = fences();
@@ -198,7 +206,7 @@ bool Client::begin_unmapping() {
 
 bool Client::release_range() {
   if (!ends()) return true;
-  if (range_.mapped() != 0) return false;
+  if (range_.mapped() != 0 && !pool_->store().broken()) return false;
   known_.reset();
   free_range();
   reserved_ = false;
@@ -207,15 +215,17 @@ bool Client::release_range() {
 }
 
 void Client::free_range() {
-  if (range_.quarantined() == 0)
+  if (!pool_->store().broken())
     driver_.free_range(range_.base(), range_.row_pages() * range_.rows());
-  range_.end(nullptr);
+  range_.end();
 }
 
 bool Client::settle(PoolLock* lock) noexcept {
   if (busy_) return false;
   unmap_.try_again();
   try {
+    // The end of a broken pool's driver unmaps what its clients leave.
+    if (pool_->store().broken() && pool_->retired()) return release_range();
     const bool quiet = is_quiet();
     while (begin_unmapping()) {
       Departure departure;
@@ -296,8 +306,8 @@ std::vector<PageRecord> Client::pages() {
                         static_cast<std::int64_t>(page.handle),
                         page.references,
                         why_mapped(index)};
-      if (state == EntryState::quarantined) {
-        record.state = "quarantined";
+      if (state == EntryState::leaving) {
+        record.state = "pinned";
       } else if (private_copies[index - run.indices.begin]) {
         record.page_id = -1;
         record.shared = 1;

@@ -47,8 +47,10 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // -- for its owner
 
-  // Throws Asleep if it is; and, once, what the driver refused the mapper for it (I10).
+  // Throws if its pool is broken, and Asleep if it is asleep; and, once, what the driver refused
+  // the mapper for it (I10).
   void raise_error();
+  void raise_if_asleep() const;
   // Work in the caller's stream uses the pages: they are unmapped only after it.
   void use(const Caller& caller);
   void note(const Caller& caller) VT_LOCKED { work_.note(caller); }
@@ -76,8 +78,9 @@ class Client : public std::enable_shared_from_this<Client> {
   // The same in two steps.
   void hold(PoolLock& lock, const Caller& caller) VT_LOCKED;
   void end_hold() noexcept VT_LOCKED;
-  // Waits until no thread makes driver calls for it; the mapper begins none meanwhile. False if
-  // there was nothing to wait for.
+  // Waits until no thread makes driver calls for it, and what operations that failed had mapped is
+  // unmapped; the mapper begins nothing meanwhile. False if there was nothing to wait for. Throws
+  // what the driver refuses, and TimedOut.
   bool await_turn(PoolLock& lock, const Caller& caller) VT_LOCKED;
   // Throws if the caller's stream is being captured, because driver work would become part of the
   // graph, or break it, and if it is not the driver's own.
@@ -158,10 +161,6 @@ class Client : public std::enable_shared_from_this<Client> {
   // Fences after all work launched so far that may use its pages; whether a lease announces more.
   std::vector<FencePtr> fences() const VT_LOCKED;
   bool leased() const VT_LOCKED;
-  // What is mapped there is not known: it is quarantined.
-  virtual void give_up_page(std::size_t row, std::size_t index) noexcept VT_LOCKED {
-    range_.quarantine(row, index);
-  }
   // It woke without its contents: each page shows zeros, as if it had come just now.
   virtual void lose_contents() noexcept VT_LOCKED {}
   // For reports of faults: whether its range is asleep.
@@ -202,20 +201,19 @@ class Client : public std::enable_shared_from_this<Client> {
   virtual bool ends() const VT_LOCKED { return !owned_ && reserved_ && generations_.empty(); }
   virtual void free_range() VT_LOCKED;
   // Adds empty pages that it wants ahead, up to `pages`, and the pages to be mapped there if these
-  // are shared. False if it has to give up.
-  virtual bool find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
+  // are shared.
+  virtual void find_missing(Reservation::Arrival& arrival, std::size_t pages) VT_LOCKED = 0;
   // It wants nothing more ahead, or can have nothing.
   virtual void give_up_ahead() VT_LOCKED = 0;
   // Pages that it wanted ahead have come, or were refused.
   virtual void arrived_ahead(const Reservation::Arrival& arrival) VT_LOCKED = 0;
 
-  void raise_if_asleep() const;
   void failed(std::exception_ptr error) VT_LOCKED;
   // What a storage holds that needs these pages of every row, or the pages of these bytes.
   Generation* publish_locked(Interval indices, Interval bytes = {}) VT_LOCKED;
   // For `find_missing`: adds the empty pages of `indices` of every row, as far as `pages` reaches,
-  // which counts them down. False if a page there is not empty and not mapped.
-  bool add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) VT_LOCKED;
+  // which counts them down.
+  void add_missing(Reservation::Arrival& arrival, Interval indices, std::size_t& pages) VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
   Driver& driver_;

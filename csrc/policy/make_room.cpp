@@ -172,6 +172,7 @@ void MakeRoom::shrink(PoolLock& lock, const char* operation, std::size_t pages, 
 }
 
 bool MakeRoom::give_up_spare(PoolLock& lock) {
+  pool_.store().raise_if_broken();
   bool any = pool_.cached().evict_oldest();
   for (auto client = pool_.clients().begin(); !any && client != pool_.clients().end(); ++client)
     any = (*client)->drop_ahead() != 0;
@@ -180,6 +181,7 @@ bool MakeRoom::give_up_spare(PoolLock& lock) {
 }
 
 bool MakeRoom::take_back(PoolLock& lock, Request& request, std::size_t missing) {
+  pool_.store().raise_if_broken();
   const std::size_t before = pool_.store().used();
   pool_.reap();
   pool_.settle_all(lock);
@@ -239,6 +241,7 @@ std::size_t MakeRoom::begin(std::size_t pages) {
 
 bool MakeRoom::give_all_back(bool spare) noexcept {
   PoolLock lock(pool_.shared_from_this());
+  if (pool_.store().broken()) return false;
   pool_.reap();
   bool any = !pool_.unsettled().empty();
   while (spare ? give_up_spare(lock) : pool_.cached().evict_oldest()) any = true;
@@ -275,11 +278,10 @@ bool try_again(PagePool& pool, const Caller& caller, const Outside& outside, boo
 
 void with_memory(PagePool& pool, const Caller& caller, const Outside& outside,
                  const std::function<void()>& body) {
+  pool.store().raise_if_broken();
   const auto attempt = [&] {
     try {
       outside.run(body);
-    } catch (const UndoFailed&) {
-      throw;
     } catch (const DeviceOutOfMemory&) {
       try_again(pool, caller, outside, true, body);
     } catch (const ReserveReached&) {

@@ -187,7 +187,7 @@ class Mapper::Step {
           pool_.unsettled().remove(client->hooks.unsettled);
           break;
         case Client::Claim::claimed:
-          pages += job.departure.handles.size();
+          pages += job.departure.pages;
           back_.push_back(std::move(job));
           break;
         case Client::Claim::waits:
@@ -314,8 +314,9 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
       continue;
     }
     Step step(*pool);
-    const bool claimed = (back_first && step.claim_back()) || step.claim_ahead(lock) ||
-                         (!back_first && step.claim_back()) || step.claim_cleaning();
+    const bool claimed =
+        !pool->store().broken() && ((back_first && step.claim_back()) || step.claim_ahead(lock) ||
+                                    (!back_first && step.claim_back()) || step.claim_cleaning());
     if (!claimed) {
       next = pool->maintain(lock);
       if (next <= std::chrono::steady_clock::now()) {

@@ -137,6 +137,7 @@ void PagePool::await(PoolLock& lock, const char* operation, const char* what,
   if (done()) return;
   const trace::Span span(trace::What::wait, 0, 0);
   for (const auto until = steady_clock::now() + options_.patience; !done();) {
+    store_.raise_if_broken();
     if (steady_clock::now() >= until)
       throw TimedOut(operation, options_.patience, std::string(what) + " has not ended");
     wait_changed(lock, steady_clock::now() + kLook);
@@ -177,7 +178,7 @@ bool PagePool::drop_copied(PoolLock& lock) {
 
 steady_clock::time_point PagePool::maintain(PoolLock& lock) {
   const bool copying = drop_copied(lock);
-  const auto due = store_.release_excess(lock);
+  const auto due = store_.broken() ? steady_clock::time_point::max() : store_.release_excess(lock);
   return copying ? std::min(due, steady_clock::now() + kLook) : due;
 }
 
@@ -192,7 +193,6 @@ PoolCounts PagePool::counts() {
   counts.budget_pages = store_.budget();
   counts.used = store_.used() + store_.private_copies();
   counts.spare = store_.spare().size();
-  counts.quarantined = store_.quarantined();
   counts.in_page_sets = store_.in_page_sets();
   counts.asleep = store_.without_memory();
   if (shared_) {
@@ -223,6 +223,7 @@ void PagePool::set_budget(std::size_t bytes) {
   }
   const std::size_t pages = store_.in_pages(bytes);
   PoolLock lock(shared_from_this());
+  store_.raise_if_broken();
   reap();
   count_private_copies();
   MakeRoom(*this).shrink(lock, "Pool.budget", pages, bytes);
@@ -264,6 +265,7 @@ std::size_t PagePool::spared_elsewhere() {
 
 std::size_t PagePool::trim() {
   PoolLock lock(shared_from_this());
+  store_.raise_if_broken();
   reap();
   cached_.evict_all();
   const Counted quiescing(quiescing_);
@@ -296,6 +298,7 @@ void PagePool::wait_idle(std::chrono::nanoseconds timeout) {
   reap();
   std::exception_ptr refused = settle_all(lock);  // what was refused is tried again, here
   wake_mapper_ |= std::exchange(mapper_error_, nullptr) != nullptr;  // and there
+  store_.raise_if_broken();
   while (!refused && !idle()) {
     wake_mapper_ |= !wanting_.empty();
     if (steady_clock::now() >= until) {
@@ -322,12 +325,13 @@ void PagePool::retire() noexcept {
   retired_ = true;
   reap();
   cached_.evict_all();
+  if (store_.broken()) settle_all(lock);
 }
 
 void PagePool::check_invariants() {
   PoolLock lock(shared_from_this());
   reap();
-  quiesce(lock, "check_invariants");
+  if (!store_.broken()) quiesce(lock, "check_invariants");
   std::unordered_map<const Page*, PageUse> uses;
   for (Client* client : clients_) client->check(uses);
   store_.check(uses);

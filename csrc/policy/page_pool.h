@@ -40,7 +40,6 @@ struct PoolCounts {
   std::size_t asleep = 0;          // pages without memory, beside the used ones
   std::size_t private_copies = 0;  // pages that the kernel copied at a write; without a handle
   std::size_t spare = 0;           // free handles whose memory is made
-  std::size_t quarantined = 0;     // of the used, those given up
   std::size_t in_page_sets = 0;    // references to pages that are kept without a mapping
   std::size_t mapped = 0;          // page table entries
   std::size_t active = 0;          // of these, what lengths need

@@ -15,7 +15,7 @@ struct PageRecord {
   std::int64_t page_id;  // -1 if the kernel copied it and it has no handle of its own yet
   std::uint32_t shared;  // references to the page
   const char* state;     // "mapped", "shared", "prefetched", "cached", "private", "pinned",
-                         // "quarantined", "asleep"
+                         // "asleep"
 };
 
 }  // namespace vtensor

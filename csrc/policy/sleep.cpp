@@ -52,26 +52,19 @@ std::vector<PageRun> mapped(std::span<const SleepRun> runs, bool writable) {
   return chosen;
 }
 
-// Maps or unmaps runs of one access, if there are any.
-void map_if(Driver& driver, std::span<const PageRun> runs, Access access) {
-  if (!runs.empty()) driver.map(runs, access);
+// Maps the runs that are mapped so; adds to `done` the pages that are mapped then.
+void map(Driver& driver, std::span<const SleepRun> runs, bool writable, std::size_t& done) {
+  const std::vector<PageRun> chosen = mapped(runs, writable);
+  if (chosen.empty()) return;
+  driver.map(chosen, writable ? Access::writable : Access::copy_on_write, done);
 }
-void unmap_if(Driver& driver, std::span<const PageRun> runs, Access access) {
-  if (!runs.empty()) driver.unmap(runs, access);
-}
-
-// What is mapped there is not known: of the pages that are mapped so, all, or those that an
-// UndoFailed names.
-void quarantine(std::span<const SleepRun> runs, bool writable,
-                const std::vector<std::size_t>* stuck = nullptr) VT_LOCKED {
-  std::size_t page = 0;
-  for (const auto& [client, pages, access, run_writable, handles] : runs) {
-    if (run_writable != writable) continue;
-    for (std::size_t i = pages.indices.begin; i < pages.indices.end; ++i, ++page) {
-      const bool unknown = stuck == nullptr || is_stuck(*stuck, page);
-      if (unknown && is_mapped(client->range().at(pages.row, i)))
-        client->give_up_page(pages.row, i);
-    }
+// Unmaps the first `pages` pages of the runs that are mapped so.
+void unmap(Driver& driver, std::span<const SleepRun> runs, bool writable, std::size_t pages) {
+  for (const PageRun& run : mapped(runs, writable)) {
+    const std::size_t n = std::min(pages, run.handles.size());
+    if (n == 0) return;
+    driver.unmap(run.at, n);
+    pages -= n;
   }
 }
 
@@ -165,6 +158,7 @@ void FallAsleep::unshare_private_copies(PoolLock& lock) {
 
 std::size_t FallAsleep::finish() {
   PoolLock lock(pool_);
+  pool_->store().raise_if_broken();
   // Counted now: references may have gone since, and a write may have had the kernel copy a page.
   std::unordered_map<Page*, std::size_t> uses;
   for (const std::shared_ptr<Client>& client : held_.all()) {
@@ -194,33 +188,38 @@ std::size_t FallAsleep::finish() {
   }
   std::sort(pages.begin(), pages.end());
   pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
-  const std::vector<PageRun> writable = mapped(runs, true), shared = mapped(runs, false);
-  Driver& driver = pool_->driver();
-  const auto unmap = [&](std::span<const PageRun> some, bool are_writable) VT_LOCKED {
-    try {
-      const Unlocked unlocked(lock);
-      unmap_if(driver, some, are_writable ? Access::writable : Access::copy_on_write);
-    } catch (const UndoFailed& error) {
-      quarantine(runs, are_writable, &error.stuck);
-      throw;
-    }
-  };
-  unmap(writable, true);
-  try {
-    unmap(shared, false);
-  } catch (...) {
-    try {
-      const Unlocked unlocked(lock);
-      map_if(driver, writable, Access::writable);
-    } catch (...) {
-      quarantine(runs, true);
-    }
-    throw;
-  }
+  unmap(lock, runs);
   const std::size_t given = pool_->store().sleep(lock, pages);
   for (const std::shared_ptr<Client>& client : held_.all()) client->explain_asleep(true);
   held_.release();
   return given;
+}
+
+// Puts back what went if a run is refused. The pool is broken if that is refused too.
+void FallAsleep::unmap(PoolLock& lock, std::span<const SleepRun> runs) {
+  Driver& driver = pool_->driver();
+  std::size_t gone = 0;
+  std::exception_ptr broken;
+  try {
+    const Unlocked unlocked(lock);
+    try {
+      for (const SleepRun& run : runs) {
+        driver.unmap(run.client->range().address(run.pages), run.pages.indices.size());
+        ++gone;
+      }
+    } catch (...) {
+      try {
+        std::size_t back = 0;
+        for (const bool writable : {true, false}) map(driver, runs.first(gone), writable, back);
+      } catch (...) {
+        broken = std::current_exception();
+      }
+      throw;
+    }
+  } catch (...) {
+    if (broken) pool_->store().break_down(broken);
+    throw;
+  }
 }
 
 // -- waking
@@ -267,17 +266,11 @@ void WakeUp::collect() {
 
 void WakeUp::map(PoolLock& lock) {
   Driver& driver = pool_->driver();
-  const std::vector<PageRun> writable = mapped(runs_, true), shared = mapped(runs_, false);
   try {
     const Unlocked unlocked(lock);
-    map_if(driver, writable, Access::writable);
-    writable_mapped_ = true;
-    map_if(driver, shared, Access::copy_on_write);
-    shared_mapped_ = true;
+    vtensor::map(driver, runs_, true, writable_mapped_);
+    vtensor::map(driver, runs_, false, shared_mapped_);
     zero();
-  } catch (const UndoFailed&) {
-    give_up();
-    throw;
   } catch (...) {
     undo(lock);
     throw;
@@ -311,9 +304,11 @@ void WakeUp::finish(std::span<const std::uint64_t> restored) {
       driver.remap(run.client->range().address(run.pages), run.handles, Access::writable,
                    run.handles, Access::copy_on_write);
       run.writable = false;
+      writable_mapped_ -= run.handles.size();
+      shared_mapped_ += run.handles.size();
     }
   } catch (const UndoFailed&) {
-    give_up();
+    pool_->store().break_down(std::current_exception());
     throw;
   }
   pool_->store().woken(pages_);
@@ -324,34 +319,26 @@ void WakeUp::finish(std::span<const std::uint64_t> restored) {
     client->explain_asleep(false);
   }
   held_.release();
-  writable_mapped_ = shared_mapped_ = false;
+  writable_mapped_ = shared_mapped_ = 0;
 }
 
 void WakeUp::undo(PoolLock& lock) noexcept {
+  if (pool_->store().broken()) return;
   try {
     Driver& driver = pool_->driver();
-    std::vector<PageRun> writable, shared;
-    if (writable_mapped_) writable = mapped(runs_, true);
-    if (shared_mapped_) shared = mapped(runs_, false);
     const Unlocked unlocked(lock);
     await_copies("copying to the device");
-    unmap_if(driver, writable, Access::writable);
-    unmap_if(driver, shared, Access::copy_on_write);
+    unmap(driver, runs_, true, writable_mapped_);
+    unmap(driver, runs_, false, shared_mapped_);
   } catch (...) {
-    return give_up();
+    return pool_->store().break_down(std::current_exception());
   }
-  writable_mapped_ = shared_mapped_ = false;
+  writable_mapped_ = shared_mapped_ = 0;
   pool_->store().sleep(lock, pages_);
 }
 
-void WakeUp::give_up() noexcept {
-  writable_mapped_ = shared_mapped_ = false;
-  pool_->store().woken(pages_);
-  for (const bool writable : {true, false}) quarantine(runs_, writable);
-}
-
 WakeUp::~WakeUp() {
-  if (!writable_mapped_ && !shared_mapped_) return;
+  if (writable_mapped_ == 0 && shared_mapped_ == 0) return;
   PoolLock lock(pool_);
   undo(lock);
 }

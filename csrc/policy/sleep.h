@@ -74,12 +74,13 @@ class FallAsleep {
   const std::vector<SleepPart>& parts() const { return parts_; }
   // Unmaps the pages, and gives their memory back; returns how many. Pages stay that other clients
   // have too, as forks that are awake or in another sleep. Throws DriverError; nothing has changed
-  // then.
+  // then, or the pool is broken.
   std::size_t finish();
 
  private:
   void await_work(PoolLock& lock) VT_LOCKED;
   void unshare_private_copies(PoolLock& lock) VT_LOCKED;
+  void unmap(PoolLock& lock, std::span<const SleepRun> runs) VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
   const Caller caller_;
@@ -108,10 +109,9 @@ class WakeUp {
   void map(PoolLock& lock) VT_LOCKED;
   void zero() const;
   void await_copies(const char* what) const;
-  // Back to sleep (I8). Gives all up if the driver does not unmap it, or copies to it do not end.
+  // Back to sleep (I8). The pool is broken if the driver does not unmap it, or copies to it do not
+  // end.
   void undo(PoolLock& lock) noexcept VT_LOCKED;
-  // What is mapped is not known, or cannot be unmapped: quarantined.
-  void give_up() noexcept VT_LOCKED;
 
   const std::shared_ptr<PagePool> pool_;
   const Caller caller_;
@@ -119,8 +119,9 @@ class WakeUp {
   std::vector<Page*> pages_;  // each once
   std::vector<SleepRun> runs_;
   std::vector<SleepPart> parts_;
-  std::vector<SleepPart> unclean_;                        // of these, what may show old bytes
-  bool writable_mapped_ = false, shared_mapped_ = false;  // runs of either kind
+  std::vector<SleepPart> unclean_;  // of these, what may show old bytes
+  // Pages that are mapped of the runs of either kind, from the first on.
+  std::size_t writable_mapped_ = 0, shared_mapped_ = 0;
 };
 
 }  // namespace vtensor

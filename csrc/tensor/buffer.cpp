@@ -198,12 +198,9 @@ std::vector<Reservation::Bytes> Buffer::bytes_of(Interval positions) const {
   return bytes;
 }
 
-void Buffer::require_whole(const char* operation) const {
-  if (const std::size_t lost = range_.count_quarantined(extent_)) {
-    throw Error(
-        "[", operation, "] ", lost,
-        " pages of the tensor were lost in a driver call that could not be undone: close it");
-  }
+void Buffer::give_back(const Caller& caller, Interval indices) {
+  work_.note(caller);
+  unmap_.touch(indices);
 }
 
 // -- publication
@@ -235,6 +232,7 @@ std::vector<FencePtr> Buffer::work() {
 }
 
 Generation* Buffer::lease(const Caller& caller) {
+  pool_->store().raise_if_broken();
   Generation* generation = publish();
   const PoolLock lock(pool_);
   try {
@@ -283,13 +281,8 @@ std::size_t Buffer::shared_with(const Buffer& other) const {
 
 std::size_t Buffer::writable_until(std::size_t position) const {
   std::size_t index = indices_of({position, position + 1}).begin;
-  if (range_.quarantined() != 0) {
-    // A step that needs a quarantined page raises.
-  } else if (!shares()) {
-    index = std::max(index, extent_.end);
-  } else {
-    index = range_.first_not({index, extent_.end}, is_writable);
-  }
+  index =
+      shares() ? range_.first_not({index, extent_.end}, is_writable) : std::max(index, extent_.end);
   return geometry_.whole_below(index);
 }
 
@@ -323,9 +316,8 @@ void Buffer::unshare(PoolLock& lock, const Caller& caller, std::span<const Reser
 }
 
 // All expected pages at once: the owner has a whole prefix, or none of it.
-bool Buffer::find_expected(Reservation::Arrival& arrival) const {
-  arrival = range_.shared(expected_->indices, expected_->references.pages());
-  return range_.count_quarantined(expected_->indices) == 0;
+Reservation::Arrival Buffer::find_expected() const {
+  return range_.shared(expected_->indices, expected_->references.pages());
 }
 
 void Buffer::enter_expected() {
@@ -378,11 +370,14 @@ std::size_t Buffer::missing_ahead() const {
   return wanted.empty() ? 0 : wanted.size() * range_.rows() - range_.count_mapped(wanted);
 }
 
-bool Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
-  if (expected_ != nullptr) return find_expected(arrival);
+void Buffer::find_missing(Reservation::Arrival& arrival, std::size_t pages) {
+  if (expected_ != nullptr) {
+    arrival = find_expected();
+    return;
+  }
   const Interval wanted{ahead_.ready_end(), ahead_.want_end()};
   unmap_.remove(wanted);
-  return add_missing(arrival, wanted, pages);
+  add_missing(arrival, wanted, pages);
 }
 
 void Buffer::arrived_ahead(const Reservation::Arrival& arrival) {
@@ -467,7 +462,7 @@ bool Buffer::ends() const { return Client::ends() && cached().empty(); }
 void Buffer::free_range() {
   row_faults_ = nullptr;
   if (!placed()) return Client::free_range();
-  range_.end(&host_->client->range());
+  range_.end();
   pool_->end_locked(std::exchange(host_, nullptr));
 }
 
@@ -476,7 +471,7 @@ void Buffer::free_range() {
 // Caches the pages that the next owner can use: those from page 0 on, where another tensor begins;
 // in a placed buffer any run.
 void Buffer::try_to_cache() {
-  if (range_.quarantined() != 0 || shape_.phase != 0 || !reserved_) return;
+  if (shape_.phase != 0 || !reserved_) return;
   const Interval usable = leftover_.usable(placed());
   if (usable.empty() || (!placed() && !pool_->may_cache(pages_to_count(usable)))) return;
   try {
@@ -505,8 +500,7 @@ void Buffer::keep_nothing() {
 }
 
 bool Buffer::reusable() const {
-  return !cached().empty() && range_.quarantined() == 0 &&
-         range_.mapped() == cached().size() * range_.rows();
+  return !cached().empty() && range_.mapped() == cached().size() * range_.rows();
 }
 
 bool Buffer::reuse_cached(const Caller& caller) {
@@ -582,7 +576,7 @@ std::size_t Buffer::mapped_pages() {
   pool_->reap();
   PoolCounts counts;
   count(counts);
-  return counts.mapped + range_.quarantined();
+  return counts.mapped;
 }
 
 const char* Buffer::why_mapped(std::size_t index) const {
@@ -593,7 +587,7 @@ const char* Buffer::why_mapped(std::size_t index) const {
 }
 
 void Buffer::add_to(PoolCounts& counts) const {
-  const std::size_t needed = extent_.size() * range_.rows() - range_.count_quarantined(extent_);
+  const std::size_t needed = extent_.size() * range_.rows();
   // Pages taken over from a slot's last owner count as cached until the extent reaches them.
   const std::size_t reused = range_.count_mapped(intersection(ahead(), leftover_.reused()));
   const std::size_t prefetched = range_.count_mapped(ahead()) - reused;
@@ -624,7 +618,8 @@ void Buffer::check(std::unordered_map<const Page*, PageUse>& uses) const {
     for (std::size_t index = 0; index < range_.reserved(); ++index) {
       const EntryState state = range_.at(row, index).state();
       const auto covers = [index](Interval indices) { return indices.contains(index); };
-      if (state == EntryState::empty && std::any_of(covered.begin(), covered.end(), covers)) {
+      const bool mapped = state != EntryState::empty && state != EntryState::leaving;
+      if (!mapped && std::any_of(covered.begin(), covered.end(), covers)) {
         throw Error("I3: index ", index, " of row ", row,
                     " is covered by an extent or a generation and is not mapped");
       }

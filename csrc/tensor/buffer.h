@@ -123,7 +123,7 @@ class Buffer final : public Client {
   // Evicts cached pages, and caches none later.
   void keep_nothing() VT_LOCKED;
   // Placed buffers only: fully unmapped, another buffer can be placed there.
-  bool vacant() const VT_LOCKED { return !reserved_ && range_.quarantined() == 0; }
+  bool vacant() const VT_LOCKED { return !reserved_; }
 
   // -- for growing and sharing
 
@@ -133,8 +133,9 @@ class Buffer final : public Client {
   void assign(Interval positions, Interval extent, std::size_t ready_end = 0) VT_LOCKED;
   // `assign` for a growth: counts it and looks ahead. `ready`: the pages that it adds were ready.
   void grow_to(Interval positions, Interval extent, bool ready) VT_LOCKED;
-  // Throws if pages of the extent are quarantined.
-  void require_whole(const char* operation) const VT_LOCKED;
+  // These are not the owner's: what is mapped there and nothing else needs goes, once the caller's
+  // work has passed.
+  void give_back(const Caller& caller, Interval indices) VT_LOCKED;
   // Waits for the work of all streams that use the pages. Throws as `require_no_capture` does, and
   // TimedOut.
   void await_streams(PoolLock& lock, const Caller& caller) VT_LOCKED;
@@ -146,8 +147,8 @@ class Buffer final : public Client {
   void expect(std::unique_ptr<const ExpectedPages> expected) VT_LOCKED {
     expected_ = std::move(expected);
   }
-  // The arrival that maps the expected pages. False if one of their indices is quarantined.
-  bool find_expected(Reservation::Arrival& arrival) const VT_LOCKED;
+  // The arrival that maps the expected pages: all of them, so that the owner has a whole prefix.
+  Reservation::Arrival find_expected() const VT_LOCKED;
   // The expected pages are mapped: they become the owner's.
   void enter_expected() VT_LOCKED;
 
@@ -175,7 +176,7 @@ class Buffer final : public Client {
 
   std::size_t mapped_pages();
   // As that, at once: no lock is waited for and nothing taken back, so that it may be a moment old.
-  std::size_t mapped_pages_seen() const noexcept { return range_.mapped() + range_.quarantined(); }
+  std::size_t mapped_pages_seen() const noexcept { return range_.mapped(); }
 
  private:
   Buffer(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
@@ -192,7 +193,7 @@ class Buffer final : public Client {
   std::vector<Interval> uncovered() const override VT_LOCKED;
   bool ends() const override VT_LOCKED;
   void free_range() override VT_LOCKED;
-  bool find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
+  void find_missing(Reservation::Arrival& arrival, std::size_t pages) override VT_LOCKED;
   void give_up_ahead() override VT_LOCKED;
   void arrived_ahead(const Reservation::Arrival& arrival) override VT_LOCKED;
 

@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "base/errors.h"
 #include "policy/make_room.h"
 #include "vmm/copy_on_write.h"
 
@@ -28,18 +26,13 @@ class Growing {
     range_.reserve(wanted_);
   }
 
-  // Finds the pages to map and to unshare now. Throws if a capture or a quarantined page forbids
-  // it.
+  // Finds the pages to map and to unshare now. Throws if a capture forbids it.
   void look() VT_LOCKED {
-    buffer_.require_whole(caller_.operation);
     arrival_.runs = range_.collect(added_, is_unmapped);
     copy_on_write_.clear();
     if (buffer_.shares()) copy_on_write_ = range_.collect(written_, is_copy_on_write);
     missing_ = 0;
-    for (const Reservation::Run& run : arrival_.runs) {
-      require_not_quarantined(run);
-      missing_ += run.indices.size();
-    }
+    for (const Reservation::Run& run : arrival_.runs) missing_ += run.indices.size();
     unordered_ = !added_.empty() && !buffer_.is_quiet();
     if (missing_ != 0 || !copy_on_write_.empty() || unordered_ ||
         !range_.unclean_in(added_, 1).empty())
@@ -78,7 +71,8 @@ class Growing {
     buffer_.unshare(lock, caller_, copy_on_write_, growth_.stale);
   }
 
-  void undo(PoolLock& lock) noexcept VT_LOCKED { range_.undo(lock, caller_.stream, arrival_); }
+  // What came goes again.
+  void give_back() VT_LOCKED { buffer_.give_back(caller_, added_); }
 
   // Cannot fail.
   void commit() VT_LOCKED { buffer_.grow_to(growth_.positions, wanted_, missing_ == 0); }
@@ -87,12 +81,6 @@ class Growing {
   // An accepted prefix may be longer in pages than in positions.
   static Interval wider(Interval wanted, Interval extent) {
     return wanted.empty() ? wanted : Interval{wanted.begin, std::max(wanted.end, extent.end)};
-  }
-  void require_not_quarantined(const Reservation::Run& run) const VT_LOCKED {
-    if (range_.at(run.row, run.indices.begin).state() != EntryState::quarantined) return;
-    throw Error("[", caller_.operation, "] page ", run.indices.begin, " of row ", run.row,
-                " is quarantined after a driver call that could not be undone: move the tensor to "
-                "a new range with reallocate(capacity)");
   }
 
   Buffer& buffer_;
@@ -177,8 +165,8 @@ void grow_all(const Caller& caller, std::span<const Growth> growths, bool popula
   std::vector<Reservation::Arriving> arriving;
   for (Growing& one : all) one.add_arriving(arriving);
   Promise promise(pool->store(), to_unshare);
-  Reservation::map(lock, arriving, caller.stream, populate);
   try {
+    Reservation::map(lock, arriving, caller.stream, populate);
     for (Growing& one : all) {
       promise.redeem(one.fresh());
       one.finish(lock);
@@ -186,7 +174,7 @@ void grow_all(const Caller& caller, std::span<const Growth> growths, bool popula
     promise.redeem(to_unshare);
   } catch (...) {
     promise.redeem(to_unshare);
-    for (Growing& one : all) one.undo(lock);
+    for (Growing& one : all) one.give_back();
     throw;
   }
   for (Growing& one : all) one.commit();

@@ -36,7 +36,6 @@ std::vector<Reservation::Run> Sharing::have_ready(PoolLock& lock, Find find) con
   std::vector<Reservation::Run> runs;
   do {
     buffer_.await_turn(lock, caller_);
-    buffer_.require_whole(caller_.operation);
     runs = find();
   } while (MakeRoom(pool_).ready(lock, caller_.operation, count_fresh_pages(range_, runs),
                                  count_private_copies(range_, runs)));
@@ -47,7 +46,6 @@ void Sharing::unshare(Interval positions) const {
   const Interval indices = buffer_.indices_of(positions);
   PoolLock lock(buffer_.pool());
   pool_.reap();
-  buffer_.require_whole(caller_.operation);
   if (range_.collect(indices, is_copy_on_write).empty()) return;
   buffer_.await_streams(lock, caller_);
   const std::vector<Reservation::Run> runs =
@@ -143,7 +141,6 @@ PageSets Sharing::offer_writable(std::span<const Interval> indices) const {
   {
     const PoolLock lock(buffer_.pool());
     pool_.reap();
-    buffer_.require_whole(caller_.operation);
     const Interval all{indices.front().begin, indices.back().end};
     if (range_.first_not(all, is_writable) == all.end) {
       buffer_.require_no_capture(caller_);
@@ -192,13 +189,7 @@ void Sharing::protect_origins(std::span<const std::shared_ptr<PageSet>> page_set
   }
 }
 
-void Sharing::raise_lost() const {
-  throw Error("[", caller_.operation,
-              "] places of it were lost in a driver call that could not be undone: close it");
-}
-
 void Sharing::await_places(PoolLock& lock, Interval indices) const {
-  if (range_.quarantined() != 0) raise_lost();
   pool_.await(lock, caller_.operation, "the work that used the pages that were here",
               [&]() VT_LOCKED {
                 if (buffer_.busy()) return false;
@@ -230,8 +221,7 @@ void Sharing::accept_expected() const {
   const Buffer::Busy busy(buffer_, lock, caller_);
   buffer_.require_no_capture(caller_);
   buffer_.note(caller_);
-  Reservation::Arrival arrival;
-  if (!buffer_.find_expected(arrival)) raise_lost();
+  Reservation::Arrival arrival = buffer_.find_expected();
   range_.map(lock, arrival, caller_.stream, false);
   buffer_.enter_expected();
 }

@@ -75,7 +75,6 @@ class Sharing {
   // Makes the pages copy-on-write in the buffers that they come from, and waits for work that
   // writes to them.
   void protect_origins(std::span<const std::shared_ptr<PageSet>> page_sets) const;
-  [[noreturn]] void raise_lost() const;
   // Waits until nothing is mapped at `indices`, and makes entries for them.
   void await_places(PoolLock& lock, Interval indices) const VT_LOCKED;
 

@@ -1,6 +1,7 @@
 #include "vmm/copy_on_write.h"
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 #include <ranges>
 #include <utility>
@@ -15,12 +16,12 @@ namespace {
 using Run = PageTable::Run;
 
 // Pages that are remapped to entries where others are mapped: all or none. At its end page tables
-// are given what the driver has made of it.
+// are given what the driver has made of it. The pool is broken if that is neither.
 class Remapping {
  public:
   // What becomes of a changed run if a later one is refused.
   enum class Undo : std::uint8_t {
-    needed,      // it is put back, or given up: it shows other bytes
+    needed,      // it is put back, or the pool is broken: it shows other bytes
     wanted,      // it is put back, or stays: it shows the same bytes
     impossible,  // it stays: what the kernel had copied lies nowhere else now
   };
@@ -29,6 +30,7 @@ class Remapping {
   explicit Remapping(EntryState state) VT_LOCKED : state_(state) {}
   ~Remapping() VT_LOCKED {
     for (const Change& change : changes_) enter(change);
+    if (failed_) changes_.front().range.store().break_down(failed_);
   }
   Remapping(const Remapping&) = delete;
   Remapping& operator=(const Remapping&) = delete;
@@ -44,11 +46,10 @@ class Remapping {
     change.to.push_back(page);
     change.was.push_back(change.range.at(change.run.row, change.run.indices.end++).page()->handle);
     change.is.push_back(page->handle);
-    change.stuck.reserve(change.to.size());
   }
   void cannot_undo() { changes_.back().undo = Undo::impossible; }
-  // Work may still write to the new pages: those that are not mapped now are never used again.
-  void give_up() { given_up_ = true; }
+  // Copies into the new pages have not ended.
+  void copies_go_on() { copying_ = true; }
 
   // Throws what the driver does; what can be is put back then.
   void carry_out() {
@@ -65,9 +66,7 @@ class Remapping {
       try {
         exchange(change);
       } catch (...) {
-        if (change.undo == Undo::wanted) continue;
-        change.stuck.clear();
-        for (std::size_t i = 0; i < change.to.size(); ++i) change.stuck.push_back(i);
+        if (change.undo == Undo::needed) failed_ = std::current_exception();
       }
     }
   }
@@ -81,7 +80,6 @@ class Remapping {
     std::vector<Page*> to = {};
     std::vector<Handle> was = {}, is = {};
     bool changed = false;
-    std::vector<std::size_t> stuck = {};  // indices in `to`: which of both is mapped is not known
   };
 
   void exchange(Change& change) {
@@ -91,8 +89,8 @@ class Remapping {
     try {
       change.changed ? driver.remap(at, change.is, access, change.was, change.access)
                      : driver.remap(at, change.was, change.access, change.is, access);
-    } catch (const UndoFailed& error) {
-      change.stuck.assign(error.stuck.begin(), error.stuck.end());
+    } catch (const UndoFailed&) {
+      failed_ = std::current_exception();
       throw;
     }
     change.changed = !change.changed;
@@ -104,20 +102,18 @@ class Remapping {
     for (std::size_t i = 0; i < change.to.size(); ++i) {
       const std::size_t index = indices.begin + i;
       Page* const page = change.to[i];
-      const bool stuck = is_stuck(change.stuck, i);
-      if (change.changed && !stuck) {
+      if (change.changed) {
         range.replace(row, index, page, state_);
       } else if (page != range.at(row, index).page()) {
-        if (stuck || given_up_) range.store().quarantine(page);
-        range.store().drop(page);
+        copying_ ? range.keep_to_the_end(page) : range.store().drop(page);
       }
-      if (stuck) range.quarantine(row, index);
     }
   }
 
   const EntryState state_;
   std::vector<Change> changes_;
-  bool given_up_ = false;
+  bool copying_ = false;
+  std::exception_ptr failed_;  // an undoing
 };
 
 bool has_private_copies(const Reservation& range) VT_LOCKED {
@@ -181,7 +177,7 @@ void unshare_pages(Reservation& range, PoolLock& lock, std::span<const Run> runs
     try {
       driver.copy_pages(copies, {});
     } catch (const TimedOut&) {
-      changes.give_up();
+      changes.copies_go_on();
       throw;
     }
   }

@@ -14,17 +14,17 @@ inline constexpr std::uint64_t kNoOwner = 0;  // no client has this id
 
 struct Page {
   Handle handle = 0;
-  std::uint32_t references = 0;         // of page tables and page sets; one for ever if quarantined
+  std::uint32_t references = 0;         // of page tables and page sets
   bool resident = false;                // its memory is taken: in use, or spare
   bool dirty = false;                   // may hold bytes that were written
-  bool quarantined = false;             // given up for good
   bool asleep = false;                  // in page tables, and mapped nowhere
   std::uint32_t in_sets = 0;            // references that page sets have
   std::uint64_t last_owner = kNoOwner;  // id of the client that had it last
   std::uint64_t sleep = 0;              // the number of the last sleep that it was in
   std::size_t place = 0;                // its index among the pages of that
   HandleRun* run = nullptr;             // that it belongs to, if handles are adjacent
-  Page* older = nullptr;  // neighbours among the spare pages, by the time they were freed
+  // Neighbours among the spare pages, by the time they were freed; see Reservation too.
+  Page* older = nullptr;
   Page* newer = nullptr;
 };
 

@@ -106,10 +106,25 @@ PageStore::Shortage PageStore::shortage(std::size_t pages) const {
   return {fresh, there};
 }
 
-void PageStore::quarantine(Page* page) {
-  if (std::exchange(page->quarantined, true)) return;  // through another mapping of it
-  ++page->references;
-  ++quarantined_;
+void PageStore::break_down(const std::exception_ptr& cause) noexcept {
+  if (is_broken_.load(std::memory_order_relaxed)) return;
+  const auto said = [](std::string call, long code, std::string name, const char* what) {
+    return std::make_exception_ptr(
+        DriverError(std::move(call), code, std::move(name),
+                    "[Pool] the pool is broken, because a change of its mappings could not be "
+                    "undone (",
+                    what,
+                    "), and maps and unmaps nothing more: copy what you need from views, which "
+                    "stay readable, close the pool and make another"));
+  };
+  try {
+    std::rethrow_exception(cause);
+  } catch (const DriverError& refused) {
+    broken_ = said(refused.call, refused.code, refused.name, refused.what());
+  } catch (const std::exception& other) {
+    broken_ = said("", 0, "", other.what());
+  }
+  is_broken_.store(true, std::memory_order_release);
 }
 
 bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
@@ -135,6 +150,7 @@ bool PageStore::make_ready(PoolLock& lock, std::size_t pages) {
 }
 
 void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::vector<Page*>& out) {
+  raise_if_broken();
   const std::size_t begin = out.size();
   std::size_t empty_pages = 0;
   try {
@@ -190,6 +206,7 @@ void PageStore::require_charge(std::size_t taken, std::size_t spare) {
 }
 
 void PageStore::release(PoolLock& lock, std::size_t n) {
+  raise_if_broken();
   n = std::min(n, releasable());
   if (driver_.traits().adjacent_handles) {
     for (; n != 0; --n) empty(spare_.oldest(), 1);
@@ -320,6 +337,7 @@ steady_clock::time_point PageStore::release_excess(PoolLock& lock) {
 }
 
 std::size_t PageStore::release_adjacent() {
+  raise_if_broken();
   std::vector<Page*> pages;
   for (Page* page = spare_.oldest(); page; page = page->newer) pages.push_back(page);
   std::sort(pages.begin(), pages.end(),
@@ -351,10 +369,9 @@ void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses) cons
     throw Error("I5: ", asleep_, " pages are counted asleep, ", without_memory_,
                 " of them without memory; page tables hold ", asleep, " and ", without_memory);
   }
-  const std::size_t without_entry = quarantined_ + in_page_sets_;
-  if (extra > without_entry) throw Error("I5: a page counts more references than it has");
+  if (extra > in_page_sets_) throw Error("I5: a page counts more references than it has");
   const std::size_t known = used_ + without_memory_;
-  if (uses.size() > known || known - uses.size() > without_entry) {
+  if (uses.size() > known || known - uses.size() > in_page_sets_) {
     throw Error("I5: ", used_, " pages are counted used, page tables hold ", uses.size());
   }
   for (const Page* page = spare_.oldest(); page; page = page->newer) {

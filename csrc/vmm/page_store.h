@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <span>
@@ -109,12 +110,22 @@ class PageStore {
   std::size_t asleep() const VT_LOCKED { return asleep_; }
   std::size_t without_memory() const VT_LOCKED { return without_memory_; }
 
-  // The page is counted and reported, and never used again.
-  void quarantine(Page* page) VT_LOCKED;
-  std::size_t quarantined() const VT_LOCKED { return quarantined_; }
   bool must_zero(const Page& page, std::uint64_t owner) const {
     if (!page.dirty || options_.zero == ZeroPolicy::never) return false;
     return options_.zero == ZeroPolicy::always || owner == kNoOwner || page.last_owner != owner;
+  }
+
+  // -- a broken pool
+
+  // An undoing was refused, for `cause`: what is mapped somewhere is not known. No page is taken
+  // from now on, and no memory given back.
+  void break_down(const std::exception_ptr& cause) noexcept VT_LOCKED;
+  // A DriverError that says so; null if the pool is not broken. Any thread may ask.
+  std::exception_ptr broken() const {
+    return is_broken_.load(std::memory_order_acquire) ? broken_ : nullptr;
+  }
+  void raise_if_broken() const {
+    if (is_broken_.load(std::memory_order_acquire)) std::rethrow_exception(broken_);
   }
 
   // -- the memory of free pages
@@ -168,6 +179,8 @@ class PageStore {
   bool excess_due_ VT_GUARDED = false;
   SparePages spare_ VT_GUARDED;
   const std::unique_ptr<Placement> placement_;
+  std::exception_ptr broken_;  // set once, before the flag
+  std::atomic<bool> is_broken_{false};
   std::size_t used_ VT_GUARDED = 0;
   // To operations that let the lock go before they take them.
   std::size_t promised_ VT_GUARDED = 0;
@@ -175,7 +188,6 @@ class PageStore {
   // Of the spare pages, those made for a growth under way.
   std::size_t just_made_ VT_GUARDED = 0;
   std::size_t private_copies_ VT_GUARDED = 0;  // as last counted
-  std::size_t quarantined_ VT_GUARDED = 0;
   std::size_t in_page_sets_ VT_GUARDED = 0;
   std::size_t asleep_ VT_GUARDED = 0, without_memory_ VT_GUARDED = 0;
 };

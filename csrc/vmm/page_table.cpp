@@ -25,18 +25,13 @@ std::size_t PageTable::count(Interval indices, Counted counted) const {
 }
 
 std::size_t PageTable::count_mapped(Interval indices) const {
-  return mapped() == 0 ? 0 : count(indices, is_mapped);
+  return mapped() == 0 ? 0 : count(indices, counts_as_mapped);
 }
 
 std::size_t PageTable::count_sole(Interval indices) const {
   return count(indices, [](Entry entry) {
-    return (is_mapped(entry) || entry.state() == EntryState::arriving) &&
-           entry.page()->references == 1;
+    return entry.page() != nullptr && entry.page()->references == 1;
   });
-}
-
-std::size_t PageTable::count_quarantined(Interval indices) const {
-  return quarantined() == 0 ? 0 : count(indices, is_quarantined);
 }
 
 std::size_t PageTable::add_pages(std::unordered_set<const Page*>& seen) const {
@@ -49,7 +44,7 @@ std::size_t PageTable::add_pages(std::unordered_set<const Page*>& seen) const {
 }
 
 void PageTable::check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const {
-  std::size_t mapped = 0, copy_on_write = 0;
+  std::size_t mapped = 0, copy_on_write = 0, leaving = 0;
   for_each([&](Entry entry, std::size_t row, std::size_t index) {
     if ((entry.page() == nullptr) != (entry.state() == EntryState::empty)) {
       throw Error("I3: index ", index, " of row ", row,
@@ -62,10 +57,11 @@ void PageTable::check(std::unordered_map<const Page*, PageUse>& uses, bool reach
       ++use.reachable;
       use.writable |= is_writable(entry);
     }
-    mapped += is_mapped(entry);
+    mapped += counts_as_mapped(entry);
     copy_on_write += is_copy_on_write(entry);
+    leaving += is_leaving(entry);
   });
-  if (mapped != this->mapped() || copy_on_write != copy_on_write_)
+  if (mapped != this->mapped() || copy_on_write != copy_on_write_ || leaving != leaving_)
     throw Error("I4: the counts of mapped pages are wrong");
 }
 

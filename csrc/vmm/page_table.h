@@ -24,7 +24,7 @@ enum class EntryState : std::uint8_t {
   writable,
   copy_on_write,  // shared, or once shared: writes do not reach the page
   arriving,       // being mapped, without the lock
-  quarantined,    // what is mapped here is not known: never used, never unmapped
+  leaving,        // mapped for an operation that failed: unmapped before anything else comes
 };
 
 // A page and its state in one word: a table of many pages is read at the speed of memory.
@@ -42,7 +42,7 @@ class Entry {
 
  private:
   static constexpr std::uintptr_t kState = alignof(Page) - 1;
-  static_assert(kState >= static_cast<std::uintptr_t>(EntryState::quarantined));
+  static_assert(kState >= static_cast<std::uintptr_t>(EntryState::leaving));
 
   std::uintptr_t word_ = 0;
 };
@@ -62,9 +62,7 @@ inline constexpr auto is_copy_on_write = [](Entry entry) {
 };
 // Requires: it has a page.
 inline constexpr auto is_awake = [](Entry entry) { return !entry.page()->asleep; };
-inline constexpr auto is_quarantined = [](Entry entry) {
-  return entry.state() == EntryState::quarantined;
-};
+inline constexpr auto is_leaving = [](Entry entry) { return entry.state() == EntryState::leaving; };
 
 // What page tables say of a page, for PagePool::check_invariants.
 struct PageUse {
@@ -94,13 +92,13 @@ class PageTable {
     return entries_[place(row, index)];
   }
 
+  // With those that leave.
   std::size_t mapped() const { return mapped_.load(std::memory_order_relaxed); }
-  std::size_t quarantined() const { return quarantined_.load(std::memory_order_relaxed); }
-  std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
   std::size_t count_mapped(Interval indices) const VT_LOCKED;
+  std::size_t leaving() const VT_LOCKED { return leaving_; }
+  std::size_t copy_on_write() const VT_LOCKED { return copy_on_write_; }
   // Pages that are mapped here, or on their way, and nowhere else.
   std::size_t count_sole(Interval indices) const VT_LOCKED;
-  std::size_t count_quarantined(Interval indices) const VT_LOCKED;
 
   // Calls visit(run, kind) for the maximal runs in `indices` of `row` of one kind(entry) other
   // than 0.
@@ -195,27 +193,31 @@ class PageTable {
     add(mapped_, run.indices.size());
     if (state == EntryState::copy_on_write) copy_on_write_ += run.indices.size();
   }
-  // Mapped entries of one state become empty; calls visit(page) for each.
+  // Mapped or leaving entries of one state become empty; calls visit(page) for each.
   template <typename Visit>
   void departed(const Run& run, Visit visit) noexcept VT_LOCKED {
+    const Entry first = at(run.row, run.indices.begin);
     add(mapped_, -run.indices.size());
-    if (is_copy_on_write(at(run.row, run.indices.begin))) copy_on_write_ -= run.indices.size();
+    if (is_copy_on_write(first)) copy_on_write_ -= run.indices.size();
+    if (is_leaving(first)) leaving_ -= run.indices.size();
     change(run, [&visit](Entry& entry) { visit(std::exchange(entry, {}).page()); });
   }
   void set(std::size_t row, std::size_t index, Entry entry) noexcept VT_LOCKED {
     Entry& here = entries_.reserved(place(row, index));
-    if (is_mapped(here) != is_mapped(entry)) add(mapped_, is_mapped(entry) ? 1 : kLess);
+    if (counts_as_mapped(here) != counts_as_mapped(entry))
+      add(mapped_, counts_as_mapped(entry) ? 1 : kLess);
     if (is_copy_on_write(here) != is_copy_on_write(entry))
       copy_on_write_ += is_copy_on_write(entry) ? 1 : kLess;
-    if (is_quarantined(here) != is_quarantined(entry))
-      add(quarantined_, is_quarantined(entry) ? 1 : kLess);
+    if (is_leaving(here) != is_leaving(entry)) leaving_ += is_leaving(entry) ? 1 : kLess;
     here = entry;
   }
-  // Of another table, whose range ends in this one's.
-  void add_quarantined(std::size_t pages) noexcept VT_LOCKED { add(quarantined_, pages); }
 
  private:
   static constexpr std::size_t kLess = SIZE_MAX;  // -1, as counts add
+
+  static constexpr auto counts_as_mapped = [](Entry entry) {
+    return is_mapped(entry) || is_leaving(entry);
+  };
 
   // The rows of an index lie together, since most changes are of all rows.
   std::size_t place(std::size_t row, std::size_t index) const { return index * rows_ + row; }
@@ -258,9 +260,9 @@ class PageTable {
   const std::size_t rows_;
   std::size_t reserved_ VT_GUARDED = 0;
   SparseArray<Entry> entries_ VT_GUARDED;
-  std::size_t copy_on_write_ VT_GUARDED = 0;  // entries in this state
-  std::atomic<std::size_t> mapped_ = 0;       // the same; read without the lock too
-  std::atomic<std::size_t> quarantined_ = 0;
+  // Entries in these states.
+  std::size_t copy_on_write_ VT_GUARDED = 0, leaving_ VT_GUARDED = 0;
+  std::atomic<std::size_t> mapped_ = 0;  // read without the lock too
 };
 
 }  // namespace vtensor

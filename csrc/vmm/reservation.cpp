@@ -1,5 +1,6 @@
 #include "vmm/reservation.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/errors.h"
@@ -71,6 +72,7 @@ void Reservation::map(PoolLock& lock, Arrival& arrival, Stream stream, bool popu
 }
 
 void Reservation::claim(Arrival& arrival) {
+  pages_.raise_if_broken();
   std::size_t claimed = 0, page = 0;
   try {
     for (const Run& run : arrival.runs) {
@@ -85,7 +87,6 @@ void Reservation::claim(Arrival& arrival) {
       page += pages.size();
       ++claimed;
     }
-    arrival.stuck.reserve(arrival.pages.size());
   } catch (...) {
     arrival.error = std::current_exception();
     arrival.runs.resize(claimed);
@@ -97,22 +98,11 @@ void Reservation::claim(Arrival& arrival) {
 void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept {
   const Reservation& first = *all.front().range;
   const Arrival& any = *all.front().arrival;
-  std::vector<PageRun> runs;
-  std::vector<Handle> handles;
-  bool mapped = false;
-
-  // `stuck` counts the pages of all arrivals in their order; all of them are if it is null.
-  const auto fail = [&all](const std::exception_ptr& error, const std::vector<std::size_t>* stuck) {
-    std::size_t page = 0;
-    for (const Arriving& one : all) {
-      one.arrival->error = error;
-      for (std::size_t i = 0; i < one.arrival->pages.size(); ++i, ++page) {
-        if (stuck == nullptr || is_stuck(*stuck, page)) one.arrival->stuck.push_back(i);
-      }
-    }
-  };
-  const std::vector<std::size_t> none;
+  std::size_t mapped = 0;
+  std::exception_ptr error;
   try {
+    std::vector<PageRun> runs;
+    std::vector<Handle> handles;
     std::size_t pages = 0;
     for (const Arriving& one : all) pages += one.arrival->pages.size();
     handles.reserve(pages);  // which the runs refer to
@@ -124,30 +114,18 @@ void Reservation::carry_out(std::span<const Arriving> all, Stream stream, bool p
     {
       const trace::Span span(trace::What::map, runs.front().at, pages * first.page_size_,
                              first.base_);
-      first.driver_.map(runs, access_of(any.state));
+      first.driver_.map(runs, access_of(any.state), mapped);
     }
-    mapped = true;
     if (any.given) return;
     for (const auto& [range, arrival] : all) range->ready(*arrival, stream, populate);
-  } catch (const UndoFailed& error) {
-    fail(std::current_exception(), &error.stuck);
+    return;
   } catch (...) {
-    const std::exception_ptr error = std::current_exception();
-    if (!mapped) return fail(error, &none);
-    // No owner has seen these pages. What cannot be unmapped may show another's bytes: quarantined.
-    const bool zeroing = std::any_of(all.begin(), all.end(),
-                                     [](const Arriving& one) { return one.arrival->zeroing; });
-    if (zeroing && !first.await_work(stream)) return fail(error, nullptr);
-    try {
-      const trace::Span span(trace::What::unmap, runs.front().at, handles.size() * first.page_size_,
-                             first.base_);
-      first.driver_.unmap(runs, Access::writable);
-      fail(error, &none);
-    } catch (const UndoFailed& unmapping) {
-      fail(error, &unmapping.stuck);
-    } catch (...) {
-      fail(error, nullptr);
-    }
+    error = std::current_exception();
+  }
+  for (const Arriving& one : all) {
+    one.arrival->error = error;
+    one.arrival->mapped = std::min(mapped, one.arrival->pages.size());
+    mapped -= one.arrival->mapped;
   }
 }
 
@@ -184,14 +162,14 @@ void Reservation::enter(const Arrival& arrival) {
   for (const Run& run : arrival.runs) {
     for (std::size_t index = run.indices.begin; index < run.indices.end; ++index, ++i) {
       Page* const page = arrival.pages[i];
-      if (is_stuck(arrival.stuck, i)) {
-        quarantine(run.row, index);
-      } else {
-        const bool dirty = page->dirty;  // it was not written to here
-        pages_.drop(page);
-        page->dirty = dirty;
-        set(run.row, index, {});
+      if (i < arrival.mapped) {
+        set(run.row, index, {page, EntryState::leaving});
+        continue;
       }
+      const bool dirty = page->dirty;  // it was not written to here
+      pages_.drop(page);
+      page->dirty = dirty;
+      set(run.row, index, {});
     }
   }
 }
@@ -204,96 +182,57 @@ bool Reservation::await_work(Stream stream) const noexcept {
   }
 }
 
-void Reservation::undo(PoolLock& lock, Stream stream, const Arrival& arrival) noexcept {
-  if (arrival.runs.empty() || arrival.error) return;
-  try {
-    Departure departure = departing(arrival.runs);
-    bool over = true;
-    if (arrival.zeroing) {
-      const Waiting waiting(lock);
-      over = await_work(stream);
-    }
-    if (over) {
-      carry_out(departure);
-      enter(departure);
-    }
-  } catch (...) {
-    // No memory: they are given up.
-  }
-  for (const Run& run : arrival.runs) {
-    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-      if (is_mapped(at(run.row, index))) quarantine(run.row, index);
-    }
-  }
-}
-
 Reservation::Departure Reservation::departing(std::span<const Run> within) const {
   Departure departure;
-  std::vector<Run> copy_on_write, asleep;
-  std::vector<Run>* const of_kind[] = {&departure.runs, &copy_on_write, &asleep};
+  std::vector<Run> asleep;
+  // By state, so that each run has one; negative if asleep.
   const auto kind = [](Entry entry) {
+    const int state = 1 + static_cast<int>(entry.state());
+    if (is_leaving(entry)) return state;
     if (!is_mapped(entry)) return 0;
-    return !is_awake(entry) ? 3 : is_copy_on_write(entry) ? 2 : 1;
+    return is_awake(entry) ? state : -state;
   };
   for (const Run& run : within) {
-    each_run(run.row, run.indices, kind,
-             [&of_kind](const Run& some, int kind) { of_kind[kind - 1]->push_back(some); });
+    each_run(run.row, run.indices, kind, [&](const Run& some, int kind) {
+      (kind > 0 ? departure.runs : asleep).push_back(some);
+      departure.pages += some.indices.size();
+    });
   }
-  departure.writable = departure.runs.size();
-  departure.awake = departure.writable + copy_on_write.size();
-  departure.runs.insert(departure.runs.end(), copy_on_write.begin(), copy_on_write.end());
+  departure.awake = departure.runs.size();
   departure.runs.insert(departure.runs.end(), asleep.begin(), asleep.end());
-  for (const Run& run : departure.runs)
-    each_page(run, [&](const Page* page) { departure.handles.push_back(page->handle); });
-  departure.stuck.reserve(departure.handles.size());
   return departure;
 }
 
 void Reservation::carry_out(
     Departure& departure,
     std::optional<std::chrono::steady_clock::time_point> until) const noexcept {
-  const std::size_t at_once = until ? 1 : departure.awake;
   try {
-    std::vector<PageRun> batch;
-    std::span<const Handle> handles = departure.handles;
     while (departure.done < departure.awake) {
       if (until && departure.done != 0 && std::chrono::steady_clock::now() >= *until) return;
-      const bool writable = departure.done < departure.writable;
-      const std::size_t end = writable ? departure.writable : departure.awake;
-      batch.clear();
-      add_page_runs(batch,
-                    std::span(departure.runs)
-                        .subspan(departure.done, std::min(end - departure.done, at_once)),
-                    handles);
+      std::size_t end = departure.done;
+      const Address at = address(departure.runs[end]);
       std::size_t pages = 0;
-      for (const PageRun& run : batch) pages += run.handles.size();
-      const trace::Span span(trace::What::unmap, batch.front().at, pages * page_size_, base_);
-      driver_.unmap(batch, writable ? Access::writable : Access::copy_on_write);
-      departure.done += batch.size();
-      handles = handles.subspan(pages);
+      do {  // rows may touch
+        pages += departure.runs[end++].indices.size();
+      } while (end < departure.awake && address(departure.runs[end]) == at + pages * page_size_);
+      const trace::Span span(trace::What::unmap, at, pages * page_size_, base_);
+      driver_.unmap(at, pages);
+      departure.done = end;
     }
     departure.done = departure.runs.size();
-  } catch (const UndoFailed& error) {
-    departure.error = std::current_exception();
-    departure.stuck.assign(error.stuck.begin(), error.stuck.end());
   } catch (...) {
     departure.error = std::current_exception();
   }
 }
 
 void Reservation::enter(const Departure& departure) {
-  std::size_t refused = 0;
-  for (std::size_t i = 0; i < departure.runs.size(); ++i) {
-    const Run& run = departure.runs[i];
-    if (i < departure.done) {
-      departed(run, [this](Page* page) VT_LOCKED { pages_.drop(page); });
-      continue;
-    }
-    for (std::size_t index = run.indices.begin; index < run.indices.end; ++index) {
-      if (is_stuck(departure.stuck, refused++)) quarantine(run.row, index);
-    }
+  for (const Run& run : std::span(departure.runs).first(departure.done)) {
+    departed(run, [this](Page* page) VT_LOCKED { pages_.drop(page); });
   }
 }
+}
+
+void Reservation::keep_to_the_end(Page* page) noexcept { page->older = std::exchange(kept_, page); }
 
 void Reservation::replace(std::size_t row, std::size_t index, Page* page,
                           EntryState state) noexcept {
@@ -302,21 +241,18 @@ void Reservation::replace(std::size_t row, std::size_t index, Page* page,
   if (state == EntryState::writable) page->last_owner = owner_;
 }
 
-void Reservation::quarantine(std::size_t row, std::size_t index) noexcept {
-  Page* const page = at(row, index).page();
-  set(row, index, {page, EntryState::quarantined});
-  pages_.quarantine(page);
-}
-
-void Reservation::end(Reservation* host) noexcept {
-  if (quarantined() != 0) {
-    if (host != nullptr) host->add_quarantined(quarantined());
-    for_each([this](Entry entry, std::size_t, std::size_t) VT_LOCKED {
-      if (entry.page() != nullptr) pages_.drop(entry.page());
-    });
+void Reservation::end() noexcept {
+  while (kept_ != nullptr) {
+    Page* const page = std::exchange(kept_, kept_->older);
+    pages_.drop(page);
   }
   for (RowHome& home : homes_) pages_.close_home(home);
   homes_.clear();
+}
+
+void Reservation::check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const {
+  PageTable::check(uses, reachable);
+  for (const Page* page = kept_; page != nullptr; page = page->older) ++uses[page].entries;
 }
 
 void Reservation::event(trace::What what, Interval indices) const {

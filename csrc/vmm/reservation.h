@@ -5,13 +5,13 @@
 // without it, and entered with it again. The owner keeps other threads off these pages in between.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "base/interval.h"
@@ -38,10 +38,10 @@ class Reservation : public PageTable {
     EntryState state = EntryState::writable;  // that the entries get
     bool ahead = false;                       // for the mapper, which zeroes on the side stream
 
-    std::exception_ptr error;        // nothing is mapped then, except `stuck`
-    std::vector<std::size_t> stuck;  // indices in `pages`: what is mapped there is not known
-    bool zeroing = false;            // some pages had to be zeroed
-    FencePtr zeroed;                 // null if that is complete
+    std::exception_ptr error;
+    std::size_t mapped = 0;  // of `pages`, from the first on, if there is an error: they leave
+    bool zeroing = false;    // some pages had to be zeroed
+    FencePtr zeroed;         // null if that is complete
   };
   struct Arriving {
     Reservation* range;
@@ -50,14 +50,12 @@ class Reservation : public PageTable {
 
   // Pages to be unmapped.
   struct Departure {
-    std::vector<Run> runs;        // the writable ones first, those asleep last
-    std::size_t writable = 0;     // of the runs
-    std::size_t awake = 0;        // the same, with the copy-on-write ones
-    std::vector<Handle> handles;  // run after run
+    std::vector<Run> runs;  // those asleep last
+    std::size_t awake = 0;  // of the runs
+    std::size_t pages = 0;
 
-    std::size_t done = 0;  // of the runs
+    std::size_t done = 0;  // of the runs, up to the first refusal
     std::exception_ptr error;
-    std::vector<std::size_t> stuck;  // pages in runs[done...]
   };
 
   // `patience` bounds each wait (I12).
@@ -91,7 +89,8 @@ class Reservation : public PageTable {
 
   // Pages of others, row after row, to be mapped copy-on-write at `indices` of every row.
   Arrival shared(Interval indices, std::vector<Page*> pages) const;
-  // The three steps, for several ranges in one batch, all or none. Throws what the driver does.
+  // The three steps, for several ranges in one batch. Throws what the driver does; what it had
+  // mapped leaves then.
   static void map(PoolLock& lock, std::span<const Arriving> all, Stream stream, bool populate)
       VT_LOCKED;
   void map(PoolLock& lock, Arrival& arrival, Stream stream, bool populate) VT_LOCKED;
@@ -102,10 +101,9 @@ class Reservation : public PageTable {
   // Maps them, zeroes what their last owners left, and makes their memory present if `populate`.
   // Requires: all are given and get one state, or none is given.
   static void carry_out(std::span<const Arriving> all, Stream stream, bool populate) noexcept;
-  // Enters pages that have arrived, or gives them back.
+  // Enters pages that have arrived. After an error the mapped ones leave, and the others are given
+  // back.
   void enter(const Arrival& arrival) VT_LOCKED;
-  // Unmaps pages that have arrived for an operation that failed afterwards.
-  void undo(PoolLock& lock, Stream stream, const Arrival& arrival) noexcept VT_LOCKED;
 
   // -- unmapping
 
@@ -115,17 +113,17 @@ class Reservation : public PageTable {
   void carry_out(Departure& departure, std::optional<std::chrono::steady_clock::time_point> until =
                                            std::nullopt) const noexcept;
   void enter(const Departure& departure) VT_LOCKED;
-  // What is mapped there is not known: it is counted, never used and never unmapped.
-  void quarantine(std::size_t row, std::size_t index) noexcept VT_LOCKED;
-  // Nothing is mapped any more. What is quarantined keeps its page in its pool, and its addresses,
-  // which lie in `host` if that is not null.
-  void end(Reservation* host) noexcept VT_LOCKED;
+  // Nothing is mapped any more, and all work is over.
+  void end() noexcept VT_LOCKED;
 
   // -- steps of copy_on_write.h
 
   // Adds `n` free pages for the row, to be mapped after `previous`.
   void take(std::size_t row, const Page* previous, std::size_t n, std::vector<Page*>& out)
       VT_LOCKED;
+  // A copy into a page that was taken for the range has not ended: nothing else gets the page
+  // before the range ends.
+  void keep_to_the_end(Page* page) noexcept VT_LOCKED;
   // `page` has been remapped to a mapped entry, which takes over a reference unless it had the
   // page.
   void replace(std::size_t row, std::size_t index, Page* page, EntryState state) noexcept VT_LOCKED;
@@ -140,6 +138,8 @@ class Reservation : public PageTable {
   // zeroing.
   std::vector<Run> unclean_in(Interval indices, std::size_t most = SIZE_MAX) const VT_LOCKED;
   void make_clean(std::span<const Run> runs, Stream stream) VT_LOCKED;
+
+  void check(std::unordered_map<const Page*, PageUse>& uses, bool reachable) const VT_LOCKED;
 
   // Records an event of `indices` of every row.
   void event(trace::What what, Interval indices) const;
@@ -162,11 +162,7 @@ class Reservation : public PageTable {
   std::uint64_t owner_ = kNoOwner;
   std::vector<RowHome> homes_ VT_GUARDED;
   bool stitched_ VT_GUARDED = false;
+  Page* kept_ VT_GUARDED = nullptr;  // to the end, each the `older` of the one before
 };
-
-// Of the indices that an UndoFailed names, in their order.
-inline bool is_stuck(std::span<const std::size_t> stuck, std::size_t i) {
-  return std::binary_search(stuck.begin(), stuck.end(), i);
-}
 
 }  // namespace vtensor

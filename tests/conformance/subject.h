@@ -75,14 +75,16 @@ bool is_available() {
   return false;
 }
 
-// One run or one page at a time.
+// One run or one page at a time; whole or not at all.
 inline void map_run(Driver& driver, Address at, std::span<const Handle> handles, Access access) {
   const PageRun run{at, handles};
-  driver.map({&run, 1}, access);
-}
-inline void unmap_run(Driver& driver, Address at, std::span<const Handle> handles, Access access) {
-  const PageRun run{at, handles};
-  driver.unmap({&run, 1}, access);
+  std::size_t mapped = 0;
+  try {
+    driver.map({&run, 1}, access, mapped);
+  } catch (...) {
+    if (mapped != 0) driver.unmap(at, mapped);
+    throw;
+  }
 }
 inline void copy_page(Driver& driver, Handle to, Address from) {
   const PageCopy copy{to, from};
@@ -138,9 +140,7 @@ class Bench {
   void map(Address at, std::span<const Handle> handles, Access access) {
     map_run(*driver, at, handles, access);
   }
-  void unmap(Address at, std::span<const Handle> handles, Access access) {
-    unmap_run(*driver, at, handles, access);
-  }
+  void unmap(Address at, std::size_t n) { driver->unmap(at, n); }
 
   std::uint64_t calls() const {
     std::uint64_t sum = 0;
@@ -161,7 +161,7 @@ class Bench {
     const Address at = driver->reserve(1);
     this->map(at, {&handle, 1}, Access::writable);
     look(at);
-    this->unmap(at, {&handle, 1}, Access::writable);
+    this->unmap(at, 1);
     driver->free_range(at, 1);
   }
 };

@@ -64,7 +64,7 @@ TEST_CASE("a run of pages is mapped with one set-access and unmapped with one ca
         }) == Calls{5, 1, 1});
   CHECK(calls([&] { driver.remap(range, to, Access::copy_on_write, to, Access::copy_on_write); }) ==
         Calls{0, 0, 0});
-  CHECK(calls([&] { unmap_run(driver, range, to, Access::copy_on_write); }) == Calls{0, 0, 1});
+  CHECK(calls([&] { driver.unmap(range, to.size()); }) == Calls{0, 0, 1});
   driver.free_range(range, 5);
 }
 
@@ -92,7 +92,7 @@ TEST_CASE("a device without read-only mappings keeps shared pages writable, and 
   driver->remap(range, {&handle, 1}, Access::copy_on_write, {&handle, 1}, Access::writable);
   driver->remap(range, {&handle, 1}, Access::writable, {&handle, 1}, Access::copy_on_write);
   CHECK(sets() == 4);
-  unmap_run(*driver, range, {&handle, 1}, Access::copy_on_write);
+  driver->unmap(range, 1);
 }
 
 TEST_CASE("a refused set-access of another kind is no sign that read-only is not known") {
@@ -103,7 +103,7 @@ TEST_CASE("a refused set-access of another kind is no sign that read-only is not
   CHECK_THROWS_AS(bench.map(range, handles, Access::copy_on_write), DriverError);
   bench.map(range, handles, Access::copy_on_write);
   CHECK_FALSE(SimulatedCuda::stores(range));
-  bench.unmap(range, handles, Access::copy_on_write);
+  bench.unmap(range, handles.size());
 }
 
 TEST_CASE("the thread keeps the context that it had") {
@@ -197,7 +197,7 @@ TEST_CASE("the page size is a multiple of the granularity, 2 MiB or more by defa
     map_run(*driver, range, {&handle, 1}, Access::writable);
     zero_now(*driver, range, 3 * kPageSize);
     CHECK(HostPages::holds(range, 3 * kPageSize, 0));
-    unmap_run(*driver, range, {&handle, 1}, Access::writable);
+    driver->unmap(range, 1);
   }
   asked.page_size = kPageSize / 2;
   check_refused<InvalidArgument>(asked, "", "a page size of 32768 bytes");
@@ -248,7 +248,7 @@ TEST_CASE("opening that is refused at any call leaves nothing") {  // I8, I14
   }
 }
 
-TEST_CASE("the driver's end unmaps what quarantine left mapped") {  // I14
+TEST_CASE("the driver's end unmaps what is left mapped") {  // I14
   {
     Bench<SimulatedCuda> bench;
     const auto handles = bench.make_handles(3, 1);
@@ -318,7 +318,7 @@ TEST_CASE("no call is made that the driver must refuse, up to the driver's end")
     const Address range = bench.driver->reserve(1);
     bench.map(range, {&handles[0], 1}, Access::writable);
     copy_page(*bench.driver, handles[1], range);
-    bench.unmap(range, {&handles[0], 1}, Access::writable);
+    bench.unmap(range, 1);
     bench.driver->free_range(range, 1);
     bench.driver->destroy(handles[1], 1);  // a handle must not be released twice
   }

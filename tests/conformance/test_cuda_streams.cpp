@@ -301,7 +301,7 @@ TEST_CASE("the driver's end gives back what a late copy had, or leaves it to a c
         control.release(stream);
         const FencePtr fence = bench.driver->fence(bench.driver->side_stream());
         CHECK(bench.driver->passed(*fence));  // what reads the source
-        bench.unmap(range, {&handles[0], 1}, Access::writable);
+        bench.unmap(range, 1);
         bench.driver->free_range(range, 1);
       }
       const auto start = std::chrono::steady_clock::now();
@@ -344,7 +344,7 @@ TEST_CASE("a clean end does not wait for the device") {
   s.control.hold(s.one.number());
   CHECK(s.control.launch(s.one.number(), s.range, 0, 0) == CUDA_SUCCESS);
   copy_page(*s.driver, s.driver->create(1), s.range);
-  s.unmap(s.range, s.handles, Access::writable);
+  s.unmap(s.range, s.handles.size());
   s.driver->free_range(s.range, 2);
   const std::uint64_t before = s.control.calls("cuCtxSynchronize");
   s.driver.reset();
@@ -357,9 +357,9 @@ TEST_CASE("what is unmapped too early is seen") {
   s.control.hold(s.one.number());
   s.launch(s.one, 0, 7);
   const FencePtr fence = s.driver->fence(s.one.stream());
-  s.unmap(s.range + kPageSize, {&s.handles[1], 1}, Access::writable);  // nobody is there
+  s.unmap(s.range + kPageSize, 1);  // nobody is there
   CHECK(s.control.illegal_accesses() == 0);
-  s.unmap(s.range, {&s.handles[0], 1}, Access::writable);
+  s.unmap(s.range, 1);
   CHECK(s.control.illegal_accesses() == 1);
   s.control.release(s.one.number());
   CHECK_THROWS_AS(s.driver->passed(*fence), DriverError);

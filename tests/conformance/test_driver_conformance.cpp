@@ -59,13 +59,13 @@ TEST_CASE_TEMPLATE("bytes written through a mapping are its handles' bytes", T, 
   CHECK(bench.holds(at, 1, 2));
   CHECK(bench.holds(at, 2, 1));
   bench.fill(at, 1, 9);
-  bench.unmap(at, handles, Access::writable);
+  bench.unmap(at, handles.size());
   CHECK(bench.is_marked(handles[1], 9));
   // I2: the memory stays with the handle, and the range takes new mappings.
   bench.map(range, handles, Access::writable);
   CHECK(bench.holds(range, 0, 3));
   CHECK(bench.holds(range, 1, 9));
-  bench.unmap(range, handles, Access::writable);
+  bench.unmap(range, handles.size());
   bench.driver->free_range(range, 4);
 }
 
@@ -76,16 +76,16 @@ TEST_CASE_TEMPLATE("part of what was mapped in one call is unmapped alone", T, S
   const Address range = bench.driver->reserve(4);
   bench.map(range, handles, Access::writable);
   const std::span<const Handle> middle = std::span(handles).subspan(1, 2);
-  bench.unmap(range + bench.page_size, middle, Access::writable);
+  bench.unmap(range + bench.page_size, middle.size());
   CHECK(bench.holds(range, 0, 1));
   CHECK(bench.holds(range, 3, 4));
   bench.map(range + bench.page_size, middle, Access::copy_on_write);
   for (std::size_t i = 0; i < 4; ++i)
     CHECK(bench.holds(range, i, static_cast<std::uint8_t>(i + 1)));
   // One unmap over mappings that were made apart.
-  bench.unmap(range + bench.page_size, middle, Access::copy_on_write);
+  bench.unmap(range + bench.page_size, middle.size());
   bench.map(range + bench.page_size, middle, Access::writable);
-  bench.unmap(range, handles, Access::writable);
+  bench.unmap(range, handles.size());
   bench.driver->free_range(range, 4);
 }
 
@@ -98,10 +98,10 @@ TEST_CASE_TEMPLATE("one handle mapped twice is one memory", T, SUBJECTS) {
   bench.map(b, handles, Access::writable);
   bench.fill(a, 0, 7);
   CHECK(bench.holds(b, 0, 7));
-  bench.unmap(a, handles, Access::writable);
+  bench.unmap(a, handles.size());
   bench.fill(b, 0, 8);
   CHECK(bench.holds(b, 0, 8));
-  bench.unmap(b, handles, Access::writable);
+  bench.unmap(b, handles.size());
   CHECK(bench.is_marked(handles[0], 8));
   bench.driver->free_range(a, 1);
   bench.driver->free_range(b, 1);
@@ -129,8 +129,8 @@ TEST_CASE_TEMPLATE("a store to a copy_on_write page never reaches the handle", T
   CHECK(bench.holds(a, 0, 1));
   CHECK(bench.holds(b, 0, 1));
   CHECK(bench.holds(b, 1, 2));
-  bench.unmap(a, handles, Access::copy_on_write);
-  bench.unmap(b, handles, Access::copy_on_write);
+  bench.unmap(a, handles.size());
+  bench.unmap(b, handles.size());
   CHECK(bench.is_marked(handles[0], 1));
   CHECK(bench.is_marked(handles[1], 2));
   bench.driver->free_range(a, 2);
@@ -163,7 +163,7 @@ TEST_CASE_TEMPLATE("remap changes access, handles, or both", T, SUBJECTS) {
   CHECK(bench.holds(range, 0, 13));
   CHECK(bench.holds(range, 1, 2));
   CHECK(bench.holds(range, 2, 11));
-  bench.unmap(range, mixed, Access::writable);
+  bench.unmap(range, mixed.size());
   for (std::size_t i = 0; i < 3; ++i)
     CHECK(bench.is_marked(from[i], static_cast<std::uint8_t>(i + 1)));
   bench.driver->free_range(range, 3);
@@ -183,7 +183,7 @@ TEST_CASE_TEMPLATE("zero clears what it is told", T, SUBJECTS) {  // I7
   CHECK(T::holds(range, bench.page_size / 2, 1));
   CHECK(T::holds(range + bench.page_size / 2, bench.page_size + 3, 0));
   CHECK(bench.holds(range, 2, 3));
-  bench.unmap(range, handles, Access::writable);
+  bench.unmap(range, handles.size());
   bench.driver->free_range(range, 3);
 }
 
@@ -202,12 +202,12 @@ TEST_CASE_TEMPLATE("copy_pages copies what the mapping shows", T, SUBJECTS) {
     CHECK(bench.is_marked(to[1], 9));
     CHECK(bench.is_marked(from[0], 1));
   }
-  bench.unmap(range, from, Access::copy_on_write);
+  bench.unmap(range, from.size());
   bench.map(range, from, Access::writable);
   bench.fill(range, 0, 33);
   copy_page(*bench.driver, to[1], range);
   CHECK(bench.is_marked(to[1], 33));
-  bench.unmap(range, from, Access::writable);
+  bench.unmap(range, from.size());
   bench.driver->free_range(range, 2);
 }
 
@@ -236,7 +236,7 @@ TEST_CASE_TEMPLATE("populate and quiesce leave memory as it is", T, SUBJECTS) {
   bench.driver->quiesce();
   CHECK(bench.holds(range, 0, 1));
   CHECK(bench.holds(range, 1, 2));
-  bench.unmap(range, handles, Access::writable);
+  bench.unmap(range, handles.size());
   bench.driver->free_range(range, 2);
 }
 
@@ -250,7 +250,7 @@ TEST_CASE_TEMPLATE("the driver's end gives back the handles that are left", T, S
     const Address range = bench.driver->reserve(1);
     bench.map(range, std::span(handles).first(1), Access::writable);
     copy_page(*bench.driver, handles[1], range);
-    bench.unmap(range, std::span(handles).first(1), Access::writable);
+    bench.unmap(range, 1);
     bench.driver->free_range(range, 1);
   }
   CHECK(T::leaks() == before);
@@ -269,7 +269,7 @@ TEST_CASE_TEMPLATE("threads work on ranges of their own", T, SUBJECTS) {
         bench.map(range, mine, Access::writable);
         copy_page(*bench.driver, mine[1], range);
         bench.driver->remap(range, mine, Access::writable, mine, Access::copy_on_write);
-        bench.unmap(range, mine, Access::copy_on_write);
+        bench.unmap(range, mine.size());
         bench.driver->free_range(range, 2);
       }
     });
@@ -311,7 +311,7 @@ TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUB
     failures += refused([&] { copy_page(driver, handles[0], range); });
     failures += refused([&] { T::open(); });
     // Giving back is silent: it is the parent's.
-    unmap_run(driver, range, handles, Access::writable);
+    driver.unmap(range, handles.size());
     driver.destroy(handles[0], 1);
     driver.free_range(range, 1);
     failures += bench.calls() != before;
@@ -323,6 +323,6 @@ TEST_CASE_TEMPLATE("a forked child is refused, and makes no driver call", T, SUB
   REQUIRE(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 0);
   CHECK(bench.holds(range, 0, 1));
-  bench.unmap(range, handles, Access::writable);
+  bench.unmap(range, handles.size());
   bench.driver->free_range(range, 1);
 }

@@ -33,28 +33,25 @@ inline void come_to_rest(PagePool& pool) {
   }
 }
 
-// Once all that used it has left: nothing is, but for what refused calls have cost.
-inline PoolCounts check_end(PagePool& pool, bool refused) {
+// Once all that used it has left: nothing is.
+inline PoolCounts check_end(PagePool& pool) {
   pool.retire();
   pool.wait_idle(kPatience);
   pool.check_invariants();
   const PoolCounts left = pool.counts();
   CHECK(left.mapped == 0);  // I14
-  CHECK(left.used == left.quarantined);
-  CHECK((left.quarantined == 0 || refused));
+  CHECK(left.used == 0);
   return left;
 }
 
-// The mapper may be the last to let the pool go, and the next one begins the simulation anew. What
-// refused calls have lost is like what is still on its way.
+// The mapper may be the last to let the pool go, and the next one begins the simulation anew.
 template <class T>
-void check_let_go(const std::weak_ptr<PagePool>& last, bool refused) {
+void check_let_go(const std::weak_ptr<PagePool>& last) {
   const auto until = std::chrono::steady_clock::now() + kPatience;
-  while ((!last.expired() || (!refused && T::leaks() != "")) &&
-         std::chrono::steady_clock::now() < until)
+  while ((!last.expired() || T::leaks() != "") && std::chrono::steady_clock::now() < until)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  if (refused) std::this_thread::sleep_for(std::chrono::milliseconds(50));
   CHECK(last.expired());
+  CHECK(T::leaks() == "");
 }
 
 }  // namespace vtensor::hammered

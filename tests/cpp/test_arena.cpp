@@ -118,10 +118,6 @@ Outcome drive(const std::shared_ptr<PagePool>& pool, unsigned seed) {
       ++outcome.refused;
     } catch (const DriverError&) {
       ++outcome.refused;
-    } catch (const Error&) {
-      ++outcome.refused;
-      if (engine) outcome.wrong += engine->wrong;
-      engine.reset();  // pages of it were lost for good
     }
     if (engine) outcome.wrong += std::exchange(engine->wrong, 0);
   }
@@ -156,10 +152,10 @@ void hammer(PoolOptions options, bool refuse) {
       CHECK(outcome.refused < 800);
     }
     hammered::come_to_rest(*pool);
-    hammered::check_end(*pool, refuse);
+    hammered::check_end(*pool);
     last = pool;
   }
-  hammered::check_let_go<T>(last, refuse);
+  hammered::check_let_go<T>(last);
 }
 
 }  // namespace

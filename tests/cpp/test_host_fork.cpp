@@ -103,7 +103,7 @@ TEST_CASE_FIXTURE(HostFixture,
           });
           if (allowed != -1) return 10 + allowed;
           // What destructors use does nothing.
-          unmap_run(*driver, range, one, Access::writable);
+          driver->unmap(range, one.size());
           driver->destroy(h, 1);
           driver->free_range(range, 4);
           if (calls_before != calls(Call::mmap) + calls(Call::munmap) + calls(Call::pwrite))
@@ -114,7 +114,7 @@ TEST_CASE_FIXTURE(HostFixture,
   CHECK(byte_at(range) == 1);
   CHECK(bytes_in_memfd() > 0);
   byte_at(range + 1) = 2;
-  unmap_run(*driver, range, one, Access::writable);
+  driver->unmap(range, one.size());
   map_run(*driver, range, one, Access::writable);
   CHECK(byte_at(range + 1) == 2);
 }
@@ -175,7 +175,7 @@ TEST_CASE("a fork beside threads that map and unmap takes all of every driver") 
         map_run(driver, ranges[t], scattered(h, 64), Access::writable);
         driver.remap(ranges[t], scattered(h, 64), Access::writable, adjacent(h, 64),
                      Access::writable);
-        unmap_run(driver, ranges[t], adjacent(h, 64), Access::writable);
+        driver.unmap(ranges[t], 64);
       }
     });
   }

@@ -133,10 +133,10 @@ TEST_CASE("a map that would pass the limit on mappings is refused, and says so")
   SUBCASE("what takes no more mappings still goes") {
     driver->remap(range, scattered(h, mapped), Access::writable, scattered(h + 1, mapped),
                   Access::writable);
-    unmap_run(*driver, range, scattered(h + 1, mapped), Access::writable);
+    driver->unmap(range, mapped);
   }
   SUBCASE("after room was made it goes again") {
-    unmap_run(*driver, range, scattered(h, mapped), Access::writable);
+    driver->unmap(range, mapped);
     limit.count(range, 2000);
     map_run(*driver, range, scattered(h, mapped), Access::writable);
   }
@@ -196,7 +196,7 @@ TEST_CASE("near the kernel's limit the driver keeps headroom, and can always unm
   CHECK(contains(error.what(), "vm.max_map_count"));
   CHECK(maps_of(range, 2 * kPages * kPage) == before);
   for (std::size_t i = 1; i < 200; i += 2) {  // each splits a merged mapping
-    unmap_run(*driver, range + i * kPage, {{h + i}}, Access::writable);
+    driver->unmap(range + i * kPage, 1);
   }
   CHECK(memfd_mappings(range, 2 * kPages * kPage) == 101);
   driver->free_range(range, 2 * kPages);
@@ -240,18 +240,18 @@ TEST_CASE("at the kernel's limit a refusal leaves all as it was, and taking down
     CHECK(driver->meter().count(ThreadRole::caller, Call::mmap) > made_before);
     // Close: first pages out of the middle, then all. More than one can be split off.
     for (std::size_t i = 1; i < 20; i += 2) {
-      unmap_run(*driver, range + i * kPage, {{from[i]}}, Access::writable);
+      driver->unmap(range + i * kPage, 1);
     }
     for (std::size_t i = 0; i < 20; i += 2) {
       CHECK(byte_at(range + i * kPage) == 7);
-      unmap_run(*driver, range + i * kPage, {{from[i]}}, Access::writable);
+      driver->unmap(range + i * kPage, 1);
     }
     for (std::size_t i = 20; i < 100; ++i) CHECK(byte_at(range + i * kPage) == 7);
   }
   CHECK(contains(message, "vm.max_map_count"));
   map_run(*driver, range, std::span(from).first(20), Access::writable);
   CHECK(maps_of(range, kPages * kPage) == before);
-  unmap_run(*driver, range, from, Access::writable);
+  driver->unmap(range, from.size());
   driver->free_range(range, kPages);
 }
 
@@ -282,7 +282,7 @@ TEST_CASE("a limit on addresses is named") {
             const Handle h = driver->create(1000);
             map_run(*driver, range, adjacent(h, 1000), Access::writable);
             byte_at(range) = 1;
-            unmap_run(*driver, range, adjacent(h, 1000), Access::writable);
+            driver->unmap(range, 1000);
             return 0;
           }
           return 3;

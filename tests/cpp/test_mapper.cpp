@@ -148,9 +148,6 @@ Outcome drive(const std::shared_ptr<PagePool>& pool, Views& views, unsigned seed
       ++outcome.refused;
     } catch (const DriverError&) {
       ++outcome.refused;
-    } catch (const Error&) {
-      ++outcome.refused;
-      owner.reset();  // pages of it were lost for good
     }
     if (owner) {
       outcome.wrong += owner->strangers + !owner->whole();
@@ -196,7 +193,7 @@ void hammer(const Load& load) {
   while (views.drop()) {
   }
   hammered::come_to_rest(*pool);
-  hammered::check_end(*pool, load.refuse);
+  hammered::check_end(*pool);
 }
 
 // Waits, with a bound, until the mapper came to rest.

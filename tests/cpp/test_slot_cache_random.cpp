@@ -52,15 +52,11 @@ class Machine {
         ++refused_;
       } catch (const InvalidArgument&) {
         ++refused_;  // what windows do not allow
-      } catch (const Error&) {
-        lost_ = true;  // what says that pages were
       }
       bench_.pool->driver().meter().disarm();
       if (refuse_) {
-        lost_ |= bench_.pool->counts().quarantined != 0;
-        REQUIRE((!lost_ || bench_.pool->counts().quarantined != 0));
         CHECK_NOTHROW(bench_.pool->check_invariants());
-        if (lost_) break;  // from here on pages may be missing: the next machine goes on
+        if (bench_.pool->store().broken()) break;  // the next machine goes on
       }
       if (i % 64 == 0 || refuse_) bench_.check();
       if (i % 100'000 == 99'999 && operations > 1'000'000) {
@@ -75,7 +71,7 @@ class Machine {
     // Handles are used again, and not made anew for ever: the most is a thousand.
     if (!T::is_cuda) CHECK(bench_.pool->driver().create(1) < 4'000);
     if (settled_ != 0) CHECK(resident() < settled_ + (std::size_t{16} << 20));
-    bench_.finish(lost_);
+    bench_.finish();
     return done_;
   }
   std::size_t refused() const { return refused_; }
@@ -222,7 +218,6 @@ class Machine {
   std::mt19937 random_;
   const bool refuse_;
   std::deque<std::vector<Token>> prompts_;  // published not long ago
-  bool lost_ = false;
   std::size_t done_ = 0, refused_ = 0, stepped_ = 0, found_ = 0, returned_ = 0;
   std::size_t settled_ = 0;  // bytes resident once caches are warm; of long runs
 };

@@ -150,7 +150,7 @@ def counts_of(pool) -> dict[str, int]:
     pool.trim()  # what freed tensors left for the next one is no leak
     pool.wait_idle(timeout=10)
     stats = pool.stats()
-    names = ("pages_used", "pages_mapped", "nbytes_reserved", "tensors", "pages_quarantined")
+    names = ("pages_used", "pages_mapped", "nbytes_reserved", "tensors")
     return {name: getattr(stats, name) for name in names if getattr(stats, name)}
 
 

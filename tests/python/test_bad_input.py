@@ -28,7 +28,6 @@ def state(pool, *tensors):
             "pages_mapped",
             "pages_active",
             "pages_pinned",
-            "pages_quarantined",
             "nbytes_reserved",
             "tensors",
         )

@@ -49,7 +49,7 @@ class MapperMachine(Machine):
     def facts(self, pool):
         """What no refused operation changes: lengths, addresses, what is needed."""
         stats = pool.stats()
-        counts = (stats.pages_active, stats.pages_quarantined, stats.tensors)
+        counts = (stats.pages_active, pool.broken, stats.tensors)
         return counts, super().facts(pool)[1]
 
     def attempt(self, pool, operation, fail):
@@ -184,7 +184,7 @@ class MapperMachine(Machine):
     def check_counts(self, pool):
         stats = check_sums(pool)
         assert stats.pages_active == self.needed_and_held(pool)[0]  # I4
-        assert stats.pages_quarantined == 0
+        assert pool.broken is None
         assert stats.tensors == sum(t.pool is pool for t in self.tensors)
         assert 0 <= stats.pages_cached <= self.cache
         testing.check_invariants(pool)  # I3, I5, I6

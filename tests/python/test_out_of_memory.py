@@ -76,7 +76,7 @@ def test_a_device_without_memory(sim, stream_pool, emptied, full, name, ahead):
     assert emptied == [1]
     after = pool.stats()
     assert (t.length, after.pages_active, after.tensors) == (8, before.pages_active, before.tensors)
-    assert same_bytes(t, data) and after.pages_quarantined == 0
+    assert same_bytes(t, data)
     testing.check_invariants(pool)
     full(None)
     GROW[name](t, pool)  # the next call works

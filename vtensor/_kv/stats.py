@@ -26,7 +26,6 @@ class KVCacheStats:
         slots_used: slots of requests whose pages are here.
         slots_free: slots that :meth:`KVCache.alloc` can give.
         slots_swapped: slots of requests whose pages are in host memory.
-        slots_lost: free slots that were given up after a driver call that could not be undone (I8).
         tokens: tokens of the slots in use.
         unit: tokens of the smallest prefix that requests can share.
         page_tokens: tokens in one page; those of the largest tokens, if they differ.
@@ -53,7 +52,6 @@ class KVCacheStats:
     slots_used: int
     slots_free: int
     slots_swapped: int
-    slots_lost: int = field(repr=False)
     tokens: int
     unit: int = field(repr=False)
     page_tokens: int = field(repr=False)
@@ -92,7 +90,6 @@ def count(core: _core.CacheCore, layout: CacheLayout, pool: Pool) -> KVCacheStat
         slots_used=states.count(USED),
         slots_free=states.count(FREE),
         slots_swapped=states.count(SWAPPED),
-        slots_lost=counts.lost,
         tokens=sum(lengths),
         unit=core.unit,
         page_tokens=layout.page_tokens(size),

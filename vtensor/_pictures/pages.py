@@ -21,7 +21,6 @@ COLOURS = {
     "cached": "#a9b665",
     "pinned": "#e0a33e",
     "private": "#d9647a",
-    "quarantined": "#9c2c2c",
     "reserved": "#c9d1d6",
 }
 """The states of a page, most important first. The colours suit light and dark backgrounds."""
@@ -33,12 +32,11 @@ MEANINGS = {
     "cached": "left by freed tensors for the next",
     "pinned": "kept by views or by work that may use it",
     "private": "shared once, written since",
-    "quarantined": "given up after a refused driver call",
     "reserved": "addresses without memory",
 }
 
 # A cell that covers several pages shows the first of these states among them.
-_TELLING = ("quarantined", "private", "shared", "pinned", "mapped", "cached", "prefetched", "reserved")
+_TELLING = ("private", "shared", "pinned", "mapped", "cached", "prefetched", "reserved")
 
 
 class PageRun(NamedTuple):

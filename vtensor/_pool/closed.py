@@ -16,6 +16,7 @@ class ClosedPool:
         self._pool = _core.WeakPool(core)
         self._calls, self._events = core.driver_calls(), core.events()
         self.page_size, self.budget_pages, self.device = core.page_size, core.budget_pages, core.device
+        self.broken = core.broken
 
     def leave_mapper(self) -> None:
         self._pool.leave_mapper()
@@ -36,7 +37,7 @@ class ClosedPool:
 
     def trim(self) -> int:
         pool = self._pool.get()
-        return 0 if pool is None else pool.trim()
+        return 0 if pool is None or self.broken is not None else pool.trim()
 
     def wait_idle(self, seconds: float) -> None:
         pool = self._pool.get()

@@ -17,7 +17,7 @@ from vtensor._base.processes import STORAGE_METHODS
 from vtensor.pool import Pool
 from vtensor.tensor import VTensor
 
-_WHAT = ("tensors", "pages_active", "pages_pinned", "pages_quarantined", "nbytes_reserved")
+_WHAT = ("tensors", "pages_active", "pages_pinned", "nbytes_reserved")
 _SECONDS = 10.0
 _MOST_VIEWS = 8
 
@@ -77,7 +77,7 @@ class Look:
 def assert_no_leaks(*pools: Pool) -> Iterator[None]:
     """Asserts that the ``with`` gives back the memory that it takes (I14).
 
-    At its end there must be no more open tensors, active, pinned or quarantined pages and reserved addresses
+    At its end there must be no more open tensors, active or pinned pages and reserved addresses
     than at its beginning. The check trims the pools, waits for the mapper, and collects garbage if something
     is left. If the ``with`` raises, nothing is asserted, because the traceback keeps the variables of its
     frames alive.

@@ -86,7 +86,6 @@ class World:
             stats.pages_mapped,
             stats.pages_active,
             stats.pages_pinned,
-            stats.pages_quarantined,
             stats.nbytes_reserved,
             stats.tensors,
         )
@@ -277,7 +276,7 @@ class World:
         needed, held = self.needed_and_held(pool)
         assert stats.pages_active == needed  # I4
         assert stats.pages_pinned == held, (stats.pages_pinned, held)
-        assert (stats.pages_prefetched, stats.pages_cached, stats.pages_quarantined) == (0, 0, 0)
+        assert (stats.pages_prefetched, stats.pages_cached) == (0, 0)
         assert stats.pages_mapped == needed + held
         assert stats.nbytes_mapped == stats.pages_mapped * pool.page_size
         assert stats.pages_used + stats.pages_over - stats.pages_private <= stats.pages_mapped

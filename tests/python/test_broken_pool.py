@@ -1,0 +1,275 @@
+"""A broken pool: replaced pages could not be put back (I8). Every operation says so, every wait ends, what
+was mapped stays readable and counted, other pools go on, and the pool's end gives everything back."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+
+import pytest
+import torch
+
+import vtensor
+from kv_support import make_cache
+from support import (
+    check_sums,
+    eventually,
+    filled,
+    memfds,
+    open_pool,
+    quarter,
+    run_snippet,
+    simcuda_control,
+    simcuda_disarm,
+)
+from vtensor import testing
+
+ROWS = 2
+
+
+def to_break(pool):
+    """Tensors whose pages a refused operation of `breaks` leaves replaced in part."""
+    t = quarter(pool, 9, rows=(ROWS,))
+    t[0].fill_(1)
+    t[1].fill_(2)
+    return t, t.fork()
+
+
+def breaks(pool, tensors):
+    """Breaks the pool: some page is replaced, and then every replacement is refused, the undoing's too."""
+    for skip in range(100):
+        if pool.device.type == "cpu":
+            refused, operate = testing.fail_after(pool, skip, 1_000_000), lambda: tensors[1].reindex([1, 0])
+        else:
+            refused, operate = no_more_maps(skip), lambda: tensors[1].unshare(0, 9)
+        with refused, contextlib.suppress(vtensor.DriverError):
+            operate()
+        if pool.broken is not None:
+            return
+    raise AssertionError("no refusal broke the pool")
+
+
+@contextlib.contextmanager
+def no_more_maps(skip):
+    fail = simcuda_control().simcuda_fail
+    fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
+    assert fail(b"cuMemMap", skip, 1_000_000, 999) == 0
+    yield
+    simcuda_disarm()
+
+
+OPERATIONS = {
+    "empty": lambda pool, t: quarter(pool, 3),
+    "extend": lambda pool, t: t.extend(20),
+    "extend_within_a_page": lambda pool, t: t.extend(1),
+    "append": lambda pool, t: t.append(torch.ones(1, 1024, dtype=torch.uint8)),
+    "shrink": lambda pool, t: t.shrink(3),
+    "truncate": lambda pool, t: t.truncate(0),
+    "prepare": lambda pool, t: t.prepare(30),
+    "fork": lambda pool, t: t.fork(),
+    "unshare": lambda pool, t: t.unshare(0, 1),
+    "reallocate": lambda pool, t: t.reallocate(80),
+    "alias": lambda pool, t: t.alias(),
+    "lease": lambda pool, t: vtensor.lease(t).__enter__(),
+    "cache": lambda pool, t: make_cache(pool),
+    "arena": lambda pool, t: vtensor.Arena(1 << 16, pool=pool),
+    "trim": lambda pool, t: pool.trim(),
+    "wait_idle": lambda pool, t: pool.wait_idle(),
+    "budget": lambda pool, t: setattr(pool, "budget", 1 << 20),
+    "sleep": lambda pool, t: pool.sleep(contents="host"),
+    "wake": lambda pool, t: pool.wake(),
+}
+
+
+def test_every_operation_raises_the_first_cause(pool_factory, kind):
+    pool = pool_factory(kind)
+    beside, tensors = filled(pool, 5, 7, when_full="move"), to_break(pool)
+    view = beside[1:3]
+    breaks(pool, tensors)
+    assert "could not be undone" in pool.broken and "broken" in repr(pool)
+    before = check_sums(pool)
+    for name, operate in OPERATIONS.items():
+        with pytest.raises(vtensor.DriverError) as raised:
+            operate(pool, beside)
+        assert str(raised.value) == pool.broken, name
+        assert raised.value.call in ("mmap", "cuMemMap") and raised.value.code != 0
+        del raised  # its traceback keeps what it went through alive
+        assert beside.length == 5 and beside.eq(7).all() and view.eq(7).all(), name
+    after = check_sums(pool)
+    testing.check_invariants(pool)
+    assert (after.pages_used, after.pages_mapped) == (before.pages_used, before.pages_mapped)
+    assert after.tensors == before.tensors == 3
+    assert after.driver_calls["mapper"] == before.driver_calls["mapper"]
+    pool.close()
+
+
+def test_what_is_closed_stays_counted_and_goes_with_the_last_view(pool_factory, kind):
+    descriptors = memfds()
+    pool = pool_factory(kind)
+    beside, tensors = filled(pool, 5, 7), to_break(pool)
+    view = beside[1:3]
+    breaks(pool, tensors)
+    used, mapped = pool.stats().pages_used, pool.stats().pages_mapped
+    for t in (beside, *tensors):
+        t.close()
+    stats = check_sums(pool)
+    assert (stats.pages_used, stats.pages_mapped, stats.tensors) == (used, mapped, 0)
+    assert stats.pages_pinned == stats.pages_orphaned == mapped
+    pool.close()
+    assert pool.broken is not None and view.eq(7).all()
+    assert pool.stats().pages_used == used  # of the budget, as long as the driver lives
+    pool.close()
+    del view, t, beside, tensors
+    eventually(lambda: pool.stats().pages_used == 0 and memfds() == descriptors)
+
+
+def test_a_pool_that_is_dropped_without_close_leaves_nothing(pool_factory, kind):
+    descriptors = memfds()
+    pool = open_pool(kind)
+    tensors = to_break(pool)
+    breaks(pool, tensors)
+    tensors[0].close()
+    del pool, tensors
+    eventually(lambda: memfds() == descriptors)
+
+
+def test_the_mapper_rests(pool_factory, kind):
+    """Of a pool that looks ahead: it neither maps what is wanted nor unmaps what was given back."""
+    pool = pool_factory(kind, prefetch=1 << 18, cache=1 << 18)
+    beside, tensors = filled(pool, 9, 7), to_break(pool)
+    freed = filled(pool, 20, capacity=30)
+    pool.wait_idle(5)
+    breaks(pool, tensors)
+    freed.close()
+    time.sleep(0.05)
+    made = pool.stats().driver_calls["mapper"]
+    beside[:1].clone()
+    time.sleep(0.6)  # longer than a refused unmapping waits
+    assert pool.stats().driver_calls["mapper"] == made
+    check_sums(pool)
+    assert beside.eq(7).all()
+    pool.close()
+
+
+def test_every_wait_ends(pool_factory, sim):
+    """Of threads that wait for pages on their way out, behind a stream that is held."""
+    pool = pool_factory("simcuda", pages=32)
+    stream = sim.stream()
+    tensors = to_break(pool)
+    used = filled(pool, 40)
+    sim.hold(stream)
+    sim.kernel(stream, used)
+    used.record_stream(stream)
+    used.close()  # its pages wait for the stream
+    raised = []
+
+    def wait(operate):
+        began = time.monotonic()
+        try:
+            operate()
+        except vtensor.DriverError as error:
+            raised.append((str(error), time.monotonic() - began))
+
+    growing = quarter(pool, 1, capacity=200)  # in need of more than is free
+    waits = [lambda: pool.wait_idle(60), lambda: growing.extend(80)]
+    threads = [threading.Thread(target=wait, args=(operate,)) for operate in waits]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    breaks(pool, tensors)
+    for thread in threads:
+        thread.join(10)
+    sim.release(stream)
+    assert [message for message, _ in raised] == [pool.broken] * 2
+    pool.close()
+
+
+def test_other_pools_of_a_shared_budget_are_answered(pool_factory, kind):
+    name = f"broken-{kind}-{threading.get_ident()}"
+    pool = pool_factory(kind, pages=32, shared_budget=name)
+    other = pool_factory(kind, pages=32, shared_budget=name)
+    tensors = to_break(pool)
+    filled(pool, 20).close()  # pages that it could give up if it were whole
+    breaks(pool, tensors)
+    held = pool.stats().nbytes_held
+    t = quarter(other, capacity=200)
+    began = time.monotonic()
+    with pytest.raises(vtensor.OutOfPages):
+        t.extend(32 * 4)
+    assert time.monotonic() - began < 0.9  # answered: a pool that says nothing is waited for 1 s
+    assert other.stats().nbytes_held_by_others == pool.stats().nbytes_held == held
+    t.extend(4 * (32 - held // pool.page_size))
+    del tensors
+    pool.close()
+    eventually(lambda: other.stats().nbytes_held_by_others == 0)
+    t.extend(4 * held // pool.page_size)
+    t.close()
+
+
+def test_the_default_pool_is_made_anew():
+    finished = run_snippet(
+        """
+        from test_broken_pool import breaks, to_break
+        first = vtensor.default_pool()
+        t = vtensor.zeros(3, 8, grow_dim=0, capacity=10)
+        breaks(first, to_break(first))
+        second = vtensor.default_pool()
+        assert second is not first and second is vtensor.default_pool() and second.broken is None
+        assert vtensor.zeros(3, 8, grow_dim=0, capacity=10).pool is second
+        assert t.pool is first and not t.any()
+        """
+    )
+    assert finished.code == 0, finished.err
+
+
+def refused_sleep(pool_factory, kind, begin, operate):
+    """Runs `operate` with each driver call and all after it refused. Returns in how many runs that broke the
+    pool; in the others all is as before, and works."""
+    broke = 0
+    for skip in range(400):
+        pool = pool_factory(kind)
+        t = filled(pool, 8, 3)
+        fork = t.fork()
+        begin(pool)
+        before = sum(pool.stats().driver_calls["caller"].values())
+        with testing.fail_after(pool, skip, 1_000_000):
+            try:
+                operate(pool)
+            except (vtensor.DriverError, vtensor.TimedOut):
+                failed = True
+            else:
+                failed = False
+        testing.check_invariants(pool)
+        reached = sum(check_sums(pool).driver_calls["caller"].values()) - before > skip
+        if pool.broken is None:
+            if failed:
+                operate(pool)
+            pool.wake()
+            assert t.eq(3).all() and fork.eq(3).all()
+        else:
+            broke += 1
+            for name in ("extend", "wake", "sleep"):
+                with pytest.raises(vtensor.DriverError, match="broken"):
+                    OPERATIONS[name](pool, t)
+        t.close()
+        fork.close()
+        pool.close()
+        del t, fork
+        assert pool.stats().pages_used == 0
+        if not reached:
+            return broke
+    raise AssertionError("400 driver calls")
+
+
+def asleep(pool):
+    pool.sleep(contents="host")
+
+
+def test_a_sleep_that_cannot_be_undone(pool_factory, kind):
+    assert refused_sleep(pool_factory, kind, lambda pool: None, asleep) != 0
+
+
+def test_a_wake_that_cannot_be_undone(pool_factory, kind):
+    assert refused_sleep(pool_factory, kind, asleep, lambda pool: pool.wake()) != 0
