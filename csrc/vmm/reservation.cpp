@@ -226,10 +226,8 @@ void Reservation::carry_out(
 }
 
 void Reservation::enter(const Departure& departure) {
-  for (const Run& run : std::span(departure.runs).first(departure.done)) {
+  for (const Run& run : std::span(departure.runs).first(departure.done))
     departed(run, [this](Page* page) VT_LOCKED { pages_.drop(page); });
-  }
-}
 }
 
 void Reservation::keep_to_the_end(Page* page) noexcept { page->older = std::exchange(kept_, page); }
