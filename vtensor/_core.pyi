@@ -141,12 +141,6 @@ class BudgetHolder:
     def process(self) -> int: ...
 
     @property
-    def device(self) -> tuple[int, int]: ...
-
-    @property
-    def command(self) -> bytes: ...
-
-    @property
     def held(self) -> int: ...
 
     @property
@@ -154,6 +148,12 @@ class BudgetHolder:
 
     @property
     def spare(self) -> int: ...
+
+    @property
+    def device(self) -> tuple[int, int]: ...
+
+    @property
+    def command(self) -> bytes: ...
 
 class BudgetSurvey:
     @property

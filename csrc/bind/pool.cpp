@@ -77,10 +77,11 @@ auto pool_method(const char* operation, Result (PagePool::*method)(Args...)) {
 
 // A closed pool, which lives until the last view over its pages is gone.
 struct WeakPool {
-  explicit WeakPool(const std::shared_ptr<PagePool>& pool) : pool(pool), mapper(pool->waker()) {}
+  explicit WeakPool(const std::shared_ptr<PagePool>& pool)
+      : pool(pool), mapper(pool->mapper_signal()) {}
 
   const std::weak_ptr<PagePool> pool;
-  const Mapper::Waker mapper;
+  std::shared_ptr<Mapper::Signal> mapper;
 };
 
 std::shared_ptr<PagePool> host_pool(std::size_t page_size, bool strict_holes,
@@ -164,27 +165,26 @@ void bind_pool(nb::module_& module) {
       .def(
           "get", [](const WeakPool& weak) { return weak.pool.lock(); },
           nb::sig("def get(self) -> PagePool | None"))
-      .def("leave_mapper", [](const WeakPool& weak) {
-        without_gil([&] { weak.mapper.outwait(std::chrono::seconds(10)); });
+      .def("leave_mapper", [](WeakPool& weak) {
+        // Kept no longer than that: it keeps a shared budget's file open.
+        const std::shared_ptr<Mapper::Signal> mapper = std::exchange(weak.mapper, nullptr);
+        without_gil([&] {
+          if (mapper) mapper->outwait(std::chrono::seconds(10));
+        });
       });
 
-  using Holder = SharedBudget::Holder;
-  bind_fields(nb::class_<Holder>(module, "BudgetHolder"), VT_FIELD(Holder, process))
+  using Holder = Ledger::Holder;
+  bind_fields(nb::class_<Holder>(module, "BudgetHolder"), VT_FIELD(Holder, process),
+              VT_FIELD(Holder, held), VT_FIELD(Holder, cached), VT_FIELD(Holder, spare))
       .def_prop_ro("device", [](const Holder& holder) { return as_pair(holder.device); })
       .def_prop_ro("command",
-                   [](const Holder& holder) { return nb::bytes(holder.command.c_str()); })
-      .def_prop_ro("held", [](const Holder& holder) { return holder.bytes.held; })
-      .def_prop_ro("cached", [](const Holder& holder) { return holder.bytes.cached; })
-      .def_prop_ro("spare", [](const Holder& holder) { return holder.bytes.spare; });
-  using Survey = SharedBudget::Survey;
+                   [](const Holder& holder) { return nb::bytes(holder.command.c_str()); });
+  using Survey = Ledger::Survey;
   bind_fields(nb::class_<Survey>(module, "BudgetSurvey"), VT_FIELD(Survey, name),
               VT_FIELD(Survey, limit), VT_FIELD(Survey, holders));
   module.def(
       "survey_budgets",
-      [](Time patience) {
-        SharedBudget::Surveys surveys = without_gil([&] { return SharedBudget::survey(patience); });
-        return std::pair(std::move(surveys.budgets), std::move(surveys.skipped));
-      },
+      [](Time patience) { return without_gil([&] { return Ledger::survey(patience); }); },
       "patience"_a,
       "After so many seconds for the pools' figures. Also why some files could not be read.");
 

@@ -18,7 +18,7 @@
 #include "bind/operation.h"
 #include "bind/released_gil.h"
 #include "bind/torch_bridge.h"
-#include "policy/reclaim.h"
+#include "policy/make_room.h"
 
 namespace vtensor::bind {
 
@@ -36,7 +36,7 @@ class WakeCore {
     // Before a refusal, caches give up prefixes that no slot uses.
     waking_ = with_memory(
         *pool, caller, [&] { return std::make_unique<WakeUp>(pool, caller, numbers); },
-        [&pool](unsigned) { return without_gil([&] { return Reclaim(*pool).shrink(); }); });
+        [&pool](unsigned) { return without_gil([&] { return MakeRoom(*pool).run_shrinkers(); }); });
   }
   ~WakeCore() { give_up(); }
 

@@ -29,7 +29,6 @@
 #include "bind/sleep.h"
 #include "bind/slot_range.h"
 #include "bind/torch_bridge.h"
-#include "policy/shrinker.h"
 #include "vmm/wait.h"
 
 namespace vtensor::bind {

@@ -262,8 +262,9 @@ bool SlotCache::fits(const Caller& caller, std::span<const std::int64_t> lengths
 }
 
 bool SlotCache::waits_for_others(const Caller& caller, std::span<const std::int64_t> lengths) {
-  const SharedBudget* const shared = pool_->store().shared();
-  return shared != nullptr && shared->held_elsewhere() != 0 && fits_now(caller, lengths, {}, true);
+  const Ledger* const ledger = pool_->store().ledger();
+  return ledger != nullptr && ledger->balance().held_elsewhere != 0 &&
+         fits_now(caller, lengths, {}, true);
 }
 
 // `alone`: as if the other pools of a shared budget held nothing.

@@ -1,7 +1,9 @@
 #include "policy/make_room.h"
 
 #include <algorithm>
+#include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +27,8 @@ constexpr std::chrono::nanoseconds kGrace = std::chrono::milliseconds(200);
 // How long it waits for the other pools of a shared budget, one of which may hang.
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::seconds(1);
 constexpr std::chrono::nanoseconds kLookForAnswer = std::chrono::microseconds(100);
+// Pages given to others in one step: the least that is worth a request.
+constexpr std::size_t kPagesAtOnce = 32;
 
 std::string need(const char* operation, std::size_t pages, std::size_t page_size) {
   return text("[", operation, "] need ", pages, " pages of ", page_size, " bytes, ");
@@ -48,24 +52,24 @@ class MakeRoom::Request {
 
   // Asks for what is missing, once. True while it may come.
   bool ask() VT_LOCKED {
-    if (store_.shared() == nullptr || over_ || store_.in_use() + pages_ > store_.budget())
+    if (store_.ledger() == nullptr || over_ || store_.in_use() + pages_ > store_.budget())
       return false;
     want(store_.uncovered_bytes(pages_));
     if (wanted_ == 0) return false;
     if (!asked_) {
-      request_ = store_.shared()->request();
+      request_ = store_.ledger()->request();
       asked_at_ = steady_clock::now();
       asked_ = true;
       return true;
     }
-    over_ = store_.shared()->answered(request_) || steady_clock::now() - asked_at_ >= kAnswer;
+    over_ = store_.ledger()->answered(request_) || steady_clock::now() - asked_at_ >= kAnswer;
     return true;  // also when it is over: what was given up is still to be looked for
   }
 
  private:
   void want(std::size_t bytes) VT_LOCKED {
     if (bytes == wanted_) return;
-    store_.shared()->want(static_cast<std::int64_t>(bytes - wanted_));
+    store_.ledger()->want(static_cast<std::int64_t>(bytes - wanted_));
     wanted_ = bytes;
   }
 
@@ -82,11 +86,11 @@ std::size_t MakeRoom::free_pages(std::size_t pages, std::size_t private_copies) 
   PageStore& store = pool_.store();
   if (store.private_copies() != 0 && store.used() + store.private_copies() + pages > store.budget())
     pool_.count_private_copies();
-  const std::size_t unused = store.unused(private_copies);
-  if (store.shared() == nullptr) return unused;
+  if (store.ledger() == nullptr) return store.unused(private_copies);
   if (store.in_use() + store.under_way() + pages <= store.budget() && store.cover(pages))
     return pages;
-  return std::min(pages - 1, unused);  // by now other pools may have left more
+  // By now other pools may have left more.
+  return std::min(pages - 1, store.unused(private_copies));
 }
 
 std::size_t MakeRoom::pages_leaving() const {
@@ -109,10 +113,10 @@ bool MakeRoom::free(PoolLock& lock, const char* operation, std::size_t pages,
     }
     if (pages > free) {
       trace::event(trace::What::out_of_memory, 0, pages * page_size);
-      if (const SharedBudget* const shared = pool_.store().shared()) {
-        throw OutOfPages(need(operation, pages, page_size), "the budget \"", shared->name(),
-                         "\" of ", shared->limit(), " bytes has ", free, " left: this pool holds ",
-                         shared->held(), " bytes, the others ", shared->held_elsewhere(),
+      if (const Ledger* const ledger = pool_.store().ledger()) {
+        throw OutOfPages(need(operation, pages, page_size), "the budget \"", ledger->name(),
+                         "\" of ", ledger->limit(), " bytes has ", free, " left: this pool holds ",
+                         ledger->held(), " bytes, the others ", ledger->balance().held_elsewhere,
                          ", and gave up what they can do without: free tensors or views here or "
                          "there (python -m vtensor top shows where)");
       }
@@ -237,6 +241,74 @@ std::size_t MakeRoom::begin(std::size_t pages) {
     found += oldest->pages_leaving() - before;
   }
   return sub_sat(pages, found);
+}
+
+MakeRoom::Given MakeRoom::give_to_others(PoolLock& lock) {
+  Ledger* const ledger = pool_.store().ledger();
+  if (ledger == nullptr) return Given::nothing;
+  const std::optional<std::uint32_t> request = ledger->unanswered();
+  const Ledger::Balance balance = ledger->balance();
+  Given given = Given::nothing;
+  try {
+    if (balance.wanted_elsewhere > balance.room)
+      given = give(lock, balance.wanted_elsewhere - balance.room);
+  } catch (const std::exception&) {
+    // Refused: this pool gives up no more, which is an answer too.
+  }
+  if (given == Given::nothing && request) answer(lock, *request);
+  return given;
+}
+
+MakeRoom::Given MakeRoom::give(PoolLock& lock, std::size_t missing) {
+  PageStore& store = pool_.store();
+  if (store.releasable() == 0) {
+    pool_.settle_all(lock);
+    const std::size_t leaving = pages_leaving() * pool_.page_size();
+    if (store.releasable() == 0 && leaving >= missing) return Given::waits;
+    if (store.releasable() == 0 && !give_up_spare(lock)) {
+      const Given given = run_shrinkers(lock, ceil_div(missing - leaving, pool_.page_size()));
+      return given == Given::nothing && leaving != 0 ? Given::waits : given;
+    }
+  }
+  store.release(lock, kPagesAtOnce);
+  return Given::some;
+}
+
+MakeRoom::Given MakeRoom::run_shrinkers(PoolLock& lock, std::size_t pages) {
+  // An operation that asks for memory itself may last as long as this pool owes the answer.
+  const Ledger* const ledger = pool_.store().ledger();
+  const bool asks = ledger != nullptr && ledger->wants();
+  const std::vector<std::shared_ptr<Shrinker>> all = pool_.shrinkers();
+  if (all.empty()) return Given::nothing;
+  const Unlocked shrinkers_take_the_lock(lock);  // fork(2) waits for them
+  bool waits = false;
+  std::size_t given = 0;
+  for (const std::shared_ptr<Shrinker>& shrinker : all) {
+    const std::optional<std::size_t> some = shrinker->shrink(std::max(pages, kPagesAtOnce));
+    given += some.value_or(0);
+    waits |= !some && !asks;
+    if (given >= pages) break;
+  }
+  if (given != 0) return Given::some;
+  return waits ? Given::waits : Given::nothing;
+}
+
+bool MakeRoom::run_shrinkers() {
+  PoolLock lock(pool_.shared_from_this());
+  return run_shrinkers(lock, kPagesAtOnce) == Given::some;
+}
+
+void MakeRoom::answer(PoolLock& lock, std::uint32_t request) {
+  std::size_t shrinkable = 0;
+  if (const std::vector<std::shared_ptr<Shrinker>> all = pool_.shrinkers(); !all.empty()) {
+    const Unlocked shrinkers_take_the_lock(lock);
+    for (const std::shared_ptr<Shrinker>& shrinker : all) shrinkable += shrinker->shrinkable();
+  }
+  PoolCounts counts;
+  for (Client* client : pool_.clients()) client->count(counts);
+  pool_.store().ledger()->answer(
+      request, (counts.cached + counts.prefetched + shrinkable) * pool_.page_size(),
+      pool_.store().spare().size() * pool_.page_size());
 }
 
 bool MakeRoom::give_all_back(bool spare) noexcept {

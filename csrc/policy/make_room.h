@@ -3,7 +3,7 @@
 //   1  what waits to be unmapped, if its fences have passed
 //   2  cached clients, the oldest first
 //   3  what is ready ahead of need
-//   4  what the other pools of a shared budget give up (reclaim.h); they answer soon
+//   4  what the other pools of a shared budget give up (`give_to_others`); they answer soon
 //   5  waiting, for the device and for calls of other threads, as long as that may suffice
 //
 // find pages within the budget and beside the reserve. The pool's own pages go first: they are
@@ -18,6 +18,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 #include "base/errors.h"
@@ -62,6 +63,19 @@ class MakeRoom {
   // Rungs 2 and 3: one client's; false if there is none.
   bool give_up_spare(PoolLock& lock) VT_LOCKED;
 
+  enum class Given : std::uint8_t {
+    some,     // there may be more
+    waits,    // pages go once their fences have passed, or an operation of their shrinker has ended
+    nothing,  // nothing is wanted, or left
+  };
+  // For the other pools of a shared budget, when one of them asks: one step of rungs 1 to 3, of
+  // what shrinkers have, and of giving free pages back. Waits for nothing. Answers once nothing is
+  // left.
+  Given give_to_others(PoolLock& lock) VT_LOCKED;
+  // For this pool: some pages of shrinkers, none of whose operations it waits for. Takes the lock.
+  // False if they have none. Requires: no lock of a shrinker is held.
+  bool run_shrinkers();
+
   // Rung 6; takes the lock. `spare`: also what is ready ahead. False if there was nothing.
   bool give_all_back(bool spare) noexcept;
 
@@ -75,6 +89,10 @@ class MakeRoom {
   std::size_t pages_to_come() const VT_LOCKED;
   // One step of rungs 1 to 5; false if nothing is left that would make up for `missing` pages.
   bool take_back(PoolLock& lock, Request& request, std::size_t missing) VT_LOCKED;
+  // One step for `missing` bytes that others want.
+  Given give(PoolLock& lock, std::size_t missing) VT_LOCKED;
+  Given run_shrinkers(PoolLock& lock, std::size_t pages) VT_LOCKED;
+  void answer(PoolLock& lock, std::uint32_t request) VT_LOCKED;
 
   PagePool& pool_;
 };

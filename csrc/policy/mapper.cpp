@@ -11,8 +11,8 @@
 #include "base/thread.h"
 #include "base/trace.h"
 #include "policy/client.h"
+#include "policy/make_room.h"
 #include "policy/page_pool.h"
-#include "policy/reclaim.h"
 
 namespace vtensor {
 
@@ -28,11 +28,13 @@ constexpr std::chrono::nanoseconds kStepTime = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kShortestPause = std::chrono::microseconds(20);
 constexpr std::chrono::nanoseconds kLongestPause = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kRetryPause = std::chrono::milliseconds(250);
+// The longest sleep on a shared word, which may move.
+constexpr std::chrono::nanoseconds kSharedSleep = std::chrono::seconds(1);
 
 }  // namespace
 
-void Mapper::start(std::weak_ptr<PagePool> pool) {
-  auto signal = std::make_shared<Signal>();
+void Mapper::start(std::weak_ptr<PagePool> pool, std::function<WakeWord&()> shared_word) {
+  auto signal = std::make_shared<Signal>(std::move(shared_word));
   try {
     thread_ = start_thread("vtensor-mapper", ThreadRole::mapper,
                            [pool = std::move(pool), signal] { run(pool, signal); });
@@ -47,24 +49,32 @@ void Mapper::start(std::weak_ptr<PagePool> pool) {
 }
 
 void Mapper::Signal::wake() noexcept {
-  if (woken.exchange(true, std::memory_order_acq_rel)) return;
-  {
-    const std::lock_guard lock(mutex);
-  }  // the thread sleeps, or has yet to look at `woken`
-  changed.notify_one();
+  if (!shared_word_) {
+    own_word_.wake();
+  } else if (own_word_.set()) {
+    shared_word_().wake();
+  }
 }
 
-void Mapper::wake() noexcept {
-  if (running()) signal_->wake();
+bool Mapper::Signal::begin() noexcept {
+  if (stopping_.load(std::memory_order_acquire)) return false;
+  own_word_.reset();
+  if (shared_word_) shared_word_().reset();
+  return !stopping_.load(std::memory_order_acquire);
+}
+
+void Mapper::Signal::sleep(Time until) noexcept {
+  if (!shared_word_) {
+    own_word_.sleep(until);
+  } else if (own_word_.arm()) {
+    shared_word_().sleep(std::min(until, std::chrono::steady_clock::now() + kSharedSleep));
+  }
 }
 
 void Mapper::stop() noexcept {
   if (!thread_) return;
-  {
-    const std::lock_guard lock(signal_->mutex);
-    signal_->stopping.store(true, std::memory_order_release);
-  }
-  signal_->changed.notify_one();
+  signal_->stopping_.store(true, std::memory_order_release);
+  signal_->wake();
   if (thread_->get_id() == std::this_thread::get_id()) {
     thread_->detach();
   } else {
@@ -78,13 +88,12 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
   bool entered = false;
   std::chrono::nanoseconds pause = kShortestPause;
   std::chrono::nanoseconds retry = kLongestPause;
-  while (!signal->stopping.load(std::memory_order_acquire)) {
+  while (signal->begin()) {
     Time next;
     {
-      const std::lock_guard at_work(signal->at_work);
+      const std::lock_guard at_work(signal->at_work_);
       const std::shared_ptr<PagePool> pool = weak.lock();
       if (!pool) return;
-      signal->woken.exchange(false, std::memory_order_acq_rel);
       try {
         if (!entered) enter(pool);
         entered = true;
@@ -96,16 +105,7 @@ void Mapper::run(const std::weak_ptr<PagePool>& weak, const std::shared_ptr<Sign
         retry = std::min(2 * retry, kRetryPause);
       }
     }  // the pool may end here, in this thread
-    std::unique_lock lock(signal->mutex);
-    const auto called = [&signal] {
-      return signal->woken.load(std::memory_order_acquire) ||
-             signal->stopping.load(std::memory_order_acquire);
-    };
-    if (next == Time::max()) {
-      signal->changed.wait(lock, called);
-    } else {
-      signal->changed.wait_until(lock, next, called);
-    }
+    signal->sleep(next);
   }
 }
 
@@ -303,13 +303,13 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
                            std::chrono::nanoseconds& pause) {
   PoolLock lock(pool);
   Time next = Time::max();
-  for (bool back_first = false; !signal.stopping.load(std::memory_order_acquire);
+  for (bool back_first = false; !signal.stopping_.load(std::memory_order_acquire);
        back_first = !back_first) {
-    while (pool->quiescing() && !signal.stopping.load(std::memory_order_acquire))
+    while (pool->quiescing() && !signal.stopping_.load(std::memory_order_acquire))
       pool->wait_changed(lock, std::chrono::steady_clock::now() + kLongestPause);
     pool->reap();
-    const Reclaim::Result reclaimed = Reclaim(*pool).step(lock);
-    if (reclaimed == Reclaim::Result::progress) {
+    const MakeRoom::Given given = MakeRoom(*pool).give_to_others(lock);
+    if (given == MakeRoom::Given::some) {
       const Waiting others_first(lock);
       continue;
     }
@@ -325,7 +325,7 @@ Mapper::Time Mapper::serve(const std::shared_ptr<PagePool>& pool, const Signal& 
       }
       if (step.refused() && !pool->retired())
         next = std::min(next, std::chrono::steady_clock::now() + kRetryPause);
-      if (!step.waits() && reclaimed != Reclaim::Result::waits) {
+      if (!step.waits() && given != MakeRoom::Given::waits) {
         pause = kShortestPause;
       } else {
         next = std::min(next, std::chrono::steady_clock::now() + pause);

@@ -8,66 +8,69 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
+
+#include "base/wake_word.h"
 
 namespace vtensor {
 
 class PagePool;
 
 class Mapper {
+  using Time = WakeWord::Time;
+
  public:
+  // What the thread sleeps on. May outlive the pool, and the Mapper: the thread does if it drops
+  // the last reference to the pool.
+  class Signal {
+   public:
+    explicit Signal(std::function<WakeWord&()> shared_word)
+        : shared_word_(std::move(shared_word)) {}
+
+    // From any thread; never blocks. After a call, more calls cost nothing until the thread runs.
+    void wake() noexcept;
+    // Returns once the thread keeps nothing of the pool alive, for `patience` at most.
+    void outwait(std::chrono::nanoseconds patience) {
+      const std::unique_lock at_work(at_work_, patience);
+    }
+
+   private:
+    friend class Mapper;
+    // The thread looks at what there is to do. False if it is to end: then the shared word may be
+    // another pool's.
+    bool begin() noexcept;
+    void sleep(Time until) noexcept;
+
+    const std::function<WakeWord&()> shared_word_;  // empty: the pool shares no budget
+    WakeWord own_word_;  // tells wakers of this process whether to look at the shared one
+    std::atomic<bool> stopping_{false};
+    std::timed_mutex at_work_;  // held by the thread while it keeps the pool alive
+  };
+
   Mapper() = default;
   ~Mapper() { stop(); }
   Mapper(const Mapper&) = delete;
   Mapper& operator=(const Mapper&) = delete;
 
-  // The thread keeps nothing of `pool` alive while it sleeps. Throws std::system_error.
-  void start(std::weak_ptr<PagePool> pool);
+  // The thread keeps nothing of `pool` alive while it sleeps. In a shared budget it sleeps on the
+  // word that `shared_word` finds (vmm/ledger.h). Throws DriverError if the system has no thread.
+  void start(std::weak_ptr<PagePool> pool, std::function<WakeWord&()> shared_word);
   bool running() const { return running_.load(std::memory_order_acquire); }
-  // From any thread; never blocks. After a call, more calls cost nothing until the mapper runs.
-  void wake() noexcept;
+  void wake() noexcept {
+    if (running()) signal_->wake();
+  }
+  // Null if it never ran.
+  const std::shared_ptr<Signal>& signal() const { return signal_; }
   // Waits for the thread to end, unless this is the thread. Tasks that it had not begun are left.
   void stop() noexcept;
 
  private:
-  using Time = std::chrono::steady_clock::time_point;
-
-  // Shared with the thread, which outlives the Mapper if it drops the last reference to the pool.
-  struct Signal {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::atomic<bool> woken{false};
-    std::atomic<bool> stopping{false};
-    std::timed_mutex at_work;  // held by the thread while it keeps the pool alive
-
-    void wake() noexcept;
-  };
-
   class Step;
 
- public:
-  // May outlive the pool.
-  class Waker {
-   public:
-    explicit Waker(std::shared_ptr<Signal> signal) : signal_(std::move(signal)) {}
-    void wake() const noexcept {
-      if (signal_) signal_->wake();
-    }
-    // Returns once the mapper keeps nothing of the pool alive, for `patience` at most.
-    void outwait(std::chrono::nanoseconds patience) const {
-      if (signal_) std::unique_lock at_work(signal_->at_work, patience);
-    }
-
-   private:
-    std::shared_ptr<Signal> signal_;
-  };
-  Waker waker() const noexcept { return Waker(signal_); }
-
- private:
   static void run(const std::weak_ptr<PagePool>& pool, const std::shared_ptr<Signal>& signal);
   static void enter(const std::shared_ptr<PagePool>& pool);
   // Does what can be done now; returns when to look again without being woken. `pause` is how long

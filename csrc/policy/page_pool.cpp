@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <iterator>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -14,7 +15,6 @@
 #include "base/process.h"
 #include "base/trace.h"
 #include "policy/client.h"
-#include "policy/default_budget.h"
 #include "policy/make_room.h"
 #include "vmm/copy_on_write.h"
 
@@ -30,6 +30,39 @@ constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
 constexpr std::chrono::nanoseconds kAnswer = std::chrono::milliseconds(50);
 // A thread that waits for driver calls to end waits for no more than so many pages to be released.
 constexpr std::size_t kReleasedAtOnce = 32;
+// A pool may take this part of the free memory at least, whatever other pools may take: a default
+// pool is made on first use, and must not fail because another pool overcommits.
+constexpr double kLeastShare = 1.0 / 16;
+
+// The pools of this process. Never destroyed: a pool may outlive static objects. Locked before the
+// lock of any pool: of two pools that are made at once, the later counts with the budget of the
+// earlier.
+struct PoolsOfProcess {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<PagePool>> all;
+};
+PoolsOfProcess& pools_of_process() {
+  static auto& pools = *new PoolsOfProcess;
+  return pools;
+}
+
+// What a pool may take unless a budget is given, in bytes: a part of the memory that is free, less
+// what the other pools of this process may take and have not taken. Other processes are not seen.
+std::size_t default_budget(Driver& driver, const PoolsOfProcess& pools) {
+  const DriverTraits& traits = driver.traits();
+  std::size_t unused = 0;
+  for (const std::weak_ptr<PagePool>& one : pools.all) {
+    const std::shared_ptr<PagePool> pool = one.lock();
+    if (!pool || pool->retired()) continue;
+    // A simulated device's memory is the host's, and it has a budget of its own all the same.
+    if (pool->traits().name == traits.name && pool->traits().device == traits.device)
+      unused += pool->unused_bytes();
+  }
+  const auto free = unused == 0 ? 0.0 : static_cast<double>(driver.free_memory());
+  if (free == 0) return traits.available;
+  const double left = std::max(free - static_cast<double>(unused), free * kLeastShare);
+  return static_cast<std::size_t>(static_cast<double>(traits.available) * left / free);
+}
 
 }  // namespace
 
@@ -39,37 +72,36 @@ std::shared_ptr<PagePool> PagePool::create(std::unique_ptr<Driver> driver,
   PoolOptions budgeted = options;
   std::shared_ptr<PagePool> pool;
   {
-    PoolsOfProcess others;
-    if (budgeted.budget == 0) budgeted.budget = others.default_budget(*driver);
+    PoolsOfProcess& others = pools_of_process();
+    const std::lock_guard one_at_a_time(others.mutex);
+    if (budgeted.budget == 0) budgeted.budget = default_budget(*driver, others);
     if (budgeted.budget < traits.page_size) {
       throw InvalidArgument("[Pool] budget of ", budgeted.budget, " bytes holds no page of ",
                             traits.page_size, " bytes: raise the budget or lower the page size");
     }
-    std::unique_ptr<SharedBudget> shared;
+    std::unique_ptr<Ledger> ledger;
     if (!options.shared_budget.empty()) {
-      shared = SharedBudget::join(driver->meter(), options.shared_budget, budgeted.budget,
-                                  traits.device);
+      ledger = Ledger::join(driver->meter(), options.shared_budget, budgeted.budget, traits.device);
     }
-    pool.reset(new PagePool(std::move(driver), budgeted, std::move(shared)), DeleteUnlessForked{});
-    others.add(pool);
+    pool.reset(new PagePool(std::move(driver), budgeted, std::move(ledger)), DeleteUnlessForked{});
+    std::erase_if(others.all, [](const auto& one) { return one.expired(); });
+    others.all.push_back(pool);
   }
   // Now, and not when memory or mappings are short: a thread without memory for its thread-local
   // data ends the process.
-  if (pool->looks_ahead() || pool->shared_) pool->ensure_mapper();
-  if (pool->shared_) pool->listener_.start(*pool->shared_, pool->waker());
+  if (pool->looks_ahead() || pool->ledger_) pool->ensure_mapper();
   return pool;
 }
 
 PagePool::PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
-                   std::unique_ptr<SharedBudget> shared)
-    : shared_(std::move(shared)),
+                   std::unique_ptr<Ledger> ledger)
+    : ledger_(std::move(ledger)),
       driver_(std::move(driver)),
       options_(options),
-      store_(*driver_, options, shared_.get(), [this]() VT_LOCKED { wake_mapper(); }) {}
+      store_(*driver_, options, ledger_.get(), [this]() VT_LOCKED { wake_mapper(); }) {}
 
 PagePool::~PagePool() {
   // Buffers and generations hold the pool, so none is left; only kept memory is.
-  listener_.stop();
   mapper_.stop();
   try {
     store_.release_adjacent();
@@ -109,7 +141,8 @@ void PagePool::ensure_mapper() {
 }
 
 void PagePool::start_mapper() {
-  if (!mapper_.running()) mapper_.start(weak_from_this());
+  if (mapper_.running()) return;
+  mapper_.start(weak_from_this(), ledger_ ? ledger_->wake_word() : nullptr);
 }
 
 void PagePool::set_mapper_error(std::exception_ptr error) {
@@ -195,10 +228,7 @@ PoolCounts PagePool::counts() {
   counts.spare = store_.spare().size();
   counts.in_page_sets = store_.in_page_sets();
   counts.asleep = store_.without_memory();
-  if (shared_) {
-    shared_->free_dead_places();
-    counts.held_elsewhere = shared_->held_elsewhere();
-  }
+  if (ledger_) counts.held_elsewhere = ledger_->balance().held_elsewhere;
   return counts;
 }
 
@@ -216,9 +246,9 @@ PoolEvents PagePool::events() {
 }
 
 void PagePool::set_budget(std::size_t bytes) {
-  if (shared_) {
+  if (ledger_) {
     throw InvalidArgument("[Pool.budget] the budget is that of all pools that share \"",
-                          shared_->name(), "\", ", shared_->limit(),
+                          ledger_->name(), "\", ", ledger_->limit(),
                           " bytes: close them all and make them with another");
   }
   const std::size_t pages = store_.in_pages(bytes);
@@ -254,13 +284,13 @@ std::vector<std::shared_ptr<Client>> PagePool::asleep(std::span<const std::uint6
 }
 
 std::size_t PagePool::spared_elsewhere() {
-  if (!shared_) return 0;
+  if (!ledger_) return 0;
   PoolLock lock(shared_from_this());
-  const std::uint32_t request = shared_->request();
+  const std::uint32_t request = ledger_->request();
   const auto until = steady_clock::now() + kAnswer;
-  while (!shared_->answered(request) && steady_clock::now() < until)
+  while (!ledger_->answered(request) && steady_clock::now() < until)
     wait_changed(lock, steady_clock::now() + kLook);
-  return store_.in_pages(shared_->spared_elsewhere());
+  return store_.in_pages(ledger_->balance().spared_elsewhere);
 }
 
 std::size_t PagePool::trim() {
@@ -368,9 +398,9 @@ void PagePool::end(Ended* ended) noexcept {
 void PagePool::end_later(Ended* ended) noexcept {
   if (in_forked_child.load(std::memory_order_relaxed)) return;
   // From here on the mapper may end the pool: then not in this thread.
-  const Mapper::Waker waker = mapper_.waker();
+  const std::shared_ptr<Mapper::Signal> signal = mapper_.signal();
   ended_.push(ended);
-  waker.wake();
+  if (signal) signal->wake();
 }
 
 void PagePool::reap() noexcept {

@@ -12,25 +12,24 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <span>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "driver/driver.h"
-#include "policy/budget_listener.h"
 #include "policy/cached_clients.h"
 #include "policy/client_list.h"
 #include "policy/generation.h"
 #include "policy/mapper.h"
-#include "policy/shrinker.h"
 #include "policy/wanting_clients.h"
 #include "vmm/caller.h"
+#include "vmm/ledger.h"
 #include "vmm/page_store.h"
 #include "vmm/pool_lock.h"
 #include "vmm/pool_options.h"
 #include "vmm/row_shape.h"
-#include "vmm/shared_budget.h"
 
 namespace vtensor {
 
@@ -60,6 +59,22 @@ struct PoolEvents {
   std::uint64_t pages_fresh = 0;
   std::uint64_t tensors_reused = 0;  // tensors that began on a cached tensor's pages
   std::uint64_t tensors_fresh = 0;
+};
+
+// What keeps pages for later without being a client, as a KV cache keeps prefixes that no request
+// uses. Its own operations give them up when they need memory; the mapper asks for them when other
+// pools of a shared budget do, with no lock held. It waits for no operation.
+class Shrinker {
+ public:
+  Shrinker() = default;
+  virtual ~Shrinker() = default;
+  Shrinker(const Shrinker&) = delete;
+  Shrinker& operator=(const Shrinker&) = delete;
+
+  // Gives up about `pages` pages and returns how many; nothing while an operation is under way.
+  virtual std::optional<std::size_t> shrink(std::size_t pages) noexcept = 0;
+  // Pages that it could give up; as last counted while an operation is under way.
+  virtual std::size_t shrinkable() noexcept = 0;
 };
 
 class PagePool final : public PoolMutex, public std::enable_shared_from_this<PagePool> {
@@ -149,8 +164,8 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   // -- the mapper
 
-  // Wakes the mapper; may outlive the pool.
-  Mapper::Waker waker() const { return mapper_.waker(); }
+  // Null if the mapper never ran.
+  std::shared_ptr<Mapper::Signal> mapper_signal() const { return mapper_.signal(); }
   // So that `end_later` finds the mapper running. Throws std::system_error.
   void ensure_mapper();
   // Wakes the mapper once the lock is free; starts it if it does not run.
@@ -179,7 +194,7 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
  private:
   PagePool(std::unique_ptr<Driver> driver, const PoolOptions& options,
-           std::unique_ptr<SharedBudget> shared);
+           std::unique_ptr<Ledger> ledger);
   void start_mapper() VT_LOCKED;
   bool idle() const VT_LOCKED;
   // A deleter that finds the lock taken leaves what it ends to the holder.
@@ -190,8 +205,9 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   // Lets what copies no longer use go; returns whether some is left.
   bool drop_copied(PoolLock& lock) VT_LOCKED;
 
-  // Left when the driver has given everything back.
-  const std::unique_ptr<SharedBudget> shared_;
+  // Of a shared budget; null if the budget is the pool's own. Left when the driver has given
+  // everything back.
+  const std::unique_ptr<Ledger> ledger_;
   // Host memory that copies may still use. The driver ends first, and copies with it.
   std::list<std::pair<FencePtr, std::shared_ptr<void>>> copied_ VT_GUARDED;
   const std::unique_ptr<Driver> driver_;
@@ -212,7 +228,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
 
   EndedList ended_;
   Mapper mapper_;
-  BudgetListener listener_;
 };
 
 }  // namespace vtensor

@@ -26,11 +26,11 @@ std::size_t adjacent(std::span<Page* const> pages) {
 
 }  // namespace
 
-PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* shared,
+PageStore::PageStore(Driver& driver, const PoolOptions& options, Ledger* ledger,
                      std::function<void()> when_due)
     : driver_(driver),
       options_(options),
-      shared_(shared),
+      ledger_(ledger),
       when_due_(std::move(when_due)),
       budget_(in_pages(options.budget)),
       most_spare_(in_pages(options.spare)),
@@ -39,14 +39,15 @@ PageStore::PageStore(Driver& driver, const PoolOptions& options, SharedBudget* s
 std::size_t PageStore::unused(std::size_t private_copies) const {
   const std::size_t taken = in_use() + under_way_ - std::min(private_copies, private_copies_);
   const std::size_t own = sub_sat(budget(), taken);
-  if (shared_ == nullptr) return own;
-  return std::min(own, covered() + in_pages(shared_->room()));
+  if (ledger_ == nullptr) return own;
+  return std::min(own, covered() + in_pages(ledger_->balance().room));
 }
 
 std::size_t PageStore::available() const {
   std::size_t pages = unused();
-  if (shared_ != nullptr) {
-    const std::size_t left = sub_sat(shared_->room(), shared_->wanted_elsewhere());
+  if (ledger_ != nullptr) {
+    const Ledger::Balance balance = ledger_->balance();
+    const std::size_t left = sub_sat(balance.room, balance.wanted_elsewhere);
     pages = std::min(pages, covered() + in_pages(left));
   }
   if (options_.device_reserve == 0) return pages;
@@ -59,38 +60,39 @@ std::size_t PageStore::cover_available(std::size_t pages) {
   return cover(pages) ? pages : std::min(pages, covered());
 }
 
-std::size_t PageStore::charged() const { return in_pages(shared_->held()); }
+std::size_t PageStore::charged() const { return in_pages(ledger_->held()); }
 
 std::size_t PageStore::to_charge(std::size_t taken, std::size_t spare) const {
   return used_ + private_copies_ + under_way_ + taken + std::max(spare, promised_);
 }
 
 // Pages that may be taken without another charge.
-std::size_t PageStore::covered() const { return sub_sat(charged(), in_use() + under_way_); }
+std::size_t PageStore::covered() const { return sub_sat(charged(), to_charge(0, 0)); }
 
 std::size_t PageStore::uncovered_bytes(std::size_t pages) const {
-  if (shared_ == nullptr) return 0;
-  return sub_sat(in_use() + under_way_ + pages, charged()) * driver_.traits().page_size;
+  if (ledger_ == nullptr) return 0;
+  return sub_sat(to_charge(pages, 0), charged()) * driver_.traits().page_size;
 }
 
-bool PageStore::cover(std::size_t pages) {
-  const std::size_t bytes = uncovered_bytes(pages);
-  return bytes == 0 || shared_->charge(bytes);
+bool PageStore::cover(std::size_t pages, std::size_t spare) {
+  if (ledger_ == nullptr) return true;
+  const std::size_t needed = to_charge(pages, spare);
+  return needed <= charged() || ledger_->charge(needed * driver_.traits().page_size);
 }
 
 void PageStore::give_back_uncovered() noexcept {
-  if (shared_ == nullptr) return;
+  if (ledger_ == nullptr) return;
   const std::size_t needed = to_charge(0, spare_.size());
-  if (charged() > needed) shared_->give_back((charged() - needed) * driver_.traits().page_size);
+  if (charged() > needed) ledger_->hold(needed * driver_.traits().page_size);
 }
 
 // The kernel does not ask before it copies. So private copies, and nothing else, may exceed the
 // shared budget, as they may exceed the pool's own.
 void PageStore::set_private_copies(std::size_t pages) {
   private_copies_ = pages;
-  if (shared_ == nullptr) return;
+  if (ledger_ == nullptr) return;
   const std::size_t needed = to_charge(0, spare_.size());
-  if (needed > charged()) shared_->charge_anyway((needed - charged()) * driver_.traits().page_size);
+  if (needed > charged()) ledger_->hold(needed * driver_.traits().page_size);
 }
 
 void PageStore::promise(std::ptrdiff_t pages) {
@@ -155,7 +157,7 @@ void PageStore::take(RowHome& home, const Page* previous, std::size_t n, std::ve
   std::size_t empty_pages = 0;
   try {
     // If handles are made one by one, picking makes those that are not spare.
-    if (!driver_.traits().adjacent_handles && n > spare_.size()) require_charge(n, 0);
+    if (!driver_.traits().adjacent_handles && n > spare_.size()) require_cover(n, 0);
     if (home.stitched) {
       home.fresh = sub_sat(budget(), used_ + private_copies_ + spare_.size());
     }
@@ -188,20 +190,13 @@ void PageStore::make_room(std::size_t taken, std::size_t fresh) {
   while (used_ + private_copies_ + taken + spare_.size() > budget() && spare_.oldest())
     empty(spare_.oldest(), 1);
   // Kept memory is covered too, and must go if other pools have taken all else.
-  while (shared_ != nullptr && spare_.oldest() && !charge_for(taken, spare_.size()))
-    empty(spare_.oldest(), 1);
-  require_charge(taken, spare_.size());
+  while (spare_.oldest() && !cover(taken, spare_.size())) empty(spare_.oldest(), 1);
+  require_cover(taken, spare_.size());
 }
 
-// Charges what is missing for so many pages. False if the budget has less left.
-bool PageStore::charge_for(std::size_t taken, std::size_t spare) {
-  const std::size_t needed = to_charge(taken, spare);
-  return needed <= charged() || shared_->charge((needed - charged()) * driver_.traits().page_size);
-}
-
-void PageStore::require_charge(std::size_t taken, std::size_t spare) {
-  if (shared_ == nullptr || charge_for(taken, spare)) return;
-  throw OutOfPages("[", shared_->name(), "] need ", taken, " pages of ", driver_.traits().page_size,
+void PageStore::require_cover(std::size_t taken, std::size_t spare) {
+  if (cover(taken, spare)) return;
+  throw OutOfPages("[", ledger_->name(), "] need ", taken, " pages of ", driver_.traits().page_size,
                    " bytes, other pools of this shared budget took them meanwhile: try again");
 }
 
@@ -380,7 +375,7 @@ void PageStore::check(const std::unordered_map<const Page*, PageUse>& uses) cons
   }
   const std::string made = text("I5: ", used_, " used and ", spare_.size(), " spare pages");
   if (used_ + spare_.size() > budget()) throw Error(made, " pass the budget of ", budget());
-  if (shared_ != nullptr && used_ + private_copies_ + spare_.size() > charged())
+  if (ledger_ != nullptr && used_ + private_copies_ + spare_.size() > charged())
     throw Error(made, " pass the ", charged(), " charged to the shared budget");
 }
 

@@ -20,11 +20,11 @@
 
 #include "base/align.h"
 #include "driver/driver.h"
+#include "vmm/ledger.h"
 #include "vmm/page.h"
 #include "vmm/placement.h"
 #include "vmm/pool_lock.h"
 #include "vmm/pool_options.h"
-#include "vmm/shared_budget.h"
 
 namespace vtensor {
 
@@ -32,9 +32,9 @@ struct PageUse;
 
 class PageStore {
  public:
-  // `when_due` asks for a call of release_excess() soon; `shared` is null if the budget is the
+  // `when_due` asks for a call of release_excess() soon; `ledger` is null if the budget is the
   // pool's own.
-  PageStore(Driver& driver, const PoolOptions& options, SharedBudget* shared,
+  PageStore(Driver& driver, const PoolOptions& options, Ledger* ledger,
             std::function<void()> when_due);
   PageStore(const PageStore&) = delete;
   PageStore& operator=(const PageStore&) = delete;
@@ -73,10 +73,11 @@ class PageStore {
 
   // -- a budget that is shared; without one all pages are covered
 
-  SharedBudget* shared() const { return shared_; }
-  // Charges what `pages` more pages in use need beside all that is kept and promised. If the budget
-  // has less left, charges nothing and returns false. Throws what SharedBudget::charge does.
-  bool cover(std::size_t pages) VT_LOCKED;
+  Ledger* ledger() const { return ledger_; }
+  // Charges what `pages` more pages in use need beside all that is promised, and beside `spare`
+  // free pages with memory. If the budget has less left, charges nothing and returns false. Throws
+  // what Ledger::charge does.
+  bool cover(std::size_t pages, std::size_t spare = 0) VT_LOCKED;
   // Bytes that `cover` would charge for them.
   std::size_t uncovered_bytes(std::size_t pages) const VT_LOCKED;
   void give_back_uncovered() noexcept VT_LOCKED;
@@ -158,8 +159,8 @@ class PageStore {
   std::size_t covered() const VT_LOCKED;
   // Pages that need a charge, with `taken` more pages in use and `spare` free ones kept.
   std::size_t to_charge(std::size_t taken, std::size_t spare) const VT_LOCKED;
-  bool charge_for(std::size_t taken, std::size_t spare) VT_LOCKED;
-  void require_charge(std::size_t taken, std::size_t spare) VT_LOCKED;
+  // Throws OutOfPages if `cover` returns false.
+  void require_cover(std::size_t taken, std::size_t spare) VT_LOCKED;
   void keep(Page* page) noexcept VT_LOCKED;
   bool has_excess() const VT_LOCKED { return releasable() > most_spare_; }
   void look_for_excess() VT_LOCKED {
@@ -172,7 +173,7 @@ class PageStore {
 
   Driver& driver_;
   const PoolOptions options_;
-  SharedBudget* const shared_;
+  Ledger* const ledger_;
   const std::function<void()> when_due_;
   std::atomic<std::size_t> budget_;
   const std::size_t most_spare_;

@@ -97,6 +97,7 @@ CASES = [
         "give the name of a shared",
     ),
     (lambda s, x: vtensor.Pool(budget=4096, page_size=4096, shared_budget=x), "a/b", "shared"),
+    (lambda s, x: vtensor.Pool(budget=4096, page_size=4096, shared_budget=x), "x" * 65, "1 to 64"),
     (
         lambda s, x: vtensor.Pool(budget=4096, page_size=4096, shared_budget=x),
         "",

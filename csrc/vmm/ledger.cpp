@@ -1,0 +1,540 @@
+#include "vmm/ledger.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <thread>
+
+#include "base/align.h"
+#include "base/process.h"
+#include "base/system_errors.h"
+
+namespace vtensor {
+
+using std::chrono::steady_clock;
+
+namespace {
+
+constexpr char kFolder[] = "/dev/shm/";
+constexpr std::size_t kLongestName = 64;
+constexpr std::uint32_t kLayout = 3;
+constexpr std::uint64_t kMagic = 0x7465677564627476;  // "vtbudget"
+// The file is locked for the time of a few stores, unless its holder is stopped. Tries are counted,
+// and not time: this process, or its machine, may have been stopped too.
+constexpr std::chrono::nanoseconds kLockPatience = std::chrono::seconds(1);
+constexpr std::chrono::nanoseconds kLockPause = std::chrono::microseconds(100);
+constexpr int kWithoutPause = 16;
+constexpr int kLockTries = kWithoutPause + static_cast<int>(kLockPatience / kLockPause);
+// How often a survey looks for answers.
+constexpr std::chrono::nanoseconds kLook = std::chrono::milliseconds(1);
+
+// Bytes of the file that stand for locks, in every layout. Apart, so that the kernel joins none.
+constexpr off_t kFileLock = 0;
+constexpr off_t kLife = 2;  // and on: one a place
+
+off_t life_of(std::size_t place) { return kLife + static_cast<off_t>(place); }
+
+flock lock_of(short type, off_t first, off_t bytes) {
+  flock lock{};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = first;
+  lock.l_len = bytes;
+  return lock;
+}
+
+// 0, or what the system refuses it with; EAGAIN if another holds it. `meter` may be null.
+int try_lock(CallMeter* meter, int file, off_t byte) {
+  if (meter != nullptr && meter->enter(Call::fcntl)) return ENOLCK;
+  flock lock = lock_of(F_WRLCK, byte, 1);
+  return fcntl(file, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
+}
+
+void unlock(int file, off_t byte) noexcept {
+  flock lock = lock_of(F_UNLCK, byte, 1);
+  static_cast<void>(fcntl(file, F_OFD_SETLK, &lock));  // of what we hold: nothing to refuse
+}
+
+// Whether another open file has one of these locks. True if that cannot be seen.
+bool is_locked(int file, off_t first, off_t bytes) {
+  flock lock = lock_of(F_WRLCK, first, bytes);
+  return fcntl(file, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+DriverError lock_refused(int error, const std::string& path) {
+  return refused("shared budget", Call::fcntl, error, "locking " + path,
+                 "use a system with locks of open file descriptions on /dev/shm");
+}
+
+// Requests are numbered, and the numbers wrap around.
+bool is_before(std::uint32_t one, std::uint32_t other) {
+  return static_cast<std::int32_t>(one - other) < 0;
+}
+
+std::string prefix() { return text("vtensor-", geteuid(), "-"); }
+
+std::string quoted(const std::string& name) { return "\"" + name + "\""; }
+
+std::string command_of_process() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  std::string command{std::istreambuf_iterator<char>(file), {}};
+  std::replace(command.begin(), command.end(), '\0', ' ');
+  command.erase(command.find_last_not_of(' ') + 1);
+  return command;
+}
+
+}  // namespace
+
+using Counter = std::atomic<std::uint64_t>;
+static_assert(Counter::is_always_lock_free);
+
+struct alignas(64) Ledger::Place {
+  std::atomic<std::int64_t> process;  // stored last; 0: never taken, or given up
+  Counter held, wanted, cached, spare;
+  std::atomic<std::uint32_t> answered;
+  WakeWord word;
+  std::int32_t device_type, device_index;
+  std::array<char, 128> command;  // ends with a zero
+};
+
+struct Ledger::Content {
+  std::uint64_t magic;
+  std::uint32_t layout;
+  std::atomic<std::uint32_t> last_request;
+  std::uint64_t limit;
+  std::array<Place, kMostPools> places;
+  std::uint64_t last_word;  // kMagic, unless the file was cut, and maybe made longer since
+};
+
+// The file, open and mapped. Its locks are this object's own: a forked child has neither the
+// descriptor nor the mapping, either of which would keep the locks when we are dead.
+class Ledger::File {
+ public:
+  File() {
+    watch_forks();
+    static std::once_flag once;
+    std::call_once(once, [] {
+      pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); }, leave_in_child);
+    });
+    const std::lock_guard no_fork(mutex());
+    all().push_back(this);
+  }
+  ~File() {
+    const std::lock_guard no_fork(mutex());
+    std::erase(all(), this);
+    if (content_ != nullptr) munmap(content_, sizeof(Content));
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  bool open(const std::string& path, int flags) {
+    const std::lock_guard no_fork(mutex());
+    descriptor_ = ::open(path.c_str(), flags, S_IRUSR | S_IWUSR);
+    return descriptor_ >= 0;
+  }
+  bool map() {
+    const std::lock_guard no_fork(mutex());
+    void* const at =
+        mmap(nullptr, sizeof(Content), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+    if (at == MAP_FAILED) return false;
+    content_ = static_cast<Content*>(at);
+    return madvise(at, sizeof(Content), MADV_DONTFORK) == 0;
+  }
+
+  int descriptor() const { return descriptor_; }
+  bool is_long_enough() const noexcept {
+    struct stat found{};
+    return fstat(descriptor_, &found) == 0 && found.st_size >= static_cast<off_t>(sizeof(Content));
+  }
+  // Whether it is mapped, and was never cut.
+  bool is_whole() const noexcept {
+    return content_ != nullptr && !cut_.load(std::memory_order_acquire) && is_long_enough() &&
+           content_->last_word == kMagic;
+  }
+  // Zeros, for good, once the file was cut. Good for a few accesses, for which the file is long
+  // enough now. Requires: it is mapped.
+  Content& content() noexcept {
+    if (!cut_.load(std::memory_order_acquire) && !is_long_enough()) {
+      // In one step for other threads, which may be about to use it.
+      void* const at = mmap(content_, sizeof(Content), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+      cut_.store(at != MAP_FAILED, std::memory_order_release);
+    }
+    return *content_;
+  }
+
+ private:
+  // Never destroyed: a pool may end while the process does.
+  static std::mutex& mutex() {
+    static auto& mutex = *new std::mutex;
+    return mutex;
+  }
+  static std::vector<File*>& all() {
+    static auto& files = *new std::vector<File*>;
+    return files;
+  }
+  static void leave_in_child() {
+    for (File* file : all()) {
+      if (file->descriptor_ >= 0) close(file->descriptor_);
+      file->descriptor_ = -1;
+      file->content_ = nullptr;
+    }
+    mutex().unlock();
+  }
+
+  int descriptor_ = -1;
+  Content* content_ = nullptr;
+  std::atomic<bool> cut_{false};  // content_ is not the file's any more
+};
+
+// The file's lock. Waits up to 1 s, and then throws TimedOut. Throws DriverError.
+class Ledger::Locked {
+ public:
+  // `meter` is null where the pool's driver may have ended.
+  Locked(const Ledger& ledger, CallMeter* meter) : file_(ledger.file_->descriptor()) {
+    int error = try_lock(meter, file_, kFileLock);
+    for (int tries = 0; error != 0; ++tries) {
+      if (error != EAGAIN && error != EACCES) throw lock_refused(error, ledger.path());
+      if (tries == kLockTries) {
+        throw TimedOut("shared budget", kLockPatience,
+                       "another process has locked the shared budget " + quoted(ledger.name()) +
+                           " and is stopped: let it go on, or kill it");
+      }
+      tries < kWithoutPause ? std::this_thread::yield() : std::this_thread::sleep_for(kLockPause);
+      error = try_lock(nullptr, file_, kFileLock);
+    }
+  }
+  ~Locked() { unlock(file_, kFileLock); }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+
+ private:
+  const int file_;
+};
+
+// -- the file
+
+bool Ledger::is_name(std::string_view name) {
+  constexpr std::string_view kLetters =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
+  return !name.empty() && name.size() <= kLongestName &&
+         name.find_first_not_of(kLetters) == std::string_view::npos;
+}
+
+// Of this user's files, in order.
+std::vector<std::string> Ledger::names() {
+  std::vector<std::string> names;
+  const std::string begin = prefix();
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(kFolder), closedir);
+  while (const dirent* entry = folder ? readdir(folder.get()) : nullptr) {
+    const std::string_view file = entry->d_name;
+    if (file.starts_with(begin) && is_name(file.substr(begin.size())))
+      names.emplace_back(file.substr(begin.size()));
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::string Ledger::path() const { return kFolder + prefix() + name_; }
+
+template <typename Body>
+void Ledger::call(Call call, int injected, const std::string& what, const char* remedy,
+                  Body body) const {
+  const int error = meter_.enter(call) ? injected : (body() ? 0 : errno);
+  if (error != 0) throw refused("shared budget", call, error, what, remedy);
+}
+
+Ledger::Ledger(CallMeter& meter, const std::string& name, int flags)
+    : meter_(meter), name_(name), file_(std::make_shared<File>()) {
+  call(Call::open, EMFILE, "opening " + path(),
+       "raise the limit on descriptors (ulimit -n), or see which users may write there",
+       [&] { return file_->open(path(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | flags); });
+  struct stat found{};
+  if (fstat(file_->descriptor(), &found) != 0 || !S_ISREG(found.st_mode) ||
+      found.st_uid != geteuid()) {
+    throw Error("[shared budget] ", path(),
+                " is no file of this user: remove it, or use another name");
+  }
+}
+
+// Makes the file long enough, with its memory, and begins it afresh.
+void Ledger::begin(std::uint64_t limit) {
+  call(Call::fallocate, ENOSPC, text("making ", sizeof(Content), " bytes of ", path()),
+       "free memory in /dev/shm, or raise the limit on files (ulimit -f)", [this] {
+         int result;
+         do {
+           result = fallocate(file_->descriptor(), 0, 0, sizeof(Content));
+         } while (result != 0 && errno == EINTR);
+         return result == 0;
+       });
+  map();
+  Content& content = file_->content();
+  std::memset(static_cast<void*>(&content), 0, sizeof(Content));
+  content.limit = limit;
+  content.layout = kLayout;
+  content.magic = content.last_word = kMagic;
+}
+
+void Ledger::map() {
+  call(Call::mmap, ENOMEM, "mapping " + path(),
+       "raise the limits on mappings (vm.max_map_count) and address space",
+       [this] { return file_->map(); });
+}
+
+bool Ledger::has_other_layout() const { return layout() != 0 && layout() != kLayout; }
+
+std::uint32_t Ledger::layout() const {
+  struct {
+    std::uint64_t magic;
+    std::uint32_t layout;
+  } head{};
+  static_assert(offsetof(Content, layout) == offsetof(decltype(head), layout));
+  const ssize_t bytes = pread(file_->descriptor(), &head, sizeof(head), 0);
+  return bytes == sizeof(head) && head.magic == kMagic ? head.layout : 0;
+}
+
+// Throws Error if the file has lost its name, so that the next pool of that name makes another, or
+// was cut, so that nothing says what its pools hold.
+Ledger::Content& Ledger::require_whole() const {
+  struct stat found{};
+  const bool removed = fstat(file_->descriptor(), &found) == 0 && found.st_nlink == 0;
+  if (!removed && file_->is_whole()) return file_->content();
+  const std::string was =
+      removed ? "removed, so pools that are made now do not see what this one holds: it takes no "
+                "more; close the pools that were made before, and make them again"
+              : "made shorter by another program, so nothing says what its pools hold: they take "
+                "no more; close them all, and make them again";
+  throw Error("[shared budget] the file ", path(), " of the shared budget ", quoted(name_), " was ",
+              was);
+}
+
+bool Ledger::is_linked() const {
+  struct stat here{}, there{};
+  return fstat(file_->descriptor(), &here) == 0 && stat(path().c_str(), &there) == 0 &&
+         here.st_dev == there.st_dev && here.st_ino == there.st_ino;
+}
+
+void Ledger::unlink() const noexcept { ::unlink(path().c_str()); }
+
+bool Ledger::is_alive(std::size_t place) const {
+  return is_locked(file_->descriptor(), life_of(place), 1);
+}
+
+bool Ledger::any_alive() const { return is_locked(file_->descriptor(), kLife, 0); }
+
+// -- a place
+
+std::unique_ptr<Ledger> Ledger::join(CallMeter& meter, const std::string& name, std::uint64_t limit,
+                                     Device device) {
+  refuse_in_forked_child("Pool");
+  if (!is_name(name)) {
+    throw InvalidArgument("[Pool] ", quoted(name), " cannot name a shared budget: give 1 to ",
+                          kLongestName, " letters, digits, dots, dashes and underscores");
+  }
+  for (;;) {
+    std::unique_ptr<Ledger> ledger(new Ledger(meter, name, O_CREAT));
+    const Locked locked(*ledger, &meter);
+    if (!ledger->is_linked()) continue;  // its last pool has left meanwhile
+    try {
+      ledger->take_place(limit, device);
+    } catch (...) {
+      if (!ledger->any_alive()) ledger->unlink();
+      throw;
+    }
+    return ledger;
+  }
+}
+
+void Ledger::take_place(std::uint64_t limit, Device device) {
+  if (!any_alive()) {
+    begin(limit);
+  } else if (has_other_layout()) {
+    throw Error("[Pool] the shared budget ", quoted(name_),
+                " is kept by another version of vtensor, in layout ", layout(),
+                " where this one has ", kLayout, ": use one version, or another name");
+  } else {
+    map();
+  }
+  Content& content = require_whole();
+  if (content.limit != limit) {
+    throw InvalidArgument("[Pool] a budget of ", limit, " bytes was asked for, the shared budget ",
+                          quoted(name_), " has ", content.limit,
+                          ": give all its pools one budget, or use another name");
+  }
+  std::size_t free = 0;
+  while (free < kMostPools && is_alive(free)) ++free;
+  if (free == kMostPools) {
+    throw Error("[Pool] the shared budget ", quoted(name_), " has ", kMostPools,
+                " pools, and room for no more: close some, or use another name");
+  }
+  Place& place = content.places[free];
+  place.process = 0;
+  place.held = place.wanted = place.cached = place.spare = 0;
+  const int error = try_lock(&meter_, file_->descriptor(), life_of(free));
+  if (error != 0) throw lock_refused(error, path());
+  place.word.reset();
+  place.answered = answered_ = content.last_request;
+  place.device_type = device.type;
+  place.device_index = device.index;
+  place.command.fill(0);
+  command_of_process().copy(place.command.data(), place.command.size() - 1);
+  place.process = getpid();
+  place_ = free;
+  limit_ = limit;
+}
+
+Ledger::~Ledger() {
+  if (place_ == kMostPools) return;
+  Place& place = own();
+  place.held = place.wanted = 0;
+  place.process = 0;
+  try {
+    const Locked locked(*this, nullptr);
+    unlock(file_->descriptor(), life_of(place_));  // so that of two that leave one is last
+    if (!any_alive() && is_linked()) unlink();
+  } catch (...) {
+    // The file stays, and the next pool of its name finds no living pool in it.
+    unlock(file_->descriptor(), life_of(place_));
+  }
+}
+
+Ledger::Place& Ledger::own() const { return file_->content().places[place_]; }
+
+Ledger::Balance Ledger::balance() const {
+  const Content& content = file_->content();
+  Balance sum;
+  for (std::size_t i = 0; i < kMostPools; ++i) {
+    const Place& place = content.places[i];
+    const std::uint64_t held = place.held, wanted = place.wanted;
+    if (i == place_ || (held == 0 && wanted == 0) || !is_alive(i)) continue;
+    sum.held_elsewhere += held;
+    sum.spared_elsewhere += std::min(held, place.cached.load() + place.spare.load());
+    sum.wanted_elsewhere += wanted;
+  }
+  sum.room = sub_sat(limit_, held_ + sum.held_elsewhere);
+  return sum;
+}
+
+bool Ledger::charge(std::uint64_t bytes) {
+  const Locked locked(*this, &meter_);
+  require_whole();
+  if (bytes - held_ > balance().room) return false;
+  hold(bytes);
+  return true;
+}
+
+void Ledger::hold(std::uint64_t bytes) noexcept { own().held = held_ = bytes; }
+
+// -- requests
+
+void Ledger::want(std::int64_t bytes) noexcept {
+  own().wanted = wanted_ += static_cast<std::uint64_t>(bytes);
+}
+
+std::uint32_t Ledger::request() noexcept {
+  Content& content = file_->content();
+  const std::uint32_t request = ++content.last_request;
+  for (std::size_t i = 0; i < kMostPools; ++i) {
+    if (i != place_ && content.places[i].process != 0) content.places[i].word.wake();
+  }
+  return request;
+}
+
+bool Ledger::answered(std::uint32_t request) const {
+  const Content& content = file_->content();
+  for (std::size_t i = 0; i < kMostPools; ++i) {
+    const Place& place = content.places[i];
+    if (i != place_ && place.process != 0 && is_before(place.answered, request) && is_alive(i))
+      return false;
+  }
+  return true;
+}
+
+std::optional<std::uint32_t> Ledger::unanswered() const noexcept {
+  const std::uint32_t last = file_->content().last_request;
+  return last == answered_ ? std::nullopt : std::optional(last);
+}
+
+void Ledger::answer(std::uint32_t request, std::uint64_t cached, std::uint64_t spare) noexcept {
+  Place& place = own();
+  place.cached = cached;
+  place.spare = spare;
+  place.answered = answered_ = request;
+}
+
+std::function<WakeWord&()> Ledger::wake_word() const {
+  return
+      [file = file_, place = place_]() -> WakeWord& { return file->content().places[place].word; };
+}
+
+// -- all ledgers
+
+std::pair<std::vector<Ledger::Survey>, std::vector<std::string>> Ledger::survey(
+    std::chrono::nanoseconds patience) {
+  refuse_in_forked_child("shared budgets");
+  CallMeter meter;
+  const auto until = steady_clock::now() + patience;
+  std::vector<Survey> surveys;
+  std::vector<std::string> skipped;
+  std::vector<std::unique_ptr<Ledger>> ledgers;
+  std::vector<std::uint32_t> requests;
+  for (const std::string& name : names()) {
+    try {
+      std::unique_ptr<Ledger> ledger(new Ledger(meter, name, 0));
+      const Locked locked(*ledger, &meter);  // no process begins it meanwhile
+      if (!ledger->any_alive() || ledger->has_other_layout()) continue;
+      ledger->map();
+      ledger->require_whole();
+      requests.push_back(ledger->request());
+      ledgers.push_back(std::move(ledger));
+    } catch (const DriverError& error) {
+      if (error.code != ENOENT) skipped.emplace_back(error.what());  // its pools have left
+    } catch (const Error& error) {
+      skipped.emplace_back(error.what());
+    }
+  }
+  for (std::size_t n = 0; n < ledgers.size(); ++n) {
+    while (!ledgers[n]->answered(requests[n]) && steady_clock::now() < until)
+      std::this_thread::sleep_for(kLook);
+    try {
+      Survey survey = ledgers[n]->read();
+      if (!survey.holders.empty()) surveys.push_back(std::move(survey));
+    } catch (const Error& error) {
+      skipped.emplace_back(error.what());
+    }
+  }
+  return {std::move(surveys), std::move(skipped)};
+}
+
+Ledger::Survey Ledger::read() const {
+  const Locked locked(*this, &meter_);  // all at one moment
+  const Content& content = file_->content();
+  Survey survey{name_, content.limit, {}};
+  for (std::size_t i = 0; i < kMostPools; ++i) {
+    const Place& place = content.places[i];
+    if (place.process == 0 || !is_alive(i)) continue;
+    survey.holders.push_back({place.process,
+                              {place.device_type, place.device_index},
+                              place.command.data(),
+                              place.held,
+                              place.cached,
+                              place.spare});
+  }
+  return survey;
+}
+
+}  // namespace vtensor
