@@ -156,19 +156,20 @@ class Ledger::File {
   }
 
   int descriptor() const { return descriptor_; }
-  bool is_long_enough() const noexcept {
+  // Null if the file has lost its name, or was ever cut. Good for a few accesses.
+  Content* whole() const noexcept {
     struct stat found{};
-    return fstat(descriptor_, &found) == 0 && found.st_size >= static_cast<off_t>(sizeof(Content));
-  }
-  // Whether it is mapped, and was never cut.
-  bool is_whole() const noexcept {
-    return content_ != nullptr && !cut_.load(std::memory_order_acquire) && is_long_enough() &&
-           content_->last_word == kMagic;
+    const bool is_whole = fstat(descriptor_, &found) == 0 && found.st_nlink != 0 &&
+                          is_long(found) && content_ != nullptr &&
+                          !cut_.load(std::memory_order_acquire) && content_->last_word == kMagic;
+    return is_whole ? content_ : nullptr;
   }
   // Zeros, for good, once the file was cut. Good for a few accesses, for which the file is long
   // enough now. Requires: it is mapped.
   Content& content() noexcept {
-    if (!cut_.load(std::memory_order_acquire) && !is_long_enough()) {
+    struct stat found{};
+    if (!cut_.load(std::memory_order_acquire) &&
+        !(fstat(descriptor_, &found) == 0 && is_long(found))) {
       // In one step for other threads, which may be about to use it.
       void* const at = mmap(content_, sizeof(Content), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
@@ -178,6 +179,9 @@ class Ledger::File {
   }
 
  private:
+  static bool is_long(const struct stat& file) {
+    return file.st_size >= static_cast<off_t>(sizeof(Content));
+  }
   // Never destroyed: a pool may end while the process does.
   static std::mutex& mutex() {
     static auto& mutex = *new std::mutex;
@@ -310,9 +314,9 @@ std::uint32_t Ledger::layout() const {
 // Throws Error if the file has lost its name, so that the next pool of that name makes another, or
 // was cut, so that nothing says what its pools hold.
 Ledger::Content& Ledger::require_whole() const {
+  if (Content* const content = file_->whole()) return *content;
   struct stat found{};
   const bool removed = fstat(file_->descriptor(), &found) == 0 && found.st_nlink == 0;
-  if (!removed && file_->is_whole()) return file_->content();
   const std::string was =
       removed ? "removed, so pools that are made now do not see what this one holds: it takes no "
                 "more; close the pools that were made before, and make them again"
@@ -414,8 +418,9 @@ Ledger::~Ledger() {
 
 Ledger::Place& Ledger::own() const { return file_->content().places[place_]; }
 
-Ledger::Balance Ledger::balance() const {
-  const Content& content = file_->content();
+Ledger::Balance Ledger::balance() const { return balance(file_->content()); }
+
+Ledger::Balance Ledger::balance(const Content& content) const {
   Balance sum;
   for (std::size_t i = 0; i < kMostPools; ++i) {
     const Place& place = content.places[i];
@@ -431,9 +436,9 @@ Ledger::Balance Ledger::balance() const {
 
 bool Ledger::charge(std::uint64_t bytes) {
   const Locked locked(*this, &meter_);
-  require_whole();
-  if (bytes - held_ > balance().room) return false;
-  hold(bytes);
+  Content& content = require_whole();
+  if (bytes - held_ > balance(content).room) return false;
+  content.places[place_].held = held_ = bytes;
   return true;
 }
 

@@ -130,6 +130,7 @@ class Ledger {
   bool is_alive(std::size_t place) const;
   bool any_alive() const;
   Place& own() const;
+  Balance balance(const Content& content) const;
 
   // Requires: the file is locked.
   void begin(std::uint64_t limit);

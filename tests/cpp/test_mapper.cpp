@@ -2,6 +2,7 @@
 // gives back and zeroes, and calls are refused now and then. Under ThreadSanitizer and
 // AddressSanitizer.
 #include <doctest/doctest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -345,6 +346,39 @@ TEST_CASE("a closed buffer that was wanted ready claims nothing that is unmapped
     CHECK_NOTHROW(pool->check_invariants());
     pool->end(view);
     CHECK(settled(*pool, [&] { return pool->counts().mapped == 0; }));
+  }
+}
+
+// Each mapper sleeps on its place's word, which the other pool wakes, and its own.
+TEST_CASE("pools of one budget give each other what they keep") {
+  constexpr std::size_t kWhole = 64;
+  const PoolOptions options{
+      .shared_budget = text("mapper-", getpid()), .prefetch = 8 * kBytes, .cache = kWhole * kBytes};
+  const std::shared_ptr<PagePool> pools[] = {open_pool(kWhole, options),
+                                             open_pool(kWhole, options)};
+  const RowShape shape{1, kBytes, kWhole, 0, false};
+  const auto take = [&](const std::shared_ptr<PagePool>& pool, std::size_t pages) {
+    const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
+    bool taken = true;
+    try {
+      buffer->grow(kCaller, {0, pages}, false);
+      pool->end_later(buffer->publish());
+    } catch (const OutOfPages&) {
+      taken = false;  // the other thread has them just now
+    }
+    buffer->abandon();
+    return taken;
+  };
+  std::vector<std::thread> threads;
+  for (const std::shared_ptr<PagePool>& pool : pools) {
+    threads.emplace_back([&] {
+      for (std::size_t i = 0; i < 150; ++i) take(pool, 1 + 7 * i % kWhole);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::shared_ptr<PagePool>& pool : pools) {
+    CHECK(take(pool, kWhole));
+    hammered::check_counts(*pool);
   }
 }
 
