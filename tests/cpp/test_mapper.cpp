@@ -354,8 +354,8 @@ TEST_CASE("pools of one budget give each other what they keep") {
   constexpr std::size_t kWhole = 64;
   const PoolOptions options{
       .shared_budget = text("mapper-", getpid()), .prefetch = 8 * kBytes, .cache = kWhole * kBytes};
-  const std::shared_ptr<PagePool> pools[] = {open_pool(kWhole, options),
-                                             open_pool(kWhole, options)};
+  std::vector<std::shared_ptr<PagePool>> pools{open_pool(kWhole, options),
+                                               open_pool(kWhole, options)};
   const RowShape shape{1, kBytes, kWhole, 0, false};
   const auto take = [&](const std::shared_ptr<PagePool>& pool, std::size_t pages) {
     const std::shared_ptr<Buffer> buffer = Buffer::create(pool, shape, kCaller);
@@ -379,6 +379,7 @@ TEST_CASE("pools of one budget give each other what they keep") {
   for (const std::shared_ptr<PagePool>& pool : pools) {
     CHECK(take(pool, kWhole));
     hammered::check_counts(*pool);
+    pool->wait_idle(kPatience);
   }
 }
 
