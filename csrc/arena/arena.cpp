@@ -62,22 +62,12 @@ class ByteFaults final : public faults::Range {
 
 std::shared_ptr<Arena> Arena::make(const std::shared_ptr<PagePool>& pool, std::size_t bytes,
                                    bool zeros, const Caller& caller) {
-  std::shared_ptr<Arena> arena = make_for({}, pool, bytes, caller, kWords);
-  if (!zeros) return arena;
-  try {
-    std::vector<Address> holes(arena->range_.row_pages());
-    for (std::size_t i = 0; i < holes.size(); ++i) holes[i] = arena->range_.address(0, i);
-    pool->driver().back_holes(holes);
-  } catch (...) {
-    arena->abandon();
-    throw;
-  }
-  return arena;
+  return make_for({}, pool, bytes, caller, kWords, {.first = zeros ? 1u : 0u});
 }
 
 std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
                                        const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                       const Caller& caller, const Words& words) {
+                                       const Caller& caller, const Words& words, Backed backed) {
   const std::size_t page = pool->page_size();
   // State links cached pages by 32-bit indices.
   const std::size_t limit = std::min<std::size_t>(kMostBytes, kNone * page);
@@ -89,10 +79,11 @@ std::shared_ptr<Arena> Arena::make_for(std::optional<std::uint64_t> owner,
   const std::size_t pages = ceil_div(bytes, page);
   std::shared_ptr<Arena> arena(new Arena(pool, bytes, pages, words.noun), DeleteUnlessForked{});
   auto report = std::make_unique<ByteFaults>(bytes, words);
+  const Address base = pool->driver().reserve(pages, backed);
   {
     PoolLock lock(pool);
     pool->reap();
-    const std::uint64_t own = arena->reserve(std::move(report), caller);
+    const std::uint64_t own = arena->join(base, std::move(report), caller);
     arena->range_.set_owner(owner.value_or(own));
     arena->of_several_ = owner.has_value();
     if (arena->of_several_) arena->range_.stitch();
@@ -243,7 +234,8 @@ void Arena::have_mapped(PoolLock& lock, const Caller& caller, std::span<const In
     await_turn(lock, caller);
     const std::vector<Reservation::Run> runs = missing(pages);
     if (runs.empty() && is_quiet()) return;
-    if (!driver_.traits().asynchronous || !driver_.capturing(caller.stream)) return;
+    if (!driver_.traits().asynchronous || !driver_.capturing(caller.operation, caller.stream))
+      return;
     if (asked == kAsked) {
       throw OutOfPages("[", caller.operation, "] ", runs.size(),
                        " runs of pages are missing, and the mapper, which maps during a capture, "

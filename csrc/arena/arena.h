@@ -53,7 +53,8 @@ class Arena final : public Client {
   // owner, an owner of its own.
   static std::shared_ptr<Arena> make_for(std::optional<std::uint64_t> owner,
                                          const std::shared_ptr<PagePool>& pool, std::size_t bytes,
-                                         const Caller& caller, const Words& words);
+                                         const Caller& caller, const Words& words,
+                                         Backed backed = {});
 
   Address base() const { return range_.base(); }
   std::size_t bytes() const { return shape_.capacity; }

@@ -37,8 +37,7 @@ struct Launched {
 Launched look_at(PagePool& pool, const Caller& caller) {
   Launched launched{&pool, caller.stream};
   if (!pool.traits().asynchronous) return launched;
-  if (!caller.named) pool.driver().require_own(caller.operation, caller.stream);
-  launched.captured = pool.driver().capturing(caller.stream);
+  launched.captured = pool.driver().capturing(caller.operation, caller.stream);
   if (caller.named && !launched.captured) launched.after = pool.driver().fence(caller.stream);
   return launched;
 }

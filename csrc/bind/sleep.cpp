@@ -42,7 +42,7 @@ class WakeCore {
 
   // Brings contents back. `images` are those of the sleeps whose contents are not given up.
   std::unique_ptr<SleepCopy> copy(SleepCopy::Images images) const {
-    return std::make_unique<SleepCopy>(pool_, kWake, SleepCopy::Direction::in, waking_->parts(),
+    return std::make_unique<SleepCopy>(pool_, kWake, CopyDirection::in, waking_->parts(),
                                        std::move(images));
   }
   // `restored`: the sleeps whose contents are back.
@@ -106,7 +106,7 @@ void SleepCore::begin() {
 std::unique_ptr<SleepCopy> SleepCore::copy(const std::shared_ptr<SleepImage>& image) const {
   SleepCopy::Images images;
   for (const SleepPart& part : asleep_->parts()) images.emplace(part.sleep, image);
-  return std::make_unique<SleepCopy>(pool_, kSleep, SleepCopy::Direction::out, asleep_->parts(),
+  return std::make_unique<SleepCopy>(pool_, kSleep, CopyDirection::out, asleep_->parts(),
                                      std::move(images));
 }
 

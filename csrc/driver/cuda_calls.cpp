@@ -12,8 +12,10 @@ namespace vtensor {
 namespace {
 
 thread_local bool is_relaxed = false;
-// The context that enter_worker made current in this thread for good.
+// A worker stays relaxed and in the primary context, which saves its operations four calls each.
 thread_local CUcontext worker_context = nullptr;
+
+bool is_worker() { return thread_role == ThreadRole::mapper; }
 
 std::string loader_message() {
   const char* message = dlerror();
@@ -90,18 +92,6 @@ void CudaCalls::synchronize(const char* operation, std::chrono::milliseconds tim
   check(operation, Call::cuCtxSynchronize, answer.get());
 }
 
-void CudaCalls::enter_worker() {
-  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-  require("enter_worker", cuThreadExchangeStreamCaptureMode, &mode);
-  const CUresult code = call(cuCtxSetCurrent, context);
-  if (code != CUDA_SUCCESS) {
-    call(cuThreadExchangeStreamCaptureMode, &mode);
-    throw refusal("enter_worker", Call::cuCtxSetCurrent, code);
-  }
-  is_relaxed = true;
-  worker_context = context;
-}
-
 RelaxedCapture::RelaxedCapture(CudaCalls& cuda, const char* operation)
     : cuda_(cuda), exchanged_(!is_relaxed) {
   if (!exchanged_) return;
@@ -110,7 +100,7 @@ RelaxedCapture::RelaxedCapture(CudaCalls& cuda, const char* operation)
 }
 
 RelaxedCapture::~RelaxedCapture() {
-  if (!exchanged_) return;
+  if (!exchanged_ || is_worker()) return;
   // What the operation did stands. A refusal leaves the thread relaxed.
   cuda_.insist(cuda_.cuThreadExchangeStreamCaptureMode, &before_);
   is_relaxed = false;
@@ -119,9 +109,11 @@ RelaxedCapture::~RelaxedCapture() {
 PrimaryContext::PrimaryContext(CudaCalls& cuda, const char* operation) : cuda_(cuda) {
   if (worker_context == cuda_.context) return;
   cuda_.require(operation, cuda_.cuCtxGetCurrent, &before_);
-  if (before_ == cuda_.context) return;
-  cuda_.require(operation, cuda_.cuCtxSetCurrent, cuda_.context);
-  changed_ = true;
+  if (before_ != cuda_.context) {
+    cuda_.require(operation, cuda_.cuCtxSetCurrent, cuda_.context);
+    changed_ = !is_worker();
+  }
+  if (is_worker()) worker_context = cuda_.context;
 }
 
 PrimaryContext::~PrimaryContext() {

@@ -84,9 +84,6 @@ class CudaCalls : public CudaApi {
   // be made, and DriverError if the context is in error or a stream of it is being captured.
   void synchronize(const char* operation, std::chrono::milliseconds timeout);
 
-  // Does for good what the two classes below do for an operation. For threads of our own.
-  void enter_worker();
-
   const int device;
   CUcontext context = nullptr;  // the device's primary one, which PyTorch uses too
 
@@ -95,7 +92,7 @@ class CudaCalls : public CudaApi {
 };
 
 // While it lives a stream capture, in whatever thread, neither refuses this thread's calls nor is
-// invalidated by them.
+// invalidated by them. The first one of a worker lasts as long as its thread.
 class RelaxedCapture {
  public:
   RelaxedCapture(CudaCalls& cuda, const char* operation);
@@ -109,7 +106,8 @@ class RelaxedCapture {
   CUstreamCaptureMode before_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
-// While it lives the primary context is current: memory work, streams and events need one.
+// While it lives the primary context is current: memory work, streams and events need one. The
+// first one of a worker lasts as long as its thread.
 class PrimaryContext {
  public:
   PrimaryContext(CudaCalls& cuda, const char* operation);

@@ -27,9 +27,7 @@ class CudaDriver final : public Driver {
 
   void open(const CudaOptions& options);
 
-  const DriverTraits& traits() const override { return traits_; }
-
-  Address reserve(std::size_t pages) override { return mappings("driver.reserve").reserve(pages); }
+  Address reserve(std::size_t pages, Backed backed) override;
   void free_range(Address range, std::size_t pages) override {
     if (!in_forked_child) mappings_.free_range(range, pages);
   }
@@ -41,7 +39,6 @@ class CudaDriver final : public Driver {
   void unmap(Address at, std::size_t n) override {
     if (!in_forked_child) mappings_.unmap("unmap", at, n);
   }
-  void back_holes(std::span<const Address> pages) override;
   void remap(Address at, std::span<const Handle> from, Access from_access,
              std::span<const Handle> to, Access to_access) override {
     mappings("driver.remap").remap(at, from, from_access, to, to_access);
@@ -52,40 +49,21 @@ class CudaDriver final : public Driver {
     copies_.copy(copies, after);
   }
   void populate(Address, std::size_t) override {}  // memory comes with cuMemCreate
-  void fill(Handle, std::size_t) override {}
   // No fault unshares pages here.
   void find_private_copies(Address, std::span<std::uint8_t>) override {}
   std::size_t free_memory() override;
 
-  Stream side_stream() override { return streams_.side(); }
-  Stream copy_stream() override { return streams_.copies(); }
-  void copy_out(void* to, Address from, std::size_t bytes) override {
-    refuse_in_forked_child("driver.copy_out");
-    copy_beside("copy_out", cuda_.cuMemcpyDtoHAsync, from, bytes, to, from);
-  }
-  void copy_in(Address to, const void* from, std::size_t bytes) override {
-    refuse_in_forked_child("driver.copy_in");
-    copy_beside("copy_in", cuda_.cuMemcpyHtoDAsync, to, bytes, to, from);
-  }
+  void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override;
   FencePtr fence(Stream stream) override { return streams("driver.fence").fence(stream); }
   bool passed(const Fence& fence) override { return streams("driver.passed").passed(fence); }
   void order(Stream stream, const Fence& fence) override {
     streams("driver.order").order(stream, fence);
   }
-  void require_own(const char* operation, Stream stream) override {
-    streams("driver.require_own").require_own(operation, stream);
+  bool capturing(const char* operation, Stream stream) override {
+    return streams("driver.capturing").capturing(operation, stream);
   }
-  bool capturing(Stream stream) override { return streams("driver.capturing").capturing(stream); }
   void keep_for_graph(Stream stream, void (*release)(void*), void* argument) override {
     streams("driver.keep_for_graph").keep_for_graph(stream, release, argument);
-  }
-  void enter_worker() override {
-    refuse_in_forked_child("driver.enter_worker");
-    cuda_.enter_worker();
-  }
-  void quiesce() override {
-    refuse_in_forked_child("driver.quiesce");
-    cuda_.synchronize("quiesce", timeout_);
   }
 
  private:
@@ -98,9 +76,7 @@ class CudaDriver final : public Driver {
     refuse_in_forked_child(operation);
     return streams_;
   }
-  template <class Copy, class To, class From>
-  void copy_beside(const char* operation, const Copy& copy, Address at, std::size_t bytes, To to,
-                   From from);
+  void back_holes(std::span<const Address> pages);
   std::size_t granularity(CUmemAllocationGranularity_flags kind);
   int attribute(CUdevice_attribute which);
   void probe_rdma();
@@ -112,7 +88,6 @@ class CudaDriver final : public Driver {
   CudaCopies copies_{cuda_, mappings_, streams_};
   CUdevice device_ = 0;
   CUmemAllocationProp properties_{};
-  DriverTraits traits_{};
   std::chrono::milliseconds timeout_{};
 
   std::mutex records_;  // guards the handles
@@ -180,6 +155,8 @@ void CudaDriver::open(const CudaOptions& options) {
   traits_.available = free_memory() / 10 * 9;
   mappings_.open(traits_.page_size, properties_.location);
   streams_.open();
+  side_stream_ = streams_.side();
+  copy_stream_ = streams_.copies();
   timeout_ = options.timeout;
   copies_.open(traits_.page_size, timeout_);
   probe_rdma();
@@ -230,7 +207,7 @@ bool CudaDriver::close() {
   // The core waited for the fences of what it unmapped. The ranges that are left are those of a
   // broken pool, and what runs there is not known.
   try {
-    if (mappings_.any()) quiesce();
+    if (mappings_.any()) cuda_.synchronize("close", timeout_);
   } catch (const DriverError&) {
     // As above.
   } catch (const std::exception&) {  // timed out, or no thread to wait in: work may still run
@@ -293,11 +270,31 @@ void CudaDriver::destroy(Handle first, std::size_t n) {
   handles_.erase(first);
 }
 
+Address CudaDriver::reserve(std::size_t pages, Backed backed) {
+  const Address range = mappings("driver.reserve").reserve(pages);
+  std::vector<Address> holes;
+  for (std::size_t i = 0; i < pages; i += backed.every) {
+    for (std::size_t page = i; page < i + backed.first; ++page)
+      holes.push_back(range + page * traits_.page_size);
+  }
+  if (holes.empty()) return range;
+  try {
+    back_holes(holes);
+  } catch (...) {
+    try {
+      mappings_.free_range(range, pages);
+    } catch (const DriverError&) {
+      // Left to the driver's end.
+    }
+    throw;
+  }
+  return range;
+}
+
+// Keeps the page of zeros at these pages, if this device needs one.
 void CudaDriver::back_holes(std::span<const Address> pages) {
-  refuse_in_forked_child("driver.back_holes");
-  if (pages.empty()) return;
-  const RelaxedCapture relaxed(cuda_, "back_holes");
-  const PrimaryContext context(cuda_, "back_holes");
+  const RelaxedCapture relaxed(cuda_, "reserve");
+  const PrimaryContext context(cuda_, "reserve");
   CUdeviceptr pointer = 0;
   if (cuda_.call(cuda_.cuPointerGetAttribute, &pointer, CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
                  pages.front()) == CUDA_SUCCESS) {
@@ -329,12 +326,16 @@ std::size_t CudaDriver::free_memory() {
   return free;
 }
 
-template <class Copy, class To, class From>
-void CudaDriver::copy_beside(const char* operation, const Copy& copy, Address at, std::size_t bytes,
-                             To to, From from) {
-  const RelaxedCapture relaxed(cuda_, operation);
-  const PrimaryContext context(cuda_, operation);
-  cuda_.require_at(operation, copy, at, bytes, to, from, bytes, handle_of(streams_.copies()));
+void CudaDriver::copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) {
+  refuse_in_forked_child("driver.copy");
+  const RelaxedCapture relaxed(cuda_, "copy");
+  const PrimaryContext context(cuda_, "copy");
+  const CUstream stream = handle_of(copy_stream_);
+  if (direction == CopyDirection::out) {
+    cuda_.require_at("copy", cuda_.cuMemcpyDtoHAsync, at, bytes, memory, at, bytes, stream);
+  } else {
+    cuda_.require_at("copy", cuda_.cuMemcpyHtoDAsync, at, bytes, at, memory, bytes, stream);
+  }
 }
 
 }  // namespace

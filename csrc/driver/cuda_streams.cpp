@@ -187,7 +187,8 @@ void CudaStreams::require_own(const char* operation, Stream stream) {
                         "the primary context, which is PyTorch's, was current");
 }
 
-bool CudaStreams::capturing(Stream stream) {
+bool CudaStreams::capturing(const char* operation, Stream stream) {
+  require_own(operation, stream);
   const PrimaryContext context(cuda_, "capturing");
   return is_captured("capturing", stream);
 }

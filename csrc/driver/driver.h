@@ -72,15 +72,31 @@ struct DriverTraits {
   bool remaps_in_one_step = false;  // remap never leaves a page unmapped, whatever is refused
 };
 
+// Of every `every` pages of a range, the first `first`; none by default.
+struct Backed {
+  std::size_t first = 0;
+  std::size_t every = 1;
+};
+
+enum class CopyDirection : std::uint8_t { out, in };
+
 class Driver {
  public:
   virtual ~Driver() = default;
-  virtual const DriverTraits& traits() const = 0;
+  const DriverTraits& traits() const { return traits_; }
   CallMeter& meter() { return meter_; }
 
+  // Our own stream, beside those of the callers.
+  Stream side_stream() const { return side_stream_; }
+  // Our own stream for copies between mapped pages and host memory; on the host, threads.
+  Stream copy_stream() const { return copy_stream_; }
+
   // Reserves `pages` pages of addresses, aligned to the page size. Costs no memory. Reads where
-  // nothing is mapped give zeros or fault, by driver; writes there always fault.
-  virtual Address reserve(std::size_t pages) = 0;
+  // nothing is mapped give zeros or fault, by driver; writes there always fault. At the pages
+  // `backed` a device on which kernels cannot be given the address of a hole has a page of zeros,
+  // read-only and the driver's own, while nothing else is mapped there. That costs calls now and
+  // whenever those pages are mapped or unmapped.
+  virtual Address reserve(std::size_t pages, Backed backed = {}) = 0;
   // Frees exactly what `reserve` returned. Requires: nothing is mapped in it.
   virtual void free_range(Address range, std::size_t pages) = 0;
 
@@ -99,11 +115,6 @@ class Driver {
   // Unmaps `n` pages of one range, which stays reserved. Requires: no work, launched or about to
   // be, touches them.
   virtual void unmap(Address at, std::size_t n) = 0;
-  // Keeps a page of zeros, read-only and the driver's own, at each of these pages while nothing
-  // else is mapped there, until their range is freed. For devices on which a kernel cannot be given
-  // the address of a hole, even if it touches nothing there; on others it does nothing. Costs calls
-  // whenever the pages are mapped or unmapped. Throws as `create` and `map`.
-  virtual void back_holes(std::span<const Address> pages) = 0;
   // Replaces the handles of mapped pages, all of one access. A private copy of a copy-on-write page
   // is lost. Throws UndoFailed if a refusal leaves neither the old pages nor the new ones.
   // Requires: as unmap.
@@ -119,8 +130,6 @@ class Driver {
   virtual void copy_pages(std::span<const PageCopy> copies, std::span<const FencePtr> after) = 0;
   // Makes the memory of `n` pages, mapped writable at `at`, present now instead of at first touch.
   virtual void populate(Address at, std::size_t n) = 0;
-  // Makes the memory of `n` handles present now, mapped or not.
-  virtual void fill(Handle first, std::size_t n) = 0;
   static constexpr std::uint8_t kMaybeCopied = 2;
   // Sets to 1 the entry of each of the copy-on-write pages at `at` that a write has copied, or to
   // kMaybeCopied if the system does not say.
@@ -132,15 +141,10 @@ class Driver {
   // Order between the work of streams and the core. On the host the calling threads do all work but
   // copies, so a fence of any other stream is null, which has passed.
 
-  // Our own stream, beside those of the callers.
-  virtual Stream side_stream() = 0;
-  // Our own stream for copies between mapped pages and host memory; on the host, threads.
-  virtual Stream copy_stream() = 0;
-  // Launch one there, and return at once. The caller keeps the pages mapped and the host memory
-  // where it is until a fence made afterwards has passed. Host memory may be any, not only the
-  // driver's.
-  virtual void copy_out(void* to, Address from, std::size_t bytes) = 0;
-  virtual void copy_in(Address to, const void* from, std::size_t bytes) = 0;
+  // Launches a copy on the copying stream, between mapped pages and host memory, and returns at
+  // once. The caller keeps the pages mapped and the memory where it is until a fence made
+  // afterwards has passed. Host memory may be any, not only the driver's.
+  virtual void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) = 0;
   // A point after all work launched in `stream` so far; null if there is nothing to wait for.
   virtual FencePtr fence(Stream stream) = 0;
   // Whether that work is done. Never blocks.
@@ -148,21 +152,17 @@ class Driver {
   // Makes all work launched in `stream` from now on start after the fence. Never blocks; but the
   // host, whose work the caller does, waits. Throws TimedOut.
   virtual void order(Stream stream, const Fence& fence) = 0;
-  // Throws InvalidArgument if work in `stream`, as this thread names it, cannot be ordered with the
-  // core.
-  virtual void require_own(const char* operation, Stream stream) = 0;
-  // Whether `stream` is being captured into a graph: then the core launches nothing in it.
-  virtual bool capturing(Stream stream) = 0;
+  // Whether `stream` is being captured into a graph: then the core launches nothing in it. Throws
+  // InvalidArgument, in the name of `operation`, if work in `stream`, as this thread names it,
+  // cannot be ordered with the core.
+  virtual bool capturing(const char* operation, Stream stream) = 0;
   // Calls `release(argument)` once, in any thread, when the graph that is being captured in
   // `stream` and all that was made from it are gone. `release` may make no driver call.
   virtual void keep_for_graph(Stream stream, void (*release)(void*), void* argument) = 0;
-  // A thread of the core calls this first: captures of other threads then do not refuse its calls.
-  virtual void enter_worker() = 0;
-  // Returns when no work launched so far can touch this device's memory: for the driver's end.
-  // Throws TimedOut if the device does not finish.
-  virtual void quiesce() = 0;
 
  protected:
+  DriverTraits traits_{};
+  Stream side_stream_ = 0, copy_stream_ = 0;
   CallMeter meter_;
 };
 

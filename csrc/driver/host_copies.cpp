@@ -21,7 +21,7 @@ constexpr std::size_t kThreads = 2;
 constexpr std::size_t kPiece = std::size_t{2} << 20;
 
 struct Copy {
-  HostCopies::Direction direction;
+  CopyDirection direction;
   std::byte* to;
   const std::byte* from;
   std::size_t bytes;
@@ -100,7 +100,7 @@ void HostCopies::stop() {
   threads_.clear();
 }
 
-void HostCopies::copy(Direction direction, void* to, const void* from, std::size_t bytes) {
+void HostCopies::copy(CopyDirection direction, void* to, const void* from, std::size_t bytes) {
   if (bytes == 0) return;
   const std::lock_guard lock(queue_->mutex);
   while (threads_.size() < kThreads) {
@@ -149,11 +149,11 @@ void HostCopies::work(Queue& queue) {
     const std::size_t at = copy->begun;
     const std::size_t bytes = std::min(kPiece, copy->bytes - at);
     copy->begun += bytes;
-    const Direction direction = copy->direction;
+    const CopyDirection direction = copy->direction;
     std::byte* const to = copy->to + at;
     const std::byte* const from = copy->from + at;
     lock.unlock();
-    if (direction == Direction::in) {
+    if (direction == CopyDirection::in) {
       queue.write(to, from, bytes);
     } else {
       std::memcpy(to, from, bytes);

@@ -17,8 +17,6 @@ namespace vtensor {
 // before it, so their order is kept as far as it can be seen.
 class HostCopies {
  public:
-  enum class Direction : std::uint8_t { out, in };
-
   // Writes a piece of a copy that comes in; called in any thread.
   using Write = std::function<void(std::byte* to, const std::byte* from, std::size_t bytes)>;
 
@@ -29,7 +27,7 @@ class HostCopies {
 
   // Queues one copy; the threads start with the first. Throws std::system_error, with nothing
   // queued, if no thread can be made.
-  void copy(Direction direction, void* to, const void* from, std::size_t bytes);
+  void copy(CopyDirection direction, void* to, const void* from, std::size_t bytes);
   // A point after all copies queued so far; null if all are done.
   FencePtr fence() const;
   static bool passed(const Fence& fence);

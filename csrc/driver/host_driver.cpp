@@ -92,6 +92,7 @@ class HostDriver final : public Driver {
                .created_zero = true,
                .kernel_copies_on_write = true,
                .remaps_in_one_step = true};
+    copy_stream_ = kCopyStream;
   }
 
   ~HostDriver() override {
@@ -103,11 +104,7 @@ class HostDriver final : public Driver {
     limit_.add(-static_cast<std::ptrdiff_t>(state_.mirror.size()));
   }
 
-  const DriverTraits& traits() const override { return traits_; }
-
-  void back_holes(std::span<const Address>) override {}  // kernels take any address
-
-  Address reserve(std::size_t pages) override {
+  Address reserve(std::size_t pages, Backed) override {
     refuse_in_forked_child("host reserve");
     // More than asked for, to align the range; the surplus stays reserved until the range is freed.
     const std::size_t surplus = page_size_ - traits_.granularity;
@@ -175,7 +172,14 @@ class HostDriver final : public Driver {
 
   void destroy(Handle first, std::size_t n) override {
     if (in_forked_child) return;
-    allocate("host destroy", "giving back", FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first, n);
+    const std::size_t bytes = n * page_size_;
+    const Refusal refusal = call(Call::fallocate, 0, bytes, [&] {
+      return fallocate(state_.memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_of(first),
+                       static_cast<off_t>(bytes)) == 0;
+    });
+    if (!refusal) return;
+    throw refused("host destroy", Call::fallocate, refusal.error, "giving back " + count_of(n),
+                  "free memory");
   }
 
   void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
@@ -249,11 +253,6 @@ class HostDriver final : public Driver {
     }
   }
 
-  void fill(Handle first, std::size_t n) override {
-    refuse_in_forked_child("host fill");
-    allocate("host fill", "making present", FALLOC_FL_KEEP_SIZE, first, n);
-  }
-
   void find_private_copies(Address at, std::span<std::uint8_t> private_copies) override {
     refuse_in_forked_child("host find_private_copies");
     std::fill(private_copies.begin(), private_copies.end(), std::uint8_t{0});
@@ -263,17 +262,11 @@ class HostDriver final : public Driver {
 
   std::size_t free_memory() override { return free_host_memory(); }
 
-  Stream side_stream() override { return 0; }
-  Stream copy_stream() override { return kCopyStream; }
-
-  void copy_out(void* to, Address from, std::size_t bytes) override {
-    refuse_in_forked_child("host copy_out");
-    advise_huge_pages(reinterpret_cast<Address>(to), bytes);
-    copy(HostCopies::Direction::out, to, pointer(from), bytes);
-  }
-  void copy_in(Address to, const void* from, std::size_t bytes) override {
-    refuse_in_forked_child("host copy_in");
-    copy(HostCopies::Direction::in, pointer(to), from, bytes);
+  void copy(CopyDirection direction, Address at, void* memory, std::size_t bytes) override {
+    refuse_in_forked_child("host copy");
+    const bool out = direction == CopyDirection::out;
+    if (out) advise_huge_pages(reinterpret_cast<Address>(memory), bytes);
+    queue_copy(direction, out ? memory : pointer(at), out ? pointer(at) : memory, bytes);
   }
 
   // Nothing but copies runs beside the caller.
@@ -286,11 +279,8 @@ class HostDriver final : public Driver {
     if (stream == kCopyStream || HostCopies::wait(fence, kPatience)) return;
     throw TimedOut("host order", kPatience, "copies between pages and host memory have not ended");
   }
-  void require_own(const char*, Stream) override {}
-  bool capturing(Stream) override { return false; }
+  bool capturing(const char*, Stream) override { return false; }
   void keep_for_graph(Stream, void (*)(void*), void*) override {}
-  void enter_worker() override {}
-  void quiesce() override {}
 
  private:
   static constexpr Stream kCopyStream = 1;
@@ -308,7 +298,7 @@ class HostDriver final : public Driver {
          [&] { return madvise(pointer(begin), end - begin, MADV_HUGEPAGE) == 0; });
   }
 
-  void copy(HostCopies::Direction direction, void* to, const void* from, std::size_t bytes) {
+  void queue_copy(CopyDirection direction, void* to, const void* from, std::size_t bytes) {
     try {
       copies_.copy(direction, to, from, bytes);
     } catch (const std::system_error& error) {
@@ -383,16 +373,6 @@ class HostDriver final : public Driver {
     const trace::Span span(trace::What::driver_call, at, bytes, 0, which);
     if (meter_.enter(which)) return {.error = ENOMEM, .injected = true};
     return {.error = made() ? 0 : errno};
-  }
-
-  void allocate(const char* operation, const char* what, int mode, Handle first, std::size_t n) {
-    const std::size_t bytes = n * page_size_;
-    const Refusal refusal = call(Call::fallocate, 0, bytes, [&] {
-      return fallocate(state_.memfd, mode, offset_of(first), static_cast<off_t>(bytes)) == 0;
-    });
-    if (!refusal) return;
-    throw refused(operation, Call::fallocate, refusal.error, text(what, " ", count_of(n)),
-                  "free memory");
   }
 
   // Reading makes shared memory present as writing does, and takes 16 small pages at a fault if
@@ -555,7 +535,6 @@ class HostDriver final : public Driver {
   const int hole_protection_;
   MapLimit& limit_;
   std::size_t page_size_ = 0;
-  DriverTraits traits_;
   std::uint64_t handles_ = 0;  // in the memfd
   std::atomic<Handle> next_handle_{0};
   ForkedState state_;

@@ -51,20 +51,13 @@ void SlotBuffers::reserve(const std::shared_ptr<const SlotLengths>& lengths, con
   for (const RowGroup& group : shape_.row_groups) {
     const auto rows = checked_multiply(group.rows, shape_.slots);
     if (!rows) throw CapacityExceeded("too many rows");
+    // cache[layer] begins at the first token of slot 0. Kernels are given that address whether or
+    // not a page is mapped there.
+    const std::size_t first_token = ceil_div(group.item_bytes, pool_->page_size());
     ranges_.push_back(Buffer::make(pool_, {*rows, group.item_bytes, shape_.max_length}, caller,
-                                   std::make_unique<SlotFaults>(shape_, group, lengths)));
+                                   std::make_unique<SlotFaults>(shape_, group, lengths),
+                                   shape_.slots, first_token));
   }
-  // cache[layer] begins at the first token of slot 0. Kernels are given that address whether or not
-  // a page is mapped there.
-  std::vector<Address> first_pages;
-  for (std::size_t group = 0; group < groups(); ++group) {
-    const std::size_t pages = ceil_div(shape_.row_groups[group].item_bytes, pool_->page_size());
-    for (std::size_t row = 0; row < shape_.row_groups[group].rows; ++row) {
-      for (std::size_t page = 0; page < pages; ++page)
-        first_pages.push_back(ranges_[group]->range().address(row * shape_.slots, page));
-    }
-  }
-  pool_->driver().back_holes(first_pages);
 }
 
 std::vector<std::shared_ptr<Buffer>> SlotBuffers::all() const {

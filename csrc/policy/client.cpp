@@ -31,8 +31,8 @@ Client::Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std
       range_(driver_, pool->store(), shape, row_pages, pool->options().patience),
       work_(driver_) {}
 
-std::uint64_t Client::reserve(std::unique_ptr<faults::Range> report, const Caller& caller) {
-  const Address base = driver_.reserve(range_.row_pages() * range_.rows());
+std::uint64_t Client::join(Address base, std::unique_ptr<faults::Range> report,
+                           const Caller& caller) {
   reserved_ = true;
   known_ = faults::know(std::move(report), base, range_.bytes(), !pool_->traits().device.on_host());
   const std::uint64_t id = pool_->add(this);
@@ -116,8 +116,7 @@ void Client::raise_if_asleep() const {
 
 void Client::require_no_capture(const Caller& caller) const {
   if (!driver_.traits().asynchronous) return;
-  driver_.require_own(caller.operation, caller.stream);
-  if (!driver_.capturing(caller.stream)) return;
+  if (!driver_.capturing(caller.operation, caller.stream)) return;
   throw Error("[", caller.operation,
               "] this needs driver calls, and the current stream is being captured into a CUDA "
               "graph: ",

@@ -183,9 +183,10 @@ class Client : public std::enable_shared_from_this<Client> {
 
   Client(const std::shared_ptr<PagePool>& pool, const RowShape& shape, std::size_t row_pages);
 
-  // Reserves the addresses of its rows and joins the pool. Returns its id, which owns the pages.
-  // `report`: what reports of faults say of them. Throws DriverError.
-  std::uint64_t reserve(std::unique_ptr<faults::Range> report, const Caller& caller) VT_LOCKED;
+  // Joins the pool with the addresses reserved for its rows. Returns its id, which owns the pages.
+  // `report`: what reports of faults say of them.
+  std::uint64_t join(Address base, std::unique_ptr<faults::Range> report, const Caller& caller)
+      VT_LOCKED;
 
   // Adds its page table's entries, asleep or not.
   virtual void add_to(PoolCounts& counts) const VT_LOCKED = 0;

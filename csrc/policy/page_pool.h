@@ -170,8 +170,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   void ensure_mapper();
   // Wakes the mapper once the lock is free; starts it if it does not run.
   void wake_mapper() noexcept VT_LOCKED;
-  // Why its thread cannot work; null if it can.
-  void set_mapper_error(std::exception_ptr error) VT_LOCKED;
   // Ends copies that are over, and gives back free memory beyond what the pool keeps; returns when
   // to look again.
   std::chrono::steady_clock::time_point maintain(PoolLock& lock) VT_LOCKED;
@@ -224,7 +222,6 @@ class PagePool final : public PoolMutex, public std::enable_shared_from_this<Pag
   CachedClients cached_ VT_GUARDED;
   bool wake_mapper_ VT_GUARDED = false;  // once the lock is free
   std::atomic<bool> retired_{false};     // its owner has left
-  std::exception_ptr mapper_error_ VT_GUARDED;
 
   EndedList ended_;
   Mapper mapper_;

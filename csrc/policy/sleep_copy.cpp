@@ -99,7 +99,7 @@ void SleepImage::settle(const char* operation) {
          !checked(operation, "written", kNothingFell, fdatasync(file_) == 0 ? 1 : -1));
 }
 
-SleepCopy::SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, Direction direction,
+SleepCopy::SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, CopyDirection direction,
                      std::span<const SleepPart> parts, Images images)
     : pool_(std::move(pool)),
       operation_(operation),
@@ -137,8 +137,7 @@ void SleepCopy::launch(std::span<const SleepPart> parts, std::byte* stage) {
     const HostMemory& memory = image(part).memory();
     std::byte* const kept = memory ? memory.get() + part.offset : stage;
     if (!memory) stage += part.bytes;
-    direction_ == Direction::out ? driver.copy_out(kept, part.at, part.bytes)
-                                 : driver.copy_in(part.at, kept, part.bytes);
+    driver.copy(direction_, part.at, kept, part.bytes);
   }
 }
 
@@ -146,8 +145,8 @@ void SleepCopy::move_files(std::span<const SleepPart> parts, std::byte* stage) {
   for (const SleepPart& part : parts) {
     SleepImage& kept = image(part);
     if (kept.memory()) continue;
-    direction_ == Direction::out ? kept.write(operation_, stage, part.bytes, part.offset)
-                                 : kept.read(operation_, stage, part.bytes, part.offset);
+    direction_ == CopyDirection::out ? kept.write(operation_, stage, part.bytes, part.offset)
+                                     : kept.read(operation_, stage, part.bytes, part.offset);
     stage += part.bytes;
   }
 }
@@ -195,9 +194,9 @@ void SleepCopy::copy_in() {
 
 std::size_t SleepCopy::step() {
   try {
-    direction_ == Direction::out ? copy_out() : copy_in();
+    direction_ == CopyDirection::out ? copy_out() : copy_in();
     await(launched());
-    if (direction_ == Direction::out && part_ == parts_.size()) {
+    if (direction_ == CopyDirection::out && part_ == parts_.size()) {
       for (const auto& [number, image] : images_) image->settle(operation_);
     }
   } catch (...) {

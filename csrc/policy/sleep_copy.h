@@ -44,11 +44,10 @@ class SleepImage {
 // no copy is under way then.
 class SleepCopy {
  public:
-  enum class Direction : std::uint8_t { out, in };
   using Images = std::map<std::uint64_t, std::shared_ptr<SleepImage>>;  // by number of the sleep
 
   // Copies the parts that have an image. Requires: they stay mapped until it is gone.
-  SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, Direction direction,
+  SleepCopy(std::shared_ptr<PagePool> pool, const char* operation, CopyDirection direction,
             std::span<const SleepPart> parts, Images images);
 
   std::size_t bytes() const { return bytes_; }
@@ -75,7 +74,7 @@ class SleepCopy {
 
   const std::shared_ptr<PagePool> pool_;
   const char* const operation_;
-  const Direction direction_;
+  const CopyDirection direction_;
   std::vector<SleepPart> parts_;
   const Images images_;
   std::size_t bytes_ = 0, done_ = 0;

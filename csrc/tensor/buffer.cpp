@@ -28,7 +28,8 @@ std::shared_ptr<Buffer> Buffer::create(const std::shared_ptr<PagePool>& pool, co
 }
 
 std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
-                                     const Caller& caller, std::unique_ptr<faults::Range> report) {
+                                     const Caller& caller, std::unique_ptr<faults::Range> report,
+                                     std::size_t backed_rows, std::size_t backed_pages) {
   const std::size_t page = pool->page_size();
   const auto bytes = checked_multiply(shape.capacity, shape.item_bytes);
   const auto too_large = [&] {
@@ -47,9 +48,11 @@ std::shared_ptr<Buffer> Buffer::make(const std::shared_ptr<PagePool>& pool, cons
     buffer->row_faults_ = row_faults.get();
     report = std::move(row_faults);
   }
+  const Address base =
+      pool->driver().reserve(*pages, {.first = backed_pages, .every = backed_rows * row_pages});
   PoolLock lock(pool);
   pool->reap();
-  buffer->reserve(std::move(report), caller);
+  buffer->join(base, std::move(report), caller);
   ++pool->counted.tensors_fresh;
   return buffer;
 }

@@ -32,11 +32,13 @@ class Buffer final : public Client {
   // if the sizes overflow, DriverError.
   static std::shared_ptr<Buffer> create(const std::shared_ptr<PagePool>& pool,
                                         const RowShape& shape, const Caller& caller);
-  // Makes one. `report` explains faults at its addresses; null: as those of a tensor. Throws as
-  // `create`.
+  // Makes one. `report` explains faults at its addresses; null: as those of a tensor. Kernels may be
+  // given the addresses of the first `backed_pages` pages of each row whose number is a multiple of
+  // `backed_rows`, mapped or not (see Driver::reserve). Throws as `create`.
   static std::shared_ptr<Buffer> make(const std::shared_ptr<PagePool>& pool, const RowShape& shape,
                                       const Caller& caller,
-                                      std::unique_ptr<faults::Range> report = nullptr);
+                                      std::unique_ptr<faults::Range> report = nullptr,
+                                      std::size_t backed_rows = 1, std::size_t backed_pages = 0);
   // Makes a buffer whose first row begins at `base` in the range of `host`, and keeps that range
   // reserved. Requires: the rows lie in that range, and nothing is mapped or placed there.
   static std::shared_ptr<Buffer> place(const std::shared_ptr<Buffer>& host, Address base,

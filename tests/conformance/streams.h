@@ -4,25 +4,12 @@
 #include <dlfcn.h>
 #include <doctest/doctest.h>
 
-#include <chrono>
 #include <string>
-#include <thread>
 
 #include "conformance/subject.h"
 #include "driver/cuda_calls.h"
 
 namespace vtensor::conformance {
-
-// Polls with a bound, so that a test that waits in vain fails instead of hanging.
-template <class Condition>
-bool comes_true(Condition condition, std::chrono::milliseconds bound = std::chrono::seconds(10)) {
-  const auto deadline = std::chrono::steady_clock::now() + bound;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
-}
 
 // libcuda as the user of a driver calls it, with the primary context current in this thread.
 class Caller {

@@ -9,10 +9,12 @@
 
 #include <doctest/doctest.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "driver/driver.h"
@@ -90,10 +92,25 @@ inline void copy_page(Driver& driver, Handle to, Address from) {
   const PageCopy copy{to, from};
   driver.copy_pages({&copy, 1}, {});
 }
+// Polls with a bound, so that a test that waits in vain fails instead of hanging.
+template <class Condition>
+bool comes_true(Condition condition, std::chrono::milliseconds bound = std::chrono::seconds(10)) {
+  const auto deadline = std::chrono::steady_clock::now() + bound;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+// Returns when the work launched in `stream` so far is done.
+inline void await_work(Driver& driver, Stream stream) {
+  const FencePtr fence = driver.fence(stream);
+  if (fence != nullptr) CHECK(comes_true([&] { return driver.passed(*fence); }));
+}
 // Complete on return.
 inline void zero_now(Driver& driver, Address at, std::size_t bytes) {
   driver.zero(at, bytes, driver.side_stream());
-  driver.quiesce();
+  await_work(driver, driver.side_stream());
 }
 
 // A driver with handles to play with, and the checks that look at them.

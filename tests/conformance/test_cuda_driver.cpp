@@ -120,7 +120,6 @@ TEST_CASE("the thread keeps the context that it had") {
   const auto work = [&] {
     zero_now(*bench.driver, range, 1);
     copy_page(*bench.driver, handles[1], range);
-    bench.driver->quiesce();
   };
   work();
   CHECK(current() == nullptr);

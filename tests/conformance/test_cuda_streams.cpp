@@ -61,12 +61,12 @@ using Scene = SceneOf<SimulatedCuda>;
 TEST_CASE("streams of another context are refused, also its default stream") {
   Scene s;
   const auto own = [&](const CallerStream& stream) {
-    s.driver->require_own("test", stream.stream());
-    s.driver->require_own("test", 0);
+    s.driver->capturing("test", stream.stream());
+    s.driver->capturing("test", 0);
   };
   const auto refused = [&](Stream stream) {
     try {
-      s.driver->require_own("test", stream);
+      s.driver->capturing("test", stream);
       FAIL("taken");
     } catch (const InvalidArgument& error) {
       CHECK(std::string(error.what()).starts_with("[test] stream " + std::to_string(stream)));
@@ -326,7 +326,6 @@ TEST_CASE("the driver's end waits within a bound, and leaves what the device may
   const std::size_t threads = threads_here();
   s.control.hold(s.one.number());
   s.launch(s.one, 0, 7);
-  CHECK_THROWS_AS(s.driver->quiesce(), TimedOut);
   const auto start = std::chrono::steady_clock::now();
   s.driver.reset();
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(1));
@@ -371,11 +370,12 @@ TEST_CASE("a worker's query is one call, and leaves the thread relaxed") {
   s.control.hold(s.one.number());
   const FencePtr fence = s.driver->fence(s.one.stream());
   std::thread([&] {
-    s.driver->enter_worker();
+    thread_role = ThreadRole::mapper;
+    CHECK_FALSE(s.driver->passed(*fence));
+    s.driver->fence(s.two.stream());
     const std::uint64_t calls = s.calls();
     CHECK_FALSE(s.driver->passed(*fence));
     CHECK(s.calls() == calls + 1);
-    s.driver->fence(s.two.stream());
     const std::uint64_t fenced = s.calls();
     s.driver->fence(s.two.stream());  // the event; whether it is captured, before and after
     CHECK(s.calls() == fenced + 3);
@@ -383,17 +383,13 @@ TEST_CASE("a worker's query is one call, and leaves the thread relaxed") {
     CHECK(s.caller.api.cuThreadExchangeStreamCaptureMode.function(&mode) == CUDA_SUCCESS);
     CHECK(mode == CU_STREAM_CAPTURE_MODE_RELAXED);
   }).join();
-  // One that was refused is as before.
+  // One whose context was refused is not in it.
   std::thread([&] {
-    s.driver->meter().fail_after(1);
-    CHECK_THROWS_AS(s.driver->enter_worker(), DriverError);
-    s.driver->meter().disarm();
-    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
-    CHECK(s.caller.api.cuThreadExchangeStreamCaptureMode.function(&mode) == CUDA_SUCCESS);
-    CHECK(mode == CU_STREAM_CAPTURE_MODE_GLOBAL);
-    const std::uint64_t calls = s.calls();
-    CHECK_FALSE(s.driver->passed(*fence));
-    CHECK(s.calls() == calls + 3);
+    thread_role = ThreadRole::mapper;
+    s.driver->meter().fail_after(2);  // the capture mode, the context that is current, another one
+    CHECK_THROWS_AS(s.driver->fence(s.two.stream()), DriverError);
+    CHECK(s.driver->meter().refused(Call::cuCtxSetCurrent) == 1);
+    s.driver->fence(s.two.stream());
   }).join();
   // Others keep the mode they had.
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -420,12 +416,4 @@ TEST_CASE("a forked child drops fences without a driver call, whatever locks wer
   REQUIRE(waitpid(child, &status, 0) == child);
   CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
   CHECK(s.driver->passed(*fence));
-}
-
-TEST_CASE("quiesce is no way to wait beside a capture") {
-  Scene s;
-  REQUIRE(s.caller.begin_capture(s.one.handle, CU_STREAM_CAPTURE_MODE_RELAXED) == CUDA_SUCCESS);
-  CHECK_THROWS_AS(s.driver->quiesce(), DriverError);
-  CUgraph graph = nullptr;
-  CHECK(s.caller.end_capture(s.one.handle, &graph) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
 }

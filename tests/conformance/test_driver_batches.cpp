@@ -19,7 +19,7 @@ template <class T>
 struct Batch : Bench<T> {
   static constexpr std::size_t kPages = 5;
   std::vector<Handle> handles = this->make_handles(kPages, 1);
-  Address first = this->driver->reserve(6), second = this->driver->reserve(3);
+  Address first = this->driver->reserve(6, {}), second = this->driver->reserve(3);
   std::vector<Address> places = {this->page(first, 0), this->page(first, 1), this->page(first, 3),
                                  this->page(first, 4), this->page(second, 1)};
   std::size_t mapped = 0;

@@ -60,16 +60,14 @@ class Pages : public Bench<T> {
 
   // What is named lasts until `await_copies`.
   void in(std::size_t offset, const Bytes& from) {
-    this->driver->copy_in(at + offset, from.data(), from.size());
+    this->driver->copy(CopyDirection::in, at + offset, const_cast<std::uint8_t*>(from.data()),
+                       from.size());
   }
   void in(std::size_t offset, Bytes&& from) = delete;
   void out(Bytes& to, std::size_t offset) {
-    this->driver->copy_out(to.data(), at + offset, to.size());
+    this->driver->copy(CopyDirection::out, at + offset, to.data(), to.size());
   }
-  void await_copies() {
-    const FencePtr fence = this->driver->fence(this->driver->copy_stream());
-    if (fence != nullptr) CHECK(comes_true([&] { return this->driver->passed(*fence); }));
-  }
+  void await_copies() { await_work(*this->driver, this->driver->copy_stream()); }
   Bytes read(std::size_t offset, std::size_t n) {
     Bytes bytes(n);
     if (n != 0) out(bytes, offset);
@@ -108,8 +106,8 @@ TEST_CASE_TEMPLATE("bytes are copied in and out, from and to anywhere", T, SUBJE
     }
   }
   std::uint8_t byte = 1;
-  pages.driver->copy_out(&byte, pages.at, 0);
-  pages.driver->copy_in(pages.at, &byte, 0);
+  pages.driver->copy(CopyDirection::out, pages.at, &byte, 0);
+  pages.driver->copy(CopyDirection::in, pages.at, &byte, 0);
   pages.await_copies();
   CHECK(byte == 1);
 }
@@ -119,7 +117,7 @@ TEST_CASE_TEMPLATE("behind a fence of the copying stream all copies before it ar
   if (!is_available<T>()) return;
   Pages<T> pages(2 * kMiB);
   Driver& driver = *pages.driver;
-  CHECK_FALSE(driver.capturing(driver.copy_stream()));
+  CHECK_FALSE(driver.capturing("test", driver.copy_stream()));
   for (unsigned round = 0; round < 6; ++round) {
     const Bytes from = random_bytes(2 * kMiB, round);
     std::vector<Bytes> to(4, Bytes(2 * kMiB));
@@ -204,7 +202,7 @@ TEST_CASE_TEMPLATE("what is ordered behind copies finds them done", T, SUBJECTS)
     driver.zero(pages.at, kSize, 0);
     pages.await_copies();
     CHECK(to == from);
-    driver.quiesce();
+    await_work(driver, 0);
     CHECK(pages.read(0, kSize) == Bytes(kSize));
   }
 }

@@ -24,7 +24,7 @@ TEST_CASE_TEMPLATE("behind a fence the work is done", T, SUBJECTS) {
   const auto handles = bench.make_handles(2, 1);
   const Address range = driver.reserve(2);
   bench.map(range, handles, Access::writable);
-  CHECK_FALSE(driver.capturing(driver.side_stream()));
+  CHECK_FALSE(driver.capturing("test", driver.side_stream()));
   for (const Stream stream : {driver.side_stream(), Stream{0}}) {
     bench.fill(range, 0, 5);
     driver.zero(range, bench.page_size, stream);
@@ -65,13 +65,9 @@ TEST_CASE_TEMPLATE("copy_pages copies many pages behind the fences it is given",
   driver.free_range(range, kPages);
 }
 
-TEST_CASE_TEMPLATE("free memory is told, and fill changes nothing", T, SUBJECTS) {
+TEST_CASE_TEMPLATE("free memory is told", T, SUBJECTS) {
   if (!is_available<T>()) return;
   Bench<T> bench;
-  const auto handles = bench.make_handles(2, 1);
-  bench.driver->fill(handles[0], 1);
-  if (bench.driver->traits().adjacent_handles) bench.driver->fill(handles[0], 2);
-  CHECK(bench.is_marked(handles[0], 1));
   CHECK(bench.driver->free_memory() >= bench.page_size);
 }
 
@@ -81,7 +77,7 @@ TEST_CASE_TEMPLATE("a worker does all that another thread does", T, SUBJECTS) {
   const auto handles = bench.make_handles(2, 1);
   std::thread([&] {
     Driver& driver = *bench.driver;
-    driver.enter_worker();
+    thread_role = ThreadRole::mapper;
     const Address range = driver.reserve(1);
     bench.map(range, {&handles[0], 1}, Access::writable);
     driver.zero(range, bench.page_size, driver.side_stream());
@@ -145,14 +141,14 @@ TEST_CASE_TEMPLATE("nothing is launched in a stream that is being captured", T, 
   bench.map(range, handles, Access::writable);
   const FencePtr fence = driver.fence(driver.side_stream());
   REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
-  CHECK(driver.capturing(captured.stream()));
-  CHECK_FALSE(driver.capturing(driver.side_stream()));
+  CHECK(driver.capturing("test", captured.stream()));
+  CHECK_FALSE(driver.capturing("test", driver.side_stream()));
   CHECK_THROWS_AS(driver.zero(range, 1, captured.stream()), DriverError);
   CHECK_THROWS_AS(driver.fence(captured.stream()), DriverError);
   CHECK_THROWS_AS(driver.order(captured.stream(), *fence), DriverError);
   // The capture has not noticed.
   CHECK(caller.destroy_graph(caller.end(captured.handle)) == CUDA_SUCCESS);
-  CHECK_FALSE(driver.capturing(captured.stream()));
+  CHECK_FALSE(driver.capturing("test", captured.stream()));
   CHECK(bench.holds(range, 0, 1));
   bench.unmap(range, handles.size());
   driver.free_range(range, 1);
@@ -165,10 +161,10 @@ TEST_CASE_TEMPLATE("a blocking stream's capture keeps the default stream to itse
   const Caller caller(T::library());
   const CallerStream captured(caller, CU_STREAM_DEFAULT);
   REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_RELAXED) == CUDA_SUCCESS);
-  CHECK(bench.driver->capturing(0));
+  CHECK(bench.driver->capturing("test", 0));
   CHECK_THROWS_AS(bench.driver->fence(0), DriverError);
   CHECK(caller.destroy_graph(caller.end(captured.handle)) == CUDA_SUCCESS);
-  CHECK_FALSE(bench.driver->capturing(0));
+  CHECK_FALSE(bench.driver->capturing("test", 0));
 }
 
 TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does not harm it", T,
@@ -182,7 +178,7 @@ TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does n
     REQUIRE(caller.begin_capture(captured.handle, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
     const auto work = [&] {
       Driver& driver = *bench.driver;
-      if (in_worker) driver.enter_worker();
+      if (in_worker) thread_role = ThreadRole::mapper;
       const Address range = driver.reserve(1);
       const Handle handles[] = {driver.create(1), driver.create(1)};
       bench.map(range, {handles, 1}, Access::writable);
@@ -193,10 +189,9 @@ TEST_CASE_TEMPLATE("beside a capture in global mode the driver works, and does n
       const PageCopy copy{handles[1], range};
       driver.copy_pages({&copy, 1}, {&fence, 1});
       char byte = 1;
-      driver.copy_out(&byte, range, 1);
-      driver.copy_in(range, &byte, 1);
-      const FencePtr copied = driver.fence(driver.copy_stream());
-      CHECK(comes_true([&] { return driver.passed(*copied); }));
+      driver.copy(CopyDirection::out, range, &byte, 1);
+      driver.copy(CopyDirection::in, range, &byte, 1);
+      await_work(driver, driver.copy_stream());
       driver.remap(range, {handles, 1}, Access::writable, {handles, 1}, Access::copy_on_write);
       bench.unmap(range, 1);
       driver.free_range(range, 1);
@@ -228,7 +223,7 @@ TEST_CASE_TEMPLATE("what a graph keeps is released once, after all that was made
   CHECK(caller.instantiate(&executable, graph, 0) == CUDA_SUCCESS);
   CHECK(caller.destroy_graph(graph) == CUDA_SUCCESS);
   CHECK(caller.launch(executable, captured.handle) == CUDA_SUCCESS);
-  bench.driver->quiesce();
+  await_work(*bench.driver, captured.stream());
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
   CHECK(released == 0);
   bench.driver.reset();  // needed no longer
@@ -293,14 +288,15 @@ TEST_CASE_TEMPLATE("refused fences and orders leave the driver as it was", T, CU
   each([](FenceScene<T>& s) { s.driver->fence(0); });
   each([](FenceScene<T>& s) { s.driver->passed(*s.fence); });
   each([](FenceScene<T>& s) { s.driver->order(s.driver->side_stream(), *s.fence); });
-  each([](FenceScene<T>& s) { s.driver->capturing(0); });
+  each([](FenceScene<T>& s) { s.driver->capturing("test", 0); });
   each([](FenceScene<T>& s) { s.driver->free_memory(); });
   each([](FenceScene<T>& s) {
-    // In a thread of its own, which it changes for good.
+    // A worker, which changes its thread for good.
     std::exception_ptr raised;
     std::thread([&] {
       try {
-        s.driver->enter_worker();
+        thread_role = ThreadRole::mapper;
+        s.driver->fence(s.driver->side_stream());
       } catch (...) {
         raised = std::current_exception();
       }

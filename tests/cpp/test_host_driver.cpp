@@ -226,7 +226,7 @@ TEST_CASE_FIXTURE(HostFixture, "a copy comes in through any mapping, whatever is
     const Address seen = driver->reserve(1);
     map_run(*driver, seen, {{shared}}, Access::writable);
     if (refuses) driver->meter().fail_after(1, 1000);
-    driver->copy_in(range + 500, source.data(), source.size());
+    driver->copy(CopyDirection::in, range + 500, source.data(), source.size());
     while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
     CHECK((driver->meter().refused(Call::pwrite) != 0) == refuses);
     driver->meter().disarm();
@@ -237,7 +237,7 @@ TEST_CASE_FIXTURE(HostFixture, "a copy comes in through any mapping, whatever is
 
     const std::uint64_t writes = driver->meter().count(ThreadRole::caller, Call::pwrite);
     std::reverse(source.begin(), source.end());
-    driver->copy_in(range + 500, source.data(), source.size());  // to memory that is there
+    driver->copy(CopyDirection::in, range + 500, source.data(), source.size());  // to memory that is there
     while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
     CHECK(driver->meter().count(ThreadRole::caller, Call::pwrite) == writes);
     CHECK(std::memcmp(bytes_at(range + 500), source.data(), source.size()) == 0);
@@ -258,12 +258,12 @@ std::size_t present(Address at, std::size_t n) {
 TEST_CASE_FIXTURE(HostFixture, "what a copy brings in is present, wherever it begins and ends") {
   if (sysconf(_SC_PAGESIZE) != 4096) return;
   constexpr std::size_t kPages = 20, kSmall = kPages * kPage / 4096;
-  const std::vector<char> source(kPages * kPage, 5);
+  std::vector<char> source(kPages * kPage, 5);
   for (const std::size_t first : {0, 1, 4096, 5000, 65535}) {
     for (const std::size_t last : {0, 1, 4095, 4096, 70000}) {
       const Address range = driver->reserve(kPages);
       map_run(*driver, range, adjacent(driver->create(kPages), kPages), Access::writable);
-      driver->copy_in(range + first, source.data(), kPages * kPage - first - last);
+      driver->copy(CopyDirection::in, range + first, source.data(), kPages * kPage - first - last);
       while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
       CHECK(present(range, kSmall) >= kSmall - first / 4096 - last / 4096);
     }
@@ -302,7 +302,7 @@ TEST_CASE_FIXTURE(HostFixture, "huge pages are asked for inside of the memory th
     return found;
   };
   const auto copy = [&](std::size_t at, std::size_t bytes) {
-    driver->copy_out(bytes_at(to + at), range, bytes);
+    driver->copy(CopyDirection::out, range, bytes_at(to + at), bytes);
     while (driver->fence(driver->copy_stream()) != nullptr) std::this_thread::yield();
   };
   copy(kHuge / 2, kHuge);  // has no whole one
