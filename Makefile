@@ -32,7 +32,7 @@ docs:  ## build the documentation into build/site; warnings are errors
 	@scripts/venv.sh dev
 	@scripts/docs.sh
 
-gpu:  ## on a GPU: build offline, test, and answer the questions of benchmarks/gpu in 8 minutes
+gpu:  ## on a GPU: build offline, test, and answer the questions of benchmarks/gpu.py in 8 minutes
 	@scripts/gpu.sh
 
 stubs:  ## regenerate vtensor/_core.pyi from the extension

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # gpu.sh [--only N,N]: builds vtensor with this machine's own Python (PYTHON3=, default python3), which has PyTorch,
 # cuda-bindings, nanobind, scikit-build-core, cmake, ninja and pytest; downloads nothing. During the build it asks those
-# questions of benchmarks/gpu that need no vtensor and measure nothing. Then it runs the GPU tests, asks the other
+# questions of benchmarks/gpu.py that need no vtensor and measure nothing. Then it runs the GPU tests, asks the other
 # questions, and, in the time that is left, runs the tests of attention and the benchmarks on the GPU. All of it ends
 # within MINUTES= (default 8). A failure stops nothing after it: without a build it asks the questions that need none.
 # Results go to $OUT, or to benchmarks/results, as they come. With --only it asks those questions and runs no tests.

@@ -19,10 +19,9 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from benchmarks.gpu import __main__, session
+from benchmarks import gpu
 
 Work = Callable[[], object]
-NAME = "none: the simulated libcuda (test double)"
 
 
 class Event:
@@ -44,78 +43,70 @@ class Event:
         return (end._at - self._at) * 1e3
 
 
-class StandIn:
-    name = torch.device("cpu")
+class Stream(queue.SimpleQueue):
+    """A thread that does what is put there in order, so that work overlaps as on a GPU."""
+
+    made: list[Stream] = []
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)  # what is tested is not how fast it runs, and others may need the cores
-        self._streams: list[queue.SimpleQueue[Work]] = []
-        self._current = self.stream()
+        super().__init__()
+        Stream.made.append(self)
+        threading.Thread(target=self._run, daemon=True).start()
 
-    @staticmethod
-    def describe() -> dict[str, Any]:
-        return {"gpu": NAME}
-
-    def pool(self, **options: Any) -> Any:
-        from vtensor import testing  # not where a question needs no vtensor: it takes a second
-
-        return testing.simulated_cuda_pool(os.environ["VTENSOR_SIMCUDA"], **options)
-
-    def stream(self) -> queue.SimpleQueue[Work]:
-        """A thread that does what is put there in order, so that work overlaps as on a GPU."""
-        work: queue.SimpleQueue[Work] = queue.SimpleQueue()
-
-        def run() -> None:
-            torch.set_num_threads(1)
-            while True:
-                work.get()()
-
-        threading.Thread(target=run, daemon=True).start()
-        self._streams.append(work)
-        return work
-
-    def current_stream(self) -> queue.SimpleQueue[Work]:
-        return self._current
-
-    def launch(self, stream: queue.SimpleQueue[Work], work: Work) -> None:
-        stream.put(lambda: (time.sleep(0.005), work()))
-
-    def mark(self, stream: queue.SimpleQueue[Work]) -> Event:
-        event = Event()
-        stream.put(event.happen)
-        return event
-
-    def spin(self, stream: queue.SimpleQueue[Work], seconds: float) -> None:
-        stream.put(lambda: time.sleep(seconds))
-
-    def synchronize(self) -> None:
-        for stream in self._streams:
-            self.mark(stream).synchronize()
-
-    def flag(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int32)
-
-    def hold(self, stream: queue.SimpleQueue[Work], flag: torch.Tensor) -> None:
-        def wait() -> None:
-            while int(flag[0]) < 1:
-                time.sleep(1e-4)
-
-        stream.put(wait)
-
-    def capture(self, work: Work, warmup: int = 3) -> Work:
-        return work
-
-    def free_memory(self) -> int:
-        return 1 << 30
-
-    def peak(self) -> int:
-        return 0
-
-    forget_peak = peak
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while True:
+            self.get()()
 
 
-# Also in the processes that it starts, which import this module as their main one.
-session.make_device, session.patience = StandIn, 4.0
+def launch(stream: Stream, work: Work) -> None:
+    stream.put(lambda: (time.sleep(0.005), work()))
+
+
+def mark(stream: Stream) -> Event:
+    event = Event()
+    stream.put(event.happen)
+    return event
+
+
+def synchronize() -> None:
+    for stream in Stream.made:
+        mark(stream).synchronize()
+
+
+def hold(stream: Stream, flag: torch.Tensor) -> None:
+    def wait() -> None:
+        while int(flag[0]) < 1:
+            time.sleep(1e-4)
+
+    stream.put(wait)
+
+
+def pool(**options: Any) -> Any:
+    from vtensor import testing  # not where a question needs no vtensor: it takes a second
+
+    return testing.simulated_cuda_pool(os.environ["VTENSOR_SIMCUDA"], **options)
+
+
+STAND_INS: dict[str, Any] = {
+    "COMMAND": [sys.executable, __file__],
+    "PATIENCE": 4.0,
+    "DEVICE": torch.device("cpu"),
+    "describe": lambda: {"gpu": "none: the simulated libcuda (test double)"},
+    "new_stream": Stream,
+    "launch": launch,
+    "mark": mark,
+    "synchronize": synchronize,
+    "spin": lambda stream, seconds: stream.put(lambda: time.sleep(seconds)),
+    "new_flag": lambda: torch.zeros(1, dtype=torch.int32),
+    "hold": hold,
+    "pool": pool,
+    "captured": lambda work, warmup=3: work,
+    "torch_memory": lambda forget=False: (0, 1 << 30),
+}
+
 
 if __name__ == "__main__":
-    sys.exit(__main__.main(["--quick", "--minutes", "20", *sys.argv[1:]]))
+    torch.set_num_threads(1)  # what is tested is not how fast it runs, and others may need the cores
+    vars(gpu).update(STAND_INS)
+    sys.exit(gpu.main(["--quick", "--minutes", "20", *sys.argv[1:]]))

@@ -19,8 +19,7 @@ sys.path.append(str(ROOT))
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
-from benchmarks.gpu import recording  # noqa: E402
-from benchmarks.gpu.driver import Driver, release_context, retain_context  # noqa: E402
+from benchmarks import gpu  # noqa: E402
 
 pytestmark = needs_simcuda
 RECORDINGS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -28,17 +27,20 @@ GRANULARITY = 2 << 20
 
 
 @pytest.fixture
-def driver() -> Iterator[Driver]:
+def driver() -> Iterator[None]:
     load_simulated_libcuda()
     with device(granularity=GRANULARITY):
-        retain_context()
-        yield Driver()
-        release_context()
+        for cached in (gpu.retain_context, gpu.properties, gpu.has_rdma):
+            cached.cache_clear()
+        gpu.retain_context()
+        yield
+        gpu.must(gpu.cuda.cuCtxSetCurrent(gpu.cuda.CUcontext(0)))
+        gpu.must(gpu.cuda.cuDevicePrimaryCtxRelease(0))
 
 
-def recorded(driver: Driver) -> list[recording.Line]:
+def recorded() -> list[gpu.Line]:
     """A recording made from the simulated libcuda itself."""
-    return list(recording.play(driver, list(recording.CASES)))
+    return list(gpu.answered(gpu.CASES))
 
 
 @pytest.mark.skipif(not RECORDINGS, reason="no recording of a real driver is in benchmarks/results yet")
@@ -48,15 +50,15 @@ def test_the_simulation_answers_as_the_real_driver_did(path, driver):
     facts = {one["name"]: one["value"] for one in found if one["kind"] == "fact"}
     assert facts["granularity"] == GRANULARITY
     assert not any("simulated" in one["gpu"] for one in found if one["kind"] == "run")
-    assert not recording.differences(driver, [one for one in found if one["kind"] == "call"])
+    assert not gpu.differences([one for one in found if one["kind"] == "call"])
 
 
 def test_a_recording_plays_again_the_same(driver):
-    lines = recorded(driver)
-    assert {line["case"] for line in lines} == set(recording.CASES)
-    assert {line["call"] for line in lines} == set(recording.ARGUMENTS)
+    lines = recorded()
+    assert {line["case"] for line in lines} == set(gpu.CASES)
+    assert {line["call"] for line in lines} == set(gpu.ARGUMENTS)
     assert json.loads(json.dumps(lines)) == lines
-    assert not recording.differences(driver, lines)
+    assert not gpu.differences(lines)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +73,19 @@ def test_a_recording_plays_again_the_same(driver):
     ],
 )
 def test_another_answer_is_noticed(driver, case, call, code):
-    lines = recorded(driver)
+    lines = recorded()
     changed = next(
         line for line in lines if (line["case"], line["call"], line["answer"]) == (case, call, code)
     )
     changed["answer"] = "CUDA_ERROR_UNKNOWN"
-    (difference,) = recording.differences(driver, lines)
+    (difference,) = gpu.differences(lines)
     assert difference.startswith(f"{case}: {call}(") and f"{code} here" in difference
 
 
 def test_a_driver_with_other_rules_is_noticed(driver):
-    lines = recorded(driver)
+    lines = recorded()
     with device(read_only=0):
-        differing = recording.differences(driver, lines)
+        differing = gpu.differences(lines)
     assert any("from read-write to read-only" in difference for difference in differing)
     assert all("cuMemSetAccess" in difference for difference in differing)
 
@@ -92,5 +94,5 @@ def test_nothing_is_left_behind(driver):
     from support import simcuda_leaks
 
     before = repr(simcuda_leaks())
-    recording.differences(driver, recorded(driver))
+    gpu.differences(recorded())
     assert repr(simcuda_leaks()) == before

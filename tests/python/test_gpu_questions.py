@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import json
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,11 +29,9 @@ sys.path.append(str(ROOT))
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
-from benchmarks.gpu import QUESTIONS, __main__, mapping, tensors  # noqa: E402
-from benchmarks.gpu import session as sessions  # noqa: E402
-from benchmarks.gpu.device import Device  # noqa: E402
-from benchmarks.gpu.driver import PAGE, Pages, must, release_context, reserve, tensor_at  # noqa: E402
-from benchmarks.gpu.session import OUT_OF_TIME, End, Session  # noqa: E402
+import gpu_stand_in  # noqa: E402
+from benchmarks import gpu  # noqa: E402
+from benchmarks.gpu import ORDER, OUT_OF_TIME, PAGE, QUESTIONS, End, Pages, must, reserve, tensor_at  # noqa: E402
 
 pytestmark = [needs_simcuda, pytest.mark.seconds(500)]
 STAND_IN = Path(__file__).with_name("gpu_stand_in.py")
@@ -85,6 +85,7 @@ def test_the_questions_find_what_the_simulation_is(gpu_answers):
     figures = {
         one["name"] for found in gpu_answers.found.values() for one in found if one["kind"] == "figure"
     }
+    assert set(ORDER) == set(QUESTIONS)
     for call in ("reserve", "create", "map", "set-access", "unmap, handle kept", "address-free"):
         assert {f"{call}, 2 MiB", f"{call}, 4 MiB"} <= figures
     assert by_call["VMM calls in a thread without a context"].count("CUDA_SUCCESS") == 7
@@ -93,7 +94,7 @@ def test_the_questions_find_what_the_simulation_is(gpu_answers):
     assert {v for name, v in mapped.items() if "wrong result" in name} == {0}
     assert all(str(v).startswith("0 of ") for name, v in mapped.items() if "wrong contents" in name)
     for case in ("write through read only", "read past end"):
-        assert faulted[f"{case}: begun"] is True and faulted[f"{case}: the parent"] == "lives"
+        assert faulted[f"{case}: begun"] is True and faulted[f"{case}: the parent's error"] == "none"
         assert faulted[f"{case}: the process"] == "was ended by SIGSEGV"
     assert faulted["write through read only: the alias reads"] == 7
     copied = gpu_answers.facts[9]
@@ -114,82 +115,78 @@ def test_the_questions_find_what_the_simulation_is(gpu_answers):
 
 @pytest.fixture
 def session(monkeypatch):
+    """What the questions find in this process."""
     monkeypatch.setenv("VTENSOR_SIMCUDA", str(simcuda_library()))
     load_simulated_libcuda()
-    threads = torch.get_num_threads()
-    import gpu_stand_in
-
-    monkeypatch.setattr(sessions, "make_device", gpu_stand_in.StandIn)
+    for name, stand_in in {**gpu_stand_in.STAND_INS, "quick": True, "deadline": time.time() + 100}.items():
+        monkeypatch.setattr(gpu, name, stand_in)
     found: list[dict] = []
-    session = Session(found.append, time.time() + 100, quick=True)
-    session.found = found
-    assert session.driver.granularity
-    yield session
-    torch.set_num_threads(threads)
-    session.device.synchronize()
-    release_context()
+    monkeypatch.setattr(gpu, "find", lambda kind, **finding: found.append({"kind": kind, **finding}))
+    for cached in (gpu.retain_context, gpu.properties, gpu.has_rdma):
+        cached.cache_clear()
+    assert gpu.granularity()
+    yield found
+    gpu_stand_in.synchronize()
+    must(gpu.cuda.cuCtxSetCurrent(gpu.cuda.CUcontext(0)))
+    must(gpu.cuda.cuDevicePrimaryCtxRelease(0))
 
 
 def test_a_call_that_waits_for_the_kernel_is_noticed(session):
-    stream = session.device.stream()
-    ends = []
+    stream, ends = gpu.new_stream(), []
 
     def load() -> None:
-        session.device.spin(stream, 0.02)
-        ends.append(session.device.mark(stream))
+        gpu.spin(stream, 0.02)
+        ends.append(gpu.mark(stream))
 
     def waits() -> tuple[int]:
         for end in ends:
             end.synchronize()
         return (0,)
 
-    for call in (mapping.Call("waits", waits), mapping.Call("returns", lambda: (0,))):
-        for _ in range(3):
-            mapping.one_call(session, stream, load, call)
-        mapping.report(session, "a kernel", call)
-    found = facts(session.found)
-    assert found["waits returned after the end of a kernel"] == "3 of 3: it WAITS"
-    assert found["returns returned after the end of a kernel"] == "0 of 3: it does not wait"
-    late = mapping.Call("late", lambda: (0,))
-    mapping.one_call(session, stream, lambda: None, late)
-    assert (late.waited, late.too_late) == (0, 1), "made after the end of the kernel"
+    def of(call, load=load) -> list[bool | None]:
+        return [gpu.waited(stream, load, call, defaultdict(list)) for _ in range(3)]
+
+    assert gpu.verdict(of(waits)) == "3 of 3: it WAITS"
+    assert gpu.verdict(of(lambda: (0,))) == "0 of 3: it does not wait"
+    assert of(waits, lambda: None) == [None] * 3, "made after the end of the kernel"
 
 
 def test_a_deadlock_is_noticed_and_ended(session, monkeypatch):
-    monkeypatch.setattr(mapping, "WATCHDOG_SECONDS", 0.2)
+    monkeypatch.setattr(gpu, "WATCHDOG_SECONDS", 0.2)
 
-    def maps_and_waits_for_all_streams(session, pages, other):
-        answer = pages.put(0, 0)
-        session.device.synchronize()
-        return answer
+    def maps_and_waits_for_all_streams(pages: Pages) -> tuple[int]:
+        pages.put(6, 0)
+        gpu.synchronize()
+        return (0,)
 
-    monkeypatch.setitem(mapping.ACTIONS, "waits", maps_and_waits_for_all_streams)
-    monkeypatch.setattr(Session, "rounds", lambda *_, **__: range(1))
-    mapping.while_waiting(session, "waits")
-    assert mapping.verdict(End(0, session.found)) == mapping.RESCUED
-    assert mapping.verdict(End(None, [])) == "not tried to its end: hung, and was killed"
+    def calls_on(pages: Pages):
+        return {"waits": (lambda: maps_and_waits_for_all_streams(pages), bool)}
+
+    monkeypatch.setattr(gpu, "calls_on", calls_on)
+    monkeypatch.setattr(gpu, "rounds", lambda *_, **__: range(1))
+    gpu.while_waiting("waits")
+    assert gpu.RESCUED in End(0, session).facts
+    assert End(None, []).text == "hung, and was killed"
 
 
 @pytest.mark.parametrize(("setting", "pointers"), [(0, 3), (1, 5), (2, 5), (3, 7)])
 def test_a_driver_that_gives_other_pointers_is_noticed(session, setting, pointers):
     with device(pointers=setting):
-        given = mapping.answers_by_address(session.driver)
+        given = gpu.pointer_answers()
     assert sum(answer[0] == 0 for answer in given.values()) == pointers
     assert given["mapped"][0] == 0 and given["no longer reserved"][0] != 0
 
 
 def test_a_page_that_shows_another_is_noticed(session):
     def wrong(slots: dict[int, int]) -> int:
-        with Pages(session.driver, 8, 8) as pages:
+        with Pages(8, 8) as pages:
             for slot, handle in slots.items():
                 pages.put(slot, handle)
-            return mapping.wrong_pages(session, pages, 8, 7)
+            return gpu.wrong_pages(pages, 8)
 
     right = {slot: slot for slot in range(8)}
     assert wrong(right) == 0
-    # Slots 2 and 3 show one page, and so do 5 and 7, of which 7 ought to have a page of its own.
-    assert wrong({**right, 3: 2}) == 1
-    assert wrong({**right, 7: 5}) == 1
+    assert wrong({**right, 3: 2}) == 1, "slots 2 and 3 show one page"
 
 
 def test_what_a_capture_refused_is_not_given_back(session):
@@ -197,7 +194,7 @@ def test_what_a_capture_refused_is_not_given_back(session):
         if refused:
             once = ctypes.c_uint64(0), ctypes.c_uint64(1)
             assert simcuda_control().simcuda_fail(refused.encode(), *once, 900) == 0
-        answers = mapping.a_page_s_life(session.driver)
+        answers = gpu.page_s_life()
         return [answer for answer in answers if not answer.endswith(" CUDA_SUCCESS")] + [str(len(answers))]
 
     unsupported = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
@@ -209,46 +206,41 @@ def test_what_a_capture_refused_is_not_given_back(session):
 
 def test_a_tensor_over_addresses_neither_reads_nor_owns_them(session):
     address = must(reserve(PAGE))
-    t = tensor_at(address, (4, 8), torch.float32, torch.device("cpu"))
+    t = tensor_at(address, (4, 8), torch.float32)
     assert (t.data_ptr(), t.shape, t.dtype) == (address, (4, 8), torch.float32)
     del t
-    mapping.cuda.cuMemAddressFree(address, PAGE)
+    gpu.cuda.cuMemAddressFree(address, PAGE)
 
 
 @pytest.mark.parametrize("with_statistics", [False, True])
 def test_an_installed_attention_package_is_called_by_its_layout(monkeypatch, with_statistics):
     def flash_attn_func(q, k, v, causal):
-        out = tensors.sdpa(q, k, v, causal).transpose(1, 2)
+        out = gpu.sdpa(q, k, v, causal).transpose(1, 2)
         return (out, None) if with_statistics else out
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
     q, k, v = torch.randn(1, 3, 8, 16), torch.randn(1, 3, 2, 16), torch.randn(1, 3, 2, 16)
-    with tensors.package("flash_attn") as attend:
-        assert torch.equal(attend(q, k, v, True), tensors.sdpa(q, k, v, True).transpose(1, 2))
+    attend = gpu.package("flash_attn")
+    assert torch.equal(attend(q, k, v, True), gpu.sdpa(q, k, v, True).transpose(1, 2))
 
 
 def test_the_worker_is_measured_and_launches_are_leased(session, monkeypatch):
     leased = []
 
     @contextlib.contextmanager
-    def lease(*tensors):
+    def lease(tensors):
         leased.append(len(tensors))
         yield
 
     monkeypatch.setattr(vtensor, "lease", lease)
-    tensors.decode(session)
-    names = {one.get("name") for one in session.found}
-    assert "VTensor with the worker, batch 1, 1,024 positions" in names
-    assert not [one for one in session.found if one["kind"] == "skipped"]
+    gpu.decode()
+    names = {one.get("name") for one in session}
+    assert "step of VTensor with the worker, batch 1, 1,024 positions" in names
+    assert not [one for one in session if one["kind"] == "skipped"]
     assert set(leased) == {2}, "K and V of one layer, and nothing for what is not ours"
 
 
 # -- the runner
-
-
-def find_then(session: Session, code: str) -> None:
-    session.fact("before", 1)
-    exec(code)
 
 
 @pytest.mark.slow
@@ -256,17 +248,20 @@ def find_then(session: Session, code: str) -> None:
     ("code", "seconds", "status", "said"),
     [
         ("import ctypes; ctypes.string_at(0)", 60, -11, []),
-        ("import time; time.sleep(600)", 8, None, []),
+        ("import time; time.sleep(600)", 30, None, []),
         ("raise ValueError('on purpose')", 60, 1, ["ValueError: on purpose"]),
         ("pass", 60, 0, []),
     ],
 )
 def test_what_was_found_outlives_the_process_that_found_it(monkeypatch, code, seconds, status, said):
+    finder = (
+        "from benchmarks import gpu; gpu.ends = lambda code: (gpu.fact('before', 1), exec(code)); gpu.main()"
+    )
+    monkeypatch.setattr(gpu, "COMMAND", [sys.executable, "-c", finder])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     found: list[dict] = []
     begun = time.monotonic()
-    work = f"{__name__}.find_then"
-    assert sessions.run_apart(work, [code], seconds, True, found.append, group=True) == status
+    assert gpu.run_apart("ends", [code], seconds, found.append) == status
     assert time.monotonic() - begun < seconds + 30
     assert facts(found) == {"before": 1}
     assert [one["text"] for one in found if one["kind"] == "error"] == said
@@ -276,7 +271,7 @@ def test_what_was_found_outlives_the_process_that_found_it(monkeypatch, code, se
 def test_what_was_found_is_kept_where_the_run_is_ended_from_outside(tmp_path):
     runner = start(tmp_path, "--only", "3")
     try:
-        assert any("cuMemUnmap, nothing running" in line for line in runner.stdout)
+        assert any("reserve, beside" in line for line in runner.stdout)
         runner.terminate()
         runner.communicate(timeout=60)
     finally:
@@ -287,30 +282,31 @@ def test_what_was_found_is_kept_where_the_run_is_ended_from_outside(tmp_path):
 def test_the_bounds_fit_the_time():
     early = [question for question in QUESTIONS.values() if question.while_building]
     assert sum(question.seconds for question in early) <= 180, "as long as the build"
-    assert all(question.function.split(".")[0] != "tensors" for question in early), "they need no vtensor"
-    quick = [q for q in QUESTIONS.values() if not q.while_building and q.seconds < 60]
-    assert sum(question.seconds for question in quick) <= 480 - 140, "with the tests of mappings and tensors"
+    without = "import sys; sys.modules['vtensor'] = None; from benchmarks import gpu"
+    subprocess.run([sys.executable, "-c", without], cwd=ROOT, check=True, timeout=100)
+    for name in ("record", "faults", "pointers", "play_case", "fault"):
+        assert "vtensor" not in inspect.getsource(getattr(gpu, name)), "they need no vtensor"
+    short = [q for q in QUESTIONS.values() if not q.while_building and q.seconds < 60]
+    assert sum(question.seconds for question in short) <= 480 - 140, "with the tests of mappings and tensors"
 
 
 def test_a_question_that_the_time_does_not_reach_is_named_with_the_call_that_asks_it(
     tmp_path, monkeypatch, capsys
 ):
-    import gpu_stand_in
+    monkeypatch.setattr(gpu, "describe", gpu_stand_in.STAND_INS["describe"])
 
-    monkeypatch.setattr(sessions, "make_device", gpu_stand_in.StandIn)
+    def run(name, arguments, seconds, found):
+        if name == QUESTIONS[5].ask.__name__:
+            found({"kind": "skipped", "name": "a", "reason": OUT_OF_TIME})
+        return int(name == QUESTIONS[3].ask.__name__)
 
-    def run(function, arguments, seconds, quick, send, group):
-        if function.endswith(QUESTIONS[5].function):
-            send({"kind": "skipped", "name": "a", "reason": OUT_OF_TIME})
-        return int(function.endswith(QUESTIONS[3].function))
-
-    monkeypatch.setattr(sessions, "run_apart", run)
-    monkeypatch.setattr(__main__.signal, "signal", lambda *_: None)
-    assert __main__.main(["--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(gpu, "run_apart", run)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    assert gpu.main(["--out", str(tmp_path)]) == 1
     assert "in a second call: scripts/gpu.sh --only 3,5\n" in capsys.readouterr().out
-    assert __main__.main(["--out", str(tmp_path), "--only", "4,5,6"]) == 0
+    assert gpu.main(["--out", str(tmp_path), "--only", "4,5,6"]) == 0
     assert "scripts/gpu.sh --only 5\n" in capsys.readouterr().out
-    assert __main__.main(["--out", str(tmp_path), "--only", "4,6", "--minutes", "0"]) == 1
+    assert gpu.main(["--out", str(tmp_path), "--only", "4,6", "--minutes", "0"]) == 1
     (path,) = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["kind"] for line in lines].count("run") == 3, "a call adds to what an earlier one found"
@@ -320,10 +316,9 @@ def test_a_question_that_the_time_does_not_reach_is_named_with_the_call_that_ask
     ("arguments", "message"),
     [(["--only", "1,77"], "no question has the number 77"), ([], "torch finds no GPU here")],
 )
-def test_what_cannot_be_asked_is_refused(monkeypatch, capsys, arguments, message):
+def test_what_cannot_be_asked_is_refused(capsys, arguments, message):
     if torch.cuda.is_available() and not arguments:
         pytest.skip("there is a GPU here")
-    monkeypatch.setattr(sessions, "make_device", Device)
     with pytest.raises(SystemExit):
-        __main__.main(arguments)
+        gpu.main(arguments)
     assert message in capsys.readouterr().err
