@@ -18,7 +18,6 @@ namespace vtensor {
   X(fallocate) /* FALLOC_FL_PUNCH_HOLE */                                      \
   X(madvise)   /* populate */                                                  \
   X(pwrite)    /* page copies */                                               \
-  X(mincore)   /* is memory there? */                                          \
   X(pagemap)   /* search for private copies */
 
 // X(name): those that a shared budget makes besides mmap, fallocate and madvise.

@@ -17,10 +17,10 @@ namespace vtensor {
 // before it, so their order is kept as far as it can be seen.
 class HostCopies {
  public:
-  // Writes a piece of a copy that comes in; called in any thread.
-  using Write = std::function<void(std::byte* to, const std::byte* from, std::size_t bytes)>;
+  // Makes the memory of mapped pages present, before a copy comes in; called in any thread.
+  using Populate = std::function<void(std::byte* at, std::size_t bytes)>;
 
-  explicit HostCopies(Write write);
+  explicit HostCopies(Populate populate);
   ~HostCopies() { stop(); }
   HostCopies(const HostCopies&) = delete;
   HostCopies& operator=(const HostCopies&) = delete;
@@ -38,7 +38,7 @@ class HostCopies {
 
  private:
   struct Queue;
-  static void work(Queue& queue);
+  static void work(Queue& queue, std::size_t thread);
 
   const std::shared_ptr<Queue> queue_;
   std::vector<std::unique_ptr<std::thread>> threads_;

@@ -39,6 +39,8 @@ constexpr std::size_t kDefaultPageSize = std::size_t{64} << 10;
 constexpr std::size_t kPopulateBytes = std::size_t{256} << 10;
 // The memfd is sparse, so its size costs nothing; twice this is no longer a file size.
 constexpr std::uint64_t kMemfdSize = std::uint64_t{1} << 62;
+// Kernel mappings more if another one takes the place of the middle of one.
+constexpr std::size_t kCut = 2;
 
 void* pointer(Address at) { return reinterpret_cast<void*>(at); }
 
@@ -101,7 +103,6 @@ class HostDriver final : public Driver {
     if (!in_forked_child) {
       for (const auto& [range, left] : state_.reservations) munmap(pointer(left.base), left.bytes);
     }
-    limit_.add(-static_cast<std::ptrdiff_t>(state_.mirror.size()));
   }
 
   Address reserve(std::size_t pages, Backed) override {
@@ -112,9 +113,8 @@ class HostDriver final : public Driver {
     std::size_t bytes;
     if (!asked || __builtin_add_overflow(*asked, surplus, &bytes)) throw too_large(pages);
 
-    const std::lock_guard lock(state_.mutex);
     limit_.admit(1);
-    state_.mirror.provide(2);
+    const std::lock_guard lock(state_.mutex);
     std::map<Address, HostReservation> made{{0, {}}};  // allocated before the call
     void* start = nullptr;
     const Refusal refusal = call(Call::mmap, 0, bytes, [&] {
@@ -135,7 +135,6 @@ class HostDriver final : public Driver {
     node.key() = range;
     node.mapped() = {base, bytes};
     state_.reservations.insert(std::move(node));
-    record([&] { state_.mirror.assign({base, bytes, 0, MappingKind::hole}); });
     return range;
   }
 
@@ -144,7 +143,6 @@ class HostDriver final : public Driver {
     const std::lock_guard lock(state_.mutex);
     const auto it = state_.reservations.find(range);
     const HostReservation freed = it->second;
-    state_.mirror.provide(2);
     const Refusal refusal = insist([&] {
       return call(Call::munmap, freed.base, freed.bytes,
                   [&] { return munmap(pointer(freed.base), freed.bytes) == 0; });
@@ -154,7 +152,6 @@ class HostDriver final : public Driver {
                     "freeing the addresses of " + count_of(pages), limit_.advice());
     }
     state_.reservations.erase(it);
-    record([&] { state_.mirror.erase(freed.base, freed.base + freed.bytes); });
   }
 
   Handle create(std::size_t n) override {
@@ -184,16 +181,9 @@ class HostDriver final : public Driver {
 
   void map(std::span<const PageRun> runs, Access access, std::size_t& mapped) override {
     refuse_in_forked_child("host map");
-    const std::lock_guard lock(state_.mutex);
-    std::size_t pieces = 0;
-    std::ptrdiff_t growth = 0;
-    for (const PageRun& run : runs) {
-      const std::size_t of_run = count_pieces(run.handles);
-      growth += mirror_growth(run.at, run.handles.size(), of_run);
-      pieces += of_run + 1;
-    }
-    limit_.admit(growth);
-    state_.mirror.provide(pieces + 2 * runs.size());
+    std::size_t more = 0;
+    for (const PageRun& run : runs) more += count_pieces(run.handles) + 1;  // the hole may be cut
+    limit_.admit(more);
     for (const PageRun& run : runs) {
       const Progress progress = map_run(run, access);
       mapped += progress.touched;
@@ -206,8 +196,7 @@ class HostDriver final : public Driver {
 
   void unmap(Address at, std::size_t n) override {
     if (in_forked_child) return;
-    const std::lock_guard lock(state_.mutex);
-    state_.mirror.provide(2);
+    limit_.add(kCut);
     if (const Refusal refusal = place_hole(at, n)) {
       throw refused("host unmap", Call::munmap, refusal.error, "unmapping " + count_of(n),
                     limit_.advice());
@@ -218,10 +207,8 @@ class HostDriver final : public Driver {
              std::span<const Handle> to, Access to_access) override {
     refuse_in_forked_child("host remap");
     if (to.empty()) return;
-    const std::lock_guard lock(state_.mutex);
-    const std::size_t pieces = count_pieces(to);
-    limit_.admit(mirror_growth(at, to.size(), pieces));
-    state_.mirror.provide((pieces + 1) + 2 * count_pieces(from));
+    limit_.add(kCut);
+    if (const std::size_t more = sub_sat(count_pieces(to), count_pieces(from))) limit_.admit(more);
     const Progress progress = map_run({at, to}, to_access);
     if (!progress.refusal) return;
     const DriverError cause =
@@ -387,51 +374,6 @@ class HostDriver final : public Driver {
     });
   }
 
-  // Writes to mapped pages, and makes them present.
-  void write_pages(std::byte* to, const std::byte* from, std::size_t bytes) {
-    const auto at = reinterpret_cast<Address>(to);
-    // Several threads may copy at once to memory that is there.
-    const std::size_t written = is_there(at, bytes) ? 0 : write_memfd(at, from, bytes);
-    // If this is refused, the faults of the copy do it, or those of the next read.
-    for (std::size_t done = 0; done < bytes; done += kPopulateBytes) {
-      populate_some(at + done, std::min(kPopulateBytes, bytes - done));
-    }
-    std::memcpy(to + written, from + written, bytes - written);
-  }
-
-  // Writes to what writable pages map. Memory that is not there yet is then neither zeroed nor
-  // taken in one fault a small page. Returns the bytes before the first refusal or other page.
-  std::size_t write_memfd(Address at, const std::byte* from, std::size_t bytes) {
-    const std::lock_guard one_at_a_time(writing_);
-    std::size_t done = 0;
-    while (done < bytes) {
-      KernelMapping mapping;
-      {
-        const std::lock_guard lock(state_.mutex);
-        const KernelMapping* const found = state_.mirror.find(at + done);
-        if (found == nullptr || found->kind != MappingKind::writable) break;
-        mapping = *found;
-      }
-      const std::size_t n = std::min(bytes - done, mapping.end() - (at + done));
-      const auto offset = static_cast<off_t>(mapping.offset + (at + done - mapping.begin));
-      if (write_some(at + done, from + done, n, offset, done)) break;
-    }
-    return done;
-  }
-
-  // Whether the memory of mapped pages is there, by its first byte and its last.
-  bool is_there(Address at, std::size_t bytes) {
-    const std::size_t small_page = granularity_of_kernel();
-    const auto has = [&](Address byte) {
-      unsigned char there = 0;
-      const Refusal refusal = call(Call::mincore, byte, 1, [&] {
-        return mincore(pointer(byte - byte % small_page), 1, &there) == 0;
-      });
-      return !refusal && (there & 1) != 0;
-    };
-    return has(at) && has(at + bytes - 1);
-  }
-
   // One pwrite to the memfd, seen in the trace at `at`. Adds to `done` what it wrote.
   Refusal write_some(Address at, const void* from, std::size_t bytes, off_t to, std::size_t& done) {
     ssize_t n = 0;
@@ -452,32 +394,13 @@ class HostDriver final : public Driver {
     return again ? call() : refusal;
   }
 
-  // Changes the mirror, and counts the change in the limit.
-  template <typename Change>
-  void record(Change change) {
-    const auto before = static_cast<std::ptrdiff_t>(state_.mirror.size());
-    change();
-    limit_.add(static_cast<std::ptrdiff_t>(state_.mirror.size()) - before);
-  }
-
-  // By how many mappings `pieces` in the place of `pages` pages could grow their number.
-  std::ptrdiff_t mirror_growth(Address at, std::size_t pages, std::size_t pieces) {
-    return state_.mirror.growth(at, at + pages * page_size_, pieces);
-  }
-
-  // One mmap over [at, at + pages), and its record.
-  Refusal place(Call which, Address at, std::size_t pages, int protection, int flags,
-                MappingKind kind, Handle first) {
-    const std::size_t bytes = pages * page_size_;
-    const bool hole = kind == MappingKind::hole;
-    const int file = hole ? -1 : state_.memfd;
-    const off_t offset = hole ? 0 : offset_of(first);
+  // One mmap over [at, at + bytes).
+  Refusal place(Call which, Address at, std::size_t bytes, int protection, int flags, int file,
+                off_t offset) {
     Refusal refusal = call(which, at, bytes, [&] {
       return mmap(pointer(at), bytes, protection, flags | MAP_FIXED, file, offset) != MAP_FAILED;
     });
-    if (!refusal) {
-      record([&] { state_.mirror.assign({at, bytes, static_cast<std::uint64_t>(offset), kind}); });
-    } else if (!refusal.injected) {
+    if (refusal && !refusal.injected) {
       // Before Linux 6.12 a refusal may come after the old mapping was removed.
       unsigned char resident;
       refusal.gone = mincore(pointer(at), traits_.granularity, &resident) != 0 && errno == ENOMEM;
@@ -486,15 +409,14 @@ class HostDriver final : public Driver {
   }
 
   Refusal place_piece(Address at, std::size_t pages, Handle first, Access access) {
-    const bool copy_on_write = access == Access::copy_on_write;
-    return place(Call::mmap, at, pages, PROT_READ | PROT_WRITE,
-                 copy_on_write ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED,
-                 copy_on_write ? MappingKind::copy_on_write : MappingKind::writable, first);
+    const int flags = access == Access::copy_on_write ? MAP_PRIVATE | MAP_NORESERVE : MAP_SHARED;
+    return place(Call::mmap, at, pages * page_size_, PROT_READ | PROT_WRITE, flags, state_.memfd,
+                 offset_of(first));
   }
 
   Refusal place_hole(Address at, std::size_t pages) {
     return insist([&] {
-      return place(Call::munmap, at, pages, hole_protection_, kHoleFlags, MappingKind::hole, 0);
+      return place(Call::munmap, at, pages * page_size_, hole_protection_, kHoleFlags, -1, 0);
     });
   }
 
@@ -539,9 +461,11 @@ class HostDriver final : public Driver {
   std::atomic<Handle> next_handle_{0};
   ForkedState state_;
   Pagemap pagemap_;
-  std::mutex writing_;  // the kernel lets one thread write to a file at a time; others would spin
-  HostCopies copies_{[this](std::byte* to, const std::byte* from, std::size_t bytes) {
-    write_pages(to, from, bytes);
+  // A refusal is no error: the faults of the copy make memory present too.
+  HostCopies copies_{[this](std::byte* to, std::size_t bytes) {
+    for (std::size_t done = 0; done < bytes; done += kPopulateBytes) {
+      populate_some(reinterpret_cast<Address>(to) + done, std::min(kPopulateBytes, bytes - done));
+    }
   }};
 };
 

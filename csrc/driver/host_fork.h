@@ -9,7 +9,6 @@
 #include <mutex>
 
 #include "driver/driver.h"
-#include "driver/mapping_mirror.h"
 
 namespace vtensor {
 
@@ -26,8 +25,7 @@ class ForkedState {
   ForkedState(const ForkedState&) = delete;
   ForkedState& operator=(const ForkedState&) = delete;
 
-  std::mutex mutex;  // held while a mapping and its record change, and during a fork
-  MappingMirror mirror;
+  std::mutex mutex;  // held while a mapping or a range changes, and during a fork
   std::map<Address, HostReservation> reservations;  // by the address of the range
   int memfd = -1;                                   // owned; -1 in a forked child
 };

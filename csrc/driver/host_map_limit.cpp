@@ -18,8 +18,8 @@ namespace vtensor {
 namespace {
 
 constexpr std::size_t kNoLimit = std::size_t{1} << 40;
-constexpr std::ptrdiff_t kFewestBetweenSamples = 64;
-constexpr std::size_t kBallast = 64;  // mappings
+constexpr std::size_t kFewestBetweenCounts = 64;
+constexpr std::size_t kBallast = 4;  // mappings
 
 std::size_t kernel_page() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
@@ -86,7 +86,7 @@ bool MapLimit::throw_off_ballast() {
   munmap(ballast_, unit);
   munmap(ballast_ + (kBallast - 1) * unit, unit);
   ballast_ = nullptr;
-  known_good_.store(-1, std::memory_order_relaxed);
+  left_.store(0, std::memory_order_relaxed);
   return true;
 }
 
@@ -110,19 +110,19 @@ std::string MapLimit::advice(std::size_t bytes) const {
               "with sysctl vm.max_map_count");
 }
 
-void MapLimit::check_now(std::ptrdiff_t more) {
+void MapLimit::check_now(std::size_t more) {
   const std::lock_guard lock(mutex_);
   const std::size_t limit = std::min(source_.limit(), kNoLimit);
   const std::size_t headroom = std::min<std::size_t>(512, limit / 16);
-  const auto room =
-      static_cast<std::ptrdiff_t>(limit - headroom) - static_cast<std::ptrdiff_t>(source_.count());
+  const std::size_t used = source_.count() + headroom;
+  const std::size_t room = limit - std::min(limit, used);
   if (more > room) {
     throw DriverError("mmap", ENOMEM, "ENOMEM", "[host map] need ", more,
                       " kernel mappings more, with ", headroom, " to be left free; ", advice());
   }
-  if (!ballast_ && room > static_cast<std::ptrdiff_t>(2 * kBallast) + more) take_ballast();
-  const std::ptrdiff_t ahead = std::max({more, room / 2, std::min(room, kFewestBetweenSamples)});
-  known_good_.store(ours_.load(std::memory_order_relaxed) + ahead, std::memory_order_relaxed);
+  if (!ballast_ && room > 2 * kBallast + more) take_ballast();
+  const std::size_t ahead = std::max({more, room / 2, std::min(room, kFewestBetweenCounts)});
+  left_.store(static_cast<std::ptrdiff_t>(ahead - more), std::memory_order_relaxed);
 }
 
 }  // namespace vtensor

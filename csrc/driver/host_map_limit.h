@@ -2,6 +2,10 @@
 // kernel refuses every mmap, even one that leaves fewer mappings, and every munmap that splits one.
 // So new mappings are refused before the limit is reached. And for unmapping and undoing, which
 // must not fail there, a few mappings are kept as ballast to throw off.
+//
+// Drivers count the most that their operations may add. The kernel's own count, which takes time by
+// the mapping, is read only once half of the room seen last is used up: the other half is for
+// mappings that the rest of the process makes meanwhile.
 #pragma once
 
 #include <atomic>
@@ -28,16 +32,17 @@ class MapLimit {
   MapLimit(const MapLimit&) = delete;
   MapLimit& operator=(const MapLimit&) = delete;
 
-  // Throws DriverError if `more` new mappings would reach into the headroom.
-  void admit(std::ptrdiff_t more) {
-    if (more <= 0) return;
-    const std::ptrdiff_t then = ours_.load(std::memory_order_relaxed) + more;
-    if (then > known_good_.load(std::memory_order_relaxed)) check_now(more);
+  // Counts `more` new mappings. Throws DriverError if they would reach into the headroom.
+  void admit(std::size_t more) {
+    if (add(more) < 0) check_now(more);
   }
-  // The same by the kernel's count of this moment, for an operation that it has refused already.
-  void check_now(std::ptrdiff_t more);
-  // Host drivers now have `delta` more mappings.
-  void add(std::ptrdiff_t delta) { ours_.fetch_add(delta, std::memory_order_relaxed); }
+  // Counts mappings that may be made in any case. Returns how many are left to be counted.
+  std::ptrdiff_t add(std::size_t more) {
+    const auto n = static_cast<std::ptrdiff_t>(more);
+    return left_.fetch_sub(n, std::memory_order_relaxed) - n;
+  }
+  // As `admit`, by the kernel's count of this moment, for an operation that it has refused already.
+  void check_now(std::size_t more);
 
   // Makes room after the kernel has refused. False if no ballast is left; it is taken on again when
   // there is room.
@@ -52,10 +57,7 @@ class MapLimit {
 
   const Source source_;
   std::mutex mutex_;
-  std::atomic<std::ptrdiff_t> ours_{0};
-  // While `ours_` is at most this, the kernel's count need not be read: half of the room seen last.
-  // The other half is for mappings that the rest of the process makes meanwhile.
-  std::atomic<std::ptrdiff_t> known_good_{-1};
+  std::atomic<std::ptrdiff_t> left_{0};  // to be counted before the kernel's count is read
   char* ballast_ = nullptr;
 };
 

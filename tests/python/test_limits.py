@@ -106,7 +106,7 @@ gc.collect()
 stats = pool.stats()
 assert pool.broken is None and stats.pages_used == 0 and stats.pages_mapped == 0, stats
 pool.close()
-assert maps() <= start + 50 + 64, (start, at_limit, maps())  # the host drivers keep 64 as ballast
+assert maps() <= start + 50 + 4, (start, at_limit, maps())  # the host drivers keep 4 as ballast
 again = vtensor.Pool("cpu", page_size=4096, budget=1 << 20, prefetch=0)
 t = filled(again, 9); assert t.eq(1).all(); t.close(); again.close()
 """,
