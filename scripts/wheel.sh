@@ -32,7 +32,8 @@ build_wheel() {
     -w "$environment" .
   auditwheel repair -w "$wheels" "$environment"/vtensor-*.whl
 }
-# Over the installed package: the source folder vtensor/ is not on the path. No program of the system's is either.
+# Over the installed package: the source folder vtensor/ is not on the path. No program of the system's is either. The
+# example takes its tests from vtensor.testing.
 try_wheel() {
   local wheel=$2 shown
   new_environment "$1" "$2" numpy pytest hypothesis
@@ -40,6 +41,7 @@ try_wheel() {
   python -m vtensor info
   shown=$(pytest -q tests/python/test_{tensor,sharing,kv_cache,exit}.py) || die "$shown"
   echo "$shown"
+  PYTHONPATH=examples/your-project pytest -q examples/your-project
   printf '%s\t%s\n' "${wheel##*/}" "$(python -V): ${shown##*$'\n'}" >>"$wheels/tried.txt"
 }
 

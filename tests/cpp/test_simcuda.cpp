@@ -337,10 +337,13 @@ TEST_CASE("ends the process" * doctest::skip()) {
 }
 
 TEST_CASE("a handle that is none ends the process that releases it") {
-  const std::string said = std::filesystem::temp_directory_path() / "simcuda-test-XXXXXX";
-  std::string file = said;
-  close(mkstemp(file.data()));
   const std::string program = std::filesystem::read_symlink("/proc/self/exe");
+  if (std::system((program + " --version >/dev/null").c_str()) != 0) {
+    MESSAGE("skipped: QEMU runs this program, and the system cannot");
+    return;
+  }
+  std::string file = std::filesystem::temp_directory_path() / "simcuda-test-XXXXXX";
+  close(mkstemp(file.data()));
   const int status = std::system(
       (program + " --no-skip --test-case='ends the process' >'" + file + "' 2>&1").c_str());
   std::ifstream stream(file);
