@@ -400,7 +400,7 @@ TEST_CASE_FIXTURE(HostFixture,
   map_run(*driver, range, handles, Access::writable);
   CHECK(bytes_in_memfd() == 0);
   driver->populate(range, 4);
-  CHECK(bytes_in_memfd() == 4 * kPage);
+  if (!takes_no_advice()) CHECK(bytes_in_memfd() == 4 * kPage);
   CHECK(byte_at(range) == 0);
   std::memset(bytes_at(range), 5, 10 * kPage);
   CHECK(bytes_in_memfd() == 10 * kPage);
