@@ -11,6 +11,7 @@
 
 #include "driver/pagemap.h"
 #include "host_fixture.h"
+#include "qemu.h"
 
 namespace vtensor {
 namespace {
@@ -51,14 +52,6 @@ class Reach {
  private:
   int ends_[2];
 };
-
-// As QEMU in user mode, which answers any advice with success.
-bool takes_no_advice() {
-  constexpr int kNoAdvice = 9999;
-  if (madvise(nullptr, 0, kNoAdvice) != 0) return false;
-  MESSAGE("skipped: QEMU ignores madvise");
-  return true;
-}
 
 // Refuses the first driver call of `operation`, then the second, and so on, until it succeeds.
 // Returns how many refusals it took; each must have left [at, at + pages) as it was.
@@ -263,7 +256,7 @@ std::size_t present(Address at, std::size_t n) {
 }
 
 TEST_CASE_FIXTURE(HostFixture, "what a copy brings in is present, wherever it begins and ends") {
-  if (sysconf(_SC_PAGESIZE) != 4096 || takes_no_advice()) return;
+  if (sysconf(_SC_PAGESIZE) != 4096 || under_qemu("ignores MADV_POPULATE_READ")) return;
   constexpr std::size_t kPages = 20, kSmall = kPages * kPage / 4096;
   std::vector<char> source(kPages * kPage, 5);
   for (const std::size_t first : {0, 1, 4096, 5000, 65535}) {
@@ -282,7 +275,7 @@ TEST_CASE_FIXTURE(HostFixture, "huge pages are asked for inside of the memory th
     MESSAGE("skipped: the kernel has no huge pages");
     return;
   }
-  if (takes_no_advice()) return;
+  if (under_qemu("ignores MADV_HUGEPAGE")) return;
   constexpr std::size_t kHuge = std::size_t{2} << 20, kBytes = 6 * kHuge;
   const Address range = driver->reserve(kBytes / kPage);
   map_run(*driver, range, adjacent(driver->create(kBytes / kPage), kBytes / kPage),
@@ -400,7 +393,7 @@ TEST_CASE_FIXTURE(HostFixture,
   map_run(*driver, range, handles, Access::writable);
   CHECK(bytes_in_memfd() == 0);
   driver->populate(range, 4);
-  if (!takes_no_advice()) CHECK(bytes_in_memfd() == 4 * kPage);
+  if (!under_qemu("ignores MADV_POPULATE_READ")) CHECK(bytes_in_memfd() == 4 * kPage);
   CHECK(byte_at(range) == 0);
   std::memset(bytes_at(range), 5, 10 * kPage);
   CHECK(bytes_in_memfd() == 10 * kPage);

@@ -14,6 +14,7 @@
 
 #include "base/process.h"
 #include "host_fixture.h"
+#include "qemu.h"
 
 namespace vtensor {
 namespace {
@@ -140,10 +141,7 @@ TEST_CASE_FIXTURE(HostFixture, "a driver made after the fork is the child's own"
 }
 
 TEST_CASE_FIXTURE(HostFixture, "a child from which the memory cannot be taken ends") {
-  if (prctl(PR_GET_SECCOMP) < 0) {
-    MESSAGE("skipped: QEMU refuses filters of system calls");
-    return;
-  }
+  if (under_qemu("refuses filters of system calls")) return;
   CHECK(in_child([&] {
           in_forked_child = false;
           const auto own = make_host_driver({.page_size = kPage});

@@ -9,6 +9,7 @@
 #include "base/process.h"
 #include "driver/host_memory.h"
 #include "host_fixture.h"
+#include "qemu.h"
 
 namespace vtensor {
 namespace {
@@ -291,6 +292,7 @@ TEST_CASE("too many addresses are refused") {
 }
 
 TEST_CASE("a limit on addresses is named") {
+  if (under_qemu("ignores RLIMIT_AS")) return;
   CHECK(in_child([] {
           in_forked_child = false;  // stands in for a process that was started under ulimit -v
           const auto driver = make_host_driver({.page_size = kPage});

@@ -16,6 +16,7 @@
 #include <string>
 
 #include "driver/cuda_calls.h"
+#include "qemu.h"
 #include "simcuda/client.h"
 
 using namespace vtensor::cuda;
@@ -337,13 +338,10 @@ TEST_CASE("ends the process" * doctest::skip()) {
 }
 
 TEST_CASE("a handle that is none ends the process that releases it") {
-  const std::string program = std::filesystem::read_symlink("/proc/self/exe");
-  if (std::system((program + " --version >/dev/null").c_str()) != 0) {
-    MESSAGE("skipped: QEMU runs this program, and the system cannot");
-    return;
-  }
+  if (vtensor::under_qemu("cannot start this program again")) return;
   std::string file = std::filesystem::temp_directory_path() / "simcuda-test-XXXXXX";
   close(mkstemp(file.data()));
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe");
   const int status = std::system(
       (program + " --no-skip --test-case='ends the process' >'" + file + "' 2>&1").c_str());
   std::ifstream stream(file);
