@@ -27,6 +27,9 @@ DEFAULT_POOLS = os.environ.get("VTENSOR_POOLS") == "default"
 THOROUGH = os.environ.get("VTENSOR_TESTS") == "thorough"
 ROOT = HERE.parent.parent
 
+# "[operation] what was asked, what there is: what to do"
+SHAPE_OF_A_MESSAGE = re.compile(r"^\[[\w. ]+\] \S.*: \S.*", re.DOTALL)
+
 # Positions to a page in the tensors that `quarter` makes.
 PER_PAGE = 4
 

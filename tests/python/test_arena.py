@@ -531,41 +531,6 @@ def test_an_arena_that_is_dropped_leaves_nothing(pool_factory, kind):
 # --- arguments --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("blocks", "match"),
-    [
-        ([(0, 1, 2)], "ends"),
-        ([(5, 3)], "not in the arena"),
-        ([(-1, 3)], "not in the arena"),
-        ([(0, BLOCKS * BLOCK + 1)], "not in the arena"),
-        ([(0, 2**70)], "not in the arena"),
-        ([(0, 1.5)], "float: give an integer"),
-        ([3], "int: give pairs of bytes"),
-        (3, "intervals is a int"),
-    ],
-)
-def test_blocks_that_cannot_be(arena, blocks, match):
-    for operation in (arena.map, arena.unmap, arena.prepare):
-        with pytest.raises(vtensor.InvalidArgument, match=match):
-            operation(blocks)
-    assert arena.stats().pages_active == 0
-
-
-@pytest.mark.parametrize("blocks", [[block(1)], [block(0), block(1)], [block(0), block(0)]])
-def test_blocks_that_are_not_mapped_cannot_be_unmapped(arena, blocks):
-    arena.map([block(0)])
-    with pytest.raises(vtensor.InvalidArgument, match="more often than it was mapped: nothing"):
-        arena.unmap(blocks)
-    assert arena.stats().pages_active == 2
-    arena.unmap([block(0)])
-
-
-@pytest.mark.parametrize("nbytes", [0, -1, 2**47, 2**70])
-def test_ranges_that_cannot_be(pool_factory, nbytes):
-    with pytest.raises((vtensor.InvalidArgument, vtensor.CapacityExceeded), match=r"\[Arena\]"):
-        vtensor.Arena(nbytes, pool=pool_factory("host", 8))
-
-
 def test_nothing_asked_is_nothing_done(arena):
     arena.map([])
     arena.map([(5, 5)])

@@ -11,8 +11,7 @@ import torch
 
 import vtensor
 from attention_support import int32
-from support import on_a_device
-from test_bad_input import SHAPE_OF_A_MESSAGE
+from support import SHAPE_OF_A_MESSAGE, on_a_device
 from vtensor.attention import views
 
 ROWS, HOLDS, HEADS, SIZE = 3, 7, 2, 16

@@ -351,53 +351,6 @@ def test_preparing_takes_nothing_that_a_released_block_holds(blocks):
     assert blocks.whole([0, 2, 4, 6]) == [True] * 4
 
 
-# --- what is refused --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("count", "parts"),
-    [
-        (0, PARTS),
-        (COUNT, []),
-        (COUNT, [(0, SIZE, 0)]),
-        (COUNT + 1, [((LAYERS - 1) * LAYER, SIZE, SIZE)]),
-        (COUNT, [(1, LAYERS * SIZE, LAYERS * SIZE)]),
-        (2, [(0, 2**61, SIZE)]),
-        (2**40, [(0, 2**40, SIZE)]),
-        (COUNT, [(0, SIZE)]),
-        (COUNT, [(-1, SIZE, SIZE)]),
-        (COUNT, [(0, SIZE, 2**70)]),
-    ],
-)
-def test_blocks_that_cannot_be(blocks, count, parts):
-    with pytest.raises(vtensor.InvalidArgument, match=r"\[Blocks\]"):
-        vtensor.Blocks(blocks.arena, count, parts)
-
-
-@pytest.mark.parametrize("operation", ["hold", "prepare", "release", "whole", "trim"])
-@pytest.mark.parametrize("which", [[COUNT], [0, -1], ["0"], [1.5], 3])
-def test_numbers_of_no_block(blocks, operation, which):
-    with pytest.raises(vtensor.InvalidArgument, match=rf"\[Blocks.{operation}\]"):
-        getattr(blocks, operation)(which)
-    assert blocks.mapped == 0
-
-
-def test_no_step_can_end_before_it_began(blocks):
-    with pytest.raises(vtensor.InvalidArgument, match="begin_step"):
-        blocks.end_step()
-
-
-def test_an_arena_that_is_closed(blocks):
-    blocks.hold([1])
-    blocks.arena.close()
-    for operation in ("hold", "prepare", "release", "whole", "trim"):
-        with pytest.raises(vtensor.Closed):
-            getattr(blocks, operation)([1])
-    with pytest.raises(vtensor.Closed):
-        blocks.begin_step()
-    assert "closed" in repr(blocks)
-
-
 # --- interruptions ----------------------------------------------------------------------------------------
 
 OPERATIONS = {

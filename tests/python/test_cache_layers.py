@@ -14,8 +14,7 @@ from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
 from attention_support import int32
-from support import eventually, on_a_device
-from test_bad_input import SHAPE_OF_A_MESSAGE
+from support import SHAPE_OF_A_MESSAGE, eventually, on_a_device
 from test_flash_attention import noise, seen  # noqa: F401
 from vtensor import testing
 

@@ -16,8 +16,7 @@ import attention_support
 import fake_flash
 import vtensor
 from attention_support import close
-from support import on_a_device, run_snippet
-from test_bad_input import SHAPE_OF_A_MESSAGE
+from support import SHAPE_OF_A_MESSAGE, on_a_device, run_snippet
 
 PACKAGES = ("fa2", "fa3", "fa4")
 HEADS, SIZE = 2, 16

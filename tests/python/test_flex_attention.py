@@ -23,7 +23,7 @@ from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
 from attention_support import close, noise
-from test_bad_input import SHAPE_OF_A_MESSAGE
+from support import SHAPE_OF_A_MESSAGE
 from vtensor import testing
 
 ROWS, HEADS, GROUPS, SIZE, CAPACITY = 2, 2, 2, 16, 512

@@ -7,8 +7,7 @@ import torch
 from vtensor.integrations.full_extent import FullExtent
 
 import vtensor
-from support import run_snippet
-from test_bad_input import SHAPE_OF_A_MESSAGE
+from support import SHAPE_OF_A_MESSAGE, run_snippet
 
 PER_PAGE = 32  # positions of [., ., 2, 16] in float32 to a page
 

@@ -470,59 +470,6 @@ def test_bands_without_host_memory_stay(cache, monkeypatch):
         check_contents(cache, slot, range(20))
 
 
-def test_what_cannot_be_says_what_to_do(cache):
-    slot = filled(cache, 20)
-    with pytest.raises(vtensor.InvalidArgument, match=r"bands is \[4\]: name some of 0 to 3"):
-        cache.swap_out(slot, bands=[4])
-    for bands in ([], "0", 3, [0.5], [-1]):
-        with pytest.raises(vtensor.InvalidArgument, match=r"\[KVCache.step\]"):
-            cache.step(cache.lengths, bands=bands)
-    with pytest.raises(vtensor.InvalidArgument, match="band 1 is named twice"):
-        cache.swap_out(slot, bands=[1, 1])
-    with pytest.raises(vtensor.InvalidArgument, match="band 1 is not swapped out"):
-        cache.swap_in(slot, bands=[1])
-    with pytest.raises(vtensor.InvalidArgument, match="slot 5 is free"):
-        cache.swap_out(5, bands=[1])
-    cache.swap_out(slot, bands=[1])
-    with pytest.raises(vtensor.InvalidArgument, match="band 1 is swapped out already"):
-        cache.swap_out(slot, bands=[0, 1])
-    assert cache.bands_away(slot) == [1]
-    for refused in (
-        lambda: grown(cache, slot, 21),
-        lambda: to(cache, slot, 21, [0, 1]),
-        lambda: cache.fork(slot),
-        lambda: cache.publish(slot, range(16)),
-        lambda: cache.swap_out(slot),
-        lambda: cache.write(1, slot, 0, *kv_model.expected(cache, 1, [7])),
-    ):
-        with pytest.raises(vtensor.InvalidArgument, match="band 1 is swapped out: call swap_in"):
-            refused()
-    assert cache.length(slot, 0) == 20
-    assert cache.swap_in(slot, bands=[1])
-    assert to(cache, slot, 21, [0])
-    with pytest.raises(vtensor.InvalidArgument, match=r"step\(\) all of them to one length"):
-        cache.swap_out(slot)
-    with pytest.raises(vtensor.InvalidArgument, match="do not shrink"):
-        to(cache, slot, 19, [0])
-    with pytest.raises(vtensor.InvalidArgument, match="the slot has 20 tokens: call step"):
-        cache.write(1, slot, 20, *kv_model.expected(cache, 1, [7]))
-    cache.write(0, slot, 20, *kv_model.expected(cache, 0, [7]))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"bands": 0}, "at least 1"),
-        ({"bands": 5}, "4 layers, 1 of which share a page, make at most 4"),
-        ({"bands": 3, "layer_group": 2}, "make at most 2"),
-        ({"bands": 2, "layer_group": 2, "windows": [None, 8, None, 8]}, "layer_group=1"),
-    ],
-)
-def test_bands_that_cannot_be(pool_factory, options, says):
-    with pytest.raises(vtensor.InvalidArgument, match=says):
-        make_cache(pool_factory("host", 100), "layers", **LAYERS, **options)
-
-
 def test_bands_are_neighbouring_layers(pool_factory):
     with make_cache(pool_factory("host", 100), "layers", **LAYERS | {"num_layers": 7}, bands=3) as cache:
         assert cache.bands == [range(2), range(2, 4), range(4, 7)]

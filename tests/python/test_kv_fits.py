@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vtensor
-from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, one_here_one_away, used
+from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, used
 from support import draws, every, run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
@@ -161,29 +161,6 @@ def test_what_fits_once_all_has_left_comes_back(sim, stream_pool, seed):
             assert cache.swap_in(away) or not at_last
 
 
-def test_what_cannot_be_meant(host_cache):
-    cache = host_cache
-    slot, away = one_here_one_away(cache)
-    none = [0] * MAX_BATCH
-    for operation in (cache.step, cache.fits):
-        name = operation.__name__
-        for bad in ({slot: 3}, {1, 2}, "100000", None, 5, [1.5] * MAX_BATCH, ["x"] * MAX_BATCH, object()):
-            with pytest.raises(vtensor.InvalidArgument, match=rf"^\[KVCache.{name}\] lengths is .*: give 6"):
-                operation(bad)
-        with pytest.raises(vtensor.InvalidArgument, match="slot 0 has 10 tokens and is to have 9"):
-            operation([9, *none[1:]])
-        with pytest.raises(vtensor.CapacityExceeded, match="999 tokens, max_len is 120"):
-            operation([999, *none[1:]])
-    for wrong in (19, 121, -1):
-        with pytest.raises(vtensor.InvalidArgument, match="slot 1 has 20 tokens in host memory.*give 0"):
-            cache.fits([10, wrong, *none[2:]])
-    for lengths in (torch.tensor([10, 20, *none[2:]]), (10, 0, *none[2:]), iter([10, 120, *none[2:]])):
-        assert cache.fits(lengths)
-    cache.close()
-    with pytest.raises(vtensor.Closed):
-        cache.fits(none)
-
-
 # --- swapping in
 
 
@@ -238,23 +215,6 @@ def test_a_group_of_which_some_are_back(pool_factory, kind):
             cache.wait(slot)
             check_contents(cache, slot, range(length))
         assert used(cache) == (2 + 4) * RANGES  # the last, half-full pages are each slot's own
-
-
-def test_what_is_named_wrongly(host_cache):
-    slot, here = host_cache.alloc(), host_cache.alloc()
-    grown(host_cache, slot, 5)
-    host_cache.swap_out(slot)
-    for wrong, words in (
-        ([slot, here], "slot 1 is not swapped out: call swap_out first"),
-        ([slot, slot], "slot 0 is named twice"),
-        ([slot, 99], "slot 99: the cache has slots 0 to 5"),
-        ("ab", "slots is 'ab': give slots that alloc"),
-    ):
-        with pytest.raises(vtensor.InvalidArgument, match=rf"^\[KVCache.swap_in\] .*{words}"):
-            host_cache.swap_in(wrong)
-        assert host_cache.stats().slots_swapped == 1
-    assert host_cache.swap_in([])  # all of none
-    assert host_cache.swap_in([slot])
 
 
 @pytest.mark.exact

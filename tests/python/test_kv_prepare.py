@@ -7,7 +7,6 @@ import torch
 
 import vtensor
 from kv_support import (
-    MAX_BATCH,
     PAGE,
     RANGES,
     UNIT,
@@ -15,7 +14,6 @@ from kv_support import (
     grown,
     lengths_with,
     make_cache,
-    one_here_one_away,
     used,
 )
 from support import calls
@@ -302,24 +300,3 @@ def test_what_is_announced_goes_before_what_looks_ahead(pool_of):
         assert cache.step(lengths)
         assert calls_of(cache.pool) == before
         testing.check_invariants(cache.pool)
-
-
-def test_bad_lengths(host_cache):
-    cache = host_cache
-    slot, away = one_here_one_away(cache)
-    none = [0] * MAX_BATCH
-    for bad in ({slot: 3}, "100000", None, [1.5] * MAX_BATCH, object()):
-        with pytest.raises(vtensor.InvalidArgument, match=r"^\[KVCache.prepare\] lengths is .*: give 6"):
-            cache.prepare(bad)
-    for lengths, error, words in (
-        ([10], vtensor.InvalidArgument, "1 lengths were given for 6 slots"),
-        ([9, *none[1:]], vtensor.InvalidArgument, "slot 0 has 10 tokens and is to have 9"),
-        ([10, 20, *none[2:]], vtensor.InvalidArgument, "slot 1 is swapped out"),
-        ([10, 0, 1, *none[3:]], vtensor.InvalidArgument, "slot 2 is free"),
-        ([999, *none[1:]], vtensor.CapacityExceeded, "999 tokens, max_len is 120"),
-    ):
-        with pytest.raises(error, match=rf"^\[KVCache.prepare\] .*{words}"):
-            cache.prepare(lengths)
-    cache.close()
-    with pytest.raises(vtensor.Closed):
-        cache.prepare(none)

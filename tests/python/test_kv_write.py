@@ -62,56 +62,6 @@ def test_a_batch_of_a_model_is_taken_as_it_is(cache):
         assert torch.equal(cache[1][1][slot, at], 2 * k[i, :, 0])
 
 
-REFUSED = {
-    "before a step": (
-        lambda c, k: c.write(0, 1, 0, k, k),
-        "layer 0, slot 1, tokens 0 to 3: the slot has 0 tokens: call step.. first, with a length of 3",
-    ),
-    "past the length": (
-        lambda c, k: c.write(1, 0, 8, k, k),
-        "tokens 8 to 11: the slot has 10 tokens: call step",
-    ),
-    "of one of many": (
-        lambda c, k: c.write(0, [0, 1], [0, 0], k[:2], k[:2]),
-        "slot 1, tokens 0 to 1.*call step",
-    ),
-    "swapped out": (lambda c, k: c.write(0, 2, 0, k, k), "slot 2 is swapped out: call swap_in first"),
-    "free": (lambda c, k: c.write(0, 3, 0, k, k), "slot 3 is free"),
-    "no slot": (lambda c, k: c.write(0, 6, 0, k, k), "slot 6: the cache has slots 0 to 5"),
-    "no layer": (lambda c, k: c.write(2, 0, 0, k, k), "layer 2: the cache has layers 0 to 1"),
-    "a layer by name": (lambda c, k: c.write("k", 0, 0, k, k), "layer is 'k': give an integer"),
-    "a negative start": (lambda c, k: c.write(0, 0, -1, k, k), "starts is -1"),
-    "too far": (lambda c, k: c.write(0, 0, 2**63, k, k), "starts is 9223372036854775808"),
-    "a start by name": (lambda c, k: c.write(0, 0, "x", k, k), "starts is 'x': give an integer"),
-    "fewer starts": (lambda c, k: c.write(0, [0, 1], [0], k, k), "2 slots and 1 starts"),
-    "counts that differ": (
-        lambda c, k: c.write(0, [0], [0], k, k, counts=[2]),
-        "counts has 1 entries, 2 in all",
-    ),
-    "an odd number": (lambda c, k: c.write(0, [0, 1], [0, 0], k, k), "3 tokens for 2 slots: give counts="),
-    "no V": (lambda c, k: c.write(0, 0, 0, k), "v is missing: the cache has V"),
-    "more V": (lambda c, k: c.write(0, 0, 0, k, torch.cat([k, k])), "k has 3 tokens and v 6"),
-    "heads": (lambda c, k: c.write(0, 0, 0, k[:, :1], k), "k is .3, 1, 32.*layer 0 takes .tokens, 2, 32."),
-    "dtype": (lambda c, k: c.write(0, 0, 0, k, k.half()), "v is .*float16.*takes .*torch.float32"),
-    "no tensor": (lambda c, k: c.write(0, 0, 0, [1.0], k), "k is a list: give a tensor"),
-    "a graph": (lambda c, k: c.write(0, 0, 0, k.requires_grad_(), k), "k requires grad.*detach"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_writes_nothing(host_cache, name):
-    """I8."""
-    call, words = REFUSED[name]
-    cache = host_cache
-    first, _, swapped = slots_of(cache, 10, 0, 5)
-    kv_model.write(cache, first, 0, range(10))
-    cache.swap_out(swapped)
-    cache.wait(swapped)
-    with pytest.raises(vtensor.InvalidArgument, match=rf"^\[KVCache.write\] .*{words}"):
-        call(cache, torch.zeros(3, 2, 32))
-    check_contents(cache, first, range(10))
-
-
 def test_v_of_a_cache_without_v(pool_factory):
     with make_cache(pool_factory("host", 400), "latent") as cache:
         (slot,) = slots_of(cache, 4)
@@ -172,12 +122,6 @@ def test_behind_a_swap_in(pool_factory, kind):
             cache.write(layer, slot, 50, **states(cache, layer, [999]))
         cache.wait(slot)
         check_contents(cache, slot, [*range(50), 999, *range(51, 100)])
-
-
-def test_closed(host_cache):
-    host_cache.close()
-    with pytest.raises(vtensor.Closed, match="KVCache.write"):
-        host_cache.write(0, 0, 0, torch.zeros(1, 2, 32), torch.zeros(1, 2, 32))
 
 
 def test_an_unchecked_write_ends_the_process():

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import threading
 from pathlib import Path
@@ -411,34 +409,6 @@ def test_an_exported_trace_reads_as_it_was(pool, tmp_path, name):
     for ours, theirs in zip(loaded, events, strict=True):
         assert abs(ours.time_ns - theirs.time_ns) <= 1 and abs(ours.duration_ns - theirs.duration_ns) <= 1
     assert vtensor.plot.timeline(path).has_data() and vtensor.plot.memory(str(path)).has_data()
-
-
-def cut_short(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-BROKEN = {
-    "cut": cut_short,
-    "cut_compressed": lambda content: cut_short(gzip.compress(content)),
-    "empty": lambda content: b"",
-    "no_trace": lambda content: b'{"a": 1}',
-    "foreign_event": lambda content: json.dumps(
-        {"traceEvents": [{"cat": "vtensor", "name": "map"}]}
-    ).encode(),
-    "no_dicts": lambda content: b'{"traceEvents": [3]}',
-}
-
-
-@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
-def test_a_broken_trace_file_is_said_to_be_one(pool, tmp_path, damage):
-    with vtensor.trace.record() as recording:
-        filled(pool, 9).close()
-    path = tmp_path / "trace.json"
-    recording.export(path)
-    path.write_bytes(damage(path.read_bytes()))
-    for draw in (vtensor.plot.memory, vtensor.plot.timeline):
-        with pytest.raises(vtensor.VTensorError, match=r"^\[trace.load\] .*trace.json holds .*export"):
-            draw(path)
 
 
 # -- refusals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 
@@ -225,56 +224,6 @@ def test_memory_that_is_there_does_not_count_against_the_reserve(pool_factory):
 
 
 # --- bad input --------------------------------------------------------------------------------------------
-
-BAD = [
-    ("budget", 0),
-    ("budget", -1),
-    ("budget", 2**63),
-    ("prefetch", -1),
-    ("prefetch", 2**63),
-    ("cache", -1),
-    ("cache", 2**63),
-    ("spare", -1),
-    ("spare", 2**63),
-    ("device_reserve", -1),
-    ("device_reserve", 2**63),
-    ("zero", "sometimes"),
-    ("page_size", 3000),
-    ("page_size", 0),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), BAD)
-def test_a_bad_option_is_refused_by_name(name, value):
-    with pytest.raises(vtensor.InvalidArgument, match=name.replace("_", "[_ ]")):
-        vtensor.Pool("cpu", **{name: value})
-
-
-def test_a_budget_of_less_than_a_page():
-    with pytest.raises(vtensor.InvalidArgument, match="budget"):
-        vtensor.Pool("cpu", page_size=PAGE, budget=PAGE - 1)
-
-
-@pytest.mark.parametrize("nbytes", [0, -1, 2**63])
-def test_a_bad_budget_is_refused_when_set(host, nbytes):
-    with pytest.raises(vtensor.InvalidArgument, match="budget"):
-        host.budget = nbytes
-    assert host.budget == 64 * PAGE
-
-
-@pytest.mark.parametrize("timeout", [0, -1, math.nan, 1e12])
-def test_a_bad_timeout_is_refused(host, timeout):
-    with pytest.raises(vtensor.InvalidArgument, match="timeout"):
-        host.wait_idle(timeout)
-
-
-def test_a_closed_pool_takes_no_orders(pool_factory):
-    pool = pool_factory("host")
-    pool.close()
-    with pytest.raises(vtensor.Closed):
-        pool.budget = PAGE
-    assert pool.trim() == 0
-    pool.wait_idle(1)
 
 
 def test_a_default_budget_leaves_what_other_pools_were_promised():

@@ -13,8 +13,7 @@ from vtensor.integrations.sdpa import scaled_dot_product_attention
 
 import vtensor
 from attention_support import close, noise
-from support import on_a_device
-from test_bad_input import SHAPE_OF_A_MESSAGE
+from support import SHAPE_OF_A_MESSAGE, on_a_device
 
 HEADS, SIZE, CAPACITY = 2, 16, 256
 

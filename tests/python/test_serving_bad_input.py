@@ -11,37 +11,6 @@ from serving_support import FakeModel, Store, alone, choose, opened
 from vtensor import InvalidArgument
 from vtensor.serving import Engine, Request, Scheduler
 
-BAD = {
-    "no ids": ({"prompt": None}, "not of token ids"),
-    "too large an id": ({"prompt": [1, 2**63]}, "is too large"),
-    "far too large an id": ({"prompt": [1, 2**64]}, "not of token ids"),
-    "a negative id": ({"prompt": (1, -1)}, "negative"),
-    "a fraction": ({"prompt": [1, 2.0]}, "not of token ids"),
-    "text": ({"prompt": "text"}, "not of token ids"),
-    "a set": ({"prompt": {1, 2}}, "not of token ids"),
-    "floats": ({"prompt": torch.ones(3)}, "not of token ids"),
-    "two prompts": ({"prompt": torch.ones(2, 3, dtype=torch.long)}, "not of token ids"),
-    "nothing": ({"prompt": []}, "at least one"),
-    "a salt of lists": ({"salt": ["tenant"]}, "give a string"),
-    "no salt": ({"salt": None}, "give a string"),
-    "half a token": ({"max_new_tokens": 2.5}, "whole number"),
-    "no number": ({"max_new_tokens": None}, "whole number"),
-    "no tokens": ({"max_new_tokens": 0}, "at least one"),
-    "half a sample": ({"samples": 0.5}, "whole number"),
-    "no samples": ({"samples": 0}, "at least one"),
-    "no stop": ({"stop": None}, "set of token ids"),
-    "a stop of words": ({"stop": {"stop"}}, "set of token ids"),
-    "a list for an id": ({"id": [1]}, "hashable"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_cannot_be_made(name):
-    changed, message = BAD[name]
-    with pytest.raises(InvalidArgument, match=message) as refused:
-        Request(**{"id": "bad", "prompt": [1, 2], "max_new_tokens": 2} | changed)
-    assert str(refused.value).startswith("[Request] ")
-
 
 def test_what_is_made_stays_as_it_was_checked():
     tokens, stop = [1, 2, 3], {4}

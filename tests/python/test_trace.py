@@ -272,12 +272,6 @@ def test_a_recording_that_has_not_begun_says_so(ask, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 2**28 + 1, 2**70])
-def test_capacities_that_cannot_be_meant(capacity):
-    with pytest.raises(vtensor.InvalidArgument, match=r"^\[trace.record\] capacity is .*: it must"):
-        trace.record(capacity)
-
-
 def test_a_forked_child_records_nothing_and_says_so():  # I13
     run_snippet(
         """
@@ -512,14 +506,85 @@ def test_a_profiler_is_taken_for_its_file_once(both, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both.json"]
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"[]", b'{"traceEvents": 3}', b"not JSON", b"\x1f\x8b\x08", b"\xff"]
-)
+# -- files that are no trace
+
+
+def event_with(**change) -> str:
+    """A trace of one event, with something in the place of what belongs there."""
+    arguments = {"address": "0x10", "nbytes": 4096, "tensor": "0x10", "role": "caller"}
+    event = {"name": "map", "cat": "vtensor", "ts": 1.0, "dur": 2.0, "tid": 5, "args": arguments}
+    for key, value in change.items():
+        (arguments if key in arguments else event)[key] = value
+    return json.dumps({"traceEvents": [event]})
+
+
+BROKEN = [
+    "",
+    "{",
+    "[1, 2]",
+    "5",
+    '{"a": 1}',
+    '{"traceEvents": {"a": 1}}',
+    '{"traceEvents": [1, null, "x"]}',
+    '{"traceEvents": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    '{"traceEvents": [], "a": ' + '{"a":' * 100_000 + "1" + "}" * 100_000 + "}",
+    '{"baseTimeNanoseconds": "x", "traceEvents": []}',
+    '{"baseTimeNanoseconds": 1' + "0" * 400 + ', "traceEvents": []}',
+    gzip.compress(event_with().encode())[:-9],
+    b"\xff\xfe\x00\x81",
+    b"\x1f\x8b",
+]
+ODD = [
+    {"ts": "x"},
+    {"ts": float("inf")},
+    {"dur": float("nan")},
+    {"address": 5},
+    {"tensor": "zz"},
+    {"nbytes": "much"},
+    {"tid": None},
+    {"role": []},
+    {"name": {}},
+    {"args": 5},
+]
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=range(len(BROKEN)))
 def test_a_file_that_is_no_trace_is_refused(content, tmp_path):
-    (tmp_path / "no.json").write_bytes(content)
+    file, both = tmp_path / "no.json", tmp_path / "both.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for read in (trace.load, plot.memory, plot.timeline):
+        with pytest.raises(vtensor.VTensorError, match=r"^\[trace.load\] .*no.json holds .*export"):
+            read(file)
     with pytest.raises(vtensor.VTensorError, match=r"^\[trace.export\] .*no.json holds no trace: give"):
-        recording_of().export(tmp_path / "both.json", profile=tmp_path / "no.json")
-    assert not (tmp_path / "both.json").exists()
+        recording_of().export(both, profile=file)
+    assert not both.exists()
+
+
+def test_an_odd_event_is_refused(tmp_path):
+    file = tmp_path / "odd.json"
+    file.write_text(event_with())
+    assert len(trace.load(file)) == 1
+    for change in ODD:
+        file.write_text(event_with(**change))
+        with pytest.raises(vtensor.VTensorError, match=r"^\[trace.load\] \S.*: \S.*"):
+            trace.load(file)
+
+
+def test_what_is_no_path_or_profiler(tmp_path):
+    recording = recording_of()
+    for path in (5, None, [], object()):
+        for call in (trace.load, recording.export):
+            with pytest.raises(vtensor.VTensorError, match=r"^\[trace"):
+                call(path)
+        with pytest.raises(vtensor.VTensorError, match=r"^\[trace"):
+            recording.export(tmp_path / "out.json", profile=path or 5)
+    for path in (tmp_path, tmp_path / "none" / "there"):
+        with pytest.raises(OSError):
+            trace.load(path)
+    theirs = [{"ph": "M", "pid": [1], "tid": {}}, {"ph": "M"}, {"name": "x"}]  # odd names are kept
+    (tmp_path / "theirs.json").write_text(json.dumps({"traceEvents": theirs}))
+    recording.export(tmp_path / "out.json", profile=tmp_path / "theirs.json")
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"][:3] == theirs
 
 
 def test_a_recording_says_how_many_events_it_has(host):
