@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
@@ -109,25 +107,6 @@ def test_whole_or_nothing_where_memory_is_short(pool_factory, kind):
     assert (facts(model), storages(model)) == (before, old)
     assert pool.stats().nbytes_by_tag == {"weights": 0}
     pool.close()
-
-
-def test_every_driver_call_refused_in_turn(pool_factory, kind):
-    for skip in range(200):
-        pool, model = pool_factory(kind, 64), Model()
-        before, old = facts(model), storages(model)
-        with testing.fail_after(pool, skip) as refused, contextlib.suppress(vtensor.DriverError):
-            vtensor.adopt(model, pool)
-        if storages(model) == old:
-            assert pool.stats().nbytes_by_tag.get("weights", 0) == 0
-        else:
-            assert not set(storages(model)) & set(old)
-        assert facts(model) == before
-        testing.check_invariants(pool)
-        del model
-        pool.close()
-        if not refused:
-            break
-    assert 1 < skip < 199
 
 
 def test_interrupted_at_any_bytecode(pool_factory):

@@ -243,27 +243,6 @@ def test_the_address_never_changes(arena):
     assert arena.tensor.data_ptr() == address and content(arena, 1).view(torch.float32).eq(2.5).all()
 
 
-def test_every_refused_call_of_a_map_changes_nothing(arena):
-    """I8, and no page is lost."""
-    arena.map([block(0), block(5)])
-    content(arena, 0).fill_(3)
-    wanted = [block(i) for i in (1, 8, 9, 20)]
-    before = (arena.stats(), arena.pool.stats().pages_used)
-    refused = 0
-    for skip in range(40):
-        try:
-            with testing.fail_after(arena.pool, skip):
-                arena.map(wanted)
-            arena.unmap(wanted)  # what was refused was a mere question
-        except vtensor.DriverError:
-            refused += 1
-        arena.pool.wait_idle(5)
-        assert (arena.stats(), arena.pool.stats().pages_used) == before
-        testing.check_invariants(arena.pool)
-    assert refused >= 2
-    assert content(arena, 0).eq(3).all()
-
-
 def test_a_refused_unmapping_is_tried_again(arena):
     arena.map([block(0), block(4)])
     with testing.fail_after(arena.pool, 0, 1000):

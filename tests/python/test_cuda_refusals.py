@@ -8,7 +8,7 @@ import ctypes
 import pytest
 
 import vtensor
-from cuda_support import needs_simcuda, tensor, values
+from cuda_support import needs_simcuda, tensor
 from support import calls, same_bytes, simcuda_control
 from vtensor import testing
 
@@ -28,21 +28,9 @@ def grow(pool):
     return [t], lambda: t.extend(9)
 
 
-def append_to_fork(pool):
-    t = tensor(pool, 6)
-    f = t.fork()
-    return [t, f], lambda: f.append(values(5))
-
-
 def fork(pool):
     t = tensor(pool, 9, rows=(2,))
     return [t], lambda: t.fork()
-
-
-def fork_of_fork(pool):
-    t = tensor(pool, 9)
-    f = t.fork().append(values(3))
-    return [t, f], lambda: f.fork()
 
 
 def unshare(pool):
@@ -51,24 +39,10 @@ def unshare(pool):
     return [t, f], lambda: f.unshare(0, 12)
 
 
-def write_in_place(pool):
-    t = tensor(pool, 7)
-    f = t.fork()
-    return [t, f], lambda: f.add_(0)
-
-
 def reindex(pool):
     t = tensor(pool, 6, rows=(3,))
     t[1].add_(1)
     return [t], lambda: t.reindex([2, 0, 2])
-
-
-def make(pool):
-    t = tensor(pool, 3)
-    return [t], lambda: vtensor.empty(2, 7, 256, grow_dim=1, capacity=64, pool=pool)
-
-
-OPERATIONS = [grow, append_to_fork, fork, fork_of_fork, unshare, write_in_place, reindex, make]
 
 
 def refuse_each(pool_factory, arrange, arm) -> bool:
@@ -113,12 +87,6 @@ def refuse_each(pool_factory, arrange, arm) -> bool:
         if not reached:
             return broke
     pytest.fail("200 driver calls")
-
-
-@pytest.mark.seconds(300)
-@pytest.mark.parametrize("arrange", OPERATIONS, ids=lambda f: f.__name__)
-def test_an_operation_refused_at_any_call_happens_whole_or_not_at_all(pool_factory, arrange):
-    assert not refuse_each(pool_factory, arrange, testing.fail_after)
 
 
 @pytest.mark.seconds(300)

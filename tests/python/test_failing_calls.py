@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Callable
+
 import pytest
 import torch
 
+import test_sleep
 import vtensor
-from support import PER_PAGE, filled, open_pool, quarter, ramp, run_snippet, same_bytes, simcuda_library
+from kv_support import UNIT, lengths_with, make_cache
+from support import (
+    PER_PAGE,
+    SHAPE_OF_A_MESSAGE,
+    every,
+    filled,
+    open_pool,
+    quarter,
+    ramp,
+    run_snippet,
+    same_bytes,
+    simcuda_library,
+)
+from test_heap import allocate, content, fill, free, inside
 from vtensor import testing
+from vtensor.testing.kv_model import check_contents, expected, write
 
 LENGTH = 10
+PAGE = 4096
 
 
 def prepared(pool):
@@ -55,66 +75,213 @@ OPERATIONS = {
 }
 
 
-def facts(pool, tensors):
-    stats = pool.stats()
-    counts = (
-        stats.pages_used,
-        stats.pages_mapped,
-        stats.pages_active,
-        stats.pages_pinned,
-        stats.nbytes_reserved,
-        stats.tensors,
-    )
-    return counts, [(t.closed, t.length, t.capacity, t.address, t.stride()) for t in tensors if not t.closed]
+class Tensors:
+    """Those of `prepared`."""
+
+    PAGES = 80
+
+    def __init__(self, pool: vtensor.Pool) -> None:
+        self.pool = pool
+        self.tensors = prepared(pool)
+        self.contents = [t.clone() for t in self.tensors]
+
+    def state(self):
+        facts = [(t.closed, t.length, t.capacity, t.address, t.stride()) for t in self.tensors]
+        stats = self.pool.stats()
+        return facts, stats.pages_active, stats.tensors, self.pool.budget
+
+    def check(self) -> None:
+        for t, kept in zip(self.tensors, self.contents, strict=True):
+            assert same_bytes(t, kept)
+
+    def end(self, name: str) -> None:
+        for t in self.tensors:
+            t.close()
 
 
-def contents(tensors):
-    return [None if t.closed else t.clone() for t in tensors]
+class Cache:
+    """Slot 0 has a published prompt, 1 is its fork, 2 is alone, of 3 and 4 pages are in host memory, and 5 is
+    free. Two bands, that are alike."""
+
+    PAGES = 150
+    PROMPT = list(range(2 * UNIT + 3))
+
+    def __init__(self, pool: vtensor.Pool) -> None:
+        filled(pool, 12, 255).close()
+        self.cache = cache = make_cache(pool, bands=2)
+        self.expected = {0: self.PROMPT, 1: self.PROMPT, 2: range(100, 120), 3: range(200, 220)}
+        assert cache.alloc(self.PROMPT) == 0 and cache.step(lengths_with(cache, 0, len(self.PROMPT)))
+        write(cache, 0, 0, self.PROMPT)
+        cache.publish(0, self.PROMPT)
+        assert cache.fork(0) == [1]
+        for slot in (2, 3):
+            assert cache.alloc() == slot and cache.step(lengths_with(cache, slot, 20))
+            write(cache, slot, 0, self.expected[slot])
+        assert cache.fork(3) == [4]
+        self.expected[4] = self.expected[3]
+        cache.swap_out([3, 4])
+        cache.wait(3), cache.wait(4)
+
+    def state(self):
+        stats = self.cache.stats()
+        counts = (stats.slots_used, stats.slots_swapped, stats.nbytes_swapped, stats.prefix_tokens)
+        return self.cache.lengths, [self.cache.bands_away(slot) for slot in range(3)], counts
+
+    def check(self) -> None:
+        for slot, values in self.expected.items():
+            if self.cache.lengths[slot]:
+                self.cache.wait(slot)
+                check_contents(self.cache, slot, list(values)[: self.cache.lengths[slot]])
+
+    def end(self, name: str) -> None:
+        if not self.cache.closed:
+            for slot in (3, 4):
+                assert self.cache.lengths[slot] or self.cache.swap_in(slot)
+            for slot in range(3):
+                assert all(self.cache.swap_in(slot, bands=[band]) for band in self.cache.bands_away(slot))
+            if name not in ("reorder", "write"):
+                self.check()
+        self.cache.close()
 
 
-def assert_same(before, after):
-    assert all(
-        same_bytes(a, b) for a, b in zip(before, after, strict=True) if a is not None and b is not None
-    )
+class Memory:
+    """An arena with blocks, an adopted module, and allocations of a heap with holes between them."""
+
+    PAGES = 40
+
+    def __init__(self, pool: vtensor.Pool) -> None:
+        self.pool = pool
+        self.arena = vtensor.Arena(16 * PAGE, pool=pool)
+        self.blocks = vtensor.Blocks(self.arena, 8, [(0, PAGE, PAGE)])
+        self.arena.map([(10 * PAGE, 12 * PAGE)])
+        self.blocks.hold([0, 5])
+        self.arena.tensor[:PAGE] = 5
+        self.layer = torch.nn.Linear(40, 40)
+        self.weight = self.layer.weight.detach().clone()
+        with inside(pool) as self.heap:
+            self.kept = [allocate(2 * PAGE) for _ in range(7)]
+            fill(self.kept[3], 2 * PAGE, 9)
+            for i in (0, 2, 4, 6, 1, 5):
+                free(self.kept[i])
+        self.allocated = 0
+
+    def allocate(self) -> None:
+        with inside(self.pool):
+            self.allocated = allocate(12 * PAGE) or 0
+        if not self.allocated:
+            raise vtensor.DriverError("[heap] the allocation was refused: by a test")
+
+    def state(self):
+        arena, heap = self.arena.stats(), self.heap.counts()
+        return arena.pages_active, self.blocks.mapped, heap.allocations, self.layer.weight.data_ptr()
+
+    def check(self) -> None:
+        assert self.arena.tensor[:PAGE].eq(5).all() and torch.equal(self.layer.weight, self.weight)
+        assert content(self.kept[3], 2 * PAGE) == bytes([9]) * 2 * PAGE
+
+    def end(self, name: str) -> None:
+        self.check()
+        free(self.allocated or None), free(self.kept[3])
+        self.layer = None
+        self.arena.close()
+        self.pool._close_heaps()
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_one_refused_call(pool_factory, kind, name):
-    """With the n-th call refused: an error and nothing changed, or done all the same."""
-    for n in range(200):
-        pool = pool_factory(kind, pages=80)
-        tensors = prepared(pool)
-        before, data = facts(pool, tensors), contents(tensors)
-        calls_before = sum(pool.stats().driver_calls["caller"].values())
-        result, error = None, None
-        with testing.fail_after(pool, n):
+class Awake(test_sleep.Scene):
+    """All that can sleep, some of it shared."""
+
+    PAGES = 256
+
+    def state(self):
+        return self.pool.stats().nbytes_asleep, self.where()
+
+    def end(self, name: str) -> None:
+        self.pool.wake()
+        self.check()
+        self.go_on()
+        super().end()
+
+
+class Asleep(Awake):
+    def __init__(self, pool: vtensor.Pool) -> None:
+        super().__init__(pool)
+        pool.sleep(contents="host")
+
+    def check(self) -> None:
+        if not self.pool.stats().nbytes_asleep:
+            super().check()
+
+
+TABLE: dict[str, tuple[type, Callable]] = {
+    name: (Tensors, lambda s, run=run: run(s.pool, *s.tensors)) for name, run in OPERATIONS.items()
+} | {
+    "budget": (Tensors, lambda s: setattr(s.pool, "budget", 30 * PAGE)),
+    "alloc": (Cache, lambda s: s.cache.alloc()),
+    "alloc a prefix": (Cache, lambda s: s.cache.alloc([*Cache.PROMPT, 1])),
+    "step": (Cache, lambda s: s.cache.step([60, 37, 50, 0, 0, 0])),
+    "step of a band": (Cache, lambda s: s.cache.step([35, 35, 50, 0, 0, 0], bands=[1])),
+    "prepare": (Cache, lambda s: s.cache.prepare([60, 37, 50, 0, 0, 0])),
+    "free": (Cache, lambda s: s.cache.free(1)),
+    "truncate": (Cache, lambda s: s.cache.truncate(1, 20)),
+    "cache.fork": (Cache, lambda s: s.cache.fork(2)),
+    "reorder": (Cache, lambda s: s.cache.reorder([0, 2], [0, 0])),
+    "publish": (Cache, lambda s: s.cache.publish(2, [7] * 20)),
+    "cache.unshare": (Cache, lambda s: s.cache.unshare(1, 0, 20)),
+    "write": (Cache, lambda s: s.cache.write(0, 1, 3, *expected(s.cache, 0, [3]))),
+    "swap_out": (Cache, lambda s: s.cache.swap_out([0, 1, 2])),
+    "swap_out of bands": (Cache, lambda s: s.cache.swap_out([0, 1, 2], bands=[1])),
+    "swap_in": (Cache, lambda s: s.cache.swap_in([3, 4])),
+    "close a cache": (Cache, lambda s: s.cache.close()),
+    "another cache": (Cache, lambda s: make_cache(s.cache.pool).close()),
+    "map": (Memory, lambda s: s.arena.map([(9 * PAGE, 11 * PAGE), (14 * PAGE, 15 * PAGE)])),
+    "unmap": (Memory, lambda s: s.arena.unmap([(10 * PAGE, 12 * PAGE)])),
+    "hold": (Memory, lambda s: s.blocks.hold([1, 2, 5, 7])),
+    "release": (Memory, lambda s: s.blocks.release([5])),
+    "an arena with zeros": (Memory, lambda s: vtensor.Arena(4 * PAGE, zeros=True, pool=s.pool).close()),
+    "allocate": (Memory, lambda s: s.allocate()),
+    "sleep": (Awake, lambda s: s.pool.sleep(contents="host")),
+    "sleep in a folder": (Awake, lambda s: s.pool.sleep(contents=tempfile.gettempdir())),
+    "wake": (Asleep, lambda s: s.pool.wake()),
+    "adopt": (Memory, lambda s: vtensor.adopt(s.layer, s.pool)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ahead", [0, 8 * PAGE], ids=["caller", "worker"])
+@pytest.mark.parametrize("name", TABLE)
+def test_one_refused_call(pool_factory, kind, name, ahead):
+    """With the n-th call refused, of either thread: an error and nothing changed, or done all the same."""
+    make, run = TABLE[name]
+    step = 1 if make is Tensors and not ahead else every(3 if ahead and kind == "simcuda" else 1)
+    for n in (*range(0, 60, step), *range(60, 5000, 13 * step)):
+        pool = pool_factory(kind, pages=make.PAGES, prefetch=ahead)
+        scene = make(pool)
+        before, error = scene.state(), None
+        with testing.fail_after(pool, n) as refused:
             try:
-                result = OPERATIONS[name](pool, *tensors)
-            except (vtensor.DriverError, vtensor.OutOfPages) as refused:
-                error = str(refused)
-            made = sum(pool.stats().driver_calls["caller"].values()) - calls_before
+                run(scene)
+            except (vtensor.DriverError, vtensor.OutOfPages) as caught:
+                error = str(caught)
         assert pool.broken is None
         testing.check_invariants(pool)
         if error is not None:
-            assert facts(pool, tensors) == before, (n, error)  # I8
-            assert_same(data, contents(tensors))
-            result = OPERATIONS[name](pool, *tensors)  # the next call works
-        pool.wait_idle(timeout=5)
+            assert SHAPE_OF_A_MESSAGE.match(error), error
+            assert scene.state() == before, (n, error)  # I8
+            scene.check()
+            run(scene)  # the next call works
+        with contextlib.suppress(vtensor.DriverError) if ahead else contextlib.nullcontext():
+            pool.wait_idle(5)  # what the worker met is raised once
+        pool.wait_idle(5)
         testing.check_invariants(pool)
         stats = pool.stats()
-        assert stats.pages_pinned == 0 and stats.pages_mapped == stats.pages_active  # I4
-        unchanged = [t for t in tensors if not t.closed and t is not result]
-        assert name in ("fill_shared", "shrink_front", "close") or unchanged
-        for t in tensors:
-            t.close()
-        if isinstance(result, vtensor.VTensor):
-            result.close()
+        assert stats.pages_pinned == 0  # I4
+        assert ahead or stats.pages_mapped == stats.pages_active + stats.pages_cached
+        scene.end(name)
         pool.close()
         assert pool.stats().pages_used == 0
-        if error is None and made <= n:
-            break
-    else:
-        raise AssertionError("more than 200 driver calls")
+        if not refused:
+            return
+    raise AssertionError("more than 5000 driver calls")
 
 
 def undo_refused(kind, name, refuse):

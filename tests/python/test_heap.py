@@ -232,45 +232,6 @@ def test_others_find_memory_in_what_a_heap_keeps(pool_factory, kind, wants):
         empty(pool, core)
 
 
-@pytest.mark.parametrize("prefetch", [0, 8 * PAGE])
-def test_every_driver_call_refused_in_turn(pool_factory, kind, prefetch):
-    """Whole or nothing (I8), and no page is lost: the same allocation succeeds afterwards."""
-    refusals = 0
-    for skip in range(1000):
-        pool = pool_factory(kind, 16, prefetch=prefetch, cache=16 * PAGE)
-        with inside(pool) as core:
-            kept = allocate(PAGE)
-            fill(kept, PAGE, 9)
-            cached = [allocate(2 * PAGE) for _ in range(7)]
-            between = cached.pop(3)
-            for address in cached[::2] + cached[1::2]:
-                free(address)
-            pool.wait_idle(5)
-            with testing.fail_after(pool, skip) as refused:
-                address = allocate(12 * PAGE)
-            if address is None:
-                refusals += 1
-                assert core.counts().allocations == 2
-                with contextlib.suppress(vtensor.DriverError):  # what the mapper met
-                    pool.wait_idle(5)
-                testing.check_invariants(pool)
-                address = allocate(12 * PAGE)
-            assert address, _core.take_heap_refusal()
-            assert pool.broken is None
-            fill(address, 12 * PAGE, 3)
-            assert content(kept, PAGE) == bytes([9]) * PAGE
-            free(address), free(between), free(kept)
-            with contextlib.suppress(vtensor.DriverError):
-                pool.wait_idle(5)
-            empty(pool, core)
-        pool.close()
-        if not refused:
-            break
-    else:
-        raise AssertionError("there is no end of driver calls")
-    assert skip > 1
-
-
 # --- threads and ends -------------------------------------------------------------------------------------
 
 

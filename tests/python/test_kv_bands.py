@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from hypothesis.stateful import precondition, rule
 import vtensor
 from interrupts import at_every_bytecode, place
 from kv_support import (
-    MAX_BATCH,
     MAX_LEN,
     PAGE,
     SHAPES,
@@ -410,36 +408,6 @@ def test_fits_counts_all_that_comes_back(pool_factory, kind):
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exact
-def test_refused_driver_calls_change_nothing(pool_factory, kind):
-    """I8: of bands that grow, go and come back, with the n-th driver call refused."""
-    refusals = 0
-    for n in range(60):
-        with banded(pool_factory(kind, 400)) as cache:
-            slots = [filled(cache, 20), filled(cache, 37)]
-            target = [50 if at in slots else 0 for at in range(MAX_BATCH)]
-            with testing.fail_after(cache.pool, n):
-                for change in [
-                    partial(cache.swap_out, slots, bands=[0, 2]),
-                    partial(cache.step, target, bands=[1, 3]),
-                    partial(cache.swap_in, slots, bands=[2, 0]),
-                ]:
-                    before = [(cache.bands_away(s), cache.length(s, 1), cache.length(s, 2)) for s in slots]
-                    try:
-                        assert change() in (True, None)
-                    except vtensor.DriverError:
-                        refusals += 1
-                        now = [(cache.bands_away(s), cache.length(s, 1), cache.length(s, 2)) for s in slots]
-                        assert now == before
-                        assert change() in (True, None)
-            for slot, length in zip(slots, (20, 37), strict=True):
-                cache.wait(slot)
-                check_contents(cache, slot, range(length))
-                assert [cache.length(slot, band) for band in range(4)] == [length, 50, length, 50]
-            testing.check_invariants(cache.pool)
-    assert refusals > (20 if kind == "simcuda" else 1)
 
 
 @pytest.mark.exact

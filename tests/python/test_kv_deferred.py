@@ -212,20 +212,3 @@ def test_the_publisher_writes_to_what_it_published(cache, change, start, sharer_
     cache.wait(slot)
     holds(cache, slot)
     check_contents(cache, publisher, [*TOKENS[:start], *[100] * (PREFIX - start)])
-
-
-def test_sharing_parts_the_publisher_whose_call_is_refused(cache):
-    publisher = published(cache)
-    for nth in count():
-        with testing.fail_after(cache.pool, nth) as refused:
-            try:
-                slot = cache.alloc(tokens=TOKENS)
-            except vtensor.DriverError:
-                assert cache.stats().slots_used == 1
-        testing.check_invariants(cache.pool)
-        if not refused:
-            break
-        if cache.stats().slots_used == 2:
-            cache.free(slot)
-    rewritten(cache, publisher, 0)
-    holds(cache, slot)

@@ -11,7 +11,7 @@ import torch
 
 import vtensor
 from kv_support import MAX_BATCH, PAGE, RANGES, UNIT, grown, make_cache, used
-from support import draws, every, run_snippet
+from support import draws, run_snippet
 from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
@@ -215,31 +215,6 @@ def test_a_group_of_which_some_are_back(pool_factory, kind):
             cache.wait(slot)
             check_contents(cache, slot, range(length))
         assert used(cache) == (2 + 4) * RANGES  # the last, half-full pages are each slot's own
-
-
-@pytest.mark.exact
-@pytest.mark.thorough
-def test_refused_driver_calls_change_nothing(pool_factory, kind):
-    """I8: of a group that comes back in one call, with the n-th driver call refused."""
-    refused = 0
-    for n in range(0, 1000, every(1)):
-        with make_cache(pool_factory(kind, 400)) as cache:
-            group = group_of(cache, 3, 2 * UNIT + 3)
-            away(cache, group)
-            with testing.fail_after(cache.pool, n) as refusals:
-                try:
-                    assert cache.swap_in(group)
-                except vtensor.DriverError:
-                    refused += 1
-                    assert cache.stats().slots_swapped == 3
-                    assert cache.swap_in(group)
-            for slot in group:
-                cache.wait(slot)
-                check_contents(cache, slot, range(2 * UNIT + 3))
-            testing.check_invariants(cache.pool)
-        if not refusals:
-            break
-    assert refused > 3 // every(1)
 
 
 def test_wait_idle_waits_for_what_is_swapped():

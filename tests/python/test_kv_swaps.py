@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from kv_support import (
     used,
 )
 from support import calls, calls_since, eventually, run_snippet
-from vtensor import testing
 from vtensor.testing.kv_model import check_contents, write
 
 
@@ -149,30 +147,6 @@ def test_what_a_layer_reads_is_there_once_it_was_waited_for(pool_factory, kind, 
         for layer in range(len(cache)) if layers_first else reversed(range(len(cache))):
             cache.wait(slot, layer)
         check_contents(cache, slot, range(70), SHAPES["windows"]["windows"])
-
-
-@pytest.mark.exact
-def test_refused_driver_calls_change_nothing(pool_factory, kind):
-    """I8: of a group that goes and comes back, with the n-th driver call refused."""
-    refusals = 0
-    for n in range(60):
-        with make_cache(pool_factory(kind, 400)) as cache:
-            first = filled(cache, 2 * UNIT + 3)
-            group = [first, *cache.fork(first, 1)]
-            with testing.fail_after(cache.pool, n):
-                for change in [partial(cache.swap_out, group), *(partial(cache.swap_in, s) for s in group)]:
-                    before = cache.stats().slots_swapped
-                    try:
-                        change()
-                    except vtensor.DriverError:
-                        refusals += 1
-                        assert cache.stats().slots_swapped == before
-                        change()
-            for slot in group:
-                cache.wait(slot)
-                check_contents(cache, slot, range(2 * UNIT + 3))
-            testing.check_invariants(cache.pool)
-    assert refusals > (20 if kind == "simcuda" else 1)
 
 
 @pytest.mark.exact

@@ -91,15 +91,6 @@ def test_a_smaller_budget_takes_back_what_is_ahead(pool_factory):
     assert check_sums(pool).pages_mapped == 1
 
 
-def test_a_refusal_while_the_budget_is_lowered(host):
-    filled(host, 40 * PER_PAGE, capacity=400).close()
-    with testing.fail_after(host, 0), pytest.raises(vtensor.DriverError):
-        host.budget = 16 * PAGE
-    assert host.budget == 64 * PAGE
-    testing.check_invariants(host)
-    host.budget = 16 * PAGE
-
-
 # --- the counters -----------------------------------------------------------------------------------------
 
 

@@ -218,44 +218,6 @@ def test_tags(scene):
     pool.wake()  # nothing sleeps
 
 
-@pytest.mark.parametrize("prefetch", [0, 16 * PAGE])
-def test_every_driver_call_refused_in_turn(pool_factory, kind, contents, prefetch):
-    """Whole or nothing, going and coming: a refusal leaves all awake, or all asleep with nothing lost."""
-    scene = Scene(pool_factory(kind, 256, prefetch=prefetch))
-    refusals = 0
-    for skip in [*range(50), *range(50, 5000, 61)]:
-        with testing.fail_after(scene.pool, skip) as refused:
-            try:
-                scene.pool.sleep(contents=contents)
-            except vtensor.VTensorError:
-                refusals += 1
-                asleep = False
-            else:
-                asleep = True
-        if not asleep:
-            scene.check()
-            scene.pool.sleep(contents=contents)
-        with testing.fail_after(scene.pool, skip) as refused_waking:
-            try:
-                scene.pool.wake()
-            except vtensor.VTensorError:
-                refusals += 1
-                scene_asleep = True
-            else:
-                scene_asleep = False
-        if scene_asleep:
-            testing.check_invariants(scene.pool)
-            scene.pool.wake()
-        scene.check()
-        if not refused and not refused_waking:
-            break
-    else:
-        pytest.fail("a sleep that never ends its calls")
-    assert refusals >= 2
-    scene.go_on()
-    scene.end()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("going", [True, False], ids=["going", "waking"])
 @pytest.mark.parametrize("place", ["host", "folder"])
