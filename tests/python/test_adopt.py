@@ -6,10 +6,7 @@ import pytest
 import torch
 
 import vtensor
-from interrupts import at_every_bytecode
 from vtensor import testing
-
-PAGE = 4096
 
 
 class Model(torch.nn.Module):
@@ -107,29 +104,6 @@ def test_whole_or_nothing_where_memory_is_short(pool_factory, kind):
     assert (facts(model), storages(model)) == (before, old)
     assert pool.stats().nbytes_by_tag == {"weights": 0}
     pool.close()
-
-
-def test_interrupted_at_any_bytecode(pool_factory):
-    """Every tensor has its old memory, or every one has the new."""
-
-    def setup():
-        model = Model()
-        return model, vtensor.Pool("cpu", page_size=PAGE, budget=64 * PAGE, prefetch=0), storages(model)
-
-    def check(state, outcome):
-        model, pool, old = state
-        now = storages(model)
-        moved = not set(now) & set(old)
-        assert moved or now == old
-        assert moved or outcome.interrupted
-        held = pool.stats().nbytes_by_tag.get("weights", 0)
-        assert (held >= sum(old.values())) if moved else held == 0
-        pool.close()
-
-    def operation(state):
-        vtensor.adopt(state[0], state[1])
-
-    assert at_every_bytecode(setup, operation, check) > 100
 
 
 class Subclass(torch.Tensor):

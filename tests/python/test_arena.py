@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import vtensor
-from interrupts import at_every_bytecode, place
 from support import (
     Rival,
     calls,
@@ -516,54 +515,3 @@ def test_nothing_asked_is_nothing_done(arena):
     arena.unmap([])
     arena.prepare([(7, 7)])
     assert arena.stats().nbytes_mapped == 0
-
-
-# --- interruptions ----------------------------------------------------------------------------------------
-
-OPERATIONS = {
-    "map": lambda arena: arena.map([block(1), block(2)]),
-    "unmap": lambda arena: arena.unmap([block(0)]),
-    "prepare": lambda arena: arena.prepare([block(1)]),
-    "trim": lambda arena: arena.trim(),
-    "trim some": lambda arena: arena.trim([block(0), block(1)]),
-    "holds": lambda arena: arena.holds([block(0)]),
-    "stats": lambda arena: arena.stats(),
-    "close": lambda arena: arena.close(),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_whole(pool_factory, kind, name):
-    """I17."""
-    pool = pool_factory(kind, 64)
-
-    def make():
-        arena = vtensor.Arena(BLOCKS * BLOCK, pool=pool)
-        arena.map([block(0)])
-        return arena
-
-    def check(arena, outcome):
-        if not arena.closed:
-            active = arena.stats().pages_active
-            assert active in {2, {"map": 5, "unmap": 0}.get(name, 2)}
-            arena.map([block(7)])
-        arena.close()
-        testing.check_invariants(pool)
-        pool.wait_idle(5)
-        assert pool.stats().pages_used == 0
-
-    assert at_every_bytecode(make, OPERATIONS[name], check, each=place) >= 1
-
-
-def test_making_one_is_whole(pool_factory, kind):
-    """I17, I14."""
-    pool = pool_factory(kind, 64)
-
-    def check(state, outcome):
-        if outcome.result is not None:
-            outcome.result.close()
-        pool.wait_idle(5)
-        assert pool.stats().tensors == 0
-
-    made = at_every_bytecode(lambda: None, lambda _: vtensor.Arena(BLOCK, pool=pool), check, each=place)
-    assert made > 5

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import vtensor
-from interrupts import at_every_bytecode, place
 from support import Rival, calls, calls_since, draws, filled, open_pool, simcuda_library
 from vtensor import testing
 
@@ -349,40 +348,3 @@ def test_preparing_takes_nothing_that_a_released_block_holds(blocks):
     blocks.prepare(range(8, COUNT))
     blocks.arena.pool.wait_idle(5)
     assert blocks.whole([0, 2, 4, 6]) == [True] * 4
-
-
-# --- interruptions ----------------------------------------------------------------------------------------
-
-OPERATIONS = {
-    "hold": lambda blocks: blocks.hold([1, 2]),
-    "prepare": lambda blocks: blocks.prepare([2]),
-    "release": lambda blocks: blocks.release([0]),
-    "begin_step": lambda blocks: blocks.begin_step(),
-    "end_step": lambda blocks: blocks.end_step(),
-    "whole": lambda blocks: blocks.whole([0]),
-    "trim": lambda blocks: blocks.trim([5]),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_whole(pool_factory, kind, name):
-    """I17."""
-    pool = pool_factory(kind, 64)
-
-    def begin():
-        blocks = make(pool)
-        blocks.hold([0, 6])
-        blocks.begin_step()
-        blocks.release([6])
-        return blocks
-
-    def check(blocks, outcome):
-        mapped = {"hold": {2, 4}, "end_step": {1, 2}}.get(name, {2})
-        assert blocks.mapped in mapped
-        testing.check_invariants(pool)
-        blocks.hold([0, 7])
-        blocks.arena.close()
-        pool.wait_idle(5)
-        assert pool.stats().pages_used == 0
-
-    assert at_every_bytecode(begin, OPERATIONS[name], check, each=place) >= 1

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import vtensor
-from interrupts import at_every_bytecode, place
 from kv_support import (
     MAX_LEN,
     PAGE,
@@ -25,7 +24,6 @@ from kv_support import (
     used,
 )
 from support import calls, calls_since, draws, open_pool, run_snippet, simcuda_library
-from vtensor import testing
 from vtensor.testing import kv_model
 from vtensor.testing.cache_machine import BUDGET_PAGES, CacheMachine, which
 from vtensor.testing.kv_model import check_contents, write
@@ -468,42 +466,6 @@ def test_attention_over_a_band(cache):
 
 
 # --- interruptions ----------------------------------------------------------------------------------------
-
-OPERATIONS = {
-    "step": lambda cache, slot: to(cache, slot, 40, [1, 2]),
-    "swap_out": lambda cache, slot: cache.swap_out(slot, bands=[1]),
-    "swap_in": lambda cache, slot: cache.swap_in(slot, bands=[0]),
-    "truncate": lambda cache, slot: cache.truncate(slot, 10),
-    "free": lambda cache, slot: cache.free(slot),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_whole(pool_factory, kind, name):
-    """I17."""
-    pool = pool_factory(kind, 400)
-
-    def begin():
-        cache = banded(pool)
-        slot = filled(cache, 20)
-        cache.swap_out(slot, bands=[0])
-        return cache, slot
-
-    def check(state, outcome):
-        cache, slot = state
-        testing.check_invariants(pool)
-        if cache.stats().slots_used:
-            for band in cache.bands_away(slot):
-                assert cache.swap_in(slot, bands=[band])
-            cache.wait(slot)
-            check_contents(cache, slot, range(cache.length(slot)), None, cache.bands[0])
-            cache.free(slot)
-        cache.close()
-        pool.wait_idle(5)
-        assert pool.stats().pages_used == 0
-
-    run = OPERATIONS[name]
-    assert at_every_bytecode(begin, lambda state: run(*state), check, each=place) >= 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import vtensor
-from interrupts import at_bytecode, at_every_bytecode
+from interrupts import at_bytecode
 from kv_support import UNIT, make_cache
 from support import draws, eventually, leave_spare, open_pool, simcuda_library
 from vtensor import _core, testing
@@ -216,35 +216,6 @@ def test_tags(scene):
     pool.wake()
     scene.check()
     pool.wake()  # nothing sleeps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("going", [True, False], ids=["going", "waking"])
-@pytest.mark.parametrize("place", ["host", "folder"])
-def test_cut_off_at_any_bytecode(tmp_path, place, going):
-    """I17: an exception from outside leaves all awake, or all asleep with nothing lost."""
-    contents = "host" if place == "host" else tmp_path
-
-    def setup():
-        scene = Scene(open_pool("host", 256))
-        if not going:
-            scene.pool.sleep(contents=contents)
-        return scene
-
-    def operation(scene):
-        scene.pool.sleep(contents=contents) if going else scene.pool.wake()
-
-    def check(scene, outcome):
-        testing.check_invariants(scene.pool)
-        scene.pool.wake()
-        scene.check()
-        scene.go_on()
-        scene.end()
-        scene.pool.close()
-        assert scene.pool.stats().pages_used == 0
-        assert list(tmp_path.iterdir()) == []
-
-    assert at_every_bytecode(setup, operation, check) > 50
 
 
 def test_what_dies_asleep_gives_its_pages_up(scene):

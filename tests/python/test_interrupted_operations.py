@@ -1,0 +1,132 @@
+"""Every operation, with an exception from outside before each of its bytecodes (I17): what is left is as
+before it or as after it, can be used and closed, and leaks nothing (I14)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vtensor
+from interrupts import at_every_bytecode, place
+from scenes import MORE, TABLE, Asleep, Awake, Cache
+from support import draws, every, filled, open_pool, quarter
+from vtensor import testing
+
+ALL = {name: case for name, case in (TABLE | MORE).items() if name != "allocate"}  # which ctypes does
+CACHES = sorted(name for name in ALL if ALL[name][0] is Cache and "close" not in name)
+LONG = {"empty", "empty_like", "from_tensor", "adopt", "write", "publish"}
+
+
+class Try:
+    """A scene in a pool of its own."""
+
+    def __init__(self, kind: str, make: type) -> None:
+        self.pool = open_pool(kind, make.PAGES)
+        self.scene = make(self.pool)
+
+    def end(self, name: str) -> None:
+        self.scene.end(name)
+        self.pool.close()
+        stats = self.pool.stats()
+        assert (stats.pages_used, stats.nbytes_reserved, stats.tensors) == (0, 0, 0)
+
+
+def after(kind: str, make: type, run, name: str):
+    """What the scene is before the operation, and after it."""
+    undisturbed = Try(kind, make)
+    before = undisturbed.scene.facts()
+    result = run(undisturbed.scene)
+    facts = before, undisturbed.scene.facts()
+    if hasattr(result, "close"):
+        result.close()
+    undisturbed.end(name)
+    return facts
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if ALL[n][0] in (Awake, Asleep) else n for n in ALL]
+)
+def test_an_operation_is_whole(kind, name):
+    make, run = ALL[name]
+    before, wanted = after(kind, make, run, name)
+
+    def check(one: Try, outcome) -> None:
+        if outcome.interrupted:
+            assert one.scene.facts() in (before, wanted)
+        else:
+            assert one.scene.facts() == wanted
+        if hasattr(outcome.result, "close"):
+            outcome.result.close()
+        if not one.pool.closed:
+            testing.check_invariants(one.pool)
+        if one.scene.facts() == before:
+            one.scene.check()
+            with contextlib.suppress(vtensor.Closed):
+                run(one.scene)  # it can be done again
+        one.end(name)
+
+    stride = 4 if "make" in name or name in LONG else 1
+    stride *= every(1) if kind == "simcuda" else 1
+    at_every_bytecode(lambda: Try(kind, make), lambda one: run(one.scene), check, each=place, stride=stride)
+
+
+@pytest.mark.thorough
+@settings(max_examples=draws(30))
+@given(
+    history=st.lists(st.sampled_from(CACHES), max_size=5),
+    what=st.sampled_from(CACHES),
+    stride=st.integers(3, 30),
+)
+def test_whatever_came_before(history, what, stride):
+    def attempt(one: Try, name: str) -> None:
+        with contextlib.suppress(vtensor.VTensorError):  # a slot is free by now, or away
+            ALL[name][1](one.scene)
+
+    def setup() -> Try:
+        one = Try("host", Cache)
+        for name in history:
+            attempt(one, name)
+        return one
+
+    undisturbed = setup()
+    before = undisturbed.scene.facts()
+    attempt(undisturbed, what)
+    wanted = undisturbed.scene.facts()
+    undisturbed.pool.close()
+
+    def check(one: Try, outcome) -> None:
+        assert one.scene.facts() in (before, wanted)
+        testing.check_invariants(one.pool)
+        one.scene.cache.close()
+        one.pool.close()
+        assert one.pool.stats().pages_used == 0
+
+    at_every_bytecode(setup, lambda one: attempt(one, what), check, each=place, stride=stride)
+
+
+def test_a_pool_that_is_closed(pool_factory, kind):
+    """It is open as before, less the tensors that were closed by then; or closed, with all of them."""
+
+    def make():
+        pool = pool_factory(kind, 64)
+        return pool, [filled(pool, 6, i + 1) for i in range(3)]
+
+    def check(made, outcome):
+        pool, tensors = made
+        if pool.closed:
+            assert all(t.closed for t in tensors)
+            with pytest.raises(vtensor.Closed):
+                quarter(pool, 1)
+        else:
+            for i, t in enumerate(tensors):
+                assert t.closed or t.extend(1)[:6].eq(i + 1).all()
+            filled(pool, 3).close()
+        pool.close()
+        stats = pool.stats()
+        assert pool.closed and (stats.tensors, stats.pages_used, stats.nbytes_reserved) == (0, 0, 0)
+
+    assert at_every_bytecode(make, lambda made: made[0].close(), check) > 0
